@@ -1,18 +1,155 @@
 """Plans at work over gloo: any layouts, any ranks; what fails on one rank; what never comes."""
 
+import weakref
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from aligner.config.sections.engine import EngineConfig, RefitConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.engines.native import packs
+from aligner.engines.native.engine import NativeEngine
+from aligner.errors import RefitError
 from aligner.models.families import family_table
-from aligner.models.params import to_hf
+from aligner.models.params import split_tp, to_hf
+from aligner.models.shards import hf_tensors
 from aligner.ops.kernels.checksum import tensor_checksum
-from aligner.refit.plan import EngineGrid, TrainerGrid
+from aligner.refit.exchange import Exchange
+from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
+from aligner.refit.transfer import Refit
+from tests.megatron.models import build
+from tests.ranks import on_ranks
 from tests.tiny import DEEPSEEK, LLAMA, MODELS, MOE, wild_source
 
 pytestmark = pytest.mark.multirank
+
+
+def shards(cfg: ModelConfig, trainer: TrainerGrid, rank: int) -> dict[str, torch.Tensor]:
+    """What the trainer's rank holds, cut by the family table; empty for others."""
+    if trainer.replica_of(rank) is None:
+        return {}
+    stage, source = (rank - trainer.first) // trainer.tensor // trainer.replicas, wild_source(cfg)
+    held = {tensor.spec.canonical: tensor.spec for tensor in hf_tensors(cfg) if stage in trainer.stages(tensor)}
+    cut = {name: split_tp(spec, source(spec), trainer.tensor, trainer.tensor_rank(rank)) for name, spec in held.items()}
+    return {
+        name: t.chunk(trainer.expert)[trainer.expert_rank(rank)] if held[name].experts else t for name, t in cut.items()
+    }
+
+
+class Packed(NativeEngine):
+    """When an update begins, its matrices in float32 are laid out as rows are computed with them, on any machine."""
+
+    def __init__(self, *arguments, **more):
+        with mock.patch.object(packs, "worth_packing", lambda m: m.dtype == torch.float32 and m.numel() > 0):
+            super().__init__(*arguments, **more)
+
+    def begin_update(self, version: int) -> None:
+        with torch.inference_mode():
+            self.model.packs.pack()
+        super().begin_update(version)
+
+
+def engines_of(cfg: ModelConfig, engines: EngineGrid, dtype: torch.dtype, count: int) -> list[NativeEngine | None]:
+    """So many alike on this rank, None where there is to be none."""
+    rank, replicas = dist.get_rank(), len(engines.ranks) // engines.tensor
+    groups = [dist.new_group(list(engines.ranks[i * engines.tensor :][: engines.tensor])) for i in range(replicas)]
+    if rank not in engines.ranks:
+        return [None] * count
+    group = groups[engines.ranks.index(rank) // engines.tensor]
+    return [Packed(cfg, EngineConfig(), device="cpu", dtype=dtype, pad_id=0, group=group) for _ in range(count)]
+
+
+def placed(
+    cfg: ModelConfig, trainer: TrainerGrid, engines: EngineGrid, bucket_bytes: int, dtype=torch.float32, rounds: int = 1
+) -> dict | None:
+    """Run a plan between any ranks of the world; checksums of this rank's engine, None where there is none."""
+    rank = dist.get_rank()
+    (engine,) = engines_of(cfg, engines, dtype, 1)
+    plan = plan_refit(trainer, engines, hf_tensors(cfg), dtype.itemsize, bucket_bytes)
+    exchange = Exchange(plan, rank, torch.device("cpu"), dtype, 30.0)
+    held, made = shards(cfg, trainer, rank), []
+    make = exchange._buffers
+
+    def buffers(side: int) -> list[torch.Tensor]:
+        found = make(side)
+        made.extend((buffer.nbytes, weakref.ref(buffer)) for buffer in found)
+        return found
+
+    exchange._buffers = buffers
+    for version in range(rounds):
+        bring(exchange, held, engine, version)
+    moved = {"copied": exchange.copied_bytes, "received": exchange.wire_bytes, "buffers": exchange.buffer_bytes}
+    moved |= {"made": sum(size for size, _ in made), "kept": sum(size for size, buffer in made if buffer() is not None)}
+    return None if engine is None else moved | {"checksums": engine.checksums(), "version": engine.weight_version}
+
+
+def bring(exchange: Exchange, held: dict[str, torch.Tensor], engine: NativeEngine | None, version: int) -> None:
+    """One refit, which no rank has a cause against."""
+    if engine is not None:
+        engine.begin_update(version)
+    exchange(held, engine)
+    assert not exchange.cause
+    if engine is not None:
+        engine.finish_update()
+
+
+class Losing(Packed):
+    """An engine whose rank writes a tensor twice, leaves one out, or one half of one."""
+
+    fault = ""
+
+    def place(self, name: str, start: int, stop: int, afresh: bool = False):
+        if name == "model.layers.1.mlp.up_proj.weight":
+            elsewhere = torch.empty(stop - start, self.model.cfg.hidden_size)
+            if self.fault == "missing":
+                return elsewhere
+            if self.fault == "doubled":
+                super().place(name, start, stop, afresh)
+            if self.fault == "half":
+                super().place(name, start, (start + stop) // 2, afresh)
+                return elsewhere
+            if self.fault == "broken":
+                raise RuntimeError("no memory left")
+        return super().place(name, start, stop, afresh)
+
+
+class Late(NativeEngine):
+    """An engine that fails in a way nobody expects, or hangs."""
+
+    how = ""
+
+    def begin_update(self, version: int) -> None:
+        super().begin_update(version)
+        if self.how == "raises":
+            raise ZeroDivisionError("someone divided by zero")
+        if self.how == "hangs":
+            the_store().get("the other rank is done")
+
+
+def the_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def stuck(cfg: ModelConfig, how: str) -> str:
+    """The last rank's engine is `Late`, and its process lives on until the other one is done; what each is told."""
+    model, last = build(cfg, ParallelConfig(pipeline=2)), dist.get_rank() == 1
+    engine = Late(cfg, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0)
+    engine.how = how if last else ""
+    refit = Refit(model, engine, RefitConfig(timeout_s=1.0))
+    if how == "raises" and not last:
+        the_store().get("it was raised")
+    with pytest.raises(ZeroDivisionError if last and how == "raises" else RefitError) as caught:
+        refit()
+    if last and how == "raises":
+        the_store().set("it was raised", b"")
+        the_store().get("the other rank is done")
+    if not last:
+        the_store().set("the other rank is done", b"")
+    return str(caught.value)
 
 
 def truth(cfg, dtype=torch.float32) -> dict[str, int]:
@@ -41,7 +178,7 @@ CASES = {  # world, model, trainer, engines, bucket bytes, engine's dtype
 def test_engines_hold_the_trainers_weights(ranks, name):
     world, cfg, trainer, engines, bucket_bytes, dtype = CASES[name]
     job = {"cfg": cfg, "trainer": trainer, "engines": engines, "bucket_bytes": bucket_bytes, "dtype": dtype}
-    told = ranks.run("tests.refit.jobs:placed", world=world, rounds=2, **job)
+    told = ranks.run(placed, world=world, rounds=2, **job)
     wanted = truth(cfg, dtype)
     for rank, found in enumerate(told):
         assert (found is not None) == (rank in engines.ranks)
@@ -64,17 +201,24 @@ def test_engines_hold_the_trainers_weights(ranks, name):
         ("broken", "no memory left"),
     ],
 )
-def test_a_fault_on_one_rank_stops_all(ranks, fault, text):
-    job = {"cfg": LLAMA, "parallel": ParallelConfig(pipeline=2), "fault": fault}
-    first, second = ranks.run("tests.refit.jobs:faulty", world=2, **job)
-    assert first == second and first.startswith("refit failed on rank 1: ") and text in first
+@on_ranks(2)
+def test_a_fault_on_one_rank_stops_all(fault, text):
+    """The last rank's engine has it."""
+    engine = Losing(LLAMA, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0)
+    engine.fault = fault if dist.get_rank() == 1 else ""
+    refit = Refit(build(LLAMA, ParallelConfig(pipeline=2)), engine, RefitConfig(bucket_bytes=5000))
+    with pytest.raises(RefitError) as caught:
+        refit()
+    assert str(caught.value).startswith("refit failed on rank 1: ") and text in str(caught.value)
+    engine.fault = ""
+    refit()  # nothing was left behind
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raises", "hangs"])
 def test_a_rank_that_never_comes_is_not_waited_for(ranks, how):
     """Within refit.timeout_s, and with the cause if the rank told one."""
-    message = ranks.run("tests.refit.jobs:stuck", world=2, cfg=LLAMA, how=how)[0]
+    message = ranks.run(stuck, world=2, cfg=LLAMA, how=how)[0]
     if how == "raises":
         assert message == "refit failed on rank 1: someone divided by zero"
     else:

@@ -9,7 +9,19 @@ import pytest
 import torch
 import transformers
 
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.engines.native.load import engine_from_folder
+from aligner.megatron.groups import build_layout
+from aligner.megatron.model import Head
+from aligner.megatron.train import ShardedModel
 from aligner.models.safetensors_io import open_hf
+from aligner.refit.export import export_hf
+from aligner.roles.model_init import resolve
+from aligner.roles.reward_model import RewardModel
+from aligner.types import TrainBatch
+from tests.megatron.models import ONE, plain_logits
 from tests.tiny import MIXTRAL, MODELS, MOE, MORE, WINDOWS, batch, transformers_model, write_folder
 
 pytestmark = pytest.mark.multirank
@@ -32,6 +44,20 @@ FAMILIES = {
     name: replace(cfg, vocab_size=263, tie_embeddings=name in ("gemma3", "qwen3"), init_std=0.03)
     for name, cfg in (MODELS | WINDOWS | NEW | {"qwen3_moe": MOE, "mixtral": MIXTRAL}).items()
 }
+
+
+def through_folders(folder: Path, out: Path, head: str, tokens: torch.Tensor, lengths: torch.Tensor) -> tuple:
+    """(logits or scores of the trainer, logprobs of the native engine); the model goes on to the folder `out`."""
+    initial = resolve(ModelConfig(dtype="float32"), str(folder), 0)
+    scored = Head() if head == "lm" else Head("score", 3)
+    source = initial.source(scored)
+    model = ShardedModel(initial.config, build_layout(ONE), scored, torch.float32, torch.device("cpu"), source)
+    export_hf(model, out, initial.tokenizer, None, initial.origin)
+    if head == "score":
+        rows = TrainBatch(tokens, lengths, torch.zeros(len(tokens), 0))
+        return RewardModel(model, BatchConfig()).raw_scores(rows), None
+    engine = engine_from_folder(out, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0)
+    return plain_logits(model, tokens, lengths), engine.logprobs(tokens, lengths)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +88,7 @@ def test_in_and_out(ranks, small_files, tmp_path, name, head):
         (folder / path.name).write_bytes(path.read_bytes())
     rows = batch(cfg, rows=4, width=19)
     job = {"folder": folder, "out": out, "head": head, "tokens": rows.tokens, "lengths": rows.lengths}
-    got, engine = ranks.run("tests.refit.jobs:through_folders", **job)[0]
+    got, engine = ranks.run(through_folders, **job)[0]
     real = torch.arange(19)[None] < rows.lengths[:, None]
     with torch.no_grad():
         wanted = model(rows.tokens, attention_mask=real.long()).logits

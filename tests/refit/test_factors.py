@@ -4,13 +4,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from aligner.config.sections.engine import EngineConfig, RefitConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.errors import RefitError
+from aligner.megatron.groups import neighbours
+from aligner.refit.factors import FactorExchange
+from aligner.refit.transfer import Refit
+from tests.megatron.models import build
+from tests.megatron.test_lora import FAST, shake
+from tests.refit.test_exchange import Packed
 from tests.tiny import LLAMA, MODELS, MOE, MORE
 
 pytestmark = pytest.mark.multirank
-JOBS = "tests.refit.factor_jobs"
 LORA = LoraConfig(rank=3, alpha=6, targets=[ALL_LINEAR])
 SOME = replace(LLAMA, lora=replace(LORA, targets=["q_proj", "v_proj", "up_proj", "down_proj"]))
 DORA = replace(MODELS["qwen2"], lora=replace(LORA, dora=True, targets=["k_proj", "o_proj", "gate_proj", "down_proj"]))
@@ -31,11 +40,89 @@ CASES = {  # world, model, trainer's layout, engine's tensor ranks, dtype of the
 }
 
 
+class Refusing(Packed):
+    """An engine that cannot be written where it is told."""
+
+    refuses = ""
+
+    def place(self, name: str, start: int, stop: int, afresh: bool = False):
+        if name == self.refuses:
+            raise RuntimeError("no memory left")
+        return super().place(name, start, stop, afresh)
+
+
+def engine_for(cfg: ModelConfig, tensor: int, dtype: torch.dtype) -> Refusing:
+    return Refusing(cfg, EngineConfig(), device="cpu", dtype=dtype, pad_id=0, group=neighbours(tensor))
+
+
+def both(
+    cfg: ModelConfig,
+    parallel: ParallelConfig,
+    tensor: int,
+    dtype: torch.dtype = torch.float32,
+    engine_dtype: torch.dtype | None = None,
+) -> list[dict]:
+    """An engine that gets merged weights and one that gets factors, of the same model, before two changes of the
+    adapters and after each: metrics, and all checksums."""
+    model, told = build(cfg, parallel, FAST, dtype=dtype), []
+    engines = {way: engine_for(cfg, tensor, engine_dtype or dtype) for way in ("merged", "factors")}
+    refits = {
+        way: Refit(model, engine, RefitConfig(bucket_bytes=3000, verify="checksum", adapters=way))
+        for way, engine in engines.items()
+    }
+    for _ in range(3):
+        found = {way: refit() for way, refit in refits.items()}
+        sums = {way: dict(engine.checksums()) for way, engine in engines.items()}
+        told.append({"metrics": found, "checksums": sums, "trainer": refits["factors"].checksums})
+        shake(model, 0.1)
+        model.step_count += 1
+    return told
+
+
+def torn(cfg: ModelConfig, parallel: ParallelConfig, name: str) -> dict:
+    """The last rank's engine refuses a tensor in the first refit and in the second one, and then loses a factor; after
+    each a refit without it. Messages, numbers of bytes, and versions of the engine in between."""
+    model = build(cfg, parallel, FAST)
+    engine, last = engine_for(cfg, 1, torch.float32), dist.get_rank() == dist.get_world_size() - 1
+    refit = Refit(model, engine, RefitConfig(bucket_bytes=3000, verify="checksum", adapters="factors"))
+    found = {"messages": [], "bytes": [], "versions": [], "right": []}
+
+    def fails() -> None:
+        with pytest.raises(RefitError) as caught:
+            refit()
+        found["messages"].append(str(caught.value))
+        if last:
+            with pytest.raises(RefitError, match="no complete weights"):
+                engine.generate([[1, 2]], [[0]], None)
+        found["versions"].append(engine.weight_version)
+
+    def works() -> None:
+        found["bytes"].append(refit()["refit/bytes"])
+        found["right"].append(dict(engine.checksums()) == refit.checksums)
+
+    for _ in range(2):
+        engine.refuses = name if last else ""
+        fails()
+        engine.refuses = ""
+        works()
+        shake(model, 0.1)
+        model.step_count += 1
+    exchange = refit.exchange
+    assert isinstance(exchange, FactorExchange)
+    share = exchange._merger.factors
+    place, lost = share.place, "model.layers.1.mlp.up_proj.lora_B.weight" if last else ""
+    share.place = lambda n, a, *b: torch.empty(b[0] - a, cfg.lora.rank) if n == lost else place(n, a, *b)
+    fails()
+    share.place = place
+    works()
+    return found
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_an_engine_that_merges_has_the_merged_weights_to_the_bit(ranks, name):
     world, cfg, parallel, tensor, dtype, engine_dtype = CASES[name]
     job = {"cfg": cfg, "parallel": parallel, "tensor": tensor, "dtype": dtype, "engine_dtype": engine_dtype}
-    for told in ranks.run(f"{JOBS}:both", world=world, **job):
+    for told in ranks.run(both, world=world, **job):
         sums = [turn["checksums"] for turn in told]
         for turn in told:
             assert turn["checksums"]["factors"] == turn["checksums"]["merged"] == turn["trainer"]
@@ -54,7 +141,7 @@ def test_an_engine_that_merges_has_the_merged_weights_to_the_bit(ranks, name):
 def test_a_torn_update_is_of_no_use_and_the_next_one_mends_it(ranks, name):
     """Of a matrix with adapters, and of one without. Until a refit has succeeded on every rank the frozen weights
     travel again; from then on factors are enough."""
-    one, other = ranks.run(f"{JOBS}:torn", world=2, cfg=SOME, parallel=PP2, name=name)
+    one, other = ranks.run(torn, world=2, cfg=SOME, parallel=PP2, name=name)
     for found in (one, other):
         assert found["right"] == [True] * 3
         whole, *later = found["bytes"]

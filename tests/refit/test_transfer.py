@@ -5,13 +5,21 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aligner.config.sections.engine import RefitConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.errors import RefitError
+from aligner.megatron.model import Head
+from aligner.megatron.train import ShardedModel
 from aligner.models.families import family_table
 from aligner.models.params import to_hf
 from aligner.refit.plan import buckets
+from aligner.refit.transfer import Refit, WeightStream, fail_together
+from tests.megatron.models import build
+from tests.ranks import on_ranks
 from tests.tiny import DEEPSEEK, LLAMA, MODELS, MOE, wild_source
 
 LAYOUTS = {
@@ -23,6 +31,31 @@ LAYOUTS = {
     "ep2-tp2": (4, ParallelConfig(expert=2, tensor=2)),
     "ep2-pp2": (4, ParallelConfig(expert=2, pipeline=2)),
 }
+
+
+class Refusing:
+    """An engine that refuses on one rank, at one moment."""
+
+    weight_version = -1
+    dtype = torch.float32
+
+    def __init__(self, rank: int, moment: str):
+        self.moment, self.calls = moment if dist.get_rank() == rank else "", 0
+
+    def begin_update(self, version: int) -> None:
+        self._maybe("begin")
+
+    def update_weights(self, tensors) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            self._maybe("second bucket")
+
+    def finish_update(self) -> None:
+        self._maybe("finish")
+
+    def _maybe(self, moment: str) -> None:
+        if moment == self.moment:
+            raise RefitError(f"{moment} does not suit me")
 
 
 @given(st.lists(st.integers(0, 1000)), st.integers(1, 2000))
@@ -40,46 +73,41 @@ def full_weights(cfg, head="lm", outputs=1):
     return {n: t for spec in family_table(cfg, head, outputs) for n, t in to_hf(spec, source(spec), cfg).items()}
 
 
-def check_stream(results, wanted, bucket_bytes):
-    for result in results:
-        names = [name for bucket in result["buckets"] for name, _ in bucket]
-        assert sorted(names) == sorted(wanted), "every tensor once"
-        assert result["repeats"], "a second pass gives the same"
-        for bucket in result["buckets"]:
+def check_stream(model: ShardedModel, wanted: dict[str, torch.Tensor], bucket_bytes: int) -> None:
+    stream = WeightStream(model, bucket_bytes)
+    for _ in range(2):  # a second pass gives the same
+        names = []
+        for bucket in stream:
             assert len(bucket) == 1 or sum(t.numel() * t.element_size() for _, t in bucket) <= bucket_bytes
+            names += [name for name, _ in bucket]
             for name, tensor in bucket:
                 assert tensor.shape == wanted[name].shape and torch.equal(tensor, wanted[name]), name
+        assert sorted(names) == sorted(wanted), "every tensor once"
 
 
 @pytest.mark.few(4)
 @pytest.mark.multirank
 @pytest.mark.parametrize("bucket_bytes", [1, 7777, 1 << 30])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_gets_every_tensor_once(ranks, layout, bucket_bytes):
-    world, parallel = LAYOUTS[layout]
+@pytest.mark.parametrize(("world", "parallel"), LAYOUTS.values(), ids=LAYOUTS)
+@on_ranks()
+def test_every_rank_gets_every_tensor_once(world, parallel, bucket_bytes):
     for cfg in (MODELS["qwen3"], replace(MODELS["qwen2"], tie_embeddings=False), MOE):
-        if parallel.expert > 1 and not cfg.moe.num_experts:
-            continue
-        results = ranks.run(
-            "tests.refit.jobs:stream", world=world, cfg=cfg, parallel=parallel, bucket_bytes=bucket_bytes
-        )
-        check_stream(results, full_weights(cfg), bucket_bytes)
+        if parallel.expert == 1 or cfg.moe.num_experts:
+            check_stream(build(cfg, parallel), full_weights(cfg), bucket_bytes)
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "tp2-pp2"])
-def test_score_heads_and_bfloat16(ranks, layout):
-    world, parallel = LAYOUTS[layout]
-    job = {"cfg": LLAMA, "parallel": parallel, "bucket_bytes": 5000}
-    half = ranks.run("tests.refit.jobs:stream", world=world, dtype=torch.bfloat16, **job)
-    check_stream(half, {n: t.bfloat16() for n, t in full_weights(LLAMA).items()}, 5000)
+@pytest.mark.parametrize(("world", "parallel"), list(LAYOUTS.values())[:4], ids=list(LAYOUTS)[:4])
+@on_ranks()
+def test_score_heads_and_bfloat16(world, parallel):
+    wanted = {n: t.bfloat16() for n, t in full_weights(LLAMA).items()}
+    check_stream(build(LLAMA, parallel, dtype=torch.bfloat16), wanted, 5000)
     mixed = replace(DEEPSEEK, num_layers=4)
-    half = ranks.run("tests.refit.jobs:stream", world=world, dtype=torch.bfloat16, **job | {"cfg": mixed})
     kept = {name: spec.kept(torch.bfloat16) for spec in family_table(mixed) for name in spec.hf}
     assert set(kept.values()) == {torch.bfloat16, torch.float32}
-    check_stream(half, {n: t.to(kept[n]) for n, t in full_weights(mixed).items()}, 5000)
-    scores = ranks.run("tests.refit.jobs:stream", world=world, outputs=3, **job)
-    check_stream(scores, full_weights(LLAMA, "score", 3), 5000)
+    wanted = {n: t.to(kept[n]) for n, t in full_weights(mixed).items()}
+    check_stream(build(mixed, parallel, dtype=torch.bfloat16), wanted, 5000)
+    check_stream(build(LLAMA, parallel, head=Head("score", 3)), full_weights(LLAMA, "score", 3), 5000)
 
 
 @pytest.mark.few(4)
@@ -87,13 +115,20 @@ def test_score_heads_and_bfloat16(ranks, layout):
 @pytest.mark.parametrize("moment", ["begin", "second bucket", "finish"])
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_refusal_on_one_rank_stops_all(ranks, layout, moment, rank):
-    world, parallel = {**LAYOUTS, "dp2": (2, ParallelConfig())}[layout]
-    told = ranks.run("tests.refit.jobs:refused", world=world, cfg=LLAMA, parallel=parallel, rank=rank, moment=moment)
-    assert told == [f"refit failed on rank {rank}: {moment} does not suit me"] * 2
+@on_ranks(2)
+def test_a_refusal_on_one_rank_stops_all(layout, moment, rank):
+    _, parallel = {**LAYOUTS, "dp2": (2, ParallelConfig())}[layout]
+    refit = Refit(build(LLAMA, parallel), Refusing(rank, moment), RefitConfig(bucket_bytes=3000))
+    with pytest.raises(RefitError, match=f"^refit failed on rank {rank}: {moment} does not suit me$"):
+        refit()
+    refit.engine.moment = ""
+    refit()  # nothing was left behind in the groups
 
 
 @pytest.mark.multirank
-def test_the_lowest_ranks_cause_is_told(ranks):
-    wanted = ["", "refit failed on rank 1: b", "refit failed on rank 0: a"]
-    assert ranks.run("tests.refit.jobs:first_cause", world=2) == [wanted] * 2
+@on_ranks(2)
+def test_the_lowest_ranks_cause_is_told():
+    fail_together("")
+    for causes, wanted in ((["", "b"], "rank 1: b"), (["a", "b"], "rank 0: a")):
+        with pytest.raises(RefitError, match=f"^refit failed on {wanted}$"):
+            fail_together(causes[dist.get_rank()])

@@ -1,11 +1,27 @@
 """The proof after every refit: what it lets pass and what it catches, with the native engine."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.engine import EngineConfig, RefitConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
-from tests.tiny import LLAMA, MODELS, MOE
+from aligner.engines.native.engine import NativeEngine
+from aligner.errors import RefitError
+from aligner.megatron.train import ShardedModel
+from aligner.refit.transfer import Refit
+from aligner.refit.verify import Verifier, staleness
+from aligner.roles.batching import micro_batches
+from aligner.roles.policy import Policy
+from aligner.types import TrainBatch
+from tests.megatron.models import build, nll_loss, shares
+from tests.ranks import on_ranks
+from tests.tiny import LLAMA, MODELS, MOE, batch
 
 pytestmark = pytest.mark.multirank
 
@@ -13,10 +29,42 @@ ONE, TP, PP = ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(pipelin
 SMALL = OptimConfig(lr=5e-4)  # about one unit in the last place of a bfloat16 weight
 
 
-def staleness(*arguments):
-    from aligner.refit.verify import staleness
+def native(cfg: ModelConfig, dtype: torch.dtype) -> NativeEngine:
+    return NativeEngine(cfg, EngineConfig(), device="cpu", dtype=dtype, pad_id=0)
 
-    return staleness(*arguments)
+
+def sentinel(model: ShardedModel, refit: Refit, rows: TrainBatch) -> Verifier:
+    def logprobs(tokens, lengths):
+        return Policy(model, BatchConfig()).logprobs(TrainBatch(tokens, lengths, torch.zeros(len(tokens), 0)))
+
+    return Verifier(refit, rows.tokens, rows.lengths, logprobs)
+
+
+def one_step(model: ShardedModel, rows: TrainBatch) -> None:
+    model.step(micro_batches(shares(model, rows), BatchConfig(micro_batch_samples=8)), nll_loss(model, rows))
+
+
+def follow(
+    cfg: ModelConfig,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    optim: OptimConfig,
+    steps: int,
+    engine_dtype: torch.dtype | None = None,
+) -> list[dict]:
+    """Refit, check, step, again and again; the last round without a step before it."""
+    model, engine = build(cfg, parallel, optim, dtype=dtype), native(cfg, engine_dtype or dtype)
+    refit = Refit(model, engine, RefitConfig(bucket_bytes=5000, verify="checksum"))
+    rows = batch(cfg)
+    verifier, told = sentinel(model, refit, rows), []
+    for round_ in range(steps + 2):
+        metrics = refit() | verifier.check()
+        real = torch.arange(rows.tokens.shape[1])[None] < rows.lengths[:, None]
+        gap = engine.logprobs(rows.tokens, rows.lengths) - Policy(model, BatchConfig()).logprobs(rows)
+        told.append(metrics | {"gap": float((gap * real).abs().max()), "engine": engine.weight_version})
+        if round_ < steps:
+            one_step(model, rows)
+    return told
 
 
 @pytest.fixture
@@ -64,48 +112,72 @@ def test_the_verdict_is_withheld_without_power(logprobs):
         (4, ParallelConfig(expert=2, pipeline=2), torch.bfloat16, "qwen3_moe"),
     ],
 )
-def test_a_refitted_engine_passes(ranks, world, parallel, dtype, name):
-    cfg = MOE if name == "qwen3_moe" else MODELS[name]
-    job = {"cfg": cfg, "parallel": parallel, "dtype": dtype, "verify": "checksum", "optim": SMALL, "steps": 3}
-    for told in ranks.run("tests.refit.jobs:follow", world=world, **job):
-        assert [t["engine"] for t in told] == [t["refit/version"] for t in told] == [0, 1, 2, 3, 3]
-        assert told[-1]["refit/sentinel_progress"] == 1.0  # no step: nothing to compare
-        assert told[-1]["refit/bytes"] == 0, "no step: the engine holds these very weights"
-        assert all(t["refit/bytes"] > 0 and t["refit/gb_per_s"] > 0 for t in told[:-1])
-        for t in told:
-            assert t["refit/seconds"] > 0
-            if dtype == torch.float32:
-                assert t["gap"] <= 1e-4 and abs(t["refit/sentinel_progress"] - 1) < 0.05
-            else:
-                assert t["refit/sentinel_error"] < 0.05 and t["refit/sentinel_progress"] > 0.5
+@on_ranks()
+def test_a_refitted_engine_passes(world, parallel, dtype, name):
+    told = follow(MOE if name == "qwen3_moe" else MODELS[name], parallel, dtype, SMALL, steps=3)
+    assert [t["engine"] for t in told] == [t["refit/version"] for t in told] == [0, 1, 2, 3, 3]
+    assert told[-1]["refit/sentinel_progress"] == 1.0  # no step: nothing to compare
+    assert told[-1]["refit/bytes"] == 0, "no step: the engine holds these very weights"
+    assert all(t["refit/bytes"] > 0 and t["refit/gb_per_s"] > 0 for t in told[:-1])
+    for t in told:
+        assert t["refit/seconds"] > 0
+        if dtype == torch.float32:
+            assert t["gap"] <= 1e-4 and abs(t["refit/sentinel_progress"] - 1) < 0.05
+        else:
+            assert t["refit/sentinel_error"] < 0.05 and t["refit/sentinel_progress"] > 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world, parallel", [(1, ONE), (2, PP)])
 @pytest.mark.parametrize("verify", ["sentinel", "checksum"])
-def test_one_missed_step_is_caught(ranks, world, parallel, dtype, verify):
-    job = {"cfg": LLAMA, "parallel": parallel, "dtype": dtype, "verify": verify, "optim": SMALL}
-    for told in ranks.run("tests.refit.jobs:skipped", world=world, **job):
-        message = told["message"]
-        assert message.startswith("refit failed on rank 0: weight version: engine 0, trainer 1")
-        assert ("checksum of" in message) == (verify == "checksum")
-        assert "nearer to the previous weights" in message
+@on_ranks()
+def test_one_missed_step_is_caught(world, parallel, dtype, verify):
+    """The engine keeps its weights through one optimizer step."""
+    model, engine, rows = build(LLAMA, parallel, SMALL, dtype=dtype), native(LLAMA, dtype), batch(LLAMA)
+    refit = Refit(model, engine, RefitConfig(bucket_bytes=5000, verify=verify), skip=True)
+    verifier = sentinel(model, refit, rows)
+    refit()
+    verifier.check()
+    one_step(model, rows)
+    refit()
+    with pytest.raises(RefitError) as caught:
+        verifier.check()
+    message = str(caught.value)
+    assert message.startswith("refit failed on rank 0: weight version: engine 0, trainer 1")
+    assert ("checksum of" in message) == (verify == "checksum")
+    assert "nearer to the previous weights" in message
 
 
-def test_an_engine_in_another_dtype_passes(ranks):
+@on_ranks(1)
+def test_an_engine_in_another_dtype_passes():
     """Its hashes are of the weights as it holds them, its tolerance is that of its own dtype."""
-    job = {"cfg": LLAMA, "parallel": ONE, "dtype": torch.float32, "verify": "checksum", "optim": OptimConfig(lr=1e-2)}
-    told = ranks.run("tests.refit.jobs:follow", engine_dtype=torch.bfloat16, steps=2, **job)[0]
+    told = follow(LLAMA, ONE, torch.float32, OptimConfig(lr=1e-2), steps=2, engine_dtype=torch.bfloat16)
     assert [t["engine"] for t in told] == [0, 1, 2, 2]
     assert all(1e-4 < t["refit/sentinel_error"] < 0.05 for t in told)
 
 
-def test_a_resumed_run_keeps_its_sentinel(ranks):
-    """The first refit after a resume gets its verdict; rows of another training set give none."""
-    (told,) = ranks.run("tests.refit.jobs:resumed", cfg=LLAMA, optim=SMALL)
-    assert told["message"].startswith("refit failed on rank 0: sentinel: nearer to the previous weights")
-    assert told["forgetful"]["refit/sentinel_progress"] == 1.0
-    assert told["other"] is None and told["fresh"] is None
+@on_ranks(1)
+def test_a_resumed_run_keeps_its_sentinel():
+    """The first refit after a resume gets its verdict, of an engine that missed a step; rows of another training set
+    give none."""
+    model, engine, rows = build(LLAMA, ONE, SMALL), native(LLAMA, torch.float32), batch(LLAMA)
+    refit = Refit(model, engine, RefitConfig(tolerance=9.0), skip=True)  # the verdict alone
+    before = sentinel(model, refit, rows)
+    refit()
+    before.check()
+    kept = json.loads(json.dumps(before.state_dict()))
+    one_step(model, rows)
+    refit()
+    engine._ledger.version = model.step_count  # an engine that lies about its version
+    assert sentinel(model, refit, rows).check()["refit/sentinel_progress"] == 1.0
+    after, other = sentinel(model, refit, rows), sentinel(model, refit, batch(LLAMA, seed=2))
+    after.load_state_dict(kept)
+    with pytest.raises(RefitError, match=r"^refit failed on rank 0: sentinel: nearer to the previous weights"):
+        after.check()
+    other.load_state_dict(kept)
+    fresh = sentinel(model, refit, rows)
+    fresh.load_state_dict(fresh.state_dict())
+    assert other.previous is None and fresh.previous is None
 
 
 def noisy(n, step, seed, stale):
@@ -158,11 +230,6 @@ class Bigram:
 
 def bigrams(step=0.02, noise=0.0, seed=0, **more):
     """A verifier of such a pair, the pair, and what makes a step of the trainer."""
-    from types import SimpleNamespace
-
-    from aligner.config.sections.engine import RefitConfig
-    from aligner.refit.verify import Verifier
-
     generator = torch.Generator().manual_seed(seed)
     weights = 2 * torch.randn(40, 40, generator=generator)
     trainer, engine = Bigram(weights, noise), Bigram(weights, noise)
@@ -184,8 +251,6 @@ def bigrams(step=0.02, noise=0.0, seed=0, **more):
 @pytest.mark.parametrize(("step", "noise"), [(0.02, 0.0), (0.02, 1e-4), (0.3, 0.01), (1.0, 0.05)])
 @pytest.mark.parametrize("seed", range(3))
 def test_decode_steps_with_old_weights_are_caught_while_scores_are_right(step, noise, seed):
-    from aligner.errors import RefitError
-
     verifier, _, advance = bigrams(step, noise, seed)
     verifier.check()
     for _ in range(2):
@@ -210,8 +275,6 @@ def test_right_decode_steps_pass(seed):
 
 def test_other_logprobs_of_generated_tokens_are_beyond_the_tolerance():
     """Of a sampler that tells those of another distribution, from the first refit on."""
-    from aligner.errors import RefitError
-
     verifier, engine, _ = bigrams()
     verifier.refit.config.tolerance = 1e-3
     verifier.check()
@@ -223,10 +286,6 @@ def test_other_logprobs_of_generated_tokens_are_beyond_the_tolerance():
 
 
 def test_a_resumed_run_knows_what_was_generated():
-    import json
-
-    from aligner.errors import RefitError
-
     verifier, _, advance = bigrams()
     verifier.check()
     kept = json.loads(json.dumps(verifier.state_dict()))
@@ -241,8 +300,6 @@ def test_a_resumed_run_knows_what_was_generated():
 
 
 def test_of_several_replicas_the_worst_counts(monkeypatch):
-    from aligner.errors import RefitError
-
     verifier, engine, advance = bigrams()
     others = [Bigram(engine.weights), Bigram(engine.weights)]
     monkeypatch.setattr(
