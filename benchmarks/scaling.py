@@ -54,7 +54,7 @@ def measure(parallel: ParallelConfig, steps: int = 2) -> dict:
     from aligner.roles.policy import Policy
     from aligner.stages.sft import sft_loss
     from aligner.types import TrainBatch
-    from tests.plan.jobs import Listener
+    from tests.operations import Listener
 
     layout, device = build_layout(parallel), torch.device("cpu")
     source, optim = random_source(SHAPE, 0), OptimConfig(lr=1e-4)

@@ -8,8 +8,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from aligner.config.resolve import compose
 from aligner.config.sections.batch import BatchConfig
@@ -48,7 +46,7 @@ from aligner.roles.reward_model import RewardModel
 from aligner.stages.sft import sft_loss
 from aligner.types import LossOutput, TrainBatch
 from tests.megatron.models import build
-from tests.operations import counted
+from tests.operations import Listener, counted
 from tests.tiny import ADAM, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, MODELS, MOE, MORE
 
 pytestmark = pytest.mark.multirank
@@ -110,47 +108,7 @@ CASES = {
 }
 
 
-SMALLEST = 256  # bytes: shapes, losses, norms and counts are not counted
 ROWS, WIDTH = 8, 24
-# torch.ops.c10d's name -> (our word, the argument that holds the whole tensor)
-OPS = {
-    "allreduce_": ("all_reduce", 0),
-    "allreduce_coalesced_": ("all_reduce", 0),
-    "_allgather_base_": ("all_gather", 0),
-    "allgather_": ("all_gather", 0),
-    "allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "alltoall_base_": ("all_to_all", 1),
-    "broadcast_": ("broadcast", 0),
-    "send": ("send", 0),
-}
-
-
-class Listener(TorchDispatchMode):
-    """(ranks of the group, our word) -> bytes of all collectives that run under it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: Counter = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kind = func._schema.name
-        if kind.startswith("c10d::"):
-            if kind[6:] in OPS:
-                self._count(kind[6:], args)
-            else:
-                assert kind[6:] in ("recv_", "recv_any_source_", "barrier", "monitored_barrier_"), f"unknown: {kind}"
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, kind: str, args: tuple) -> None:
-        word, index = OPS[kind]
-        group = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
-        ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
-        size = sum(t.numel() * t.element_size() for t in tree_leaves(args[index]))
-        # Megatron sends between stages over the group of the world
-        if len(ranks) > 1 and size >= SMALLEST:
-            self.bytes["send" if word == "send" else ranks, word] += size
 
 
 def rows_of(cfg: ModelConfig, model: ShardedModel, prompt: int) -> TrainBatch:
