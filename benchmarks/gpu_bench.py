@@ -17,10 +17,10 @@ from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.graphs import CudaRecorder, DecodeGraphs
+from aligner.families.rows import ParamSpec
 from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head, check_kernels
 from aligner.megatron.train import ShardedModel
-from aligner.models.params import ParamSpec
 from aligner.refit.transfer import Refit
 from aligner.roles.policy import Policy
 from aligner.types import Generations, SamplingParams, TrainBatch

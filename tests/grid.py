@@ -1,6 +1,6 @@
 """Random small models of every family against transformers: `python -m tests.grid --draws 200 --seed 0`.
 
-A family is drawn by its entry in `config/sections/model/families.py`: each key in which its models differ has a draw
+A family is drawn by its entry in `aligner/families/known/`: each key in which its models differ has a draw
 in `KEYS`, and one without is an error that names it. Draws are as wild as the config allows: heads that do not
 multiply to the hidden size, one head, odd widths, local and unrotated layers in any order, every rotary scaling."""
 
@@ -18,13 +18,13 @@ import torch
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.attention import AttentionConfig, layer_pattern
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.model.families import TRAITS
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
-from aligner.config.sections.model.moe import ALWAYS_NORMALISED, MoeConfig
+from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.model.rope import ROPE_TYPES, RopeScalingConfig
 from aligner.config.sections.model.scales import ScalesConfig
 from aligner.engines.native import NativeEngine
+from aligner.families import FAMILIES
 from aligner.types import SamplingParams
 from tests.ranks import Ranks
 from tests.tiny import batch, hf_weights, transformers_model, write_folder
@@ -67,7 +67,7 @@ ROPE, SQUARE = {"phi3": ("longrope",)}, ("phi3",)
 
 def draw(family: str, seed: int) -> ModelConfig:
     """A random model of the family, the same for the same seed."""
-    r, traits = random.Random(f"{family}/{seed}"), TRAITS[family]
+    r, traits = random.Random(f"{family}/{seed}"), FAMILIES[family]
     groups, head_dim = r.choice([1, 1, 2, 3, 4]), 2 * r.randint(2, 9)
     heads = groups * r.choice([1, 1, 2, 3])
     sizes: dict[str, Any] = {
@@ -103,7 +103,7 @@ def draw(family: str, seed: int) -> ModelConfig:
         latent=latent,
         linear=linear,
         scales=ScalesConfig(**_section("scales", values)),
-        moe=_experts(r, family, shape.ffn_hidden_size, _section("moe", values)) if traits.experts else MoeConfig(),
+        moe=_experts(r, family, shape.ffn_hidden_size, _section("moe", values)) if traits.moe else MoeConfig(),
         rope_scaling=_scaling(r, ROPE.get(family, ROPE_TYPES), rotary_dim),
     )
 
@@ -121,9 +121,9 @@ def _section(name: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts(r: random.Random, family: str, ffn_hidden_size: int, values: dict[str, Any]) -> MoeConfig:
-    count, always = r.randint(1, 6), family in ALWAYS_NORMALISED  # whose config.json has neither key
+    count, always = r.randint(1, 6), not FAMILIES[family].moe.norm_topk_prob  # whose config.json has neither key
     width, open_ = ffn_hidden_size if always else r.randint(7, 40), count
-    if TRAITS[family].sigmoid_router:
+    if FAMILIES[family].sigmoid_router:
         each, groups = r.randint(2, 4), values["groups"]
         values = values | {
             "shared_ffn_hidden_size": width * values["shared_ffn_hidden_size"],
@@ -180,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=20, help="of each family")
     parser.add_argument("--seed", type=int, default=0, help="of the first")
-    parser.add_argument("--families", nargs="*", default=list(TRAITS))
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     args = parser.parse_args()
     ranks, failed = Ranks(1), 0
     for family in args.families:

@@ -27,13 +27,13 @@ from aligner.data.formats import sft_rows
 from aligner.data.readers import read_rows
 from aligner.data.tokenizer import byte_tokenizer, load_tokenizer, stop_token_ids
 from aligner.errors import AlignerError
+from aligner.families.hf_config import config_from_hf, hf_config
 from aligner.files import file_hash
 from aligner.megatron.checkpoint_files import read_checked, write_manifest
 from aligner.megatron.checkpoint_index import check_before_loading, noted_checksums
 from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, write_index
-from aligner.models.families import expected_hf_shapes
 from aligner.models.folder_check import check_folder
-from aligner.models.hf_config import config_from_hf, hf_config
+from aligner.models.params import expected_hf_shapes
 from aligner.models.safetensors_io import INDEX, SINGLE, open_hf, write_hf
 from aligner.refit.export import read_extra
 from aligner.run.metrics import read_jsonl

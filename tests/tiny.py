@@ -19,9 +19,9 @@ from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.config.sections.model.scales import ScalesConfig
 from aligner.config.sections.optim import OptimConfig
-from aligner.models.families import FAMILIES
+from aligner.families import FAMILIES
+from aligner.families.hf_config import config_from_hf, hf_config
 from aligner.models.fused import joined, parts_of
-from aligner.models.hf_config import config_from_hf, hf_config
 from aligner.models.safetensors_io import open_hf, write_hf
 from aligner.types import TrainBatch
 

@@ -6,7 +6,6 @@ from aligner.config.derived import evaluation_functions, response_limit
 from aligner.config.identity import uses
 from aligner.config.schema import ROLLOUT_STAGES, STAGES, Config
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.model.families import TRAITS
 from aligner.config.sections.model.kernels import check_te
 from aligner.config.sections.model.rope import longest_row
 from aligner.config.sections.parallel import ParallelConfig
@@ -16,7 +15,7 @@ from aligner.config.sections.vllm import check_vllm
 from aligner.errors import ConfigError, LayoutError
 
 _NOT_WITH_TRTLLM = {
-    "fused": "a family whose files keep each matrix by itself with engine.name=trtllm, which gets them so",
+    "joined": "a family whose files keep each matrix by itself with engine.name=trtllm, which gets them so",
     "linear": "a family without linear attention with engine.name=trtllm, where it was not tried",
     "latent": "a family without latent attention with engine.name=trtllm: what it makes of such weights is unknown",
 }
@@ -97,7 +96,7 @@ def _engine(cfg: Config, model: ModelConfig) -> None:
     if engine == "vllm":
         check_vllm(model)
     for trait, expected in _NOT_WITH_TRTLLM.items() if engine == "trtllm" else ():
-        if getattr(TRAITS[model.family], trait):
+        if getattr(model.traits, trait):
             raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
     if cfg.engine.cuda_graphs and model.moe.num_experts:
         raise ConfigError("engine.cuda_graphs", True, "false with experts: how many rows one gets is not known ahead")

@@ -21,8 +21,9 @@ from torch import Tensor
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import EngineAround, RolloutEngine, UpdateLedger
 from aligner.errors import ConfigError, DataError, EngineError
+from aligner.families.table import family_table
 from aligner.foreign import parse_json, record
-from aligner.models.families import expected_hf_shapes, family_table
+from aligner.models.params import dtype_of, expected_hf_shapes
 from aligner.models.safetensors_io import save_whole
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
@@ -128,7 +129,7 @@ class RecordedEngine:
     def __init__(self, model: ModelConfig, folder: str | Path, *, dtype: torch.dtype):
         self.dtype, self.answers = dtype, Answers(Path(folder).expanduser())
         self._ledger, self._asleep = UpdateLedger(expected_hf_shapes(model)), False
-        self._kept = {name: spec.kept(dtype) for spec in family_table(model) for name in spec.hf}
+        self._kept = {name: dtype_of(spec, dtype) for spec in family_table(model) for name in spec.hf}
         self._checksums: dict[str, int] = {}
 
     @property

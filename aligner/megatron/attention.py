@@ -30,11 +30,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.model.families import TRAITS
 from aligner.megatron import kernels, varlen
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.megatron.sharing import SharedVector
-from aligner.models.families import FAMILIES
 from aligner.ops.kernels.bfloat16_products import widened
 from aligner.ops.kernels.scored_attention import Scores, attention
 from aligner.ops.kernels.spread import spread
@@ -64,11 +62,11 @@ class StreamAttention(SelfAttention):
         self.is_local, self.is_rotated = shape.is_local(layer), layer not in shape.nope_layers
         self.is_last = self.layer_number == config.num_layers
         self.scores = Scores(shape.scale, shape.softcap)
-        self.neighbours = FAMILIES[model.family].interleaved_rotary
-        self.wide = TRAITS[model.family].wide_qk_norm
-        has_sinks, tp = TRAITS[model.family].sinks, self.pg_collection.tp
+        self.neighbours = model.traits.interleaved_rotary
+        self.wide = model.traits.wide_qk_norm
+        has_sinks, tp = model.traits.sinks, self.pg_collection.tp
         self.sinks = SharedVector(config, model.num_heads, 0.0, tp) if has_sinks else None
-        self.gated = TRAITS[model.family].gated_attention
+        self.gated = model.traits.gated_attention
         if self.wide:
             for name, heads in (("q_layernorm", model.num_heads), ("k_layernorm", model.num_kv_heads)):
                 setattr(self, name, WideNorm(config, heads * model.kv_channels, tp))

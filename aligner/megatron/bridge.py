@@ -1,7 +1,7 @@
 """Conversions of families that have no table here, by Megatron-Bridge where it is installed.
 
 What comes of it is a checkpoint for programs built on Megatron-Bridge; the stages of this project train the families of
-`models/families.py` only.
+`families/` only.
 """
 
 from __future__ import annotations

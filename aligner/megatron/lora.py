@@ -37,12 +37,12 @@ from torch.nn.functional import dropout, linear, pad
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import ConfigError
+from aligner.families.rows import ParamSpec
 from aligner.megatron.groups import Layout
 from aligner.megatron.model import Head
 from aligner.megatron.sharing import mark_shared
 from aligner.megatron.weights import WeightSource, local_modules, local_parameters, own_shard
 from aligner.models.adapters import Site, Target, sites
-from aligner.models.params import ParamSpec
 from aligner.ops.kernels.experts import each_row, grouped_linear
 from aligner.ops.kernels.frozen import dense
 from aligner.ops.seeds import derive

@@ -24,7 +24,6 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.model.families import TRAITS
 from aligner.config.sections.model.kernels import check_te, unfit_for_te
 from aligner.errors import ConfigError
 from aligner.megatron import varlen
@@ -37,7 +36,7 @@ from aligner.megatron.moe import ExpertLayer, StreamLayer
 from aligner.megatron.sharing import checkpoint_entries, with_fields
 from aligner.megatron.transformer_engine import HERE
 from aligner.megatron.variants import NormedAttention, NormedMLP, scale_embeddings
-from aligner.models.families import FAMILIES, embedding_factor
+from aligner.models.params import embedding_factor
 from aligner.ops.kernels.products import use_fast_products
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_pytorch_tanh": gelu_tanh}
@@ -80,7 +79,7 @@ def padded_vocab(vocab_size: int, tensor: int) -> int:
 
 
 def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
-    family, fused = FAMILIES[cfg.family], uses_transformer_engine(cfg)
+    family, fused = cfg.traits, uses_transformer_engine(cfg)
     return TransformerConfig(
         num_layers=cfg.num_layers,
         hidden_size=cfg.hidden_size,
@@ -95,8 +94,8 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> 
         layernorm_zero_centered_gamma=family.offset_norms,
         add_bias_linear=cfg.output_bias,  # of attention; the MLP has its own (`GatedMLP`)
         add_qkv_bias=cfg.qkv_bias,
-        qk_layernorm=cfg.qk_norm and not TRAITS[cfg.family].wide_qk_norm,
-        attention_output_gate=TRAITS[cfg.family].gated_attention,
+        qk_layernorm=cfg.qk_norm and not cfg.traits.wide_qk_norm,
+        attention_output_gate=cfg.traits.gated_attention,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -144,7 +143,7 @@ def layer_spec(cfg: ModelConfig, config: TransformerConfig, layout: Layout) -> M
 def _own_layer(cfg: ModelConfig, kinds: tuple[str, ...], experts: partial | None) -> ModuleSpec:
     """A layer of these kinds, of modules of our own."""
     submodules = get_gpt_layer_local_submodules(normalization="RMSNorm")
-    family, wide = FAMILIES[cfg.family], TRAITS[cfg.family].wide_qk_norm
+    family, wide = cfg.traits, cfg.traits.wide_qk_norm
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm if family.pre_norms else IdentityOp
     post_norms = family.post_norms
     attention = submodules.self_attention.submodules

@@ -46,13 +46,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.model.families import TRAITS, Traits
+from aligner.families.family import Family
 from aligner.megatron import kernels
 from aligner.megatron.attention import GatedMLP
 from aligner.megatron.collectives import all_to_all
 from aligner.megatron.groups import Layout
 from aligner.megatron.sharing import checkpoint_entries, mark_shared, with_fields
-from aligner.models.families import FAMILIES
 from aligner.ops.kernels.experts import (
     Chosen,
     Routing,
@@ -86,7 +85,7 @@ class Router(torch.nn.Module):
     """weight [E, H] and, in some families, bias [E], the same on every rank; or `expert_bias` [E] of the choice alone,
     float32 and changed by no gradient."""
 
-    def __init__(self, config: TransformerConfig, num_experts: int, traits: Traits):
+    def __init__(self, config: TransformerConfig, num_experts: int, traits: Family):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(num_experts, config.hidden_size, dtype=config.params_dtype))
         bias = torch.nn.Parameter(torch.zeros(num_experts, dtype=config.params_dtype)) if traits.expert_bias else None
@@ -117,8 +116,8 @@ class Experts(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, model: ModelConfig, layout: Layout):
         super().__init__()
-        self.layout, self.has_bias = layout, TRAITS[model.family].expert_bias
-        self.gate = clamped_gate if FAMILIES[model.family].clamped_gate else kernels.swiglu
+        self.layout, self.has_bias = layout, model.traits.expert_bias
+        self.gate = clamped_gate if model.traits.clamped_gate else kernels.swiglu
         local, share = model.moe.num_experts // layout.expert, model.expert_ffn // layout.tensor
         hidden = config.hidden_size
         self.gate_up = torch.nn.Parameter(torch.zeros(local, 2, share, hidden, dtype=config.params_dtype))
@@ -175,12 +174,12 @@ class ExpertLayer(torch.nn.Module):
     def __init__(self, config: TransformerConfig, model: ModelConfig, layout: Layout, **unused: Any):
         super().__init__()
         self.moe, self.layout = model.moe, layout
-        self.router = Router(config, model.moe.num_experts, TRAITS[model.family])
+        self.router = Router(config, model.moe.num_experts, model.traits)
         self.experts = Experts(config, model, layout)
         width = model.moe.shared_ffn_hidden_size
         self.shared_experts = None
         if width:
-            kind = GatedShared if TRAITS[model.family].shared_gate else GatedMLP
+            kind = GatedShared if model.traits.shared_gate else GatedMLP
             matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
             own = with_fields(config, ffn_hidden_size=width)
             self.shared_experts = kind(own, matrices, tp_group=layout.pgs.tp)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.model.families import TRAITS
 from aligner.errors import ConfigError
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.ragged import Ragged
@@ -76,7 +75,7 @@ def _refused(cfg: ModelConfig, dtype: torch.dtype) -> str:
         return f"it does not cap scores, and these are capped (model.attention.softcap={cfg.attention.softcap:g})"
     if cfg.linear.key_heads:
         return f"linear attention takes rows that are padded, which model.family={cfg.family} has"
-    if TRAITS[cfg.family].sinks:
+    if cfg.traits.sinks:
         return f"it knows no attention sinks, which model.family={cfg.family} has"
     if cfg.latent.kv_rank:
         return "it takes keys and values of one width, and those of latent attention have two (model.latent)"

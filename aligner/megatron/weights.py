@@ -1,6 +1,6 @@
 """Weights of a sharded model by canonical name: set from any full source, gathered back one tensor at a time.
 
-Canonical names are those of `models/families.py`; this file maps them to the parameters of this rank, for the local and
+Canonical names are those of `families/rows.py`; this file maps them to the parameters of this rank, for the local and
 the TransformerEngine layer spec (which fuses the norms into the next linear), pipeline stages and tied embeddings.
 """
 
@@ -15,9 +15,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
+from aligner.families.table import family_table
 from aligner.megatron.groups import Layout
 from aligner.megatron.model import Head
-from aligner.models.families import FAMILIES, family_table
 from aligner.models.params import ParamSpec, merge_tp, split_tp
 from aligner.models.slices import HfSource, Shard
 from aligner.ops.reduce import of_each_rank
@@ -106,7 +106,7 @@ def random_source(cfg: ModelConfig, seed: int) -> WeightSource:
 
     def source(spec: ParamSpec) -> Tensor:
         if spec.canonical.endswith("norm.weight"):
-            offset = FAMILIES[cfg.family].offset_norms and not spec.canonical.endswith("out_norm.weight")
+            offset = cfg.traits.offset_norms and not spec.canonical.endswith("out_norm.weight")
             return torch.full(spec.shape, 0.0 if offset else 1.0)
         if spec.canonical.endswith("bias"):
             return torch.full(spec.shape, float(spec.canonical.endswith("dt_bias")))

@@ -16,7 +16,7 @@ from typing import Literal
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.lora import ALL_LINEAR
 from aligner.errors import ConfigError
-from aligner.models.families import family_table
+from aligner.families.table import family_table
 from aligner.models.params import ParamSpec, rows_of_group
 from aligner.models.shards import HfTensor
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import CheckpointError
-from aligner.models.families import FAMILIES, expected_hf_shapes
+from aligner.models.params import expected_hf_shapes
 from aligner.models.quantised import FLOAT8, MXFP4, grid
 from aligner.models.safetensors_io import HfTensors
 
@@ -37,7 +37,7 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
         raise CheckpointError(f"{tensors.where}: expected a language model, found {SCORE}: this is a reward model")
     wanted = announced if head == "lm" else body
     missing = [name for name in wanted if name not in tensors]
-    ahead = f"model.layers.{cfg.num_layers}." if FAMILIES[cfg.family].predicts_ahead else None
+    ahead = f"model.layers.{cfg.num_layers}." if cfg.traits.predicts_ahead else None
     unread = [name for name in tensors if ahead and name.startswith(ahead)]
     if unread:
         where = f"{tensors.where}: {len(unread)} tensors of multi-token prediction ({ahead}*) are not read"

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.models.families import FAMILIES, Family, expected_hf_shapes
+from aligner.families.family import Family
+from aligner.models.params import expected_hf_shapes
 
 _EXPERT = re.compile(r"(?P<before>.+\.experts\.)(?P<number>\d+)\.(?P<part>\w+\.\w+)")
 Shape = tuple[int, ...]
@@ -43,8 +44,8 @@ class Part:
 
 def parts_of(cfg: ModelConfig) -> dict[str, Part]:
     """Where each part lies in the files of this model."""
-    family = FAMILIES[cfg.family]
-    shapes = expected_hf_shapes(cfg) if family.fused or family.stacked else {}
+    family = cfg.traits
+    shapes = expected_hf_shapes(cfg) if family.joined else {}
     return _rows(family, shapes) | _experts(family, shapes, cfg.moe.num_experts)
 
 

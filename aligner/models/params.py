@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import CheckpointError, LayoutError
+from aligner.families.rows import ParamSpec
+from aligner.families.table import family_table
 
-Transform = Literal["copy", "qkv", "qkv_bias", "linear_in", "gate_up", "experts_gate_up", "experts"]
 
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """One canonical parameter. In a family's table names carry `{layer}`, those of experts in Hugging Face's files also
-    `{expert}`, and sizes are names of `dimensions`."""
-
-    canonical: str
-    hf: tuple[str, ...]
-    transform: Transform
-    tp_axis: int | None  # None: replicated over tensor-parallel ranks
-    shape: tuple = ()  # of the canonical tensor
-    units: int | str = 0  # indivisible pieces along tp_axis: heads, query groups, rows
-    padded: bool = False  # the vocabulary: split pads it to a multiple of TP, merge cuts it to `units`
-    experts: bool = False  # axis 0 is the expert; expert-parallel ranks have equal shares of it
-    when: str = ""  # in a family's table: the flag of ModelConfig with which models have it; empty: all do
-    float32: bool = False  # whatever the model's dtype; no gradient changes it
-    kind: str = ""  # in a family's table: of which layers (`ModelConfig.layer_kinds`); empty: of all
-
-    def kept(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of its numbers in a model of `dtype`."""
-        return torch.float32 if self.float32 else dtype
+def dtype_of(spec: ParamSpec, dtype: torch.dtype) -> torch.dtype:
+    """Of its numbers in a model of `dtype`."""
+    return torch.float32 if spec.float32 else dtype
 
 
 def to_hf(spec: ParamSpec, full: Tensor, cfg: ModelConfig) -> dict[str, Tensor]:
@@ -129,3 +110,18 @@ def merge_tp(spec: ParamSpec, shards: Sequence[Tensor]) -> Tensor:
         return torch.cat([s.unflatten(0, (2, -1)) for s in shards], dim=1).flatten(0, 1)
     full = shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=spec.tp_axis)
     return full[: spec.units] if spec.padded else full
+
+
+def expected_hf_shapes(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every tensor a checkpoint of this model holds."""
+    out: dict[str, tuple[int, ...]] = {}
+    for spec in family_table(cfg, head, num_labels):
+        for name, t in to_hf(spec, torch.empty(spec.shape, device="meta"), cfg).items():
+            out[name] = tuple(t.shape)
+    return out
+
+
+def embedding_factor(cfg: ModelConfig, dtype: torch.dtype) -> float:
+    """What embeddings are multiplied by; Gemma's authors round the square root of the hidden size to the dtype."""
+    root = float(torch.tensor(cfg.hidden_size**0.5, device="cpu").to(dtype))
+    return (root if cfg.traits.scaled_embeddings else 1.0) * cfg.scales.embedding

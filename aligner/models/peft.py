@@ -24,7 +24,6 @@ from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.errors import CheckpointError, ConfigError
 from aligner.foreign import read_record
 from aligner.models.adapters import LORA_A, LORA_B, MAGNITUDE, adapter_table
-from aligner.models.families import FAMILIES
 from aligner.models.fused import parts_of
 from aligner.models.peft_rules import Rules, check_kind
 
@@ -102,7 +101,7 @@ def _check_loadable(cfg: ModelConfig, modules: Iterable[str]) -> None:
     experts = {_leaf(name) for name in modules if ".experts." in name}
     others = [name for name in modules if ".experts." not in name and _leaf(name) in experts]
     expected = ""
-    if experts and FAMILIES[cfg.family].stacked:
+    if experts and cfg.traits.stacked:
         expected = f"no experts' matrices for a peft folder of family {cfg.family}, whose files stack them"
     elif others:  # it takes their targets for those of the experts alone
         expected = f"for a peft folder not both experts' matrices and {others[0]}, which peft would leave out"
@@ -145,7 +144,7 @@ class _Whole(NamedTuple):
 
 def _wholes(cfg: ModelConfig, modules: Iterable[str]) -> dict[str, _Whole]:
     adapted, found, counts = set(modules), dict[str, _Whole](), dict[str, int]()
-    for name, part in parts_of(cfg).items() if FAMILIES[cfg.family].fused else ():
+    for name, part in parts_of(cfg).items() if cfg.traits.fused else ():
         stored, own = part.stored.removesuffix(".weight"), name.removesuffix(".weight")
         counts[stored] = counts.get(stored, 0) + 1
         if own in adapted:

@@ -9,17 +9,13 @@ lower half first, times 2^(scale - 127), the scale being a byte as well. A numbe
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from aligner.errors import CheckpointError, ConfigError
-from aligner.foreign import Record
+from aligner.errors import CheckpointError
 
 FLOAT8 = "F8_E4M3"  # as safetensors calls it
 SCALE = "weight_scale_inv"  # beside `weight`
-MXFP4_FAMILIES = ("gpt_oss",)
 MXFP4, BYTES = "MXFP4", "U8"  # the latter as safetensors calls what holds it
 BLOCKS, SCALES = "_blocks", "_scales"  # behind the name of the tensor that they are
 PACKED = 32  # numbers with one scale
@@ -29,32 +25,6 @@ _BYTE = torch.arange(256)
 _PAIRS = torch.stack([_FP4[_BYTE & 15], _FP4[_BYTE >> 4]], 1).view(torch.int64).flatten()  # of floats, as one number
 _POWERS = torch.ldexp(torch.ones(256), _BYTE - 127)
 _LARGEST = 252  # of scales with which 6 is finite in float32; 255 means no number
-
-
-def float8_block(raw: Record) -> tuple[int, int] | None:
-    """The size of a block by config.json, None if nothing is quantised. Raises ConfigError for another quantisation."""
-    told = raw.record("quantization_config", None)
-    if told is None or is_mxfp4(raw):
-        return None
-    wanted = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
-    optional = ("fmt", "activation_scheme", "scale_fmt")
-    other = {k: told.fields.get(k) for k, v in wanted.items() if told.fields.get(k, v if k in optional else None) != v}
-    if other or "weight_block_size" not in told:
-        found = ", ".join(f"{k}={v!r}" for k, v in (other or {"weight_block_size": None}).items())
-        expected = "weights that are not quantised, or float8 in blocks (quant_method fp8, weight_block_size)"
-        hint = f"Its quantization_config has {found}; start from the unquantised weights."
-        raise ConfigError("model.init", str(Path(raw.where).parent), expected, hint)
-    block = told.integers("weight_block_size", low=1)
-    if len(block) != 2:
-        told.refuse("weight_block_size", "two integers")
-    return block[0], block[1]
-
-
-def is_mxfp4(raw: Record) -> bool:
-    """Whether experts are packed, by config.json."""
-    told = raw.record("quantization_config", None)
-    packed = told is not None and told.text("quant_method", "") == "mxfp4"
-    return packed and raw.text("model_type", "") in MXFP4_FAMILIES
 
 
 def grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.errors import CheckpointError
+from aligner.families import FAMILIES
+from aligner.families.hf_config import config_from_hf, float8_block, is_mxfp4
 from aligner.foreign import read_record
-from aligner.models.families import FAMILIES
 from aligner.models.fused import Part, parts_of
-from aligner.models.hf_config import config_from_hf
 from aligner.models.quantised import (
     BLOCKS,
     BYTES,
@@ -26,8 +26,6 @@ from aligner.models.quantised import (
     SCALE,
     SCALES,
     dequantised,
-    float8_block,
-    is_mxfp4,
     unpacked,
 )
 
@@ -208,7 +206,7 @@ def open_hf(folder: str | Path) -> HfTensors:
         raw = read_record(config, CheckpointError)
         block, packed = float8_block(raw), is_mxfp4(raw)
         family = FAMILIES.get(raw.text("model_type", ""))
-        if family is not None and (family.fused or family.stacked):
+        if family is not None and family.joined:
             parts = parts_of(config_from_hf(folder))
     if single.is_file() and index.is_file():
         raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found both: remove the one that is not meant")

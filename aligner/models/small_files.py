@@ -10,8 +10,8 @@ from typing import Any
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import CheckpointError
+from aligner.families.hf_config import hf_config
 from aligner.foreign import read_record
-from aligner.models.hf_config import hf_config
 
 GENERATION, CARD = "generation_config.json", "README.md"
 # beside what `save_pretrained` of a tokenizer writes

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.model.families import TRAITS
 from aligner.config.sections.model.lora import ALL_LINEAR
 from aligner.plan.job import Part
 from aligner.plan.shapes import Count, Grid, attention_widths, rank_parameters, stage_layers, stage_linear
@@ -56,7 +55,7 @@ def _mixing_rows(m: ModelConfig, linear: bool) -> Iterator[Row]:
 
 def _attention_rows(m: ModelConfig) -> Iterator[Row]:
     a, k, v, out = attention_widths(m)
-    queries = a * (2 if TRAITS[m.family].gated_attention else 1)
+    queries = a * (2 if m.traits.gated_attention else 1)
     yield [("q_proj", queries), ("k_proj", k), ("v_proj", v)], m.hidden_size, "out", HIDDEN
     yield [("o_proj", m.hidden_size)], out, "in", LATE
 

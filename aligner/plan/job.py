@@ -8,20 +8,12 @@ from math import ceil
 from pathlib import Path
 
 from aligner.config.adapters import check_factors, shares_weights
-from aligner.config.checks import one_of
 from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update, response_limit
 from aligner.config.schema import Config
-from aligner.config.sections.model.attention import AttentionConfig
-from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.model.families import TRAITS
-from aligner.config.sections.model.latent import LatentConfig
-from aligner.config.sections.model.linear import LinearConfig
-from aligner.config.sections.model.moe import MoeConfig
-from aligner.config.sections.model.rope import RopeScalingConfig
-from aligner.config.sections.model.scales import ScalesConfig
+from aligner.config.sections.model.config import ModelConfig, for_run
 from aligner.config.stages import STAGES
-from aligner.errors import CheckpointError, ConfigError
-from aligner.foreign import Record, read_record
+from aligner.errors import ConfigError
+from aligner.families.hf_config import config_from_hf
 from aligner.plan.lengths import Lengths
 from aligner.plan.linear import row_bytes
 from aligner.plan.shapes import Grid, kv_bytes, routing_bytes
@@ -382,29 +374,6 @@ def _judges(cfg: Config, shape: ModelConfig, rows: Rows, engine: Engine) -> tupl
     return tuple(found)
 
 
-# config.json -> ModelConfig
-_KEYS = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "ffn_hidden_size",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
-    "tie_word_embeddings": "tie_embeddings",
-}
-
-
-_SOFTCAP = "final_logit_softcapping"
-_LATENT_KEYS = {
-    "kv_rank": "kv_lora_rank",
-    "query_rank": "q_lora_rank",
-    "plain_dim": "qk_nope_head_dim",
-    "rotary_dim": "qk_rope_head_dim",
-    "value_dim": "v_head_dim",
-}
-
-
 def _shares(cfg: Config, shape: ModelConfig) -> bool:
     """Whether rows may share prompts; TransformerEngine's attention computes every row alone."""
     other = cfg.parallel.context > 1 or cfg.mismatch.replay_routing or shape.kernels == "te"
@@ -426,56 +395,9 @@ def known_shape(cfg: Config, who: str) -> ModelConfig:
 
 
 def shape_at(like: ModelConfig, init: str) -> ModelConfig:
-    """The sizes in the config.json of the folder `init` (or of its `hf`, of a finished run, or `source`, of an
-    import), the rest as in `like`;
-    `like` where there is none (yet)."""
+    """The shape in the folder `init` (or in its `hf`, of a finished run, or `source`, of an import), with what the run
+    of `like` decides; `like` where there is none (yet)."""
     folder = Path(init).expanduser()
-    places = (folder / part / "config.json" for part in ("", "hf", "source"))
-    found = next((f for f in places if init and f.is_file()), None)
-    if found is None:
-        return like
-    raw = read_record(found, CheckpointError)
-    data = raw.fields
-    flag = "tie_word_embeddings"
-    sizes = {ours: raw.integer(theirs, low=1) for theirs, ours in _KEYS.items() if theirs in raw and theirs != flag}
-    sizes |= {_KEYS[flag]: raw.flag(flag)} if flag in raw else {}
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((raw.integer(name) for name in names if name in raw), 0)
-    moe = MoeConfig(top_k=1, aux_coef=like.moe.aux_coef, aux_over=like.moe.aux_over)
-    if experts:
-        width = raw.integer("moe_intermediate_size", 0) or raw.integer("intermediate_size")
-        dense = sorted(raw.integers("mlp_only_layers", [])) or list(range(raw.integer("first_k_dense_replace", 0)))
-        moe = replace(moe, num_experts=experts, top_k=raw.integer("num_experts_per_tok", 2), ffn_hidden_size=width)
-        moe.dense_layers, moe.shared_ffn_hidden_size = dense, width * raw.integer("n_shared_experts", 0)
-    kind = raw.text("model_type", like.family)
-    one_of("model.family", kind, tuple(TRAITS))
-    traits = TRAITS[kind]
-    biased = bool(data.get("attention_bias", traits.qkv_bias)) if "qkv_bias" in traits.varies else traits.qkv_bias
-    flags = {"qk_norm": traits.qk_norm, "qkv_bias": biased, "mlp_bias": bool(data.get("mlp_bias"))}
-    # windows, other scales and rotation change neither weights nor what is counted; Gemma 3's config needs a window
-    needed = "attention.local_rope_base" in traits.varies
-    attention = AttentionConfig(window=raw.integer("sliding_window", 0) or 4096) if needed else AttentionConfig()
-    scales = ScalesConfig()
-    if "scales.logits_softcap" in traits.varies:
-        scales.logits_softcap = raw.number(_SOFTCAP, 0.0 if _SOFTCAP in data else 30.0)
-    plain = {"attention": attention, "scales": scales, "rope_scaling": RopeScalingConfig()}
-    sizes = {"tie_embeddings": traits.tied} | sizes
-    sizes.setdefault("num_kv_heads", sizes.get("num_heads", like.num_heads))
-    sizes.setdefault("head_dim", 0)
-    latent = LatentConfig()
-    if traits.latent:
-        latent = LatentConfig(**{ours: raw.integer(theirs, 0) for ours, theirs in _LATENT_KEYS.items()})
-        sizes["head_dim"] = 0
-    linear = LinearConfig()
-    if traits.linear:
-        linear, moe.shared_ffn_hidden_size = _linear(raw), raw.integer("shared_expert_intermediate_size", 512)
-    return replace(like, family=kind, moe=moe, latent=latent, linear=linear, **plain, **flags, **sizes)
-
-
-def _linear(raw: Record) -> LinearConfig:
-    sizes = ("num_key_heads", 16), ("num_value_heads", 32), ("key_head_dim", 128), ("value_head_dim", 128)
-    numbers = [raw.integer(f"linear_{name}", usual, low=1) for name, usual in (*sizes, ("conv_kernel_dim", 4))]
-    kinds = raw.texts("layer_types", [])
-    found = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
-    every = 0 if kinds else raw.integer("full_attention_interval", 4, low=1)
-    return LinearConfig(*numbers, attention_every=every, attention_layers=found)
+    places = (folder / part for part in ("hf", "", "source"))
+    found = next((place for place in places if init and (place / "config.json").is_file()), None)
+    return like if found is None else for_run(config_from_hf(found), like)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.model.families import TRAITS
 from aligner.plan.linear import linear_alike, linear_matrices, linear_share, linear_vectors, rule_operations
 
 
@@ -90,7 +89,7 @@ def attention_matrices(m: ModelConfig) -> int:
     what makes queries, keys and values of its vectors, and the output."""
     (a, k, v, out), latent = attention_widths(m), m.latent
     if not latent.kv_rank:
-        return m.hidden_size * (a + k + v + out + a * TRAITS[m.family].gated_attention)
+        return m.hidden_size * (a + k + v + out + a * m.traits.gated_attention)
     ups = a * (latent.query_rank or m.hidden_size) + (m.num_heads * latent.plain_dim + v) * latent.kv_rank
     return ups + m.hidden_size * out
 
@@ -140,7 +139,7 @@ def layer_norms(m: ModelConfig, linear: bool = False) -> int:
     """Elements of a layer (`linear`: of linear attention) that every tensor rank holds alike and sequence parallelism
     computes on shares of the tokens: norms, the biases that are added like them, what makes the vectors of latent
     attention, and the gate of the MLP for every token."""
-    biases, traits = m.output_bias + m.mlp_bias, TRAITS[m.family]  # of projections into the residual stream
+    biases, traits = m.output_bias + m.mlp_bias, m.traits  # of projections into the residual stream
     biases += traits.shared_gate
     each_head = m.qk_norm and not traits.wide_qk_norm and not linear
     latent = m.latent.query_rank + m.latent.kv_rank + latent_matrices(m)
@@ -151,7 +150,7 @@ def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", ou
     """Of one rank on pipeline stage `stage`: matrices, biases and sinks / tp, norms and routers whole, experts / (tp
     ep); the vocabulary, padded to a multiple of tp, on the first stage and again on the last (once where tied and pp =
     1)."""
-    h, tp, moe, traits = m.hidden_size, grid.tensor, m.moe, TRAITS[m.family]
+    h, tp, moe, traits = m.hidden_size, grid.tensor, m.moe, m.traits
     a, k, _, _ = attention_widths(m)
     bias = (a + 2 * k if m.qkv_bias else 0) + (2 * m.ffn_hidden_size if m.mlp_bias else 0)
     bias += (a + k if traits.wide_qk_norm else 0) + (m.num_heads if traits.sinks else 0)

@@ -13,7 +13,6 @@ from itertools import chain
 from math import ceil
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.model.families import TRAITS
 from aligner.plan.adapters import (
     adapter_calls,
     is_adapted,
@@ -148,7 +147,7 @@ def layer_backward(
         last = kept / grid.context * m.hidden_size * element
         yield Call("tp", "all_reduce", given * hidden + mlps * last, len(inputs) + mlps)
     if sparse:
-        copies = 1 + TRAITS[m.family].expert_bias  # the router's weight, and what is added behind experts
+        copies = 1 + m.traits.expert_bias  # the router's weight, and what is added behind experts
         yield Call("tp", "all_reduce", copies * m.moe.num_experts * m.hidden_size * element, copies)
     if linear:
         yield Call("tp", "all_reduce", linear_alike(m) * element, 2)  # of the mixing's weight and the norm's

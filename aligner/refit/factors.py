@@ -19,7 +19,7 @@ from aligner.engines.base import PlacingEngine, UpdateLedger
 from aligner.errors import RefitError
 from aligner.megatron.lora import change, joined
 from aligner.models.adapters import MAGNITUDE, Site, sites
-from aligner.models.params import ParamSpec, assemble, split_tp
+from aligner.models.params import ParamSpec, assemble, dtype_of, split_tp
 from aligner.models.shards import HfTensor, copy_elements
 from aligner.ops.kernels.products import use_fast_products
 from aligner.refit.exchange import Exchange
@@ -39,7 +39,7 @@ class Share:
         for t in tensors:
             low, high = self.bounds[t.name]
             shape = [high - low if axis == t.axis else size for axis, size in enumerate(t.shape)]
-            self.held[t.name] = like.new_empty(shape, dtype=t.spec.kept(like.dtype))
+            self.held[t.name] = like.new_empty(shape, dtype=dtype_of(t.spec, like.dtype))
         self._ledger = UpdateLedger({t.name: t.shape for t in tensors})
 
     def begin(self) -> None:

@@ -22,11 +22,11 @@ from aligner.engines.base import PlacingEngine, RolloutEngine
 from aligner.engines.bridge import Bridge
 from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import RefitError
+from aligner.families.table import family_table
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import gather_weights
 from aligner.models.adapters import factor_tensors
-from aligner.models.families import expected_hf_shapes, family_table
-from aligner.models.params import ParamSpec, to_hf
+from aligner.models.params import ParamSpec, dtype_of, expected_hf_shapes, to_hf
 from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.ops.reduce import first_cause, gathered, sum_halves
@@ -88,7 +88,7 @@ class WeightStream:
         shapes = expected_hf_shapes(model.cfg, model.head.kind, model.head.outputs)
         owned = set(self._owned[stage])
         dtype = torch.float32 if model.head.kind == "score" else model.dtype  # score heads are float32
-        kept = {n: spec.kept(dtype) for spec in self.table() if spec.canonical in owned for n in spec.hf}
+        kept = {n: dtype_of(spec, dtype) for spec in self.table() if spec.canonical in owned for n in spec.hf}
         names = list(kept)
         sizes = [torch.Size(shapes[name]).numel() * kept[name].itemsize for name in names]
         room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
@@ -214,7 +214,7 @@ class Refit:
         tensors = exchange.plan.tensors
         halves = torch.zeros(len(tensors), 2, dtype=torch.int64)  # sums of the low and of the high 32 bits
         for part in exchange.plan.owned.get(exchange.rank, ()):
-            kept = tensors[part.tensor].spec.kept(self.engine.dtype)
+            kept = dtype_of(tensors[part.tensor].spec, self.engine.dtype)
             block = exchange.source(part, parameters).to(kept)
             value = tensors[part.tensor].checksum(block, part.start, part.stop)
             halves[part.tensor] += torch.tensor([value & 0xFFFFFFFF, value >> 32])
@@ -223,7 +223,7 @@ class Refit:
     def _streamed(self) -> tuple[int, int]:
         assert self.stream is not None
         moved, layout = 0, self.model.layout
-        kept = {name: spec.kept(self.engine.dtype) for spec in self.stream.table() for name in spec.hf}
+        kept = {name: dtype_of(spec, self.engine.dtype) for spec in self.stream.table() for name in spec.hf}
         for bucket in self.stream:  # always consumed whole, even after a refusal: it is collective
             self._ask(self.engine.update_weights, bucket)
             for name, tensor in bucket:

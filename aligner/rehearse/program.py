@@ -61,8 +61,7 @@ def _models(device: Device) -> None:
     """Before the builders import what finds them."""
     from aligner.data.tokenizer import load_tokenizer
     from aligner.engines.native import load
-    from aligner.models.families import expected_hf_shapes
-    from aligner.models.hf_config import config_from_hf
+    from aligner.models.params import expected_hf_shapes
     from aligner.plan.job import shape_at
     from aligner.roles import model_init
 
@@ -77,10 +76,7 @@ def _models(device: Device) -> None:
     def resolve(cfg: Any, init: str, seed: int, key: str = "model.init") -> Any:
         if key == "model.init":
             tokenizer[:] = [cfg.tokenizer]
-        places = (Path(init).expanduser() / part for part in ("hf", ""))
-        place = next((p for p in places if (p / "config.json").is_file()), None)
-        config = shape_at(cfg, init) if place is None else model_init._for_run(config_from_hf(place), cfg)
-        found = Initial(config, load_tokenizer(tokenizer[0], announce=False), seed=seed)
+        found = Initial(shape_at(cfg, init), load_tokenizer(tokenizer[0], announce=False), seed=seed)
         found.has_scores = key in ("reward.model", "critic.init")
         found.folder = Path(init) if key.startswith("reward.judges") else None
         return found

@@ -14,7 +14,7 @@ from aligner.config.freeze import load_frozen
 from aligner.config.options import from_plain
 from aligner.config.schema import Config
 from aligner.config.sections.model.attention import AttentionConfig
-from aligner.config.sections.model.config import MOE_OF_THE_RUN, OF_THE_RUN, ModelConfig
+from aligner.config.sections.model.config import MOE_OF_THE_RUN, OF_THE_RUN, ModelConfig, for_run
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.lora import LoraConfig
@@ -23,12 +23,12 @@ from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.config.sections.model.scales import ScalesConfig
 from aligner.data.tokenizer import check_vocab, load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
+from aligner.families.hf_config import config_from_hf
 from aligner.megatron.checkpoint_files import find_checkpoint, read_checked, view
 from aligner.megatron.model import Head
 from aligner.megatron.weights import WeightSource, random_source
 from aligner.models.fingerprint import digest, folder_view
 from aligner.models.folder_check import check_folder
-from aligner.models.hf_config import config_from_hf
 from aligner.models.safetensors_io import open_hf
 from aligner.models.slices import HfSource
 from aligner.ops.agree import by_rank_0, same_view
@@ -108,7 +108,7 @@ def resolve(cfg: ModelConfig, init: str, seed: int, key: str = "model.init") -> 
     if state is not None:
         return _from_checkpoint(cfg, place, state, seed)
     seen = same_view(place, lambda: folder_view(place), by_node=True)
-    config = _for_run(config_from_hf(place), cfg)
+    config = for_run(config_from_hf(place), cfg)
     initial = InitialModel(config, None, folder=place, origin=place, seed=seed, content=digest(seen))
     return _with_tokenizer(initial, cfg.tokenizer or str(place))
 
@@ -117,8 +117,8 @@ def find_shape(cfg: ModelConfig, init: str) -> ModelConfig:
     """The shape alone, in this process. Raises ConfigError, CheckpointError."""
     place, state = _find(Path(init).expanduser(), "model.init")
     if state is None:
-        return _for_run(config_from_hf(place), cfg)
-    return _for_run(from_plain(ModelConfig, state["identity"].get("model"), "model"), cfg)
+        return for_run(config_from_hf(place), cfg)
+    return for_run(from_plain(ModelConfig, state["identity"].get("model"), "model"), cfg)
 
 
 def _find(path: Path, key: str) -> tuple[Path, dict[str, Any] | None]:
@@ -140,7 +140,7 @@ def _from_checkpoint(cfg: ModelConfig, checkpoint: Path, state: dict[str, Any], 
     seen = same_view(checkpoint, lambda: view(checkpoint), by_node=True)
     identity = state["identity"]
     try:
-        config = _for_run(from_plain(ModelConfig, identity.get("model"), "model"), cfg)
+        config = for_run(from_plain(ModelConfig, identity.get("model"), "model"), cfg)
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint / 'state.json'}: identity.{error}") from None
     run_config = load_frozen(checkpoint.parent.parent / "config.yaml")
@@ -183,13 +183,6 @@ def _small_files(init: Path) -> Path:
     """Where the tokenizer and the like of a run's `model.init` lie."""
     run = init.parent.parent if (init / "state.json").exists() else init
     return next((run / part for part in ("hf", SOURCE) if (run / part).is_dir()), run)
-
-
-def _for_run(shape: ModelConfig, cfg: ModelConfig) -> ModelConfig:
-    """A shape found in a folder, with what the run decides."""
-    moe = dataclasses.replace(shape.moe, **{name: getattr(cfg.moe, name) for name in MOE_OF_THE_RUN})
-    rope = dataclasses.replace(shape.rope_scaling, factors=cfg.rope_scaling.factors)
-    return dataclasses.replace(shape, moe=moe, rope_scaling=rope, **{n: getattr(cfg, n) for n in OF_THE_RUN})
 
 
 def _with_tokenizer(model: InitialModel, folder: str) -> InitialModel:

@@ -16,12 +16,12 @@ from aligner.builders.adapters import BASE
 from aligner.config.freeze import load_frozen
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import ConfigError
+from aligner.families.table import family_table
 from aligner.megatron.checkpoint_files import read_checked
 from aligner.megatron.chunks import Blocks, Place
 from aligner.megatron.model import Head
 from aligner.models.adapters import LORA_A, LORA_B, MAGNITUDE, adapter_table, held_sites
-from aligner.models.families import family_table
-from aligner.models.params import ParamSpec, to_hf
+from aligner.models.params import ParamSpec, dtype_of, to_hf
 from aligner.models.peft import adapter_config, write_adapter
 from aligner.ops.kernels.frozen import Frozen
 from aligner.refit.export import EXTRA_FILE
@@ -113,7 +113,7 @@ class Merged:
         return cls(adapters, tensors, head)
 
     def dtype(self, spec: ParamSpec) -> torch.dtype:
-        return torch.float32 if self._trained(spec) else spec.kept(self.adapters[-1].dtype)
+        return torch.float32 if self._trained(spec) else dtype_of(spec, self.adapters[-1].dtype)
 
     def tensors(self, spec: ParamSpec, first: int = 0) -> dict[str, Tensor]:
         if self._trained(spec):

@@ -25,6 +25,8 @@ from aligner.config.resolve import compose
 from aligner.config.sections.model.config import ModelConfig
 from aligner.data.tokenizer import check_vocab, load_tokenizer, stop_token_ids
 from aligner.errors import CheckpointError, ConfigError
+from aligner.families.hf_config import config_from_hf, is_known
+from aligner.families.table import family_table
 from aligner.files import file_hash
 from aligner.megatron import bridge
 from aligner.megatron.checkpoint_files import FORMAT, find_checkpoint, write_manifest
@@ -32,10 +34,8 @@ from aligner.megatron.checkpoint_index import INTEGRITY, noted_checksums
 from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, places_of, write_index
 from aligner.megatron.groups import init_distributed, leave_distributed
 from aligner.megatron.model import Head
-from aligner.models.families import family_table
 from aligner.models.folder_check import SCORE, check_folder
 from aligner.models.fused import Part, joined, parts_of
-from aligner.models.hf_config import config_from_hf, is_known
 from aligner.models.params import ParamSpec, hf_axis, to_hf
 from aligner.models.safetensors_io import INDEX, SINGLE, HfTensors, open_hf
 from aligner.models.safetensors_stream import SafetensorsFile

@@ -13,7 +13,7 @@ from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.vllm.engine import VllmEngine
-from aligner.models.families import expected_hf_shapes
+from aligner.models.params import expected_hf_shapes
 from aligner.types import SamplingParams
 from benchmarks.versus.workload import SIZES, Work
 

@@ -19,11 +19,11 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.engines.native.engine import NativeEngine
+from aligner.families.hf_config import hf_config
 from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import random_source
-from aligner.models.hf_config import hf_config
 from aligner.models.params import from_hf
 from aligner.refit.transfer import Refit
 from aligner.roles.policy import Policy

@@ -13,7 +13,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.errors import ConfigError, EngineError, RefitError
-from aligner.models.hf_config import hf_config
+from aligner.families.hf_config import hf_config
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.refit.verify import staleness
 from aligner.types import LENGTH, STOP, SamplingParams

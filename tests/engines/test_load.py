@@ -3,7 +3,7 @@ from torch import Tensor
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native import load
-from aligner.models.hf_config import hf_config
+from aligner.families.hf_config import hf_config
 from aligner.models.safetensors_io import HfTensors, write_hf
 from aligner.ops.kernels.checksum import tensor_checksum
 from tests.engines.contract import LLAMA, reference

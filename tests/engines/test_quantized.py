@@ -7,7 +7,7 @@ from aligner.config.sections.engine import EngineConfig
 from aligner.engines.base import MeasuredEngine
 from aligner.engines.native import NativeEngine
 from aligner.engines.quantized import MATRIX, QuantizedEngine, has_modelopt, make_quantizer, quantize_rows
-from aligner.models.families import expected_hf_shapes
+from aligner.models.params import expected_hf_shapes
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import SamplingParams
 from tests.engines import contract

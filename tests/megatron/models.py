@@ -11,13 +11,13 @@ from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.families.hf_config import config_from_hf
+from aligner.families.table import family_table
 from aligner.megatron import groups
 from aligner.megatron.checkpoint import load_model, save_model
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import OUTPUT
-from aligner.models.families import family_table
-from aligner.models.hf_config import config_from_hf
 from aligner.models.params import from_hf
 from aligner.models.safetensors_io import open_hf
 from aligner.ops.kernels.logprobs import token_logprobs

@@ -10,10 +10,10 @@ from aligner.config.schema import BatchConfig, ParallelConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.lora import LoraConfig
 from aligner.errors import LayoutError
+from aligner.families.table import family_table
 from aligner.megatron.held import check_held
 from aligner.megatron.offload import ModelMemory
 from aligner.models.adapters import adapter_table, held_sites
-from aligner.models.families import family_table
 from aligner.ops.kernels.frozen import Frozen, held_bytes
 from aligner.plan.adapters import held_parameters, saved_bytes
 from aligner.plan.job import Part

@@ -11,13 +11,13 @@ from aligner.config.schema import BatchConfig, ParallelConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.config.sections.optim import OptimConfig
+from aligner.families.table import family_table
 from aligner.megatron.checkpoint import load_model, save_model
 from aligner.megatron.checkpoint_index import read_index
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import gather_weights
 from aligner.models.adapters import adapter_table
-from aligner.models.families import family_table
 from aligner.models.params import to_hf
 from aligner.roles.batching import micro_batches
 from aligner.roles.policy import Policy

@@ -7,8 +7,8 @@ import torch
 
 from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.errors import ConfigError
+from aligner.families.table import family_table
 from aligner.models.adapters import adapter_table, described, sites, target_names
-from aligner.models.families import family_table
 from aligner.models.params import merge_tp, split_tp, to_hf
 from tests.tiny import LLAMA, MIXTRAL, MODELS, MOE, MORE, WINDOWS
 

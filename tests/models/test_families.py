@@ -13,10 +13,10 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.errors import CheckpointError, ConfigError, LayoutError
-from aligner.models.families import expected_hf_shapes, family_table
+from aligner.families.hf_config import config_from_hf, hf_config
+from aligner.families.table import family_table
 from aligner.models.fused import joined, parts_of
-from aligner.models.hf_config import config_from_hf, hf_config
-from aligner.models.params import from_hf, merge_tp, split_tp, to_hf
+from aligner.models.params import expected_hf_shapes, from_hf, merge_tp, split_tp, to_hf
 from aligner.models.rope import inverse_frequencies
 from aligner.models.safetensors_io import INDEX, open_hf, write_hf
 from tests.tiny import MORE, choice_biases, hf_weights

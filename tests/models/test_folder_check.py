@@ -11,12 +11,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.load import engine_from_folder
 from aligner.errors import AlignerError, CheckpointError, ConfigError
+from aligner.families.hf_config import config_from_hf, hf_config
+from aligner.families.table import family_table
 from aligner.megatron.model import Head
-from aligner.models.families import expected_hf_shapes, family_table
 from aligner.models.folder_check import check_folder
 from aligner.models.fused import joined, parts_of
-from aligner.models.hf_config import config_from_hf, hf_config
-from aligner.models.params import from_hf
+from aligner.models.params import expected_hf_shapes, from_hf
 from aligner.models.safetensors_io import INDEX, open_hf, write_hf
 from aligner.models.slices import Shard, read_shard
 from aligner.roles.model_init import InitialModel

@@ -1,6 +1,8 @@
 """What config.json says, against transformers' reading of it."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -8,8 +10,8 @@ import transformers
 
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.errors import CheckpointError
-from aligner.models.families import FAMILIES
-from aligner.models.hf_config import config_from_hf, hf_config
+from aligner.families import FAMILIES
+from aligner.families.hf_config import config_from_hf, hf_config
 from tests.tiny import MIXTRAL, MODELS, MOE, MORE, WINDOWS
 
 CASES = {**MODELS, **WINDOWS, **MORE, "moe": MOE, "mixtral": MIXTRAL}
@@ -118,6 +120,13 @@ def test_config_json_that_is_no_object(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"config.json: expected a JSON object, found \[\]"):
         config_from_hf(tmp_path)
+
+
+def test_reading_config_json_imports_no_torch(tmp_path):
+    """So `plan` reads what the trainer reads."""
+    written(tmp_path, MORE["deepseek_v3"])
+    code = f"import sys; from aligner.families.hf_config import config_from_hf; config_from_hf({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code + "; assert 'torch' not in sys.modules"], check=True)
 
 
 def test_every_family_has_a_case():

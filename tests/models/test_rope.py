@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.rope import RopeScalingConfig, longest_row
 from aligner.errors import CheckpointError, ConfigError
-from aligner.models.hf_config import config_from_hf, hf_config
+from aligner.families.hf_config import config_from_hf, hf_config
 from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.roles.model_init import shape_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.errors import CheckpointError, LayoutError
-from aligner.models.families import family_table
+from aligner.families.table import family_table
 from aligner.models.fused import parts_of
 from aligner.models.params import from_hf, split_tp
 from aligner.models.safetensors_io import HfTensors, open_hf

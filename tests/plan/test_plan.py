@@ -1,6 +1,7 @@
 """Parameters against published counts, memory, times and refusals of the calculator; no torch, no ranks."""
 
 import functools
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from aligner.config.sections.judge import JudgeConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.errors import ConfigError
+from aligner.families.hf_config import hf_config
 from aligner.plan.activations import activation_bytes
 from aligner.plan.devices import DEVICES, GIB, Assumptions
 from aligner.plan.host import engine_host_bytes, host_items
@@ -446,9 +448,15 @@ def test_memory_of_ranks_that_only_generate_is_told():
     assert f", {needed / GIB:.1f} on ranks that only generate" in found.text() and needed > 16 * GIB
 
 
+def write_config(model, folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = hf_config(model, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
 def test_judges_without_a_model_are_asked_where_the_engine_is(tmp_path):
     own = BETTER.replace("N", "1").replace("llama", str(tmp_path))
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 56}')
+    write_config(replace(judged().policy.shape, num_layers=56), tmp_path)
     for judge, trainer in ((GRADE, False), (own, True)):
         mixed, apart = judged(judge), judged(judge, more=("engine.ranks=8",), gpus=16)
         items = [plan_memory(job, H100, Assumptions()).phases["score"] for job in (mixed, apart)]
@@ -459,11 +467,9 @@ def test_judges_without_a_model_are_asked_where_the_engine_is(tmp_path):
 
 
 def test_shapes_come_from_the_folder_that_weights_come_from(tmp_path):
-    import json
     from math import prod
 
-    from aligner.models.families import expected_hf_shapes
-    from aligner.models.hf_config import hf_config
+    from aligner.models.params import expected_hf_shapes
     from tests.tiny import MORE, WINDOWS
 
     tiny = WINDOWS | MORE
@@ -471,10 +477,7 @@ def test_shapes_come_from_the_folder_that_weights_come_from(tmp_path):
     for name in ("llama3_8b", "qwen3_30b_a3b", "qwen2.5_7b", *tiny):
         wanted = tiny.get(name) or shape(name)
         assert parameters(wanted) == sum(prod(size) for size in expected_hf_shapes(wanted).values())
-        raw = hf_config(wanted, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-        folder = tmp_path / name / "hf"
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(raw))
+        write_config(wanted, tmp_path / name / "hf")
         found = shape_at(compose([]).model, str(tmp_path / name))
         assert parameters(found) == parameters(wanted)
         assert found.scales.logits_softcap == wanted.scales.logits_softcap  # more memory for each logit
@@ -618,7 +621,7 @@ def test_judges_are_asked_as_often_as_they_ask(opponents):
 def test_what_judges_cost(tmp_path):
     """Of their own weights one copy for all that name the folder, in every phase or, offloaded, where it is asked."""
     own = BETTER.replace("N", "1").replace("llama", str(tmp_path))
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 56}')
+    write_config(replace(judged().policy.shape, num_layers=56), tmp_path)
     none, grade, better = judged(), judged(GRADE), judged(GRADE, own, own.replace("better", "same"))
     found = [predict(job, H100) for job in (none, grade, better)]
     assert "score" not in found[0].phases and "score" not in found[0].memory.phases

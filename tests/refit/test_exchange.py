@@ -14,8 +14,8 @@ from aligner.config.sections.parallel import ParallelConfig
 from aligner.engines.native import packs
 from aligner.engines.native.engine import NativeEngine
 from aligner.errors import RefitError
-from aligner.models.families import family_table
-from aligner.models.params import split_tp, to_hf
+from aligner.families.table import family_table
+from aligner.models.params import dtype_of, split_tp, to_hf
 from aligner.models.shards import hf_tensors
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.refit.exchange import Exchange
@@ -155,7 +155,7 @@ def stuck(cfg: ModelConfig, how: str) -> str:
 def truth(cfg, dtype=torch.float32) -> dict[str, int]:
     source = wild_source(cfg)
     full = {name: t for spec in family_table(cfg) for name, t in to_hf(spec, source(spec), cfg).items()}
-    kept = {name: spec.kept(dtype) for spec in family_table(cfg) for name in spec.hf}
+    kept = {name: dtype_of(spec, dtype) for spec in family_table(cfg) for name in spec.hf}
     return {name: tensor_checksum(t.to(kept[name])) for name, t in full.items()}
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.errors import LayoutError
-from aligner.models.families import FAMILIES, family_table
+from aligner.families import FAMILIES
+from aligner.families.table import family_table
 from aligner.models.params import split_tp, to_hf
 from aligner.models.shards import copy_elements, hf_tensors
 from aligner.refit.plan import EngineGrid, Part, TrainerGrid, plan_refit

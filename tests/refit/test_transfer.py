@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from aligner.config.sections.engine import RefitConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import RefitError
+from aligner.families.table import family_table
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
-from aligner.models.families import family_table
-from aligner.models.params import to_hf
+from aligner.models.params import dtype_of, to_hf
 from aligner.refit.plan import buckets
 from aligner.refit.transfer import Refit, WeightStream, fail_together
 from tests.megatron.models import build
@@ -103,7 +103,7 @@ def test_score_heads_and_bfloat16(world, parallel):
     wanted = {n: t.bfloat16() for n, t in full_weights(LLAMA).items()}
     check_stream(build(LLAMA, parallel, dtype=torch.bfloat16), wanted, 5000)
     mixed = replace(DEEPSEEK, num_layers=4)
-    kept = {name: spec.kept(torch.bfloat16) for spec in family_table(mixed) for name in spec.hf}
+    kept = {name: dtype_of(spec, torch.bfloat16) for spec in family_table(mixed) for name in spec.hf}
     assert set(kept.values()) == {torch.bfloat16, torch.float32}
     wanted = {n: t.to(kept[n]) for n, t in full_weights(mixed).items()}
     check_stream(build(mixed, parallel, dtype=torch.bfloat16), wanted, 5000)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from aligner.__main__ import main
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import ConfigError
+from aligner.families.hf_config import config_from_hf
+from aligner.families.table import family_table
 from aligner.megatron.model import Head
 from aligner.megatron.weights import local_parameters, own_shard
 from aligner.models import safetensors_io
-from aligner.models.families import family_table
-from aligner.models.hf_config import config_from_hf
 from aligner.models.safetensors_io import open_hf
 from aligner.models.slices import HfSource
 from aligner.roles.model_init import InitialModel

@@ -21,13 +21,13 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.data.tokenizer import byte_tokenizer, train_tokenizer
 from aligner.errors import AlignerError
+from aligner.families.hf_config import hf_config
 from aligner.megatron.attention import RMSNorm
 from aligner.megatron.checkpoint import load_model, save_model
 from aligner.megatron.checkpoint_files import write_manifest
 from aligner.megatron.checkpoint_index import read_index
 from aligner.megatron.groups import init_distributed
 from aligner.megatron.model import Head
-from aligner.models.hf_config import hf_config
 from aligner.models.safetensors_io import INDEX, open_hf, write_hf
 from aligner.roles.model_init import resolve
 from aligner.tools import convert as tool
@@ -103,7 +103,7 @@ def load_and_save(run: Path, parallel: ParallelConfig, outputs: int) -> dict[str
 def memory_of_a_round_trip(folder: str) -> None:
     """Prints how much more memory importing and exporting a large model takes than a small one, and its bytes."""
     from aligner.data.tokenizer import byte_tokenizer
-    from aligner.models.families import expected_hf_shapes
+    from aligner.models.params import expected_hf_shapes
 
     init_distributed(RankEnv(), "auto", 60)
     root, env = Path(folder), RankEnv()

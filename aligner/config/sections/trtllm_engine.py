@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aligner.config.sections.model.families import unusual
+from aligner.config.sections.model.config import unusual
 from aligner.errors import ConfigError
+from aligner.families import served_by
 
 if TYPE_CHECKING:
     from aligner.config.schema import Config
@@ -14,14 +15,6 @@ if TYPE_CHECKING:
 
 NAME = "trtllm_engine"
 SERVED = "engine=trtllm and engine=native serve it."
-# those whose class in TensorRT-LLM was read, parameter by parameter
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_EXPERTS = "its layout of experts, one fused tensor for all of them, is not written"
-REFUSED = {
-    "qwen3_moe": _EXPERTS,
-    "mixtral": _EXPERTS,
-    "gemma3_text": "its local layers and norms in TensorRT-LLM's builder were not checked",
-}
 ONE_RANK = (
     "1 with engine.name=trtllm_engine, one engine per rank: an engine of several ranks needs the launcher's MPI, which "
     "its process must not have. Ranks have replicas instead"
@@ -44,9 +37,10 @@ def check_engine(engine: EngineConfig) -> None:
 
 def check_run(cfg: Config, model: ModelConfig) -> None:
     """Raises ConfigError for a model or a run that this engine does not serve."""
-    if model.family not in FAMILIES:
-        reason = REFUSED.get(model.family, "its class in TensorRT-LLM was not read")
-        expected = f"one of {', '.join(FAMILIES)} with engine.name={NAME}: {reason}"
+    if NAME not in model.traits.served_by:
+        experts = "its layout of experts, one fused tensor for all of them, is not written"
+        reason = experts if model.traits.moe else "its class in TensorRT-LLM was not read"
+        expected = f"one of {', '.join(served_by(NAME))} with engine.name={NAME}: {reason}"
         raise ConfigError("model.family", model.family, expected, SERVED)
     for key, value, plain in _beyond(model):
         raise ConfigError(f"model.{key}", value, f"{plain} with engine.name={NAME}, where it was not checked", SERVED)

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 
 from aligner.config.sections.child import ChildConfig
 from aligner.errors import ConfigError
+from aligner.families import served_by
 
 if TYPE_CHECKING:
     from aligner.config.sections.model.config import ModelConfig
 
 VERSION = "0.32.0"  # that launchers/engine_env.sh installs
-# those whose logprobs were compared with transformers' through vLLM
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "granite", "smollm3")
-FAMILIES += ("olmo2", "olmo3", "phi3", "glm4")
-EVEN = ("qwen2", "qwen3", "smollm3")  # whose layers it takes to see equally far
 
 
 @dataclass
@@ -35,13 +32,14 @@ def same_minor(version: str) -> bool:
 
 def check_vllm(model: ModelConfig) -> None:
     """Raises ConfigError for a model that vLLM does not serve here."""
-    if model.family not in FAMILIES:
-        expected = f"one of {', '.join(FAMILIES)} with engine.name=vllm: others were not compared with it"
+    traits, attention = model.traits, model.attention
+    if "vllm" not in traits.served_by:
+        expected = f"one of {', '.join(served_by('vllm'))} with engine.name=vllm: others were not compared with it"
         raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
-    attention = model.attention
-    if model.family in EVEN and len({attention.is_local(layer) for layer in range(model.num_layers)}) > 1:
+    # where config.json must switch windows on, it takes all layers to see equally far
+    if traits.window_switch and len({attention.is_local(layer) for layer in range(model.num_layers)}) > 1:
         expected = f"0, or all layers local, with engine.name=vllm and model.family={model.family}"
         raise ConfigError("model.attention.window", attention.window, expected, "engine=native serves it.")
-    if model.family == "qwen2" and model.kv_channels * model.num_heads != model.hidden_size:
+    if traits.vllm_divides_hidden and model.kv_channels * model.num_heads != model.hidden_size:
         expected = f"hidden_size / num_heads = {model.hidden_size // model.num_heads} with engine.name=vllm and Qwen 2"
         raise ConfigError("model.head_dim", model.kv_channels, expected)

@@ -30,8 +30,8 @@ from aligner.engines.child.buckets import BucketWriter, CudaMemory, Memory, Memo
 from aligner.engines.child.process import Channel, Child, clean_environment, interpreter, spawn
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Row, Settings
 from aligner.errors import AlignerError, ConfigError, EngineError, RefitError
-from aligner.models.families import expected_hf_shapes
-from aligner.models.hf_config import hf_config
+from aligner.families.hf_config import hf_config
+from aligner.models.params import expected_hf_shapes
 from aligner.ops.reduce import gathered
 from aligner.types import STOP, Generations, Progress, SamplingParams, SeedLists, TokenLists
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.engine import Decode, NativeEngine
+from aligner.families.hf_config import config_from_hf
 from aligner.models.folder_check import check_folder
-from aligner.models.hf_config import config_from_hf
 from aligner.models.safetensors_io import HfTensors, open_hf
 
 _MAPPED = 1 << 26  # bytes of a file that count as this process's memory

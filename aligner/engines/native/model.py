@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.model.families import TRAITS
 from aligner.engines.native.attention import Behind, decode_attention, prefill_attention, rotate
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.latent import LatentHeads
@@ -23,7 +22,8 @@ from aligner.engines.native.packs import Packs, matrices
 from aligner.engines.native.peers import Peers
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.scratch import Scratch, zeros
-from aligner.models.families import FAMILIES, embedding_factor, expected_hf_shapes, family_table
+from aligner.families.table import family_table
+from aligner.models.params import embedding_factor, expected_hf_shapes
 from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.kernels.experts import (
@@ -58,7 +58,7 @@ class NativeModel:
         share = self.peers.size  # of heads, FFN rows and vocabulary a rank has 1 / share
         self.heads, self.groups, self.head_dim = cfg.num_heads // share, cfg.num_kv_heads // share, cfg.kv_channels
         self.rotated = self.heads + self.groups  # query and key heads
-        self.family, self.traits, attention = FAMILIES[cfg.family], TRAITS[cfg.family], cfg.attention
+        self.family, self.traits, attention = cfg.traits, cfg.traits, cfg.attention
         # halves are interleaved unless a part of a head alone is rotated, its neighbours together, or gates lie between
         own_order = self.family.interleaved_rotary or self.traits.gated_attention
         self.interleaves = cfg.rotary_dim == self.head_dim and not own_order

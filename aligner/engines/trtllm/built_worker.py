@@ -22,7 +22,7 @@ from aligner.engines.trtllm.layout import Part, Target, layout
 from aligner.engines.trtllm.sampling import runner_arguments
 from aligner.engines.trtllm.steps import Prescribed, Watch
 from aligner.errors import EngineError, RefitError
-from aligner.models.hf_config import config_from_hf
+from aligner.families.hf_config import config_from_hf
 from aligner.types import LENGTH, STOP, SamplingParams
 
 

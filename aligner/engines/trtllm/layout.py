@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.models.families import family_table
+from aligner.families.table import family_table
 from aligner.models.params import ParamSpec, to_hf
 
 _LAYER = "transformer.layers.{layer}."

@@ -15,7 +15,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.child.buckets import Memory, MemoryFile, Slot, aligned
 from aligner.engines.child.worker import Settings
 from aligner.engines.vllm.engine import VllmEngine
-from aligner.models.families import expected_hf_shapes
+from aligner.models.params import expected_hf_shapes
 from aligner.models.shards import hf_tensors
 
 

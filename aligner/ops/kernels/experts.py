@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aligner.config.sections.model.moe import MoeConfig
+from aligner.families.family import GATE_ALPHA, GATE_LIMIT
 from aligner.ops.kernels.products import product_into
 from aligner.ops.kernels.spread import spread
 
@@ -24,9 +25,6 @@ class Routing(NamedTuple):
     weights: Tensor  # float32 [N, k]
     experts: Tensor  # int64 [N, k]
     own: Tensor  # int64 [N, k]: those of largest p, which `experts` are unless others were given
-
-
-GATE_LIMIT, GATE_ALPHA = 7.0, 1.702  # of gpt-oss
 
 
 class Chosen(NamedTuple):

@@ -16,9 +16,10 @@ import torch
 import aligner.engines.child.engine as child
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
-from aligner.config.sections.vllm import FAMILIES, VllmConfig
+from aligner.config.sections.vllm import VllmConfig
 from aligner.engines.child.buckets import MemoryFile
 from aligner.engines.vllm.engine import VllmEngine
+from aligner.families import served_by
 from tests import tiny
 from tests.engines import contract
 
@@ -30,7 +31,7 @@ needs_vllm = pytest.mark.skipif(not PYTHON.exists() and os.environ.get("ALIGNER_
 CREATE = MemoryFile.create
 
 # its kernels on a CPU know no heads narrower than 32, its Qwen 2 none but the hidden size's share
-FURTHER = {name: replace(tiny.MORE[name], vocab_size=53) for name in FAMILIES if name in tiny.MORE}
+FURTHER = {name: replace(tiny.MORE[name], vocab_size=53) for name in served_by("vllm") if name in tiny.MORE}
 FURTHER["phi3"] = replace(FURTHER["phi3"], rope_scaling=RopeScalingConfig())  # its factors are of a narrower head
 MODELS = {name: replace(cfg, hidden_size=128, head_dim=32) for name, cfg in (contract.MODELS | FURTHER).items()}
 LLAMA = MODELS["llama"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from aligner.config.checks import above, at_least, one_of
 from aligner.config.sections.model.attention import AttentionConfig, check_layers
-from aligner.config.sections.model.families import TRAITS, check_traits
 from aligner.config.sections.model.kernels import KERNELS
 from aligner.config.sections.model.latent import LatentConfig, check_latent
 from aligner.config.sections.model.linear import LinearConfig, check_linear
@@ -15,6 +15,8 @@ from aligner.config.sections.model.moe import MoeConfig, check_dense_layers, che
 from aligner.config.sections.model.rope import RopeScalingConfig, check_rope
 from aligner.config.sections.model.scales import ScalesConfig
 from aligner.errors import ConfigError
+from aligner.families import FAMILIES
+from aligner.families.family import LAYERS, Family
 
 # what a run decides, whatever folder the weights come from
 OF_THE_RUN = ("dtype", "recompute", "kernels", "varlen_attention", "tokenizer", "init", "lora")
@@ -56,13 +58,13 @@ class ModelConfig:
     varlen_attention: bool = False  # on CUDA: attention of rows of any length in one call, without padding and masks
 
     def __post_init__(self) -> None:
-        one_of("model.family", self.family, tuple(TRAITS))
+        one_of("model.family", self.family, tuple(FAMILIES))
         check_moe_family(self.family, self.moe)
         check_traits(self)
-        check_latent(self, TRAITS[self.family].latent)
+        check_latent(self)
         check_layers(self.attention, self.num_layers)
         check_dense_layers(self.moe, self.num_layers)
-        check_linear(self.linear, self.num_layers, self.family, TRAITS[self.family].linear)
+        check_linear(self)
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "max_position"):
             at_least(f"model.{name}", getattr(self, name), 1)
         above("model.rope_base", self.rope_base, 0)
@@ -78,6 +80,11 @@ class ModelConfig:
                 "model.hidden_size", self.hidden_size, f"a multiple of model.num_heads={self.num_heads}, or head_dim"
             )
         check_rope(self.rope_scaling, self.rotary_dim)
+
+    @property
+    def traits(self) -> Family:
+        """What is true of all models of its family."""
+        return FAMILIES[self.family]
 
     @property
     def kv_channels(self) -> int:
@@ -104,7 +111,7 @@ class ModelConfig:
 
     @property
     def output_bias(self) -> bool:
-        return self.qkv_bias and TRAITS[self.family].output_bias
+        return self.qkv_bias and self.traits.output_bias
 
     @property
     def expert_ffn(self) -> int:
@@ -113,7 +120,7 @@ class ModelConfig:
     @property
     def queries_per_group(self) -> int:
         """Heads that the queries' product makes for each of keys: queries and, in some families, their gates."""
-        return self.num_heads * (2 if TRAITS[self.family].gated_attention else 1) // self.num_kv_heads
+        return self.num_heads * (2 if self.traits.gated_attention else 1) // self.num_kv_heads
 
     def layer_kinds(self, layer: int) -> tuple[str, ...]:
         """Layer 0, 1, ... has the rows of the family's table that are of one of these kinds, or of none. Its MLP:
@@ -128,3 +135,38 @@ class ModelConfig:
     def mixed_layers(self) -> bool:
         """Whether not all layers have the same parameters."""
         return len({self.layer_kinds(layer) for layer in range(self.num_layers)}) > 1
+
+
+def for_run(shape: ModelConfig, run: ModelConfig) -> ModelConfig:
+    """A shape found in a folder, with what the run decides."""
+    moe = replace(shape.moe, **{name: getattr(run.moe, name) for name in MOE_OF_THE_RUN})
+    rope = replace(shape.rope_scaling, factors=run.rope_scaling.factors)
+    return replace(shape, moe=moe, rope_scaling=rope, **{name: getattr(run, name) for name in OF_THE_RUN})
+
+
+def check_traits(model: ModelConfig) -> None:
+    """Raises ConfigError for a key that models of this family do not have."""
+    varies = model.traits.varies
+    for key, value, plain in unusual(model):
+        if key not in varies:
+            having = ", ".join(name for name, family in FAMILIES.items() if key in family.varies)
+            raise ConfigError(f"model.{key}", value, f"{plain} with model.family={model.family}: {having} have it")
+    window = model.attention.window
+    if "attention.local_rope_base" in varies and not window:
+        raise ConfigError("model.attention.window", 0, f"at least 1 for model.family={model.family}")
+    for key in LAYERS:
+        value = getattr(model.attention, key.removeprefix("attention."))
+        if value and not window:
+            raise ConfigError(f"model.{key}", value, "none without model.attention.window")
+
+
+def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """(key, value, what it is in a plain model) of optional keys that are not plain."""
+    found: list[tuple[str, Any, Any]] = [("mlp_bias", model.mlp_bias, False)]
+    moe = {"dense_layers": [], "shared_ffn_hidden_size": 0, "groups": 1, "top_groups": 1, "scale": 1.0}
+    found += [(f"moe.{name}", getattr(model.moe, name), plain) for name, plain in moe.items()]
+    sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "linear": LinearConfig()}
+    for section, plain in (sections | {"scales": ScalesConfig()}).items():
+        mine, theirs = asdict(getattr(model, section)), asdict(plain)
+        found += [(f"{section}.{name}", mine[name], theirs[name]) for name in mine]
+    return [(key, value, plain) for key, value, plain in found if value != plain]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aligner.config.sections.model.attention import AttentionConfig
-from aligner.config.sections.model.families import TRAITS
 from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.config.sections.model.scales import ScalesConfig
 from aligner.errors import ConfigError
@@ -18,9 +17,8 @@ KERNELS = ("auto", "own", "te")
 
 def unfit_for_te(model: ModelConfig) -> str:
     """What of this model TransformerEngine's modules, or Megatron's use of them, do not know; empty: nothing."""
-    traits = TRAITS[model.family]
     reasons = {
-        f"the layers of model.family={model.family}": traits.own_layers or traits.sinks,
+        f"the layers of model.family={model.family}": model.traits.own_layers,
         "adapters (model.lora)": bool(model.lora.rank) or model.lora.quantize_base != "none",
         "a bias behind attention (model.qkv_bias)": model.output_bias,
         "biases in the MLP (model.mlp_bias)": model.mlp_bias,

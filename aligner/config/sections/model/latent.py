@@ -33,10 +33,10 @@ class LatentConfig:
         return self.plain_dim + self.rotary_dim
 
 
-def check_latent(model: ModelConfig, has_latent: bool) -> None:
-    """`has_latent`: models of the family have it; that no other has is checked with the other traits."""
+def check_latent(model: ModelConfig) -> None:
+    """That families without latent attention have none is checked with the other traits."""
     latent = model.latent
-    if not has_latent:
+    if not model.traits.latent:
         return
     for name in ("kv_rank", "plain_dim", "rotary_dim", "value_dim"):
         if not getattr(latent, name):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from aligner.config.checks import at_least
 from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aligner.config.sections.model.config import ModelConfig
 
 
 @dataclass
@@ -56,10 +60,10 @@ class LinearConfig:
 SIZES = ("value_heads", "key_head_dim", "value_head_dim", "conv")
 
 
-def check_linear(linear: LinearConfig, layers: int, family: str, has: bool) -> None:
-    """`has`: whether models of this family have linear layers."""
-    if has and not linear.key_heads:
-        raise ConfigError("model.linear.key_heads", 0, f"at least 1 with model.family={family}")
+def check_linear(model: ModelConfig) -> None:
+    linear, layers = model.linear, model.num_layers
+    if model.traits.linear and not linear.key_heads:
+        raise ConfigError("model.linear.key_heads", 0, f"at least 1 with model.family={model.family}")
     beyond = [layer for layer in linear.attention_layers if not 0 <= layer < layers]
     if beyond:
         raise ConfigError("model.linear.attention_layers", beyond, f"layers from 0 to {layers - 1}")

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from aligner.config.checks import above, at_least, one_of
-from aligner.config.sections.model.families import MOE_FAMILIES, TRAITS
 from aligner.errors import ConfigError
-
-ALWAYS_NORMALISED = ("mixtral", "gpt_oss")
+from aligner.families import FAMILIES
 
 
 @dataclass
@@ -40,16 +38,18 @@ class MoeConfig:
 
 
 def check_moe_family(family: str, moe: MoeConfig) -> None:
-    if family in MOE_FAMILIES and not moe.num_experts:
+    traits = FAMILIES[family]
+    if traits.moe and not moe.num_experts:
         raise ConfigError("model.moe.num_experts", 0, f"at least 1 with model.family={family}")
-    if moe.num_experts and family not in MOE_FAMILIES:
-        expected = f"one of {', '.join(MOE_FAMILIES)} with model.moe.num_experts={moe.num_experts}"
+    if moe.num_experts and not traits.moe:
+        having = ", ".join(name for name, other in FAMILIES.items() if other.moe)
+        expected = f"one of {having} with model.moe.num_experts={moe.num_experts}"
         raise ConfigError("model.family", family, expected)
-    if family in ALWAYS_NORMALISED and not moe.norm_topk_prob:
+    if traits.moe and not (traits.moe.norm_topk_prob or moe.norm_topk_prob):
         raise ConfigError("model.moe.norm_topk_prob", False, f"true for model.family={family}")
-    if TRAITS[family].shared_gate and not moe.shared_ffn_hidden_size:
+    if traits.shared_gate and not moe.shared_ffn_hidden_size:
         raise ConfigError("model.moe.shared_ffn_hidden_size", 0, f"at least 1 with model.family={family}")
-    if TRAITS[family].sigmoid_router:
+    if traits.sigmoid_router:
         _check_groups(family, moe)
 
 

@@ -10,8 +10,8 @@ import torch
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.engine import NativeEngine
-from aligner.models.families import expected_hf_shapes
-from aligner.models.hf_config import config_from_hf
+from aligner.families.hf_config import config_from_hf
+from aligner.models.params import expected_hf_shapes
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import SamplingParams
 from tensorrt_llm._torch.moe.fused_moe.moe_load_balancer import MoeLoadBalancer

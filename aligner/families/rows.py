@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from aligner.models.params import ParamSpec, Transform
+Transform = Literal["copy", "qkv", "qkv_bias", "linear_in", "gate_up", "experts_gate_up", "experts"]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One canonical parameter. In a family's table names carry `{layer}`, those of experts in Hugging Face's files also
+    `{expert}`, and sizes are names of `dimensions`."""
+
+    canonical: str
+    hf: tuple[str, ...]
+    transform: Transform
+    tp_axis: int | None  # None: replicated over tensor-parallel ranks
+    shape: tuple = ()  # of the canonical tensor
+    units: int | str = 0  # indivisible pieces along tp_axis: heads, query groups, rows
+    padded: bool = False  # the vocabulary: split pads it to a multiple of TP, merge cuts it to `units`
+    experts: bool = False  # axis 0 is the expert; expert-parallel ranks have equal shares of it
+    when: str = ""  # in a family's table: the flag of ModelConfig with which models have it; empty: all do
+    float32: bool = False  # whatever the model's dtype; no gradient changes it
+    kind: str = ""  # in a family's table: of which layers (`ModelConfig.layer_kinds`); empty: of all
+
+
+def in_layer(name: str) -> str:
+    """The canonical name of a row by its name within the layer."""
+    return f"decoder.layers.{{layer}}.{name}"
 
 
 def layer(
@@ -20,7 +43,7 @@ def layer(
     """A row of every decoder layer: names within the layer, sizes by their names in `dimensions`."""
     names = (hf,) if isinstance(hf, str) else hf
     hf_names = tuple(f"model.layers.{{layer}}.{name}" for name in names)
-    return ParamSpec(f"decoder.layers.{{layer}}.{ours}", hf_names, transform, axis, tuple(shape.split()), units, **more)
+    return ParamSpec(in_layer(ours), hf_names, transform, axis, tuple(shape.split()), units, **more)
 
 
 def experts(block: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[ParamSpec, ...]:

@@ -8,16 +8,16 @@ from typing import Any
 
 from aligner.config.sections.model.attention import AttentionConfig, layer_pattern
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.model.families import TRAITS
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.model.scales import ScalesConfig
 from aligner.errors import CheckpointError, ConfigError
+from aligner.families import FAMILIES
+from aligner.families.family import DEFAULTS, Family
+from aligner.families.hf_rope import NOTHING, rope_in, rotary_fraction_in, scaling_out
+from aligner.families.table import check_family
 from aligner.foreign import Record, read_record
-from aligner.models.families import DEFAULTS, FAMILIES, Family, check_family
-from aligner.models.hf_rope import NOTHING, rope_in, rotary_fraction_in, scaling_out
-from aligner.models.quantised import float8_block
 
 # beyond them a damaged digit would end in a search for memory instead of a message
 MOST_LAYERS, MOST_HEADS, MOST_CHANNELS, MOST_EXPERTS = 10_000, 65_536, 1 << 28, 4096
@@ -80,7 +80,7 @@ def hf_config(
     # transformers 4 reads the first two keys, transformers 5 the third
     out |= {"rope_theta": cfg.rope_base, "rope_scaling": scaling}
     out["rope_parameters"] = {"rope_type": "default", "rope_theta": cfg.rope_base} | (scaling or {})
-    if cfg.attention.rotary_fraction != family.default_rotary_fraction or family.default_rotary_fraction != 1:
+    if cfg.attention.rotary_fraction != 1 or family.default_rotary_fraction not in (0, 1):
         fraction = {"partial_rotary_factor": cfg.attention.rotary_fraction}
         out |= fraction
         out["rope_parameters"] |= fraction
@@ -144,7 +144,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     max_position = raw.integer("max_position_embeddings", default["max_position_embeddings"], low=1)
     base, scaling = rope_in(raw, path, dict(family.default_rope), default["rope_theta"], max_position)
     heads = raw.integer("num_attention_heads", low=1, high=MOST_HEADS)
-    traits, (flags, sections) = TRAITS[family.model_type], _keys_in(raw, family)
+    flags, sections = _keys_in(raw, family)
     latent = LatentConfig(**sections["latent"])
     return ModelConfig(
         family=family.model_type,
@@ -160,13 +160,13 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
         rope_scaling=scaling,
         norm_eps=raw.number("rms_norm_eps", default["rms_norm_eps"], above=0),
         max_position=max_position,
-        tie_embeddings=raw.flag("tie_word_embeddings", traits.tied),
-        qk_norm=traits.qk_norm,
-        **{"qkv_bias": traits.qkv_bias} | flags,
+        tie_embeddings=raw.flag("tie_word_embeddings", default["tie_word_embeddings"]),
+        qk_norm=family.qk_norm,
+        **{"qkv_bias": family.qkv_bias} | flags,
         attention=AttentionConfig(
             **_windows_in(raw, family, path),
             **sections["attention"],
-            rotary_fraction=rotary_fraction_in(raw, family.default_rotary_fraction),
+            rotary_fraction=rotary_fraction_in(raw, family.default_rotary_fraction or 1.0),
             nope_layers=[layer for layer, rotated in enumerate(_rotated_layers(raw, family)) if not rotated],
         ),
         linear=LinearConfig(**sections["linear"], **_linear_layers_in(raw, family, path)),
@@ -313,3 +313,30 @@ def _family_of(raw: Record, path: Path) -> Family:
                 "model.init", str(path.parent), f"{key}={wanted!r} in config.json", f"It has {raw.fields[key]!r}."
             )
     return family
+
+
+def float8_block(raw: Record) -> tuple[int, int] | None:
+    """The size of a block by config.json, None if nothing is quantised. Raises ConfigError for another quantisation."""
+    told = raw.record("quantization_config", None)
+    if told is None or is_mxfp4(raw):
+        return None
+    wanted = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
+    optional = ("fmt", "activation_scheme", "scale_fmt")
+    other = {k: told.fields.get(k) for k, v in wanted.items() if told.fields.get(k, v if k in optional else None) != v}
+    if other or "weight_block_size" not in told:
+        found = ", ".join(f"{k}={v!r}" for k, v in (other or {"weight_block_size": None}).items())
+        expected = "weights that are not quantised, or float8 in blocks (quant_method fp8, weight_block_size)"
+        hint = f"Its quantization_config has {found}; start from the unquantised weights."
+        raise ConfigError("model.init", str(Path(raw.where).parent), expected, hint)
+    block = told.integers("weight_block_size", low=1)
+    if len(block) != 2:
+        told.refuse("weight_block_size", "two integers")
+    return block[0], block[1]
+
+
+def is_mxfp4(raw: Record) -> bool:
+    """Whether experts are packed, by config.json."""
+    told = raw.record("quantization_config", None)
+    packed = told is not None and told.text("quant_method", "") == "mxfp4"
+    family = FAMILIES.get(raw.text("model_type", ""))
+    return packed and family is not None and bool(family.stacked)

@@ -1,0 +1,59 @@
+"""Gemma 2, and the language model of Gemma 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aligner.families import rows
+from aligner.families.family import ATTENTION_BIAS, LONG, TIED, Family, Key
+
+_SCALE: Key = ("attention.query_scale_dim", "query_pre_attn_scalar", 256)
+_NORMS = rows.norms(
+    before="input_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    behind="post_attention_layernorm",
+    behind_mlp="post_feedforward_layernorm",
+)
+_BOTH: dict[str, Any] = {
+    "default_head_dim": 256,
+    "windows": "layers",
+    "default_window": 4096,
+    "activation_key": "hidden_activation",
+    "activation": "gelu_pytorch_tanh",
+    "offset_norms": True,
+    "scaled_embeddings": True,
+    "served_by": ("vllm",),
+}
+FAMILIES = (
+    Family(
+        "gemma2",
+        "Gemma2",
+        _NORMS + rows.MLP + rows.BIASES,
+        keys=(
+            ATTENTION_BIAS,
+            _SCALE,
+            ("attention.softcap", "attn_logit_softcapping", 50.0),
+            ("scales.logits_softcap", "final_logit_softcapping", 30.0),
+        ),
+        constants=(("use_bidirectional_attention", False),),
+        default_global=("sliding_window_pattern", 2),
+        defaults=(TIED, ("max_position_embeddings", 8192)),
+        **_BOTH,
+    ),
+    Family(
+        "gemma3_text",
+        "Gemma3",
+        _NORMS + rows.MLP + rows.QK_NORM + rows.BIASES,
+        keys=(ATTENTION_BIAS, _SCALE),
+        constants=(
+            ("attn_logit_softcapping", None),
+            ("final_logit_softcapping", None),
+            ("use_bidirectional_attention", False),
+        ),
+        default_global=("sliding_window_pattern", 6),
+        defaults=(TIED, LONG, ("rope_theta", 1e6)),
+        score_architecture="Gemma3Text",
+        default_local_base=1e4,
+        **_BOTH,
+    ),
+)

@@ -1,0 +1,33 @@
+"""Qwen3-Next: three of four layers have linear attention."""
+
+from __future__ import annotations
+
+from aligner.families import rows
+from aligner.families.family import Family, MoeKeys
+
+FAMILIES = (
+    Family(
+        "qwen3_next",
+        "Qwen3Next",
+        rows.in_attention_layers(rows.COMMON + rows.QK_NORM)
+        + rows.DELTA_NET
+        + rows.MLP
+        + rows.experts("mlp", "gate_proj", "up_proj", "down_proj")
+        + rows.shared_expert("mlp", "shared_expert", "shared_expert_gate"),
+        moe=MoeKeys("num_experts", "moe_intermediate_size", "norm_topk_prob", dense_layers="mlp_only_layers"),
+        keys=(
+            ("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
+            ("linear.key_heads", "linear_num_key_heads", 16),
+            ("linear.value_heads", "linear_num_value_heads", 32),
+            ("linear.key_head_dim", "linear_key_head_dim", 128),
+            ("linear.value_head_dim", "linear_value_head_dim", 128),
+            ("linear.conv", "linear_conv_kernel_dim", 4),
+        ),
+        constants=(("decoder_sparse_step", 1),),
+        default_head_dim=256,
+        default_rotary_fraction=0.25,
+        default_attention_every=4,
+        offset_norms=True,
+        gated_attention=True,
+    ),
+)
