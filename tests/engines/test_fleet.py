@@ -1,24 +1,31 @@
 """Several ranks as one engine, and several engines as one: the same tokens as one rank alone."""
 
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from itertools import chain, pairwise
 from uuid import uuid4
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native import NativeEngine
-from aligner.engines.native.fleet import ENOUGH, assign
-from aligner.errors import LayoutError
+from aligner.engines.native.fleet import ENOUGH, FleetEngine, assign
+from aligner.errors import EngineError, LayoutError
+from aligner.megatron.groups import neighbours
 from aligner.ops.packing.balance import balance
 from aligner.types import STOP, SamplingParams
 from tests.engines.contract import LLAMA, MODELS, PROMPTS, fill, hf_weights, reference, responses, seeds_for
+from tests.ranks import on_ranks
 from tests.tiny import MORE
 
 multirank = pytest.mark.multirank
-JOB = "tests.engines.fleet_jobs:generate"
 SAMPLINGS = [
     SamplingParams(10, temperature=0),
     SamplingParams(10, stop_token_ids=(3, 11)),
@@ -27,8 +34,89 @@ SAMPLINGS = [
 ]
 
 
-def letters(tokens):
+def make(
+    cfg: ModelConfig, weights: dict, width: int, dtype=torch.float32, reports_routing: bool = False, **options
+) -> FleetEngine:
+    here = {"device": "cpu", "dtype": dtype, "pad_id": 0, "decode": letters, "group": neighbours(width)}
+    engine = FleetEngine(cfg, EngineConfig(**options), **here, reports_routing=reports_routing)
+    engine.begin_update(3)
+    engine.update_weights(weights.items())
+    engine.finish_update()
+    return engine
+
+
+def letters(tokens: list[int]) -> str:
     return "".join(chr(60 + t) for t in tokens)
+
+
+def generate(
+    models: dict[str, tuple[ModelConfig, dict]],
+    width: int,
+    requests: list[tuple[list, list]],
+    samplings: list[SamplingParams],
+    scored: tuple[torch.Tensor, torch.Tensor],
+    steal: bool = False,
+    late: str = "",
+    meet: str = "",
+    **options,
+) -> dict:
+    """Every rank asks for its own share of the requests. By model. `late`: a name that no other job uses, with which
+    rank 0's engine decodes when the other's has ended; `meet`: with which nobody goes on with a second part of the
+    common work before all decode a first one."""
+    rank, told = dist.get_rank(), {}
+    for name, (cfg, weights) in models.items():
+        engine = make(cfg, weights, width, **options)
+        engine.steal = steal
+        if late and rank == 0:
+            engine.model.decode = before(engine.model.decode, partial(until, late, 1))
+        elif late:
+            engine._generated = then(engine._generated, partial(count, late))
+        if meet:
+            engine.model.decode = before(engine.model.decode, meeting(engine, f"{meet}/{name}"))
+        prompts, seeds = requests[rank]
+        ended: list[list] = []
+        engine.finished = lambda *about, ended=ended: ended[-1].append(about)
+        outs = [(ended.append([]), engine.generate(prompts, seeds, sampling))[1] for sampling in samplings]
+        told[name] = {
+            "outs": outs,
+            "ended": ended,
+            "scored": engine.logprobs(*scored),
+            "checksums": engine.checksums(),
+            "stolen": engine.stolen,
+            "rows": engine.stats.decoded_rows,
+            "bytes": sum(view.nbytes for view in engine.model.views.values()),
+            "token_bytes": engine.cache.token_bytes,
+        }
+    return told
+
+
+def before(function: Callable, act: Callable[[], object]) -> Callable:
+    return lambda *given, **named: (act(), function(*given, **named))[1]
+
+
+def then(function: Callable, act: Callable[[], object]) -> Callable:
+    return lambda *given, **named: (function(*given, **named), act())[0]
+
+
+def meeting(engine: FleetEngine, name: str) -> Callable[[], None]:
+    met: set[int] = set()  # calls of `generate`
+
+    def meets() -> None:
+        if engine._calls not in met:
+            met.add(engine._calls)
+            count(f"{name}/{engine._calls}")
+            until(f"{name}/{engine._calls}", dist.get_world_size())
+
+    return meets
+
+
+def count(name: str, more: int = 1) -> int:
+    return dist.distributed_c10d._get_default_store().add(f"tests/fleet/{name}", more)
+
+
+def until(name: str, many: int) -> None:
+    while count(name, 0) < many:
+        time.sleep(0.005)
 
 
 def alone(cfg, model, prompts, seeds, samplings, scored):
@@ -76,7 +164,7 @@ def test_two_ranks_are_one_engine(ranks, scored, configs, samplings):
     given_ = {name: (configs[name], hf_weights(model)) for name, model in models.items()}
     seeds = seeds_for(PROMPTS, 2)
     requests = [(PROMPTS[:2], seeds[:2]), (PROMPTS[2:], seeds[2:])]
-    told = ranks.run(JOB, world=2, models=given_, width=2, requests=requests, samplings=samplings, scored=scored)
+    told = ranks.run(generate, world=2, models=given_, width=2, requests=requests, samplings=samplings, scored=scored)
     for name, model in models.items():
         outs, logprobs, engine = alone(configs[name], model, PROMPTS, seeds, samplings, scored)
         for rank, rows in enumerate((slice(0, 4), slice(4, 10))):
@@ -94,12 +182,19 @@ def test_two_ranks_are_one_engine(ranks, scored, configs, samplings):
 
 @multirank
 @pytest.mark.parametrize("steal", [False, True])
-def test_logits_that_are_not_finite_are_told_to_the_rank_that_asked(ranks, steal):
-    """And to no other, wherever they were generated: nobody waits in a collective for one that has left."""
-    cfg = MODELS["qwen3"]
-    job = {"cfg": cfg, "weights": hf_weights(reference(cfg)), "steal": steal}
-    first, second = ranks.run("tests.engines.fleet_jobs:broken", world=2, **job)
-    assert first == "2 samples" and "weight version 3: the engine's logits are not finite in 2 of 2 samples" in second
+@on_ranks(2)
+def test_logits_that_are_not_finite_are_told_to_the_rank_that_asked(steal):
+    """And to no other, wherever they were generated: nobody waits in a collective for one that has left. The last rank
+    asks for a token whose embedding is NaN."""
+    cfg, last = MODELS["qwen3"], dist.get_rank() == 1
+    weights = hf_weights(reference(cfg))
+    weights["model.embed_tokens.weight"][cfg.vocab_size - 1] = float("nan")
+    engine = make(cfg, weights, 1)
+    engine.steal = steal
+    told = "weight version 3: the engine's logits are not finite in 2 of 2 samples"
+    with pytest.raises(EngineError, match=told) if last else nullcontext():
+        out = engine.generate([[5, 6, cfg.vocab_size - 1 if last else 7]], [[1, 2]], SamplingParams(4))
+        assert len(out.lengths) == 2
 
 
 @pytest.mark.slow
@@ -113,7 +208,7 @@ def test_replicas_answer_what_each_rank_asks(ranks, scored, world, width, steal)
     requests = [(prompts[a:b], seeds[a:b]) for a, b in pairwise(cuts)]
     job = {"models": {"llama": (LLAMA, hf_weights(model))}, "width": width, "requests": requests, "max_batch": 3}
     job |= {"meet": str(uuid4())} if steal else {}  # else one might do all before another has begun
-    told = ranks.run(JOB, world=world, samplings=SAMPLINGS[:3], scored=scored, steal=steal, **job)
+    told = ranks.run(generate, world=world, samplings=SAMPLINGS[:3], scored=scored, steal=steal, **job)
     _, _, engine = alone(LLAMA, model, PROMPTS, seeds_for(PROMPTS), SAMPLINGS[:1], scored)
     for rank, asked in enumerate(requests):
         for sampling, found in zip(SAMPLINGS, told[rank]["llama"]["outs"], strict=False):
@@ -133,7 +228,9 @@ def test_a_replica_that_runs_dry_takes_work(ranks, scored):
     job = {"models": {"llama": (LLAMA, hf_weights(model))}, "width": 1, "requests": requests, "max_batch": 4}
     wanted, _, _ = alone(LLAMA, model, prompts, seeds, SAMPLINGS[1:2], scored)
     for steal in (True, False):
-        told = ranks.run(JOB, world=2, samplings=SAMPLINGS[1:2], scored=scored, steal=steal, late=str(uuid4()), **job)
+        told = ranks.run(
+            generate, world=2, samplings=SAMPLINGS[1:2], scored=scored, steal=steal, late=str(uuid4()), **job
+        )
         assert list(chain(*(responses(found["llama"]["outs"][0]) for found in told))) == responses(wanted[0])
         stolen = [found["llama"]["stolen"] for found in told]
         assert stolen[0] == 0 and (stolen[1] >= 2) == steal

@@ -9,6 +9,7 @@ from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native import NativeEngine
 from aligner.types import SamplingParams
 from tests.engines.contract import MODELS, PROMPTS, fill, hf_weights, reference, responses, seeds_for
+from tests.engines.test_fleet import generate
 from tests.tiny import DEEPSEEK, GPT_OSS
 
 QWEN3 = MODELS["qwen3_moe"]
@@ -84,10 +85,8 @@ def test_it_comes_back_to_the_rank_that_asked(ranks, world, width, steal):
     requests = [(PROMPTS[:4], seeds[:4]), (PROMPTS[4:], seeds[4:])]
     job = {"models": {"mixtral": (cfg, hf_weights(model))}, "width": width, "requests": requests, "steal": steal}
     scored = torch.ones(1, 3, dtype=torch.int64), torch.tensor([3])
-    found = ranks.run(
-        "tests.engines.fleet_jobs:generate",
-        world=world, samplings=[SAMPLING], scored=scored, reports_routing=True, max_batch=3, **job,
-    )  # fmt: skip
+    job |= {"scored": scored, "reports_routing": True, "max_batch": 3}
+    found = ranks.run(generate, world=world, samplings=[SAMPLING], **job)
     for told, rows in zip(found, (slice(0, 16), slice(16, 20)), strict=True):
         (out,) = told["mixtral"]["outs"]
         assert responses(out) == responses(wanted)[rows]

@@ -4,32 +4,122 @@ which. What is not run here is a GPU: buffers lie in host memory, handles are th
 import os
 import subprocess
 import sys
+import time
 import weakref
 from contextlib import nullcontext
+from multiprocessing import Pipe
+from threading import Thread
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import aligner.engines.child.engine as child
+from aligner.config.sections.engine import EngineConfig
 from aligner.engines.child import buckets
-from aligner.engines.child.buckets import MemoryFile, Slot, fixed_segments
+from aligner.engines.child.buckets import CudaMemory, MemoryFile, Slot, fixed_segments
+from aligner.engines.child.engine import ChildEngine
 from aligner.engines.child.process import clean_environment, spawn
 from aligner.engines.vllm.extension import Extension
 from aligner.engines.vllm.placed import PlacedVllmEngine
 from aligner.engines.vllm.worker import Worker
 from aligner.errors import RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
+from tests.engines.contract import LLAMA, reference
+from tests.ranks import on_ranks
+from tests.tiny import hf_weights
+
+
+class Engine(ChildEngine):
+    """Of a package that is always there."""
+
+    name, title, worker, block = "vllm", "stand-in", "", 32
+
+    @classmethod
+    def require(cls, config):
+        pass
+
+    def _device_name(self) -> str:
+        return f"device {self.device.index}"
+
+
+class Reader:
+    """The child: of each bucket what lies in every rank's memory while its call is answered."""
+
+    def __init__(self, connection):
+        self.connection, self.arrived, self.devices = connection, [], []
+        Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        name = ""
+        while name != "close":
+            name, arguments = self.connection.recv()
+            answer = None
+            if name == "start":
+                (self.settings,) = arguments
+                self.memories = [memory.tensor() for memory in self.settings.memories]
+                answer = {"version": "1", "score_rows": 1}
+            if name == "bucket":
+                (slots,) = arguments
+                for memory in self.memories:
+                    self.arrived.append({slot.name: slot.view(memory).clone() for slot in slots})
+                answer = len(slots)
+            self.connection.send(("ok", answer))
+
+    def ended(self) -> str:
+        return ""
+
+    def last_words(self) -> str:
+        return ""
+
+    def stop(self, wait_s: float) -> None: ...
+
+
+def late(tensors, rank: int):
+    """The first rank has them before the others."""
+    for item in tensors:
+        time.sleep(0.01 * rank)
+        yield item
 
 
 @pytest.mark.multirank
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [2, 3])
-def test_each_rank_writes_its_own_memory_before_the_child_is_told(ranks, tp):
-    told, *others = ranks.run("tests.engines.child.jobs:shared", world=tp, tp=tp)
-    assert others == [None] * (tp - 1)  # one child, of the first rank
-    assert len(set(told["pids"])) == tp and told["pids"][0] == told["own"]  # in the order of the ranks
-    assert told["devices"] == [f"device {rank}" for rank in range(tp)]
-    assert told["buckets"] > 3 and told["right"] and told["whole"] == [True] * tp
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_each_rank_writes_its_own_memory_before_the_child_is_told(world):
+    """An engine of ranks on GPUs, whose buffers are in host memory here."""
+    rank, files, readers = dist.get_rank(), [], []
+
+    def buffer(size, device):
+        assert device == torch.device("cuda", rank)
+        files.append(MemoryFile.create(size))
+        return files[-1].tensor()
+
+    ours, theirs = Pipe()
+
+    def start(device, python):
+        readers.append(Reader(theirs))
+        return readers[-1], ours
+
+    config = EngineConfig(name="vllm", tensor_parallel=world)
+    more = {"device": torch.device("cuda", rank), "dtype": torch.float32, "pad_id": 0, "bucket_bytes": 2048}
+    with mock.patch.object(child, "cuda_buffer", buffer), mock.patch.object(CudaMemory, "of", lambda _: files[-1]):
+        engine = Engine(LLAMA, config, **more, group=dist.group.WORLD, start=start)
+    wanted = hf_weights(reference(LLAMA))
+    engine.begin_update(1)
+    engine.update_weights(late(wanted.items(), rank))
+    engine.finish_update()
+    assert list(engine._places[0]) == [f"device {rank}" for rank in range(world)]
+    engine.close()
+    assert len(readers) == (rank == 0)  # one child, of the first rank
+    for reader in readers:
+        pids = [memory.pid for memory in reader.settings.memories]
+        assert len(set(pids)) == world and pids[0] == os.getpid()  # in the order of the ranks
+        assert len(reader.arrived) > 3 * world
+        assert all(torch.equal(t, wanted[name]) for bucket in reader.arrived for name, t in bucket.items())
+        assert all(set().union(*reader.arrived[rank::world]) == set(wanted) for rank in range(world))
 
 
 class Handle:

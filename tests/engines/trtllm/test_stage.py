@@ -1,17 +1,36 @@
 """Whole GRPO runs with TensorRT-LLM over the fake in its own process: chosen by config, refitted and verified."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from aligner.__main__ import main
-from aligner.errors import ConfigError, RefitError
+from aligner.errors import ConfigError, EngineError, RefitError
 from tests import stages
-from tests.engines.trtllm.setup import forget_fake, use_fake
+from tests.engines.trtllm.setup import FAKE, ROOT, forget_fake, use_fake
+from tests.run.jobs import run_stage
 
 RUN = ["run.steps=3", "refit.verify=checksum", "checkpoint.final=false"]
 RUN += ["logging.samples_shown=32", "run.samples_every=1"]
+
+
+def trtllm(arguments: list[str], crashes: dict[int, str]) -> str:
+    """`run_stage` over the fake, whose process ends on the ranks of `crashes` at the call named there; how it ended."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(FAKE), str(ROOT)])
+    os.environ["FAKE_TRTLLM_CRASH"] = crashes.get(dist.get_rank(), "")
+    sys.path.insert(0, str(FAKE))
+    try:
+        run_stage(arguments)
+    except EngineError as error:
+        return str(error)
+    finally:
+        sys.path.remove(str(FAKE))
+        forget_fake()
+    return ""
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +109,7 @@ def test_each_rank_has_an_engine_and_its_end_stops_and_saves_all(ranks, tiny_dat
     more = ("engine=trtllm", f"model.init={tiny_runs['sft']}", *RUN, "batch.micro_batch_samples=8", "run.export=false")
     line = stages.overrides("grpo", tiny_data, tmp_path / "run", *more, "run.steps=2")
     # the sentinel's 8 rows and what follows them, then a rollout: 10 calls of each step
-    first, second = ranks.run("tests.engines.jobs:trtllm", world=2, arguments=line, crashes={1: "run:20"})
+    first, second = ranks.run(trtllm, world=2, arguments=line, crashes={1: "run:20"})
     assert "on rank 1: " in first and all("illegal memory access" in text for text in (first, second))
     assert [r["step"] for r in stages.records(tmp_path / "run")] == [1]
     assert stages.checkpoints(tmp_path / "run") == [1]
