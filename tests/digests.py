@@ -90,6 +90,19 @@ GPT_OSS += ["model.moe.ffn_hidden_size=48"]
 for name, own in {"gemma3": GEMMA, "deepseek": LATENT, "qwen3_next": LINEAR, "gpt_oss": GPT_OSS}.items():
     CASES[f"sft-{name}"] = (1, "sft", own)
     CASES[f"grpo-{name}-tp2"] = (2, "grpo", [*own, *([] if own is LINEAR else TP2)])
+REMOTE, TOP_P = ["engine.ranks=1", "engine.lag=1"], ["sampling.top_p=0.9", "sampling.temperature=0.8"]
+CASES["grpo-remax"] = (1, "grpo", ["algorithm.advantage=remax"])
+CASES["grpo-routing-lag1"] = (2, "grpo", [*EXPERTS, "mismatch.replay_routing=true", *REMOTE])
+CASES["grpo-top_p"] = (1, "grpo", TOP_P)
+CASES["grpo-top_p-lag1"] = (2, "grpo", [*TOP_P, *REMOTE])
+CASES["grpo-top_p-window-dp2"] = (3, "grpo", [*TOP_P, *REMOTE, *WINDOW])
+CASES["grpo-filter-dp2"] = (2, "grpo", ["algorithm.filter_groups=true", "reward.normalize=true"])
+CASES["dice-lag0"] = (2, "dice", ["engine.ranks=1"])
+CASES["dice-top_p"] = (1, "dice", TOP_P)
+CASES["dice-top_p-lag1"] = (2, "dice", [*TOP_P, *REMOTE])
+CASES["dice-filter"] = (1, "dice", ["algorithm.filter_groups=true"])
+CASES["dice-lag1-dp2"] = (3, "dice", REMOTE)
+CASES["dice-window-tp2"] = (3, "dice", [*REMOTE, *TP2, "engine.window=4"])
 COMMON = ["run.steps=3", "run.eval_every=2", "logging.progress=false", "optim.schedule=cosine", "optim.warmup_steps=2"]
 COMMON += ["checkpoint.every=0", "eval.prompts=4"]
 
