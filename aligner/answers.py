@@ -68,7 +68,9 @@ class AnswerLog:
             print(f"warning: {path}: {what}: what it answered is asked again", file=sys.stderr, flush=True)
 
     def of(self, step: int) -> AnswerLog:
-        """Another, of this rollout, where several are under way."""
+        """The log of this rollout: another one where several are under way."""
+        if step == self._step:
+            return self
         found = AnswerLog(self.folder, self.rank)
         if self._before is None:
             self._before = self._earlier()

@@ -62,10 +62,10 @@ from aligner.megatron.checkpoint import ModelSave
 from aligner.megatron.train import ShardedModel
 from aligner.refit import serve
 from aligner.refit.transfer import Refit
-from aligner.rollout import ahead, clock, pending
-from aligner.rollout.generate import Generator
+from aligner.rollout.player import Player
 from aligner.rollout.sampled import Sampled
 from aligner.rollout.score import Scorer
+from aligner.rollout.store import Store
 from aligner.run.loop import Run
 from aligner.run.metrics import MetricsLogger
 from aligner.run.retention import Retention
@@ -105,12 +105,10 @@ POINTS: dict[str, tuple[object, str]] = {
     "a record of metrics": (MetricsLogger, "_write"),
     "a refit": (Refit, "__call__"),
     "a bucket of a refit": (Refit, "_ask"),
-    "generation": (Generator, "__call__"),
+    "generation": (Player, "go_on"),
     "scoring": (Scorer, "__call__"),
     "an answer from outside": (AnswerLog, "write"),
-    "a stored rollout": (pending, "write_recording"),
-    "a rollout in flight": (ahead, "write_landed"),
-    "a window": (clock, "write_bank"),
+    "a stored rollout": (Store, "write"),
     "samples in their file": (Sampled, "append"),
     "files of samples": (Sampled, "finish"),
     "a minibatch": (ShardedModel, "step"),
@@ -378,7 +376,6 @@ class Soak:
             "generation",
             "scoring",
             "a stored rollout",
-            "a rollout in flight",
         )
         points = [p for p in POINTS if online or p not in rollout_points]
         points = [p for p in points if p not in ENGINES and (p != CHILD or layout == VLLM)]

@@ -42,9 +42,9 @@ from aligner.roles.policy import Policy
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.evaluate import Evaluator
+from aligner.rollout.player import Player
 from aligner.rollout.references import check_rows
 from aligner.rollout.sharing import raised_together
-from aligner.rollout.turns import TurnGenerator
 from aligner.run.phases import PhaseMemory
 from aligner.types import TrainBatch
 
@@ -123,11 +123,10 @@ def serve(job: Job) -> int:
     job.timers.on_phase = job.watchdog.phase
     check_memory = lambda: memory.check(memory.take(alone=True))  # noqa: E731
     play = None
-    if cfg.environment.on and cfg.engine.lag:  # else the trainer's ranks ask, turn by turn
+    if cfg.environment.on:
         find_tools(job)
         limit = cfg.sampling.max_response_tokens
-        turns = make_turns(job, engine, make_sampling(job, cfg.sampling.temperature, limit))
-        play = turns.window if cfg.engine.window else turns.part
+        play = make_turns(job, engine, make_sampling(job, cfg.sampling.temperature, limit)).serve
     well = Server(bridge, engine, plan, cfg.refit, job.timers, memory.phase, check_memory, play)()
     bridge.leave(well)
     return 0 if well else 1
@@ -186,7 +185,7 @@ def make_evaluator(
     job: Job,
     refit: Refit,
     reward_model: RewardModel | ProcessRewardModel | None = None,
-    turns: TurnGenerator | None = None,
+    player: Player | None = None,
 ) -> Evaluator | None:
     functions = evaluation_functions(job.cfg)
     judges: list[tuple[Any, float]] = [(load_function(f, i), f.weight) for i, f in enumerate(functions)]
@@ -199,17 +198,16 @@ def make_evaluator(
     check_rows(rewards, prompts, min(job.cfg.eval.prompts or len(prompts), len(prompts)), job.say)
     rewards.probe([prompts[0], prompts[len(prompts) - 1]])
     limit = job.cfg.eval.max_response_tokens or job.cfg.sampling.max_response_tokens
+    sampling = make_sampling(job, job.cfg.eval.temperature, limit, plain=True)
     return Evaluator(
-        refit.engine,
+        player or Player(refit.engine, job.tokenizer, sampling, job.layout.peers),
         refit,
         prompts,
         rewards,
-        job.tokenizer,
-        make_sampling(job, job.cfg.eval.temperature, limit, plain=True),
+        sampling,
         job.cfg.eval,
         job.layout,
         job.cfg.seed,
         reward_model,
         job.timers,
-        turns,
     )

@@ -12,9 +12,8 @@ from aligner.engines.native.fleet import ServingEngine
 from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
 from aligner.errors import ConfigError
-from aligner.rollout.agents import kind_of_generator
-from aligner.rollout.pauses import PausingGenerator
-from aligner.rollout.turns import Outside, Pace, TurnGenerator
+from aligner.rollout.agents import kind_of_player
+from aligner.rollout.turns import Outside, Pace, TurnPlayer
 from aligner.types import SamplingParams
 
 
@@ -33,20 +32,20 @@ def _dialogue(job: Job, tools: Tools) -> Dialogue:
     return Dialogue(job.tokenizer, tools, job.cfg.data.template_arguments, job.cfg.environment.calls)
 
 
-def make_turns(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> TurnGenerator:
+def make_turns(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> TurnPlayer:
     """After `find_tools`."""
     cfg = job.cfg
     assert job.dialogue is not None
     pool, pace = Pool(cfg.environment, job.tools, job.answers), Pace.ROUNDS
     if isinstance(engine, ServingEngine) and cfg.engine.tensor_parallel == 1:
-        pace = Pace.COUNTS if cfg.run.deterministic else Pace.ANSWERS
-    kind = PausingGenerator if cfg.engine.window else kind_of_generator(cfg.environment, partial(_dialogue, job))
-    return kind(
+        pace = Pace.COUNTS if cfg.run.deterministic or cfg.engine.window else Pace.ANSWERS
+    return kind_of_player(cfg.environment, partial(_dialogue, job))(
         engine,
         job.tokenizer,
         sampling,
         job.layout and job.layout.peers,
-        Outside(pool, job.dialogue, cfg.environment, cfg.data.max_prompt_tokens, job.environment_scores),
-        pace,
         job.timers,
+        cfg.engine.window,
+        outside=Outside(pool, job.dialogue, cfg.environment, cfg.data.max_prompt_tokens, job.environment_scores),
+        pace=pace,
     )

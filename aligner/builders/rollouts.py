@@ -24,22 +24,19 @@ from aligner.roles.model_init import shape_of
 from aligner.roles.policy import Policy
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
-from aligner.rollout.ahead import Ahead
-from aligner.rollout.bank import Whole
-from aligner.rollout.clock import Clock
 from aligner.rollout.evaluate import Evaluator
-from aligner.rollout.generate import Generator
 from aligner.rollout.own import OwnAnswers
-from aligner.rollout.parts import FOLDER as PENDING
-from aligner.rollout.parts import Parts
-from aligner.rollout.pending import PendingRollouts
+from aligner.rollout.player import Player
 from aligner.rollout.record import FOLDER, Origin, Recorder
 from aligner.rollout.references import check_rows
 from aligner.rollout.replay import RecordedSource, Replayed, check_recording
 from aligner.rollout.requests import Requests
+from aligner.rollout.schedule import Schedule
 from aligner.rollout.score import Scorer
 from aligner.rollout.sharing import share
 from aligner.rollout.source import Rollouts, RolloutSource, Weights
+from aligner.rollout.store import FOLDER as PENDING
+from aligner.rollout.store import Store
 from aligner.run.checkpoints import Stateful
 from aligner.run.rows import file_name
 
@@ -84,25 +81,18 @@ def make_rollouts(
     stream, layout, count = make_stream(job, prompts, cfg.batch.prompts), job.layout, cfg.batch.prompts
     mine = range(count)[share(count, layout.data, layout.dp_rank)]
     sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
-    turns = make_turns(job, refit.engine, sampling) if cfg.environment.on else None
-    source = RolloutSource(
-        Weights(refit, verifier, job.timers),
-        Requests(prompts, stream, cfg.batch.group, count, mine, cfg.seed),
-        turns or Generator(refit.engine, job.tokenizer, sampling, layout.peers, job.timers),
-        Scorer(rewards, layout.peers, job.timers),
-        cfg.algorithm,
-        layout.pgs.dp,
-    )
-    state = {"data": stream, "rewards": rewards, "sentinel": verifier}
-    if cfg.engine.window:
-        source.ahead = clock = _clock(job, source.requests, source.generate, policy.model)
-        state |= {"clock": clock}
-    elif cfg.engine.lag:
-        source.ahead = ahead = _ahead(job, source.requests, source.generate, policy.model)
-        state |= {"data": ahead.data, "ahead": ahead}
-    found = source if cfg.engine.lag else _stored(job, source, state, policy.model)
-    found = _replayed(job, found, policy.model) if cfg.debug.replay else found
-    return _recorded(job, found), state, make_evaluator(job, refit, reward_model, turns)
+    if cfg.environment.on:
+        player = make_turns(job, refit.engine, sampling)
+    else:
+        player = Player(refit.engine, job.tokenizer, sampling, layout.peers, job.timers, cfg.engine.window)
+    requests = Requests(prompts, stream, cfg.batch.group, count, mine, cfg.seed)
+    schedule = _schedule(job, requests, player, policy.model)
+    scorer = Scorer(rewards, layout.peers, job.timers)
+    weights = Weights(refit, verifier, job.timers)
+    source: Rollouts = RolloutSource(weights, requests, schedule, scorer, cfg.algorithm, layout.pgs.dp)
+    state = {"data": stream, "rewards": rewards, "sentinel": verifier, "clock": schedule}
+    source = _replayed(job, source, policy.model) if cfg.debug.replay else source
+    return _recorded(job, source), state, make_evaluator(job, refit, reward_model, player)
 
 
 def _replayed(job: Job, source: Rollouts, model: ShardedModel) -> Replayed:
@@ -139,66 +129,48 @@ def make_own_answers(
     answers = OwnAnswers(
         Weights(refit, verifier, job.timers),
         Requests(prompts, stream, 1, count, mine, cfg.seed),
-        Generator(refit.engine, job.tokenizer, sampling, layout.peers, job.timers),
+        Player(refit.engine, job.tokenizer, sampling, layout.peers, job.timers),
         layout.pgs.dp,
         cfg.algorithm.distill.told_by,
     )
     return answers, {"prompts": stream, "sentinel": verifier}
 
 
-def _stored(job: Job, source: RolloutSource, state: dict[str, Stateful], model: ShardedModel) -> Rollouts:
-    """The source, which stores its rollouts where checkpoints may need them."""
-    cfg, parts = job.cfg, _parts(job)
-    if not (cfg.checkpoint.rollouts and cfg.checkpoint.every) or cfg.debug.rollout_only:
-        return source
-    job.on_commit.append(parts.drop)
-    pad_id = job.tokenizer.pad_token_id
-    return PendingRollouts(source, parts, _origin(job), state, lambda: model.step_count, pad_id, job.timers)
-
-
-def _ahead(job: Job, requests: Requests, generate: Generator, model: ShardedModel) -> Ahead:
-    """Of the stream of `requests` a checkpoint keeps what `data` of this says."""
-    engine, parts = job.cfg.engine, _parts(job)
-    ahead = Ahead(engine.lag, job.cfg.run.steps, requests, generate, parts, lambda: model.step_count)
-    return _kept(job, ahead)
-
-
-def _clock(job: Job, requests: Requests, generate: Generator, model: ShardedModel) -> Clock:
-    engine, parts = job.cfg.engine, _parts(job, Whole)
-    everyone = replace(requests, mine=range(requests.slots))
-    version = lambda: model.step_count  # noqa: E731
-    counts = engine.lag, engine.window, job.cfg.run.steps
-    return _kept(job, Clock(*counts, everyone, requests.mine, generate, parts, version))
-
-
-def _kept[Kind: (Ahead, Clock)](job: Job, ahead: Kind) -> Kind:
+def _schedule(job: Job, requests: Requests, player: Player, model: ShardedModel) -> Schedule:
     """What a checkpoint needs of it is there, and what none needs is deleted."""
+    cfg = job.cfg
+    everyone = replace(requests, mine=range(requests.slots)) if cfg.engine.window else requests
+    when = cfg.engine.lag, cfg.engine.window, cfg.run.steps
+    version = lambda: model.step_count  # noqa: E731
+    schedule = Schedule(*when, everyone, requests.mine, player, version, job.layout.pgs.dp, _store(job))
 
     def forget(step: int) -> None:
-        folder = Path(job.cfg.run.dir) / "checkpoints"
-        ahead.forget(step, [number for number, _ in complete_checkpoints(folder)])
+        folder = Path(cfg.run.dir) / "checkpoints"
+        schedule.forget(step, [number for number, _ in complete_checkpoints(folder)])
 
-    job.on_save.append(ahead.secure)
+    job.on_save.append(schedule.secure)
     job.on_commit.append(forget)
-    if not job.cfg.checkpoint.every:  # none is on its way before the end: all that was stored would stay until then
-        ahead.passed = forget
-    return ahead
+    if not cfg.checkpoint.every:  # none is on its way before the end: all that was stored would stay until then
+        schedule.passed = forget
+    return schedule
 
 
-def _parts[Kind: Parts](job: Job, kind: type[Kind] = Parts) -> Kind:
-    """Where rollouts are stored until checkpoints make them useless; empty where this start continues nothing."""
+def _store(job: Job) -> Store | None:
+    """Where rollouts are stored until checkpoints make them useless, if any may need them; empty where this start
+    continues nothing."""
     cfg = job.cfg
     # config.yaml has the model's true shape, the config that a run began with may have a default one
     key, other = (
         digest((rollout_key(each), sorted(job.contents.items()), job.initial.content))
         for each in (replace(cfg, model=job.initial.config), cfg)
     )
-    parts = kind(Path(cfg.run.dir) / PENDING, key, job.layout, cfg.batch.prompts, other)
+    store = Store(Path(cfg.run.dir) / PENDING, key, job.layout, cfg.engine.window > 0, other)
     if cfg.run.resume != "auto":
-        parts.clear()
-    elif others := by_rank_0(parts.others):
-        job.say(f"{parts.folder}: ignored {len(others)} that are no rollout, as {others[0]!r:.80}")
-    return parts
+        store.clear()
+    elif others := by_rank_0(store.others):
+        job.say(f"{store.folder}: ignored {len(others)} that are no rollout, as {others[0]!r:.80}")
+    needed = cfg.engine.lag or (cfg.checkpoint.rollouts and cfg.checkpoint.every)
+    return store if needed and not cfg.debug.rollout_only else None
 
 
 def _origin(job: Job) -> Origin:

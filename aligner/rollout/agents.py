@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.data.dialogue import Dialogue
@@ -21,7 +21,7 @@ from aligner.environments.openai_api import MODEL, ChatRequest, Reply, told_samp
 from aligner.errors import ConfigError
 from aligner.ops.packing.turns import Turn
 from aligner.rollout.play import Play
-from aligner.rollout.turns import TurnGenerator
+from aligner.rollout.turns import TurnPlayer
 from aligner.types import SamplingParams, Stop
 
 KEPT = 256  # lists of tools
@@ -39,6 +39,10 @@ class AgentPlay(Play):
     request: ChatRequest | None = None  # that the engine answers next
     dialogue: Dialogue | None = None  # with the tools of that; None where the template does not render them
     echoes: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the agent was told -> as templates get it
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A dialogue has the tokenizer: it is not for another process."""
+        return super().__getstate__() | {"dialogue": None}
 
 
 class Dialogues:
@@ -91,10 +95,10 @@ def message_of(found: Said, first: int = 0) -> dict[str, Any]:
 
 
 @dataclass
-class AgentGenerator(TurnGenerator):
+class AgentPlayer(TurnPlayer):
     dialogues: Dialogues = field(kw_only=True)
 
-    kind = AgentPlay
+    kind: ClassVar[type[Play]] = AgentPlay
 
     def _reset(self, play: AgentPlay, sampling: SamplingParams) -> None:
         told = told_sampling(sampling) | {"model": MODEL, "max_tokens": sampling.max_response_tokens}
@@ -162,8 +166,8 @@ class AgentGenerator(TurnGenerator):
         play.asked = self.pool.ask(play.session, "score", why=why, code=code)
 
 
-def kind_of_generator(cfg: EnvironmentConfig, make: Callable[[Tools], Dialogue]) -> Callable[..., TurnGenerator]:
-    return partial(AgentGenerator, dialogues=Dialogues(make)) if cfg.agent else TurnGenerator
+def kind_of_player(cfg: EnvironmentConfig, make: Callable[[Tools], Dialogue]) -> Callable[..., TurnPlayer]:
+    return partial(AgentPlayer, dialogues=Dialogues(make)) if cfg.agent else TurnPlayer
 
 
 def _key(message: dict[str, Any]) -> str:

@@ -7,31 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aligner.data.tokenizer import decode_responses
 from aligner.ops.packing.routing import widened
 from aligner.ops.packing.rows import joined
-from aligner.types import STOP, Generations, Prompt, RolloutBatch, Sample, SamplingParams
-
-
-def make_samples(
-    tokenizer, prompts: Sequence[Prompt], generations: Generations, group: int, sampling: SamplingParams
-) -> list[Sample]:
-    """N = prompts x group samples, prompt-major, with decoded responses."""
-    how = sampling.stop_token_ids, sampling.special
-    texts = decode_responses(tokenizer, generations.tokens, generations.lengths, *how)
-    rows, lengths = generations.tokens.tolist(), generations.lengths.tolist()
-    finished = (generations.finish_reason == STOP).tolist()
-    return [
-        Sample(
-            prompt=prompts[i // group],
-            index=i % group,
-            response=texts[i],
-            tokens=tuple(rows[i][: lengths[i]]),
-            finished=finished[i],
-            weight_version=generations.weight_version,
-        )
-        for i in range(len(texts))
-    ]
+from aligner.types import STOP, Generations, RolloutBatch, Sample
 
 
 def join_generations(parts: Sequence[Generations]) -> Generations:

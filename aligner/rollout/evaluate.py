@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from aligner.config.sections.rewards import EvalConfig
 from aligner.data.dataset import PromptDataset
-from aligner.engines.base import RolloutEngine
-from aligner.errors import EngineError
 from aligner.megatron.groups import Layout
 from aligner.ops.reduce import gathered
 from aligner.ops.seeds import request_seed
@@ -20,11 +18,10 @@ from aligner.refit.transfer import Refit
 from aligner.rewards.composite import Component, RewardPipeline
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
-from aligner.rollout.collate import make_samples
+from aligner.rollout.player import Player
 from aligner.rollout.requests import Request
 from aligner.rollout.sharing import raised_together, share
 from aligner.rollout.statistics import reduce_metrics
-from aligner.rollout.turns import TurnGenerator
 from aligner.run.timers import Timers
 from aligner.types import Sample, SamplingParams, ScalarMetrics, Sums
 
@@ -98,18 +95,16 @@ def never_full(accuracy: float, maxima: Mapping[str, float], full_score: float, 
 
 @dataclass
 class Evaluator:
-    engine: RolloutEngine
+    player: Player
     refit: Refit
     prompts: PromptDataset
     rewards: RewardPipeline
-    tokenizer: object
     sampling: SamplingParams
     config: EvalConfig
     layout: Layout
     seed: int
     reward_model: RewardModel | ProcessRewardModel | None = None
     timers: Timers = field(default_factory=Timers)
-    turns: TurnGenerator | None = None  # answers are trajectories
     warned: bool = False  # that a function's scores leave the accuracy at 0
 
     def __call__(self) -> ScalarMetrics:
@@ -147,12 +142,8 @@ class Evaluator:
         prompts = [self.prompts[row] for row in rows]
         # rollout -1: evaluation never shares a request seed with training
         seeds = [[request_seed(self.seed, -1, prompt.id, i) for i in range(k)] for prompt in prompts]
-        if self.turns is not None:
-            requests = [Request(row, *of) for row, of in zip(rows, zip(prompts, seeds, strict=True), strict=True)]
-            return self.turns.samples(requests, self.sampling)
-        with raised_together(EngineError):
-            generations = self.engine.generate([p.tokens for p in prompts], seeds, self.sampling)
-        return make_samples(self.tokenizer, prompts, generations, k, self.sampling)
+        requests = [Request(row, *of) for row, of in zip(rows, zip(prompts, seeds, strict=True), strict=True)]
+        return self.player.samples(requests, self.sampling)
 
     def _model_opinion(self, samples: list[Sample]) -> Sums:
         """The model is shared by tensor and pipeline ranks: they score their samples together, the first one counts."""

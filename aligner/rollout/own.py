@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from aligner.data.formats import ToldBy
 from aligner.rollout.collate import collate
-from aligner.rollout.generate import Generator
+from aligner.rollout.player import Player
 from aligner.rollout.requests import Requests
 from aligner.rollout.source import Weights
 from aligner.rollout.statistics import reduce_metrics
@@ -23,7 +23,7 @@ class OwnAnswers:
 
     weights: Weights
     requests: Requests
-    generate: Generator
+    player: Player
     ranks: dist.ProcessGroup  # data-parallel
     told_by: ToldBy  # of a prompt's columns
 
@@ -31,9 +31,9 @@ class OwnAnswers:
         """This rank's rows, their answers in the loss mask."""
         metrics = self.weights()
         self.requests.begin(step)
-        groups = self.generate(self.requests.take(range(self.requests.slots)))
+        groups = self.player(self.requests.take(range(self.requests.slots)))
         rows = collate(
-            groups.samples, groups.generations, torch.tensor(groups.slots), self.generate.tokenizer.pad_token_id
+            groups.samples, groups.generations, torch.tensor(groups.slots), self.player.tokenizer.pad_token_id
         )
         count = float(len(rows.lengths))
         means = {

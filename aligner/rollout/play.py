@@ -22,7 +22,7 @@ OPEN_ENDS = (Stop.ANSWER, Stop.DONE)  # the trajectory has come to its own end; 
 class Play:
     """Its state between turns; of a single answer, which has no `session`, the one turn is all."""
 
-    place: int  # of its request in this peer's share; by the token clock the number of its group
+    place: int  # of its request among those that are generated together, or the number of its group
     index: int  # in its group
     seed: int  # of its request
     prompt: Prompt
@@ -44,7 +44,7 @@ class Play:
     late: int = 0  # requests of an agent that came before the one before them was answered
     rollout: int = 0  # of its request
     waits: int = 0  # where it pauses, its place among those that wait for tools, from 1; 0: it does not
-    ended: int = 0  # by the token clock, the window in which it did
+    ended: int = 0  # the number of the order in which it did; 0: it has not, or nobody counts
 
     @property
     def open(self) -> bool:
@@ -65,19 +65,23 @@ class Play:
         return self.__dict__ | {"asked": None}
 
 
-def grown(begun: Turn | None, found: Generations, row: int) -> Turn:
-    """An answer that paused, and what row `row` of `found` has behind it."""
+def grown(begun: Turn | None, found: Generations, row: int, read: int = 0) -> Turn:
+    """An answer that paused, and what row `row` of `found` has behind it; `read`: tokens before the answer."""
     begun = begun or Turn((), array("i"), array("f"), None, array("i"))
     more = slice(len(begun.output), max(len(begun.output), int(found.lengths[row])))
     full = None
     if found.full_logprobs is not None:
         full = (begun.full or array("f")) + array("f", found.full_logprobs[row, more].tolist())
+    routing = found.routing
+    if routing is not None:  # of all that was read, too
+        routing = routing[row, : read + more.stop].clone()  # of its own: a view is pickled with all rows
     return Turn(
         begun.prompt,
         begun.output + array("i", found.tokens[row, more].tolist()),
         begun.logprobs + array("f", found.logprobs[row, more].tolist()),
         full,
-        begun.versions + array("i", [found.weight_version] * (more.stop - more.start)),
+        begun.versions + array("i", [found.weight_version]) * (more.stop - more.start),
+        routing,
     )
 
 
@@ -89,16 +93,35 @@ def by_prompt(plays: Iterable[Play]) -> list[list[Play]]:
     return list(found.values())
 
 
-def joined_rows(play: Play) -> tuple[Row, list[int]]:
-    """A trajectory's rows end to end, without the prompt of the first, and the number of each token's row."""
-    rows, start = rows_of(play.turns), len(play.prompt.tokens)
-    found, forks = Row(), []
-    for number, row in enumerate(rows):
+@dataclass
+class Response:
+    """What stands behind a sample's prompt, token by token. Of a single answer `made` and `forks` are None."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    full: Sequence[float] | None
+    versions: Sequence[int]
+    made: Sequence[bool] | None = None  # whether the policy generated it
+    forks: Sequence[int] | None = None  # number of the trajectory's row that it is in, each rendered anew
+
+
+def response_of(play: Play) -> Response:
+    """A trajectory's rows end to end, without the prompt of the first."""
+    if play.session is None:
+        (turn,) = play.turns
+        return Response(turn.output, turn.logprobs, turn.full, turn.versions or ())
+    joined, forks, start = Row(), list[int](), len(play.prompt.tokens)
+    for number, row in enumerate(rows_of(play.turns)):
         cut = start if number == 0 else 0
-        found.tokens += row.tokens[cut:]
-        found.made += row.made[cut:]
-        found.logprobs += row.logprobs[cut:]
-        found.full += row.full[cut:]
-        found.versions += row.versions[cut:]
+        joined.tokens += row.tokens[cut:]
+        joined.made += row.made[cut:]
+        joined.logprobs += row.logprobs[cut:]
+        joined.full += row.full[cut:]
+        joined.versions += row.versions[cut:]
         forks += [number] * (len(row.tokens) - cut)
-    return found, forks
+    return Response(joined.tokens, joined.logprobs, joined.full, joined.versions, joined.made, forks)
+
+
+def oldest_version(plays: Iterable[Play], default: int) -> int:
+    """Of the weights that made any of their tokens."""
+    return min((min(turn.versions) for play in plays for turn in play.turns if turn.versions), default=default)

@@ -18,8 +18,8 @@ from aligner.megatron.groups import Layout
 from aligner.ops.rl.shaping import shaped_rewards
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import Scores, finish_metrics
-from aligner.rollout.generate import Generator
 from aligner.rollout.groups import Groups
+from aligner.rollout.player import Player
 from aligner.rollout.requests import Request
 from aligner.rollout.sampled import Record, make_records
 from aligner.rollout.score import Scorer
@@ -34,7 +34,7 @@ BEFORE = -2  # in the seeds of requests round r is rollout -2 - r: those that tr
 @dataclass
 class Samples:
     weights: Weights
-    generate: Generator
+    player: Player
     score: Scorer
     prompts: PromptDataset
     rows: Sequence[PromptRow]  # that the prompts were made of, by Prompt.id
@@ -53,7 +53,7 @@ class Samples:
         self._placed, rewards = True, self.score.rewards
         rewards.begin(step)
         early = rewards.score_early if rewards.scores_early else None
-        groups = self.score(self.generate(self._requests(step), score=early))
+        groups = self.score(self.player(self._requests(step), score=early))
         scores = self.score.combined(groups, update=False)
         compared = self._shaped(groups, scores)
         texts = [self.rows[prompt.id].prompt for prompt in groups.prompts]

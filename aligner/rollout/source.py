@@ -20,15 +20,14 @@ from aligner.ops.rl.shaping import shaped_rewards
 from aligner.refit.transfer import Refit
 from aligner.refit.verify import Verifier
 from aligner.rewards.composite import Scores
-from aligner.rollout.ahead import Ahead
-from aligner.rollout.clock import Clock
 from aligner.rollout.collate import collate
-from aligner.rollout.generate import Generator
 from aligner.rollout.groups import Groups, Refill, by_slot, join_groups
+from aligner.rollout.player import Player, Score
 from aligner.rollout.requests import Request, Requests
+from aligner.rollout.schedule import Schedule
 from aligner.rollout.score import Scorer
 from aligner.rollout.statistics import reduce_metrics, staleness_metrics
-from aligner.rollout.turns import TurnGenerator, trajectory_sums
+from aligner.rollout.turns import trajectory_sums
 from aligner.run.timers import Timers
 from aligner.types import STOP, RolloutBatch, Sample, ScalarMetrics, Stop
 
@@ -68,39 +67,37 @@ class Weights:
 
 @dataclass
 class RolloutSource:
-    """Of the engine; with `ahead` of engines that generate later rollouts meanwhile."""
+    """Of the engine."""
 
     weights: Weights
     requests: Requests
-    generate: Generator | TurnGenerator
+    schedule: Schedule
     score: Scorer
     algorithm: AlgorithmConfig
     ranks: dist.ProcessGroup | None = None  # data-parallel
-    ahead: Ahead | Clock | None = None
+
+    @property
+    def player(self) -> Player:
+        return self.schedule.player
 
     def next(self, step: int) -> Rollout:
-        self.score.rewards.begin(step)
-        if self.ahead is not None:
-            self.ahead.land()
-        metrics = self.weights()
-        if self.ahead is not None:
-            groups = self.score(self.ahead(step))
-        elif self.algorithm.filter_groups:
-            self.requests.begin(step)
-            groups, found = self._filtered()
-            metrics |= found
+        rewards = self.score.rewards
+        rewards.begin(step)
+        self.schedule.land(step)
+        metrics, early = self.weights(), rewards.score_early if rewards.scores_early else None
+        if self.algorithm.filter_groups:
+            groups, measured = self._filtered(step, early)
+            metrics |= measured
         else:
-            self.requests.begin(step)
-            groups = self._scored(self.requests.take(range(self.requests.slots)))
+            groups = self.score(self.schedule(step, early))
         batch, scores = self._batch(groups)
         if batch.forks is not None:
             metrics |= reduce_metrics(*trajectory_sums(batch.samples), self.ranks)
-            metrics |= reduce_metrics(self.generate.take_sums(), {}, dist.group.WORLD)
+            metrics |= reduce_metrics(self.player.take_sums(), {}, dist.group.WORLD)
             self._check_failures(step, batch.samples, metrics)
         metrics |= staleness_metrics(batch, self.weights.version, self.ranks) | self.requests.stream.metrics()
-        if self.ahead is not None:
-            metrics |= self.ahead.metrics
-        if late := self.score.rewards.take_late():
+        metrics |= self.schedule.metrics
+        if late := rewards.take_late():
             metrics |= reduce_metrics(late, {}, dist.group.WORLD)
         return Rollout(batch, metrics, scores)
 
@@ -109,29 +106,26 @@ class RolloutSource:
         if metrics["environment/failed"] == 1.0:
             first = samples[0].trajectory
             assert first is not None
-            self.score.rewards.forget_failures(step if self.ahead is None else self.ahead.give_up(step))
+            self.score.rewards.forget_failures(self.schedule.give_up(step))
             tries = f", asked {first.retried + 1} times (environment.retries)," if first.stop == Stop.FAILED else ""
             raise EnvironmentFailedError(
                 f"environment: all trajectories of a rollout failed; the first one{tries} {first.failure}"
             )
 
-    def _scored(self, requests: list[Request]) -> Groups:
-        rewards = self.score.rewards
-        return self.score(self.generate(requests, score=rewards.score_early if rewards.scores_early else None))
-
-    def _filtered(self) -> tuple[Groups, ScalarMetrics]:
+    def _filtered(self, step: int, early: Score | None) -> tuple[Groups, ScalarMetrics]:
         """Rounds of generation until every slot has a group with different rewards; see `rollout/groups.py`."""
         requests, kept, each = self.requests, [], self.algorithm.advantage == "gdpo"
+        requests.begin(step)
         refill = Refill(requests.slots, requests.group, self.algorithm.filter_rounds, self.ranks, each)
         while refill.open:
-            groups = self._scored(requests.take(refill.wanted()))
+            groups = self.score(self.schedule.at_once(requests.take(refill.wanted()), score=early))
             # the running statistics of reward.normalize see what is kept, once
             kept.append(refill.keep(groups, self.score.combined(groups, update=False)))
         return by_slot(join_groups(kept)), refill.metrics()
 
     def _batch(self, groups: Groups) -> tuple[RolloutBatch, Scores]:
         slots = torch.tensor(groups.slots).repeat_interleave(groups.size)
-        batch = collate(groups.samples, groups.generations, slots, self.generate.tokenizer.pad_token_id)
+        batch = collate(groups.samples, groups.generations, slots, self.player.tokenizer.pad_token_id)
         scores = self.score.combined(groups, update=True)
         batch.rewards, batch.valid = torch.tensor(scores.total, dtype=torch.float32), torch.tensor(scores.valid)
         if self.algorithm.advantage == "remax":
@@ -140,10 +134,10 @@ class RolloutSource:
 
     def _greedy_rewards(self, groups: Groups) -> Tensor:
         """float32 [N]: the shaped reward of each prompt's greedy response, NaN where it has no score (ReMax)."""
-        greedy = replace(self.generate.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        greedy = replace(self.player.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         # a seed of its own is its key in the log of answers
         requests = [Request(slot, prompt, [slot]) for slot, prompt in zip(groups.slots, groups.prompts, strict=True)]
-        found = self.score(self.generate(requests, greedy))
+        found = self.score(self.schedule.at_once(requests, greedy))
         rewards = torch.tensor(self.score.combined(found, update=False).total, dtype=torch.float32)
-        ends, limit = found.generations, self.generate.sampling.max_response_tokens
+        ends, limit = found.generations, self.player.sampling.max_response_tokens
         return shaped_rewards(rewards, ends.lengths, ends.finish_reason == STOP, self.algorithm.overlong, limit)

@@ -3,43 +3,45 @@ give is appended, until one of `Stop`.
 
 The trajectories of a rank go on together. In rounds: the engine generates a turn of all that are still open, and the
 tools of those that have answered work meanwhile. Or, where an engine can, each turn is admitted when it is there.
+
+Ranks that only generate play them for the trainer's ranks, of a group always the same rank. In windows a trajectory
+pauses: its environment stays as it is there. The trainer's ranks have the rest of what it is (`rollout/store.py`); with
+that any rank can go on, and makes an environment anew out of the questions that it was asked. Turns of windows are
+admitted by counts (`Turns.counted`), of decode steps alone: what waits for its tools when a window ends waits in the
+next one, behind those that have waited longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from aligner.answers import Answer
+from aligner.answers import Answer, AnswerLog
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.data.dialogue import Dialogue, Given
 from aligner.data.messages import read_messages
-from aligner.data.tokenizer import decode_responses
-from aligner.engines.base import RolloutEngine, TellingEngine
+from aligner.engines.base import TellingEngine
 from aligner.engines.native.fleet import ServingEngine
-from aligner.engines.native.remote import RemoteEngine
 from aligner.environments.limits import CHARS
 from aligner.environments.pool import Pool, Session
 from aligner.environments.process import CAUSES
-from aligner.errors import DataError, EngineError
-from aligner.ops.packing.rows import column
-from aligner.ops.packing.turns import Row, Turn, rows_of
-from aligner.ops.reduce import gathered, max_over
+from aligner.errors import AlignerError, DataError, EngineError
+from aligner.ops.packing.turns import Turn, rows_of
+from aligner.ops.reduce import max_over
 from aligner.ops.seeds import derive
-from aligner.rewards.composite import Early
-from aligner.rollout.groups import Groups, join_groups
-from aligner.rollout.play import OPEN_ENDS, Play, by_prompt, grown, joined_rows
+from aligner.rollout.play import Play, by_prompt, grown
+from aligner.rollout.player import Player, Score, Together
 from aligner.rollout.requests import Request
 from aligner.rollout.serving import Turns
-from aligner.rollout.sharing import raised_together, share
-from aligner.run.timers import Timers
-from aligner.types import LENGTH, STOP, Generations, Sample, SamplingParams, Stop, Sums, Trajectory
+from aligner.rollout.sharing import raised_together
+from aligner.types import STOP, Generations, Sample, SamplingParams, Stop, Sums, Trajectory
 
 
 @dataclass(frozen=True)
@@ -62,101 +64,99 @@ class Pace(Enum):
 
 
 @dataclass
-class TurnGenerator:
-    """A `Generator` whose samples have turns."""
+class TurnPlayer(Player):
+    """Nothing is scored before all trajectories have ended."""
 
-    engine: RolloutEngine
-    tokenizer: Any
-    sampling: SamplingParams
-    peers: dist.ProcessGroup | None  # ranks with the same samples; None on one that only generates
-    outside: Outside
-    pace: Pace = Pace.ROUNDS
-    timers: Timers = field(default_factory=Timers)
-    _prompt_tokens: list[int] = field(default_factory=lambda: [0, 0])  # that the engine had kept; in all
+    outside: Outside = field(kw_only=True)
+    pace: Pace = field(default=Pace.ROUNDS, kw_only=True)
+    _prompt_tokens: list[int] = field(default_factory=lambda: [0, 0], init=False)  # that the engine had kept; in all
+    _paused: dict[str, tuple[Session, Future[Answer] | None]] = field(default_factory=dict, init=False)  # here, by key
+    _logs: dict[int, AnswerLog] = field(default_factory=dict, init=False)  # of rollouts under way
 
-    kind = Play
+    turned: ClassVar[bool] = True
+    kind: ClassVar[type[Play]] = Play
 
     def __post_init__(self) -> None:
         self.pool, self.dialogue, self.cfg = self.outside.pool, self.outside.dialogue, self.outside.cfg
 
-    def __call__(
-        self,
-        requests: Sequence[Request],
-        sampling: SamplingParams | None = None,
-        score: Callable[[Sample], Early] | None = None,
-    ) -> Groups:
-        """As `Generator`; nothing is scored before all trajectories have ended."""
-        with self.timers("generate"):
-            return self._together(self._alone(self._mine(requests), sampling or self.sampling))
+    def fresh(self, request: Request, number: int) -> list[Play]:
+        """As `Player.fresh`."""
+        return [self._play(number, i, request) for i in range(len(request.seeds))]
 
-    def samples(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
-        """Of requests that no other rank shares. Collective over the world."""
-        found = self._alone(requests, sampling).samples
-        self.take_sums()  # which are of rollouts alone
-        return found
-
-    def order(self, requests: Sequence[Request]) -> Callable[[], list[Groups]]:
-        """Have ranks that only generate begin, by `part`; what is returned is for `landed`. Collective."""
-        assert isinstance(self.engine, RemoteEngine)
-        with raised_together(EngineError):
-            return self.engine.play(self._mine(requests))
-
-    def landed(self, requests: Sequence[Request], answer: Callable[[], list[Groups]]) -> Groups:
-        """As `Generator.landed`."""
-        with raised_together(EngineError):
-            parts = answer()
-        return self._together(join_groups(parts))
-
-    def part(self, asked: Sequence[Sequence[Request]]) -> list[Groups]:
-        """Of the requests of each rank of the job what this one makes of its share, for each of them. Of ranks that
-        only generate; in rounds collective over these."""
-        everything = [(home, request) for home, own in enumerate(asked) for request in own]
-        mine = everything[share(len(everything), dist.get_world_size(), dist.get_rank())]
-        made = self._alone([request for _, request in mine], self.sampling)
-        return [made.take([i for i, (home, _) in enumerate(mine) if home == rank]) for rank in range(len(asked))]
-
-    def _mine[Item](self, items: Sequence[Item]) -> Sequence[Item]:
-        return items[share(len(items), self.peers.size(), self.peers.rank())]
-
-    def _together(self, mine: Groups) -> Groups:
-        """All peers' parts."""
-        return mine if self.peers.size() == 1 else join_groups(gathered(mine, self.peers))
-
-    def _alone(self, requests: Sequence[Request], sampling: SamplingParams) -> Groups:
-        return self._groups(requests, self._played(requests, sampling), self.engine.weight_version)
-
-    def _groups(self, requests: Sequence[Request], plays: Sequence[Play], version: int) -> Groups:
-        rows = [joined_rows(play) for play in plays]
-        samples = [self._sample(play, *row, version) for play, row in zip(plays, rows, strict=True)]
-        return Groups([request.slot for request in requests], self._generations(plays, rows, version), samples)
+    def serve(self, asked: Sequence[Sequence[Play]]) -> list[list[Play]]:
+        """On a rank that only generates: of what each rank of the job asks for, the groups of this one by their
+        numbers, as far as they come in an order. In rounds collective over these ranks."""
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        mine = [[play for play in own if play.place % ranks == rank] for own in asked]
+        plays = [play for own in mine for play in own]
+        self._run(sorted(plays, key=lambda play: (play.place, not play.said, play.index)), self.sampling)
+        return mine
 
     def take_sums(self) -> Sums:
-        """Since the last call, of this rank's engine; the same names on every rank."""
+        """As `Player.take_sums`."""
         (held, tokens), self._prompt_tokens = self._prompt_tokens, [0, 0]
         served = self.pace != Pace.ROUNDS
         return {"engine/prefix_cache_hit_rate": (float(held), float(tokens))} if served else {}
 
-    def _played(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Play]:
-        plays = [
-            self._play(place, i, request) for place, request in enumerate(requests) for i in range(len(request.seeds))
-        ]
-        # the trainer's ranks raise what any that only generates does: such a one waits for no other
-        together = raised_together if self.peers is not None or self.pace == Pace.ROUNDS else nullcontext
-        with together(DataError):
-            if requests and requests[0].rollout > 0:
-                self.pool.log.begin(requests[0].rollout)
-            self._begin(plays, sampling)
+    def _played(self, together: Together, sampling: SamplingParams, score: Score | None = None) -> list[Play]:
+        plays = [play for same in together for play in same]
+        self._run(plays, sampling)
+        return plays
+
+    def _ordered(self, together: Together, sampling: SamplingParams) -> Callable[[], Any]:
+        """`serve` makes them."""
+        return self.engine.play([play for same in together for play in same])  # type: ignore[attr-defined]
+
+    def _arrived(self, together: Together, answer: Callable[[], Any], sampling: SamplingParams) -> list[Play]:
+        with raised_together(EngineError):
+            return [play for part in answer() for play in part]
+
+    def _all_raise(self, kind: type[AlignerError]) -> AbstractContextManager[None]:
+        """The trainer's ranks raise what any that only generates does: such a one waits for no other."""
+        alone = self.peers is None and self.pace != Pace.ROUNDS
+        return nullcontext() if alone else raised_together(kind)
+
+    def _run(self, plays: list[Play], sampling: SamplingParams) -> None:
+        """This rank's, by its engine, to their ends or through a window."""
+        with self._all_raise(DataError):
+            self._take_up(plays)
+            self._begin([play for play in plays if play.session and not play.session.asked], sampling)
+        waiting: Sequence[Play] = ()
         if self.pace == Pace.ROUNDS:
             self._in_rounds(plays, sampling)
         else:
-            with together(EngineError):
-                self._served(self._turns(plays, sampling, self.pace == Pace.COUNTS), sampling)
-                self._heard(plays, sampling)
-        for play in plays:
-            self.pool.forget(play.session)
-        return plays
+            with self._all_raise(EngineError):
+                turns = self._turns(plays, sampling)
+                self._served(turns, sampling)
+                waiting = turns.waiting
+                self._heard([play for play in plays if not play.open], sampling)
+        self._leave(plays, waiting)
 
-    def _turns(self, plays: Sequence[Play], sampling: SamplingParams, counted: bool) -> Turns:
+    def _take_up(self, plays: Sequence[Play]) -> None:
+        """Those that paused here have their environments still; of others these are made when they are needed."""
+        for rollout in self._logs.keys() - {play.rollout for play in plays}:
+            self._logs.pop(rollout).close()
+        for play in plays:
+            if play.session.key in self._paused:
+                play.session, play.asked = self._paused.pop(play.session.key)
+                continue
+            if play.rollout > 0 and play.rollout not in self._logs:
+                self._logs[play.rollout] = self.pool.log.of(play.rollout)
+            play.session.log = self._logs.get(play.rollout)
+            if play.waits:
+                play.asked = self.pool.ask_again(play.session)
+
+    def _leave(self, plays: Sequence[Play], waiting: Sequence[Play]) -> None:
+        for play in plays:
+            play.waits = 0
+            if play.open:
+                self._paused[play.session.key] = play.session, play.asked
+            else:
+                self.pool.forget(play.session)
+        for place, play in enumerate(waiting, 1):
+            play.waits = place
+
+    def _turns(self, plays: Sequence[Play], sampling: SamplingParams) -> Turns:
         going = [play for play in plays if play.open]
         longest = max((len(play.prompt.tokens) for play in going), default=1)
         return Turns(
@@ -167,7 +167,8 @@ class TurnGenerator:
             hear=lambda play: self._hear(play, sampling),
             say=self._answered,
             seed=self._seed,
-            counted=counted,
+            counted=self.pace == Pace.COUNTS,
+            windowed=self.window > 0,
             waiting=sorted((play for play in going if play.asked is not None), key=lambda play: play.waits),
         )
 
@@ -366,41 +367,14 @@ class TurnGenerator:
             play.stop, play.failure = Stop.FAILED, f"{answer['failed']}: {answer['text']}"
         return not play.failure
 
-    def _sample(self, play: Play, row: Row, forks: list[int], version: int) -> Sample:
+    def _trajectory(self, play: Play, forks: Sequence[int] | None) -> Trajectory:
         turns, score, gamma = len(play.turns), play.score, self.cfg.gamma
-        last = play.turns[-1].output if turns else ()
         if score is not None:  # the environment's last word is of the last turn
             score = gamma ** max(0, turns - 1) * score + sum(gamma**k * r for k, r in enumerate(play.rewards))
-        told, parts = tuple(play.told), forks[-1] + 1 if forks else 0
         assert play.stop is not None
-        how = self.sampling.stop_token_ids, self.sampling.special
-        (response,) = decode_responses(self.tokenizer, torch.tensor([list(last)]), [len(last)], *how)
-        rewards = tuple(play.rewards)
-        effort = play.seconds, play.retried, play.wrong, parts
-        trajectory = Trajectory(told, play.stop, turns, score, play.failure, *effort, rewards, play.late)
-        return Sample(
-            play.prompt,
-            play.index,
-            response,
-            tuple(row.tokens),
-            play.stop in OPEN_ENDS,
-            version,
-            trajectory,
-            play.seed,
-        )
-
-    def _generations(self, plays: Sequence[Play], rows: list[tuple[Row, list[int]]], version: int) -> Generations:
-        """What is behind the prompts, N trajectories; a part that was rendered anew follows the one before it."""
-        return Generations(
-            tokens=column([row.tokens for row, _ in rows], torch.int64),
-            lengths=torch.tensor([len(row.tokens) for row, _ in rows], dtype=torch.int64),
-            logprobs=column([row.logprobs for row, _ in rows], torch.float32),
-            finish_reason=torch.tensor([STOP if p.stop in OPEN_ENDS else LENGTH for p in plays], dtype=torch.int64),
-            weight_version=version,
-            full_logprobs=column([row.full for row, _ in rows], torch.float32) if self.sampling.truncates else None,
-            made=column([row.made for row, _ in rows], torch.bool),
-            forks=column([forks for _, forks in rows], torch.int64),
-        )
+        effort = play.seconds, play.retried, play.wrong, forks[-1] + 1 if forks else 0
+        told, rewards = tuple(play.told), tuple(play.rewards)
+        return Trajectory(told, play.stop, turns, score, play.failure, *effort, rewards, play.late)
 
 
 def characters(messages: Sequence[Mapping[str, Any]]) -> int:

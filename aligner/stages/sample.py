@@ -19,7 +19,7 @@ from aligner.data.formats import prompt_rows
 from aligner.errors import DataError
 from aligner.ops.agree import by_rank_0
 from aligner.roles.reward_model import RewardModel
-from aligner.rollout.generate import Generator
+from aligner.rollout.player import Player
 from aligner.rollout.references import check_rows
 from aligner.rollout.sampled import Record, Sampled, answer_of
 from aligner.rollout.samples import Samples
@@ -56,7 +56,7 @@ def make_samples(job: Job, reward_model: RewardModel | None) -> Samples:
     sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
     return Samples(
         Weights(refit, make_verifier(job, refit, policy, prompts), job.timers),
-        Generator(refit.engine, job.tokenizer, sampling, peers, job.timers),
+        Player(refit.engine, job.tokenizer, sampling, peers, job.timers),
         Scorer(rewards, peers, job.timers),
         prompts,
         rows,

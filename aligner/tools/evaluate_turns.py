@@ -15,7 +15,7 @@ from aligner.data.tokenizer import sampled_with
 from aligner.environments.pool import Pool
 from aligner.environments.tools import Tools, schemas
 from aligner.ops.seeds import request_seed
-from aligner.rollout.agents import kind_of_generator
+from aligner.rollout.agents import kind_of_player
 from aligner.rollout.requests import Request
 from aligner.rollout.turns import Outside
 from aligner.tools.generate import Answerer, dialogue_of
@@ -30,12 +30,12 @@ def play(
     sampling = replace(sampling, **sampled_with(model.tokenizer))
     dialogue = partial(dialogue_of, cfg, model.tokenizer)
     pool = Pool(cfg.environment, told, AnswerLog(Path(cfg.run.dir) / FOLDER, 0))
-    generator = kind_of_generator(cfg.environment, dialogue)(
+    player = kind_of_player(cfg.environment, dialogue)(
         model.engine,
         model.tokenizer,
         sampling,
         dist.group.WORLD,
-        Outside(pool, dialogue(told), cfg.environment, cfg.data.max_prompt_tokens, tools.scores),
+        outside=Outside(pool, dialogue(told), cfg.environment, cfg.data.max_prompt_tokens, tools.scores),
     )
     seeds = [[request_seed(cfg.seed, -1, prompt.id, i) for i in range(cfg.eval.samples)] for prompt in prompts]
-    return generator.samples([Request(i, p, s) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))], sampling)
+    return player.samples([Request(i, p, s) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))], sampling)

@@ -20,7 +20,8 @@ from aligner.errors import ConfigError
 from aligner.megatron.model import resolve_dtype
 from aligner.models.safetensors_io import open_hf
 from aligner.ops.seeds import request_seed
-from aligner.rollout.collate import make_samples
+from aligner.rollout.player import Player
+from aligner.rollout.requests import Request
 from aligner.types import Prompt, Sample, SamplingParams
 
 
@@ -78,5 +79,5 @@ class Answerer:
         """prompts x samples answers, prompt-major. Stop tokens are the tokenizer's."""
         sampling = replace(sampling, **sampled_with(self.tokenizer))
         seeds = [[request_seed(seed, -1, prompt.id, i) for i in range(samples)] for prompt in prompts]
-        found = self.engine.generate([prompt.tokens for prompt in prompts], seeds, sampling)
-        return make_samples(self.tokenizer, prompts, found, samples, sampling)
+        requests = [Request(i, prompt, seeds[i]) for i, prompt in enumerate(prompts)]
+        return Player(self.engine, self.tokenizer, sampling, None).samples(requests, sampling)

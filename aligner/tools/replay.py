@@ -25,7 +25,7 @@ from aligner.config.stages import STAGES
 from aligner.config.validate import validate
 from aligner.errors import ConfigError
 from aligner.megatron.checkpoint_files import complete_checkpoints
-from aligner.rollout.parts import FOLDER as PENDING
+from aligner.rollout.store import FOLDER as PENDING
 from aligner.run.chain import Record
 from aligner.run.marker_files import DONE, STOPPED
 from aligner.tools.bisect import Step, made_by, same_layout, steps_of, tensors_apart

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TAIL = 8  # tokens of an answer's end that a chat template may render otherwise without the row being a new one
 
@@ -16,13 +20,15 @@ TAIL = 8  # tokens of an answer's end that a chat template may render otherwise 
 @dataclass(frozen=True)
 class Turn:
     """One answer, by ids: `logprobs` of its tokens as sampled, `full` in the full tempered distribution where that was
-    cut, `versions` of the weights that made them where that is known."""
+    cut, `versions` of the weights that made them where that is known, `routing` [tokens read and generated, layers,
+    top_k] where the engine tells its experts."""
 
     prompt: Sequence[int]  # all that the engine was given
     output: Sequence[int]  # all that it generated, the stop token included
     logprobs: Sequence[float]
     full: Sequence[float] | None = None
     versions: Sequence[int] | None = None
+    routing: Tensor | None = None
 
 
 @dataclass
@@ -66,4 +72,7 @@ def rows_of(turns: Sequence[Turn], tail: int = TAIL) -> list[Row]:
 
 def common(held: Sequence[int], given: Sequence[int]) -> int:
     """How many of the first tokens of both are the same."""
+    shorter = min(len(held), len(given))
+    if tuple(held[:shorter]) == tuple(given[:shorter]):  # as it is mostly: no look at each
+        return shorter
     return next((i for i, (a, b) in enumerate(zip(held, given, strict=False)) if a != b), min(len(held), len(given)))

@@ -1,0 +1,225 @@
+"""Requests -> samples: what the engine is asked for each, and what it answers. A sample of `Player` is one answer; one
+of `TurnPlayer` (`rollout/turns.py`) goes on with tools and environments.
+
+Samples of a request stay together. Each tensor, context and pipeline peer generates for its share of the requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
+
+from aligner.data.dialogue import Given
+from aligner.data.tokenizer import decode_responses
+from aligner.engines.base import OrderedEngine, RolloutEngine, TellingEngine
+from aligner.errors import EngineError
+from aligner.ops.packing.rows import column
+from aligner.ops.reduce import gathered
+from aligner.rewards.composite import Early
+from aligner.rollout.groups import Groups
+from aligner.rollout.play import OPEN_ENDS, Play, Response, by_prompt, grown, oldest_version, response_of
+from aligner.rollout.requests import Request
+from aligner.rollout.sharing import raised_together, share
+from aligner.run.timers import Timers
+from aligner.types import LENGTH, STOP, Generations, Sample, SamplingParams, Stop, Sums, Trajectory
+
+Score = Callable[[Sample], Early]  # begins to score a sample that has ended while others are generated
+Together = Sequence[Sequence[Play]]  # samples that the engine is given the same for, and reads once
+
+
+@dataclass
+class Player:
+    engine: RolloutEngine
+    tokenizer: Any
+    sampling: SamplingParams
+    peers: dist.ProcessGroup | None  # ranks with the same samples; None on one that only generates
+    timers: Timers = field(default_factory=Timers)
+    window: int = 0  # decode steps after which samples pause (`engine.window`); 0: they do not
+    turned: ClassVar[bool] = False  # samples are trajectories
+    _early: dict[int, Early] = field(
+        default_factory=dict, init=False
+    )  # of the last samples, by number among this peer's
+
+    def __call__(
+        self, requests: Sequence[Request], sampling: SamplingParams | None = None, score: Score | None = None
+    ) -> Groups:
+        """One group for each request, all at once. Raises EngineError on every rank. Collective over the peers, and
+        over the world where one fails."""
+        plays = [play for number, request in enumerate(requests) for play in self.fresh(request, number)]
+        with self.timers("generate"):
+            mine = self._share(by_prompt(plays))
+            plays = self._gathered(self._played(mine, sampling or self.sampling, score))
+        return self.ended(requests, plays, sampling=sampling)
+
+    def samples(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
+        """Of requests that no other rank shares. Collective over the world."""
+        plays = [play for number, request in enumerate(requests) for play in self.fresh(request, number)]
+        self._played(by_prompt(plays), sampling)
+        self.take_sums()  # which are of rollouts alone
+        return self.ended(requests, plays, sampling=sampling).samples
+
+    # --- of a schedule, which orders what is generated
+
+    def fresh(self, request: Request, number: int) -> list[Play]:
+        """Its samples, of the group of this `number`, of which nothing is generated."""
+        prompt = request.prompt
+        given = Given(prompt.text, prompt.tokens)
+        return [Play(number, i, seed, prompt, given) for i, seed in enumerate(request.seeds)]
+
+    def go_on(
+        self, together: Together, sampling: SamplingParams | None = None, score: Score | None = None
+    ) -> Callable[[], list[Play]]:
+        """Have the engines go on with these, to their ends or through a window. What is returned waits for what they
+        become, on every peer, and raises EngineError on every rank. Engines on other ranks work meanwhile; with others
+        nothing is left to wait for. Collective, as that is."""
+        mine, sampling = self._share(together), sampling or self.sampling
+        if isinstance(self.engine, OrderedEngine):
+            with raised_together(EngineError):
+                answer = self._ordered(mine, sampling)
+            return lambda: self._gathered(self._arrived(mine, answer, sampling))
+        plays = self._gathered(self._played(mine, sampling, score))
+        return lambda: plays
+
+    def ended(
+        self,
+        requests: Sequence[Request],
+        plays: Sequence[Play],
+        version: int | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Groups:
+        """The groups of `requests`, whose samples these are. `version`: of the oldest weights, if that is known."""
+        sampling = sampling or self.sampling
+        if version is None:
+            version = oldest_version(plays, self.engine.weight_version)
+        responses = [response_of(play) for play in plays]
+        generations = self._generations(plays, responses, version, sampling.truncates)
+        last = [play.turns[-1].output if play.turns else () for play in plays]
+        how = sampling.stop_token_ids, sampling.special
+        texts = decode_responses(self.tokenizer, column(last, torch.int64), [len(output) for output in last], *how)
+        samples = [
+            Sample(
+                play.prompt,
+                play.index,
+                text,
+                tuple(response.tokens),
+                play.stop in OPEN_ENDS,
+                version,
+                self._trajectory(play, response.forks),
+                play.seed,
+            )
+            for play, response, text in zip(plays, responses, texts, strict=True)
+        ]
+        early, self._early = self._early, {}
+        return Groups([request.slot for request in requests], generations, samples, begun=early)
+
+    def take_sums(self) -> Sums:
+        """Since the last call, of this rank's engine; the same names on every rank."""
+        return {}
+
+    # --- what samples of several turns have otherwise
+
+    def _played(self, together: Together, sampling: SamplingParams, score: Score | None = None) -> list[Play]:
+        """By this rank, to their ends."""
+        prompts, seeds = (
+            [same[0].given.tokens for same in together],
+            [[play.seed for play in same] for same in together],
+        )
+        with raised_together(EngineError), self._scoring(together, score):
+            generations = self.engine.generate(prompts, seeds, sampling)
+        return self._filled(together, generations)
+
+    def _ordered(self, together: Together, sampling: SamplingParams) -> Callable[[], Any]:
+        """Of an `OrderedEngine`."""
+        prompts, seeds = [same[0].read for same in together], [[play.seed for play in same] for same in together]
+        said = [len(same[0].said) for same in together] if self.window else None
+        return self.engine.order(prompts, seeds, sampling, said)  # type: ignore[attr-defined]
+
+    def _arrived(self, together: Together, answer: Callable[[], Any], sampling: SamplingParams) -> list[Play]:
+        with raised_together(EngineError):
+            generations = answer()
+        return self._filled(together, generations, sampling.max_response_tokens if self.window else 0)
+
+    def _trajectory(self, play: Play, forks: Sequence[int] | None) -> Trajectory | None:
+        return None
+
+    # --- both
+
+    def _share[Item](self, items: Sequence[Item]) -> Sequence[Item]:
+        return items if self.peers is None else items[share(len(items), self.peers.size(), self.peers.rank())]
+
+    def _gathered(self, mine: list[Play]) -> list[Play]:
+        """All peers' parts."""
+        if self.peers is None or self.peers.size() == 1:
+            return mine
+        return [play for part in gathered(mine, self.peers) for play in part]
+
+    @staticmethod
+    def _filled(together: Together, generations: Generations, limit: int = 0) -> list[Play]:
+        """With their answers; with a `limit` those that are shorter and have not stopped pause."""
+        plays, reasons = [play for same in together for play in same], generations.finish_reason.tolist()
+        for row, play in enumerate(plays):
+            turn = replace(grown(play.begun, generations, row, len(play.given.tokens)), prompt=play.given.tokens)
+            stopped = reasons[row] == STOP
+            if stopped or len(turn.output) >= limit:
+                play.turns, play.begun, play.stop = [turn], None, Stop.ANSWER if stopped else Stop.LENGTH
+            elif turn.output:
+                play.begun = turn
+        return plays
+
+    def _generations(
+        self, plays: Sequence[Play], responses: Sequence[Response], version: int, cut: bool
+    ) -> Generations:
+        """What is behind the prompts, N samples; a part that was rendered anew follows the one before it."""
+
+        def columns(name: str, dtype: torch.dtype) -> torch.Tensor | None:
+            rows = [getattr(response, name) for response in responses]
+            return None if any(row is None for row in rows) else column(rows, dtype)
+
+        routing = [play.turns[0].routing for play in plays if play.session is None]
+        return Generations(
+            tokens=column([response.tokens for response in responses], torch.int64),
+            lengths=torch.tensor([len(response.tokens) for response in responses], dtype=torch.int64),
+            logprobs=column([response.logprobs for response in responses], torch.float32),
+            finish_reason=torch.tensor([STOP if p.stop in OPEN_ENDS else LENGTH for p in plays], dtype=torch.int64),
+            weight_version=version,
+            full_logprobs=columns("full", torch.float32) if cut else None,
+            routing=pad_sequence(routing, batch_first=True) if routing and routing[0] is not None else None,
+            made=columns("made", torch.bool) if self.turned else None,
+            forks=columns("forks", torch.int64) if self.turned else None,
+            versions=columns("versions", torch.int64) if self.window else None,
+        )
+
+    @contextmanager
+    def _scoring(self, together: Together, score: Score | None) -> Iterator[None]:
+        """Samples that end while the engine generates are scored at once, if it tells."""
+        self._early = {}
+        if score is None or not isinstance(self.engine, TellingEngine):
+            yield
+            return
+        firsts = [0]
+        for same in together:
+            firsts.append(firsts[-1] + len(same))
+
+        def finished(number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
+            how = self.sampling.stop_token_ids, self.sampling.special
+            (text,) = decode_responses(self.tokenizer, torch.tensor([tokens]), [len(tokens)], *how)
+            play, version = together[number][index], self.engine.weight_version
+            sample = Sample(play.prompt, play.index, text, tuple(tokens), stopped, version, seed=play.seed)
+            self._early[firsts[number] + index] = score(sample)
+
+        self.engine.finished = finished
+        try:
+            yield
+        except BaseException:  # nobody will read them
+            for scores in self._early.values():
+                for one in scores.values():
+                    one.cancel()
+            raise
+        finally:
+            self.engine.finished = None

@@ -1,0 +1,295 @@
+"""When rollouts are generated: `engine.lag` steps ahead of the training on them, to their ends or a window of decode
+steps at a time (`engine.window`).
+
+    before step k: what is in flight lands -> weights after step k - 1 to the engines -> while fewer groups are ready
+                   than a rollout has, another order, which the trainer waits for -> the first that are ready are taken
+                   -> what is due by then is ordered -> the groups are scored and trained on, while the engines generate
+
+Without windows an order is one rollout, to its end: rollout k has the weights after step k - 1 - lag, and those before
+the first step where there is no such step. With lag 0 that is a synchronous step. With windows an order is so many
+decode steps of every replica. What has not ended then pauses: its tokens stay, with logprobs and the version of each,
+and the next window reads them again with its own weights. Groups are taken in the order of (order in which the last
+sample ended, number), and at most lag + 1 rollouts of them are in flight. So everything follows from counts: no sample
+hangs on how long something took, and prompts and seeds are those without a lag.
+
+Without windows a data-parallel rank has the groups of its own slots; with windows all ranks have all in flight. Each
+order is stored as it lands (`rollout/store.py`). A checkpoint names the last one, which has all that is in flight then;
+those that were stored since are found again, so none is generated twice.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from aligner.config.sections.watchdog import WAIT
+from aligner.ops.reduce import first_cause, gathered
+from aligner.rollout.groups import Groups
+from aligner.rollout.play import Play, by_prompt, oldest_version
+from aligner.rollout.player import Player, Score
+from aligner.rollout.requests import Request, Requests
+from aligner.rollout.sharing import during, share
+from aligner.rollout.store import InFlight, Store
+from aligner.run.checkpoints import SaveError
+from aligner.types import SamplingParams, ScalarMetrics
+
+
+@dataclass
+class Schedule:
+    """All methods but those of the state are collective over the trainer's ranks."""
+
+    lag: int
+    window: int  # decode steps of each; 0: orders are of whole rollouts
+    steps: int  # of the run: none is generated for later ones
+    requests: Requests  # of this rank's slots; with windows of all
+    mine: range  # slots of this data-parallel rank
+    player: Player
+    version: Callable[[], int]  # of the policy's weights
+    ranks: dist.ProcessGroup  # data-parallel
+    store: Store | None = None  # None: nothing is stored
+    passed: Callable[[int], None] = lambda step: None  # called with each step that the next one follows
+    metrics: ScalarMetrics = field(default_factory=dict, init=False)  # of the last step
+    _order: int = field(default=0, init=False)  # number of the last one
+    _made_by: int = field(default=0, init=False)  # the version of its weights
+    _rollouts: int = field(default=-1, init=False)  # that were admitted; -1: not known before the first step
+    _prompts: dict[int, list[int]] = field(default_factory=dict, init=False)  # rows of rollouts in flight, by number
+    _groups: dict[int, Request] = field(default_factory=dict, init=False)  # in flight, by number
+    _orders: dict[int, int] = field(default_factory=dict, init=False)  # step -> the last order in it
+    _whole: int = field(default=0, init=False)  # the step of the last whole checkpoint
+    _answer: Callable[[], list[Play]] | None = field(default=None, init=False)  # of the engines, which are waited for
+    _unstored: str = field(default="", init=False)  # why the last order is not stored
+    _oldest: int = field(default=1, init=False)  # rollout of a group that was in flight at the last step
+    _named: list[int] | None = field(default=None, init=False)  # groups that the checkpoint resumed from has in flight
+
+    def __post_init__(self) -> None:
+        self._flight = self._fresh([])
+
+    # --- rollouts
+
+    def land(self, step: int) -> None:
+        """Wait for the engines, before `step` and its weights. Raises EngineError on every rank."""
+        if self._named is not None:
+            self._restore(self._named)
+        with self.player.timers(WAIT):
+            self._land()
+        if step > 1:
+            self._orders[step - 1] = self._order
+        self.passed(step - 1)
+        self._rollouts = max(self._rollouts, step - 1)
+
+    def __call__(self, step: int, score: Score | None = None) -> Groups:
+        """The rollout of `step`, unscored. `land` comes before, and the weights."""
+        size, before = len(self.requests.mine), self._order
+        with self.player.timers("generate"):
+            while len(self._flight.ready()) < size:
+                self._give_order(step, score)
+                self._land()
+            if self.window:
+                self.metrics = self._measured(self._order - before)
+            groups = self._take(self._flight.ready()[:size])
+            if self.window:
+                self._give_order(step)
+            while not self.window and self._rollouts < min(step + self.lag, self.steps):
+                self._land()  # engines have one order at a time
+                self._give_order(step)
+        return groups
+
+    def at_once(
+        self, requests: list[Request], sampling: SamplingParams | None = None, score: Score | None = None
+    ) -> Groups:
+        """What these requests give, in an order of its own beside those of rollouts, of which none is in flight."""
+        assert not self.lag, "what is generated next must not depend on scores"
+        kept, numbers = self._flight, list(range(len(requests)))
+        plays = [play for number in numbers for play in self.player.fresh(requests[number], number)]
+        self._flight = InFlight(len(requests[0].seeds) if requests else 1, numbers, plays)
+        with self.player.timers("generate"):
+            self._start(numbers, sampling, score)
+            self._land()
+        made, self._flight = self._flight, kept
+        return self.player.ended(requests, made.plays, oldest_version(made.plays, self._made_by), sampling)
+
+    # --- checkpoints
+
+    def secure(self, step: int) -> None:
+        """What a checkpoint of `step` names is generated and stored. Raises EngineError or SaveError on every rank."""
+        with self.player.timers(WAIT):
+            self._land()
+        self._orders[step] = self._order
+        if self._unstored and self._flight.numbers:
+            self._keep()
+        first = first_cause(self._unstored if self._flight.numbers else "")
+        if first is not None:
+            assert self.store is not None
+            raise SaveError(f"cannot store samples in {self.store.folder}, which a checkpoint needs: {first[1]}")
+
+    def forget(self, step: int, kept: list[int]) -> None:
+        """None before `step` is resumed from, but for the checkpoints of the steps `kept`."""
+        self._whole = step
+        self._orders = {number: order for number, order in self._orders.items() if number in kept or number >= step}
+        if step in self._orders and self.store is not None:
+            self.store.drop(self._orders[step], set(self._orders.values()) if self.lag else ())
+
+    def give_up(self, step: int) -> int:
+        """All that is in flight, of a run that ends with the rollout of `step`: a next start makes it anew. Returns the
+        first rollout whose groups are in flight, or were until now."""
+        self._land()
+        self._flight = self._fresh(self._flight.numbers)
+        if self.store is not None:
+            self.store.clear() if self.lag else self.store.delete_after(self._orders.get(step - 1, 0))
+        return self._oldest
+
+    def state_dict(self) -> dict[str, Any]:
+        last = max(self._orders, default=0)  # none between is resumed from once its checkpoint is whole
+        return {
+            "window": self._order,
+            "version": self._made_by,
+            "rollouts": self._rollouts,
+            "prompts": {str(number): rows for number, rows in self._prompts.items()},
+            "groups": self._in_flight() if self._named is None else self._named,
+            "windows": {str(step): at for step, at in self._orders.items() if step <= self._whole or step == last},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._order, self._made_by, self._rollouts = state["window"], state["version"], state["rollouts"]
+        self._prompts = {int(number): rows for number, rows in state["prompts"].items()}
+        self._orders = {int(step): order for step, order in state["windows"].items()}
+        self._whole = max(self._orders, default=0)
+        self._named = state["groups"]
+
+    # --- orders
+
+    def _give_order(self, step: int, score: Score | None = None) -> None:
+        """The next one: admitted, and read if it is stored, else ordered if there is something to generate."""
+        if self.window:
+            while self._rollouts < self.steps and len(self._flight.numbers) <= self.lag * self.requests.slots:
+                self._admit()
+        elif not self._flight.open():
+            self._admit()
+        assert self.window or self._rollouts <= step + self.lag
+        self._start(self._in_flight(), score=score)
+
+    def _start(self, groups: list[int], sampling: SamplingParams | None = None, score: Score | None = None) -> None:
+        self._order, self._made_by = self._order + 1, self.version()
+        if self.store is not None:
+            stored = self.store.read(self._order, self._made_by, groups, self._flight)
+            if stored is not None:
+                self._flight = stored
+                return
+        together = by_prompt(self._flight.open())
+        if self.window and not together:
+            if self._flight.numbers:  # all are ready: what was taken of them is to be known
+                self._keep()
+            return
+        if self.window:  # all ranks have all: each generates its share
+            together = together[share(len(together), self.ranks.size(), self.ranks.rank())]
+        self._answer = self.player.go_on(together, sampling, score)
+
+    def _admit(self) -> None:
+        """The groups of the next rollout."""
+        self._rollouts += 1
+        self._prompts[self._rollouts] = self.requests.stream.take(self.requests.slots).tolist()
+        self._flight = self._flight.add(self._fresh(self._known(self._rollouts)))
+
+    def _known(self, rollout: int) -> list[int]:
+        """The numbers of its groups, whose requests are made."""
+        self.requests.begin(rollout)
+        size = self.requests.slots
+        made = self.requests.made(range(size), self._prompts[rollout])
+        numbers = [(rollout - 1) * size + request.slot for request in made]
+        self._groups |= dict(zip(numbers, made, strict=True))
+        return numbers
+
+    def _in_flight(self) -> list[int]:
+        """The numbers of all ranks' groups."""
+        if self.window:
+            return self._flight.numbers
+        size = self.requests.slots
+        return [(rollout - 1) * size + slot for rollout in self._prompts for slot in range(size)]
+
+    def _fresh(self, numbers: list[int]) -> InFlight:
+        """Groups of which nothing is generated."""
+        plays = [play for number in numbers for play in self.player.fresh(self._groups[number], number)]
+        return InFlight(self.requests.group, numbers, plays)
+
+    def _land(self) -> None:
+        if self._answer is None:
+            return
+        with during(f"window {self._order}" if self.window else f"rollout {self._rollouts}"):
+            plays = self._answer()
+        self._answer = None
+        if self.window:
+            plays = [play for part in gathered(plays, self.ranks) for play in part]
+        self._flight.update(plays, self._order)
+        self._keep()
+
+    def _take(self, places: list[int]) -> Groups:
+        """This rank's slots of the groups at `places`, which are no longer in flight."""
+        self._oldest = self._flight.numbers[0] // self.requests.slots + 1
+        taken = self._flight.take(places)
+        self._flight = self._flight.take(sorted(set(range(len(self._flight.numbers))) - set(places)))
+        requests = [self._groups.pop(number) for number in taken.numbers]
+        left = {number // self.requests.slots + 1 for number in self._groups}
+        self._prompts = {rollout: rows for rollout, rows in self._prompts.items() if rollout in left}
+        version = oldest_version(taken.plays, self._made_by)
+        if self.window:
+            requests = [replace(requests[slot], slot=slot) for slot in self.mine]
+            taken = taken.take(self.mine)
+        return self.player.ended(requests, taken.plays, version)
+
+    def _measured(self, waited: int) -> ScalarMetrics:
+        flight = self._flight
+        return {
+            "window/steps": float(self.window),
+            "window/waited_for": float(waited),
+            "window/groups_in_flight": float(len(flight.numbers)),
+            "window/groups_ready": float(len(flight.ready())),
+            "window/samples_paused": float(sum(play.open and bool(play.turns or play.said) for play in flight.plays)),
+        }
+
+    # --- what is stored
+
+    def _keep(self) -> None:
+        """A failure is reported where it happens, and by a checkpoint that needs what was not stored."""
+        self._unstored = ""
+        if self.store is None:
+            return
+        try:
+            with self.player.timers("store"):
+                self.store.write(self._order, self._made_by, self._flight)
+        except OSError as error:
+            self._unstored = str(error)
+            what = f"window {self._order}" if self.window else f"rollout {self._rollouts}"
+            print(f"warning: {what} is not stored: {error}", file=sys.stderr, flush=True)
+
+    def _restore(self, numbers: list[int]) -> None:
+        """What the checkpoint has in flight. Where it is not there it begins again, which is reported."""
+        self._named = None
+        if any(len(rows) != self.requests.slots for rows in self._prompts.values()):
+            self._warn(f"{len(numbers)} groups were in flight at the checkpoint, of another batch.prompts: left out")
+            self._rollouts, self._prompts = -1, {}
+            return
+        known = [number for rollout in self._prompts for number in self._known(rollout)]
+        self._groups = {number: self._groups[number] for number in numbers if number in known}
+        self._flight = self._fresh(list(self._groups))
+        stored = None
+        if numbers and self.store is not None:
+            stored = self.store.read(self._order, self._made_by, numbers, self._flight)
+        if stored is not None:
+            self._flight = stored
+        elif numbers:
+            if self.store is not None:
+                self.store.delete_after(self._order)  # of what is lost
+            self._warn(
+                f"{len(numbers)} groups were in flight at the checkpoint, and are not in "
+                f"{self.store.folder if self.store else 'the run folder'} as this run (engine.lag, engine.window) has "
+                "left them: they are generated anew, with the weights of now"
+            )
+
+    @staticmethod
+    def _warn(what: str) -> None:
+        if dist.get_rank() == 0:
+            print(f"WARNING: {what}. The run does not repeat one that was not stopped", flush=True)

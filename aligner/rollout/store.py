@@ -1,0 +1,334 @@
+"""Samples that are generated and not trained on yet, in memory and in the run folder: a start generates none twice.
+
+<run.dir>/pending_rollouts/step-00000013/
+    part-00000-of-00002.safetensors   what a data-parallel rank has of it: the turns of each sample, the rest as JSON
+    part-00000-of-00002.json          written last, behind its own checksum: that of the part, its groups, the version
+
+A number is one of the schedule's orders to the engines (`rollout/schedule.py`). Storing takes no message between ranks;
+what is stored may be read on any number of data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from aligner.data.dialogue import Given
+from aligner.data.tool_calls import Call
+from aligner.errors import DataError
+from aligner.files import file_hash, fsync_file, fsync_folder, write_whole
+from aligner.megatron.groups import Layout
+from aligner.models.safetensors_io import save_whole
+from aligner.ops.agree import by_rank_0
+from aligner.ops.packing.turns import Turn, common
+from aligner.ops.reduce import first_cause
+from aligner.rollout.play import Play
+from aligner.types import Stop
+
+FOLDER = "pending_rollouts"  # in the run folder
+NAME = re.compile(r"step-(\d{8,18})", re.ASCII)
+PART = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
+Manifest = list[dict[str, Any]]  # the parts' descriptions, by data-parallel rank
+COLUMNS = {"given": "i", "output": "i", "logprobs": "f", "full": "f", "versions": "i"}  # of all turns, end to end
+DTYPES = {"i": torch.int32, "f": torch.float32}
+JSON, ROUTING = "samples", "routing"  # tensors beside the columns: uint8, and that of all turns, end to end
+OPENED = ("tokens", "text", "messages")  # of a prompt, what an environment's reset may change
+STATE = ("messages", "told", "failure", "rewards", "score", "seconds", "retried", "wrong", "waits")  # of trajectories
+
+
+@dataclass
+class InFlight:
+    """Samples that were ordered, `size` of them to each of the groups `numbers`, which ascend."""
+
+    size: int
+    numbers: list[int]
+    plays: list[Play]
+
+    def ready(self) -> list[int]:
+        """Places of the groups that are whole, in the order in which they are trained on."""
+        last = {}
+        for place in range(len(self.numbers)):
+            ends = [play.ended for play in self._of(place)]
+            if all(ends):
+                last[place] = max(ends)
+        return sorted(last, key=lambda place: (last[place], place))
+
+    def open(self) -> list[Play]:
+        """Those that have not ended; of each group first those that pause in an answer."""
+        plays = []
+        for place in range(len(self.numbers)):
+            plays += sorted((play for play in self._of(place) if not play.ended), key=lambda play: not play.said)
+        return plays
+
+    def take(self, places: Sequence[int]) -> InFlight:
+        numbers = [self.numbers[place] for place in places]
+        return InFlight(self.size, numbers, [play for place in places for play in self._of(place)])
+
+    def add(self, other: InFlight) -> InFlight:
+        return InFlight(self.size, self.numbers + other.numbers, self.plays + other.plays)
+
+    def update(self, plays: Iterable[Play], order: int) -> None:
+        """By what these have become in the order of this number."""
+        by_key = {(play.place, play.index): play for play in plays}
+        self.plays = [by_key.get((play.place, play.index), play) for play in self.plays]
+        for play in by_key.values():
+            play.ended = 0 if play.open else order
+
+    def _of(self, place: int) -> list[Play]:
+        return self.plays[place * self.size : (place + 1) * self.size]
+
+
+@dataclass(frozen=True)
+class Store:
+    """`shared`: all data-parallel ranks have the same samples, which global rank 0 writes for them. Else each writes
+    its own, by the first of the ranks that have them."""
+
+    folder: Path
+    key: str  # hash of everything that the rollouts of this run depend on, but for the layout
+    layout: Layout
+    shared: bool = False
+    other_key: str = ""  # that is as good as `key`
+
+    def of(self, number: int) -> Path:
+        return self.folder / f"step-{number:08d}"
+
+    def numbers(self) -> list[int]:
+        return sorted(int(match[1]) for path in self.folder.glob("step-*") if (match := NAME.fullmatch(path.name)))
+
+    def others(self) -> list[str]:
+        """What lies there and is no rollout."""
+        return sorted(path.name for path in self.folder.glob("*") if not NAME.fullmatch(path.name))
+
+    def write(self, number: int, version: int, flight: InFlight) -> None:
+        """This rank's part, if it has one to write. Raises OSError."""
+        if dist.get_rank() != 0 if self.shared else self.layout.peers.rank() != 0:
+            return
+        part, parts = (0, 1) if self.shared else (self.layout.dp_rank, self.layout.data)
+        path = self.of(number) / f"part-{part:05d}-of-{parts:05d}.safetensors"
+        write_samples(path, flight)
+        fsync_file(path)
+        description = {"key": self.key, "weight_version": version, "file": path.name, "sha256": file_hash(path)}
+        text = json.dumps(description | {"groups": flight.numbers})
+        write_whole(path.with_suffix(".json"), f"{_sha256(text)}\n{text}")
+        fsync_folder(path.parent)
+
+    def read(self, number: int, version: int, groups: Sequence[int], fresh: InFlight) -> InFlight | None:
+        """`fresh`, whose samples have not begun, as it was stored by this run with these weights, together with all of
+        these `groups`; None on every rank if nothing was, or it is damaged anywhere, which is reported. Collective."""
+        manifest: Manifest | None = by_rank_0(lambda: self._manifest(number))
+        if manifest is None or manifest[0]["weight_version"] != version:
+            return None
+        if sorted(group for part in manifest for group in part.get("groups", ())) != sorted(groups):
+            return None
+        plays: dict[int, list[Play]] = {}
+        cause = ""
+        try:
+            for part in manifest:
+                if wanted := [place for place, group in enumerate(fresh.numbers) if group in part["groups"]]:
+                    path = self.of(number) / part["file"]
+                    if file_hash(path) != part["sha256"]:
+                        raise DataError(f"{path}: damaged: its checksum is not the one of its description")
+                    plays |= read_samples(path, part["groups"], fresh.take(wanted))
+        except (DataError, OSError) as error:
+            cause = str(error)
+        first = first_cause(cause)
+        if first is None:
+            return replace(fresh, plays=[play for group in fresh.numbers for play in plays[group]])
+        if dist.get_rank() == 0:
+            _report(number, f"on rank {first[0]}: {first[1]}")
+        return None
+
+    def _manifest(self, number: int) -> Manifest | None:
+        """The description of what is whole and of this run. Whatever else lies there is deleted, damage is reported."""
+        try:
+            manifest = _read_manifest(self.of(number))
+        except DataError as error:
+            _report(number, str(error))
+            manifest = None
+        if manifest is not None and manifest[0]["key"] in (self.key, self.other_key):
+            return manifest
+        self.delete(number)
+        return None
+
+    def delete(self, number: int) -> None:
+        shutil.rmtree(self.of(number), ignore_errors=True)
+
+    def delete_after(self, number: int) -> None:
+        if dist.get_rank() == 0:
+            for later in self.numbers():
+                if later > number:
+                    self.delete(later)
+
+    def drop(self, number: int, needed: Collection[int] = ()) -> None:
+        """The checkpoint behind this number is complete: delete what was stored up to it, but for those `needed`."""
+        if dist.get_rank() == 0:
+            for earlier in self.numbers():
+                if earlier <= number and earlier not in needed:
+                    self.delete(earlier)
+
+    def clear(self) -> None:
+        """For a start that does not continue what was stored here."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _report(number: int, why: str) -> None:
+    print(f"WARNING: {why}\nWARNING: rollout {number} is generated again", flush=True)
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Raises DataError if it is not what was written."""
+    try:
+        digest, _, text = path.read_text(encoding="utf-8").partition("\n")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from None
+    if digest != _sha256(text):
+        raise DataError(f"{path}: damaged: it does not have its checksum")
+    return json.loads(text)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_manifest(folder: Path) -> Manifest | None:
+    """The descriptions of all parts, None where one is missing: a kill while they were written. Raises DataError where
+    one is damaged, or of another making than the first."""
+    parts: dict[int, dict[str, Any]] = {}
+    expected = 0
+    for path in folder.glob("part-*.json"):
+        match = PART.fullmatch(path.name)
+        if match is not None:
+            expected = int(match[2])
+            parts[int(match[1])] = read_description(path)
+    if not expected or sorted(parts) != list(range(expected)):
+        return None
+    manifest = [parts[i] for i in range(expected)]
+    first = manifest[0]
+    if any((part["key"], part["weight_version"]) != (first["key"], first["weight_version"]) for part in manifest):
+        raise DataError(f"{folder}: its parts are of different runs or weights")
+    return manifest
+
+
+# --- the file of a part
+
+
+def write_samples(path: Path, flight: InFlight) -> None:
+    """Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns, routing = {name: array(kind) for name, kind in COLUMNS.items()}, list[Tensor]()
+    rest = json.dumps([_rest(play, columns, routing) for play in flight.plays]).encode()
+    tensors = {name: _tensor(bytes(column), DTYPES[COLUMNS[name]]) for name, column in columns.items()}
+    tensors |= {ROUTING: torch.cat(routing)} if routing else {}
+    save_whole(path, tensors | {JSON: _tensor(rest, torch.uint8)}, {})
+
+
+def read_samples(path: Path, groups: Sequence[int], wanted: InFlight) -> dict[int, list[Play]]:
+    """Group -> its samples, of a file of `groups`; `wanted` has them as they began. Raises DataError."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if not tensors.keys() >= {*COLUMNS, JSON}:
+        raise DataError(f"{path}: written by an older version of this program")
+    reader = _Reader(tensors)
+    rest = json.loads(tensors[JSON].numpy().tobytes())
+    began = dict(zip(wanted.numbers, range(len(wanted.numbers)), strict=True))
+    plays: dict[int, list[Play]] = {}
+    for place, group in enumerate(groups):
+        for i in range(wanted.size):
+            one = rest[place * wanted.size + i]
+            if group in began:
+                plays.setdefault(group, []).append(_play(wanted.plays[began[group] * wanted.size + i], one, reader))
+            else:
+                reader.skip(one)
+    return plays
+
+
+class _Reader:
+    """The columns of a file, from their beginnings on."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        self.columns = {name: array(kind) for name, kind in COLUMNS.items()}
+        for name, column in self.columns.items():
+            column.frombytes(tensors[name].numpy().tobytes())
+        self.routing = tensors.get(ROUTING)
+        self.at = dict.fromkeys((*COLUMNS, ROUTING), 0)
+
+    def next(self, name: str, count: int) -> array:
+        self.at[name] += count
+        return self.columns[name][self.at[name] - count : self.at[name]]
+
+    def next_routing(self, count: int) -> Tensor | None:
+        self.at[ROUTING] += count
+        return None if self.routing is None else self.routing[self.at[ROUTING] - count : self.at[ROUTING]]
+
+    def skip(self, rest: dict[str, Any]) -> None:
+        for number, (_, given, output, full) in enumerate(rest["turns"]):
+            counts = {"given": given, "output": output, "logprobs": output, "versions": output, "full": full * output}
+            counts[ROUTING] = rest["routed"][number] if "routed" in rest else 0
+            for name, count in counts.items():
+                self.at[name] += count
+
+
+def _rest(play: Play, columns: dict[str, array], routing: list[Tensor]) -> dict[str, Any]:
+    """`columns` get its tokens: of what was given for a turn that which is not at the beginning of the turn before."""
+    turns, before, sizes = play.turns, play.prompt.tokens, []
+    if play.open:
+        turns = [*turns, play.begun or Turn(play.given.tokens, (), ())]
+    for turn in turns:
+        kept = common(before, turn.prompt)
+        sizes.append([kept, len(turn.prompt) - kept, len(turn.output), turn.full is not None])
+        columns["given"].extend(turn.prompt[kept:])
+        for name in ("output", "logprobs", "full", "versions"):
+            columns[name].extend(getattr(turn, name) or ())
+        before = (*turn.prompt, *turn.output)
+    rest = {"turns": sizes, "ended": play.ended, "stop": play.stop}
+    routed = [turn.routing for turn in turns if turn.routing is not None]
+    if routed:
+        routing += routed
+        rest["routed"] = [0 if turn.routing is None else len(turn.routing) for turn in turns]
+    if play.session is None:
+        return rest
+    rest |= {name: getattr(play, name) for name in (*STATE, "late")}
+    rest |= {"prompt": {name: getattr(play.prompt, name) for name in OPENED}, "given": play.given.text}
+    return rest | {"calls": [asdict(call) for call in play.calls], "asked": play.session.asked}
+
+
+def _play(play: Play, rest: dict[str, Any], reader: _Reader) -> Play:
+    opened = rest.get("prompt", {})
+    opened |= {name: tuple(opened[name]) for name in ("tokens", "messages") if opened.get(name) is not None}
+    prompt, turns = replace(play.prompt, **opened), list[Turn]()
+    before = prompt.tokens
+    for number, (kept, given, output, full) in enumerate(rest["turns"]):
+        read = (*before[:kept], *reader.next("given", given))
+        said, logprobs = reader.next("output", output), reader.next("logprobs", output)
+        whole, versions = reader.next("full", output) if full else None, reader.next("versions", output)
+        routing = reader.next_routing(rest["routed"][number]) if "routed" in rest else None
+        turns.append(Turn(read, said, logprobs, whole, versions, routing))
+        before = (*read, *said)
+    stop, given_next, begun = Stop(rest["stop"]) if rest["stop"] else None, play.given, None
+    if stop is None:
+        last = turns.pop()
+        given_next = Given(rest.get("given", play.given.text), tuple(last.prompt))
+        begun = last if last.output else None
+    began = replace(play, prompt=prompt, turns=turns, given=given_next, begun=begun, stop=stop, ended=rest["ended"])
+    if play.session is None:
+        return began
+    calls, session = [Call(**call) for call in rest["calls"]], replace(play.session, asked=rest["asked"])
+    state = {name: rest[name] for name in STATE} | {"late": rest.get("late", 0)}
+    return replace(began, calls=calls, session=session, **state)
+
+
+def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
