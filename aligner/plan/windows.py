@@ -1,4 +1,4 @@
-"""What the token clock (`rollout/clock.py`) makes of response lengths, counted in decode steps."""
+"""What windows (`rollout/schedule.py`) make of response lengths, counted in decode steps."""
 
 from __future__ import annotations
 

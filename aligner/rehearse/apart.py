@@ -93,7 +93,7 @@ def _answers(collectives: Collectives) -> None:
 
 def _requests(collectives: Collectives) -> None:
     from aligner.engines.native.fleet import Fleet, FleetEngine, Replicated, Request
-    from aligner.rollout.generate import Generator
+    from aligner.rollout.player import Player
     from aligner.types import STOP, Generations, SeedLists, TokenLists
 
     gather, deliver = Fleet.gather, Fleet.deliver
@@ -102,7 +102,7 @@ def _requests(collectives: Collectives) -> None:
     def counted(asks: Any) -> Any:
         """A rank asks at least one, and there may be fewer requests than ranks."""
 
-        def asked(self: Generator, requests: Sequence, *more: Any, **named: Any) -> Any:
+        def asked(self: Player, requests: Sequence, *more: Any, **named: Any) -> Any:
             nonlocal count
             count = len(requests) * (dist.get_world_size() // self.peers.size())
             found = asks(self, requests, *more, **named)
@@ -140,7 +140,7 @@ def _requests(collectives: Collectives) -> None:
         )
 
     Fleet.gather, Fleet.deliver = gathered, delivered
-    Generator.__call__, Generator.order = counted(Generator.__call__), counted(Generator.order)
+    Player.__call__, Player.go_on = counted(Player.__call__), counted(Player.go_on)
     FleetEngine._part = Replicated._part  # nobody is there to take chunks, or to take them from
 
 

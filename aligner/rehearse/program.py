@@ -7,6 +7,7 @@ Patches, for good. `agree` and `model_init` have to come before the modules that
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +19,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from aligner.ops import agree
+from aligner.ops.packing.turns import Turn
 from aligner.rehearse.device import Device, on_device
 from aligner.rehearse.record import BETWEEN
-from aligner.types import STOP, Generations, Sample
+from aligner.types import Sample, Stop
 
 DECODED = 5  # steps of the engine after which rows are told to have ended: every further one repeats the last
 
@@ -130,48 +132,41 @@ def _experts(device: Device) -> None:
 
 def _rollouts() -> None:
     from aligner.engines.native.remote import RemoteEngine
-    from aligner.rollout.collate import make_samples
-    from aligner.rollout.generate import Generator
     from aligner.rollout.groups import Groups
+    from aligner.rollout.play import Play, by_prompt
+    from aligner.rollout.player import Player, Together
     from aligner.rollout.score import Scorer
 
-    ask = Generator.order
+    go_on = Player.go_on
 
-    def asked(self: Any, requests: Sequence) -> list:
-        """Of all ranks' requests the share of this replica; engines on other ranks are asked by every rank."""
-        world, engine = dist.get_world_size(), self.engine
+    def asked(self: Player, together: Together) -> Together:
+        """Of all ranks' samples the share of this replica; engines on other ranks are asked by every rank."""
+        world, engine, peers = dist.get_world_size(), self.engine, self.peers.size()
         replicas = world if isinstance(engine, RemoteEngine) else world // engine.tensor_parallel
-        share = math.ceil(len(requests) * (world // self.peers.size()) / replicas)
-        return [requests[i % len(requests)] for i in range(share)]
+        share = math.ceil(len(together) * (world // peers) / replicas)
+        return [together[i % len(together)] for i in range(share)]
 
-    def generate(self: Any, requests: Sequence, sampling: Any = None, score: Any = None) -> Groups:
-        mine = asked(self, requests)
+    def called(self: Player, requests: Sequence, sampling: Any = None, score: Any = None) -> Groups:
+        plays = [play for number, request in enumerate(requests) for play in self.fresh(request, number)]
         with self.timers("generate"):
-            prompts, seeds = [r.prompt.tokens for r in mine], [r.seeds for r in mine]
-            generations = self.engine.generate(prompts, seeds, sampling or self.sampling)
-        return groups(self, requests, generations)
+            self._played(asked(self, by_prompt(plays)), sampling or self.sampling)
+        return self.ended(requests, answered(self, plays), sampling=sampling)
 
-    def order(self: Any, requests: Sequence) -> Any:
-        return ask(self, asked(self, requests) * self.peers.size())  # of which it takes one part
+    def gone_on(self: Player, together: Together, sampling: Any = None, score: Any = None) -> Callable[[], list[Play]]:
+        answer = go_on(self, asked(self, together) * self.peers.size(), sampling)  # of which it takes one part
+        return lambda: answer() and answered(self, [play for same in together for play in same])
 
-    def groups(self: Any, requests: Sequence, said: Generations, begun: Any = None) -> Groups:
+    def answered(self: Player, plays: list[Play]) -> list[Play]:
         """What the engine says is forgotten: rows come from everywhere, as long as they may be."""
-        group, width = len(requests[0].seeds), self.sampling.max_response_tokens
-        count = len(requests) * group
-        tokens = torch.arange(count * width).view(count, width) % 200 + 5
-        tokens[:, -1] = self.tokenizer.eos_token_id
-        zeros, lengths = torch.zeros(count, width), torch.full((count,), width)
-        generations = Generations(
-            tokens,
-            lengths,
-            zeros,
-            torch.full((count,), STOP),
-            said.weight_version,
-            None if said.full_logprobs is None else zeros.clone(),
-        )
-        prompts = [request.prompt for request in requests]
-        samples = make_samples(self.tokenizer, prompts, generations, group, self.sampling)
-        return Groups([request.slot for request in requests], generations, samples)
+        width, cut = self.sampling.max_response_tokens, self.sampling.truncates
+        zeros, versions = array("f", bytes(4 * width)), array("i", [self.engine.weight_version]) * width
+        for row, play in enumerate(plays):
+            tokens = array("i", range(row * width, row * width + width))
+            tokens = array("i", (torch.frombuffer(tokens, dtype=torch.int32) % 200 + 5).tolist())
+            tokens[-1] = self.tokenizer.eos_token_id
+            play.turns = [Turn(play.given.tokens, tokens, zeros, zeros if cut else None, versions)]
+            play.begun, play.stop = None, Stop.ANSWER
+        return plays
 
     def score(self: Any, groups: Groups) -> Groups:
         with self.timers("score"):
@@ -180,7 +175,7 @@ def _rollouts() -> None:
             groups.components = functions | self.rewards.models(groups.samples)
         return groups
 
-    Generator.__call__, Generator.order, Generator.groups, Scorer.__call__ = generate, order, groups, score
+    Player.__call__, Player.go_on, Scorer.__call__ = called, gone_on, score
 
 
 def _checkpoints(device: Device) -> None:

@@ -8,6 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from aligner.answers import Answer
 from aligner.data.dialogue import Given
 from aligner.data.tool_calls import Call
@@ -15,6 +18,7 @@ from aligner.environments.pool import Session
 from aligner.ops.packing.turns import Row, Turn, rows_of
 from aligner.types import Generations, Prompt, Stop
 
+DTYPES = {"i": torch.int32, "f": torch.float32}  # of arrays of tokens and versions, and of logprobs
 OPEN_ENDS = (Stop.ANSWER, Stop.DONE)  # the trajectory has come to its own end; by all others it was cut
 
 
@@ -71,18 +75,23 @@ def grown(begun: Turn | None, found: Generations, row: int, read: int = 0) -> Tu
     more = slice(len(begun.output), max(len(begun.output), int(found.lengths[row])))
     full = None
     if found.full_logprobs is not None:
-        full = (begun.full or array("f")) + array("f", found.full_logprobs[row, more].tolist())
+        full = (begun.full or array("f")) + _array("f", found.full_logprobs[row, more])
     routing = found.routing
     if routing is not None:  # of all that was read, too
         routing = routing[row, : read + more.stop].clone()  # of its own: a view is pickled with all rows
     return Turn(
         begun.prompt,
-        begun.output + array("i", found.tokens[row, more].tolist()),
-        begun.logprobs + array("f", found.logprobs[row, more].tolist()),
+        begun.output + _array("i", found.tokens[row, more]),
+        begun.logprobs + _array("f", found.logprobs[row, more]),
         full,
         begun.versions + array("i", [found.weight_version]) * (more.stop - more.start),
         routing,
     )
+
+
+def _array(kind: str, row: Tensor) -> array:
+    """Without a look at each number."""
+    return array(kind, row.to(DTYPES[kind]).numpy().tobytes())
 
 
 def by_prompt(plays: Iterable[Play]) -> list[list[Play]]:

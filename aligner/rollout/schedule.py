@@ -61,7 +61,7 @@ class Schedule:
     _orders: dict[int, int] = field(default_factory=dict, init=False)  # step -> the last order in it
     _whole: int = field(default=0, init=False)  # the step of the last whole checkpoint
     _answer: Callable[[], list[Play]] | None = field(default=None, init=False)  # of the engines, which are waited for
-    _unstored: str = field(default="", init=False)  # why the last order is not stored
+    _unstored: dict[int, str] = field(default_factory=dict, init=False)  # order -> why it is not stored
     _oldest: int = field(default=1, init=False)  # rollout of a group that was in flight at the last step
     _named: list[int] | None = field(default=None, init=False)  # groups that the checkpoint resumed from has in flight
 
@@ -118,10 +118,10 @@ class Schedule:
         """What a checkpoint of `step` names is generated and stored. Raises EngineError or SaveError on every rank."""
         with self.player.timers(WAIT):
             self._land()
-        self._orders[step] = self._order
-        if self._unstored and self._flight.numbers:
+        named = self._orders.setdefault(step, self._order)  # a step that failed may have given orders since
+        if self._order in self._unstored and self._flight.numbers:
             self._keep()
-        first = first_cause(self._unstored if self._flight.numbers else "")
+        first = first_cause(self._unstored.get(named, "") if self.lag else "")
         if first is not None:
             assert self.store is not None
             raise SaveError(f"cannot store samples in {self.store.folder}, which a checkpoint needs: {first[1]}")
@@ -254,14 +254,14 @@ class Schedule:
 
     def _keep(self) -> None:
         """A failure is reported where it happens, and by a checkpoint that needs what was not stored."""
-        self._unstored = ""
+        self._unstored.pop(self._order, None)
         if self.store is None:
             return
         try:
             with self.player.timers("store"):
                 self.store.write(self._order, self._made_by, self._flight)
         except OSError as error:
-            self._unstored = str(error)
+            self._unstored[self._order] = str(error)
             what = f"window {self._order}" if self.window else f"rollout {self._rollouts}"
             print(f"warning: {what} is not stored: {error}", file=sys.stderr, flush=True)
 

@@ -34,7 +34,7 @@ from aligner.models.safetensors_io import save_whole
 from aligner.ops.agree import by_rank_0
 from aligner.ops.packing.turns import Turn, common
 from aligner.ops.reduce import first_cause
-from aligner.rollout.play import Play
+from aligner.rollout.play import DTYPES, Play
 from aligner.types import Stop
 
 FOLDER = "pending_rollouts"  # in the run folder
@@ -42,7 +42,6 @@ NAME = re.compile(r"step-(\d{8,18})", re.ASCII)
 PART = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
 Manifest = list[dict[str, Any]]  # the parts' descriptions, by data-parallel rank
 COLUMNS = {"given": "i", "output": "i", "logprobs": "f", "full": "f", "versions": "i"}  # of all turns, end to end
-DTYPES = {"i": torch.int32, "f": torch.float32}
 JSON, ROUTING = "samples", "routing"  # tensors beside the columns: uint8, and that of all turns, end to end
 OPENED = ("tokens", "text", "messages")  # of a prompt, what an environment's reset may change
 STATE = ("messages", "told", "failure", "rewards", "score", "seconds", "retried", "wrong", "waits")  # of trajectories
@@ -125,12 +124,12 @@ class Store:
         fsync_folder(path.parent)
 
     def read(self, number: int, version: int, groups: Sequence[int], fresh: InFlight) -> InFlight | None:
-        """`fresh`, whose samples have not begun, as it was stored by this run with these weights, together with all of
-        these `groups`; None on every rank if nothing was, or it is damaged anywhere, which is reported. Collective."""
+        """`fresh`, whose samples have not begun, as it was stored by this run with these weights, where that has all of
+        these `groups`; None on every rank if it has not, or is damaged anywhere, which is reported. Collective."""
         manifest: Manifest | None = by_rank_0(lambda: self._manifest(number))
         if manifest is None or manifest[0]["weight_version"] != version:
             return None
-        if sorted(group for part in manifest for group in part.get("groups", ())) != sorted(groups):
+        if not set(groups) <= {group for part in manifest for group in part.get("groups", ())}:
             return None
         plays: dict[int, list[Play]] = {}
         cause = ""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from unittest.mock import patch
 
-import torch
-
+from aligner.data.dialogue import Given
+from aligner.ops.packing.turns import Turn
+from aligner.rollout.play import Play
 from aligner.rollout.requests import Request
 from aligner.rollout.source import Rollout, RolloutSource
 from aligner.rollout.statistics import staleness_metrics
-from aligner.types import STOP, Generations
+from aligner.types import STOP, Stop
 from tests.run import jobs
 
 
@@ -43,7 +44,7 @@ class Slow:
     def next(self, step: int) -> Rollout:
         source = self.source
         metrics, size = source.weights(), source.requests.slots
-        with source.generate.timers("generate"):
+        with source.player.timers("generate"):
             while len(ready := self.ready()) < size:
                 self.turn()
             chosen = ready[:size]
@@ -51,7 +52,7 @@ class Slow:
             self.samples = [s for s in self.samples if s.number not in chosen]
             self.turn()
         requests = [replace(next(s.request for s in taken if s.number == n), slot=i) for i, n in enumerate(chosen)]
-        groups = source.score(source.generate.groups(requests, columns(taken)))
+        groups = source.score(source.player.ended(requests, [play_of(sample) for sample in taken], 0))
         batch, scores = source._batch(groups)
         return Rollout(batch, metrics | staleness_metrics(batch, source.weights.version, source.ranks), scores)
 
@@ -80,8 +81,8 @@ class Slow:
             return
         prompts = [[*row[0].request.prompt.tokens, *row[0].tokens] for row in rows]
         seeds, begun = [[s.seed for s in row] for row in rows], [len(row[0].tokens) for row in rows]
-        sampling = source.generate.sampling
-        out = source.generate.engine._generated(prompts, seeds, sampling, begun=begun)
+        sampling = source.player.sampling
+        out = source.player.engine._generated(prompts, seeds, sampling, begun=begun)
         for i, s in enumerate(s for row in rows for s in row):
             length, there = int(out.lengths[i]), len(s.tokens)
             for t in range(there, length):
@@ -93,22 +94,13 @@ class Slow:
                 s.ended = self.windows
 
 
-def columns(samples: list[Sample]) -> Generations:
-    width = max(len(s.tokens) for s in samples)
-
-    def table(values: list[list], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([row + [0] * (width - len(row)) for row in values], dtype=dtype)
-
-    numbers = [list(map(list, zip(*s.columns, strict=True))) for s in samples]
-    return Generations(
-        tokens=table([s.tokens for s in samples], torch.int64),
-        lengths=torch.tensor([len(s.tokens) for s in samples]),
-        logprobs=table([n[0] for n in numbers], torch.float32),
-        finish_reason=torch.tensor([s.reason for s in samples]),
-        weight_version=0,
-        full_logprobs=table([n[1] for n in numbers], torch.float32),
-        versions=table([n[2] for n in numbers], torch.int64),
-    )
+def play_of(sample: Sample) -> Play:
+    prompt = sample.request.prompt
+    logprobs, full, versions = map(list, zip(*sample.columns, strict=True))
+    turn = Turn(prompt.tokens, sample.tokens, logprobs, full, versions)
+    stop = Stop.ANSWER if sample.reason == STOP else Stop.LENGTH
+    given, index = Given(prompt.text, prompt.tokens), sample.request.seeds.index(sample.seed)
+    return Play(sample.number, index, sample.seed, prompt, given, turns=[turn], stop=stop)
 
 
 def slowly(arguments: list[str], lag: int, steps: int) -> None:
@@ -117,7 +109,7 @@ def slowly(arguments: list[str], lag: int, steps: int) -> None:
 
     def turned(self: RolloutSource, step: int) -> Rollout:
         if id(self) not in clocks:
-            clocks[id(self)] = Slow(self, lag, steps, self.generate.engine.config.window)
+            clocks[id(self)] = Slow(self, lag, steps, self.player.engine.config.window)
         return clocks[id(self)].next(step)
 
     with (

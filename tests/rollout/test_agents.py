@@ -12,7 +12,7 @@ from aligner.data.tokenizer import train_tokenizer
 from aligner.environments.limits import MAX_REQUEST
 from aligner.environments.openai_api import ChatRequest
 from aligner.environments.pool import Pool
-from aligner.rollout.agents import AgentGenerator, Dialogues, message_of, said
+from aligner.rollout.agents import AgentPlayer, Dialogues, message_of, said
 from aligner.rollout.collate import collate
 from aligner.rollout.requests import Request
 from aligner.rollout.turns import Outside, trajectory_sums
@@ -41,7 +41,7 @@ def play(tokenizer, tmp_path, world):
         engine = Scripted(tokenizer, script)
         sampling = SamplingParams(100, stop_token_ids=(tokenizer.eos_token_id,))
         outside = Outside(pool, plain, cfg, longest, True)
-        generator = AgentGenerator(engine, tokenizer, sampling, world, outside, dialogues=dialogues)
+        generator = AgentPlayer(engine, tokenizer, sampling, world, outside=outside, dialogues=dialogues)
         given = plain.begin(list(QUESTION))
         prompt = Prompt(0, given.tokens, given.text, row or {}, QUESTION)
         groups = generator([Request(i, prompt, list(s), 1) for i, s in enumerate(seeds)])

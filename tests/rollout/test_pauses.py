@@ -21,9 +21,8 @@ from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
 from aligner.errors import ConfigError
 from aligner.ops.seeds import derive
-from aligner.rollout.pauses import PausingGenerator
 from aligner.rollout.requests import Request
-from aligner.rollout.turns import Outside
+from aligner.rollout.turns import Outside, Pace, TurnPlayer
 from aligner.tools.calculator import TEMPLATE
 from aligner.types import Prompt, SamplingParams
 from tests.engines.contract import LLAMA, fill, reference
@@ -124,6 +123,10 @@ def talkers(folder, *texts):
     )
 
 
+def player(engine, tokenizer, peers, outside):
+    return TurnPlayer(engine, tokenizer, SAMPLING, peers, window=WINDOW, outside=outside, pace=Pace.COUNTS)
+
+
 def engine_of(window, **more):
     shape = replace(LLAMA, vocab_size=261, max_position=4096)
     config = EngineConfig(window=window, **more)
@@ -141,7 +144,7 @@ def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart
 
     def generator():
         pool = Pool(CFG, dialogue.tools, AnswerLog(tmp_path / "run", 0))
-        return PausingGenerator(engine, tokenizer, SAMPLING, world, Outside(pool, dialogue, CFG, 500, True))
+        return player(engine, tokenizer, world, Outside(pool, dialogue, CFG, 500, True))
 
     playing = generator()
     plays = [play for request in requests for play in playing.fresh(request, request.slot)]
@@ -162,7 +165,7 @@ def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart
         model = reference(engine.model.cfg, window)  # another for each version
         for one in (engine, single):
             fill(one, model, window)
-        (found,) = playing.window([[play for play in plays if play.open]])
+        (found,) = playing.serve([[play for play in plays if play.open]])
         if window == restart:
             assert any(play.begun for play in found) and any(play.waits and play.turns for play in found)
             playing = generator()
@@ -190,9 +193,9 @@ def window_of_two_ranks(folder):
     engine = engine_of(WINDOW, **({"kv_cache_bytes": 1000} if dist.get_rank() else {}))
     fill(engine, reference(engine.model.cfg, 1), 1)
     outside = Outside(Pool(CFG, dialogue.tools, AnswerLog(folder, 0)), dialogue, CFG, 500, True)
-    playing = PausingGenerator(engine, tokenizer, SAMPLING, None, outside)
+    playing = player(engine, tokenizer, None, outside)
     try:
-        (found,) = playing.window([[play for request in requests for play in playing.fresh(request, request.slot)]])
+        (found,) = playing.serve([[play for request in requests for play in playing.fresh(request, request.slot)]])
     except ConfigError as error:
         return error.key
     return [bool(play.turns or play.begun) for play in found]

@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +22,8 @@ from aligner.ops.rl.advantages import gdpo, grpo
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import RewardPipeline, Scores
 from aligner.rewards.functions import FunctionReward, load_function
-from aligner.rollout.collate import collate, join_generations, make_samples
+from aligner.rollout.collate import collate, join_generations
 from aligner.rollout.evaluate import Evaluator, judge
-from aligner.rollout.generate import Generator
 from aligner.rollout.heldout import held_out_loss, pair_accuracy, score_statistics
 from aligner.rollout.loss_inputs import (
     KLController,
@@ -34,7 +34,9 @@ from aligner.rollout.loss_inputs import (
     set_token_rewards,
     shuffle_within_groups,
 )
-from aligner.rollout.requests import Requests
+from aligner.rollout.player import Player
+from aligner.rollout.requests import Request, Requests
+from aligner.rollout.schedule import Schedule
 from aligner.rollout.score import Scorer
 from aligner.rollout.sharing import share
 from aligner.rollout.source import RolloutSource
@@ -78,10 +80,17 @@ def make_generations(n: int, width: int = 5, seed: int = 1, cut: bool = False) -
     )
 
 
+def make_samples(prompts, generations, group):
+    """Of an engine that answers with these generations."""
+    engine = SimpleNamespace(generate=lambda *_: generations, weight_version=generations.weight_version)
+    requests = [Request(i, prompt, list(range(group))) for i, prompt in enumerate(prompts)]
+    return Player(engine, Words(), SamplingParams(9), Peers(0, 1)).samples(requests, SamplingParams(9))
+
+
 def make_rollout(prompts: int = 4, group: int = 3, seed: int = 1, first_slot: int = 0):
     found, generations = make_prompts(prompts), make_generations(prompts * group, seed=seed)
     slots = torch.arange(first_slot, first_slot + prompts).repeat_interleave(group)
-    rollout = collate(make_samples(Words(), found, generations, group, SamplingParams(9)), generations, slots, PAD)
+    rollout = collate(make_samples(found, generations, group), generations, slots, PAD)
     g = torch.Generator().manual_seed(seed)
     rollout.rewards = torch.rand(prompts * group, generator=g)
     rollout.valid = torch.ones(prompts * group, dtype=torch.bool)
@@ -94,7 +103,7 @@ def make_rollout(prompts: int = 4, group: int = 3, seed: int = 1, first_slot: in
 @pytest.mark.parametrize("cut", [False, True])
 def test_collate_is_the_slow_loop(cut):
     prompts, generations, group = make_prompts(4), make_generations(12, cut=cut), 3
-    samples = make_samples(Words(), prompts, generations, group, SamplingParams(9))
+    samples = make_samples(prompts, generations, group)
     batch = collate(samples, generations, torch.arange(4).repeat_interleave(group), PAD)
     source = generations.full_logprobs if cut else generations.logprobs
     total = int(batch.lengths.max())
@@ -206,6 +215,8 @@ class Peers:
 class Recorder:
     """An engine that notes its requests."""
 
+    weight_version = 7
+
     def generate(self, prompts, seeds, sampling, progress=None):
         self.requests = [(tuple(p), tuple(s)) for p, s in zip(prompts, seeds, strict=True)]
         return make_generations(sum(map(len, seeds)))
@@ -216,8 +227,8 @@ def requests(ranks: int, tensor: int, monkeypatch) -> list[tuple]:
     from aligner.data.stream import IndexStream
 
     def alone(parts, mine, group):
-        shares = [range(8 // ranks)[share(8 // ranks, len(parts), i)] for i in range(len(parts))]
-        parts[:] = [mine if i == group.rank() else make_generations(2 * len(of)) for i, of in enumerate(shares)]
+        """What the other peers send is what this one has: it is not looked at."""
+        parts[:] = [mine] * len(parts)
 
     monkeypatch.setattr(dist, "all_gather_object", alone)
     found = []
@@ -229,7 +240,8 @@ def requests(ranks: int, tensor: int, monkeypatch) -> list[tuple]:
             made = Requests(make_prompts(3), stream, 2, 8, mine, seed=4)
             made.begin(3)
             taken = made.take(range(8))
-            Generator(engine, Words(), SamplingParams(5), layout)(taken)
+            player = Player(engine, Words(), SamplingParams(5), layout)
+            player.go_on([player.fresh(request, request.slot) for request in taken])
             assert len(taken) == 8 // ranks and [request.slot for request in taken] == list(mine)
             found += engine.requests
     return found
@@ -245,7 +257,7 @@ def test_requests_do_not_depend_on_the_layout(monkeypatch):
 class Telling(Recorder):
     """An engine that tells of every other sample before it returns all."""
 
-    finished, weight_version = None, 7
+    finished = None
 
     def generate(self, prompts, seeds, sampling, progress=None):
         out, group = super().generate(prompts, seeds, sampling) or make_generations(sum(map(len, seeds))), len(seeds[0])
@@ -260,8 +272,14 @@ class Telling(Recorder):
 def rolling(engine, rewards: RewardPipeline) -> RolloutSource:
     """Of rollouts of 4 groups of 2 samples of 3 prompts."""
     requests = Requests(make_prompts(3), None, 2, 4, range(4), seed=4)
-    generator = Generator(engine, Words(), SamplingParams(5), Peers(0, 1))
-    return RolloutSource(None, requests, generator, Scorer(rewards, Peers(0, 1)), AlgorithmConfig())
+    player = Player(engine, Words(), SamplingParams(5), Peers(0, 1))
+    schedule = Schedule(0, 0, 9, requests, range(4), player, lambda: 7, Peers(0, 1))
+    return RolloutSource(None, requests, schedule, Scorer(rewards, Peers(0, 1)), AlgorithmConfig())
+
+
+def scored_at_once(source, requests):
+    rewards = source.score.rewards
+    return source.score(source.schedule.at_once(requests, score=rewards.score_early if rewards.scores_early else None))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -287,7 +305,7 @@ def test_samples_are_scored_while_others_are_generated(overlap, engine, world):
         [(FunctionReward(letters, "letters", {}, "key"), 1.0)], RewardConfig(workers=2, overlap=overlap)
     )
     source = rolling(engine, rewards)
-    groups = source._scored(source.requests.made(range(4), [2, 0, 1, 2]))
+    groups = scored_at_once(source, source.requests.made(range(4), [2, 0, 1, 2]))
     samples, early = groups.samples, overlap and isinstance(engine, Telling)
     if isinstance(engine, Telling):
         assert engine.scored_before_return == (4 if early else 0) and engine.finished is None
@@ -307,10 +325,12 @@ def test_more_samples_without_a_score_than_allowed_stop_the_run(failing, world):
     source = rolling(Recorder(), rewards)
     requests = source.requests.made(range(4), [2, 0, 1, 2])
     if failing < 2:
-        assert rewards.combine(source._scored(requests).components, 8, update=False).valid.count(False) == failing
+        assert (
+            rewards.combine(scored_at_once(source, requests).components, 8, update=False).valid.count(False) == failing
+        )
         return
     with pytest.raises(RewardError, match=r"2 of 8 samples.*reward.max_invalid_fraction=0.02.*`outside`: no answer"):
-        source._scored(requests)
+        scored_at_once(source, requests)
 
 
 def test_what_was_begun_for_a_generation_that_failed_is_not_scored(world):
@@ -334,7 +354,7 @@ def test_what_was_begun_for_a_generation_that_failed_is_not_scored(world):
     rewards = RewardPipeline([(FunctionReward(slow, "slow", {}, "key"), 1.0)], RewardConfig(workers=1))
     source = rolling(engine, rewards)
     with pytest.raises(EngineError, match="out of memory"):
-        source._scored(source.requests.made(range(4), [2, 0, 1, 2]))
+        scored_at_once(source, source.requests.made(range(4), [2, 0, 1, 2]))
     go.set()
     rewards.score_early(seen[0])["slow"].result(120)  # the one worker has come to what was asked for last
     assert len(seen) == 2 and engine.finished is None
@@ -639,11 +659,10 @@ def test_a_function_that_leaves_the_accuracy_at_zero_is_named_once(world, capsys
         RewardConfig(),
     )
     evaluator = Evaluator(
-        Recorder(),
+        Player(Recorder(), Words(), SamplingParams(5), Peers(0, 1)),
         lambda: None,
         make_prompts(2),
         rewards,
-        Words(),
         SamplingParams(5),
         EvalConfig(),
         Peers(0, 1),
@@ -677,7 +696,14 @@ def test_evaluator_generates_k_samples_with_seeds_of_its_own(world):
     rewards = pipeline(lambda found: [1.0] * len(found))
     prompts = make_prompts(5)
     evaluator = Evaluator(
-        engine, lambda: refits.append(1), prompts, rewards, Words(), SamplingParams(5), config, layout, seed=4
+        Player(engine, Words(), SamplingParams(5), layout),
+        lambda: refits.append(1),
+        prompts,
+        rewards,
+        SamplingParams(5),
+        config,
+        layout,
+        seed=4,
     )
     found = evaluator()
     assert refits == [1] and found["eval/accuracy"] == found["eval/pass_at_k"] == 1.0

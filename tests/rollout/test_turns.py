@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from aligner.rollout.loss_inputs import sample_rows
 from aligner.rollout.requests import Request
 from aligner.rollout.score import Scorer
 from aligner.rollout.source import RolloutSource
-from aligner.rollout.turns import Outside, TurnGenerator, trajectory_sums
+from aligner.rollout.turns import Outside, TurnPlayer, trajectory_sums
 from aligner.tools.calculator import TEMPLATE
 from aligner.types import LENGTH, STOP, Generations, Prompt, SamplingParams, Stop
 
@@ -71,7 +72,9 @@ def play(tokenizer, tmp_path, world):
         pool = Pool(cfg, dialogue.tools, AnswerLog(tmp_path / folder, 0))
         engine = Scripted(tokenizer, script)
         sampling = SamplingParams(60, stop_token_ids=(tokenizer.eos_token_id,))
-        generator = TurnGenerator(engine, tokenizer, sampling, world, Outside(pool, dialogue, cfg, 100, tools.scores))
+        generator = TurnPlayer(
+            engine, tokenizer, sampling, world, outside=Outside(pool, dialogue, cfg, 100, tools.scores)
+        )
         messages = ({"role": "user", "content": "q"},)
         given = dialogue.begin(list(messages))
         prompt = Prompt(0, given.tokens, given.text, row or {}, messages)
@@ -213,9 +216,9 @@ def test_a_failing_environment_makes_the_sample_invalid_never_zero(play, tmp_pat
     with pytest.raises(
         EnvironmentFailedError, match=r"first one, asked 2 times \(environment\.retries\), .*no network"
     ):
-        RolloutSource(None, None, None, scorer, AlgorithmConfig())._check_failures(
-            1, [broken], {"environment/failed": 1.0}
-        )
+        RolloutSource(
+            None, None, SimpleNamespace(give_up=lambda step: step), scorer, AlgorithmConfig()
+        )._check_failures(1, [broken], {"environment/failed": 1.0})
     answers = (tmp_path / "run" / "step-00000001-rank-00000.jsonl").read_text()  # a later start asks again
     assert "no network" not in answers and len(answers.splitlines()) == 3
     shy, _ = play(lambda text, seed: "no", path=f"{FILE}:Shy", folder="shy")  # no reward is none, not 0
@@ -284,9 +287,9 @@ def test_one_opening_that_cannot_be_ends_one_trajectory(play, tmp_path, world, k
     scores = scorer.combined(scorer(groups), update=False)
     assert scores.valid == [False, False] and all(map(math.isnan, scores.total))
     with pytest.raises(EnvironmentFailedError, match=words):
-        RolloutSource(None, None, None, scorer, AlgorithmConfig())._check_failures(
-            1, groups.samples, {"environment/failed": 1.0}
-        )
+        RolloutSource(
+            None, None, SimpleNamespace(give_up=lambda step: step), scorer, AlgorithmConfig()
+        )._check_failures(1, groups.samples, {"environment/failed": 1.0})
 
 
 @pytest.mark.parametrize("name", ["long", "endless"])

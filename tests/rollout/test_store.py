@@ -2,15 +2,17 @@
 
 from array import array
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from aligner.data.dialogue import Given
 from aligner.data.tool_calls import Call
 from aligner.environments.pool import Session
 from aligner.ops.packing.turns import Turn
-from aligner.rollout.bank import Bank, Whole, read_bank, write_bank
 from aligner.rollout.play import Play
+from aligner.rollout.store import InFlight, Store
 from aligner.types import Prompt, Stop
 
 PROMPT = Prompt(4, (7, 8, 9), "a b", {"answer": "c"}, ({"role": "user", "content": "a b"},))
@@ -48,47 +50,66 @@ def trajectories():
     return fresh, [paused, waits, anew, failed]
 
 
-def parts(folder, key="this run"):
-    return Whole(folder, key, None, 8)  # its layout is not asked: rank 0 writes all
+def store(folder, key="this run"):
+    return Store(folder, key, None, shared=True)  # its layout is not asked: rank 0 writes all
 
 
 def stored(folder, plays):
-    bank = Bank(2, [5, 8], plays)
-    parts(folder).write(3, 7, lambda path: write_bank(bank, path), {"groups": bank.numbers})
+    store(folder).write(3, 7, InFlight(2, [5, 8], plays))
     return folder / "step-00000003"
 
 
+def read(folder, plays, key="this run", version=7, groups=(5, 8)):
+    return store(folder, key).read(3, version, groups, InFlight(2, [5, 8], plays))
+
+
 @pytest.mark.parametrize("kind", [answers, trajectories])
-def test_it_is_read_as_it_was_written(tmp_path, kind):
+def test_it_is_read_as_it_was_written(tmp_path, world, kind):
     fresh, plays = kind()
     stored(tmp_path, plays)
-    manifest = parts(tmp_path).whole(3)
-    assert manifest[0]["weight_version"] == 7 and manifest[0]["groups"] == [5, 8]
-    (found,) = parts(tmp_path).read(3, manifest, lambda *part: read_bank(Bank(2, [5, 8], fresh), *part))
+    assert read(tmp_path, fresh, version=6) is None and read(tmp_path, fresh, groups=(5, 9)) is None
+    found = read(tmp_path, fresh)
     for one, other in zip(found.plays, plays, strict=True):
         assert vars(one) == vars(other)
+
+
+def test_parts_of_ranks_are_read_on_any_number_of_them(tmp_path, world):
+    """Two data-parallel ranks wrote a group each; one that has the second group, and one that has both, read them."""
+    fresh, plays = answers()
+    routed = [torch.arange(4 + i).view(-1, 1, 1).to(torch.uint8) for i in range(4)]
+    for play, rows in zip(plays, routed, strict=True):
+        play.turns, play.begun = [replace(said(PROMPT.tokens, 6, 7), routing=rows)], None
+        play.stop, play.ended = Stop.ANSWER, 3
+    for rank in (0, 1):
+        layout = SimpleNamespace(peers=SimpleNamespace(rank=lambda: 0), dp_rank=rank, data=2)
+        Store(tmp_path, "this run", layout).write(3, 7, InFlight(2, [5, 8][rank : rank + 1], plays[2 * rank :][:2]))
+    second = store(tmp_path).read(3, 7, [5, 8], InFlight(2, [8], fresh[2:]))
+    both = read(tmp_path, fresh)
+    assert [play.turns[0].output for play in second.plays] == [play.turns[0].output for play in plays[2:]]
+    for play, rows in zip([*second.plays, *both.plays], [*routed[2:], *routed], strict=True):
+        assert torch.equal(play.turns[0].routing, rows)
 
 
 def test_groups_are_ready_in_the_order_in_which_their_last_samples_ended():
     _, plays = answers()
     for play, window in zip(plays, (3, 1, 2, 2), strict=True):
         play.ended = window
-    bank = Bank(2, [5, 8], plays)
-    assert bank.ready() == [1, 0] and bank.take([1]).numbers == [8] and bank.open() == []
+    flight = InFlight(2, [5, 8], plays)
+    assert flight.ready() == [1, 0] and flight.take([1]).numbers == [8] and flight.open() == []
     plays[3].ended = 0
-    assert bank.ready() == [0] and bank.open() == [plays[3]]
+    assert flight.ready() == [0] and flight.open() == [plays[3]]
 
 
-def test_one_of_another_run_is_left_out_and_deleted(tmp_path, capsys):
+def test_one_of_another_run_is_left_out_and_deleted(tmp_path, world, capsys):
     folder = stored(tmp_path, answers()[1])
-    assert parts(tmp_path, "another run").whole(3) is None
+    assert read(tmp_path, answers()[0], "another run") is None
     assert not folder.exists() and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
     "torn, told", [("missing", ""), ("half", "damaged"), ("empty", "damaged"), ("altered", "damaged")]
 )
-def test_a_torn_description_is_none(tmp_path, capsys, torn, told):
+def test_a_torn_description_is_none(tmp_path, world, capsys, torn, told):
     """A kill before it is written, a file system that lost its end, an edit."""
     folder = stored(tmp_path, answers()[1])
     (path,) = folder.glob("*.json")
@@ -99,6 +120,6 @@ def test_a_torn_description_is_none(tmp_path, capsys, torn, told):
         path.write_bytes(
             {"half": text[: len(text) // 2], "empty": b"", "altered": text.replace(b"[5, 8]", b"[5, 9]")}[torn]
         )
-    assert parts(tmp_path).whole(3) is None
+    assert read(tmp_path, answers()[0]) is None
     out = capsys.readouterr().out
     assert told in out and ("generated again" in out) == bool(told) and not folder.exists()
