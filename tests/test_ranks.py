@@ -3,13 +3,15 @@
 import os
 
 import pytest
+import torch.distributed as dist
+
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.multirank
 
 
 def report(fail: int = -1, die: tuple[int, ...] = ()):
     import torch
-    import torch.distributed as dist
 
     rank = dist.get_rank()
     if rank == fail:
@@ -24,10 +26,22 @@ def report(fail: int = -1, die: tuple[int, ...] = ()):
 def test_worlds_follow_one_another_in_the_same_processes(ranks):
     pids = set()
     for world in (1, 4, 2, 1):
-        results = ranks.run("tests.test_ranks:report", world=world)
+        results = ranks.run(report, world=world)
         assert [r[:3] for r in results] == [(i, world, world * (world + 1) // 2) for i in range(world)]
         pids |= {r[3] for r in results}
     assert len(pids) == 4
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@on_ranks()
+def test_a_body_runs_on_as_many_ranks_as_its_argument_says(world, tmp_path):
+    assert dist.get_world_size() == world
+    (tmp_path / str(dist.get_rank())).touch(exist_ok=False)
+
+
+@on_ranks(2)
+def equal(numbers):
+    assert numbers == {"a": dist.get_rank()}
 
 
 @pytest.mark.slow
@@ -39,10 +53,12 @@ def test_a_failure_is_told_and_the_pool_goes_on(monkeypatch):
     try:
         with monkeypatch.context() as patch, pytest.raises(RankError, match="broken on purpose on 1"):
             patch.setattr(ranks, "GRACE_S", 0.5)  # the other one hangs
-            pool.run("tests.test_ranks:report", world=2, fail=1)
+            pool.run(report, world=2, fail=1)
+        with pytest.raises(RankError, match=r"(?s)^rank 1: .*assert \{'a': 0\} == \{'a': 1\}"):
+            equal(numbers={"a": 0}, ranks=pool)
         for die in ((0,), (0, 1)):
             with pytest.raises(RankError, match="rank 0: the process ended"):
-                pool.run("tests.test_ranks:report", world=2, die=die)
-        assert pool.run("tests.test_ranks:report", world=2)[1][:3] == (1, 2, 3)
+                pool.run(report, world=2, die=die)
+        assert pool.run(report, world=2)[1][:3] == (1, 2, 3)
     finally:
         pool.close()
