@@ -6,6 +6,8 @@ vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import ConfigError
 from aligner.families import FAMILIES, rows
@@ -61,37 +63,58 @@ def dimensions(cfg: ModelConfig, num_labels: int = 1) -> dict[str, int]:
     }
 
 
+def rows_of(cfg: ModelConfig, head: str) -> list[ParamSpec]:
+    """The family's rows that this model has, as the family states them. `head` may be empty: no row of a head."""
+    assert head in ("lm", "score", ""), f"head={head!r}: expected lm, score or nothing"
+    table = [row for row in cfg.traits.table if not row.when or getattr(cfg, row.when)]
+    if head == "score":
+        table.append(rows.SCORE_HEAD)
+    elif head and not cfg.tie_embeddings:
+        table.append(rows.LM_HEAD)
+    return table
+
+
 def family_table(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> list[ParamSpec]:
     """Every parameter of the model, layers expanded, sizes filled in.
 
     `head`: "lm" (no row of its own when embeddings are tied) or "score" (reward and value models, `num_labels` rows).
     """
-    assert head in ("lm", "score"), f"head={head!r}: expected lm or score"
-    table = [row for row in check_family(cfg).table if not row.when or getattr(cfg, row.when)]
-    if head == "score":
-        table.append(rows.SCORE_HEAD)
-    elif not cfg.tie_embeddings:
-        table.append(rows.LM_HEAD)
-    sizes = dimensions(cfg, num_labels)
+    check_family(cfg)
+    sizes, experts = dimensions(cfg, num_labels), range(cfg.moe.num_experts)
     out = []
-    for row in table:
+    for row in rows_of(cfg, head):
         layers = cfg.layers_of(row.kind) if row.kind else range(cfg.num_layers)
-        for layer in layers if "{layer}" in row.canonical else (0,):
-            out.append(
-                ParamSpec(
-                    row.canonical.format(layer=layer),
-                    tuple(
-                        name.format(layer=layer, expert=expert)
-                        for expert in (range(cfg.moe.num_experts) if row.experts else (0,))
-                        for name in row.hf
-                    ),
-                    row.transform,
-                    row.tp_axis,
-                    tuple(sizes[name] for name in row.shape),
-                    sizes[row.units] if isinstance(row.units, str) else 0,
-                    row.padded,
-                    row.experts,
-                    float32=row.float32,
-                )
-            )
+        out += [_filled(row, sizes, layer, experts) for layer in (layers if is_of_layer(row) else (0,))]
     return out
+
+
+def layer_table(cfg: ModelConfig, kinds: tuple[str, ...]) -> list[ParamSpec]:
+    """The rows of one layer of these kinds (`ModelConfig.layer_kinds`), by the names of layer 0 and its expert 0."""
+    sizes = dimensions(cfg)
+    wanted = (row for row in rows_of(cfg, "") if is_of_layer(row) and (not row.kind or row.kind in kinds))
+    return [_filled(row, sizes, 0, range(1)) for row in wanted]
+
+
+def end_table(cfg: ModelConfig, head: str, num_labels: int) -> list[ParamSpec]:
+    """The rows outside of layers."""
+    sizes = dimensions(cfg, num_labels)
+    return [_filled(row, sizes, 0, range(1)) for row in rows_of(cfg, head) if not is_of_layer(row)]
+
+
+def is_of_layer(row: ParamSpec) -> bool:
+    return "{layer}" in row.canonical
+
+
+def _filled(row: ParamSpec, sizes: dict[str, int], layer: int, experts: range) -> ParamSpec:
+    names = (
+        name.format(layer=layer, expert=expert) for expert in (experts if row.experts else (0,)) for name in row.hf
+    )
+    return replace(
+        row,
+        canonical=row.canonical.format(layer=layer),
+        hf=tuple(names),
+        shape=tuple(sizes[name] for name in row.shape),
+        units=sizes[row.units] if isinstance(row.units, str) else 0,
+        when="",
+        kind="",
+    )

@@ -11,19 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.lora import ALL_LINEAR
 from aligner.errors import ConfigError
+from aligner.families.matrices import Split, is_matrix, outs_of, rows_of_group, sizes_of, split_of
+from aligner.families.rows import ParamSpec
 from aligner.families.table import family_table
-from aligner.models.params import ParamSpec, rows_of_group
 from aligner.models.shards import HfTensor
 
-Split = Literal["out", "in", "none"]  # of a matrix over tensor ranks
-
 LORA_A, LORA_B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
-_NEVER = ("mlp.router.weight", "mlp.shared_experts.gate_weight", "conv1d.weight")
 
 
 @dataclass(frozen=True)
@@ -61,9 +58,7 @@ class Site:
         spec, share = self.base, tensor if self.split == "out" else 1
         if spec.transform in ("qkv", "linear_in"):
             return spec.units // share, rows_of_group(spec, cfg)
-        out, _ = _sizes(spec)
-        parts = 2 if spec.transform in ("gate_up", "experts_gate_up") else 1
-        return 1, [out // share // parts] * parts
+        return 1, [out // share for out in outs_of(spec, cfg)]
 
 
 def sites(cfg: ModelConfig) -> list[Site]:
@@ -128,31 +123,20 @@ def described(cfg: ModelConfig, head: str, outputs: int) -> str:
 
 
 def _sites(cfg: ModelConfig) -> Iterator[Site]:
-    for spec in family_table(cfg):
-        name = spec.canonical
-        matrix = len(spec.shape) == 2 or name.endswith((".experts.gate_up", ".experts.down"))
-        if not name.startswith("decoder.layers.") or not matrix or name.endswith((".bias", *_NEVER)):
-            continue
-        axis = spec.tp_axis
-        inner = len(spec.shape) - 1 if spec.transform != "experts_gate_up" else 3
-        split: Split = "none" if axis is None else "in" if axis == inner else "out"
-        parts = len(spec.hf) // (spec.shape[0] if spec.experts else 1)
-        targets = tuple(_target(spec, split, i, spec.hf[i::parts], cfg) for i in range(parts))
-        yield Site(spec, split, targets)
+    for spec in filter(is_matrix, family_table(cfg)):
+        outs = outs_of(spec, cfg)
+        targets = (_target(spec, i, out, spec.hf[i :: len(outs)], cfg) for i, out in enumerate(outs))
+        yield Site(spec, split_of(spec), tuple(targets))
 
 
 def _holder(spec: ParamSpec) -> str:
     return f"{spec.canonical}_adapters" if spec.experts else f"{spec.canonical.removesuffix('.weight')}.adapters"
 
 
-def _target(spec: ParamSpec, split: Split, index: int, hf: tuple[str, ...], cfg: ModelConfig) -> Target:
+def _target(spec: ParamSpec, index: int, out: int, hf: tuple[str, ...], cfg: ModelConfig) -> Target:
     modules = tuple(name.removesuffix(".weight") for name in hf)
     name = modules[0].rsplit(".", 1)[-1]
-    out, inner = _sizes(spec)
-    if spec.transform in ("qkv", "linear_in"):
-        out = spec.units * rows_of_group(spec, cfg)[index]
-    elif spec.transform in ("gate_up", "experts_gate_up"):
-        out //= 2
+    (_, inner), split = sizes_of(spec), split_of(spec)
     rank, experts = cfg.lora.rank, spec.shape[:1] if spec.experts else ()
 
     def factor(kind: str, file: str, cut: Split, *shape: int) -> ParamSpec:
@@ -171,9 +155,3 @@ def _target(spec: ParamSpec, split: Split, index: int, hf: tuple[str, ...], cfg:
     a, b = factor("a", LORA_A, "in", rank, inner), factor("b", LORA_B, "out", out, rank)
     magnitude = factor("magnitude", MAGNITUDE, "out", out) if cfg.lora.dora else None
     return Target(name, index, modules, a, b, magnitude)
-
-
-def _sizes(spec: ParamSpec) -> tuple[int, int]:
-    """(out, in) of the matrix, or of each expert's."""
-    *out, inner = spec.shape[1:] if spec.experts else spec.shape
-    return prod(out), inner

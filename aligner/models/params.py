@@ -9,6 +9,7 @@ from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import CheckpointError, LayoutError
+from aligner.families.matrices import rows_of_group
 from aligner.families.rows import ParamSpec
 from aligner.families.table import family_table
 
@@ -29,15 +30,6 @@ def to_hf(spec: ParamSpec, full: Tensor, cfg: ModelConfig) -> dict[str, Tensor]:
         return dict(zip(spec.hf, full.flatten(0, 1) if spec.transform == "experts_gate_up" else full, strict=True))
     parts = full.unflatten(0, (spec.units, -1)).split(rows_of_group(spec, cfg), dim=1)
     return {name: part.flatten(0, 1) for name, part in zip(spec.hf, parts, strict=True)}
-
-
-def rows_of_group(spec: ParamSpec, cfg: ModelConfig) -> list[int]:
-    """Of each Hugging Face tensor, where the canonical one interleaves them: Megatron has [queries of the group, key,
-    value], group after group, and of linear attention all of a key head. Queries with gates alternate with them."""
-    if spec.transform == "linear_in":
-        return [cfg.linear.gated_width, cfg.linear.width - cfg.linear.gated_width]
-    head = cfg.kv_channels
-    return [cfg.queries_per_group * head, head, head]
 
 
 def from_hf(spec: ParamSpec, tensors: Mapping[str, Tensor] | Callable[[str], Tensor], cfg: ModelConfig) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import LayoutError
+from aligner.families.matrices import rows_of_group
 from aligner.families.table import family_table
-from aligner.models.params import ParamSpec, expected_hf_shapes, hf_axis, rows_of_group, shard_interval
+from aligner.models.params import ParamSpec, expected_hf_shapes, hf_axis, shard_interval
 from aligner.ops.kernels.checksum import part_checksum
 
 INTERLEAVED = ("qkv", "qkv_bias", "linear_in")  # the canonical tensor has parts of each Hugging Face tensor by turns

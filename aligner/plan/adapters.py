@@ -1,21 +1,24 @@
 """Low-rank adapters (`model.lora`) in numbers: parameters, operations and collectives beside those of frozen ones.
 
 Names: r the rank; of one of Megatron's matrices I numbers in, O out, k targets that it is made of, so that A x has k r
-numbers. `aligner/models/adapters.py` says the same of tensors, which import torch.
+numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.lora import ALL_LINEAR
+from aligner.families.matrices import Split, is_matrix, outs_of, sizes_of, split_of
+from aligner.families.rows import ParamSpec
+from aligner.families.table import layer_table
 from aligner.plan.job import Part
-from aligner.plan.shapes import Count, Grid, attention_widths, rank_parameters, stage_layers, stage_linear
+from aligner.plan.shapes import Count, Grid, rank_parameters, stage_layers, stage_linear
 
 HELD_BITS = {"int8": 8.5, "fp8": 8.5, "nf4": 4.5}  # of a number in `ops/kernels/frozen.py`, with its share of a scale
-EXPERTS = {"mixtral": ("w1", "w3", "w2")}  # what families call an expert's matrices, where not as a dense MLP's
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Matrix:
     out: int
     targets: int  # k
     adapted: int  # rows of the targets among O
-    split: str  # what tensor ranks share: "out", "in" or "none"
+    split: Split
     experts: int = 0  # so many of them, over expert ranks
     late: bool = False  # reads only what `plan.reads` calls kept, in the last layer
     of_hidden: bool = False  # its input is the stream's
@@ -36,63 +39,33 @@ def is_adapted(part: Part) -> bool:
 
 def matrices(m: ModelConfig, sparse: bool, linear: bool) -> list[Matrix]:
     """Those of a layer that have adapters."""
-    wanted, found = set(m.lora.targets), []
-    for parts, inner, split, options in [*_mixing_rows(m, linear), *_mlp_rows(m, sparse)]:
-        adapted = [out for name, out in parts if name in wanted or ALL_LINEAR in wanted]
-        if adapted:
-            found.append(Matrix(inner, sum(out for _, out in parts), len(adapted), sum(adapted), split, **options))
-    return found
+    wanted = set(m.lora.targets)
+    found = (_matrix(m, spec, wanted) for spec in _layer_matrices(m, sparse, linear))
+    return [matrix for matrix in found if matrix.targets]
 
 
 Moved = tuple[str, float]  # a collective between tensor ranks, and its bytes
-Row = tuple[list[tuple[str, int]], int, str, dict]  # (name, O) of each part, I, what is shared, fields of `Matrix`
-LATE, HIDDEN = {"late": True}, {"of_hidden": True}
 
 
-def _mixing_rows(m: ModelConfig, linear: bool) -> Iterator[Row]:
-    return _linear_rows(m) if linear else _latent_rows(m) if m.latent.kv_rank else _attention_rows(m)
+def _layer_matrices(m: ModelConfig, sparse: bool, linear: bool) -> list[ParamSpec]:
+    kinds = ("sparse" if sparse else "dense", "linear" if linear else "attention")
+    return [spec for spec in layer_table(m, kinds) if is_matrix(spec)]
 
 
-def _attention_rows(m: ModelConfig) -> Iterator[Row]:
-    a, k, v, out = attention_widths(m)
-    queries = a * (2 if m.traits.gated_attention else 1)
-    yield [("q_proj", queries), ("k_proj", k), ("v_proj", v)], m.hidden_size, "out", HIDDEN
-    yield [("o_proj", m.hidden_size)], out, "in", LATE
-
-
-def _latent_rows(m: ModelConfig) -> Iterator[Row]:
-    latent, h, (a, _, v, out) = m.latent, m.hidden_size, attention_widths(m)
-    if latent.query_rank:
-        yield [("q_a_proj", latent.query_rank)], h, "none", HIDDEN
-        yield [("q_b_proj", a)], latent.query_rank, "out", {}
-    else:
-        yield [("q_proj", a)], h, "out", HIDDEN
-    yield [("kv_a_proj_with_mqa", latent.kv_rank + latent.rotary_dim)], h, "none", HIDDEN
-    yield [("kv_b_proj", m.num_heads * latent.plain_dim + v)], latent.kv_rank, "out", {}
-    yield [("o_proj", h)], out, "in", LATE
-
-
-def _linear_rows(m: ModelConfig) -> Iterator[Row]:
-    linear, h = m.linear, m.hidden_size
-    gated, heads = linear.gated_width * linear.key_heads, linear.key_heads
-    yield [("in_proj_qkvz", gated), ("in_proj_ba", linear.width * heads - gated)], h, "out", HIDDEN
-    yield [("out_proj", h)], linear.value_heads * linear.value_head_dim, "in", LATE
-
-
-def _mlp_rows(m: ModelConfig, sparse: bool) -> Iterator[Row]:
-    h, usual = m.hidden_size, ("gate_proj", "up_proj", "down_proj")
-    kinds = [(m.ffn_hidden_size, usual, 0)]
-    if sparse:
-        shared = m.moe.shared_ffn_hidden_size
-        kinds = [(m.expert_ffn, EXPERTS.get(m.family, usual), m.moe.num_experts), *[(shared, usual, 0)] * bool(shared)]
-    for width, (gate, up, down), experts in kinds:
-        yield [(gate, width), (up, width)], h, "out", LATE | {"experts": experts}
-        yield [(down, h)], width, "in", LATE | {"experts": experts}
+def _matrix(m: ModelConfig, spec: ParamSpec, wanted: set[str]) -> Matrix:
+    """Of a row of the layer. What neither mixes tokens nor is mixed reads only kept ones in the last layer."""
+    (out, inner), names = sizes_of(spec), [name.removesuffix(".weight").rpartition(".")[2] for name in spec.hf]
+    sizes = zip(names, outs_of(spec, m), strict=True)
+    adapted = [size for name, size in sizes if name in wanted or ALL_LINEAR in wanted]
+    late = ".mlp." in spec.canonical or spec.canonical.endswith(("linear_proj.weight", "out_proj.weight"))
+    of_hidden = not late and not spec.canonical.endswith("_up_proj.weight")
+    experts = m.moe.num_experts if spec.experts else 0
+    return Matrix(inner, out, len(adapted), sum(adapted), split_of(spec), experts, late, of_hidden)
 
 
 def _layers(m: ModelConfig, grid: Grid, stage: int) -> Iterator[list[Matrix]]:
-    for sparse, linear in zip(stage_layers(m, grid, stage), stage_linear(m, grid, stage), strict=True):
-        yield matrices(m, sparse, linear)
+    each = cache(partial(matrices, m))
+    return map(each, stage_layers(m, grid, stage), stage_linear(m, grid, stage))
 
 
 def factor_sizes(matrix: Matrix, m: ModelConfig, grid: Grid) -> tuple[int, int]:
@@ -266,10 +239,11 @@ def needs_no_input_gradient(grid: Grid, stage: int, recompute: bool) -> bool:
 def first_operations(m: ModelConfig, grid: Grid, own: float) -> float:
     """Of the gradient that the inputs of the first layer's frozen matrices would have, on one rank."""
     total = 0.0
-    for parts, inner, split, options in _mixing_rows(m, m.linear.is_linear(0)):
-        if options.get("of_hidden"):
-            share = 1 / grid.tensor if split == "out" or grid.sequence else 1.0
-            total += 2 * own * share * inner * sum(out for _, out in parts)
+    for spec in _layer_matrices(m, False, m.linear.is_linear(0)):
+        matrix = _matrix(m, spec, set())
+        if matrix.of_hidden:
+            share = 1 / grid.tensor if matrix.split == "out" or grid.sequence else 1.0
+            total += 2 * own * share * matrix.inner * matrix.out
     return total
 
 

@@ -7,10 +7,14 @@ what is said of "a layer" is their mean.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import astuple, dataclass
+from math import prod
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.plan.linear import linear_alike, linear_matrices, linear_share, linear_vectors, rule_operations
+from aligner.families.rows import SCORE_HEAD, ParamSpec
+from aligner.families.table import end_table, layer_table
+from aligner.plan.linear import linear_alike, linear_matrices, linear_share, rule_operations
 
 
 @dataclass(frozen=True)
@@ -147,28 +151,32 @@ def layer_norms(m: ModelConfig, linear: bool = False) -> int:
 
 
 def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", outputs: int = 1) -> Count:
-    """Of one rank on pipeline stage `stage`: matrices, biases and sinks / tp, norms and routers whole, experts / (tp
-    ep); the vocabulary, padded to a multiple of tp, on the first stage and again on the last (once where tied and pp =
-    1)."""
-    h, tp, moe, traits = m.hidden_size, grid.tensor, m.moe, m.traits
-    a, k, _, _ = attention_widths(m)
-    bias = (a + 2 * k if m.qkv_bias else 0) + (2 * m.ffn_hidden_size if m.mlp_bias else 0)
-    bias += (a + k if traits.wide_qk_norm else 0) + (m.num_heads if traits.sinks else 0)
-    layers, last = stage_layers(m, grid, stage), stage == grid.pipeline - 1
-    each = (attention_matrices(m) + bias) // tp + layer_norms(m)
-    expert = (3 * h + 2 * traits.expert_bias) * m.expert_ffn // tp + h * traits.expert_bias
-    experts = moe.num_experts // grid.expert * expert
-    router = mlp_matrices(m, True) + moe.num_experts * traits.expert_bias
-    sparse_layer = router + shared_matrices(m) // tp
-    vocabulary = -(-m.vocab_size // tp) * h
-    remembers = (sum(linear_matrices(m)) + linear_vectors(m)) // tp + linear_alike(m) + layer_norms(m, True)
-    dense = sum(sparse_layer if sparse else mlp_matrices(m, False) // tp for sparse in layers)
-    dense += sum(remembers if linear else each for linear in stage_linear(m, grid, stage))
-    dense += (vocabulary if stage == 0 else 0) + (h if last else 0)
-    if last and head == "lm" and not (m.tie_embeddings and grid.pipeline == 1):
-        dense += vocabulary
-    fixed = sum(layers) * moe.num_experts * traits.sigmoid_router
-    return Count(dense, sum(layers) * experts, outputs * h if last and head == "score" else 0, fixed)
+    """Of one rank on pipeline stage `stage`, by the family's rows; the vocabulary, padded to a multiple of tp, on the
+    first stage and again on the last (once where tied and pp = 1)."""
+    count, total = m.num_layers // grid.pipeline, Counter[str]()
+    last = stage == grid.pipeline - 1
+    for kinds, layers in Counter(map(m.layer_kinds, range(stage * count, (stage + 1) * count))).items():
+        for spec in layer_table(m, kinds):
+            total[_holders(spec)] += layers * _rank_elements(spec, grid)
+    for spec in end_table(m, head, outputs):
+        here = last if not spec.canonical.startswith("embedding.") else stage == 0
+        tied = spec.padded and last and head == "lm" and m.tie_embeddings
+        total[_holders(spec)] += (here or tied) * _rank_elements(spec, grid)
+    return Count(**total)
+
+
+def _holders(spec: ParamSpec) -> str:
+    """The field of `Count`."""
+    if spec.experts:
+        return "experts"
+    return "score" if spec.hf == SCORE_HEAD.hf else "fixed" if spec.float32 else "dense"
+
+
+def _rank_elements(spec: ParamSpec, grid: Grid) -> int:
+    elements = prod(spec.shape)
+    if spec.padded:
+        return -(-spec.shape[0] // grid.tensor) * spec.shape[1]
+    return elements // (1 if spec.tp_axis is None else grid.tensor) // (grid.expert if spec.experts else 1)
 
 
 def parameters(m: ModelConfig, head: str = "lm", outputs: int = 1) -> int:

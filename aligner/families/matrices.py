@@ -1,0 +1,48 @@
+"""The matrices of a layer: what adapters can lie beside, and products multiply with."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Literal
+
+from aligner.config.sections.model.config import ModelConfig
+from aligner.families.rows import ParamSpec
+
+Split = Literal["out", "in", "none"]  # of a matrix over tensor ranks
+_NEVER = ("mlp.router.weight", "mlp.shared_experts.gate_weight", "conv1d.weight")
+
+
+def is_matrix(spec: ParamSpec) -> bool:
+    """Whether a row of the table is a matrix of a layer that may have adapters: no router, no convolution."""
+    name = spec.canonical
+    matrix = len(spec.shape) == 2 or name.endswith((".experts.gate_up", ".experts.down"))
+    return name.startswith("decoder.layers.") and matrix and not name.endswith((".bias", *_NEVER))
+
+
+def split_of(spec: ParamSpec) -> Split:
+    if spec.tp_axis is None:
+        return "none"
+    return "in" if spec.tp_axis == len(spec.shape) - 1 else "out"
+
+
+def sizes_of(spec: ParamSpec) -> tuple[int, int]:
+    """(out, in) of the matrix, or of each expert's."""
+    *out, inner = spec.shape[1:] if spec.experts else spec.shape
+    return prod(out), inner
+
+
+def outs_of(spec: ParamSpec, cfg: ModelConfig) -> list[int]:
+    """Rows of each of Hugging Face's matrices that it is made of, or that each expert's is."""
+    if spec.transform in ("qkv", "linear_in"):
+        return [spec.units * rows for rows in rows_of_group(spec, cfg)]
+    out, _ = sizes_of(spec)
+    return [out // 2] * 2 if spec.transform in ("gate_up", "experts_gate_up") else [out]
+
+
+def rows_of_group(spec: ParamSpec, cfg: ModelConfig) -> list[int]:
+    """Of each Hugging Face tensor, where the canonical one interleaves them: Megatron has [queries of the group, key,
+    value], group after group, and of linear attention all of a key head. Queries with gates alternate with them."""
+    if spec.transform == "linear_in":
+        return [cfg.linear.gated_width, cfg.linear.width - cfg.linear.gated_width]
+    head = cfg.kv_channels
+    return [cfg.queries_per_group * head, head, head]
