@@ -57,8 +57,7 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
         raise
     except Exception as error:
         _tell(job, error)
-        if not job.dispensable:
-            job.watchdog.ask_for_stacks(repr(error))
+        job.watchdog.ask_for_stacks(repr(error))
         raise
     finally:
         job.watchdog.stop()

@@ -4,9 +4,9 @@
     python -m tests.soak --kills 50 --async    # stages and layouts of engines on ranks of their own: lags, windows
 
 Each case is a random stage on one rank, two data-parallel or two tensor ranks (also with adapters), grpo, ppo and turns
-also on one or two trainer's ranks and one or two engines that are ahead of them (engine.lag, engine.window), of two of
-which grpo and ppo may lose one (engine.spares: they then go on), and if asked for (`--layouts vllm`) with vLLM, whose
-process is then killed too (SIGKILL at any call of it); with or without checkpoint.async_save, killed (SIGKILL of one
+also on one or two trainer's ranks and one or two engines that are ahead of them (engine.lag, engine.window), and if
+asked for (`--layouts vllm`) with vLLM, whose process is then killed too (SIGKILL at any call of it); with or without
+checkpoint.async_save, killed (SIGKILL of one
 rank or of all) up to four times: half of the kills at a random time, half at a point that a random time would seldom
 hit: within a save, a commit, a refit, a window, a step of decoding, between two minibatches, at the end of an epoch.
 One of several ranks may first see the run folder as it was some time ago, as on a network file system. Ranks are forked
@@ -86,7 +86,7 @@ VLLM = "vllm"  # needs an environment of its own, and seconds to start
 LAYOUTS[VLLM] = (1, ["engine=vllm", "engine.kv_cache_bytes=16777216", "model.init=random", "model.head_dim=32"])
 LAYOUTS["lag-windows"] = (2, [*LAYOUTS["lag1"][1], "engine.window=3", "sampling.max_response_tokens=10"])
 LAYOUTS["lag0"] = (2, ["engine.ranks=1"])
-TWO = ["engine.ranks=2", "engine.spares=1", "engine.silent_s=15", "cluster.timeout_s=60", "refit.timeout_s=60"]
+TWO = ["engine.ranks=2", "engine.silent_s=15", "cluster.timeout_s=60", "refit.timeout_s=60"]
 LAYOUTS["lag-two"] = (3, [*TWO, "engine.lag=2"])
 LAYOUTS["lag-windows-two"] = (4, [*TWO, *LAYOUTS["lag-windows"][1][1:]])
 ASYNC = [name for name in LAYOUTS if name.startswith("lag")]
@@ -232,7 +232,6 @@ def attempt(cfg: Config, world: int, log: Path, kill: Kill | None, late: bool = 
     for rank in range(world):
         pids.append(fork(work(rank), log, pids[0] if pids else 0))
     open_, sent, deadline, killed = list(pids), False, None, False
-    needed = pids[: world - cfg.engine.ranks] if cfg.engine.spares else pids
     while open_:
         for pid in list(open_):
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -244,7 +243,7 @@ def attempt(cfg: Config, world: int, log: Path, kill: Kill | None, late: bool = 
             sent = True
             for pid in open_ if kill.rank is None else [p for p in pids[kill.rank : kill.rank + 1] if p in open_]:
                 os.kill(pid, signal.SIGKILL)
-        if open_ and not set(needed) <= set(open_) and deadline is None:
+        if 0 < len(open_) < len(pids) and deadline is None:
             deadline = time.monotonic() + (WAIT_S if killed else LIMIT_S / 10)
         if passed > LIMIT_S or (deadline is not None and time.monotonic() > deadline):
             if not killed:
@@ -331,7 +330,7 @@ class Soak:
     def _turns(self, world: int, run: Path, *more: str) -> Config:
         """Stage grpo with an environment whose answers are others each time, and late."""
         dice = self.folder / "dice"
-        more = (*COMMON, *stages.DICE, f"model.init={dice / 'sft'}", "run.eval_every=0", *more, "engine.spares=0")
+        more = (*COMMON, *stages.DICE, f"model.init={dice / 'sft'}", "run.eval_every=0", *more)
         cfg = compose(stages.overrides("grpo", dice, run, *more))
         validate(cfg, world)
         freeze(cfg, cfg.run.dir)

@@ -98,8 +98,7 @@ def native_engine(job: Job, model: ModelConfig, tokenizer: Any, reports_routing:
 
 def _policy_engine(job: Job, model: ModelConfig) -> FleetEngine:
     engine = native_engine(job, model, job.tokenizer, job.cfg.mismatch.replay_routing)
-    # what a replica has of the samples is to be known where it may be lost
-    engine.steal = not job.cfg.run.deterministic and not job.cfg.engine.spares
+    engine.steal = not job.cfg.run.deterministic
     return engine
 
 

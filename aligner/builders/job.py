@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.trtllm.built import TrtllmBuiltEngine
 from aligner.engines.trtllm.torch_backend import TrtllmEngine
 from aligner.engines.vllm.engine import VllmEngine
-from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, regroup, split_world
+from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
 from aligner.megatron.held import check_held
 from aligner.megatron.lora import check_adapters
 from aligner.megatron.model import check_kernels, resolve_dtype
@@ -86,11 +85,6 @@ class Job:
         self.seen.counts = self.layout is not None and self.layout.peers.rank() == 0
 
     @property
-    def dispensable(self) -> bool:
-        """The run may go on without this rank."""
-        return self.bridge is not None and self.bridge.generates and self.bridge.spares > 0
-
-    @property
     def tokenizer(self) -> Any:
         return self.initial.tokenizer
 
@@ -141,9 +135,9 @@ def _timeout_s(cfg: Config) -> float:
 def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:
     bridge = None
     if cfg.engine.ranks:
-        trainers, engine = env.world_size - cfg.engine.ranks, cfg.engine
-        more = (engine.tensor_parallel, engine.spares, engine.silent_s, partial(regroup, trainers))
-        bridge = Bridge(*split_world(engine.ranks), trainers, *more)
+        engine = cfg.engine
+        trainers = env.world_size - engine.ranks
+        bridge = Bridge(*split_world(engine.ranks), trainers, engine.tensor_parallel, engine.silent_s)
         bridge.begin()
     torch.manual_seed(derive(cfg.seed, "torch"))
     if cfg.run.deterministic:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +48,6 @@ def launch(
     imports: Sequence[str] = (),
     proof: Sequence[Path] = (),
     last: bool = False,
-    spare: Collection[int] = (),
-    begun: Path | None = None,
 ) -> int:
     """Run `python -m aligner run --frozen cfg_path` (or `argv`) as `ranks` processes; returns the exit code.
 
@@ -58,8 +56,7 @@ def launch(
     Rank 0 writes to this terminal, the others to run_dir/logs/rank-0001.log and so on. The code is 0 if all ranks
     ended well, else that of the rank that failed first (128 + n if signal n ended it). `proof`: ranks that listen to
     requests to stop and write one of these files before they end well; without it, 0 is a failure. `last`: as of
-    StopSignals. `spare`: ranks that may fail, once the file `begun` is written if one is named; the others decide
-    whether they go on without.
+    StopSignals.
     """
     if ranks < 1:
         raise ConfigError("--ranks", ranks, "a number >= 1")
@@ -74,8 +71,7 @@ def launch(
     with ExitStack() as files:
         started: list[_Rank] = []
         requests = STOPS if proof else REQUESTS
-        before, first_step = _marks(proof), [begun] if begun and spare else []
-        earlier = _marks(first_step)
+        before = _marks(proof)
         with signals_forwarded(lambda number: _ask(started, number), last) as received:
             try:
                 shared = {
@@ -95,8 +91,7 @@ def launch(
                     for number in range(ranks):
                         started.append(_start(number, command, shared, logs, files, requests))
                 proven = lambda: not proof or _new(proof, before)  # noqa: E731
-                spared = lambda: spare if not first_step or _new(first_step, earlier) else ()  # noqa: E731
-                first = _watch(started, received, requests, proven, spared)
+                first = _watch(started, received, requests, proven)
             except KeyboardInterrupt:  # the second Ctrl-C
                 _send(started, signal.SIGKILL)
                 raise
@@ -172,33 +167,22 @@ def _fork(
 
 
 def _watch(
-    started: list[_Rank],
-    received: list[int],
-    requests: Sequence[int],
-    proven: Callable[[], bool],
-    spare: Callable[[], Collection[int]],
+    ranks: list[_Rank], received: list[int], requests: Sequence[int], proven: Callable[[], bool]
 ) -> _Rank | None:
-    """Wait for all ranks that are not to spare, or for the first failure; returns the rank that failed first."""
-    ranks, others = started, []
+    """Wait for all ranks, or for the first failure; returns the rank that failed first."""
     asked = time.monotonic()
     left: _Rank | None = None  # the rank that was first found to have ended well, though nothing was `proven`
     while True:
-        seen = [rank.process.poll() for rank in started]  # before what they have written is looked at
-        if ranks is started and (numbers := spare()):
-            ranks = [rank for rank in started if rank.number not in numbers]
-            others = [rank for rank in started if rank.number in numbers]
-        others = [rank for rank in others if not _ended(rank)]
+        codes = [rank.process.poll() for rank in ranks]  # before what they have written is looked at
         if time.monotonic() - asked > ASK_AGAIN_S:
             asked = time.monotonic()
             for number in set(received).intersection(requests):
-                _send(started, number)
-        codes = [seen[r.number] for r in ranks]
+                _send(ranks, number)
         if left is None and 0 in codes and not proven():
             left = ranks[codes.index(0)]
         if any(codes):
             break
         if all(code == 0 for code in codes):
-            _await_end(started)
             return None if left is None or proven() else left
         time.sleep(POLL_S)
     exited_first = next(r for r in ranks if r.process.returncode)
@@ -222,14 +206,6 @@ def _watch(
 
 def _killed(ranks: list[_Rank]) -> _Rank | None:
     return next((r for r in ranks if r.process.poll() == -signal.SIGKILL), None)
-
-
-def _ended(rank: _Rank) -> bool:
-    """Whether it did, which is told where it did not end well: the others cannot know how."""
-    code = rank.process.poll()
-    if code:
-        print(f"rank {rank.number} has ended ({_how(code)}), which the run may survive: {rank.log}", file=sys.stderr)
-    return code is not None
 
 
 def _await_end(ranks: list[_Rank]) -> None:

@@ -18,6 +18,11 @@ class Removed:
 
 
 REMOVED = {
+    "engine.spares": Removed(
+        0,
+        "it was removed, as it worked under `aligner launch` alone: srun ends a job with the first rank that fails",
+        "Leave the key out; a run that lost an engine goes on from its last checkpoint when it is started again.",
+    ),
     "refit.skip_unchanged": Removed(
         False,
         "it was removed, as finding what changed took 2.4 to 2.9 times as long as sending everything",

@@ -121,7 +121,6 @@ def _engine_ranks(cfg: Config, world_size: int) -> None:
         raise LayoutError("engine.ranks", ranks, f"less than the {world_size} ranks of the job: the others train")
     if (ranks or world_size) % width:
         raise LayoutError("engine.tensor_parallel", width, f"a divisor of {among}")
-    _spares(cfg)
     if not ranks:
         return
     if any(judge.model for judge in cfg.reward.judges) and (world_size - ranks) % width:
@@ -137,17 +136,6 @@ def _engine_ranks(cfg: Config, world_size: int) -> None:
         raise ConfigError("engine.quantization", cfg.engine.quantization, expected)
     if cfg.debug.record_answers:
         raise ConfigError("debug.record_answers", True, f"false with {among}")
-
-
-def _spares(cfg: Config) -> None:
-    """Who can do without a replica: samples follow their seeds, answers of tools do not."""
-    ranks, spares, replicas = cfg.engine.ranks, cfg.engine.spares, cfg.engine.ranks // cfg.engine.tensor_parallel
-    if spares and spares >= replicas:
-        expected = f"less than the {replicas} replicas of engine.ranks={ranks}" if ranks else "0 without engine.ranks"
-        raise ConfigError("engine.spares", spares, expected)
-    if spares and cfg.environment.on:
-        expected = f"0 with {cfg.environment.named[0]}: whoever was lost had its answers"
-        raise ConfigError("engine.spares", spares, expected)
 
 
 def _lag(cfg: Config) -> None:

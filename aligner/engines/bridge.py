@@ -1,7 +1,7 @@
 """Between the ranks that train and the last ones of the job, which only generate: what to do, and what came of it.
 
     order    by the trainer's rank 0, through the store: ranks that only generate wait for it as long as it takes, and
-             come to it (`roll.py`); with `spares` it is carried out without replicas that are lost
+             come to it (`roll.py`)
     answer   of those that generate, to all ranks
     dismiss  the last order; `well` tells how the trainer's ranks ended
 
@@ -14,7 +14,7 @@ A rank that cannot go on writes down why (`tell`); those that then wait for it i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,42 +47,29 @@ class Answer(NamedTuple):
 @dataclass
 class Bridge:
     """`group`, `store`: of all ranks of the job, of which the first `trainers` train. Of the others each `width` are a
-    replica; the run goes on without as many of these as are `spares`, in a group that `regroup` makes of the job's for
-    the ranks that are left. Ranks are always those of the job."""
+    replica. Ranks are always those of the job."""
 
     group: dist.ProcessGroup
     store: dist.Store
     seal: Seal
     trainers: int
     width: int = 1
-    spares: int = 0
     silent_s: float = 60.0  # without a sign of life, after which a rank counts as lost
-    regroup: Callable[[dist.ProcessGroup, Sequence[int]], dist.ProcessGroup] = lambda job, ranks: job
     signal: Callable[[], int] = lambda: 0  # received by this rank
     on_signal: Callable[[int], None] = lambda number: None  # told of a signal that a rank with an engine received
-    shrunk: bool = field(default=False, init=False)  # replicas were lost since the order before this one
     _orders: int = field(default=0, init=False)
     _refused: str = field(default="", init=False)  # by rank 0: why the run cannot go on
     _doing: str = field(default="start", init=False)  # by rank 0: what was ordered last
     _heart: ExitStack = field(default_factory=ExitStack, init=False)
 
     def __post_init__(self) -> None:
-        self._job, self.rank = self.group, self.group.rank()
+        self.rank = self.group.rank()
         self.engines = tuple(range(self.trainers, self.group.size()))  # ranks that generate
-        self.replicas = self._replicas()  # at the start
         self.roll = RollCall(self.store, self.seal, self.silent_s)
 
     @property
     def generates(self) -> bool:
         return self.rank >= self.trainers
-
-    def _replicas(self) -> list[tuple[int, ...]]:
-        return [self.engines[i : i + self.width] for i in range(0, len(self.engines), self.width)]
-
-    @property
-    def left(self) -> tuple[int, ...]:
-        """Numbers of the replicas that are there."""
-        return tuple(n for n, ranks in enumerate(self.replicas) if set(ranks) <= set(self.engines))
 
     def begin(self) -> None:
         """Until `dismiss` or `leave` this rank tells that it is there, if it generates."""
@@ -91,49 +78,32 @@ class Bridge:
 
     # --- the trainer's side: every rank calls these together
 
-    def order(self, name: str, *arguments: Any) -> bool:
+    def order(self, name: str, *arguments: Any) -> None:
         """Have the ranks that generate do `name`, once they have done what was ordered before; rank 0's arguments
-        count. Whether replicas were lost until then. Raises EngineError on every rank if more are than are to spare."""
+        count. Raises EngineError on every rank if some were lost until then."""
         self._orders += 1
         if self.rank == 0:
             with self.contact():
                 key = _key(self._orders)
                 self.store.set(key, self.seal.close(encode((name, arguments)), key))
         if name != DISMISS:
-            self._go_on_with(by_rank_0(partial(self._called, name)))
-        return self.shrunk
+            by_rank_0(partial(self._call, name))
 
-    def _called(self, name: str) -> list[int]:
-        """By rank 0: the ranks that generate and have come."""
+    def _call(self, name: str) -> None:
+        """By rank 0: wait until all ranks that generate have come."""
         if self._refused:  # the others have left
             raise EngineError(self._refused)
-        number, before = self._orders, self._replicas()
+        number = self._orders
         with self.contact():
-            spare = self.spares - (len(self.replicas) - len(before))
-            lost = self.roll.absent(number, before, spare)
-            left = [rank for ranks in before if not set(ranks) & set(lost) for rank in ranks]
-            enough = len(lost) <= spare and left
-            self.roll.admit(number, left if enough else [])
+            lost = self.roll.absent(number, self.engines)
+            self.roll.admit(number, not lost)
             # all have read what was before: they have come
             self.store.delete_key(_key(number - 1))
             self.roll.forget(number - 1, self.engines)
-            if lost:
-                self.store.delete_key(CAUSE)  # of what comes it is not the cause
-        why = "; ".join(f"{text} (`{self._doing}`)" for text in lost.values())
-        self._doing = name
-        if not enough:
-            self._refused = why
-            raise EngineError(why)
         if lost:
-            print(f"WARNING: {why}. The run goes on with engines on {len(left)} ranks (engine.spares)", flush=True)
-        return left
-
-    def _go_on_with(self, ranks: list[int]) -> None:
-        self.shrunk = len(ranks) < len(self.engines)
-        if self.shrunk:
-            self.engines = tuple(ranks)
-            with self.contact():
-                self.group = self.regroup(self._job, [*range(self.trainers), *ranks])
+            self._refused = f"{lost} (`{self._doing}`)"
+            raise EngineError(self._refused)
+        self._doing = name
 
     def answers(self) -> list[Answer]:
         """What the ranks that generate answered, by rank. Raises the first error among them."""
@@ -171,11 +141,8 @@ class Bridge:
             name, arguments = self.roll.wait(_key(self._orders))
             if name == DISMISS:
                 return name, tuple(arguments)
-            ranks = self.roll.come(self._orders, self.rank)
-        if self.rank not in ranks:
-            return DISMISS, (False,)
-        self._go_on_with(ranks)
-        return name, tuple(arguments)
+            carried_out = self.roll.come(self._orders, self.rank)
+        return (name, tuple(arguments)) if carried_out else (DISMISS, (False,))
 
     def answer(self, work: Callable[[], Any], version: Callable[[], int]) -> bool:
         """Do it and tell the trainers what came of it, the value or the error; whether it went well everywhere."""

@@ -4,7 +4,7 @@ so in that very moment.
 
     come    a rank that generates, for an order
     absent  the trainer's rank 0 waits for them; who does not come is lost once its heart stops, or it says why it fails
-    admit   by rank 0: with whom the order is carried out
+    admit   by rank 0: whether the order is carried out, as all have come
 
 Until a rank comes, a thread of it beats in the store that all ranks share.
 """
@@ -70,47 +70,40 @@ class RollCall:
         self._why = why
         self._say(self.store, rank, "")
 
-    def come(self, number: int, rank: int) -> list[int]:
-        """For this order; the ranks that generate with which it is carried out, perhaps without this one."""
+    def come(self, number: int, rank: int) -> bool:
+        """For this order; whether it is carried out."""
         self.store.set(_came(number, rank), b"")
         return self.wait(_admitted(number))
 
     # --- the trainer's rank 0
 
-    def absent(self, number: int, replicas: Sequence[Sequence[int]], spare: int) -> dict[int, str]:
-        """Wait for the ranks of these replicas. Why each is lost that is: one rank of a replica, and so many replicas
-        at most as are `spare` and one."""
-        lost: dict[int, str] = {}
+    def absent(self, number: int, ranks: Sequence[int]) -> str:
+        """Wait for these ranks; why the first that are lost do not come, "" where all have come."""
         beats: dict[int, str] = {}
         silent: dict[int, float] = {}
-        waited = [tuple(replica) for replica in replicas]
         started = last = time.monotonic()
-        while waited and len(lost) <= spare:
-            if self.store.check([_came(number, rank) for replica in waited for rank in replica]):
-                break
+        lost: list[str] = []
+        while not lost and not self.store.check([_came(number, rank) for rank in ranks]):
             now = time.monotonic()
             if now - last < BEAT_S:
                 nap(started)
                 continue
             # a stop of the whole job is no silence
             passed, last = min(now - last, 2 * BEAT_S), now
-            for replica in waited.copy():
-                absent = [rank for rank in replica if not self.store.check([_came(number, rank)])]
-                for rank in absent:
-                    host, beat, why = self._heard(rank)
-                    silent[rank] = silent[rank] + passed if beat == beats.get(rank) else 0.0
-                    beats[rank] = beat
-                    if why or silent[rank] > self.silent_s:
-                        how = f"failed: {why}" if why else f"has ended or hangs: silent for {silent[rank]:.0f} s"
-                        lost[rank] = f"rank {rank} on {host} {how}"
-                        break
-                if not absent or any(rank in lost for rank in replica):
-                    waited.remove(replica)
-        return lost
+            for rank in ranks:
+                if self.store.check([_came(number, rank)]):
+                    continue
+                host, beat, why = self._heard(rank)
+                silent[rank] = silent[rank] + passed if beat == beats.get(rank) else 0.0
+                beats[rank] = beat
+                if why or silent[rank] > self.silent_s:
+                    how = f"failed: {why}" if why else f"has ended or hangs: silent for {silent[rank]:.0f} s"
+                    lost.append(f"rank {rank} on {host} {how}")
+        return "; ".join(lost)
 
-    def admit(self, number: int, ranks: Sequence[int]) -> None:
+    def admit(self, number: int, all_came: bool) -> None:
         key = _admitted(number)
-        self.store.set(key, self.seal.close(encode(list(ranks)), key))
+        self.store.set(key, self.seal.close(encode(all_came), key))
 
     def forget(self, number: int, ranks: Collection[int]) -> None:
         """An order that all have read."""

@@ -8,7 +8,7 @@ import gc
 import math
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -129,32 +129,6 @@ def split_world(last: int) -> tuple[dist.ProcessGroup, dist.Store, Seal]:
     worlds = [_new_group(list(range(first))), _new_group(list(range(first, everyone.size())))]
     dist.distributed_c10d._update_default_pg(worlds[everyone.rank() >= first])
     return everyone, store, _session[0]
-
-
-def regroup(trainers: int, everyone: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The group of all `ranks`, which are those left of the job's; and the world of those that do not train, whose own
-    has one in it that is lost. Nobody else is asked."""
-    world = dist.group.WORLD
-    dist.distributed_c10d._update_default_pg(everyone)  # groups are parts of the default one
-    try:
-        found = _part_of(everyone, list(ranks))
-        if everyone.rank() >= trainers:
-            world = _part_of(everyone, list(ranks[trainers:]))
-    finally:
-        dist.distributed_c10d._update_default_pg(world)
-    return found
-
-
-def _part_of(everyone: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
-    """As `new_group` makes it, which would ask all ranks, or name it by how many groups this rank is in."""
-    c10d = dist.distributed_c10d
-    backend, store = c10d._world.pg_map[everyone]
-    name, me = f"left {ranks}", ranks.index(everyone.rank())
-    found, _ = c10d._new_process_group_helper(
-        len(ranks), me, ranks, c10d.Backend(backend), store, name, timeout=_timeout[0]
-    )
-    c10d._world.pg_group_ranks[found] = {rank: place for place, rank in enumerate(ranks)}
-    return found
 
 
 def leave_distributed() -> None:

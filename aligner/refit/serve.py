@@ -65,22 +65,17 @@ class Server:
             orders[name](*arguments)
 
     def _plan(self) -> None:
+        """The trainer's ranks tell whether they hold what it expects."""
         with self.phase("refit"):
-            self._make_plan()
-
-    def _make_plan(self) -> None:
-        """Of the engines that are there. The trainer's ranks tell whether they hold what it expects."""
-        self.exchange, self._planned = self.plan(), self.bridge.group
-        with suppress(RefitError), self.bridge.contact():
-            fail_together("", self.bridge.group)
+            self.exchange = self.plan()
+            with suppress(RefitError), self.bridge.contact():
+                fail_together("", self.bridge.group)
 
     def _refit(self, version: int, hold: bool) -> None:
         """The other half of `Refit`. A failure that all know of is the trainer's to act upon."""
         group, cause = self.bridge.group, ""
         with self.phase("refit"), self.memory("refit"):
             with telling_the_others(self.bridge):
-                if group is not self._planned:
-                    self._make_plan()
                 if not hold:
                     cause = self._load(version)
                 told = [bool(cause), 0 if hold else self.exchange.wire_bytes]
@@ -157,11 +152,6 @@ class Server:
             self._done = error
 
     def _deliver(self) -> None:
-        """Where a replica was lost with its samples, all are generated again first, and the order comes once more."""
-        if self.bridge.shrunk:
-            with self.phase("generate"):
-                self._do()
-            return
         done = self._done
 
         def told() -> None:

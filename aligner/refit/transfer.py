@@ -182,8 +182,6 @@ class Refit:
         self._hold = self.skip and self.engine.weight_version >= 0
         if isinstance(self.engine, RemoteEngine):
             self.engine.order_update(version, self._hold)
-            if self._group is not self.engine.bridge.group:  # without those that were lost
-                self.exchange = self._plan(self.engine)
         self._ask(self.engine.begin_update, version)
         moved = self._placed() if self.exchange is not None else self._streamed()
         self._ask(self.engine.finish_update)

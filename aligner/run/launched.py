@@ -13,7 +13,6 @@ from aligner.config.validate import validate
 from aligner.errors import ConfigError
 from aligner.run.marker_files import DONE, STOPPED
 from aligner.run.starts import COMMAND, command_line
-from aligner.run.starts import FILE as STARTS
 
 
 def imports(cfg: Config) -> list[str]:
@@ -32,7 +31,6 @@ def launch_run(cfg: Config, ranks: int, freeze: Callable[[], Path], command: Seq
     validate(cfg, ranks)  # before processes start, so that the message comes once
     run_dir = Path(cfg.run.dir)
     proof = [run_dir / name for name in (DONE, STOPPED)]
-    spare = range(ranks - cfg.engine.ranks, ranks) if cfg.engine.spares else ()
-    more = {"proof": proof, "last": last, "spare": spare, "begun": run_dir / STARTS}
+    more = {"imports": imports(cfg), "proof": proof, "last": last}
     with RunLock(run_dir):
-        return launch(freeze(), ranks, run_dir, threads=cfg.cluster.threads, imports=imports(cfg), **more)
+        return launch(freeze(), ranks, run_dir, threads=cfg.cluster.threads, **more)

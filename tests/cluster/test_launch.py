@@ -182,12 +182,7 @@ def ranks_of(folder: Path, *processes: Process) -> list[_Rank]:
 def test_a_killed_rank_counts_though_who_has_lost_it_is_seen_to_end_first(tmp_path):
     """The launcher came to look at one before, at the other after both had ended."""
     ranks = ranks_of(tmp_path, Process(None, 0), Process(None, -signal.SIGKILL), Process(1))
-    assert _watch(ranks, [], (), lambda: True, lambda: ()) is ranks[1]
-
-
-def test_a_rank_that_ends_as_soon_as_its_run_has_begun_is_spared(tmp_path):
-    ranks = ranks_of(tmp_path, Process(None, 0), Process(5))
-    assert _watch(ranks, [], (), lambda: True, lambda: [1] if ranks[1].process.returncode else []) is None
+    assert _watch(ranks, [], (), lambda: True) is ranks[1]
 
 
 @both
@@ -313,30 +308,6 @@ def test_a_rank_that_leaves_without_a_word_is_the_one_that_failed(imports, tmp_p
     assert (
         run(f"open({str(proof)!r}, 'w').close() if rank == 0 else 0", 2, tmp_path / "well", imports, proof=[proof]) == 0
     )
-
-
-@both
-@pytest.mark.parametrize("rest, expected", [("sys.exit(0)", 0), ("sys.exit(7)", 7)])
-def test_a_rank_to_spare_may_end_or_hang_and_the_others_decide(imports, tmp_path, capfd, monkeypatch, rest, expected):
-    monkeypatch.setattr("aligner.cluster.launch.KILL_AFTER_S", 0.2)
-    code = (
-        "if rank == 1:\n  os.kill(os.getpid(), signal.SIGKILL)\nif rank == 2:\n  os.kill(os.getpid(), signal.SIGSTOP)\n"
-    )
-    assert run(f"{code}until(1, 'Z-')\nuntil(2, 'T')\n{rest}", 3, tmp_path, imports, spare=range(1, 3)) == expected
-    err = capfd.readouterr().err
-    assert ("rank 0 of 3 failed first" in err) == bool(expected)
-    assert "rank 1 has ended (signal SIGKILL)" in err and str(tmp_path / "logs" / "rank-0001.log") in err
-
-
-def test_before_a_run_has_begun_no_rank_is_to_spare(tmp_path, capfd):
-    """The others would wait for it where they meet."""
-    begun = tmp_path / "starts.jsonl"
-    begun.write_text("an earlier start")
-    code = f"if rank == 1:\n  sys.exit(5)\ntime.sleep({LONG_S})"
-    assert run(code, 2, tmp_path, spare=[1], begun=begun) == 5
-    assert "rank 1 of 2 failed first (exit code 5)" in capfd.readouterr().err
-    code = f"open({str(begun)!r}, 'a').write('.')\nif rank == 1:\n  sys.exit(5)\nuntil(1, '-')"
-    assert run(code, 2, tmp_path / "again", spare=[1], begun=begun) == 0
 
 
 def test_a_rank_that_says_why_it_fails_counts_before_those_that_ended_well(tmp_path, capfd, monkeypatch):

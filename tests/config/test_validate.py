@@ -62,10 +62,6 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("grpo", ["engine.ranks=1", "engine.quantization=int8"], 2, "engine.quantization"),
         ("grpo", ["engine.ranks=1", "debug.record_answers=true"], 2, "debug.record_answers"),
         ("sft", ["engine.ranks=1"], 2, "engine.ranks"),
-        ("grpo", ["engine.spares=1"], 2, "engine.spares"),
-        ("grpo", ["engine.ranks=4", "engine.tensor_parallel=2", "engine.spares=2"], 5, "engine.spares"),
-        ("grpo", ["engine.ranks=2", "engine.spares=1", "environment.tools=[a:b]"], 3, "engine.spares"),
-        ("grpo", ["engine.ranks=2", "engine.spares=1", "engine.silent_s=1"], 3, "engine.silent_s"),
         ("grpo", ["engine.lag=1"], 2, "engine.lag"),
         (
             "grpo",

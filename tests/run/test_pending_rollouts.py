@@ -206,7 +206,6 @@ def test_the_key_knows_what_rollouts_depend_on(tiny_data, tmp_path):
         "reward.normalize=true",
     ]
     assert len({key(), *(key(text) for text in other)}) == 1 + len(other)
-    assert key("engine.ranks=2", "engine.spares=1") == key("engine.ranks=2")
     replayed = ["model.family=qwen3_moe", "model.moe.num_experts=4", "mismatch.replay_routing=true"]
     assert key(*replayed) != key(*replayed[:2])
     code = tmp_path / "mine.py"

@@ -27,8 +27,6 @@ class EngineConfig:
     lag: int = 0
     # with `lag`: decode steps after which samples pause, and go on with newer weights; 0: they have one version
     window: int = 0
-    # with `ranks`: so many replicas may be lost in a run, which goes on without them (by `launch`: srun ends a job)
-    spares: int = 0
     # with `ranks`: without a sign of life, after which one of them counts as lost (Python that cannot run gives none)
     silent_s: float = 60.0
     kv_cache_bytes: Auto = AUTO  # of a rank; auto: of a GPU what `plan` leaves, on a CPU 1 GiB (docs/memory.md)
@@ -60,7 +58,6 @@ class EngineConfig:
         at_least("engine.ranks", self.ranks, 0)
         at_least("engine.lag", self.lag, 0)
         at_least("engine.window", self.window, 0)
-        at_least("engine.spares", self.spares, 0)
         at_least("engine.silent_s", self.silent_s, 5)  # signs come every half second, where nothing is late
         if self.tensor_parallel != 1 and self.name == "trtllm":
             raise ConfigError("engine.tensor_parallel", self.tensor_parallel, ONE_RANK)

@@ -20,8 +20,7 @@ from aligner.types import Generations, Progress, SamplingParams, SeedLists, Toke
 
 
 def fleet_of(bridge: Bridge) -> Fleet:
-    """Those that are left of it."""
-    return Fleet(bridge.width, bridge.trainers, bridge.group, len(bridge.replicas), bridge.left)
+    return Fleet(bridge.width, bridge.trainers, bridge.group)
 
 
 class RemoteEngine:
@@ -111,8 +110,7 @@ class RemoteEngine:
     def _deliver(self) -> None:
         """Have them give what came of their last order; raises what they raised."""
         self._flight = None
-        while self.bridge.order("deliver"):  # those that are left generate it again first
-            pass
+        self.bridge.order("deliver")
         self._answers()
 
     def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
