@@ -158,7 +158,7 @@ def compare(cfg: ModelConfig, folder: str, ranks: Ranks) -> None:
     rows = batch(cfg, rows=3, width=PROMPT)
     real = torch.arange(PROMPT)[None] < rows.lengths[:, None]
     job = {"folder": write_folder(model, raw, folder), "tokens": rows.tokens, "lengths": rows.lengths}
-    got = ranks.run("tests.megatron.jobs:logits", **job)[0]
+    got = ranks.run("tests.megatron.models:logits", **job)[0]
     with torch.no_grad():
         wanted = model(rows.tokens, attention_mask=real.long()).logits
     torch.testing.assert_close(got[real], wanted[real], atol=ATOL, rtol=0)

@@ -129,6 +129,12 @@ def train(
     return {"metrics": metrics, "weights": weights(model), "logprobs": logprobs, "version": model.step_count}
 
 
+def logits(folder: str, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    model = from_folder(folder)
+    assert model.head.kind == "lm"
+    return plain_logits(model, tokens, lengths)
+
+
 def plain_logits(model: ShardedModel, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """[B, T, V] of the token after each; rows get one more token, because a last one predicts nothing."""
     rows = TrainBatch(torch.nn.functional.pad(tokens, (0, 1)), lengths + 1, torch.zeros(len(tokens), 0))

@@ -10,7 +10,7 @@ from aligner.config.sections.optim import OptimConfig
 from aligner.ops.schedules import lr_at
 from aligner.roles.batching import micro_batches
 from aligner.types import TrainBatch
-from tests.megatron.models import from_folder, nll_loss, plain_logits, weights
+from tests.megatron.models import from_folder, logits, nll_loss, weights
 from tests.tiny import (
     LLAMA,
     MIXTRAL,
@@ -27,12 +27,6 @@ from tests.tiny import (
 
 pytestmark = pytest.mark.multirank
 MODELS = MODELS | WINDOWS | MORE | {"qwen3_moe": MOE, "mixtral": MIXTRAL}
-
-
-def logits(folder: str, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    model = from_folder(folder)
-    assert model.head.kind == "lm"
-    return plain_logits(model, tokens, lengths)
 
 
 def trajectory(folder: str, optim: OptimConfig, batches: list[TrainBatch], total: int) -> dict:
