@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
-# The body that all launchers and all scripts of `aligner submit` share. Sourced with ALIGNER_ROOT set.
+# The body that all launchers and all scripts of `aligner submit` share. A launcher starts its stage in three ways:
+#   sbatch -N 2 --ntasks-per-node=8 launchers/grpo.sbatch KEY=VALUE ...    site: ALIGNER_SITE, or by the cluster's name
+#   bash launchers/grpo.sbatch --ranks 2 KEY=VALUE ...                      no scheduler, on this machine
+#   python -m aligner submit --nodes 2 stage=grpo KEY=VALUE ...             with the site's flags; see docs/slurm.md
+# What they call:
 #   aligner_launcher STAGE [OPTION...] [KEY=VALUE...]   compose and freeze the config, then aligner_job
 #   aligner_job                                         run what the ALIGNER_* variables describe (cluster/render.py)
 # How a job ends (docs/failures.md): the run folder has DONE -> 0; STOPPED -> requeued, or 75 where nothing requeues;
 # exit code 93 of the ranks -> dependants are cancelled; anything else -> triage, and that exit code.
 
+ALIGNER_ROOT="${ALIGNER_ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}"
+export ALIGNER_ROOT
 ALIGNER_NO_RESTART=93
 ALIGNER_TRY_AGAIN=75
 ALIGNER_INTERRUPTED=130 # by Ctrl-C

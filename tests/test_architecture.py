@@ -60,7 +60,7 @@ def imports(path: Path, top_level: bool = False) -> set[str]:
         nodes, open_ = [], list(tree.body)
         while open_:
             node = open_.pop()
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _type_checking(node):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _elsewhere(node):
                 continue
             nodes.append(node)
             open_ += ast.iter_child_nodes(node)
@@ -74,8 +74,10 @@ def imports(path: Path, top_level: bool = False) -> set[str]:
     return found
 
 
-def _type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+def _elsewhere(node: ast.AST) -> bool:
+    """What the import of a module by the configuration leaves out."""
+    tests = ("TYPE_CHECKING", "__package__ == 'aligner.stages'")
+    return isinstance(node, ast.If) and ast.unparse(node.test) in tests
 
 
 def room(name: str) -> str:

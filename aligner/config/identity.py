@@ -110,7 +110,7 @@ KINDS: dict[str, Kind] = {
     f"{CONTENT}environment": T,
     f"{CONTENT}reward.functions": T,  # one that raised has to be mended before the run goes on
 }
-# sections and keys that not every stage reads: those that do name them (config/stages)
+# sections and keys that not every stage reads: those that do name them (`Stage.reads`)
 OWN = ("environment", "critic", "algorithm.reward_loss", "algorithm.preference", "algorithm.kto", "algorithm.distill")
 PATHS = {SourceConfig: "path"}  # of elements of lists: data may move
 OPTIONAL = (*ROLLOUTS, *SEQUENCES, *OWN)

@@ -24,7 +24,6 @@ GROUPS = (
     "model",
     "parallel",
     "optim",
-    "algorithm",
     "engine",
     "data",
     "reward",

@@ -26,7 +26,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Override, OverrideType, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
@@ -226,6 +226,9 @@ def _checked(override: Override) -> Override:
         return override
     if key_type(key) is None:
         raise UnknownKeyError(key, nearest(key))
+    if key == "algorithm" and isinstance(override._value, str | QuotedString):
+        expected = "algorithm.<key>=<value>: stage=NAME brings what a stage's own differs in"
+        raise ConfigError(key, override.value(), expected)
     if override.is_delete():
         raise ConfigError(key, "~", "a value: keys of the schema cannot be deleted")
     return override

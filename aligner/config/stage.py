@@ -1,6 +1,4 @@
-"""What the rest of the program asks about a stage before it is built. Each stage says it in a file of `config/stages/`,
-and is built by the file of the same name in `aligner/stages/`. Imports no torch.
-"""
+"""What the rest of the program asks about a stage before it is built: `STAGE` in the stage's file. Imports no torch."""
 
 from __future__ import annotations
 

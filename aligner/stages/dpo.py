@@ -8,43 +8,82 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from aligner.algorithms.first_step import FirstStepChecks
-from aligner.builders.data import make_batches, make_training_set, rows_of
-from aligner.builders.job import Job
-from aligner.builders.models import make_preference_models
-from aligner.builders.runs import finish, make_run
-from aligner.builders.stored import store_reference
+from aligner.config.adapters import check_reference
 from aligner.config.sections.data import DataConfig
 from aligner.config.sections.preference import KEY, PreferenceConfig
-from aligner.data.batches import BatchSource
-from aligner.data.collate import collate_pairs
-from aligner.data.dataset import PairDataset
-from aligner.data.formats import preference_rows
-from aligner.ops.reduce import sum_over
-from aligner.ops.rl.aggregate import aggregate, denominator
-from aligner.ops.rl.by_rank import with_partners
-from aligner.ops.rl.kl import kl_estimate
-from aligner.ops.rl.preference import (
-    Answers,
-    Labels,
-    agreement,
-    likelihood_weights,
-    measure,
-    pair_losses,
-    rewards,
-    start_losses,
-    total,
-)
-from aligner.roles.policy import Policy, Reference, TokenOutputs
-from aligner.rollout.heldout import held_out_pairs
-from aligner.run.loop import Run
-from aligner.types import LossOutput, ScalarMetrics, TrainBatch
+from aligner.config.stage import LEARNED, SEQUENCES, Stage
+from aligner.errors import ConfigError
 
-Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (numerator, denominator)
+if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from aligner.algorithms.first_step import FirstStepChecks
+    from aligner.builders.data import make_batches, make_training_set, rows_of
+    from aligner.builders.job import Job
+    from aligner.builders.models import make_preference_models
+    from aligner.builders.runs import finish, make_run
+    from aligner.builders.stored import store_reference
+    from aligner.config.schema import Config
+    from aligner.data.batches import BatchSource
+    from aligner.data.collate import collate_pairs
+    from aligner.data.dataset import PairDataset
+    from aligner.data.formats import preference_rows
+    from aligner.ops.reduce import sum_over
+    from aligner.ops.rl.aggregate import aggregate, denominator
+    from aligner.ops.rl.by_rank import with_partners
+    from aligner.ops.rl.kl import kl_estimate
+    from aligner.ops.rl.preference import (
+        Answers,
+        Labels,
+        agreement,
+        likelihood_weights,
+        measure,
+        pair_losses,
+        rewards,
+        start_losses,
+        total,
+    )
+    from aligner.roles.policy import Policy, Reference, TokenOutputs
+    from aligner.rollout.heldout import held_out_pairs
+    from aligner.run.loop import Run
+    from aligner.types import LossOutput, ScalarMetrics, TrainBatch
+
+
+def rows(cfg: Config) -> int:
+    return 2
+
+
+def beside(cfg: Config) -> tuple[str, ...]:
+    return ("reference",) if cfg.algorithm.preference.reference in ("model", "adapter") else ()
+
+
+def check(cfg: Config) -> None:
+    """Also stage online_dpo's."""
+    check_reference(cfg, cfg.algorithm.preference.reference)
+    every = cfg.algorithm.preference.sync_every
+    if every and cfg.model.lora.rank:
+        expected = "0 with model.lora: the product of two mixed factors is no mixture of their products"
+        raise ConfigError(f"{KEY}.sync_every", every, expected)
+    if every and "weights" in cfg.memory.offload:
+        expected = f"without weights with {KEY}.sync_every: checkpoints hold the reference, which has to be there"
+        raise ConfigError("memory.offload", cfg.memory.offload, expected)
+
+
+STAGE = Stage(
+    reads=(*SEQUENCES, "algorithm.preference"),
+    unread=LEARNED,
+    answers=False,
+    unit="sequences (pairs)",
+    rows=rows,
+    beside=beside,
+    debug=("first_step_checks",),
+    check=check,
+)
+
+
+type Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (numerator, denominator)
 
 
 def main(job: Job) -> None:

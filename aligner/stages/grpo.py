@@ -5,35 +5,60 @@ refit -> generate groups -> score -> logprobs -> group advantages -> epochs x mi
 
 from __future__ import annotations
 
-import torch
+from aligner.config.sections.algorithm import GROUP_BASELINES, OTHER_BASELINES
+from aligner.config.stage import COMPARED, LEARNED, ROLLOUTS, Stage
+from aligner.errors import ConfigError
 
-from aligner.algorithms.advantages import group_advantages
-from aligner.algorithms.anchor import Anchor
-from aligner.algorithms.first_step import FirstStepChecks
-from aligner.algorithms.losses import policy_loss
-from aligner.builders.job import Job
-from aligner.builders.models import make_policy, make_reference, make_reward_model, optimizer_steps
-from aligner.builders.rollouts import find_prompts, make_rollouts
-from aligner.builders.runs import finish, make_run, saved_first
-from aligner.config.derived import old_logprobs_in_update, response_limit
-from aligner.config.schema import Config
-from aligner.ops.rl.mismatch import finish_mismatch
-from aligner.ops.seeds import derive
-from aligner.roles.policy import Policy, Reference
-from aligner.rollout.balance import Balancer
-from aligner.rollout.loss_inputs import (
-    KLController,
-    average,
-    minibatches,
-    sample_rows,
-    set_token_rewards,
-    shuffle_within_groups,
-    total_tokens,
+if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+    import torch
+
+    from aligner.algorithms.advantages import group_advantages
+    from aligner.algorithms.anchor import Anchor
+    from aligner.algorithms.first_step import FirstStepChecks
+    from aligner.algorithms.losses import policy_loss
+    from aligner.builders.job import Job
+    from aligner.builders.models import make_policy, make_reference, make_reward_model, optimizer_steps
+    from aligner.builders.rollouts import find_prompts, make_rollouts
+    from aligner.builders.runs import finish, make_run, saved_first
+    from aligner.config.derived import old_logprobs_in_update, response_limit
+    from aligner.config.schema import Config
+    from aligner.ops.rl.mismatch import finish_mismatch
+    from aligner.ops.seeds import derive
+    from aligner.roles.policy import Policy, Reference
+    from aligner.rollout.balance import Balancer
+    from aligner.rollout.loss_inputs import (
+        KLController,
+        average,
+        minibatches,
+        sample_rows,
+        set_token_rewards,
+        shuffle_within_groups,
+        total_tokens,
+    )
+    from aligner.rollout.source import Rollouts
+    from aligner.rollout.statistics import rollout_metrics
+    from aligner.run.loop import Run
+    from aligner.run.mismatch import check_mismatch, correct_mismatch
+
+
+def beside(cfg: Config) -> tuple[str, ...]:
+    return ("reference",) if cfg.algorithm.kl.coef > 0 else ()
+
+
+def check(cfg: Config) -> None:
+    if cfg.algorithm.advantage == "gae":
+        known = ", ".join((*GROUP_BASELINES, *OTHER_BASELINES))
+        raise ConfigError("algorithm.advantage", "gae", f"{known}; gae is for stage ppo")
+
+
+STAGE = Stage(
+    reads=(*ROLLOUTS, "environment"),
+    unread=(*LEARNED, *COMPARED),
+    rollouts=True,
+    beside=beside,
+    debug=("shuffle_rewards", "first_step_checks"),
+    check=check,
 )
-from aligner.rollout.source import Rollouts
-from aligner.rollout.statistics import rollout_metrics
-from aligner.run.loop import Run
-from aligner.run.mismatch import check_mismatch, correct_mismatch
 
 
 def main(job: Job) -> None:

@@ -10,31 +10,67 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-import torch
-import torch.distributed as dist
-
-from aligner.algorithms.first_step import FirstStepChecks
-from aligner.builders.data import make_batches, make_training_set, rows_of
-from aligner.builders.job import Job
-from aligner.builders.models import make_policy, make_reference
-from aligner.builders.runs import finish, make_run
-from aligner.builders.stored import store_reference
+from aligner.config.adapters import check_reference
 from aligner.config.sections.data import DataConfig
 from aligner.config.sections.kto import KEY, KtoConfig
-from aligner.data.batches import BatchSource
-from aligner.data.collate import collate_unpaired
-from aligner.data.formats import unpaired_rows
-from aligner.data.mixture import Mixture
-from aligner.data.unpaired import UnpairedDataset, with_mismatched
-from aligner.errors import DataError
-from aligner.ops.reduce import sum_over
-from aligner.ops.rl.kto import log_ratios, sample_losses
-from aligner.roles.policy import Policy, Reference, TokenOutputs
-from aligner.rollout.heldout import held_out_answers
-from aligner.rollout.unpaired import with_reference, zero_point
-from aligner.run.loop import Run
-from aligner.types import LossOutput, TrainBatch
+from aligner.config.stage import LEARNED, SEQUENCES, Stage
+from aligner.errors import ConfigError, DataError
+
+if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    from aligner.algorithms.first_step import FirstStepChecks
+    from aligner.builders.data import make_batches, make_training_set, rows_of
+    from aligner.builders.job import Job
+    from aligner.builders.models import make_policy, make_reference
+    from aligner.builders.runs import finish, make_run
+    from aligner.builders.stored import store_reference
+    from aligner.config.schema import Config
+    from aligner.data.batches import BatchSource
+    from aligner.data.collate import collate_unpaired
+    from aligner.data.formats import unpaired_rows
+    from aligner.data.mixture import Mixture
+    from aligner.data.unpaired import UnpairedDataset, with_mismatched
+    from aligner.ops.reduce import sum_over
+    from aligner.ops.rl.kto import log_ratios, sample_losses
+    from aligner.roles.policy import Policy, Reference, TokenOutputs
+    from aligner.rollout.heldout import held_out_answers
+    from aligner.rollout.unpaired import with_reference, zero_point
+    from aligner.run.loop import Run
+    from aligner.types import LossOutput, TrainBatch
+
+
+def beside(cfg: Config) -> tuple[str, ...]:
+    return ("reference",) if cfg.algorithm.kto.second_model else ()
+
+
+def passes(cfg: Config) -> dict[str, float]:
+    """The policy reads the mismatched answers, the reference also the rows themselves where they are not stored."""
+    kto = cfg.algorithm.kto
+    mismatched = float(kto.kl == "minibatch")
+    return {"policy": mismatched, "reference": mismatched + (kto.reference == "model")}
+
+
+def check(cfg: Config) -> None:
+    if cfg.algorithm.kto.reference == "stored":
+        check_reference(cfg, "stored", f"{KEY}.reference")
+    if cfg.algorithm.kto.kl == "minibatch" and cfg.batch.sequences < 2:
+        expected = f"at least 2 with {KEY}.kl=minibatch, better 16 and more: one sample has no mismatched answer"
+        raise ConfigError("batch.sequences", cfg.batch.sequences, expected)
+
+
+STAGE = Stage(
+    reads=(*SEQUENCES, "algorithm.kto"),
+    unread=LEARNED,
+    answers=False,
+    beside=beside,
+    passes=passes,
+    debug=("first_step_checks",),
+    check=check,
+)
+
 
 BALANCED = (1.0, 4 / 3)  # desirable over undesirable, of weight times number: the paper's equation 8
 

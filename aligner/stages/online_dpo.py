@@ -7,20 +7,72 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from aligner.algorithms.first_step import FirstStepChecks
-from aligner.builders.job import Job
-from aligner.builders.models import make_preference_models, make_reward_model
-from aligner.builders.rollouts import find_prompts, make_rollouts
-from aligner.builders.runs import finish, make_run, saved_first
-from aligner.config.derived import response_limit
-from aligner.config.schema import Config
-from aligner.roles.policy import Policy, Reference
-from aligner.rollout.loss_inputs import sample_rows, set_token_rewards, total_tokens
-from aligner.rollout.pairs import best_and_worst, share_of_pairs
-from aligner.rollout.source import Rollouts
-from aligner.rollout.statistics import rollout_metrics
-from aligner.run.loop import Run
-from aligner.stages.dpo import learn
+from aligner.config.sections.preference import KEY
+from aligner.config.stage import COMPARED, LEARNED, Stage
+from aligner.config.stages import dpo
+from aligner.errors import ConfigError
+
+if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+    from aligner.algorithms.first_step import FirstStepChecks
+    from aligner.builders.job import Job
+    from aligner.builders.models import make_preference_models, make_reward_model
+    from aligner.builders.rollouts import find_prompts, make_rollouts
+    from aligner.builders.runs import finish, make_run, saved_first
+    from aligner.config.derived import response_limit
+    from aligner.config.schema import Config
+    from aligner.roles.policy import Policy, Reference
+    from aligner.rollout.loss_inputs import sample_rows, set_token_rewards, total_tokens
+    from aligner.rollout.pairs import best_and_worst, share_of_pairs
+    from aligner.rollout.source import Rollouts
+    from aligner.rollout.statistics import rollout_metrics
+    from aligner.run.loop import Run
+    from aligner.stages.dpo import learn
+
+
+def check(cfg: Config) -> None:
+    preference, batch = cfg.algorithm.preference, cfg.batch
+    dpo.check(cfg)
+    if preference.reference == "stored":
+        expected = "model, adapter or none for stage online_dpo, whose answers are not there before training"
+        raise ConfigError(f"{KEY}.reference", "stored", expected)
+    if preference.row_weights:
+        raise ConfigError(f"{KEY}.row_weights", True, "false for stage online_dpo: samples have no such column")
+    if batch.group < 2:
+        raise ConfigError("batch.group", batch.group, "at least 2 for stage online_dpo: a pair is of two of them")
+    for key, value, only in (("minibatch_samples", batch.minibatch_samples, 0), ("epochs", batch.epochs, 1)):
+        if value != only:
+            expected = f"{only} for stage online_dpo: one optimizer step, on all pairs of a rollout"
+            raise ConfigError(f"batch.{key}", value, expected)
+    if cfg.reward.normalize:
+        expected = "false for stage online_dpo, which compares answers to one prompt"
+        raise ConfigError("reward.normalize", True, expected)
+    if cfg.debug.rollout_only:
+        raise ConfigError("debug.rollout_only", True, "false for stage online_dpo: stage sample writes answers")
+
+
+STAGE = Stage(
+    reads=(
+        "sampling",
+        "engine",
+        "reward",
+        "environment",
+        "mismatch.replay_routing",
+        "algorithm.preference",
+        "algorithm.overlong",
+        "algorithm.filter_groups",
+        "algorithm.filter_rounds",
+        "batch.prompts",
+        "batch.group",
+    ),
+    unread=(*LEARNED, *COMPARED),
+    rollouts=True,
+    pairs=True,
+    unit="pairs",
+    rows=dpo.rows,
+    beside=dpo.beside,
+    debug=("first_step_checks",),
+    check=check,
+)
 
 
 def main(job: Job) -> None:

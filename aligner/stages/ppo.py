@@ -6,34 +6,80 @@ refit -> generate -> score -> logprobs, values -> GAE, whitening -> epochs x min
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import count, islice
 
-import torch.distributed as dist
-from torch import Tensor
+from aligner.config.stage import COMPARED, LEARNED, ROLLOUTS, Stage
+from aligner.errors import ConfigError
 
-from aligner.algorithms.advantages import critic_advantages
-from aligner.algorithms.first_step import FirstStepChecks
-from aligner.algorithms.losses import policy_loss
-from aligner.builders.job import Job
-from aligner.builders.models import make_critic, make_policy, make_reference, make_reward_model, optimizer_steps
-from aligner.builders.rollouts import find_prompts, make_rollouts
-from aligner.builders.runs import finish, make_run, saved_first
-from aligner.config.derived import response_limit
-from aligner.config.schema import Config
-from aligner.ops.rl.aggregate import aggregate, denominator
-from aligner.ops.rl.value_loss import clipped_value_loss
-from aligner.ops.seeds import derive
-from aligner.roles.critic import Critic
-from aligner.roles.policy import Policy, Reference
-from aligner.rollout.balance import Balancer
-from aligner.rollout.loss_inputs import KLController, average, minibatches, sample_rows, set_token_rewards, total_tokens
-from aligner.rollout.source import Rollouts
-from aligner.rollout.statistics import rollout_metrics, value_metrics
-from aligner.run.loop import Run
-from aligner.run.mismatch import check_mismatch, correct_mismatch
-from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch
+if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from aligner.algorithms.advantages import critic_advantages
+    from aligner.algorithms.first_step import FirstStepChecks
+    from aligner.algorithms.losses import policy_loss
+    from aligner.builders.job import Job
+    from aligner.builders.models import make_critic, make_policy, make_reference, make_reward_model, optimizer_steps
+    from aligner.builders.rollouts import find_prompts, make_rollouts
+    from aligner.builders.runs import finish, make_run, saved_first
+    from aligner.config.derived import response_limit
+    from aligner.config.schema import Config
+    from aligner.ops.rl.aggregate import aggregate, denominator
+    from aligner.ops.rl.value_loss import clipped_value_loss
+    from aligner.ops.seeds import derive
+    from aligner.roles.critic import Critic
+    from aligner.roles.policy import Policy, Reference
+    from aligner.rollout.balance import Balancer
+    from aligner.rollout.loss_inputs import (
+        KLController,
+        average,
+        minibatches,
+        sample_rows,
+        set_token_rewards,
+        total_tokens,
+    )
+    from aligner.rollout.source import Rollouts
+    from aligner.rollout.statistics import rollout_metrics, value_metrics
+    from aligner.run.loop import Run
+    from aligner.run.mismatch import check_mismatch, correct_mismatch
+    from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch
+
+
+def beside(cfg: Config) -> tuple[str, ...]:
+    return ("reference", "critic") if cfg.algorithm.kl.coef > 0 else ("critic",)
+
+
+def check(cfg: Config) -> None:
+    if cfg.algorithm.advantage != "gae":
+        raise ConfigError("algorithm.advantage", cfg.algorithm.advantage, "gae for stage ppo, which has a critic")
+    if cfg.critic.trunk == "policy":
+        _trunk(cfg)
+    elif not (cfg.critic.init or cfg.reward.model):
+        raise ConfigError("critic.init", "", "a folder to start the critic from, or reward.model for stage ppo")
+    if cfg.critic.parallel != cfg.parallel:
+        expected = "the same as parallel: samples stay on the ranks of the policy's layout"
+        raise ConfigError("critic.parallel", asdict(cfg.critic.parallel), expected)
+
+
+def _trunk(cfg: Config) -> None:
+    if not cfg.model.lora.rank:
+        expected = "own with model.lora.rank=0, which trains the policy's weights: nothing stays for a critic to share"
+        raise ConfigError("critic.trunk", cfg.critic.trunk, expected)
+    if cfg.critic.init:
+        expected = "empty with critic.trunk=policy: the critic starts from the policy's frozen weights"
+        raise ConfigError("critic.init", cfg.critic.init, expected)
+
+
+STAGE = Stage(
+    reads=(*ROLLOUTS, "critic", "environment"),
+    unread=(*LEARNED, *COMPARED),
+    rollouts=True,
+    beside=beside,
+    debug=("first_step_checks",),
+    check=check,
+)
 
 
 def main(job: Job) -> None:

@@ -8,29 +8,48 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from aligner.algorithms.first_step import FirstStepChecks, zero_head_loss
-from aligner.builders.data import in_shares, make_batches, make_training_set, rows_of
-from aligner.builders.job import Job
-from aligner.builders.models import make_scorer, make_step_scorer
-from aligner.builders.runs import finish, make_run
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.config.sections.data import DataConfig
-from aligner.data.batches import BatchSource
-from aligner.data.collate import collate_preference, collate_scored, collate_steps
-from aligner.data.dataset import PreferenceDataset, ScoredDataset
-from aligner.data.formats import preference_rows, scored_rows, step_rows
-from aligner.data.mixture import Mixture
-from aligner.data.steps import StepsDataset
-from aligner.ops.rl.aggregate import aggregate, denominator
-from aligner.ops.rl.reward_loss import bradley_terry, regression, rightly, steps
-from aligner.roles.reward_model import RewardModel
-from aligner.rollout.heldout import STATISTICS_ROWS, pair_accuracy, score_statistics, step_accuracy
-from aligner.run.loop import Run
-from aligner.types import LossOutput, TrainBatch
+from aligner.config.stage import COMPARED, LEARNED, SEQUENCES, Stage
+
+if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from aligner.algorithms.first_step import FirstStepChecks, zero_head_loss
+    from aligner.builders.data import in_shares, make_batches, make_training_set, rows_of
+    from aligner.builders.job import Job
+    from aligner.builders.models import make_scorer, make_step_scorer
+    from aligner.builders.runs import finish, make_run
+    from aligner.config.schema import Config
+    from aligner.data.batches import BatchSource
+    from aligner.data.collate import collate_preference, collate_scored, collate_steps
+    from aligner.data.dataset import PreferenceDataset, ScoredDataset
+    from aligner.data.formats import preference_rows, scored_rows, step_rows
+    from aligner.data.mixture import Mixture
+    from aligner.data.steps import StepsDataset
+    from aligner.ops.rl.aggregate import aggregate, denominator
+    from aligner.ops.rl.reward_loss import bradley_terry, regression, rightly, steps
+    from aligner.roles.reward_model import RewardModel
+    from aligner.rollout.heldout import STATISTICS_ROWS, pair_accuracy, score_statistics, step_accuracy
+    from aligner.run.loop import Run
+    from aligner.types import LossOutput, TrainBatch
+
+
+def rows(cfg: Config) -> int:
+    return 2 if cfg.algorithm.reward_loss.kind == "bradley_terry" else 1
+
+
+STAGE = Stage(
+    reads=(*SEQUENCES, "algorithm.reward_loss"),
+    unread=(*LEARNED, *COMPARED, "ptx"),
+    scores=True,
+    answers=False,
+    unit="sequences (pairs)",
+    rows=rows,
+    debug=("first_step_checks",),
+)
 
 
 def main(job: Job) -> None:

@@ -5,18 +5,19 @@ refit -> generate -> score -> logprobs -> metrics, samples, recordings
 
 from __future__ import annotations
 
-from aligner.builders.job import Job
-from aligner.builders.models import make_policy, make_reward_model
-from aligner.builders.rollouts import find_prompts, make_rollouts
-from aligner.builders.runs import make_run, refuse_checkpoints
-from aligner.config.derived import response_limit
-from aligner.config.schema import Config
-from aligner.roles.policy import Policy
-from aligner.rollout.loss_inputs import sample_rows, set_token_rewards, total_tokens
-from aligner.rollout.source import Rollouts
-from aligner.rollout.statistics import rollout_metrics
-from aligner.run.loop import Run
-from aligner.run.mismatch import check_mismatch, correct_mismatch
+if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+    from aligner.builders.job import Job
+    from aligner.builders.models import make_policy, make_reward_model
+    from aligner.builders.rollouts import find_prompts, make_rollouts
+    from aligner.builders.runs import make_run, refuse_checkpoints
+    from aligner.config.derived import response_limit
+    from aligner.config.schema import Config
+    from aligner.roles.policy import Policy
+    from aligner.rollout.loss_inputs import sample_rows, set_token_rewards, total_tokens
+    from aligner.rollout.source import Rollouts
+    from aligner.rollout.statistics import rollout_metrics
+    from aligner.run.loop import Run
+    from aligner.run.mismatch import check_mismatch, correct_mismatch
 
 
 def main(job: Job) -> None:

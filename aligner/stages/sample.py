@@ -5,28 +5,102 @@ refit, once -> prompts -> answers -> rewards -> all.jsonl; at the end: best.json
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from aligner.builders.data import make_sampling, rows_of
-from aligner.builders.engines import make_refit, make_verifier
-from aligner.builders.job import Job
-from aligner.builders.models import make_reward_model, make_sampler
-from aligner.builders.rewards import make_rewards
-from aligner.builders.runs import make_run, saved_first
-from aligner.data.dataset import PromptDataset
-from aligner.data.formats import prompt_rows
-from aligner.errors import DataError
-from aligner.ops.agree import by_rank_0
-from aligner.roles.reward_model import RewardModel
-from aligner.rollout.player import Player
-from aligner.rollout.references import check_rows
-from aligner.rollout.sampled import Record, Sampled, answer_of
-from aligner.rollout.samples import Samples
-from aligner.rollout.score import Scorer
-from aligner.rollout.source import Weights
-from aligner.run.loop import Run
-from aligner.run.sample_table import SampleRow
+from aligner.config.checks import at_least, one_of
+from aligner.config.stage import COMPARED, LEARNED, Stage
+from aligner.errors import ConfigError, DataError
+
+if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+    from aligner.builders.data import make_sampling, rows_of
+    from aligner.builders.engines import make_refit, make_verifier
+    from aligner.builders.job import Job
+    from aligner.builders.models import make_reward_model, make_sampler
+    from aligner.builders.rewards import make_rewards
+    from aligner.builders.runs import make_run, saved_first
+    from aligner.config.schema import Config
+    from aligner.data.dataset import PromptDataset
+    from aligner.data.formats import prompt_rows
+    from aligner.ops.agree import by_rank_0
+    from aligner.roles.reward_model import RewardModel
+    from aligner.rollout.player import Player
+    from aligner.rollout.references import check_rows
+    from aligner.rollout.sampled import Record, Sampled, answer_of
+    from aligner.rollout.samples import Samples
+    from aligner.rollout.score import Scorer
+    from aligner.rollout.source import Weights
+    from aligner.run.loop import Run
+    from aligner.run.sample_table import SampleRow
+
+
+KEY = "stage.sample"
+TAKEN = ("prompt", "row", "sample", "reward", "finished", "scores", "reference")  # columns of all.jsonl
+
+
+@dataclass
+class SampleConfig:
+    """Of `batch.group` answers to each prompt, which ones become rows of which file (docs/sample.md)."""
+
+    best: int = 1  # best.jsonl: so many different answers of a prompt, by reward; 0: all
+    # best.jsonl: only answers with a larger reward. A finite one also makes labels.jsonl, where those are the good ones
+    reward_above: float = -math.inf
+    pairs: str = "rewards"  # pairs.jsonl: best against worst by rewards, or the row's own answer against samples (SPIN)
+    margin_above: float = 0.0  # pairs.jsonl: only rewards that differ by more; equal ones never make a pair
+    unfinished: bool = False  # use answers that sampling.max_response_tokens has cut, too
+    column: str = "completion"  # of all.jsonl and best.jsonl, with the answer
+    round: int = 0  # part of the seeds: another one draws other samples (launchers/iterate.sh counts from 1)
+
+    def __post_init__(self) -> None:
+        at_least(f"{KEY}.best", self.best, 0)
+        one_of(f"{KEY}.pairs", self.pairs, ("rewards", "answers"))
+        at_least(f"{KEY}.margin_above", self.margin_above, 0)
+        at_least(f"{KEY}.round", self.round, 0)
+        if not self.column or self.column in TAKEN:
+            raise ConfigError(f"{KEY}.column", self.column, f"a name other than {', '.join(TAKEN)}")
+
+    @property
+    def labels(self) -> bool:
+        return math.isfinite(self.reward_above)
+
+
+def check(cfg: Config) -> None:
+    if cfg.data.sources:
+        found = [source.path for source in cfg.data.sources]
+        raise ConfigError(
+            "data.sources", found, "none for stage sample: one file in data.train, its rows in their order"
+        )
+    if cfg.reward.normalize:
+        expected = "false for stage sample: an answer's reward would depend on those before it"
+        raise ConfigError("reward.normalize", True, expected)
+    for key in ("rollout_only", "train_only", "record"):
+        value = getattr(cfg.debug, key)
+        if value:
+            raise ConfigError(f"debug.{key}", value, "off for stage sample")
+    if cfg.checkpoint.every < 1:
+        expected = "at least 1 for stage sample: finished batches are kept with it"
+        raise ConfigError("checkpoint.every", cfg.checkpoint.every, expected)
+    own = cfg.stage.sample
+    if not (cfg.reward.functions or cfg.reward.model or cfg.reward.judges):
+        hint = "Without rewards: all samples, and pairs with stage.sample.pairs=answers."
+        for key, value, default in (("reward_above", own.reward_above, -math.inf), ("best", own.best, 1)):
+            if value != default:
+                raise ConfigError(
+                    f"{KEY}.{key}", value, f"{default} without reward.functions, reward.model and reward.judges", hint
+                )
+
+
+STAGE = Stage(
+    reads=("sampling", "engine", "reward", "algorithm.overlong", "batch.prompts", "batch.group"),
+    unread=(*LEARNED, *COMPARED, "data.shuffle", "data.weight_by"),
+    rollouts=True,
+    trains=False,
+    answers=False,
+    check=check,
+    section=SampleConfig,
+)
 
 
 def main(job: Job) -> None:

@@ -8,19 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch.distributed as dist
+from aligner.config.stage import COMPARED, SEQUENCES, Stage
 
-from aligner.builders.answers import make_answer_evaluation
-from aligner.builders.data import make_answers, make_batches, make_training_set
-from aligner.builders.job import Job
-from aligner.builders.models import make_policy
-from aligner.builders.runs import finish, make_run, saved_first
-from aligner.data.batches import BatchSource
-from aligner.data.collate import collate_sft
-from aligner.ops.rl.aggregate import aggregate, denominator
-from aligner.roles.policy import Policy, TokenOutputs
-from aligner.run.loop import Run
-from aligner.types import LossOutput, TrainBatch
+if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+    import torch.distributed as dist
+
+    from aligner.builders.answers import make_answer_evaluation
+    from aligner.builders.data import make_answers, make_batches, make_training_set
+    from aligner.builders.job import Job
+    from aligner.builders.models import make_policy
+    from aligner.builders.runs import finish, make_run, saved_first
+    from aligner.data.batches import BatchSource
+    from aligner.data.collate import collate_sft
+    from aligner.ops.rl.aggregate import aggregate, denominator
+    from aligner.roles.policy import Policy, TokenOutputs
+    from aligner.run.loop import Run
+    from aligner.types import LossOutput, TrainBatch
+
+
+STAGE = Stage(reads=SEQUENCES, unread=COMPARED)
 
 
 def main(job: Job) -> None:

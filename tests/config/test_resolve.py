@@ -66,13 +66,13 @@ def test_the_critic_of_ppo_follows_the_layout_of_the_policy():
 def test_the_stage_brings_its_algorithm(stage):
     cfg = compose([f"stage={stage}"])
     assert cfg.stage.name == stage and cfg.run.dir == f"runs/{stage}"
-    own = yaml.safe_load((CONF / "algorithm" / f"{stage}.yaml").read_text())
-    assert_contains(asdict(cfg.algorithm), own, stage)
+    own = yaml.safe_load((CONF / "stage" / f"{stage}.yaml").read_text())
+    assert_contains(asdict(cfg.algorithm), own.get("algorithm", {}), stage)
 
 
-def test_an_explicit_algorithm_beats_the_stage():
-    cfg = compose(["stage=ppo", "algorithm=grpo"])
-    assert (cfg.stage.name, cfg.algorithm.advantage, cfg.algorithm.kl.coef) == ("ppo", "grpo", 0.0)
+def test_an_algorithm_is_no_choice_of_a_file():
+    with pytest.raises(ConfigError, match=r"algorithm='grpo': expected algorithm\.<key>=<value>.*stage=NAME"):
+        compose(["stage=ppo", "algorithm=grpo"])
 
 
 def test_an_experiment_selects_groups_and_the_command_line_beats_it(user_conf):
@@ -83,8 +83,6 @@ def test_an_experiment_selects_groups_and_the_command_line_beats_it(user_conf):
     assert (cfg.run.steps, cfg.batch.prompts, cfg.run.dir) == (7, 96, "runs/mine")
     cfg = compose(["experiment=mine", "stage=grpo", "run.steps=9"], config_dir=folder)
     assert (cfg.stage.name, cfg.algorithm.advantage, cfg.run.steps, cfg.batch.prompts) == ("grpo", "grpo", 9, 96)
-    cfg = compose(["experiment=mine", "algorithm=grpo"], config_dir=folder)
-    assert (cfg.stage.name, cfg.algorithm.advantage) == ("ppo", "grpo")
 
 
 def test_a_config_knows_nothing_of_those_composed_before(user_conf):

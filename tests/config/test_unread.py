@@ -165,7 +165,7 @@ def test_a_key_that_the_stage_does_not_read_is_refused(overrides, key, near, rea
 def test_the_projects_own_files_are_for_all_stages(name):
     shipped = conf_dir()
     compose_run([f"stage={name}"])
-    compose_run([f"stage={name}", "algorithm=ppo", "engine=vllm", "optim=adamw_cosine"])
+    compose_run([f"stage={name}", "engine=vllm", "optim=adamw_cosine"])
     assert len(list((shipped / "experiment").glob("*.yaml"))) > 40
 
 

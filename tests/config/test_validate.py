@@ -175,7 +175,7 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("grpo", ["batch.group=1", "algorithm.advantage=dr_grpo"], 1, "batch.group"),
         ("grpo", ["reward.functions=[]"], 1, "reward.functions"),
         ("grpo", ["algorithm.advantage=gae"], 1, "algorithm.advantage"),
-        ("ppo", ["algorithm=grpo"], 1, "algorithm.advantage"),
+        ("ppo", ["algorithm.advantage=grpo"], 1, "algorithm.advantage"),
         ("ppo", ["reward.model=''", "reward.functions=[{path:math}]"], 1, "critic.init"),
         ("ppo", ["critic.trunk=policy"], 1, "critic.trunk"),
         ("ppo", ["critic.trunk=policy", "model.lora.rank=2", "critic.init=."], 1, "critic.init"),

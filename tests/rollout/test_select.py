@@ -1,9 +1,9 @@
 """Which samples become rows of which file."""
 
+from aligner.config.stages.sample import SampleConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.stages.sample import SampleConfig
 from aligner.rollout.select import best, files, labels, pairs
 
 
