@@ -6,14 +6,14 @@ import time
 from importlib import import_module
 from pathlib import Path
 
-from aligner.builders.engines import serve
 from aligner.builders.job import Job, start
 from aligner.cluster.env import RankEnv
 from aligner.cluster.signals import StopSignals
 from aligner.config.schema import Config
 from aligner.errors import AlignerError
+from aligner.families.table import parameters
+from aligner.loading import on_demand
 from aligner.megatron.groups import leave_distributed
-from aligner.plan.shapes import parameters
 from aligner.run.marker_files import DONE, STOPPED
 from aligner.run.starts import Start, start_record
 from aligner.run.stop import Boundary, Deadline, StopRequested, allocation_end, restarted, uptime_s
@@ -42,7 +42,7 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
     well = False
     try:
         if job.layout is None:
-            return serve(job)
+            return on_demand("engine.ranks")(job)
         with job.start.ends():
             recipe = "rollout_only" if cfg.debug.rollout_only else cfg.stage.name
             import_module(f"aligner.stages.{recipe}").main(job)

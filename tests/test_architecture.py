@@ -1,13 +1,17 @@
 """The house rules that imports and file contents can show."""
 
 import ast
+import io
 import re
 import subprocess
+import tokenize
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from aligner.loading import ON_DEMAND
 
 ROOT = Path(__file__).parents[1]
 # imports point down only; rooms on one level do not import each other
@@ -48,14 +52,17 @@ ONLY_IN = {
     "bitsandbytes": ("aligner/ops/kernels/frozen.py",),
     "modelopt": ("aligner/engines/quantized.py",),
 }
+LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 FILES = sorted((ROOT / "aligner").rglob("*.py"))
 
 
 @cache
-def imports(path: Path, top_level: bool = False) -> set[str]:
-    """Dotted names imported anywhere in the file, or only when the module is imported itself."""
+def imports(path: Path, top_level: bool = False, typed: bool = True) -> set[str]:
+    """Dotted names imported anywhere in the file, or only when the module is imported itself; but for those that only
+    type checkers import unless `typed`."""
     tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree))
+    hidden = {id(n) for n in ast.walk(tree) if not typed and _typing(n) for part in n.body for n in ast.walk(part)}
+    nodes = [node for node in ast.walk(tree) if id(node) not in hidden]
     if top_level:
         nodes, open_ = [], list(tree.body)
         while open_:
@@ -74,10 +81,13 @@ def imports(path: Path, top_level: bool = False) -> set[str]:
     return found
 
 
+def _typing(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
 def _elsewhere(node: ast.AST) -> bool:
     """What the import of a module by the configuration leaves out."""
-    tests = ("TYPE_CHECKING", "__package__ == 'aligner.stages'")
-    return isinstance(node, ast.If) and ast.unparse(node.test) in tests
+    return _typing(node) or (isinstance(node, ast.If) and ast.unparse(node.test) == "__package__ == 'aligner.stages'")
 
 
 def room(name: str) -> str:
@@ -154,6 +164,69 @@ def test_config_and_the_command_line_import_no_torch():
                 seen.add(below)
                 open_.append((below, f"{chain} -> {below.relative_to(ROOT)}"))
     assert not wrong, "\n".join(wrong)
+
+
+# lines of code and files that a stage reaches by imports, within functions too; a configuration loads the rest
+CLOSURES = {"sft": (235, 18_800), "rm": (237, 19_100), "grpo": (310, 27_000), "ppo": (310, 27_000)}
+EXTENSIONS = ("board", "plan", "rehearse", "rewards.sandbox", "engines.trtllm", "engines.vllm", "tools")
+NEVER_OF_SFT = ("engines.native", "environments", "rollout.player")
+
+
+def closure(start: str) -> set[str]:
+    seen, todo = set(), [start]
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        todo += [known for known in map(module_of, imports(module_path(name), typed=False)) if known]
+    return seen
+
+
+@cache
+def module_path(name: str) -> Path:
+    base = ROOT / Path(*name.split("."))
+    return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+
+
+@cache
+def module_of(name: str) -> str:
+    """The module of the project that an imported name is or is in; empty for others."""
+    while name.startswith("aligner"):
+        if module_path(name).is_file():
+            return name
+        name = name.rpartition(".")[0]
+    return ""
+
+
+@pytest.mark.parametrize("stage", sorted(path.stem for path in (ROOT / "aligner/stages").glob("[a-z]*.py")))
+def test_a_stage_reaches_no_extension_and_only_so_much(stage):
+    reached = closure(f"aligner.stages.{stage}") | closure("aligner.build")
+    rooms = EXTENSIONS + (NEVER_OF_SFT if stage in ("sft", "rm", "dpo", "kto") else ())
+    assert not [name for name in reached for room in rooms if f"{name}.".startswith(f"aligner.{room}.")]
+    if stage in CLOSURES:
+        alone = closure(f"aligner.stages.{stage}")
+        lines = sum(code_lines(module_path(name).read_text()) for name in alone)
+        assert (len(alone), lines) <= CLOSURES[stage] and lines <= CLOSURES[stage][1]
+
+
+def code_lines(text: str) -> int:
+    """Lines that hold code: no blanks, comments or docstrings."""
+    tree, lines = ast.parse(text), set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in LAYOUT:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def test_what_is_loaded_on_demand_is_there():
+    for asked, path in ON_DEMAND.items():
+        module, _, name = path.partition(":")
+        assert re.search(rf"^(?:class|def) {name}\b", module_path(module).read_text(), re.MULTILINE), asked
 
 
 @cache

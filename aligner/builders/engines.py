@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aligner.builders.data import make_prompts, make_sampling
 from aligner.builders.environments import find_tools, make_turns
-from aligner.builders.job import CHILD_ENGINES, Job
+from aligner.builders.job import Job
 from aligner.config.derived import evaluation_functions
 from aligner.config.quantization import describe, quantized
 from aligner.config.sections.model.config import ModelConfig
 from aligner.data.dataset import PromptDataset
 from aligner.data.mixture import PromptMixture
 from aligner.engines.base import RolloutEngine
-from aligner.engines.child.engine import ChildEngine
 from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.native.remote import RemoteEngine
 from aligner.engines.quantized import QuantizedEngine, has_modelopt, make_quantizer
 from aligner.engines.recorded import FOLDER as ANSWERS
 from aligner.engines.recorded import RecordedEngine, RecordingEngine
-from aligner.engines.vllm.placed import PlacedVllmEngine
 from aligner.errors import ConfigError, EngineError
+from aligner.loading import on_demand
 from aligner.megatron.groups import (
     neighbours,
 )
@@ -47,6 +46,10 @@ from aligner.rollout.references import check_rows
 from aligner.rollout.sharing import raised_together
 from aligner.run.phases import PhaseMemory
 from aligner.types import TrainBatch
+
+if TYPE_CHECKING:
+    from aligner.engines.child.engine import ChildEngine
+    from aligner.engines.vllm.placed import PlacedVllmEngine
 
 SENTINEL_PROMPTS, SENTINEL_TOKENS = 8, 64
 SENTINEL_DECODED = 16  # tokens that engines in a process of their own generate after each of these prompts
@@ -75,8 +78,8 @@ def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
         job.bridge.on_signal = job.boundary.signals.note
         routing = model if job.cfg.mismatch.replay_routing else None
         return RemoteEngine(job.bridge, job.cfg.engine.tensor_parallel, dtype, routing)
-    if job.cfg.engine.name in CHILD_ENGINES:
-        return _child_engine(job, model, dtype, CHILD_ENGINES[job.cfg.engine.name])
+    if job.cfg.engine.child is not None:
+        return _child_engine(job, model, dtype, on_demand(f"engine.name={job.cfg.engine.name}"))
     if job.cfg.engine.name == "recorded":
         return RecordedEngine(model, job.cfg.engine.answers, dtype=dtype)
     return _policy_engine(job, model)
@@ -132,8 +135,8 @@ def serve(job: Job) -> int:
 
 
 def _served_engine(job: Job, model: ModelConfig, dtype: torch.dtype) -> FleetEngine | PlacedVllmEngine:
-    if job.cfg.engine.name == PlacedVllmEngine.name:
-        return _child_engine(job, model, dtype, PlacedVllmEngine)
+    if job.cfg.engine.child is not None:
+        return _child_engine(job, model, dtype, on_demand("engine.name=vllm on ranks"))
     return _policy_engine(job, model)
 
 
@@ -178,6 +181,11 @@ def make_verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset
     trainer = lambda t, n: plain.logprobs(TrainBatch(t, n, torch.zeros(len(n), 0)))  # noqa: E731
     decoded = min(SENTINEL_DECODED, job.cfg.sampling.max_response_tokens) if job.cfg.engine.child else 0
     return Verifier(refit, tokens, lengths, trainer, power=power, decoded=decoded)
+
+
+def make_answer_evaluator(job: Job, model: ShardedModel, refit: Refit | None) -> Evaluator | None:
+    """Of a stage that learns from answers, with a `refit` of its own or none yet."""
+    return make_evaluator(job, refit or make_refit(job, model))
 
 
 def make_evaluator(

@@ -7,15 +7,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aligner.answers import FOLDER, AnswerLog
-from aligner.builders.sizes import decide
 from aligner.cluster.env import RankEnv
 from aligner.cluster.seal import job_secret
 from aligner.cluster.threads import use as use_threads
+from aligner.config.derived import undecided
 from aligner.config.schema import Config
 from aligner.config.validate_model import check_node, validate_model, validate_on_gpu
 from aligner.data.dialogue import Dialogue
@@ -24,10 +24,7 @@ from aligner.data.shipped_templates import use_chat_template
 from aligner.data.shown import describe
 from aligner.engines.base import RolloutEngine
 from aligner.engines.bridge import Bridge
-from aligner.engines.native.fleet import FleetEngine
-from aligner.engines.trtllm.built import TrtllmBuiltEngine
-from aligner.engines.trtllm.torch_backend import TrtllmEngine
-from aligner.engines.vllm.engine import VllmEngine
+from aligner.loading import on_demand
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
 from aligner.megatron.held import check_held
 from aligner.megatron.lora import check_adapters
@@ -42,7 +39,9 @@ from aligner.run.stop import Boundary
 from aligner.run.timers import Timers
 from aligner.run.watchdog import Watchdog
 
-CHILD_ENGINES = {engine.name: engine for engine in (VllmEngine, TrtllmEngine, TrtllmBuiltEngine)}
+if TYPE_CHECKING:
+    from aligner.engines.native.fleet import FleetEngine
+
 LAST_WORDS_S = 60.0  # that it may take to end a child that is late, and to say so
 
 
@@ -108,15 +107,15 @@ class Job:
 def start(cfg: Config, env: RankEnv) -> Job:
     """Join the other ranks, find the model and its tokenizer, and check what only they can tell. Who gets a job leaves
     the others when it is done."""
-    if cfg.engine.name in CHILD_ENGINES:
-        CHILD_ENGINES[cfg.engine.name].require(cfg.engine)
+    if cfg.engine.child is not None:
+        on_demand(f"engine.name={cfg.engine.name}").require(cfg.engine)
         first = env.rank - env.local_rank
         check_node(cfg, range(first, first + env.local_world_size), env.world_size)
     use_threads(cfg.cluster.threads, env.local_world_size)
     secret = lambda: job_secret(Path(cfg.run.dir))  # noqa: E731
     device = init_distributed(env, cfg.cluster.backend, _timeout_s(cfg), secret)
     try:
-        sizes = decide(cfg, env, device)
+        sizes = on_demand("auto")(cfg, env, device) if undecided(cfg) else ""
         job = _joined(cfg, env, device)
         if sizes:
             job.say(sizes)

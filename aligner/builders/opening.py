@@ -8,10 +8,10 @@ from pathlib import Path
 from aligner.builders.job import Job
 from aligner.config.schema import ROLLOUT_STAGES, Config
 from aligner.errors import AlignerError
+from aligner.families.table import parameters
 from aligner.foreign import read_record
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.transformer_engine import HERE
-from aligner.plan.shapes import parameters
 
 
 def opening(job: Job, models: Mapping[str, ShardedModel]) -> Iterable[str]:

@@ -18,7 +18,6 @@ from aligner.config.derived import response_limits
 from aligner.config.freeze import FILE_NAME, environment_code, freeze, load_frozen, reward_code
 from aligner.config.identity import definition, reads
 from aligner.config.schema import ROLLOUT_STAGES
-from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import ConfigError
 from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.megatron.offload import FrozenMemory, ModelMemory
@@ -70,7 +69,7 @@ def make_run(
     memories: dict[str, FrozenMemory] = {r: ModelMemory(model, cfg.memory.pin) for r, model in job.models.items()}
     for role, judge in job.judges.items():
         memories[role] = FrozenMemory(job.device, judge.model.views.values, cfg.memory.pin)
-    here = None if isinstance(job.engine, RemoteEngine) else job.engine
+    here = None if job.bridge is not None else job.engine
     asked = any(judge.own for judge in cfg.reward.judges)
     run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.cache_bytes, asked)
     run.timers.around = run.memory.phase

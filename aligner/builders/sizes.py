@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 
 from aligner.cluster.env import RankEnv
+from aligner.config.derived import undecided
 from aligner.config.freeze import FILE_NAME, PENDING_NAME, freeze, load_frozen
 from aligner.config.schema import Config
 from aligner.errors import AlignerError
 from aligner.megatron.model import uses_transformer_engine
 from aligner.ops.agree import by_rank_0
 from aligner.ops.reduce import gathered
-from aligner.plan.sizing import KEYS, Room, sized, taken_over, undecided
+from aligner.plan.sizing import KEYS, Room, sized, taken_over
 
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container or a job
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aligner.config.checks import AUTO
 from aligner.config.sections.mismatch import WEIGHING
 from aligner.config.sections.rewards import RewardFunctionConfig
 from aligner.config.stages import STAGES
 
 if TYPE_CHECKING:
     from aligner.config.schema import Config
+
+
+def undecided(cfg: Config) -> bool:
+    """Whether a number is still `auto`."""
+    return cfg.engine.kv_cache_bytes == AUTO or cfg.batch.sizes_itself or cfg.batch.logprob_tokens == AUTO
 
 
 def data_parallel(cfg: Config, world_size: int) -> int:

@@ -6,7 +6,9 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from math import prod
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import ConfigError
@@ -99,6 +101,13 @@ def end_table(cfg: ModelConfig, head: str, num_labels: int) -> list[ParamSpec]:
     """The rows outside of layers."""
     sizes = dimensions(cfg, num_labels)
     return [_filled(row, sizes, 0, range(1)) for row in rows_of(cfg, head) if not is_of_layer(row)]
+
+
+def parameters(cfg: ModelConfig, head: str = "lm", outputs: int = 1) -> int:
+    """Elements of all weights; tied embeddings once."""
+    layers = Counter(map(cfg.layer_kinds, range(cfg.num_layers)))
+    within = sum(count * prod(spec.shape) for kinds, count in layers.items() for spec in layer_table(cfg, kinds))
+    return within + sum(prod(spec.shape) for spec in end_table(cfg, head, outputs))
 
 
 def is_of_layer(row: ParamSpec) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -64,3 +65,20 @@ def first_cause(cause: str, group: dist.ProcessGroup | None = None) -> tuple[int
     """(rank, text) of the lowest rank (of the world if no `group` is given) whose `cause` is not empty, on every rank;
     None if all are."""
     return next(((rank, text) for rank, text in enumerate(gathered(cause, group)) if text), None)
+
+
+def reduce_metrics(
+    means: Mapping[str, tuple], maxima: Mapping[str, float], group: dist.ProcessGroup | None
+) -> dict[str, float]:
+    """Sum numerators and denominators, take maxima, over `group`; 0/0 is NaN. Every rank passes the same names."""
+    names, tops = list(means), list(maxima)
+    sums = torch.tensor([[float(n), float(d)] for n, d in means.values()], dtype=torch.float64).reshape(-1, 2)
+    highs = torch.tensor([float(maxima[name]) for name in tops], dtype=torch.float64)
+    if group is not None and group.size() > 1:
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        sums, highs = sums.to(device), highs.to(device)
+        dist.all_reduce(sums, group=group)
+        if tops:
+            dist.all_reduce(highs, op=dist.ReduceOp.MAX, group=group)
+    values = {name: n / d if d else math.nan for name, (n, d) in zip(names, sums.tolist(), strict=True)}
+    return values | dict(zip(tops, highs.tolist(), strict=True))

@@ -3,9 +3,10 @@ still there), and on ranks that only generate."""
 
 from __future__ import annotations
 
+from aligner.families.table import parameters
 from aligner.plan.adapters import trained_parameters
 from aligner.plan.job import Job, Part
-from aligner.plan.shapes import Count, Grid, parameters
+from aligner.plan.shapes import Count, Grid
 from aligner.plan.sizes import judge_bytes, model_bytes, optimizer_bytes, weight_bytes
 
 

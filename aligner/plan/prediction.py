@@ -10,12 +10,12 @@ from typing import Any
 from aligner.config.derived import nodes_told
 from aligner.config.schema import Config
 from aligner.config.validate_model import validate_on_gpu
+from aligner.families.table import parameters
 from aligner.plan.devices import GIB, Assumptions, Device, find_device
 from aligner.plan.host import engine_host_bytes, host_items
 from aligner.plan.job import Job, job_of
 from aligner.plan.limits import Limit, limits
 from aligner.plan.memory import Memory, generating, most_of, plan_memory, refuse, training
-from aligner.plan.shapes import parameters
 from aligner.plan.sizing import Room, sized
 from aligner.plan.times import Machine, Phase, plan_times, pretrain_phase, update_mfu
 from aligner.plan.windows import Windows, window_of

@@ -179,10 +179,6 @@ def _rank_elements(spec: ParamSpec, grid: Grid) -> int:
     return elements // (1 if spec.tp_axis is None else grid.tensor) // (grid.expert if spec.experts else 1)
 
 
-def parameters(m: ModelConfig, head: str = "lm", outputs: int = 1) -> int:
-    return rank_parameters(m, Grid(), 0, head, outputs).total
-
-
 def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float | None = None) -> float:
     """Of one layer's forward pass over `tokens` that see `context` tokens each on average (causal: half the row):
     2 x matrix elements, and 4 A x context for scores and their sum over values. Without experts' own: see below.

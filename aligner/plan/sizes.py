@@ -9,9 +9,10 @@ from __future__ import annotations
 from math import ceil
 
 from aligner.config.sections.engine import message_bytes
+from aligner.families.table import parameters
 from aligner.plan.adapters import held_parameters, is_adapted, kept_bytes, saved_bytes, trained_parameters
 from aligner.plan.job import PREFILL_TOKENS, Job, Part
-from aligner.plan.shapes import Count, Grid, parameters, rank_parameters, widest_mlp
+from aligner.plan.shapes import Count, Grid, rank_parameters, widest_mlp
 
 COMPARED = 7  # numbers of a logit of a student and its teacher, as `WIDE` in `roles/teacher.py`, which imports torch
 SAMPLED_LOGITS = 1 << 26  # float64 cumulative sums of the native sampler at a time

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from aligner.config.checks import AUTO
-from aligner.config.derived import data_parallel, minibatch_samples
+from aligner.config.derived import data_parallel, minibatch_samples, undecided
 from aligner.config.schema import Config
 from aligner.config.sections.batch import LOGPROB_TOKENS, ROWS
 from aligner.config.sections.engine import CACHE_BYTES
@@ -43,10 +43,6 @@ class Room:
     @classmethod
     def of(cls, device: Device) -> Room:
         return cls(device.memory_bytes, device.memory_bytes, True)
-
-
-def undecided(cfg: Config) -> bool:
-    return cfg.engine.kv_cache_bytes == AUTO or cfg.batch.sizes_itself or cfg.batch.logprob_tokens == AUTO
 
 
 def sized(cfg: Config, ranks: int, room: Room, engine_tensor: int = 0) -> Config:

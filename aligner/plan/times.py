@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from aligner.config.sections.model.config import ModelConfig
+from aligner.families.table import parameters
 from aligner.plan.adapters import (
     adapter_operations,
     first_operations,
@@ -30,7 +31,6 @@ from aligner.plan.shapes import (
     kv_bytes,
     latent_matrices,
     layer_operations,
-    parameters,
 )
 from aligner.plan.sizes import logit_bytes, optimizer_share
 from aligner.plan.traffic import Call, apart_bytes, axis_size, axis_span, pass_calls, refit_calls, step_calls

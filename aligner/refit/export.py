@@ -16,7 +16,7 @@ from aligner.models.fused import joined, parts_of
 from aligner.models.safetensors_io import write_hf
 from aligner.models.small_files import carry, exported_config, write_generation
 from aligner.ops.agree import by_rank_0
-from aligner.refit.transfer import WeightStream
+from aligner.refit.stream import WeightStream
 
 EXTRA_FILE = "aligner.json"  # what config.json has no place for: a reward model's bias and scale
 

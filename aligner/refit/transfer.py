@@ -22,88 +22,19 @@ from aligner.engines.base import PlacingEngine, RolloutEngine
 from aligner.engines.bridge import Bridge
 from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import RefitError
-from aligner.families.table import family_table
 from aligner.megatron.train import ShardedModel
-from aligner.megatron.weights import gather_weights
 from aligner.models.adapters import factor_tensors
-from aligner.models.params import ParamSpec, dtype_of, expected_hf_shapes, to_hf
+from aligner.models.params import dtype_of
 from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.kernels.checksum import tensor_checksum
-from aligner.ops.reduce import first_cause, gathered, sum_halves
+from aligner.ops.reduce import first_cause, sum_halves
 from aligner.refit.exchange import Exchange
 from aligner.refit.factors import FactorExchange
-from aligner.refit.plan import EngineGrid, TrainerGrid, buckets, plan_refit
+from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
+from aligner.refit.stream import WeightStream
 from aligner.types import ScalarMetrics
 
-ALIGNMENT = 4  # bytes: tensors of several dtypes share a buffer
 CAUSE_KEY = "aligner/refit/cause"  # in the store that all ranks share
-
-
-class WeightStream:
-    """All weights of a sharded model as full Hugging Face tensors, delivered to every rank, a bucket at a time."""
-
-    def __init__(self, model: ShardedModel, bucket_bytes: int):
-        self.model, self.bucket_bytes = model, bucket_bytes
-        self._owned = self._stage_names()
-
-    def table(self) -> list[ParamSpec]:
-        return family_table(self.model.cfg, self.model.head.kind, self.model.head.outputs)
-
-    def _stage_names(self) -> list[list[str]]:
-        """Per pipeline stage, the canonical names it sends; asked once, at construction."""
-        model = self.model
-        named = set(model.weights())
-        mine = [spec.canonical for spec in self.table() if spec.canonical in named]
-        return gathered(mine, model.layout.pgs.pp)
-
-    def _local(self) -> Iterator[tuple[str, Tensor]]:
-        model = self.model
-        for spec, full in gather_weights(self.table(), model.weights(), model.layout):
-            yield from to_hf(spec, full, model.cfg).items()
-
-    def __iter__(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Buckets of (Hugging Face name, full tensor). Collective over tensor and pipeline ranks."""
-        if self.model.layout.pipeline == 1:
-            yield from self._group(self._local())
-            return
-        for stage in range(self.model.layout.pipeline):
-            yield from self._broadcast(stage)
-
-    def _group(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-        bucket, total = [], 0
-        for name, tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
-            if bucket and total + size > self.bucket_bytes:
-                yield bucket
-                bucket, total = [], 0
-            bucket.append((name, tensor))
-            total += size
-        if bucket:
-            yield bucket
-
-    def _broadcast(self, stage: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """One stage's tensors, through flat buffers of at most `bucket_bytes`, from its owner to all stages."""
-        model, group = self.model, self.model.layout.pgs.pp
-        source = dist.get_global_rank(group, stage)
-        shapes = expected_hf_shapes(model.cfg, model.head.kind, model.head.outputs)
-        owned = set(self._owned[stage])
-        dtype = torch.float32 if model.head.kind == "score" else model.dtype  # score heads are float32
-        kept = {n: dtype_of(spec, dtype) for spec in self.table() if spec.canonical in owned for n in spec.hf}
-        names = list(kept)
-        sizes = [torch.Size(shapes[name]).numel() * kept[name].itemsize for name in names]
-        room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-        local = self._local() if model.layout.pp_rank == stage else iter(())
-        for part in buckets(room, self.bucket_bytes):
-            flat = torch.empty(sum(room[i] for i in part), dtype=torch.uint8, device=model.device)
-            blocks = zip(part, flat.split([room[i] for i in part]), strict=True)
-            views = [b[: sizes[i]].view(kept[names[i]]).view(shapes[names[i]]) for i, b in blocks]
-            if model.layout.pp_rank == stage:
-                for i, view in zip(part, views, strict=True):
-                    name, tensor = next(local)
-                    assert name == names[i], (name, names[i])
-                    view.copy_(tensor)
-            dist.broadcast(flat, src=source, group=group)
-            yield [(names[i], view) for i, view in zip(part, views, strict=True)]
 
 
 class Refit:

@@ -11,7 +11,7 @@ from typing import Any
 from aligner.config.schema import Config
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import ConfigError
-from aligner.plan.shapes import parameters
+from aligner.families.table import parameters
 from aligner.roles.model_init import find_shape, shape_of
 
 LEFT_OPEN = {"vocab_size": 0, "head_dim": 0}  # values that ask for nothing

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from aligner.config.sections.rewards import EvalConfig
 from aligner.data.dataset import PromptDataset
 from aligner.megatron.groups import Layout
-from aligner.ops.reduce import gathered
+from aligner.ops.reduce import gathered, reduce_metrics
 from aligner.ops.seeds import request_seed
 from aligner.refit.transfer import Refit
 from aligner.rewards.composite import Component, RewardPipeline
@@ -21,7 +21,6 @@ from aligner.roles.reward_model import RewardModel
 from aligner.rollout.player import Player
 from aligner.rollout.requests import Request
 from aligner.rollout.sharing import raised_together, share
-from aligner.rollout.statistics import reduce_metrics
 from aligner.run.timers import Timers
 from aligner.types import Sample, SamplingParams, ScalarMetrics, Sums
 

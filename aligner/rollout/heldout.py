@@ -22,7 +22,7 @@ from aligner.data.items import SftItem, UnpairedItem
 from aligner.data.unpaired import UnpairedDataset
 from aligner.errors import ConfigError
 from aligner.ops.packing.documents import apart
-from aligner.ops.reduce import sum_over
+from aligner.ops.reduce import reduce_metrics, sum_over
 from aligner.ops.rl.by_rank import with_partners
 from aligner.ops.rl.kto import above, log_ratios, sample_losses
 from aligner.ops.rl.preference import Labels, agreement, measure, pair_losses, rewards, total
@@ -31,7 +31,6 @@ from aligner.roles.policy import Policy, Reference
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.sharing import share
-from aligner.rollout.statistics import reduce_metrics
 from aligner.rollout.unpaired import with_reference, zero_point
 from aligner.types import ScalarMetrics, TrainBatch
 

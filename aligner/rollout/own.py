@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from aligner.data.formats import ToldBy
+from aligner.ops.reduce import reduce_metrics
 from aligner.rollout.collate import collate
 from aligner.rollout.player import Player
 from aligner.rollout.requests import Requests
 from aligner.rollout.source import Weights
-from aligner.rollout.statistics import reduce_metrics
 from aligner.types import ScalarMetrics, TrainBatch
 
 

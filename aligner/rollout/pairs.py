@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from aligner.rollout.statistics import reduce_metrics
+from aligner.ops.reduce import reduce_metrics
 from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
 
 

@@ -15,6 +15,7 @@ from aligner.config.schema import Config
 from aligner.data.dataset import PromptDataset
 from aligner.data.formats import PromptRow
 from aligner.megatron.groups import Layout
+from aligner.ops.reduce import reduce_metrics
 from aligner.ops.rl.shaping import shaped_rewards
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import Scores, finish_metrics
@@ -25,7 +26,6 @@ from aligner.rollout.sampled import Record, make_records
 from aligner.rollout.score import Scorer
 from aligner.rollout.sharing import share
 from aligner.rollout.source import Weights
-from aligner.rollout.statistics import reduce_metrics
 from aligner.types import STOP, ScalarMetrics, Sums
 
 BEFORE = -2  # in the seeds of requests round r is rollout -2 - r: those that train count from 1, evaluation is -1

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.errors import EnvironmentFailedError
+from aligner.ops.reduce import reduce_metrics
 from aligner.ops.rl.shaping import shaped_rewards
 from aligner.refit.transfer import Refit
 from aligner.refit.verify import Verifier
@@ -26,7 +27,7 @@ from aligner.rollout.player import Player, Score
 from aligner.rollout.requests import Request, Requests
 from aligner.rollout.schedule import Schedule
 from aligner.rollout.score import Scorer
-from aligner.rollout.statistics import reduce_metrics, staleness_metrics
+from aligner.rollout.statistics import staleness_metrics
 from aligner.rollout.turns import trajectory_sums
 from aligner.run.timers import Timers
 from aligner.types import STOP, RolloutBatch, Sample, ScalarMetrics, Stop

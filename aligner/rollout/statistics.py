@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.sections.algorithm import AlgorithmConfig
-from aligner.ops.reduce import of_each_rank
+from aligner.ops.reduce import of_each_rank, reduce_metrics
 from aligner.ops.rl.advantages import count_degenerate
 from aligner.ops.rl.kl import reference_kl_sums
 from aligner.ops.rl.mismatch import cut_sums, finish_mismatch, mismatch_sums, weight_sums
 from aligner.ops.rl.value_loss import explained_variance, explained_variance_sums
 from aligner.rewards.composite import Scores, finish_metrics
 from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
-
-
-def reduce_metrics(
-    means: Mapping[str, tuple], maxima: Mapping[str, float], group: dist.ProcessGroup | None
-) -> ScalarMetrics:
-    """Sum numerators and denominators, take maxima, over `group`; 0/0 is NaN. Every rank passes the same names."""
-    names, tops = list(means), list(maxima)
-    sums = torch.tensor([[float(n), float(d)] for n, d in means.values()], dtype=torch.float64).reshape(-1, 2)
-    highs = torch.tensor([float(maxima[name]) for name in tops], dtype=torch.float64)
-    if group is not None and group.size() > 1:
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        sums, highs = sums.to(device), highs.to(device)
-        dist.all_reduce(sums, group=group)
-        if tops:
-            dist.all_reduce(highs, op=dist.ReduceOp.MAX, group=group)
-    values = {name: n / d if d else math.nan for name, (n, d) in zip(names, sums.tolist(), strict=True)}
-    return values | dict(zip(tops, highs.tolist(), strict=True))
 
 
 def by_function(scores: Scores) -> Tensor:

@@ -11,6 +11,7 @@ from aligner.cluster.lock import RunLock
 from aligner.config.schema import Config
 from aligner.config.validate import validate
 from aligner.errors import ConfigError
+from aligner.loading import demanded
 from aligner.run.marker_files import DONE, STOPPED
 from aligner.run.starts import COMMAND, command_line
 
@@ -18,8 +19,7 @@ from aligner.run.starts import COMMAND, command_line
 def imports(cfg: Config) -> list[str]:
     """Modules that every rank of a run needs, and that start no threads: those that may be imported once for all."""
     found = ["aligner.config.resolve", "aligner.build", f"aligner.stages.{cfg.stage.name}"]
-    found.append("transformers.models.auto.tokenization_auto")
-    return found
+    return [*found, *demanded(cfg), "transformers.models.auto.tokenization_auto"]
 
 
 def launch_run(cfg: Config, ranks: int, freeze: Callable[[], Path], command: Sequence[str], last: bool = False) -> int:

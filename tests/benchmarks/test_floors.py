@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from aligner.families.table import parameters
 from aligner.ops.kernels import bfloat16_products
-from aligner.plan.shapes import head_operations, layer_operations, parameters
+from aligner.plan.shapes import head_operations, layer_operations
 from benchmarks import floors
 from benchmarks.floor_phases import PHASES, WORKS, Subject, floor_s, moved_bytes, own_shapes, training_rows
 from benchmarks.floors import measure

@@ -21,7 +21,7 @@ from aligner.megatron.weights import OUTPUT
 from aligner.models.params import from_hf
 from aligner.models.safetensors_io import open_hf
 from aligner.ops.kernels.logprobs import token_logprobs
-from aligner.refit.transfer import WeightStream
+from aligner.refit.stream import WeightStream
 from aligner.roles.batching import micro_batches
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import last_token_scores

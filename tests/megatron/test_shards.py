@@ -23,11 +23,12 @@ from torch.utils._pytree import tree_leaves
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.families.table import parameters
 from aligner.megatron.checkpoint import ModelSave, load_model
 from aligner.megatron.optimizer_state import give_state
 from aligner.megatron.shards import boxes
 from aligner.plan.host import checkpoint_bytes
-from aligner.plan.shapes import Grid, parameters, rank_parameters
+from aligner.plan.shapes import Grid, rank_parameters
 from tests.megatron.models import build, equal_shares, load_and_step, one_more, save_and_go_on, stepped
 from tests.tiny import ADAM, LLAMA, MODELS, MOE, wild_source
 

@@ -40,7 +40,7 @@ from aligner.plan.traffic import (
 from aligner.refit.exchange import Exchange
 from aligner.refit.factors import Merger
 from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
-from aligner.refit.transfer import WeightStream
+from aligner.refit.stream import WeightStream
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel

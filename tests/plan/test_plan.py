@@ -17,6 +17,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.errors import ConfigError
 from aligner.families.hf_config import hf_config
+from aligner.families.table import parameters
 from aligner.plan.activations import activation_bytes
 from aligner.plan.devices import DEVICES, GIB, Assumptions
 from aligner.plan.host import engine_host_bytes, host_items
@@ -24,7 +25,7 @@ from aligner.plan.job import Engine, Job, Part, Rows, job_of, shape_at
 from aligner.plan.lengths import Lengths, read_lengths
 from aligner.plan.memory import MemoryPlanError, engine_phases, plan_memory, refuse
 from aligner.plan.prediction import predict
-from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, parameters, routing_bytes
+from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, routing_bytes
 from aligner.plan.sizes import logit_bytes
 from aligner.plan.times import Machine, decode_step, generate_phase, plan_times, update_mfu, update_phase
 from aligner.plan.traffic import Call, gathered_calls, pass_calls, refit_calls, step_calls

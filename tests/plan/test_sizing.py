@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from aligner.config.checks import AUTO
+from aligner.config.derived import undecided
 from aligner.config.freeze import from_yaml, to_yaml
 from aligner.config.options import from_plain
 from aligner.config.resolve import compose
@@ -13,7 +14,7 @@ from aligner.plan.devices import GIB, find_device
 from aligner.plan.job import job_of
 from aligner.plan.memory import MemoryPlanError
 from aligner.plan.prediction import check, predict
-from aligner.plan.sizing import UNIT, Room, sized, taken_over, undecided, whole_cache
+from aligner.plan.sizing import UNIT, Room, sized, taken_over, whole_cache
 
 JOBS = {
     "rollouts": (8, ["stage=grpo", "model=llama3_8b", "parallel.tensor=2", "parallel.sequence=true", "batch.group=16"]),

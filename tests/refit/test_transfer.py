@@ -17,7 +17,8 @@ from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.models.params import dtype_of, to_hf
 from aligner.refit.plan import buckets
-from aligner.refit.transfer import Refit, WeightStream, fail_together
+from aligner.refit.stream import WeightStream
+from aligner.refit.transfer import Refit, fail_together
 from tests.megatron.models import build
 from tests.ranks import on_ranks
 from tests.tiny import DEEPSEEK, LLAMA, MODELS, MOE, wild_source

@@ -18,6 +18,7 @@ from aligner.config.sections.rewards import EvalConfig, RewardConfig, RewardFunc
 from aligner.data.items import PreferenceItem, ScoredItem, SftItem
 from aligner.errors import ConfigError, EngineError, RewardError
 from aligner.megatron.model import Head
+from aligner.ops.reduce import reduce_metrics
 from aligner.ops.rl.advantages import gdpo, grpo
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import RewardPipeline, Scores
@@ -40,7 +41,7 @@ from aligner.rollout.schedule import Schedule
 from aligner.rollout.score import Scorer
 from aligner.rollout.sharing import share
 from aligner.rollout.source import RolloutSource
-from aligner.rollout.statistics import compared, reduce_metrics, rollout_metrics, value_metrics
+from aligner.rollout.statistics import compared, rollout_metrics, value_metrics
 from aligner.types import LENGTH, STOP, Generations, Prompt, Sample, SamplingParams
 from tests.clocks import times_up
 
