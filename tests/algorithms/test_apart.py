@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests import stages
+from tests.run import jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
-STAGE = "tests.run.jobs:run_stage"
+STAGE = jobs.run_stage
 # sampled tokens and what follows from them alone; other numbers differ by rounding
 EXACT = ("reward/", "response/", "advantage/", "refit/version", "staleness/")
 
@@ -88,8 +89,8 @@ def test_a_run_that_was_cut_off_goes_on_bit_by_bit(ranks, tiny_data, tmp_path):
     whole = train(ranks, tiny_data, tmp_path / "whole", 2, *settings)
     settings += ["run.export=true"]
     arguments = stages.overrides("grpo", tiny_data, tmp_path / "cut", *settings)
-    cut = ranks.run("tests.algorithms.apart_jobs:cut_in_update", world=2, arguments=arguments, step=3)
-    assert cut == [True, False] and stages.checkpoints(tmp_path / "cut") == [2]
+    told = ranks.run(jobs.played, world=2, arguments=arguments, cut=3)
+    assert [one.end for one in told] == ["cut", "1"] and stages.checkpoints(tmp_path / "cut") == [2]
     assert ranks.run(STAGE, world=2, arguments=arguments) == [0, 0]
     assert stages.differences(whole, tmp_path / "cut") == [] and stages.same_weights(whole, tmp_path / "cut")
 
@@ -98,8 +99,8 @@ def test_an_engine_that_fails_ends_the_run_with_its_cause(ranks, tiny_data, tmp_
     """The trainer's ranks save the last whole step first."""
     settings = ["run.steps=3", "engine.ranks=1", "checkpoint.every=9"]
     arguments = stages.overrides("grpo", tiny_data, tmp_path / "run", *settings)
-    told = ranks.run("tests.algorithms.apart_jobs:refuses", world=2, arguments=arguments, at=2)
-    assert told == ["EngineError: on rank 1: no answer from the device", "1"]
+    told = ranks.run(jobs.played, world=2, arguments=arguments, engine_fails=2)
+    assert [one.end for one in told] == ["EngineError: rollout 2: on rank 1: no answer from the device", "1"]
     assert stages.checkpoints(tmp_path / "run") == [1]
 
 

@@ -23,6 +23,7 @@ from aligner.rollout.score import Scorer
 from aligner.rollout.sharing import share
 from aligner.rollout.source import RolloutSource, Weights
 from aligner.types import LENGTH, STOP, Generations, Prompt, SamplingParams
+from tests.rollout.test_rollout import Words
 
 PROMPTS, GROUP, ROWS, LIMIT = 8, 3, 20, 4
 
@@ -30,13 +31,6 @@ PROMPTS, GROUP, ROWS, LIMIT = 8, 3, 20, 4
 def digit(prompt, seed, n: int) -> int:
     """A number that follows from prompt and seed."""
     return hashlib.blake2b(repr((tuple(prompt), seed)).encode()).digest()[0] % n
-
-
-class Letters:
-    pad_token_id, bos_token_id = 0, None
-
-    def batch_decode(self, rows, skip_special_tokens):
-        return ["".join(chr(96 + t) for t in row) for row in rows]
 
 
 class FakeEngine:
@@ -89,7 +83,7 @@ def make_source(world: int = 1, rank: int = 0, **algorithm) -> RolloutSource:
     refit.model = SimpleNamespace(step_count=5)
     mine = range(PROMPTS)[share(PROMPTS, world, rank)]
     requests = Requests(prompts, IndexStream(ROWS, 1, True, PROMPTS), GROUP, PROMPTS, mine, seed=7)
-    player = Player(FakeEngine(), Letters(), SamplingParams(LIMIT), alone)
+    player = Player(FakeEngine(), Words(), SamplingParams(LIMIT), alone)
     return RolloutSource(
         Weights(refit, SimpleNamespace(check=lambda: {})),
         requests,
@@ -154,7 +148,7 @@ def test_every_slot_gets_a_group_with_different_rewards(world):
 @pytest.mark.multirank
 def test_two_ranks_fill_the_same_slots_with_the_same_samples(ranks, world):
     alone = filtered()
-    pair = ranks.run("tests.rollout.test_groups:filtered", world=2)
+    pair = ranks.run(filtered, world=2)
     for step, (tensors, metrics, scores, ids, cursor) in enumerate(alone):
         parts = [rank[step] for rank in pair]
         for name, want in tensors.items():
@@ -208,13 +202,6 @@ def test_filtered_groups_differ_in_what_the_advantage_compares(world, advantage,
     assert any(odd) == (differ == "terms") and (metrics["filter/dropped_prompts"] > 0) == (differ == "sum")
 
 
-def test_a_filtered_group_is_counted_once_by_the_running_normaliser(world):
-    source = make_source(filter_groups=True)
-    source.score.rewards = RewardPipeline([(Right(), 2.0)], RewardConfig(normalize=True))
-    source.next(1)
-    assert source.score.rewards.normalizer.state_dict()["count"] == PROMPTS * GROUP
-
-
 def normalised(steps: int = 3, **algorithm):
     """The job of a rank: rollouts whose rewards are normalised. [(raw rewards, greedy ones, the normaliser)]"""
     source = make_source(dist.get_world_size(), dist.get_rank(), **algorithm)
@@ -249,7 +236,7 @@ def test_the_running_normaliser_sees_what_is_trained_on_and_nothing_else(world, 
 def test_two_ranks_normalise_as_one(ranks, world, filtering):
     algorithm = {"advantage": "remax", "filter_groups": filtering}
     alone = normalised(**algorithm)
-    pair = ranks.run("tests.rollout.test_groups:normalised", world=2, **algorithm)
+    pair = ranks.run(normalised, world=2, **algorithm)
     for step, (raw, total, greedy, state) in enumerate(alone):
         parts = [rank[step] for rank in pair]
         for place, want in ((0, raw), (1, total)):
@@ -271,7 +258,3 @@ def test_remax_generates_and_scores_one_greedy_response_for_each_prompt(world):
         want = 2.0 * (tokens[-1] == 2) - 0.25 * (len(tokens) == LIMIT) + min(0.0, (2 - len(tokens)) / 2)
         found = float(rollout.greedy_rewards[i])
         assert found != found if len(sample.prompt.tokens) == 1 else found == want
-
-
-def test_shares_of_slots_are_contiguous():
-    assert [list(range(PROMPTS))[share(PROMPTS, 2, r)] for r in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -205,7 +205,7 @@ def window_of_two_ranks(folder):
 @pytest.mark.multirank
 def test_a_rank_that_fails_keeps_no_other_one(ranks, tmp_path):
     """Which would not come to tell the trainer's ranks that it is done."""
-    assert ranks.run(f"{__name__}:window_of_two_ranks", world=2, folder=str(tmp_path)) == [
+    assert ranks.run(window_of_two_ranks, world=2, folder=str(tmp_path)) == [
         [True] * 3,
         "engine.kv_cache_bytes",
     ]

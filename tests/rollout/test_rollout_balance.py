@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from aligner.rollout.balance import Balancer
 from aligner.types import TrainBatch
 from tests.tiny import LLAMA
 
@@ -19,11 +21,17 @@ def shares(world):
     return [full.select(torch.arange(4 * r, 4 * r + 4)).trim() for r in range(world)], full
 
 
+def balanced(shares, on):
+    """What a rank has of the rows that are dealt anew."""
+    balancer = Balancer(LLAMA, dist.group.WORLD, on)
+    return balancer(shares[dist.get_rank()]), balancer.metrics()
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("on", [True, False])
 def test_rows_are_dealt_by_cost_with_all_their_fields(ranks, world, on):
     mine, full = shares(world)
-    found = ranks.run("tests.rollout.jobs:balanced", world=world, model=LLAMA, shares=mine, on=on)
+    found = ranks.run(balanced, world=world, shares=mine, on=on)
     numbers = torch.cat([batch.tokens[:, 0] - 1 for batch, _ in found])
     assert sorted(numbers.tolist()) == list(range(4 * world))
     for batch, metrics in found:

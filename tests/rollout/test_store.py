@@ -7,13 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from aligner.config.freeze import rollout_key
+from aligner.config.resolve import compose
 from aligner.data.dialogue import Given
 from aligner.data.tool_calls import Call
 from aligner.environments.pool import Session
+from aligner.errors import DataError
 from aligner.ops.packing.turns import Turn
 from aligner.rollout.play import Play
-from aligner.rollout.store import InFlight, Store
+from aligner.rollout.store import InFlight, Store, read_description
 from aligner.types import Prompt, Stop
+from tests import stages
 
 PROMPT = Prompt(4, (7, 8, 9), "a b", {"answer": "c"}, ({"role": "user", "content": "a b"},))
 
@@ -107,19 +111,76 @@ def test_one_of_another_run_is_left_out_and_deleted(tmp_path, world, capsys):
 
 
 @pytest.mark.parametrize(
-    "torn, told", [("missing", ""), ("half", "damaged"), ("empty", "damaged"), ("altered", "damaged")]
+    "torn, told",
+    [("missing", ""), ("half", "damaged"), ("empty", "damaged"), ("altered", "damaged"), ("samples", "damaged")],
 )
-def test_a_torn_description_is_none(tmp_path, world, capsys, torn, told):
-    """A kill before it is written, a file system that lost its end, an edit."""
+def test_what_is_torn_is_none(tmp_path, world, capsys, torn, told):
+    """A kill before the description is written, a file system that lost its end, an edit of it, another bit of a
+    sample."""
     folder = stored(tmp_path, answers()[1])
-    (path,) = folder.glob("*.json")
+    path = next(folder.glob("*.safetensors" if torn == "samples" else "*.json"))
     text = path.read_bytes()
     if torn == "missing":
         path.unlink()
     else:
-        path.write_bytes(
-            {"half": text[: len(text) // 2], "empty": b"", "altered": text.replace(b"[5, 8]", b"[5, 9]")}[torn]
-        )
+        edited = {"altered": text.replace(b"[5, 8]", b"[5, 9]"), "samples": text[:-1] + bytes([text[-1] ^ 1])}
+        path.write_bytes({"half": text[: len(text) // 2], "empty": b"", **edited}[torn])
     assert read(tmp_path, answers()[0]) is None
     out = capsys.readouterr().out
-    assert told in out and ("generated again" in out) == bool(told) and not folder.exists()
+    assert told in out and ("generated again" in out) == bool(told) and folder.exists() == (torn == "samples")
+
+
+def test_a_description_with_another_bit_anywhere_is_damaged(tmp_path, world):
+    (path,) = stored(tmp_path, answers()[1]).glob("*.json")
+    content = path.read_bytes()
+    assert read_description(path)["groups"] == [5, 8]
+    for bit in range(0, len(content) * 8, 7):  # another one in each byte
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(DataError):
+            read_description(path)
+
+
+def test_only_what_a_rollout_is_named_is_one(tmp_path):
+    far = "\u0663" * 8  # digits, but not ASCII's
+    strange = ["step-1.bak", "step-\u00b2", f"step-{far}", "step-", "step--0000001", "x"]
+    for name in [*strange, "step-00000002", "step-100000000"]:
+        (tmp_path / name).mkdir()
+    assert store(tmp_path).numbers() == [2, 100_000_000] and store(tmp_path).others() == sorted(strange)
+
+
+def test_the_key_knows_what_rollouts_depend_on(tiny_data, tmp_path):
+    def key(*more: str) -> str:
+        return rollout_key(compose(stages.overrides("grpo", tiny_data, tmp_path, *more)))
+
+    same = [
+        "parallel.tensor=2",
+        "batch.micro_batch_samples=2",
+        "checkpoint.every=7",
+        "run.name=x",
+        "logging.wandb.project=y",
+        "reward.workers=2",
+        "reward.timeout_s=7",
+        "reward.overlap=false",
+        "engine.silent_s=300",
+    ]
+    assert {key(text) for text in same} == {key()}
+    other = [
+        "seed=1",
+        "sampling.top_k=3",
+        "optim.lr=1",
+        "engine.lag=1",
+        "batch.group=8",
+        "algorithm.clip_low=0.3",
+        "reward.normalize=true",
+    ]
+    assert len({key(), *(key(text) for text in other)}) == 1 + len(other)
+    replayed = ["model.family=qwen3_moe", "model.moe.num_experts=4", "mismatch.replay_routing=true"]
+    assert key(*replayed) != key(*replayed[:2])
+    code = tmp_path / "mine.py"
+    code.write_text("def reward(samples): return [0.0] * len(samples)")
+    mine = f"reward.functions=[{{path: {code}:reward}}]"
+    before = key(mine)
+    code.write_text("def reward(samples): return [1.0] * len(samples)")
+    assert key(mine) != before
