@@ -116,8 +116,9 @@ class Schedule:
 
     def secure(self, step: int) -> None:
         """What a checkpoint of `step` names is generated and stored. Raises EngineError or SaveError on every rank."""
-        with self.player.timers(WAIT):
-            self._land()
+        if self.lag:  # else what a failed engine owes is of a later step
+            with self.player.timers(WAIT):
+                self._land()
         named = self._orders.setdefault(step, self._order)  # a step that failed may have given orders since
         if self._order in self._unstored and self._flight.numbers:
             self._keep()

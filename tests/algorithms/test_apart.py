@@ -102,6 +102,10 @@ def test_an_engine_that_fails_ends_the_run_with_its_cause(ranks, tiny_data, tmp_
     told = ranks.run(jobs.played, world=2, arguments=arguments, engine_fails=2)
     assert [one.end for one in told] == ["EngineError: rollout 2: on rank 1: no answer from the device", "1"]
     assert stages.checkpoints(tmp_path / "run") == [1]
+    (told, _) = ranks.run(jobs.played, world=2, arguments=[*arguments, "run.export=true"])
+    assert told.end == "0" and "WARNING" not in told.out
+    whole = train(ranks, tiny_data, tmp_path / "whole", 2, *settings)
+    assert stages.differences(whole, tmp_path / "run") == [] and stages.same_weights(whole, tmp_path / "run")
 
 
 def test_a_killed_engine_ends_the_job_which_then_goes_on(ranks, tiny_data, tmp_path):
