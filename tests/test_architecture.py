@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from aligner.config.engines import NAMES
 from aligner.loading import ON_DEMAND
 
 ROOT = Path(__file__).parents[1]
@@ -163,6 +164,27 @@ def test_config_and_the_command_line_import_no_torch():
             if below is not None and below not in seen:
                 seen.add(below)
                 open_.append((below, f"{chain} -> {below.relative_to(ROOT)}"))
+    assert not wrong, "\n".join(wrong)
+
+
+def asks_who_an_engine_is(node: ast.AST) -> bool:
+    """Whether it is an isinstance on engines, or a comparison of their names."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+        return bool(re.search(r"Engine\b", ast.unparse(node.args[1])))
+    if not isinstance(node, ast.Compare):
+        return False
+    named = any(isinstance(part, ast.Constant) and part.value in NAMES for part in (node.left, *node.comparators))
+    return (named and isinstance(node.ops[0], ast.Eq | ast.NotEq)) or "engine.name" in ast.unparse(node)
+
+
+def test_engines_are_asked_what_they_can_and_not_who_they_are():
+    """By the table of config/engines.py."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if asks_who_an_engine_is(node)
+    ]
     assert not wrong, "\n".join(wrong)
 
 

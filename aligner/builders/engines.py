@@ -80,7 +80,7 @@ def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
         return RemoteEngine(job.bridge, job.cfg.engine.tensor_parallel, dtype, routing)
     if job.cfg.engine.child is not None:
         return _child_engine(job, model, dtype, on_demand(f"engine.name={job.cfg.engine.name}"))
-    if job.cfg.engine.name == "recorded":
+    if job.cfg.engine.can.replays:
         return RecordedEngine(model, job.cfg.engine.answers, dtype=dtype)
     return _policy_engine(job, model)
 
@@ -136,7 +136,7 @@ def serve(job: Job) -> int:
 
 def _served_engine(job: Job, model: ModelConfig, dtype: torch.dtype) -> FleetEngine | PlacedVllmEngine:
     if job.cfg.engine.child is not None:
-        return _child_engine(job, model, dtype, on_demand("engine.name=vllm on ranks"))
+        return _child_engine(job, model, dtype, on_demand(f"engine.name={job.cfg.engine.name} on ranks"))
     return _policy_engine(job, model)
 
 

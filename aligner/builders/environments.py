@@ -8,7 +8,6 @@ from aligner.builders.job import Job
 from aligner.data.dialogue import Dialogue
 from aligner.data.formats import Tools
 from aligner.engines.base import RolloutEngine
-from aligner.engines.native.fleet import ServingEngine
 from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
 from aligner.errors import ConfigError
@@ -37,7 +36,7 @@ def make_turns(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> Tur
     cfg = job.cfg
     assert job.dialogue is not None
     pool, pace = Pool(cfg.environment, job.tools, job.answers), Pace.ROUNDS
-    if isinstance(engine, ServingEngine) and cfg.engine.tensor_parallel == 1:
+    if engine.can.serves and cfg.engine.tensor_parallel == 1:
         pace = Pace.COUNTS if cfg.run.deterministic or cfg.engine.window else Pace.ANSWERS
     return kind_of_player(cfg.environment, partial(_dialogue, job))(
         engine,

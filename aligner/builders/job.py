@@ -109,6 +109,7 @@ def start(cfg: Config, env: RankEnv) -> Job:
     the others when it is done."""
     if cfg.engine.child is not None:
         on_demand(f"engine.name={cfg.engine.name}").require(cfg.engine)
+    if not cfg.engine.can.several_nodes:
         first = env.rank - env.local_rank
         check_node(cfg, range(first, first + env.local_world_size), env.world_size)
     use_threads(cfg.cluster.threads, env.local_world_size)

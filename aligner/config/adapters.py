@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aligner.config.engines import able
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ def check_factors(cfg: Config, trains: bool) -> None:
         reason = "model.lora.rank=0, which has no factors"
     elif not trains:
         reason = "a stage that trains nothing, or debug.rollout_only: adapters come with training"
-    elif cfg.engine.name != "native":
-        reason = f"engine.name={cfg.engine.name}: the native engine alone merges"
+    elif not cfg.engine.can.merges_adapters:
+        reason = f"engine.name={cfg.engine.name}: the {able('merges_adapters')} engine alone merges"
     elif cfg.engine.quantization != "none":
         reason = f"engine.quantization={cfg.engine.quantization}, which is of merged weights, given whole"
     elif cfg.debug.record_answers:

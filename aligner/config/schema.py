@@ -82,13 +82,13 @@ class Config:
         at_least("seed", self.seed, 0)
         if self.debug.train_only:
             self.engine = replace(self.engine, name="recorded", cuda_graphs=False)
-        elif self.engine.name == "recorded" and not self.engine.answers:
+        elif self.engine.can.replays and not self.engine.answers:
             expected = "a recorded rollout, or a folder of them, with engine.name=recorded (or engine.answers)"
             raise ConfigError("debug.train_only", "", expected)
-        if self.engine.answers and (self.engine.name != "recorded" or self.debug.train_only):
+        if self.engine.answers and (not self.engine.can.replays or self.debug.train_only):
             expected = "empty but with engine.name=recorded, and with debug.train_only"
             raise ConfigError("engine.answers", self.engine.answers, expected)
-        if self.debug.record_answers and self.engine.name == "recorded":
+        if self.debug.record_answers and self.engine.can.replays:
             raise ConfigError("debug.record_answers", True, "false with engine.name=recorded")
         settle(self)
         settle_reference(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from aligner.config.adapters import check_factors
 from aligner.config.checks import exists
 from aligner.config.derived import asks_old_logprobs, data_parallel, evaluation_functions, minibatch_samples
+from aligner.config.engines import able
 from aligner.config.identity import reads
 from aligner.config.schema import ROLLOUT_STAGES, Config
 from aligner.config.sections.algorithm import GROUP_BASELINES
@@ -128,8 +129,8 @@ def _engine_ranks(cfg: Config, world_size: int) -> None:
         raise LayoutError("engine.tensor_parallel", width, expected)
     if cfg.stage.name not in ROLLOUT_STAGES:
         raise ConfigError("engine.ranks", ranks, f"0 for stage {cfg.stage.name}: {', '.join(ROLLOUT_STAGES)} generate")
-    if cfg.engine.name not in ("native", "vllm"):
-        expected = f"native or vllm with {among}: on ranks of their own others are not implemented here"
+    if not cfg.engine.can.apart:
+        expected = f"{able('apart')} with {among}: on ranks of their own others are not implemented here"
         raise ConfigError("engine.name", cfg.engine.name, expected)
     if cfg.engine.quantization != "none":
         expected = f"none with {among}: whole tensors are quantised, and those ranks get shards"
@@ -175,8 +176,8 @@ def _window(cfg: Config) -> None:
     if not cfg.engine.window:
         return
     windows = f"with engine.window={cfg.engine.window}"
-    if cfg.engine.name != "native":
-        raise ConfigError("engine.name", cfg.engine.name, f"native {windows}: it counts decode steps")
+    if not cfg.engine.can.windows:
+        raise ConfigError("engine.name", cfg.engine.name, f"{able('windows')} {windows}: it counts decode steps")
     if cfg.mismatch.replay_routing:
         expected = f"false {windows}: a paused sample's tokens are routed by newer weights"
         raise ConfigError("mismatch.replay_routing", True, expected)
@@ -195,8 +196,9 @@ def _replay(cfg: Config) -> None:
     if cfg.stage.name not in ROLLOUT_STAGES:
         expected = f"false for stage {cfg.stage.name}: {', '.join(ROLLOUT_STAGES)} have an engine"
         raise ConfigError("mismatch.replay_routing", True, expected)
-    if cfg.engine.name != "native" and not cfg.debug.train_only:
-        expected = f"false with engine.name={cfg.engine.name}, which does not tell the experts of its tokens: native"
+    if not (cfg.engine.can.routing or cfg.debug.train_only):
+        able_to = able("routing")
+        expected = f"false with engine.name={cfg.engine.name}, which does not tell the experts of its tokens: {able_to}"
         raise ConfigError("mismatch.replay_routing", True, f"{expected} does")
 
 
@@ -245,8 +247,9 @@ def _rewards(cfg: Config) -> None:
         expected = f"at least one function, or reward.model, for stage {cfg.stage.name}"
         raise ConfigError("reward.functions", [], expected, "Example: reward.functions=[{path: math}]")
     own = any(judge.own for judge in cfg.reward.judges)
-    if own and cfg.engine.name != "native" and not cfg.debug.train_only:
-        expected = "native with reward.judges without model and endpoint: others are built for the data's prompts"
+    if own and not (cfg.engine.can.any_prompt or cfg.debug.train_only):
+        others = "others are built for the data's prompts"
+        expected = f"{able('any_prompt')} with reward.judges without model and endpoint: {others}"
         raise ConfigError("engine.name", cfg.engine.name, expected)
     if cfg.batch.group < 2 and any(judge.kind == "pairwise" for judge in cfg.reward.judges):
         expected = "at least 2 with a pairwise judge, which compares the samples of a prompt"

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from aligner.config.derived import evaluation_functions, response_limit
+from aligner.config.engines import ENGINES
 from aligner.config.identity import uses
 from aligner.config.schema import ROLLOUT_STAGES, STAGES, Config
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.kernels import check_te
 from aligner.config.sections.model.rope import longest_row
 from aligner.config.sections.parallel import ParallelConfig
-from aligner.config.sections.trtllm_engine import NAME as TRTLLM_ENGINE
-from aligner.config.sections.trtllm_engine import check_run
-from aligner.config.sections.vllm import check_vllm
 from aligner.errors import ConfigError, LayoutError
-
-_NOT_WITH_TRTLLM = {
-    "joined": "a family whose files keep each matrix by itself with engine.name=trtllm, which gets them so",
-    "linear": "a family without linear attention with engine.name=trtllm, where it was not tried",
-    "latent": "a family without latent attention with engine.name=trtllm: what it makes of such weights is unknown",
-}
 
 
 def validate_model(cfg: Config, model: ModelConfig, scorer: bool = False) -> None:
@@ -40,7 +32,7 @@ def validate_on_gpu(cfg: Config, model: ModelConfig) -> None:
     if model.hidden_size % 8:
         raise LayoutError("model.hidden_size", model.hidden_size, "a multiple of 8 for experts in bfloat16 on a GPU")
     shares = {"parallel.tensor": cfg.parallel.tensor}
-    if _generates(cfg) and cfg.engine.name == "native":
+    if _generates(cfg) and cfg.engine.can.computes_here:
         shares["engine.tensor_parallel"] = cfg.engine.tensor_parallel
     for name, ranks in shares.items():
         if model.expert_ffn // ranks % 8:
@@ -90,14 +82,12 @@ def _widths(model: ModelConfig) -> dict[str, int]:
 
 
 def _engine(cfg: Config, model: ModelConfig) -> None:
-    engine = cfg.engine.name if _generates(cfg) else ""
-    if engine == TRTLLM_ENGINE:
-        check_run(cfg, model)
-    if engine == "vllm":
-        check_vllm(model)
-    for trait, expected in _NOT_WITH_TRTLLM.items() if engine == "trtllm" else ():
-        if getattr(model.traits, trait):
-            raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
+    entry = ENGINES[cfg.engine.name]
+    if _generates(cfg) and entry.check is not None:
+        entry.check(cfg, model)
+    if _generates(cfg) and cfg.run.deterministic and not entry.can.repeats:
+        expected = f"false with engine.name={cfg.engine.name}{entry.reasons['repeats']}"
+        raise ConfigError("run.deterministic", True, expected, "engine.name=native repeats bit by bit.")
     if cfg.engine.cuda_graphs and model.moe.num_experts:
         raise ConfigError("engine.cuda_graphs", True, "false with experts: how many rows one gets is not known ahead")
     validate_shares(cfg, model)

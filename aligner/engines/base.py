@@ -3,130 +3,150 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.config.engines import Capabilities
 from aligner.errors import EngineError, RefitError
 from aligner.ops.reduce import gathered
 from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
 
+if TYPE_CHECKING:
+    from aligner.engines.bridge import Bridge
 
-class RolloutEngine(Protocol):
-    """Generates responses with weights that are replaced from outside, one complete version at a time.
+
+Finished = Callable[[int, int, list[int], list[float], bool], None]
+
+
+class RolloutEngine:
+    """Generates responses with weights that are replaced from outside, one complete version at a time. This is the one
+    contract: what not every engine does has a default here and an entry in `can` (config/engines.py).
 
     A fresh engine holds no weights: `generate` and `logprobs` refuse (RefitError) until an update is complete, and
     again after an update that failed.
     """
 
+    can = Capabilities()
     weight_version: int  # of the last complete update; -1 before the first
     dtype: torch.dtype  # of its weights
+    tensor_parallel: int = 1  # ranks that are one engine
+    bridge: Bridge | None = None  # to the ranks that it is on, if those are not this one
 
     def generate(
         self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
         """len(seeds[i]) samples of prompts[i], prompt-major. A sample depends on its prompt, its seed and `sampling`
         alone. `progress` gets (finished samples, all samples). CPU tensors. ConfigError if a row can never fit."""
-        ...
+        raise NotImplementedError
 
     def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
         """float32 [B, T]: log p(tokens[:, t] | tokens[:, :t]) of the distribution tempered by `temperature`; 0 at
         index 0 and on padding. tokens int64 [B, T] right-padded, lengths int64 [B]. CPU tensor."""
-        ...
+        raise NotImplementedError
 
-    def begin_update(self, version: int) -> None: ...
+    def begin_update(self, version: int) -> None:
+        raise NotImplementedError
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Full tensors by Hugging Face name, in any order, over any number of calls. Copied before it returns."""
-        ...
+        raise NotImplementedError
 
     def finish_update(self) -> None:
         """Raises RefitError naming every missing, doubled, unknown or wrong-shaped tensor; else the new version
         holds."""
-        ...
+        raise NotImplementedError
 
     def checksums(self) -> Mapping[str, int]:
         """Hugging Face name -> `ops.checksum.tensor_checksum` of the tensor in the engine's dtype."""
-        ...
+        raise NotImplementedError
 
     def sleep(self) -> None:
         """Give back the KV cache; weights stay, and an update may come meanwhile. Sleeping twice is sleeping."""
-        ...
 
     def wake(self) -> None:
         """`generate` and `logprobs` may be called again. Waking twice is waking."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Its process and memory end."""
 
+    # --- of all replicas, where they are on other ranks
 
-@runtime_checkable
-class MeasuredEngine(Protocol):
-    """An engine that can tell what it holds on the device of this process."""
+    def logprobs_of_replicas(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> list[Tensor]:
+        return [self.logprobs(tokens, lengths, temperature)]
+
+    def decoded_of_replicas(self, tokens: Tensor, lengths: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+        return [self.decoded(tokens, lengths, count)]
+
+    # --- with a capability
+
+    def decoded(self, tokens: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """With `own_process`: `count` greedy tokens after each row, and their logprobs."""
+        raise NotImplementedError
 
     def held_bytes(self) -> Mapping[str, int]:
-        """By name: "weights", "cache" (0 while it sleeps), "scratch"."""
-        ...
+        """With `computes_here`: what it holds on this process's device, by name: "weights", "cache" (0 while it
+        sleeps), "scratch"."""
+        return {}
 
-
-Finished = Callable[[int, int, list[int], list[float], bool], None]
-
-
-@runtime_checkable
-class TellingEngine(Protocol):
-    """An engine that tells of samples while it generates others."""
-
-    finished: Finished | None
-    """Where set, `generate` calls it with (prompt, sample, tokens, their logprobs, whether it stopped by itself) as
-    samples end: of the prompts and seeds that this rank gave it, perhaps not of all. In the caller's thread, so it
-    should be short."""
-
-
-@runtime_checkable
-class OrderedEngine(Protocol):
-    """An engine that generates while its caller does something else."""
+    finished: Finished | None = None
+    """With `tells_finished`, where set: `generate` calls it with (prompt, sample, tokens, their logprobs, whether it
+    stopped by itself) as samples end: of the prompts and seeds that this rank gave it, perhaps not of all. In the
+    caller's thread, so it should be short."""
 
     def order(
         self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, begun: Sequence[int] | None = None
     ) -> Callable[[], Generations]:
-        """Begin to `generate`; what is returned waits, and returns or raises what that does, each time. Any other call
-        of the engine waits for the samples first: they have the weights of now.
+        """With a `bridge`. Begin to `generate`; what is returned waits, and returns or raises what that does, each
+        time. Any other call of the engine waits for the samples first: they have the weights of now.
 
         With `begun`, where every rank gives one, for `engine.window` decode steps: of each prompt so many tokens are
         the response already, of its one sample. Prompts come in their order; samples that have not ended come back as
         they stand, of length 0 where they did not run. Logprobs are 0 of tokens that were there.
         """
-        ...
+        raise NotImplementedError
 
-
-@runtime_checkable
-class PlacingEngine(Protocol):
-    """A `RolloutEngine` whose weights others may write in place, part by part, between begin_update and
-    finish_update: the ranks of `tensor_parallel` neighbouring engines share one model."""
-
-    tensor_parallel: int
+    def serve(
+        self, pool: Any, asked: list[tuple[int, int] | None], finished: Finished, sampling: SamplingParams
+    ) -> Generations:
+        """With `serves`: samples of what `pool` (`native/schedule.Pool`) gives, by this rank alone, in the order in
+        which it is taken. `finished` is told of each; the pool notes in `asked` as what."""
+        raise NotImplementedError
 
     def place(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
-        """Where entries [start, stop) of the tensor's `HfTensor.axis` go (counted in the whole tensor): a view whose
-        elements are in the tensor's order. They count as written. None if they must not be (`finish_update` tells).
-        `afresh`: all parts of all tensors are written in this update, so the engine need not keep what it holds."""
-        ...
+        """With `in_place`, part by part between begin_update and finish_update: the ranks of `tensor_parallel`
+        neighbouring engines share one model. Where entries [start, stop) of the tensor's `HfTensor.axis` go (counted
+        in the whole tensor): a view whose elements are in the tensor's order. They count as written. None if they must
+        not be (`finish_update` tells). `afresh`: all parts of all tensors are written in this update, so the engine
+        need not keep what it holds."""
+        raise NotImplementedError
 
 
-class EngineAround:
-    """Stands before another engine; what a subclass does not change, the inner engine does. It is none of the protocols
-    above unless it says so: they are asked by attributes of its own."""
+class EngineAround(RolloutEngine):
+    """Stands before another engine; what a subclass does not change, the inner engine does. It is given whole tensors,
+    and whole batches."""
 
     def __init__(self, engine: RolloutEngine):
         self.engine = engine
+        self.can = replace(engine.can, in_place=False, serves=False, tells_finished=False, merges_adapters=False)
+        self.dtype, self.tensor_parallel = engine.dtype, engine.tensor_parallel
+        for name in _INNER:
+            if getattr(type(self), name) is getattr(RolloutEngine, name):
+                setattr(self, name, getattr(engine, name))
+
+    @property
+    def weight_version(self) -> int:
+        return self.engine.weight_version
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def held_bytes(self) -> Mapping[str, int]:
-        return self.engine.held_bytes() if isinstance(self.engine, MeasuredEngine) else {}
+
+_INNER = ("generate", "logprobs", "begin_update", "update_weights", "finish_update", "checksums", "sleep", "wake")
+_INNER += ("close", "decoded", "held_bytes")
 
 
 class UpdateLedger:

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from aligner.config.engines import ENGINES
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import EngineAround, RolloutEngine, UpdateLedger
 from aligner.errors import ConfigError, DataError, EngineError
@@ -123,8 +124,10 @@ def _keys_of(path: Path) -> list[str]:
     return keys
 
 
-class RecordedEngine:
+class RecordedEngine(RolloutEngine):
     """`RolloutEngine` that answers from a folder: what was asked before, with weights of the same version."""
+
+    can = ENGINES["recorded"].can
 
     def __init__(self, model: ModelConfig, folder: str | Path, *, dtype: torch.dtype):
         self.dtype, self.answers = dtype, Answers(Path(folder).expanduser())

@@ -267,22 +267,22 @@ def job_of(
         size = 4 if cfg.engine.dtype == "float32" else 2 if cfg.engine.dtype == "bfloat16" else element
         e = cfg.engine
         check_factors(cfg, stage.trains and not cfg.debug.rollout_only)
-        native = e.name == "native"  # every row reads the cache up to the longest one
+        here = e.can.computes_here  # every row reads the cache up to the longest one
         in_turns = not cfg.environment.agent and (engine_tensor or e.tensor_parallel) == 1
         engine = Engine(
             engine_tensor or e.tensor_parallel,
             size,
             e.max_batch,
             float(e.cache_bytes),
-            reserved=e.child is not None,
-            padded=native,
-            launches=native and not e.cuda_graphs,
-            placed=bool(e.ranks) or (native and e.quantization == "none"),
+            reserved=e.can.own_process,
+            padded=here,
+            launches=here and not e.cuda_graphs,
+            placed=bool(e.ranks) or (e.can.in_place and e.quantization == "none"),
             factors=cfg.refit.adapters == "factors",
             ranks=e.ranks,
             lag=e.lag,
             window=e.window,
-            pauses=native and not cfg.mismatch.replay_routing and (not cfg.environment.on or in_turns),
+            pauses=e.can.windows and not cfg.mismatch.replay_routing and (not cfg.environment.on or in_turns),
         )
         if (e.ranks or gpus) % engine.tensor:
             expected = f"a divisor of the {e.ranks or gpus} GPUs that generate"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.engines.base import PlacingEngine
+from aligner.engines.base import RolloutEngine
 from aligner.errors import RefitError
 from aligner.models.shards import aligned, copy_elements
 from aligner.refit.plan import Message, Part, Plan
@@ -72,7 +72,7 @@ class Exchange:
         """Of a message to send (side 0) or to receive (1)."""
         return max((step[side].bytes for step in self.steps if step[side] is not None), default=0)
 
-    def __call__(self, parameters: Mapping[str, Tensor], engine: PlacingEngine | None, cause: str = "") -> None:
+    def __call__(self, parameters: Mapping[str, Tensor], engine: RolloutEngine | None, cause: str = "") -> None:
         """`parameters`: canonical name -> this rank's shard, empty on a rank without the trainer. With a `cause` its
         engine is left alone, and the others get what they wait for. Collective.
 
@@ -109,7 +109,7 @@ class Exchange:
     def _note(self, error: Exception) -> None:
         self.cause = self.cause or str(error)
 
-    def _copy(self, part: Part, parameters: Mapping[str, Tensor], engine: PlacingEngine) -> None:
+    def _copy(self, part: Part, parameters: Mapping[str, Tensor], engine: RolloutEngine) -> None:
         """From this rank's shard into its engine. Views are kept for as long as both stay where they are: for a small
         model, making them takes longer than the copy."""
         if self.cause:
@@ -145,7 +145,7 @@ class Exchange:
             self._note(error)
         return words
 
-    def unpack(self, message: Message, words: Tensor, engine: PlacingEngine | None) -> None:
+    def unpack(self, message: Message, words: Tensor, engine: RolloutEngine | None) -> None:
         """Write what came into the engine."""
         assert engine is not None, f"rank {self.rank} has no engine for what it receives"
         self.wire_bytes += message.bytes
@@ -160,16 +160,16 @@ class Exchange:
         except (RefitError, RuntimeError) as error:
             self._note(error)
 
-    def _place(self, part: Part, engine: PlacingEngine) -> Tensor | None:
+    def _place(self, part: Part, engine: RolloutEngine) -> Tensor | None:
         return engine.place(self.plan.tensors[part.tensor].name, part.start, part.stop, True)
 
-    def _view(self, part: Part, engine: PlacingEngine) -> Tensor | None:
+    def _view(self, part: Part, engine: RolloutEngine) -> Tensor | None:
         view = self._place(part, engine)
         return None if view is None else self._as_words(part, view)
 
     # ---- the wire
 
-    def _travel(self, parameters: Mapping[str, Tensor], engine: PlacingEngine | None) -> None:
+    def _travel(self, parameters: Mapping[str, Tensor], engine: RolloutEngine | None) -> None:
         sending, receiving = map(self._buffers, (0, 1))
         sent = [NOTHING, NOTHING]  # kept while it travels
         before: tuple[list[dist.Work], Message | None, Tensor] | None = None
@@ -194,7 +194,7 @@ class Exchange:
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _arrive(
-        self, works: list[dist.Work], message: Message | None, words: Tensor, engine: PlacingEngine | None
+        self, works: list[dist.Work], message: Message | None, words: Tensor, engine: RolloutEngine | None
     ) -> None:
         limit = datetime.timedelta(seconds=self.timeout_s)
         for work in works:

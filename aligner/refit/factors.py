@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.base import PlacingEngine, UpdateLedger
+from aligner.engines.base import RolloutEngine, UpdateLedger
 from aligner.errors import RefitError
 from aligner.megatron.lora import change, joined
 from aligner.models.adapters import MAGNITUDE, Site, sites
@@ -28,12 +28,12 @@ from aligner.refit.plan import EngineGrid, Part, Plan
 
 class Share:
     """Of some tensors what one rank of an engine has, in memory of its own, where an exchange places it
-    (`PlacingEngine.place`); what others are placed in is `rest`."""
+    (`RolloutEngine.place`); what others are placed in is `rest`."""
 
     def __init__(self, tensors: Sequence[HfTensor], engines: EngineGrid, rank: int, like: Tensor):
         self.tensor_parallel = engines.tensor
         place = engines.ranks.index(rank) % engines.tensor
-        self.rest: PlacingEngine | None = None
+        self.rest: RolloutEngine | None = None
         self.bounds = {t.name: t.interval(engines.tensor, place) for t in tensors}
         self._axes, self.held = {t.name: t.axis for t in tensors}, {}
         for t in tensors:
@@ -79,21 +79,21 @@ class Merger:
         place = engines.ranks.index(rank) % engines.tensor
         self._others = {t.name: t.interval(engines.tensor, place) for t in others}
 
-    def keep(self, engine: PlacingEngine) -> None:
+    def keep(self, engine: RolloutEngine) -> None:
         """What no adapter changes is in its place since it travelled: it counts as written."""
         for name, (low, high) in self._others.items():
             if low < high:
                 engine.place(name, low, high)
 
     @torch.no_grad()
-    def merge(self, engine: PlacingEngine) -> None:
+    def merge(self, engine: RolloutEngine) -> None:
         """Write every matrix that has adapters, shard by shard of the trainer."""
         for site in self.sites:
             for rank in range(self.trainer.tensor if site.base.tp_axis is not None else 1):
                 for expert_rank in range(self.trainer.expert if site.base.experts else 1):
                     self._merge(site, rank, expert_rank, engine)
 
-    def _merge(self, site: Site, rank: int, expert_rank: int, engine: PlacingEngine) -> None:
+    def _merge(self, site: Site, rank: int, expert_rank: int, engine: RolloutEngine) -> None:
         wanted = list(self._wanted(site, rank, expert_rank))
         if not wanted:
             return
@@ -185,7 +185,7 @@ class FactorExchange:
     def largest_share_bytes(self) -> int:
         return sum(exchange.largest_share_bytes for exchange in self._ran)
 
-    def __call__(self, parameters: Mapping[str, Tensor], engine: PlacingEngine | None, cause: str = "") -> None:
+    def __call__(self, parameters: Mapping[str, Tensor], engine: RolloutEngine | None, cause: str = "") -> None:
         """See `Exchange.__call__`."""
         self.cause, merger = cause, self._merger
         self._ran = [self.factors] if self._based else [self.whole, self.factors]

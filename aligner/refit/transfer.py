@@ -18,9 +18,8 @@ from torch import Tensor
 
 from aligner.config.sections.engine import RefitConfig
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.base import PlacingEngine, RolloutEngine
+from aligner.engines.base import RolloutEngine
 from aligner.engines.bridge import Bridge
-from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import RefitError
 from aligner.megatron.train import ShardedModel
 from aligner.models.adapters import factor_tensors
@@ -49,16 +48,16 @@ class Refit:
         self._parameters = model.weights()
         self.exchange: Exchange | FactorExchange | None = None
         self.stream: WeightStream | None = None
-        self._bridge = engine.bridge if isinstance(engine, RemoteEngine) else None
+        self._bridge = engine.bridge
         self._group: dist.ProcessGroup | None = None
-        if isinstance(engine, PlacingEngine | RemoteEngine):
+        if engine.can.in_place:
             if self._bridge is not None:
                 self._bridge.order("plan")
             self.exchange = self._plan(engine)
         else:
             self.stream = WeightStream(model, config.bucket_bytes)
 
-    def _plan(self, engine: PlacingEngine | RemoteEngine) -> Exchange | FactorExchange:
+    def _plan(self, engine: RolloutEngine) -> Exchange | FactorExchange:
         """Engines stand on the trainer's ranks or on those after them, neighbours sharing one."""
         model, layout = self.model, self.model.layout
         self._group = None if self._bridge is None else self._bridge.group  # of all ranks with weights
@@ -111,7 +110,7 @@ class Refit:
         came to this rank from others."""
         version, self._held = self.model.step_count, -1
         self._hold = self.skip and self.engine.weight_version >= 0
-        if isinstance(self.engine, RemoteEngine):
+        if self._bridge is not None:
             self.engine.order_update(version, self._hold)
         self._ask(self.engine.begin_update, version)
         moved = self._placed() if self.exchange is not None else self._streamed()
@@ -125,7 +124,7 @@ class Refit:
         parameters: Mapping[str, Tensor] = {}
         if hashed or not factored:
             parameters = self._parameters if exchange.lasting else self.model.weights()
-        engine = self.engine if isinstance(self.engine, PlacingEngine) else None
+        engine = self.engine if self._bridge is None else None
         if hashed:
             self.checksums = self._trainer_checksums(exchange, parameters)
         if self._hold:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from aligner.config.sections.engine import RefitConfig
 from aligner.engines.base import RolloutEngine
-from aligner.engines.native.remote import RemoteEngine
 from aligner.errors import EngineError
 from aligner.ops.reduce import gathered
 from aligner.refit.transfer import Refit, fail_together
@@ -187,14 +186,8 @@ class Verifier:
 
     def _logprobs(self, engine: RolloutEngine) -> list[Tensor]:
         """Of this rank's engine, or of all replicas if they are on other ranks."""
-        if isinstance(engine, RemoteEngine):
-            return engine.logprobs_of_replicas(self.tokens, self.lengths)
-        return [engine.logprobs(self.tokens, self.lengths)]
+        return engine.logprobs_of_replicas(self.tokens, self.lengths)
 
     def _decoded(self, engine: Any) -> list[tuple[Tensor, Tensor]]:
         """Likewise, if they generate."""
-        if not self.decoded:
-            return []
-        if isinstance(engine, RemoteEngine):
-            return engine.decoded_of_replicas(self.tokens, self.lengths, self.decoded)
-        return [engine.decoded(self.tokens, self.lengths, self.decoded)]
+        return engine.decoded_of_replicas(self.tokens, self.lengths, self.decoded) if self.decoded else []

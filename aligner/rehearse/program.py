@@ -131,7 +131,6 @@ def _experts(device: Device) -> None:
 
 
 def _rollouts() -> None:
-    from aligner.engines.native.remote import RemoteEngine
     from aligner.rollout.groups import Groups
     from aligner.rollout.play import Play, by_prompt
     from aligner.rollout.player import Player, Together
@@ -142,7 +141,7 @@ def _rollouts() -> None:
     def asked(self: Player, together: Together) -> Together:
         """Of all ranks' samples the share of this replica; engines on other ranks are asked by every rank."""
         world, engine, peers = dist.get_world_size(), self.engine, self.peers.size()
-        replicas = world if isinstance(engine, RemoteEngine) else world // engine.tensor_parallel
+        replicas = world if engine.bridge is not None else world // engine.tensor_parallel
         share = math.ceil(len(together) * (world // peers) / replicas)
         return [together[i % len(together)] for i in range(share)]
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from aligner.data.dialogue import Given
 from aligner.data.tokenizer import decode_responses
-from aligner.engines.base import OrderedEngine, RolloutEngine, TellingEngine
+from aligner.engines.base import RolloutEngine
 from aligner.errors import EngineError
 from aligner.ops.packing.rows import column
 from aligner.ops.reduce import gathered
@@ -79,7 +79,7 @@ class Player:
         become, on every peer, and raises EngineError on every rank. Engines on other ranks work meanwhile; with others
         nothing is left to wait for. Collective, as that is."""
         mine, sampling = self._share(together), sampling or self.sampling
-        if isinstance(self.engine, OrderedEngine):
+        if self.engine.bridge is not None:
             with raised_together(EngineError):
                 answer = self._ordered(mine, sampling)
             return lambda: self._gathered(self._arrived(mine, answer, sampling))
@@ -135,10 +135,10 @@ class Player:
         return self._filled(together, generations)
 
     def _ordered(self, together: Together, sampling: SamplingParams) -> Callable[[], Any]:
-        """Of an `OrderedEngine`."""
+        """Of engines on other ranks."""
         prompts, seeds = [same[0].read for same in together], [[play.seed for play in same] for same in together]
         said = [len(same[0].said) for same in together] if self.window else None
-        return self.engine.order(prompts, seeds, sampling, said)  # type: ignore[attr-defined]
+        return self.engine.order(prompts, seeds, sampling, said)
 
     def _arrived(self, together: Together, answer: Callable[[], Any], sampling: SamplingParams) -> list[Play]:
         with raised_together(EngineError):
@@ -199,7 +199,7 @@ class Player:
     def _scoring(self, together: Together, score: Score | None) -> Iterator[None]:
         """Samples that end while the engine generates are scored at once, if it tells."""
         self._early = {}
-        if score is None or not isinstance(self.engine, TellingEngine):
+        if score is None or not self.engine.can.tells_finished:
             yield
             return
         firsts = [0]

@@ -27,8 +27,6 @@ from aligner.answers import Answer, AnswerLog
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.data.dialogue import Dialogue, Given
 from aligner.data.messages import read_messages
-from aligner.engines.base import TellingEngine
-from aligner.engines.native.fleet import ServingEngine
 from aligner.environments.limits import CHARS
 from aligner.environments.pool import Pool, Session
 from aligner.environments.process import CAUSES
@@ -174,7 +172,6 @@ class TurnPlayer(Player):
 
     def _served(self, turns: Turns, sampling: SamplingParams) -> None:
         """By this rank's engine alone, which takes a prompt when it is there."""
-        assert isinstance(self.engine, ServingEngine)
         if not turns.rows:
             return
         found = self.engine.serve(turns, turns.asked, turns.finished, sampling)
@@ -283,7 +280,7 @@ class TurnPlayer(Player):
 
     @contextmanager
     def _listening(self, together: list[list[Play]]) -> Iterator[None]:
-        if not isinstance(self.engine, TellingEngine):
+        if not self.engine.can.tells_finished:
             yield
             return
         self.engine.finished = lambda number, index, *told: self._answered(together[number][index], *told)

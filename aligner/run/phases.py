@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.config.sections.memory import MemoryConfig
-from aligner.engines.base import MeasuredEngine, RolloutEngine
+from aligner.engines.base import RolloutEngine
 from aligner.errors import ConfigError, MemoryLimitError, OutOfMemoryError
 from aligner.megatron.offload import KINDS, FrozenMemory
 from aligner.run.memory import PeakMeter
@@ -174,7 +174,7 @@ class PhaseMemory:
         found = {
             f"{role} {kind}": memory.held_bytes(kind) for role, memory in self.models.items() for kind in memory.kinds()
         }
-        if isinstance(self.engine, MeasuredEngine):
+        if self.engine is not None:
             found |= {f"engine {name}": size for name, size in self.engine.held_bytes().items()}
         return found
 

@@ -55,7 +55,7 @@ def checks(cfg: Config, env: RankEnv) -> Iterator[Check]:
     yield _transformer_engine(cfg.model.kernels)
     yield from _extras()
     yield _vllm(cfg)
-    if cfg.engine.name.startswith("trtllm"):
+    if cfg.engine.child is cfg.engine.trtllm:
         from aligner.tools.doctor_trtllm import trtllm_checks
 
         yield from (Check(*found) for found in trtllm_checks(cfg.engine.trtllm, cfg.engine.name))
@@ -154,7 +154,7 @@ def _vllm(cfg: Config) -> Check:
     """Its environment is another one: there, of the right version, or how to get it; a failure if `cfg` asks for it."""
     from aligner.engines.child.process import clean_environment, interpreter
 
-    missing, options = FAIL if cfg.engine.name == "vllm" else NONE, cfg.engine.vllm
+    missing, options = FAIL if cfg.engine.child is cfg.engine.vllm else NONE, cfg.engine.vllm
     try:
         python, environ = interpreter(options.python, clean_environment(os.environ, {}), options.section)
     except ConfigError as error:

@@ -1,6 +1,7 @@
 """GRPO with agents: exact after kills although neither the agent nor its verdict is the same, in rounds or served."""
 
 import shutil
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from aligner.answers import FOLDER
 from aligner.config.freeze import load_frozen
 from aligner.config.resolve import compose_over
+from aligner.engines.native.engine import NativeEngine
 from aligner.errors import ConfigError
 from aligner.tools.chat import main as chat
 from aligner.tools.evaluate import evaluate
@@ -66,7 +68,7 @@ def test_an_agent_that_does_what_an_environment_does_is_trained_on_to_the_same_b
 @pytest.mark.slow
 def test_requests_are_admitted_between_decode_steps_and_say_the_same(grpo):
     more = [f"{AGENT}seeded", "run.steps=1"]
-    with patch("aligner.builders.environments.ServingEngine", int):
+    with patch.object(NativeEngine, "can", replace(NativeEngine.can, serves=False)):
         rounds = grpo("rounds", *more)
     served = grpo("served", *more, "run.deterministic=false")
     same = ("environment/", "stop/", "response/", "reward/")

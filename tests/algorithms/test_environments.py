@@ -3,6 +3,7 @@
 import json
 import shutil
 from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import pytest
 
 from aligner.config.freeze import load_frozen
 from aligner.config.resolve import compose_over
+from aligner.engines.native.engine import NativeEngine
 from aligner.errors import ConfigError
 from aligner.rollout.serving import Turns
 from aligner.tools.calculator import make_data
@@ -115,7 +117,7 @@ def test_turns_are_admitted_between_decode_steps_and_say_the_same(grpo):
         return wants(self, active, slots)
 
     more = [*stages.DICE, "environment.path=tests/assets/environments.py:Clock", "run.steps=1"]
-    with patch("aligner.builders.environments.ServingEngine", int):
+    with patch.object(NativeEngine, "can", replace(NativeEngine.can, serves=False)):
         rounds = grpo("rounds", *more)
     late, prompt = (grpo(f"{most}", *more, f"+environment.args.most_s={most}") for most in (0.3, 0.0))
     assert stages.same_weights(late, prompt) and not stages.differences(late, prompt)

@@ -12,6 +12,7 @@ from aligner.config.sections.model.attention import AttentionConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
+from aligner.engines.base import RolloutEngine
 from aligner.errors import ConfigError, EngineError, RefitError
 from aligner.families.hf_config import hf_config
 from aligner.ops.kernels.checksum import tensor_checksum
@@ -118,6 +119,19 @@ class EngineContract:
     @staticmethod
     def make_engine(cfg: ModelConfig, decode=None, **engine_config):
         raise NotImplementedError
+
+    # ---- what it can do
+
+    def test_its_capabilities_are_those_of_its_methods(self):
+        engine = self.make_engine(self.table["llama"])
+
+        def does(name: str) -> bool:
+            return getattr(type(engine), name, None) is not getattr(RolloutEngine, name)
+
+        assert isinstance(engine, RolloutEngine)
+        assert engine.can.in_place == does("place") and engine.can.serves == does("serve")
+        assert engine.can.own_process == does("decoded") and engine.can.computes_here == does("held_bytes")
+        assert not engine.can.tells_finished or engine.finished is None
 
     # ---- weights
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from aligner.config.sections.engine import RefitConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.engines.base import RolloutEngine
 from aligner.errors import RefitError
 from aligner.families.table import family_table
 from aligner.megatron.model import Head
@@ -34,7 +35,7 @@ LAYOUTS = {
 }
 
 
-class Refusing:
+class Refusing(RolloutEngine):
     """An engine that refuses on one rank, at one moment."""
 
     weight_version = -1

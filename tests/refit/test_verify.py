@@ -11,6 +11,7 @@ from aligner.config.sections.engine import EngineConfig, RefitConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.engines.base import RolloutEngine
 from aligner.engines.native.engine import NativeEngine
 from aligner.errors import RefitError
 from aligner.megatron.train import ShardedModel
@@ -200,7 +201,7 @@ def test_a_step_beyond_the_rounding_gives_a_stale_engine_away(n, step):
     assert sum(staleness(*noisy(n, step, seed, stale=True))[0] for seed in range(500)) > 450
 
 
-class Bigram:
+class Bigram(RolloutEngine):
     """A trainer, or an engine, whose logits are a matrix's row of the last token: `weights` score, `steps` decode."""
 
     dtype = torch.float32

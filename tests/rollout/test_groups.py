@@ -11,6 +11,7 @@ import torch.distributed as dist
 from aligner.config.sections.algorithm import AlgorithmConfig, OverlongConfig
 from aligner.config.sections.rewards import RewardConfig
 from aligner.data.stream import IndexStream
+from aligner.engines.base import RolloutEngine
 from aligner.errors import RewardError
 from aligner.ops.reduce import sum_over
 from aligner.ops.seeds import request_seed
@@ -33,7 +34,7 @@ def digit(prompt, seed, n: int) -> int:
     return hashlib.blake2b(repr((tuple(prompt), seed)).encode()).digest()[0] % n
 
 
-class FakeEngine:
+class FakeEngine(RolloutEngine):
     """Answers 1 to LIMIT tokens, the last of them 2 (right) for one seed in four."""
 
     def __init__(self):

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aligner.config.engines import Capabilities
 from aligner.config.sections.algorithm import AlgorithmConfig, KLConfig, KLControllerConfig, OverlongConfig
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.rewards import EvalConfig, RewardConfig, RewardFunctionConfig
 from aligner.data.items import PreferenceItem, ScoredItem, SftItem
+from aligner.engines.base import RolloutEngine
 from aligner.errors import ConfigError, EngineError, RewardError
 from aligner.megatron.model import Head
 from aligner.ops.reduce import reduce_metrics
@@ -83,7 +85,7 @@ def make_generations(n: int, width: int = 5, seed: int = 1, cut: bool = False) -
 
 def make_samples(prompts, generations, group):
     """Of an engine that answers with these generations."""
-    engine = SimpleNamespace(generate=lambda *_: generations, weight_version=generations.weight_version)
+    engine = SimpleNamespace(bridge=None, generate=lambda *_: generations, weight_version=generations.weight_version)
     requests = [Request(i, prompt, list(range(group))) for i, prompt in enumerate(prompts)]
     return Player(engine, Words(), SamplingParams(9), Peers(0, 1)).samples(requests, SamplingParams(9))
 
@@ -213,7 +215,7 @@ class Peers:
         return self.tensor_rank
 
 
-class Recorder:
+class Recorder(RolloutEngine):
     """An engine that notes its requests."""
 
     weight_version = 7
@@ -258,7 +260,7 @@ def test_requests_do_not_depend_on_the_layout(monkeypatch):
 class Telling(Recorder):
     """An engine that tells of every other sample before it returns all."""
 
-    finished = None
+    can = Capabilities(tells_finished=True)
 
     def generate(self, prompts, seeds, sampling, progress=None):
         out, group = super().generate(prompts, seeds, sampling) or make_generations(sum(map(len, seeds))), len(seeds[0])

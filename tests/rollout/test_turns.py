@@ -15,6 +15,7 @@ from aligner.config.sections.rewards import RewardConfig
 from aligner.data.dialogue import Dialogue
 from aligner.data.tokenizer import train_tokenizer
 from aligner.data.tool_calls import written
+from aligner.engines.base import RolloutEngine
 from aligner.environments.limits import CHARS
 from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
@@ -39,7 +40,7 @@ def tokenizer(tmp_path_factory):
     return train_tokenizer([], str(tmp_path_factory.mktemp("calls")), 261, chat_template=TEMPLATE)
 
 
-class Scripted:
+class Scripted(RolloutEngine):
     """Says what `script(text of the prompt, seed)` says; the logprob of token t is -t / 1000."""
 
     weight_version = 3

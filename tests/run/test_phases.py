@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.config.sections.memory import OFFLOADS, MemoryConfig, MemoryLimitConfig
+from aligner.engines.base import RolloutEngine
 from aligner.errors import ConfigError, MemoryLimitError, OutOfMemoryError
 from aligner.run.memory import PeakMeter, peak_rss_bytes
 from aligner.run.phases import PhaseMemory
@@ -52,7 +53,7 @@ class Model:
         return self.held_bytes(kind) if was else 0
 
 
-class Engine:
+class Engine(RolloutEngine):
     def __init__(self, log: list):
         self.log, self.awake = log, True
 

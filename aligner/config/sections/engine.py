@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from aligner.config.checks import AUTO, Auto, above, at_least, auto_or, one_of
+from aligner.config.engines import ENGINES, NAMES, Capabilities, check_options
 from aligner.config.quantization import KINDS
 from aligner.config.sections.child import ChildConfig
-from aligner.config.sections.trtllm import ONE_RANK, TrtllmConfig
-from aligner.config.sections.trtllm_engine import NAME as TRTLLM_ENGINE
-from aligner.config.sections.trtllm_engine import check_engine
+from aligner.config.sections.trtllm import TrtllmConfig
 from aligner.config.sections.vllm import VllmConfig
 from aligner.errors import ConfigError
 
@@ -46,10 +45,15 @@ class EngineConfig:
     @property
     def child(self) -> ChildConfig | None:
         """The section of the package that runs in a child process, if one does."""
-        return {"vllm": self.vllm, "trtllm": self.trtllm, TRTLLM_ENGINE: self.trtllm}.get(self.name)
+        section = ENGINES[self.name].section
+        return getattr(self, section) if section else None
+
+    @property
+    def can(self) -> Capabilities:
+        return ENGINES[self.name].can
 
     def __post_init__(self) -> None:
-        one_of("engine.name", self.name, ("native", "vllm", "trtllm", TRTLLM_ENGINE, "recorded"))
+        one_of("engine.name", self.name, NAMES)
         one_of("engine.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         one_of("engine.quantization", self.quantization, KINDS)
         self.kv_cache_bytes = auto_or("engine.kv_cache_bytes", self.kv_cache_bytes, 1)
@@ -59,13 +63,10 @@ class EngineConfig:
         at_least("engine.lag", self.lag, 0)
         at_least("engine.window", self.window, 0)
         at_least("engine.silent_s", self.silent_s, 5)  # signs come every half second, where nothing is late
-        if self.tensor_parallel != 1 and self.name == "trtllm":
-            raise ConfigError("engine.tensor_parallel", self.tensor_parallel, ONE_RANK)
-        if self.cuda_graphs and (self.name != "native" or self.tensor_parallel != 1):
+        check_options(self)
+        if self.cuda_graphs and (not self.can.computes_here or self.tensor_parallel != 1):
             expected = "false unless engine.name=native and engine.tensor_parallel=1"
             raise ConfigError("engine.cuda_graphs", True, expected)
-        if self.name == TRTLLM_ENGINE:
-            check_engine(self)
 
 
 MESSAGES, FLOOR_BYTES = 8, 1 << 20  # at least so many messages for a pair of ranks, if they are no smaller than that

@@ -10,32 +10,13 @@ from aligner.families import served_by
 
 if TYPE_CHECKING:
     from aligner.config.schema import Config
-    from aligner.config.sections.engine import EngineConfig
     from aligner.config.sections.model.config import ModelConfig
 
 NAME = "trtllm_engine"
 SERVED = "engine=trtllm and engine=native serve it."
-ONE_RANK = (
-    "1 with engine.name=trtllm_engine, one engine per rank: an engine of several ranks needs the launcher's MPI, which "
-    "its process must not have. Ranks have replicas instead"
-)
 
 
-def check_engine(engine: EngineConfig) -> None:
-    """Raises ConfigError for what does not go with this engine, whatever the model."""
-    if engine.tensor_parallel != 1:
-        raise ConfigError("engine.tensor_parallel", engine.tensor_parallel, ONE_RANK)
-    why = {
-        "sleep_weights": "which keeps its weights: they are part of the engine",
-        "prefix_reuse": "whose Python runtime shares no prefixes",
-        "cuda_graphs": "whose Python runtime captures none",
-    }
-    for key, reason in why.items():
-        if getattr(engine.trtllm, key):
-            raise ConfigError(f"engine.trtllm.{key}", True, f"false with engine.name={NAME}, {reason}")
-
-
-def check_run(cfg: Config, model: ModelConfig) -> None:
+def check_model(cfg: Config, model: ModelConfig) -> None:
     """Raises ConfigError for a model or a run that this engine does not serve."""
     if NAME not in model.traits.served_by:
         experts = "its layout of experts, one fused tensor for all of them, is not written"
@@ -44,9 +25,6 @@ def check_run(cfg: Config, model: ModelConfig) -> None:
         raise ConfigError("model.family", model.family, expected, SERVED)
     for key, value, plain in _beyond(model):
         raise ConfigError(f"model.{key}", value, f"{plain} with engine.name={NAME}, where it was not checked", SERVED)
-    if cfg.run.deterministic:
-        expected = f"false with engine.name={NAME}, whose builder picks kernels by timing them"
-        raise ConfigError("run.deterministic", True, expected, "engine.name=native repeats bit by bit.")
     response = max(cfg.sampling.max_response_tokens, cfg.eval.max_response_tokens)
     longest = cfg.engine.trtllm.max_seq_len or cfg.data.max_prompt_tokens + response
     check_window(model, min(longest, model.max_position))

@@ -10,6 +10,7 @@ from aligner.errors import ConfigError
 from aligner.families import served_by
 
 if TYPE_CHECKING:
+    from aligner.config.schema import Config
     from aligner.config.sections.model.config import ModelConfig
 
 VERSION = "0.32.0"  # that launchers/engine_env.sh installs
@@ -30,7 +31,7 @@ def same_minor(version: str) -> bool:
     return version.split(".")[:2] == VERSION.split(".")[:2]
 
 
-def check_vllm(model: ModelConfig) -> None:
+def check_model(cfg: Config, model: ModelConfig) -> None:
     """Raises ConfigError for a model that vLLM does not serve here."""
     traits, attention = model.traits, model.attention
     if "vllm" not in traits.served_by:

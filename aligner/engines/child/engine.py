@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.config.engines import ENGINES
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.base import UpdateLedger
+from aligner.engines.base import RolloutEngine, UpdateLedger
 from aligner.engines.child.buckets import BucketWriter, CudaMemory, Memory, MemoryFile, Slot, cuda_buffer
 from aligner.engines.child.process import Channel, Child, clean_environment, interpreter, spawn
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Row, Settings
@@ -39,7 +40,7 @@ Decode = Callable[[list[int]], str]
 Start = Callable[[torch.device, str], tuple[Child, Any]]
 
 
-class ChildEngine:
+class ChildEngine(RolloutEngine):
     """`RolloutEngine`. `max_seq_len`: prompt + response tokens where the section's `max_seq_len` is 0; `bucket_bytes`
     bounds the transfer buffer (or the largest tensor does); `decode` is needed for stop strings only. The ranks of a
     `group` are one engine: its first has the child, all are called together with the same arguments.
@@ -69,6 +70,7 @@ class ChildEngine:
     ):
         self.require(config)
         assert config.child is not None, config.name
+        self.can = ENGINES[self.name].can
         self.cfg, self.config, self.options = model, config, config.child
         self._group, self._leads = group, group is None or group.rank() == 0
         self.device, self.dtype, self.pad_id, self._decode = torch.device(device), dtype, pad_id, decode

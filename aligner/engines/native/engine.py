@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.cluster.pages import keep_freed_memory
+from aligner.config.engines import ENGINES
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.base import Finished, UpdateLedger, require_finite
+from aligner.engines.base import Finished, RolloutEngine, UpdateLedger, require_finite
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.graphs import REACH, CudaRecorder, DecodeGraphs
 from aligner.engines.native.linear import Memories
@@ -48,13 +49,15 @@ class EngineStats:
     decoded_rows: int = 0  # rows summed over decode steps: response tokens less one per sample, if none is wasted
 
 
-class NativeEngine:
+class NativeEngine(RolloutEngine):
     """`RolloutEngine` in plain PyTorch. `decode` (token ids -> text) is needed for stop strings only.
 
     With a `group` its ranks are one engine: each holds a share of every layer, and all of them are called together with
     the same arguments and return the same. `reports_routing`: generations of a model with experts tell which of them
     computed each token.
     """
+
+    can = ENGINES["native"].can
 
     def __init__(
         self,
@@ -88,7 +91,6 @@ class NativeEngine:
         # what a recurrent state has been, and how a token was routed, is not kept
         self.keeps_rows = memories is None and self.routes is None
         self.stats = EngineStats()
-        self.finished: Finished | None = None  # see `TellingEngine`
         self._ledger = UpdateLedger(self.model.shapes)
         self._asleep = False
         self._staged_logits = torch.empty(0, device=self.device)  # float32 [staged prompts, V] of their first token
@@ -114,7 +116,7 @@ class NativeEngine:
             torch.cuda.synchronize(self.device)
 
     def place(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
-        """See `PlacingEngine.place`. Copies into it are on the current stream, as the engine's own work."""
+        """See `RolloutEngine.place`. Copies into it are on the current stream, as the engine's own work."""
         tensor = self.model.tensors.get(name)
         if tensor is not None:
             low, high = self.model.interval(tensor)
@@ -149,7 +151,7 @@ class NativeEngine:
         self._asleep = False  # the cache comes back with the first generation
 
     def held_bytes(self) -> dict[str, int]:
-        """See `MeasuredEngine`."""
+        """See `RolloutEngine.held_bytes`."""
         scratch = self.model.scratch.held_bytes + self._staged_logits.nbytes
         scratch += self.graphs.held_bytes if self.graphs is not None else 0
         cache = self.cache.held_bytes + (0 if self.routes is None else self.routes.held_bytes)

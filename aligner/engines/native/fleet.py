@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.base import Finished, require_finite
-from aligner.engines.native.engine import EngineStats, NativeEngine
+from aligner.engines.base import require_finite
+from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.schedule import Pool, Wanted
 from aligner.errors import EngineError
 from aligner.ops.packing.balance import balance, row_costs
@@ -243,17 +243,6 @@ class Replicated:
         prompts, seeds = [r.prompt for r in mine], [r.seeds for r in mine]
         begun, asked = [r.begun for r in mine] if windowed(requests) else None, _asked(mine, fleet.rank)
         return mine, self._generated(prompts, seeds, sampling, progress, asked=asked, begun=begun), False
-
-
-@runtime_checkable
-class ServingEngine(Protocol):
-    """An engine that takes prompts while it generates."""
-
-    stats: EngineStats  # of the last generation
-
-    def serve(
-        self, pool: Pool, asked: list[tuple[int, int] | None], finished: Finished, sampling: SamplingParams
-    ) -> Generations: ...
 
 
 class FleetEngine(Replicated, NativeEngine):

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.config.engines import Capabilities
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.base import require_finite
+from aligner.engines.base import RolloutEngine, require_finite
 from aligner.engines.bridge import Answer, Bridge
 from aligner.engines.native.fleet import Fleet, nothing
 from aligner.errors import RefitError
@@ -23,9 +24,11 @@ def fleet_of(bridge: Bridge) -> Fleet:
     return Fleet(bridge.width, bridge.trainers, bridge.group)
 
 
-class RemoteEngine:
+class RemoteEngine(RolloutEngine):
     """`RolloutEngine` on the last ranks of the job, `tensor_parallel` to a replica. Weights come by the refit's plan
-    (`order_update`), never as whole tensors. An `OrderedEngine`. `reports_routing`: the model, if they do."""
+    (`order_update`), never as whole tensors. `reports_routing`: the model, if they do."""
+
+    can = Capabilities(in_place=True, apart=True)
 
     def __init__(
         self, bridge: Bridge, tensor_parallel: int, dtype: torch.dtype, reports_routing: ModelConfig | None = None
@@ -79,7 +82,7 @@ class RemoteEngine:
     def order(
         self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, begun: Sequence[int] | None = None
     ) -> Callable[[], Generations]:
-        """See `OrderedEngine.order`."""
+        """See `RolloutEngine.order`."""
         self._order("generate", sampling)
         with self.bridge.contact():
             self.fleet.gather(prompts, seeds, begun)
@@ -131,11 +134,3 @@ class RemoteEngine:
         versions = {answer.version for answer in found}
         self.weight_version = versions.pop() if len(versions) == 1 else -1
         return found
-
-    # --- memory: their ranks have no one to share it with
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def close(self) -> None: ...

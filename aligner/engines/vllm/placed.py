@@ -20,7 +20,7 @@ from aligner.models.shards import hf_tensors
 
 
 class PlacedVllmEngine(VllmEngine):
-    """`PlacingEngine`: parts of tensors come in any order, so the buffer that the child reads holds the whole model, in
+    """Filled in place: parts of tensors come in any order, so the buffer that the child reads holds the whole model, in
     host memory on a GPU too. Each rank of an engine of several writes its share of it. The child reads it at the end,
     `bucket_bytes` in a call, from where it lies: each of its ranks copies what it needs of a tensor to its device."""
 
@@ -41,6 +41,7 @@ class PlacedVllmEngine(VllmEngine):
             self._slots[name] = Slot(name, shape, dtype, end)
             end = aligned(end + prod(shape) * dtype.itemsize)
         super().__init__(model, config, dtype=dtype, bucket_bytes=end, **more)
+        self.can = replace(self.can, in_place=True)
 
     def _buffer(self, size: int) -> tuple[Tensor, Memory | None]:
         own = MemoryFile.create(size) if self._leads else None
@@ -52,7 +53,7 @@ class PlacedVllmEngine(VllmEngine):
         return replace(super()._settings(memories), lasting=True)
 
     def place(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
-        """See `PlacingEngine.place`."""
+        """See `RolloutEngine.place`."""
         if not self._ledger.accept_part(name, start, stop):
             return None
         return self._slots[name].view(self._writer.buffer).narrow(self._tensors[name].axis, start, stop - start)

@@ -1,0 +1,137 @@
+"""The table of rollout engines, as data: what each one can do, and why not. Config, `plan`, builders and the matrix in
+docs/engine.md read it, without torch. A new engine is an entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from aligner.config.sections import trtllm, trtllm_engine, vllm
+from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aligner.config.schema import Config
+    from aligner.config.sections.engine import EngineConfig
+    from aligner.config.sections.model.config import ModelConfig
+
+
+def _can(meaning: str) -> bool:
+    """A capability, with its words in docs/engine.md."""
+    return field(default=False, metadata={"meaning": meaning})
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    computes_here: bool = _can("computes in the rank's own process")
+    own_process: bool = _can("runs in a child process, in an environment of its own")
+    replays: bool = _can("answers from what was recorded (`engine.answers`)")
+    in_place: bool = _can("a refit writes its shards in place; else it is given whole tensors")
+    apart: bool = _can("ranks of its own: `engine.ranks`, `engine.lag`")
+    windows: bool = _can("samples pause between decode steps: `engine.window`")
+    serves: bool = _can("takes the next turn of a trajectory between decode steps; else turns go in rounds")
+    tells_finished: bool = _can("tells of finished samples while it generates others: `reward.overlap`")
+    any_prompt: bool = _can("prompts longer than the data's: `reward.judges` without a model of their own")
+    routing: bool = _can("tells the experts of its tokens: `mismatch.replay_routing`")
+    merges_adapters: bool = _can("merges adapters itself: `refit.adapters=factors`")
+    tensor_parallel: bool = _can("several ranks for a replica: `engine.tensor_parallel`")
+    several_nodes: bool = _can("which may be on several nodes")
+    request_seeds: bool = _can("a sample follows its own seed")
+    repeats: bool = _can("repeats bit by bit: `run.deterministic`")
+    cuda_graphs: bool = _can("decode steps as CUDA graphs: `cuda_graphs`")
+    sleep_weights: bool = _can("gives back its weights too: `sleep_weights`")
+    prefix_reuse: bool = _can("a key for sharing prefixes: `prefix_reuse`")
+
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """`section`: of `engine`, its options. `reasons`: capability -> why it is lacking, after "with engine.name=NAME".
+    `check`: raises ConfigError for a model or a run that it does not serve."""
+
+    can: Capabilities
+    section: str = ""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    check: Callable[[Config, ModelConfig], None] | None = None
+
+
+_SEEDED = {"own_process": True, "request_seeds": True, "repeats": True, "cuda_graphs": True, "sleep_weights": True}
+_OF_ONE_RANK = ", one engine per rank"
+ENGINES = {
+    "native": EngineEntry(
+        Capabilities(
+            computes_here=True,
+            in_place=True,
+            apart=True,
+            windows=True,
+            serves=True,
+            tells_finished=True,
+            any_prompt=True,
+            routing=True,
+            merges_adapters=True,
+            tensor_parallel=True,
+            several_nodes=True,
+            request_seeds=True,
+            repeats=True,
+            cuda_graphs=True,
+        ),
+    ),
+    "vllm": EngineEntry(
+        Capabilities(**_SEEDED, apart=True, tensor_parallel=True, prefix_reuse=True),
+        "vllm",
+        check=vllm.check_model,
+    ),
+    "trtllm": EngineEntry(
+        Capabilities(**_SEEDED, prefix_reuse=True),
+        section="trtllm",
+        reasons={
+            "tensor_parallel": f"{_OF_ONE_RANK}: replacing the weights of a TensorRT-LLM engine of several ranks is "
+            "not implemented here; engine=vllm and engine=native do it"
+        },
+        check=trtllm.check_model,
+    ),
+    "trtllm_engine": EngineEntry(
+        Capabilities(own_process=True, request_seeds=True),
+        section="trtllm",
+        reasons={
+            "tensor_parallel": f"{_OF_ONE_RANK}: an engine of several ranks needs the launcher's MPI, which its "
+            "process must not have. Ranks have replicas instead",
+            "repeats": ", whose builder picks kernels by timing them",
+            "sleep_weights": ", which keeps its weights: they are part of the engine",
+            "prefix_reuse": ", whose Python runtime shares no prefixes",
+            "cuda_graphs": ", whose Python runtime captures none",
+        },
+        check=trtllm_engine.check_model,
+    ),
+    "recorded": EngineEntry(
+        Capabilities(replays=True, tensor_parallel=True, several_nodes=True, request_seeds=True, repeats=True),
+    ),
+}
+NAMES = tuple(ENGINES)
+
+
+def able(capability: str) -> str:
+    """The names of the engines that can, for a message: "native or vllm"."""
+    return " or ".join(name for name, entry in ENGINES.items() if getattr(entry.can, capability))
+
+
+def check_options(engine: EngineConfig) -> None:
+    """Raises ConfigError for options that the engine lacks, whatever the model."""
+    entry = ENGINES[engine.name]
+
+    def refuse(key: str, value: object, expected: str, capability: str) -> None:
+        raise ConfigError(key, value, f"{expected} with engine.name={engine.name}{entry.reasons.get(capability, '')}")
+
+    if engine.tensor_parallel != 1 and not entry.can.tensor_parallel:
+        refuse("engine.tensor_parallel", engine.tensor_parallel, "1", "tensor_parallel")
+    for name in ("sleep_weights", "prefix_reuse", "cuda_graphs") if entry.section else ():
+        if getattr(getattr(engine, entry.section), name) and not getattr(entry.can, name):
+            refuse(f"engine.{entry.section}.{name}", True, "false", name)
+
+
+def matrix() -> str:
+    """The capabilities as a Markdown table."""
+    lines = [f"| | {' | '.join(f'`{name}`' for name in ENGINES)} |", f"|---|{'---|' * len(ENGINES)}"]
+    for one in fields(Capabilities):
+        cells = ("yes" if getattr(entry.can, one.name) else "" for entry in ENGINES.values())
+        lines.append(f"| {one.metadata['meaning']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,62 @@
+"""The table of engines: what a page says of it, and what one lacks is refused with its reason."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from aligner.config.engines import ENGINES, Capabilities, able, matrix
+from aligner.config.resolve import compose
+from aligner.config.validate import validate
+from aligner.errors import ConfigError
+from aligner.loading import ON_DEMAND
+
+# what asks for a capability: settings, and the key of the refusal
+ASKS = {
+    "apart": (["engine.ranks=1"], "engine.name"),
+    "windows": (["engine.ranks=1", "engine.lag=1", "engine.window=4"], "engine.name"),
+    "routing": (["mismatch.replay_routing=true"], "mismatch.replay_routing"),
+    "merges_adapters": (["model.lora.rank=2", "refit.adapters=factors"], "refit.adapters"),
+    "any_prompt": (["reward.judges=[{question: '{response}'}]"], "engine.name"),
+    "repeats": (["run.deterministic=true"], "run.deterministic"),
+    "tensor_parallel": (["engine.tensor_parallel=2"], "engine.tensor_parallel"),
+    "sleep_weights": (
+        ["engine.{section}.sleep=true", "engine.{section}.sleep_weights=true"],
+        "engine.{section}.sleep_weights",
+    ),
+    "prefix_reuse": (["engine.{section}.prefix_reuse=true"], "engine.{section}.prefix_reuse"),
+    "cuda_graphs": (["engine.{section}.cuda_graphs=true"], "engine.{section}.cuda_graphs"),
+}
+LACKING = [
+    (name, capability)
+    for name, entry in ENGINES.items()
+    for capability in ASKS
+    if not getattr(entry.can, capability) and not entry.can.replays
+    if entry.section or "{section}" not in ASKS[capability][1]
+]
+
+
+@pytest.mark.parametrize(("name", "capability"), LACKING)
+def test_what_an_engine_lacks_is_refused_with_its_reason(name, capability, tiny_data):
+    settings, key = ASKS[capability]
+    section = ENGINES[name].section
+    asked = ["stage=grpo", "model=tiny", f"data.train={tiny_data / 'train.jsonl'}", "batch.prompts=4", "batch.group=2"]
+    asked += ["run.deterministic=false", "reward.functions=[{path: math}]", f"engine={name}"]
+    with pytest.raises(ConfigError) as caught:
+        validate(compose([*asked, *(text.replace("{section}", section) for text in settings)]), 2)
+    assert caught.value.key == key.format(section=section)
+    assert name in str(caught.value) and ENGINES[name].reasons.get(capability, "") in str(caught.value)
+
+
+def test_the_page_shows_the_table():
+    assert matrix() in Path("docs/engine.md").read_text()
+
+
+def test_every_engine_has_a_column_and_every_capability_somebody_who_has_it():
+    assert all(able(one.name) for one in fields(Capabilities))
+    assert all(set(entry.reasons) <= {one.name for one in fields(Capabilities)} for entry in ENGINES.values())
+    in_processes = {name for name, entry in ENGINES.items() if entry.can.own_process}
+    assert in_processes == {name for name, entry in ENGINES.items() if entry.section}
+    assert in_processes == {
+        key.removeprefix("engine.name=") for key in ON_DEMAND if key.startswith("engine.name=") and " " not in key
+    }
