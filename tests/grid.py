@@ -86,7 +86,8 @@ def draw(family: str, seed: int) -> ModelConfig:
     shape = ModelConfig(**sizes)
     linear = _linear(r, shape.num_layers) if traits.linear else LinearConfig()
     together = (*LAYERS, *(f"linear.{field.name}" for field in fields(LinearConfig)))
-    values = {key: KEYS[key](r, shape) for key in traits.varies if key not in together}
+    assert set(traits.varies) <= {*KEYS, *together}, set(traits.varies) - {*KEYS, *together}
+    values = {key: KEYS[key](r, shape) for key in KEYS if key in traits.varies}  # whatever order the table has
     if "attention.local_rope_base" in values:
         values["attention.window"] = values["attention.window"] or 1
     if set(LAYERS) <= set(traits.varies) and values["attention.window"]:
