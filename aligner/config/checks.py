@@ -39,6 +39,17 @@ AUTO = "auto"
 Auto = int | str  # a key's integer, or `auto`
 
 
+Switch = bool | str  # a key's true or false, or `auto`
+
+
+def auto_or_switch(key: str, value: Switch) -> Switch:
+    """`auto`, or true or false. An interpolation gives them as texts."""
+    value = {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+    if value != AUTO and not isinstance(value, bool):
+        raise ConfigError(key, value, "auto, true or false")
+    return value
+
+
 def auto_or(key: str, value: Auto, low: int) -> Auto:
     """`auto`, or the integer >= low. An interpolation gives integers as texts."""
     if isinstance(value, str) and value.isdecimal():

@@ -38,7 +38,7 @@ class Capabilities:
     several_nodes: bool = _can("which may be on several nodes")
     request_seeds: bool = _can("a sample follows its own seed")
     repeats: bool = _can("repeats bit by bit: `run.deterministic`")
-    cuda_graphs: bool = _can("decode steps as CUDA graphs: `cuda_graphs`")
+    cuda_graphs: bool = _can("decode steps as CUDA graphs: `engine.cuda_graphs`")
     sleep_weights: bool = _can("gives back its weights too: `sleep_weights`")
     prefix_reuse: bool = _can("a key for sharing prefixes: `prefix_reuse`")
 
@@ -50,6 +50,7 @@ class EngineEntry:
 
     can: Capabilities
     section: str = ""
+    by_default: tuple[str, ...] = ("sleep",)  # of the keys cuda_graphs and sleep, which `auto` turns on
     reasons: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Config, ModelConfig], None] | None = None
 
@@ -78,11 +79,13 @@ ENGINES = {
     "vllm": EngineEntry(
         Capabilities(**_SEEDED, apart=True, tensor_parallel=True, prefix_reuse=True),
         "vllm",
+        by_default=(),
         check=vllm.check_model,
     ),
     "trtllm": EngineEntry(
         Capabilities(**_SEEDED, prefix_reuse=True),
         section="trtllm",
+        by_default=("cuda_graphs", "sleep"),
         reasons={
             "tensor_parallel": f"{_OF_ONE_RANK}: replacing the weights of a TensorRT-LLM engine of several ranks is "
             "not implemented here; engine=vllm and engine=native do it"
@@ -123,9 +126,22 @@ def check_options(engine: EngineConfig) -> None:
 
     if engine.tensor_parallel != 1 and not entry.can.tensor_parallel:
         refuse("engine.tensor_parallel", engine.tensor_parallel, "1", "tensor_parallel")
-    for name in ("sleep_weights", "prefix_reuse", "cuda_graphs") if entry.section else ():
-        if getattr(getattr(engine, entry.section), name) and not getattr(entry.can, name):
-            refuse(f"engine.{entry.section}.{name}", True, "false", name)
+    if engine.captures and not entry.can.cuda_graphs:
+        refuse("engine.cuda_graphs", True, "false", "cuda_graphs")
+    if engine.captures and entry.can.computes_here and engine.tensor_parallel != 1:
+        raise ConfigError("engine.cuda_graphs", True, "false unless engine.tensor_parallel=1")
+    if not engine.sleeps and not entry.section:
+        expected = f"true or auto with engine.name={engine.name}: memory.sleep=never keeps its cache"
+        raise ConfigError("engine.sleep", False, expected)
+    if engine.child is None:
+        return
+    for name in ("sleep_weights", "prefix_reuse"):
+        if getattr(engine.child, name) and not getattr(entry.can, name):
+            refuse(f"{engine.child.section}.{name}", True, "false", name)
+    if engine.child.sleep_weights and not engine.sleeps:
+        raise ConfigError(
+            f"{engine.child.section}.sleep_weights", True, f"false with engine.sleep={engine.sleep}".lower()
+        )
 
 
 def matrix() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from aligner.config.engines import ENGINES
 from aligner.errors import ConfigError
 
 
@@ -35,6 +36,14 @@ REMOVED = {
 }
 
 
+RENAMED = {
+    "engine.vllm.sleep": "engine.sleep",
+    "engine.trtllm.sleep": "engine.sleep",
+    "engine.vllm.cuda_graphs": "engine.cuda_graphs",
+    "engine.trtllm.cuda_graphs": "engine.cuda_graphs",
+}
+
+
 def passed_over(key: str, value: Any) -> bool:
     """Whether `key` was removed and `value` says what is the case without it. Raises ConfigError for another value."""
     removed = REMOVED.get(key)
@@ -43,12 +52,26 @@ def passed_over(key: str, value: Any) -> bool:
     return removed is not None
 
 
-def current(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Sections of an earlier version's config, nested, without the keys that there are no longer."""
+def current(data: Mapping[str, Any]) -> dict[str, Any]:
+    """An earlier version's config, nested, with the keys of now."""
+    kept = _kept(data)
+    engine = kept.get("engine")
+    if isinstance(engine, dict) and engine.get("name") in ENGINES:
+        for key in RENAMED:
+            _, section, name = key.split(".")
+            options = engine.get(section)
+            value = options.pop(name, None) if isinstance(options, dict) else None
+            if value is not None and section == ENGINES[engine["name"]].section:
+                engine[name] = value
+    return kept
+
+
+def _kept(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Without the keys that were removed."""
     kept = {}
     for name, value in data.items():
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            kept[name] = current(value, f"{prefix}{name}.")
+            kept[name] = _kept(value, f"{prefix}{name}.")
         elif not passed_over(f"{prefix}{name}", value):
             kept[name] = value
     return kept

@@ -157,7 +157,7 @@ _NOT_OF_ROLLOUTS_IN = {
     "batch": ("micro_batch_samples", "micro_batch_tokens", "logprob_tokens", "packing", "share_prompts", "balance"),
     "reward": ("workers", "timeout_s", "overlap"),
     "data": ("across_documents",),
-    "engine": ("silent_s", "kv_cache_bytes"),
+    "engine": ("silent_s", "kv_cache_bytes", "sleep"),
     "environment": ("timeout_s", "retries", "workers"),
 }
 

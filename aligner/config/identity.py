@@ -13,7 +13,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from aligner.config.former import REMOVED
+from aligner.config.former import REMOVED, RENAMED
 from aligner.config.options import hints
 from aligner.config.schema import Config
 from aligner.config.sections.data import SourceConfig
@@ -143,7 +143,7 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """What differs, in the schema's order. A key that was not there had its default: an earlier version knew none."""
     defaults = dict(_flat(Config(), ""))
     found = []
-    for key in [*now, *(key for key in was if key not in now and key not in REMOVED)]:
+    for key in [*now, *(key for key in was if key not in {*now, *REMOVED, *RENAMED})]:
         there, here = (side[key] if key in side else defaults.get(key) for side in (was, now))
         if there != here:
             found.append(Change(key, there, here, kind_of(key)))

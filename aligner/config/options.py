@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from aligner.config.checks import Auto
+from aligner.config.checks import Auto, Switch
 from aligner.config.former import current
 from aligner.config.names import NAMES, known_elsewhere
 from aligner.config.schema import Config
@@ -85,7 +85,7 @@ def in_free_dict(key: str) -> bool:
 def type_name(kind: Any) -> str:
     """A type in a user's words."""
     plain = {int: "an integer", float: "a number", bool: "true or false", str: "a string", Any: "any value"}
-    plain[Auto] = "an integer or auto"
+    plain |= {Auto: "an integer or auto", Switch: "true, false or auto"}
     if kind in plain:
         return plain[kind]
     if get_origin(kind) is list:
@@ -146,7 +146,7 @@ def from_plain(kind: Any, data: Any, key: str = "", root: type = Config) -> Any:
         data = current(data) if kind is Config and isinstance(data, dict) else data
         return _section(kind, data, key, root)
     wrong = ConfigError(key, data, type_name(kind))
-    if kind is Any or (kind == Auto and type(data) in get_args(Auto)):
+    if kind is Any or (kind in (Auto, Switch) and type(data) in get_args(kind)):
         return data
     if get_origin(kind) is list:
         if not isinstance(data, list):

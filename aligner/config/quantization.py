@@ -39,8 +39,9 @@ def describe(cfg: Config, by: str) -> str:
     """Lines for the start of a run; `by`: whose functions quantise."""
     kind, correction = cfg.engine.quantization, cfg.mismatch.correction
     text = (
-        f"engine.quantization={kind}: rollouts and evaluations come from weights in {kind}, by {by}; training does "
-        f"not. mismatch.correction={correction}, refit.tolerance={cfg.refit.tolerance:g}"
+        f"engine.quantization={kind}: emulated, by {by}: rollouts and evaluations come from weights rounded to {kind} "
+        "and computed in the engine's dtype, which saves neither memory nor time; training does not. "
+        f"mismatch.correction={correction}, refit.tolerance={cfg.refit.tolerance:g}"
     )
     if correction == "none" and not cfg.algorithm.ratio_to_engine:
         text += f"\nwarning: a quantised engine without mismatch.correction; {CORRECTION} is the default (auto) for it"

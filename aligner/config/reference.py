@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
 from typing import Any, get_args, get_origin
 
-from aligner.config.checks import Auto
+from aligner.config.checks import Auto, Switch
 from aligner.config.options import all_keys, hints, nearest
 from aligner.config.schema import Config
 from aligner.errors import ConfigError, UnknownKeyError
@@ -83,7 +83,8 @@ def _kind(kind: Any) -> str:
         return "list of sections" if is_dataclass(inner) else f"list of {_kind(inner)}"
     if get_origin(kind) is dict:
         return "mapping"
-    return {int: "integer", float: "number", bool: "true, false", str: "text", Any: "any", Auto: "integer"}[kind]
+    plain = {int: "integer", float: "number", bool: "true, false", str: "text", Any: "any"}
+    return (plain | {Auto: "integer", Switch: "true, false"})[kind]
 
 
 def _default(field: dataclasses.Field) -> str:

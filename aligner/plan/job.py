@@ -276,7 +276,7 @@ def job_of(
             float(e.cache_bytes),
             reserved=e.can.own_process,
             padded=here,
-            launches=here and not e.cuda_graphs,
+            launches=here and not e.captures,
             placed=bool(e.ranks) or (e.can.in_place and e.quantization == "none"),
             factors=cfg.refit.adapters == "factors",
             ranks=e.ranks,
@@ -309,7 +309,7 @@ def job_of(
         offload=tuple(cfg.memory.offload),
         old_in_update=old_logprobs_in_update(cfg),
         compares="teacher" in stage.beside(cfg) and not cfg.algorithm.distill.top_k,
-        sleeps=cfg.memory.sleep != "never" and (cfg.engine.child is None or cfg.engine.child.sleep),
+        sleeps=cfg.memory.sleep != "never" and cfg.engine.sleeps,
         routing=routing_bytes(shape) if cfg.mismatch.replay_routing else 0,
         turns=cfg.environment.max_tokens - cfg.sampling.max_response_tokens if cfg.environment.on else 0,
         ptx_rows=cfg.ptx.sequences if cfg.ptx.coef else 0,
@@ -354,7 +354,7 @@ CHARACTERS = 4  # of a question's own text in a token
 def _judges(cfg: Config, shape: ModelConfig, rows: Rows, engine: Engine) -> tuple[Judge, ...]:
     """Comparisons are asked in both orders; of a ring of n with k each, at most every two of the n once."""
     found = []
-    native = replace(engine, ranks=0, padded=True, launches=not cfg.engine.cuda_graphs, factors=False)
+    native = replace(engine, ranks=0, padded=True, launches=not cfg.engine.captures, factors=False)
     for judge in cfg.reward.judges:
         if judge.endpoint.base_url:
             continue

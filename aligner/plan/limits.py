@@ -28,12 +28,11 @@ PARTS = {
     "optimizer": "optim.distributed, batch.minibatch_samples",
     "products": "operations (more GPUs, or a smaller model)",
     "prefill": "operations (more GPUs, or a smaller model)",
-    "decode": "memory bandwidth (more GPUs, engine.tensor_parallel, engine.quantization)",
+    "decode": "memory bandwidth (more GPUs, engine.tensor_parallel)",
     "copy": "engine.tensor_parallel",
 }
 CACHE = (
-    "the memory that is left to engine.kv_cache_bytes (memory.offload=[gradients,optimizer], engine.tensor_parallel, "
-    "engine.quantization)"
+    "the memory that is left to engine.kv_cache_bytes (memory.offload=[gradients,optimizer], engine.tensor_parallel)"
 )
 Change = tuple[str, int, Job]  # key, its value, the job with it
 

@@ -50,7 +50,7 @@ def test_runs_and_options():
         validate_model(compose([*GRPO, "run.deterministic=true"]), LLAMA)
     for option, text in (
         ("engine.tensor_parallel=2", "engine.tensor_parallel=2: expected 1 with engine.name=trtllm_engine"),
-        ("engine.trtllm.cuda_graphs=true", "engine.trtllm.cuda_graphs=True: expected false"),
+        ("engine.cuda_graphs=true", "engine.cuda_graphs=True: expected false"),
         ("engine.trtllm.sleep_weights=true", "engine.trtllm.sleep_weights=True: expected false"),
     ):
         with pytest.raises(ConfigError, match=text):

@@ -25,7 +25,7 @@ ASKS = {
         "engine.{section}.sleep_weights",
     ),
     "prefix_reuse": (["engine.{section}.prefix_reuse=true"], "engine.{section}.prefix_reuse"),
-    "cuda_graphs": (["engine.{section}.cuda_graphs=true"], "engine.{section}.cuda_graphs"),
+    "cuda_graphs": (["engine.cuda_graphs=true"], "engine.cuda_graphs"),
 }
 LACKING = [
     (name, capability)

@@ -2,18 +2,18 @@
 
 import pytest
 
-from aligner.config.former import REMOVED
+from aligner.config.former import REMOVED, RENAMED
 from aligner.config.freeze import freeze, load_frozen
 from aligner.config.identity import changes
 from aligner.config.options import all_keys
 from aligner.config.resolve import compose, compose_over
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, UnknownKeyError
 
 OTHER = {"engine.spares": 1, "refit.skip_unchanged": True, "refit.transport": "mpi_window"}
 
 
 def test_no_key_is_both():
-    assert not set(REMOVED) & set(all_keys())
+    assert not {*REMOVED, *RENAMED} & set(all_keys()) and set(RENAMED.values()) <= set(all_keys())
 
 
 @pytest.mark.parametrize("key", REMOVED)
@@ -41,3 +41,29 @@ def test_another_value_is_refused_with_the_reason(key, tmp_path):
         with pytest.raises(ConfigError, match="it was removed, as") as caught:
             compose(["stage=grpo", asked], config_dir=str(tmp_path))
         assert caught.value.key == key
+
+
+@pytest.mark.parametrize("key", RENAMED)
+def test_a_renamed_key_is_taken_by_its_former_name(key, tmp_path):
+    _, engine, name = key.split(".")
+    asked = ["stage=grpo", f"engine={engine}", "run.deterministic=false"]
+    wanted = compose([*asked, f"{RENAMED[key]}=true"])
+    assert compose([*asked, f"{key}=true"]) == wanted == compose_over(compose(asked), [f"{key}=true"])
+    recipes = tmp_path / "experiment"
+    recipes.mkdir()
+    (recipes / "mine.yaml").write_text(f"# @package _global_\nengine:\n  {engine}:\n    {name}: true\n")
+    with pytest.raises(UnknownKeyError, match=RENAMED[key]):
+        compose([*asked, "experiment=mine"], config_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm", "trtllm"])
+def test_a_frozen_config_says_what_its_engine_did(engine, tmp_path):
+    """Each section had keys of its own; those of an engine that did not run count for nothing."""
+    path = freeze(compose(["stage=grpo", f"engine={engine}"]), tmp_path)
+    text = path.read_text().replace("  cuda_graphs: auto\n  sleep: auto\n", "  cuda_graphs: false\n")
+    for section in ("vllm", "trtllm"):
+        of_it = str(section == engine).lower()
+        text = text.replace(f"\n  {section}:\n", f"\n  {section}:\n    sleep: {of_it}\n    cuda_graphs: {of_it}\n")
+    path.write_text(text)
+    loaded = load_frozen(path).engine
+    assert loaded.captures == (engine != "native") and loaded.sleeps

@@ -11,7 +11,7 @@ from aligner.config.validate_model import validate_model
 from aligner.errors import ConfigError, LayoutError
 from tests.tiny import LLAMA, MORE
 
-BUILT = ["engine.trtllm.prefix_reuse=false", "engine.trtllm.cuda_graphs=false"]
+BUILT = ["engine.trtllm.prefix_reuse=false", "engine.cuda_graphs=false"]
 CFG = MORE["qwen3_next"]
 
 

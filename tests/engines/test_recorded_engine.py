@@ -73,6 +73,10 @@ class TestRecordedEngine(EngineContract):
     def make_engine(cfg, decode=None, **config):
         return Replayed(cfg, decode, **config)
 
+    @staticmethod
+    def bare(engine):
+        return engine.recorded
+
     # of engines that compute
     test_a_row_that_can_never_fit_is_refused = None
     test_stop_strings_need_a_decoder = None

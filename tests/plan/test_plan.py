@@ -365,13 +365,13 @@ def test_a_student_keeps_its_teachers_matrices_and_a_tied_embedding_has_three_gr
 def test_an_engine_in_a_process_of_its_own_takes_its_cache_whole_and_keeps_it_unless_it_sleeps():
     line = ["stage=grpo", "model=llama3_8b", "parallel.tensor=2", "engine.kv_cache_bytes=20000000000"]
     kept = {}
-    for name in ("engine=native", "engine=vllm", "engine.vllm.sleep=true"):
+    for name in ("engine=native", "engine=vllm", "engine.sleep=true"):
         more = [name] if name.startswith("engine=") else ["engine=vllm", name]
         job = job_of(compose([line[0], line[1], *more, *line[2:]]), 16)
         phases = plan_memory(job, H100, Assumptions()).phases
         kept[name] = phases["generate"]["kv cache"], phases["refit"].get("kv cache", 0)
     assert kept["engine=native"][0] < 20e9 and kept["engine=native"][1] == 0
-    assert kept["engine=vllm"] == (20e9, 20e9) and kept["engine.vllm.sleep=true"] == (20e9, 0)
+    assert kept["engine=vllm"] == (20e9, 20e9) and kept["engine.sleep=true"] == (20e9, 0)
 
 
 APART = ["stage=grpo", "model=llama3_8b", "batch.prompts=64", "batch.group=16", "batch.minibatch_samples=256"]

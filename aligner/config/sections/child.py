@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aligner.config.checks import above, at_least
-from aligner.errors import ConfigError
 
 
 @dataclass
@@ -17,16 +16,12 @@ class ChildConfig:
     call_timeout_s: float = 300.0  # one bucket of weights, finalising, sleep, wake, one call for logprobs
     generate_timeout_s: float = 3600.0  # one `generate`
     max_seq_len: int = 0  # prompt + response tokens; 0: data.max_prompt_tokens and the longest response
-    sleep: bool = True  # give back the KV cache between rollouts
-    sleep_weights: bool = False  # and the weights, without a copy: the engine then needs a refit after each sleep
+    sleep_weights: bool = False  # give back the weights too, without a copy: each sleep then asks for a refit
     prefix_reuse: bool = True  # the samples of a prompt share its KV blocks
-    cuda_graphs: bool = True  # of decode steps
 
     def __post_init__(self) -> None:
         for name in ("start_timeout_s", "call_timeout_s", "generate_timeout_s"):
             above(f"{self.section}.{name}", getattr(self, name), 0)
-        if self.sleep_weights and not self.sleep:
-            raise ConfigError(f"{self.section}.sleep_weights", True, f"false with {self.section}.sleep=false")
         at_least(f"{self.section}.max_seq_len", self.max_seq_len, 0)
 
     @property

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from aligner.config.checks import AUTO, Auto, above, at_least, auto_or, one_of
+from aligner.config.checks import AUTO, Auto, Switch, above, at_least, auto_or, auto_or_switch, one_of
 from aligner.config.engines import ENGINES, NAMES, Capabilities, check_options
 from aligner.config.quantization import KINDS
 from aligner.config.sections.child import ChildConfig
 from aligner.config.sections.trtllm import TrtllmConfig
 from aligner.config.sections.vllm import VllmConfig
-from aligner.errors import ConfigError
 
 CACHE_BYTES = 1 << 30  # in place of `auto`, where nothing is known of a machine
 
@@ -31,8 +30,11 @@ class EngineConfig:
     kv_cache_bytes: Auto = AUTO  # of a rank; auto: of a GPU what `plan` leaves, on a CPU 1 GiB (docs/memory.md)
     max_batch: int = 512  # rows decoded together
     dtype: str = "auto"  # auto: the trainer's compute dtype
-    quantization: str = "none"  # none, int8, fp8: of the layers' matrices, at every refit
-    cuda_graphs: bool = False  # native, on CUDA: launch a decode step's kernels at once
+    quantization: str = "none"  # none, int8, fp8: emulated: at every refit matrices are rounded, nothing is saved
+    # on CUDA: launch a decode step's kernels at once (vllm: compile the model, too); auto: true of trtllm alone
+    cuda_graphs: Switch = AUTO
+    # give back the KV cache when it sleeps (`memory.sleep`); auto: false of vllm, where it is of GPUs alone
+    sleep: Switch = AUTO
     answers: str = ""  # engine.name=recorded: a folder that debug.record_answers wrote
     trtllm: TrtllmConfig = field(default_factory=TrtllmConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
@@ -52,6 +54,20 @@ class EngineConfig:
     def can(self) -> Capabilities:
         return ENGINES[self.name].can
 
+    @property
+    def captures(self) -> bool:
+        """`cuda_graphs`, decided."""
+        return self._decided("cuda_graphs")
+
+    @property
+    def sleeps(self) -> bool:
+        """`sleep`, decided."""
+        return self._decided("sleep")
+
+    def _decided(self, key: str) -> bool:
+        value = getattr(self, key)
+        return key in ENGINES[self.name].by_default if value == AUTO else bool(value)
+
     def __post_init__(self) -> None:
         one_of("engine.name", self.name, NAMES)
         one_of("engine.dtype", self.dtype, ("auto", "float32", "bfloat16"))
@@ -63,10 +79,9 @@ class EngineConfig:
         at_least("engine.lag", self.lag, 0)
         at_least("engine.window", self.window, 0)
         at_least("engine.silent_s", self.silent_s, 5)  # signs come every half second, where nothing is late
+        self.cuda_graphs = auto_or_switch("engine.cuda_graphs", self.cuda_graphs)
+        self.sleep = auto_or_switch("engine.sleep", self.sleep)
         check_options(self)
-        if self.cuda_graphs and (not self.can.computes_here or self.tensor_parallel != 1):
-            expected = "false unless engine.name=native and engine.tensor_parallel=1"
-            raise ConfigError("engine.cuda_graphs", True, expected)
 
 
 MESSAGES, FLOOR_BYTES = 8, 1 << 20  # at least so many messages for a pair of ranks, if they are no smaller than that

@@ -22,8 +22,6 @@ class VllmConfig(ChildConfig):
 
     # interpreter of the environment that has vLLM (a path within the checkout, or from the root); "": this one
     python: str = ".venv-vllm/bin/python"
-    sleep: bool = False  # give back the KV cache between rollouts; on a GPU only
-    cuda_graphs: bool = False  # on a GPU: compile the model and capture decode steps
 
 
 def same_minor(version: str) -> bool:

@@ -159,10 +159,10 @@ class ChildEngine(RolloutEngine):
             self.max_seq_len,
             self.config.max_batch,
             self.config.cache_bytes,
-            self.options.sleep,
+            self.config.sleeps,
             self.options.sleep_weights,
             self.options.prefix_reuse,
-            self.options.cuda_graphs,
+            self.config.captures,
             self.pad_id,
             self.checked,
             tensor_parallel=1 if self._group is None else self._group.size(),
@@ -229,7 +229,7 @@ class ChildEngine(RolloutEngine):
     def sleep(self) -> None:
         """Gives back the KV cache, and with `sleep_weights` the weights: then only an update, which may come before
         `wake`, makes the engine usable again."""
-        if self.options.sleep and not self._asleep:
+        if self.config.sleeps and not self._asleep:
             self._release([KV_CACHE, WEIGHTS] if self.options.sleep_weights else [KV_CACHE])
         self._asleep = True
 

@@ -61,10 +61,10 @@ def _sleep_argument(has: Container[str], weights: bool, graphs: bool) -> dict[st
     if "sleep_config" not in has:
         if "enable_sleep" not in has:
             expected = f"false with TensorRT-LLM {__version__}, which has no way to sleep that is known here"
-            raise ConfigError("engine.trtllm.sleep", True, expected)
+            raise ConfigError("engine.sleep", True, expected)
         if graphs:
-            expected = f"false with engine.trtllm.sleep and TensorRT-LLM {__version__}, whose graphs do not survive it"
-            raise ConfigError("engine.trtllm.cuda_graphs", True, expected, "Or engine.trtllm.sleep=false.")
+            expected = f"false with engine.sleep and TensorRT-LLM {__version__}, whose graphs do not survive it"
+            raise ConfigError("engine.cuda_graphs", True, expected, "Or engine.sleep=false.")
         return {"enable_sleep": True}
     from tensorrt_llm.llmapi.llm_args import SleepConfig
 

@@ -33,8 +33,8 @@ class VllmEngine(Replicated, ChildEngine):
     block = 32
 
     def __init__(self, model: ModelConfig, config: EngineConfig, *, device: torch.device | str, **more: Any):
-        if config.vllm.sleep and torch.device(device).type == "cpu":
-            raise ConfigError("engine.vllm.sleep", True, "false on a CPU, where vLLM cannot give memory back")
+        if config.sleeps and torch.device(device).type == "cpu":
+            raise ConfigError("engine.sleep", True, "false on a CPU, where vLLM cannot give memory back")
         super().__init__(model, config, device=device, **more)
         self.tensor_parallel = config.tensor_parallel
 

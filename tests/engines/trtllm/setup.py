@@ -83,7 +83,7 @@ def make_engine(cfg, decode=None, *, kind=TrtllmEngine, process=False, bucket_by
 
 def make_built(cfg, decode=None, **config):
     """One that is built, of `engine=trtllm_engine`."""
-    config = {"prefix_reuse": False, "cuda_graphs": False} | config
+    config = {"prefix_reuse": False} | config
     return make_engine(cfg, decode, kind=TrtllmBuiltEngine, **config)
 
 

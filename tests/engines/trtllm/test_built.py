@@ -268,7 +268,7 @@ def test_what_this_engine_cannot_do_is_refused():
     for options, text in (
         ({"tensor_parallel": 2}, r"engine.tensor_parallel=2: expected 1 with engine.name=trtllm_engine"),
         ({"sleep_weights": True}, r"engine.trtllm.sleep_weights=True: expected false"),
-        ({"cuda_graphs": True}, r"engine.trtllm.cuda_graphs=True: expected false"),
+        ({"cuda_graphs": True}, r"engine.cuda_graphs=True: expected false"),
         ({"prefix_reuse": True}, r"engine.trtllm.prefix_reuse=True: expected false"),
     ):
         with pytest.raises(ConfigError, match=text):

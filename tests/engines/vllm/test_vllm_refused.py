@@ -48,7 +48,7 @@ def test_another_version(monkeypatch):
 
 
 def test_sleep_on_a_cpu():
-    with pytest.raises(ConfigError, match=r"engine.vllm.sleep=True: expected false on a CPU"):
+    with pytest.raises(ConfigError, match=r"engine.sleep=True: expected false on a CPU"):
         make_engine(LLAMA, sleep=True, python=sys.executable)
 
 
