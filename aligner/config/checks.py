@@ -37,36 +37,7 @@ def at_least(key: str, value: float, low: float) -> None:
 
 AUTO = "auto"
 Auto = int | str  # a key's integer, or `auto`
-
-
 Switch = bool | str  # a key's true or false, or `auto`
-
-
-def auto_or_switch(key: str, value: Switch) -> Switch:
-    """`auto`, or true or false. An interpolation gives them as texts."""
-    value = {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
-    if value != AUTO and not isinstance(value, bool):
-        raise ConfigError(key, value, "auto, true or false")
-    return value
-
-
-def auto_or(key: str, value: Auto, low: int) -> Auto:
-    """`auto`, or the integer >= low. An interpolation gives integers as texts."""
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    if value != AUTO and not (type(value) is int and value >= low):  # True is no count
-        raise ConfigError(key, value, f"auto, or an integer >= {low}")
-    return value
-
-
-def above(key: str, value: float, low: float) -> None:
-    if not value > low:
-        raise ConfigError(key, value, f"a number > {low}")
-
-
-def within(key: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ConfigError(key, value, f"a number in [{low}, {high}]")
 
 
 DATA_FILES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")

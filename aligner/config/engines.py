@@ -137,11 +137,9 @@ def check_options(engine: EngineConfig) -> None:
         return
     for name in ("sleep_weights", "prefix_reuse"):
         if getattr(engine.child, name) and not getattr(entry.can, name):
-            refuse(f"{engine.child.section}.{name}", True, "false", name)
+            refuse(f"{engine.child.KEY}.{name}", True, "false", name)
     if engine.child.sleep_weights and not engine.sleeps:
-        raise ConfigError(
-            f"{engine.child.section}.sleep_weights", True, f"false with engine.sleep={engine.sleep}".lower()
-        )
+        raise ConfigError(f"{engine.child.KEY}.sleep_weights", True, f"false with engine.sleep={engine.sleep}".lower())
 
 
 def matrix() -> str:

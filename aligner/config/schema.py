@@ -3,10 +3,10 @@ needs several sections is in `validate.py`. Imports no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 
 from aligner.config.adapters import settle_reference
-from aligner.config.checks import at_least, one_of
+from aligner.config.key import IGNORE, REFUSE, REPORT, Section, key, section
 from aligner.config.quantization import settle
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.config.sections.batch import BatchConfig
@@ -35,51 +35,52 @@ ROLLOUT_STAGES = tuple(name for name, stage in STAGES.items() if stage.rollouts)
 
 
 @dataclass
-class _StageName:
-    name: str = "sft"  # which one: a file of conf/stage
-
-    def __post_init__(self) -> None:
-        one_of("stage.name", self.name, tuple(STAGES))
+class _StageName(Section, key="stage"):
+    name: str = key("sft", "Stage to run: a file of conf/stage.", choices=tuple(STAGES), resume=IGNORE)
 
 
 # the name, and the sections of stages that have keys of their own
 StageConfig = make_dataclass(
     "StageConfig",
-    [(name, stage.section, field(default_factory=stage.section)) for name, stage in STAGES.items() if stage.section],
+    [
+        (name, stage.section, section(stage.section, read_for=(f"stage.{name}",)))
+        for name, stage in STAGES.items()
+        if stage.section
+    ],
     bases=(_StageName,),
     module=__name__,
 )
 
 
 @dataclass
-class Config:
-    seed: int = 0  # of data order, weights and sampling; every draw is derived from it by what it is for
-    run: RunConfig = field(default_factory=RunConfig)
-    stage: StageConfig = field(default_factory=StageConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    ema: EmaConfig = field(default_factory=EmaConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    refit: RefitConfig = field(default_factory=RefitConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    ptx: PtxConfig = field(default_factory=PtxConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    debug: DebugConfig = field(default_factory=DebugConfig)
+class Config(Section):
+    seed: int = key(0, "Seed of all random choices: each is derived from it by what it is for.", least=0, resume=REFUSE)
+    run: RunConfig = section(RunConfig, resume=REPORT, rollouts=False)
+    stage: StageConfig = section(StageConfig, resume=REFUSE)
+    model: ModelConfig = section(ModelConfig, resume=IGNORE)  # but for some keys: the identity of checkpoints has it
+    parallel: ParallelConfig = section(ParallelConfig, resume=REPORT, rollouts=False)
+    optim: OptimConfig = section(OptimConfig, resume=REPORT, read_for=("training",))
+    ema: EmaConfig = section(EmaConfig, resume=REPORT, read_for=("training",))
+    critic: CriticConfig = section(CriticConfig, resume=REFUSE, read_for=("critic",))
+    batch: BatchConfig = section(BatchConfig, resume=REFUSE)
+    sampling: SamplingConfig = section(SamplingConfig, resume=REFUSE, read_for=("generation",))
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, resume=REFUSE, read_for=("policy",))
+    engine: EngineConfig = section(EngineConfig, resume=REPORT, read_for=("generation", "evaluation"))
+    refit: RefitConfig = section(RefitConfig, resume=IGNORE, rollouts=False, read_for=("generation", "evaluation"))
+    memory: MemoryConfig = section(MemoryConfig, resume=IGNORE, rollouts=False)
+    mismatch: MismatchConfig = section(MismatchConfig, resume=REFUSE, read_for=("policy",))
+    reward: RewardConfig = section(RewardConfig, resume=REFUSE, read_for=("samples",))
+    environment: EnvironmentConfig = section(EnvironmentConfig, resume=REFUSE, read_for=("trajectories",))
+    data: DataConfig = section(DataConfig, resume=REFUSE)  # of paths only the content counts: data may move
+    ptx: PtxConfig = section(PtxConfig, resume=REFUSE, read_for=("likelihood",))
+    eval: EvalConfig = section(EvalConfig, resume=REPORT, rollouts=False, read_for=("evaluation",))
+    checkpoint: CheckpointConfig = section(CheckpointConfig, resume=REPORT, rollouts=False)
+    logging: LoggingConfig = section(LoggingConfig, resume=REPORT, rollouts=False)
+    cluster: ClusterConfig = section(ClusterConfig, resume=IGNORE, rollouts=False)
+    debug: DebugConfig = section(DebugConfig, resume=IGNORE, rollouts=False)
 
     def __post_init__(self) -> None:
-        at_least("seed", self.seed, 0)
+        super().__post_init__()
         if self.debug.train_only:
             self.engine = replace(self.engine, name="recorded", cuda_graphs=False)
         elif self.engine.can.replays and not self.engine.answers:

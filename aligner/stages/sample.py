@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from aligner.config.checks import at_least, one_of
+from aligner.config.key import Section, key
 from aligner.config.stage import COMPARED, LEARNED, Stage
 from aligner.errors import ConfigError, DataError
 
@@ -38,28 +38,34 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
 
 KEY = "stage.sample"
 TAKEN = ("prompt", "row", "sample", "reward", "finished", "scores", "reference")  # columns of all.jsonl
+_NAME = f"a name other than {', '.join(TAKEN)}"
+
+
+def _free(column: str) -> bool:
+    return bool(column) and column not in TAKEN
 
 
 @dataclass
-class SampleConfig:
+class SampleConfig(Section, key=KEY):
     """Of `batch.group` answers to each prompt, which ones become rows of which file (docs/sample.md)."""
 
-    best: int = 1  # best.jsonl: so many different answers of a prompt, by reward; 0: all
-    # best.jsonl: only answers with a larger reward. A finite one also makes labels.jsonl, where those are the good ones
-    reward_above: float = -math.inf
-    pairs: str = "rewards"  # pairs.jsonl: best against worst by rewards, or the row's own answer against samples (SPIN)
-    margin_above: float = 0.0  # pairs.jsonl: only rewards that differ by more; equal ones never make a pair
-    unfinished: bool = False  # use answers that sampling.max_response_tokens has cut, too
-    column: str = "completion"  # of all.jsonl and best.jsonl, with the answer
-    round: int = 0  # part of the seeds: another one draws other samples (launchers/iterate.sh counts from 1)
-
-    def __post_init__(self) -> None:
-        at_least(f"{KEY}.best", self.best, 0)
-        one_of(f"{KEY}.pairs", self.pairs, ("rewards", "answers"))
-        at_least(f"{KEY}.margin_above", self.margin_above, 0)
-        at_least(f"{KEY}.round", self.round, 0)
-        if not self.column or self.column in TAKEN:
-            raise ConfigError(f"{KEY}.column", self.column, f"a name other than {', '.join(TAKEN)}")
+    best: int = key(1, "Different answers of a prompt in best.jsonl, by reward. 0: all.", least=0)
+    reward_above: float = key(
+        -math.inf,
+        "Only answers with a larger reward are in best.jsonl. A finite one also makes labels.jsonl, those being the "
+        "good ones.",
+    )
+    pairs: str = key(
+        "rewards",
+        "Pairs of pairs.jsonl. rewards: the best against the worst answer; answers: the row's own against samples.",
+        choices=("rewards", "answers"),
+    )
+    margin_above: float = key(0.0, "Only rewards that differ by more make a pair; equal ones never do.", least=0)
+    unfinished: bool = key(False, "Use answers that sampling.max_response_tokens has cut, too.")
+    column: str = key("completion", "Column of all.jsonl and best.jsonl with the answer.", valid=(_free, _NAME))
+    round: int = key(
+        0, "Part of the seeds: another one draws other samples (launchers/iterate.sh counts from 1).", least=0
+    )
 
     @property
     def labels(self) -> bool:
@@ -75,20 +81,20 @@ def check(cfg: Config) -> None:
     if cfg.reward.normalize:
         expected = "false for stage sample: an answer's reward would depend on those before it"
         raise ConfigError("reward.normalize", True, expected)
-    for key in ("rollout_only", "train_only", "record"):
-        value = getattr(cfg.debug, key)
+    for name in ("rollout_only", "train_only", "record"):
+        value = getattr(cfg.debug, name)
         if value:
-            raise ConfigError(f"debug.{key}", value, "off for stage sample")
+            raise ConfigError(f"debug.{name}", value, "off for stage sample")
     if cfg.checkpoint.every < 1:
         expected = "at least 1 for stage sample: finished batches are kept with it"
         raise ConfigError("checkpoint.every", cfg.checkpoint.every, expected)
     own = cfg.stage.sample
     if not (cfg.reward.functions or cfg.reward.model or cfg.reward.judges):
         hint = "Without rewards: all samples, and pairs with stage.sample.pairs=answers."
-        for key, value, default in (("reward_above", own.reward_above, -math.inf), ("best", own.best, 1)):
+        for name, value, default in (("reward_above", own.reward_above, -math.inf), ("best", own.best, 1)):
             if value != default:
                 raise ConfigError(
-                    f"{KEY}.{key}", value, f"{default} without reward.functions, reward.model and reward.judges", hint
+                    f"{KEY}.{name}", value, f"{default} without reward.functions, reward.model and reward.judges", hint
                 )
 
 

@@ -156,7 +156,7 @@ def _vllm(cfg: Config) -> Check:
 
     missing, options = FAIL if cfg.engine.child is cfg.engine.vllm else NONE, cfg.engine.vllm
     try:
-        python, environ = interpreter(options.python, clean_environment(os.environ, {}), options.section)
+        python, environ = interpreter(options.python, clean_environment(os.environ, {}), options.KEY)
     except ConfigError as error:
         return Check("vllm", missing, f"for engine=vllm. {error}")
     done = subprocess.run([python, "-c", FIND_VLLM], env=environ, capture_output=True, text=True)

@@ -38,7 +38,7 @@ def ipc_checks(options: ChildConfig) -> Iterator[tuple[str, str, str]]:
 def unread(memory: Memory, options: ChildConfig, extra: dict[str, str]) -> str:
     """Why the engine's interpreter does not find 0, 1, 2, ... there; "" if it does. Its torch may be another."""
     try:
-        python, environ = interpreter(options.python, clean_environment(os.environ, extra), options.section)
+        python, environ = interpreter(options.python, clean_environment(os.environ, extra), options.KEY)
         command = [python, "-c", READ, pickle.dumps(memory).hex()]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
     except ConfigError as error:

@@ -50,7 +50,7 @@ def _version(found: Findings, versions: Sequence[Version]) -> Row:
 
 def _compare(options: TrtllmConfig, module: str) -> tuple[Findings | None, str]:
     """In a process of its own: the package takes hold of MPI and the GPU when it is imported."""
-    executable, environ = interpreter(options.python, clean_environment(os.environ, {}), options.section)
+    executable, environ = interpreter(options.python, clean_environment(os.environ, {}), options.KEY)
     command, timeout_s = [executable, "-m", module], options.start_timeout_s
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s)

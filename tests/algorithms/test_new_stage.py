@@ -11,7 +11,7 @@ from tests import stages
 STAGE = """
 from dataclasses import dataclass, replace
 
-from aligner.config.checks import above
+from aligner.config.key import Section, key
 from aligner.config.stage import SEQUENCES, Stage
 
 if __package__ == "aligner.stages":
@@ -25,11 +25,8 @@ if __package__ == "aligner.stages":
 
 
 @dataclass
-class SharpConfig:
-    scale: float = 1.0  # of the loss
-
-    def __post_init__(self):
-        above("stage.sharp.scale", self.scale, 0)
+class SharpConfig(Section, key="stage.sharp"):
+    scale: float = key(1.0, "Factor of the loss.", above=0)
 
 
 STAGE = Stage(reads=SEQUENCES, beside=lambda cfg: ("reference",), section=SharpConfig)

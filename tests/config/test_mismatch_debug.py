@@ -22,7 +22,7 @@ def test_bounds_are_the_methods_own_unless_told():
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("mismatch.correction=tis", "mismatch.correction='tis': expected one of none, tis_token"),
+        ("mismatch.correction=tis", "mismatch.correction='tis': expected one of auto, none, tis_token"),
         ("mismatch.correction=tis_token+icepop", "at most one of tis_token, tis_sequence, icepop"),
         ("mismatch.correction=veto+veto", "none, or different methods joined by +"),
         ("mismatch.correction=none+veto", "none, or different methods joined by +"),

@@ -1,13 +1,15 @@
 """The list of all keys against the schema, and its page."""
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from aligner.config.key import Section, key, section
 from aligner.config.options import all_keys, key_type
 from aligner.config.reference import keys, listing, page
-from aligner.errors import UnknownKeyError
+from aligner.errors import ConfigError, UnknownKeyError
 
 PAGE = Path(__file__).parents[2] / "docs/keys.md"
 STAGES = Path(__file__).parents[2] / "conf/stage"
@@ -26,32 +28,47 @@ def test_every_key_is_there_and_says_what_it_means():
 
 
 @dataclass
-class Inner:
-    size: int = 3  # of it
+class Inner(Section, key="inner"):
+    size: int = key(3, "Its size.", least=1)
 
 
 @dataclass
-class Outer:
-    # two lines
-    # above
-    names: list[str] = field(default_factory=lambda: ["a"])
-    on: bool = True  # behind
-    inner: Inner = field(default_factory=Inner)
-    many: list[Inner] = field(default_factory=list)  # some
+class Outer(Section):
+    names: list[str] = key(["a"], "Some names.", choices=("a", "b"))
+    on: bool = key(True, "Whether it is on.")
+    share: float = key(0.5, "A share.", above=0, most=1, off=2)
+    inner: Inner = section(Inner)
+    many: list[Inner] = key([], "Many of them.")
 
 
-def test_comments_defaults_and_names():
-    rows = [(key.name, key.kind, key.default, key.meaning) for key in keys(Outer)]
+def test_what_a_field_declares_is_listed():
+    rows = [(key.name, key.values, key.default, key.meaning) for key in keys(Outer)]
     assert rows == [
-        ("names", "list of text", "['a']", "two lines above"),
-        ("on", "true, false", "true", "behind"),
-        ("inner.size", "integer", "3", "of it"),
-        ("many", "list of sections", "[]", "some"),
-        ("many[].size", "integer", "3", "of it"),
+        ("names", "list of text: a, b", "['a']", "Some names."),
+        ("on", "true, false", "true", "Whether it is on."),
+        ("share", "number in (0, 1]", "0.5", "A share."),
+        ("inner.size", "integer >= 1", "3", "Its size."),
+        ("many", "list of sections", "[]", "Many of them."),
+        ("many[].size", "integer >= 1", "3", "Its size."),
     ]
 
 
-def test_choices_are_those_that_a_check_takes():
+@pytest.mark.parametrize(
+    ("cls", "values", "error"),
+    [
+        (Inner, {"size": 0}, "inner.size=0: expected a number >= 1"),
+        (Outer, {"names": ["a", "c"]}, "names='c': expected one of a, b"),
+        (Outer, {"share": 0.0}, r"share=0.0: expected a number in (0, 1], or 2 for off"),
+        (Outer, {"share": float("nan")}, "share=nan: expected a number"),
+    ],
+)
+def test_what_a_field_declares_is_checked(cls, values, error):
+    with pytest.raises(ConfigError, match=re.escape(error)):
+        cls(**values)
+    assert Outer(share=2).names == ["a"] and Outer().names is not Outer().names
+
+
+def test_choices_of_keys():
     found = {key.name: key.choices for key in keys()}
     assert found["optim.schedule"] == ("constant", "linear", "cosine")
     assert found["critic.optim.schedule"] == found["optim.schedule"] and "veto" in found["mismatch.correction"]

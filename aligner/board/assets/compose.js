@@ -165,7 +165,7 @@ export async function mount(element, api) {
     };
     const meaning = key.choices.length && key.kind !== "text" ? `${key.meaning} (${key.choices.join(", ")})` : key.meaning;
     const made = el("div", {class: "key"}, el("label", {for: id}, key.name), element_of_list ? el("span", {class: "dim"}, "in an element of the list") : [input, reset],
-      el("small", {id: `${id}-meaning`, class: "dim"}, `${meaning} [${key.kind}${key.default ? `, ${key.default}` : ""}]`), problem);
+      el("small", {id: `${id}-meaning`, class: "dim"}, `${meaning} [${key.kind}${key.range && ` ${key.range}`}${key.default ? `, ${key.default}` : ""}]`), problem);
     mark();
     if (!element_of_list) rows.set(key.name, {input, tell: (text) => {
       problem.textContent = text;

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from aligner.config.checks import above, at_least, one_of, within
+from aligner.config.key import REPORT, Section, key, section
 from aligner.config.sections.distill import DistillConfig
 from aligner.config.sections.kto import KtoConfig
 from aligner.config.sections.preference import PreferenceConfig
@@ -18,45 +18,47 @@ POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg", "reinfor
 
 
 @dataclass
-class KLControllerConfig:
-    kind: str = "fixed"  # fixed, adaptive
-    target: float = 0.1  # nats, of k1: per token for sequence_mean, per response for sequence_sum
-    horizon: int = 10000  # samples
-    measure: str = "sequence_mean"  # KL of the target: mean over sequences of the mean, or of the sum, over tokens
-
-    def __post_init__(self) -> None:
-        one_of("algorithm.kl.controller.kind", self.kind, ("fixed", "adaptive"))
-        above("algorithm.kl.controller.target", self.target, 0)
-        at_least("algorithm.kl.controller.horizon", self.horizon, 1)
-        one_of("algorithm.kl.controller.measure", self.measure, ("sequence_mean", "sequence_sum"))
+class KLControllerConfig(Section, key="algorithm.kl.controller"):
+    kind: str = key("fixed", "fixed: kl.coef stays; adaptive: it follows the target.", choices=("fixed", "adaptive"))
+    target: float = key(
+        0.1, "Target of the k1 estimate in nats: per token for sequence_mean, per response for sequence_sum.", above=0
+    )
+    horizon: int = key(10000, "Samples over which the coefficient adapts.", least=1)
+    measure: str = key(
+        "sequence_mean",
+        "KL that is held to the target: mean over sequences of the mean, or of the sum, over tokens.",
+        choices=("sequence_mean", "sequence_sum"),
+    )
 
 
 @dataclass
-class KLConfig:
-    coef: float = 0.0  # beta; 0 loads no reference model
-    estimator: str = "k1"  # k1, k2, k3, abs, k1+, k3+
-    placement: str = "none"  # none, reward, loss
-    importance_weighted: bool = False  # the KL in the loss is multiplied by the token's ratio
-    controller: KLControllerConfig = field(default_factory=KLControllerConfig)
+class KLConfig(Section, key="algorithm.kl"):
+    coef: float = key(0.0, "Factor of the KL to the reference (beta). 0: no reference model.", least=0)
+    estimator: str = key(
+        "k1", "Estimator of the KL (docs/algorithms.md).", choices=("k1", "k2", "k3", "abs", "k1+", "k3+")
+    )
+    placement: str = key("none", "Where the KL goes.", choices=("none", "reward", "loss"))
+    importance_weighted: bool = key(False, "Multiply the KL in the loss by the token's ratio.")
+    controller: KLControllerConfig = section(KLControllerConfig)
 
     def __post_init__(self) -> None:
-        at_least("algorithm.kl.coef", self.coef, 0)
-        one_of("algorithm.kl.estimator", self.estimator, ("k1", "k2", "k3", "abs", "k1+", "k3+"))
-        one_of("algorithm.kl.placement", self.placement, ("none", "reward", "loss"))
+        super().__post_init__()
         if self.coef > 0 and self.placement == "none":
             raise ConfigError("algorithm.kl.placement", self.placement, "reward or loss when algorithm.kl.coef > 0")
 
 
 @dataclass
-class OverlongConfig:
-    mask_truncated: bool = False  # samples cut by the token limit leave loss and denominators, not the baseline
-    penalty: float = 0.0  # subtracted from the reward of a sample that does not end in EOS
-    # soft penalty, from 0 to -1 over the last soft_fraction * sampling.max_response_tokens before the limit; 0: off
-    soft_fraction: float = 0.0
-
-    def __post_init__(self) -> None:
-        at_least("algorithm.overlong.penalty", self.penalty, 0)
-        within("algorithm.overlong.soft_fraction", self.soft_fraction, 0, 1)
+class OverlongConfig(Section, key="algorithm.overlong"):
+    mask_truncated: bool = key(
+        False, "Leave samples cut by the token limit out of loss and denominators, but not out of the baseline."
+    )
+    penalty: float = key(0.0, "Subtracted from the reward of a sample that does not end in EOS.", least=0)
+    soft_fraction: float = key(
+        0.0,
+        "Last fraction of sampling.max_response_tokens over which a penalty grows from 0 to -1. 0: off.",
+        least=0,
+        most=1,
+    )
 
     @property
     def shapes(self) -> bool:
@@ -65,112 +67,111 @@ class OverlongConfig:
 
 
 @dataclass
-class SapoConfig:
-    tau_pos: float = 1.0  # temperature of the gate where the advantage is positive
-    tau_neg: float = 1.05  # and where it is negative
-
-    def __post_init__(self) -> None:
-        above("algorithm.sapo.tau_pos", self.tau_pos, 0)
-        above("algorithm.sapo.tau_neg", self.tau_neg, 0)
+class SapoConfig(Section, key="algorithm.sapo"):
+    tau_pos: float = key(1.0, "Temperature of the gate where the advantage is positive.", above=0)
+    tau_neg: float = key(1.05, "Temperature of the gate where it is negative.", above=0)
 
 
 @dataclass
-class DppoConfig:
-    limit: float = 0.2  # of |pi - mu|, probabilities of a token by policy and engine
-    penalty: float = 1e-3  # times (log pi - log mu)^2, on every token
-
-    def __post_init__(self) -> None:
-        within("algorithm.dppo.limit", self.limit, 0, 1)
-        at_least("algorithm.dppo.penalty", self.penalty, 0)
+class DppoConfig(Section, key="algorithm.dppo"):
+    limit: float = key(0.2, "Largest |pi - mu|, probabilities of a token by policy and engine.", least=0, most=1)
+    penalty: float = key(1e-3, "Factor of (log pi - log mu)^2 on every token.", least=0)
 
 
 @dataclass
-class CovConfig:
+class CovConfig(Section, key="algorithm.cov"):
     """clip_cov and kl_cov: tokens by the covariance of advantage and logprob over the minibatch."""
 
-    fraction: float = 2e-4  # of the minibatch's tokens; at least one token
-    low: float = 1.0  # clip_cov takes tokens with a covariance between these
-    high: float = 5.0  # the upper one
-    kl_coef: float = 1.0  # kl_cov
+    fraction: float = key(2e-4, "Fraction of the minibatch's tokens, at least one token.", least=0, most=1)
+    low: float = key(1.0, "Least covariance of the tokens that clip_cov takes.")
+    high: float = key(5.0, "Largest covariance of these tokens.")
+    kl_coef: float = key(1.0, "Factor of the KL of kl_cov.", least=0)
 
     def __post_init__(self) -> None:
-        within("algorithm.cov.fraction", self.fraction, 0, 1)
-        above("algorithm.cov.high", self.high, self.low)
-        at_least("algorithm.cov.kl_coef", self.kl_coef, 0)
+        super().__post_init__()
+        if self.high <= self.low:
+            raise ConfigError("algorithm.cov.high", self.high, f"a number > {self.low}")
 
 
 @dataclass
-class RewardLossConfig:
+class RewardLossConfig(Section, key="algorithm.reward_loss"):
     """Stage rm."""
 
-    kind: str = "bradley_terry"  # bradley_terry, regression, process
-    center_coef: float = 0.0  # of (chosen + rejected score) squared, which keeps scores near 0
-    margin: bool = False  # subtract the row's `margin` column inside the sigmoid
-    attributes: list[str] = field(default_factory=list)  # regression: columns with the target scores, one output each
-    separator: str = "\n"  # process: the text behind each step of an answer, where its label stands
-    last_step_only: bool = False  # process: of each row only the last step's label is learned
+    kind: str = key("bradley_terry", "Loss of a reward model.", choices=("bradley_terry", "regression", "process"))
+    center_coef: float = key(0.0, "Factor of (chosen + rejected score) squared, which keeps scores near 0.", least=0)
+    margin: bool = key(False, "Subtract the row's `margin` column inside the sigmoid.")
+    attributes: list[str] = key([], "Columns with the target scores, one output each (regression).")
+    separator: str = key(
+        "\n",
+        "Text behind each step of an answer, where its label stands (process).",
+        valid=(bool, "a text that ends a step"),
+    )
+    last_step_only: bool = key(False, "Learn only the last step's label of each row (process).")
 
     def __post_init__(self) -> None:
-        one_of("algorithm.reward_loss.kind", self.kind, ("bradley_terry", "regression", "process"))
-        if not self.separator:
-            raise ConfigError("algorithm.reward_loss.separator", "", "a text that ends a step")
-        at_least("algorithm.reward_loss.center_coef", self.center_coef, 0)
+        super().__post_init__()
         if self.kind == "regression" and not self.attributes:
             raise ConfigError("algorithm.reward_loss.attributes", [], "at least one column name for regression")
 
 
 @dataclass
-class AlgorithmConfig:
-    advantage: str = "grpo"  # gae (stage ppo), GROUP_BASELINES, OTHER_BASELINES
-    group_eps: float = 1e-6  # beside the group's std: grpo, gdpo, pass_at_k. TRL: 1e-4, OpenRLHF: 1e-9
-    pass_at_k_std: bool = False  # divide by the group's std
-    policy_loss: str = "ppo"  # POLICY_LOSSES
-    # what the ratio is to. auto: the policy before the step, by the update's own forward pass where that is enough, and
-    # there with engine.lag the engine; recompute: by another; engine: the engine's; proxy: between the engine's and
-    # the update's own, by their versions
-    old_logprobs: str = "auto"
-    aggregation: str = "token_mean"  # token_mean, seq_mean_token_mean, seq_mean_token_sum, seq_mean_token_sum_norm
-    clip_low: float = 0.2  # of the ratio; gspo: of the sequence's, 3e-4; gmpo: of the log-ratio, 0.4
-    clip_high: float = 0.2  # likewise, upwards
-    dual_clip: float = 0.0  # 0: off
-    ratio_cap: float = 5.0  # cispo, a raw ratio
-    sapo: SapoConfig = field(default_factory=SapoConfig)
-    dppo: DppoConfig = field(default_factory=DppoConfig)
-    cov: CovConfig = field(default_factory=CovConfig)
-    gamma: float = 1.0  # discount of a token
-    lam: float = 1.0  # lambda of GAE
-    whiten: bool = False  # advantages, over the rollout
-    whiten_shift: bool = True  # subtract the mean
-    whiten_ddof: int = 0  # 1: the unbiased variance
-    entropy_coef: float = 0.0  # of the entropy that is added to the objective
-    filter_groups: bool = False  # dynamic sampling: replace prompts whose samples all have the same reward
-    filter_rounds: int = 10  # of generation for one rollout, at most
-    kl: KLConfig = field(default_factory=KLConfig)
-    overlong: OverlongConfig = field(default_factory=OverlongConfig)
-    reward_loss: RewardLossConfig = field(default_factory=RewardLossConfig)
-    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
-    distill: DistillConfig = field(default_factory=DistillConfig)
-    kto: KtoConfig = field(default_factory=KtoConfig)
+class AlgorithmConfig(Section, key="algorithm"):
+    advantage: str = key(
+        "grpo", "Estimator of advantages; gae is stage ppo's.", choices=("gae", *GROUP_BASELINES, *OTHER_BASELINES)
+    )
+    group_eps: float = key(
+        1e-6, "Added to the group's std (grpo, gdpo, pass_at_k). TRL: 1e-4, OpenRLHF: 1e-9.", least=0
+    )
+    pass_at_k_std: bool = key(False, "Divide by the group's std (pass_at_k).")
+    policy_loss: str = key("ppo", "Loss of the policy (docs/algorithms.md).", choices=POLICY_LOSSES)
+    old_logprobs: str = key(
+        "auto",
+        "What the ratio is to. auto: the policy before the step, by the update's own forward pass where that is enough "
+        "(there, with engine.lag, the engine); recompute: by another pass; engine: the engine's; proxy: between the "
+        "engine's and the update's own, by their versions.",
+        choices=("auto", "recompute", "engine", "proxy"),
+        resume=REPORT,
+    )
+    aggregation: str = key(
+        "token_mean",
+        "How the losses of tokens become one.",
+        choices=("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"),
+    )
+    clip_low: float = key(
+        0.2,
+        "Largest decrease of the ratio (gspo: of the sequence's, 3e-4; gmpo: of the log-ratio, 0.4).",
+        least=0,
+        most=1,
+    )
+    clip_high: float = key(0.2, "Largest increase of the ratio.", least=0)
+    dual_clip: float = key(
+        0.0, "Bound of the loss, in advantages, where the advantage is negative. 0: off.", above=1, off=0
+    )
+    ratio_cap: float = key(5.0, "Largest ratio (cispo).", above=0)
+    sapo: SapoConfig = section(SapoConfig)
+    dppo: DppoConfig = section(DppoConfig)
+    cov: CovConfig = section(CovConfig)
+    gamma: float = key(1.0, "Discount of a token.", least=0, most=1)
+    lam: float = key(1.0, "Lambda of GAE.", least=0, most=1)
+    whiten: bool = key(False, "Whiten advantages over the rollout.")
+    whiten_shift: bool = key(True, "Subtract the mean when whitening.")
+    whiten_ddof: int = key(0, "1: whiten by the unbiased variance.", choices=(0, 1))
+    entropy_coef: float = key(0.0, "Factor of the entropy that is added to the objective.")
+    filter_groups: bool = key(
+        False,
+        "Dynamic sampling: replace prompts whose samples all have the same reward.",
+        read_for=("trajectories",),
+    )
+    filter_rounds: int = key(10, "Most rounds of generation for one rollout.", least=1, read_for=("trajectories",))
+    kl: KLConfig = section(KLConfig)
+    overlong: OverlongConfig = section(OverlongConfig, read_for=("samples",))
+    reward_loss: RewardLossConfig = section(RewardLossConfig, read_for=("reward_loss",))
+    preference: PreferenceConfig = section(PreferenceConfig, read_for=("preference",))
+    distill: DistillConfig = section(DistillConfig, read_for=("distill",))
+    kto: KtoConfig = section(KtoConfig, read_for=("kto",))
 
     def __post_init__(self) -> None:
-        one_of("algorithm.advantage", self.advantage, ("gae", *GROUP_BASELINES, *OTHER_BASELINES))
-        at_least("algorithm.group_eps", self.group_eps, 0)
-        one_of("algorithm.policy_loss", self.policy_loss, POLICY_LOSSES)
-        one_of("algorithm.old_logprobs", self.old_logprobs, ("auto", "recompute", "engine", "proxy"))
-        one_of(
-            "algorithm.aggregation",
-            self.aggregation,
-            ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"),
-        )
-        within("algorithm.clip_low", self.clip_low, 0, 1)
-        at_least("algorithm.clip_high", self.clip_high, 0)
-        if self.dual_clip and self.dual_clip <= 1:
-            raise ConfigError("algorithm.dual_clip", self.dual_clip, "a number > 1, or 0 for off")
-        above("algorithm.ratio_cap", self.ratio_cap, 0)
-        within("algorithm.gamma", self.gamma, 0, 1)
-        within("algorithm.lam", self.lam, 0, 1)
-        one_of("algorithm.whiten_ddof", self.whiten_ddof, (0, 1))
-        at_least("algorithm.filter_rounds", self.filter_rounds, 1)
+        super().__post_init__()
         self._together()
 
     @property

@@ -4,34 +4,66 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.config.checks import AUTO, Auto, at_least, auto_or
+from aligner.config.checks import AUTO, Auto
+from aligner.config.key import REPORT, Section, key
 
 ROWS, LOGPROB_TOKENS = 8, 16384  # in place of `auto`, where nothing is known of a machine
 
 
 @dataclass
-class BatchConfig:
-    prompts: int = 32  # of a rollout
-    group: int = 1  # samples of a prompt
-    minibatch_samples: int = 0  # 0: the whole rollout
-    # rows of a forward and backward pass on a rank; auto: `micro_batch_tokens` by the memory (docs/memory.md)
-    micro_batch_samples: Auto = AUTO
-    micro_batch_tokens: int = 0  # > 0: as many rows as fit this many padded tokens, instead of micro_batch_samples
-    epochs: int = 1  # passes over a rollout
-    sequences: int = 32  # stages without rollouts: sequences (rm, dpo: pairs) of one optimizer step
-    logprob_tokens: Auto = AUTO  # per forward of passes without gradient; auto: by the memory (docs/memory.md)
-    logits_bytes: int = 1 << 30  # of logits, their softmax and gradient at a time; more is done in parts
-    packing: bool = True  # rows end to end, without the padding between them
-    share_prompts: bool = True  # compute what adjacent rows of a micro-batch begin with once (packing, context 1)
-    balance: bool = True  # deal the rows of a minibatch to data-parallel ranks by their cost
-
-    def __post_init__(self) -> None:
-        for name in ("prompts", "group", "epochs", "sequences", "logits_bytes"):
-            at_least(f"batch.{name}", getattr(self, name), 1)
-        for name in ("micro_batch_samples", "logprob_tokens"):
-            setattr(self, name, auto_or(f"batch.{name}", getattr(self, name), 1))
-        at_least("batch.minibatch_samples", self.minibatch_samples, 0)
-        at_least("batch.micro_batch_tokens", self.micro_batch_tokens, 0)
+class BatchConfig(Section, key="batch"):
+    prompts: int = key(32, "Prompts of a rollout.", least=1, read_for=("samples",))
+    group: int = key(1, "Samples of each prompt.", least=1, read_for=("samples",))
+    minibatch_samples: int = key(
+        0, "Samples of one optimizer step. 0: the whole rollout.", least=0, read_for=("policy",)
+    )
+    micro_batch_samples: Auto = key(
+        AUTO,
+        "Rows of one forward and backward pass on a rank. auto: `micro_batch_tokens` by the memory (docs/memory.md).",
+        auto=True,
+        least=1,
+        resume=REPORT,
+        rollouts=False,
+        read_for=("training",),
+    )
+    micro_batch_tokens: int = key(
+        0,
+        "Padded tokens of a micro-batch, in place of `micro_batch_samples`. 0: off.",
+        least=0,
+        resume=REPORT,
+        rollouts=False,
+        read_for=("training",),
+    )
+    epochs: int = key(1, "Passes over a rollout.", least=1, read_for=("policy",))
+    sequences: int = key(32, "Sequences (stages rm and dpo: pairs) of one optimizer step.", least=1, read_for=("rows",))
+    logprob_tokens: Auto = key(
+        AUTO,
+        "Tokens of a forward pass without gradient. auto: by the memory (docs/memory.md).",
+        auto=True,
+        least=1,
+        resume=REPORT,
+        rollouts=False,
+    )
+    logits_bytes: int = key(
+        1 << 30,
+        "Bytes of logits, their softmax and gradient at a time; more is computed in parts.",
+        least=1,
+        resume=REPORT,
+    )
+    packing: bool = key(True, "Lay rows end to end, without padding between them.", resume=REPORT, rollouts=False)
+    share_prompts: bool = key(
+        True,
+        "Compute what neighbouring rows begin with once (with packing, parallel.context=1).",
+        resume=REPORT,
+        rollouts=False,
+    )
+    balance: bool = key(
+        True,
+        "Deal the rows of a minibatch to data-parallel ranks by their cost.",
+        resume=REPORT,
+        rollouts=False,
+        read_for=("training",),
+    )
 
     @property
     def micro_batch_rows(self) -> int:

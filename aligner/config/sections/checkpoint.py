@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.config.checks import at_least
+from aligner.config.key import Section, key
 
 
 @dataclass
-class CheckpointConfig:
-    every: int = 0  # steps; 0: only at the end
-    keep_last: int = 2  # checkpoints
-    keep_best: int = 0  # by `metric`; 0: none
-    metric: str = "eval/accuracy"  # for keep_best, larger is better (eval/loss: smaller)
-    final: bool = True  # save at the end
-    async_save: bool = False  # write while training goes on, from a copy in host memory
-    rollouts: bool = True  # store each finished rollout until a checkpoint of its step: never generated twice
-
-    def __post_init__(self) -> None:
-        at_least("checkpoint.every", self.every, 0)
-        at_least("checkpoint.keep_last", self.keep_last, 1)
-        at_least("checkpoint.keep_best", self.keep_best, 0)
+class CheckpointConfig(Section, key="checkpoint"):
+    every: int = key(0, "Steps between two checkpoints. 0: only at the end.", least=0)
+    keep_last: int = key(2, "Number of latest checkpoints to keep.", least=1)
+    keep_best: int = key(0, "Number of best checkpoints, by `metric`, to keep besides.", least=0)
+    metric: str = key("eval/accuracy", "Metric for `keep_best`; larger is better, but for eval/loss.")
+    final: bool = key(True, "Save a checkpoint at the end.")
+    async_save: bool = key(False, "Write while training goes on, from a copy in host memory.")
+    rollouts: bool = key(
+        True, "Store each finished rollout until a checkpoint has its step, so that it is never generated twice."
+    )

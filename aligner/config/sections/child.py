@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.config.checks import above, at_least
+from aligner.config.key import Section, key
 
 
 @dataclass
-class ChildConfig:
-    section = ""  # dotted; no key, so without a type
-
-    python: str = ""  # interpreter of the environment that has the package, whose torch may be another; "": this one
-    start_timeout_s: float = 1800.0  # the child imports its package, creates the engine, captures CUDA graphs
-    call_timeout_s: float = 300.0  # one bucket of weights, finalising, sleep, wake, one call for logprobs
-    generate_timeout_s: float = 3600.0  # one `generate`
-    max_seq_len: int = 0  # prompt + response tokens; 0: data.max_prompt_tokens and the longest response
-    sleep_weights: bool = False  # give back the weights too, without a copy: each sleep then asks for a refit
-    prefix_reuse: bool = True  # the samples of a prompt share its KV blocks
-
-    def __post_init__(self) -> None:
-        for name in ("start_timeout_s", "call_timeout_s", "generate_timeout_s"):
-            above(f"{self.section}.{name}", getattr(self, name), 0)
-        at_least(f"{self.section}.max_seq_len", self.max_seq_len, 0)
+class ChildConfig(Section):
+    python: str = key("", "Python of the environment that has the package; its torch may differ. Empty: this one.")
+    start_timeout_s: float = key(
+        1800.0, "Seconds for the child to import its package, create the engine and capture CUDA graphs.", above=0
+    )
+    call_timeout_s: float = key(
+        300.0, "Seconds for one bucket of weights, finalising, sleep, wake, or one call for logprobs.", above=0
+    )
+    generate_timeout_s: float = key(3600.0, "Seconds for one `generate`.", above=0)
+    max_seq_len: int = key(
+        0, "Most tokens of prompt and response. 0: data.max_prompt_tokens and the longest response.", least=0
+    )
+    sleep_weights: bool = key(False, "Give back the weights as well, without a copy: each sleep then needs a refit.")
+    prefix_reuse: bool = key(True, "Share the KV blocks of a prompt among its samples.")
 
     @property
     def longest_s(self) -> float:

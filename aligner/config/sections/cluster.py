@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from aligner.config.checks import above, at_least, one_of
+from aligner.config.key import Section, key, section
 from aligner.config.sections.watchdog import WatchdogConfig
 
 
 @dataclass
-class ClusterConfig:
-    backend: str = "auto"  # auto, gloo, nccl
-    timeout_s: float = 1800.0  # of collectives; longer where a child of an engine may take longer (docs/resume.md)
-    threads: int = 0  # of a rank's main thread; 0: OMP_NUM_THREADS, else cores / local ranks
-    signal: str = "USR1"  # besides TERM: save at the next step boundary and stop
-    time_limit_s: float = (
-        0.0  # stop in time for this, counted from the start of the process; 0: only Slurm's end counts
+class ClusterConfig(Section, key="cluster"):
+    backend: str = key("auto", "Library of collectives.", choices=("auto", "gloo", "nccl"))
+    timeout_s: float = key(
+        1800.0, "Seconds that a collective may take; longer where an engine's child may (docs/resume.md).", above=0
     )
-    margin_s: float = 60.0  # kept free before the end, beyond the longest step and save so far
-    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-
-    def __post_init__(self) -> None:
-        one_of("cluster.backend", self.backend, ("auto", "gloo", "nccl"))
-        one_of("cluster.signal", self.signal, ("USR1", "USR2", "HUP"))
-        at_least("cluster.time_limit_s", self.time_limit_s, 0)
-        at_least("cluster.margin_s", self.margin_s, 0)
-        above("cluster.timeout_s", self.timeout_s, 0)
-        at_least("cluster.threads", self.threads, 0)
+    threads: int = key(0, "Threads of a rank. 0: OMP_NUM_THREADS, else cores / local ranks.", least=0)
+    signal: str = key(
+        "USR1", "Signal, besides TERM, to save at the next step boundary and stop.", choices=("USR1", "USR2", "HUP")
+    )
+    time_limit_s: float = key(
+        0.0, "Seconds from the start of the process before which to stop. 0: only Slurm's end counts.", least=0
+    )
+    margin_s: float = key(60.0, "Seconds to keep free before the end, beyond the longest step and save.", least=0)
+    watchdog: WatchdogConfig = section(WatchdogConfig)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from aligner.config.checks import at_least, one_of
+from aligner.config.key import IGNORE, Section, key
 from aligner.errors import ConfigError
 
 DATA_FORMATS = (
@@ -19,15 +19,16 @@ RENDERING = {"messages", "tools", "chat_template", "add_generation_prompt", "tok
 
 
 @dataclass
-class SourceConfig:
-    path: str = ""  # as data.train
-    weight: float = 1.0  # share of the rows (data.weight_by), beside the other sources' weights
-    name: str = ""  # in metrics and errors; empty: the file's, up to its first dot
-    format: str = ""  # empty: data.format
-    columns: dict[str, str] = field(default_factory=dict)  # empty: data.columns
-    prompt_template: str = ""  # empty: data.prompt_template
+class SourceConfig(Section, key="data.sources[]"):
+    path: str = key("", "File or folder with rows, as data.train.", resume=IGNORE)
+    weight: float = key(1.0, "Share of the rows (data.weight_by), beside the other sources' weights.")
+    name: str = key("", "Name in metrics and errors. Empty: the file's, up to its first dot.")
+    format: str = key("", "Format of the rows. Empty: data.format.", choices=("", *DATA_FORMATS))
+    columns: dict[str, str] = key({}, "Our name -> the file's column name. Empty: data.columns.")
+    prompt_template: str = key("", "Format string that makes `prompt`. Empty: data.prompt_template.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.path:
             raise ConfigError("data.sources[].path", self.path, "a file or folder with rows")
         if not (math.isfinite(self.weight) and self.weight > 0):
@@ -35,7 +36,6 @@ class SourceConfig:
             raise ConfigError("data.sources[].weight", self.weight, f"{expected} ({self.path})")
         if not re.fullmatch(r"[\w-]+", self.label):
             raise ConfigError("data.sources[].name", self.label, "letters, digits, - and _", f"Name {self.path!r}.")
-        one_of("data.sources[].format", self.format, ("", *DATA_FORMATS))
 
     @property
     def label(self) -> str:
@@ -43,36 +43,47 @@ class SourceConfig:
 
 
 @dataclass
-class DataConfig:
-    train: str = ""  # JSONL, Parquet, or a `datasets` folder (docs/data.md)
-    # in place of `train`, several files (or folders) in fixed shares; what a source does not say it has from here
-    sources: list[SourceConfig] = field(default_factory=list)
-    weight_by: str = "rows"  # rows, tokens: what the weights of `sources` are shares of
-    eval: str = ""  # held-out rows, likewise; empty: no evaluation
-    format: str = "auto"  # DATA_FORMATS; auto: told from the columns (docs/data.md)
-    columns: dict[str, str] = field(default_factory=dict)  # our name -> the file's column name
-    prompt_template: str = ""  # python format string over the row's columns, makes `prompt` where there is none
-    completion_template: str = ""  # likewise `completion`
-    max_prompt_tokens: int = 512  # longer prompts: see overlong
-    max_tokens: int = 1024  # prompt + response
-    overlong: str = "drop"  # drop, truncate
-    empty_answers: str = (
-        "refuse"  # stages dpo and kto: answers without text end the start; drop: their rows are left out
+class DataConfig(Section, key="data"):
+    train: str = key("", "Training data: JSONL, Parquet, or a `datasets` folder (docs/data.md).", resume=IGNORE)
+    sources: list[SourceConfig] = key(
+        [], "Several files or folders in fixed shares, in place of `train`; what a source lacks it has from here."
     )
-    shuffle: bool = True  # anew in each epoch
-    loss_on: str = "assistant"  # assistant, all
-    across_documents: bool = False  # format text: attention and positions go on over the documents of a row
-    chat_template: str = "auto"  # auto: the tokenizer's (docs/data.md); a shipped one's name, or a file
-    template_arguments: dict[str, Any] = field(default_factory=dict)  # of the chat template: {enable_thinking: false}
+    weight_by: str = key(
+        "rows", "What the weights of `sources` are shares of.", choices=("rows", "tokens"), read_for=("training",)
+    )
+    eval: str = key("", "Held-out rows. Empty: no evaluation.", resume=IGNORE, read_for=("training",))
+    format: str = key("auto", "Format of the rows. auto: told by the columns (docs/data.md).", choices=DATA_FORMATS)
+    columns: dict[str, str] = key({}, "Our name -> the file's column name.")
+    prompt_template: str = key("", "Python format string over the row's columns that makes a missing `prompt`.")
+    completion_template: str = key("", "The same for `completion`.")
+    max_prompt_tokens: int = key(
+        512, "Most tokens of a prompt; longer ones: see overlong.", least=1, read_for=("generation", "evaluation")
+    )
+    max_tokens: int = key(1024, "Most tokens of prompt and response.", least=2, read_for=("rows",))
+    overlong: str = key("drop", "What to do with rows that are too long.", choices=("drop", "truncate"))
+    empty_answers: str = key(
+        "refuse",
+        "What to do with answers without text. refuse: end the start; drop: leave out their rows.",
+        choices=("refuse", "drop"),
+        read_for=("comparisons",),
+    )
+    shuffle: bool = key(True, "Shuffle the rows anew in each epoch.", read_for=("training",))
+    loss_on: str = key("assistant", "Which tokens to learn.", choices=("assistant", "all"), read_for=("likelihoods",))
+    across_documents: bool = key(
+        False,
+        "Let attention and positions go on over the documents of a row (format text).",
+        rollouts=False,
+        read_for=("likelihoods",),
+    )
+    chat_template: str = key(
+        "auto",
+        "Chat template: auto (the tokenizer's), the name of a shipped one, or a file (docs/data.md).",
+        resume=IGNORE,
+    )
+    template_arguments: dict[str, Any] = key({}, "Variables of the chat template: {enable_thinking: false}.")
 
     def __post_init__(self) -> None:
-        one_of("data.format", self.format, DATA_FORMATS)
-        at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
-        at_least("data.max_tokens", self.max_tokens, 2)
-        one_of("data.weight_by", self.weight_by, ("rows", "tokens"))
-        one_of("data.overlong", self.overlong, ("drop", "truncate"))
-        one_of("data.empty_answers", self.empty_answers, ("refuse", "drop"))
-        one_of("data.loss_on", self.loss_on, ("assistant", "all"))
+        super().__post_init__()
         if self.sources and self.train:
             raise ConfigError("data.train", self.train, "empty with data.sources: rows come from one of the two")
         labels = [source.label for source in self.sources]

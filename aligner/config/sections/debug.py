@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.config.checks import at_least
+from aligner.config.key import REFUSE, REPORT, Section, key
 from aligner.errors import ConfigError
 
 
 @dataclass
-class DebugConfig:
-    skip_refit: bool = False  # test hook: the engine keeps its old weights and the next refit must notice
-    shuffle_rewards: bool = False  # control experiment: permute rewards within each group
-    record: int = 0  # keep the last n rollouts, or batches of rows, in <run.dir> (rollout_only and 0: all)
-    record_answers: bool = False  # write every answer of the engine to <run.dir>/answers
-    rollout_only: bool = False  # generate, score, measure, record; no optimizer, no update
-    train_only: str = ""  # a recorded rollout, or a folder of them, to train on instead of an engine's
-    replay: str = ""  # a run folder: steps that are recorded there have their rollouts from it (`aligner replay`)
-    until: int = 0  # end after this step, unsaved and without an evaluation; 0: run.steps (`aligner replay`)
-    first_step_checks: bool = False  # before and at the first update: what must hold exactly, or stop
+class DebugConfig(Section, key="debug"):
+    skip_refit: bool = key(
+        False, "Test hook: keep the engine's old weights; the next refit must notice.", resume=REPORT
+    )
+    shuffle_rewards: bool = key(False, "Control experiment: permute rewards within each group.", resume=REFUSE)
+    record: int = key(
+        0, "Keep the last n rollouts, or batches of rows, in <run.dir>. 0: none (rollout_only: all).", least=0
+    )
+    record_answers: bool = key(False, "Write every answer of the engine to <run.dir>/answers.")
+    rollout_only: bool = key(False, "Generate, score, measure and record, without optimizer and update.")
+    train_only: str = key("", "A recorded rollout, or a folder of them, to train on in place of an engine's.")
+    replay: str = key("", "A run folder whose recorded rollouts to train on (`aligner replay`).")
+    until: int = key(
+        0, "Step after which to end, unsaved and without an evaluation (`aligner replay`). 0: run.steps.", least=0
+    )
+    first_step_checks: bool = key(False, "Check before and at the first update what must hold exactly, or stop.")
 
     def __post_init__(self) -> None:
-        at_least("debug.record", self.record, 0)
-        at_least("debug.until", self.until, 0)
+        super().__post_init__()
         if self.train_only and (self.rollout_only or self.record):
             key = "rollout_only" if self.rollout_only else "record"
             expected = "off with debug.train_only: a recording is neither generated nor recorded again"

@@ -3,47 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import floor
 from typing import Any
 
-from aligner.config.checks import above, at_least, one_of, within
+from aligner.config.key import IGNORE, REPORT, Section, key
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import ConfigError, DataError
 
 KINDS = ("forward_kl", "reverse_kl", "mixed", "jsd")  # ops/kernels/divergence.py
 KEY = "algorithm.distill"
+_BETA = "a number between 0 and 1, without them: forward_kl and reverse_kl are kinds of their own"
+
+
+def _inside(beta: float) -> bool:
+    return 0 < beta < 1
 
 
 @dataclass
-class DistillConfig:
-    """Stage distill."""
-
-    teacher: str = ""  # a Hugging Face folder, a run folder or a checkpoint, with the student's tokenizer
-    teachers: dict[str, str] = field(default_factory=dict)  # name -> folder, instead of `teacher`: rows name theirs
-    teacher_column: str = "teacher"  # where a row names it, with `teachers`
-    kind: str = "forward_kl"  # forward_kl, reverse_kl, mixed, jsd: of teacher and student, at each token of the answers
-    beta: float = 0.5  # mixed: the share of the forward KL; jsd: of the teacher in the mixture
-    temperature: float = 1.0  # divides the logits of both
-    top_k: int = 0  # compare only the teacher's k most likely tokens; 0: the whole vocabulary
-    # of the other tokens, with top_k: tail (one more token that stands for all of them), renormalise (there are none),
-    # zero (the teacher never says them; forward_kl)
-    outside: str = "tail"
-    tensor: int = 0  # ranks that share each matrix of the teacher; 0: parallel.tensor
-    pipeline: int = 0  # ranks that share its layers; 0: parallel.pipeline
-    # a folder for the teacher's top_k logprobs of all rows, computed where it lacks them; no teacher while training
-    store: str = ""
-    on_policy: float = 0.0  # share of the steps whose answers the student generates, to prompts of the same rows
-    sft_coef: float = 0.0  # of the negative log-likelihood of the answers, beside the divergence
+class DistillConfig(Section, key=KEY):
+    teacher: str = key(
+        "", "A Hugging Face folder, run folder or checkpoint, with the student's tokenizer.", resume=IGNORE
+    )
+    teachers: dict[str, str] = key({}, "Name -> folder, in place of `teacher`: rows name theirs.", resume=IGNORE)
+    teacher_column: str = key("teacher", "Column in which a row names its teacher, with `teachers`.")
+    kind: str = key("forward_kl", "Divergence of teacher and student at each token of the answers.", choices=KINDS)
+    beta: float = key(
+        0.5, "Share of the forward KL (mixed), or of the teacher in the mixture (jsd).", valid=(_inside, _BETA)
+    )
+    temperature: float = key(1.0, "Divisor of the logits of both models.", above=0)
+    top_k: int = key(0, "Compare only the teacher's k likeliest tokens. 0: the whole vocabulary.", least=0)
+    outside: str = key(
+        "tail",
+        "What to do with other tokens, with top_k. tail: one more token stands for all of them; renormalise: there are "
+        "none; zero: the teacher never says them (forward_kl).",
+        choices=("tail", "renormalise", "zero"),
+    )
+    tensor: int = key(0, "Ranks that share each matrix of the teacher. 0: parallel.tensor.", least=0, resume=REPORT)
+    pipeline: int = key(0, "Ranks that share its layers. 0: parallel.pipeline.", least=0, resume=REPORT)
+    store: str = key(
+        "",
+        "Folder for the teacher's top_k logprobs of all rows, computed where it lacks them; training then needs no "
+        "teacher.",
+        resume=IGNORE,
+    )
+    on_policy: float = key(
+        0.0, "Share of the steps whose answers the student generates, to prompts of the same rows.", least=0, most=1
+    )
+    sft_coef: float = key(0.0, "Factor of the negative log-likelihood of the answers, beside the divergence.", least=0)
 
     def __post_init__(self) -> None:
-        one_of(f"{KEY}.kind", self.kind, KINDS)
-        if not 0 < self.beta < 1:
-            expected = "a number between 0 and 1, without them: forward_kl and reverse_kl are kinds of their own"
-            raise ConfigError(f"{KEY}.beta", self.beta, expected)
-        above(f"{KEY}.temperature", self.temperature, 0)
-        at_least(f"{KEY}.top_k", self.top_k, 0)
-        one_of(f"{KEY}.outside", self.outside, ("tail", "renormalise", "zero"))
+        super().__post_init__()
         if self.outside == "zero" and self.kind != "forward_kl":
             expected = f"tail or renormalise with {KEY}.kind={self.kind}: no KL to what is impossible is finite"
             raise ConfigError(f"{KEY}.outside", "zero", expected)
@@ -52,17 +62,13 @@ class DistillConfig:
         if self.teachers and self.teacher:
             expected = f"empty with {KEY}.teachers={','.join(self.teachers)}: one for all rows, or one for each"
             raise ConfigError(f"{KEY}.teacher", self.teacher, expected)
-        at_least(f"{KEY}.tensor", self.tensor, 0)
-        at_least(f"{KEY}.pipeline", self.pipeline, 0)
         if self.store and not self.top_k:
             raise ConfigError(f"{KEY}.top_k", 0, f"at least 1 with {KEY}.store: whole vocabularies are not stored")
         if self.store and self.teachers:
             expected = f"none with {KEY}.teachers: give each a file of data.sources, and fill the store of that alone"
             raise ConfigError(f"{KEY}.store", self.store, expected)
-        within(f"{KEY}.on_policy", self.on_policy, 0, 1)
         if self.store and self.on_policy:
             raise ConfigError(f"{KEY}.store", self.store, f"none with {KEY}.on_policy: answers are new in each step")
-        at_least(f"{KEY}.sft_coef", self.sft_coef, 0)
         if self.sft_coef and self.on_policy == 1:
             expected = f"0 with {KEY}.on_policy=1: a student does not learn its own answers"
             raise ConfigError(f"{KEY}.sft_coef", self.sft_coef, expected)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from aligner.config.checks import AUTO, Auto, Switch, above, at_least, auto_or, auto_or_switch, one_of
+from aligner.config.checks import AUTO, Auto, Switch
 from aligner.config.engines import ENGINES, NAMES, Capabilities, check_options
+from aligner.config.key import REFUSE, Section, key, section
 from aligner.config.quantization import KINDS
 from aligner.config.sections.child import ChildConfig
 from aligner.config.sections.trtllm import TrtllmConfig
@@ -15,29 +16,59 @@ CACHE_BYTES = 1 << 30  # in place of `auto`, where nothing is known of a machine
 
 
 @dataclass
-class EngineConfig:
-    name: str = (
-        "native"  # native, vllm, trtllm, trtllm_engine, recorded (`answers`, or debug.train_only, which sets this)
+class EngineConfig(Section, key="engine"):
+    name: str = key(
+        "native",
+        "Engine that generates. recorded: `answers`, or debug.train_only, which sets this.",
+        choices=NAMES,
     )
-    tensor_parallel: int = 1  # ranks of one replica
-    ranks: int = 0  # so many last ranks of the job only generate; 0: engines stand on the trainer's ranks
-    # with `ranks`: rollout k has the weights after step k - 1 - lag, and is generated while earlier ones are trained on
-    lag: int = 0
-    # with `lag`: decode steps after which samples pause, and go on with newer weights; 0: they have one version
-    window: int = 0
-    # with `ranks`: without a sign of life, after which one of them counts as lost (Python that cannot run gives none)
-    silent_s: float = 60.0
-    kv_cache_bytes: Auto = AUTO  # of a rank; auto: of a GPU what `plan` leaves, on a CPU 1 GiB (docs/memory.md)
-    max_batch: int = 512  # rows decoded together
-    dtype: str = "auto"  # auto: the trainer's compute dtype
-    quantization: str = "none"  # none, int8, fp8: emulated: at every refit matrices are rounded, nothing is saved
-    # on CUDA: launch a decode step's kernels at once (vllm: compile the model, too); auto: true of trtllm alone
-    cuda_graphs: Switch = AUTO
-    # give back the KV cache when it sleeps (`memory.sleep`); auto: false of vllm, where it is of GPUs alone
-    sleep: Switch = AUTO
-    answers: str = ""  # engine.name=recorded: a folder that debug.record_answers wrote
-    trtllm: TrtllmConfig = field(default_factory=TrtllmConfig)
-    vllm: VllmConfig = field(default_factory=VllmConfig)
+    tensor_parallel: int = key(1, "Ranks of one replica.", least=1)
+    ranks: int = key(0, "Last ranks of the job that only generate. 0: engines stand on the trainer's ranks.", least=0)
+    lag: int = key(
+        0,
+        "Steps by which a rollout's weights lag, with `ranks`: rollout k has those after step k - 1 - lag, and is "
+        "generated while earlier ones are trained on.",
+        least=0,
+        resume=REFUSE,
+    )
+    window: int = key(
+        0,
+        "Decode steps after which samples pause and go on with newer weights, with `lag`. 0: one version each.",
+        least=0,
+        resume=REFUSE,
+    )
+    silent_s: float = key(
+        60.0,
+        "Seconds without a sign of life after which a rank of `ranks` counts as lost.",
+        least=5,  # signs come every half second, where nothing is late
+        rollouts=False,
+    )
+    kv_cache_bytes: Auto = key(
+        AUTO,
+        "Bytes of a rank's KV cache. auto: on a GPU what `plan` leaves, on a CPU 1 GiB (docs/memory.md).",
+        auto=True,
+        least=1,
+        rollouts=False,
+    )
+    max_batch: int = key(512, "Rows decoded together.", least=1)
+    dtype: str = key("auto", "Type of the weights. auto: the trainer's.", choices=("auto", "float32", "bfloat16"))
+    quantization: str = key(
+        "none", "Type to which refits round the layers' matrices: emulated, which saves nothing.", choices=KINDS
+    )
+    cuda_graphs: Switch = key(
+        AUTO,
+        "Capture decode steps as CUDA graphs (vllm: compile the model, too). auto: true of trtllm alone.",
+        auto=True,
+    )
+    sleep: Switch = key(
+        AUTO,
+        "Give back the KV cache when the engine sleeps (`memory.sleep`). auto: false of vllm, which can on GPUs alone.",
+        auto=True,
+        rollouts=False,
+    )
+    answers: str = key("", "Folder that debug.record_answers wrote (engine.name=recorded).")
+    trtllm: TrtllmConfig = section(TrtllmConfig)
+    vllm: VllmConfig = section(VllmConfig)
 
     @property
     def cache_bytes(self) -> int:
@@ -64,23 +95,12 @@ class EngineConfig:
         """`sleep`, decided."""
         return self._decided("sleep")
 
-    def _decided(self, key: str) -> bool:
-        value = getattr(self, key)
-        return key in ENGINES[self.name].by_default if value == AUTO else bool(value)
+    def _decided(self, name: str) -> bool:
+        value = getattr(self, name)
+        return name in ENGINES[self.name].by_default if value == AUTO else bool(value)
 
     def __post_init__(self) -> None:
-        one_of("engine.name", self.name, NAMES)
-        one_of("engine.dtype", self.dtype, ("auto", "float32", "bfloat16"))
-        one_of("engine.quantization", self.quantization, KINDS)
-        self.kv_cache_bytes = auto_or("engine.kv_cache_bytes", self.kv_cache_bytes, 1)
-        at_least("engine.max_batch", self.max_batch, 1)
-        at_least("engine.tensor_parallel", self.tensor_parallel, 1)
-        at_least("engine.ranks", self.ranks, 0)
-        at_least("engine.lag", self.lag, 0)
-        at_least("engine.window", self.window, 0)
-        at_least("engine.silent_s", self.silent_s, 5)  # signs come every half second, where nothing is late
-        self.cuda_graphs = auto_or_switch("engine.cuda_graphs", self.cuda_graphs)
-        self.sleep = auto_or_switch("engine.sleep", self.sleep)
+        super().__post_init__()
         check_options(self)
 
 
@@ -93,20 +113,23 @@ def message_bytes(total_bytes: int, bucket_bytes: int) -> int:
 
 
 @dataclass
-class RefitConfig:
-    bucket_bytes: int = 256 << 20  # of one message between ranks
-    verify: str = "sentinel"  # sentinel, checksum (sentinel and a hash of every tensor on both sides)
-    # of a policy with model.lora: merged (weights), factors (the frozen weights once, then A and B, which the engine
-    # merges)
-    adapters: str = "merged"
-    timeout_s: float = 600.0  # that ranks wait for each other
-    tolerance: float = (
-        0.0  # mean |logprob difference| allowed on the sentinel; 0: by dtype (1e-3 float32, 5e-2 bfloat16)
+class RefitConfig(Section, key="refit"):
+    bucket_bytes: int = key(256 << 20, "Most bytes of one message between ranks.", least=1)
+    verify: str = key(
+        "sentinel",
+        "How a refit is verified. sentinel: logprobs of some prompts; checksum: also a hash of every tensor.",
+        choices=("sentinel", "checksum"),
+    )
+    adapters: str = key(
+        "merged",
+        "What travels of a policy with model.lora. merged: its weights; factors: the frozen weights once, then A and "
+        "B, which the engine merges.",
+        choices=("merged", "factors"),
+    )
+    timeout_s: float = key(600.0, "Seconds that ranks wait for each other.", above=0)
+    tolerance: float = key(
+        0.0, "Largest mean |logprob difference| on the sentinel. 0: by dtype (1e-3 float32, 5e-2 bfloat16).", least=0
     )
 
     def __post_init__(self) -> None:
-        at_least("refit.bucket_bytes", self.bucket_bytes, 1)
-        one_of("refit.verify", self.verify, ("sentinel", "checksum"))
-        one_of("refit.adapters", self.adapters, ("merged", "factors"))
-        above("refit.timeout_s", self.timeout_s, 0)
-        at_least("refit.tolerance", self.tolerance, 0)
+        super().__post_init__()

@@ -3,39 +3,55 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from aligner.config.checks import above, at_least, one_of, within
+from aligner.config.key import IGNORE, Section, key
 from aligner.errors import ConfigError
 
 CALL_FORMATS = ("hermes", "llama3", "mistral", "qwen3_coder", "glm45", "deepseek", "kimi_k2", "harmony")
 
 
 @dataclass
-class EnvironmentConfig:
-    path: str = ""  # module:Class or path.py:Class, an object of which a sample plays with; empty: none
-    agent: str = ""  # module:function or path.py:function that asks the model itself, or a command line; empty: none
-    args: dict[str, Any] = field(default_factory=dict)  # of the class, or further ones of the agent's function
-    tools: list[str] = field(default_factory=list)  # module:function or path.py:function, that a model may call
-    max_turns: int = 8  # answers of a trajectory
-    max_tokens: int = 2048  # of a trajectory behind its prompt: answers, what the tools said, what was rendered anew
-    max_seconds: float = 0.0  # that tools and environment may take in a trajectory; 0: no limit
-    timeout_s: float = 60.0  # of an answer of tools or environment
-    retries: int = 2  # of one that raises, hangs or ends its process, before the sample is invalid
-    workers: int = 2  # processes of a rank in which tools and environments run
-    gamma: float = 1.0  # discount of a turn: reward = sum of gamma^k x what turn_reward gives after turn k
-    weight: float = 1.0  # of the environment's reward in the sum, beside reward.functions
-    # how the model writes calls (docs/environments.md): hermes (Qwen), llama3, mistral, qwen3_coder, glm45,
-    # deepseek, kimi_k2, harmony (gpt-oss); auto: told from the template
-    calls: str = "auto"
+class EnvironmentConfig(Section, key="environment"):
+    path: str = key("", "Class of the object that a sample plays with: module:Class or path.py:Class. Empty: none.")
+    agent: str = key(
+        "", "Agent that queries the model itself: module:function, path.py:function or a command line. Empty: none."
+    )
+    args: dict[str, Any] = key({}, "Arguments of the class, or further ones of the agent's function.")
+    tools: list[str] = key([], "Functions that the model may call: module:function or path.py:function.")
+    max_turns: int = key(8, "Most answers in a trajectory.", least=1)
+    max_tokens: int = key(
+        2048,
+        "Most tokens of a trajectory behind its prompt: answers, replies of tools, what was rendered anew.",
+        least=1,
+    )
+    max_seconds: float = key(
+        0.0, "Most seconds that tools and environment may take in a trajectory. 0: no limit.", least=0
+    )
+    timeout_s: float = key(
+        60.0, "Seconds for one reply of tools or environment.", above=0, resume=IGNORE, rollouts=False
+    )
+    retries: int = key(
+        2,
+        "Further tries of a reply that raises, hangs or ends its process, before the sample is invalid.",
+        least=0,
+        resume=IGNORE,
+        rollouts=False,
+    )
+    workers: int = key(
+        2, "Processes of a rank that run tools and environments.", least=1, resume=IGNORE, rollouts=False
+    )
+    gamma: float = key(1.0, "Discount of a turn: reward = sum of gamma^k x turn_reward after turn k.", least=0, most=1)
+    weight: float = key(1.0, "Weight of the environment's reward in the sum, beside reward.functions.")
+    calls: str = key(
+        "auto",
+        "Format in which the model writes calls (docs/environments.md). auto: told by the template.",
+        choices=("auto", *CALL_FORMATS),
+    )
 
     def __post_init__(self) -> None:
-        for name, low in {"max_turns": 1, "max_tokens": 1, "max_seconds": 0, "retries": 0, "workers": 1}.items():
-            at_least(f"environment.{name}", getattr(self, name), low)
-        above("environment.timeout_s", self.timeout_s, 0)
-        within("environment.gamma", self.gamma, 0, 1)
-        one_of("environment.calls", self.calls, ("auto", *CALL_FORMATS))
+        super().__post_init__()
         for path in self.tools:
             if self.tools.count(path) > 1:
                 raise ConfigError("environment.tools", path, "each function once")

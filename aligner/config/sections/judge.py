@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import string
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from aligner.config.checks import above, at_least, one_of
+from aligner.config.key import IGNORE, Section, key, section
 from aligner.config.sections.servers import EndpointConfig
 from aligner.errors import ConfigError
 
@@ -19,31 +19,44 @@ LATER = {"parse": "regex", "votes": 1}  # values of an earlier version's judges,
 
 
 @dataclass
-class JudgeConfig:
-    name: str = "judge"  # in metrics
-    model: str = ""  # folder of the model that is asked, frozen, with its own tokenizer; empty: the run's own engine
-    endpoint: EndpointConfig = field(default_factory=EndpointConfig)  # of a model behind OpenAI's API, in their place
-    kind: str = "grade"  # grade: each response for itself; pairwise: the responses to a prompt against each other
-    # the question: a format string over {prompt}, the row's columns, and {response}, or {first} and {second}
-    question: str = ""
-    question_file: str = ""  # a text file with it
-    weight: float = 1.0  # in the sum
-    # what of the reply counts. regex: the last match of pattern; json: a member of the last JSON object in it; yesno:
-    # its last yes or no, a score of 1 or 0
-    parse: str = "regex"
-    # regex: empty is a number (grade), or A or B (pairwise); json: the name of the member, empty: score, or winner
-    pattern: str = ""
-    scale: float = 10.0  # grade: the number that is a score of 1; scores are held within 0 and 1
-    opponents: int = 1  # pairwise: each response is compared with so many that follow it in its group; 0: with all
-    votes: int = 1  # replies to each question, of which the mean counts; of an endpoint
-    max_tokens: int = 32  # of a reply
+class JudgeConfig(Section, key="reward.judges[]"):
+    name: str = key("judge", "Name in metrics.")
+    model: str = key(
+        "", "Folder of the model to ask, frozen, with its own tokenizer. Empty: the run's own engine.", resume=IGNORE
+    )
+    endpoint: EndpointConfig = section(EndpointConfig)
+    kind: str = key(
+        "grade",
+        "grade: each response for itself; pairwise: the responses to a prompt against each other.",
+        choices=tuple(FIELDS),
+    )
+    question: str = key(
+        "", "Question: a format string over {prompt}, the row's columns, and {response}, or {first} and {second}."
+    )
+    question_file: str = key("", "Text file with the question.", resume=IGNORE)
+    weight: float = key(1.0, "Weight in the sum.")
+    parse: str = key(
+        "regex",
+        "What counts in the reply. regex: the last match of pattern; json: a member of the last JSON object; yesno "
+        "(grade): the last yes or no, a score of 1 or 0.",
+        choices=("regex", "json", "yesno"),
+    )
+    pattern: str = key(
+        "",
+        "regex: the pattern; empty: a number (grade), or A or B (pairwise). json: name of the member; empty: score, or "
+        "winner.",
+    )
+    scale: float = key(10.0, "Number that is a score of 1 (grade); scores are held within 0 and 1.", above=0)
+    opponents: int = key(
+        1, "Responses of the group, of those that follow, to compare each one with (pairwise). 0: all.", least=0
+    )
+    votes: int = key(1, "Replies of an endpoint to each question, of which the mean counts.", least=1)
+    max_tokens: int = key(32, "Most tokens of a reply.", least=1)
 
     def __post_init__(self) -> None:
-        one_of("reward.judges[].kind", self.kind, tuple(FIELDS))
-        one_of("reward.judges[].parse", self.parse, ("regex", "json", *(["yesno"] if self.kind == "grade" else [])))
-        above("reward.judges[].scale", self.scale, 0)
-        for name, low in {"opponents": 0, "votes": 1, "max_tokens": 1}.items():
-            at_least(f"reward.judges[].{name}", getattr(self, name), low)
+        super().__post_init__()
+        if self.parse == "yesno" and self.kind != "grade":
+            raise ConfigError("reward.judges[].parse", "yesno", "one of regex, json with kind pairwise")
         try:
             groups = re.compile(self.regex).groups
         except re.error as error:
@@ -58,8 +71,6 @@ class JudgeConfig:
 
     def _check_endpoint(self) -> None:
         endpoint, key = self.endpoint, "reward.judges[].endpoint"
-        endpoint.check(f"{key}.")
-        at_least(f"{key}.temperature", endpoint.temperature, 0)
         if endpoint.base_url and not endpoint.model:
             raise ConfigError(f"{key}.model", "", f"the model's name at {endpoint.base_url}")
         if endpoint.base_url and self.model:

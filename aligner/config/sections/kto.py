@@ -1,37 +1,38 @@
-"""The section `algorithm.kto`."""
+"""`algorithm.kto.*`: stage kto."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.config.checks import above, one_of
+from aligner.config.key import Section, key
 from aligner.errors import ConfigError
 
 KEY = "algorithm.kto"
 
 
 @dataclass
-class KtoConfig:
-    """Stage kto."""
-
-    beta: float = 0.1  # times the log-ratios of whole answers
-    desirable_weight: float = 1.0  # of the loss of answers with label true
-    undesirable_weight: float = 1.0  # and of those with label false
-    # minibatch: log-ratios are compared with z0, their mean over mismatched answers of the minibatch; none: with 0
-    kl: str = "minibatch"
-    # model: model.init, frozen, a copy or with model.lora the policy's own without its adapters; stored: the copy's
-    # logprobs of the rows, computed before training
-    reference: str = "model"
+class KtoConfig(Section, key=KEY):
+    beta: float = key(0.1, "Factor of the log-ratios of whole answers.", above=0)
+    desirable_weight: float = key(1.0, "Weight of the loss of answers with label true.", above=0)
+    undesirable_weight: float = key(1.0, "Weight of the loss of answers with label false.", above=0)
+    kl: str = key(
+        "minibatch",
+        "What log-ratios are compared with. minibatch: z0, their mean over mismatched answers of the "
+        "minibatch; none: 0.",
+        choices=("minibatch", "none"),
+    )
+    reference: str = key(
+        "model",
+        "Reference model. model: model.init, frozen (with model.lora the policy without its adapters); stored: its "
+        "logprobs of the rows, computed before training.",
+        choices=("model", "stored"),
+    )
 
     def __post_init__(self) -> None:
-        above(f"{KEY}.beta", self.beta, 0)
-        above(f"{KEY}.desirable_weight", self.desirable_weight, 0)
-        above(f"{KEY}.undesirable_weight", self.undesirable_weight, 0)
-        one_of(f"{KEY}.kl", self.kl, ("minibatch", "none"))
         if self.reference == "none":
             expected = "model or stored: answers are desirable or not beside what the reference makes of them"
             raise ConfigError(f"{KEY}.reference", "none", expected)
-        one_of(f"{KEY}.reference", self.reference, ("model", "stored"))
+        super().__post_init__()
 
     @property
     def second_model(self) -> bool:

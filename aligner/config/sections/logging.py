@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from aligner.config.checks import one_of
-
-
-@dataclass
-class WandbConfig:
-    mode: str = "disabled"  # disabled, offline, online
-    project: str = "aligner"  # of W&B
-    entity: str = ""  # a team; empty: the default one
-
-    def __post_init__(self) -> None:
-        one_of("logging.wandb.mode", self.mode, ("disabled", "offline", "online"))
+from aligner.config.key import Section, key, section
 
 
 @dataclass
-class LoggingConfig:
-    jsonl: bool = True  # <run.dir>/metrics.jsonl
-    tensorboard: bool = True  # <run.dir>/tensorboard
-    progress: bool = True  # a bar, or a line per step, on rank 0
-    samples_shown: int = 4  # of a rollout, on the terminal and in samples.jsonl
-    wandb: WandbConfig = field(default_factory=WandbConfig)
+class WandbConfig(Section, key="logging.wandb"):
+    mode: str = key(
+        "disabled", "Whether and how to log to Weights & Biases.", choices=("disabled", "offline", "online")
+    )
+    project: str = key("aligner", "Project in Weights & Biases.")
+    entity: str = key("", "Team in Weights & Biases. Empty: the default one.")
+
+
+@dataclass
+class LoggingConfig(Section, key="logging"):
+    jsonl: bool = key(True, "Write <run.dir>/metrics.jsonl.")
+    tensorboard: bool = key(True, "Write <run.dir>/tensorboard.")
+    progress: bool = key(True, "Show a bar, or a line per step, on rank 0.")
+    samples_shown: int = key(4, "Samples of a rollout on the terminal and in samples.jsonl.")
+    wandb: WandbConfig = section(WandbConfig)

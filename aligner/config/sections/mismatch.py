@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.config.checks import at_least, one_of
+from aligner.config.key import REPORT, Section, key
 from aligner.errors import ConfigError
 
 # `mismatch.correction` -> its bounds of r = trainer's probability / engine's, where `cap`, `low` or `high` is 0
@@ -19,39 +19,49 @@ WEIGHING = ("tis_token", "tis_sequence", "icepop")
 
 
 @dataclass
-class MismatchConfig:
-    # none, or one or more of MISMATCH_BOUNDS joined by +, at most one of which weighs tokens. auto: tis_token with a
-    # quantised engine or one that lags (engine.lag), where the ratio is not to the engine, else none; the frozen
-    # config has the choice
-    correction: str = "auto"
-    cap: float = 0.0  # of a weight (tis_*); 0: the method's default
-    low: float = 0.0  # r below it is left out (icepop, geometric_mask, veto); 0: the method's default
-    high: float = 0.0  # r above it is left out; 0: the method's default
-    # experts: the policy's tokens go to those that the engine's routers chose (rollout routing replay)
-    replay_routing: bool = False
-    warn_above: float = 1.05  # token_mult_prob_error
-    stop_above: float = 0.0  # 0: never
+class MismatchConfig(Section, key="mismatch"):
+    correction: str = key(
+        "auto",
+        "Correction of the mismatch of engine and trainer: none, or methods joined by +, at most one of which weighs "
+        "tokens. auto: tis_token with a quantised or lagging engine whose ratio is not to the engine, else none; the "
+        "frozen config has the choice.",
+        choices=("auto", "none", *MISMATCH_BOUNDS),
+        joined="+",
+    )
+    cap: float = key(0.0, "Largest weight of a token (tis_*). 0: the method's default.", least=0)
+    low: float = key(
+        0.0, "Ratio below which tokens are left out (icepop, geometric_mask, veto). 0: the method's default.", least=0
+    )
+    high: float = key(0.0, "Ratio above which they are left out. 0: the method's default.", least=0)
+    replay_routing: bool = key(
+        False,
+        "Send the policy's tokens to the experts that the engine's routers chose (rollout routing replay).",
+        read_for=("trajectories",),
+    )
+    warn_above: float = key(1.05, "token_mult_prob_error above which to warn.", least=1, resume=REPORT)
+    stop_above: float = key(
+        0.0,
+        "token_mult_prob_error above which to stop, > 1 (1: a perfect match). 0: never.",
+        above=1,
+        off=0,
+        resume=REPORT,
+    )
 
     def __post_init__(self) -> None:
-        for name in self.methods:
-            one_of("mismatch.correction", name, ("none", *MISMATCH_BOUNDS))
+        super().__post_init__()
         if len(set(self.methods)) < len(self.methods) or ("none" in self.methods and len(self.methods) > 1):
             raise ConfigError("mismatch.correction", self.correction, "none, or different methods joined by +")
         if sum(name in WEIGHING for name in self.methods) > 1:
             raise ConfigError("mismatch.correction", self.correction, f"at most one of {', '.join(WEIGHING)}")
-        for key in ("cap", "low", "high"):
-            at_least(f"mismatch.{key}", getattr(self, key), 0)
-            users = [name for name in self.methods if key in MISMATCH_BOUNDS.get(name, {})]
-            if getattr(self, key) and len(users) != 1:
+        for bound in ("cap", "low", "high"):
+            users = [name for name in self.methods if bound in MISMATCH_BOUNDS.get(name, {})]
+            if getattr(self, bound) and len(users) != 1:
                 expected = "0 (each method's default) unless exactly one method of mismatch.correction has this bound"
-                raise ConfigError(f"mismatch.{key}", getattr(self, key), expected)
+                raise ConfigError(f"mismatch.{bound}", getattr(self, bound), expected)
         for name in self.methods:
             bounds = self.bounds(name)
             if not bounds.get("low", 0) < bounds.get("high", 1):
                 raise ConfigError("mismatch.low", bounds["low"], f"a number below mismatch.high={bounds['high']:g}")
-        at_least("mismatch.warn_above", self.warn_above, 1)
-        if self.stop_above and not self.stop_above > 1:
-            raise ConfigError("mismatch.stop_above", self.stop_above, "a number > 1 (a perfect match), or 0 for off")
 
     @property
     def methods(self) -> list[str]:

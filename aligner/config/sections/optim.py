@@ -1,34 +1,31 @@
-"""The sections `optim` and `critic.optim`."""
+"""The section `optim`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from aligner.config.checks import above, at_least, one_of, within
+from aligner.config.key import Section, key
 from aligner.errors import ConfigError
 
 
+def _two_betas(betas: list[float]) -> bool:
+    return len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+
+
 @dataclass
-class OptimConfig:
-    lr: float = 1e-4  # peak learning rate
-    min_lr: float = 0.0  # at the end of the decay
-    schedule: str = "constant"  # constant, linear, cosine
-    warmup_steps: int = 0  # linear, from 0
-    decay_from: float = 0.0  # constant until this fraction of the steps, then the schedule's decay
-    weight_decay: float = 0.01  # of AdamW; not of norms and biases
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of AdamW
-    eps: float = 1e-8  # of AdamW
-    clip_grad: float = 1.0  # 0: off
-    distributed: bool = True  # shard optimizer state over data-parallel ranks
+class OptimConfig(Section, key="optim"):
+    lr: float = key(1e-4, "Peak learning rate.", above=0)
+    min_lr: float = key(0.0, "Learning rate at the end of the decay.", least=0)
+    schedule: str = key("constant", "Shape of the decay.", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = key(0, "Steps in which the learning rate rises linearly from 0.", least=0)
+    decay_from: float = key(0.0, "Fraction of the steps after which the decay begins.", least=0, most=1)
+    weight_decay: float = key(0.01, "Weight decay of AdamW; norms and biases have none.", least=0)
+    betas: list[float] = key([0.9, 0.95], "The two betas of AdamW.", valid=(_two_betas, "two numbers in [0, 1)"))
+    eps: float = key(1e-8, "Epsilon of AdamW.", above=0)
+    clip_grad: float = key(1.0, "Largest norm of the gradient. 0: no clipping.", least=0)
+    distributed: bool = key(True, "Shard the optimizer's state over data-parallel ranks.")
 
     def __post_init__(self) -> None:
-        above("optim.lr", self.lr, 0)
-        within("optim.min_lr", self.min_lr, 0, self.lr)
-        one_of("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
-        at_least("optim.warmup_steps", self.warmup_steps, 0)
-        within("optim.decay_from", self.decay_from, 0, 1)
-        at_least("optim.weight_decay", self.weight_decay, 0)
-        above("optim.eps", self.eps, 0)
-        at_least("optim.clip_grad", self.clip_grad, 0)
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
-            raise ConfigError("optim.betas", list(self.betas), "two numbers in [0, 1)")
+        super().__post_init__()
+        if self.min_lr > self.lr:
+            raise ConfigError("optim.min_lr", self.min_lr, f"a number in [0, {self.lr}]")

@@ -1,28 +1,30 @@
-"""The sections `parallel` and `critic.parallel`."""
+"""The section `parallel`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.config.checks import at_least, one_of
+from aligner.config.key import Section, key
 from aligner.errors import ConfigError
 
 
 @dataclass
-class ParallelConfig:
-    """Data parallel = what is left of the world."""
+class ParallelConfig(Section, key="parallel"):
+    """The ranks that are left share the data."""
 
-    tensor: int = 1  # ranks that share each matrix
-    pipeline: int = 1  # ranks that share the layers
-    context: int = 1  # ranks that share the tokens of a row
-    context_mode: str = "allgather"  # allgather (of keys and values), alltoall (over heads)
-    expert: int = 1  # ranks, out of the data- and context-parallel ones, that share the experts
-    sequence: bool = False  # between matrices, tensor ranks share the tokens
+    tensor: int = key(1, "Ranks that share each matrix.", least=1)
+    pipeline: int = key(1, "Ranks that share the layers.", least=1)
+    context: int = key(1, "Ranks that share the tokens of a row.", least=1)
+    context_mode: str = key(
+        "allgather",
+        "How context ranks attend: gather keys and values, or swap tokens for heads.",
+        choices=("allgather", "alltoall"),
+    )
+    expert: int = key(1, "Ranks, of the data- and context-parallel ones, that share the experts.", least=1)
+    sequence: bool = key(False, "Shard tokens over the tensor ranks between matrices.")
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "context", "expert"):
-            at_least(f"parallel.{name}", getattr(self, name), 1)
-        one_of("parallel.context_mode", self.context_mode, ("allgather", "alltoall"))
+        super().__post_init__()
         if self.sequence and self.tensor == 1:
             raise ConfigError("parallel.sequence", True, "false when parallel.tensor=1: it shards over tensor ranks")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from aligner.config.checks import above, at_least, one_of, within
+from aligner.config.key import Section, key
 from aligner.errors import ConfigError
 
 # rows of the table in ops/rl/preference.py, by what they are functions of
@@ -20,74 +20,68 @@ KEY = "algorithm.preference"
 
 
 @dataclass
-class PreferenceConfig:
+class PreferenceConfig(Section, key=KEY):
     """Stage dpo."""
 
-    loss: list[str] = field(default_factory=lambda: ["sigmoid"])  # rows of the table in docs/preference.md, added up
-    weights: list[float] = field(default_factory=list)  # of the entries of `loss`; empty: 1 each
-    beta: float = 0.1  # times the log-ratios; with means 2 to 5
-    label_smoothing: float = 0.0  # share of wrong labels: sigmoid (cDPO), robust, exo_pair (0 means 1e-3), aot*
-    gamma: float = 0.0  # subtracted from beta * h: the margin that SimPO wants
-    margin: bool = False  # subtract the row's `margin` column from beta * h
-    length: str = "auto"  # sum, mean: of an answer's log-ratios over its tokens; auto: mean for ipo, else sum
-    # model: a frozen copy of model.init; adapter: the policy's own model without its adapters, or with those that it
-    # started from (model.lora); stored: the copy's logprobs, computed before training; none: no log-ratios, logprobs;
-    # auto: adapter with model.lora.rank > 0, else model
-    reference: str = "auto"
-    f_divergence: str = "reverse_kl"  # reverse_kl, forward_kl, js, alpha
-    f_alpha: float = 0.5  # of f_divergence=alpha; 1 is reverse_kl
-    ld_alpha: float = 1.0  # weight of an answer's tokens beyond the length of the shorter one
-    wpo: bool = False  # weigh pairs by how likely both answers are to the policy
-    tau: float = 0.05  # temperature of the gate of discopop
-    rpo_scale: float = 1.0  # of the difference of the columns `chosen_reward` and `rejected_reward` (rpo_*)
-    alphapo_alpha: float = 0.25  # of alphapo's reward (1 - p^-alpha) / alpha, p the geometric mean; 0: log p
-    row_weights: bool = False  # multiply a pair's loss by its `weight` column; the denominator stays
-    sync_every: int = 0  # steps after which the reference (model) follows the policy, TR-DPO; 0: it stays
-    sync_alpha: float = 0.6  # of the policy's weights in the reference's new ones; 1: a copy
-    nll_coef: float = 0.0  # of the negative log-likelihood of the chosen answers
-    nll_aggregation: str = "token_mean"  # token_mean, seq_mean_token_mean, seq_mean_token_sum
+    loss: list[str] = key(["sigmoid"], "Rows of the table in docs/preference.md, added up.", choices=LOSSES)
+    weights: list[float] = key([], "Weights of the entries of `loss`. Empty: 1 each.", above=0)
+    beta: float = key(0.1, "Factor of the log-ratios; 2 to 5 with means.", above=0)
+    label_smoothing: float = key(
+        0.0, "Share of wrong labels: sigmoid (cDPO), robust, exo_pair (0 means 1e-3), aot*.", least=0, most=0.5
+    )
+    gamma: float = key(0.0, "Subtracted from beta * h: SimPO's margin.")
+    margin: bool = key(False, "Subtract the row's `margin` column from beta * h.")
+    length: str = key(
+        "auto",
+        "How an answer's log-ratios become one. auto: mean for ipo, else sum.",
+        choices=("auto", "sum", "mean"),
+    )
+    reference: str = key(
+        "auto",
+        "Reference model. model: a frozen copy of model.init; adapter: the policy without its adapters, or with those "
+        "it started from (model.lora); stored: the copy's logprobs, computed before training; none: logprobs, no "
+        "log-ratios; auto: adapter with model.lora.rank > 0, else model.",
+        choices=("auto", "model", "adapter", "stored", "none"),
+    )
+    f_divergence: str = key("reverse_kl", "Divergence from the reference.", choices=DIVERGENCES)
+    f_alpha: float = key(0.5, "Alpha of f_divergence=alpha; 1 is reverse_kl.", least=0)
+    ld_alpha: float = key(1.0, "Weight of an answer's tokens beyond the length of the shorter one.", least=0, most=1)
+    wpo: bool = key(False, "Weigh pairs by how likely both answers are to the policy.")
+    tau: float = key(0.05, "Temperature of the gate of discopop.", above=0)
+    rpo_scale: float = key(
+        1.0, "Factor of the difference of the columns `chosen_reward` and `rejected_reward` (rpo_*).", above=0
+    )
+    alphapo_alpha: float = key(
+        0.25, "Alpha of alphapo's reward (1 - p^-alpha) / alpha, p the geometric mean. 0: log p.", least=0
+    )
+    row_weights: bool = key(False, "Multiply a pair's loss by its `weight` column; the denominator stays.")
+    sync_every: int = key(
+        0, "Steps after which the reference (model) follows the policy (TR-DPO). 0: it stays.", least=0
+    )
+    sync_alpha: float = key(0.6, "Share of the policy's weights in the reference's new ones.", above=0, most=1)
+    nll_coef: float = key(0.0, "Factor of the negative log-likelihood of the chosen answers.", least=0)
+    nll_aggregation: str = key(
+        "token_mean",
+        "How that of tokens becomes one.",
+        choices=("token_mean", "seq_mean_token_mean", "seq_mean_token_sum"),
+    )
 
     def __post_init__(self) -> None:
-        self._values()
+        super().__post_init__()
         self._together()
-
-    def _values(self) -> None:
-        if not self.loss or len(set(self.loss)) < len(self.loss):
-            raise ConfigError(f"{KEY}.loss", self.loss, f"one or several different of {', '.join(LOSSES)}")
-        for name in self.loss:
-            one_of(f"{KEY}.loss", name, LOSSES)
-        if self.weights and len(self.weights) != len(self.loss):
-            raise ConfigError(f"{KEY}.weights", self.weights, f"{len(self.loss)} numbers as {KEY}.loss, or none")
-        for weight in self.weights:
-            above(f"{KEY}.weights", weight, 0)
-        above(f"{KEY}.beta", self.beta, 0)
-        within(f"{KEY}.label_smoothing", self.label_smoothing, 0, 0.5)
-        one_of(f"{KEY}.length", self.length, ("auto", "sum", "mean"))
-        one_of(f"{KEY}.reference", self.reference, ("auto", "model", "adapter", "stored", "none"))
-        one_of(f"{KEY}.f_divergence", self.f_divergence, DIVERGENCES)
-        at_least(f"{KEY}.f_alpha", self.f_alpha, 0)
-        within(f"{KEY}.ld_alpha", self.ld_alpha, 0, 1)
-        above(f"{KEY}.tau", self.tau, 0)
-        above(f"{KEY}.rpo_scale", self.rpo_scale, 0)
-        at_least(f"{KEY}.alphapo_alpha", self.alphapo_alpha, 0)
-        at_least(f"{KEY}.nll_coef", self.nll_coef, 0)
-        at_least(f"{KEY}.sync_every", self.sync_every, 0)
-        above(f"{KEY}.sync_alpha", self.sync_alpha, 0)
-        within(f"{KEY}.sync_alpha", self.sync_alpha, 0, 1)
-        one_of(
-            f"{KEY}.nll_aggregation",
-            self.nll_aggregation,
-            ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum"),
-        )
 
     def _together(self) -> None:
         """What several of the keys do not mean together."""
+        if not self.loss or len(set(self.loss)) < len(self.loss):
+            raise ConfigError(f"{KEY}.loss", self.loss, f"one or several different of {', '.join(LOSSES)}")
+        if self.weights and len(self.weights) != len(self.loss):
+            raise ConfigError(f"{KEY}.weights", self.weights, f"{len(self.loss)} numbers as {KEY}.loss, or none")
         self._read_by_all("gamma", self.gamma, 0.0, (*OF_Z, "alphapo"))
         self._read_by_all("margin", self.margin, False, OF_Z)
         self._read_by_all("f_divergence", self.f_divergence, "reverse_kl", (*OF_Z, *OF_H))
         self._read_by_all("ld_alpha", self.ld_alpha, 1.0, (*OF_Z, *OF_H, *SEPARABLE, *BY_RANK))
-        for key, value in (("wpo", self.wpo), ("row_weights", self.row_weights)):
-            self._read_by_all(key, value, False, (*OF_Z, *OF_H, *SEPARABLE, *OF_MEANS))
+        for name, value in (("wpo", self.wpo), ("row_weights", self.row_weights)):
+            self._read_by_all(name, value, False, (*OF_Z, *OF_H, *SEPARABLE, *OF_MEANS))
         smoothed = ("sigmoid", "robust", "exo_pair", *BY_RANK)
         if self.label_smoothing and not set(self.loss) & set(smoothed):
             expected = f"0 without a loss that reads it: {', '.join(smoothed)}"

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from aligner.config.checks import at_least
+from aligner.config.key import Section, key, section
 from aligner.config.sections.data import DataConfig
 from aligner.errors import ConfigError
 
 
 @dataclass
-class PtxConfig:
-    coef: float = 0.0  # of the mean negative log-likelihood of ptx.data, added to the stage's loss; 0: off
-    sequences: int = 8  # rows of ptx.data in each optimizer step, over all ranks
-    data: DataConfig = field(default_factory=DataConfig)  # a stream of its own, of rows as stage sft takes them
+class PtxConfig(Section, key="ptx"):
+    coef: float = key(
+        0.0, "Factor of the mean negative log-likelihood of ptx.data, added to the stage's loss. 0: off.", least=0
+    )
+    sequences: int = key(8, "Rows of ptx.data in each optimizer step, over all ranks.", least=1)
+    data: DataConfig = section(DataConfig, read_for=("likelihood",))
 
     def __post_init__(self) -> None:
-        at_least("ptx.coef", self.coef, 0)
-        at_least("ptx.sequences", self.sequences, 1)
+        super().__post_init__()
         if self.coef and not (self.data.train or self.data.sources):
             raise ConfigError("ptx.data.train", "", "a file or folder with rows to learn with ptx.coef > 0")
         if self.data.eval:

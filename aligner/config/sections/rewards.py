@@ -3,75 +3,90 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from aligner.config.checks import above, at_least, one_of
+from aligner.config.key import IGNORE, Section, key
 from aligner.config.sections.judge import JudgeConfig
 from aligner.errors import ConfigError
 
-
-@dataclass
-class RewardFunctionConfig:
-    path: str = ""  # module:function, path.py:function, or a built-in name
-    name: str = ""  # in metrics; empty: the function's
-    weight: float = 1.0  # in the sum
-    args: dict[str, Any] = field(default_factory=dict)  # of the function, by name
-
-    def __post_init__(self) -> None:
-        if not self.path:
-            raise ConfigError(
-                "reward.functions[].path", self.path, "module:function, path.py:function or a built-in name"
-            )
+_FUNCTION = "module:function, path.py:function or a built-in name"
+SCORED = ("samples", "evaluation")
 
 
 @dataclass
-class RewardConfig:
-    functions: list[RewardFunctionConfig] = field(default_factory=list)  # empty: reward.model alone
-    judges: list[JudgeConfig] = field(default_factory=list)  # questions about answers, to the run's engine or a model
-    model: str = ""  # folder of a trained reward model (the `hf` folder of an rm run)
-    model_weight: float = 1.0  # in the sum
-    model_standardize: bool = True  # divide the model's centred score by its std on its own training set
-    # of a model of several attributes: attribute -> its weight in the score; empty: the first attribute alone
-    model_attributes: dict[str, float] = field(default_factory=dict)
-    model_steps: str = "min"  # of a process reward model: min, product of the probabilities of an answer's steps
-    timeout_s: float = 60.0  # of all functions for one rollout
-    # of a rollout's samples: where more could not be scored, by a sandbox or a server that fails, the run stops
-    max_invalid_fraction: float = 0.02
-    workers: int = 4  # reward functions and chunks of samples scored at the same time
-    overlap: bool = True  # score samples while others are generated, where a function takes them one by one
-    clip: float = 0.0  # |reward| limit after normalisation; 0: off
-    normalize: bool = False  # subtract the running mean, divide by the running std
+class RewardFunctionConfig(Section, key="reward.functions[]"):
+    path: str = key("", "Function: module:function, path.py:function, or a built-in name.", valid=(bool, _FUNCTION))
+    name: str = key("", "Name in metrics. Empty: the function's.")
+    weight: float = key(1.0, "Weight in the sum.")
+    args: dict[str, Any] = key({}, "Arguments of the function by name.")
+
+
+@dataclass
+class RewardConfig(Section, key="reward"):
+    functions: list[RewardFunctionConfig] = key([], "Reward functions, added up.", read_for=SCORED)
+    judges: list[JudgeConfig] = key([], "Questions about answers, to the run's engine or a model.")
+    model: str = key("", "Folder of a trained reward model (the `hf` folder of an rm run).", resume=IGNORE)
+    model_weight: float = key(1.0, "Weight of the reward model in the sum.")
+    model_standardize: bool = key(True, "Divide the model's centred score by its std on its own training set.")
+    model_attributes: dict[str, float] = key(
+        {}, "Attribute -> its weight in the score, of a model of several. Empty: the first attribute alone."
+    )
+    model_steps: str = key(
+        "min", "How a process reward model's step probabilities become a score.", choices=("min", "product")
+    )
+    timeout_s: float = key(
+        60.0, "Seconds for all functions on one rollout.", above=0, resume=IGNORE, rollouts=False, read_for=SCORED
+    )
+    max_invalid_fraction: float = key(
+        0.02,
+        "Fraction of a rollout's samples above which unscored ones (a failing sandbox or server) stop the run.",
+        least=0,
+        resume=IGNORE,
+        read_for=SCORED,
+    )
+    workers: int = key(
+        4,
+        "Reward functions and chunks of samples scored at the same time.",
+        least=1,
+        resume=IGNORE,
+        rollouts=False,
+        read_for=SCORED,
+    )
+    overlap: bool = key(
+        True,
+        "Score samples while others are generated, where a function takes them one by one.",
+        resume=IGNORE,
+        rollouts=False,
+        read_for=SCORED,
+    )
+    clip: float = key(0.0, "Largest |reward| after normalisation. 0: no limit.", least=0)
+    normalize: bool = key(False, "Subtract the running mean, divide by the running std.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, weight in self.model_attributes.items():
             if not math.isfinite(weight):
                 raise ConfigError(f"reward.model_attributes.{name}", weight, "a finite number")
         if self.model_attributes and not self.model:
             raise ConfigError("reward.model_attributes", self.model_attributes, "empty without reward.model")
-        one_of("reward.model_steps", self.model_steps, ("min", "product"))
-        above("reward.timeout_s", self.timeout_s, 0)
-        at_least("reward.max_invalid_fraction", self.max_invalid_fraction, 0)
-        at_least("reward.workers", self.workers, 1)
-        at_least("reward.clip", self.clip, 0)
 
 
 @dataclass
-class EvalConfig:
-    prompts: int = 512  # at most this many held-out rows; 0: all
-    generate: bool = True  # greedy answers scored by the reward functions (stages that have any)
-    temperature: float = 0.0  # 0: greedy
-    samples: int = 1  # > 1: pass@k
-    # what counts as right; empty: reward.functions. An answer is right if every applicable function gives it full score
-    functions: list[RewardFunctionConfig] = field(default_factory=list)
-    full_score: float = 1.0  # of a function, or more
-    max_response_tokens: int = 0  # 0: sampling.max_response_tokens
+class EvalConfig(Section, key="eval"):
+    prompts: int = key(512, "Most held-out rows of an evaluation. 0: all.", least=0, read_for=("training",))
+    generate: bool = key(True, "Generate answers and score them by the reward functions, in stages that have any.")
+    temperature: float = key(0.0, "Sampling temperature of these answers. 0: greedy.", least=0)
+    samples: int = key(1, "Answers to each row; more than 1 give pass@k.", least=1)
+    functions: list[RewardFunctionConfig] = key(
+        [],
+        "What counts as right: an answer that gets full score from every applicable function. Empty: reward.functions.",
+    )
+    full_score: float = key(1.0, "Score of a function, or more, that counts as full.")
+    max_response_tokens: int = key(0, "Most tokens of an answer. 0: sampling.max_response_tokens.", least=0)
 
     def __post_init__(self) -> None:
-        at_least("eval.prompts", self.prompts, 0)
-        at_least("eval.temperature", self.temperature, 0)
-        at_least("eval.samples", self.samples, 1)
-        at_least("eval.max_response_tokens", self.max_response_tokens, 0)
+        super().__post_init__()
         if self.samples > 1 and self.temperature == 0:
             raise ConfigError(
                 "eval.temperature", 0, f"a number > 0 with eval.samples={self.samples}: greedy answers are equal"

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from aligner.config.checks import above, at_least, one_of, within
-from aligner.errors import ConfigError
+from aligner.config.key import Section, key
+
+BOTH = ("generation", "evaluation")
+_NO_EMPTY = (lambda texts: "" not in texts, "texts of at least one character: every text has an empty one")
 
 
 @dataclass
-class SamplingConfig:
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # 1: off
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0  # 0: off
-    max_response_tokens: int = 64  # the token limit of a response
-    stop: list[str] = field(default_factory=list)  # texts that end a response
-    # in the texts of answers, which rewards, judges, samples and data made of them have: keep, all but padding, BOS and
-    # the stop token at the end; strip, none
-    special_tokens: str = "keep"
-
-    def __post_init__(self) -> None:
-        at_least("sampling.temperature", self.temperature, 0)
-        above("sampling.top_p", self.top_p, 0)
-        within("sampling.top_p", self.top_p, 0, 1)
-        at_least("sampling.top_k", self.top_k, 0)
-        within("sampling.min_p", self.min_p, 0, 1)
-        at_least("sampling.max_response_tokens", self.max_response_tokens, 1)
-        one_of("sampling.special_tokens", self.special_tokens, ("keep", "strip"))
-        if "" in self.stop:
-            raise ConfigError(
-                "sampling.stop", self.stop, "texts of at least one character: every text has an empty one"
-            )
+class SamplingConfig(Section, key="sampling"):
+    temperature: float = key(1.0, "Sampling temperature. 0: greedy.", least=0)
+    top_p: float = key(1.0, "Sample among the likeliest tokens with this total probability. 1: off.", above=0, most=1)
+    top_k: int = key(0, "Sample among this many likeliest tokens. 0: off.", least=0)
+    min_p: float = key(0.0, "Drop tokens below this share of the likeliest one's probability. 0: off.", least=0, most=1)
+    max_response_tokens: int = key(64, "Most tokens of a response.", least=1, read_for=BOTH)
+    stop: list[str] = key([], "Texts that end a response.", valid=_NO_EMPTY, read_for=BOTH)
+    special_tokens: str = key(
+        "keep",
+        "Special tokens in the texts of answers, for rewards, judges and samples. keep: all but padding, BOS and the "
+        "final stop token; strip: none.",
+        choices=("keep", "strip"),
+        read_for=BOTH,
+    )

@@ -1,34 +1,31 @@
-"""How servers that score or judge are asked: of reward `http` its `args`, of a judge its `endpoint`."""
+"""Limits of requests to servers, as `rewards/http` and endpoints of judges have them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.config.checks import above, at_least
+from aligner.config.key import Section, key
 
 
 @dataclass
-class LimitsConfig:
-    key_env: str = ""  # variable of the environment with a key, sent as a bearer token and written nowhere
-    concurrency: int = 16  # requests of a rank at a time
-    requests_per_minute: float = 0.0  # of a rank; 0: no limit
-    # of a rank, 4 bytes of a request counting as one, and all that a reply may have; 0: no limit
-    tokens_per_minute: float = 0.0
-    timeout_s: float = 20.0  # of one try
-    retries: int = 3  # further tries, where trying may help
-    deadline_s: float = 50.0  # of a rollout with all tries, below reward.timeout_s; what is not there then has failed
-
-    def check(self, prefix: str = "") -> None:
-        """Raises ConfigError."""
-        at_least(f"{prefix}concurrency", self.concurrency, 1)
-        for name in ("requests_per_minute", "tokens_per_minute", "retries"):
-            at_least(f"{prefix}{name}", getattr(self, name), 0)
-        above(f"{prefix}timeout_s", self.timeout_s, 0)
-        above(f"{prefix}deadline_s", self.deadline_s, 0)
+class LimitsConfig(Section):
+    key_env: str = key("", "Environment variable with a key, sent as a bearer token and written nowhere.")
+    concurrency: int = key(16, "Requests of a rank at a time.", least=1)
+    requests_per_minute: float = key(0.0, "Requests of a rank per minute. 0: no limit.", least=0)
+    tokens_per_minute: float = key(
+        0.0, "Tokens of a rank per minute: 4 bytes of a request as one, and the longest reply. 0: no limit.", least=0
+    )
+    timeout_s: float = key(20.0, "Seconds for one try.", above=0)
+    retries: int = key(3, "Further tries, where trying may help.", least=0)
+    deadline_s: float = key(
+        50.0,
+        "Seconds for a rollout with all tries, below reward.timeout_s; what is not there then has failed.",
+        above=0,
+    )
 
 
 @dataclass
-class EndpointConfig(LimitsConfig):
-    base_url: str = ""  # of OpenAI's API, as http://host:8000/v1; empty: an engine of the run replies
-    model: str = ""  # its name there
-    temperature: float = 0.0  # of its replies
+class EndpointConfig(LimitsConfig, key="reward.judges[].endpoint"):
+    base_url: str = key("", "URL of OpenAI's API, as http://host:8000/v1. Empty: an engine of the run replies.")
+    model: str = key("", "Name of the model there.")
+    temperature: float = key(0.0, "Temperature of its replies.", least=0)

@@ -20,8 +20,8 @@ _NOT_SERVED = {
 
 
 @dataclass
-class TrtllmConfig(ChildConfig):
-    section = "engine.trtllm"
+class TrtllmConfig(ChildConfig, key="engine.trtllm"):
+    pass
 
 
 def check_model(cfg: Config, model: ModelConfig) -> None:

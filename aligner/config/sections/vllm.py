@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aligner.config.key import key
 from aligner.config.sections.child import ChildConfig
 from aligner.errors import ConfigError
 from aligner.families import served_by
@@ -17,11 +18,11 @@ VERSION = "0.32.0"  # that launchers/engine_env.sh installs
 
 
 @dataclass
-class VllmConfig(ChildConfig):
-    section = "engine.vllm"
-
-    # interpreter of the environment that has vLLM (a path within the checkout, or from the root); "": this one
-    python: str = ".venv-vllm/bin/python"
+class VllmConfig(ChildConfig, key="engine.vllm"):
+    python: str = key(
+        ".venv-vllm/bin/python",
+        "Python of the environment that has vLLM: a path within the checkout, or from the root. Empty: this one.",
+    )
 
 
 def same_minor(version: str) -> bool:

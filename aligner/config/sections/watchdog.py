@@ -1,10 +1,10 @@
-"""The section `cluster.watchdog`."""
+"""`cluster.watchdog.*`: how long a phase may last."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from aligner.config.checks import at_least
+from aligner.config.key import Section, key
 
 IDLE = "idle"  # a rank that only generates waits for the trainer's ranks, which have limits of their own
 
@@ -12,23 +12,19 @@ WAIT = "wait"  # of the trainer's ranks for those that generate (engine.lag)
 
 
 @dataclass
-class WatchdogConfig:
+class WatchdogConfig(Section, key="cluster.watchdog"):
     """Seconds that a phase may last before the run counts as hanging; 0: for ever. The phases are those of the metrics
     time/*_s: of one within another (eval/generate) the outer one's limit counts, anew for each."""
 
-    startup_s: float = 3600.0  # until the first phase: models, data
-    refit_s: float = 1200.0  # weights to the engine
-    generate_s: float = 3600.0  # a rollout
-    score_s: float = 1500.0  # a rollout
-    logprobs_s: float = 1200.0  # a rollout
-    update_s: float = 1200.0  # one minibatch
-    eval_s: float = 3600.0  # an evaluation
-    save_s: float = 1800.0  # a checkpoint
-    other_s: float = 1200.0  # anything else: between phases, the export
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            at_least(f"cluster.watchdog.{f.name}", getattr(self, f.name), 0)
+    startup_s: float = key(3600.0, "Seconds until the first phase: models, data. 0: no limit.", least=0)
+    refit_s: float = key(1200.0, "Seconds for the weights to reach the engine. 0: no limit.", least=0)
+    generate_s: float = key(3600.0, "Seconds to generate a rollout. 0: no limit.", least=0)
+    score_s: float = key(1500.0, "Seconds to score a rollout. 0: no limit.", least=0)
+    logprobs_s: float = key(1200.0, "Seconds for the logprobs of a rollout. 0: no limit.", least=0)
+    update_s: float = key(1200.0, "Seconds for one minibatch. 0: no limit.", least=0)
+    eval_s: float = key(3600.0, "Seconds for an evaluation. 0: no limit.", least=0)
+    save_s: float = key(1800.0, "Seconds for a checkpoint. 0: no limit.", least=0)
+    other_s: float = key(1200.0, "Seconds for anything else: between phases, the export. 0: no limit.", least=0)
 
     def limit(self, phase: str) -> tuple[str, float]:
         """(key, seconds) of a phase, by its name in the metrics."""

@@ -104,7 +104,7 @@ class ChildEngine(RolloutEngine):
     def require(cls, config: EngineConfig) -> None:
         """Raises AlignerError where the package cannot be there; what is there the child will tell."""
         assert config.child is not None, config.name
-        interpreter(config.child.python, {}, config.child.section)
+        interpreter(config.child.python, {}, config.child.KEY)
 
     def _variables(self) -> dict[str, str]:
         """Of the child's environment."""
@@ -145,7 +145,7 @@ class ChildEngine(RolloutEngine):
                 raise ConfigError("engine.tensor_parallel", len(devices), expected, hint)
             extra["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         environ = clean_environment(os.environ, extra)
-        return spawn(self.worker, environ, python, self.options.section, set().union(*cores))
+        return spawn(self.worker, environ, python, self.options.KEY, set().union(*cores))
 
     def _settings(self, memories: list[Memory]) -> Settings:
         name = str(self.dtype).removeprefix("torch.")
@@ -172,7 +172,7 @@ class ChildEngine(RolloutEngine):
         self, name: str, *arguments: Any, limit: str = "call_timeout_s", error: type = EngineError, progress=None
     ) -> Any:
         """What the child answers, or its error, on every rank of the group."""
-        timeout_s, key = getattr(self.options, limit), f"{self.options.section}.{limit}"
+        timeout_s, key = getattr(self.options, limit), f"{self.options.KEY}.{limit}"
         told: list[Any] = [None, None]
         try:
             if self._channel is not None:
@@ -302,7 +302,7 @@ class ChildEngine(RolloutEngine):
 
     def _check_room(self, longest: int, sampling: SamplingParams) -> None:
         row = longest + sampling.max_response_tokens
-        limits = {"model.max_position": self.cfg.max_position, f"{self.options.section}.max_seq_len": self.max_seq_len}
+        limits = {"model.max_position": self.cfg.max_position, f"{self.options.KEY}.max_seq_len": self.max_seq_len}
         for key, limit in limits.items():
             if row > limit:
                 raise ConfigError(key, limit, f"at least {row} (prompt + response tokens)")

@@ -27,7 +27,7 @@ def require_package(python: str = "", name: str = "trtllm") -> None:
     """Raises MissingExtraError where TensorRT-LLM is not installed, ConfigError where there is no such `python`; what
     that one has the child will tell."""
     if python:
-        interpreter(python, {}, TrtllmConfig.section)
+        interpreter(python, {}, TrtllmConfig.KEY)
     elif importlib.util.find_spec("tensorrt_llm") is None:
         raise MissingExtraError("tensorrt_llm", name.replace("_", "-"), f"engine.name={name}")
 

@@ -60,7 +60,7 @@ def import_vllm() -> Any:
         import vllm
     except ImportError as error:
         hint = f"launchers/engine_env.sh vllm makes one. {error}"
-        raise ConfigError(f"{VllmConfig.section}.python", sys.executable, "an interpreter with vLLM", hint) from error
+        raise ConfigError(f"{VllmConfig.KEY}.python", sys.executable, "an interpreter with vLLM", hint) from error
     if not same_minor(vllm.__version__):
         found = f"Installed is {vllm.__version__}; launchers/engine_env.sh vllm makes an environment with it."
         raise ConfigError("engine.name", "vllm", f"vLLM {VERSION}", found)

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from aligner.config.checks import at_least, within
+from aligner.config.key import Section, key
 from aligner.errors import ConfigError
 
 
 @dataclass
-class AttentionConfig:
+class AttentionConfig(Section, key="model.attention"):
     """A layer is local, where a query sees the last `window` tokens of its row, itself included, or global."""
 
-    window: int = 0  # 0: every layer is global
-    global_every: int = 0  # with a window: layers n, 2n, ... are global; 0: none is
-    local_rope_base: float = 0.0  # of local layers, whose angles are then not scaled; 0: those of the others
-    query_scale_dim: int = 0  # queries are divided by its square root; 0: model.head_dim
-    global_layers: list[int] = field(default_factory=list)  # others that are global, counted from 0
-    nope_layers: list[int] = field(default_factory=list)  # layers, from 0, that see no positions (no rotation)
-    rotary_fraction: float = 1.0  # of a head's numbers that are rotated, from the first
-    multiplier: float = 0.0  # of scores, instead of 1 / sqrt(query_scale_dim); 0: that
-    softcap: float = 0.0  # scores x become softcap * tanh(x / softcap); 0: they stay
-
-    def __post_init__(self) -> None:
-        for name in ("window", "global_every", "local_rope_base", "query_scale_dim", "multiplier", "softcap"):
-            at_least(f"model.attention.{name}", getattr(self, name), 0)
-        within("model.attention.rotary_fraction", self.rotary_fraction, 0, 1)
+    window: int = key(
+        0,
+        "Last tokens of its row, itself included, that a query sees in local layers. 0: all layers are global.",
+        least=0,
+    )
+    global_every: int = key(0, "With a window, layers n, 2n, ... are global. 0: none is.", least=0)
+    local_rope_base: float = key(
+        0.0, "Base of the rotary frequencies of local layers, which are not scaled. 0: that of the others.", least=0
+    )
+    query_scale_dim: int = key(0, "Divide queries by the square root of this. 0: model.head_dim.", least=0)
+    global_layers: list[int] = key([], "Other global layers, counted from 0.")
+    nope_layers: list[int] = key([], "Layers, counted from 0, without positions (no rotation).")
+    rotary_fraction: float = key(1.0, "Fraction of a head's numbers, from the first, to rotate.", least=0, most=1)
+    multiplier: float = key(0.0, "Factor of scores. 0: 1 / sqrt(query_scale_dim).", least=0)
+    softcap: float = key(0.0, "Scores x become softcap * tanh(x / softcap). 0: they stay.", least=0)
 
     def is_local(self, layer: int) -> bool:
         """Of layer 0, 1, ..."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from aligner.config.checks import above, at_least, one_of
+from aligner.config.key import REFUSE, REPORT, Section, key, section
 from aligner.config.sections.model.attention import AttentionConfig, check_layers
 from aligner.config.sections.model.kernels import KERNELS
 from aligner.config.sections.model.latent import LatentConfig, check_latent
@@ -24,55 +24,57 @@ MOE_OF_THE_RUN = ("aux_coef", "aux_over")
 
 
 @dataclass
-class ModelConfig:
-    family: str = "llama"  # `model_type` of config.json (docs/models.md)
-    num_layers: int = 4  # decoder layers
-    hidden_size: int = 128  # width of the residual stream
-    ffn_hidden_size: int = 384  # of the gated MLP
-    num_heads: int = 4  # query heads
-    num_kv_heads: int = 4  # heads of keys and values; a divisor of num_heads
-    head_dim: int = 0  # 0: hidden_size / num_heads
-    vocab_size: int = 0  # 0: the tokenizer's
-    rope_base: float = 10000.0  # of the rotary frequencies
-    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
-    norm_eps: float = 1e-6  # of RMSNorm
-    max_position: int = 4096  # the longest row, in tokens
-    tie_embeddings: bool = True  # the output layer is the embedding
-    qk_norm: bool = False  # norms of queries and keys
-    qkv_bias: bool = False  # of most families with it also the projection behind attention
-    mlp_bias: bool = False  # in the MLP
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    latent: LatentConfig = field(default_factory=LatentConfig)
-    linear: LinearConfig = field(default_factory=LinearConfig)
-    scales: ScalesConfig = field(default_factory=ScalesConfig)
-    moe: MoeConfig = field(default_factory=MoeConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    init_std: float = 0.02  # of random weights
-    init: str = "random"  # random, a Hugging Face folder, a run folder, or a checkpoint
-    tokenizer: str = ""  # a Hugging Face tokenizer folder; empty: the one in `model.init`
-    dtype: str = "auto"  # auto, float32, bfloat16
-    recompute: str = "none"  # none, full (recompute every layer's activations in backward)
-    kernels: str = (
-        "auto"  # auto (te on a GPU, where it imports and knows the model), own, te (TransformerEngine's modules)
+class ModelConfig(Section, key="model"):
+    family: str = key("llama", "`model_type` of config.json (docs/models.md).", choices=tuple(FAMILIES))
+    num_layers: int = key(4, "Decoder layers.", least=1)
+    hidden_size: int = key(128, "Width of the residual stream.", least=1)
+    ffn_hidden_size: int = key(384, "Width of the gated MLP.", least=1)
+    num_heads: int = key(4, "Query heads.", least=1)
+    num_kv_heads: int = key(4, "Heads of keys and values; a divisor of num_heads.", least=1)
+    head_dim: int = key(0, "Numbers of a head. 0: hidden_size / num_heads.", least=0)
+    vocab_size: int = key(0, "Rows of the embedding. 0: the tokenizer's.", least=0)
+    rope_base: float = key(10000.0, "Base of the rotary frequencies.", above=0)
+    rope_scaling: RopeScalingConfig = section(RopeScalingConfig)
+    norm_eps: float = key(1e-6, "Epsilon of RMSNorm.")
+    max_position: int = key(4096, "Most tokens of a row.", least=1)
+    tie_embeddings: bool = key(True, "Let the embedding be the output layer.")
+    qk_norm: bool = key(False, "Normalise queries and keys.")
+    qkv_bias: bool = key(False, "Biases of queries, keys and values; in most such families also behind attention.")
+    mlp_bias: bool = key(False, "Biases in the MLP.")
+    attention: AttentionConfig = section(AttentionConfig)
+    latent: LatentConfig = section(LatentConfig)
+    linear: LinearConfig = section(LinearConfig)
+    scales: ScalesConfig = section(ScalesConfig)
+    moe: MoeConfig = section(MoeConfig)
+    lora: LoraConfig = section(LoraConfig)
+    init_std: float = key(0.02, "Standard deviation of random weights.", resume=REFUSE)
+    init: str = key("random", "Where weights come from: random, a Hugging Face folder, a run folder, or a checkpoint.")
+    tokenizer: str = key("", "A Hugging Face tokenizer folder. Empty: the one in `model.init`.")
+    dtype: str = key("auto", "Type to compute in.", choices=("auto", "float32", "bfloat16"), resume=REPORT)
+    recompute: str = key(
+        "none",
+        "Activations to recompute in the backward pass: none, or full (every layer's).",
+        choices=("none", "full"),
+        resume=REPORT,
     )
-    varlen_attention: bool = False  # on CUDA: attention of rows of any length in one call, without padding and masks
+    kernels: str = key(
+        "auto",
+        "Modules to compute with: own, or TransformerEngine's. auto: te on a GPU, if it imports and knows the model.",
+        choices=KERNELS,
+        resume=REPORT,
+    )
+    varlen_attention: bool = key(
+        False, "Attend over rows of any length in one call, without padding and masks, on CUDA.", resume=REPORT
+    )
 
     def __post_init__(self) -> None:
-        one_of("model.family", self.family, tuple(FAMILIES))
+        super().__post_init__()
         check_moe_family(self.family, self.moe)
         check_traits(self)
         check_latent(self)
         check_layers(self.attention, self.num_layers)
         check_dense_layers(self.moe, self.num_layers)
         check_linear(self)
-        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "max_position"):
-            at_least(f"model.{name}", getattr(self, name), 1)
-        above("model.rope_base", self.rope_base, 0)
-        at_least("model.head_dim", self.head_dim, 0)
-        at_least("model.vocab_size", self.vocab_size, 0)
-        one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16"))
-        one_of("model.kernels", self.kernels, KERNELS)
-        one_of("model.recompute", self.recompute, ("none", "full"))
         if self.num_heads % self.num_kv_heads:
             raise ConfigError("model.num_kv_heads", self.num_kv_heads, f"a divisor of model.num_heads={self.num_heads}")
         if not (self.head_dim or self.latent.kv_rank) and self.hidden_size % self.num_heads:
@@ -147,17 +149,17 @@ def for_run(shape: ModelConfig, run: ModelConfig) -> ModelConfig:
 def check_traits(model: ModelConfig) -> None:
     """Raises ConfigError for a key that models of this family do not have."""
     varies = model.traits.varies
-    for key, value, plain in unusual(model):
-        if key not in varies:
-            having = ", ".join(name for name, family in FAMILIES.items() if key in family.varies)
-            raise ConfigError(f"model.{key}", value, f"{plain} with model.family={model.family}: {having} have it")
+    for name, value, plain in unusual(model):
+        if name not in varies:
+            having = ", ".join(family for family, its in FAMILIES.items() if name in its.varies)
+            raise ConfigError(f"model.{name}", value, f"{plain} with model.family={model.family}: {having} have it")
     window = model.attention.window
     if "attention.local_rope_base" in varies and not window:
         raise ConfigError("model.attention.window", 0, f"at least 1 for model.family={model.family}")
-    for key in LAYERS:
-        value = getattr(model.attention, key.removeprefix("attention."))
+    for name in LAYERS:
+        value = getattr(model.attention, name.removeprefix("attention."))
         if value and not window:
-            raise ConfigError(f"model.{key}", value, "none without model.attention.window")
+            raise ConfigError(f"model.{name}", value, "none without model.attention.window")
 
 
 def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
@@ -166,7 +168,7 @@ def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
     moe = {"dense_layers": [], "shared_ffn_hidden_size": 0, "groups": 1, "top_groups": 1, "scale": 1.0}
     found += [(f"moe.{name}", getattr(model.moe, name), plain) for name, plain in moe.items()]
     sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "linear": LinearConfig()}
-    for section, plain in (sections | {"scales": ScalesConfig()}).items():
-        mine, theirs = asdict(getattr(model, section)), asdict(plain)
-        found += [(f"{section}.{name}", mine[name], theirs[name]) for name in mine]
-    return [(key, value, plain) for key, value, plain in found if value != plain]
+    for part, plain in (sections | {"scales": ScalesConfig()}).items():
+        mine, theirs = asdict(getattr(model, part)), asdict(plain)
+        found += [(f"{part}.{name}", mine[name], theirs[name]) for name in mine]
+    return [(name, value, plain) for name, value, plain in found if value != plain]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aligner.config.checks import at_least
+from aligner.config.key import Section, key
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -13,20 +13,16 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class LatentConfig:
+class LatentConfig(Section, key="model.latent"):
     """Keys and values of all heads are made of one latent vector for each token, and of one rotated key for all heads.
     A head of queries and keys is `plain_dim` numbers that are not rotated, then `rotary_dim` that are."""
 
-    kv_rank: int = 0  # numbers of the latent vector of keys and values; 0: attention has none
-    query_rank: int = 0  # of that of queries; 0: queries are made of the hidden state
-    plain_dim: int = 0  # numbers of a head of queries and keys that are not rotated
-    rotary_dim: int = 0  # those that are; of keys the same for all heads
-    value_dim: int = 0  # of a head of values
-    neighbours: bool = True  # neighbouring numbers are rotated together, not halves
-
-    def __post_init__(self) -> None:
-        for name in ("kv_rank", "query_rank", "plain_dim", "rotary_dim", "value_dim"):
-            at_least(f"model.latent.{name}", getattr(self, name), 0)
+    kv_rank: int = key(0, "Numbers of the latent vector of keys and values. 0: no latent attention.", least=0)
+    query_rank: int = key(0, "Numbers of the latent vector of queries. 0: queries come from the hidden state.", least=0)
+    plain_dim: int = key(0, "Numbers of a head of queries and keys that are not rotated.", least=0)
+    rotary_dim: int = key(0, "Numbers of a head that are rotated; of keys the same for all heads.", least=0)
+    value_dim: int = key(0, "Numbers of a head of values.", least=0)
+    neighbours: bool = key(True, "Rotate neighbouring numbers together, not halves.")
 
     @property
     def head_dim(self) -> int:

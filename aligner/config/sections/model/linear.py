@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aligner.config.checks import at_least
+from aligner.config.key import Section, key
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -13,20 +14,21 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class LinearConfig:
+class LinearConfig(Section, key="model.linear"):
     """Every layer is linear but for those that are said to have attention."""
 
-    key_heads: int = 0  # 0: no layer is linear
-    value_heads: int = 0  # a multiple of the heads of keys, and as many of outputs
-    key_head_dim: int = 0  # of queries and keys
-    value_head_dim: int = 0  # of values and outputs
-    conv: int = 0  # inputs that a token's channels are mixed of, its own included
-    attention_every: int = 0  # layers n, 2n, ... have attention; 0: none has
-    attention_layers: list[int] = field(default_factory=list)  # others that have attention, counted from 0
+    key_heads: int = key(0, "Heads of keys. 0: no layer is linear.", least=0)
+    value_heads: int = key(0, "Heads of values and of outputs, a multiple of those of keys.", least=0)
+    key_head_dim: int = key(0, "Numbers of a head of queries and keys.", least=0)
+    value_head_dim: int = key(0, "Numbers of a head of values and outputs.", least=0)
+    conv: int = key(0, "Inputs that a token's channels are mixed of, its own included.", least=0)
+    attention_every: int = key(0, "Layers n, 2n, ... have attention. 0: none has.", least=0)
+    attention_layers: list[int] = key([], "Other layers with attention, counted from 0.")
 
     def __post_init__(self) -> None:
-        for name in ("key_heads", "value_heads", "key_head_dim", "value_head_dim", "conv", "attention_every"):
-            at_least(f"model.linear.{name}", getattr(self, name), 1 if self.key_heads and name in SIZES else 0)
+        super().__post_init__()
+        for name in SIZES if self.key_heads else ():
+            at_least(f"model.linear.{name}", getattr(self, name), 1)
         if self.key_heads and self.value_heads % self.key_heads:
             expected = f"a multiple of model.linear.key_heads={self.key_heads}"
             raise ConfigError("model.linear.value_heads", self.value_heads, expected)

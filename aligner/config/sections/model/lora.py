@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from aligner.config.checks import above, at_least, one_of, within
+from aligner.config.key import REFUSE, Section, key
 from aligner.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
@@ -12,23 +12,28 @@ USUAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 
 @dataclass
-class LoraConfig:
+class LoraConfig(Section, key="model.lora"):
     """Instead of a matrix W two small ones are trained: y = W x + scale B A x (docs/lora.md)."""
 
-    rank: int = 0  # rows of A and columns of B; 0: no adapters, all weights are trained
-    alpha: float = 32.0  # the scale is alpha / rank
-    dropout: float = 0.0  # of the adapters' input, while training
-    # matrices by their names in Hugging Face's files; [all-linear]: all of the layers, but routers
-    targets: list[str] = field(default_factory=lambda: list(USUAL))
-    rslora: bool = False  # the scale is alpha / sqrt(rank) (arXiv:2312.03732)
-    # hold the frozen matrices of the layers in fewer bits: none, int8, fp8, nf4 (QLoRA, arXiv:2305.14314)
-    quantize_base: str = "none"
-    init: str = ""  # start from the adapter in this folder, as `peft` writes it; empty: from one that changes nothing
-    dora: bool = False  # also train the norm of each row of the matrix, apart from its direction (arXiv:2402.09353)
+    rank: int = key(0, "Rows of A and columns of B. 0: no adapters, all weights are trained.", least=0)
+    alpha: float = key(32.0, "The scale is alpha / rank.", above=0)
+    dropout: float = key(0.0, "Dropout of the adapters' input in training.", least=0, most=0.99, resume=REFUSE)
+    targets: list[str] = key(
+        [*USUAL], "Matrices by their names in Hugging Face's files. [all-linear]: all of the layers, but routers."
+    )
+    rslora: bool = key(False, "Scale by alpha / sqrt(rank) (arXiv:2312.03732).")
+    quantize_base: str = key(
+        "none",
+        "Type of the layers' frozen matrices, in fewer bits (QLoRA, arXiv:2305.14314).",
+        choices=("none", "int8", "fp8", "nf4"),
+    )
+    init: str = key("", "Folder of an adapter, as `peft` writes it, to start from. Empty: one that changes nothing.")
+    dora: bool = key(
+        False, "Also train the norm of each row of the matrix, apart from its direction (arXiv:2402.09353)."
+    )
 
     def __post_init__(self) -> None:
-        at_least("model.lora.rank", self.rank, 0)
-        one_of("model.lora.quantize_base", self.quantize_base, ("none", "int8", "fp8", "nf4"))
+        super().__post_init__()
         if self.quantize_base != "none" and not self.rank:
             expected = "none with model.lora.rank=0, which trains all weights"
             raise ConfigError("model.lora.quantize_base", self.quantize_base, expected)
@@ -36,8 +41,6 @@ class LoraConfig:
             raise ConfigError(
                 "model.lora.init", self.init, "empty with model.lora.rank=0: set rank, alpha and targets too"
             )
-        above("model.lora.alpha", self.alpha, 0)
-        within("model.lora.dropout", self.dropout, 0, 0.99)
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise ConfigError("model.lora.targets", list(self.targets), "names of matrices, each once, as q_proj")
         if ALL_LINEAR in self.targets and len(self.targets) > 1:

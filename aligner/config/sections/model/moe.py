@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from aligner.config.checks import above, at_least, one_of
+from aligner.config.key import REFUSE, Section, key
 from aligner.errors import ConfigError
 from aligner.families import FAMILIES
 
 
 @dataclass
-class MoeConfig:
+class MoeConfig(Section, key="model.moe"):
     """A layer's MLP is `num_experts` gated MLPs, of which a router picks `top_k` for each token."""
 
-    num_experts: int = 0  # 0: dense
-    top_k: int = 2  # experts of a token
-    ffn_hidden_size: int = 0  # of one expert; 0: model.ffn_hidden_size
-    norm_topk_prob: bool = True  # the weights of a token's experts sum to 1
-    aux_coef: float = 0.0  # of the load-balancing loss
-    aux_over: str = "minibatch"  # tokens whose load it balances: minibatch (an extra forward pass), micro_batch
-    shared_ffn_hidden_size: int = 0  # of one more MLP, which computes every token of such a layer; 0: none
-    groups: int = 1  # equal groups of experts, of which a token's come from
-    top_groups: int = 1  # so many: those with the largest sums of their two best scores
-    scale: float = 1.0  # the weights of a token's experts are multiplied by it
-    dense_layers: list[int] = field(default_factory=list)  # from 0, with one MLP of model.ffn_hidden_size instead
+    num_experts: int = key(0, "Experts of a layer. 0: dense.", least=0)
+    top_k: int = key(2, "Experts of a token.", least=1)
+    ffn_hidden_size: int = key(0, "Width of one expert. 0: model.ffn_hidden_size.", least=0)
+    norm_topk_prob: bool = key(True, "Let the weights of a token's experts sum to 1.")
+    aux_coef: float = key(0.0, "Factor of the load-balancing loss.", least=0, resume=REFUSE)
+    aux_over: str = key(
+        "minibatch",
+        "Tokens whose load that loss balances: of a minibatch (an extra forward pass) or a micro-batch.",
+        choices=("minibatch", "micro_batch"),
+        resume=REFUSE,
+    )
+    shared_ffn_hidden_size: int = key(
+        0, "Width of one more MLP, which computes every token of such a layer. 0: none.", least=0
+    )
+    groups: int = key(1, "Equal groups of experts, of which a token's come from some.", least=1)
+    top_groups: int = key(
+        1, "Number of groups for a token: those with the largest sums of their two best scores.", least=1
+    )
+    scale: float = key(1.0, "Factor of the weights of a token's experts.", above=0)
+    dense_layers: list[int] = key([], "Layers, counted from 0, with one MLP of model.ffn_hidden_size instead.")
 
     def __post_init__(self) -> None:
-        for key in ("num_experts", "ffn_hidden_size", "shared_ffn_hidden_size", "aux_coef"):
-            at_least(f"model.moe.{key}", getattr(self, key), 0)
-        for key in ("top_k", "groups", "top_groups"):
-            at_least(f"model.moe.{key}", getattr(self, key), 1)
-        above("model.moe.scale", self.scale, 0)
-        one_of("model.moe.aux_over", self.aux_over, ("minibatch", "micro_batch"))
+        super().__post_init__()
         if self.num_experts and self.top_k > self.num_experts:
             expected = f"at most model.moe.num_experts={self.num_experts}"
             raise ConfigError("model.moe.top_k", self.top_k, expected)

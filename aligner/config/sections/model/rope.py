@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from aligner.config.checks import at_least, one_of
+from aligner.config.key import REFUSE, Section, key
 from aligner.errors import ConfigError
 
 ROPE_TYPES = ("llama3", "linear", "dynamic", "yarn", "longrope")
 
 
 @dataclass
-class RopeScalingConfig:
+class RopeScalingConfig(Section, key="model.rope_scaling"):
     """config.json's `rope_type` and what belongs to it; factor 1 is no scaling (of longrope: none of its angles'
     length). The model alone decides, but for `factors`."""
 
-    factor: float = 1.0  # 1: off
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    original_max_position: int = 8192  # positions before the scaling: llama3, yarn, longrope
-    type: str = "llama3"  # llama3, linear, dynamic, yarn, longrope
-    attention_factor: float = 0.0  # yarn, longrope: cosines and sines are multiplied by it; 0: derived from the factor
-    beta_fast: float = 32.0  # yarn: turns over the original context above which a frequency is kept
-    beta_slow: float = 1.0  # yarn: turns below which it is divided by the factor
-    mscale: float = 0.0  # yarn: with mscale_all_dim, of the derived attention factor
-    mscale_all_dim: float = 0.0  # yarn
-    truncate: bool = True  # yarn: whole dimensions at both ends of the ramp
-    short_factor: list[float] = field(default_factory=list)  # longrope: divisors of the frequencies, one for each
-    long_factor: list[float] = field(default_factory=list)  # longrope: likewise, for long rows
-    factors: str = "auto"  # longrope: short, long, auto (long where model.max_position exceeds original_max_position)
-
-    def __post_init__(self) -> None:
-        one_of("model.rope_scaling.type", self.type, ROPE_TYPES)
-        one_of("model.rope_scaling.factors", self.factors, ("auto", "short", "long"))
-        at_least("model.rope_scaling.factor", self.factor, 1)
-        at_least("model.rope_scaling.original_max_position", self.original_max_position, 1)
-        at_least("model.rope_scaling.attention_factor", self.attention_factor, 0)
+    factor: float = key(1.0, "Factor of the context's length. 1: no scaling.", least=1)
+    low_freq_factor: float = key(1.0, "config.json's value (llama3).")
+    high_freq_factor: float = key(4.0, "config.json's value (llama3).")
+    original_max_position: int = key(8192, "Positions before the scaling (llama3, yarn, longrope).", least=1)
+    type: str = key("llama3", "config.json's `rope_type`.", choices=ROPE_TYPES)
+    attention_factor: float = key(
+        0.0, "Factor of cosines and sines (yarn, longrope). 0: derived from the factor.", least=0
+    )
+    beta_fast: float = key(32.0, "Turns over the original context above which a frequency is kept (yarn).")
+    beta_slow: float = key(1.0, "Turns below which it is divided by the factor (yarn).")
+    mscale: float = key(0.0, "Part of the derived attention factor, with mscale_all_dim (yarn).")
+    mscale_all_dim: float = key(0.0, "Divisor of the derived attention factor (yarn).")
+    truncate: bool = key(True, "End the ramp at whole dimensions (yarn).")
+    short_factor: list[float] = key([], "Divisors of the frequencies, one for each (longrope).")
+    long_factor: list[float] = key([], "The same for long rows (longrope).")
+    factors: str = key(
+        "auto",
+        "Which of the two lists to use (longrope). auto: long where model.max_position exceeds original_max_position.",
+        choices=("auto", "short", "long"),
+        resume=REFUSE,
+    )
 
     @property
     def scales(self) -> bool:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.config.checks import above, at_least
+from aligner.config.key import Section, key
 
 
 @dataclass
-class ScalesConfig:
-    embedding: float = 1.0  # embeddings are multiplied by it
-    residual: float = 1.0  # what attention and the MLP add to the residual stream
-    logits: float = 1.0  # logits are divided by it
-    logits_softcap: float = 0.0  # logits z become softcap * tanh(z / softcap); 0: they stay
-
-    def __post_init__(self) -> None:
-        for name in ("embedding", "residual", "logits"):
-            above(f"model.scales.{name}", getattr(self, name), 0)
-        at_least("model.scales.logits_softcap", self.logits_softcap, 0)
+class ScalesConfig(Section, key="model.scales"):
+    embedding: float = key(1.0, "Factor of embeddings.", above=0)
+    residual: float = key(1.0, "Factor of what attention and the MLP add to the residual stream.", above=0)
+    logits: float = key(1.0, "Divisor of logits.", above=0)
+    logits_softcap: float = key(0.0, "Logits z become softcap * tanh(z / softcap). 0: they stay.", least=0)

@@ -1,0 +1,117 @@
+"""A key of the config says everything about itself where it is declared: default, meaning, values, what a new value
+means for a run that goes on, whether stored rollouts depend on it, and for what it is read.
+
+Validation, docs/keys.md, the board's form, the identity check of a resume, the rollout key and the refusal of unread
+keys are derived from this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from aligner.config.checks import AUTO
+from aligner.errors import ConfigError
+
+# what a new value means for a run that goes on from a checkpoint
+REFUSE = "refuse"  # unless run.accept_changes
+REPORT = "report"  # taken over, in one line
+IGNORE = "ignore"  # taken over, unmentioned
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a key, or of a section for all its keys. None and "" mean: as the section around it."""
+
+    meaning: str = ""
+    choices: tuple[Any, ...] = ()  # of a text, or of each element of a list
+    joined: str = ""  # what stands between several choices in one text
+    least: float | None = None  # of a number, or of each element of a list
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    off: float | None = None  # a number outside the bounds that is right as well
+    auto: bool = False  # "auto", or an integer within the bounds; without bounds true or false
+    valid: tuple[Callable[[Any], bool], str] | None = None  # a further check, and what it expects
+    resume: str = ""  # REFUSE, REPORT, IGNORE
+    rollouts: bool | None = None  # whether stored rollouts depend on it
+    read_for: tuple[str, ...] | None = None  # stages with one of these purposes read it; (): all do
+
+    @property
+    def range(self) -> str:
+        """As `>= 0` or `in (0, 1]`; empty without bounds."""
+        low = self.least if self.above is None else self.above
+        high = self.most if self.below is None else self.below
+        if high is None:
+            return "" if low is None else f"{'>=' if self.above is None else '>'} {low}"
+        return f"in {'[' if self.above is None else '('}{low}, {high}{']' if self.below is None else ')'}"
+
+    @property
+    def expected(self) -> str:
+        """What a single value has to be."""
+        if self.choices:
+            return "one of " + ", ".join(map(str, self.choices))
+        if self.auto:
+            return f"auto, or an integer {self.range}" if self.range else "auto, true or false"
+        return f"a number {self.range}" + (f", or {self.off} for off" if self.off is not None else "")
+
+    def check(self, key: str, value: Any) -> None:
+        """Raises ConfigError."""
+        parts = [text.strip() for text in value.split(self.joined)] if self.joined else value
+        for element in parts if isinstance(parts, list) and not self.auto else (parts,):
+            if not self._fits(element):
+                raise ConfigError(key, element, self.expected)
+        if self.valid and not self.valid[0](value):
+            raise ConfigError(key, value, self.valid[1])
+
+    def _fits(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices
+        if self.auto and type(value) is not (int if self.range else bool):  # True is no count
+            return value == AUTO
+        return value == self.off or all(
+            (
+                self.least is None or value >= self.least,
+                self.above is None or value > self.above,
+                self.most is None or value <= self.most,
+                self.below is None or value < self.below,
+            )
+        )
+
+
+def key(default: Any, meaning: str, **facts: Any) -> Any:
+    """A field of a section; `facts` are those of `Facts`. Lists and mappings are copied for each section."""
+    metadata = {"facts": Facts(meaning, **facts)}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(kind: type, **facts: Any) -> Any:
+    """A field that is a section, with what its keys have in common."""
+    return field(default_factory=kind, metadata={"facts": Facts(**facts)})
+
+
+def facts_of(f: Field) -> Facts:
+    return f.metadata.get("facts", Facts())
+
+
+class Section:
+    """Base of the dataclasses of the schema: checks each value by itself when it is made."""
+
+    KEY = ""  # dotted
+
+    def __init_subclass__(cls, key: str = "", **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls.KEY = key or cls.KEY
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        for f in fields(self):
+            facts, value = facts_of(f), getattr(self, f.name)
+            if facts.auto and isinstance(value, str):  # an interpolation gives texts
+                plain = {"true": True, "false": False}.get(value.lower(), value)
+                setattr(self, f.name, value := int(value) if value.isdecimal() else plain)
+            facts.check(f"{self.KEY}.{f.name}" if self.KEY else f.name, value)
