@@ -40,6 +40,11 @@ class AgentPlay(Play):
     dialogue: Dialogue | None = None  # with the tools of that; None where the template does not render them
     echoes: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the agent was told -> as templates get it
 
+    def end(self) -> None:
+        """As `Play.end`."""
+        super().end()
+        self.echoes, self.request = {}, None
+
     def __getstate__(self) -> dict[str, Any]:
         """A dialogue has the tokenizer: it is not for another process."""
         return super().__getstate__() | {"dialogue": None}

@@ -64,6 +64,12 @@ class Play:
         """What the engine begins with."""
         return (*self.given.tokens, *self.said)
 
+    def end(self) -> None:
+        """Drop what nobody asks of an ended trajectory: it is stored, and goes to other ranks."""
+        self.messages = []
+        if self.session is not None:
+            self.session.asked = []
+
     def __getstate__(self) -> dict[str, Any]:
         """In another process nobody waits for what was `asked`."""
         return self.__dict__ | {"asked": None}

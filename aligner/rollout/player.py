@@ -99,9 +99,11 @@ class Player:
             version = oldest_version(plays, self.engine.weight_version)
         responses = [response_of(play) for play in plays]
         generations = self._generations(plays, responses, version, sampling.truncates)
-        last = [play.turns[-1].output if play.turns else () for play in plays]
-        how = sampling.stop_token_ids, sampling.special
-        texts = decode_responses(self.tokenizer, column(last, torch.int64), [len(output) for output in last], *how)
+        tokens, lengths = generations.tokens, generations.lengths.tolist()
+        if self.turned:  # the response is the last answer
+            last = [play.turns[-1].output if play.turns else () for play in plays]
+            tokens, lengths = column(last, torch.int64), [len(output) for output in last]
+        texts = decode_responses(self.tokenizer, tokens, lengths, sampling.stop_token_ids, sampling.special)
         samples = [
             Sample(
                 play.prompt,

@@ -55,6 +55,7 @@ class Schedule:
     metrics: ScalarMetrics = field(default_factory=dict, init=False)  # of the last step
     _order: int = field(default=0, init=False)  # number of the last one
     _made_by: int = field(default=0, init=False)  # the version of its weights
+    _name: str = field(default="", init=False)  # of what it generates, in messages
     _rollouts: int = field(default=-1, init=False)  # that were admitted; -1: not known before the first step
     _prompts: dict[int, list[int]] = field(default_factory=dict, init=False)  # rows of rollouts in flight, by number
     _groups: dict[int, Request] = field(default_factory=dict, init=False)  # in flight, by number
@@ -73,9 +74,10 @@ class Schedule:
     def land(self, step: int) -> None:
         """Wait for the engines, before `step` and its weights. Raises EngineError on every rank."""
         if self._named is not None:
-            self._restore(self._named)
-        with self.player.timers(WAIT):
-            self._land()
+            self._restore(step, self._named)
+        elif self._rollouts < 0 and step > 1 and self.lag:
+            self._warn("the checkpoint does not say what was in flight: it is generated anew, with the weights of now")
+        self._land(WAIT)
         if step > 1:
             self._orders[step - 1] = self._order
         self.passed(step - 1)
@@ -84,18 +86,19 @@ class Schedule:
     def __call__(self, step: int, score: Score | None = None) -> Groups:
         """The rollout of `step`, unscored. `land` comes before, and the weights."""
         size, before = len(self.requests.mine), self._order
+        while len(self._flight.ready()) < size:
+            self._give_order(step, score)
+            assert len(self._flight.numbers) >= size, f"{self._rollouts} of {self.steps} rollouts were admitted"
+            self._land()
+        if self.window:
+            self.metrics = self._measured(self._order - before)
         with self.player.timers("generate"):
-            while len(self._flight.ready()) < size:
-                self._give_order(step, score)
-                self._land()
-            if self.window:
-                self.metrics = self._measured(self._order - before)
             groups = self._take(self._flight.ready()[:size])
-            if self.window:
-                self._give_order(step)
-            while not self.window and self._rollouts < min(step + self.lag, self.steps):
-                self._land()  # engines have one order at a time
-                self._give_order(step)
+        if self.window:
+            self._give_order(step)
+        while not self.window and self._rollouts < min(step + self.lag, self.steps):
+            self._land()  # engines have one order at a time
+            self._give_order(step)
         return groups
 
     def at_once(
@@ -103,22 +106,21 @@ class Schedule:
     ) -> Groups:
         """What these requests give, in an order of its own beside those of rollouts, of which none is in flight."""
         assert not self.lag, "what is generated next must not depend on scores"
-        kept, numbers = self._flight, list(range(len(requests)))
-        plays = [play for number in numbers for play in self.player.fresh(requests[number], number)]
+        kept, numbers = self._flight, [request.seeds[0] for request in requests]  # no other request has them
+        plays = [play for number, one in zip(numbers, requests, strict=True) for play in self.player.fresh(one, number)]
         self._flight = InFlight(len(requests[0].seeds) if requests else 1, numbers, plays)
-        with self.player.timers("generate"):
-            self._start(numbers, sampling, score)
-            self._land()
+        self._start(f"rollout {self._rollouts + 1}", sampling, score)
+        self._land()
         made, self._flight = self._flight, kept
-        return self.player.ended(requests, made.plays, oldest_version(made.plays, self._made_by), sampling)
+        with self.player.timers("generate"):
+            return self.player.ended(requests, made.plays, oldest_version(made.plays, self._made_by), sampling)
 
     # --- checkpoints
 
     def secure(self, step: int) -> None:
         """What a checkpoint of `step` names is generated and stored. Raises EngineError or SaveError on every rank."""
         if self.lag:  # else what a failed engine owes is of a later step
-            with self.player.timers(WAIT):
-                self._land()
+            self._land(WAIT)
         named = self._orders.setdefault(step, self._order)  # a step that failed may have given orders since
         if self._order in self._unstored and self._flight.numbers:
             self._keep()
@@ -135,12 +137,12 @@ class Schedule:
             self.store.drop(self._orders[step], set(self._orders.values()) if self.lag else ())
 
     def give_up(self, step: int) -> int:
-        """All that is in flight, of a run that ends with the rollout of `step`: a next start makes it anew. Returns the
-        first rollout whose groups are in flight, or were until now."""
+        """Forget all that is in flight, also what is stored of it, in a run that ends with the rollout of `step`: the
+        next start generates it anew. Returns the first rollout that this concerns."""
         self._land()
         self._flight = self._fresh(self._flight.numbers)
         if self.store is not None:
-            self.store.clear() if self.lag else self.store.delete_after(self._orders.get(step - 1, 0))
+            self.store.delete_after(0 if self.window else self._orders.get(step - 1 - self.lag, 0))
         return self._oldest
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,12 +173,13 @@ class Schedule:
         elif not self._flight.open():
             self._admit()
         assert self.window or self._rollouts <= step + self.lag
-        self._start(self._in_flight(), score=score)
+        self._start(f"window {self._order + 1}" if self.window else f"rollout {self._rollouts}", score=score)
 
-    def _start(self, groups: list[int], sampling: SamplingParams | None = None, score: Score | None = None) -> None:
-        self._order, self._made_by = self._order + 1, self.version()
+    def _start(self, name: str, sampling: SamplingParams | None = None, score: Score | None = None) -> None:
+        """`name`: of what is generated, in messages."""
+        self._order, self._made_by, self._name = self._order + 1, self.version(), name
         if self.store is not None:
-            stored = self.store.read(self._order, self._made_by, groups, self._flight)
+            stored = self.store.read(self._order, self._made_by, self._flight)
             if stored is not None:
                 self._flight = stored
                 return
@@ -187,7 +190,8 @@ class Schedule:
             return
         if self.window:  # all ranks have all: each generates its share
             together = together[share(len(together), self.ranks.size(), self.ranks.rank())]
-        self._answer = self.player.go_on(together, sampling, score)
+        with self.player.timers("generate"):
+            self._answer = self.player.go_on(together, sampling, score)
 
     def _admit(self) -> None:
         """The groups of the next rollout."""
@@ -216,10 +220,10 @@ class Schedule:
         plays = [play for number in numbers for play in self.player.fresh(self._groups[number], number)]
         return InFlight(self.requests.group, numbers, plays)
 
-    def _land(self) -> None:
+    def _land(self, timer: str = "generate") -> None:
         if self._answer is None:
             return
-        with during(f"window {self._order}" if self.window else f"rollout {self._rollouts}"):
+        with self.player.timers(timer), during(self._name):
             plays = self._answer()
         self._answer = None
         if self.window:
@@ -263,14 +267,16 @@ class Schedule:
                 self.store.write(self._order, self._made_by, self._flight)
         except OSError as error:
             self._unstored[self._order] = str(error)
-            what = f"window {self._order}" if self.window else f"rollout {self._rollouts}"
-            print(f"warning: {what} is not stored: {error}", file=sys.stderr, flush=True)
+            print(f"warning: {self._name} is not stored: {error}", file=sys.stderr, flush=True)
 
-    def _restore(self, numbers: list[int]) -> None:
-        """What the checkpoint has in flight. Where it is not there it begins again, which is reported."""
+    def _restore(self, step: int, numbers: list[int]) -> None:
+        """What the checkpoint has in flight, before `step`. What is not stored begins again, which is reported."""
         self._named = None
-        if any(len(rows) != self.requests.slots for rows in self._prompts.values()):
-            self._warn(f"{len(numbers)} groups were in flight at the checkpoint, of another batch.prompts: left out")
+        if not self._goes_on(step, numbers):
+            self._warn(
+                f"{len(numbers)} groups were in flight at the checkpoint, of another batch.prompts, engine.lag or "
+                "engine.window: left out"
+            )
             self._rollouts, self._prompts = -1, {}
             return
         known = [number for rollout in self._prompts for number in self._known(rollout)]
@@ -278,7 +284,7 @@ class Schedule:
         self._flight = self._fresh(list(self._groups))
         stored = None
         if numbers and self.store is not None:
-            stored = self.store.read(self._order, self._made_by, numbers, self._flight)
+            stored = self.store.read(self._order, self._made_by, self._flight)
         if stored is not None:
             self._flight = stored
         elif numbers:
@@ -289,6 +295,13 @@ class Schedule:
                 f"{self.store.folder if self.store else 'the run folder'} as this run (engine.lag, engine.window) has "
                 "left them: they are generated anew, with the weights of now"
             )
+
+    def _goes_on(self, step: int, numbers: list[int]) -> bool:
+        """Whether what was in flight is what may be: without windows whole rollouts, none later than the lag allows."""
+        if any(len(rows) != self.requests.slots for rows in self._prompts.values()):
+            return False
+        whole = sorted(numbers) == sorted(self._in_flight()) if not self.window else True
+        return whole and (self.window > 0 or max(self._prompts, default=0) <= step + self.lag)
 
     @staticmethod
     def _warn(what: str) -> None:

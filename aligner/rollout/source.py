@@ -122,6 +122,7 @@ class RolloutSource:
             groups = self.score(self.schedule.at_once(requests.take(refill.wanted()), score=early))
             # the running statistics of reward.normalize see what is kept, once
             kept.append(refill.keep(groups, self.score.combined(groups, update=False)))
+        kept = [groups for groups in kept if groups.slots] or kept[:1]  # a round may have none of this rank's
         return by_slot(join_groups(kept)), refill.metrics()
 
     def _batch(self, groups: Groups) -> tuple[RolloutBatch, Scores]:

@@ -42,9 +42,11 @@ NAME = re.compile(r"step-(\d{8,18})", re.ASCII)
 PART = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
 Manifest = list[dict[str, Any]]  # the parts' descriptions, by data-parallel rank
 COLUMNS = {"given": "i", "output": "i", "logprobs": "f", "full": "f", "versions": "i"}  # of all turns, end to end
+OTHERS = "other groups"  # why what is stored is not read, and not reported
 JSON, ROUTING = "samples", "routing"  # tensors beside the columns: uint8, and that of all turns, end to end
 OPENED = ("tokens", "text", "messages")  # of a prompt, what an environment's reset may change
-STATE = ("messages", "told", "failure", "rewards", "score", "seconds", "retried", "wrong", "waits")  # of trajectories
+# of trajectories
+STATE = ("messages", "told", "failure", "rewards", "score", "seconds", "retried", "wrong", "waits", "late")
 
 
 @dataclass
@@ -98,7 +100,7 @@ class Store:
     key: str  # hash of everything that the rollouts of this run depend on, but for the layout
     layout: Layout
     shared: bool = False
-    other_key: str = ""  # that is as good as `key`
+    other_key: str = ""  # the same, of the config before it had the model's true shape
 
     def of(self, number: int) -> Path:
         return self.folder / f"step-{number:08d}"
@@ -123,40 +125,45 @@ class Store:
         write_whole(path.with_suffix(".json"), f"{_sha256(text)}\n{text}")
         fsync_folder(path.parent)
 
-    def read(self, number: int, version: int, groups: Sequence[int], fresh: InFlight) -> InFlight | None:
-        """`fresh`, whose samples have not begun, as it was stored by this run with these weights, where that has all of
-        these `groups`; None on every rank if it has not, or is damaged anywhere, which is reported. Collective."""
-        manifest: Manifest | None = by_rank_0(lambda: self._manifest(number))
-        if manifest is None or manifest[0]["weight_version"] != version:
-            return None
-        if not set(groups) <= {group for part in manifest for group in part.get("groups", ())}:
+    def read(self, number: int, version: int, fresh: InFlight) -> InFlight | None:
+        """`fresh`, whose samples have not begun, as this run stored them with these weights. None on every rank if one
+        of them is not there or damaged; damage is reported. Collective."""
+        manifest: Manifest | None = by_rank_0(lambda: self._manifest(number, version))
+        if manifest is None:
             return None
         plays: dict[int, list[Play]] = {}
         cause = ""
         try:
             for part in manifest:
-                if wanted := [place for place, group in enumerate(fresh.numbers) if group in part["groups"]]:
+                held = set(part["groups"])
+                if wanted := [place for place, group in enumerate(fresh.numbers) if group in held]:
                     path = self.of(number) / part["file"]
                     if file_hash(path) != part["sha256"]:
                         raise DataError(f"{path}: damaged: its checksum is not the one of its description")
                     plays |= read_samples(path, part["groups"], fresh.take(wanted))
         except (DataError, OSError) as error:
             cause = str(error)
+        if not cause and plays.keys() != set(fresh.numbers):
+            cause = OTHERS
         first = first_cause(cause)
         if first is None:
             return replace(fresh, plays=[play for group in fresh.numbers for play in plays[group]])
         if dist.get_rank() == 0:
-            _report(number, f"on rank {first[0]}: {first[1]}")
+            if first[1] != OTHERS:
+                _report(number, f"on rank {first[0]}: {first[1]}")
+            self.delete(number)
         return None
 
-    def _manifest(self, number: int) -> Manifest | None:
-        """The description of what is whole and of this run. Whatever else lies there is deleted, damage is reported."""
+    def _manifest(self, number: int, version: int) -> Manifest | None:
+        """The description of what is whole, of this run and weights. Whatever else lies there is deleted, before anyone
+        writes; damage is reported."""
         try:
             manifest = _read_manifest(self.of(number))
         except DataError as error:
             _report(number, str(error))
             manifest = None
-        if manifest is not None and manifest[0]["key"] in (self.key, self.other_key):
+        ours = manifest is not None and all("groups" in part for part in manifest)
+        if ours and manifest[0]["key"] in (self.key, self.other_key) and manifest[0]["weight_version"] == version:
             return manifest
         self.delete(number)
         return None
@@ -184,7 +191,7 @@ class Store:
 
 
 def _report(number: int, why: str) -> None:
-    print(f"WARNING: {why}\nWARNING: rollout {number} is generated again", flush=True)
+    print(f"WARNING: {why}\nWARNING: order {number} is generated again", flush=True)
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -229,9 +236,9 @@ def write_samples(path: Path, flight: InFlight) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     columns, routing = {name: array(kind) for name, kind in COLUMNS.items()}, list[Tensor]()
     rest = json.dumps([_rest(play, columns, routing) for play in flight.plays]).encode()
-    tensors = {name: _tensor(bytes(column), DTYPES[COLUMNS[name]]) for name, column in columns.items()}
+    tensors = {name: _tensor(column, DTYPES[COLUMNS[name]]) for name, column in columns.items()}
     tensors |= {ROUTING: torch.cat(routing)} if routing else {}
-    save_whole(path, tensors | {JSON: _tensor(rest, torch.uint8)}, {})
+    save_whole(path, tensors | {JSON: _tensor(bytearray(rest), torch.uint8)}, {})
 
 
 def read_samples(path: Path, groups: Sequence[int], wanted: InFlight) -> dict[int, list[Play]]:
@@ -260,7 +267,7 @@ class _Reader:
     def __init__(self, tensors: dict[str, Tensor]):
         self.columns = {name: array(kind) for name, kind in COLUMNS.items()}
         for name, column in self.columns.items():
-            column.frombytes(tensors[name].numpy().tobytes())
+            column.frombytes(memoryview(tensors[name].numpy()).cast("B"))
         self.routing = tensors.get(ROUTING)
         self.at = dict.fromkeys((*COLUMNS, ROUTING), 0)
 
@@ -299,7 +306,7 @@ def _rest(play: Play, columns: dict[str, array], routing: list[Tensor]) -> dict[
         rest["routed"] = [0 if turn.routing is None else len(turn.routing) for turn in turns]
     if play.session is None:
         return rest
-    rest |= {name: getattr(play, name) for name in (*STATE, "late")}
+    rest |= {name: getattr(play, name) for name in STATE}
     rest |= {"prompt": {name: getattr(play.prompt, name) for name in OPENED}, "given": play.given.text}
     return rest | {"calls": [asdict(call) for call in play.calls], "asked": play.session.asked}
 
@@ -325,9 +332,9 @@ def _play(play: Play, rest: dict[str, Any], reader: _Reader) -> Play:
     if play.session is None:
         return began
     calls, session = [Call(**call) for call in rest["calls"]], replace(play.session, asked=rest["asked"])
-    state = {name: rest[name] for name in STATE} | {"late": rest.get("late", 0)}
+    state = {name: rest[name] for name in STATE if name in rest}
     return replace(began, calls=calls, session=session, **state)
 
 
-def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+def _tensor(data: array | bytearray, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)

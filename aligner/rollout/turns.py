@@ -103,6 +103,7 @@ class TurnPlayer(Player):
 
     def _ordered(self, together: Together, sampling: SamplingParams) -> Callable[[], Any]:
         """`serve` makes them."""
+        assert sampling == self.sampling
         return self.engine.play([play for same in together for play in same])  # type: ignore[attr-defined]
 
     def _arrived(self, together: Together, answer: Callable[[], Any], sampling: SamplingParams) -> list[Play]:
@@ -151,6 +152,7 @@ class TurnPlayer(Player):
                 self._paused[play.session.key] = play.session, play.asked
             else:
                 self.pool.forget(play.session)
+                play.end()
         for place, play in enumerate(waiting, 1):
             play.waits = place
 

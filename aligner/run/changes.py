@@ -12,10 +12,10 @@ from aligner.errors import CheckpointError
 from aligner.run.metrics import append_jsonl, read_jsonl
 
 FILE = "changes.jsonl"  # in the run folder: one record for each start that changed something
-# state of a stream -> whose changes may give its row numbers other rows
+# state that has row numbers -> whose changes may give these other rows
 ROWS = {
     stream: (f"{CONTENT}{data}.train", f"{CONTENT}{data}.sources", data)
-    for stream, data in (("data", "data"), ("ptx", "ptx.data"))
+    for stream, data in (("data", "data"), ("clock", "data"), ("ptx", "ptx.data"))
 }
 
 
@@ -72,8 +72,8 @@ def note(run_dir: Path, path: Path, step: int, was: Mapping[str, Any] | None, fo
     told = [change for change in found if change.kind is Kind.TOLD]
     if accepted:
         print(f"run.accept_changes: from step {step} on {', '.join(map(str, accepted))}", flush=True)
-    for name in reordered(found):
-        print(f"run.accept_changes: the rows of {ROWS[name][-1]} are taken from their first on", flush=True)
+    for data in dict.fromkeys(ROWS[name][-1] for name in reordered(found)):
+        print(f"run.accept_changes: the rows of {data} are taken from their first on", flush=True)
     if told:
         print(f"changed from step {step} on: {', '.join(map(str, told))}", flush=True)
     if found:

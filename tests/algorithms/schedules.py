@@ -19,11 +19,12 @@ class Mode:
     window: int = 0
     more: tuple[str, ...] = ()
     stage: str = "grpo"
+    trainers: int = 1
 
     @property
     def world(self) -> int:
-        """A trainer's rank, and one that only generates where that is ahead."""
-        return 1 + (self.lag > 0)
+        """The trainer's ranks, and one that only generates where that is ahead."""
+        return self.trainers + (self.lag > 0)
 
     def settings(self, data: Path, run: Path, *more: str) -> list[str]:
         own = ["engine.ranks=1", f"engine.lag={self.lag}", f"engine.window={self.window}"] if self.lag else []
@@ -35,6 +36,8 @@ MODES = {
     "sync": Mode(),
     "filter": Mode(more=("algorithm.filter_groups=true", "algorithm.filter_rounds=50")),
     "remax": Mode(more=("algorithm.advantage=remax", "sampling.top_k=20")),
+    "filter-dp2": Mode(more=("algorithm.filter_groups=true", "algorithm.filter_rounds=50"), trainers=2),
+    "remax-dp2": Mode(more=("algorithm.advantage=remax", "sampling.top_k=20"), trainers=2),
     "ppo": Mode(stage="ppo"),  # with a reward model
     "lag1": Mode(1),
     "lag2": Mode(2),

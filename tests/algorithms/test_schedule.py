@@ -121,7 +121,7 @@ def test_what_is_damaged_behind_the_checkpoint_is_generated_again(runs, go_on, n
             (of(run, number + 1) / "part-00000-of-00001.json").unlink()
 
     run, told = go_on(name, before=before)
-    assert f"WARNING: rollout {number} is generated again" in told[0].out and "damaged" in told[0].out
+    assert f"WARNING: order {number} is generated again" in told[0].out and "damaged" in told[0].out
     assert name != "sync" or told[0].generated == 3 + 2
     assert equal(runs(name)[0], run)
 
