@@ -10,11 +10,12 @@ import torch
 
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.model.config import ModelConfig
+from aligner.families.table import parameters
 from aligner.ops.kernels.bfloat16_products import widened
 from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import Engine, Job, Part, Rows
 from aligner.plan.reads import reads
-from aligner.plan.shapes import Grid, decode_weight_bytes, kv_bytes, parameters
+from aligner.plan.shapes import Grid, decode_weight_bytes, kv_bytes
 from aligner.plan.times import (
     Machine,
     adam_bytes,

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from aligner.plan.shapes import parameters
+from aligner.families.table import parameters
 from benchmarks.common import cache_bytes, write_json
 from benchmarks.floor_phases import PHASES, WORKS, Subject
 

@@ -24,11 +24,12 @@ import torch
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import AlignerError
+from aligner.families.table import parameters
 from aligner.plan.devices import DEVICES, Assumptions, Device
 from aligner.plan.job import Engine, Job, Part, Rows
 from aligner.plan.memory import plan_memory
 from aligner.plan.prediction import predict
-from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, kv_bytes, parameters
+from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, kv_bytes
 from benchmarks.common import Copy, Products, median_seconds, seconds, write_json
 
 if TYPE_CHECKING:  # the other one imports Megatron, which takes seconds

@@ -181,15 +181,16 @@ def test_answers_are_read_before_anyone_is_asked(server, tmp_path):
         ({"parse": "xml"}, "parse='xml'"),
         ({"parse": "yesno", "kind": "pairwise", "question": "{first}{second}"}, "parse='yesno'"),
         ({"votes": 3}, r"votes=3: expected 1 without .*temperature"),
-        ({"endpoint": EndpointConfig(base_url="http://h/v1")}, r"endpoint.model='': expected the model's name"),
-        ({"model": "m", "endpoint": EndpointConfig(base_url="http://h", model="m")}, "model='m': expected empty"),
-        ({"endpoint": EndpointConfig(retries=-1)}, r"endpoint.retries=-1"),
+        ({"endpoint": {"base_url": "http://h/v1"}}, r"endpoint.model='': expected the model's name"),
+        ({"model": "m", "endpoint": {"base_url": "http://h", "model": "m"}}, "model='m': expected empty"),
+        ({"endpoint": {"retries": -1}}, r"endpoint.retries=-1"),
         ({"question_file": "q.txt"}, "question_file='q.txt': expected empty beside question"),
     ],
 )
 def test_bad_judges(change, message):
     with pytest.raises(ConfigError, match=message):
-        JudgeConfig(**{"question": "{response}", **change})
+        made = {name: EndpointConfig(**value) for name, value in change.items() if name == "endpoint"}
+        JudgeConfig(**{"question": "{response}", **change, **made})
 
 
 @pytest.mark.parametrize(
