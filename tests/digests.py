@@ -24,9 +24,6 @@ from typing import Any
 if __name__ == "__main__":  # before torch
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", NO_PROXY="127.0.0.1")
 
-from aligner.config.freeze import freeze
-from aligner.config.resolve import compose
-from aligner.config.validate import validate
 from aligner.run.metrics import read_jsonl
 from tests import soak, stages
 
@@ -184,9 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.only.split(","):
         world, stage, own = CASES[name]
         scratch, started = Path(tempfile.mkdtemp(prefix="digests-")), time.monotonic()
-        cfg = compose(source.overrides(stage, scratch / "run", own))
-        validate(cfg, world)
-        freeze(cfg, cfg.run.dir)
+        cfg = soak.frozen(source.overrides(stage, scratch / "run", own), world)
         soak.attempt(cfg, world, scratch / "log", None)
         result = json.loads(json.dumps(digest(scratch / "run")))
         (args.folder / f"{name}.json").write_text(json.dumps(result, indent=1))

@@ -211,6 +211,14 @@ def fork(work: Callable[[], None], log: Path, group: int = 0) -> int:
         os._exit(code)
 
 
+def frozen(arguments: list[str], world: int) -> Config:
+    """The config of a run of `world` ranks, checked, and in its folder."""
+    cfg = compose(arguments)
+    validate(cfg, world)
+    freeze(cfg, cfg.run.dir)
+    return cfg
+
+
 def attempt(cfg: Config, world: int, log: Path, kill: Kill | None, late: bool = False) -> tuple[bool, float]:
     """Start all ranks, with `late` one that sees checkpoints late; (whether the run came to its end, seconds). Raises
     RuntimeError if it failed unkilled."""
@@ -322,19 +330,13 @@ class Soak:
             more[more.index(f"model.init={self.folder / 'start_sft'}")] = "model.init=random"
         if stage not in ("rm", "dpo", "kto"):
             more.append(f"data.eval={self.data / 'eval.jsonl'}")
-        cfg = compose(stages.overrides(stage, self.data, run, *more))
-        validate(cfg, world)
-        freeze(cfg, cfg.run.dir)
-        return cfg
+        return frozen(stages.overrides(stage, self.data, run, *more), world)
 
     def _turns(self, world: int, run: Path, *more: str) -> Config:
         """Stage grpo with an environment whose answers are others each time, and late."""
         dice = self.folder / "dice"
         more = (*COMMON, *stages.DICE, f"model.init={dice / 'sft'}", "run.eval_every=0", *more)
-        cfg = compose(stages.overrides("grpo", dice, run, *more))
-        validate(cfg, world)
-        freeze(cfg, cfg.run.dir)
-        return cfg
+        return frozen(stages.overrides("grpo", dice, run, *more), world)
 
     def _reread(self, stage: str, layout: str, run: Path) -> Path:
         """An uninterrupted run that is given the answers which this one was given."""

@@ -22,11 +22,6 @@ def linear_matrices(m: ModelConfig) -> tuple[int, int]:
     return m.hidden_size * linear.key_heads * linear.width, linear.value_heads * linear.value_head_dim * m.hidden_size
 
 
-def linear_vectors(m: ModelConfig) -> int:
-    """Elements that tensor ranks share beside: 2 V."""
-    return 2 * m.linear.value_heads
-
-
 def linear_alike(m: ModelConfig) -> int:
     """Elements that every tensor rank holds alike, whose gradients are summed in backward: G M K + dv."""
     return m.linear.key_heads * m.linear.mixed_width * m.linear.conv + m.linear.value_head_dim

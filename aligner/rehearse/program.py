@@ -146,7 +146,7 @@ def _rollouts() -> None:
         return [together[i % len(together)] for i in range(share)]
 
     def called(self: Player, requests: Sequence, sampling: Any = None, score: Any = None) -> Groups:
-        plays = [play for number, request in enumerate(requests) for play in self.fresh(request, number)]
+        plays = self.fresh_of(range(len(requests)), requests)
         with self.timers("generate"):
             self._played(asked(self, by_prompt(plays)), sampling or self.sampling)
         return self.ended(requests, answered(self, plays), sampling=sampling)

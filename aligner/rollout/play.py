@@ -75,18 +75,18 @@ class Play:
         return self.__dict__ | {"asked": None}
 
 
-def grown(begun: Turn | None, found: Generations, row: int, read: int = 0) -> Turn:
-    """An answer that paused, and what row `row` of `found` has behind it; `read`: tokens before the answer."""
-    begun = begun or Turn((), array("i"), array("f"), None, array("i"))
+def grown(begun: Turn | None, prompt: Sequence[int], found: Generations, row: int) -> Turn:
+    """An answer to `prompt` that paused, or none yet, and what row `row` of `found` has behind it."""
+    begun = begun or Turn(prompt, array("i"), array("f"), None, array("i"))
     more = slice(len(begun.output), max(len(begun.output), int(found.lengths[row])))
     full = None
     if found.full_logprobs is not None:
         full = (begun.full or array("f")) + _array("f", found.full_logprobs[row, more])
     routing = found.routing
     if routing is not None:  # of all that was read, too
-        routing = routing[row, : read + more.stop].clone()  # of its own: a view is pickled with all rows
+        routing = routing[row, : len(prompt) + more.stop].clone()  # of its own: a view is pickled with all rows
     return Turn(
-        begun.prompt,
+        prompt,
         begun.output + _array("i", found.tokens[row, more]),
         begun.logprobs + _array("f", found.logprobs[row, more]),
         full,

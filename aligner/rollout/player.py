@@ -6,9 +6,10 @@ Samples of a request stay together. Each tensor, context and pipeline peer gener
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -42,16 +43,14 @@ class Player:
     timers: Timers = field(default_factory=Timers)
     window: int = 0  # decode steps after which samples pause (`engine.window`); 0: they do not
     turned: ClassVar[bool] = False  # samples are trajectories
-    _early: dict[int, Early] = field(
-        default_factory=dict, init=False
-    )  # of the last samples, by number among this peer's
+    _early: dict[int, Early] = field(default_factory=dict, init=False)  # by number among this peer's last samples
 
     def __call__(
         self, requests: Sequence[Request], sampling: SamplingParams | None = None, score: Score | None = None
     ) -> Groups:
         """One group for each request, all at once. Raises EngineError on every rank. Collective over the peers, and
         over the world where one fails."""
-        plays = [play for number, request in enumerate(requests) for play in self.fresh(request, number)]
+        plays = self.fresh_of(range(len(requests)), requests)
         with self.timers("generate"):
             mine = self._share(by_prompt(plays))
             plays = self._gathered(self._played(mine, sampling or self.sampling, score))
@@ -59,7 +58,7 @@ class Player:
 
     def samples(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
         """Of requests that no other rank shares. Collective over the world."""
-        plays = [play for number, request in enumerate(requests) for play in self.fresh(request, number)]
+        plays = self.fresh_of(range(len(requests)), requests)
         self._played(by_prompt(plays), sampling)
         self.take_sums()  # which are of rollouts alone
         return self.ended(requests, plays, sampling=sampling).samples
@@ -71,6 +70,10 @@ class Player:
         prompt = request.prompt
         given = Given(prompt.text, prompt.tokens)
         return [Play(number, i, seed, prompt, given) for i, seed in enumerate(request.seeds)]
+
+    def fresh_of(self, numbers: Iterable[int], requests: Iterable[Request]) -> list[Play]:
+        """As `fresh`, of each number and request."""
+        return [play for number, one in zip(numbers, requests, strict=True) for play in self.fresh(one, number)]
 
     def go_on(
         self, together: Together, sampling: SamplingParams | None = None, score: Score | None = None
@@ -128,19 +131,14 @@ class Player:
 
     def _played(self, together: Together, sampling: SamplingParams, score: Score | None = None) -> list[Play]:
         """By this rank, to their ends."""
-        prompts, seeds = (
-            [same[0].given.tokens for same in together],
-            [[play.seed for play in same] for same in together],
-        )
         with raised_together(EngineError), self._scoring(together, score):
-            generations = self.engine.generate(prompts, seeds, sampling)
+            generations = self.engine.generate(*_asked(together), sampling)
         return self._filled(together, generations)
 
     def _ordered(self, together: Together, sampling: SamplingParams) -> Callable[[], Any]:
         """Of engines on other ranks."""
-        prompts, seeds = [same[0].read for same in together], [[play.seed for play in same] for same in together]
         said = [len(same[0].said) for same in together] if self.window else None
-        return self.engine.order(prompts, seeds, sampling, said)
+        return self.engine.order(*_asked(together), sampling, said)
 
     def _arrived(self, together: Together, answer: Callable[[], Any], sampling: SamplingParams) -> list[Play]:
         with raised_together(EngineError):
@@ -166,7 +164,7 @@ class Player:
         """With their answers; with a `limit` those that are shorter and have not stopped pause."""
         plays, reasons = [play for same in together for play in same], generations.finish_reason.tolist()
         for row, play in enumerate(plays):
-            turn = replace(grown(play.begun, generations, row, len(play.given.tokens)), prompt=play.given.tokens)
+            turn = grown(play.begun, play.given.tokens, generations, row)
             stopped = reasons[row] == STOP
             if stopped or len(turn.output) >= limit:
                 play.turns, play.begun, play.stop = [turn], None, Stop.ANSWER if stopped else Stop.LENGTH
@@ -204,9 +202,7 @@ class Player:
         if score is None or not self.engine.can.tells_finished:
             yield
             return
-        firsts = [0]
-        for same in together:
-            firsts.append(firsts[-1] + len(same))
+        firsts = [0, *accumulate(map(len, together))]
 
         def finished(number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
             how = self.sampling.stop_token_ids, self.sampling.special
@@ -225,3 +221,8 @@ class Player:
             raise
         finally:
             self.engine.finished = None
+
+
+def _asked(together: Together) -> tuple[list[tuple[int, ...]], list[list[int]]]:
+    """The prompt of each, and the seeds of its samples."""
+    return [same[0].read for same in together], [[play.seed for play in same] for same in together]

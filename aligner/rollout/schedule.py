@@ -107,7 +107,7 @@ class Schedule:
         """What these requests give, in an order of its own beside those of rollouts, of which none is in flight."""
         assert not self.lag, "what is generated next must not depend on scores"
         kept, numbers = self._flight, [request.seeds[0] for request in requests]  # no other request has them
-        plays = [play for number, one in zip(numbers, requests, strict=True) for play in self.player.fresh(one, number)]
+        plays = self.player.fresh_of(numbers, requests)
         self._flight = InFlight(len(requests[0].seeds) if requests else 1, numbers, plays)
         self._start(f"rollout {self._rollouts + 1}", sampling, score)
         self._land()
@@ -217,7 +217,7 @@ class Schedule:
 
     def _fresh(self, numbers: list[int]) -> InFlight:
         """Groups of which nothing is generated."""
-        plays = [play for number in numbers for play in self.player.fresh(self._groups[number], number)]
+        plays = self.player.fresh_of(numbers, [self._groups[number] for number in numbers])
         return InFlight(self.requests.group, numbers, plays)
 
     def _land(self, timer: str = "generate") -> None:
@@ -279,8 +279,9 @@ class Schedule:
             )
             self._rollouts, self._prompts = -1, {}
             return
-        known = [number for rollout in self._prompts for number in self._known(rollout)]
-        self._groups = {number: self._groups[number] for number in numbers if number in known}
+        for rollout in self._prompts:
+            self._known(rollout)
+        self._groups = {number: self._groups[number] for number in numbers if number in self._groups}
         self._flight = self._fresh(list(self._groups))
         stored = None
         if numbers and self.store is not None:
@@ -300,8 +301,9 @@ class Schedule:
         """Whether what was in flight is what may be: without windows whole rollouts, none later than the lag allows."""
         if any(len(rows) != self.requests.slots for rows in self._prompts.values()):
             return False
-        whole = sorted(numbers) == sorted(self._in_flight()) if not self.window else True
-        return whole and (self.window > 0 or max(self._prompts, default=0) <= step + self.lag)
+        if self.window:
+            return True
+        return sorted(numbers) == sorted(self._in_flight()) and max(self._prompts, default=0) <= step + self.lag
 
     @staticmethod
     def _warn(what: str) -> None:

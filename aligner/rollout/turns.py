@@ -271,14 +271,14 @@ class TurnPlayer(Player):
         """What is to be told of the tokens of turns, by play and number; those that have not ended pause. `begun`: rows
         of turns that had paused before."""
         for row, (play, number) in enumerate(rows):
-            said = grown((begun or {}).get(row), found, row)
-            if number < len(play.turns):
-                turn, count = play.turns[number], len(play.turns[number].output)
+            turn = play.turns[number] if number < len(play.turns) else None
+            said = grown((begun or {}).get(row), turn.prompt if turn else play.given.tokens, found, row)
+            if turn is not None:
+                count = len(turn.output)
                 full = None if said.full is None else said.full[:count]
-                numbers = said.logprobs[:count], full, said.versions[:count]
-                play.turns[number] = Turn(turn.prompt, turn.output, *numbers)
+                play.turns[number] = Turn(turn.prompt, turn.output, said.logprobs[:count], full, said.versions[:count])
             elif said.output:
-                play.begun = replace(said, prompt=play.given.tokens)
+                play.begun = said
 
     @contextmanager
     def _listening(self, together: list[list[Play]]) -> Iterator[None]:
