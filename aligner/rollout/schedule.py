@@ -77,7 +77,7 @@ class Schedule:
             self._restore(step, self._named)
         elif self._rollouts < 0 and step > 1 and self.lag:
             self._warn("the checkpoint does not say what was in flight: it is generated anew, with the weights of now")
-        self._land(WAIT)
+        self._land()
         if step > 1:
             self._orders[step - 1] = self._order
         self.passed(step - 1)
@@ -86,19 +86,28 @@ class Schedule:
     def __call__(self, step: int, score: Score | None = None) -> Groups:
         """The rollout of `step`, unscored. `land` comes before, and the weights."""
         size, before = len(self.requests.mine), self._order
-        while len(self._flight.ready()) < size:
-            self._give_order(step, score)
-            assert len(self._flight.numbers) >= size, f"{self._rollouts} of {self.steps} rollouts were admitted"
-            self._land()
+        groups = None
+        while groups is None:
+            with self.player.timers("generate"):
+                landed = False
+                if len(self._flight.ready()) < size:
+                    self._give_order(step, score)
+                    landed = self._landed()
+                flight = self._flight
+                assert len(flight.numbers) >= size, f"{self._rollouts} of {self.steps} rollouts were admitted"
+                if len(ready := flight.ready()) >= size:
+                    if self.window:
+                        self.metrics = self._measured(self._order - before)
+                    groups = self._take(ready[:size])
+            if landed:
+                self._keep(flight)
         if self.window:
-            self.metrics = self._measured(self._order - before)
-        with self.player.timers("generate"):
-            groups = self._take(self._flight.ready()[:size])
-        if self.window:
-            self._give_order(step)
+            with self.player.timers("generate"):
+                self._give_order(step)
         while not self.window and self._rollouts < min(step + self.lag, self.steps):
-            self._land()  # engines have one order at a time
-            self._give_order(step)
+            self._land("generate")  # engines have one order at a time
+            with self.player.timers("generate"):
+                self._give_order(step)
         return groups
 
     def at_once(
@@ -109,21 +118,24 @@ class Schedule:
         kept, numbers = self._flight, [request.seeds[0] for request in requests]  # no other request has them
         plays = self.player.fresh_of(numbers, requests)
         self._flight = InFlight(len(requests[0].seeds) if requests else 1, numbers, plays)
-        self._start(f"rollout {self._rollouts + 1}", sampling, score)
-        self._land()
-        made, self._flight = self._flight, kept
         with self.player.timers("generate"):
-            return self.player.ended(requests, made.plays, oldest_version(made.plays, self._made_by), sampling)
+            self._start(f"rollout {self._rollouts + 1}", sampling, score)
+            landed = self._landed()
+            made, self._flight = self._flight, kept
+            groups = self.player.ended(requests, made.plays, oldest_version(made.plays, self._made_by), sampling)
+        if landed:
+            self._keep(made)
+        return groups
 
     # --- checkpoints
 
     def secure(self, step: int) -> None:
         """What a checkpoint of `step` names is generated and stored. Raises EngineError or SaveError on every rank."""
         if self.lag:  # else what a failed engine owes is of a later step
-            self._land(WAIT)
+            self._land()
         named = self._orders.setdefault(step, self._order)  # a step that failed may have given orders since
         if self._order in self._unstored and self._flight.numbers:
-            self._keep()
+            self._keep(self._flight)
         first = first_cause(self._unstored.get(named, "") if self.lag else "")
         if first is not None:
             assert self.store is not None
@@ -186,12 +198,11 @@ class Schedule:
         together = by_prompt(self._flight.open())
         if self.window and not together:
             if self._flight.numbers:  # all are ready: what was taken of them is to be known
-                self._keep()
+                self._keep(self._flight)
             return
         if self.window:  # all ranks have all: each generates its share
             together = together[share(len(together), self.ranks.size(), self.ranks.rank())]
-        with self.player.timers("generate"):
-            self._answer = self.player.go_on(together, sampling, score)
+        self._answer = self.player.go_on(together, sampling, score)
 
     def _admit(self) -> None:
         """The groups of the next rollout."""
@@ -220,16 +231,24 @@ class Schedule:
         plays = self.player.fresh_of(numbers, [self._groups[number] for number in numbers])
         return InFlight(self.requests.group, numbers, plays)
 
-    def _land(self, timer: str = "generate") -> None:
+    def _landed(self) -> bool:
+        """Wait for the engines, if they generate; whether they did."""
         if self._answer is None:
-            return
-        with self.player.timers(timer), during(self._name):
+            return False
+        with during(self._name):
             plays = self._answer()
         self._answer = None
         if self.window:
             plays = [play for part in gathered(plays, self.ranks) for play in part]
         self._flight.update(plays, self._order)
-        self._keep()
+        return True
+
+    def _land(self, timer: str = WAIT) -> None:
+        """Wait for the engines, if they generate, and store what they did."""
+        if self._answer is not None:
+            with self.player.timers(timer):
+                self._landed()
+            self._keep(self._flight)
 
     def _take(self, places: list[int]) -> Groups:
         """This rank's slots of the groups at `places`, which are no longer in flight."""
@@ -257,14 +276,15 @@ class Schedule:
 
     # --- what is stored
 
-    def _keep(self) -> None:
-        """A failure is reported where it happens, and by a checkpoint that needs what was not stored."""
+    def _keep(self, flight: InFlight) -> None:
+        """Store what the last order left in flight. A failure is reported where it happens, and by a checkpoint that
+        needs what was not stored."""
         self._unstored.pop(self._order, None)
         if self.store is None:
             return
         try:
             with self.player.timers("store"):
-                self.store.write(self._order, self._made_by, self._flight)
+                self.store.write(self._order, self._made_by, flight)
         except OSError as error:
             self._unstored[self._order] = str(error)
             print(f"warning: {self._name} is not stored: {error}", file=sys.stderr, flush=True)
