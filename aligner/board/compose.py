@@ -115,7 +115,12 @@ def composed(wish: Wish) -> Config:
 def form(board: Board, asked: Record) -> dict[str, Any]:
     """What never changes while this process lives."""
     groups = {group: sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")) for group in GROUPS}
-    return {"groups": groups, "keys": [asdict(key) for key in keys()], "sites": sites(), "devices": list(DEVICES)}
+    return {
+        "groups": groups,
+        "keys": [asdict(key) for key in keys(whole=True)],
+        "sites": sites(),
+        "devices": list(DEVICES),
+    }
 
 
 def check(board: Board, asked: Record) -> dict[str, Any]:
@@ -134,7 +139,7 @@ def check(board: Board, asked: Record) -> dict[str, Any]:
     except AlignerError as error:
         return found | {"error": _told(error), "plan": plan}
     found |= {"yaml": to_yaml(cfg), "plan": plan | _plan(wish, cfg)}
-    found["unread"] = [key.name for key in keys() if not uses(cfg.stage.name, key.name)]
+    found["unread"] = [key.name for key in keys(whole=True) if not uses(cfg.stage.name, key.name)]
     try:
         if (ranks := wish.world_size()) < 1:
             raise ConfigError("--ranks" if wish.command == "launch" else "--nodes", ranks, "a number >= 1")
@@ -152,7 +157,7 @@ def _line(*argv: str) -> str:
 
 def _by_key(cfg: Config) -> dict[str, str]:
     plain = asdict(cfg)
-    names = [key.name for key in keys() if "[]" not in key.name]
+    names = [key.name for key in keys(whole=True) if "[]" not in key.name]
     return {name: shown(reduce(getitem, name.split("."), plain)) for name in names}
 
 

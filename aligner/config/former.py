@@ -36,12 +36,20 @@ REMOVED = {
 }
 
 
+# sections that had to be as another one, which is now read in their place
+COPIES = {"critic.parallel": "parallel"}
 RENAMED = {
     "engine.vllm.sleep": "engine.sleep",
     "engine.trtllm.sleep": "engine.sleep",
     "engine.vllm.cuda_graphs": "engine.cuda_graphs",
     "engine.trtllm.cuda_graphs": "engine.cuda_graphs",
 }
+
+
+def copied(key: str) -> str:
+    """The key that is read in the place of this one, of a section that had to be as another; empty: none."""
+    found = (f"{other}{key.removeprefix(gone)}" for gone, other in COPIES.items() if f"{key}.".startswith(f"{gone}."))
+    return next(found, "")
 
 
 def passed_over(key: str, value: Any) -> bool:
@@ -55,6 +63,11 @@ def passed_over(key: str, value: Any) -> bool:
 def current(data: Mapping[str, Any]) -> dict[str, Any]:
     """An earlier version's config, nested, with the keys of now."""
     kept = _kept(data)
+    for key, other in COPIES.items():
+        owner, _, name = key.partition(".")
+        copy = kept[owner].pop(name, None) if isinstance(kept.get(owner), dict) else None
+        if copy is not None and copy != kept.get(other):
+            raise ConfigError(key, copy, f"the same as {other}, which is read in its place", "Leave the key out.")
     engine = kept.get("engine")
     if isinstance(engine, dict) and engine.get("name") in ENGINES:
         for key in RENAMED:

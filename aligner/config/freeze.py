@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from aligner.config.options import from_plain
+from aligner.config.identity import flat
+from aligner.config.options import from_plain, leaves
 from aligner.config.schema import Config
 from aligner.errors import ConfigError
 from aligner.foreign import MAX_DEPTH
@@ -151,41 +152,14 @@ def config_hash(cfg: Config) -> str:
     return _short_hash(data)
 
 
-# what may change between two starts of a run without its rollouts becoming those of another
-_NOT_OF_ROLLOUTS = ("parallel", "cluster", "checkpoint", "logging", "debug", "eval", "refit", "memory")
-_NOT_OF_ROLLOUTS_IN = {
-    "batch": ("micro_batch_samples", "micro_batch_tokens", "logprob_tokens", "packing", "share_prompts", "balance"),
-    "reward": ("workers", "timeout_s", "overlap"),
-    "data": ("across_documents",),
-    "engine": ("silent_s", "kv_cache_bytes", "sleep"),
-    "environment": ("timeout_s", "retries", "workers"),
-}
-
-
 def rollout_key(cfg: Config) -> str:
-    """12 hex digits of SHA-256 over what the rollouts of a run depend on: all that changes what is generated, how it is
-    scored (the reward functions' files included) or how the weights get there, but neither the layout nor how batches
-    are cut and when samples are scored."""
-    data = asdict(cfg)
-    for name in _NOT_OF_ROLLOUTS:
-        del data[name]
-    data["run"] = {"steps": cfg.run.steps}
-    if not cfg.mismatch.replay_routing:  # what was stored before there was this key goes on
-        del data["mismatch"]["replay_routing"]
-    for name in ("lag", "window"):
-        if not getattr(cfg.engine, name):
-            del data["engine"][name]
-    if not cfg.data.sources:
-        del data["data"]["sources"]
-    data["reward"]["judges"] = [judge.definition() for judge in cfg.reward.judges]
-    for section, names in _NOT_OF_ROLLOUTS_IN.items():
-        for name in names:
-            del data[section][name]
-    if not cfg.environment.agent:
-        del data["environment"]["agent"]
-    if not cfg.environment.on:
-        del data["environment"]
-    return _short_hash(data, reward_code(cfg) + environment_code(cfg))
+    """12 hex digits of SHA-256 over what the rollouts of a run depend on, as far as it is not the default: all that
+    changes what is generated, how it is scored (the reward functions' files included) or how the weights get there, but
+    neither the layout nor how batches are cut and when samples are scored."""
+    known = leaves()
+    data = {key: value for key, value in flat(cfg) if known[key].facts.rollouts is not False}
+    changed = {key: value for key, value in data.items() if value != known[key].default}
+    return _short_hash(changed, reward_code(cfg) + environment_code(cfg))
 
 
 def reward_code(cfg: Config) -> bytes:

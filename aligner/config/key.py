@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from aligner.config.checks import AUTO
@@ -38,6 +38,17 @@ class Facts:
     resume: str = ""  # REFUSE, REPORT, IGNORE
     rollouts: bool | None = None  # whether stored rollouts depend on it
     read_for: tuple[str, ...] | None = None  # stages with one of these purposes read it; (): all do
+    like: str = ""  # of a section: that whose keys it has as well; what is said of it here is said of all its keys
+
+    def within(self, around: Facts) -> Facts:
+        """With what the section around says of all its keys."""
+        return replace(
+            self,
+            resume=self.resume or around.resume,
+            rollouts=around.rollouts if self.rollouts is None else self.rollouts,
+            read_for=around.read_for if self.read_for is None or around.like else self.read_for,
+            like=self.like or around.like,
+        )
 
     @property
     def range(self) -> str:

@@ -9,11 +9,12 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from aligner.config.checks import Auto, Switch
 from aligner.config.former import current
+from aligner.config.key import Facts, facts_of
 from aligner.config.names import NAMES, known_elsewhere
 from aligner.config.schema import Config
 from aligner.errors import ConfigError, UnknownKeyError
@@ -32,13 +33,39 @@ GROUPS = (
     "experiment",
 )
 # sections that are used in a second place: `critic.optim`
-REUSED = {"critic": ("optim", "parallel"), "ptx": ("data",)}
+REUSED = {"critic": ("optim",), "ptx": ("data",)}
 
 
 @functools.cache
 def hints(cls: type) -> dict[str, Any]:
     """Field name -> resolved type of a schema dataclass, in field order."""
     return get_type_hints(cls)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A key that is no section."""
+
+    kind: Any  # its resolved type
+    default: Any
+    facts: Facts  # with those of the sections around it
+
+
+@functools.cache
+def leaves(root: type = Config) -> dict[str, Leaf]:
+    """Dotted key -> what the schema declares, in its order. Elements of a list are `name[].key`."""
+
+    def walk(cls: type, prefix: str, around: Facts) -> Iterator[tuple[str, Leaf]]:
+        for f in fields(cls):
+            kind, name, facts = hints(cls)[f.name], prefix + f.name, facts_of(f).within(around)
+            if is_dataclass(kind):
+                yield from walk(kind, f"{name}.", facts)
+                continue
+            yield name, Leaf(kind, f.default if f.default_factory is MISSING else f.default_factory(), facts)
+            if get_origin(kind) is list and is_dataclass(get_args(kind)[0]):
+                yield from walk(get_args(kind)[0], f"{name}[].", facts)
+
+    return dict(walk(root, "", Facts()))
 
 
 @functools.cache

@@ -4,12 +4,13 @@ no torch."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
+from itertools import groupby
 from typing import Any, get_args, get_origin
 
 from aligner.config.checks import Auto, Switch
-from aligner.config.key import Facts, facts_of
-from aligner.config.options import all_keys, hints, nearest
+from aligner.config.key import Facts
+from aligner.config.options import Leaf, all_keys, leaves, nearest
 from aligner.config.schema import Config
 from aligner.errors import UnknownKeyError
 
@@ -37,17 +38,21 @@ class Key:
         return f"{kind} {self.range}".rstrip()
 
 
-def keys(root: type = Config, prefix: str = "") -> Iterator[Key]:
-    """In the schema's order, sections followed by their keys."""
-    for field in fields(root):
-        kind, name, facts = hints(root)[field.name], prefix + field.name, facts_of(field)
-        if is_dataclass(kind):
-            yield from keys(kind, f"{name}.")
-            continue
-        value = field.default if field.default_factory is MISSING else field.default_factory()
-        yield Key(name, _kind(kind, facts), _shown(value), facts.meaning, tuple(map(str, facts.choices)), facts.range)
-        if get_origin(kind) is list and is_dataclass(get_args(kind)[0]):
-            yield from keys(get_args(kind)[0], f"{name}[].")
+def keys(root: type = Config, whole: bool = False) -> Iterator[Key]:
+    """In the schema's order, sections followed by their keys. `whole`: with the keys of sections that are like others,
+    which are else one entry, `section.*`."""
+    for like, group in groupby(leaves(root).items(), lambda item: "" if whole else item[1].facts.like):
+        if like:
+            name = f"{next(group)[0].rpartition('.')[0]}.*"
+            yield Key(name, "section", "", f"The keys of `{like}`, with the same defaults.")
+        else:
+            yield from (_key(name, leaf) for name, leaf in group)
+
+
+def _key(name: str, leaf: Leaf) -> Key:
+    facts = leaf.facts
+    kind, default, choices = _kind(leaf.kind, facts), _shown(leaf.default), tuple(map(str, facts.choices))
+    return Key(name, kind, default, facts.meaning, choices, facts.range)
 
 
 def page() -> str:
@@ -92,6 +97,4 @@ def _kind(kind: Any, facts: Facts) -> str:
 
 
 def _shown(value: Any) -> str:
-    if value is MISSING:
-        return ""
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value).replace("\n", "\\n")

@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from aligner.config.checks import all_finite
-from aligner.config.former import REMOVED, RENAMED, passed_over
+from aligner.config.former import REMOVED, RENAMED, copied, passed_over
 from aligner.config.identity import uses
 from aligner.config.options import GROUPS, REUSED, all_keys, in_free_dict, key_type, nearest, rekeyed, type_name
 from aligner.config.schema import Config
@@ -224,6 +224,10 @@ def _checked(override: Override) -> Override:
         raise ConfigError("override", override.input_line, "key=value")
     if key in REMOVED and passed_over(key, override.value()):
         return override
+    if copied(key):
+        raise ConfigError(
+            key, override.value(), f"no such key: {copied(key)} is read in its place", "Leave the key out."
+        )
     if key in RENAMED:
         return _checked(replace(override, key_or_group=RENAMED[key]))
     if key_type(key) is None:
@@ -325,7 +329,7 @@ def _translated(error: Exception, overrides: list[Override]) -> ConfigError:
         if key in REMOVED:
             expected = f"no such key: {REMOVED[key].reason}"
             return ConfigError(key, _offending(cause, key, overrides), expected, place.strip())
-        unknown = UnknownKeyError(key, RENAMED.get(key) or nearest(key))
+        unknown = UnknownKeyError(key, RENAMED.get(key) or copied(key) or nearest(key))
         unknown.args = (f"{unknown}{place}",)
         return unknown
     if isinstance(cause, ValidationError):

@@ -72,7 +72,7 @@ class Config(Section):
     reward: RewardConfig = section(RewardConfig, resume=REFUSE, read_for=("samples",))
     environment: EnvironmentConfig = section(EnvironmentConfig, resume=REFUSE, read_for=("trajectories",))
     data: DataConfig = section(DataConfig, resume=REFUSE)  # of paths only the content counts: data may move
-    ptx: PtxConfig = section(PtxConfig, resume=REFUSE, read_for=("likelihood",))
+    ptx: PtxConfig = section(PtxConfig, resume=REFUSE, read_for=("ptx",))
     eval: EvalConfig = section(EvalConfig, resume=REPORT, rollouts=False, read_for=("evaluation",))
     checkpoint: CheckpointConfig = section(CheckpointConfig, resume=REPORT, rollouts=False)
     logging: LoggingConfig = section(LoggingConfig, resume=REPORT, rollouts=False)

@@ -9,58 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aligner.config.schema import Config
 
-# what stages with rollouts read and others do not
-ROLLOUTS = (
-    "sampling",
-    "engine",
-    "mismatch",
-    "reward",
-    "algorithm",
-    "batch.prompts",
-    "batch.group",
-    "batch.minibatch_samples",
-    "batch.epochs",
-)
-SEQUENCES = ("batch.sequences",)  # likewise stages without
-# what scores generated answers to data.eval, in stages that can have it: read beside a stage's own keys, and no part of
-# what its training is
-EVALUATION = (
-    "sampling.max_response_tokens",
-    "sampling.stop",
-    "sampling.special_tokens",
-    "engine",
-    "refit",
-    "reward.functions",
-    "reward.timeout_s",
-    "reward.max_invalid_fraction",
-    "reward.workers",
-    "reward.overlap",
-    "eval.generate",
-    "eval.temperature",
-    "eval.samples",
-    "eval.functions",
-    "eval.full_score",
-    "eval.max_response_tokens",
-)
-# of `data`, which all stages read: for rows whose answers are learned token by token, and for answers compared
-LEARNED = ("data.loss_on", "data.across_documents")
-COMPARED = ("data.empty_answers",)
-# what only training reads
-TRAINING = (
-    "optim",
-    "ema",
-    "ptx",
-    "eval",
-    "data.eval",
-    "run.epochs",
-    "run.eval_every",
-    "run.stop",
-    "run.export",
-    "batch.micro_batch_samples",
-    "batch.micro_batch_tokens",
-    "batch.balance",
-)
-
 
 def _one(cfg: Config) -> int:
     return 1
@@ -84,8 +32,8 @@ def _fine(cfg: Config) -> None:
 
 @dataclass(frozen=True)
 class Stage:
-    reads: tuple[str, ...]  # of the sections and keys that not every stage reads (config/identity.py)
-    unread: tuple[str, ...] = ()  # of those that all others read: what it does not
+    # purposes of keys (`read_for` in the schema) that it has, beside those that follow from the rest
+    reads: tuple[str, ...] = ()
     rollouts: bool = False  # it generates; else it takes sequences of data.train
     generates: Callable[[Config], bool] = _no  # without rollouts, it has an engine that answers rows of data.train
     trains: bool = True  # else no weight changes
@@ -100,3 +48,11 @@ class Stage:
     debug: tuple[str, ...] = ()  # shuffle_rewards, first_step_checks: where they mean something
     check: Callable[[Config], None] = _fine  # of its own, raises ConfigError
     section: type | None = None  # its own keys, as stage.<name>.<key>: a dataclass that checks its values
+
+    @property
+    def purposes(self) -> set[str]:
+        """For what it reads keys, but for its evaluation."""
+        found = {"samples", "generation"} if self.rollouts else {"rows"}
+        if self.trains:
+            found |= {"training"} | ({"trajectories"} if self.rollouts else set()) | (set() if self.scores else {"ptx"})
+        return found | set(self.reads)

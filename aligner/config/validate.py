@@ -6,7 +6,7 @@ from aligner.config.adapters import check_factors
 from aligner.config.checks import exists
 from aligner.config.derived import asks_old_logprobs, data_parallel, evaluation_functions, minibatch_samples
 from aligner.config.engines import able
-from aligner.config.identity import reads
+from aligner.config.identity import reads, uses
 from aligner.config.schema import ROLLOUT_STAGES, Config
 from aligner.config.sections.algorithm import GROUP_BASELINES
 from aligner.config.sections.mismatch import WEIGHING
@@ -267,8 +267,8 @@ def _environment(cfg: Config) -> None:
     if not env.on:
         return
     where = env.named
-    if "environment" not in STAGES[cfg.stage.name].reads:
-        able = ", ".join(sorted(name for name, stage in STAGES.items() if "environment" in stage.reads))
+    if not uses(cfg.stage.name, "environment"):
+        able = ", ".join(sorted(name for name in STAGES if uses(name, "environment")))
         raise ConfigError(*where, f"empty for stage {cfg.stage.name}: {able} have trajectories")
     least = cfg.sampling.max_response_tokens
     if env.max_tokens < least:

@@ -41,7 +41,7 @@ def sweep(
     for parallel, recompute in candidates(shape, gpus, gpus_per_node):
         model = replace(shape, init="random", recompute=recompute)
         # a critic has its policy's layout; shapes are known, so nothing is read from folders again
-        one = replace(cfg, parallel=parallel, model=model, critic=replace(cfg.critic, parallel=parallel))
+        one = replace(cfg, parallel=parallel, model=model)
         try:
             validate_layout(one, gpus)
         except ConfigError:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aligner.config.identity import CONTENT, Change, Kind, changes
+from aligner.config.identity import CONTENT, Change, changes
+from aligner.config.key import IGNORE, REFUSE, REPORT
 from aligner.errors import CheckpointError
 from aligner.run.metrics import append_jsonl, read_jsonl
 
@@ -47,8 +48,8 @@ def compare(path: Path, was: Mapping[str, Any] | None, now: Mapping[str, Any], a
     AnotherRunError for changes that define another run, unless they are accepted."""
     if was is None:
         return []
-    found = [change for change in changes(was, now) if change.kind is not Kind.HARMLESS]
-    refused = [change for change in found if change.kind is Kind.DEFINES]
+    found = [change for change in changes(was, now) if change.effect != IGNORE]
+    refused = [change for change in found if change.effect == REFUSE]
     if refused and not accept:
         texts = ", ".join(f"{change.key} is {change.was!r} there, {change.now!r} here" for change in refused)
         raise AnotherRunError(
@@ -60,7 +61,7 @@ def compare(path: Path, was: Mapping[str, Any] | None, now: Mapping[str, Any], a
 
 def reordered(found: Sequence[Change]) -> list[str]:
     """The streams whose row numbers may mean other rows than before."""
-    keys = [f"{change.key}." for change in found if change.kind is Kind.DEFINES]
+    keys = [f"{change.key}." for change in found if change.effect == REFUSE]
     return [name for name, parts in ROWS.items() if any(k.startswith(f"{part}.") for k in keys for part in parts)]
 
 
@@ -68,8 +69,8 @@ def note(run_dir: Path, path: Path, step: int, was: Mapping[str, Any] | None, fo
     """A line for what is taken over, and one for what was accepted; noted once in changes.jsonl. On rank 0."""
     if was is None:
         print(f"{path} says not what run it is of (an earlier version wrote it): changes are not noticed", flush=True)
-    accepted = [change for change in found if change.kind is Kind.DEFINES]
-    told = [change for change in found if change.kind is Kind.TOLD]
+    accepted = [change for change in found if change.effect == REFUSE]
+    told = [change for change in found if change.effect == REPORT]
     if accepted:
         print(f"run.accept_changes: from step {step} on {', '.join(map(str, accepted))}", flush=True)
     for data in dict.fromkeys(ROWS[name][-1] for name in reordered(found)):

@@ -11,7 +11,7 @@ from functools import partial
 
 from aligner.config.checks import exists
 from aligner.config.sections.distill import KEY, DistillConfig
-from aligner.config.stage import COMPARED, SEQUENCES, Stage
+from aligner.config.stage import Stage
 from aligner.errors import ConfigError
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
@@ -68,8 +68,7 @@ def generates(cfg: Config) -> bool:
 
 
 STAGE = Stage(
-    reads=(*SEQUENCES, KEY, "sampling", "engine"),
-    unread=COMPARED,
+    reads=("distill", "generation", "likelihood"),
     generates=generates,
     beside=beside,
     passes=passes,

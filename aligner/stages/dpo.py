@@ -11,7 +11,7 @@ from functools import partial
 from aligner.config.adapters import check_reference
 from aligner.config.sections.data import DataConfig
 from aligner.config.sections.preference import KEY, PreferenceConfig
-from aligner.config.stage import LEARNED, SEQUENCES, Stage
+from aligner.config.stage import Stage
 from aligner.errors import ConfigError
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
@@ -72,8 +72,7 @@ def check(cfg: Config) -> None:
 
 
 STAGE = Stage(
-    reads=(*SEQUENCES, "algorithm.preference"),
-    unread=LEARNED,
+    reads=("preference", "comparisons"),
     answers=False,
     unit="sequences (pairs)",
     rows=rows,

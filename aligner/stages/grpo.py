@@ -6,7 +6,7 @@ refit -> generate groups -> score -> logprobs -> group advantages -> epochs x mi
 from __future__ import annotations
 
 from aligner.config.sections.algorithm import GROUP_BASELINES, OTHER_BASELINES
-from aligner.config.stage import COMPARED, LEARNED, ROLLOUTS, Stage
+from aligner.config.stage import Stage
 from aligner.errors import ConfigError
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
@@ -52,8 +52,7 @@ def check(cfg: Config) -> None:
 
 
 STAGE = Stage(
-    reads=(*ROLLOUTS, "environment"),
-    unread=(*LEARNED, *COMPARED),
+    reads=("policy",),
     rollouts=True,
     beside=beside,
     debug=("shuffle_rewards", "first_step_checks"),

@@ -13,7 +13,7 @@ from functools import partial
 from aligner.config.adapters import check_reference
 from aligner.config.sections.data import DataConfig
 from aligner.config.sections.kto import KEY, KtoConfig
-from aligner.config.stage import LEARNED, SEQUENCES, Stage
+from aligner.config.stage import Stage
 from aligner.errors import ConfigError, DataError
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
@@ -62,8 +62,7 @@ def check(cfg: Config) -> None:
 
 
 STAGE = Stage(
-    reads=(*SEQUENCES, "algorithm.kto"),
-    unread=LEARNED,
+    reads=("kto", "comparisons"),
     answers=False,
     beside=beside,
     passes=passes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from aligner.config.sections.preference import KEY
-from aligner.config.stage import COMPARED, LEARNED, Stage
+from aligner.config.stage import Stage
 from aligner.config.stages import dpo
 from aligner.errors import ConfigError
 
@@ -51,20 +51,7 @@ def check(cfg: Config) -> None:
 
 
 STAGE = Stage(
-    reads=(
-        "sampling",
-        "engine",
-        "reward",
-        "environment",
-        "mismatch.replay_routing",
-        "algorithm.preference",
-        "algorithm.overlong",
-        "algorithm.filter_groups",
-        "algorithm.filter_rounds",
-        "batch.prompts",
-        "batch.group",
-    ),
-    unread=(*LEARNED, *COMPARED),
+    reads=("preference",),
     rollouts=True,
     pairs=True,
     unit="pairs",

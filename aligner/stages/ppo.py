@@ -6,11 +6,11 @@ refit -> generate -> score -> logprobs, values -> GAE, whitening -> epochs x min
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 
-from aligner.config.stage import COMPARED, LEARNED, ROLLOUTS, Stage
+from aligner.config.stage import Stage
 from aligner.errors import ConfigError
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
@@ -58,9 +58,6 @@ def check(cfg: Config) -> None:
         _trunk(cfg)
     elif not (cfg.critic.init or cfg.reward.model):
         raise ConfigError("critic.init", "", "a folder to start the critic from, or reward.model for stage ppo")
-    if cfg.critic.parallel != cfg.parallel:
-        expected = "the same as parallel: samples stay on the ranks of the policy's layout"
-        raise ConfigError("critic.parallel", asdict(cfg.critic.parallel), expected)
 
 
 def _trunk(cfg: Config) -> None:
@@ -73,8 +70,7 @@ def _trunk(cfg: Config) -> None:
 
 
 STAGE = Stage(
-    reads=(*ROLLOUTS, "critic", "environment"),
-    unread=(*LEARNED, *COMPARED),
+    reads=("policy", "critic"),
     rollouts=True,
     beside=beside,
     debug=("first_step_checks",),

@@ -10,7 +10,7 @@ from functools import partial
 
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.config.sections.data import DataConfig
-from aligner.config.stage import COMPARED, LEARNED, SEQUENCES, Stage
+from aligner.config.stage import Stage
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
     import torch
@@ -42,8 +42,7 @@ def rows(cfg: Config) -> int:
 
 
 STAGE = Stage(
-    reads=(*SEQUENCES, "algorithm.reward_loss"),
-    unread=(*LEARNED, *COMPARED, "ptx"),
+    reads=("reward_loss",),
     scores=True,
     answers=False,
     unit="sequences (pairs)",

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from aligner.config.key import Section, key
-from aligner.config.stage import COMPARED, LEARNED, Stage
+from aligner.config.stage import Stage
 from aligner.errors import ConfigError, DataError
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
@@ -99,8 +99,6 @@ def check(cfg: Config) -> None:
 
 
 STAGE = Stage(
-    reads=("sampling", "engine", "reward", "algorithm.overlong", "batch.prompts", "batch.group"),
-    unread=(*LEARNED, *COMPARED, "data.shuffle", "data.weight_by"),
     rollouts=True,
     trains=False,
     answers=False,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from aligner.config.stage import COMPARED, SEQUENCES, Stage
+from aligner.config.stage import Stage
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
     import torch.distributed as dist
@@ -26,7 +26,7 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
     from aligner.types import LossOutput, TrainBatch
 
 
-STAGE = Stage(reads=SEQUENCES, unread=COMPARED)
+STAGE = Stage(reads=("likelihood",))
 
 
 def main(job: Job) -> None:

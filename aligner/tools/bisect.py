@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from aligner.config.identity import Kind, changes
+from aligner.config.identity import changes
+from aligner.config.key import REFUSE
 from aligner.errors import DataError
 from aligner.rollout.record import FOLDER as ROLLOUTS
 from aligner.rollout.record import TRAINED, read_header
@@ -24,7 +25,7 @@ from aligner.run.chain import PARTS, Record, by_tensor, read_chain
 from aligner.run.rows import FOLDER as ROWS
 from aligner.run.rows import file_name
 
-LAYOUT = ("parallel.", "critic.parallel.", "engine.tensor_parallel", "engine.ranks", "batch.", "optim.distributed")
+LAYOUT = ("parallel.", "engine.tensor_parallel", "engine.ranks", "batch.", "optim.distributed")
 UNSEEN = ("logging.", "checkpoint.", "eval.", "run.")  # keys of which no step depends, but for these
 SEEN = ("run.steps", "run.deterministic")
 LABELS = ("labels", "told_by")  # of rows
@@ -117,7 +118,7 @@ def same_layout(a: Record, b: Record) -> bool:
 def made_by(a: Record, b: Record) -> list[str]:
     """What of two starts differs: config and contents, those that define a run first; code, versions, ranks."""
     found = [change for change in changes(a["config"], b["config"]) if not _unseen(change.key)]
-    found.sort(key=lambda change: change.kind is not Kind.DEFINES)
+    found.sort(key=lambda change: change.effect != REFUSE)
     lines = [str(change).replace(" -> ", " | ") for change in found]
     for name in ("code", "versions"):
         keys = [key for key in {**a[name], **b[name]} if a[name].get(key) != b[name].get(key)]

@@ -12,7 +12,7 @@ STAGE = """
 from dataclasses import dataclass, replace
 
 from aligner.config.key import Section, key
-from aligner.config.stage import SEQUENCES, Stage
+from aligner.config.stage import Stage
 
 if __package__ == "aligner.stages":
     from aligner.builders.data import make_batches, rows_of
@@ -29,7 +29,7 @@ class SharpConfig(Section, key="stage.sharp"):
     scale: float = key(1.0, "Factor of the loss.", above=0)
 
 
-STAGE = Stage(reads=SEQUENCES, beside=lambda cfg: ("reference",), section=SharpConfig)
+STAGE = Stage(beside=lambda cfg: ("reference",), section=SharpConfig)
 
 
 def main(job):

@@ -1,5 +1,8 @@
 """Keys of earlier versions: passed over where they say what is the case without them, else refused with the reason."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 
 from aligner.config.former import REMOVED, RENAMED
@@ -67,3 +70,16 @@ def test_a_frozen_config_says_what_its_engine_did(engine, tmp_path):
     path.write_text(text)
     loaded = load_frozen(path).engine
     assert loaded.captures == (engine != "native") and loaded.sleeps
+
+
+def test_the_layout_of_a_critic_is_the_policys(tmp_path):
+    plain = compose(["stage=ppo", "parallel.tensor=2"])
+    path = freeze(plain, tmp_path)
+    text, layout = path.read_text(), asdict(plain.parallel)
+    path.write_text(text.replace("\ncritic:\n", f"\ncritic:\n  parallel: {json.dumps(layout)}\n"))
+    assert load_frozen(path) == plain
+    path.write_text(text.replace("\ncritic:\n", f"\ncritic:\n  parallel: {json.dumps(layout | {'tensor': 1})}\n"))
+    with pytest.raises(ConfigError, match=r"critic\.parallel=.*the same as parallel"):
+        load_frozen(path)
+    with pytest.raises(ConfigError, match=r"critic\.parallel\.tensor=2.*parallel\.tensor is read in its place"):
+        compose(["stage=ppo", "critic.parallel.tensor=2"])

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from aligner.config.identity import CONTENT, KINDS, OPTIONAL, Kind, changes, definition, kind_of
-from aligner.config.options import all_keys, key_type
+from aligner.config.identity import changes, definition, effect_of
+from aligner.config.key import IGNORE, REFUSE, REPORT
+from aligner.config.options import leaves
 from aligner.config.resolve import compose
 
 CONTENTS = {"data.train": "aa", "model.init": "bb"}
@@ -15,49 +16,43 @@ def found(*overrides: str, contents=CONTENTS):
     return definition(compose(list(overrides)), contents)
 
 
-@pytest.mark.parametrize("key", [key for key in all_keys() if "[]" not in key])
-def test_every_key_has_its_place_in_the_table(key):
-    assert isinstance(kind_of(key), Kind)
-
-
-def test_the_table_names_keys_that_exist():
-    for key in [*KINDS, *OPTIONAL]:
-        assert key == CONTENT or key_type(key.removeprefix(CONTENT)) is not None, key
+def test_every_key_says_what_a_new_value_means():
+    assert {effect_of(key) for key in leaves()} == {REFUSE, REPORT, IGNORE}
 
 
 @pytest.mark.parametrize(
-    ("change", "kind"),
+    ("change", "effect"),
     [
-        ("optim.lr=1e-5", Kind.TOLD),
-        ("optim.betas=[0.5,0.6]", Kind.TOLD),
-        ("optim.schedule=cosine", Kind.TOLD),
-        ("optim.clip_grad=0.5", Kind.TOLD),
-        ("optim.weight_decay=0", Kind.TOLD),
-        ("run.steps=400", Kind.TOLD),
-        ("run.eval_every=3", Kind.TOLD),
-        ("checkpoint.every=3", Kind.TOLD),
-        ("logging.tensorboard=false", Kind.TOLD),
-        ("eval.prompts=3", Kind.TOLD),
-        ("parallel.tensor=2", Kind.TOLD),
-        ("batch.micro_batch_samples=2", Kind.TOLD),
-        ("seed=3", Kind.DEFINES),
-        ("batch.sequences=64", Kind.DEFINES),
-        ("data.max_tokens=99", Kind.DEFINES),
-        ("data.columns={prompt: question}", Kind.DEFINES),
-        ("stage=grpo|batch.group=4", Kind.DEFINES),
-        ("stage=grpo|sampling.temperature=0.5", Kind.DEFINES),
-        ("stage=grpo|algorithm.kl.coef=0.1", Kind.DEFINES),
-        ("stage=grpo|engine.max_batch=3", Kind.TOLD),
-        ("stage=ppo|critic.optim.lr=1", Kind.TOLD),
-        ("ema.decay=0.9", Kind.TOLD),
-        ("ptx.sequences=3", Kind.DEFINES),
-        ("ptx.data.loss_on=all", Kind.DEFINES),
+        ("optim.lr=1e-5", REPORT),
+        ("optim.betas=[0.5,0.6]", REPORT),
+        ("optim.schedule=cosine", REPORT),
+        ("optim.clip_grad=0.5", REPORT),
+        ("optim.weight_decay=0", REPORT),
+        ("run.steps=400", REPORT),
+        ("run.eval_every=3", REPORT),
+        ("checkpoint.every=3", REPORT),
+        ("logging.tensorboard=false", REPORT),
+        ("eval.prompts=3", REPORT),
+        ("parallel.tensor=2", REPORT),
+        ("batch.micro_batch_samples=2", REPORT),
+        ("seed=3", REFUSE),
+        ("batch.sequences=64", REFUSE),
+        ("data.max_tokens=99", REFUSE),
+        ("data.columns={prompt: question}", REFUSE),
+        ("stage=grpo|batch.group=4", REFUSE),
+        ("stage=grpo|sampling.temperature=0.5", REFUSE),
+        ("stage=grpo|algorithm.kl.coef=0.1", REFUSE),
+        ("stage=grpo|engine.max_batch=3", REPORT),
+        ("stage=ppo|critic.optim.lr=1", REPORT),
+        ("ema.decay=0.9", REPORT),
+        ("ptx.sequences=3", REFUSE),
+        ("ptx.data.loss_on=all", REFUSE),
     ],
 )
-def test_a_change_of_one_key(change, kind):
+def test_a_change_of_one_key(change, effect):
     stage, *more = change.split("|") if "|" in change else ("stage=sft", change)
     told = changes(found(stage), found(stage, *more))
-    assert [c.key for c in told] == [text.partition("=")[0] for text in more] and {c.kind for c in told} == {kind}
+    assert [c.key for c in told] == [text.partition("=")[0] for text in more] and {c.effect for c in told} == {effect}
 
 
 @pytest.mark.parametrize(
@@ -84,8 +79,8 @@ def test_contents_count_and_paths_do_not():
     was = found("stage=sft")
     other = found("stage=sft", contents=CONTENTS | {"data.train": "cc", "data.eval": "dd"})
     (train, evaluation) = changes(was, other)
-    assert (train.key, train.was, train.now, train.kind) == ("content of data.train", "aa", "cc", Kind.DEFINES)
-    assert (evaluation.was, evaluation.kind) == (None, Kind.TOLD)
+    assert (train.key, train.was, train.now, train.effect) == ("content of data.train", "aa", "cc", REFUSE)
+    assert (evaluation.was, evaluation.effect) == (None, REPORT)
     assert str(evaluation) == "content of data.eval nothing -> dd"
     assert [c.key for c in changes(other, was)] == ["content of data.train", "content of data.eval"]
 
@@ -100,3 +95,13 @@ def test_all_of_a_run_is_plain_data():
     big = definition(compose(["stage=grpo", "reward.functions=[{path: math, args: {a: [1, 2.5]}}]"]), {})
     assert big["reward.functions"][0]["args"] == {"a": [1, 2.5]}
     assert changes(big, big) == [] and not any(dataclasses.is_dataclass(value) for value in big.values())
+
+
+def test_elements_of_lists_count_by_what_defines_them():
+    """Neither where something is nor what is as by default, whichever keys the version knew that wrote them."""
+    here = found("stage=grpo", "reward.judges=[{question: '{response}', model: here, votes: 1}]")
+    there = found("stage=grpo", "reward.judges=[{question: '{response}', model: there}]")
+    earlier = {"name": "judge", "kind": "grade", "question": "{response}", "weight": 1.0, "former": 3, "scale": 10.0}
+    assert changes(here, there) == changes(here | {"reward.judges": [earlier]}, there) == []
+    (change,) = changes(here | {"reward.judges": [earlier | {"scale": 5.0}]}, there)
+    assert (change.key, change.effect) == ("reward.judges", REFUSE)

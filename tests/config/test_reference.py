@@ -21,7 +21,7 @@ def test_the_page_is_what_the_schema_says():
 
 
 def test_every_key_is_there_and_says_what_it_means():
-    found = {key.name: key for key in keys()}
+    found = {key.name: key for key in keys(whole=True)}
     sections = {name for name in all_keys() if hasattr(key_type(name), "__dataclass_fields__")}
     assert found.keys() == set(all_keys()) - sections
     assert [name for name, key in found.items() if not key.meaning] == []
@@ -39,6 +39,7 @@ class Outer(Section):
     share: float = key(0.5, "A share.", above=0, most=1, off=2)
     inner: Inner = section(Inner)
     many: list[Inner] = key([], "Many of them.")
+    again: Inner = section(Inner, like="inner")
 
 
 def test_what_a_field_declares_is_listed():
@@ -50,7 +51,9 @@ def test_what_a_field_declares_is_listed():
         ("inner.size", "integer >= 1", "3", "Its size."),
         ("many", "list of sections", "[]", "Many of them."),
         ("many[].size", "integer >= 1", "3", "Its size."),
+        ("again.*", "section", "", "The keys of `inner`, with the same defaults."),
     ]
+    assert [key.name for key in keys(Outer, whole=True)][-1] == "again.size"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,7 @@ def test_what_a_field_declares_is_checked(cls, values, error):
 
 
 def test_choices_of_keys():
-    found = {key.name: key.choices for key in keys()}
+    found = {key.name: key.choices for key in keys(whole=True)}
     assert found["optim.schedule"] == ("constant", "linear", "cosine")
     assert found["critic.optim.schedule"] == found["optim.schedule"] and "veto" in found["mismatch.correction"]
     assert found["run.dir"] == found["optim.lr"] == found["run.steps"] == ()

@@ -56,12 +56,6 @@ def assert_contains(whole, part, where):
             assert whole[key] == value, f"{where}.{key}"
 
 
-def test_the_critic_of_ppo_follows_the_layout_of_the_policy():
-    layout = ["parallel.tensor=2", "parallel.sequence=true", "parallel.context=2", "parallel.context_mode=alltoall"]
-    cfg = compose(["stage=ppo", *layout])
-    assert cfg.critic.parallel == cfg.parallel
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_stage_brings_its_algorithm(stage):
     cfg = compose([f"stage={stage}"])
@@ -194,7 +188,6 @@ def test_unknown_keys_in_files_name_the_file(user_conf, path, text, key):
         ("reward.functions=[{path:a,weight:abc}]", "reward.functions[].weight", "abc", "a number"),
         ("optim.lr=-1", "optim.lr", -1.0, "> 0"),
         ("critic.optim.lr=-1", "critic.optim.lr", -1.0, "> 0"),
-        ("critic.parallel.tensor=0", "critic.parallel.tensor", 0, ">= 1"),
         ("stage.name=dqo", "stage.name", "dqo", "grpo"),
         ("~optim.lr", "optim.lr", "~", "cannot be deleted"),
         ("run.name=${nope}", "run.name", "${nope}", "nope"),

@@ -159,7 +159,6 @@ TP3 = ["model.num_heads=6", "model.num_kv_heads=6", "model.hidden_size=192"]
         ("sft", ["parallel.tensor=3", *TP3, "model.ffn_hidden_size=512"], 3, "model.ffn_hidden_size"),
         ("sft", ["parallel.pipeline=3"], 3, "model.num_layers"),
         ("ppo", ["parallel.tensor=2"], 1, "world size"),
-        ("ppo", ["critic.parallel.tensor=2"], 2, "critic.parallel"),
         ("sft", ["batch.sequences=9"], 2, "batch.sequences"),
         ("sft", ["batch.sequences=12", "batch.micro_batch_samples=8"], 1, "batch.micro_batch_samples"),
         ("rm", ["batch.sequences=9"], 2, "batch.sequences"),

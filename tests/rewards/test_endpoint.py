@@ -12,6 +12,9 @@ from unittest.mock import patch
 import pytest
 
 from aligner.answers import AnswerLog
+from aligner.config.identity import definition
+from aligner.config.options import from_plain
+from aligner.config.resolve import compose
 from aligner.config.sections.judge import JudgeConfig
 from aligner.config.sections.rewards import RewardConfig
 from aligner.config.sections.servers import EndpointConfig
@@ -189,8 +192,7 @@ def test_answers_are_read_before_anyone_is_asked(server, tmp_path):
 )
 def test_bad_judges(change, message):
     with pytest.raises(ConfigError, match=message):
-        made = {name: EndpointConfig(**value) for name, value in change.items() if name == "endpoint"}
-        JudgeConfig(**{"question": "{response}", **change, **made})
+        from_plain(JudgeConfig, {"question": "{response}", **change})
 
 
 @pytest.mark.parametrize(
@@ -231,15 +233,15 @@ def test_a_question_in_a_file(tiny_data, tmp_path, server):
 
 
 def test_what_makes_a_judge_another_one():
-    """Not where it is, nor how it is asked; without an endpoint its definition is that of earlier versions."""
-    plain = JudgeConfig(question="{response}").definition()
-    assert list(plain) == ["name", "kind", "question", "weight", "pattern", "scale", "opponents", "max_tokens"]
+    """Not where it is, nor how it is queried."""
 
     def at(**endpoint):
-        known = EndpointConfig(**{"base_url": "http://a/v1", "model": "m", "temperature": 1.0} | endpoint)
-        return JudgeConfig(question="{response}", votes=2, endpoint=known).definition()
+        known = {"base_url": "http://a/v1", "model": "m", "temperature": 1.0} | endpoint
+        cfg = compose(["stage=grpo"])
+        cfg.reward.judges = [from_plain(JudgeConfig, {"question": "{response}", "votes": 2, "endpoint": known})]
+        return definition(cfg, {})
 
-    assert at() == at(base_url="http://b/v1", key_env="KEY", retries=9, requests_per_minute=5.0) != plain
+    assert at() == at(base_url="http://b/v1", key_env="KEY", retries=9, requests_per_minute=5.0)
     assert at() != at(model="n") and at() != at(temperature=0.5)
 
 

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from aligner.config.freeze import FILE_NAME, PENDING_NAME
-from aligner.config.identity import Change, Kind
+from aligner.config.identity import Change
+from aligner.config.key import REFUSE, REPORT
 from aligner.errors import AlignerError, CheckpointError
 from aligner.megatron.checkpoint_files import write_manifest
 from aligner.run.changes import reordered
@@ -128,11 +129,11 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(tiny_data, again, capsys)
 
 
 def test_a_stream_whose_rows_may_be_others_begins_anew_and_no_other():
-    def found(*keys, kind=Kind.DEFINES):
-        return reordered([Change(key, 1, 2, kind) for key in keys])
+    def found(*keys, effect=REFUSE):
+        return reordered([Change(key, 1, 2, effect) for key in keys])
 
     for key in ("content of data.train", "data.max_tokens", "content of data.sources.a"):
         assert found(key) == ["data", "clock"]
     assert found("content of ptx.data.train") == found("ptx.data.loss_on") == ["ptx"]
     assert found("data.sources", "ptx.data.sources") == ["data", "clock", "ptx"]
-    assert found("ptx.coef", "seed", "content of data.eval") == found("data.train", kind=Kind.TOLD) == []
+    assert found("ptx.coef", "seed", "content of data.eval") == found("data.train", effect=REPORT) == []

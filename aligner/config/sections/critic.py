@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from aligner.config.key import IGNORE, REPORT, Section, key, section
 from aligner.config.sections.optim import OptimConfig
-from aligner.config.sections.parallel import ParallelConfig
 
 
 @dataclass
@@ -18,8 +17,7 @@ class CriticConfig(Section, key="critic"):
         "frozen ones (model.lora), beside adapters of the critic's.",
         choices=("own", "policy"),
     )
-    parallel: ParallelConfig = section(ParallelConfig, resume=REPORT)
-    optim: OptimConfig = section(OptimConfig, resume=REPORT)
+    optim: OptimConfig = section(OptimConfig, like="optim", read_for=("critic",), resume=REPORT)
     warmup_steps: int = key(0, "Rollouts in which only the critic learns.", least=0)
     pretrain_steps: int = key(
         0, "Optimizer steps of the critic on the first rollout, towards its returns with lambda 1.", least=0

@@ -68,12 +68,12 @@ class DataConfig(Section, key="data"):
         read_for=("comparisons",),
     )
     shuffle: bool = key(True, "Shuffle the rows anew in each epoch.", read_for=("training",))
-    loss_on: str = key("assistant", "Which tokens to learn.", choices=("assistant", "all"), read_for=("likelihoods",))
+    loss_on: str = key("assistant", "Which tokens to learn.", choices=("assistant", "all"), read_for=("likelihood",))
     across_documents: bool = key(
         False,
         "Let attention and positions go on over the documents of a row (format text).",
         rollouts=False,
-        read_for=("likelihoods",),
+        read_for=("likelihood",),
     )
     chat_template: str = key(
         "auto",

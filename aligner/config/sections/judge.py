@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import string
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from aligner.config.key import IGNORE, Section, key, section
 from aligner.config.sections.servers import EndpointConfig
@@ -15,7 +14,6 @@ from aligner.errors import ConfigError
 FIELDS = {"grade": ("response",), "pairwise": ("first", "second")}  # that a question must have
 PATTERNS = {"grade": r"(\d+(?:\.\d+)?)", "pairwise": r"\b([AB])\b"}
 MEMBERS = {"grade": "score", "pairwise": "winner"}  # of a JSON object
-LATER = {"parse": "regex", "votes": 1}  # values of an earlier version's judges, which had no such keys
 
 
 @dataclass
@@ -24,7 +22,7 @@ class JudgeConfig(Section, key="reward.judges[]"):
     model: str = key(
         "", "Folder of the model to ask, frozen, with its own tokenizer. Empty: the run's own engine.", resume=IGNORE
     )
-    endpoint: EndpointConfig = section(EndpointConfig)
+    endpoint: EndpointConfig = section(EndpointConfig, resume=IGNORE)
     kind: str = key(
         "grade",
         "grade: each response for itself; pairwise: the responses to a prompt against each other.",
@@ -117,13 +115,3 @@ class JudgeConfig(Section, key="reward.judges[]"):
     def own(self) -> bool:
         """Whether the run's own engine replies."""
         return not (self.model or self.endpoint.base_url)
-
-    def definition(self) -> dict[str, Any]:
-        """What scores depend on. Of files only the content counts, of an endpoint not where it is; an earlier
-        version's judge has the definition that it had."""
-        found = asdict(self)
-        for name in ("model", "endpoint", "question_file", *(n for n, was in LATER.items() if found[n] == was)):
-            del found[name]
-        if self.endpoint.base_url:
-            found["endpoint"] = {"model": self.endpoint.model, "temperature": self.endpoint.temperature}
-        return found

@@ -15,7 +15,7 @@ class PtxConfig(Section, key="ptx"):
         0.0, "Factor of the mean negative log-likelihood of ptx.data, added to the stage's loss. 0: off.", least=0
     )
     sequences: int = key(8, "Rows of ptx.data in each optimizer step, over all ranks.", least=1)
-    data: DataConfig = section(DataConfig, read_for=("likelihood",))
+    data: DataConfig = section(DataConfig, like="data", read_for=("ptx",))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.config.key import Section, key
+from aligner.config.key import REFUSE, Section, key
 
 
 @dataclass
@@ -27,5 +27,5 @@ class LimitsConfig(Section):
 @dataclass
 class EndpointConfig(LimitsConfig, key="reward.judges[].endpoint"):
     base_url: str = key("", "URL of OpenAI's API, as http://host:8000/v1. Empty: an engine of the run replies.")
-    model: str = key("", "Name of the model there.")
-    temperature: float = key(0.0, "Temperature of its replies.", least=0)
+    model: str = key("", "Name of the model there.", resume=REFUSE)
+    temperature: float = key(0.0, "Temperature of its replies.", least=0, resume=REFUSE)
