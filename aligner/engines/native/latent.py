@@ -8,52 +8,68 @@ and its result V (sum of weights times c), so that the cache is read as it is, b
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.native.attention import Behind, prefill_attention, rotate
+from aligner.engines.native.attention import prefill_attention, rotate
+from aligner.engines.native.kit import DecodeStep, Kit, Product, Prompts
 from aligner.models.rope import LATENT_EPS, score_scale
 from aligner.ops.kernels.scored_attention import Scores
 
 
 class LatentHeads:
-    """Weights of all layers, of this rank's `heads`, and what attention makes with them."""
+    """Weights of all layers, of this rank's heads, and what attention makes with them."""
 
-    def __init__(self, cfg: ModelConfig, heads: int, device: torch.device, dtype: torch.dtype):
-        self.shape, self.heads = cfg.latent, heads
+    def __init__(self, kit: Kit):
+        cfg, heads = kit.cfg, kit.cfg.num_heads // kit.peers.size
+        self.kit, self.shape, self.heads = kit, cfg.latent, heads
         self.scale = score_scale(cfg) or cfg.kv_channels**-0.5
         layers, hidden, latent = cfg.num_layers, cfg.hidden_size, cfg.latent
 
         def empty(*shape: int) -> Tensor:
-            return torch.zeros(layers, *shape, device=device, dtype=dtype)
+            return torch.zeros(layers, *shape, device=kit.device, dtype=kit.dtype)
 
         rank = latent.query_rank
         self.query_down, self.query_norm = (empty(rank, hidden), empty(rank)) if rank else (None, None)
         self.query_up = empty(heads * latent.head_dim, rank or hidden)
         self.down, self.norm = empty(self.width, hidden), empty(latent.kv_rank)
         self.up = empty(heads * (latent.plain_dim + latent.value_dim), latent.kv_rank)
+        self.out = kit.matrices(layers, hidden, heads * cfg.value_channels)
 
     @property
     def width(self) -> int:
         """Numbers that are kept of a position."""
         return self.shape.kv_rank + self.shape.rotary_dim
 
-    def views(self, layer: int) -> dict[str, Tensor]:
-        """By Hugging Face's names."""
-        found = {"kv_a_proj_with_mqa": self.down, "kv_a_layernorm": self.norm, "kv_b_proj": self.up}
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """Of each position: planes, heads, numbers of a head."""
+        return 1, 1, self.width
+
+    def matrices(self) -> Mapping[str, Sequence[Tensor]]:
+        return {"out": self.out}
+
+    def out_of(self, layer: int) -> Product:
+        return self.kit.packs["out", layer], None
+
+    def views(self) -> dict[str, Tensor]:
+        return {name: view for layer in range(self.kit.cfg.num_layers) for name, view in self._views(layer).items()}
+
+    def _views(self, layer: int) -> dict[str, Tensor]:
+        found = {"o_proj": self.out, "kv_a_proj_with_mqa": self.down, "kv_a_layernorm": self.norm, "kv_b_proj": self.up}
         if self.query_down is None:
             found["q_proj"] = self.query_up
         else:
             found |= {"q_a_proj": self.query_down, "q_a_layernorm": self.query_norm, "q_b_proj": self.query_up}
         return {f"model.layers.{layer}.self_attn.{name}.weight": buffer[layer] for name, buffer in found.items()}
 
-    def prefill(
-        self, layer: int, y: Tensor, rope: Tensor, rows: int, staged: Tensor | None, behind: Behind | None
-    ) -> Tensor:
-        """y [rows * T, hidden] -> [rows * T, heads * value_dim]; what is kept goes to `staged` [rows, T, width] if
-        given. Of whole rows, or `behind` what is staged already."""
+    def prefill(self, layer: int, y: Tensor, prompts: Prompts) -> Tensor:
+        """y [P * T, hidden] -> [P * T, heads * value_dim]; what is kept goes to the staged ones, if there are such."""
+        rope, rows, behind = prompts.rope[0], prompts.rows, prompts.behind
+        staged = None if prompts.staged is None else prompts.staged[layer, 0, :, 0]  # [P, T, width]
         latent, (plain, rotated) = self.shape, self._queries(layer, y, rope)
         kept = self._kept(layer, y, rope)
         if behind is not None:
@@ -69,14 +85,21 @@ class LatentHeads:
         seen = None if behind is None else behind.seen
         return prefill_attention(q, k, v, seen, Scores(self.scale)).flatten(0, 1)
 
-    def absorbed(self, layer: int, y: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+    def decode(self, layer: int, y: Tensor, step: DecodeStep) -> Tensor:
+        """y [n, hidden] -> [n, heads * value_dim]; what is kept goes to the cache."""
+        query, kept = self._absorbed(layer, y, step.rope[0])
+        step.cache.write(layer, step.places, kept[:, None])
+        seen = step.cache.kv[layer, 0, : len(y), 0, : step.longest]
+        return self._attended(layer, query, seen, step.mask[:, 0])
+
+    def _absorbed(self, layer: int, y: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """y [n, hidden] -> queries of what is kept [n, heads, width], and what to keep [n, width]."""
         plain, rotated = self._queries(layer, y, rope)
         keys, _ = self._ups(layer)
         query = torch.bmm(plain.transpose(0, 1), keys).transpose(0, 1)
         return torch.cat([query, rotated], 2), self._kept(layer, y, rope)
 
-    def decode(self, layer: int, query: Tensor, kept: Tensor, mask: Tensor) -> Tensor:
+    def _attended(self, layer: int, query: Tensor, kept: Tensor, mask: Tensor) -> Tensor:
         """query [n, heads, width], kept [n, T, width], mask float32 [n, 1, T] (0 or -inf) -> [n, heads * value_dim]."""
         scores = torch.add(mask, torch.matmul(query, kept.transpose(1, 2)).float(), alpha=self.scale)
         found = torch.matmul(scores.softmax(-1).to(kept.dtype), kept[..., : self.shape.kv_rank])

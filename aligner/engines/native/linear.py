@@ -4,11 +4,13 @@ for each slot one matrix for each head and the last inputs of the mixing, howeve
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
+from aligner.engines.native.kit import DecodeStep, Kit, Product, Prompts
 from aligner.engines.native.scratch import Scratch
 from aligner.ops.kernels.delta_rule import by_head, delta_rule, delta_step, gated_norm, prepared
 
@@ -74,7 +76,8 @@ class LinearLayers:
     """Of all linear layers this rank's share of the heads, from a layer's normed input to what its last product
     takes."""
 
-    def __init__(self, cfg: ModelConfig, share: int, rank: int, device: torch.device, dtype: torch.dtype):
+    def __init__(self, kit: Kit):
+        cfg, share, rank = kit.cfg, kit.peers.size, kit.peers.rank
         linear = self.linear = cfg.linear
         self.index = {layer: i for i, layer in enumerate(cfg.layers_of("linear"))}
         self.eps, count, self.heads = cfg.norm_eps, len(self.index), linear.key_heads // share
@@ -82,15 +85,17 @@ class LinearLayers:
         values = linear.value_heads // share
 
         def empty(*shape: int) -> Tensor:
-            return torch.zeros(count, *shape, device=device, dtype=dtype)
+            return torch.zeros(count, *shape, device=kit.device, dtype=kit.dtype)
 
         self.into = empty(self.heads, linear.width, cfg.hidden_size)
         self.out = empty(cfg.hidden_size, values * linear.value_head_dim)
         self.conv = empty(linear.key_heads * linear.mixed_width, 1, linear.conv)  # every rank has the whole
         self.log_rate, self.bias, self.norm = empty(values), empty(values), empty(linear.value_head_dim)
 
+    def matrices(self) -> Mapping[str, Sequence[Tensor]]:
+        return {}
+
     def views(self) -> dict[str, Tensor]:
-        """See `NativeModel._hf_views`."""
         found = {}
         for layer, i in self.index.items():
             at, width = f"model.layers.{layer}.linear_attn.", self.linear.gated_width
@@ -105,12 +110,13 @@ class LinearLayers:
             }
         return found
 
-    def out_of(self, layer: int) -> Tensor:
-        return self.out[self.index[layer]]
+    def out_of(self, layer: int) -> Product:
+        return self.out[self.index[layer]], None
 
-    def prefill(self, layer: int, y: Tensor, real: Tensor | None, memories: Memories | None) -> Tensor:
-        """y [P, T, hidden] right-padded, `real` bool [P, T] (None: all) -> [P * T, H * dv]; what rows are to remember,
-        behind their last real tokens, goes to the staged part of `memories` if given."""
+    def prefill(self, layer: int, y: Tensor, prompts: Prompts) -> Tensor:
+        """y [P * T, hidden] -> [P * T, H * dv]; what rows are to remember, behind their last real tokens, goes to the
+        staged part of `prompts.memories` if given."""
+        y, real, memories = y.view(prompts.rows, prompts.length, -1), prompts.real, prompts.memories
         i = self.index[layer]
         mixed, gate = self._split(y @ self.into[i].flatten(0, 1).t())
         query, key, value, decay, beta = prepared(mixed, *self._weights(i), self.linear)
@@ -123,10 +129,10 @@ class LinearLayers:
             inputs.copy_(self._last_inputs(mixed, real))
         return gated_norm(out, gate, self.norm[i], self.eps).flatten(2).flatten(0, 1)
 
-    def decode(self, layer: int, y: Tensor, memories: Memories) -> Tensor:
+    def decode(self, layer: int, y: Tensor, step: DecodeStep) -> Tensor:
         """y [n, hidden] of one new token for each of slots [0, n), whose memories change -> [n, H * dv]."""
         i = self.index[layer]
-        state, inputs = (part[i, : len(y)] for part in memories.slots)
+        state, inputs = (part[i, : len(y)] for part in step.cache.memories.slots)
         mixed, gate = self._split((y @ self.into[i].flatten(0, 1).t())[:, None])
         given = prepared(mixed, *self._weights(i), self.linear, inputs)
         inputs.copy_(torch.cat([inputs[:, 1:], self._channels(mixed)], 1))

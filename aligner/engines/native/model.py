@@ -1,44 +1,30 @@
-"""The decoder that only infers: fused weights, rotary embeddings as complex products, no autograd.
-
-Inside each head the two halves that rotary embeddings pair are stored interleaved, (x_0, x_{d/2}, x_1, ...), so that
-the rotation is one complex product in place. Queries and keys are permuted alike, which no dot product sees.
-"""
+"""The decoder that only infers: blocks with fused weights, composed as the family's table says; no autograd."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.native.attention import Behind, decode_attention, prefill_attention, rotate
+from aligner.engines.native.attention import Behind
 from aligner.engines.native.cache import SlotCache
+from aligner.engines.native.heads import PlainHeads
+from aligner.engines.native.kit import DecodeStep, Kit, Product, Prompts
 from aligner.engines.native.latent import LatentHeads
 from aligner.engines.native.linear import LinearLayers, Memories
-from aligner.engines.native.packs import Packs, matrices
+from aligner.engines.native.mlp import DenseMlp, ExpertMlp
+from aligner.engines.native.packs import Packs
 from aligner.engines.native.peers import Peers
 from aligner.engines.native.routes import Routes
-from aligner.engines.native.scratch import Scratch, zeros
+from aligner.engines.native.scratch import Scratch
 from aligner.families.table import family_table
 from aligner.models.params import embedding_factor, expected_hf_shapes
 from aligner.models.rope import attention_factor, inverse_frequencies
 from aligner.models.shards import HfTensor, hf_tensors
-from aligner.ops.kernels.experts import (
-    add_bias,
-    clamped_gate,
-    combine,
-    expand,
-    grouped_linear,
-    route,
-    route_by_groups,
-    sort_pairs,
-)
-from aligner.ops.kernels.packed_products import packed_linear
-from aligner.ops.kernels.products import add_linear, linear, product_into, use_fast_products
-from aligner.ops.kernels.scored_attention import Scores, scaled_logits
+from aligner.ops.kernels.products import add_linear, linear, use_fast_products
+from aligner.ops.kernels.scored_attention import scaled_logits
 from aligner.ops.reduce import sum_halves
 
 # before attention, before the MLP, behind either: a family has some of them
@@ -48,89 +34,67 @@ NORMS = BEFORE, BEFORE_MLP, BEHIND, BEHIND_MLP = (
     "self_attention.post_layernorm",
     "mlp.post_layernorm",
 )
-Attend = Callable[[int, Tensor], Tensor]  # (layer, normalised hidden states [M, H]) -> [M, heads * d of values]
+Mixer = PlainHeads | LatentHeads | LinearLayers
+Mix = Callable[[Mixer, int, Tensor], Tensor]  # (mixer, layer, normalised hidden states [M, H]) -> what its `out` takes
 
 
 class NativeModel:
     def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, peers: Peers | None = None):
         self.cfg, self.device, self.dtype, self.peers = cfg, device, dtype, peers or Peers(None)
         use_fast_products(device, dtype)
-        share = self.peers.size  # of heads, FFN rows and vocabulary a rank has 1 / share
-        self.heads, self.groups, self.head_dim = cfg.num_heads // share, cfg.num_kv_heads // share, cfg.kv_channels
-        self.rotated = self.heads + self.groups  # query and key heads
-        self.family, self.traits, attention = cfg.traits, cfg.traits, cfg.attention
-        # halves are interleaved unless a part of a head alone is rotated, its neighbours together, or gates lie between
-        own_order = self.family.interleaved_rotary or self.traits.gated_attention
-        self.interleaves = cfg.rotary_dim == self.head_dim and not own_order
-        self.turns = [layer not in attention.nope_layers for layer in range(cfg.num_layers)]
-        self.local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
-        self.scores = Scores(attention.scale, attention.softcap)
+        self.kit = kit = Kit(cfg, device, dtype, self.peers)
         self.shapes = expected_hf_shapes(cfg)
         self.tensors = {tensor.name: tensor for tensor in hf_tensors(cfg)}
-        self.intervals = {name: tensor.interval(share, self.peers.rank) for name, tensor in self.tensors.items()}
-        layers, hidden, ffn = cfg.num_layers, cfg.hidden_size, cfg.ffn_hidden_size // share
-        dense, sparse = cfg.layers_of("dense"), cfg.layers_of("sparse")
-        self.sparse = set(sparse)
-        self.place = {layer: i for kind in (dense, sparse) for i, layer in enumerate(kind)}  # among those of its kind
-        attention = cfg.layers_of("attention")
-        self.attends = {layer: i for i, layer in enumerate(attention)}
-        # queries, keys, values and, in some families, gates of the queries' outputs
-        self.gated, made = self.traits.gated_attention, self.rotated + self.groups
-        width = 0 if cfg.latent.kv_rank else (made + (self.heads if self.gated else 0)) * self.head_dim
-
-        def empty(*shape: int) -> Tensor:
-            return zeros(*shape, dtype=dtype, device=device)
-
-        packable = partial(matrices, dtype=dtype, device=device)
-        low, high = self.interval(self.tensors["model.embed_tokens.weight"])
-        self.first_token = low
-        self.embedding = empty(high - low, hidden)
-        self.head = self.embedding if cfg.tie_embeddings else empty(high - low, hidden)
+        # a rank has 1 / share of heads, FFN rows and vocabulary
+        share, rank = self.peers.size, self.peers.rank
+        self.intervals = {name: tensor.interval(share, rank) for name, tensor in self.tensors.items()}
+        self.first_token, high = self.interval(self.tensors["model.embed_tokens.weight"])
+        tokens = high - self.first_token
+        self.embedding = kit.empty(tokens, cfg.hidden_size)
+        self.head = self.embedding if cfg.tie_embeddings else kit.empty(tokens, cfg.hidden_size)
         table = {spec.canonical for spec in family_table(cfg)}
         # of those that the family has: which row
         self.norm_rows = [name for name in NORMS if f"decoder.layers.0.{name}.weight" in table]
-        self.norms = empty(layers, len(self.norm_rows), hidden)
-        self.final_norm = empty(hidden)
-        self.qkv = packable(len(attention), width, hidden)
-        self.qkv_bias = empty(len(attention), width) if cfg.qkv_bias else None
-        self.wide = self.traits.wide_qk_norm  # one norm over all query heads of a token, one over its key heads
-        wide = empty(len(attention), self.rotated * self.head_dim) if self.wide else None
-        self.qk_norm = wide if self.wide else empty(len(attention), 2, self.head_dim) if cfg.qk_norm else None
-        self.latent = LatentHeads(cfg, self.heads, device, dtype) if cfg.latent.kv_rank else None
-        # of each position: planes, heads, numbers of a head
-        self.cached = (2, self.groups, self.head_dim) if self.latent is None else (1, 1, self.latent.width)
-        self.linear = LinearLayers(cfg, share, self.peers.rank, device, dtype) if cfg.layers_of("linear") else None
-        self.out = packable(len(attention), hidden, self.heads * cfg.value_channels)
-        self.sinks = empty(len(attention), self.heads) if self.traits.sinks else None
-        self.gate_up = packable(len(dense), 2 * ffn, hidden)
-        self.down = packable(len(dense), hidden, ffn)
-        self.out_bias = empty(len(attention), hidden) if cfg.output_bias else None
-        self.gate_up_bias = empty(len(dense), 2 * ffn) if cfg.mlp_bias else None
-        self.down_bias = empty(len(dense), hidden) if cfg.mlp_bias else None
-        experts, ffn, biased = cfg.moe.num_experts, cfg.expert_ffn // share, self.traits.expert_bias
-        self.router = empty(len(sparse), experts, hidden)
-        self.router_bias = empty(len(sparse), experts) if biased else None
-        self.expert_gate_up = empty(len(sparse), experts, 2 * ffn, hidden)
-        self.expert_gate_up_bias = empty(len(sparse), experts, 2 * ffn) if biased else None
-        self.expert_down = empty(len(sparse), experts, hidden, ffn)
-        self.expert_down_bias = empty(len(sparse), experts, hidden) if biased else None
-        self.score_bias = None  # float32, as the scores of the choice are
-        if self.traits.sigmoid_router:
-            self.score_bias = torch.zeros(len(sparse), experts, device=device)
-        wide_ffn = cfg.moe.shared_ffn_hidden_size // share
-        self.shared_gate_up = empty(len(sparse), 2 * wide_ffn, hidden) if wide_ffn else None
-        self.shared_down = empty(len(sparse), hidden, wide_ffn) if wide_ffn else None
-        self.shared_gate = empty(len(sparse), 1, hidden) if self.traits.shared_gate else None
+        self.norms = kit.empty(cfg.num_layers, len(self.norm_rows), cfg.hidden_size)
+        self.final_norm = kit.empty(cfg.hidden_size)
+        self._compose()
         self._views = self._hf_views()
         assert self._views.keys() == self.shapes.keys(), self._views.keys() ^ self.shapes.keys()
-        plain = {"qkv": self.qkv, "out": self.out, "gate_up": self.gate_up, "down": self.down, "head": [self.head]}
-        self.packs = Packs(plain, self._views, ("head",) if cfg.tie_embeddings else ())
-        self.scratch = Scratch(device, dtype)
+        plain = {name: layers for block in self.blocks for name, layers in block.matrices().items()}
+        kit.packs = Packs(plain | {"head": [self.head]}, self._views, ("head",) if cfg.tie_embeddings else ())
         self._rope = torch.empty(0, device=device)
         self._embedding_factor = embedding_factor(cfg, dtype)
-        wide_sizes = [heads * self.peers.size * self.head_dim for heads in (self.heads, self.groups)]
-        self._wide_sizes = torch.tensor(wide_sizes, device=device)
-        self._head_kind = torch.tensor([0] * self.heads + [1] * self.groups, device=device)
+
+    def _compose(self) -> None:
+        """The blocks of the family, and which of them each layer goes through."""
+        cfg, kit = self.cfg, self.kit
+        heads = LatentHeads(kit) if cfg.latent.kv_rank else PlainHeads(kit)
+        self.cached = heads.cached
+        self.mixers: dict[int, Mixer] = dict.fromkeys(cfg.layers_of("attention"), heads)
+        self.mlps: dict[int, DenseMlp] = {}
+        self.experts: dict[int, ExpertMlp] = {}
+        self.blocks: list[Mixer | DenseMlp | ExpertMlp] = [heads]
+        if layers := cfg.layers_of("linear"):
+            self.mixers |= dict.fromkeys(layers, LinearLayers(kit))
+            self.blocks.append(self.mixers[layers[0]])
+        if layers := cfg.layers_of("dense"):
+            self.mlps = dict.fromkeys(layers, DenseMlp(kit))
+            self.blocks.append(self.mlps[layers[0]])
+        if layers := cfg.layers_of("sparse"):
+            self.experts = dict.fromkeys(layers, ExpertMlp(kit))
+            self.blocks.append(self.experts[layers[0]])
+
+    @property
+    def packs(self) -> Packs:
+        return self.kit.packs
+
+    @property
+    def scratch(self) -> Scratch:
+        return self.kit.scratch
+
+    @scratch.setter
+    def scratch(self, scratch: Scratch) -> None:
+        self.kit.scratch = scratch
 
     @property
     def views(self) -> dict[str, Tensor]:
@@ -148,85 +112,13 @@ class NativeModel:
         views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
         if not self.cfg.tie_embeddings:
             views["lm_head.weight"] = self.head
-        parts = [n * self.head_dim for n in (self.heads, self.groups, self.groups)]
-        for layer, i in self.attends.items():
-            at = f"model.layers.{layer}."
-            fused = {"weight": self.qkv, "bias": self.qkv_bias}
-            if self.latent is not None:
-                views |= self.latent.views(layer)
-                fused = {}
-            for kind, buffer in fused.items():
-                if buffer is not None:
-                    q, k, v = buffer[i][: sum(parts)].split(parts)
-                    q = self._with_gates(buffer[i]) if self.gated else self._halves(q)
-                    views[at + f"self_attn.q_proj.{kind}"] = q
-                    views[at + f"self_attn.k_proj.{kind}"] = self._halves(k)
-                    views[at + f"self_attn.v_proj.{kind}"] = v
-            if self.qk_norm is not None:
-                rows = self.qk_norm[i].split(parts[:2]) if self.wide else self.qk_norm[i]
-                for x, row in zip("qk", rows, strict=True):
-                    views[at + f"self_attn.{x}_norm.weight"] = self._halves(row)
-            for kind, out in (("weight", self.out), ("bias", self.out_bias)):
-                if out is not None:
-                    views[at + f"self_attn.o_proj.{kind}"] = out[i]
-            if self.sinks is not None:
-                views[at + "self_attn.sinks"] = self.sinks[i]
-        for layer in range(self.cfg.num_layers):
-            at = f"model.layers.{layer}."
-            dense = (("weight", self.gate_up, self.down), ("bias", self.gate_up_bias, self.down_bias))
-            for kind, gate_up, down in () if layer in self.sparse else dense:
-                if gate_up is not None:
-                    gate, up = gate_up[self.place[layer]].chunk(2)
-                    views[at + f"mlp.gate_proj.{kind}"], views[at + f"mlp.up_proj.{kind}"] = gate, up
-                    views[at + f"mlp.down_proj.{kind}"] = down[self.place[layer]]
-        linear = {} if self.linear is None else self.linear.views()
-        return views | self._norm_views() | self._expert_views() | linear
-
-    def _norm_views(self) -> dict[str, Tensor]:
-        """Named by the family's table."""
         hf = {spec.canonical: spec.hf[0] for spec in family_table(self.cfg)}
-        return {
-            hf[f"decoder.layers.{layer}.{name}.weight"]: row
-            for layer, rows in enumerate(self.norms)
-            for name, row in zip(self.norm_rows, rows, strict=True)
-        }
-
-    def _expert_views(self) -> dict[str, Tensor]:
-        """Named by the family's table, which has one row for all experts of a layer."""
-        if not self.sparse:
-            return {}
-        halves = self.expert_gate_up.unflatten(2, (2, -1)).flatten(1, 2)  # gate and up of every expert
-        parts = {"router.weight": self.router[:, None], "experts.gate_up": halves, "experts.down": self.expert_down}
-        if self.traits.expert_bias:
-            parts["router.bias"] = self.router_bias[:, None]
-            parts["experts.linear_fc1.bias"] = self.expert_gate_up_bias.unflatten(2, (2, -1)).flatten(1, 2)
-            parts["experts.linear_fc2.bias"] = self.expert_down_bias
-        if self.score_bias is not None:
-            parts["router.expert_bias"] = self.score_bias[:, None]
-        if self.shared_gate_up is not None:
-            parts["shared_experts.linear_fc1.weight"] = self.shared_gate_up.unflatten(1, (2, -1))
-            parts["shared_experts.linear_fc2.weight"] = self.shared_down[:, None]
-        if self.shared_gate is not None:
-            parts["shared_experts.gate_weight"] = self.shared_gate[:, None]
-        views = {}
-        for spec in family_table(self.cfg):
-            at, _, part = spec.canonical.partition(".mlp.")
-            if part in parts:
-                views |= zip(spec.hf, parts[part][self.place[int(at.rpartition(".")[2])]], strict=True)
+        for layer, rows in enumerate(self.norms):
+            for name, row in zip(self.norm_rows, rows, strict=True):
+                views[hf[f"decoder.layers.{layer}.{name}.weight"]] = row
+        for block in self.blocks:
+            views |= block.views()
         return views
-
-    def _halves(self, t: Tensor) -> Tensor:
-        """[heads * d, ...] as it is stored -> row-major in Hugging Face's order: the strided view [heads, 2, d/2, ...]
-        where halves are interleaved."""
-        if not self.interleaves:
-            return t
-        return t.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2)
-
-    def _with_gates(self, t: Tensor) -> Tensor:
-        """[queries, keys, values, gates] -> [heads, 2, d, ...]: each head's queries, then its gates."""
-        each = self.head_dim * t.stride(0)
-        strides = each, (self.rotated + self.groups) * each, *t.stride()
-        return t.as_strided((self.heads, 2, self.head_dim, *t.shape[1:]), strides, t.storage_offset())
 
     def load(self, name: str, tensor: Tensor) -> None:
         """A whole tensor, of which this rank keeps its share."""
@@ -264,9 +156,8 @@ class NativeModel:
         self.scratch.clear()
         self._views.clear()
         self.packs.clear()
-        self.embedding = self.head = self.qkv = self.out = self.gate_up = self.down = self.router = self.final_norm
-        self.expert_gate_up = self.expert_down = self.shared_gate_up = self.shared_down = self.final_norm
-        self.latent = self.linear = self.expert_gate_up_bias = self.expert_down_bias = None
+        self.embedding = self.head = self.norms = self.final_norm
+        self.mixers, self.mlps, self.experts, self.blocks = {}, {}, {}, []
 
     # ---- forward
 
@@ -315,6 +206,24 @@ class NativeModel:
         With `held` int64 [P] (not for linear layers) the tokens are those behind so many, which are staged already.
         """
         rows, length = tokens.shape
+        prompts = self._prompts(rows, length, staged, memories, lengths, held)
+        flat = None if routes is None else routes.flatten(0, 1)
+
+        def mix(mixer: Mixer, layer: int, y: Tensor) -> Tensor:
+            return mixer.prefill(layer, y, prompts)
+
+        return self._forward(tokens.reshape(-1), mix, flat).view(rows, length, -1)
+
+    def _prompts(
+        self,
+        rows: int,
+        length: int,
+        staged: Tensor | None,
+        memories: Memories | None,
+        lengths: Tensor | None,
+        held: Tensor | None,
+    ) -> Prompts:
+        """See `prefill`."""
         positions, reach = torch.arange(length, device=self.device).repeat(rows), length
         behind = None
         if held is not None:
@@ -328,28 +237,7 @@ class NativeModel:
         near = near if causal is None or near is None else near.view_as(causal)
         rope = self.rotations(positions, reach)
         real = None if lengths is None else positions[:length] < lengths[:, None]
-
-        def attend(layer: int, y: Tensor) -> Tensor:
-            if layer not in self.attends:
-                return self.linear.prefill(layer, y.view(rows, length, -1), real, memories)
-            if self.latent is not None:
-                kept = None if staged is None else staged[layer, 0, :, 0]
-                return self.latent.prefill(layer, y, rope[0], rows, kept, behind)
-            heads, place = self._heads(layer, y, rope).view(rows, length, -1, self.head_dim), self.attends[layer]
-            q, k, v, gates = self._parts(heads)
-            if behind is not None:
-                for part, new in zip(staged[place], (k, v), strict=True):
-                    part[behind.rows, :, behind.positions] = new.flatten(0, 1)
-                k, v = staged[place].transpose(2, 3)
-            elif staged is not None:
-                staged[place, 0].copy_(k.transpose(1, 2))
-                staged[place, 1].copy_(v.transpose(1, 2))
-            seen = near if self.local[layer] and near is not None else causal
-            out = prefill_attention(q, k, v, seen, self._scores(place))
-            return _gated(out, gates).flatten(0, 1)
-
-        flat = None if routes is None else routes.flatten(0, 1)
-        return self._forward(tokens.reshape(-1), attend, flat).view(rows, length, -1)
+        return Prompts(rows, length, rope, causal, near, staged, behind, real, memories)
 
     def decode(
         self, tokens: Tensor, positions: Tensor, cache: SlotCache, longest: int, routes: Routes | None = None
@@ -363,24 +251,13 @@ class NativeModel:
         if near is not None:
             near = torch.zeros(n, longest, device=self.device).masked_fill_(~near, float("-inf"))[:, None, None]
 
-        rope = self.rotations(positions, longest)
+        step = DecodeStep(longest, cache, places, mask, near, self.rotations(positions, longest))
 
-        def attend(layer: int, y: Tensor) -> Tensor:
-            if layer not in self.attends:
-                return self.linear.decode(layer, y, cache.memories)
-            if self.latent is not None:
-                query, kept = self.latent.absorbed(layer, y, rope[0])
-                cache.write(layer, places, kept[:, None])
-                return self.latent.decode(layer, query, cache.kv[layer, 0, :n, 0, :longest], mask[:, 0])
-            heads, place = self._heads(layer, y, rope), self.attends[layer]
-            cache.write(place, places, heads[:, self.heads : self.rotated + self.groups])
-            keys, values = cache.kv[place, :, :n, :, :longest]
-            seen = mask if near is None or not self.local[layer] else near
-            out = decode_attention(heads[:, : self.heads], keys, values, seen, self.scratch, self._scores(place))
-            return _gated(out, self._parts(heads)[3])
+        def mix(mixer: Mixer, layer: int, y: Tensor) -> Tensor:
+            return mixer.decode(layer, y, step)
 
         routing = None if routes is None else routes.empty(n)
-        hidden = self._forward(tokens, attend, routing)
+        hidden = self._forward(tokens, mix, routing)
         if routes is not None:
             routes.write(positions, routing)
         return self.logits(hidden)
@@ -398,67 +275,32 @@ class NativeModel:
         rows = self.embedding[local.where(mine, 0)] if len(self.embedding) else self.embedding.new_zeros(1, 1)
         return self.peers.add(rows.expand(len(tokens), self.cfg.hidden_size) * mine[:, None])
 
-    def _heads(self, layer: int, y: Tensor, rope: Tensor) -> Tensor:
-        """Queries, keys, values and, in some families, gates [M, heads + 2 kv_heads (+ heads), d], in a buffer that the
-        next layer uses again."""
-        place = self.attends[layer]
-        heads = self._product("qkv", place, y, _of(self.qkv_bias, place)).view(len(y), -1, self.head_dim)
-        self._norm_and_rotate(layer, heads[:, : self.rotated], rope[-1 if self.local[layer] else 0])
-        return heads
-
-    def _scores(self, place: int) -> Scores:
-        return self.scores._replace(sinks=_of(self.sinks, place))
-
-    def _parts(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """[..., heads, d] -> queries, keys, values, gates."""
-        q, k, v, gates = heads.tensor_split([self.heads, self.rotated, self.rotated + self.groups], dim=-2)
-        return q, k, v, gates if self.gated else None
-
-    def _forward(self, tokens: Tensor, attend: Attend, routes: Tensor | None = None) -> Tensor:
+    def _forward(self, tokens: Tensor, mix: Mix, routes: Tensor | None = None) -> Tensor:
         """tokens int64 [M] -> [M, hidden] after the final norm; their experts to routes [M, layer, top_k] if given.
         Large intermediates live in scratch buffers."""
         x = self._embed(tokens)
         if self._embedding_factor != 1:
             x *= self._embedding_factor
         for layer in range(self.cfg.num_layers):
-            y = self._normed(x, layer, BEFORE)
-            if layer in self.attends:
-                out, bias = self.packs["out", self.attends[layer]], _of(self.out_bias, self.attends[layer])
-            else:
-                out, bias = self.linear.out_of(layer), None
-            x = self._add(x, attend(layer, y), out, bias, layer, BEHIND)
+            mixer, y = self.mixers[layer], self._normed(x, layer, BEFORE)
+            x = self._add(x, mix(mixer, layer, y), mixer.out_of(layer), layer, BEHIND)
             y = self._normed(x, layer, BEFORE_MLP)
-            place = self.place[layer]
-            if layer in self.sparse:
-                x += self.peers.add(self._mix(place, y, routes))
-                continue
-            gate, up = self._product("gate_up", place, y, _of(self.gate_up_bias, place)).chunk(2, dim=1)
-            y = self._gate(gate).mul_(up)
-            x = self._add(x, y, self.packs["down", place], _of(self.down_bias, place), layer, BEHIND_MLP)
-        return self._norm(x, self.final_norm)
-
-    def _product(self, name: str, place: int, y: Tensor, bias: Tensor | None) -> Tensor:
-        """y W^T + bias, perhaps in a buffer that the next layer uses again."""
-        weight = self.packs[name, place]
-        if weight.is_mkldnn:
-            return packed_linear(y, weight, bias)
-        return product_into(self.scratch.take(name, len(y), len(weight)), y, weight.t(), bias)
+            if layer in self.experts:
+                x += self.peers.add(self.experts[layer](layer, y, routes))
+            else:
+                mlp = self.mlps[layer]
+                x = self._add(x, mlp(layer, y), mlp.out_of(layer), layer, BEHIND_MLP)
+        return self.kit.norm(x, self.final_norm)
 
     def _normed(self, x: Tensor, layer: int, name: str) -> Tensor:
         """As it is in families without this norm."""
-        return self._norm(x, self.norms[layer, self.norm_rows.index(name)]) if name in self.norm_rows else x
+        return self.kit.norm(x, self.norms[layer, self.norm_rows.index(name)]) if name in self.norm_rows else x
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        size, eps = weight.shape, self.cfg.norm_eps
-        if self.family.offset_norms:
-            return F.rms_norm(x.float(), size, 1 + weight.float(), eps).to(x.dtype)
-        return F.rms_norm(x, size, weight, eps)
-
-    def _add(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, layer: int, norm: str) -> Tensor:
+    def _add(self, x: Tensor, y: Tensor, product: Product, layer: int, norm: str) -> Tensor:
         """x [M, hidden] + y weight^T + bias, of all ranks' shares of y and weight; in some families normalised first,
         or times a factor. Perhaps in place of x."""
-        scale = self.cfg.scales.residual
-        if self.peers.size == 1 and not self.family.post_norms and scale == 1:
+        scale, (weight, bias) = self.cfg.scales.residual, product
+        if self.peers.size == 1 and not self.cfg.traits.post_norms and scale == 1:
             x = add_linear(x, y, weight)
             return x if bias is None else x.add_(bias)
         out = self.peers.add(linear(y, weight))
@@ -466,72 +308,3 @@ class NativeModel:
             out += bias
         out = self._normed(out, layer, norm)
         return x.add_(out if scale == 1 else out * scale)
-
-    def _gate(self, x: Tensor) -> Tensor:
-        return F.silu(x, inplace=True) if self.family.activation == "silu" else F.gelu(x, approximate="tanh")
-
-    def _mix(self, place: int, y: Tensor, routes: Tensor | None) -> Tensor:
-        """y [M, hidden] -> what each row's experts make of it, of layer `place` with experts; all rows of an expert in
-        one product."""
-        moe = self.cfg.moe
-        if self.score_bias is None:
-            routing = route(y, self.router[place], moe.top_k, moe.norm_topk_prob, _of(self.router_bias, place))
-        else:
-            routing = route_by_groups(y, self.router[place], self.score_bias[place], moe)
-        if routes is not None:
-            routes[:, place] = routing.experts
-        pairs = sort_pairs(routing.experts, moe.num_experts)
-        mixed = grouped_linear(expand(y, pairs), self.expert_gate_up[place], pairs.counts)
-        if self.expert_gate_up_bias is not None:
-            mixed = add_bias(mixed, self.expert_gate_up_bias[place], pairs.counts)
-        if self.family.clamped_gate:
-            mixed = clamped_gate(mixed)
-        else:
-            gate, up = mixed.chunk(2, dim=1)
-            mixed = F.silu(gate, inplace=True).mul_(up)
-        out = grouped_linear(mixed, self.expert_down[place], pairs.counts)
-        if self.expert_down_bias is not None and self.peers.rank == 0:  # of all ranks' sum
-            out = add_bias(out, self.expert_down_bias[place], pairs.counts)
-        out = combine(out, pairs, routing.weights)
-        if self.shared_gate_up is None:
-            return out
-        gate, up = F.linear(y, self.shared_gate_up[place]).chunk(2, dim=1)
-        hidden = F.silu(gate).mul_(up)
-        if self.shared_gate is not None:
-            hidden *= F.linear(y, self.shared_gate[place]).sigmoid()
-        return out.addmm_(hidden, self.shared_down[place].t())
-
-    def _norm_and_rotate(self, layer: int, qk: Tensor, rope: Tensor) -> None:
-        """In place on the query and key heads [M, rotated, d]; the rotation is done in float32."""
-        y = self._norm_heads(layer, qk) if self.qk_norm is not None else qk
-        if self.turns[layer]:
-            y = y.float()
-            part = y[..., : self.cfg.rotary_dim]
-            rotate(part, rope, self.interleaves or self.family.interleaved_rotary)
-        if y.data_ptr() != qk.data_ptr():
-            qk.copy_(y)
-
-    def _norm_heads(self, layer: int, qk: Tensor) -> Tensor:
-        if self.wide:
-            return self._norm_wide(layer, qk)
-        y, weight = qk, self.qk_norm[self.attends[layer]][self._head_kind]
-        if self.family.offset_norms:
-            y, weight = y.float(), 1 + weight.float()
-        return F.rms_norm(y, (self.head_dim,), None, self.cfg.norm_eps) * weight
-
-    def _norm_wide(self, layer: int, qk: Tensor) -> Tensor:
-        """Queries, and keys, each over all heads of a token, on whatever ranks they are."""
-        y = qk.float()
-        squares, parts = y.square().sum(-1), [self.heads, self.groups]
-        sums = self.peers.add(torch.stack([part.sum(1) for part in squares.split(parts, 1)], 1))
-        factors = (sums / self._wide_sizes + self.cfg.norm_eps).rsqrt()[:, self._head_kind]  # [M, rotated]
-        return (y * factors[..., None] * self.qk_norm[self.attends[layer]].view(-1, self.head_dim)).to(qk.dtype)
-
-
-def _gated(out: Tensor, gates: Tensor | None) -> Tensor:
-    """out [..., heads * d], gates [..., heads, d]."""
-    return out if gates is None else out * gates.flatten(-2).sigmoid()
-
-
-def _of(biases: Tensor | None, layer: int) -> Tensor | None:
-    return None if biases is None else biases[layer]

@@ -1,0 +1,90 @@
+"""What the blocks of a native model share, and what a pass of it tells them.
+
+A block has the weights of its kind in all layers that are of it. It makes its buffers, names the views into them, and
+computes its part of a pass:
+
+    matrices   of its products, by name, one for each of its layers: packed for their kernels (`packs.py`)
+    views      Hugging Face name -> view into its buffers whose elements are in Hugging Face's order
+    out        of a layer: the matrix and the bias of its last product, which the model adds to what a layer reads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.config.sections.model.config import ModelConfig
+from aligner.engines.native.attention import Behind
+from aligner.engines.native.packs import Packs, matrices
+from aligner.engines.native.peers import Peers
+from aligner.engines.native.scratch import Scratch, zeros
+from aligner.ops.kernels.packed_products import packed_linear
+from aligner.ops.kernels.products import product_into
+
+if TYPE_CHECKING:
+    from aligner.engines.native.cache import SlotCache
+    from aligner.engines.native.linear import Memories
+
+Product = tuple[Tensor, Tensor | None]  # matrix and bias
+
+
+class Prompts(NamedTuple):
+    """Of a prefill of P rows of T tokens, of which `behind` says where they stand if others are staged before them."""
+
+    rows: int
+    length: int
+    rope: Tensor  # complex64 [K, P * T, 1, rotary_dim / 2]
+    causal: Tensor | None  # bool [P, 1, T, staged positions], with `behind`
+    near: Tensor | None  # the same, or [T, T], of layers that see their neighbours alone; None: as all
+    staged: Tensor | None  # [layer, plane, P, kv_head, T, d]
+    behind: Behind | None
+    real: Tensor | None  # bool [P, T]: tokens that are no padding
+    memories: Memories | None
+
+
+class DecodeStep(NamedTuple):
+    """Of a decode step of slots [0, n), at positions below `longest`."""
+
+    longest: int
+    cache: SlotCache
+    places: Tensor  # int64 [n] of `cache.places`
+    mask: Tensor  # float32 [n, 1, 1, longest], 0 or -inf
+    near: Tensor | None  # the same, of layers that see their neighbours alone; None: as all
+    rope: Tensor
+
+
+class Kit:
+    """The model's shape, its place among `peers`, and its products."""
+
+    packs: Packs  # of all blocks' matrices, once they are made
+
+    def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, peers: Peers):
+        self.cfg, self.device, self.dtype, self.peers = cfg, device, dtype, peers
+        self.scratch = Scratch(device, dtype)
+
+    def empty(self, *shape: int) -> Tensor:
+        return zeros(*shape, dtype=self.dtype, device=self.device)
+
+    def matrices(self, layers: int, rows: int, columns: int) -> Sequence[Tensor]:
+        return matrices(layers, rows, columns, dtype=self.dtype, device=self.device)
+
+    def product(self, name: str, place: int, y: Tensor, bias: Tensor | None) -> Tensor:
+        """y W^T + bias, perhaps in a buffer that the next layer uses again."""
+        weight = self.packs[name, place]
+        if weight.is_mkldnn:
+            return packed_linear(y, weight, bias)
+        return product_into(self.scratch.take(name, len(y), len(weight)), y, weight.t(), bias)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        size, eps = weight.shape, self.cfg.norm_eps
+        if self.cfg.traits.offset_norms:
+            return F.rms_norm(x.float(), size, 1 + weight.float(), eps).to(x.dtype)
+        return F.rms_norm(x, size, weight, eps)
+
+
+def of(biases: Tensor | None, place: int) -> Tensor | None:
+    return None if biases is None else biases[place]
