@@ -169,7 +169,8 @@ def _close(thread: threading.Thread, loop: asyncio.AbstractEventLoop, workers: l
     was forked of this one has no such thread."""
     if thread.is_alive():
         ending = asyncio.run_coroutine_threadsafe(_end(workers), loop)
-        ending.add_done_callback(lambda _: loop.stop())  # in that thread
+        # `stop` alone, where the end came before this line, would set a mark that no loop wakes up for
+        ending.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
         if thread is not threading.current_thread():
             thread.join(END_S + 2 * KILL_S)
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from concurrent import futures
 
 import pytest
 
@@ -196,6 +197,21 @@ def test_its_processes_end_with_it_also_where_their_own_thread_lets_it_go(tmp_pa
     loop.call_soon_threadsafe(let_go.set)
     held.result(300).join(300)
     assert loop.is_closed() and process.transport.get_returncode() is not None
+
+
+def test_its_thread_ends_with_it_also_where_there_is_no_process_to_end(tmp_path, monkeypatch):
+    """What is asked of the thread may be done before anyone looks."""
+
+    def at_once(work, loop, real=asyncio.run_coroutine_threadsafe):
+        asked = real(work, loop)
+        futures.wait([asked], 300)
+        return asked
+
+    others, pool = set(threading.enumerate()), make_pool(tmp_path, path=f"{FILE}:Guess")
+    (thread,) = set(threading.enumerate()) - others
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", at_once)
+    del pool
+    assert not thread.is_alive()
 
 
 def test_what_is_no_unicode_is_replaced(tmp_path):
