@@ -191,16 +191,17 @@ class RewardPipeline:
         return _Scoring(self, list(samples), early or {}).components()
 
     @property
-    def scores_early(self) -> bool:
-        return self.config.overlap and any(map(_per_sample, self.rewards_of_threads))
+    def score_early(self) -> Callable[[Sample], Early] | None:
+        """Starts the functions that score each sample for itself, while other samples are still generated. None where
+        nothing begins early."""
+        those = [reward for reward in self.rewards_of_threads if _per_sample(reward)] if self.config.overlap else []
 
-    def score_early(self, sample: Sample) -> Early:
-        """Start the functions that score each sample for itself, while other samples are still generated."""
-        return {
-            reward.name: self.submit(reward, lambda reward=reward: scores_of(reward, [sample]))
-            for reward in self.rewards_of_threads
-            if _per_sample(reward)
-        }
+        def start(sample: Sample) -> Early:
+            return {
+                reward.name: self.submit(reward, lambda reward=reward: scores_of(reward, [sample])) for reward in those
+            }
+
+        return start if those else None
 
     def take_late(self) -> dict[str, tuple[float, float]]:
         """reward/<name>/late -> (samples that were not scored in time, samples) of this rank since the last call, for

@@ -52,8 +52,7 @@ class Samples:
             self.weights()  # a restart shall not show in the metrics: the refit's are not told
         self._placed, rewards = True, self.score.rewards
         rewards.begin(step)
-        early = rewards.score_early if rewards.scores_early else None
-        groups = self.score(self.player(self._requests(step), score=early))
+        groups = self.score(self.player(self._requests(step), score=rewards.score_early))
         scores = self.score.combined(groups, update=False)
         compared = self._shaped(groups, scores)
         texts = [self.rows[prompt.id].prompt for prompt in groups.prompts]

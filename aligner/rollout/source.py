@@ -85,7 +85,7 @@ class RolloutSource:
         rewards = self.score.rewards
         rewards.begin(step)
         self.schedule.land(step)
-        metrics, early = self.weights(), rewards.score_early if rewards.scores_early else None
+        metrics, early = self.weights(), rewards.score_early
         if self.algorithm.filter_groups:
             groups, measured = self._filtered(step, early)
             metrics |= measured

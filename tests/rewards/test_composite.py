@@ -130,8 +130,8 @@ def test_scores_that_were_begun_early_are_not_asked_for_again():
 
 def test_only_functions_of_single_samples_begin_early():
     whole, each = custom(lambda samples: [0.0], "whole"), per_sample(lambda samples: [0.0])
-    assert not pipeline([(whole, 1.0)]).scores_early and pipeline([(whole, 1.0), (each, 1.0)]).scores_early
-    assert not pipeline([(each, 1.0)], overlap=False).scores_early
+    assert not pipeline([(whole, 1.0)]).score_early and pipeline([(whole, 1.0), (each, 1.0)]).score_early
+    assert not pipeline([(each, 1.0)], overlap=False).score_early
 
 
 def test_what_goes_wrong_early_is_told_with_the_batch():

@@ -281,8 +281,7 @@ def rolling(engine, rewards: RewardPipeline) -> RolloutSource:
 
 
 def scored_at_once(source, requests):
-    rewards = source.score.rewards
-    return source.score(source.schedule.at_once(requests, score=rewards.score_early if rewards.scores_early else None))
+    return source.score(source.schedule.at_once(requests, score=source.score.rewards.score_early))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
