@@ -27,7 +27,8 @@ from aligner.files import write_whole
 
 FOLDER = "answers"  # in the run folder
 NAME = re.compile(r"step-(\d{8,18})-rank-(\d{5,})\.jsonl", re.ASCII)
-Answer = dict[str, Any]  # with the entry "failed", the cause, where there was none
+Answer = dict[str, Any]  # with the entry "failed", one of CAUSES, where there was none
+CAUSES = ("raised", "hung", "died")  # of a failure: by the code, out of time, the process ended
 
 
 class AnswerLog:

@@ -9,10 +9,10 @@ from pathlib import Path
 from aligner.builders.job import Job, start
 from aligner.cluster.env import RankEnv
 from aligner.cluster.signals import StopSignals
+from aligner.config.on_demand import on_demand
 from aligner.config.schema import Config
 from aligner.errors import AlignerError
 from aligner.families.table import parameters
-from aligner.loading import on_demand
 from aligner.megatron.groups import leave_distributed
 from aligner.run.marker_files import DONE, STOPPED
 from aligner.run.starts import Start, start_record

@@ -1,5 +1,4 @@
-"""Imports that stay to the end of the process, what must be known before them, and what is imported only where the
-configuration asks for it."""
+"""Imports that stay to the end of the process, and what must be known before them."""
 
 from __future__ import annotations
 
@@ -8,25 +7,10 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from aligner.errors import ConfigError
 
-if TYPE_CHECKING:
-    from aligner.config.schema import Config
-
 TORCH = (2, 11)  # the lower bound of setup.py
-# what the configuration asks for -> module:name
-ON_DEMAND = {
-    "engine.name=vllm": "aligner.engines.vllm.engine:VllmEngine",
-    "engine.name=vllm on ranks": "aligner.engines.vllm.placed:PlacedVllmEngine",
-    "engine.name=trtllm": "aligner.engines.trtllm.torch_backend:TrtllmEngine",
-    "engine.name=trtllm_engine": "aligner.engines.trtllm.built:TrtllmBuiltEngine",
-    "engine.ranks": "aligner.builders.engines:serve",
-    "auto": "aligner.builders.sizes:decide",
-    "eval.generate": "aligner.builders.engines:make_answer_evaluator",
-}
 kernels = "auto"  # `model.kernels` of this process: the first import of Megatron goes by it (aligner/megatron)
 
 
@@ -61,22 +45,3 @@ def check_torch() -> None:
     if not new_enough(found):
         hint = "Images keep their own torch: the base of slurm/container/Dockerfile has one that fits."
         raise ConfigError("torch", found, f"{TORCH[0]}.{TORCH[1]} or later", hint)
-
-
-def on_demand(asked: str) -> Any:
-    """What `ON_DEMAND` has for this."""
-    module, _, name = ON_DEMAND[asked].partition(":")
-    return getattr(import_module(module), name)
-
-
-def demanded(cfg: Config) -> list[str]:
-    """Modules of `ON_DEMAND` that every rank of this run needs."""
-    from aligner.config.derived import evaluation_functions, undecided
-
-    asked = {
-        f"engine.name={cfg.engine.name}": cfg.engine.child is not None,
-        "engine.ranks": cfg.engine.ranks > 0,
-        "auto": undecided(cfg),
-        "eval.generate": bool(cfg.data.eval and evaluation_functions(cfg)),
-    }
-    return [ON_DEMAND[name].partition(":")[0] for name, wanted in asked.items() if wanted]

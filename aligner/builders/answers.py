@@ -9,7 +9,7 @@ from aligner.builders.data import make_answers
 from aligner.builders.job import Job
 from aligner.builders.runs import together
 from aligner.config.derived import evaluation_functions
-from aligner.loading import on_demand
+from aligner.config.on_demand import on_demand
 from aligner.roles.policy import Policy
 from aligner.rollout.heldout import held_out_loss
 from aligner.run.loop import Evaluate

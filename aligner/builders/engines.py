@@ -8,31 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aligner.builders.data import make_prompts, make_sampling
-from aligner.builders.environments import find_tools, make_turns
 from aligner.builders.job import Job
 from aligner.config.derived import evaluation_functions
+from aligner.config.engines import ENGINES
+from aligner.config.on_demand import imported, on_demand
 from aligner.config.quantization import describe, quantized
 from aligner.config.sections.model.config import ModelConfig
 from aligner.data.dataset import PromptDataset
 from aligner.data.mixture import PromptMixture
 from aligner.engines.base import RolloutEngine
-from aligner.engines.native.fleet import FleetEngine
-from aligner.engines.native.remote import RemoteEngine
-from aligner.engines.quantized import QuantizedEngine, has_modelopt, make_quantizer
-from aligner.engines.recorded import FOLDER as ANSWERS
-from aligner.engines.recorded import RecordedEngine, RecordingEngine
 from aligner.errors import ConfigError, EngineError
-from aligner.loading import on_demand
-from aligner.megatron.groups import (
-    neighbours,
-)
+from aligner.megatron.groups import neighbours
 from aligner.megatron.model import resolve_dtype
 from aligner.megatron.train import ShardedModel
-from aligner.refit.exchange import Exchange
-from aligner.refit.factors import FactorExchange
-from aligner.refit.plan import EngineGrid, TrainerGrid
-from aligner.refit.serve import Server
-from aligner.refit.transfer import Refit, planned
+from aligner.refit.transfer import Refit
 from aligner.refit.verify import POWER, Verifier
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.environment import EnvironmentReward
@@ -44,12 +33,11 @@ from aligner.rollout.evaluate import Evaluator
 from aligner.rollout.player import Player
 from aligner.rollout.references import check_rows
 from aligner.rollout.sharing import raised_together
-from aligner.run.phases import PhaseMemory
 from aligner.types import TrainBatch
 
 if TYPE_CHECKING:
     from aligner.engines.child.engine import ChildEngine
-    from aligner.engines.vllm.placed import PlacedVllmEngine
+    from aligner.engines.native.fleet import FleetEngine
 
 SENTINEL_PROMPTS, SENTINEL_TOKENS = 8, 64
 SENTINEL_DECODED = 16  # tokens that engines in a process of their own generate after each of these prompts
@@ -58,40 +46,40 @@ SENTINEL_DECODED = 16  # tokens that engines in a process of their own generate 
 def _engine(job: Job, model: ModelConfig) -> RolloutEngine:
     engine = _bare_engine(job, model)
     if quantized(job.cfg):
-        quantize, by = make_quantizer(job.cfg.engine.quantization, has_modelopt())
+        hashes = job.cfg.refit.verify == "checksum"
+        engine, by = on_demand("engine.quantization")(engine, job.cfg.engine.quantization, hashes)
         job.say(describe(job.cfg, by))
-        engine = QuantizedEngine(engine, quantize, hashes=job.cfg.refit.verify == "checksum")
     if job.cfg.debug.record_answers:
-        engine = RecordingEngine(engine, Path(job.cfg.run.dir) / ANSWERS, job.env.rank)
+        engine = on_demand("debug.record_answers")(engine, Path(job.cfg.run.dir), job.env.rank)
     job.engine = engine
     return engine
 
 
-def _engine_dtype(job: Job) -> torch.dtype:
+def engine_dtype(job: Job) -> torch.dtype:
     name = job.cfg.engine.dtype
     return job.dtype if name == "auto" else resolve_dtype(name)
 
 
 def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
-    dtype = _engine_dtype(job)
+    dtype, engine = engine_dtype(job), job.cfg.engine
     if job.bridge is not None:
         job.bridge.on_signal = job.boundary.signals.note
         routing = model if job.cfg.mismatch.replay_routing else None
-        return RemoteEngine(job.bridge, job.cfg.engine.tensor_parallel, dtype, routing)
-    if job.cfg.engine.child is not None:
-        return _child_engine(job, model, dtype, on_demand(f"engine.name={job.cfg.engine.name}"))
-    if job.cfg.engine.can.replays:
-        return RecordedEngine(model, job.cfg.engine.answers, dtype=dtype)
-    return _policy_engine(job, model)
+        return on_demand("engine.ranks, to order")(job.bridge, engine.tensor_parallel, dtype, routing)
+    if engine.child is not None:
+        return child_engine(job, model, imported(ENGINES[engine.name].made_by))
+    if engine.can.replays:
+        return imported(ENGINES[engine.name].made_by)(model, engine.answers, dtype=dtype)
+    return policy_engine(job, model)
 
 
 def native_engine(job: Job, model: ModelConfig, tokenizer: Any, reports_routing: bool = False) -> FleetEngine:
     """One without weights. Collective over the ranks that will call it together."""
-    return FleetEngine(
+    return imported(ENGINES["native"].made_by)(
         model,
         job.cfg.engine,
         device=job.device,
-        dtype=_engine_dtype(job),
+        dtype=engine_dtype(job),
         pad_id=tokenizer.pad_token_id,
         decode=tokenizer.decode,
         group=neighbours(job.cfg.engine.tensor_parallel),
@@ -99,48 +87,13 @@ def native_engine(job: Job, model: ModelConfig, tokenizer: Any, reports_routing:
     )
 
 
-def _policy_engine(job: Job, model: ModelConfig) -> FleetEngine:
+def policy_engine(job: Job, model: ModelConfig) -> FleetEngine:
     engine = native_engine(job, model, job.tokenizer, job.cfg.mismatch.replay_routing)
     engine.steal = not job.cfg.run.deterministic
     return engine
 
 
-def serve(job: Job) -> int:
-    """On a rank that only generates: do what the trainer's ranks order, to their end; returns the exit code."""
-    cfg, bridge, model = job.cfg, job.bridge, job.initial.config
-    assert bridge is not None
-    bridge.signal = lambda: job.boundary.signals.received
-    dtype = _engine_dtype(job)
-    job.engine = engine = _served_engine(job, model, dtype)
-    p = cfg.parallel
-    data = bridge.trainers // p.model_size
-    trainer = TrainerGrid(model.num_layers, p.tensor, p.pipeline, p.context, data, p.expert)
-
-    def plan() -> Exchange | FactorExchange:
-        engines = EngineGrid(bridge.engines, cfg.engine.tensor_parallel)
-        return planned(trainer, engines, model, (job.dtype, dtype), job.device, cfg.refit, bridge)
-
-    memory = PhaseMemory(cfg.memory, job.device, {}, engine, cfg.engine.cache_bytes)
-    memory.rank = bridge.rank
-    job.timers.on_phase = job.watchdog.phase
-    check_memory = lambda: memory.check(memory.take(alone=True))  # noqa: E731
-    play = None
-    if cfg.environment.on:
-        find_tools(job)
-        limit = cfg.sampling.max_response_tokens
-        play = make_turns(job, engine, make_sampling(job, cfg.sampling.temperature, limit)).serve
-    well = Server(bridge, engine, plan, cfg.refit, job.timers, memory.phase, check_memory, play)()
-    bridge.leave(well)
-    return 0 if well else 1
-
-
-def _served_engine(job: Job, model: ModelConfig, dtype: torch.dtype) -> FleetEngine | PlacedVllmEngine:
-    if job.cfg.engine.child is not None:
-        return _child_engine(job, model, dtype, on_demand(f"engine.name={job.cfg.engine.name} on ranks"))
-    return _policy_engine(job, model)
-
-
-def _child_engine[E: ChildEngine](job: Job, model: ModelConfig, dtype: torch.dtype, kind: type[E]) -> E:
+def child_engine[E: ChildEngine](job: Job, model: ModelConfig, kind: type[E]) -> E:
     cfg, tokenizer = job.cfg, job.tokenizer
     response = max(cfg.sampling.max_response_tokens, cfg.eval.max_response_tokens)
     with raised_together(EngineError):
@@ -148,7 +101,7 @@ def _child_engine[E: ChildEngine](job: Job, model: ModelConfig, dtype: torch.dty
             model,
             cfg.engine,
             device=job.device,
-            dtype=dtype,
+            dtype=engine_dtype(job),
             pad_id=tokenizer.pad_token_id,
             max_seq_len=max(cfg.data.max_prompt_tokens, SENTINEL_TOKENS) + response + 1,
             bucket_bytes=cfg.refit.bucket_bytes,

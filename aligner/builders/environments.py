@@ -11,8 +11,7 @@ from aligner.engines.base import RolloutEngine
 from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
 from aligner.errors import ConfigError
-from aligner.rollout.agents import kind_of_player
-from aligner.rollout.turns import Outside, Pace, TurnPlayer
+from aligner.rollout.turns import Outside, Pace, TurnPlayer, kind_of_player
 from aligner.types import SamplingParams
 
 

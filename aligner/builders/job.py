@@ -16,6 +16,8 @@ from aligner.cluster.env import RankEnv
 from aligner.cluster.seal import job_secret
 from aligner.cluster.threads import use as use_threads
 from aligner.config.derived import undecided
+from aligner.config.engines import ENGINES
+from aligner.config.on_demand import imported, on_demand
 from aligner.config.schema import Config
 from aligner.config.validate_model import check_node, validate_model, validate_on_gpu
 from aligner.data.dialogue import Dialogue
@@ -24,7 +26,6 @@ from aligner.data.shipped_templates import use_chat_template
 from aligner.data.shown import describe
 from aligner.engines.base import RolloutEngine
 from aligner.engines.bridge import Bridge
-from aligner.loading import on_demand
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
 from aligner.megatron.held import check_held
 from aligner.megatron.lora import check_adapters
@@ -108,7 +109,7 @@ def start(cfg: Config, env: RankEnv) -> Job:
     """Join the other ranks, find the model and its tokenizer, and check what only they can tell. Who gets a job leaves
     the others when it is done."""
     if cfg.engine.child is not None:
-        on_demand(f"engine.name={cfg.engine.name}").require(cfg.engine)
+        imported(ENGINES[cfg.engine.name].made_by).require(cfg.engine)
     if not cfg.engine.can.several_nodes:
         first = env.rank - env.local_rank
         check_node(cfg, range(first, first + env.local_world_size), env.world_size)

@@ -14,8 +14,15 @@ if TYPE_CHECKING:
 
 
 def undecided(cfg: Config) -> bool:
-    """Whether a number is still `auto`."""
-    return cfg.engine.kv_cache_bytes == AUTO or cfg.batch.sizes_itself or cfg.batch.logprob_tokens == AUTO
+    """Whether a number that the run goes by is still `auto`."""
+    cache = cfg.engine.kv_cache_bytes == AUTO and generates(cfg)
+    return cache or cfg.batch.sizes_itself or cfg.batch.logprob_tokens == AUTO
+
+
+def generates(cfg: Config) -> bool:
+    """Whether the run has an engine."""
+    rollouts = STAGES[cfg.stage.name].rollouts and not cfg.debug.train_only
+    return rollouts or cfg.algorithm.distill.on_policy > 0 or bool(evaluation_functions(cfg))
 
 
 def data_parallel(cfg: Config, world_size: int) -> int:
@@ -56,6 +63,11 @@ def evaluation_functions(cfg: Config) -> list[RewardFunctionConfig]:
     """What judges generated answers to the rows of data.eval; empty where none are to be generated."""
     wanted = cfg.eval.generate and cfg.data.eval and STAGES[cfg.stage.name].answers
     return (cfg.eval.functions or cfg.reward.functions) if wanted else []
+
+
+def recorded_steps(cfg: Config) -> int:
+    """Whose rollouts are kept as files: so many, the last ones."""
+    return cfg.debug.record or (cfg.run.steps if cfg.debug.rollout_only else 0)
 
 
 def batch_arithmetic(cfg: Config, world_size: int) -> str:

@@ -45,10 +45,13 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """`section`: of `engine`, its options. `reasons`: capability -> why it is lacking, after "with engine.name=NAME".
-    `check`: raises ConfigError for a model or a run that it does not serve."""
+    """`made_by`: module:class, imported where a run asks for the engine; `made_apart_by`: on ranks of its own, if that
+    is another. `section`: of `engine`, its options. `reasons`: capability -> why it is lacking, after "with
+    engine.name=NAME". `check`: raises ConfigError for a model or a run that it does not serve."""
 
     can: Capabilities
+    made_by: str
+    made_apart_by: str = ""
     section: str = ""
     by_default: tuple[str, ...] = ("sleep",)  # of the keys cuda_graphs and sleep, which `auto` turns on
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -75,15 +78,19 @@ ENGINES = {
             repeats=True,
             cuda_graphs=True,
         ),
+        made_by="aligner.engines.native.fleet:FleetEngine",
     ),
     "vllm": EngineEntry(
         Capabilities(**_SEEDED, apart=True, tensor_parallel=True, prefix_reuse=True),
-        "vllm",
+        made_by="aligner.engines.vllm.engine:VllmEngine",
+        made_apart_by="aligner.engines.vllm.placed:PlacedVllmEngine",
+        section="vllm",
         by_default=(),
         check=vllm.check_model,
     ),
     "trtllm": EngineEntry(
         Capabilities(**_SEEDED, prefix_reuse=True),
+        made_by="aligner.engines.trtllm.torch_backend:TrtllmEngine",
         section="trtllm",
         by_default=("cuda_graphs", "sleep"),
         reasons={
@@ -94,6 +101,7 @@ ENGINES = {
     ),
     "trtllm_engine": EngineEntry(
         Capabilities(own_process=True, request_seeds=True),
+        made_by="aligner.engines.trtllm.built:TrtllmBuiltEngine",
         section="trtllm",
         reasons={
             "tensor_parallel": f"{_OF_ONE_RANK}: an engine of several ranks needs the launcher's MPI, which its "
@@ -107,6 +115,7 @@ ENGINES = {
     ),
     "recorded": EngineEntry(
         Capabilities(replays=True, tensor_parallel=True, several_nodes=True, request_seeds=True, repeats=True),
+        made_by="aligner.engines.recorded:RecordedEngine",
     ),
 }
 NAMES = tuple(ENGINES)

@@ -60,6 +60,12 @@ def make_quantizer(kind: str, modelopt: bool) -> tuple[Quantize, str]:
     return inner, f"nvidia-modelopt {importlib.metadata.version('nvidia-modelopt')}"
 
 
+def quantized_engine(engine: RolloutEngine, kind: str, hashes: bool) -> tuple[QuantizedEngine, str]:
+    """And whose functions quantise."""
+    quantize, by = make_quantizer(kind, has_modelopt())
+    return QuantizedEngine(engine, quantize, hashes=hashes), by
+
+
 class QuantizedEngine(EngineAround):
     """`RolloutEngine` around another one. With `hashes` (`refit.verify=checksum`) a tensor has the checksum of what was
     given if the engine holds exactly what that became, else that of what it holds."""

@@ -48,6 +48,10 @@ def _score_keys(version: int, tokens: Tensor, lengths: Tensor, temperature: floa
     return [_key("score", version, row[:n], float(temperature)) for row, n in rows]
 
 
+def recording(engine: RolloutEngine, run_dir: Path, rank: int) -> RecordingEngine:
+    return RecordingEngine(engine, run_dir / FOLDER, rank)
+
+
 class RecordingEngine(EngineAround):
     """The `RolloutEngine` it stands before, writing to `folder`; `rank` keeps the files of ranks apart."""
 

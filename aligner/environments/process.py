@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from aligner.answers import CAUSES
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.environments.limits import LEFT, MAX_LINE
 from aligner.errors import EnvironmentCodeError
@@ -26,7 +27,6 @@ START_S = 600.0  # of a worker: its imports on a busy machine, which are not of 
 GRACE_S = 5.0  # beyond environment.timeout_s, which a worker keeps by itself unless something holds its interpreter
 DRAIN_S = 1.0  # for what an ended process has said to arrive, where something else holds its pipe open
 KILL_S = 15.0  # for its guard to kill it and all that it has started
-CAUSES = ("raised", "hung", "died")  # of a failure: by the code, out of time, the process ended
 _REPLY = re.compile(rb'\{"id": (\d+)')
 _numbers = itertools.count()
 

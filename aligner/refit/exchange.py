@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 class Exchange:
     """This rank's part of `plan`, a list of steps found once. `wire` is the dtype of what travels."""
 
+    factored: ClassVar[bool] = False  # it moves whole weights
     plan: Plan
     rank: int
     device: torch.device

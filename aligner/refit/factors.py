@@ -144,6 +144,8 @@ class FactorExchange:
     """Called like an `Exchange`, which it does twice: `whole` once, of the weights without adapters, and `factors` at
     every run. The trainer's parameters are `SplitWeights`."""
 
+    factored = True
+
     def __init__(self, whole: Exchange, factors: Exchange, cfg: ModelConfig):
         self.whole, self.factors = whole, factors
         self.lasting = whole.lasting = factors.lasting = False

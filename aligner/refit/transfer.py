@@ -11,11 +11,13 @@ import datetime
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.config.on_demand import on_demand
 from aligner.config.sections.engine import RefitConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import RolloutEngine
@@ -28,10 +30,12 @@ from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.ops.reduce import first_cause, sum_halves
 from aligner.refit.exchange import Exchange
-from aligner.refit.factors import FactorExchange
 from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
 from aligner.refit.stream import WeightStream
 from aligner.types import ScalarMetrics
+
+if TYPE_CHECKING:
+    from aligner.refit.factors import FactorExchange
 
 CAUSE_KEY = "aligner/refit/cause"  # in the store that all ranks share
 
@@ -120,7 +124,7 @@ class Refit:
     def _placed(self) -> tuple[int, int]:
         exchange = self.exchange
         assert exchange is not None
-        factored, hashed = isinstance(exchange, FactorExchange), self.config.verify == "checksum"
+        factored, hashed = exchange.factored, self.config.verify == "checksum"
         parameters: Mapping[str, Tensor] = {}
         if hashed or not factored:
             parameters = self._parameters if exchange.lasting else self.model.weights()
@@ -201,7 +205,7 @@ def planned(
         return part(engines, hf_tensors(model), min(dtypes, key=lambda dtype: dtype.itemsize))
     whole = part(engines, hf_tensors(model), dtypes[0])
     factors = part(EngineGrid(engines.ranks), factor_tensors(model), dtypes[0])  # every engine's rank gets all of them
-    return FactorExchange(whole, factors, model)
+    return on_demand("refit.adapters=factors")(whole, factors, model)
 
 
 def any_rank(flag: bool, device: torch.device, timeout_s: float, group: dist.ProcessGroup | None = None) -> bool:

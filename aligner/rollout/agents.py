@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
-from aligner.config.sections.environment import EnvironmentConfig
 from aligner.data.dialogue import Dialogue
 from aligner.data.formats import Tools
 from aligner.data.tool_calls import Call, spoken
@@ -171,8 +170,9 @@ class AgentPlayer(TurnPlayer):
         play.asked = self.pool.ask(play.session, "score", why=why, code=code)
 
 
-def kind_of_player(cfg: EnvironmentConfig, make: Callable[[Tools], Dialogue]) -> Callable[..., TurnPlayer]:
-    return partial(AgentPlayer, dialogues=Dialogues(make)) if cfg.agent else TurnPlayer
+def agent_player(make: Callable[[Tools], Dialogue]) -> Callable[..., AgentPlayer]:
+    """`make`: of a request's tools."""
+    return partial(AgentPlayer, dialogues=Dialogues(make))
 
 
 def _key(message: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from torch import Tensor
 from aligner.answers import Answer
 from aligner.data.dialogue import Given
 from aligner.data.tool_calls import Call
-from aligner.environments.pool import Session
 from aligner.ops.packing.turns import Row, Turn, rows_of
 from aligner.types import Generations, Prompt, Stop
+
+if TYPE_CHECKING:
+    from aligner.environments.pool import Session
 
 DTYPES = {"i": torch.int32, "f": torch.float32}  # of arrays of tokens and versions, and of logprobs
 OPEN_ENDS = (Stop.ANSWER, Stop.DONE)  # the trajectory has come to its own end; by all others it was cut

@@ -31,7 +31,6 @@ from aligner.ops.packing.rows import joined
 from aligner.ops.reduce import first_cause
 from aligner.rewards.composite import Scores
 from aligner.rollout.source import Rollout, Rollouts
-from aligner.run.chain import Seen
 from aligner.run.rows import delete_but, file_name
 from aligner.types import Prompt, RolloutBatch, Sample
 
@@ -252,10 +251,9 @@ def join_scores(parts: list[Scores]) -> Scores:
 
 @dataclass
 class Recorder:
-    """A source whose rollouts the chain of hashes sees; the last `count` are kept as files (`debug.record`)."""
+    """A source whose last `count` rollouts are kept as files (`debug.record`)."""
 
     source: Rollouts
-    seen: Seen
     folder: Path
     count: int
     origin: Origin
@@ -266,12 +264,9 @@ class Recorder:
     def next(self, step: int) -> Rollout:
         """What the source gives."""
         found = self.source.next(step)
-        self.seen.rollout(found.batch)
-        if self.count:  # of what came the step changes these (debug.shuffle_rewards, mismatch.correction)
-            came = dataclasses.replace(
-                found.batch, rewards=found.batch.rewards.clone(), valid=found.batch.valid.clone()
-            )
-            self._came = came, found.batch, copy.deepcopy(found.scores)
+        # the step changes these (debug.shuffle_rewards, mismatch.correction)
+        came = dataclasses.replace(found.batch, rewards=found.batch.rewards.clone(), valid=found.batch.valid.clone())
+        self._came = came, found.batch, copy.deepcopy(found.scores)
         return found
 
     def keep(self, step: int) -> None:

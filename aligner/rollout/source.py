@@ -27,8 +27,8 @@ from aligner.rollout.player import Player, Score
 from aligner.rollout.requests import Request, Requests
 from aligner.rollout.schedule import Schedule
 from aligner.rollout.score import Scorer
-from aligner.rollout.statistics import staleness_metrics
-from aligner.rollout.turns import trajectory_sums
+from aligner.rollout.statistics import staleness_metrics, trajectory_sums
+from aligner.run.chain import Seen
 from aligner.run.timers import Timers
 from aligner.types import STOP, RolloutBatch, Sample, ScalarMetrics, Stop
 
@@ -45,6 +45,20 @@ class Rollouts(Protocol):
     """Where a stage's rollouts come from."""
 
     def next(self, step: int) -> Rollout: ...
+
+
+@dataclass
+class Hashed:
+    """A source whose rollouts the chain of hashes sees."""
+
+    source: Rollouts
+    seen: Seen
+
+    def next(self, step: int) -> Rollout:
+        """What the source gives."""
+        found = self.source.next(step)
+        self.seen.rollout(found.batch)
+        return found
 
 
 @dataclass

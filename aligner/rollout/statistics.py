@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.answers import CAUSES
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.ops.reduce import of_each_rank, reduce_metrics
 from aligner.ops.rl.advantages import count_degenerate
@@ -15,7 +17,7 @@ from aligner.ops.rl.kl import reference_kl_sums
 from aligner.ops.rl.mismatch import cut_sums, finish_mismatch, mismatch_sums, weight_sums
 from aligner.ops.rl.value_loss import explained_variance, explained_variance_sums
 from aligner.rewards.composite import Scores, finish_metrics
-from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
+from aligner.types import RolloutBatch, Sample, ScalarMetrics, Stop, Sums, TrainBatch
 
 
 def by_function(scores: Scores) -> Tensor:
@@ -111,3 +113,23 @@ def value_metrics(rollout: RolloutBatch, group: dist.ProcessGroup) -> ScalarMetr
         "critic/return_mean": float(sums[1]) / n,
         "critic/value_mean": float(sums[5]) / n,
     }
+
+
+def trajectory_sums(samples: Sequence[Sample]) -> tuple[Sums, dict[str, float]]:
+    """stop/<reason>, environment/*: sums to be divided and maxima, of samples of which some may be no trajectories."""
+    found = [sample.trajectory for sample in samples if sample.trajectory is not None]
+    n = float(len(found))
+    sums = {f"stop/{stop}": (float(sum(t.stop == stop for t in found)), n) for stop in Stop}
+    sums |= {
+        f"environment/failed_{cause}": (float(sum(t.failure.startswith(f"{cause}:") for t in found)), n)
+        for cause in CAUSES
+    }
+    sums |= {
+        "environment/failed": (float(sum(bool(t.failure) for t in found)), n),
+        "environment/turns_mean": (float(sum(t.turns for t in found)), n),
+        "environment/rows_mean": (float(sum(t.rows for t in found)), n),
+        "environment/call_errors": (float(sum(t.wrong for t in found)), n),
+        "environment/retried": (float(sum(t.retried for t in found)), n),
+        "environment/late": (float(sum(t.late for t in found)), n),
+    }
+    return sums, {"environment/turns_max": float(max((t.turns for t in found), default=0))}

@@ -24,12 +24,13 @@ import torch
 import torch.distributed as dist
 
 from aligner.answers import Answer, AnswerLog
+from aligner.config.on_demand import on_demand
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.data.dialogue import Dialogue, Given
+from aligner.data.formats import Tools
 from aligner.data.messages import read_messages
 from aligner.environments.limits import CHARS
 from aligner.environments.pool import Pool, Session
-from aligner.environments.process import CAUSES
 from aligner.errors import AlignerError, DataError, EngineError
 from aligner.ops.packing.turns import Turn, rows_of
 from aligner.ops.reduce import max_over
@@ -39,7 +40,7 @@ from aligner.rollout.player import Player, Score, Together
 from aligner.rollout.requests import Request
 from aligner.rollout.serving import Turns
 from aligner.rollout.sharing import raised_together
-from aligner.types import STOP, Generations, Sample, SamplingParams, Stop, Sums, Trajectory
+from aligner.types import STOP, Generations, SamplingParams, Stop, Sums, Trajectory
 
 
 @dataclass(frozen=True)
@@ -382,21 +383,6 @@ def characters(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(len(text if isinstance(text, str) else str(text)) for text in texts)
 
 
-def trajectory_sums(samples: Sequence[Sample]) -> tuple[Sums, dict[str, float]]:
-    """stop/<reason>, environment/*: sums to be divided and maxima, of samples of which some may be no trajectories."""
-    found = [sample.trajectory for sample in samples if sample.trajectory is not None]
-    n = float(len(found))
-    sums = {f"stop/{stop}": (float(sum(t.stop == stop for t in found)), n) for stop in Stop}
-    sums |= {
-        f"environment/failed_{cause}": (float(sum(t.failure.startswith(f"{cause}:") for t in found)), n)
-        for cause in CAUSES
-    }
-    sums |= {
-        "environment/failed": (float(sum(bool(t.failure) for t in found)), n),
-        "environment/turns_mean": (float(sum(t.turns for t in found)), n),
-        "environment/rows_mean": (float(sum(t.rows for t in found)), n),
-        "environment/call_errors": (float(sum(t.wrong for t in found)), n),
-        "environment/retried": (float(sum(t.retried for t in found)), n),
-        "environment/late": (float(sum(t.late for t in found)), n),
-    }
-    return sums, {"environment/turns_max": float(max((t.turns for t in found), default=0))}
+def kind_of_player(cfg: EnvironmentConfig, make: Callable[[Tools], Dialogue]) -> Callable[..., TurnPlayer]:
+    """`make`: of the tools of a request, where an agent makes them."""
+    return on_demand("environment.agent")(make) if cfg.agent else TurnPlayer

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from aligner.cluster.launch import launch
 from aligner.cluster.lock import RunLock
+from aligner.config.on_demand import demanded
 from aligner.config.schema import Config
 from aligner.config.validate import validate
 from aligner.errors import ConfigError
-from aligner.loading import demanded
 from aligner.run.marker_files import DONE, STOPPED
 from aligner.run.starts import COMMAND, command_line
 

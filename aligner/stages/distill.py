@@ -22,7 +22,7 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
     from aligner.builders.data import make_answers, make_batches, make_prompts, make_training_set, settle_steps
     from aligner.builders.engines import make_refit
     from aligner.builders.job import Job
-    from aligner.builders.rollouts import make_own_answers
+    from aligner.builders.own import make_own_answers
     from aligner.builders.runs import finish, make_run, saved_first
     from aligner.builders.teachers import make_student, make_teachers
     from aligner.builders.told import tell_ahead

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aligner.board.chat import TALKS
-from aligner.board.pages import PAGES
 from aligner.board.runs import Board
+from aligner.board.tabs import PAGES
 from aligner.environments.openai_api import require_server
 from aligner.errors import ConfigError
 

@@ -15,9 +15,8 @@ from aligner.data.tokenizer import sampled_with
 from aligner.environments.pool import Pool
 from aligner.environments.tools import Tools, schemas
 from aligner.ops.seeds import request_seed
-from aligner.rollout.agents import kind_of_player
 from aligner.rollout.requests import Request
-from aligner.rollout.turns import Outside
+from aligner.rollout.turns import Outside, kind_of_player
 from aligner.tools.generate import Answerer, dialogue_of
 from aligner.types import Prompt, Sample, SamplingParams
 

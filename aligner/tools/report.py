@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aligner.board import told
 from aligner.board.page import report_page
-from aligner.board.pages import PAGES
+from aligner.board.pages import REPORTED
 from aligner.board.runs import Board
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import write_whole
@@ -33,11 +33,10 @@ def write_report(given: list[Path]) -> Path:
     where = folders[0] if len(folders) == 1 or len(parents) > 1 else parents.pop()
     target = where / "report.html"
     title = " | ".join(run.name for run in runs)
-    pages = {name: page for name, page in PAGES.items() if page.report}
-    asked = [(name, page.endpoints[name], args) for page in pages.values() for name, args in page.report.items()]
+    asked = [(name, page.endpoints[name], args) for page in REPORTED.values() for name, args in page.report.items()]
     answers = {name: answer(board, record(dict(args), name, AlignerError)) for name, answer, args in asked}
     answers["details"]["summary"] = told.summary([where])
-    page = report_page(title, pages, answers).encode("utf-8", "replace").decode()
+    page = report_page(title, REPORTED, answers).encode("utf-8", "replace").decode()
     try:
         write_whole(target, page, durable=False)
     except OSError as cause:

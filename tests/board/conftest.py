@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from aligner.board.pages import PAGES
 from aligner.board.runs import Board
+from aligner.board.tabs import PAGES
 from tests.needs import lacking
 
 

@@ -12,9 +12,10 @@ from starlette.testclient import TestClient
 
 from aligner import __main__ as command_line
 from aligner.board.page import asset
-from aligner.board.pages import PAGES, Page
+from aligner.board.pages import Page
 from aligner.board.runs import Board
 from aligner.board.server import make_app
+from aligner.board.tabs import PAGES
 from aligner.errors import ConfigError
 
 TOKEN = "secret"

@@ -9,7 +9,6 @@ from aligner.config.engines import ENGINES, Capabilities, able, matrix
 from aligner.config.resolve import compose
 from aligner.config.validate import validate
 from aligner.errors import ConfigError
-from aligner.loading import ON_DEMAND
 
 # what asks for a capability: settings, and the key of the refusal
 ASKS = {
@@ -57,6 +56,3 @@ def test_every_engine_has_a_column_and_every_capability_somebody_who_has_it():
     assert all(set(entry.reasons) <= {one.name for one in fields(Capabilities)} for entry in ENGINES.values())
     in_processes = {name for name, entry in ENGINES.items() if entry.can.own_process}
     assert in_processes == {name for name, entry in ENGINES.items() if entry.section}
-    assert in_processes == {
-        key.removeprefix("engine.name=") for key in ON_DEMAND if key.startswith("engine.name=") and " " not in key
-    }

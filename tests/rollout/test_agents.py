@@ -15,7 +15,8 @@ from aligner.environments.pool import Pool
 from aligner.rollout.agents import AgentPlayer, Dialogues, message_of, said
 from aligner.rollout.collate import collate
 from aligner.rollout.requests import Request
-from aligner.rollout.turns import Outside, trajectory_sums
+from aligner.rollout.statistics import trajectory_sums
+from aligner.rollout.turns import Outside
 from aligner.types import Prompt, SamplingParams, Stop
 from tests.chat_templates import MISTRAL, QWEN3
 from tests.rollout.test_turns import CUT, Scripted, call, tokenizer

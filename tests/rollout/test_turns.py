@@ -27,7 +27,8 @@ from aligner.rollout.loss_inputs import sample_rows
 from aligner.rollout.requests import Request
 from aligner.rollout.score import Scorer
 from aligner.rollout.source import RolloutSource
-from aligner.rollout.turns import Outside, TurnPlayer, trajectory_sums
+from aligner.rollout.statistics import trajectory_sums
+from aligner.rollout.turns import Outside, TurnPlayer
 from aligner.tools.calculator import TEMPLATE
 from aligner.types import LENGTH, STOP, Generations, Prompt, SamplingParams, Stop
 

@@ -1,0 +1,35 @@
+"""From a job to the answers of the model that learns, unscored."""
+
+from __future__ import annotations
+
+from aligner.builders.data import make_sampling, make_stream
+from aligner.builders.engines import make_verifier
+from aligner.builders.job import Job
+from aligner.data.dataset import PromptDataset
+from aligner.data.mixture import PromptMixture
+from aligner.refit.transfer import Refit
+from aligner.roles.policy import Policy
+from aligner.rollout.own import OwnAnswers
+from aligner.rollout.player import Player
+from aligner.rollout.requests import Requests
+from aligner.rollout.sharing import share
+from aligner.rollout.source import Weights
+from aligner.run.checkpoints import Stateful
+
+
+def make_own_answers(
+    job: Job, policy: Policy, refit: Refit, prompts: PromptDataset | PromptMixture, count: int
+) -> tuple[OwnAnswers, dict[str, Stateful]]:
+    """Of the policy, to `count` rows of the training set at a time, and what of it a checkpoint keeps."""
+    cfg, layout = job.cfg, job.layout
+    verifier, stream = make_verifier(job, refit, policy, prompts), make_stream(job, prompts, count)
+    sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
+    mine = range(count)[share(count, layout.data, layout.dp_rank)]
+    answers = OwnAnswers(
+        Weights(refit, verifier, job.timers),
+        Requests(prompts, stream, 1, count, mine, cfg.seed),
+        Player(refit.engine, job.tokenizer, sampling, layout.peers, job.timers),
+        layout.pgs.dp,
+        cfg.algorithm.distill.told_by,
+    )
+    return answers, {"prompts": stream, "sentinel": verifier}

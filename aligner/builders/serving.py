@@ -1,0 +1,56 @@
+"""From a job to a rank that only generates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aligner.builders.data import make_sampling
+from aligner.builders.engines import child_engine, engine_dtype, policy_engine
+from aligner.builders.job import Job
+from aligner.config.engines import ENGINES
+from aligner.config.on_demand import imported, on_demand
+from aligner.config.sections.model.config import ModelConfig
+from aligner.refit.exchange import Exchange
+from aligner.refit.plan import EngineGrid, TrainerGrid
+from aligner.refit.serve import Server
+from aligner.refit.transfer import planned
+from aligner.run.phases import PhaseMemory
+
+if TYPE_CHECKING:
+    from aligner.engines.native.fleet import FleetEngine
+    from aligner.engines.vllm.placed import PlacedVllmEngine
+    from aligner.refit.factors import FactorExchange
+
+
+def serve(job: Job) -> int:
+    """Do what the trainer's ranks order, to their end; returns the exit code."""
+    cfg, bridge, model = job.cfg, job.bridge, job.initial.config
+    assert bridge is not None
+    bridge.signal = lambda: job.boundary.signals.received
+    job.engine = engine = _engine(job, model)
+    p = cfg.parallel
+    data = bridge.trainers // p.model_size
+    trainer = TrainerGrid(model.num_layers, p.tensor, p.pipeline, p.context, data, p.expert)
+
+    def plan() -> Exchange | FactorExchange:
+        engines = EngineGrid(bridge.engines, cfg.engine.tensor_parallel)
+        return planned(trainer, engines, model, (job.dtype, engine_dtype(job)), job.device, cfg.refit, bridge)
+
+    memory = PhaseMemory(cfg.memory, job.device, {}, engine, cfg.engine.cache_bytes)
+    memory.rank = bridge.rank
+    job.timers.on_phase = job.watchdog.phase
+    check_memory = lambda: memory.check(memory.take(alone=True))  # noqa: E731
+    play = None
+    if cfg.environment.on:
+        on_demand("environment")(job)
+        sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
+        play = on_demand("environment, to play in")(job, engine, sampling).serve
+    well = Server(bridge, engine, plan, cfg.refit, job.timers, memory.phase, check_memory, play)()
+    bridge.leave(well)
+    return 0 if well else 1
+
+
+def _engine(job: Job, model: ModelConfig) -> FleetEngine | PlacedVllmEngine:
+    if job.cfg.engine.child is not None:
+        return child_engine(job, model, imported(ENGINES[job.cfg.engine.name].made_apart_by))
+    return policy_engine(job, model)

@@ -1,0 +1,51 @@
+"""What is imported only where the configuration asks for it: the core does not contain it. A new extension is a row
+here; a new engine, one of `config/engines.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from aligner.config.derived import evaluation_functions, generates, recorded_steps, undecided
+from aligner.config.engines import ENGINES
+from aligner.config.quantization import quantized
+from aligner.config.schema import Config
+
+# what is asked for -> module:name, and whether the ranks of a run with this configuration need it
+ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
+    "auto": ("aligner.builders.sizes:decide", undecided),
+    "engine.ranks": ("aligner.builders.serving:serve", lambda cfg: cfg.engine.ranks > 0),
+    "engine.ranks, to order": ("aligner.engines.native.remote:RemoteEngine", lambda cfg: cfg.engine.ranks > 0),
+    "engine.quantization": ("aligner.engines.quantized:quantized_engine", quantized),
+    "refit.adapters=factors": ("aligner.refit.factors:FactorExchange", lambda cfg: cfg.refit.adapters == "factors"),
+    "eval.generate": ("aligner.builders.engines:make_answer_evaluator", lambda cfg: bool(evaluation_functions(cfg))),
+    "environment": ("aligner.builders.environments:find_tools", lambda cfg: cfg.environment.on),
+    "environment, to play in": ("aligner.builders.environments:make_turns", lambda cfg: cfg.environment.on),
+    "environment.agent": ("aligner.rollout.agents:agent_player", lambda cfg: bool(cfg.environment.agent)),
+    "reward.judges": ("aligner.builders.judges:make_judges", lambda cfg: bool(cfg.reward.judges)),
+    "debug.train_only": ("aligner.builders.recordings:make_recorded", lambda cfg: bool(cfg.debug.train_only)),
+    "debug.replay": ("aligner.builders.recordings:make_replayed", lambda cfg: bool(cfg.debug.replay)),
+    "debug.record": ("aligner.builders.recordings:make_recorder", lambda cfg: recorded_steps(cfg) > 0),
+    "debug.record_answers": ("aligner.engines.recorded:recording", lambda cfg: cfg.debug.record_answers),
+}
+
+
+def imported(path: str) -> Any:
+    """By `module:name`."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def on_demand(asked: str) -> Any:
+    """What `ON_DEMAND` has for this."""
+    return imported(ON_DEMAND[asked][0])
+
+
+def demanded(cfg: Config) -> list[str]:
+    """Modules that all ranks of this run need, engines that any of them does."""
+    asked = [path for path, wanted in ON_DEMAND.values() if wanted(cfg)]
+    if generates(cfg):
+        entry = ENGINES[cfg.engine.name]
+        asked.append((entry.made_apart_by if cfg.engine.ranks else "") or entry.made_by)
+    return list(dict.fromkeys(path.partition(":")[0] for path in asked))
