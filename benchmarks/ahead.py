@@ -55,8 +55,8 @@ def numbers(text: str) -> list[int]:
 
 
 def main(arguments: list[str]) -> int:
-    from aligner.tools.quickstart import make_data
     from benchmarks.common import write_json
+    from examples.quickstart import make_data
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ahead", description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=3)

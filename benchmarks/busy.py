@@ -50,7 +50,7 @@ def arguments(folder: Path, stage: str) -> list[str]:
 def make_task(folder: Path) -> None:
     """Data, a tokenizer, and a reward model of one step: its scores are of no use, its time is anybody's."""
     from aligner.run.metrics import read_jsonl
-    from aligner.tools.quickstart import make_data
+    from examples.quickstart import make_data
 
     make_data(folder, seed=0)
     rows = read_jsonl(folder / "data" / "train.jsonl")[:64]

@@ -93,8 +93,8 @@ def rank(frozen: Path) -> int:
 
 def make_task(folder: Path) -> None:
     """Data, a tokenizer, and a model of one step, as a Hugging Face folder."""
-    from aligner.tools.quickstart import make_data
     from benchmarks.busy import arguments
+    from examples.quickstart import make_data
 
     make_data(folder, seed=0)
     settings = [

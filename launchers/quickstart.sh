@@ -5,4 +5,4 @@ set -euo pipefail
 # shellcheck source=launchers/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$ALIGNER_ROOT"
-exec python -m aligner.tools.quickstart "$@"
+exec python -m examples.quickstart "$@"

@@ -7,7 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$ALIGNER_ROOT"
 seed=0
 for setting in "$@"; do [[ $setting == seed=* ]] && seed=${setting#seed=}; done
-python -m aligner.tools.calculator runs/tools/data --seed "$seed"
+python -m examples.calculator runs/tools/data --seed "$seed"
 python -m aligner run experiment=tools_sft run.resume=never "$@"
 python -m aligner run experiment=tools_grpo run.resume=never "$@"
 python -m aligner report runs/tools/sft runs/tools/grpo

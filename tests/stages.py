@@ -116,7 +116,7 @@ def make_dice(root: Path) -> Path:
     """A model that rolls dice, by a call, and says a letter; with its tokenizer, sft.jsonl and train.jsonl."""
     from aligner.data.tokenizer import train_tokenizer
     from aligner.data.tool_calls import written
-    from aligner.tools.calculator import TEMPLATE
+    from examples.calculator import TEMPLATE
 
     texts = [written("hermes", "roll", {}), "roll"] * 9
     train_tokenizer(texts, str(root / "tokenizer"), 330, split_words=False, chat_template=TEMPLATE)
@@ -144,7 +144,7 @@ SUMS += ["data.eval=''", "optim.schedule=constant"]
 def make_sums(root: Path, tens: str) -> Path:
     """The quick start's tokenizer; of its questions, in train.jsonl and test.jsonl, the sums of numbers with such tens,
     and 32 of them in few.jsonl."""
-    from aligner.tools.quickstart import make_data
+    from examples.quickstart import make_data
 
     make_data(root, seed=0)
     small = re.compile(rf"({tens}\d) \+ ({tens}\d) =")

@@ -45,6 +45,15 @@ RENAMED = {
     "engine.trtllm.cuda_graphs": "engine.cuda_graphs",
 }
 
+# modules of the examples, which the package had
+MOVED = {"aligner.tools.sums": "examples/sums.py", "aligner.tools.calculator": "examples/calculator.py"}
+
+
+def moved(path: str) -> str:
+    """Where `module:name` is now."""
+    module, colon, name = path.rpartition(":")
+    return f"{MOVED.get(module, module)}{colon}{name}"
+
 
 def copied(key: str) -> str:
     """The key that is read in the place of this one, of a section that had to be as another; empty: none."""

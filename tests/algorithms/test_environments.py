@@ -14,9 +14,9 @@ from aligner.config.resolve import compose_over
 from aligner.engines.native.engine import NativeEngine
 from aligner.errors import ConfigError
 from aligner.rollout.serving import Turns
-from aligner.tools.calculator import make_data
 from aligner.tools.chat import main as chat
 from aligner.tools.evaluate import evaluate
+from examples.calculator import make_data
 from tests import stages
 from tests.stages import PowerCut
 

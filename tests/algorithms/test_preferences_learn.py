@@ -20,7 +20,7 @@ SMALL = [*stages.SUMS, "run.stop.metric=''"]
 def pairs(sums, tmp_path_factory):
     """File of right and wrong answers of the model to the questions that it learned from."""
     from aligner.tools.generate import Answerer
-    from aligner.tools.pairs import make_pairs
+    from examples.pairs import make_pairs
 
     model = Answerer.load(sums / "sft" / "hf", compose(["experiment=quickstart_sft"]).engine, "float32")
     found = make_pairs(model, read_jsonl(sums / "train.jsonl"), 6, seed=0)

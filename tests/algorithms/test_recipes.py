@@ -28,7 +28,7 @@ MORE = {
     **dict.fromkeys(("rloo", "opo", "gpg"), ON_POLICY),
     "online_dpo": [*ON_POLICY, "run.steps=24"],  # two of eight answers teach: slower
     "remax": [*ON_POLICY, "batch.group=16"],
-    "gdpo": ["reward.functions=[{path: 'aligner.tools.sums:score'},{path: length, args: {limit: 4}, weight: 0.1}]"],
+    "gdpo": ["reward.functions=[{path: 'examples/sums.py:score'},{path: length, args: {limit: 4}, weight: 0.1}]"],
     "ppo": ["reward.model=''", "critic.warmup_steps=0", "critic.optim.lr=1e-3"],
 }
 
@@ -41,7 +41,7 @@ def gain(sums, run_dir, recipe: str, *more: str) -> float:
     settings = [f"experiment=[quickstart_{stage},{recipe}]", *stages.SUMS, "run.export=false", f"run.dir={run_dir}"]
     settings += [f"model.init={sums / 'sft'}", f"data.train={sums / 'few.jsonl'}", "batch.prompts=32", "batch.group=8"]
     settings += [
-        "reward.functions=[{path: 'aligner.tools.sums:score'}]",
+        "reward.functions=[{path: 'examples/sums.py:score'}]",
         "batch.epochs=1",
         "batch.micro_batch_samples=128",
     ]

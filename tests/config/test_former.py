@@ -5,12 +5,13 @@ from dataclasses import asdict
 
 import pytest
 
-from aligner.config.former import REMOVED, RENAMED
+from aligner.config.former import MOVED, REMOVED, RENAMED
 from aligner.config.freeze import freeze, load_frozen
 from aligner.config.identity import changes
 from aligner.config.options import all_keys
 from aligner.config.resolve import compose, compose_over
 from aligner.errors import ConfigError, UnknownKeyError
+from aligner.user_code import load
 
 OTHER = {"engine.spares": 1, "refit.skip_unchanged": True, "refit.transport": "mpi_window"}
 
@@ -83,3 +84,17 @@ def test_the_layout_of_a_critic_is_the_policys(tmp_path):
         load_frozen(path)
     with pytest.raises(ConfigError, match=r"critic\.parallel\.tensor=2.*parallel\.tensor is read in its place"):
         compose(["stage=ppo", "critic.parallel.tensor=2"])
+
+
+def test_functions_of_the_examples_are_found_by_their_former_paths(tmp_path):
+    """In a run that an earlier version began: it goes on by the same command."""
+    before, now = (
+        compose(["stage=grpo", f"reward.functions=[{{path: '{a}:score'}}]", f"environment.tools=['{b}:multiply']"])
+        for a, b in (MOVED, MOVED.values())
+    )
+    assert before == now and now.reward.functions[0].path == "examples/sums.py:score"
+    path = freeze(now, tmp_path)
+    path.write_text(path.read_text().replace("examples/sums.py", "aligner.tools.sums"))
+    assert load_frozen(path) == now
+    for function in (now.reward.functions[0].path, now.environment.tools[0]):
+        assert callable(load(function, "key", "function", ConfigError))

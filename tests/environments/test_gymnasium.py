@@ -62,7 +62,7 @@ def test_a_run_plays_it(tmp_path):
     """A model that knows no more than to call something: what it hears is in its samples."""
     pytest.importorskip("gymnasium")
     from aligner.data.tokenizer import train_tokenizer
-    from aligner.tools.calculator import TEMPLATE
+    from examples.calculator import TEMPLATE
 
     train_tokenizer(["act", "left"], str(tmp_path / "tokenizer"), 300, chat_template=TEMPLATE)
     data = stages.write_jsonl(tmp_path / "train.jsonl", [{"prompt": "cross"}] * 4)

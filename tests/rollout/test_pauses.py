@@ -23,8 +23,8 @@ from aligner.errors import ConfigError
 from aligner.ops.seeds import derive
 from aligner.rollout.requests import Request
 from aligner.rollout.turns import Outside, Pace, TurnPlayer
-from aligner.tools.calculator import TEMPLATE
 from aligner.types import Prompt, SamplingParams
+from examples.calculator import TEMPLATE
 from tests.engines.contract import LLAMA, fill, reference
 
 WINDOW, TURNS, LIMIT = 5, 4, 16

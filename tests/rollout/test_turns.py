@@ -29,8 +29,8 @@ from aligner.rollout.score import Scorer
 from aligner.rollout.source import RolloutSource
 from aligner.rollout.statistics import trajectory_sums
 from aligner.rollout.turns import Outside, TurnPlayer
-from aligner.tools.calculator import TEMPLATE
 from aligner.types import LENGTH, STOP, Generations, Prompt, SamplingParams, Stop
+from examples.calculator import TEMPLATE
 
 FILE = "tests/assets/environments.py"
 CUT = "..."  # ends a scripted answer that meets the token limit

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
+from aligner.config.former import moved
 from aligner.config.key import IGNORE, Section, key
 from aligner.errors import ConfigError
 
@@ -52,6 +53,7 @@ class EnvironmentConfig(Section, key="environment"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.tools, self.agent = [moved(path) for path in self.tools], moved(self.agent)
         for path in self.tools:
             if self.tools.count(path) > 1:
                 raise ConfigError("environment.tools", path, "each function once")

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from aligner.config.former import moved
 from aligner.config.key import IGNORE, Section, key
 from aligner.config.sections.judge import JudgeConfig
 from aligner.errors import ConfigError
@@ -20,6 +21,10 @@ class RewardFunctionConfig(Section, key="reward.functions[]"):
     name: str = key("", "Name in metrics. Empty: the function's.")
     weight: float = key(1.0, "Weight in the sum.")
     args: dict[str, Any] = key({}, "Arguments of the function by name.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.path = moved(self.path)
 
 
 @dataclass

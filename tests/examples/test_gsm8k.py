@@ -15,7 +15,7 @@ from aligner.data.formats import preference_rows, prompt_rows, sft_rows
 from aligner.data.readers import read_rows
 from aligner.data.tokenizer import load_tokenizer
 from aligner.run.metrics import read_jsonl
-from aligner.tools import gsm8k
+from examples import gsm8k
 from tests import stages
 
 ROOT = Path(__file__).parents[2]

@@ -1,8 +1,8 @@
 import pytest
 
-from aligner.data import reasoning_gym
 from aligner.data.readers import read_rows
 from aligner.errors import DataError
+from examples import reasoning_gym
 from tests.needs import package
 
 upstream = package("reasoning_gym")

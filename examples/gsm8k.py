@@ -1,6 +1,6 @@
 """GSM8K (grade-school word problems, by OpenAI) as data for SFT, a reward model and GRPO.
 
-    python -m aligner.tools.gsm8k SOURCE_FOLDER [--out runs/gsm8k/data]
+    python -m examples.gsm8k SOURCE_FOLDER [--out runs/gsm8k/data]
 
 SOURCE_FOLDER holds train.jsonl and test.jsonl ({question, answer}, answers end in `#### 42`) and
 example_model_solutions.jsonl ({question, <model>: {is_correct, solution}, ...}). Written are train.jsonl, test.jsonl,
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aligner.data.readers import Rows, read_rows
-from aligner.data.reasoning_gym import split, write_jsonl
 from aligner.errors import AlignerError, ConfigError, DataError
+from examples.reasoning_gym import split, write_jsonl
 
 TRAIN, TEST, SOLUTIONS = "train.jsonl", "test.jsonl", "example_model_solutions.jsonl"
 VOCABULARY = 2048

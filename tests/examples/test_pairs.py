@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aligner.tools.pairs import PAIRS, SAMPLES, change_digit, make_pairs
+from examples.pairs import PAIRS, SAMPLES, change_digit, make_pairs
 
 numbers = st.integers(-198, 198).map(str)
 

@@ -1,6 +1,6 @@
 """A task for tools: products of two numbers, which a small model cannot find, and a calculator that it seldom calls.
 
-    python -m aligner.tools.calculator FOLDER [--seed N]
+    python -m examples.calculator FOLDER [--seed N]
 
 writes tokenizer/, sft.jsonl (conversations, a third of which call the tool), train.jsonl and test.jsonl (questions).
 """

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from aligner.errors import ConfigError
-from aligner.tools.pairs import change_digit
-from aligner.tools.quickstart import STAGES, Quickstart
+from examples.pairs import change_digit
+from examples.quickstart import STAGES, Quickstart
 from tests import stages
 
 
@@ -53,7 +53,7 @@ def test_seconds_of_the_shell_that_it_was_are_not_its_own(tmp_path):
 def finished(tmp_path_factory):
     """The quick start of seed 0, run once: (folder, summary)."""
     root = tmp_path_factory.mktemp("quickstart") / "runs"
-    command = [sys.executable, "-m", "aligner.tools.quickstart", f"run.dir={root}", "logging.progress=false"]
+    command = [sys.executable, "-m", "examples.quickstart", f"run.dir={root}", "logging.progress=false"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return root, json.loads((root / "summary.json").read_text()), done.stdout

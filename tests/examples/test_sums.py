@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aligner.tools.sums import questions, score
 from aligner.types import Prompt, Sample
+from examples.sums import questions, score
 from tests.needs import package
 
 TWO = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
@@ -24,8 +24,8 @@ def test_every_question_is_there_once_with_its_answer():
 
 def test_rows_and_scores_are_those_of_chain_sum():
     package("reasoning_gym")
-    from aligner.data.reasoning_gym import generate
     from aligner.rewards.reasoning_gym import reasoning_gym
+    from examples.reasoning_gym import generate
 
     upstream = generate("chain_sum", 300, 5, **TWO)
     assert questions(300, 5) == [{"prompt": row["prompt"], "answer": row["answer"]} for row in upstream]

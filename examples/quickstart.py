@@ -1,6 +1,6 @@
 """The quick start: a small model from random weights to SFT, a reward model, GRPO and PPO, on two-digit sums.
 
-    python -m aligner.tools.quickstart [--ranks N] [KEY=VALUE ...]
+    python -m examples.quickstart [--ranks N] [KEY=VALUE ...]
 
 Every stage is the ordinary command line with an experiment of conf/experiment/quickstart_*.yaml. KEY=VALUE are Hydra
 overrides for all stages (seed=1, parallel.tensor=2, ...); run.dir=FOLDER moves everything.
@@ -32,9 +32,9 @@ from aligner.run.metrics import read_jsonl
 from aligner.tools.apart import apart
 
 STAGES = ("sft", "rm_init", "rm", "grpo", "ppo")
-HERE = "aligner.tools.quickstart"
+HERE = "examples.quickstart"
 POLICIES = ("sft", "rm_init", "grpo", "ppo")
-OWN_IMPORTS = ("aligner.tools.pairs", "aligner.tools.evaluate")  # what only this tool needs
+OWN_IMPORTS = ("examples.pairs", "aligner.tools.evaluate")  # what only this tool needs
 QUESTIONS = 15900  # of the 16,200 there are: finding the last ones by drawing takes long
 SPLITS = {"train": 0.85, "valid": 0.05, "test": 0.10}  # by hash of the question: disjoint by construction
 VOCABULARY = 320
@@ -163,9 +163,9 @@ def _cpu_seconds() -> float:
 
 def make_data(root: Path, seed: int) -> None:
     """data/{train,valid,test}.jsonl and tokenizer/, anew for the seed; a question is in exactly one of them."""
-    from aligner.data.reasoning_gym import split, write_jsonl
     from aligner.data.tokenizer import train_tokenizer
-    from aligner.tools.sums import questions
+    from examples.reasoning_gym import split, write_jsonl
+    from examples.sums import questions
 
     parts = split(questions(QUESTIONS, seed), SPLITS)
     for name, part in parts.items():
@@ -177,9 +177,9 @@ def make_data(root: Path, seed: int) -> None:
 
 
 def write_pairs(root: Path, cfg: Config) -> None:
-    from aligner.data.reasoning_gym import write_jsonl
     from aligner.tools.generate import Answerer
-    from aligner.tools.pairs import make_pairs
+    from examples.pairs import make_pairs
+    from examples.reasoning_gym import write_jsonl
 
     model = Answerer.load(root / "sft" / "hf", cfg.engine, cfg.model.dtype)
     for name in ("train", "test"):
