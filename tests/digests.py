@@ -5,7 +5,8 @@
 FOLDER gets a file for each case: the hashes of steps.jsonl (batch, losses, weights), the metrics without times, and the
 hashes of exported weights and samples. With `--against`, a folder that another version wrote, each difference is
 printed and the exit code is 1. Both have to start from the same data and models: those of `--inputs`, which are made if
-they are missing. Numbers are those of one machine: record both sides on it.
+they are missing. Bits are those of one machine: record both sides on it. `--close 1e-3` compares a GPU with a CPU: the
+metrics alone, each within this share of the other's. `--set model.dtype=bfloat16` goes to every case.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -166,11 +168,27 @@ def differences(new: Any, old: Any, where: str = "") -> list[str]:
     return [] if json.dumps(new) == json.dumps(old) else [f"{where}: {new!s:.80} instead of {old!s:.80}"]
 
 
+def distances(new: dict[str, Any], old: dict[str, Any], share: float) -> list[str]:
+    """Metrics that are further apart than `share` of the old one (of 1e-3, if that is more), the furthest first."""
+    apart = []
+    for step, (x, y) in enumerate(zip(new["metrics"], old["metrics"], strict=True)):
+        for name in x.keys() | y.keys():
+            a, b = x.get(name), y.get(name)
+            if isinstance(a, float | int) and isinstance(b, float | int):
+                distance = abs(a - b) / max(abs(b), 1e-3)
+                apart += [(distance, f"/{step}/{name}: {a} instead of {b}")] if distance > share else []
+            elif a != b:
+                apart.append((math.inf, f"/{step}/{name}: {a} instead of {b}"))
+    return [text for _, text in sorted(apart, reverse=True)]
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default=",".join(CASES), help=f"of {','.join(CASES)}")
     parser.add_argument("--against", type=Path, help="a folder that another version wrote")
+    parser.add_argument("--close", type=float, metavar="SHARE", help="compare metrics, not bits, within this share")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in every case; repeatable")
     parser.add_argument("--inputs", type=Path, help="data and models; beside FOLDER unless given")
     args = parser.parse_args(argv)
     inputs = (args.inputs or args.folder.absolute().with_name("inputs")).absolute()
@@ -181,14 +199,15 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.only.split(","):
         world, stage, own = CASES[name]
         scratch, started = Path(tempfile.mkdtemp(prefix="digests-")), time.monotonic()
-        cfg = soak.frozen(source.overrides(stage, scratch / "run", own), world)
+        cfg = soak.frozen(source.overrides(stage, scratch / "run", [*own, *args.set]), world)
         soak.attempt(cfg, world, scratch / "log", None)
         result = json.loads(json.dumps(digest(scratch / "run")))
         (args.folder / f"{name}.json").write_text(json.dumps(result, indent=1))
         shutil.rmtree(scratch)
         text = "recorded"
         if args.against:
-            wrong = differences(result, json.loads((args.against / f"{name}.json").read_text()))
+            other = json.loads((args.against / f"{name}.json").read_text())
+            wrong = distances(result, other, args.close) if args.close else differences(result, other)
             bad += bool(wrong)
             text = "\n  ".join([f"{len(wrong)} differences", *wrong[:8]]) if wrong else "the same"
         print(f"{name}: {text} ({time.monotonic() - started:.0f} s)", flush=True)

@@ -151,20 +151,20 @@ def _scaling(r: random.Random, types: tuple[str, ...], rotary_dim: int) -> RopeS
     return RopeScalingConfig(**fields)
 
 
-def compare(cfg: ModelConfig, folder: str, ranks: Ranks) -> None:
+def compare(cfg: ModelConfig, folder: str, ranks: Ranks, device: str = "cpu") -> None:
     """Trainer (as its folder is read) and native engine against transformers, in float32: logits of ragged rows within
     1e-4, greedy tokens those of the greatest logit, and their logprobs."""
     model, raw = transformers_model(cfg)
     model.set_experts_implementation("eager")  # the other wants widths that are multiples of 4
     rows = batch(cfg, rows=3, width=PROMPT)
     real = torch.arange(PROMPT)[None] < rows.lengths[:, None]
-    job = {"folder": write_folder(model, raw, folder), "tokens": rows.tokens, "lengths": rows.lengths}
+    job = {"folder": write_folder(model, raw, folder), "tokens": rows.tokens, "lengths": rows.lengths, "device": device}
     got = ranks.run("tests.megatron.models:logits", **job)[0]
     with torch.no_grad():
         wanted = model(rows.tokens, attention_mask=real.long()).logits
     torch.testing.assert_close(got[real], wanted[real], atol=ATOL, rtol=0)
 
-    engine = NativeEngine(cfg, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0)
+    engine = NativeEngine(cfg, EngineConfig(), device=device, dtype=torch.float32, pad_id=0)
     engine.begin_update(1)
     engine.update_weights(hf_weights(model).items())
     engine.finish_update()
@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=20, help="of each family")
     parser.add_argument("--seed", type=int, default=0, help="of the first")
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--device", default="cpu", help="of ours; transformers computes on the CPU")
     args = parser.parse_args()
     ranks, failed = Ranks(1), 0
     for family in args.families:
@@ -189,7 +190,7 @@ def main() -> None:
             cfg = draw(family, seed)
             try:
                 with tempfile.TemporaryDirectory() as folder:
-                    compare(cfg, folder, ranks)
+                    compare(cfg, folder, ranks, args.device)
             except Exception as error:  # whatever it is, the others are drawn as well
                 failed += 1
                 print(f"{family} {seed}: {type(error).__name__}: {error}\n  {cfg}", flush=True)

@@ -241,7 +241,7 @@ def _serve(pipe: Connection) -> None:
                 os.environ[name] = value
         try:
             env = RankEnv(rank, 0, world, master_port=port, one_host=True)
-            groups.init_distributed(env, "gloo", COLLECTIVE_TIMEOUT_S, lambda: SECRET)
+            groups.init_distributed(env, "auto", COLLECTIVE_TIMEOUT_S, lambda: SECRET)
             module, name = target.split(":")
             function = getattr(importlib.import_module(module), name)
             answer = _pack((True, getattr(function, "body", function)(**kwargs)))

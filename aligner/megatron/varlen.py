@@ -3,6 +3,7 @@ where `attention.py` computes segments of padded rows with masks. CUDA only, and
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import torch
@@ -13,7 +14,7 @@ from aligner.errors import ConfigError
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.ragged import Ragged
 
-OPTIONS = {"scale", "window_size", "enable_gqa"}  # not every version of torch's function has them
+OPTIONS = {"scale", "window_size"}  # not every version of torch's function has them
 CAPABILITY = (8, 0)  # of the kernels that torch brings
 LARGEST_HEAD = 256
 
@@ -38,9 +39,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rows: Ragged, scale: float
         rows.max_k,
         scale=scale,
         window_size=rows.sight,
-        enable_gqa=query.shape[1] != key.shape[1],
+        **_grouped(query.shape[1] != key.shape[1]),
     )
     return out if rows.order is None else spread(out, rows.back, rows.order)
+
+
+@functools.cache
+def _grouped(fewer_keys: bool) -> dict[str, bool]:
+    """Versions of torch that do not ask for it take fewer heads of keys than of queries as they are."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    asked = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return {"enable_gqa": fewer_keys} if asked else {}
 
 
 def check(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:

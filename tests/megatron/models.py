@@ -42,10 +42,11 @@ def build(
     source=None,
     packed: bool = True,
     share: bool = False,
+    device: str = "cpu",
 ) -> ShardedModel:
     layout = groups.build_layout(parallel)
     source = source or wild_source(cfg)
-    return ShardedModel(cfg, layout, head, dtype, torch.device("cpu"), source, optim, total_steps, packed, share)
+    return ShardedModel(cfg, layout, head, dtype, torch.device(device), source, optim, total_steps, packed, share)
 
 
 def build_on(trunk: ShardedModel, optim: OptimConfig = ADAM) -> ShardedModel:
@@ -129,10 +130,10 @@ def train(
     return {"metrics": metrics, "weights": weights(model), "logprobs": logprobs, "version": model.step_count}
 
 
-def logits(folder: str, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    model = from_folder(folder)
+def logits(folder: str, tokens: torch.Tensor, lengths: torch.Tensor, device: str = "cpu") -> torch.Tensor:
+    model = from_folder(folder, device=device)
     assert model.head.kind == "lm"
-    return plain_logits(model, tokens, lengths)
+    return plain_logits(model, tokens, lengths).cpu()
 
 
 def plain_logits(model: ShardedModel, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
