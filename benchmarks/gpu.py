@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.moe import MoeConfig
 from aligner.errors import AlignerError
 from aligner.families.table import parameters
 from aligner.plan.devices import DEVICES, Assumptions, Device
@@ -60,6 +61,17 @@ SHAPES = {
         num_kv_heads=8,
         vocab_size=128256,
         tie_embeddings=False,
+    ),
+    # the width of Qwen3-30B-A3B, with a twelfth of its layers
+    "moe_width": replace(
+        QWEN3,
+        family="qwen3_moe",
+        num_layers=4,
+        hidden_size=2048,
+        num_heads=32,
+        num_kv_heads=4,
+        tie_embeddings=False,
+        moe=MoeConfig(num_experts=128, top_k=8, ffn_hidden_size=768, norm_topk_prob=True),
     ),
     "check": ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_kv_heads=2, vocab_size=97),
 }
@@ -156,15 +168,18 @@ def decode_bound_s(bench: Bench, rows: int, bandwidth: float) -> float:
 
 def waits_in_decode(bench: Bench) -> float:
     """Waits of the host for the device per decode step, as torch counts them; one is there by design (`settle`)."""
-    steps = min(16, bench.size.response_tokens)
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            bench.generate(bench.size.batches[0], steps)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(w.message) for w in caught) / steps
+    few = min(16, bench.size.response_tokens // 2)
+    waits = []
+    for steps in (few, 2 * few):  # a generation has some of its own
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                bench.generate(bench.size.batches[0], steps)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchroniz" in str(w.message) for w in caught))
+    return (waits[1] - waits[0]) / few
 
 
 def measure_refit(bench: Bench, report: Report) -> None:
@@ -246,6 +261,8 @@ def measure_grpo(bench: Bench, report: Report) -> None:
     generate, 2 for logprobs, 2 for a reference's (there is none here), 6 to update."""
     device, size = bench.machine.device, bench.size
     parts: dict[str, float] = {}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
     def timed(name: str, action: Callable[[], object]) -> object:
         out: list = []
@@ -259,6 +276,8 @@ def measure_grpo(bench: Bench, report: Report) -> None:
     took, tokens = sum(parts.values()), int(rows.lengths.sum())
     report.figures |= {f"grpo.{name}_s": s for name, s in parts.items()}
     report.figures["grpo.tokens_per_s"] = tokens / took
+    if device.type == "cuda":
+        report.figures["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
     report.figures["grpo.rl_mfu"] = tokens / took * 12 * active_parameters(bench.cfg) / bench.machine.peak
 
 
@@ -276,8 +295,6 @@ def measure(name: str, size: Size, machine: Machine, deadline: float = float("in
     prediction = predict(jobs[fitting[0]], card)
     report.predicted = {f"grpo.{phase}_s": p.seconds for phase, p in prediction.phases.items()}
     report.predicted["peak_gib"] = prediction.memory.peak_bytes / 2**30
-    if machine.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(machine.device)
     from benchmarks.gpu_bench import Bench
 
     bench = Bench(cfg, size, fitting[0], machine)
@@ -286,8 +303,6 @@ def measure(name: str, size: Size, machine: Machine, deadline: float = float("in
             report.left_out.append(f"{name}: {section.__name__.removeprefix('measure_')}, no time left")
             continue
         section(bench, report)
-    if machine.device.type == "cuda":
-        report.figures["peak_gib"] = torch.cuda.max_memory_allocated(machine.device) / 2**30
     bench.close()
     return report
 

@@ -60,7 +60,7 @@ class Bench:
         layout = build_layout(ParallelConfig())
         model = ShardedModel(self.cfg, layout, Head(), dtype, device, source, OptimConfig(lr=1e-6), 100)
         self.policy = Policy(model, self.batch, entropy=False)
-        config = EngineConfig(kv_cache_bytes=int(size.kv_bytes), max_batch=max(size.batches))
+        config = EngineConfig(kv_cache_bytes=int(size.kv_bytes), max_batch=max(size.batches), cuda_graphs=False)
         self.engine = NativeEngine(self.cfg, config, device=device, dtype=dtype, pad_id=0)
         self.refit = partial(Refit(model, self.engine, RefitConfig()), again=True)
         g = torch.Generator().manual_seed(1)

@@ -79,6 +79,7 @@ ENGINES = {
             cuda_graphs=True,
         ),
         made_by="aligner.engines.native.fleet:FleetEngine",
+        by_default=("cuda_graphs", "sleep"),
     ),
     "vllm": EngineEntry(
         Capabilities(**_SEEDED, apart=True, tensor_parallel=True, prefix_reuse=True),

@@ -88,7 +88,7 @@ def _engine(cfg: Config, model: ModelConfig) -> None:
     if _generates(cfg) and cfg.run.deterministic and not entry.can.repeats:
         expected = f"false with engine.name={cfg.engine.name}{entry.reasons['repeats']}"
         raise ConfigError("run.deterministic", True, expected, "engine.name=native repeats bit by bit.")
-    if cfg.engine.can.computes_here and cfg.engine.captures and model.moe.num_experts:
+    if cfg.engine.can.computes_here and cfg.engine.cuda_graphs is True and model.moe.num_experts:
         raise ConfigError("engine.cuda_graphs", True, "false with experts: how many rows one gets is not known ahead")
     validate_shares(cfg, model)
 

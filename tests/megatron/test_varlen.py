@@ -161,11 +161,25 @@ def test_what_the_kernel_cannot_do_is_refused(monkeypatch, changes, dtype, gpu, 
     assert "model.varlen_attention=True: expected false" in str(caught.value) and says in str(caught.value)
 
 
+def test_a_torch_that_groups_heads_unasked_is_not_asked(monkeypatch):
+    called = []
+
+    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        called.append((query.shape[1], key.shape[1]))
+        return query
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", older)
+    monkeypatch.setattr(varlen, "_grouped", varlen._grouped.__wrapped__)  # without what it remembers
+    p = next(layouts({"rows": [(0, 5)], "how": "packed", "multiple": 1, "reads": "all"}, ragged=True))
+    varlen.attend(torch.zeros(5, 4, 8), torch.zeros(5, 2, 8), torch.zeros(5, 2, 8), p.ragged, None)
+    assert called == [(4, 2)]
+
+
 def test_another_torch_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     cfg, device = replace(LLAMA, varlen_attention=True), torch.device("cuda")
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", lambda query, scale, window_size: None)
-    with pytest.raises(ConfigError, match=r"torch .* lacks enable_gqa"):
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", lambda query, scale: None)
+    with pytest.raises(ConfigError, match=r"torch .* lacks window_size"):
         model.check_kernels(cfg, HALF, device)
     monkeypatch.setitem(__import__("sys").modules, "torch.nn.attention.varlen", None)
     with pytest.raises(ConfigError, match=r"torch .* has no torch\.nn\.attention\.varlen"):

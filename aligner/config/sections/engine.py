@@ -57,7 +57,8 @@ class EngineConfig(Section, key="engine"):
     )
     cuda_graphs: Switch = key(
         AUTO,
-        "Capture decode steps as CUDA graphs (vllm: compile the model, too). auto: true of trtllm alone.",
+        "Capture decode steps as CUDA graphs (vllm: compile the model, too). auto: true of trtllm; of native on a GPU "
+        "where it can: without experts, engine.tensor_parallel=1.",
         auto=True,
     )
     sleep: Switch = key(
@@ -87,8 +88,9 @@ class EngineConfig(Section, key="engine"):
 
     @property
     def captures(self) -> bool:
-        """`cuda_graphs`, decided."""
-        return self._decided("cuda_graphs")
+        """`cuda_graphs`, decided, for an engine on a GPU."""
+        unable = self.can.computes_here and self.tensor_parallel != 1
+        return self._decided("cuda_graphs") and not (unable and self.cuda_graphs == AUTO)
 
     @property
     def sleeps(self) -> bool:

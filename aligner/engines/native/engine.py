@@ -85,9 +85,11 @@ class NativeEngine(RolloutEngine):
         if reports_routing:
             layers = len(model.layers_of("sparse"))
             self.routes = Routes(layers, model.moe.top_k, model.moe.num_experts, self.device)
-        if config.captures and self.device.type != "cuda":
+        on_gpu = self.device.type == "cuda"
+        if config.cuda_graphs is True and not on_gpu:
             raise ConfigError("engine.cuda_graphs", True, f"false on device {self.device.type}")
-        self.graphs = DecodeGraphs(self.model, CudaRecorder()) if config.captures else None
+        captures = config.captures and on_gpu and not model.moe.num_experts
+        self.graphs = DecodeGraphs(self.model, CudaRecorder()) if captures else None
         # what a recurrent state has been, and how a token was routed, is not kept
         self.keeps_rows = memories is None and self.routes is None
         self.stats = EngineStats()

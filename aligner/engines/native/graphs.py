@@ -17,7 +17,14 @@ from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.model import NativeModel
 from aligner.engines.native.scratch import Scratch
 
-REACH = 128  # positions: the mask hides what lies beyond a row, attention reads it all the same
+REACH = 128  # positions that a cache grows by
+
+
+def rounded_reach(longest: int, capacity: int) -> int:
+    """Up to a multiple of a quarter of the power of two above: attention reads no row beyond its end, but that of
+    latent heads, which only a mask hides from it."""
+    unit = max(REACH, 1 << max(0, (longest - 1).bit_length() - 2))
+    return min(capacity, -(-longest // unit) * unit)
 
 
 def rounded_rows(rows: int, slots: int) -> int:
@@ -84,10 +91,11 @@ class DecodeGraphs:
         self._inputs[1, :n].copy_(positions)
         self._inputs[0, n:rows] = 0
         self._inputs[1, n:rows] = capacity - 1  # of a slot that nobody runs in: no row that goes on reaches so far
-        reach = min(capacity, -(-longest // REACH) * REACH)
+        reach = rounded_reach(longest, capacity)
 
         def step() -> None:
-            logits = self.model.decode(self._inputs[0, :rows], self._inputs[1, :rows], cache, reach)
+            asked = self._inputs[0, :rows], self._inputs[1, :rows], cache, reach
+            logits = self.model.decode(*asked, fused=tokens.is_cuda)
             self._logits[:rows].copy_(logits)
 
         key = rows, reach

@@ -111,12 +111,21 @@ class PlainHeads:
         """y [n, hidden] -> [n, heads * d]; keys and values go to the cache."""
         heads, place = self._heads(layer, y, step.rope), self.place[layer]
         step.cache.write(place, step.places, heads[:, self.heads : self.rotated + self.groups])
-        keys, values = step.cache.kv[place, :, : len(y), :, : step.longest]
-        seen = step.mask if step.near is None or not self.local[layer] else step.near
-        queries, scratch = heads[:, : self.heads], self.kit.scratch
-        return _gated(
-            decode_attention(queries, keys, values, seen, scratch, self._scores(place)), self._parts(heads)[3]
-        )
+        gates = self._parts(heads)[3]
+        return _gated(self._attended(layer, heads[:, : self.heads], step), gates)
+
+    def _attended(self, layer: int, queries: Tensor, step: DecodeStep) -> Tensor:
+        """queries [n, heads, d] -> [n, heads * d]."""
+        place, local = self.place[layer], self.local[layer]
+        keys, values = step.cache.kv[place, :, : len(queries), :, : step.longest]
+        scores = self._scores(place)
+        if step.fused:
+            from aligner.ops.kernels.decode import attend  # imports Triton
+
+            window = self.kit.cfg.attention.window if local else 0
+            return attend(queries, keys, values, step.positions, scores, window).flatten(1)
+        seen = step.near if local and step.near is not None else step.mask
+        return decode_attention(queries, keys, values, seen, self.kit.scratch, scores)
 
     def _scores(self, place: int) -> Scores:
         return self.scores._replace(sinks=of(self.sinks, place))

@@ -50,6 +50,8 @@ class DecodeStep(NamedTuple):
     """Of a decode step of slots [0, n), at positions below `longest`."""
 
     longest: int
+    positions: Tensor  # int64 [n]
+    fused: bool  # attention is one kernel (`ops/kernels/decode.py`)
     cache: SlotCache
     places: Tensor  # int64 [n] of `cache.places`
     mask: Tensor  # float32 [n, 1, 1, longest], 0 or -inf

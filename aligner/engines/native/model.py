@@ -240,9 +240,16 @@ class NativeModel:
         return Prompts(rows, length, rope, causal, near, staged, behind, real, memories)
 
     def decode(
-        self, tokens: Tensor, positions: Tensor, cache: SlotCache, longest: int, routes: Routes | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: SlotCache,
+        longest: int,
+        routes: Routes | None = None,
+        fused: bool = False,
     ) -> Tensor:
-        """One token per slot [0, n): tokens, positions int64 [n], all positions < longest -> float32 logits [n, V]."""
+        """One token per slot [0, n): tokens, positions int64 [n], all positions < longest -> float32 logits [n, V].
+        `fused`: attention by one kernel, which is for a GPU; its launch alone costs the host more than torch's few."""
         n = len(tokens)
         places = cache.places(positions)
         beyond = torch.arange(longest, device=self.device) > positions[:, None]
@@ -251,7 +258,7 @@ class NativeModel:
         if near is not None:
             near = torch.zeros(n, longest, device=self.device).masked_fill_(~near, float("-inf"))[:, None, None]
 
-        step = DecodeStep(longest, cache, places, mask, near, self.rotations(positions, longest))
+        step = DecodeStep(longest, positions, fused, cache, places, mask, near, self.rotations(positions, longest))
 
         def mix(mixer: Mixer, layer: int, y: Tensor) -> Tensor:
             return mixer.decode(layer, y, step)

@@ -6,11 +6,13 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.ops.kernels.checksum import GOLDEN, mix64_
 from aligner.types import SamplingParams
 
+BLOCK = 512  # tokens whose probabilities are added up together
 _LOGIT_ELEMENTS = 1 << 26  # logits handled at once: bounds the float64 cumulative sums to 512 MiB
 
 
@@ -71,10 +73,28 @@ def _at(table: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _invert(probs: Tensor, u: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds u x the total: never one of probability 0."""
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    threshold = u.mul_(cumulative[:, -1])
-    return torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(1).clamp_(max=probs.shape[1] - 1)
+    """The first token whose cumulative probability exceeds u x the total: never one of probability 0. Sums of blocks
+    find the block, and a cumulative sum within it the token: one of all tokens is slow in float64, and sequential."""
+    whole = probs.shape[1] // BLOCK * BLOCK
+    sums = [probs[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1, dtype=torch.float64)] if whole else []
+    if whole < probs.shape[1]:
+        sums.append(probs[:, whole:].sum(-1, keepdim=True, dtype=torch.float64))
+    ends = torch.cat(sums, 1).cumsum(-1)
+    threshold = u.mul_(ends[:, -1])[:, None]
+    block = _first_above(ends, threshold)
+    threshold -= F.pad(ends, (1, 0)).gather(1, block)
+    places = block * BLOCK + torch.arange(BLOCK, device=probs.device)
+    inside = places < probs.shape[1]
+    within = probs.gather(1, places.clamp(max=probs.shape[1] - 1)).double().mul_(inside).cumsum(-1)
+    tokens = (block * BLOCK + _first_above(within, threshold)).squeeze(1)
+    return tokens.clamp_(max=probs.shape[1] - 1)  # what is not finite exceeds nothing
+
+
+def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
+    """int64 [n, 1]: the first of each row [n, m] that exceeds its threshold [n, 1], else the last that adds something:
+    another order of the same sums may differ in the last bit."""
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).clamp_(max=cumulative.shape[1] - 1)
+    return torch.searchsorted(cumulative, threshold, right=True).minimum(last)
 
 
 def picked_logprobs(logits: Tensor, picked: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:

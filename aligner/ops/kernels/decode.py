@@ -1,0 +1,205 @@
+"""Attention of one new token per row against the cache, as one kernel: each row reads its own positions and no more.
+
+Flash decoding (Dao et al. 2023): where rows and heads are too few to fill the GPU, several programs share a row's
+positions, and a second kernel adds up what they found.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aligner.ops.kernels.scored_attention import Scores
+
+BLOCK, WARPS, STAGES = 64, 4, 2  # positions read at once, and what Triton makes of the loop
+PROGRAMS = 512  # wanted at least: a few for each multiprocessor
+LEAST = 256  # positions that are worth a program of their own
+
+
+@triton.jit
+def _attend(
+    query,  # [n, heads, d]
+    key,  # [n, kv_heads, T, d]
+    value,  # [n, kv_heads, T, e]
+    positions,  # [n], of the new tokens
+    sinks,  # [heads]
+    out,  # [n, heads, e]; with several parts float32 [n, heads, parts, e], not divided by `sums`
+    tops,  # float32 [n, heads, parts]: greatest scores
+    sums,  # of exp(score - top)
+    length,
+    scale,
+    cap,
+    query_row,
+    query_head,
+    key_row,
+    key_head,
+    key_step,
+    value_row,
+    value_head,
+    value_step,
+    SHARE: tl.constexpr,  # heads of queries for one of keys
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    EXACT: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,  # powers of two from here on, at least SHARE, WIDTH, VALUE_WIDTH
+    WIDE: tl.constexpr,
+    VALUE_WIDE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    row, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    end = tl.minimum(tl.load(positions + row) + 1, length)
+    begin = tl.maximum(end - WINDOW, 0) if WINDOW else end * 0
+    span = tl.cdiv(tl.cdiv(end - begin, PARTS), STEP) * STEP
+    low = begin + part * span
+    high = tl.minimum(end, low + span)
+
+    head, column, value_column = tl.arange(0, HEADS), tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
+    real, inside, value_inside = head < SHARE, column < WIDTH, value_column < VALUE_WIDTH
+    heads = group * SHARE + head
+    queries = tl.load(
+        query + row * query_row + heads[:, None] * query_head + column[None, :],
+        mask=real[:, None] & inside[None, :],
+        other=0.0,
+    )
+    key += row * key_row + group * key_head
+    value += row * value_row + group * value_head
+    top = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    found = tl.zeros([HEADS, VALUE_WIDE], tl.float32)
+    for first in range(low, high, STEP):
+        place = first + tl.arange(0, STEP)
+        seen = place < high
+        keys = tl.load(
+            key + place[None, :] * key_step + column[:, None], mask=seen[None, :] & inside[:, None], other=0.0
+        )
+        scores = tl.dot(queries, keys, input_precision="ieee" if EXACT else "tf32") * scale
+        if CAPPED:
+            scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp(scores - higher[:, None])
+        kept = tl.exp(top - higher)
+        values = tl.load(
+            value + place[:, None] * value_step + value_column[None, :],
+            mask=seen[:, None] & value_inside[None, :],
+            other=0.0,
+        )
+        total = total * kept + tl.sum(weights, 1)
+        product = tl.dot(weights.to(values.dtype), values, input_precision="ieee" if EXACT else "tf32")
+        found = found * kept[:, None] + product
+        top = higher
+    both = real[:, None] & value_inside[None, :]
+    place = row * SHARE * tl.num_programs(1) + heads
+    if PARTS == 1:
+        if SINKS:
+            sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32)
+            higher = tl.maximum(top, sink)
+            found = found * tl.exp(top - higher)[:, None]
+            total = total * tl.exp(top - higher) + tl.exp(sink - higher)
+        found = found / total[:, None]
+        tl.store(out + place[:, None] * VALUE_WIDTH + value_column[None, :], found.to(out.dtype.element_ty), mask=both)
+    else:
+        place = place * PARTS + part
+        tl.store(out + place[:, None] * VALUE_WIDTH + value_column[None, :], found, mask=both)
+        tl.store(tops + place, top, mask=real)
+        tl.store(sums + place, total, mask=real)
+
+
+@triton.jit
+def _join(
+    found,  # what several parts of `_attend` give
+    tops,
+    sums,
+    sinks,
+    out,  # [n, heads, e]
+    VALUE_WIDTH: tl.constexpr,
+    SINKS: tl.constexpr,
+    PARTS: tl.constexpr,  # a power of two
+    VALUE_WIDE: tl.constexpr,
+):
+    row, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    place, column = (row * heads + head) * PARTS + tl.arange(0, PARTS), tl.arange(0, VALUE_WIDE)
+    each, total = tl.load(tops + place), tl.load(sums + place)
+    top = tl.max(each, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        top = tl.maximum(top, sink)
+    weights = tl.exp(each - top)
+    total = tl.sum(total * weights, 0)
+    if SINKS:
+        total += tl.exp(sink - top)
+    inside = column < VALUE_WIDTH
+    parts = tl.load(found + place[:, None] * VALUE_WIDTH + column[None, :], mask=inside[None, :], other=0.0)
+    joined = tl.sum(parts * weights[:, None], 0) / total
+    tl.store(out + (row * heads + head) * VALUE_WIDTH + column, joined.to(out.dtype.element_ty), mask=inside)
+
+
+def parts_for(programs: int, length: int) -> int:
+    """How many programs share the positions of a row: a power of two."""
+    parts = 1
+    while programs * parts < PROGRAMS and length >= 2 * parts * LEAST:
+        parts *= 2
+    return parts
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    scores: Scores,
+    window: int = 0,
+) -> Tensor:
+    """query [n, heads, d], key [n, kv_heads, T, d], value [n, kv_heads, T, e], the last dimension of each dense ->
+    [n, heads, e] in the dtype of `query`. Row i, whose new token stands at `positions` [i] (int64 [n] on the device),
+    sees the positions up to that, with a `window` the last so many; none beyond T."""
+    (n, heads, width), (groups, length), value_width = query.shape, key.shape[1:3], value.shape[3]
+    share, parts = heads // groups, parts_for(n * groups, min(length, window or length))
+    out = query.new_empty(n, heads, value_width)
+    found, tops, sums = out, out, out  # the last two are not used by one part
+    if parts > 1:
+        found = query.new_empty(n, heads, parts, value_width, dtype=torch.float32)
+        tops, sums = (query.new_empty(n, heads, parts, dtype=torch.float32) for _ in range(2))
+    wide: dict[str, Any] = {"SINKS": scores.sinks is not None, "PARTS": parts, "VALUE_WIDTH": value_width}
+    wide["VALUE_WIDE"] = max(16, triton.next_power_of_2(value_width))
+    scale, softcap, sinks = scores.scale or width**-0.5, scores.softcap, scores.sinks
+    _attend[n, groups, parts](
+        query,
+        key,
+        value,
+        positions,
+        out if sinks is None else sinks,
+        found,
+        tops,
+        sums,
+        length,
+        scale,
+        softcap,
+        *query.stride()[:2],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        SHARE=share,
+        WIDTH=width,
+        WINDOW=window,
+        CAPPED=softcap > 0,
+        EXACT=query.dtype == torch.float32,
+        HEADS=max(16, triton.next_power_of_2(share)),
+        WIDE=max(16, triton.next_power_of_2(width)),
+        STEP=BLOCK if query.dtype != torch.float32 else BLOCK // 2,
+        **wide,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+    if parts > 1:
+        _join[n, heads](
+            found, tops, sums, out if sinks is None else sinks, out, **wide, num_warps=1 if value_width <= 128 else 4
+        )
+    return out

@@ -1,0 +1,64 @@
+"""The kernel of decode steps in Triton's interpreter, and as it is compiled for GPUs that are not here."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.needs import package
+
+package("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, compile  # noqa: E402
+
+from aligner.ops.kernels.decode import PROGRAMS, STAGES, WARPS, _attend, parts_for  # noqa: E402
+
+SHARED_BYTES = 227 << 10  # of a multiprocessor of compute capability 9.0 and 10.0
+BASE = {"SHARE": 4, "WIDTH": 128, "VALUE_WIDTH": 128, "WINDOW": 0, "CAPPED": False, "SINKS": False, "EXACT": False}
+BASE |= {"PARTS": 1, "HEADS": 16, "WIDE": 128, "VALUE_WIDE": 128, "STEP": 64}
+LARGE = {"SHARE": 17, "HEADS": 32, "WIDE": 256, "WIDTH": 256, "VALUE_WIDE": 256, "VALUE_WIDTH": 256}
+WILD = {"PARTS": 4, "WINDOW": 300, "CAPPED": True, "SINKS": True}
+
+
+def test_it_equals_a_loop_in_float64():
+    """In a process of its own: Triton decides whether it interprets when it is imported."""
+    command = [sys.executable, "-m", "tests.ops.kernels.decode_cases", "0", "48"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout.count("\n") == 48, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("options", [{}, WILD, LARGE | {"EXACT": True, "STEP": 32}], ids=["plain", "wild", "large"])
+def test_it_compiles_for_gpus(options, capability):
+    constants, element = BASE | options, "fp32" if options.get("EXACT") else "bf16"
+    kinds = dict.fromkeys(_attend.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    kinds |= dict.fromkeys(["query", "key", "value", "sinks", "out"], f"*{element}")
+    kinds |= {"positions": "*i64", "tops": "*fp32", "sums": "*fp32", "scale": "fp32", "cap": "fp32"}
+    kinds |= {"out": "*fp32"} if constants["PARTS"] > 1 else {}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(_attend.arg_names) if kinds[name] != "constexpr"
+    }
+    floats = {(_attend.arg_names.index(name),) for name in ("scale", "cap")}
+    source = ASTSource(_attend, kinds, constants, {k: v for k, v in aligned.items() if k not in floats})
+    made = compile(source, GPUTarget("cuda", capability, 32), {"num_stages": STAGES, "num_warps": WARPS})
+    assert made.asm["cubin"] and made.metadata.shared <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(("programs", "length"), [(1, 100), (8, 8192), (64, 8192), (2048, 1 << 20)])
+def test_parts_fill_the_gpu_and_are_worth_it(programs, length):
+    parts = parts_for(programs, length)
+    assert parts == 1 or (length // parts >= 256 and programs * parts < 2 * PROGRAMS)
+    assert parts_for(programs, 1 << 20) * programs >= PROGRAMS and parts & (parts - 1) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_it_runs_here():
+    from aligner.ops.kernels.decode import attend
+    from aligner.ops.kernels.scored_attention import Scores
+
+    q, kv = torch.randn(3, 8, 64, device="cuda"), torch.randn(2, 3, 2, 40, 64, device="cuda")
+    out = attend(q, kv[0], kv[1], torch.tensor([0, 39, 7], device="cuda"), Scores())
+    assert torch.allclose(out[0], kv[1, 0, :, 0].repeat_interleave(4, 0), atol=1e-5)
