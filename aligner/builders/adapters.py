@@ -17,12 +17,10 @@ from aligner.refit.export import EXTRA_FILE
 BASE = "base"  # in EXTRA_FILE beside an adapter of ours: what tells the weights it was trained beside from others
 
 
-def initial_factors(job: Job) -> WeightSource | None:
-    """None without one. Collective over the world. Raises ConfigError, CheckpointError for an adapter that does not
+def initial_factors(job: Job) -> WeightSource:
+    """Collective over the world. Raises ConfigError, CheckpointError for an adapter that does not
     belong to the model of `model.init`, or differs from what `model.lora` says."""
     init, cfg = job.cfg.model.lora.init, job.initial.config
-    if not init:
-        return None
     folder = Path(init).expanduser()
     job.contents[KEY] = digest(same_view(folder, lambda: folder_view(folder), by_node=True))
     _check_base(job, folder)

@@ -25,7 +25,6 @@ from aligner.data.reading import DataReport
 from aligner.data.shipped_templates import use_chat_template
 from aligner.data.shown import describe
 from aligner.engines.base import RolloutEngine
-from aligner.engines.bridge import Bridge
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
 from aligner.megatron.held import check_held
 from aligner.megatron.lora import check_adapters
@@ -41,6 +40,7 @@ from aligner.run.timers import Timers
 from aligner.run.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from aligner.engines.bridge import Bridge
     from aligner.engines.native.fleet import FleetEngine
 
 LAST_WORDS_S = 60.0  # that it may take to end a child that is late, and to say so
@@ -134,11 +134,12 @@ def _timeout_s(cfg: Config) -> float:
 
 
 def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:
-    bridge = None
+    bridge: Bridge | None = None
     if cfg.engine.ranks:
         engine = cfg.engine
         trainers = env.world_size - engine.ranks
-        bridge = Bridge(*split_world(engine.ranks), trainers, engine.tensor_parallel, engine.silent_s)
+        ranks = split_world(engine.ranks)
+        bridge = on_demand("engine.ranks, between ranks")(*ranks, trainers, engine.tensor_parallel, engine.silent_s)
         bridge.begin()
     torch.manual_seed(derive(cfg.seed, "torch"))
     if cfg.run.deterministic:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-from aligner.builders.adapters import initial_factors
 from aligner.builders.data import make_ptx
 from aligner.builders.job import Job
 from aligner.config.derived import minibatch_samples
+from aligner.config.on_demand import on_demand
 from aligner.config.schema import ROLLOUT_STAGES, Config
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.validate_model import validate_model, validate_on_gpu
@@ -51,6 +51,11 @@ def make_model(
     return model
 
 
+def _initial_factors(job: Job) -> WeightSource | None:
+    """Of the adapter that training starts from."""
+    return on_demand("model.lora.init")(job) if job.cfg.model.lora.init else None
+
+
 def _restore(initial: InitialModel, model: ShardedModel) -> None:
     own = "model" if model.head.kind == "score" else "policy"
     if initial.checkpoint is not None:
@@ -67,7 +72,7 @@ def _temperature(cfg: Config) -> float:
 def make_policy(job: Job, steps: int, **outputs: bool) -> Policy:
     """`outputs`: which of the policy's an update finds (`Policy`)."""
     optim = None if job.cfg.debug.rollout_only else job.cfg.optim
-    model = job.models["policy"] = make_model(job, job.initial, Head(), optim, steps, initial_factors(job))
+    model = job.models["policy"] = make_model(job, job.initial, Head(), optim, steps, _initial_factors(job))
     if optim is not None and job.cfg.ema.decay:
         model.ema = Ema(model, job.cfg.ema.decay)
     ptx = make_ptx(job) if optim is not None and job.cfg.ptx.coef else None
@@ -158,7 +163,7 @@ def _centring(job: Job, initial: InitialModel) -> tuple[float, float]:
 
 def make_scorer(job: Job, outputs: int) -> RewardModel:
     """The model of `model.init` with a head of so many scores, to be trained."""
-    how = job.cfg.optim, job.cfg.run.steps, initial_factors(job)
+    how = job.cfg.optim, job.cfg.run.steps, _initial_factors(job)
     model = make_model(job, job.initial, Head("score", outputs), *how)
     job.models["policy"] = model
     return RewardModel(model, job.cfg.batch)

@@ -16,8 +16,10 @@ from aligner.config.schema import Config
 ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "auto": ("aligner.builders.sizes:decide", undecided),
     "engine.ranks": ("aligner.builders.serving:serve", lambda cfg: cfg.engine.ranks > 0),
+    "engine.ranks, between ranks": ("aligner.engines.bridge:Bridge", lambda cfg: cfg.engine.ranks > 0),
     "engine.ranks, to order": ("aligner.engines.native.remote:RemoteEngine", lambda cfg: cfg.engine.ranks > 0),
     "engine.quantization": ("aligner.engines.quantized:quantized_engine", quantized),
+    "model.lora.init": ("aligner.builders.adapters:initial_factors", lambda cfg: bool(cfg.model.lora.init)),
     "refit.adapters=factors": ("aligner.refit.factors:FactorExchange", lambda cfg: cfg.refit.adapters == "factors"),
     "eval.generate": ("aligner.builders.engines:make_answer_evaluator", lambda cfg: bool(evaluation_functions(cfg))),
     "environment": ("aligner.builders.environments:find_tools", lambda cfg: cfg.environment.on),

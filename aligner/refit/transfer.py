@@ -21,7 +21,6 @@ from aligner.config.on_demand import on_demand
 from aligner.config.sections.engine import RefitConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import RolloutEngine
-from aligner.engines.bridge import Bridge
 from aligner.errors import RefitError
 from aligner.megatron.train import ShardedModel
 from aligner.models.adapters import factor_tensors
@@ -35,6 +34,7 @@ from aligner.refit.stream import WeightStream
 from aligner.types import ScalarMetrics
 
 if TYPE_CHECKING:
+    from aligner.engines.bridge import Bridge
     from aligner.refit.factors import FactorExchange
 
 CAUSE_KEY = "aligner/refit/cause"  # in the store that all ranks share
