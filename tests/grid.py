@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from aligner.config.sections.engine import EngineConfig
-from aligner.config.sections.model.attention import AttentionConfig, layer_pattern
+from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig, layer_pattern
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.model.rope import ROPE_TYPES, RopeScalingConfig
-from aligner.config.sections.model.scales import ScalesConfig
 from aligner.engines.native import NativeEngine
 from aligner.families import FAMILIES
 from aligner.types import SamplingParams

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 
-from aligner.config.sections.model.attention import AttentionConfig
+from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
-from aligner.config.sections.model.scales import ScalesConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.families import FAMILIES
 from aligner.families.hf_config import config_from_hf, hf_config

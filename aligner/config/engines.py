@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from aligner.config.sections import trtllm, trtllm_engine, vllm
-from aligner.errors import ConfigError
+from aligner.config.sections import trtllm, vllm
 
 if TYPE_CHECKING:
     from aligner.config.schema import Config
-    from aligner.config.sections.engine import EngineConfig
     from aligner.config.sections.model.config import ModelConfig
 
 
@@ -112,7 +110,7 @@ ENGINES = {
             "prefix_reuse": ", whose Python runtime shares no prefixes",
             "cuda_graphs": ", whose Python runtime captures none",
         },
-        check=trtllm_engine.check_model,
+        check=trtllm.check_built,
     ),
     "recorded": EngineEntry(
         Capabilities(replays=True, tensor_parallel=True, several_nodes=True, request_seeds=True, repeats=True),
@@ -125,31 +123,6 @@ NAMES = tuple(ENGINES)
 def able(capability: str) -> str:
     """The names of the engines that can, for a message: "native or vllm"."""
     return " or ".join(name for name, entry in ENGINES.items() if getattr(entry.can, capability))
-
-
-def check_options(engine: EngineConfig) -> None:
-    """Raises ConfigError for options that the engine lacks, whatever the model."""
-    entry = ENGINES[engine.name]
-
-    def refuse(key: str, value: object, expected: str, capability: str) -> None:
-        raise ConfigError(key, value, f"{expected} with engine.name={engine.name}{entry.reasons.get(capability, '')}")
-
-    if engine.tensor_parallel != 1 and not entry.can.tensor_parallel:
-        refuse("engine.tensor_parallel", engine.tensor_parallel, "1", "tensor_parallel")
-    if engine.captures and not entry.can.cuda_graphs:
-        refuse("engine.cuda_graphs", True, "false", "cuda_graphs")
-    if engine.captures and entry.can.computes_here and engine.tensor_parallel != 1:
-        raise ConfigError("engine.cuda_graphs", True, "false unless engine.tensor_parallel=1")
-    if not engine.sleeps and not entry.section:
-        expected = f"true or auto with engine.name={engine.name}: memory.sleep=never keeps its cache"
-        raise ConfigError("engine.sleep", False, expected)
-    if engine.child is None:
-        return
-    for name in ("sleep_weights", "prefix_reuse"):
-        if getattr(engine.child, name) and not getattr(entry.can, name):
-            refuse(f"{engine.child.KEY}.{name}", True, "false", name)
-    if engine.child.sleep_weights and not engine.sleeps:
-        raise ConfigError(f"{engine.child.KEY}.sleep_weights", True, f"false with engine.sleep={engine.sleep}".lower())
 
 
 def matrix() -> str:

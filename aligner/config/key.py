@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import Field, dataclass, field, fields, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from aligner.config.checks import AUTO
+from aligner.config.rule import Rule, value_of
 from aligner.errors import ConfigError
 
 # what a new value means for a run that goes on from a checkpoint
@@ -110,9 +113,13 @@ def facts_of(f: Field) -> Facts:
 
 
 class Section:
-    """Base of the dataclasses of the schema: checks each value by itself when it is made."""
+    """Base of the dataclasses of the schema: checks each value by itself when it is made, then the rules between its
+    keys, whose names are within the section."""
 
+    # without annotations, which would make them keys
     KEY = ""  # dotted
+    RULES = tuple[Rule, ...]()
+    WORDS = MappingProxyType[str, str]({})  # property -> what a message calls it
 
     def __init_subclass__(cls, key: str = "", **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -125,4 +132,9 @@ class Section:
             if facts.auto and isinstance(value, str):  # an interpolation gives texts
                 plain = {"true": True, "false": False}.get(value.lower(), value)
                 setattr(self, f.name, value := int(value) if value.isdecimal() else plain)
-            facts.check(f"{self.KEY}.{f.name}" if self.KEY else f.name, value)
+            facts.check(self._full(f.name), value)
+        for rule in self.RULES:
+            rule.check(partial(value_of, self), self.WORDS, self._full)
+
+    def _full(self, name: str) -> str:
+        return f"{self.KEY}.{name}" if self.KEY else name

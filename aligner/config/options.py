@@ -71,16 +71,10 @@ def leaves(root: type = Config) -> dict[str, Leaf]:
 @functools.cache
 def all_keys(root: type = Config) -> tuple[str, ...]:
     """Every dotted key of the schema `root`, sections included, in its order. List elements are `name[].key`."""
-
-    def walk(cls: type, prefix: str) -> Iterator[str]:
-        for name, kind in hints(cls).items():
-            yield prefix + name
-            if is_dataclass(kind):
-                yield from walk(kind, f"{prefix}{name}.")
-            elif get_origin(kind) is list and is_dataclass(get_args(kind)[0]):
-                yield from walk(get_args(kind)[0], f"{prefix}{name}[].")
-
-    return tuple(walk(root, ""))
+    names = (
+        ".".join(words[:n]) for key in leaves(root) for words in [key.split(".")] for n in range(1, len(words) + 1)
+    )
+    return tuple(dict.fromkeys(name for name in names if not name.endswith("[]")))
 
 
 def key_type(key: str) -> Any | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, make_dataclass, replace
 from aligner.config.adapters import settle_reference
 from aligner.config.key import IGNORE, REFUSE, REPORT, Section, key, section
 from aligner.config.quantization import settle
+from aligner.config.rule import rules
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.checkpoint import CheckpointConfig
@@ -15,21 +16,20 @@ from aligner.config.sections.cluster import ClusterConfig
 from aligner.config.sections.critic import CriticConfig
 from aligner.config.sections.data import DataConfig
 from aligner.config.sections.debug import DebugConfig
-from aligner.config.sections.ema import EmaConfig
 from aligner.config.sections.engine import EngineConfig, RefitConfig
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.config.sections.logging import LoggingConfig
 from aligner.config.sections.memory import MemoryConfig
 from aligner.config.sections.mismatch import MismatchConfig
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.optim import OptimConfig
+from aligner.config.sections.optim import EmaConfig, OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.config.sections.ptx import PtxConfig
 from aligner.config.sections.rewards import EvalConfig, RewardConfig
 from aligner.config.sections.run import RunConfig
 from aligner.config.sections.sampling import SamplingConfig
+from aligner.config.stage import Stage
 from aligner.config.stages import STAGES
-from aligner.errors import ConfigError
 
 ROLLOUT_STAGES = tuple(name for name, stage in STAGES.items() if stage.rollouts)
 
@@ -37,6 +37,10 @@ ROLLOUT_STAGES = tuple(name for name, stage in STAGES.items() if stage.rollouts)
 @dataclass
 class _StageName(Section, key="stage"):
     name: str = key("sft", "Stage to run: a file of conf/stage.", choices=tuple(STAGES), resume=IGNORE)
+
+    @property
+    def its(self) -> Stage:
+        return STAGES[self.name]
 
 
 # the name, and the sections of stages that have keys of their own
@@ -79,17 +83,17 @@ class Config(Section):
     cluster: ClusterConfig = section(ClusterConfig, resume=IGNORE, rollouts=False)
     debug: DebugConfig = section(DebugConfig, resume=IGNORE, rollouts=False)
 
+    RULES = rules("""
+engine.can.replays !debug.train_only !engine.answers => debug.train_only
+    | a recorded rollout, or a folder of them, with engine.name=recorded (or engine.answers)
+!engine.can.replays or debug.train_only => engine.answers =
+    | but with engine.name=recorded, and with debug.train_only
+engine.can.replays => debug.record_answers =false | with engine.name=recorded
+""")
+
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.debug.train_only:
             self.engine = replace(self.engine, name="recorded", cuda_graphs=False)
-        elif self.engine.can.replays and not self.engine.answers:
-            expected = "a recorded rollout, or a folder of them, with engine.name=recorded (or engine.answers)"
-            raise ConfigError("debug.train_only", "", expected)
-        if self.engine.answers and (not self.engine.can.replays or self.debug.train_only):
-            expected = "empty but with engine.name=recorded, and with debug.train_only"
-            raise ConfigError("engine.answers", self.engine.answers, expected)
-        if self.debug.record_answers and self.engine.can.replays:
-            raise ConfigError("debug.record_answers", True, "false with engine.name=recorded")
+        super().__post_init__()
         settle(self)
         settle_reference(self)

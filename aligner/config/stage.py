@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aligner.config.rule import Rule
+
 if TYPE_CHECKING:
     from aligner.config.schema import Config
 
@@ -46,7 +48,8 @@ class Stage:
     passes: Callable[[Config], dict[str, float]] = _once
     answers: bool = True  # its evaluation may generate answers to data.eval, to be scored
     debug: tuple[str, ...] = ()  # shuffle_rewards, first_step_checks: where they mean something
-    check: Callable[[Config], None] = _fine  # of its own, raises ConfigError
+    rules: tuple[Rule, ...] = ()  # of its own, between keys
+    check: Callable[[Config], None] = _fine  # of files, raises ConfigError
     section: type | None = None  # its own keys, as stage.<name>.<key>: a dataclass that checks its values
 
     @property

@@ -6,12 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from aligner.config.sections.model.attention import AttentionConfig, layer_pattern
+from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig, layer_pattern
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.moe import MoeConfig
-from aligner.config.sections.model.scales import ScalesConfig
 from aligner.errors import CheckpointError, ConfigError
 from aligner.families import FAMILIES
 from aligner.families.family import DEFAULTS, Family

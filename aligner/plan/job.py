@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 
-from aligner.config.adapters import check_factors, shares_weights
+from aligner.config.adapters import shares_weights
 from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update, response_limit
 from aligner.config.schema import Config
 from aligner.config.sections.model.config import ModelConfig, for_run
 from aligner.config.stages import STAGES
+from aligner.config.validate import validate_factors
 from aligner.errors import ConfigError
 from aligner.families.hf_config import config_from_hf
 from aligner.plan.lengths import Lengths
@@ -266,7 +267,7 @@ def job_of(
     if not cfg.debug.train_only and (rollout or stage.generates(cfg) or evaluation_functions(cfg)):
         size = 4 if cfg.engine.dtype == "float32" else 2 if cfg.engine.dtype == "bfloat16" else element
         e = cfg.engine
-        check_factors(cfg, stage.trains and not cfg.debug.rollout_only)
+        validate_factors(cfg)
         here, captures = e.can.computes_here, e.captures and not shape.moe.num_experts
         in_turns = not cfg.environment.agent and (engine_tensor or e.tensor_parallel) == 1
         engine = Engine(

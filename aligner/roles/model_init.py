@@ -13,14 +13,13 @@ import torch
 from aligner.config.freeze import load_frozen
 from aligner.config.options import from_plain
 from aligner.config.schema import Config
-from aligner.config.sections.model.attention import AttentionConfig
+from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig
 from aligner.config.sections.model.config import MOE_OF_THE_RUN, OF_THE_RUN, ModelConfig, for_run
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.lora import LoraConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
-from aligner.config.sections.model.scales import ScalesConfig
 from aligner.data.tokenizer import check_vocab, load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.families.hf_config import config_from_hf

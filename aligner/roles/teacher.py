@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.distill import DistillConfig
-from aligner.config.sections.model.scales import ScalesConfig
+from aligner.config.sections.model.attention import ScalesConfig
 from aligner.megatron.groups import Layout
 from aligner.megatron.train import ShardedModel
 from aligner.ops.kernels.divergence import Divergence, divergences

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from aligner.config.checks import exists
+from aligner.config.rule import rules
 from aligner.config.sections.distill import KEY, DistillConfig
 from aligner.config.stage import Stage
 from aligner.errors import ConfigError
@@ -40,22 +41,24 @@ def beside(cfg: Config) -> tuple[str, ...]:
     return () if cfg.algorithm.distill.store else ("teacher",)
 
 
+RULES = rules("""
+!algorithm.distill.teachers !algorithm.distill.teacher !algorithm.distill.store => algorithm.distill.teacher
+    | a folder with the model to learn from, for stage distill
+algorithm.distill.on_policy => sampling.temperature >0
+    | with algorithm.distill.on_policy: answers to learn from are sampled
+algorithm.distill.teachers data.formats~text => data.format
+    | rows with answers, with algorithm.distill.teachers: documents go on from row to row
+""")
+
+
 def check(cfg: Config) -> None:
     teachers, store = cfg.algorithm.distill.models(), cfg.algorithm.distill.store
-    if not teachers and not store:
-        raise ConfigError(f"{KEY}.teacher", "", "a folder with the model to learn from, for stage distill")
-    if cfg.algorithm.distill.on_policy and cfg.sampling.temperature <= 0:
-        expected = f"a number > 0 with {KEY}.on_policy: answers to learn from are sampled"
-        raise ConfigError("sampling.temperature", cfg.sampling.temperature, expected)
     for name, path in teachers.items():
         if not path:
             raise ConfigError(f"{KEY}.{name}", path, "a folder with the model to learn from")
         exists(f"{KEY}.{name}", path)
     if store and not teachers:
         exists(f"{KEY}.store", store)
-    if cfg.algorithm.distill.teachers and "text" in [data.format for data in (cfg.data, *cfg.data.sources)]:
-        expected = f"rows with answers, with {KEY}.teachers: documents go on from row to row"
-        raise ConfigError("data.format", "text", expected)
 
 
 def passes(cfg: Config) -> dict[str, float]:
@@ -73,6 +76,7 @@ STAGE = Stage(
     beside=beside,
     passes=passes,
     debug=("first_step_checks",),
+    rules=RULES,
     check=check,
 )
 

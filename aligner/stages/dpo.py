@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from aligner.config.adapters import check_reference
+from aligner.config.adapters import reference_rules
+from aligner.config.rule import rules
 from aligner.config.sections.data import DataConfig
 from aligner.config.sections.preference import KEY, PreferenceConfig
 from aligner.config.stage import Stage
-from aligner.errors import ConfigError
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
     import torch
@@ -59,17 +59,17 @@ def beside(cfg: Config) -> tuple[str, ...]:
     return ("reference",) if cfg.algorithm.preference.reference in ("model", "adapter") else ()
 
 
-def check(cfg: Config) -> None:
-    """Also stage online_dpo's."""
-    check_reference(cfg, cfg.algorithm.preference.reference)
-    every = cfg.algorithm.preference.sync_every
-    if every and cfg.model.lora.rank:
-        expected = "0 with model.lora: the product of two mixed factors is no mixture of their products"
-        raise ConfigError(f"{KEY}.sync_every", every, expected)
-    if every and "weights" in cfg.memory.offload:
-        expected = f"without weights with {KEY}.sync_every: checkpoints hold the reference, which has to be there"
-        raise ConfigError("memory.offload", cfg.memory.offload, expected)
-
+RULES = (  # also stage online_dpo's
+    *reference_rules(f"{KEY}.reference"),
+    *rules("""
+!model.lora.rank algorithm.preference.reference=adapter => algorithm.preference.reference =model|stored|none
+    | with model.lora.rank=0: there is no adapter to leave out
+model.lora.rank => algorithm.preference.sync_every =0
+    | with model.lora: the product of two mixed factors is no mixture of their products
+algorithm.preference.sync_every memory.offload~weights => memory.offload
+    | without weights with algorithm.preference.sync_every: checkpoints hold the reference, which has to be there
+"""),
+)
 
 STAGE = Stage(
     reads=("preference", "comparisons"),
@@ -78,7 +78,7 @@ STAGE = Stage(
     rows=rows,
     beside=beside,
     debug=("first_step_checks",),
-    check=check,
+    rules=RULES,
 )
 
 

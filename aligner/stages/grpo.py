@@ -5,9 +5,9 @@ refit -> generate groups -> score -> logprobs -> group advantages -> epochs x mi
 
 from __future__ import annotations
 
+from aligner.config.rule import rules
 from aligner.config.sections.algorithm import GROUP_BASELINES, OTHER_BASELINES
 from aligner.config.stage import Stage
-from aligner.errors import ConfigError
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
     import torch
@@ -45,18 +45,14 @@ def beside(cfg: Config) -> tuple[str, ...]:
     return ("reference",) if cfg.algorithm.kl.coef > 0 else ()
 
 
-def check(cfg: Config) -> None:
-    if cfg.algorithm.advantage == "gae":
-        known = ", ".join((*GROUP_BASELINES, *OTHER_BASELINES))
-        raise ConfigError("algorithm.advantage", "gae", f"{known}; gae is for stage ppo")
-
+RULES = rules("=> algorithm.advantage =$KNOWN | ; gae is for stage ppo", KNOWN=(*GROUP_BASELINES, *OTHER_BASELINES))
 
 STAGE = Stage(
     reads=("policy",),
     rollouts=True,
     beside=beside,
     debug=("shuffle_rewards", "first_step_checks"),
-    check=check,
+    rules=RULES,
 )
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from aligner.config.adapters import check_reference
+from aligner.config.adapters import reference_rules
+from aligner.config.rule import rules
 from aligner.config.sections.data import DataConfig
 from aligner.config.sections.kto import KEY, KtoConfig
 from aligner.config.stage import Stage
-from aligner.errors import ConfigError, DataError
+from aligner.errors import DataError
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
     import numpy as np
@@ -53,13 +54,13 @@ def passes(cfg: Config) -> dict[str, float]:
     return {"policy": mismatched, "reference": mismatched + (kto.reference == "model")}
 
 
-def check(cfg: Config) -> None:
-    if cfg.algorithm.kto.reference == "stored":
-        check_reference(cfg, "stored", f"{KEY}.reference")
-    if cfg.algorithm.kto.kl == "minibatch" and cfg.batch.sequences < 2:
-        expected = f"at least 2 with {KEY}.kl=minibatch, better 16 and more: one sample has no mismatched answer"
-        raise ConfigError("batch.sequences", cfg.batch.sequences, expected)
-
+RULES = (
+    *reference_rules(f"{KEY}.reference", "stored"),
+    *rules("""
+algorithm.kto.kl=minibatch => batch.sequences >=2
+    | with algorithm.kto.kl=minibatch, better 16 and more: one sample has no mismatched answer
+"""),
+)
 
 STAGE = Stage(
     reads=("kto", "comparisons"),
@@ -67,7 +68,7 @@ STAGE = Stage(
     beside=beside,
     passes=passes,
     debug=("first_step_checks",),
-    check=check,
+    rules=RULES,
 )
 
 

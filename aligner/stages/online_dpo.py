@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from aligner.config.sections.preference import KEY
+from aligner.config.rule import rules
 from aligner.config.stage import Stage
 from aligner.config.stages import dpo
-from aligner.errors import ConfigError
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
     from aligner.algorithms.first_step import FirstStepChecks
@@ -29,26 +28,19 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
     from aligner.stages.dpo import learn
 
 
-def check(cfg: Config) -> None:
-    preference, batch = cfg.algorithm.preference, cfg.batch
-    dpo.check(cfg)
-    if preference.reference == "stored":
-        expected = "model, adapter or none for stage online_dpo, whose answers are not there before training"
-        raise ConfigError(f"{KEY}.reference", "stored", expected)
-    if preference.row_weights:
-        raise ConfigError(f"{KEY}.row_weights", True, "false for stage online_dpo: samples have no such column")
-    if batch.group < 2:
-        raise ConfigError("batch.group", batch.group, "at least 2 for stage online_dpo: a pair is of two of them")
-    for key, value, only in (("minibatch_samples", batch.minibatch_samples, 0), ("epochs", batch.epochs, 1)):
-        if value != only:
-            expected = f"{only} for stage online_dpo: one optimizer step, on all pairs of a rollout"
-            raise ConfigError(f"batch.{key}", value, expected)
-    if cfg.reward.normalize:
-        expected = "false for stage online_dpo, which compares answers to one prompt"
-        raise ConfigError("reward.normalize", True, expected)
-    if cfg.debug.rollout_only:
-        raise ConfigError("debug.rollout_only", True, "false for stage online_dpo: stage sample writes answers")
-
+RULES = (
+    *dpo.RULES,
+    *rules("""
+=> algorithm.preference.reference =model|adapter|none
+    | for stage online_dpo, whose answers are not there before training
+=> algorithm.preference.row_weights =false | for stage online_dpo: samples have no such column
+=> batch.group >=2 | for stage online_dpo: a pair is of two of them
+=> batch.minibatch_samples =0 | for stage online_dpo: one optimizer step, on all pairs of a rollout
+=> batch.epochs =1 | for stage online_dpo: one optimizer step, on all pairs of a rollout
+=> reward.normalize =false | for stage online_dpo, which compares answers to one prompt
+=> debug.rollout_only =false | for stage online_dpo: stage sample writes answers
+"""),
+)
 
 STAGE = Stage(
     reads=("preference",),
@@ -58,7 +50,7 @@ STAGE = Stage(
     rows=dpo.rows,
     beside=dpo.beside,
     debug=("first_step_checks",),
-    check=check,
+    rules=RULES,
 )
 
 

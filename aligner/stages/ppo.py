@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 
+from aligner.config.rule import rules
 from aligner.config.stage import Stage
-from aligner.errors import ConfigError
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
     import torch.distributed as dist
@@ -51,30 +51,22 @@ def beside(cfg: Config) -> tuple[str, ...]:
     return ("reference", "critic") if cfg.algorithm.kl.coef > 0 else ("critic",)
 
 
-def check(cfg: Config) -> None:
-    if cfg.algorithm.advantage != "gae":
-        raise ConfigError("algorithm.advantage", cfg.algorithm.advantage, "gae for stage ppo, which has a critic")
-    if cfg.critic.trunk == "policy":
-        _trunk(cfg)
-    elif not (cfg.critic.init or cfg.reward.model):
-        raise ConfigError("critic.init", "", "a folder to start the critic from, or reward.model for stage ppo")
-
-
-def _trunk(cfg: Config) -> None:
-    if not cfg.model.lora.rank:
-        expected = "own with model.lora.rank=0, which trains the policy's weights: nothing stays for a critic to share"
-        raise ConfigError("critic.trunk", cfg.critic.trunk, expected)
-    if cfg.critic.init:
-        expected = "empty with critic.trunk=policy: the critic starts from the policy's frozen weights"
-        raise ConfigError("critic.init", cfg.critic.init, expected)
-
+RULES = rules("""
+=> algorithm.advantage =gae | for stage ppo, which has a critic
+!critic.trunk=policy !critic.init !reward.model => critic.init
+    | a folder to start the critic from, or reward.model for stage ppo
+!model.lora.rank => critic.trunk =own
+    | with model.lora.rank=0, which trains the policy's weights: nothing stays for a critic to share
+critic.trunk=policy => critic.init =
+    | with critic.trunk=policy: the critic starts from the policy's frozen weights
+""")
 
 STAGE = Stage(
     reads=("policy", "critic"),
     rollouts=True,
     beside=beside,
     debug=("first_step_checks",),
-    check=check,
+    rules=RULES,
 )
 
 

@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from aligner.config.key import Section, key
+from aligner.config.rule import rules
 from aligner.config.stage import Stage
-from aligner.errors import ConfigError, DataError
+from aligner.errors import DataError
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
     from aligner.builders.data import make_sampling, rows_of
@@ -21,7 +22,6 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
     from aligner.builders.models import make_reward_model, make_sampler
     from aligner.builders.rewards import make_rewards
     from aligner.builders.runs import make_run, saved_first
-    from aligner.config.schema import Config
     from aligner.data.dataset import PromptDataset
     from aligner.data.formats import prompt_rows
     from aligner.ops.agree import by_rank_0
@@ -72,37 +72,22 @@ class SampleConfig(Section, key=KEY):
         return math.isfinite(self.reward_above)
 
 
-def check(cfg: Config) -> None:
-    if cfg.data.sources:
-        found = [source.path for source in cfg.data.sources]
-        raise ConfigError(
-            "data.sources", found, "none for stage sample: one file in data.train, its rows in their order"
-        )
-    if cfg.reward.normalize:
-        expected = "false for stage sample: an answer's reward would depend on those before it"
-        raise ConfigError("reward.normalize", True, expected)
-    for name in ("rollout_only", "train_only", "record"):
-        value = getattr(cfg.debug, name)
-        if value:
-            raise ConfigError(f"debug.{name}", value, "off for stage sample")
-    if cfg.checkpoint.every < 1:
-        expected = "at least 1 for stage sample: finished batches are kept with it"
-        raise ConfigError("checkpoint.every", cfg.checkpoint.every, expected)
-    own = cfg.stage.sample
-    if not (cfg.reward.functions or cfg.reward.model or cfg.reward.judges):
-        hint = "Without rewards: all samples, and pairs with stage.sample.pairs=answers."
-        for name, value, default in (("reward_above", own.reward_above, -math.inf), ("best", own.best, 1)):
-            if value != default:
-                raise ConfigError(
-                    f"{KEY}.{name}", value, f"{default} without reward.functions, reward.model and reward.judges", hint
-                )
-
+RULES = rules("""
+=> data.source_paths = | for stage sample: one file in data.train, its rows in their order
+=> reward.normalize =false | for stage sample: an answer's reward would depend on those before it
+=> debug.rollout_only, debug.train_only off | for stage sample
+=> checkpoint.every >=1 | for stage sample: finished batches are kept with it
+!reward.any => stage.sample.reward_above =-inf | without reward.functions, reward.model and reward.judges
+    | Without rewards: all samples, and pairs with stage.sample.pairs=answers.
+!reward.any => stage.sample.best =1 | without reward.functions, reward.model and reward.judges
+    | Without rewards: all samples, and pairs with stage.sample.pairs=answers.
+""")
 
 STAGE = Stage(
     rollouts=True,
     trains=False,
     answers=False,
-    check=check,
+    rules=RULES,
     section=SampleConfig,
 )
 

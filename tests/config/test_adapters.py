@@ -4,9 +4,6 @@ import pytest
 
 from aligner.config.adapters import shares_weights
 from aligner.config.resolve import compose
-from aligner.config.stages import STAGES
-from aligner.config.validate import validate
-from aligner.errors import ConfigError
 from aligner.plan.devices import DEVICES, Assumptions
 from aligner.plan.job import _parts, job_of
 from aligner.plan.memory import plan_memory
@@ -27,34 +24,6 @@ def test_the_reference_is_the_adapters_where_there_are_some(stage):
 def test_who_needs_weights_of_its_own(more, shares):
     assert shares_weights(compose(["stage=dpo", *more])) == shares
     assert shares_weights(compose(["stage=grpo", *more])) == bool(more)
-
-
-@pytest.mark.parametrize(
-    "more, told",
-    [
-        ([f"{KEY}=adapter"], "model.lora.rank=0: there is no adapter to leave out"),
-        ([*LORA, "model.lora.init=x", f"{KEY}=stored"], "own model with model.lora.init"),
-        ([*LORA, "model.lora.quantize_base=nf4", f"{KEY}=model"], "own model with model.lora.quantize_base"),
-    ],
-)
-def test_a_reference_that_is_not_what_training_starts_from(more, told):
-    cfg = compose(["stage=dpo", *more])
-    with pytest.raises(ConfigError, match=rf"^{KEY}=.*{told}"):
-        STAGES["dpo"].check(cfg)
-
-
-@pytest.mark.parametrize("key, value", [("init", "x"), ("quantize_base", "nf4")])
-def test_without_a_rank_nothing_is_adapted(key, value):
-    with pytest.raises(ConfigError, match=f"^model.lora.{key}=.*model.lora.rank=0"):
-        compose([f"model.lora.{key}={value}"])
-    with pytest.raises(ConfigError, match=r"quantize_base=.nf3.: expected one of none, int8, fp8, nf4"):
-        compose([*LORA, "model.lora.quantize_base=nf3"])
-
-
-def test_stage_kto_has_the_same_references():
-    with pytest.raises(ConfigError, match=r"^algorithm\.kto\.reference='stored'.*own model with model\.lora\.init"):
-        STAGES["kto"].check(compose(["stage=kto", *LORA, "model.lora.init=x", "algorithm.kto.reference=stored"]))
-    STAGES["kto"].check(compose(["stage=kto", *LORA, "model.lora.init=x"]))
 
 
 def test_the_plan_has_no_memory_for_a_shared_reference():
@@ -83,30 +52,3 @@ def test_the_plan_counts_a_trunk_once():
     whole = own.element * rank_parameters(critic.shape, own.grid, 0, "").total
     assert critic.shared and weights[0] - weights[1] == whole > 14e9
     assert phases[1]["build"]["weights"] > weights[1] + 0.9 * whole  # it has weights of its own until it shares them
-
-
-@pytest.mark.parametrize("more", [["stage=grpo", "debug.rollout_only=true"], ["stage=sample"]])
-def test_an_adapter_is_not_left_out_in_silence(tmp_path, more):
-    adapter, data = str(tmp_path), ["model.init=random", f"data.train={tmp_path}"]
-    with pytest.raises(ConfigError, match=r"^model\.lora\.init=.*empty where nothing is trained"):
-        validate(compose([*more, *data, *LORA, f"model.lora.init={adapter}"]), 1)
-
-
-@pytest.mark.parametrize(
-    "more, told",
-    [
-        ([], "model.lora.rank=0, which has no factors"),
-        ([*LORA, "debug.rollout_only=true"], "trains nothing"),
-        ([*LORA, "engine.name=trtllm"], "engine.name=trtllm: the native engine alone merges"),
-        ([*LORA, "engine.quantization=int8"], "engine.quantization=int8"),
-        ([*LORA, "debug.record_answers=true"], "debug.record_answers"),
-    ],
-)
-def test_who_cannot_merge_is_told(tmp_path, more, told):
-    (tmp_path / "train.jsonl").write_text("{}")
-    settings = ["stage=grpo", f"data.train={tmp_path / 'train.jsonl'}", *more]
-    validate(compose([*settings, "reward.functions=[{path: math}]"]), 1)
-    with pytest.raises(ConfigError, match=rf"^refit\.adapters='factors': expected merged with .*{told}"):
-        validate(compose([*settings, "refit.adapters=factors"]), 1)
-    with pytest.raises(ConfigError, match=r"refit\.adapters='both': expected one of merged, factors"):
-        compose(["refit.adapters=both"])

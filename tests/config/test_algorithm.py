@@ -102,23 +102,6 @@ def grpo(tmp_path):
     return ["stage=grpo", f"data.train='{data}'", "reward.functions=[{path:math}]"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["batch.group=1", "algorithm.advantage=opo"], "batch.group"),
-        (["batch.group=1", "algorithm.advantage=gdpo"], "batch.group"),
-        (["batch.group=1", "algorithm.advantage=remax", "algorithm.filter_groups=true"], "batch.group"),
-        (["batch.group=4", "algorithm.advantage=gdpo", "reward.clip=1"], "reward.clip"),
-        (["batch.group=4", "algorithm.advantage=gdpo", "reward.normalize=true"], "reward.normalize"),
-        (["batch.group=4", "algorithm.policy_loss=dppo", "mismatch.correction=tis_token"], "mismatch.correction"),
-    ],
-)
-def test_what_does_not_work_with_other_sections(grpo, overrides, key):
-    with pytest.raises(ConfigError) as error:
-        validate(compose([*grpo, *overrides]), 1)
-    assert error.value.key == key
-
-
 @pytest.mark.parametrize("advantage", ["remax", "reinforce_pp"])
 def test_one_sample_is_enough_where_no_group_is_compared(grpo, advantage):
     validate(compose([*grpo, "batch.group=1", f"algorithm.advantage={advantage}"]), 1)

@@ -16,16 +16,9 @@ from aligner.errors import ConfigError
         (["temperature=0"], "temperature", "> 0"),
         (["top_k=-1"], "top_k", ">= 0"),
         (["top_k=4", "outside=none"], "outside", "tail, renormalise, zero"),
-        (["top_k=4", "outside=zero", "kind=jsd"], "outside", "no KL to what is impossible"),
-        (["outside=renormalise"], "outside", "nothing is outside"),
         (["sft_coef=-1"], "sft_coef", ">= 0"),
         (["on_policy=1.1"], "on_policy", "[0, 1]"),
-        (["on_policy=0.5", "store=x", "top_k=4"], "store", "answers are new in each step"),
-        (["on_policy=1", "sft_coef=0.1"], "sft_coef", "does not learn its own answers"),
         (["tensor=-1"], "tensor", ">= 0"),
-        (["teacher=x", "teachers={a: y}"], "teacher", "one for all rows, or one for each"),
-        (["teachers={a: y}", "top_k=4", "store=x"], "store", "give each a file of data.sources"),
-        (["store=x"], "top_k", "whole vocabularies are not stored"),
     ],
 )
 def test_what_it_refuses(overrides, key, said):

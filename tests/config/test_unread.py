@@ -25,7 +25,7 @@ from tests import stages
 
 # modules that look at every key, or only to refuse it
 NO_READERS = ("dataclasses", "copy", "aligner.config.freeze", "aligner.config.identity", "aligner.config.schema")
-CHECKS = ("aligner.config.validate", "aligner.config.validate_model", "aligner.config.adapters")
+CHECKS = ("aligner.config.validate", "aligner.config.rule", "aligner.config.rules")
 # asked of every stage by what they share, without anything that follows where no engine, critic or judge is there
 IN_VAIN = (
     *("engine.name", "engine.ranks", "engine.kv_cache_bytes", "sampling.max_response_tokens"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aligner.config.key import REPORT, Section, key, section
+from aligner.config.rule import rules
 from aligner.config.sections.distill import DistillConfig
 from aligner.config.sections.kto import KtoConfig
 from aligner.config.sections.preference import PreferenceConfig
-from aligner.errors import ConfigError
 
 # `algorithm.advantage` of stage grpo that compare the samples of a prompt, and that do not
 GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k")
@@ -41,10 +41,7 @@ class KLConfig(Section, key="algorithm.kl"):
     importance_weighted: bool = key(False, "Multiply the KL in the loss by the token's ratio.")
     controller: KLControllerConfig = section(KLControllerConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.coef > 0 and self.placement == "none":
-            raise ConfigError("algorithm.kl.placement", self.placement, "reward or loss when algorithm.kl.coef > 0")
+    RULES = rules("coef>0 => placement =reward|loss | when algorithm.kl.coef > 0")
 
 
 @dataclass
@@ -87,10 +84,7 @@ class CovConfig(Section, key="algorithm.cov"):
     high: float = key(5.0, "Largest covariance of these tokens.")
     kl_coef: float = key(1.0, "Factor of the KL of kl_cov.", least=0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.high <= self.low:
-            raise ConfigError("algorithm.cov.high", self.high, f"a number > {self.low}")
+    RULES = rules("=> high >low")
 
 
 @dataclass
@@ -108,10 +102,7 @@ class RewardLossConfig(Section, key="algorithm.reward_loss"):
     )
     last_step_only: bool = key(False, "Learn only the last step's label of each row (process).")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kind == "regression" and not self.attributes:
-            raise ConfigError("algorithm.reward_loss.attributes", [], "at least one column name for regression")
+    RULES = rules("kind=regression !attributes => attributes | at least one column name for regression")
 
 
 @dataclass
@@ -170,34 +161,21 @@ class AlgorithmConfig(Section, key="algorithm"):
     distill: DistillConfig = section(DistillConfig, read_for=("distill",))
     kto: KtoConfig = section(KtoConfig, read_for=("kto",))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._together()
+    RULES = rules("""
+policy_loss=gspo|sapo|gmpo => aggregation =seq_mean_token_mean
+    | with algorithm.policy_loss={policy_loss}, which is a mean over sequences
+old_logprobs=engine policy_loss=gpg|reinforce => old_logprobs =auto|recompute|proxy
+    | with algorithm.policy_loss={policy_loss}, which has no ratio
+policy_loss=gmpo advantage=gae|reinforce_pp => policy_loss
+    | a loss per token with algorithm.advantage={advantage}, which differs between tokens
+advantage=remax|gdpo kl.coef>0 kl.placement=reward => kl.placement
+    | loss with algorithm.advantage={advantage}, which compares rewards without a KL term
+advantage=gdpo|pass_at_k => whiten =false | with algorithm.advantage={advantage}, which has a scale of its own
+advantage=gdpo => overlong.penalty, overlong.soft_fraction =0
+    | with algorithm.advantage=gdpo, which sees the reward's components alone | Use mask_truncated.
+""")
 
     @property
     def ratio_to_engine(self) -> bool:
         """Whether the policy loss compares the policy with the engine itself: weights would count that twice."""
         return self.policy_loss == "dppo" or self.old_logprobs == "engine"
-
-    def _together(self) -> None:
-        """What two of the keys do not mean together."""
-        mean = "seq_mean_token_mean"
-        if self.policy_loss in ("gspo", "sapo", "gmpo") and self.aggregation != mean:
-            expected = f"{mean} with algorithm.policy_loss={self.policy_loss}, which is a mean over sequences"
-            raise ConfigError("algorithm.aggregation", self.aggregation, expected)
-        if self.old_logprobs == "engine" and self.policy_loss in ("gpg", "reinforce"):
-            expected = f"auto, recompute or proxy with algorithm.policy_loss={self.policy_loss}, which has no ratio"
-            raise ConfigError("algorithm.old_logprobs", "engine", expected)
-        if self.policy_loss == "gmpo" and self.advantage in ("gae", "reinforce_pp"):
-            expected = f"a loss per token with algorithm.advantage={self.advantage}, which differs between tokens"
-            raise ConfigError("algorithm.policy_loss", self.policy_loss, expected)
-        if self.advantage in ("remax", "gdpo") and self.kl.coef > 0 and self.kl.placement == "reward":
-            expected = f"loss with algorithm.advantage={self.advantage}, which compares rewards without a KL term"
-            raise ConfigError("algorithm.kl.placement", self.kl.placement, expected)
-        if self.advantage in ("gdpo", "pass_at_k") and self.whiten:
-            expected = f"false with algorithm.advantage={self.advantage}, which has a scale of its own"
-            raise ConfigError("algorithm.whiten", self.whiten, expected)
-        if self.advantage == "gdpo" and self.overlong.shapes:
-            key = "penalty" if self.overlong.penalty else "soft_fraction"
-            expected = "0 with algorithm.advantage=gdpo, which sees the reward's components alone"
-            raise ConfigError(f"algorithm.overlong.{key}", getattr(self.overlong, key), expected, "Use mask_truncated.")

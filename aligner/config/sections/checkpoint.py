@@ -18,3 +18,7 @@ class CheckpointConfig(Section, key="checkpoint"):
     rollouts: bool = key(
         True, "Store each finished rollout until a checkpoint has its step, so that it is never generated twice."
     )
+
+    @property
+    def best_by_evaluation(self) -> bool:
+        return self.keep_best > 0 and self.metric.startswith("eval/")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.config.key import IGNORE, Section, key
+from aligner.config.rule import rules
 from aligner.errors import ConfigError
 
 DATA_FORMATS = (
@@ -82,10 +83,10 @@ class DataConfig(Section, key="data"):
     )
     template_arguments: dict[str, Any] = key({}, "Variables of the chat template: {enable_thinking: false}.")
 
+    RULES = rules("sources => train = | with data.sources: rows come from one of the two")
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sources and self.train:
-            raise ConfigError("data.train", self.train, "empty with data.sources: rows come from one of the two")
         labels = [source.label for source in self.sources]
         for label in labels:
             if labels.count(label) > 1:
@@ -93,6 +94,15 @@ class DataConfig(Section, key="data"):
         for name in sorted(RENDERING & set(self.template_arguments)):
             expected = "a variable of the chat template: this one is set for each rendering"
             raise ConfigError(f"data.template_arguments.{name}", self.template_arguments[name], expected)
+
+    @property
+    def source_paths(self) -> list[str]:
+        return [source.path for source in self.sources]
+
+    @property
+    def formats(self) -> list[str]:
+        """Of the rows and of those of the sources."""
+        return [self.format, *(source.format for source in self.sources)]
 
     def of(self, source: SourceConfig) -> DataConfig:
         """How the rows of one source are read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aligner.config.key import REFUSE, REPORT, Section, key
-from aligner.errors import ConfigError
+from aligner.config.rule import rules
 
 
 @dataclass
@@ -26,14 +26,10 @@ class DebugConfig(Section, key="debug"):
     )
     first_step_checks: bool = key(False, "Check before and at the first update what must hold exactly, or stop.")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.train_only and (self.rollout_only or self.record):
-            key = "rollout_only" if self.rollout_only else "record"
-            expected = "off with debug.train_only: a recording is neither generated nor recorded again"
-            raise ConfigError(f"debug.{key}", getattr(self, key), expected)
-        if self.replay and (self.train_only or self.rollout_only):
-            expected = "empty with debug.train_only and debug.rollout_only: it is for a run that trains on an engine's"
-            raise ConfigError("debug.replay", self.replay, expected)
-        if self.first_step_checks and self.rollout_only:
-            raise ConfigError("debug.first_step_checks", True, "false with debug.rollout_only: there is no update")
+    RULES = rules("""
+train_only => rollout_only, record off
+    | with debug.train_only: a recording is neither generated nor recorded again
+train_only or rollout_only => replay =
+    | with debug.train_only and debug.rollout_only: it is for a run that trains on an engine's
+rollout_only => first_step_checks =false | with debug.rollout_only: there is no update
+""")

@@ -8,8 +8,9 @@ from math import floor
 from typing import Any
 
 from aligner.config.key import IGNORE, REPORT, Section, key
+from aligner.config.rule import rules
 from aligner.config.sections.parallel import ParallelConfig
-from aligner.errors import ConfigError, DataError
+from aligner.errors import DataError
 
 KINDS = ("forward_kl", "reverse_kl", "mixed", "jsd")  # ops/kernels/divergence.py
 KEY = "algorithm.distill"
@@ -52,26 +53,17 @@ class DistillConfig(Section, key=KEY):
     )
     sft_coef: float = key(0.0, "Factor of the negative log-likelihood of the answers, beside the divergence.", least=0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.outside == "zero" and self.kind != "forward_kl":
-            expected = f"tail or renormalise with {KEY}.kind={self.kind}: no KL to what is impossible is finite"
-            raise ConfigError(f"{KEY}.outside", "zero", expected)
-        if self.outside != "tail" and not self.top_k:
-            raise ConfigError(f"{KEY}.outside", self.outside, f"tail without {KEY}.top_k: nothing is outside")
-        if self.teachers and self.teacher:
-            expected = f"empty with {KEY}.teachers={','.join(self.teachers)}: one for all rows, or one for each"
-            raise ConfigError(f"{KEY}.teacher", self.teacher, expected)
-        if self.store and not self.top_k:
-            raise ConfigError(f"{KEY}.top_k", 0, f"at least 1 with {KEY}.store: whole vocabularies are not stored")
-        if self.store and self.teachers:
-            expected = f"none with {KEY}.teachers: give each a file of data.sources, and fill the store of that alone"
-            raise ConfigError(f"{KEY}.store", self.store, expected)
-        if self.store and self.on_policy:
-            raise ConfigError(f"{KEY}.store", self.store, f"none with {KEY}.on_policy: answers are new in each step")
-        if self.sft_coef and self.on_policy == 1:
-            expected = f"0 with {KEY}.on_policy=1: a student does not learn its own answers"
-            raise ConfigError(f"{KEY}.sft_coef", self.sft_coef, expected)
+    RULES = rules("""
+kind!=forward_kl => outside =tail|renormalise
+    | with algorithm.distill.kind={kind}: no KL to what is impossible is finite
+!top_k => outside =tail | without algorithm.distill.top_k: nothing is outside
+teachers => teacher = | with algorithm.distill.teachers={teachers}: one for all rows, or one for each
+store => top_k >=1 | with algorithm.distill.store: whole vocabularies are not stored
+teachers => store =
+    | with algorithm.distill.teachers: give each a file of data.sources, and fill the store of that alone
+on_policy => store = | with algorithm.distill.on_policy: answers are new in each step
+on_policy=1 => sft_coef =0 | with algorithm.distill.on_policy=1: a student does not learn its own answers
+""")
 
     def models(self) -> dict[str, str]:
         """`teacher` or `teachers.<name>` -> folder."""

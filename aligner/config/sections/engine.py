@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aligner.config.checks import AUTO, Auto, Switch
-from aligner.config.engines import ENGINES, NAMES, Capabilities, check_options
+from aligner.config.engines import ENGINES, NAMES, Capabilities
 from aligner.config.key import REFUSE, Section, key, section
 from aligner.config.quantization import KINDS
+from aligner.config.rule import rules
 from aligner.config.sections.child import ChildConfig
 from aligner.config.sections.trtllm import TrtllmConfig
 from aligner.config.sections.vllm import VllmConfig
@@ -101,9 +103,25 @@ class EngineConfig(Section, key="engine"):
         value = getattr(self, name)
         return name in ENGINES[self.name].by_default if value == AUTO else bool(value)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_options(self)
+    @property
+    def section(self) -> str:
+        return ENGINES[self.name].section
+
+    @property
+    def why(self) -> Mapping[str, str]:
+        """Capability -> why this engine lacks it."""
+        return ENGINES[self.name].reasons
+
+    RULES = rules("""
+!can.tensor_parallel => tensor_parallel =1 | with engine.name={name}{why.tensor_parallel}
+captures !can.cuda_graphs => cuda_graphs =false | with engine.name={name}{why.cuda_graphs}
+captures can.computes_here tensor_parallel!=1 => cuda_graphs =false | unless engine.tensor_parallel=1
+!sleeps !section => sleep =true|auto | with engine.name={name}: memory.sleep=never keeps its cache
+section=trtllm !can.sleep_weights => trtllm.sleep_weights =false | with engine.name={name}{why.sleep_weights}
+section=trtllm !can.prefix_reuse => trtllm.prefix_reuse =false | with engine.name={name}{why.prefix_reuse}
+section=trtllm !sleeps => trtllm.sleep_weights =false | with engine.sleep={sleep}
+section=vllm !sleeps => vllm.sleep_weights =false | with engine.sleep={sleep}
+""")
 
 
 MESSAGES, FLOOR_BYTES = 8, 1 << 20  # at least so many messages for a pair of ranks, if they are no smaller than that
@@ -132,6 +150,3 @@ class RefitConfig(Section, key="refit"):
     tolerance: float = key(
         0.0, "Largest mean |logprob difference| on the sentinel. 0: by dtype (1e-3 float32, 5e-2 bfloat16).", least=0
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()

@@ -8,6 +8,7 @@ from typing import Any
 
 from aligner.config.former import moved
 from aligner.config.key import IGNORE, Section, key
+from aligner.config.rule import rules
 from aligner.errors import ConfigError
 
 CALL_FORMATS = ("hermes", "llama3", "mistral", "qwen3_coder", "glm45", "deepseek", "kimi_k2", "harmony")
@@ -51,24 +52,23 @@ class EnvironmentConfig(Section, key="environment"):
         choices=("auto", *CALL_FORMATS),
     )
 
+    RULES = rules("path or tools => agent = | with path or tools: an agent brings its own")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.tools, self.agent = [moved(path) for path in self.tools], moved(self.agent)
         for path in self.tools:
             if self.tools.count(path) > 1:
                 raise ConfigError("environment.tools", path, "each function once")
-        if self.agent and (self.path or self.tools):
-            raise ConfigError("environment.agent", self.agent, "empty with path or tools: an agent brings its own")
 
     @property
     def on(self) -> bool:
         return bool(self.path or self.tools or self.agent)
 
     @property
-    def named(self) -> tuple[str, Any]:
-        """The key that switches this on, and its value."""
-        names = ("agent", "path", "tools")
-        return next((f"environment.{name}", value) for name in names if (value := getattr(self, name)))
+    def key(self) -> str:
+        """That switches this on."""
+        return next((f"environment.{name}" for name in ("agent", "path", "tools") if getattr(self, name)), "")
 
     @property
     def command(self) -> list[str]:

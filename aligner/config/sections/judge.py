@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.config.key import IGNORE, Section, key, section
+from aligner.config.rule import rules
 from aligner.config.sections.servers import EndpointConfig
 from aligner.errors import ConfigError
 
@@ -51,31 +52,25 @@ class JudgeConfig(Section, key="reward.judges[]"):
     votes: int = key(1, "Replies of an endpoint to each question, of which the mean counts.", least=1)
     max_tokens: int = key(32, "Most tokens of a reply.", least=1)
 
+    RULES = rules("""
+kind!=grade => parse =regex|json | with kind {kind}
+endpoint.base_url !endpoint.model => endpoint.model | the model's name at {endpoint.base_url}
+endpoint.base_url => model = | beside reward.judges[].endpoint.base_url
+!endpoint.temperature => votes =1
+    | without reward.judges[].endpoint.temperature: replies to a question would be equal
+question => question_file = | beside question
+""")
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.parse == "yesno" and self.kind != "grade":
-            raise ConfigError("reward.judges[].parse", "yesno", "one of regex, json with kind pairwise")
         try:
             groups = re.compile(self.regex).groups
         except re.error as error:
             raise ConfigError("reward.judges[].pattern", self.pattern, "a regular expression", f"{error}.") from None
         if groups != 1:
             raise ConfigError("reward.judges[].pattern", self.pattern, "one group in parentheses: what counts")
-        self._check_endpoint()
-        if self.question and self.question_file:
-            raise ConfigError("reward.judges[].question_file", self.question_file, "empty beside question")
         if not self.question_file:
             self.check_question("question", self.question)
-
-    def _check_endpoint(self) -> None:
-        endpoint, key = self.endpoint, "reward.judges[].endpoint"
-        if endpoint.base_url and not endpoint.model:
-            raise ConfigError(f"{key}.model", "", f"the model's name at {endpoint.base_url}")
-        if endpoint.base_url and self.model:
-            raise ConfigError("reward.judges[].model", self.model, f"empty beside {key}.base_url")
-        if self.votes > 1 and not endpoint.temperature:
-            expected = f"1 without {key}.temperature: replies to a question would be equal"
-            raise ConfigError("reward.judges[].votes", self.votes, expected)
 
     def check_question(self, name: str, text: str) -> None:
         """Raises ConfigError."""

@@ -1,11 +1,11 @@
-"""The section `optim`."""
+"""The sections `optim` and `ema`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from aligner.config.key import Section, key
-from aligner.errors import ConfigError
+from aligner.config.rule import rules
 
 
 def _two_betas(betas: list[float]) -> bool:
@@ -25,7 +25,16 @@ class OptimConfig(Section, key="optim"):
     clip_grad: float = key(1.0, "Largest norm of the gradient. 0: no clipping.", least=0)
     distributed: bool = key(True, "Shard the optimizer's state over data-parallel ranks.")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.min_lr > self.lr:
-            raise ConfigError("optim.min_lr", self.min_lr, f"a number in [0, {self.lr}]")
+    RULES = rules("=> min_lr <=lr")
+
+
+@dataclass
+class EmaConfig(Section, key="ema"):
+    """An average of the policy's weights beside the last ones."""
+
+    decay: float = key(
+        0.0,
+        "Decay of the average of the policy's weights per optimizer step, as 0.999. 0: no average.",
+        least=0,
+        below=1,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aligner.config.key import Section, key
-from aligner.errors import ConfigError
+from aligner.config.rule import rules
 
 
 @dataclass
@@ -23,10 +23,7 @@ class ParallelConfig(Section, key="parallel"):
     expert: int = key(1, "Ranks, of the data- and context-parallel ones, that share the experts.", least=1)
     sequence: bool = key(False, "Shard tokens over the tensor ranks between matrices.")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sequence and self.tensor == 1:
-            raise ConfigError("parallel.sequence", True, "false when parallel.tensor=1: it shards over tensor ranks")
+    RULES = rules("tensor=1 => sequence =false | when parallel.tensor=1: it shards over tensor ranks")
 
     @property
     def model_size(self) -> int:

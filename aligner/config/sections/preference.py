@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aligner.config.key import Section, key
+from aligner.config.rule import rules
 from aligner.errors import ConfigError
 
 # rows of the table in ops/rl/preference.py, by what they are functions of
@@ -19,11 +20,20 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 KEY = "algorithm.preference"
 
 
+def _different(names: list[str]) -> bool:
+    return bool(names) and len(set(names)) == len(names)
+
+
 @dataclass
 class PreferenceConfig(Section, key=KEY):
     """Stage dpo."""
 
-    loss: list[str] = key(["sigmoid"], "Rows of the table in docs/preference.md, added up.", choices=LOSSES)
+    loss: list[str] = key(
+        ["sigmoid"],
+        "Rows of the table in docs/preference.md, added up.",
+        choices=LOSSES,
+        valid=(_different, f"one or several different of {', '.join(LOSSES)}"),
+    )
     weights: list[float] = key([], "Weights of the entries of `loss`. Empty: 1 each.", above=0)
     beta: float = key(0.1, "Factor of the log-ratios; 2 to 5 with means.", above=0)
     label_smoothing: float = key(
@@ -66,53 +76,37 @@ class PreferenceConfig(Section, key=KEY):
         choices=("token_mean", "seq_mean_token_mean", "seq_mean_token_sum"),
     )
 
+    RULES = rules(
+        """
+loss~$NO_GAMMA => gamma =0.0 | with {~}, which do not read it
+loss~$NO_MARGIN => margin =false | with {~}, which do not read it
+loss~$NO_DIVERGENCE => f_divergence =reverse_kl | with {~}, which do not read it
+loss~$NO_LENGTHS => ld_alpha =1.0 | with {~}, which do not read it
+loss~$BY_RANK => wpo, row_weights =false | with {~}, which do not read it
+!loss~$SMOOTHED => label_smoothing =0 | without a loss that reads it: $SMOOTHED
+loss~robust => label_smoothing <0.5 | with robust
+loss~orpo => nll_coef >0 | with orpo, which is NLL plus a penalty
+!loss~$WITH_REFERENCE => reference =none | with {loss}: nothing would read a reference
+!loss~$WITH_REFERENCE => length =auto|mean | with {loss}
+reference!=auto|model => sync_every =0
+    | with algorithm.preference.reference={reference}: there is no model that could follow
+reference=none loss~$COMPARED => reference =model|stored | with {~}: 0 is where the reference stands
+reference=none => f_divergence =reverse_kl | with algorithm.preference.reference=none: a divergence from what?
+""",
+        NO_GAMMA=(*OF_H, *SEPARABLE, *BY_RANK, "orpo"),
+        NO_MARGIN=(*OF_H, *SEPARABLE, *OF_MEANS, *BY_RANK),
+        NO_DIVERGENCE=(*SEPARABLE, *OF_MEANS, *BY_RANK),
+        NO_LENGTHS=OF_MEANS,
+        BY_RANK=BY_RANK,
+        SMOOTHED=("sigmoid", "robust", "exo_pair", *BY_RANK),
+        WITH_REFERENCE=(*OF_Z, *OF_H, *SEPARABLE, *BY_RANK),
+        COMPARED=(*SEPARABLE, *BY_RANK),
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._together()
-
-    def _together(self) -> None:
-        """What several of the keys do not mean together."""
-        if not self.loss or len(set(self.loss)) < len(self.loss):
-            raise ConfigError(f"{KEY}.loss", self.loss, f"one or several different of {', '.join(LOSSES)}")
         if self.weights and len(self.weights) != len(self.loss):
             raise ConfigError(f"{KEY}.weights", self.weights, f"{len(self.loss)} numbers as {KEY}.loss, or none")
-        self._read_by_all("gamma", self.gamma, 0.0, (*OF_Z, "alphapo"))
-        self._read_by_all("margin", self.margin, False, OF_Z)
-        self._read_by_all("f_divergence", self.f_divergence, "reverse_kl", (*OF_Z, *OF_H))
-        self._read_by_all("ld_alpha", self.ld_alpha, 1.0, (*OF_Z, *OF_H, *SEPARABLE, *BY_RANK))
-        for name, value in (("wpo", self.wpo), ("row_weights", self.row_weights)):
-            self._read_by_all(name, value, False, (*OF_Z, *OF_H, *SEPARABLE, *OF_MEANS))
-        smoothed = ("sigmoid", "robust", "exo_pair", *BY_RANK)
-        if self.label_smoothing and not set(self.loss) & set(smoothed):
-            expected = f"0 without a loss that reads it: {', '.join(smoothed)}"
-            raise ConfigError(f"{KEY}.label_smoothing", self.label_smoothing, expected)
-        if "robust" in self.loss and self.label_smoothing >= 0.5:
-            raise ConfigError(f"{KEY}.label_smoothing", self.label_smoothing, "a number < 0.5 with robust")
-        if "orpo" in self.loss and not self.nll_coef:
-            raise ConfigError(f"{KEY}.nll_coef", self.nll_coef, "a number > 0 with orpo, which is NLL plus a penalty")
-        if set(self.loss) <= set(OF_MEANS):
-            if self.reference != "none":
-                expected = f"none with {', '.join(self.loss)}: nothing would read a reference"
-                raise ConfigError(f"{KEY}.reference", self.reference, expected)
-            if self.length == "sum":
-                raise ConfigError(f"{KEY}.length", "sum", f"auto or mean with {', '.join(self.loss)}")
-        if self.sync_every and self.reference not in ("auto", "model"):
-            expected = f"0 with {KEY}.reference={self.reference}: there is no model that could follow"
-            raise ConfigError(f"{KEY}.sync_every", self.sync_every, expected)
-        if self.reference == "none":
-            compared = [name for name in self.loss if name in (*SEPARABLE, *BY_RANK)]
-            if compared:
-                expected = f"model or stored with {', '.join(compared)}: 0 is where the reference stands"
-                raise ConfigError(f"{KEY}.reference", "none", expected)
-            if self.f_divergence != "reverse_kl":
-                expected = f"reverse_kl with {KEY}.reference=none: a divergence from what?"
-                raise ConfigError(f"{KEY}.f_divergence", self.f_divergence, expected)
-
-    def _read_by_all(self, key: str, value: object, default: object, rows: tuple[str, ...]) -> None:
-        others = [name for name in self.loss if name not in rows]
-        if value != default and others:
-            expected = f"{str(default).lower()} with {', '.join(others)}, which do not read it"
-            raise ConfigError(f"{KEY}.{key}", value, expected)
 
     @property
     def rewards(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aligner.config.key import Section, key, section
+from aligner.config.rule import rules
 from aligner.config.sections.data import DataConfig
-from aligner.errors import ConfigError
 
 
 @dataclass
@@ -17,13 +17,9 @@ class PtxConfig(Section, key="ptx"):
     sequences: int = key(8, "Rows of ptx.data in each optimizer step, over all ranks.", least=1)
     data: DataConfig = section(DataConfig, like="data", read_for=("ptx",))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.coef and not (self.data.train or self.data.sources):
-            raise ConfigError("ptx.data.train", "", "a file or folder with rows to learn with ptx.coef > 0")
-        if self.data.eval:
-            raise ConfigError("ptx.data.eval", self.data.eval, "empty: data.eval is what is evaluated")
-        for name in ("chat_template", "template_arguments"):
-            if getattr(self.data, name) != getattr(DataConfig(), name):
-                expected = f"as it is by default: data.{name} is the policy's"
-                raise ConfigError(f"ptx.data.{name}", getattr(self.data, name), expected)
+    RULES = rules("""
+coef !data.sources !data.train => data.train | a file or folder with rows to learn with ptx.coef > 0
+=> data.eval = | : data.eval is what is evaluated
+=> data.chat_template =auto | : data.chat_template is the policy's
+=> data.template_arguments = | : data.template_arguments are the policy's
+""")

@@ -8,6 +8,7 @@ from typing import Any
 
 from aligner.config.former import moved
 from aligner.config.key import IGNORE, Section, key
+from aligner.config.rule import rules
 from aligner.config.sections.judge import JudgeConfig
 from aligner.errors import ConfigError
 
@@ -68,13 +69,38 @@ class RewardConfig(Section, key="reward"):
     clip: float = key(0.0, "Largest |reward| after normalisation. 0: no limit.", least=0)
     normalize: bool = key(False, "Subtract the running mean, divide by the running std.")
 
+    RULES = rules("!model => model_attributes = | without reward.model")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, weight in self.model_attributes.items():
             if not math.isfinite(weight):
                 raise ConfigError(f"reward.model_attributes.{name}", weight, "a finite number")
-        if self.model_attributes and not self.model:
-            raise ConfigError("reward.model_attributes", self.model_attributes, "empty without reward.model")
+
+    @property
+    def any(self) -> bool:
+        return bool(self.functions or self.model or self.judges)
+
+    @property
+    def judge_names(self) -> list[str]:
+        return [judge.name for judge in self.judges]
+
+    @property
+    def own_judges(self) -> list[str]:
+        """Those that the run's own engine replies to."""
+        return [judge.name for judge in self.judges if judge.own]
+
+    @property
+    def judge_models(self) -> list[str]:
+        return [judge.name for judge in self.judges if judge.model]
+
+    @property
+    def local_judges(self) -> list[str]:
+        return [judge.name for judge in self.judges if not judge.endpoint.base_url]
+
+    @property
+    def pairwise(self) -> bool:
+        return any(judge.kind == "pairwise" for judge in self.judges)
 
 
 @dataclass
@@ -90,9 +116,4 @@ class EvalConfig(Section, key="eval"):
     full_score: float = key(1.0, "Score of a function, or more, that counts as full.")
     max_response_tokens: int = key(0, "Most tokens of an answer. 0: sampling.max_response_tokens.", least=0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.samples > 1 and self.temperature == 0:
-            raise ConfigError(
-                "eval.temperature", 0, f"a number > 0 with eval.samples={self.samples}: greedy answers are equal"
-            )
+    RULES = rules("samples>1 => temperature >0 | with eval.samples={samples}: greedy answers are equal")

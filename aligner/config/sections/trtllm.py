@@ -1,12 +1,15 @@
-"""The section `engine.trtllm`, and what of a model TensorRT-LLM cannot serve here."""
+"""The section `engine.trtllm`, and what of a model TensorRT-LLM cannot serve here; `check_built`: its engines that are
+built ahead, engine.name=trtllm_engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aligner.config.sections.child import ChildConfig
+from aligner.config.sections.model.config import unusual
 from aligner.errors import ConfigError
+from aligner.families import served_by
 
 if TYPE_CHECKING:
     from aligner.config.schema import Config
@@ -29,3 +32,42 @@ def check_model(cfg: Config, model: ModelConfig) -> None:
     for trait, expected in _NOT_SERVED.items():
         if getattr(model.traits, trait):
             raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
+
+
+NAME = "trtllm_engine"
+SERVED = "engine=trtllm and engine=native serve it."
+
+
+def check_built(cfg: Config, model: ModelConfig) -> None:
+    """Raises ConfigError for a model or a run that this engine does not serve."""
+    if NAME not in model.traits.served_by:
+        experts = "its layout of experts, one fused tensor for all of them, is not written"
+        reason = experts if model.traits.moe else "its class in TensorRT-LLM was not read"
+        expected = f"one of {', '.join(served_by(NAME))} with engine.name={NAME}: {reason}"
+        raise ConfigError("model.family", model.family, expected, SERVED)
+    for key, value, plain in _beyond(model):
+        raise ConfigError(f"model.{key}", value, f"{plain} with engine.name={NAME}, where it was not checked", SERVED)
+    response = max(cfg.sampling.max_response_tokens, cfg.eval.max_response_tokens)
+    longest = cfg.engine.trtllm.max_seq_len or cfg.data.max_prompt_tokens + response
+    check_window(model, min(longest, model.max_position))
+
+
+def _beyond(model: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """(key, value, what is served) of what the classes that were read do not have; windows have their own check."""
+    found = [entry for entry in unusual(model) if entry[0] != "attention.window"]
+    if model.output_bias:
+        found.append(("qkv_bias", True, False))
+    if model.rope_scaling.type != "llama3":
+        found.append(("rope_scaling.type", model.rope_scaling.type, "llama3"))
+    return found
+
+
+def check_window(model: ModelConfig, max_seq_len: int) -> None:
+    """Raises ConfigError where a sliding window would matter."""
+    window = model.attention.window
+    if 0 < window < max_seq_len:
+        expected = (
+            f"at least {max_seq_len} (the longest prompt and response) or 0 with engine.name={NAME}: its "
+            "windows were not checked"
+        )
+        raise ConfigError("model.attention.window", window, expected)

@@ -8,7 +8,7 @@ TrtllmBuiltEngine  -- start(config.json) ---> from_hugging_face, build, ModelRun
 
 from __future__ import annotations
 
-from aligner.config.sections.trtllm_engine import NAME, check_window
+from aligner.config.sections.trtllm import NAME, check_window
 from aligner.engines.child.buckets import Memory
 from aligner.engines.child.worker import Settings
 from aligner.engines.trtllm.built_api import version_row

@@ -17,7 +17,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from aligner.config.sections.trtllm_engine import NAME
+from aligner.config.sections.trtllm import NAME
 from aligner.engines.trtllm.torch_api import Version, compare, require_row
 
 _SYMBOLS = (

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from aligner.config.sections.model.scales import ScalesConfig
+from aligner.config.sections.model.attention import ScalesConfig
 
 BLOCK = 1 << 24  # scores at a time
 

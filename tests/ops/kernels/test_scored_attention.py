@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aligner.config.sections.model.scales import ScalesConfig
+from aligner.config.sections.model.attention import ScalesConfig
 from aligner.ops.kernels import scored_attention as module
 from aligner.ops.kernels.scored_attention import (
     capped,

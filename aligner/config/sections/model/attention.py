@@ -40,6 +40,16 @@ class AttentionConfig(Section, key="model.attention"):
         return self.multiplier or (self.query_scale_dim**-0.5 if self.query_scale_dim else None)
 
 
+@dataclass
+class ScalesConfig(Section, key="model.scales"):
+    """Numbers that some families multiply by between their modules."""
+
+    embedding: float = key(1.0, "Factor of embeddings.", above=0)
+    residual: float = key(1.0, "Factor of what attention and the MLP add to the residual stream.", above=0)
+    logits: float = key(1.0, "Divisor of logits.", above=0)
+    logits_softcap: float = key(0.0, "Logits z become softcap * tanh(z / softcap). 0: they stay.", least=0)
+
+
 def layer_pattern(is_global: Sequence[bool]) -> dict[str, object]:
     """The fields of `AttentionConfig` that say which layers are global, as short as they can be."""
     found = [layer for layer, yes in enumerate(is_global) if yes]

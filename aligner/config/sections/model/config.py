@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from aligner.config.key import REFUSE, REPORT, Section, key, section
-from aligner.config.sections.model.attention import AttentionConfig, check_layers
+from aligner.config.rule import rules
+from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig, check_layers
 from aligner.config.sections.model.kernels import KERNELS
-from aligner.config.sections.model.latent import LatentConfig, check_latent
+from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig, check_linear
 from aligner.config.sections.model.lora import LoraConfig
-from aligner.config.sections.model.moe import MoeConfig, check_dense_layers, check_moe_family
+from aligner.config.sections.model.moe import MoeConfig, check_dense_layers
 from aligner.config.sections.model.rope import RopeScalingConfig, check_rope
-from aligner.config.sections.model.scales import ScalesConfig
 from aligner.errors import ConfigError
 from aligner.families import FAMILIES
 from aligner.families.family import LAYERS, Family
@@ -67,20 +68,44 @@ class ModelConfig(Section, key="model"):
         False, "Attend over rows of any length in one call, without padding and masks, on CUDA.", resume=REPORT
     )
 
+    WORDS = MappingProxyType(
+        {
+            "latent.head_dim": "0, or model.latent.plain_dim + rotary_dim = {latent.head_dim}",
+            "moe.reachable": "the {moe.reachable} experts of a token's groups",
+        }
+    )
+    RULES = rules(
+        """
+traits.moe => moe.num_experts >=1 | with model.family={family}
+!traits.moe moe.num_experts => family | one of $MOE with model.moe.num_experts={moe.num_experts}
+traits.moe !traits.moe.norm_topk_prob => moe.norm_topk_prob =true | for model.family={family}
+traits.shared_gate => moe.shared_ffn_hidden_size >=1 | with model.family={family}
+traits.sigmoid_router => moe.num_experts %moe.groups | , at least 2 in each
+traits.sigmoid_router moe.of_group<2 => moe.num_experts
+    | a multiple of model.moe.groups={moe.groups}, at least 2 in each
+traits.sigmoid_router => moe.top_groups <=moe.groups
+traits.sigmoid_router => moe.top_k <=moe.reachable
+traits.sigmoid_router => moe.ffn_hidden_size, moe.shared_ffn_hidden_size >=1 | for model.family={family}
+traits.sigmoid_router => moe.shared_ffn_hidden_size %moe.ffn_hidden_size | for model.family={family}
+traits.sigmoid_router !moe.dense_first => moe.dense_layers | the first layers for model.family={family}
+traits.latent => latent.kv_rank, latent.plain_dim, latent.rotary_dim, latent.value_dim >=1
+    | for model.family={family}
+traits.latent => latent.rotary_dim %2
+traits.latent => num_kv_heads ==num_heads | with latent attention, which makes a key of each head
+traits.latent head_dim => head_dim ==latent.head_dim
+traits.linear => linear.key_heads >=1 | with model.family={family}
+=> num_kv_heads /num_heads
+!head_dim !latent.kv_rank => hidden_size %num_heads | , or head_dim
+""",
+        MOE=[name for name, family in FAMILIES.items() if family.moe],
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_moe_family(self.family, self.moe)
         check_traits(self)
-        check_latent(self)
         check_layers(self.attention, self.num_layers)
         check_dense_layers(self.moe, self.num_layers)
         check_linear(self)
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError("model.num_kv_heads", self.num_kv_heads, f"a divisor of model.num_heads={self.num_heads}")
-        if not (self.head_dim or self.latent.kv_rank) and self.hidden_size % self.num_heads:
-            raise ConfigError(
-                "model.hidden_size", self.hidden_size, f"a multiple of model.num_heads={self.num_heads}, or head_dim"
-            )
         check_rope(self.rope_scaling, self.rotary_dim)
 
     @property
@@ -132,6 +157,11 @@ class ModelConfig(Section, key="model"):
 
     def layers_of(self, kind: str) -> list[int]:
         return [layer for layer in range(self.num_layers) if kind in self.layer_kinds(layer)]
+
+    @property
+    def dense(self) -> bool:
+        """Whether a layer has an MLP for every token."""
+        return bool(self.layers_of("dense"))
 
     @property
     def mixed_layers(self) -> bool:

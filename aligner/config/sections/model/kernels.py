@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aligner.config.sections.model.attention import AttentionConfig
+from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
-from aligner.config.sections.model.scales import ScalesConfig
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aligner.config.checks import at_least
 from aligner.config.key import Section, key
+from aligner.config.rule import rules
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,13 +25,10 @@ class LinearConfig(Section, key="model.linear"):
     attention_every: int = key(0, "Layers n, 2n, ... have attention. 0: none has.", least=0)
     attention_layers: list[int] = key([], "Other layers with attention, counted from 0.")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in SIZES if self.key_heads else ():
-            at_least(f"model.linear.{name}", getattr(self, name), 1)
-        if self.key_heads and self.value_heads % self.key_heads:
-            expected = f"a multiple of model.linear.key_heads={self.key_heads}"
-            raise ConfigError("model.linear.value_heads", self.value_heads, expected)
+    RULES = rules("""
+key_heads => value_heads, key_head_dim, value_head_dim, conv >=1
+key_heads => value_heads %key_heads
+""")
 
     def is_linear(self, layer: int) -> bool:
         """Of layer 0, 1, ..."""
@@ -59,13 +56,8 @@ class LinearConfig(Section, key="model.linear"):
         return self.gated_width + 2 * self.values_per_key
 
 
-SIZES = ("value_heads", "key_head_dim", "value_head_dim", "conv")
-
-
 def check_linear(model: ModelConfig) -> None:
     linear, layers = model.linear, model.num_layers
-    if model.traits.linear and not linear.key_heads:
-        raise ConfigError("model.linear.key_heads", 0, f"at least 1 with model.family={model.family}")
     beyond = [layer for layer in linear.attention_layers if not 0 <= layer < layers]
     if beyond:
         raise ConfigError("model.linear.attention_layers", beyond, f"layers from 0 to {layers - 1}")

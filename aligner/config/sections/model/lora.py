@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aligner.config.key import REFUSE, Section, key
-from aligner.errors import ConfigError
+from aligner.config.rule import rules
 
 ALL_LINEAR = "all-linear"
 USUAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _matrices(names: list[str]) -> bool:
+    return bool(names) and len(set(names)) == len(names) and (ALL_LINEAR not in names or len(names) == 1)
 
 
 @dataclass
@@ -19,7 +23,9 @@ class LoraConfig(Section, key="model.lora"):
     alpha: float = key(32.0, "The scale is alpha / rank.", above=0)
     dropout: float = key(0.0, "Dropout of the adapters' input in training.", least=0, most=0.99, resume=REFUSE)
     targets: list[str] = key(
-        [*USUAL], "Matrices by their names in Hugging Face's files. [all-linear]: all of the layers, but routers."
+        [*USUAL],
+        "Matrices by their names in Hugging Face's files. [all-linear]: all of the layers, but routers.",
+        valid=(_matrices, f"{ALL_LINEAR} alone, or names of matrices, each once, as q_proj"),
     )
     rslora: bool = key(False, "Scale by alpha / sqrt(rank) (arXiv:2312.03732).")
     quantize_base: str = key(
@@ -32,19 +38,10 @@ class LoraConfig(Section, key="model.lora"):
         False, "Also train the norm of each row of the matrix, apart from its direction (arXiv:2402.09353)."
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.quantize_base != "none" and not self.rank:
-            expected = "none with model.lora.rank=0, which trains all weights"
-            raise ConfigError("model.lora.quantize_base", self.quantize_base, expected)
-        if self.init and not self.rank:
-            raise ConfigError(
-                "model.lora.init", self.init, "empty with model.lora.rank=0: set rank, alpha and targets too"
-            )
-        if not self.targets or len(set(self.targets)) < len(self.targets):
-            raise ConfigError("model.lora.targets", list(self.targets), "names of matrices, each once, as q_proj")
-        if ALL_LINEAR in self.targets and len(self.targets) > 1:
-            raise ConfigError("model.lora.targets", list(self.targets), f"{ALL_LINEAR} alone, or names of matrices")
+    RULES = rules("""
+!rank => quantize_base =none | with model.lora.rank=0, which trains all weights
+!rank => init = | with model.lora.rank=0: set rank, alpha and targets too
+""")
 
     @property
     def scale(self) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aligner.config.key import REFUSE, Section, key
+from aligner.config.rule import rules
 from aligner.errors import ConfigError
-from aligner.families import FAMILIES
 
 
 @dataclass
@@ -34,44 +34,21 @@ class MoeConfig(Section, key="model.moe"):
     scale: float = key(1.0, "Factor of the weights of a token's experts.", above=0)
     dense_layers: list[int] = key([], "Layers, counted from 0, with one MLP of model.ffn_hidden_size instead.")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_experts and self.top_k > self.num_experts:
-            expected = f"at most model.moe.num_experts={self.num_experts}"
-            raise ConfigError("model.moe.top_k", self.top_k, expected)
+    RULES = rules("num_experts => top_k <=num_experts")
 
+    @property
+    def of_group(self) -> int:
+        """Experts of a group."""
+        return self.num_experts // self.groups
 
-def check_moe_family(family: str, moe: MoeConfig) -> None:
-    traits = FAMILIES[family]
-    if traits.moe and not moe.num_experts:
-        raise ConfigError("model.moe.num_experts", 0, f"at least 1 with model.family={family}")
-    if moe.num_experts and not traits.moe:
-        having = ", ".join(name for name, other in FAMILIES.items() if other.moe)
-        expected = f"one of {having} with model.moe.num_experts={moe.num_experts}"
-        raise ConfigError("model.family", family, expected)
-    if traits.moe and not (traits.moe.norm_topk_prob or moe.norm_topk_prob):
-        raise ConfigError("model.moe.norm_topk_prob", False, f"true for model.family={family}")
-    if traits.shared_gate and not moe.shared_ffn_hidden_size:
-        raise ConfigError("model.moe.shared_ffn_hidden_size", 0, f"at least 1 with model.family={family}")
-    if traits.sigmoid_router:
-        _check_groups(family, moe)
+    @property
+    def reachable(self) -> int:
+        """Experts of the groups that a token has."""
+        return self.of_group * self.top_groups
 
-
-def _check_groups(family: str, moe: MoeConfig) -> None:
-    if moe.num_experts % moe.groups or moe.num_experts // moe.groups < 2:
-        expected = f"a multiple of model.moe.groups={moe.groups}, at least 2 in each"
-        raise ConfigError("model.moe.num_experts", moe.num_experts, expected)
-    if moe.top_groups > moe.groups:
-        raise ConfigError("model.moe.top_groups", moe.top_groups, f"at most model.moe.groups={moe.groups}")
-    if moe.top_k > moe.num_experts // moe.groups * moe.top_groups:
-        raise ConfigError("model.moe.top_k", moe.top_k, f"at most the experts of {moe.top_groups} groups")
-    if not moe.ffn_hidden_size:
-        raise ConfigError("model.moe.ffn_hidden_size", 0, f"at least 1 for model.family={family}")
-    if not moe.shared_ffn_hidden_size or moe.shared_ffn_hidden_size % moe.ffn_hidden_size:
-        expected = f"a multiple of model.moe.ffn_hidden_size={moe.ffn_hidden_size} for model.family={family}"
-        raise ConfigError("model.moe.shared_ffn_hidden_size", moe.shared_ffn_hidden_size, expected)
-    if moe.dense_layers != list(range(len(moe.dense_layers))):
-        raise ConfigError("model.moe.dense_layers", moe.dense_layers, f"the first layers for model.family={family}")
+    @property
+    def dense_first(self) -> bool:
+        return self.dense_layers == list(range(len(self.dense_layers)))
 
 
 def check_dense_layers(moe: MoeConfig, layers: int) -> None:

@@ -1,0 +1,305 @@
+"""The rules between keys of several sections, the model's shape and the number of ranks, by topic and in the order in
+which they are looked at. Those within a section are beside its keys (`RULES`), a stage's in its file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aligner.config.derived import asks_old_logprobs, data_parallel, evaluation_functions, minibatch_samples
+from aligner.config.engines import able
+from aligner.config.identity import uses
+from aligner.config.rule import rules, value_of
+from aligner.config.schema import ROLLOUT_STAGES, Config
+from aligner.config.sections.algorithm import GROUP_BASELINES
+from aligner.config.sections.mismatch import WEIGHING
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.rope import longest_row
+from aligner.config.stage import Stage
+from aligner.config.stages import STAGES
+
+TABLE = {
+    "without effect": rules("""
+!data.sources !debug.train_only !data.train => data.train | a file or folder with training data
+    | Several are named in data.sources.
+checkpoint.best_by_evaluation !holds_out => checkpoint.metric
+    | one of the steps' metrics with checkpoint.keep_best, or data.eval and run.eval_every set
+!holds_out => run.stop.metric =
+    | without run.eval_every > 0 and data.eval: it is looked at after each evaluation
+!stage.its.debug~shuffle_rewards => debug.shuffle_rewards =false
+    | but for stage grpo: rewards are permuted within groups
+!stage.its.trains => debug.record =0 | for stage {stage.name}, which trains nothing
+!stage.its.rollouts => debug.rollout_only, debug.train_only off
+    | for stage {stage.name}, which has no rollouts: {stages.rollouts} have
+!stage.its.debug~first_step_checks => debug.first_step_checks =false
+    | for stage {stage.name}, which has nothing to compare
+debug.rollout_only => run.resume =auto|never | with debug.rollout_only: name the checkpoint in model.init
+debug.rollout_only => ema.decay, ptx.coef =0
+    | with debug.rollout_only, which trains nothing: it is of a policy that learns
+stage.its.scores or !stage.its.trains => ema.decay, ptx.coef =0
+    | with stage {stage.name}: it is of a policy that learns
+!learns => model.lora.init =
+    | where nothing is trained: adapters come with training. Merge it into a folder for model.init
+model.lora.rank stage.its.rollouts => model.lora.dropout =0
+    | for stage {stage.name}: what is dropped in an update was there in the engine's samples
+debug.train_only evaluates => eval.generate =false | with debug.train_only: no engine is there to answer data.eval
+"""),
+    "engines": rules(
+        """
+=> engine.ranks <ranks.all | : the others train
+=> engine.tensor_parallel /ranks.engines
+engine.ranks reward.judge_models => engine.tensor_parallel /ranks.train | , where models of reward.judges are
+!stage.its.rollouts => engine.ranks =0 | for stage {stage.name}: {stages.rollouts} generate
+engine.ranks !engine.can.apart => engine.name
+    | {able.apart} with {engine.ranks=}: on ranks of their own others are not implemented here
+engine.ranks => engine.quantization =none
+    | with {engine.ranks=}: whole tensors are quantised, and those ranks get shards
+engine.ranks => debug.record_answers =false | with {engine.ranks=}
+!engine.lag => engine.window =0 | without engine.lag: samples that go on with newer weights are of older ones
+!engine.ranks => engine.lag =0
+    | without engine.ranks: on the trainer's ranks engines take turns with it, and nothing overlaps
+stage.its.pairs or !learns => engine.lag =0
+    | but for stages grpo and ppo, which correct for older weights, and without debug.rollout_only
+engine.lag => algorithm.filter_groups =false | with {engine.lag=}: what is generated next would depend on scores
+engine.lag => algorithm.advantage !=remax | with {engine.lag=}: greedy answers are generated after the samples
+engine.lag reward.own_judges => reward.judge_names
+    | with models of their own with {engine.lag=}: the engine generates while samples are scored
+engine.lag => checkpoint.rollouts =true | with {engine.lag=}: a checkpoint names rollouts that are stored
+engine.lag !algorithm.ratio_to_engine !mismatch.methods~$WEIGHING => mismatch.correction
+    | auto or one with a weight with {engine.lag=} ($WEIGHING): samples are of older weights
+engine.window !engine.can.windows => engine.name | {able.windows} with {engine.window=}: it counts decode steps
+engine.window => mismatch.replay_routing =false
+    | with {engine.window=}: a paused sample's tokens are routed by newer weights
+engine.window => environment.agent =
+    | with {engine.window=}: a program that asks by itself cannot be begun again where it paused
+engine.window environment.on => engine.tensor_parallel =1
+    | with {engine.window=} and {environment.key}: turns are taken between decode steps, not in rounds
+""",
+        WEIGHING=WEIGHING,
+    ),
+    "factors": rules("""
+!model.lora.rank => refit.adapters =merged | with model.lora.rank=0, which has no factors
+!learns => refit.adapters =merged
+    | with a stage that trains nothing, or debug.rollout_only: adapters come with training
+!engine.can.merges_adapters => refit.adapters =merged
+    | with {engine.name=}: the {able.merges_adapters} engine alone merges
+engine.quantization!=none => refit.adapters =merged
+    | with {engine.quantization=}, which is of merged weights, given whole
+debug.record_answers => refit.adapters =merged | with debug.record_answers, whose engine is given whole weights
+"""),
+    "routing": rules("""
+!stage.its.rollouts => mismatch.replay_routing =false | for stage {stage.name}: {stages.rollouts} have an engine
+!engine.can.routing !debug.train_only => mismatch.replay_routing =false
+    | with {engine.name=}, which does not tell the experts of its tokens: {able.routing} does
+"""),
+    "ranks": rules("""
+!engine.ranks => world size %ranks.grid | | Change --ranks or the layout.
+engine.ranks => world size less engine.ranks %ranks.grid | | Change --ranks or the layout.
+=> parallel.expert /ranks.experts | , which share the experts
+"""),
+    "layout": rules("""
+=> model.num_heads, model.num_kv_heads, model.linear.key_heads %parallel.tensor
+model.dense => model.ffn_hidden_size %parallel.tensor
+=> model.moe.shared_ffn_hidden_size %parallel.tensor
+parallel.context>1 parallel.context_mode=alltoall
+    => model.num_heads, model.num_kv_heads, model.linear.key_heads %ranks.heads
+    | | parallel.context_mode=allgather takes any number of heads.
+=> model.num_layers %parallel.pipeline
+!model.moe.num_experts !scorer => mismatch.replay_routing =false | for a model without experts (model.moe)
+!model.moe.num_experts !scorer => parallel.expert =1 | for a model without experts (model.moe)
+model.moe.num_experts => model.moe.num_experts %parallel.expert
+model.moe.num_experts => model.expert_ffn %parallel.tensor
+model.moe.num_experts parallel.expert>1 batch.micro_batch_tokens => batch.packing =true
+    | with parallel.expert > 1 and batch.micro_batch_tokens: every rank takes part in every layer of every
+    micro-batch, so all need equally many
+"""),
+    "engine's model": rules("""
+generates !engine.can.repeats => run.deterministic =false
+    | with {engine.name=}{engine.why.repeats} | engine.name=native repeats bit by bit.
+engine.can.computes_here engine.cuda_graphs=true model.moe.num_experts => engine.cuda_graphs =false
+    | with experts: how many rows one gets is not known ahead
+"""),
+    "shares": rules("""
+=> model.num_heads, model.num_kv_heads, model.linear.key_heads %engine.tensor_parallel
+model.dense => model.ffn_hidden_size %engine.tensor_parallel
+=> model.moe.shared_ffn_hidden_size %engine.tensor_parallel
+model.moe.num_experts => model.expert_ffn %engine.tensor_parallel
+"""),
+    "lengths": rules("""
+@data.max_tokens => data.max_tokens <=model.longest
+ptx.coef => ptx.data.max_tokens <=model.longest
+responds environment.on => environment.max_tokens <=model.room
+responds !environment.on => sampling.max_response_tokens <=model.room
+evaluates => eval.max_response_tokens <=model.room
+"""),
+    "on a GPU": rules("""
+model.moe.num_experts half => model.hidden_size %ranks.rows | for experts in bfloat16 on a GPU
+model.moe.num_experts half => model.expert_ffn %ranks.tensor_rows
+    | for experts in bfloat16 on a GPU | Lower parallel.tensor.
+model.moe.num_experts half generates engine.can.computes_here => model.expert_ffn %ranks.engine_rows
+    | for experts in bfloat16 on a GPU | Lower engine.tensor_parallel.
+"""),
+    "algorithm": rules(
+        """
+=> sampling.temperature >0 | for stage {stage.name}
+algorithm.advantage=$BASELINES => batch.group >=2 | : {algorithm.advantage} compares the samples of a prompt
+algorithm.filter_groups => batch.group >=2 | with algorithm.filter_groups: equal to what?
+algorithm.advantage=gdpo => reward.clip, reward.normalize off
+    | with algorithm.advantage=gdpo, which sees the reward's components alone
+algorithm.policy_loss=dppo mismatch.methods~$WEIGHING => mismatch.correction
+    | no weights with algorithm.policy_loss=dppo, whose ratio is to the engine already
+algorithm.old_logprobs=engine mismatch.methods~$WEIGHING => mismatch.correction
+    | no weights with algorithm.old_logprobs=engine, whose ratio is to the engine already
+stage.name!=grpo => algorithm.old_logprobs =auto|recompute | for stage {stage.name}: grpo has others
+asks_old_logprobs => algorithm.old_logprobs =auto|recompute
+    | with this {asks_old_logprobs}, which needs the policy's logprobs before the update
+""",
+        WEIGHING=WEIGHING,
+        BASELINES=GROUP_BASELINES,
+    ),
+    "rewards": rules("""
+stage.its.trains !debug.train_only !reward.any !environment.path !environment.agent => reward.functions
+    | at least one function, or reward.model, for stage {stage.name} | Example: reward.functions=[{path: math}]
+reward.own_judges !engine.can.any_prompt !debug.train_only => engine.name
+    | {able.any_prompt} with reward.judges without model and endpoint: others are built for the data's prompts
+reward.pairwise => batch.group >=2 | with a pairwise judge, which compares the samples of a prompt
+"""),
+    "trajectories": rules("""
+!@environment => environment.agent, environment.path, environment.tools =
+    | for stage {stage.name}: {stages.environment} have trajectories
+environment.on => environment.max_tokens >=sampling.max_response_tokens | : a first answer has to fit
+environment.on => reward.model = | with {environment.key}: it knows answers of one turn
+environment.on => reward.local_judges = | with {environment.key}: it knows answers of one turn
+environment.on => mismatch.replay_routing =false | with {environment.key}: it knows answers of one turn
+environment.on => algorithm.advantage !=remax
+    | with {environment.key}: its greedy answers would meet environments of their own
+"""),
+    "ptx": rules("ptx.coef => ptx.sequences %ranks.data"),
+    # of a stage that does not train, ranks may have shares of any size
+    "batch": rules("""
+stage.its.trains stage.its.rollouts => batch.prompts %ranks.data
+stage.its.trains !stage.its.pairs batch.minibatch_samples stage.its.rollouts
+    => batch.minibatch_samples /batch.samples | , or 0 for all of them
+stage.its.trains !stage.its.pairs batch.minibatch_samples stage.its.rollouts => batch.minibatch_samples %ranks.data
+stage.its.trains !stage.its.rollouts => batch.sequences %ranks.data
+stage.its.trains !batch.sizes_itself !batch.micro_batch_tokens batch.micro_batch_rows<batch.share
+    => batch.micro_batch_samples /batch.share
+"""),
+}
+
+
+# the key that a property is about
+_SHOWN = dict.fromkeys(("reward.local_judges", "reward.judge_names"), "reward.judges")
+_SHOWN["data.source_paths"] = "data.sources"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the table is asked about. `model`: a shape found in a folder, in place of the config's, said to be that of
+    `key`; of a `scorer` (reward model, critic, teacher), which may be dense beside a policy with experts."""
+
+    cfg: Config
+    ranks: int = 0
+    model: ModelConfig | None = None
+    key: str = "model"
+    scorer: bool = False
+
+    def check(self, *topics: str) -> None:
+        """`stage`: the rules of the stage. Raises ConfigError, or LayoutError, for the first one that is broken."""
+        for topic in topics:
+            for rule in self.stage.rules if topic == "stage" else TABLE[topic]:
+                rule.check(self.look, WORDS, self._full)
+
+    def _full(self, name: str) -> str:
+        """The key that a name in a rule comes from."""
+        experts = "moe.ffn_hidden_size" if self.shape.moe.ffn_hidden_size else "ffn_hidden_size"
+        name = f"model.{experts}" if name == "model.expert_ffn" else _SHOWN.get(name, name)
+        return f"{self.key}.{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+    def look(self, name: str) -> Any:
+        """The value behind a name in a rule."""
+        if name in FACTS:
+            return FACTS[name](self)
+        if name.startswith("@"):  # whether the stage reads a key
+            return uses(self.cfg.stage.name, name[1:])
+        if name.startswith("able."):  # engines that can
+            return able(name.removeprefix("able."))
+        if name.startswith("model."):
+            return value_of(self.shape, name.removeprefix("model."))
+        return value_of(self.cfg, name)
+
+    @property
+    def shape(self) -> ModelConfig:
+        return self.model or self.cfg.model
+
+    @property
+    def stage(self) -> Stage:
+        return STAGES[self.cfg.stage.name]
+
+    @property
+    def generates(self) -> bool:
+        return self.stage.rollouts or self.stage.generates(self.cfg)
+
+    @property
+    def step(self) -> tuple[str, int]:
+        """The key of the rows of an optimizer step, and how many there are."""
+        batch = self.cfg.batch
+        if self.stage.pairs or not self.stage.rollouts:
+            name = "prompts" if self.stage.pairs else "sequences"
+            return f"batch.{name}", getattr(batch, name)
+        return "batch.minibatch_samples", minibatch_samples(self.cfg)
+
+
+def _longest(s: Subject) -> int:
+    return longest_row(s.shape.rope_scaling, s.shape.max_position)
+
+
+FACTS: dict[str, Callable[[Subject], Any]] = {  # what follows from several keys
+    "scorer": lambda s: s.scorer,
+    "generates": lambda s: s.generates,
+    "evaluates": lambda s: evaluation_functions(s.cfg),
+    "responds": lambda s: s.generates or (evaluation_functions(s.cfg) and not s.cfg.eval.max_response_tokens),
+    "holds_out": lambda s: s.cfg.data.eval and s.cfg.run.eval_every,
+    "learns": lambda s: s.stage.trains and not s.cfg.debug.rollout_only,
+    "half": lambda s: s.cfg.model.dtype != "float32",
+    "asks_old_logprobs": lambda s: asks_old_logprobs(s.cfg),
+    "stages.rollouts": lambda s: ROLLOUT_STAGES,
+    "stages.environment": lambda s: sorted(name for name in STAGES if uses(name, "environment")),
+    "world size": lambda s: s.ranks,
+    "world size less engine.ranks": lambda s: s.ranks - s.cfg.engine.ranks,
+    "ranks.all": lambda s: s.ranks,
+    "ranks.engines": lambda s: s.cfg.engine.ranks or s.ranks,
+    "ranks.train": lambda s: s.ranks - s.cfg.engine.ranks,
+    "ranks.grid": lambda s: s.cfg.parallel.model_size,
+    "ranks.heads": lambda s: s.cfg.parallel.tensor * s.cfg.parallel.context,
+    "ranks.experts": lambda s: (s.ranks - s.cfg.engine.ranks) // (s.cfg.parallel.tensor * s.cfg.parallel.pipeline),
+    "ranks.data": lambda s: data_parallel(s.cfg, s.ranks),
+    "ranks.rows": lambda s: 8,  # CUDA's product of all experts, in bfloat16, wants rows of whole 16 bytes
+    "ranks.tensor_rows": lambda s: 8 * s.cfg.parallel.tensor,
+    "ranks.engine_rows": lambda s: 8 * s.cfg.engine.tensor_parallel,
+    "batch.samples": lambda s: s.cfg.batch.prompts * s.cfg.batch.group,
+    "batch.step": lambda s: s.step[0],
+    "batch.rows": lambda s: s.step[1],
+    "batch.share": lambda s: s.step[1] // data_parallel(s.cfg, s.ranks),
+    "model.longest": _longest,
+    "model.limit": lambda s: "" if _longest(s) == s.shape.max_position else "rope_scaling.original_",
+    "model.room": lambda s: _longest(s) - s.cfg.data.max_prompt_tokens,
+}
+WORDS = {  # what a message calls a number that is no key
+    "ranks.all": "the {ranks.all} ranks of the job",
+    "ranks.engines": "the {ranks.engines} ranks that generate",
+    "ranks.train": "the {ranks.train} ranks that train",
+    "ranks.grid": "parallel.tensor*pipeline*context="
+    "{parallel.tensor}*{parallel.pipeline}*{parallel.context}={ranks.grid}",
+    "ranks.heads": "parallel.tensor*context={parallel.tensor}*{parallel.context}",
+    "ranks.experts": "the {ranks.experts} data- and context-parallel ranks",
+    "ranks.data": "the {ranks.data} data-parallel ranks",
+    "ranks.rows": "8",
+    "ranks.tensor_rows": "8 x {parallel.tensor=}",
+    "ranks.engine_rows": "8 x {engine.tensor_parallel=}",
+    "batch.samples": "batch.prompts*group={batch.prompts}*{batch.group}={batch.samples}",
+    "batch.share": "{batch.step}/dp={batch.rows}/{ranks.data}={batch.share}",
+    "model.longest": "model.{model.limit}max_position={model.longest}",
+    "model.room": "model.{model.limit}max_position={model.longest} less {data.max_prompt_tokens=}",
+}
