@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import AlignerError
-from aligner.ops.reduce import first_cause, sum_over
+from aligner.ops.agree import fail_together
+from aligner.ops.reduce import sum_over
 from aligner.ops.rl.mismatch import worst_token
 from aligner.roles.policy import Policy, Reference
 from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
@@ -51,7 +52,7 @@ class FirstStepChecks:
         if not cause and reference is not None and fresh:
             what = "the logprobs of reference and policy, which start from the same weights"
             cause = _differ(what, rollout, rollout.ref_logprobs, rollout.old_logprobs, limit)
-        _raise_together(cause)
+        fail_together(cause, AlignerError, form="{cause} (rank {rank})")
 
     def after_update(self, stats: ScalarMetrics, dtype: torch.dtype) -> None:
         """`stats` of the policy's first update: its loss was computed before its optimizer step."""
@@ -134,9 +135,3 @@ def _differ(what: str, rollout: RolloutBatch, a: Tensor | None, b: Tensor, limit
         f"most {limit:g}. Worst: prompt slot {int(rollout.group[row])}, token {column} (id {token}): "
         f"{float(a[row, column]):.6g} and {float(b[row, column]):.6g}"
     )
-
-
-def _raise_together(cause: str) -> None:
-    first = first_cause(cause)
-    if first is not None:
-        raise AlignerError(f"{first[1]} (rank {first[0]})")

@@ -21,6 +21,7 @@ from aligner.errors import ConfigError, EngineError
 from aligner.megatron.groups import neighbours
 from aligner.megatron.model import resolve_dtype
 from aligner.megatron.train import ShardedModel
+from aligner.ops.agree import raised_together
 from aligner.refit.transfer import Refit
 from aligner.refit.verify import POWER, Verifier
 from aligner.rewards.composite import RewardPipeline
@@ -32,7 +33,6 @@ from aligner.roles.reward_model import RewardModel
 from aligner.rollout.evaluate import Evaluator
 from aligner.rollout.player import Player
 from aligner.rollout.references import check_rows
-from aligner.rollout.sharing import raised_together
 from aligner.types import TrainBatch
 
 if TYPE_CHECKING:

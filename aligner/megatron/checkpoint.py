@@ -33,8 +33,7 @@ from aligner.megatron.optimizer_state import give_state, set_step
 from aligner.megatron.shards import optimizer_shards, weight_shards
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import tell_copies
-from aligner.ops.agree import by_rank_0
-from aligner.ops.reduce import first_cause
+from aligner.ops.agree import by_rank_0, fail_together
 
 MAIN = "param"  # the files' name for float32 copies of bfloat16 weights
 PLAIN_MAIN = "fp32_param"  # in files of earlier versions, if the optimizer was not distributed
@@ -162,8 +161,7 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
         error = f"cannot load checkpoint {folder}: {cause}"
     except CheckpointException as cause:  # a BaseException
         error = f"cannot load checkpoint {folder}: {_first_failure(cause)}"
-    if first := first_cause(error):  # before copies wait to be told what the first of them could not read
-        raise CheckpointError(first[1])
+    fail_together(error, CheckpointError)  # before copies wait to be told what the first of them could not read
     if mine:  # else Megatron has nothing at this key
         model.module.load_state_dict(loaded["model"], strict=False)
     for tensor, copies in told:
@@ -223,8 +221,7 @@ def _verified(folder: Path) -> set[str]:
         wrong = _wrong_file(folder, hashes)
     except OSError as error:
         wrong = str(error)
-    if cause := first_cause(wrong):
-        raise CheckpointError(cause[1])
+    fail_together(wrong, CheckpointError)
     return names
 
 

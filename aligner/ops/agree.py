@@ -1,4 +1,6 @@
-"""What all ranks of a job must read alike: rank 0 decides, the others look until they see the same.
+"""What all ranks of a job must know alike: that one of them failed, and what they read.
+
+Of what they read rank 0 decides, the others look until they see the same.
 
 Ranks on other nodes may see another folder at one path: a file system that is not shared, or one that is and keeps
 what it once knew of a folder for up to a minute. Ranks of one node ask the same kernel: of a folder, one of them looks
@@ -9,7 +11,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,6 +23,31 @@ from aligner.ops.reduce import first_cause, gathered
 WAIT_S, EVERY_S = 90.0, 0.5  # NFS keeps attributes of folders for 60 s, unless told otherwise
 View = Mapping[str, str]  # what was looked at -> what was found there
 ABSENT = "absent"
+
+
+def fail_together(
+    cause: str, kind: type[AlignerError], group: dist.ProcessGroup | None = None, form: str = "{cause}"
+) -> None:
+    """Raise `kind` on every rank (of the world if no `group` is given) if any has a `cause` that is not empty; the
+    message is `form` with the lowest such rank and its cause. Collective."""
+    first = first_cause(cause, group)
+    if first is not None:
+        rank = first[0] if group is None else dist.get_global_rank(group, first[0])
+        raise kind(form.format(rank=rank, cause=first[1]))
+
+
+@contextmanager
+def raised_together(kind: type[AlignerError]) -> Iterator[None]:
+    """An error of this `kind` within is raised on every rank, so that all of them stop (and save) instead of waiting
+    for the one that failed, which raises its own. Collective over the world."""
+    error: AlignerError | None = None
+    try:
+        yield
+    except kind as caught:
+        error = caught
+    first = first_cause(str(error) if error else "")
+    if first is not None:
+        raise error or kind(f"on rank {first[0]}: {first[1]}")
 
 
 def by_rank_0[T](work: Callable[[], T]) -> T:

@@ -26,8 +26,9 @@ from aligner.megatron.train import ShardedModel
 from aligner.models.adapters import factor_tensors
 from aligner.models.params import dtype_of
 from aligner.models.shards import HfTensor, hf_tensors
+from aligner.ops import agree
 from aligner.ops.kernels.checksum import tensor_checksum
-from aligner.ops.reduce import first_cause, sum_halves
+from aligner.ops.reduce import sum_halves
 from aligner.refit.exchange import Exchange
 from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
 from aligner.refit.stream import WeightStream
@@ -245,7 +246,4 @@ def telling_the_others(bridge: Bridge | None = None) -> Iterator[None]:
 
 def fail_together(cause: str, group: dist.ProcessGroup | None = None) -> None:
     """Raise RefitError on every rank if any rank has a cause; the lowest rank's cause is the message. Collective."""
-    first = first_cause(cause, group)
-    if first is not None:
-        rank = first[0] if group is None else dist.get_global_rank(group, first[0])
-        raise RefitError(f"refit failed on rank {rank}: {first[1]}")
+    agree.fail_together(cause, RefitError, group, "refit failed on rank {rank}: {cause}")

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from aligner.config.sections.rewards import EvalConfig
 from aligner.data.dataset import PromptDataset
+from aligner.errors import RewardError
 from aligner.megatron.groups import Layout
+from aligner.ops.agree import raised_together
 from aligner.ops.reduce import gathered, reduce_metrics
 from aligner.ops.seeds import request_seed
 from aligner.refit.transfer import Refit
@@ -20,7 +22,7 @@ from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.player import Player
 from aligner.rollout.requests import Request
-from aligner.rollout.sharing import raised_together, share
+from aligner.rollout.sharing import share
 from aligner.run.timers import Timers
 from aligner.types import Sample, SamplingParams, ScalarMetrics, Sums
 
@@ -120,7 +122,7 @@ class Evaluator:
         with self.timers("generate"):
             samples = self._generate(range(count)[share(count, dist.get_world_size(), dist.get_rank())])
         with self.timers("score"):
-            with raised_together():
+            with raised_together(RewardError):
                 verdict = judge(samples, self.rewards, self.config)
             means = verdict.means
             if self.reward_model is not None:

@@ -20,13 +20,14 @@ from aligner.data.dialogue import Given
 from aligner.data.tokenizer import decode_responses
 from aligner.engines.base import RolloutEngine
 from aligner.errors import EngineError
+from aligner.ops.agree import raised_together
 from aligner.ops.packing.rows import column
 from aligner.ops.reduce import gathered
 from aligner.rewards.composite import Early
 from aligner.rollout.groups import Groups
 from aligner.rollout.play import OPEN_ENDS, Play, Response, by_prompt, grown, oldest_version, response_of
 from aligner.rollout.requests import Request
-from aligner.rollout.sharing import raised_together, share
+from aligner.rollout.sharing import share
 from aligner.run.timers import Timers
 from aligner.types import LENGTH, STOP, Generations, Sample, SamplingParams, Stop, Sums, Trajectory
 

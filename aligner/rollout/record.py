@@ -27,8 +27,8 @@ from aligner.errors import AlignerError, ConfigError, DataError
 from aligner.foreign import parse_json, record
 from aligner.megatron.groups import Layout
 from aligner.models.safetensors_io import save_whole
+from aligner.ops.agree import fail_together
 from aligner.ops.packing.rows import joined
-from aligner.ops.reduce import first_cause
 from aligner.rewards.composite import Scores
 from aligner.rollout.source import Rollout, Rollouts
 from aligner.run.rows import delete_but, file_name
@@ -283,6 +283,4 @@ class Recorder:
                 delete_but(self.folder, range(step - self.count + 1, step + 1))
             except OSError as error:
                 cause = f"cannot write {path} (debug.record): {error}. Free space or change run.dir"
-        first = first_cause(cause)
-        if first is not None:
-            raise AlignerError(first[1])
+        fail_together(cause, AlignerError)

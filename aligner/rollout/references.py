@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from aligner.data.dataset import PromptDataset
 from aligner.data.mixture import PromptMixture
-from aligner.errors import DataError
+from aligner.errors import DataError, RewardError
+from aligner.ops.agree import raised_together
 from aligner.ops.reduce import gathered
 from aligner.rewards.composite import RewardPipeline
-from aligner.rollout.sharing import raised_together
 
 LISTED = 10
 
@@ -22,7 +22,7 @@ def check_rows(
     """The first `count` rows. Collective over the world: each rank reads a share. Raises DataError, which lists the
     rows that cannot be scored, on every rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    with raised_together():
+    with raised_together(RewardError):
         found = rewards.unreadable(prompts, range(rank, count, world), say)
     refuse({i: why for part in gathered(found) for i, why in part.items()}, prompts, count)
 

@@ -12,8 +12,9 @@ from aligner.data.templates import encode_prompts
 from aligner.data.tokenizer import decode_responses, sampled_with
 from aligner.engines.base import RolloutEngine
 from aligner.errors import EngineError
+from aligner.ops.agree import raised_together
 from aligner.rewards.judge import Question, Reply
-from aligner.rollout.sharing import raised_together, share
+from aligner.rollout.sharing import share
 from aligner.types import SamplingParams
 
 

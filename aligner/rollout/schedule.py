@@ -27,7 +27,8 @@ from typing import Any
 import torch.distributed as dist
 
 from aligner.config.sections.watchdog import WAIT
-from aligner.ops.reduce import first_cause, gathered
+from aligner.ops.agree import fail_together
+from aligner.ops.reduce import gathered
 from aligner.rollout.groups import Groups
 from aligner.rollout.play import Play, by_prompt, oldest_version
 from aligner.rollout.player import Player, Score
@@ -136,10 +137,10 @@ class Schedule:
         named = self._orders.setdefault(step, self._order)  # a step that failed may have given orders since
         if self._order in self._unstored and self._flight.numbers:
             self._keep(self._flight)
-        first = first_cause(self._unstored.get(named, "") if self.lag else "")
-        if first is not None:
-            assert self.store is not None
-            raise SaveError(f"cannot store samples in {self.store.folder}, which a checkpoint needs: {first[1]}")
+        cause = self._unstored.get(named, "") if self.lag else ""
+        if cause and self.store is not None:
+            cause = f"cannot store samples in {self.store.folder}, which a checkpoint needs: {cause}"
+        fail_together(cause, SaveError)
 
     def forget(self, step: int, kept: list[int]) -> None:
         """None before `step` is resumed from, but for the checkpoints of the steps `kept`."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from aligner.errors import RewardError
+from aligner.ops.agree import raised_together
 from aligner.ops.reduce import gathered
 from aligner.rewards.composite import Component, Early, RewardPipeline, Scores
 from aligner.rollout.groups import Groups
-from aligner.rollout.sharing import raised_together, share
+from aligner.rollout.sharing import share
 from aligner.run.timers import Timers
 from aligner.types import Sample
 
@@ -29,13 +30,13 @@ class Scorer:
         peers, samples, size = self.peers, groups.samples, groups.size
         mine = share(len(groups.slots), peers.size(), peers.rank())
         with self.timers("score"):
-            with raised_together():
+            with raised_together(RewardError):
                 components = self._functions(samples[mine.start * size : mine.stop * size], groups.begun)
             self._stop_at_failures(components)
             if peers.size() > 1:
                 pieces = gathered(components, peers)
                 components = {name: [v for piece in pieces for v in piece[name]] for name in components}
-            with raised_together():
+            with raised_together(RewardError):
                 components |= self.rewards.models(samples)
         groups.components, groups.begun = components, {}
         return groups

@@ -32,6 +32,7 @@ from aligner.data.messages import read_messages
 from aligner.environments.limits import CHARS
 from aligner.environments.pool import Pool, Session
 from aligner.errors import AlignerError, DataError, EngineError
+from aligner.ops.agree import raised_together
 from aligner.ops.packing.turns import Turn, rows_of
 from aligner.ops.reduce import max_over
 from aligner.ops.seeds import derive
@@ -39,7 +40,6 @@ from aligner.rollout.play import Play, by_prompt, grown
 from aligner.rollout.player import Player, Score, Together
 from aligner.rollout.requests import Request
 from aligner.rollout.serving import Turns
-from aligner.rollout.sharing import raised_together
 from aligner.types import STOP, Generations, SamplingParams, Stop, Sums, Trajectory
 
 

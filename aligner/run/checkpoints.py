@@ -29,7 +29,7 @@ from aligner.files import fsync_file, fsync_folder, fsync_tree, write_whole
 from aligner.megatron.checkpoint import ModelSave, load_model, rng_state, set_rng_state
 from aligner.megatron.checkpoint_files import FORMAT, put_in_place, read_checked, view, write_manifest
 from aligner.megatron.train import ShardedModel
-from aligner.ops.agree import by_rank_0, same_view
+from aligner.ops.agree import by_rank_0, fail_together, same_view
 from aligner.ops.reduce import first_cause
 from aligner.run.candidates import candidates_for, keep_damaged
 from aligner.run.changes import AnotherRunError, check_identity, compare, note, reordered
@@ -199,10 +199,12 @@ class Checkpoints:
         return result  # type: ignore[return-value]
 
     def _fail_together(self, error: str, aside: Path) -> None:
-        if first := first_cause(error):
+        try:
+            fail_together(error, SaveError)
+        except SaveError:
             if dist.get_rank() == 0:
                 shutil.rmtree(aside, ignore_errors=True)
-            raise SaveError(first[1])
+            raise
 
     def describe(self, step: int, name: str, content: Mapping[str, Any]) -> None:
         """A small file that is known only once the run is done, for the checkpoint of its last step if it has one."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from aligner.errors import AlignerError
 from aligner.megatron.groups import Layout
 from aligner.models.safetensors_io import save_whole
-from aligner.ops.reduce import first_cause
+from aligner.ops.agree import fail_together
 from aligner.run.chain import Seen
 
 FOLDER = "rows"  # in the run folder
@@ -57,8 +57,7 @@ class RowRecorder:
                 delete_but(self.folder, range(step - self.count + 1, step + 1))
             except OSError as error:
                 cause = f"cannot write {path} (debug.record): {error}. Free space or change run.dir"
-        if first := first_cause(cause):
-            raise AlignerError(first[1])
+        fail_together(cause, AlignerError)
 
     def _gathered(self, mine: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         """Of all data-parallel ranks on the first rank of all, none elsewhere."""

@@ -24,9 +24,10 @@ from aligner.engines.base import require_finite
 from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.schedule import Pool, Wanted
 from aligner.errors import EngineError
+from aligner.ops.agree import raised_together
 from aligner.ops.packing.balance import balance, row_costs
 from aligner.ops.packing.routing import widened
-from aligner.ops.reduce import first_cause, gathered
+from aligner.ops.reduce import gathered
 from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 ENOUGH = 0.98  # requests stay with their rank's replica if the replicas' costs are that even (mean over largest)
@@ -207,14 +208,10 @@ class Replicated:
         those that asked."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return super().generate(prompts, seeds, sampling, progress)  # type: ignore[misc]
-        fleet, caught = Fleet(self.tensor_parallel), None
+        fleet = Fleet(self.tensor_parallel)
         requests = fleet.gather(prompts, seeds)
-        try:
+        with raised_together(EngineError):  # the others wait for this replica's samples
             mine, generations, moved = self.work(fleet, requests, sampling, progress)
-        except EngineError as error:
-            caught = error
-        if (first := first_cause(str(caught or ""))) is not None:  # the others wait for this replica's samples
-            raise caught or EngineError(f"on rank {first[0]}: {first[1]}")
         return require_finite(fleet.deliver(mine, generations, [len(s) for s in seeds], sampling.truncates, moved))
 
     def work(
