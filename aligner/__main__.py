@@ -269,7 +269,7 @@ def _run(args: argparse.Namespace) -> int:
             print(batch_arithmetic(cfg, env.world_size), flush=True)
             _frozen_path(args, cfg)
         with for_good():
-            from aligner.build import run_stage
+            from aligner.builders.stage import run_stage
             from aligner.run.starts import last_start_ns, left_by_exit, note_failed, stopped_by_hand
 
         before = last_start_ns(cfg.run.dir)

@@ -71,7 +71,7 @@ def rank(frozen: Path) -> int:
 
         reserve()
         with for_good():
-            import aligner.build
+            import aligner.builders.stage
             import aligner.stages.grpo  # noqa: F401
     for name, place in PHASES.items():
         clock.wrap(name, place)

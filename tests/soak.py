@@ -42,8 +42,8 @@ if __name__ == "__main__":  # before torch
 
 import torch
 
-import aligner.build
 import aligner.builders.runs
+import aligner.builders.stage
 import aligner.run.candidates
 import aligner.run.checkpoints
 import aligner.run.retention
@@ -232,7 +232,7 @@ def attempt(cfg: Config, world: int, log: Path, kill: Kill | None, late: bool = 
             if late:
                 see_late(rank)
             with RunLock(Path(cfg.run.dir)) if rank == 0 else nullcontext():  # of a killed process: no reason to wait
-                aligner.build.run_stage(cfg, RankEnv(rank, rank, world, world, master_port=port))
+                aligner.builders.stage.run_stage(cfg, RankEnv(rank, rank, world, world, master_port=port))
 
         return run
 

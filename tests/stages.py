@@ -180,7 +180,7 @@ def settle() -> None:
         import torch._dynamo  # noqa: F401 (by its first checkpoint)
         import transformers  # noqa: F401
 
-        import aligner.build  # noqa: F401
+        import aligner.builders.stage  # noqa: F401
 
         for name in STAGES:
             import_module(f"aligner.stages.{name}")
@@ -199,7 +199,7 @@ def run(arguments: list[str]) -> Path:
 
 
 def execute(cfg: Config) -> Path:
-    from aligner.build import run_stage
+    from aligner.builders.stage import run_stage
     from aligner.cluster.env import RankEnv
     from aligner.config.freeze import freeze
 

@@ -40,7 +40,7 @@ LEVELS = [
     {"builders"},
     {"stages"},
     {"board"},
-    {"build", "tools"},
+    {"tools"},
     {"rehearse"},
     {"__main__"},
 ]
@@ -250,7 +250,7 @@ def module_of(name: str) -> str:
 
 @pytest.mark.parametrize("stage", sorted(path.stem for path in (ROOT / "aligner/stages").glob("[a-z]*.py")))
 def test_a_stage_reaches_no_extension_and_only_so_much(stage):
-    reached = closure(f"aligner.stages.{stage}") | closure("aligner.build")
+    reached = closure(f"aligner.stages.{stage}") | closure("aligner.builders.stage")
     rooms = EXTENSIONS + (NEVER_OF_SFT if stage in ("sft", "rm", "dpo", "kto") else ())
     assert not [name for name in reached for room in rooms if f"{name}.".startswith(f"aligner.{room}.")]
     if stage in CLOSURES:
@@ -277,6 +277,50 @@ def test_what_is_loaded_on_demand_is_there():
     for path in (*engines, *(path for path, _ in ON_DEMAND.values())):
         module, _, name = path.partition(":")
         assert re.search(rf"^(?:class|def) {name}\b", module_path(module).read_text(), re.MULTILINE), path
+
+
+PARTS = (
+    "data",
+    "engines",
+    "environments",
+    "megatron",
+    "refit",
+    "rewards",
+    "roles",
+    "rollout",
+)  # of which runs are made
+OTHER_PROGRAMS = ("__main__", "board", "plan", "rehearse", "tools")
+# what one call works with, which nobody chooses
+WITHIN_A_CALL = ("engines.base.UpdateLedger", "megatron.checkpoint.ModelSave", "megatron.weight_hashes.WeightHashes")
+
+
+def behaves(node: ast.AST) -> bool:
+    """Whether it is a class, but for values and errors."""
+    if not isinstance(node, ast.ClassDef):
+        return False
+    kinds = " ".join(map(ast.unparse, [*node.decorator_list, *node.bases]))
+    return not re.search(r"dataclass|Enum|NamedTuple|TypedDict|Error|Exception", kinds)
+
+
+def test_only_builders_choose_what_a_run_is_made_of():
+    """No other room constructs a class of another."""
+    classes = {
+        f"aligner.{'.'.join(path.relative_to(ROOT / 'aligner').with_suffix('').parts)}.{node.name}"
+        for path in FILES
+        if room_of(path) in PARTS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if behaves(node)
+    } - {f"aligner.{name}" for name in WITHIN_A_CALL}
+    wrong = []
+    for path in FILES:
+        if room_of(path) in ("builders", *OTHER_PROGRAMS):
+            continue
+        known = {name.rpartition(".")[2]: name for name in imports(path) & classes if room(name) != room_of(path)}
+        called = {
+            ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        }
+        wrong += [f"{path.relative_to(ROOT)} constructs {known[name]}" for name in called & known.keys()]
+    assert not wrong, "\n".join(wrong)
 
 
 @cache

@@ -38,10 +38,10 @@ def alone(monkeypatch, tmp_path):
 def stage(monkeypatch):
     """Stands in for training: records what it was given."""
     calls = []
-    fake = types.ModuleType("aligner.build")
+    fake = types.ModuleType("aligner.builders.stage")
     fake.run_stage = lambda cfg, env, signals: calls.append((cfg, env)) or 0
-    monkeypatch.setitem(sys.modules, "aligner.build", fake)
-    monkeypatch.setattr("aligner.build", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "aligner.builders.stage", fake)
+    monkeypatch.setattr("aligner.builders.stage", fake, raising=False)
     return calls
 
 
@@ -145,7 +145,7 @@ def test_errors_of_the_stage_set_the_exit_code(stage, capsys, monkeypatch):
         def run_stage(cfg, env, signals):
             raise error
 
-        monkeypatch.setattr(sys.modules["aligner.build"], "run_stage", run_stage)
+        monkeypatch.setattr(sys.modules["aligner.builders.stage"], "run_stage", run_stage)
         return main(["run", "data.train=train.jsonl"])
 
     assert fail(CheckpointError("another model")) == 2
@@ -174,7 +174,7 @@ def test_the_cause_is_told_before_the_report_of_a_long_run_is_written(stage, cap
         seen.append((folders, Path("failure.json").read_text(), capsys.readouterr().err))
         raise KeyboardInterrupt  # it takes too long
 
-    monkeypatch.setattr(sys.modules["aligner.build"], "run_stage", run_stage)
+    monkeypatch.setattr(sys.modules["aligner.builders.stage"], "run_stage", run_stage)
     monkeypatch.setattr("aligner.tools.report.write_report", write_report)
     assert main(["run", "data.train=train.jsonl"]) == 2
     ((folders, failure, err),) = seen
@@ -248,14 +248,14 @@ def program(tmp_path, monkeypatch):
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(
         "import sys, types\n"
-        "fake = types.ModuleType('aligner.build')\n"
+        "fake = types.ModuleType('aligner.builders.stage')\n"
         "def run_stage(cfg, env, signals):\n"
         "    from aligner.errors import AlignerError\n"
         "    if cfg.seed == 1 and env.rank == env.world_size - 1: raise AlignerError('seed one')\n"
         "    print('trained', cfg.run.dir, env.rank, env.world_size, flush=True)\n"
         "    open(cfg.run.dir + '/DONE', 'w').close()\n"
         "fake.run_stage = run_stage\n"
-        "for name in ('build', 'stages.sft'): sys.modules['aligner.' + name] = fake\n"
+        "for name in ('builders.stage', 'stages.sft'): sys.modules['aligner.' + name] = fake\n"
         "sys.modules['transformers.models.auto.tokenization_auto'] = fake\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), str(ROOT)]))

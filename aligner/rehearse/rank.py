@@ -51,7 +51,7 @@ def main(path: str) -> None:
     program.install(device, collectives.name)
     apart.install(collectives)
     shortened.install(record)
-    for module in ("aligner.build", *(f"aligner.stages.{name}" for name in STAGES)):
+    for module in ("aligner.builders.stage", *(f"aligner.stages.{name}" for name in STAGES)):
         import_module(module)  # once, for all that is forked
     code()
     for folder in {case["tokenizer"] for case in asked["cases"]}:
@@ -102,7 +102,7 @@ def rehearse(case: dict[str, Any], device: Device, collectives: Collectives) -> 
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     faulthandler.enable(log)
-    from aligner.build import run_stage
+    from aligner.builders.stage import run_stage
     from aligner.megatron.transformer_engine import HERE
 
     torch.set_num_threads(1)  # makes the pools that a fork has lost, before two threads ask for them at once

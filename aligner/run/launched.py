@@ -18,7 +18,7 @@ from aligner.run.starts import COMMAND, command_line
 
 def imports(cfg: Config) -> list[str]:
     """Modules that every rank of a run needs, and that start no threads: those that may be imported once for all."""
-    found = ["aligner.config.resolve", "aligner.build", f"aligner.stages.{cfg.stage.name}"]
+    found = ["aligner.config.resolve", "aligner.builders.stage", f"aligner.stages.{cfg.stage.name}"]
     return [*found, *demanded(cfg), "transformers.models.auto.tokenization_auto"]
 
 

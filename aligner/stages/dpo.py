@@ -10,7 +10,6 @@ from functools import partial
 
 from aligner.config.adapters import reference_rules
 from aligner.config.rule import rules
-from aligner.config.sections.data import DataConfig
 from aligner.config.sections.preference import KEY, PreferenceConfig
 from aligner.config.stage import Stage
 
@@ -20,7 +19,8 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
     from torch import Tensor
 
     from aligner.algorithms.first_step import FirstStepChecks
-    from aligner.builders.data import make_batches, make_training_set, rows_of
+    from aligner.builders.comparisons import make_pairs
+    from aligner.builders.data import make_batches, make_training_set
     from aligner.builders.job import Job
     from aligner.builders.models import make_preference_models
     from aligner.builders.runs import finish, make_run
@@ -28,8 +28,6 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
     from aligner.config.schema import Config
     from aligner.data.batches import BatchSource
     from aligner.data.collate import collate_pairs
-    from aligner.data.dataset import PairDataset
-    from aligner.data.formats import preference_rows
     from aligner.ops.reduce import sum_over
     from aligner.ops.rl.aggregate import aggregate, denominator
     from aligner.ops.rl.by_rank import with_partners
@@ -87,8 +85,8 @@ type Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (numerator, denominator)
 
 def main(job: Job) -> None:
     cfg, preference = job.cfg, job.cfg.algorithm.preference
-    train = make_training_set(job, partial(_rows, job))
-    held_out = _rows(job, cfg.data.eval, "data.eval", cfg.data) if cfg.data.eval else None
+    train = make_training_set(job, partial(make_pairs, job))
+    held_out = make_pairs(job, cfg.data.eval, "data.eval", cfg.data) if cfg.data.eval else None
     if preference.reference == "stored":
         store_reference(job, train, held_out, collate_pairs)
     batches = make_batches(job, train, collate_pairs)
@@ -101,16 +99,6 @@ def main(job: Job) -> None:
     checks = FirstStepChecks(cfg.debug.first_step_checks and preference.reference != "none")
     dpo(run, policy, reference, batches, preference, checks)
     finish(job, run, policy.model)
-
-
-def _rows(job: Job, path: str, key: str, data: DataConfig) -> PairDataset:
-    preference = job.cfg.algorithm.preference
-    columns = dict.fromkeys(("chosen_reward", "rejected_reward"), f"{KEY}.loss") if preference.rewards else {}
-    columns |= {"weight": f"{KEY}.row_weights"} if preference.row_weights else {}
-    rows = preference_rows(rows_of(job, path, key), data, preference.margin, columns)
-    dataset = PairDataset(rows, job.tokenizer, data, key)
-    job.say_rows(dataset.report)
-    return dataset
 
 
 def dpo(

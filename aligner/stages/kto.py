@@ -12,7 +12,6 @@ from functools import partial
 
 from aligner.config.adapters import reference_rules
 from aligner.config.rule import rules
-from aligner.config.sections.data import DataConfig
 from aligner.config.sections.kto import KEY, KtoConfig
 from aligner.config.stage import Stage
 from aligner.errors import DataError
@@ -23,7 +22,8 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
     import torch.distributed as dist
 
     from aligner.algorithms.first_step import FirstStepChecks
-    from aligner.builders.data import make_batches, make_training_set, rows_of
+    from aligner.builders.comparisons import make_unpaired
+    from aligner.builders.data import make_batches, make_training_set
     from aligner.builders.job import Job
     from aligner.builders.models import make_policy, make_reference
     from aligner.builders.runs import finish, make_run
@@ -31,7 +31,6 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
     from aligner.config.schema import Config
     from aligner.data.batches import BatchSource
     from aligner.data.collate import collate_unpaired
-    from aligner.data.formats import unpaired_rows
     from aligner.data.mixture import Mixture
     from aligner.data.unpaired import UnpairedDataset, with_mismatched
     from aligner.ops.reduce import sum_over
@@ -77,8 +76,8 @@ BALANCED = (1.0, 4 / 3)  # desirable over undesirable, of weight times number: t
 
 def main(job: Job) -> None:
     cfg, kto_cfg = job.cfg, job.cfg.algorithm.kto
-    train = make_training_set(job, partial(_rows, job))
-    held_out = _rows(job, cfg.data.eval, "data.eval", cfg.data) if cfg.data.eval else None
+    train = make_training_set(job, partial(make_unpaired, job))
+    held_out = make_unpaired(job, cfg.data.eval, "data.eval", cfg.data) if cfg.data.eval else None
     job.say(tell_labels(train, kto_cfg, cfg.data.weight_by == "tokens"))
     if held_out is not None:
         first = held_out.desirable[: cfg.eval.prompts or None]
@@ -98,12 +97,6 @@ def main(job: Job) -> None:
     run = make_run(job, {"policy": policy.model}, {"data": batches.stream}, evaluation)
     kto(run, policy, reference, batches, kto_cfg, FirstStepChecks(cfg.debug.first_step_checks))
     finish(job, run, policy.model)
-
-
-def _rows(job: Job, path: str, key: str, data: DataConfig) -> UnpairedDataset:
-    dataset = UnpairedDataset(unpaired_rows(rows_of(job, path, key), data), job.tokenizer, data, key)
-    job.say_rows(dataset.report)
-    return dataset
 
 
 def tell_labels(train: UnpairedDataset | Mixture, cfg: KtoConfig, by_tokens: bool = False) -> str:

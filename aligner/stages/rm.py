@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 
 from aligner.config.sections.algorithm import AlgorithmConfig
-from aligner.config.sections.data import DataConfig
 from aligner.config.stage import Stage
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
@@ -18,17 +17,15 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
     from torch import Tensor
 
     from aligner.algorithms.first_step import FirstStepChecks, zero_head_loss
-    from aligner.builders.data import in_shares, make_batches, make_training_set, rows_of
+    from aligner.builders.comparisons import make_rated, make_steps
+    from aligner.builders.data import in_shares, make_batches, make_training_set
     from aligner.builders.job import Job
     from aligner.builders.models import make_scorer, make_step_scorer
     from aligner.builders.runs import finish, make_run
     from aligner.config.schema import Config
     from aligner.data.batches import BatchSource
     from aligner.data.collate import collate_preference, collate_scored, collate_steps
-    from aligner.data.dataset import PreferenceDataset, ScoredDataset
-    from aligner.data.formats import preference_rows, scored_rows, step_rows
     from aligner.data.mixture import Mixture
-    from aligner.data.steps import StepsDataset
     from aligner.ops.rl.aggregate import aggregate, denominator
     from aligner.ops.rl.reward_loss import bradley_terry, regression, rightly, steps
     from aligner.roles.reward_model import RewardModel
@@ -56,11 +53,11 @@ def main(job: Job) -> None:
         return process(job)
     cfg, loss = job.cfg, job.cfg.algorithm.reward_loss
     pairwise = loss.kind == "bradley_terry"
-    train = make_training_set(job, partial(_rows, job))
+    train = make_training_set(job, partial(make_rated, job))
     batches = make_batches(job, train, collate_preference if pairwise else collate_scored)
     model, evaluation = make_scorer(job, 1 if pairwise else len(loss.attributes)), None
     if cfg.data.eval:
-        held_out = _rows(job, cfg.data.eval, "data.eval", cfg.data)
+        held_out = make_rated(job, cfg.data.eval, "data.eval", cfg.data)
         evaluation = partial(pair_accuracy, model, held_out, cfg.eval.prompts, pairwise)
     run = make_run(job, {"model": model.model}, {"data": batches.stream}, evaluation)
     # a head that model.init lacks starts at zero where there is a Hugging Face folder, at random elsewhere
@@ -76,24 +73,13 @@ def main(job: Job) -> None:
     finish(job, run, model.model, extra)
 
 
-def _rows(job: Job, path: str, key: str, data: DataConfig) -> PreferenceDataset | ScoredDataset:
-    loss, rows = job.cfg.algorithm.reward_loss, rows_of(job, path, key)
-    dataset: PreferenceDataset | ScoredDataset
-    if loss.kind == "bradley_terry":
-        dataset = PreferenceDataset(preference_rows(rows, data, loss.margin, whole=True), job.tokenizer, data, key)
-    else:
-        dataset = ScoredDataset(scored_rows(rows, data, loss.attributes), job.tokenizer, data, key)
-    job.say_rows(dataset.report)
-    return dataset
-
-
 def process(job: Job) -> None:
     """A head that says of each step of an answer whether it is right (Lightman et al. 2023)."""
     cfg, loss = job.cfg, job.cfg.algorithm.reward_loss
-    batches = make_batches(job, make_training_set(job, partial(_steps, job)), collate_steps)
+    batches = make_batches(job, make_training_set(job, partial(make_steps, job)), collate_steps)
     model, evaluation = make_step_scorer(job), None
     if cfg.data.eval:
-        held_out = _steps(job, cfg.data.eval, "data.eval", cfg.data)
+        held_out = make_steps(job, cfg.data.eval, "data.eval", cfg.data)
         evaluation = partial(step_accuracy, model, held_out, cfg.eval.prompts)
     run = make_run(job, {"model": model.model}, {"data": batches.stream}, evaluation)
     group = model.model.layout.pgs.dp
@@ -103,13 +89,6 @@ def process(job: Job) -> None:
             stats = model.update(batch, steps_loss(batch, group))
         run.finish_batch(step, stats | batches.metrics(), batch, group.size())
     finish(job, run, model.model, {"separator": loss.separator})
-
-
-def _steps(job: Job, path: str, key: str, data: DataConfig) -> StepsDataset:
-    loss, rows = job.cfg.algorithm.reward_loss, step_rows(rows_of(job, path, key), data)
-    dataset = StepsDataset(rows, job.tokenizer, data, loss.separator, loss.last_step_only, key)
-    job.say_rows(dataset.report)
-    return dataset
 
 
 def steps_loss(minibatch: TrainBatch, group: dist.ProcessGroup) -> Callable[[Tensor, TrainBatch], LossOutput]:

@@ -8,30 +8,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from aligner.config.key import Section, key
 from aligner.config.rule import rules
 from aligner.config.stage import Stage
-from aligner.errors import DataError
 
 if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
-    from aligner.builders.data import make_sampling, rows_of
-    from aligner.builders.engines import make_refit, make_verifier
     from aligner.builders.job import Job
-    from aligner.builders.models import make_reward_model, make_sampler
-    from aligner.builders.rewards import make_rewards
+    from aligner.builders.models import make_reward_model
     from aligner.builders.runs import make_run, saved_first
-    from aligner.data.dataset import PromptDataset
-    from aligner.data.formats import prompt_rows
+    from aligner.builders.samples import make_samples
     from aligner.ops.agree import by_rank_0
-    from aligner.roles.reward_model import RewardModel
-    from aligner.rollout.player import Player
-    from aligner.rollout.references import check_rows
-    from aligner.rollout.sampled import Record, Sampled, answer_of
+    from aligner.rollout.sampled import Record, Sampled
     from aligner.rollout.samples import Samples
-    from aligner.rollout.score import Scorer
-    from aligner.rollout.source import Weights
     from aligner.run.loop import Run
     from aligner.run.sample_table import SampleRow
 
@@ -94,7 +83,7 @@ STAGE = Stage(
 
 def main(job: Job) -> None:
     cfg, reward_model = job.cfg, make_reward_model(job)
-    samples, sampled = make_samples(job, reward_model), Sampled(Path(cfg.run.dir))
+    samples, sampled = make_samples(job, reward_model)
     cfg.run.steps = min(cfg.run.steps or samples.batches, samples.batches)
     run = make_run(job, {}, {"sampled": sampled})
     with saved_first(run):
@@ -103,37 +92,6 @@ def main(job: Job) -> None:
     for name, count in by_rank_0(lambda: sampled.finish(cfg.stage.sample, rewards)).items():
         job.say(f"{sampled.path.with_name(name)}: {count} rows")
     run.logger.close()
-
-
-def make_samples(job: Job, reward_model: RewardModel | None) -> Samples:
-    cfg, peers = job.cfg, job.layout.peers
-    policy, rewards = make_sampler(job), make_rewards(job, reward_model)
-    rows = prompt_rows(rows_of(job, cfg.data.train, "data.train"), cfg.data)
-    prompts = PromptDataset(rows, job.tokenizer, cfg.data)
-    job.say_rows(prompts.report)
-    check_rows(rewards, prompts, len(prompts), job.say)
-    rewards.probe([prompts[0], prompts[len(prompts) - 1]])
-    if cfg.stage.sample.pairs == "answers":
-        check_answers(prompts)
-    refit = make_refit(job, policy.model)
-    sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
-    return Samples(
-        Weights(refit, make_verifier(job, refit, policy, prompts), job.timers),
-        Player(refit.engine, job.tokenizer, sampling, peers, job.timers),
-        Scorer(rewards, peers, job.timers),
-        prompts,
-        rows,
-        job.layout,
-        cfg,
-    )
-
-
-def check_answers(prompts: PromptDataset) -> None:
-    """For stage.sample.pairs=answers. Raises DataError for the first row that has none."""
-    for i in range(len(prompts)):
-        if not answer_of(prompts[i].fields):
-            expected = "an answer to the prompt, in the last turn of `messages` or in the column `completion`"
-            raise DataError(f"{prompts.where(i)}: expected {expected} (stage.sample.pairs=answers)")
 
 
 def sample(run: Run, samples: Samples, sampled: Sampled) -> None:

@@ -73,7 +73,7 @@ def overrides(work: Work) -> list[str]:
 
 def train(work: Work, gate: Gate) -> None:
     # not before: what generates alone needs none of them, nor their memory
-    from aligner.build import run_stage
+    from aligner.builders.stage import run_stage
     from aligner.cluster.env import RankEnv
     from aligner.config.resolve import compose
     from aligner.config.validate import validate

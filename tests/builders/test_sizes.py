@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.build import run_stage
 from aligner.builders import sizes
+from aligner.builders.stage import run_stage
 from aligner.cluster.env import RankEnv
 from aligner.config.freeze import PENDING_NAME, freeze, freeze_start, load_frozen
 from aligner.config.resolve import compose

@@ -7,7 +7,7 @@ import torch
 CHILD = """
 import sys, torch
 before = torch.compile
-import aligner.build
+import aligner.builders.stage
 assert not {"torch._dynamo", "wandb", "tensorboard"} & sys.modules.keys(), "slow to import"
 assert torch.compile is before
 weight = torch.nn.Parameter(torch.ones(3))

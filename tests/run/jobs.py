@@ -10,8 +10,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-import aligner.build
 import aligner.builders.job
+import aligner.builders.stage
 import aligner.megatron.checkpoint
 import aligner.roles.model_init
 import aligner.run.checkpoints
@@ -41,12 +41,12 @@ def run_config(cfg: Config, signals: StopSignals | None = None) -> int:
     if dist.get_rank() == 0:
         freeze(cfg, cfg.run.dir)
     dist.barrier()
-    homes = (aligner.build, aligner.builders.job)
-    leave = aligner.build.leave_distributed
+    homes = (aligner.builders.stage, aligner.builders.job)
+    leave = aligner.builders.stage.leave_distributed
     for home in homes:
         home.leave_distributed = lambda: None
     try:
-        return aligner.build.run_stage(cfg, RankEnv(dist.get_rank(), dist.get_rank(), world, world), signals)
+        return aligner.builders.stage.run_stage(cfg, RankEnv(dist.get_rank(), dist.get_rank(), world, world), signals)
     finally:
         for home in homes:
             home.leave_distributed = leave

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import aligner.build
 import aligner.builders.job
+import aligner.builders.stage
 import aligner.megatron.checkpoint
 import aligner.roles.model_init
 import aligner.run.checkpoints

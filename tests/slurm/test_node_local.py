@@ -31,8 +31,8 @@ def run_stage(cfg, env, signals):
 
 if "run" in sys.orig_argv:
     sys.addaudithook(lambda event, told: opened.append(os.path.abspath(str(told[0]))) if event == "open" else None)
-    sys.modules["aligner.build"] = types.ModuleType("aligner.build")
-    sys.modules["aligner.build"].run_stage = run_stage
+    sys.modules["aligner.builders.stage"] = types.ModuleType("aligner.builders.stage")
+    sys.modules["aligner.builders.stage"].run_stage = run_stage
 """
 
 

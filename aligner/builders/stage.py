@@ -1,4 +1,4 @@
-"""The composition root: a frozen config becomes a run. The only place that picks concrete classes."""
+"""Turn a frozen config into a run of its stage. This room alone picks concrete classes."""
 
 from __future__ import annotations
 
