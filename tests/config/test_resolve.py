@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from aligner.config.options import GROUPS, all_keys, key_type
+from aligner.config.options import GROUPS, all_keys, key_type, leaves
 from aligner.config.resolve import compose, compose_over, conf_dir, quoted, sweep
 from aligner.config.schema import Config
 from aligner.config.stages import STAGES
@@ -54,6 +54,43 @@ def assert_contains(whole, part, where):
             assert key in whole, f"{where}.{key}"
         elif not str(value).startswith("${"):  # an interpolation takes the value of another key
             assert whole[key] == value, f"{where}.{key}"
+
+
+def lines_of(file):
+    """Dotted key -> value of a file of conf/."""
+
+    def walk(section, prefix):
+        for name, value in section.items():
+            if isinstance(value, dict) and f"{prefix}{name}" not in leaves():
+                yield from walk(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", value
+
+    text = file.read_text()
+    content = yaml.safe_load(text) or {}
+    content.pop("defaults", None)
+    return dict(walk(content, "" if "@package _global_" in text or file.parent == CONF else f"{file.parent.name}."))
+
+
+def test_files_hold_only_what_differs_from_the_defaults():
+    """But for what takes back another file's value: groups come before experiments, and these in the order asked."""
+    files = {file: lines_of(file) for file in CONF.rglob("*.yaml")}
+
+    def plain(key, value):
+        return value == leaves()[key].default and isinstance(value, bool) == isinstance(leaves()[key].default, bool)
+
+    def takes_back(file, key):
+        beside = ("experiment", file.parent.name) if file.parent.name != "experiment" else ()
+        others = (values for other, values in files.items() if other != file and other.parent.name not in beside)
+        return any(key in values and not plain(key, values[key]) for values in others)
+
+    needless = [
+        f"{file.relative_to(CONF)}: {key}={value}"
+        for file, values in files.items()
+        for key, value in values.items()
+        if plain(key, value) and not takes_back(file, key)
+    ]
+    assert not needless
 
 
 @pytest.mark.parametrize("stage", STAGES)
