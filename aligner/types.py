@@ -54,12 +54,25 @@ class TensorBatch:
     """All tensor fields have the same rows."""
 
     def tensors(self) -> dict[str, Tensor]:
-        found = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
-        return {name: value for name, value in found if hasattr(value, "shape")}
+        """By name, those of payloads too."""
+        found: dict[str, Tensor] = {}
+        self.mapped(found.setdefault)
+        return found
+
+    def mapped(self, change: Callable[[str, Tensor], Tensor]):
+        """The same batch, its payloads too, with `change(name, tensor)` for each tensor."""
+        found: dict[str, Any] = {}
+        for name in (f.name for f in fields(self)):  # type: ignore[arg-type]
+            value = getattr(self, name)
+            if hasattr(value, "shape"):
+                found[name] = change(name, value)
+            elif name == "payloads":
+                found[name] = [payload.mapped(change) for payload in value]
+        return replace(self, **found)
 
     def select(self, rows: Tensor):
         """The same batch with only these rows (int64 [n])."""
-        return replace(self, **{name: t.index_select(0, rows.to(t.device)) for name, t in self.tensors().items()})
+        return self.mapped(lambda _, t: t.index_select(0, rows.to(t.device)))
 
     def trim(self):
         """Cut trailing columns that are padding in every row."""
@@ -67,11 +80,12 @@ class TensorBatch:
         old = self.tokens.shape[1]  # type: ignore[attr-defined]
         if width == old:
             return self
-        cut = {}
-        for name, t in self.tensors().items():
-            if t.dim() >= 2 and t.shape[1] == old and name != "labels":  # attribute scores are not per token
-                cut[name] = t[:, :width].contiguous()
-        return replace(self, **cut)
+
+        def cut(name: str, t: Tensor) -> Tensor:
+            per_token = t.dim() >= 2 and t.shape[1] == old and name != "labels"  # attribute scores are not
+            return t[:, :width].contiguous() if per_token else t
+
+        return self.mapped(cut)
 
 
 @dataclass
@@ -170,34 +184,96 @@ class RolloutBatch(TensorBatch):
 
 
 @dataclass
+class PolicyTargets(TensorBatch):
+    """What a policy loss compares the policy with: each float32 [B, T] unless said otherwise."""
+
+    advantages: Tensor
+    old_logprobs: Tensor | None = None  # None: the update finds them
+    ref_logprobs: Tensor | None = None
+    token_weights: Tensor | None = None  # factors of the policy loss; denominators do not know them
+    rollout_logprobs: Tensor | None = None  # by the engine (dppo)
+    response_mask: Tensor | None = None  # set where old_logprobs are None: those the update finds are to be compared
+    chosen: Tensor | None = None  # 1 on tokens chosen by covariance (clip_cov, kl_cov)
+    row_keys: Tensor | None = None  # int64 [B] >= 0, a hash of rollout, epoch and sample, for random choices
+    versions: Tensor | None = None  # int64 [B, T] of the engine's weights (`algorithm.old_logprobs=proxy`)
+
+
+@dataclass
+class ValueTargets(TensorBatch):
+    """What a value loss compares the critic with, float32 [B, T]."""
+
+    returns: Tensor
+    values: Tensor  # before the update
+
+
+@dataclass
+class LabelTargets(TensorBatch):
+    """What is known of whole rows: of answers, or of both answers of a pair."""
+
+    labels: Tensor  # float32 [B] or [B, K]: margins, attribute scores, or both with rewards of pairs
+    ref_logprobs: Tensor | None = None  # float32 [B, T] by the frozen reference
+
+
+@dataclass
+class StepTargets(TensorBatch):
+    """What is known of the steps of answers."""
+
+    step_labels: Tensor  # float32 [B, T], read where the loss mask is 1
+
+
+@dataclass
+class TeacherTargets(TensorBatch):
+    """What a teacher predicts tokens from, [B, T, H]; or [B, T, k] its k top logprobs and the ids (int64) of those."""
+
+    teacher: Tensor
+    teacher_ids: Tensor | None = None
+
+
+@dataclass
+class TeacherNumbers(TensorBatch):
+    """Who teaches which row, where there are several teachers."""
+
+    told_by: Tensor  # int64 [B]
+
+
+@dataclass
+class PtxRows(TensorBatch):
+    """Nothing but that the rows are of `ptx.data`, which have a loss of their own."""
+
+
+@dataclass
 class TrainBatch(TensorBatch):
-    """What one forward of a model needs, and whatever its loss needs beside it."""
+    """Rows as one forward of a model reads them, and a payload for each loss that they are for."""
 
     tokens: Tensor  # int64 [B, T]
     lengths: Tensor  # int64 [B]
     loss_mask: Tensor  # float32 [B, T]
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    advantages: Tensor | None = None
-    returns: Tensor | None = None
-    values: Tensor | None = None
-    token_weights: Tensor | None = None  # factors of the policy loss; denominators do not know them
-    rollout_logprobs: Tensor | None = None  # by the engine (dppo)
-    response_mask: Tensor | None = None  # set where old_logprobs are None: those the update finds are to be compared
-    chosen: Tensor | None = None  # float32 [B, T] 1 on tokens chosen by covariance (clip_cov, kl_cov)
-    row_keys: Tensor | None = None  # int64 [B] >= 0, a hash of rollout, epoch and sample, for random choices
-    labels: Tensor | None = None  # float32 [B] or [B, K]: margins, attribute scores, or both with rewards of pairs
+    payloads: list[TensorBatch] = field(default_factory=list)  # one of a kind
     wanted: Tensor | None = None  # bool [B, T] tokens whose output is read; None: all
-    packing: Any = None  # ops.packing.Packing: where its tokens stand in the model's stream, once a model has it
     routing: Tensor | None = None  # [B, T, layers, top_k] the experts to take; None: those of the model's own routers
-    ptx: bool = False  # rows of `ptx.data`, which have a loss of their own
-    teacher: Tensor | None = None  # [B, T, H] what a teacher predicts tokens from, or [B, T, k] its k top logprobs
-    teacher_ids: Tensor | None = None  # int64 [B, T, k] of the tokens that those are of
-    told_by: Tensor | None = None  # int64 [B] the number of each row's teacher, where there are several
     documents: Tensor | None = None  # int64 [B, T] numbers of a row's documents, which see only themselves; None: one
     forks: Tensor | None = None  # likewise of a trajectory's parts; losses see all of it as one row
-    versions: Tensor | None = None  # int64 [B, T] of the engine's weights (`algorithm.old_logprobs=proxy`)
+    packing: Any = None  # ops.packing.Packing: where its tokens stand in the model's stream, once a model has it
     whole: Any = None  # ops.packing.documents.Whole: the rows whose forks became rows, for a model
+
+    def find[P: TensorBatch](self, kind: type[P]) -> P | None:
+        """The payload of this kind, if there is one."""
+        return next((payload for payload in self.payloads if isinstance(payload, kind)), None)
+
+    def of[P: TensorBatch](self, kind: type[P]) -> P:
+        """The payload of this kind, which has to be there."""
+        found = self.find(kind)
+        assert found is not None, f"rows without {kind.__name__}"
+        return found
+
+    def without(self, *kinds: type[TensorBatch]) -> TrainBatch:
+        """The rows less the payloads of these kinds."""
+        return replace(self, payloads=[payload for payload in self.payloads if not isinstance(payload, kinds)])
+
+    def beside(self, *payloads: TensorBatch) -> TrainBatch:
+        """The rows with these payloads in place of others of their kinds."""
+        kept = self.without(*map(type, payloads))
+        return replace(kept, payloads=[*kept.payloads, *payloads])
 
 
 @dataclass

@@ -25,7 +25,7 @@ from aligner.plan.times import (
     refit_phase,
     update_phase,
 )
-from aligner.types import TrainBatch
+from aligner.types import PolicyTargets, TrainBatch
 from benchmarks import gpu
 from benchmarks.common import Copy, Products, busy_seconds
 from benchmarks.gpu_bench import Bench
@@ -88,7 +88,7 @@ def training_rows(work: Work) -> TrainBatch:
     mask = (real & (place >= work.prompt_tokens)).float()
     tokens = torch.randint(1, work.cfg.vocab_size, (work.sequences, width), generator=generator) * real
     advantages = torch.randn(work.sequences, 1, generator=generator) * mask
-    return TrainBatch(tokens, lengths, mask, -torch.ones_like(mask) * mask, advantages=advantages)
+    return TrainBatch(tokens, lengths, mask, [PolicyTargets(advantages, -torch.ones_like(mask) * mask)])
 
 
 def jobs(work: Work, element: int) -> tuple[Job, Job]:

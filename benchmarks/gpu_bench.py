@@ -23,7 +23,7 @@ from aligner.megatron.model import Head, check_kernels
 from aligner.megatron.train import ShardedModel
 from aligner.refit.transfer import Refit
 from aligner.roles.policy import Policy
-from aligner.types import Generations, SamplingParams, TrainBatch
+from aligner.types import Generations, PolicyTargets, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:
     from benchmarks.gpu import Machine, Size
@@ -93,7 +93,7 @@ class Bench:
         advantages = torch.randn(len(tokens), 1, generator=torch.Generator().manual_seed(2)) * mask
         old = torch.zeros(tokens.shape)
         old[:, self.size.prompt_tokens :] = generations.logprobs
-        return TrainBatch(tokens, torch.full((len(tokens),), tokens.shape[1]), mask, old, advantages=advantages)
+        return TrainBatch(tokens, torch.full((len(tokens),), tokens.shape[1]), mask, [PolicyTargets(advantages, old)])
 
     def update(self, rows: TrainBatch) -> None:
         loss = policy_loss(rows, AlgorithmConfig(), 0.0, self.size.response_tokens, self.policy.model.layout.pgs.dp)

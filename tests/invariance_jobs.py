@@ -44,7 +44,7 @@ from aligner.stages.kto import kto_loss
 from aligner.stages.ppo import value_loss
 from aligner.stages.rm import preference_loss
 from aligner.stages.sft import sft_loss
-from aligner.types import RolloutBatch, TrainBatch
+from aligner.types import LabelTargets, PolicyTargets, RolloutBatch, TrainBatch, ValueTargets
 from tests import invariance_losses
 from tests.megatron.models import build, build_on, weights
 from tests.tiny import random_routing, wild_source
@@ -177,16 +177,16 @@ def prepare(rollout: RolloutBatch, without: str) -> TrainBatch:
     mask = rollout.response_mask
     rewards = rollout.rewards + 0.1 * noise[0][:, 0]
     advantage = advantages.grpo(rewards, rollout.group, valid)
+    reference = rollout.rollout_logprobs + 0.1 * noise[1]
     batch = TrainBatch(
         tokens=rollout.tokens,
         lengths=rollout.lengths,
         loss_mask=mask * valid[:, None],
-        old_logprobs=rollout.rollout_logprobs,
-        ref_logprobs=rollout.rollout_logprobs + 0.1 * noise[1],
-        advantages=advantage[:, None] * mask,
-        returns=rewards[:, None] + 0.1 * noise[2],
-        values=0.1 * noise[3],
-        labels=rewards,
+        payloads=[
+            PolicyTargets(advantage[:, None] * mask, rollout.rollout_logprobs, reference),
+            ValueTargets(rewards[:, None] + 0.1 * noise[2], 0.1 * noise[3]),
+            LabelTargets(rewards, reference),
+        ],
     )
     return batch.select(valid.nonzero().flatten()) if without == "gone" else batch
 
@@ -208,12 +208,13 @@ def with_mismatched(rows: TrainBatch) -> TrainBatch:
     masks = [(torch.arange(len(text)) >= starts[i]).float() for i, text in enumerate(texts)]
     tokens, mask = beside(rows.tokens, texts), beside(rows.loss_mask, masks)
     lengths = torch.stack([rows.lengths, torch.tensor([len(text) for text in texts])], 1).flatten()
-    desirable = (rows.labels > rows.labels.median()).float().repeat_interleave(2)
+    rewards = rows.of(LabelTargets).labels
+    desirable = (rewards > rewards.median()).float().repeat_interleave(2)
     noise = torch.randn(mask.shape, generator=torch.Generator().manual_seed(4))
     # the model's logprobs are -6 on average: z0 is well above 0
     reference = -5.9 + 0.3 * noise - 0.7 * (torch.arange(len(mask)) % 2)[:, None]
     labels = torch.stack([desirable, torch.arange(len(mask)) % 2], 1)
-    return TrainBatch(tokens, lengths, mask, ref_logprobs=reference, labels=labels)
+    return TrainBatch(tokens, lengths, mask, [LabelTargets(labels, reference)])
 
 
 def share(rows: TrainBatch, stage: str, ranks: int, rank: int) -> TrainBatch:
@@ -221,7 +222,8 @@ def share(rows: TrainBatch, stage: str, ranks: int, rank: int) -> TrainBatch:
     if stage == "kto":
         rows = with_mismatched(rows)
     elif stage in PAIRS:
-        order = rows.labels.view(-1, 4).argsort(1, descending=True) + 4 * torch.arange(len(rows.labels) // 4)[:, None]
+        labels = rows.of(LabelTargets).labels
+        order = labels.view(-1, 4).argsort(1, descending=True) + 4 * torch.arange(len(labels) // 4)[:, None]
         rows = rows.select(order[:, [0, 3, 1, 2]].flatten())
     size = len(rows.lengths) // ranks
     return rows.select(torch.arange(rank * size, (rank + 1) * size)).trim()
@@ -269,7 +271,9 @@ def follow(step: int, sharded, reference: Reference, mine: TrainBatch, batch: Ba
 
 def with_numbers(mine: TrainBatch) -> TrainBatch:
     """Pairs with margins, rewards and weights."""
-    return replace(mine, labels=torch.stack([mine.labels, mine.labels, torch.ones_like(mine.labels)], 1))
+    known = mine.of(LabelTargets)
+    labels = torch.stack([known.labels, known.labels, torch.ones_like(known.labels)], 1)
+    return mine.beside(LabelTargets(labels, known.ref_logprobs))
 
 
 def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
@@ -285,7 +289,9 @@ def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
         cfg = {"dpo": ROWS, "dpo_by_rank": BY_RANK}.get(stage) or invariance_losses.PAIRS[stage]
         pairs, role = with_numbers(mine), Policy(sharded, batch, entropy=False, log_squares=cfg.wpo)
         if cfg.by_rank:
-            pairs.labels = with_partners(pairs, role.logprobs(pairs, pairs.loss_mask, unit=2), cfg, group)
+            pairs.of(LabelTargets).labels = with_partners(
+                pairs, role.logprobs(pairs, pairs.loss_mask, unit=2), cfg, group
+            )
         stats, name = role.update(pairs, dpo_loss(pairs, cfg, group), 2), "policy/loss"
     elif stage == "kto":
         role, (answers, others) = Policy(sharded, batch, entropy=False), with_reference(mine, None)
@@ -303,13 +309,15 @@ def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
         elif stage in invariance_losses.POLICY:
             cfg = invariance_losses.POLICY[stage]
             if not sharded.step_count:  # as a stage does before it updates; later steps are of the same rollout
-                mine.old_logprobs = mine.ref_logprobs = role.logprobs(mine, mine.loss_mask)
+                targets = mine.of(PolicyTargets)
+                targets.old_logprobs = targets.ref_logprobs = role.logprobs(mine, mine.loss_mask)
             loss = policy_loss(mine, cfg, cfg.kl.coef, 16, group, dtype=sharded.dtype)
         elif stage == "grpo":
             loss = policy_loss(mine, AlgorithmConfig(), 0.0, 16, group)
         elif stage == "grpo_proxy":
-            mask, old = mine.loss_mask, mine.old_logprobs
-            mine = replace(mine, old_logprobs=None, rollout_logprobs=old, response_mask=mask, versions=mine.tokens % 3)
+            mask, targets = mine.loss_mask, mine.of(PolicyTargets)
+            engine = {"old_logprobs": None, "rollout_logprobs": targets.old_logprobs, "response_mask": mask}
+            mine = mine.beside(replace(targets, **engine, versions=mine.tokens % 3))
             anchor = Anchor("proxy", MismatchConfig("tis_token"), 2, 4)
             loss = policy_loss(mine, AlgorithmConfig(), 0.0, 16, group, anchor)
         else:

@@ -15,7 +15,7 @@ from aligner.config.sections.preference import PreferenceConfig
 from aligner.config.sections.rewards import RewardConfig, RewardFunctionConfig
 from aligner.rewards.composite import Scores
 from aligner.rollout.loss_inputs import row_keys, set_token_rewards
-from aligner.types import RolloutBatch, TrainBatch
+from aligner.types import LabelTargets, PolicyTargets, RolloutBatch, TrainBatch, ValueTargets
 
 BY_ROW = "seq_mean_token_mean"
 # a policy loss and an advantage each; the reference is the policy as it was, as at a run's start
@@ -55,10 +55,11 @@ def with_advantages(
 ) -> TrainBatch:
     """This rank's rows `at`, of all, with the advantages of the row `name` of POLICY. Collective."""
     cfg = Config(algorithm=POLICY[name], reward=RewardConfig(functions=FUNCTIONS))
-    second = (rows.returns[:, 1] * 3).round()  # a component of its own, that some samples lack
-    components = {"a": rows.labels.tolist(), "b": [None if i % 5 == 3 else float(x) for i, x in enumerate(second)]}
-    whole = replace(rollout, rewards=rows.labels, old_logprobs=rows.old_logprobs, values=rows.values)
-    whole.greedy_rewards = rows.labels.view(-1, 4)[:, 0].repeat_interleave(4) - 0.1  # one number for a prompt
+    rewards, before = rows.of(LabelTargets).labels, rows.of(ValueTargets)
+    second = (before.returns[:, 1] * 3).round()  # a component of its own, that some samples lack
+    components = {"a": rewards.tolist(), "b": [None if i % 5 == 3 else float(x) for i, x in enumerate(second)]}
+    whole = replace(rollout, rewards=rewards, old_logprobs=rows.of(PolicyTargets).old_logprobs, values=before.values)
+    whole.greedy_rewards = rewards.view(-1, 4)[:, 0].repeat_interleave(4) - 0.1  # one number for a prompt
     mine = whole.select(torch.tensor(at))
     total = mine.rewards.tolist()
     columns = {key: column[at.start : at.stop] for key, column in components.items()}
@@ -69,7 +70,9 @@ def with_advantages(
         scores = Scores(total, total, columns, [True] * len(at), [False] * len(at))
         advantages = group_advantages(mine, scores, cfg, group)
     part = rows.select(torch.tensor(at))
-    return replace(part, advantages=advantages, rollout_logprobs=part.old_logprobs, row_keys=keys(rollout, at)).trim()
+    targets = part.of(PolicyTargets)
+    own = {"advantages": advantages, "rollout_logprobs": targets.old_logprobs, "row_keys": keys(rollout, at)}
+    return part.beside(replace(targets, **own)).trim()
 
 
 FUNCTIONS = [RewardFunctionConfig(path="module:a"), RewardFunctionConfig(path="module:b", weight=0.5)]

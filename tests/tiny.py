@@ -22,7 +22,7 @@ from aligner.families import FAMILIES
 from aligner.families.hf_config import config_from_hf, hf_config
 from aligner.models.fused import joined, parts_of
 from aligner.models.safetensors_io import open_hf, write_hf
-from aligner.types import TrainBatch
+from aligner.types import LabelTargets, TrainBatch
 
 # the vocabulary is odd: two tensor ranks pad it
 LLAMA = ModelConfig(
@@ -213,7 +213,7 @@ def batch(cfg: ModelConfig, rows: int = 8, width: int = 13, seed: int = 1) -> Tr
     mask = real & (torch.rand(rows, width, generator=g) < 0.7)
     mask[:, 0] = False
     mask[:, 1] = True
-    return TrainBatch(tokens * real, lengths, mask.float(), labels=torch.randn(rows, generator=g))
+    return TrainBatch(tokens * real, lengths, mask.float(), [LabelTargets(torch.randn(rows, generator=g))])
 
 
 def transformers_model(cfg: ModelConfig, head: str = "lm", outputs: int = 1, seed: int = 0):

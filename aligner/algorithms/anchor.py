@@ -9,7 +9,7 @@ from torch import Tensor
 from aligner.config.sections.mismatch import MismatchConfig
 from aligner.ops.rl.policy_term import interpolated_logprobs
 from aligner.run.mismatch import token_weights
-from aligner.types import TrainBatch
+from aligner.types import PolicyTargets
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,13 @@ class Anchor:
     before: int = 0  # weight version as the step began
     now: int = 0  # and of the update
 
-    def __call__(self, batch: TrainBatch, logprobs: Tensor) -> TrainBatch:
-        """The micro-batch with `old_logprobs`, from the update's own `logprobs` [B, T], and with the weights of
+    def __call__(self, targets: PolicyTargets, logprobs: Tensor) -> PolicyTargets:
+        """Those of a micro-batch with `old_logprobs`, from the update's own `logprobs` [B, T], and with the weights of
         `mismatch.correction`, which need them."""
         if self.way == "engine":
-            return replace(batch, old_logprobs=batch.rollout_logprobs)
+            return replace(targets, old_logprobs=targets.rollout_logprobs)
         old = logprobs  # with auto this is the only update: they are the logprobs before it
         if self.way == "proxy":
-            old = interpolated_logprobs(old, batch.rollout_logprobs, batch.versions, self.before, self.now)
-        weights = token_weights(old - batch.rollout_logprobs, batch.response_mask, self.mismatch)
-        return replace(batch, old_logprobs=old, token_weights=weights)
+            old = interpolated_logprobs(old, targets.rollout_logprobs, targets.versions, self.before, self.now)
+        weights = token_weights(old - targets.rollout_logprobs, targets.response_mask, self.mismatch)
+        return replace(targets, old_logprobs=old, token_weights=weights)

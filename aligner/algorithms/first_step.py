@@ -20,7 +20,7 @@ from aligner.ops.agree import fail_together
 from aligner.ops.reduce import sum_over
 from aligner.ops.rl.mismatch import worst_token
 from aligner.roles.policy import Policy, Reference
-from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
+from aligner.types import LabelTargets, RolloutBatch, ScalarMetrics, TrainBatch
 
 # nats, of the worst token: two forward passes of the same weights over differently cut batches
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
@@ -113,7 +113,8 @@ class FirstStepChecks:
 def zero_head_loss(pairs: TrainBatch, margin: bool, group: dist.ProcessGroup) -> float:
     """What a reward model whose scores are all 0 loses: -logsigma(-margin), averaged over the ranks' pairs; ln 2
     without margins. Rows 2i are the chosen ones."""
-    margins = pairs.labels[0::2].double() if margin else torch.zeros(len(pairs.lengths) // 2, dtype=torch.float64)
+    none = torch.zeros(len(pairs.lengths) // 2, dtype=torch.float64)
+    margins = pairs.of(LabelTargets).labels[0::2].double() if margin else none
     each = torch.nn.functional.softplus(margins)
     total, count = sum_over(torch.stack([each.sum(), torch.tensor(float(len(each)), dtype=torch.float64)]), group)
     return float(total / count)

@@ -16,9 +16,10 @@ from aligner.ops.rl.covariance import choose_random, choose_top, covariance, tok
 from aligner.ops.rl.kl import NOISE, kl_estimate
 from aligner.ops.rl.mismatch import weight_sums
 from aligner.ops.rl.policy_loss import POLICY_LOSSES
+from aligner.ops.rl.policy_term import PolicyTerm
 from aligner.roles.policy import TokenOutputs
 from aligner.rollout.statistics import trainer_sums
-from aligner.types import LossOutput, TrainBatch
+from aligner.types import LossOutput, PolicyTargets, TrainBatch
 
 
 def policy_loss(
@@ -36,55 +37,57 @@ def policy_loss(
     and reference come from here. `dtype` is the model's: its rounding is what |log r| has no gradient for.
 
     What is of the whole minibatch, over all ranks of `group`, is computed here, before it is cut into micro-batches:
-    the denominator, and for clip_cov and kl_cov the tokens, which are noted in `minibatch.chosen`.
+    the denominator, and for clip_cov and kl_cov the tokens, which are noted in its `PolicyTargets`.
     """
     if cfg.policy_loss in ("clip_cov", "kl_cov"):
-        minibatch.chosen = _choose(minibatch, cfg, group)
+        minibatch.of(PolicyTargets).chosen = _choose(minibatch, cfg, group)
     total = denominator(minibatch.loss_mask, cfg.aggregation, response_limit, group)
     mean, noise = partial(aggregate, kind=cfg.aggregation, denominator=total), NOISE[dtype]
 
     def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:
-        mask = batch.loss_mask
+        mask, targets = batch.loss_mask, batch.of(PolicyTargets)
         means, maxima = {}, {}
-        if batch.old_logprobs is None:
-            means, maxima = trainer_sums(batch, out.logprobs.detach())
-            batch = anchor(batch, out.logprobs.detach())
-            if batch.token_weights is not None:
-                means |= weight_sums(batch.response_mask, batch.token_weights)
-        term = POLICY_LOSSES[cfg.policy_loss](out.logprobs, batch, cfg, noise)
+        if targets.old_logprobs is None:
+            means, maxima = trainer_sums(targets, out.logprobs.detach(), mask)
+            targets = anchor(targets, out.logprobs.detach())
+            if targets.token_weights is not None:
+                means |= weight_sums(targets.response_mask, targets.token_weights)
+        term = POLICY_LOSSES[cfg.policy_loss](out.logprobs, targets, mask, cfg, noise)
         # engine against trainer: weighs tokens, and the denominators do not know it
-        weighed = term.per_token if batch.token_weights is None else term.per_token * batch.token_weights
+        weighed = term.per_token if targets.token_weights is None else term.per_token * targets.token_weights
         value = mean(weighed, mask)
-        if cfg.kl.placement == "loss" and batch.ref_logprobs is not None:
-            kl = kl_estimate(out.logprobs, batch.ref_logprobs, cfg.kl.estimator, noise)
+        if cfg.kl.placement == "loss" and targets.ref_logprobs is not None:
+            kl = kl_estimate(out.logprobs, targets.ref_logprobs, cfg.kl.estimator, noise)
             if cfg.kl.importance_weighted:  # by the token's ratio, whatever the surrogate's is: it is a token's term
-                kl = kl * torch.exp((out.logprobs - batch.old_logprobs).clamp(-20, 20))
+                kl = kl * torch.exp((out.logprobs - targets.old_logprobs).clamp(-20, 20))
             value = value + kl_coef * mean(kl, mask)
         if cfg.entropy_coef:
             value = value - cfg.entropy_coef * mean(out.entropy, mask)
         maxima |= {"policy/ratio_max": (term.ratio * mask).max()}
-        return LossOutput(value, means | _policy_means(out, term, batch), maxima)
+        return LossOutput(value, means | _policy_means(out, term, mask, targets), maxima)
 
     return loss
 
 
 def _choose(minibatch: TrainBatch, cfg: AlgorithmConfig, group: dist.ProcessGroup) -> Tensor:
     """float32 [B, T]: the tokens of the minibatch that clip_cov drops or kl_cov holds back."""
-    mask = minibatch.loss_mask
-    cov = covariance(minibatch.advantages, minibatch.old_logprobs, mask, group)
-    keys = token_keys(minibatch.row_keys, mask.shape[1])
+    mask, targets = minibatch.loss_mask, minibatch.of(PolicyTargets)
+    cov = covariance(targets.advantages, targets.old_logprobs, mask, group)
+    keys = token_keys(targets.row_keys, mask.shape[1])
     if cfg.policy_loss == "clip_cov":
         return choose_random(cov, mask, keys, cfg.cov.fraction, cfg.cov.low, cfg.cov.high, group)
     return choose_top(cov, mask, keys, cfg.cov.fraction, group)
 
 
-def _policy_means(out: TokenOutputs, term, batch: TrainBatch) -> dict[str, tuple[Tensor, Tensor]]:
-    mask, count = batch.loss_mask, batch.loss_mask.sum()
+def _policy_means(
+    out: TokenOutputs, term: PolicyTerm, mask: Tensor, targets: PolicyTargets
+) -> dict[str, tuple[Tensor, Tensor]]:
+    count = mask.sum()
 
     def mean(x: Tensor) -> tuple[Tensor, Tensor]:
         return (x.detach().float() * mask).sum(), count
 
-    lr = (out.logprobs.detach() - batch.old_logprobs).clamp(-20, 20)
+    lr = (out.logprobs.detach() - targets.old_logprobs).clamp(-20, 20)
     means = {
         "policy/clip_fraction": mean(term.clipped_low | term.clipped_high),
         "policy/clip_fraction_low": mean(term.clipped_low),
@@ -92,8 +95,8 @@ def _policy_means(out: TokenOutputs, term, batch: TrainBatch) -> dict[str, tuple
         "policy/ratio_mean": mean(term.ratio),
         "policy/approx_kl": mean(torch.exp(lr) - 1 - lr),  # k3 of KL(old || new)
     }
-    if batch.chosen is not None:
-        means["policy/chosen_fraction"] = mean(batch.chosen)
+    if targets.chosen is not None:
+        means["policy/chosen_fraction"] = mean(targets.chosen)
     if out.entropy is not None:
         means["policy/entropy"] = mean(out.entropy)
     return means

@@ -20,6 +20,7 @@ from aligner.models.safetensors_io import save_whole
 from aligner.ops.agree import by_rank_0, same_view
 from aligner.roles.batching import no_rows
 from aligner.roles.teacher import Teacher
+from aligner.types import TeacherTargets
 
 
 def tell_ahead(job: Job, train: Any) -> tuple[Told | Mixture, int]:
@@ -103,7 +104,7 @@ def _compute(teacher: Teacher, told: Told, missing: list[int]) -> None:
             teacher.tell(no_rows())
             continue
         batch = teacher.tell(collate_sft([told.dataset[row] for row in told.rows(mine[0])], 0))
-        on = batch.loss_mask.bool()
+        on, said = batch.loss_mask.bool(), batch.of(TeacherTargets)
         if leads:
-            content = {"logprobs": batch.teacher[on], "ids": batch.teacher_ids[on].int()}
+            content = {"logprobs": said.teacher[on], "ids": said.teacher_ids[on].int()}
             save_whole(told.path(mine[0]), content, {"key": told.folder.name})

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 
 from aligner.data.items import PairItem, PreferenceItem, ScoredItem, SftItem, StepsItem, UnpairedItem
-from aligner.types import TrainBatch
+from aligner.types import LabelTargets, StepTargets, TeacherNumbers, TeacherTargets, TrainBatch
 
 
 def collate_sft(items: Sequence[SftItem], pad_id: int) -> TrainBatch:
@@ -21,15 +20,16 @@ def collate_sft(items: Sequence[SftItem], pad_id: int) -> TrainBatch:
     if any(item.documents is not None for item in items):
         numbers = [np.zeros(len(item.tokens)) if item.documents is None else item.documents for item in items]
         documents, _ = _pad(numbers, 0, np.int64)
-    batch = TrainBatch(tokens=tokens, lengths=lengths, loss_mask=mask, documents=documents)
+    batch = TrainBatch(tokens, lengths, mask, documents=documents)
     if items[0].told_by is not None:
-        batch.told_by = torch.tensor([item.told_by for item in items])
+        batch = batch.beside(TeacherNumbers(torch.tensor([item.told_by for item in items])))
     told = [item.teacher for item in items if item.teacher is not None]
     if told:
         logprobs, ids = (torch.from_numpy(np.concatenate(side)) for side in zip(*told, strict=True))
-        batch.teacher = torch.zeros(*mask.shape, logprobs.shape[1])
-        batch.teacher_ids = torch.zeros(batch.teacher.shape, dtype=torch.int64)
-        batch.teacher[mask.bool()], batch.teacher_ids[mask.bool()] = logprobs, ids.long()
+        all_logprobs = torch.zeros(*mask.shape, logprobs.shape[1])
+        all_ids = torch.zeros(all_logprobs.shape, dtype=torch.int64)
+        all_logprobs[mask.bool()], all_ids[mask.bool()] = logprobs, ids.long()
+        batch = batch.beside(TeacherTargets(all_logprobs, all_ids))
     return batch
 
 
@@ -49,7 +49,7 @@ def collate_pairs(items: Sequence[PairItem], pad_id: int) -> TrainBatch:
     numbers = [(i.margin, reward, i.weight) for i in items for reward in (i.chosen_reward, i.rejected_reward)]
     stored = [row for item in items if item.reference is not None for row in item.reference]
     reference = _pad(stored, 0.0, np.float32)[0] if stored else None
-    return replace(batch, labels=torch.tensor(numbers, dtype=torch.float32), ref_logprobs=reference)
+    return batch.beside(LabelTargets(torch.tensor(numbers, dtype=torch.float32), reference))
 
 
 def collate_unpaired(items: Sequence[UnpairedItem], pad_id: int) -> TrainBatch:
@@ -63,7 +63,7 @@ def collate_unpaired(items: Sequence[UnpairedItem], pad_id: int) -> TrainBatch:
     if items[0].reference is not None:
         none = [item.reference if answer is item.answer else np.zeros(len(answer.tokens)) for item, answer in rows]
         reference = _pad(none, 0.0, np.float32)[0]
-    return replace(batch, labels=labels, ref_logprobs=reference)
+    return batch.beside(LabelTargets(labels, reference))
 
 
 def collate_scored(items: Sequence[ScoredItem], pad_id: int) -> TrainBatch:
@@ -73,17 +73,17 @@ def collate_scored(items: Sequence[ScoredItem], pad_id: int) -> TrainBatch:
 
 
 def collate_steps(items: Sequence[StepsItem], pad_id: int) -> TrainBatch:
-    """B items -> tokens [B, T], loss_mask [B, T] 1 where a labelled step ends, and `returns` [B, T], its label."""
+    """B items -> tokens [B, T], loss_mask [B, T] 1 where a labelled step ends, and `step_labels` [B, T], its label."""
     tokens, lengths = _pad([item.tokens for item in items], pad_id, np.int64)
     labels, _ = _pad([item.labels for item in items], np.nan, np.float32)
-    return TrainBatch(tokens, lengths, (~labels.isnan()).float(), returns=labels.nan_to_num())
+    return TrainBatch(tokens, lengths, (~labels.isnan()).float(), [StepTargets(labels.nan_to_num())])
 
 
 def _at_last(texts: Sequence, labels: torch.Tensor, pad_id: int) -> TrainBatch:
     tokens, lengths = _pad(texts, pad_id, np.int64)
     mask = torch.zeros(tokens.shape, dtype=torch.float32)
     mask[torch.arange(len(texts)), lengths - 1] = 1.0
-    return TrainBatch(tokens=tokens, lengths=lengths, loss_mask=mask, labels=labels)
+    return TrainBatch(tokens, lengths, mask, [LabelTargets(labels)])
 
 
 def _pad(rows: Sequence, fill: float, dtype: type) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,7 +49,7 @@ from aligner.ops.packing.routing import Replay
 from aligner.ops.packing.windows import windowed
 from aligner.ops.reduce import max_over
 from aligner.ops.schedules import lr_at
-from aligner.types import LossOutput, ScalarMetrics, TrainBatch
+from aligner.types import LossOutput, ScalarMetrics, TeacherTargets, TrainBatch
 
 if TYPE_CHECKING:
     from aligner.megatron.ema import Ema
@@ -209,7 +209,7 @@ class ShardedModel:
         packing, batch = packing.additive(self.dtype), replace(batch, routing=None)
         longest = int(packing.lengths.max())  # of the rows as they were lengthened; here the host need not wait
         if not self.layout.is_last_stage:
-            batch = replace(batch, teacher=None, teacher_ids=None)
+            batch = batch.without(TeacherTargets)
         batch, packing, near, times = upload([batch, packing, near, times], self.device)
         if uses_transformer_engine(self.cfg):
             return replace(batch, packing=packing), packed_rows(packing, longest, times)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from aligner.rehearse.record import Counts, Record
-from aligner.types import TrainBatch
+from aligner.types import PtxRows, TrainBatch
 
 
 def kept(kinds: Sequence[Any], stages: int) -> list[tuple[int, int]]:
@@ -71,7 +71,7 @@ def install(record: Record) -> None:
 
 def _kind(batch: TrainBatch) -> tuple:
     """Micro-batches of one kind are computed alike."""
-    return batch.tokens.shape, int(batch.lengths.sum()), int(batch.lengths.max()), bool(batch.ptx)
+    return batch.tokens.shape, int(batch.lengths.sum()), int(batch.lengths.max()), batch.find(PtxRows) is not None
 
 
 def _again(output: Any) -> Any:

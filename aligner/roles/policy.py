@@ -18,7 +18,7 @@ from aligner.ops.packing.needed import predicting
 from aligner.ops.rl.accuracy import greedy_hits
 from aligner.roles.batching import batch_metrics, forward_rows, micro_batches
 from aligner.roles.ptx import Ptx
-from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch
+from aligner.types import LossOutput, PolicyTargets, PtxRows, RolloutBatch, ScalarMetrics, TrainBatch
 
 
 class TokenOutputs(NamedTuple):
@@ -82,15 +82,16 @@ class Policy:
         ptx, plain = self.ptx, replace(self, temperature=1.0)
 
         def from_hidden(hidden: Tensor, batch: TrainBatch) -> LossOutput:
-            if ptx is not None and batch.ptx:
+            if ptx is not None and batch.find(PtxRows) is not None:
                 return ptx.loss(plain._outputs(hidden, batch, update=False).logprobs, batch)
             found = self._outputs(hidden, batch, update=True)
             if batch.whole is None:
                 return loss(found, batch)
             return loss(TokenOutputs(*(None if x is None else batch.whole.join(x) for x in found)), batch.whole.rows)
 
-        mask = minibatch.loss_mask if minibatch.response_mask is None else minibatch.response_mask
-        minibatch = replace(minibatch, wanted=predicting(mask))
+        targets = minibatch.find(PolicyTargets)
+        compared = None if targets is None else targets.response_mask
+        minibatch = replace(minibatch, wanted=predicting(minibatch.loss_mask if compared is None else compared))
         parts = micro_batches(minibatch, self.batch, unit, self.model.layout.pgs.dp)
         if ptx is not None:
             parts += micro_batches(ptx.next(), self.batch, group=self.model.layout.pgs.dp)

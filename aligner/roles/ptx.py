@@ -13,7 +13,7 @@ from aligner.data.batches import BatchSource
 from aligner.megatron.groups import Layout
 from aligner.ops.packing.needed import predicting
 from aligner.ops.rl.aggregate import aggregate, denominator
-from aligner.types import LossOutput, ScalarMetrics, TrainBatch
+from aligner.types import LossOutput, PtxRows, ScalarMetrics, TrainBatch
 
 LOSS = "ptx/loss"  # nats per token, without coef
 
@@ -29,7 +29,7 @@ class Ptx:
         """This rank's rows of the next step."""
         batch = self.batches.next()
         self._tokens = denominator(batch.loss_mask, "token_mean", group=self.layout.pgs.dp)
-        return replace(batch, ptx=True, wanted=predicting(batch.loss_mask))
+        return replace(batch.beside(PtxRows()), wanted=predicting(batch.loss_mask))
 
     def loss(self, logprobs: Tensor, batch: TrainBatch) -> LossOutput:
         """Of a micro-batch; `logprobs` [B, T] at temperature 1, whatever the rollouts' is."""

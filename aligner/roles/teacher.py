@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from aligner.ops.packing.needed import predicting
 from aligner.ops.rl.accuracy import greedy_hits
 from aligner.roles.batching import forward_rows
 from aligner.roles.policy import Policy
-from aligner.types import TrainBatch
+from aligner.types import TeacherNumbers, TeacherTargets, TrainBatch
 
 WIDE = 7  # float32 numbers of a logit in a divergence: logits, logprobs and terms of two models, a gradient
 
@@ -48,7 +48,8 @@ class Teacher:
         everyone, first = gathered(rows, self.student)
         mine, count, layout = len(rows.lengths), len(everyone.lengths), self.model.layout
         edges = [count * rank // layout.data for rank in range(layout.data + 1)]
-        told = self._told(everyone.select(torch.arange(*edges[layout.dp_rank : layout.dp_rank + 2])))
+        own = everyone.select(torch.arange(*edges[layout.dp_rank : layout.dp_rank + 2]))
+        told = self._told(own).of(TeacherTargets)
 
         def spread(part: Tensor) -> Tensor:
             found = []
@@ -63,7 +64,7 @@ class Teacher:
             return torch.cat(found)
 
         ids = None if told.teacher_ids is None else spread(told.teacher_ids)
-        return replace(rows, teacher=spread(told.teacher), teacher_ids=ids)
+        return rows.beside(TeacherTargets(spread(told.teacher), ids))
 
     def _told(self, rows: TrainBatch) -> TrainBatch:
         parts = apart(rows)
@@ -73,10 +74,10 @@ class Teacher:
             found = forward_rows(
                 self.model, parts, self.batch, self.model.over_hidden, wanted=wanted, beyond=shape, dtype=dtype
             )
-            return replace(rows, teacher=together(found, rows))
+            return rows.beside(TeacherTargets(together(found, rows)))
         found = forward_rows(self.model, parts, self.batch, self._top, wanted=wanted, beyond=(2, self.cfg.top_k))
         logprobs, ids = together(found, rows).unbind(2)
-        return replace(rows, teacher=logprobs, teacher_ids=ids.long())
+        return rows.beside(TeacherTargets(logprobs, ids.long()))
 
     def _top(self, hidden: Tensor, batch: TrainBatch) -> Tensor:
         """[B, T, 2, k]: logprobs and ids, which float32 holds exactly up to 16 M."""
@@ -116,17 +117,18 @@ class Teacher:
 def tell(teachers: Sequence[Teacher], rows: TrainBatch) -> TrainBatch:
     """The rows, each with what its own teacher says of it, who passes over no others; narrower hidden states end with
     zeros. Collective as `Teacher.tell`, also of ranks where a teacher has no rows."""
-    if rows.told_by is None:
+    numbers = rows.find(TeacherNumbers)
+    if numbers is None:
         return teachers[0].tell(rows)
     width, found = max(t.cfg.top_k or t.model.cfg.hidden_size for t in teachers), {}
     for number, teacher in enumerate(teachers):
-        own = (rows.told_by == number).nonzero()[:, 0]
-        told = teacher.tell(rows.select(own))
+        own = (numbers.told_by == number).nonzero()[:, 0]
+        told = teacher.tell(rows.select(own)).of(TeacherTargets)
         for name in ("teacher", "teacher_ids")[: 1 + bool(teacher.cfg.top_k)]:
             part = getattr(told, name)
             whole = found.setdefault(name, part.new_zeros(*rows.tokens.shape, width))
             whole[own, :, : part.shape[2]] = part
-    return replace(rows, **found)
+    return rows.beside(TeacherTargets(**found))
 
 
 def gathered(rows: TrainBatch, layout: Layout) -> tuple[TrainBatch, int]:
@@ -213,11 +215,12 @@ class Student(Policy):
             mass = logprobs.exp().sum(-1)
             return torch.stack([value, kl, entropy, hits, *likely(logits, targets), mass], 1)
 
+        told, numbers = batch.of(TeacherTargets), batch.find(TeacherNumbers)
         if cfg.top_k:
-            how = {"read": top, "beside": (batch.teacher, batch.teacher_ids)}
+            how = {"read": top, "beside": (told.teacher, told.teacher_ids)}
         else:
-            told_by = [] if batch.told_by is None else [batch.told_by[:, None].expand_as(batch.tokens)]
-            how = {"read": whole, "beside": (batch.teacher, *told_by), "numbers": WIDE}
+            told_by = [] if numbers is None else [numbers.told_by[:, None].expand_as(batch.tokens)]
+            how = {"read": whole, "beside": (told.teacher, *told_by), "numbers": WIDE}
         found = list(self.model.over_logits(hidden, batch, budget_bytes=self.batch.logits_bytes, **how).unbind(-1))
         always, rest = found[:4], found[4:]
         return StudentOutputs(*always, rest.pop(0) if cfg.sft_coef else None, rest.pop(0) if cfg.top_k else None)

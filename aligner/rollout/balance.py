@@ -6,10 +6,11 @@ none waits long for the others. Losses, gradients and metrics do not depend on i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.ops.packing.balance import balance, deal, row_costs
@@ -71,8 +72,8 @@ def _exchange(minibatch: TrainBatch, parts: list[list[int]], width: int, group: 
     sent = [[row - mine.start for row in part if row in mine] for part in parts]
     received = [sum(rank * count <= row < (rank + 1) * count for row in parts[me]) for rank in range(group.size())]
     order = torch.tensor([row for rows in sent for row in rows], dtype=torch.int64)
-    moved = {}
-    for name, tensor in minibatch.tensors().items():
+
+    def moved(name: str, tensor: Tensor) -> Tensor:
         if tensor.dim() >= 2:  # per token: cut or pad to the width of the whole minibatch
             tensor = widened(tensor, width)
         source = tensor.index_select(0, order).contiguous()
@@ -80,5 +81,6 @@ def _exchange(minibatch: TrainBatch, parts: list[list[int]], width: int, group: 
             source = source.view(torch.uint8)  # gloo does not know int16
         out = source.new_empty(sum(received), *source.shape[1:])
         dist.all_to_all_single(out, source, received, [len(rows) for rows in sent], group=group)
-        moved[name] = out.view(tensor.dtype)
-    return replace(minibatch, **moved)
+        return out.view(tensor.dtype)
+
+    return minibatch.mapped(moved)

@@ -32,7 +32,7 @@ from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.sharing import share
 from aligner.rollout.unpaired import with_reference, zero_point
-from aligner.types import ScalarMetrics, TrainBatch
+from aligner.types import LabelTargets, ScalarMetrics, StepTargets, TrainBatch
 
 STATISTICS_ROWS = 2048  # rows (pairs) of the training set that fix a reward model's bias
 
@@ -73,7 +73,7 @@ def pair_accuracy(model: RewardModel, dataset: Sequence, limit: int, pairwise: b
     batch = (collate_preference if pairwise else collate_scored)(items, 0) if items else None
     scores = model.raw_scores(batch) if batch is not None else torch.zeros(0, 1)
     if not pairwise:
-        loss = regression(scores, batch.labels) if batch is not None else torch.zeros(0)
+        loss = regression(scores, batch.of(LabelTargets).labels) if batch is not None else torch.zeros(0)
         return reduce_metrics({"eval/loss": (float(loss.sum()), len(loss))}, {}, model.model.layout.pgs.dp)
     loss, stats = bradley_terry(scores[0::2, 0], scores[1::2, 0], None, 0.0)
     n = float(len(loss))
@@ -88,9 +88,9 @@ def step_accuracy(model: ProcessRewardModel, dataset: Sequence, limit: int) -> S
     loss, right, count = 0.0, 0.0, 0.0
     if items:
         batch = collate_steps(items, 0)
-        logits, on = model.logits(batch), batch.loss_mask.bool()
-        loss, count = float(steps(logits, batch.returns)[on].sum()), float(on.sum())
-        right = float(rightly(logits, batch.returns)[on].sum())
+        logits, on, known = model.logits(batch), batch.loss_mask.bool(), batch.of(StepTargets).step_labels
+        loss, count = float(steps(logits, known)[on].sum()), float(on.sum())
+        right = float(rightly(logits, known)[on].sum())
     means = {"eval/loss": (loss, count), "eval/accuracy": (right, count)}
     return reduce_metrics(means, {}, model.model.layout.pgs.dp)
 
@@ -108,13 +108,14 @@ def held_out_pairs(
     `reading`; without `reference` the rows have its logprobs, or there are none."""
     items, group = _mine(policy.model, dataset, limit), policy.model.layout.pgs.dp
     batch = _none_or(items, collate_pairs(items or [dataset[0]], 0))
+    known = batch.of(LabelTargets)
     with reading():
         own = policy.logprobs(batch, batch.loss_mask, unit=2)
         if reference:
-            batch.ref_logprobs = reference.logprobs(batch, batch.loss_mask, unit=2)
+            known.ref_logprobs = reference.logprobs(batch, batch.loss_mask, unit=2)
     if cfg.by_rank:
-        batch.labels = with_partners(batch, own, cfg, group)
-    answers, labels = measure(own, batch.ref_logprobs, batch.loss_mask, cfg.ld_alpha), Labels.of(batch.labels, cfg)
+        known.labels = with_partners(batch, own, cfg, group)
+    answers, labels = measure(own, known.ref_logprobs, batch.loss_mask, cfg.ld_alpha), Labels.of(known.labels, cfg)
     chosen, rejected = rewards(answers, labels, cfg)
     names = ("accuracy", "margin", "loss")
     found = [agreement(chosen, rejected), chosen - rejected, total(pair_losses(answers, labels, cfg), cfg)]
@@ -143,8 +144,9 @@ def held_out_answers(
         z0 = zero_point(policy, mismatched) if arrange else 0.0
         own = policy.logprobs(answers, answers.loss_mask)
     everyone = torch.zeros(2, count, dtype=torch.float64)
-    everyone[0, places] = log_ratios(own, answers.ref_logprobs, answers.loss_mask).double()
-    everyone[1, places] = answers.labels[:, 0].double()
+    known = answers.of(LabelTargets)
+    everyone[0, places] = log_ratios(own, known.ref_logprobs, answers.loss_mask).double()
+    everyone[1, places] = known.labels[:, 0].double()
     ratios, desirable = sum_over(everyone, group)
     chosen, rejected = ratios[desirable == 1], ratios[desirable == 0]
     return {

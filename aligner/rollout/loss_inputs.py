@@ -24,7 +24,7 @@ from aligner.ops.seeds import derive, scatter
 from aligner.rewards.composite import Scores
 from aligner.rollout.balance import Balancer
 from aligner.run.sample_table import SampleRow
-from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch, Trajectory
+from aligner.types import PolicyTargets, RolloutBatch, ScalarMetrics, TensorBatch, TrainBatch, Trajectory, ValueTargets
 
 
 @dataclass
@@ -95,24 +95,29 @@ def minibatches(
     keys = row_keys(rollout, batch.group, seed)
     for rows in minibatch_rows(rollout.group, batch.group, count, seed):
         part = rollout.select(rows)
-        mine = TrainBatch(
-            tokens=part.tokens,
-            lengths=part.lengths,
-            loss_mask=part.loss_mask,
+        payloads = _payloads(part, keys[rows])
+        mine = TrainBatch(part.tokens, part.lengths, part.loss_mask, payloads, routing=part.routing, forks=part.forks)
+        yield balancer(mine)
+
+
+def _payloads(part: RolloutBatch, keys: Tensor) -> list[TensorBatch]:
+    """What the losses of policy and critic need; a critic may learn before there are advantages."""
+    found: list[TensorBatch] = []
+    if part.advantages is not None:
+        policy = PolicyTargets(
+            advantages=part.advantages,
             old_logprobs=part.old_logprobs,
             ref_logprobs=part.ref_logprobs,
-            advantages=part.advantages,
-            returns=part.returns,
-            values=part.values,
             token_weights=part.token_weights,
             rollout_logprobs=part.rollout_logprobs,
             response_mask=part.response_mask if part.old_logprobs is None else None,
-            row_keys=keys[rows],
-            routing=part.routing,
-            forks=part.forks,
+            row_keys=keys,
             versions=part.versions,
         )
-        yield balancer(mine)
+        found.append(policy)
+    if part.values is not None and part.returns is not None:
+        found.append(ValueTargets(part.returns, part.values))
+    return found
 
 
 def row_keys(rollout: RolloutBatch, group: int, seed: int) -> Tensor:

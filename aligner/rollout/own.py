@@ -13,7 +13,7 @@ from aligner.rollout.collate import collate
 from aligner.rollout.player import Player
 from aligner.rollout.requests import Requests
 from aligner.rollout.source import Weights
-from aligner.types import ScalarMetrics, TrainBatch
+from aligner.types import ScalarMetrics, TeacherNumbers, TrainBatch
 
 
 @dataclass
@@ -44,5 +44,5 @@ class OwnAnswers:
         found = TrainBatch(rows.tokens, rows.lengths, loss_mask=rows.response_mask)
         numbers = [self.told_by(sample.prompt.fields, f"prompt {sample.prompt.id}") for sample in rows.samples]
         if None not in numbers:
-            found.told_by = torch.tensor(numbers)
+            found = found.beside(TeacherNumbers(torch.tensor(numbers)))
         return found, metrics

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.ops.reduce import reduce_metrics
-from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
+from aligner.types import LabelTargets, RolloutBatch, ScalarMetrics, TrainBatch
 
 
 def best_and_worst(rollout: RolloutBatch, group: int) -> TrainBatch:
@@ -28,12 +28,12 @@ def best_and_worst(rollout: RolloutBatch, group: int) -> TrainBatch:
     taken, labels = rollout.select(rows), torch.stack(per_row, 1)
     forks = taken.forks if taken.forks is not None and taken.forks.any() else None
     found = TrainBatch(
-        taken.tokens, taken.lengths, taken.response_mask, labels=labels, routing=taken.routing, forks=forks
+        taken.tokens, taken.lengths, taken.response_mask, [LabelTargets(labels)], routing=taken.routing, forks=forks
     )
     return found.trim()
 
 
 def share_of_pairs(batch: TrainBatch, group: dist.ProcessGroup) -> ScalarMetrics:
     """preference/pairs: the share of prompts that make one."""
-    pairs = batch.labels[0::2, 3]
+    pairs = batch.of(LabelTargets).labels[0::2, 3]
     return reduce_metrics({"preference/pairs": (float(pairs.sum()), float(len(pairs)))}, {}, group)

@@ -17,7 +17,7 @@ from aligner.ops.rl.kl import reference_kl_sums
 from aligner.ops.rl.mismatch import cut_sums, finish_mismatch, mismatch_sums, weight_sums
 from aligner.ops.rl.value_loss import explained_variance, explained_variance_sums
 from aligner.rewards.composite import Scores, finish_metrics
-from aligner.types import RolloutBatch, Sample, ScalarMetrics, Stop, Sums, TrainBatch
+from aligner.types import PolicyTargets, RolloutBatch, Sample, ScalarMetrics, Stop, Sums
 
 
 def by_function(scores: Scores) -> Tensor:
@@ -49,7 +49,7 @@ def rollout_metrics(
     n = float(on.sum())
     means, maxima = {}, {}
     if rollout.old_logprobs is not None:
-        means, maxima = trainer_sums(rollout, rollout.old_logprobs)
+        means, maxima = trainer_sums(rollout, rollout.old_logprobs, rollout.loss_mask)
     if rollout.sampled_logprobs is not None:
         means |= cut_sums(rollout.rollout_logprobs, rollout.sampled_logprobs, rollout.response_mask)
     means |= weight_sums(rollout.response_mask, rollout.token_weights)
@@ -70,12 +70,12 @@ def rollout_metrics(
     return finish_mismatch(finish_metrics(reduce_metrics(means, maxima, group)))
 
 
-def trainer_sums(batch: RolloutBatch | TrainBatch, old_logprobs: Tensor) -> tuple[dict, dict]:
+def trainer_sums(found: RolloutBatch | PolicyTargets, old_logprobs: Tensor, loss_mask: Tensor) -> tuple[dict, dict]:
     """(means, maxima) as in `LossOutput` of what the policy's logprobs before the update say: mismatch/* and, with a
     reference, kl/ref_*."""
-    means, maxima = mismatch_sums(old_logprobs, batch.rollout_logprobs, batch.response_mask)
-    if batch.ref_logprobs is not None:
-        means |= reference_kl_sums(old_logprobs, batch.ref_logprobs, batch.loss_mask)
+    means, maxima = mismatch_sums(old_logprobs, found.rollout_logprobs, found.response_mask)
+    if found.ref_logprobs is not None:
+        means |= reference_kl_sums(old_logprobs, found.ref_logprobs, loss_mask)
     return means, maxima
 
 

@@ -50,7 +50,8 @@ class Seen:
 
     def rows(self, batch: TrainBatch) -> None:
         self.batch = batch if self.keeps else None
-        each = [column for column in (batch.lengths, batch.labels, batch.told_by) if column is not None]
+        columns = batch.tensors()
+        each = [columns[name] for name in ("lengths", "labels", "told_by") if name in columns]
         self._add("rows", row_hashes([batch.tokens, batch.loss_mask], _inside(batch), each))
 
     def rollout(self, batch: RolloutBatch) -> None:

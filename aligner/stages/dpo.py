@@ -46,7 +46,7 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
     from aligner.roles.policy import Policy, Reference, TokenOutputs
     from aligner.rollout.heldout import held_out_pairs
     from aligner.run.loop import Run
-    from aligner.types import LossOutput, ScalarMetrics, TrainBatch
+    from aligner.types import LabelTargets, LossOutput, ScalarMetrics, TrainBatch
 
 
 def rows(cfg: Config) -> int:
@@ -131,11 +131,11 @@ def learn(
         with run.timers("logprobs"):
             if cfg.sync_every and step > 1 and (step - 1) % cfg.sync_every == 0:
                 reference.follow(policy, cfg.sync_alpha)
-            batch.ref_logprobs = reference.logprobs(batch, batch.loss_mask, unit=2)
+            batch.of(LabelTargets).ref_logprobs = reference.logprobs(batch, batch.loss_mask, unit=2)
     if cfg.by_rank:
         with run.timers("logprobs"):
             logprobs = policy.logprobs(batch, batch.loss_mask, unit=2)
-            batch.labels = with_partners(batch, logprobs, cfg, group)
+            batch.of(LabelTargets).labels = with_partners(batch, logprobs, cfg, group)
     with run.timers("update"):
         stats = policy.update(batch, dpo_loss(batch, cfg, group), unit=2)
     if fresh:
@@ -148,13 +148,14 @@ def dpo_loss(
 ) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
     """The weighted losses of the pairs, averaged over all ranks' pairs, and `nll_coef` times the negative
     log-likelihood of the chosen answers. Rows 2i are chosen, 2i + 1 rejected."""
-    counts = Labels.of(minibatch.labels, cfg).counts
+    counts = Labels.of(minibatch.of(LabelTargets).labels, cfg).counts
     pairs = denominator(counts[:, None], "token_mean", group=group).clamp_min(1)
     chosen = denominator(minibatch.loss_mask[0::2] * counts[:, None], cfg.nll_aggregation, group=group)
 
     def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:
-        answers = measure(out.logprobs, batch.ref_logprobs, batch.loss_mask, cfg.ld_alpha)
-        labels = Labels.of(batch.labels, cfg)
+        known = batch.of(LabelTargets)
+        answers = measure(out.logprobs, known.ref_logprobs, batch.loss_mask, cfg.ld_alpha)
+        labels = Labels.of(known.labels, cfg)
         losses = pair_losses(answers, labels, cfg)
         each = total(losses, cfg) * labels.weight * labels.counts
         if out.log_squares is not None:
@@ -167,9 +168,9 @@ def dpo_loss(
             nll = aggregate(-out.logprobs[0::2], mask, cfg.nll_aggregation, chosen)
             found = found + cfg.nll_coef * nll
             means["dpo/nll"] = (-(out.logprobs[0::2].detach() * mask).sum(), mask.sum())
-        if batch.ref_logprobs is not None:
+        if known.ref_logprobs is not None:
             mask = batch.loss_mask * labels.counts.repeat_interleave(2)[:, None]
-            means["kl"] = ((kl_estimate(out.logprobs.detach(), batch.ref_logprobs, "k2") * mask).sum(), mask.sum())
+            means["kl"] = ((kl_estimate(out.logprobs.detach(), known.ref_logprobs, "k2") * mask).sum(), mask.sum())
         return LossOutput(found, means | pair_metrics(answers, labels, batch, cfg))
 
     return loss
@@ -196,7 +197,7 @@ def pair_metrics(answers: Answers, labels: Labels, batch: TrainBatch, cfg: Prefe
 
 def losses_at_start(batch: TrainBatch, cfg: PreferenceConfig, group: dist.ProcessGroup) -> dict[str, float]:
     """Metric -> its mean over all ranks' pairs where policy and reference are the same."""
-    labels = Labels.of(batch.labels.double(), cfg)
+    labels = Labels.of(batch.of(LabelTargets).labels.double(), cfg)
     each = start_losses(labels, cfg)
     sums = torch.stack([(x * labels.counts).sum() for x in each.values()] + [labels.counts.sum()])
     *found, count = sum_over(sums, group).tolist()

@@ -39,7 +39,7 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
     from aligner.rollout.heldout import held_out_answers
     from aligner.rollout.unpaired import with_reference, zero_point
     from aligner.run.loop import Run
-    from aligner.types import LossOutput, TrainBatch
+    from aligner.types import LabelTargets, LossOutput, TrainBatch
 
 
 def beside(cfg: Config) -> tuple[str, ...]:
@@ -161,8 +161,9 @@ def kto_loss(
     answers = len(minibatch.lengths) * group.size()
 
     def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:
-        desirable = batch.labels[:, 0]
-        ratios = log_ratios(out.logprobs, batch.ref_logprobs, batch.loss_mask)
+        known = batch.of(LabelTargets)
+        desirable = known.labels[:, 0]
+        ratios = log_ratios(out.logprobs, known.ref_logprobs, batch.loss_mask)
         each = sample_losses(ratios, desirable, z0, cfg)
         values = {
             "kto/loss": each.detach(),
@@ -181,7 +182,8 @@ def kto_loss(
 
 def losses_at_start(batch: TrainBatch, cfg: KtoConfig, group: dist.ProcessGroup) -> dict[str, float]:
     """Metric -> its value where policy and reference are the same; not of a label that no rank's rows have."""
-    count = float(sum_over(batch.labels[:, 0].double().sum(), group)), len(batch.labels) * group.size()
+    labels = batch.of(LabelTargets).labels
+    count = float(sum_over(labels[:, 0].double().sum(), group)), len(labels) * group.size()
     found = {}
     if count[0]:
         found["kto/loss/chosen"] = cfg.desirable_weight / 2

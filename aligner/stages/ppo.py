@@ -44,7 +44,7 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
     from aligner.rollout.statistics import rollout_metrics, value_metrics
     from aligner.run.loop import Run
     from aligner.run.mismatch import check_mismatch, correct_mismatch
-    from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch
+    from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch, ValueTargets
 
 
 def beside(cfg: Config) -> tuple[str, ...]:
@@ -166,7 +166,8 @@ def value_loss(
     total = denominator(minibatch.loss_mask, kind, response_limit, group)
 
     def loss(values: Tensor, batch: TrainBatch) -> LossOutput:
-        term = clipped_value_loss(values, batch.values, batch.returns, clip)
+        targets = batch.of(ValueTargets)
+        term = clipped_value_loss(values, targets.values, targets.returns, clip)
         value = aggregate(term.per_token, batch.loss_mask, kind, total)
         clipped = (term.clipped * batch.loss_mask).sum(), batch.loss_mask.sum()
         return LossOutput(value, {"critic/clip_fraction": clipped})

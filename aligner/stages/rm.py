@@ -31,7 +31,7 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
     from aligner.roles.reward_model import RewardModel
     from aligner.rollout.heldout import STATISTICS_ROWS, pair_accuracy, score_statistics, step_accuracy
     from aligner.run.loop import Run
-    from aligner.types import LossOutput, TrainBatch
+    from aligner.types import LabelTargets, LossOutput, StepTargets, TrainBatch
 
 
 def rows(cfg: Config) -> int:
@@ -96,10 +96,10 @@ def steps_loss(minibatch: TrainBatch, group: dist.ProcessGroup) -> Callable[[Ten
     total = denominator(minibatch.loss_mask, "token_mean", group=group)
 
     def loss(logits: Tensor, batch: TrainBatch) -> LossOutput:
-        mask, count = batch.loss_mask, batch.loss_mask.sum()
-        right = (rightly(logits.detach(), batch.returns) * mask).sum(), count
+        mask, count, labels = batch.loss_mask, batch.loss_mask.sum(), batch.of(StepTargets).step_labels
+        right = (rightly(logits.detach(), labels) * mask).sum(), count
         likely = (logits.detach().sigmoid() * mask).sum(), count
-        value = aggregate(steps(logits, batch.returns), mask, "token_mean", total)
+        value = aggregate(steps(logits, labels), mask, "token_mean", total)
         return LossOutput(value, {"rm/accuracy": right, "rm/probability": likely})
 
     return loss
@@ -129,7 +129,7 @@ def preference_loss(
 
     def loss(scores: Tensor, batch: TrainBatch) -> LossOutput:
         chosen, rejected = scores[0::2, 0], scores[1::2, 0]
-        margin = batch.labels[0::2] if rm.margin else None
+        margin = batch.of(LabelTargets).labels[0::2] if rm.margin else None
         per_pair, stats = bradley_terry(chosen, rejected, margin, rm.center_coef)
         count = torch.full((), float(len(chosen)), device=scores.device)  # not from the host: that would wait
         return LossOutput(per_pair.sum() / total, {f"rm/{name}": (x.sum(), count) for name, x in stats.items()})
@@ -142,7 +142,7 @@ def attribute_loss(samples: int, group: dist.ProcessGroup) -> Callable[[Tensor, 
     total = samples * group.size()
 
     def loss(scores: Tensor, batch: TrainBatch) -> LossOutput:
-        per_sample = regression(scores, batch.labels)
+        per_sample = regression(scores, batch.of(LabelTargets).labels)
         count = torch.full((), float(len(per_sample)), device=scores.device)
         return LossOutput(per_sample.sum() / total, {"rm/mse": (per_sample.detach().sum(), count)})
 

@@ -27,6 +27,7 @@ from aligner.ops.rl.reward_loss import bradley_terry, regression
 from aligner.refit.export import read_extra
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel
+from aligner.types import LabelTargets
 
 Means = dict[str, tuple[Sequence[float], Sequence[float]]]  # name -> numerators, denominators, one per unit
 Measured = tuple[str, int, Means, list[dict[str, Any]]]  # unit, count, means, records
@@ -81,7 +82,7 @@ def _pairs(job: Job, folder: Path) -> Measured:
         items = _first(job, ScoredDataset(typed, job.tokenizer, cfg.data, "data.eval"))
         batch = collate_scored(items, pad)
         scores = model.raw_scores(batch)
-        losses = regression(scores, batch.labels).tolist()
+        losses = regression(scores, batch.of(LabelTargets).labels).tolist()
         records = [
             {"text": decode(item.tokens.tolist()), "scores": dict(zip(attributes, found, strict=True)), "loss": loss}
             for item, found, loss in zip(items, scores.tolist(), losses, strict=True)

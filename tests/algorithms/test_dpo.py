@@ -12,7 +12,7 @@ from aligner.errors import AlignerError
 from aligner.ops.rl.preference import Labels, measure, pair_losses, total
 from aligner.roles.policy import TokenOutputs
 from aligner.stages.dpo import dpo_loss
-from aligner.types import TrainBatch
+from aligner.types import LabelTargets, TrainBatch
 from tests import stages
 
 PAIRS, T = 6, 8
@@ -28,8 +28,12 @@ def make() -> tuple[TrainBatch, torch.Tensor, torch.Tensor]:
         tokens=torch.randint(0, 9, (2 * PAIRS, T), generator=g),
         lengths=torch.full((2 * PAIRS,), T),
         loss_mask=mask,
-        ref_logprobs=logprobs + torch.randn(2 * PAIRS, T, generator=g),
-        labels=torch.rand(2 * PAIRS, 3, generator=g),
+        payloads=[
+            LabelTargets(
+                ref_logprobs=logprobs + torch.randn(2 * PAIRS, T, generator=g),
+                labels=torch.rand(2 * PAIRS, 3, generator=g),
+            )
+        ],
     )
     return batch, logprobs.requires_grad_(), -torch.rand(2 * PAIRS, T, generator=g)
 
@@ -57,19 +61,22 @@ def test_cutting_a_minibatch_changes_nothing(world, kind):
         torch.testing.assert_close(other, found[0])
 
     # by hand
-    answers, labels = measure(logprobs, batch.ref_logprobs, batch.loss_mask, 0.5), Labels.of(batch.labels, cfg)
+    answers, labels = (
+        measure(logprobs, batch.of(LabelTargets).ref_logprobs, batch.loss_mask, 0.5),
+        Labels.of(batch.of(LabelTargets).labels, cfg),
+    )
     weights = []
     for row in range(2 * PAIRS):
         on = batch.loss_mask[row].bool()
         weights.append(math.exp(float((logprobs.detach()[row] - squares[row])[on].mean())))
     wpo = torch.tensor(weights).view(-1, 2).prod(1)
-    pairs = (total(pair_losses(answers, labels, cfg), cfg) * wpo * batch.labels[0::2, 2]).sum() / PAIRS
+    pairs = (total(pair_losses(answers, labels, cfg), cfg) * wpo * batch.of(LabelTargets).labels[0::2, 2]).sum() / PAIRS
     on = batch.loss_mask[0::2]
     sums = (-logprobs[0::2] * on).sum(1)
     by_row = {"seq_mean_token_mean": sums / on.sum(1), "seq_mean_token_sum": sums}
     nll = sums.sum() / on.sum() if kind == "token_mean" else by_row[kind].mean()
     torch.testing.assert_close(found[0][0], (pairs + 0.3 * nll).detach())
-    moved = ((logprobs.detach() - batch.ref_logprobs).square() / 2)[batch.loss_mask.bool()]
+    moved = ((logprobs.detach() - batch.of(LabelTargets).ref_logprobs).square() / 2)[batch.loss_mask.bool()]
     torch.testing.assert_close(found[0][2]["kl"], moved.sum())
 
 

@@ -12,7 +12,7 @@ from aligner.errors import AlignerError, DataError
 from aligner.ops.rl.kto import mismatched
 from aligner.roles.policy import TokenOutputs
 from aligner.stages.kto import kto_loss, losses_at_start
-from aligner.types import TrainBatch
+from aligner.types import LabelTargets, TrainBatch
 from tests import stages
 
 B, T = 8, 7
@@ -33,8 +33,8 @@ def make() -> tuple[TrainBatch, torch.Tensor]:
     logprobs = -torch.rand(B, T, generator=g)
     labels = torch.stack([(torch.arange(B) % 3 > 0).float(), torch.zeros(B)], 1)
     reference = logprobs + torch.randn(B, T, generator=g)
-    batch = TrainBatch(torch.randint(0, 9, (B, T), generator=g), torch.full((B,), T), mask, labels=labels)
-    batch.ref_logprobs = reference
+    known = LabelTargets(labels, reference)
+    batch = TrainBatch(torch.randint(0, 9, (B, T), generator=g), torch.full((B,), T), mask, [known])
     return batch, logprobs.requires_grad_()
 
 
@@ -56,8 +56,8 @@ def test_cutting_a_minibatch_changes_nothing(alone):
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
     # by hand
-    desirable, on = batch.labels[:, 0], batch.loss_mask
-    ratios = ((logprobs.detach() - batch.ref_logprobs) * on).sum(1)
+    desirable, on = batch.of(LabelTargets).labels[:, 0], batch.loss_mask
+    ratios = ((logprobs.detach() - batch.of(LabelTargets).ref_logprobs) * on).sum(1)
     each = [
         1.3 / (1 + math.exp(0.3 * (float(d) - 0.4))) if up else 0.8 / (1 + math.exp(0.3 * (0.4 - float(d))))
         for d, up in zip(ratios, desirable, strict=True)
@@ -73,7 +73,7 @@ def test_cutting_a_minibatch_changes_nothing(alone):
 def test_a_label_that_is_not_there_has_no_start(alone):
     batch, _ = make()
     assert losses_at_start(batch, WEIGHTED, alone) == {"kto/loss/chosen": 0.65, "kto/loss/rejected": 0.4}
-    one = batch.select((batch.labels[:, 0] == 1).nonzero().flatten())
+    one = batch.select((batch.of(LabelTargets).labels[:, 0] == 1).nonzero().flatten())
     assert losses_at_start(one, WEIGHTED, alone) == {"kto/loss/chosen": 0.65}
 
 

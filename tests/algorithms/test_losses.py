@@ -17,7 +17,7 @@ from aligner.roles.policy import TokenOutputs
 from aligner.stages.ppo import value_loss
 from aligner.stages.rm import attribute_loss, preference_loss
 from aligner.stages.sft import sft_loss
-from aligner.types import TrainBatch
+from aligner.types import LabelTargets, PolicyTargets, TrainBatch, ValueTargets
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -51,20 +51,23 @@ def make_batch(seed: int = 0) -> TrainBatch:
         tokens=torch.randint(0, 9, (B, T), generator=g),
         lengths=lengths,
         loss_mask=mask.float(),
-        old_logprobs=old,
-        ref_logprobs=old + noise(0.3),
-        advantages=noise(1.0),
-        returns=noise(1.0),
-        values=noise(1.0),
-        rollout_logprobs=old + noise(0.1),
-        row_keys=torch.arange(B) * 7,
+        payloads=[
+            PolicyTargets(
+                ref_logprobs=old + noise(0.3),
+                advantages=noise(1.0),
+                old_logprobs=old,
+                rollout_logprobs=old + noise(0.1),
+                row_keys=torch.arange(B) * 7,
+            ),
+            ValueTargets(returns=noise(1.0), values=noise(1.0)),
+        ],
     )
 
 
 def outputs(batch: TrainBatch, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """(logprobs, entropy) with gradients."""
     g = torch.Generator().manual_seed(seed)
-    logprobs = (batch.old_logprobs + 0.4 * torch.randn(B, T, generator=g)).requires_grad_()
+    logprobs = (batch.of(PolicyTargets).old_logprobs + 0.4 * torch.randn(B, T, generator=g)).requires_grad_()
     return logprobs, torch.rand(B, T, generator=g).requires_grad_()
 
 
@@ -76,8 +79,11 @@ def looped(batch: TrainBatch, cfg: AlgorithmConfig, logprobs, entropy, kl_coef: 
         for t in range(T):
             if not batch.loss_mask[i, t]:
                 continue
-            lp, a = logprobs[i, t], batch.advantages[i, t].double()
-            old, ref = batch.old_logprobs[i, t].double(), batch.ref_logprobs[i, t].double()
+            lp, a = logprobs[i, t], batch.of(PolicyTargets).advantages[i, t].double()
+            old, ref = (
+                batch.of(PolicyTargets).old_logprobs[i, t].double(),
+                batch.of(PolicyTargets).ref_logprobs[i, t].double(),
+            )
             r = torch.exp(lp - old)
             if cfg.policy_loss == "reinforce":
                 x = -a * lp
@@ -165,13 +171,16 @@ def test_cutting_a_minibatch_changes_no_policy_loss(name, size):
 def test_tokens_are_chosen_once_for_the_minibatch(name):
     batch = make_batch()
     loss = policy_loss(batch, OTHERS[name], 0.0, LIMIT, dist.group.WORLD)
-    cov, keys = covariance(batch.advantages, batch.old_logprobs, batch.loss_mask), token_keys(batch.row_keys, T)
+    cov, keys = (
+        covariance(batch.of(PolicyTargets).advantages, batch.of(PolicyTargets).old_logprobs, batch.loss_mask),
+        token_keys(batch.of(PolicyTargets).row_keys, T),
+    )
     chosen = (
         choose_random(cov, batch.loss_mask, keys, COV.fraction, COV.low, COV.high)
         if name == "clip_cov"
         else choose_top(cov, batch.loss_mask, keys, COV.fraction)
     )
-    assert chosen.sum() >= 2 and torch.equal(batch.chosen, chosen)
+    assert chosen.sum() >= 2 and torch.equal(batch.of(PolicyTargets).chosen, chosen)
     logprobs, _ = outputs(batch)
     out = loss(TokenOutputs(logprobs, None, None), batch)
     assert [float(x) for x in out.means["policy/chosen_fraction"]] == [
@@ -212,13 +221,13 @@ def test_means_of_the_parts_are_the_mean_of_the_whole():
     logprobs, entropy = outputs(batch)
     loss = policy_loss(batch, AlgorithmConfig(), 0.0, LIMIT, dist.group.WORLD)
     on = batch.loss_mask.bool()
-    ratio = torch.exp(logprobs - batch.old_logprobs).detach()
+    ratio = torch.exp(logprobs - batch.of(PolicyTargets).old_logprobs).detach()
     wanted = {
         "policy/ratio_mean": ratio[on].mean(),
         "policy/entropy": entropy[on].mean(),
         "policy/approx_kl": (ratio - 1 - ratio.log())[on].mean(),
-        "policy/clip_fraction_low": ((ratio < 0.8) & (batch.advantages < 0))[on].float().mean(),
-        "policy/clip_fraction_high": ((ratio > 1.2) & (batch.advantages > 0))[on].float().mean(),
+        "policy/clip_fraction_low": ((ratio < 0.8) & (batch.of(PolicyTargets).advantages < 0))[on].float().mean(),
+        "policy/clip_fraction_high": ((ratio > 1.2) & (batch.of(PolicyTargets).advantages > 0))[on].float().mean(),
     }
     assert wanted["policy/clip_fraction_low"] > 0 and wanted["policy/clip_fraction_high"] > 0
     outs = [
@@ -238,8 +247,9 @@ def test_anchors_are_the_loop(way, loss, correction, cap, size):
     no gradient, and neither has the anchor."""
     batch, g = make_batch(), torch.Generator().manual_seed(5)
     logprobs, _ = outputs(batch)
-    batch.old_logprobs, batch.response_mask = None, batch.loss_mask
-    batch.versions = torch.randint(3, 7, (B, T), generator=g)
+    targets = batch.of(PolicyTargets)
+    targets.old_logprobs, targets.response_mask = None, batch.loss_mask
+    targets.versions = torch.randint(3, 7, (B, T), generator=g)
     anchor = Anchor(way, MismatchConfig(correction, cap=cap), before=6, now=8)
     cfg = AlgorithmConfig(policy_loss=loss, clip_low=0.05, clip_high=0.1)
     found = policy_loss(batch, cfg, 0.0, LIMIT, dist.group.WORLD, anchor)
@@ -249,14 +259,14 @@ def test_anchors_are_the_loop(way, loss, correction, cap, size):
     exact, terms = logprobs.detach().double().requires_grad_(), []
     for i in range(B):
         at = [t for t in range(T) if batch.loss_mask[i, t]]
-        pi, mu = (x.detach().double() for x in (exact[i], batch.rollout_logprobs[i]))
-        versions = batch.versions[i].double()
+        pi, mu = (x.detach().double() for x in (exact[i], batch.of(PolicyTargets).rollout_logprobs[i]))
+        versions = batch.of(PolicyTargets).versions[i].double()
         share = {"auto": torch.ones(T), "engine": torch.zeros(T), "proxy": (6 - versions) / (8 - versions)}[way]
         old = mu + share * (pi - mu)
         ratios = (old - mu).exp()
         product = math.prod(float(ratios[t]) for t in at)
         for t in at:
-            r, a = (exact[i, t] - old[t]).exp(), batch.advantages[i, t].double()
+            r, a = (exact[i, t] - old[t]).exp(), batch.of(PolicyTargets).advantages[i, t].double()
             x = -a * exact[i, t] if loss == "reinforce" else torch.max(-a * r, -a * r.clamp(0.95, 1.1))
             if way != "engine" and correction != "none":  # which is the ratio's own
                 x = x * min(float(ratios[t]) if correction == "tis_token" else product, cap)
@@ -275,10 +285,10 @@ def test_the_proxy_at_both_ends():
 
 def test_on_policy_the_surrogate_is_the_mean_advantage():
     batch = make_batch()
-    out = TokenOutputs(batch.old_logprobs.clone(), None, None)
+    out = TokenOutputs(batch.of(PolicyTargets).old_logprobs.clone(), None, None)
     value = policy_loss(batch, AlgorithmConfig(), 0.0, LIMIT, dist.group.WORLD)(out, batch)
     on = batch.loss_mask.bool()
-    assert float(value.loss) == pytest.approx(-float(batch.advantages[on].mean()), rel=1e-5)
+    assert float(value.loss) == pytest.approx(-float(batch.of(PolicyTargets).advantages[on].mean()), rel=1e-5)
     assert "policy/entropy" not in value.means
 
 
@@ -296,11 +306,13 @@ def test_sft_loss_counts_masked_tokens_only():
 
 def test_value_loss_is_the_loop():
     batch = make_batch()
-    values = (batch.values + 0.5 * torch.randn(B, T, generator=torch.Generator().manual_seed(3))).requires_grad_()
+    values = (
+        batch.of(ValueTargets).values + 0.5 * torch.randn(B, T, generator=torch.Generator().manual_seed(3))
+    ).requires_grad_()
     out = value_loss(batch, 0.2, dist.group.WORLD)(values, batch)
     terms, clipped = [], 0
     for i, t in batch.loss_mask.nonzero().tolist():
-        v, old, r = (float(x[i, t]) for x in (values, batch.values, batch.returns))
+        v, old, r = (float(x[i, t]) for x in (values, batch.of(ValueTargets).values, batch.of(ValueTargets).returns))
         plain, bounded = (v - r) ** 2, (min(max(v, old - 0.2), old + 0.2) - r) ** 2
         terms.append(0.5 * max(plain, bounded))
         clipped += bounded > plain
@@ -312,7 +324,7 @@ def test_value_loss_is_the_loop():
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_value_loss_is_aggregated_as_the_policy_loss(aggregation):
     batch = make_batch()
-    squares = 0.5 * (batch.values + 1 - batch.returns) ** 2
+    squares = 0.5 * (batch.of(ValueTargets).values + 1 - batch.of(ValueTargets).returns) ** 2
     loss = value_loss(batch, 0.0, dist.group.WORLD, aggregation, LIMIT)
     rows = [squares[i][batch.loss_mask[i].bool()] for i in range(B) if batch.loss_mask[i].any()]
     wanted = {
@@ -321,7 +333,7 @@ def test_value_loss_is_aggregated_as_the_policy_loss(aggregation):
         "seq_mean_token_sum": torch.cat(rows).sum() / len(rows),
         "seq_mean_token_sum_norm": torch.cat(rows).sum() / len(rows) / LIMIT,
     }[aggregation]
-    assert float(loss(batch.values + 1, batch).loss) == pytest.approx(float(wanted), rel=1e-5)
+    assert float(loss(batch.of(ValueTargets).values + 1, batch).loss) == pytest.approx(float(wanted), rel=1e-5)
 
 
 @pytest.mark.parametrize("margin", [False, True])
@@ -331,8 +343,8 @@ def test_preference_loss_is_the_loop_over_any_number_of_ranks(margin, center):
     pairs = 6
     scores = torch.randn(2 * pairs, 1, generator=g).requires_grad_()
     labels = torch.rand(pairs, generator=g).repeat_interleave(2)
-    batch = TrainBatch(torch.zeros(2 * pairs, 1, dtype=torch.int64), torch.ones(2 * pairs), torch.ones(2 * pairs, 1))
-    batch.labels = labels
+    tokens, known = torch.zeros(2 * pairs, 1, dtype=torch.int64), [LabelTargets(labels)]
+    batch = TrainBatch(tokens, torch.ones(2 * pairs), torch.ones(2 * pairs, 1), known)
     cfg = AlgorithmConfig(reward_loss=RewardLossConfig(center_coef=center, margin=margin))
     wanted = 0.0
     for i in range(pairs):
@@ -355,7 +367,7 @@ def test_preference_loss_is_the_loop_over_any_number_of_ranks(margin, center):
 def test_attribute_loss_leaves_out_what_is_not_known():
     scores = torch.tensor([[1.0, 2.0], [3.0, -1.0]], requires_grad=True)
     labels = torch.tensor([[0.0, 4.0], [float("nan"), 1.0]])
-    batch = TrainBatch(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2), torch.ones(2, 1), labels=labels)
+    batch = TrainBatch(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2), torch.ones(2, 1), [LabelTargets(labels)])
     out = attribute_loss(2, dist.group.WORLD)(scores, batch)
     assert float(out.loss) == pytest.approx(((1 + 4) / 2 + 4) / 2)
     out.loss.backward()
@@ -373,15 +385,15 @@ SIZES = {
 def test_rounding_before_the_first_update_does_not_turn_gradients(name, dtype, noise):
     """Old logprobs that another pass computed, in another layout, are as good as the update's own."""
     batch = make_batch()
-    logprobs, _ = outputs(batch)
+    (logprobs, _), targets = outputs(batch), batch.of(PolicyTargets)
     found = []
     for seed in (None, 0, 1):
-        batch.old_logprobs = logprobs.detach().clone()
+        targets.old_logprobs = logprobs.detach().clone()
         if seed is not None:
-            batch.old_logprobs += noise * torch.randn(B, T, generator=torch.Generator().manual_seed(seed))
-        batch.ref_logprobs, batch.chosen = batch.old_logprobs, None
+            targets.old_logprobs += noise * torch.randn(B, T, generator=torch.Generator().manual_seed(seed))
+        targets.ref_logprobs, targets.chosen = targets.old_logprobs, None
         loss = policy_loss(batch, SIZES[name], 0.5, LIMIT, dist.group.WORLD, dtype=dtype)
-        batch.chosen = None if batch.chosen is None else batch.loss_mask  # whoever is chosen
+        targets.chosen = None if targets.chosen is None else batch.loss_mask  # whoever is chosen
         value = loss(TokenOutputs(logprobs, None, None), batch).loss
         found.append(torch.autograd.grad(value, logprobs)[0])
     assert found[0].abs().sum() > 0.1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from aligner.config.sections.mismatch import MismatchConfig
 from aligner.errors import MismatchError
 from aligner.run.mismatch import check_mismatch
-from aligner.types import RolloutBatch
+from aligner.types import PolicyTargets, RolloutBatch
 from tests import stages
 
 QUIET = ["run.export=false", "checkpoint.final=false"]
@@ -157,7 +157,7 @@ def test_weights_reach_the_minibatch(grpo, monkeypatch):
     torch.testing.assert_close(rollout.token_weights[on], wanted[on])
     assert record["mismatch/weight_mean"] == pytest.approx(float(wanted[on].mean()), rel=1e-5)
     assert 0 < record["mismatch/weight_zero_fraction"] < 1 and record["mismatch/rejected_fraction"] == 0
-    assert sorted(minibatch.token_weights.sum(1).tolist()) == pytest.approx(
+    assert sorted(minibatch.of(PolicyTargets).token_weights.sum(1).tolist()) == pytest.approx(
         sorted(rollout.token_weights.sum(1).tolist())
     )
 
@@ -201,7 +201,8 @@ def test_token_weights_multiply_the_policy_loss_alone():
 
     def value(**fields):
         fields = {"advantages": advantage} | fields
-        batch = TrainBatch(torch.zeros(shape), torch.full((4,), 6), mask, old_logprobs=old, ref_logprobs=ref, **fields)
+        targets = PolicyTargets(old_logprobs=old, ref_logprobs=ref, **fields)
+        batch = TrainBatch(torch.zeros(shape), torch.full((4,), 6), mask, [targets])
         loss = policy_loss(batch, algorithm, 0.1, 6, None)
         return float(loss(TokenOutputs(logprobs, entropy, None), batch).loss)
 

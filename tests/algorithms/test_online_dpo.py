@@ -9,7 +9,7 @@ from aligner.config.sections.preference import PreferenceConfig
 from aligner.ops.rl.by_rank import with_partners
 from aligner.roles.policy import TokenOutputs
 from aligner.stages.dpo import dpo_loss, losses_at_start
-from aligner.types import TrainBatch
+from aligner.types import LabelTargets, TrainBatch
 from tests import stages
 
 PAIRS, T = 5, 6
@@ -33,13 +33,13 @@ def test_what_is_no_pair_is_in_no_sum_and_no_denominator(alone, loss):
     logprobs = -torch.rand(2 * PAIRS, T, generator=g)
     reference = logprobs + torch.randn(2 * PAIRS, T, generator=g)
     tokens, lengths = torch.randint(0, 9, (2 * PAIRS, T), generator=g), torch.full((2 * PAIRS,), T)
-    batch = TrainBatch(tokens, lengths, mask, ref_logprobs=reference, labels=labels)
+    batch = TrainBatch(tokens, lengths, mask, [LabelTargets(labels, reference)])
     cfg = PreferenceConfig(loss=loss, nll_coef=0.3, nll_aggregation="seq_mean_token_mean")
     found = []
     for rows in (torch.arange(2 * PAIRS), counts.nonzero().flatten()):
         part, own = batch.select(rows), logprobs[rows].requires_grad_()
         if cfg.by_rank:
-            part.labels = with_partners(part, own.detach(), cfg, alone)
+            part.of(LabelTargets).labels = with_partners(part, own.detach(), cfg, alone)
         out = dpo_loss(part, cfg, alone)(TokenOutputs(own, None, None), part)
         gradient = torch.zeros(2 * PAIRS, T)
         gradient[rows] = torch.autograd.grad(out.loss, own)[0]
@@ -49,7 +49,7 @@ def test_what_is_no_pair_is_in_no_sum_and_no_denominator(alone, loss):
     assert not found[0][1][counts == 0].any() and found[0][1].any()
     none = batch.select(torch.tensor([2, 3, 6, 7]))
     if cfg.by_rank:
-        none.labels = with_partners(none, logprobs[[2, 3, 6, 7]], cfg, alone)
+        none.of(LabelTargets).labels = with_partners(none, logprobs[[2, 3, 6, 7]], cfg, alone)
     assert losses_at_start(none, cfg, alone) == {}
     assert float(dpo_loss(none, cfg, alone)(TokenOutputs(logprobs[[2, 3, 6, 7]], None, None), none).loss) == 0
 

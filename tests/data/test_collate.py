@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from aligner.data.collate import collate_preference, collate_scored, collate_sft
 from aligner.data.items import PreferenceItem, ScoredItem, SftItem
+from aligner.types import LabelTargets
 
 ROWS = st.lists(st.lists(st.integers(0, 90), min_size=1, max_size=9), min_size=1, max_size=6)
 
@@ -31,14 +32,14 @@ def test_preference_against_a_loop(chosen, seed):
     batch = collate_preference(items, 99)
     texts = [text for item in items for text in (item.chosen, item.rejected)]
     assert batch.tokens.tolist() == slow_pad(texts, 99)
-    assert batch.labels.tolist() == [item.margin for item in items for _ in range(2)]
+    assert batch.of(LabelTargets).labels.tolist() == [item.margin for item in items for _ in range(2)]
     for row, mask in zip(texts, batch.loss_mask.tolist(), strict=True):
         assert [i for i, m in enumerate(mask) if m] == [len(row) - 1]
-    assert batch.loss_mask.dtype == batch.labels.dtype == torch.float32
+    assert batch.loss_mask.dtype == batch.of(LabelTargets).labels.dtype == torch.float32
 
 
 def test_scored():
     batch = collate_scored([ScoredItem([1, 2, 3], [0.5, 1.0]), ScoredItem([4], [2.0, 3.0])], 0)
     assert batch.tokens.tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert batch.labels.tolist() == [[0.5, 1.0], [2.0, 3.0]]
+    assert batch.of(LabelTargets).labels.tolist() == [[0.5, 1.0], [2.0, 3.0]]
     assert batch.loss_mask.tolist() == [[0, 0, 1], [1, 0, 0]]

@@ -8,6 +8,7 @@ from aligner.data.collate import collate_steps
 from aligner.data.formats import step_rows
 from aligner.data.steps import StepEncoder, StepsDataset
 from aligner.errors import DataError
+from aligner.types import StepTargets
 
 ROWS = [
     {"prompt": "p", "completions": ["ab", "c"], "labels": [True, False]},
@@ -31,8 +32,8 @@ def test_a_label_stands_on_the_last_token_of_the_separator(byte, separator):
 def test_rows_become_one_batch(byte):
     batch = collate_steps(list(made(byte)), 0)
     assert batch.loss_mask.sum(1).tolist() == [2, 1] and batch.lengths.tolist() == [6, 4]
-    assert batch.returns[batch.loss_mask.bool()].tolist() == [1.0, 0.0, 0.25]
-    assert not batch.returns.isnan().any()
+    assert batch.of(StepTargets).step_labels[batch.loss_mask.bool()].tolist() == [1.0, 0.0, 0.25]
+    assert not batch.of(StepTargets).step_labels.isnan().any()
 
 
 def test_of_a_row_the_last_label_alone_may_be_learned(byte):

@@ -12,6 +12,7 @@ from aligner.data.stream import IndexStream
 from aligner.data.templates import encode_sft
 from aligner.data.unpaired import UnpairedDataset, with_mismatched
 from aligner.errors import DataError
+from aligner.types import LabelTargets
 
 ROW = {"prompt": "p", "completion": "yes", "label": True}
 
@@ -92,11 +93,11 @@ def test_a_mismatched_answer_stands_behind_the_samples_own_prompt(byte):
 def test_a_batch_has_the_mismatched_answers_between_its_rows(byte):
     found = [item._replace(reference=np.full(len(item.answer.tokens), 0.5)) for item in items(byte)]
     batch = collate_unpaired(with_mismatched(found, range(6), limit=32), 0)
-    assert batch.labels.tolist() == [[float(i % 2 == 0), k] for i in range(6) for k in (0.0, 1.0)]
-    assert torch.equal(batch.ref_logprobs[0::2].sum(1), 0.5 * batch.lengths[0::2])
-    assert batch.ref_logprobs[1::2].abs().sum() == 0
+    assert batch.of(LabelTargets).labels.tolist() == [[float(i % 2 == 0), k] for i in range(6) for k in (0.0, 1.0)]
+    assert torch.equal(batch.of(LabelTargets).ref_logprobs[0::2].sum(1), 0.5 * batch.lengths[0::2])
+    assert batch.of(LabelTargets).ref_logprobs[1::2].abs().sum() == 0
     plain = collate_unpaired(items(byte), 0)
-    assert len(plain.tokens) == 6 and plain.ref_logprobs is None
+    assert len(plain.tokens) == 6 and plain.of(LabelTargets).ref_logprobs is None
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

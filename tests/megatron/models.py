@@ -25,7 +25,7 @@ from aligner.refit.stream import WeightStream
 from aligner.roles.batching import micro_batches
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import last_token_scores
-from aligner.types import LossOutput, TrainBatch
+from aligner.types import LabelTargets, LossOutput, TrainBatch
 from tests.ranks import Ranks
 from tests.tiny import ADAM, batch, wild_source
 
@@ -98,7 +98,7 @@ def nll_loss(model: ShardedModel, full: TrainBatch, logits_bytes: int = 1 << 30)
         return LossOutput(nll / tokens, {"nll": (nll, b.loss_mask.sum())}, {"worst": (-logprobs * b.loss_mask).max()})
 
     def score(output: torch.Tensor, b: TrainBatch) -> LossOutput:
-        error = (last_token_scores(model, output, b).sum(-1) - b.labels).square()
+        error = (last_token_scores(model, output, b).sum(-1) - b.of(LabelTargets).labels).square()
         return LossOutput(
             0.01 * error.sum() / rows, {"nll": (error.sum(), torch.tensor(len(error)))}, {"worst": error.max()}
         )

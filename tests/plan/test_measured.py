@@ -45,7 +45,7 @@ from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import RewardModel
 from aligner.stages.sft import sft_loss
-from aligner.types import LossOutput, TrainBatch
+from aligner.types import LabelTargets, LossOutput, TrainBatch
 from tests.megatron.models import build
 from tests.operations import Listener, counted
 from tests.tiny import ADAM, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, MODELS, MOE, MORE
@@ -119,7 +119,7 @@ def rows_of(cfg: ModelConfig, model: ShardedModel, prompt: int) -> TrainBatch:
     tokens = torch.randint(1, cfg.vocab_size, (ROWS, WIDTH), generator=g)
     mask = torch.ones(ROWS, WIDTH)
     mask[:, :prompt] = 0
-    full = TrainBatch(tokens, torch.full((ROWS,), WIDTH), mask, labels=torch.randn(ROWS, generator=g))
+    full = TrainBatch(tokens, torch.full((ROWS,), WIDTH), mask, [LabelTargets(torch.randn(ROWS, generator=g))])
     return full.select(torch.arange(ROWS).chunk(model.layout.data)[model.layout.dp_rank])
 
 

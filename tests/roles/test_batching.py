@@ -13,7 +13,7 @@ from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.roles.batching import forward_rows, micro_batches
 from aligner.roles.policy import Reference
-from aligner.types import TrainBatch
+from aligner.types import LabelTargets, TrainBatch
 from tests.megatron.models import build
 from tests.ranks import on_ranks
 from tests.tiny import LLAMA, batch
@@ -58,9 +58,9 @@ def test_micro_batches_hold_every_row_once_with_all_its_fields(unit, bc):
     from aligner.roles.batching import micro_batches
 
     rows = batch(LLAMA)
-    rows = replace(rows, labels=torch.arange(8).float())
+    rows = rows.beside(LabelTargets(torch.arange(8).float()))
     parts = micro_batches(rows, bc, unit)
-    seen = torch.cat([p.labels for p in parts]).long()
+    seen = torch.cat([p.of(LabelTargets).labels for p in parts]).long()
     assert sorted(seen.tolist()) == list(range(8))
     for name in ("tokens", "lengths", "loss_mask"):
         assert torch.equal(torch.cat([getattr(p, name) for p in parts]), getattr(rows, name)[seen])

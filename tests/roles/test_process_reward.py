@@ -14,7 +14,7 @@ from aligner.errors import ConfigError
 from aligner.megatron.model import Head
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.stages.rm import steps_loss
-from aligner.types import Prompt, Sample, TrainBatch
+from aligner.types import Prompt, Sample, StepTargets, TrainBatch
 from tests import stages
 from tests.megatron.models import build, shares, weights
 from tests.ranks import on_ranks
@@ -34,12 +34,17 @@ def steps_update(cfg: ModelConfig, parallel: ParallelConfig, bc: BatchConfig) ->
     """Gradient descent on the labels of steps; the logits before it, at the steps' ends."""
     model = build(cfg, parallel, SGD, Head("score"), packed=bc.packing)
     full = batch(cfg)
-    full = TrainBatch(full.tokens, full.lengths, full.loss_mask, returns=(full.tokens % 3 == 0).float())
+    full = TrainBatch(full.tokens, full.lengths, full.loss_mask, [StepTargets((full.tokens % 3 == 0).float())])
     role = ProcessRewardModel(model, bc, None)
     logits, mine = role.logits(full), shares(model, full)
     stats = role.update(mine, steps_loss(mine, model.layout.pgs.dp))
     on = full.loss_mask.bool()
-    return {"logits": logits[on], "labels": full.returns[on], "stats": stats, "after": weights(model)}
+    return {
+        "logits": logits[on],
+        "labels": full.of(StepTargets).step_labels[on],
+        "stats": stats,
+        "after": weights(model),
+    }
 
 
 @pytest.fixture(scope="module")

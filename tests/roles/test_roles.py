@@ -14,7 +14,7 @@ from aligner.roles.critic import Critic
 from aligner.roles.model_init import shape_of
 from aligner.roles.policy import Policy, Reference
 from aligner.roles.reward_model import Mixed, RewardModel
-from aligner.types import LossOutput, Prompt, Sample, TrainBatch
+from aligner.types import LabelTargets, LossOutput, PolicyTargets, Prompt, Sample, TrainBatch, ValueTargets
 from tests import varlen_stand_in
 from tests.megatron.models import build, from_folder, same, shares, weights
 from tests.ranks import on_ranks
@@ -35,14 +35,16 @@ def policy_update(cfg: ModelConfig, parallel: ParallelConfig, forked: bool = Fal
     model = build(cfg, parallel, ADAM)
     full = in_forks(batch(cfg)) if forked else batch(cfg)
     policy = Policy(model, BatchConfig(micro_batch_tokens=40), temperature=0.7, hits=True)
-    full.old_logprobs = policy.logprobs(full)
+    full = full.beside(
+        PolicyTargets(torch.zeros_like(full.loss_mask), policy.logprobs(full), row_keys=torch.arange(len(full.tokens)))
+    )
     mine, before = shares(model, full), weights(model)
 
     def loss(out, b):
         real = b.loss_mask
-        gap = ((out.logprobs - b.old_logprobs).abs() * real).max()
+        gap = ((out.logprobs - b.of(PolicyTargets).old_logprobs).abs() * real).max()
         assert (
-            b.forks is None or len(b.row_keys) == len(b.tokens) <= 4
+            b.forks is None or len(b.of(PolicyTargets).row_keys) == len(b.tokens) <= 4
         )  # rows as they are, whatever the model was given
         assert out.entropy.shape == out.hits.shape == out.logprobs.shape == b.tokens.shape
         value = -(out.logprobs * b.loss_mask).sum() / full.loss_mask.sum()
@@ -58,21 +60,22 @@ def in_forks(rows: TrainBatch) -> TrainBatch:
     forks = (torch.arange(rows.tokens.shape[1]) >= 4) & (torch.arange(len(rows.tokens))[:, None] % 2 == 0)
     mask = rows.loss_mask.clone()
     mask[0::2, 4] = 0
-    return replace(rows, forks=forks.long(), loss_mask=mask, row_keys=torch.arange(len(mask)))
+    return replace(rows, forks=forks.long(), loss_mask=mask)
 
 
 def critic_update(cfg: ModelConfig, parallel: ParallelConfig, forked: bool = False) -> None:
     model = build(cfg, parallel, ADAM, Head("score"))
     full = in_forks(batch(cfg)) if forked else batch(cfg)
     critic = Critic(model, BatchConfig(micro_batch_samples=2), bias=0.3, scale=2.0)
-    full.values = critic.values(full)
+    values = critic.values(full)
+    full = full.beside(ValueTargets(values, values))
     mine = shares(model, full)
 
     def loss(values, b):
         mask = b.loss_mask
-        assert b.forks is None or len(b.row_keys) == len(b.tokens) <= 2  # rows as they are
+        assert b.forks is None or len(b.of(ValueTargets).values) == len(b.tokens) <= 2  # rows as they are
         value = ((values - 1.0).square() * mask).sum() / full.loss_mask.sum()
-        return LossOutput(value, {}, {"gap": ((values - b.values).abs() * mask).max().detach()})
+        return LossOutput(value, {}, {"gap": ((values - b.of(ValueTargets).values).abs() * mask).max().detach()})
 
     first, *_, last = (critic.update(mine, loss) for _ in range(3))
     assert first["gap"] <= 1e-5 and last["critic/loss"] < first["critic/loss"]
@@ -228,11 +231,11 @@ def test_pairs_stay_together_and_separate(world, parallel, bc):
     """Rows 2i (chosen) and 2i + 1 (rejected) come together."""
     cfg = replace(LLAMA, tie_embeddings=False)  # a score head is never tied
     model, full = build(cfg, parallel, ADAM, Head("score")), batch(cfg)
-    full.labels = torch.arange(len(full.lengths)).float()
+    full = full.beside(LabelTargets(torch.arange(len(full.lengths)).float()))
     rows = torch.arange(len(full.lengths)).view(model.layout.data, -1)[model.layout.dp_rank]
 
     def loss(scores, b):
-        chosen, rejected = b.labels[0::2], b.labels[1::2]
+        chosen, rejected = b.of(LabelTargets).labels[0::2], b.of(LabelTargets).labels[1::2]
         assert torch.equal(rejected, chosen + 1) and (chosen % 2 == 0).all()
         margins = scores[0::2, 0] - scores[1::2, 0]
         return LossOutput(-torch.nn.functional.logsigmoid(margins).sum() / (len(full.lengths) // 2))

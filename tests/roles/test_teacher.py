@@ -11,6 +11,7 @@ from aligner.config.sections.distill import DistillConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.roles.teacher import Student, Teacher, tell
 from aligner.stages.distill import distill_loss
+from aligner.types import TeacherNumbers, TeacherTargets
 from tests.megatron.models import build
 from tests.tiny import MODELS, SGD, batch, wild_source
 
@@ -31,7 +32,7 @@ def told_of_rows(own: ParallelConfig, theirs: ParallelConfig, top_k: int) -> dic
     edges = [7 * rank // layout.data for rank in range(layout.data + 1)]
     mine = range(*edges[layout.dp_rank : layout.dp_rank + 2])
     rows = teacher.tell(batch(cfg, rows=7).select(torch.tensor(mine)).trim())
-    parts = [rows.teacher, *([rows.teacher_ids] if top_k else [])]
+    parts = [rows.of(TeacherTargets).teacher, *([rows.of(TeacherTargets).teacher_ids] if top_k else [])]
     found = {row: [x[i][rows.loss_mask[i].bool()] for x in parts] for i, row in enumerate(mine)}
     return {"rows": found, "head": teacher.head(student).weight, "tp": layout.tp_rank}
 
@@ -47,18 +48,19 @@ def told_by_two(own: ParallelConfig, theirs: ParallelConfig, top_k: int, batch_c
         shape = replace(cfg, num_layers=layers, hidden_size=hidden, vocab_size=cfg.vocab_size + seed)
         model = build(shape, theirs, source=wild_source(shape, 5 + seed))
         teachers.append(Teacher(model, batch_cfg, said, cfg.vocab_size, other))
-    rows = replace(batch(cfg, rows=7), labels=None, told_by=torch.tensor([0, 1, 0, 1, 1, 1, 1]))
+    rows = batch(cfg, rows=7).beside(TeacherNumbers(torch.tensor([0, 1, 0, 1, 1, 1, 1])))
     edges = [7 * rank // layout.data for rank in range(layout.data + 1)]
     mine = range(*edges[layout.dp_rank : layout.dp_rank + 2])
     rows = rows.select(torch.tensor(mine))
     alone, rows = [teacher.tell(rows) for teacher in teachers], tell(teachers, rows)
-    found = {}
+    found, told = {}, rows.of(TeacherTargets)
     for i, row in enumerate(mine):
-        theirs_alone, on = alone[int(rows.told_by[i])], rows.loss_mask[i].bool()
+        theirs_alone = alone[int(rows.of(TeacherNumbers).told_by[i])].of(TeacherTargets)
+        on = rows.loss_mask[i].bool()
         width = theirs_alone.teacher.shape[2]
-        assert not rows.teacher[i, ..., width:].any(), "zeros beyond what the teacher says"
-        found[row] = [(rows.teacher[i, on, :width], theirs_alone.teacher[i, on])]
-        found[row] += [(rows.teacher_ids[i, on], theirs_alone.teacher_ids[i, on])] if top_k else []
+        assert not told.teacher[i, ..., width:].any(), "zeros beyond what the teacher says"
+        found[row] = [(told.teacher[i, on, :width], theirs_alone.teacher[i, on])]
+        found[row] += [(told.teacher_ids[i, on], theirs_alone.teacher_ids[i, on])] if top_k else []
     heads = [] if top_k else [teacher.head(student) for teacher in teachers]
     learner = Student(student, batch_cfg, cfg=said, vocab_size=cfg.vocab_size, heads=heads)
     stats = learner.update(rows, distill_loss(rows, said, layout.pgs.dp))

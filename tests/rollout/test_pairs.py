@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.rollout.pairs import best_and_worst
-from aligner.types import RolloutBatch
+from aligner.types import LabelTargets, RolloutBatch
 
 GROUP, T = 4, 5
 
@@ -50,7 +50,7 @@ def test_best_against_worst_of_those_that_count(samples):
             max(known, key=lambda i: (rewards[i], -i), default=0),
             min(known, key=lambda i: (rewards[i], i), default=0),
         )
-        labels = batch.labels[2 * slot : 2 * slot + 2]
+        labels = batch.of(LabelTargets).labels[2 * slot : 2 * slot + 2]
         pair = bool(known) and rewards[best] > rewards[worst]
         assert labels[:, 3].tolist() == [float(pair)] * 2 and labels[:, 2].tolist() == [1, 1]
         if not pair:
@@ -60,4 +60,4 @@ def test_best_against_worst_of_those_that_count(samples):
         assert labels[:, 0].tolist() == [rewards[best] - rewards[worst]] * 2
         for row, length in zip(batch.loss_mask[2 * slot : 2 * slot + 2], batch.lengths[2 * slot :], strict=False):
             assert row.nonzero().flatten().tolist() == list(range(2, int(length)))
-    assert math.isfinite(float(batch.labels[batch.labels[:, 3] > 0].sum()))
+    assert math.isfinite(float(batch.of(LabelTargets).labels[batch.of(LabelTargets).labels[:, 3] > 0].sum()))

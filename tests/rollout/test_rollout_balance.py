@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.rollout.balance import Balancer
-from aligner.types import TrainBatch
+from aligner.types import PolicyTargets, TrainBatch
 from tests.tiny import LLAMA
 
 pytestmark = pytest.mark.multirank
@@ -17,7 +17,7 @@ def shares(world):
     width = int(lengths.max())
     tokens = (torch.arange(width)[None] < lengths[:, None]) * (1 + torch.arange(len(lengths))[:, None])
     routing = (tokens * 40)[:, :, None, None].expand(-1, -1, 2, 3).to(torch.int16)
-    full = TrainBatch(tokens, lengths, (tokens > 0).float(), advantages=tokens * 0.5, routing=routing)
+    full = TrainBatch(tokens, lengths, (tokens > 0).float(), [PolicyTargets(tokens * 0.5)], routing=routing)
     return [full.select(torch.arange(4 * r, 4 * r + 4)).trim() for r in range(world)], full
 
 

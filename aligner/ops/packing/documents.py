@@ -32,13 +32,16 @@ def apart(batch: TrainBatch) -> TrainBatch:
     inside = torch.arange(int(lengths.max())).expand(len(row), -1)
     filled = inside < lengths[:, None]
     index = (row * width + start)[:, None] + inside.where(filled, 0)
-    found = {"lengths": lengths}
-    for name, values in batch.tensors().items():
-        if name != "lengths":
-            assert values.shape[:2] == (count, width), f"{name} {tuple(values.shape)}: expected a value for each token"
-            found[name] = values.flatten(0, 1)[index]
-            found[name][~filled] = 0
-    return replace(batch, **found | {"documents": None})
+
+    def taken(name: str, values: Tensor) -> Tensor:
+        if name == "lengths":
+            return lengths
+        assert values.shape[:2] == (count, width), f"{name} {tuple(values.shape)}: expected a value for each token"
+        found = values.flatten(0, 1)[index]
+        found[~filled] = 0
+        return found
+
+    return replace(batch.mapped(taken), documents=None)
 
 
 def forks_apart(rows: RolloutBatch | TrainBatch, mask: Tensor) -> TrainBatch:

@@ -19,7 +19,7 @@ from torch import Tensor
 from aligner.config.sections.preference import PreferenceConfig
 from aligner.ops.reduce import gathered
 from aligner.ops.rl.preference import Labels, measure, terms
-from aligner.types import TrainBatch
+from aligner.types import LabelTargets, TrainBatch
 
 
 def at_rank(x: Tensor, others: Tensor) -> Tensor:
@@ -33,8 +33,9 @@ def with_partners(batch: TrainBatch, logprobs: Tensor, c: PreferenceConfig, grou
     policy before the update. Collective over `group`, whose ranks may have different numbers of pairs.
 
     The shift is v_i - v_(k), k the rank of u_i: u_i - v_(k) is h_i, which is built token by token, and this."""
-    labels, name = Labels.of(batch.labels, c), c.by_rank[0]
-    own, reference = logprobs.double(), batch.ref_logprobs.double()  # type: ignore[union-attr]
+    known, name = batch.of(LabelTargets), c.by_rank[0]
+    labels = Labels.of(known.labels, c)
+    own, reference = logprobs.double(), known.ref_logprobs.double()  # type: ignore[union-attr]
     sides = ((own, None), (reference, None), (own, reference))
     u, v, d = (terms(measure(x, other, batch.loss_mask, c.ld_alpha), labels, name, c) for x, other in sides)
     parts = gathered(torch.stack([u.h, v.h, d.chosen, d.rejected, labels.counts.double()]), group)
@@ -46,4 +47,4 @@ def with_partners(batch: TrainBatch, logprobs: Tensor, c: PreferenceConfig, grou
     found[:, on] = torch.stack([theirs - at_rank(policy, theirs), at_rank(chosen, rejected), at_rank(rejected, chosen)])
     shift, *partners = found[:, before : before + len(labels.counts)]
     columns = labels.counts.repeat_interleave(2), shift.repeat_interleave(2), torch.stack(partners, 1).flatten()
-    return torch.cat([batch.labels[:, :3], torch.stack(columns, 1).to(batch.labels.dtype)], 1)
+    return torch.cat([known.labels[:, :3], torch.stack(columns, 1).to(known.labels.dtype)], 1)

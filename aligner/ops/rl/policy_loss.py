@@ -14,7 +14,7 @@ from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.ops.rl.kl import magnitude
 from aligner.ops.rl.policy_term import PolicyTerm, log_ratio
 from aligner.ops.rl.sequence_loss import gmpo, gspo
-from aligner.types import TrainBatch
+from aligner.types import PolicyTargets
 
 
 def ppo(
@@ -117,25 +117,27 @@ def kl_cov(
     return PolicyTerm(loss, lr.detach().exp(), none, none)
 
 
-def _reinforce(logprobs: Tensor, batch: TrainBatch, cfg: AlgorithmConfig, noise: float) -> PolicyTerm:
-    ratio = log_ratio(logprobs, batch.old_logprobs).detach().exp()
-    return reinforce(logprobs, batch.advantages)._replace(ratio=ratio)
+def _reinforce(
+    logprobs: Tensor, targets: PolicyTargets, mask: Tensor, cfg: AlgorithmConfig, noise: float
+) -> PolicyTerm:
+    ratio = log_ratio(logprobs, targets.old_logprobs).detach().exp()
+    return reinforce(logprobs, targets.advantages)._replace(ratio=ratio)
 
 
-# `algorithm.policy_loss` -> f(logprobs, micro-batch, cfg.algorithm, NOISE of the model's dtype)
-POLICY_LOSSES: dict[str, Callable[[Tensor, TrainBatch, AlgorithmConfig, float], PolicyTerm]] = {
-    "ppo": lambda lp, b, c, _: ppo(lp, b.old_logprobs, b.advantages, c.clip_low, c.clip_high, c.dual_clip),
-    "gspo": lambda lp, b, c, _: gspo(lp, b.old_logprobs, b.advantages, b.loss_mask, c.clip_low, c.clip_high),
-    "cispo": lambda lp, b, c, _: cispo(lp, b.old_logprobs, b.advantages, c.ratio_cap),
-    "sapo": lambda lp, b, c, _: sapo(lp, b.old_logprobs, b.advantages, c.sapo.tau_pos, c.sapo.tau_neg),
-    "gmpo": lambda lp, b, c, _: gmpo(lp, b.old_logprobs, b.advantages, b.loss_mask, c.clip_low, c.clip_high),
-    "dppo": lambda lp, b, c, _: dppo(
-        lp, b.old_logprobs, b.rollout_logprobs, b.advantages, c.dppo.limit, c.dppo.penalty
+# `algorithm.policy_loss` -> f(logprobs, targets and loss mask of a micro-batch, cfg.algorithm, NOISE of the dtype)
+POLICY_LOSSES: dict[str, Callable[[Tensor, PolicyTargets, Tensor, AlgorithmConfig, float], PolicyTerm]] = {
+    "ppo": lambda lp, t, m, c, _: ppo(lp, t.old_logprobs, t.advantages, c.clip_low, c.clip_high, c.dual_clip),
+    "gspo": lambda lp, t, m, c, _: gspo(lp, t.old_logprobs, t.advantages, m, c.clip_low, c.clip_high),
+    "cispo": lambda lp, t, m, c, _: cispo(lp, t.old_logprobs, t.advantages, c.ratio_cap),
+    "sapo": lambda lp, t, m, c, _: sapo(lp, t.old_logprobs, t.advantages, c.sapo.tau_pos, c.sapo.tau_neg),
+    "gmpo": lambda lp, t, m, c, _: gmpo(lp, t.old_logprobs, t.advantages, m, c.clip_low, c.clip_high),
+    "dppo": lambda lp, t, m, c, _: dppo(
+        lp, t.old_logprobs, t.rollout_logprobs, t.advantages, c.dppo.limit, c.dppo.penalty
     ),
     "gpg": _reinforce,
     "reinforce": _reinforce,
-    "clip_cov": lambda lp, b, c, _: clip_cov(
-        lp, b.old_logprobs, b.advantages, b.chosen, c.clip_low, c.clip_high, c.dual_clip
+    "clip_cov": lambda lp, t, m, c, _: clip_cov(
+        lp, t.old_logprobs, t.advantages, t.chosen, c.clip_low, c.clip_high, c.dual_clip
     ),
-    "kl_cov": lambda lp, b, c, noise: kl_cov(lp, b.old_logprobs, b.advantages, b.chosen, c.cov.kl_coef, noise),
+    "kl_cov": lambda lp, t, m, c, noise: kl_cov(lp, t.old_logprobs, t.advantages, t.chosen, c.cov.kl_coef, noise),
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 from aligner.config.sections.preference import BY_RANK, PreferenceConfig
 from aligner.ops.rl.by_rank import at_rank, with_partners
 from aligner.ops.rl.preference import Labels, measure, pair_losses
-from aligner.types import TrainBatch
+from aligner.types import LabelTargets, TrainBatch
 
 PAIRS, T = 7, 6
 SETTINGS = [{}, {"label_smoothing": 0.2}, {"length": "mean", "beta": 3.0}, {"ld_alpha": 0.3}]
@@ -23,8 +23,8 @@ def make(seed: int = 0) -> tuple[TrainBatch, Tensor]:
     mask[:, 0], mask[:, -1] = 0, 1
     reference = -3 * torch.rand(2 * PAIRS, T, generator=g, dtype=torch.float64)
     logprobs = reference + torch.randn(2 * PAIRS, T, generator=g, dtype=torch.float64)
-    batch = TrainBatch(torch.zeros(2 * PAIRS, T, dtype=torch.int64), torch.full((2 * PAIRS,), T), mask)
-    batch.ref_logprobs, batch.labels = reference, torch.rand(2 * PAIRS, 3, generator=g, dtype=torch.float64)
+    known = LabelTargets(torch.rand(2 * PAIRS, 3, generator=g, dtype=torch.float64), reference)
+    batch = TrainBatch(torch.zeros(2 * PAIRS, T, dtype=torch.int64), torch.full((2 * PAIRS,), T), mask, [known])
     return batch, logprobs
 
 
@@ -58,7 +58,7 @@ def found(c: PreferenceConfig, batch: TrainBatch, logprobs: Tensor) -> tuple[Ten
         rows, one = slice(2 * pair, 2 * pair + 2), slice(pair, pair + 1)
         partners = type(labels.partners)(*(x[one] for x in labels.partners))
         of = Labels(*(x[one] for x in labels[:4]), partners)
-        answers = measure(own[rows], batch.ref_logprobs[rows], batch.loss_mask[rows], c.ld_alpha)
+        answers = measure(own[rows], batch.of(LabelTargets).ref_logprobs[rows], batch.loss_mask[rows], c.ld_alpha)
         each = pair_losses(answers, of, c)[c.loss[0]].sum() / (len(logprobs) // 2)
         value, gradient = value + each.detach(), gradient + torch.autograd.grad(each, own)[0]
     return value, gradient
@@ -69,22 +69,24 @@ def found(c: PreferenceConfig, batch: TrainBatch, logprobs: Tensor) -> tuple[Ten
 def test_pairs_one_by_one_add_up_to_the_sorted_minibatch(name, more):
     c, (batch, logprobs) = PreferenceConfig(loss=[name], **more), make()
     wanted = logprobs.clone().requires_grad_()
-    truth = textbook(name, c, wanted, batch.ref_logprobs, batch.loss_mask)
+    truth = textbook(name, c, wanted, batch.of(LabelTargets).ref_logprobs, batch.loss_mask)
     gradient = torch.autograd.grad(truth, wanted)[0]
     torch.testing.assert_close(found(c, batch, logprobs), (truth.detach(), gradient), rtol=1e-9, atol=1e-12)
-    apart = pair_losses(measure(logprobs, batch.ref_logprobs, batch.loss_mask, c.ld_alpha), *plain(batch, more))
+    apart = pair_losses(
+        measure(logprobs, batch.of(LabelTargets).ref_logprobs, batch.loss_mask, c.ld_alpha), *plain(batch, more)
+    )
     assert abs(float(apart["sigmoid"].mean() - truth.detach())) > 1e-3, "data on which the order does not matter"
 
 
 def plain(batch: TrainBatch, more: dict) -> tuple[Labels, PreferenceConfig]:
     c = PreferenceConfig(**more)
-    return Labels.of(batch.labels, c), c
+    return Labels.of(batch.of(LabelTargets).labels, c), c
 
 
 @pytest.mark.parametrize("name", BY_RANK)
 def test_where_policy_and_reference_agree_it_is_dpo(name):
     c, (batch, _) = PreferenceConfig(loss=[name]), make()
-    value, gradient = found(c, batch, batch.ref_logprobs)
+    value, gradient = found(c, batch, batch.of(LabelTargets).ref_logprobs)
     assert float(value) == pytest.approx(math.log(2), abs=1e-12)
     signs = torch.tensor([-1.0, 1.0]).repeat(PAIRS)[:, None].double()
     torch.testing.assert_close(gradient, signs * batch.loss_mask * c.beta / 2 / PAIRS)
@@ -97,7 +99,7 @@ def test_equal_numbers_share_their_ranks(name):
     same = torch.tensor([0, 1, 2, 3, 0, 1, 4, 5, 0, 1, 6, 7])
     batch, logprobs = batch.select(same), logprobs[same]
     wanted = logprobs.clone().requires_grad_()
-    truth = textbook(name, c, wanted, batch.ref_logprobs, batch.loss_mask)
+    truth = textbook(name, c, wanted, batch.of(LabelTargets).ref_logprobs, batch.loss_mask)
     value, gradient = found(c, batch, logprobs)
     torch.testing.assert_close(value, truth.detach())
     sums = [x.view(6, 2, T)[[0, 2, 4]].sum(0) for x in (gradient, torch.autograd.grad(truth, wanted)[0])]

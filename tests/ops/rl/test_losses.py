@@ -15,7 +15,7 @@ from aligner.ops.rl.kl import NOISE
 from aligner.ops.rl.policy_loss import POLICY_LOSSES, ppo, reinforce
 from aligner.ops.rl.reward_loss import bradley_terry, regression
 from aligner.ops.rl.value_loss import clipped_value_loss, explained_variance, explained_variance_sums
-from aligner.types import TrainBatch
+from aligner.types import PolicyTargets, TrainBatch
 
 number = st.floats(-4, 4, allow_nan=False)
 
@@ -141,10 +141,14 @@ def policy_case(seed, b=12, t=7):
         tokens=torch.zeros(b, t, dtype=torch.int64),
         lengths=torch.full((b,), t),
         loss_mask=mask.float(),
-        old_logprobs=old,
-        rollout_logprobs=old + 0.1 * torch.randn(b, t, generator=g),
-        advantages=torch.randn(b, 1, generator=g).expand(b, t).clone(),
-        chosen=(torch.rand(b, t, generator=g) < 0.3).float(),
+        payloads=[
+            PolicyTargets(
+                old_logprobs=old,
+                rollout_logprobs=old + 0.1 * torch.randn(b, t, generator=g),
+                advantages=torch.randn(b, 1, generator=g).expand(b, t).clone(),
+                chosen=(torch.rand(b, t, generator=g) < 0.3).float(),
+            )
+        ],
     )
     return old + 0.4 * torch.randn(b, t, generator=g), batch
 
@@ -155,7 +159,8 @@ def policy_reference(loop, logprobs, batch, cfg):
     loss = torch.zeros_like(x)
     for i in range(len(x)):
         at = batch.loss_mask[i].nonzero().flatten().tolist()
-        fields = (batch.old_logprobs, batch.rollout_logprobs, batch.advantages, batch.chosen)
+        targets = batch.of(PolicyTargets)
+        fields = (targets.old_logprobs, targets.rollout_logprobs, targets.advantages, targets.chosen)
         rest = [[float(f[i, t]) for t in at] for f in fields]
         terms = loop([x[i, t] for t in at], *rest, cfg) if at else []
         for t, term in zip(at, terms, strict=True):
@@ -171,14 +176,16 @@ def test_policy_losses_are_their_loops(name, seed):
     logprobs, batch = policy_case(seed)
     want, want_grad = policy_reference(loop, logprobs, batch, cfg)
     x = logprobs.clone().requires_grad_()
-    term = POLICY_LOSSES[cfg.policy_loss](x, batch, cfg, NOISE[torch.float32])
+    term = POLICY_LOSSES[cfg.policy_loss](x, batch.of(PolicyTargets), batch.loss_mask, cfg, NOISE[torch.float32])
     on = batch.loss_mask.bool()
     loss = torch.where(on, term.per_token, 0.0)
     loss.sum().backward()
     torch.testing.assert_close(loss.double(), want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(x.grad.double(), want_grad, atol=1e-5, rtol=1e-4)
     # the ratio that is reported is of the policy now to before the update, and is 1 before the first one
-    start = POLICY_LOSSES[cfg.policy_loss](batch.old_logprobs, batch, cfg, NOISE[torch.float32])
+    start = POLICY_LOSSES[cfg.policy_loss](
+        batch.of(PolicyTargets).old_logprobs, batch.of(PolicyTargets), batch.loss_mask, cfg, NOISE[torch.float32]
+    )
     torch.testing.assert_close(start.ratio[on], torch.ones_like(start.ratio[on]))
     assert not term.ratio.requires_grad
     if name not in ("gpg", "reinforce", "sapo", "kl_cov"):
@@ -190,7 +197,11 @@ def test_a_policy_loss_of_a_row_is_its_own(name):
     """Rows may be cut into micro-batches, and padding may hold anything finite."""
     _, cfg = POLICY_CASES[name]
     logprobs, batch = policy_case(7)
-    f, on = POLICY_LOSSES[cfg.policy_loss], batch.loss_mask.bool()
+    on = batch.loss_mask.bool()
+
+    def f(logprobs, batch, cfg, noise):
+        return POLICY_LOSSES[cfg.policy_loss](logprobs, batch.of(PolicyTargets), batch.loss_mask, cfg, noise)
+
     whole = f(logprobs, batch, cfg, 1e-4).per_token
     parts = [f(logprobs[rows], batch.select(rows), cfg, 1e-4).per_token for rows in torch.arange(12).split(5)]
     torch.testing.assert_close(torch.cat(parts)[on], whole[on])
@@ -203,11 +214,12 @@ def test_the_first_update_has_the_policy_gradient(name):
     """On-policy, each loss has the gradient of -A logprobs (gspo and gmpo: of its mean over the row's tokens)."""
     _, cfg = POLICY_CASES[name]
     _, batch = policy_case(3)
-    batch.chosen.zero_()
-    x, on = batch.old_logprobs.clone().requires_grad_(), batch.loss_mask
-    term = POLICY_LOSSES[cfg.policy_loss](x, batch, cfg, NOISE[torch.float32])
+    targets = batch.of(PolicyTargets)
+    targets.chosen.zero_()
+    x, on = targets.old_logprobs.clone().requires_grad_(), batch.loss_mask
+    term = POLICY_LOSSES[cfg.policy_loss](x, batch.of(PolicyTargets), batch.loss_mask, cfg, NOISE[torch.float32])
     (torch.where(on.bool(), term.per_token, 0.0) / on.sum(1, keepdim=True).clamp_min(1)).sum().backward()
-    torch.testing.assert_close(x.grad, -batch.advantages * on / on.sum(1, keepdim=True).clamp_min(1))
+    torch.testing.assert_close(x.grad, -targets.advantages * on / on.sum(1, keepdim=True).clamp_min(1))
     assert not (term.clipped_low | term.clipped_high).any()
 
 
@@ -215,11 +227,12 @@ def test_the_first_update_has_the_policy_gradient(name):
 def test_log_ratios_are_clamped_before_exp(name):
     _, cfg = POLICY_CASES[name]
     _, batch = policy_case(0, b=2, t=3)
-    batch.loss_mask, batch.advantages = torch.ones(2, 3), torch.full((2, 3), -1.0)
-    batch.rollout_logprobs = batch.old_logprobs
+    targets = batch.of(PolicyTargets)
+    batch.loss_mask, targets.advantages = torch.ones(2, 3), torch.full((2, 3), -1.0)
+    targets.rollout_logprobs = targets.old_logprobs
     for far in (500.0, -500.0):
-        x = (batch.old_logprobs + far).requires_grad_()
-        term = POLICY_LOSSES[cfg.policy_loss](x, batch, cfg, NOISE[torch.float32])
+        x = (targets.old_logprobs + far).requires_grad_()
+        term = POLICY_LOSSES[cfg.policy_loss](x, batch.of(PolicyTargets), batch.loss_mask, cfg, NOISE[torch.float32])
         (grad,) = torch.autograd.grad(term.per_token.sum(), x)
         assert term.ratio.isfinite().all() and grad.isfinite().all()
         assert term.per_token.isfinite().all()

@@ -21,7 +21,7 @@ from aligner.ops.rl.preference import (
     terms,
     total,
 )
-from aligner.types import TrainBatch
+from aligner.types import LabelTargets, TrainBatch
 
 B, T = 5, 9
 LN2 = math.log(2)
@@ -129,7 +129,7 @@ def settings(names: list[str]) -> dict:
 def losses(c: PreferenceConfig, data: tuple, name: str | None = None) -> Tensor:
     logprobs, ref, mask, labels = data
     if c.by_rank:
-        batch = TrainBatch(mask.long(), mask.sum(1), mask, ref_logprobs=ref, labels=labels)
+        batch = TrainBatch(mask.long(), mask.sum(1), mask, [LabelTargets(labels, ref)])
         labels = with_partners(batch, logprobs.detach(), c, None)
     answers = measure(logprobs, None if c.reference == "none" else ref, mask, c.ld_alpha)
     return pair_losses(answers, Labels.of(labels, c), c)[name or c.loss[0]]
