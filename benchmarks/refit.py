@@ -115,7 +115,7 @@ def serve(cfg: ModelConfig, bridge: Bridge, pair: Pair, config: RefitConfig) -> 
     from aligner.engines.native.fleet import FleetEngine
     from aligner.megatron.groups import neighbours
     from aligner.refit.plan import EngineGrid, TrainerGrid
-    from aligner.refit.serve import Server
+    from aligner.refit.serve import OrderServer
     from aligner.refit.transfer import planned
 
     device, dtype, p, group = torch.device("cpu"), torch.float32, pair.trainer, neighbours(pair.engine_tensor)
@@ -123,7 +123,7 @@ def serve(cfg: ModelConfig, bridge: Bridge, pair: Pair, config: RefitConfig) -> 
     trainer = TrainerGrid(cfg.num_layers, p.tensor, p.pipeline, p.context, bridge.trainers // p.model_size, p.expert)
     engines, none = EngineGrid(bridge.engines, pair.engine_tensor), lambda name: nullcontext()
     plan = partial(planned, trainer, engines, cfg, (dtype, dtype), device, config, bridge)
-    Server(bridge, engine, plan, config, none, none, lambda: None)()
+    OrderServer(bridge, engine, plan, config, none, none, lambda: None)()
     bridge.leave(True)
 
 

@@ -56,7 +56,7 @@ from aligner.config.resolve import compose
 from aligner.config.schema import Config
 from aligner.config.validate import validate
 from aligner.data.stream import IndexStream
-from aligner.engines.child.process import Channel
+from aligner.engines.child.process import ChildChannel
 from aligner.engines.native.engine import NativeEngine
 from aligner.megatron.checkpoint import ModelSave
 from aligner.megatron.train import ShardedModel
@@ -119,12 +119,12 @@ POINTS: dict[str, tuple[object, str]] = {
 }
 ENGINES = {  # on a rank that only generates
     "a step of decoding": (NativeEngine, "step"),
-    "weights that come": (serve.Server, "_load"),
-    "samples that go": (serve.Server, "_deliver"),
+    "weights that come": (serve.OrderServer, "_load"),
+    "samples that go": (serve.OrderServer, "_deliver"),
 }
 POINTS |= ENGINES
 CHILD = "a call of the engine's process"
-POINTS[CHILD] = (Channel, "call")
+POINTS[CHILD] = (ChildChannel, "call")
 WAIT_S = 5.0  # for the other ranks of a killed one, before they are killed too, as a launcher would
 LIMIT_S = 900.0  # of a start on a busy machine; and, beside a rank that ended by itself, of the others' end: a tenth
 

@@ -56,21 +56,21 @@ def steps(folder: Path) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Header:
+class RecordedHeader:
     slots: list[int]
     prompts: list[dict[str, Any]]
     responses: list[str]
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedRollout:
     path: Path
-    header: Header
+    header: RecordedHeader
     small: dict[str, np.ndarray]  # what is one number a sample
     decode: Callable[[Sequence[int]], list[str]]  # ids -> the text of each
 
     @classmethod
-    def of(cls, folder: Path, step: int) -> Recording:
+    def of(cls, folder: Path, step: int) -> RecordedRollout:
         """Of a run folder. Raises DataError for what is no recording, or damaged."""
         name = f"{FOLDER}/step-{step:08d}.safetensors"
         path = folder / name
@@ -160,7 +160,7 @@ def _values(columns: Sequence[np.ndarray], made: np.ndarray) -> list[float | Non
 
 
 @functools.lru_cache(8)
-def _small(path: Path, mtime_ns: int, size: int) -> tuple[Header, dict[str, np.ndarray]]:
+def _small(path: Path, mtime_ns: int, size: int) -> tuple[RecordedHeader, dict[str, np.ndarray]]:
     """Time and size tell a file from one that has taken its place. Raises DataError, and as safetensors does."""
     where = f"{path}: header"
     with safe_open(str(path), "np") as file:
@@ -173,7 +173,9 @@ def _small(path: Path, mtime_ns: int, size: int) -> tuple[Header, dict[str, np.n
         raise DataError(f"{path}: expected a recorded rollout (debug.record) of format {FORMAT} {VERSION}")
     told.need("slots", "prompts", "responses")
     try:
-        header = from_plain(Header, {name: told.fields[name] for name in ("slots", "prompts", "responses")}, "header")
+        header = from_plain(
+            RecordedHeader, {name: told.fields[name] for name in ("slots", "prompts", "responses")}, "header"
+        )
     except AlignerError as error:
         raise DataError(f"{path}: {error}") from None
     rows, one = len(header.responses), ("scores/total", "group", "lengths", "finished", "valid", "sample_index")

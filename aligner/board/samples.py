@@ -152,7 +152,7 @@ def samples(board: Board, asked: Record) -> Any:
 def sample_tokens(board: Board, asked: Record) -> Any:
     """Of one sample of a recorded rollout."""
     folder = board.run(asked.text("run")).folder
-    return recorded.Recording.of(folder, asked.integer("step")).tokens(asked.integer("row"))
+    return recorded.RecordedRollout.of(folder, asked.integer("step")).tokens(asked.integer("row"))
 
 
 def _has(run: Run) -> bool:
@@ -168,7 +168,7 @@ def _view(run: Run, query: Query, step: str) -> dict[str, Any]:
     view = {"run": run.name, "step": step, "recorded": known, "steps": table.steps(), "rows": [], "groups": []}
     try:
         if step != TABLE and int(step) in known:
-            view["groups"], view["more"] = recorded.Recording.of(run.folder, int(step)).page(query)
+            view["groups"], view["more"] = recorded.RecordedRollout.of(run.folder, int(step)).page(query)
             return view
     except DataError as error:
         view["damage"] = str(error)

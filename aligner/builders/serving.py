@@ -12,7 +12,7 @@ from aligner.config.on_demand import imported, on_demand
 from aligner.config.sections.model.config import ModelConfig
 from aligner.refit.exchange import Exchange
 from aligner.refit.plan import EngineGrid, TrainerGrid
-from aligner.refit.serve import Server
+from aligner.refit.serve import OrderServer
 from aligner.refit.transfer import planned
 from aligner.run.phases import PhaseMemory
 
@@ -45,7 +45,7 @@ def serve(job: Job) -> int:
         on_demand("environment")(job)
         sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
         play = on_demand("environment, to play in")(job, engine, sampling).serve
-    well = Server(bridge, engine, plan, cfg.refit, job.timers, memory.phase, check_memory, play)()
+    well = OrderServer(bridge, engine, plan, cfg.refit, job.timers, memory.phase, check_memory, play)()
     bridge.leave(well)
     return 0 if well else 1
 

@@ -27,7 +27,7 @@ BLOCK = 1 << 20  # bytes that are unpacked at a time
 STRETCH = 1024  # rows that are read together, going through all
 
 
-class Part(Sequence):
+class FilePart(Sequence):
     """The rows of one file. A subclass says how many there are, and reads a stretch of them."""
 
     def read(self, start: int, stop: int) -> list[Row]:
@@ -44,7 +44,7 @@ class Part(Sequence):
             yield from self.read(start, min(start + STRETCH, len(self)))
 
 
-class Lines(Part):
+class Lines(FilePart):
     """A JSONL file. Raises DataError that names the line, of one that is no JSON object when it is read."""
 
     def __init__(self, file: Path, key: str):
@@ -88,7 +88,7 @@ class Lines(Part):
         return record(row, f"{self.key}: {self.file}:{number}", DataError).fields
 
 
-class ParquetRows(Part):
+class ParquetRows(FilePart):
     """A Parquet file, of which one row group at a time is in memory."""
 
     def __init__(self, file: Path, key: str):
@@ -124,7 +124,7 @@ class ParquetRows(Part):
         return found
 
 
-class SavedRows(Part):
+class SavedRows(FilePart):
     """A folder written by `datasets.save_to_disk`, which the library maps into memory."""
 
     def __init__(self, root: Path, key: str):

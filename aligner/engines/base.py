@@ -112,8 +112,8 @@ class RolloutEngine:
     def serve(
         self, pool: Any, asked: list[tuple[int, int] | None], finished: Finished, sampling: SamplingParams
     ) -> Generations:
-        """With `serves`: samples of what `pool` (`native/schedule.Pool`) gives, by this rank alone, in the order in
-        which it is taken. `finished` is told of each; the pool notes in `asked` as what."""
+        """With `serves`: samples of what `pool` (`native/schedule.PromptPool`) gives, by this rank alone, in the order
+        in which it is taken. `finished` is told of each; the pool notes in `asked` as what."""
         raise NotImplementedError
 
     def place(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:

@@ -85,7 +85,7 @@ class RecordingEngine(EngineAround):
         self.count += 1
 
 
-class Answers:
+class AnswerFiles:
     """The rows of a folder by their keys. Raises ConfigError `engine.answers` for a folder without answers and
     DataError for a file that is none."""
 
@@ -134,7 +134,7 @@ class RecordedEngine(RolloutEngine):
     can = ENGINES["recorded"].can
 
     def __init__(self, model: ModelConfig, folder: str | Path, *, dtype: torch.dtype):
-        self.dtype, self.answers = dtype, Answers(Path(folder).expanduser())
+        self.dtype, self.answers = dtype, AnswerFiles(Path(folder).expanduser())
         self._ledger, self._asleep = UpdateLedger(expected_hf_shapes(model)), False
         self._kept = {name: dtype_of(spec, dtype) for spec in family_table(model) for name in spec.hf}
         self._checksums: dict[str, int] = {}

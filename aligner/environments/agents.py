@@ -22,7 +22,7 @@ from aligner.environments.endpoint import Listener, Say, loopback, make_app, new
 from aligner.environments.limits import MAX_REQUEST
 from aligner.environments.openai_api import MODEL, ApiError, ChatRequest, check_model, check_sampling, nowhere
 from aligner.environments.tools import Tools, load_agent
-from aligner.environments.worker import Worker, encoded, number, words
+from aligner.environments.worker import ToolWorker, encoded, number, words
 from aligner.errors import EnvironmentCodeError
 from aligner.foreign import parse_json
 from aligner.processes import guarded
@@ -36,7 +36,7 @@ class Task:
 
 
 @dataclass
-class Talk:
+class RunningAgent:
     """One agent at work."""
 
     secret: str
@@ -91,11 +91,11 @@ class Talk:
                 reply.set_exception(error)
 
 
-class Agents(Worker):
+class Agents(ToolWorker):
     def __init__(self, cfg: EnvironmentConfig):
         super().__init__(cfg, Tools(agent=True), {})
         self.function = load_agent(cfg)
-        self.talks: dict[str, Talk] = {}  # by secret; `objects` has them by trajectory
+        self.talks: dict[str, RunningAgent] = {}  # by secret; `objects` has them by trajectory
         os.environ.setdefault("OPENAI_API_KEY", "none")  # which clients want to have
         for name in ("NO_PROXY", "no_proxy"):
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
@@ -111,7 +111,7 @@ class Agents(Worker):
         told = {name: sampling[name] for name in ("model", "temperature", "top_p", "max_tokens")}
         program = asyncio.create_task(self._program(task, f"{self.address}/{secret}/v1", told))
         program.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it may be that nobody asks
-        talk = self.objects[request["key"]] = self.talks[secret] = Talk(secret, program, sampling)
+        talk = self.objects[request["key"]] = self.talks[secret] = RunningAgent(secret, program, sampling)
         return await talk.next()
 
     async def _turn(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Agents(Worker):
         """Whole: what an agent was told is in the log of answers."""
         return await self._talk(secret).ask(request)
 
-    def _talk(self, secret: str) -> Talk:
+    def _talk(self, secret: str) -> RunningAgent:
         if secret not in self.talks:
             raise nowhere()
         return self.talks[secret]

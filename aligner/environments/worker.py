@@ -31,7 +31,7 @@ QUIET = ("ready", "forget")  # none of the user's code runs for them
 MODELS_FAULT = (ValueError, ArithmeticError)  # of a tool: its text goes to the model; anything else is a failure
 
 
-class Worker:
+class ToolWorker:
     def __init__(self, cfg: EnvironmentConfig, tools: Tools, schemas: dict[str, Any]):
         self.cfg, self.tools, self.schemas, self.threads = cfg, tools, schemas, Threads()
         self.objects: dict[str, Any] = {}  # environments by trajectory
@@ -117,7 +117,7 @@ class Worker:
         """Nobody will ask any more."""
 
 
-async def _agents(cfg: EnvironmentConfig) -> Worker:
+async def _agents(cfg: EnvironmentConfig) -> ToolWorker:
     from aligner.environments.agents import Agents  # needs the extra `serve`
 
     found = Agents(cfg)
@@ -129,14 +129,14 @@ class Threads:
     """A thread for each call, of the loop's executor. Those whose call was given up go on: they cannot be ended."""
 
     def __init__(self) -> None:
-        self._calls: set[Call] = set()
+        self._calls: set[ThreadCall] = set()
 
     @property
     def left(self) -> int:
         return sum(call.given_up for call in list(self._calls))
 
     async def run(self, function: Callable, *args: Any, **arguments: Any) -> Any:
-        call = Call()
+        call = ThreadCall()
         context = contextvars.copy_context()
 
         def work() -> Any:
@@ -155,7 +155,7 @@ class Threads:
             raise
 
 
-class Call:
+class ThreadCall:
     given_up = False
 
 
@@ -203,7 +203,7 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-async def serve(worker: Worker, lines: asyncio.StreamReader, out: Callable[[bytes], object]) -> None:
+async def serve(worker: ToolWorker, lines: asyncio.StreamReader, out: Callable[[bytes], object]) -> None:
     tasks: set[asyncio.Task] = set()
 
     def say(reply: dict[str, Any]) -> None:
@@ -231,7 +231,7 @@ async def main() -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     cfg = from_plain(EnvironmentConfig, json.loads(await lines.readline()), "environment", EnvironmentConfig)
     known = {schema["function"]["name"]: schema["function"] for schema in json.loads(await lines.readline())}
-    worker: Worker = Worker(cfg, load_tools(cfg), known) if not cfg.agent else await _agents(cfg)
+    worker: ToolWorker = ToolWorker(cfg, load_tools(cfg), known) if not cfg.agent else await _agents(cfg)
     await serve(worker, lines, partial(_write, replies.fileno()))
     await worker.end()
     os._exit(0)  # a thread that hangs shall not keep the process

@@ -34,7 +34,7 @@ from aligner.megatron import kernels, varlen
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.megatron.sharing import SharedVector
 from aligner.ops.kernels.bfloat16_products import widened
-from aligner.ops.kernels.scored_attention import Scores, attention
+from aligner.ops.kernels.scored_attention import ScoreRule, attention
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.pack import Final, Packing, Segment, Times
 
@@ -61,7 +61,7 @@ class StreamAttention(SelfAttention):
         layer, shape = self.layer_number - 1, model.attention
         self.is_local, self.is_rotated = shape.is_local(layer), layer not in shape.nope_layers
         self.is_last = self.layer_number == config.num_layers
-        self.scores = Scores(shape.scale, shape.softcap)
+        self.scores = ScoreRule(shape.scale, shape.softcap)
         self.neighbours = model.traits.interleaved_rotary
         self.wide = model.traits.wide_qk_norm
         has_sinks, tp = model.traits.sinks, self.pg_collection.tp
@@ -134,7 +134,7 @@ class NoCoreAttention(torch.nn.Module):
         assert not config.attention_dropout, "dropout is off in policy and reference"
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, stream: Stream, scores: Scores) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, stream: Stream, scores: ScoreRule) -> Tensor:
     """Causal attention within rows. query [N, heads, d], key [N, kv_heads, d], value [N, kv_heads, e] -> [N, heads,
     e]."""
     if stream.group is None:
@@ -149,7 +149,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, stream: Stream, scores: Sc
     return _segments(query, key, value, stream.packing, scores)
 
 
-def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing | Final, scores: Scores) -> Tensor:
+def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing | Final, scores: ScoreRule) -> Tensor:
     """Attention of each segment in its padded shape, or of all rows as they are (`ops/packing/ragged.py`). The queries
     may be fewer than the keys (other ranks have them, or nobody reads them)."""
     if packing.ragged is not None:
@@ -172,7 +172,7 @@ def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing | Fina
     return kernels.collect(outs[0] if len(outs) == 1 else torch.cat(outs), packing.out_index)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scores: Scores) -> Tensor:
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scores: ScoreRule) -> Tensor:
     """[rows * width, heads, d] each (values may be of another width) -> [rows, q_width, heads, that width]. Padding
     needs no mask of its own: a padded key comes after every real query, and nobody reads a padded query."""
     rows = segment.rows

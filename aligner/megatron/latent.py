@@ -26,7 +26,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.megatron import kernels
 from aligner.megatron.attention import RMSNorm, Stream, attend
 from aligner.models.rope import LATENT_EPS, score_scale
-from aligner.ops.kernels.scored_attention import Scores
+from aligner.ops.kernels.scored_attention import ScoreRule
 
 
 class SharedLinear(torch.nn.Module):
@@ -71,7 +71,7 @@ class LatentAttention(MegatronModule):
         stream = packed_seq_params
         assert stream.packing.final is None, "rows of models with experts are not narrowed"
         query, (key, value) = self._queries(hidden_states, stream), self._keys_and_values(hidden_states, stream)
-        context = attend(query, key, value, stream, Scores(self.scale))
+        context = attend(query, key, value, stream, ScoreRule(self.scale))
         return self.linear_proj(context.reshape(len(context), 1, -1))[0], None
 
     def _queries(self, hidden: Tensor, stream: Stream) -> Tensor:

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class FusedPart:
     """`index` of the tensor `stored`, which has this shape; transposed there or not."""
 
     stored: str
@@ -27,7 +27,7 @@ class Part:
     index: tuple[int | slice, ...]
     transposed: bool = False
 
-    def along(self, axis: int, start: int, stop: int) -> Part:
+    def along(self, axis: int, start: int, stop: int) -> FusedPart:
         """[start, stop) along an axis of the part."""
         axes = [i for i, at in enumerate(self.index) if isinstance(at, slice)]
         place = axes[::-1][axis] if self.transposed else axes[axis]
@@ -42,14 +42,14 @@ class Part:
         return found.mT if self.transposed else found
 
 
-def parts_of(cfg: ModelConfig) -> dict[str, Part]:
+def parts_of(cfg: ModelConfig) -> dict[str, FusedPart]:
     """Where each part lies in the files of this model."""
     family = cfg.traits
     shapes = expected_hf_shapes(cfg) if family.joined else {}
     return _rows(family, shapes) | _experts(family, shapes, cfg.moe.num_experts)
 
 
-def _rows(family: Family, shapes: dict[str, Shape]) -> dict[str, Part]:
+def _rows(family: Family, shapes: dict[str, Shape]) -> dict[str, FusedPart]:
     found = {}
     for fused, parts in family.fused:
         for name in (name for name in shapes if f".{parts[0]}." in name):
@@ -59,12 +59,12 @@ def _rows(family: Family, shapes: dict[str, Shape]) -> dict[str, Part]:
             for part, count in zip(names, counts, strict=True):
                 rows = slice(first, first + count)
                 stored = name.replace(f".{parts[0]}.", f".{fused}.")
-                found[part] = Part(stored, whole, (rows, *[slice(None)] * (len(whole) - 1)))
+                found[part] = FusedPart(stored, whole, (rows, *[slice(None)] * (len(whole) - 1)))
                 first += count
     return found
 
 
-def _experts(family: Family, shapes: dict[str, Shape], experts: int) -> dict[str, Part]:
+def _experts(family: Family, shapes: dict[str, Shape], experts: int) -> dict[str, FusedPart]:
     places = {part: (i, len(parts), name) for name, parts in family.stacked for i, part in enumerate(parts)}
     found = {}
     for name, shape in shapes.items():
@@ -74,7 +74,7 @@ def _experts(family: Family, shapes: dict[str, Shape], experts: int) -> dict[str
         place, count, stored = places[match["part"]]
         *columns, last = reversed(shape)
         whole = (experts, *columns, count * last)
-        found[name] = Part(
+        found[name] = FusedPart(
             match["before"] + stored,
             whole,
             (int(match["number"]), *[slice(None)] * len(columns), slice(place, None, count)),
@@ -83,7 +83,7 @@ def _experts(family: Family, shapes: dict[str, Shape], experts: int) -> dict[str
     return found
 
 
-def joined(tensors: Iterable[tuple[str, Tensor]], parts: Mapping[str, Part]) -> Iterator[tuple[str, Tensor]]:
+def joined(tensors: Iterable[tuple[str, Tensor]], parts: Mapping[str, FusedPart]) -> Iterator[tuple[str, Tensor]]:
     """The tensors as the files have them whose `parts_of` are given. A tensor of parts waits for the last of them."""
     waiting, left = dict[str, Tensor](), Counter(part.stored for part in parts.values())
     for name, tensor in tensors:

@@ -99,7 +99,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Judge:
+class PlannedJudge:
     """Of `reward.judges`: who is asked, as the policy of a job that only generates, and by which engine."""
 
     shape: ModelConfig
@@ -136,7 +136,7 @@ class Job:
     turns: int = 0  # tokens by which prompts of trajectories may grow; 0: samples are answers of one turn
     ptx_rows: int = 0  # `ptx.data` in each of the policy's optimizer steps, over all ranks
     ptx_longest: int = 0  # their limit in tokens
-    judges: tuple[Judge, ...] = ()
+    judges: tuple[PlannedJudge, ...] = ()
     pretrain_steps: int = 0  # of the critic, once
     # of a stage without rollouts: `config.stage.Stage.passes`
     passes: Mapping[str, float] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class Job:
         micro = min(self.micro_rows, rows)
         return ceil(rows / micro), micro * length
 
-    def asked_by(self, judge: Judge) -> Job:
+    def asked_by(self, judge: PlannedJudge) -> Job:
         """The questions of a judge as a job's rows."""
         return replace(self, parts=(Part("policy", judge.shape),), rows=judge.rows, engine=judge.engine, routing=0)
 
@@ -352,7 +352,7 @@ def _parts(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Part, ...]:
 CHARACTERS = 4  # of a question's own text in a token
 
 
-def _judges(cfg: Config, shape: ModelConfig, rows: Rows, engine: Engine) -> tuple[Judge, ...]:
+def _judges(cfg: Config, shape: ModelConfig, rows: Rows, engine: Engine) -> tuple[PlannedJudge, ...]:
     """Comparisons are asked in both orders; of a ring of n with k each, at most every two of the n once."""
     found = []
     native = replace(engine, ranks=0, padded=True, launches=not cfg.engine.captures, factors=False)
@@ -371,7 +371,7 @@ def _judges(cfg: Config, shape: ModelConfig, rows: Rows, engine: Engine) -> tupl
             judge.max_tokens,
         )
         own = bool(judge.model)
-        found.append(Judge(shape_at(shape, judge.model), asked, native if own else engine, judge.model))
+        found.append(PlannedJudge(shape_at(shape, judge.model), asked, native if own else engine, judge.model))
     return tuple(found)
 
 

@@ -10,7 +10,7 @@ from aligner.errors import AlignerError
 from aligner.plan.activations import activation_bytes, backward_bytes
 from aligner.plan.adapters import merging_bytes, trained_parameters
 from aligner.plan.devices import GIB, Assumptions, Device
-from aligner.plan.job import Job, Judge, Part
+from aligner.plan.job import Job, Part, PlannedJudge
 from aligner.plan.reads import most_read
 from aligner.plan.shapes import Count
 from aligner.plan.sizes import (
@@ -249,7 +249,7 @@ def _proof(job: Job, trainer: bool, engine: bool) -> dict[str, float]:
     return {"sentinel": max(engine * by_engine, trainer * by_trainer)}
 
 
-def _asked(job: Job, stage: int, judge: Judge, stays: dict[str, float]) -> dict[str, float]:
+def _asked(job: Job, stage: int, judge: PlannedJudge, stays: dict[str, float]) -> dict[str, float]:
     """While a judge replies. The run's engine sleeps, if it does, where no judge asks it."""
     kept, needed = engine_items(job.asked_by(judge))
     cache = kept["kv cache"]

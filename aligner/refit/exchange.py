@@ -20,7 +20,7 @@ from torch import Tensor
 from aligner.engines.base import RolloutEngine
 from aligner.errors import RefitError
 from aligner.models.shards import aligned, copy_elements
-from aligner.refit.plan import Message, Part, Plan
+from aligner.refit.plan import Message, Plan, TensorPart
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -43,7 +43,7 @@ class Exchange:
     def __post_init__(self) -> None:
         self.steps = list(self.plan.steps(self.rank))
         self._views: dict[
-            Part, tuple[tuple[int, int], Tensor, Tensor]
+            TensorPart, tuple[tuple[int, int], Tensor, Tensor]
         ] = {}  # of local parts: addresses, target, source
         trainer, rank = self.plan.trainer, self.rank
         self._inside = trainer.replica_of(rank) is not None
@@ -94,24 +94,24 @@ class Exchange:
     def commit(self) -> None:
         """A run has succeeded on every rank: the next one is like it."""
 
-    def source(self, part: Part, parameters: Mapping[str, Tensor]) -> Tensor:
+    def source(self, part: TensorPart, parameters: Mapping[str, Tensor]) -> Tensor:
         """A part of a Hugging Face tensor as a view into this rank's shard."""
         trainer, tensor = self.plan.trainer, self.plan.tensors[part.tensor]
         first, _ = tensor.interval(trainer.tensor, self._tensor_rank) if tensor.sharded else (0, 0)
         experts = tensor.spec.shape[0] // trainer.expert * self._expert_rank if tensor.spec.experts else 0
         return tensor.view(parameters[tensor.spec.canonical].detach(), first, experts, part.start, part.stop)
 
-    def _numel(self, part: Part) -> int:
+    def _numel(self, part: TensorPart) -> int:
         return (part.stop - part.start) * self.plan.tensors[part.tensor].entry_words(self.wire.itemsize)
 
-    def _as_words(self, part: Part, x: Tensor) -> Tensor:
+    def _as_words(self, part: TensorPart, x: Tensor) -> Tensor:
         """What travels of a part: its numbers, which a copy turns into `wire`, but of what stays float32 its bits."""
         return x.view(self.wire) if self.plan.tensors[part.tensor].spec.float32 else x
 
     def _note(self, error: Exception) -> None:
         self.cause = self.cause or str(error)
 
-    def _copy(self, part: Part, parameters: Mapping[str, Tensor], engine: RolloutEngine) -> None:
+    def _copy(self, part: TensorPart, parameters: Mapping[str, Tensor], engine: RolloutEngine) -> None:
         """From this rank's shard into its engine. Views are kept for as long as both stay where they are: for a small
         model, making them takes longer than the copy."""
         if self.cause:
@@ -162,10 +162,10 @@ class Exchange:
         except (RefitError, RuntimeError) as error:
             self._note(error)
 
-    def _place(self, part: Part, engine: RolloutEngine) -> Tensor | None:
+    def _place(self, part: TensorPart, engine: RolloutEngine) -> Tensor | None:
         return engine.place(self.plan.tensors[part.tensor].name, part.start, part.stop, True)
 
-    def _view(self, part: Part, engine: RolloutEngine) -> Tensor | None:
+    def _view(self, part: TensorPart, engine: RolloutEngine) -> Tensor | None:
         view = self._place(part, engine)
         return None if view is None else self._as_words(part, view)
 

@@ -79,7 +79,7 @@ class EngineGrid:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """[start, stop) along the axis of a tensor, as it lies in the shard of a trainer's tensor rank."""
 
     tensor: int  # number in the list of tensors
@@ -91,7 +91,7 @@ class Part:
 class Message:
     source: int
     target: int
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     bytes: int
 
 
@@ -100,9 +100,11 @@ class Plan:
     tensors: tuple[HfTensor, ...]
     trainer: TrainerGrid
     engine: EngineGrid
-    local: dict[int, tuple[Part, ...]]  # rank -> what it copies to its own engine
+    local: dict[int, tuple[TensorPart, ...]]  # rank -> what it copies to its own engine
     rounds: tuple[tuple[Message, ...], ...]  # in each a rank sends at most one message and receives at most one
-    owned: dict[int, tuple[Part, ...]]  # rank -> parts it answers for: every element of the model once, over all ranks
+    owned: dict[
+        int, tuple[TensorPart, ...]
+    ]  # rank -> parts it answers for: every element of the model once, over all ranks
 
     def steps(self, rank: int) -> Iterator[tuple[Message | None, Message | None]]:
         """(message to send, message to receive) of every round in which `rank` has one."""
@@ -128,24 +130,24 @@ def plan_refit(
     if trainer.layers % trainer.pipeline:
         raise LayoutError("parallel.pipeline", trainer.pipeline, f"a divisor of {trainer.layers} layers")
     routes = _Routes(trainer, engine)
-    owned: dict[int, list[Part]] = defaultdict(list)
+    owned: dict[int, list[TensorPart]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
         for shard in range(trainer.tensor if tensor.sharded else 1):
             low, high = tensor.interval(trainer.tensor, shard)
             if low == high:
                 continue
             key = routes.key(tensor, shard)
-            owned[routes.holders(key)[0]].append(Part(number, low, high))
+            owned[routes.holders(key)[0]].append(TensorPart(number, low, high))
             parts = {}  # engine's tensor rank -> what it lacks of this shard
             for place in range(engine.tensor):
                 start, stop = tensor.interval(engine.tensor, place)
                 start, stop = max(start, low), min(stop, high)
                 if start < stop:
-                    parts[place] = Part(number, start, stop)
+                    parts[place] = TensorPart(number, start, stop)
             routes.send(key, parts, tensor.entry_numel)
 
     @cache
-    def cut(parts: tuple[Part, ...]) -> list[tuple[tuple[Part, ...], int]]:
+    def cut(parts: tuple[TensorPart, ...]) -> list[tuple[tuple[TensorPart, ...], int]]:
         words = sum((part.stop - part.start) * tensors[part.tensor].entry_words(item_bytes) for part in parts)
         return list(_messages(parts, tensors, item_bytes, message_bytes(words * item_bytes, bucket_bytes)))
 
@@ -181,8 +183,8 @@ class _Routes:
 
     def __init__(self, trainer: TrainerGrid, engine: EngineGrid):
         self.trainer, self.engine = trainer, engine
-        self.local: dict[int, list[Part]] = defaultdict(list)
-        self.wire: dict[tuple[int, int], list[Part]] = defaultdict(list)
+        self.local: dict[int, list[TensorPart]] = defaultdict(list)
+        self.wire: dict[tuple[int, int], list[TensorPart]] = defaultdict(list)
         self._load: dict[int, int] = defaultdict(int)  # elements to send
         self._holders: dict[Key, tuple[int, ...]] = {}
         self._routes: dict[tuple[Key, tuple[int, ...]], list[tuple]] = {}
@@ -204,7 +206,7 @@ class _Routes:
             )
         return self._holders[key]
 
-    def send(self, key: Key, parts: Mapping[int, Part], entry_numel: int) -> None:
+    def send(self, key: Key, parts: Mapping[int, TensorPart], entry_numel: int) -> None:
         """`parts` of one shard, by engine's tensor rank, to all engines."""
         wanted = key, tuple(parts)
         if wanted not in self._routes:
@@ -242,11 +244,11 @@ class _Routes:
 
 
 def _messages(
-    parts: Sequence[Part], tensors: Sequence[HfTensor], item_bytes: int, bucket_bytes: int
-) -> Iterator[tuple[tuple[Part, ...], int]]:
+    parts: Sequence[TensorPart], tensors: Sequence[HfTensor], item_bytes: int, bucket_bytes: int
+) -> Iterator[tuple[tuple[TensorPart, ...], int]]:
     """(parts, bytes) of each message: parts in order; one that does not fit whole is cut at its quantum. A quantum
     larger than a bucket goes alone."""
-    found: list[Part] = []
+    found: list[TensorPart] = []
     filled = 0
     for part in parts:
         tensor, start = tensors[part.tensor], part.start
@@ -261,7 +263,7 @@ def _messages(
                     continue
                 fits = max(fits, quantum)
             stop = min(part.stop, start + fits)
-            found.append(Part(part.tensor, start, stop))
+            found.append(TensorPart(part.tensor, start, stop))
             filled += (stop - start) * entry_bytes
             start = stop
     if found:

@@ -24,7 +24,7 @@ from aligner.types import SamplingParams
 Phase = Callable[[str], AbstractContextManager[None]]
 
 
-class Server:
+class OrderServer:
     """`phase`, `memory`: what each order and the work in it run in, named as the trainer's phases. `settle` is called
     after each generation. `play` makes trajectories: of the requests of each rank of the job this one's part, for each
     of them. What is raised by the engine, `play`, `memory` or `settle` is the trainer's ranks' to raise."""

@@ -56,7 +56,7 @@ Generated = tuple[int, tuple[int, ...]]  # number of the row, and the tokens aft
 
 
 @dataclass
-class Verdict:
+class RefitVerdict:
     """On one kind of evidence: mean |logprob difference| of the worst engine, the least progress, and what is wrong."""
 
     error: float
@@ -128,7 +128,7 @@ class Verifier:
 
     def _verdict(
         self, title: str, pairs: list[tuple[Tensor, Tensor]], steps: list[tuple[Tensor, Tensor, Tensor]]
-    ) -> Verdict:
+    ) -> RefitVerdict:
         """`pairs`: of each engine its logprobs and the trainer's; `steps`: where they are known, with those of the
         trainer's previous weights."""
         error = float(torch.stack([(found - current).abs().mean() for found, current in pairs]).max())  # NaN if one is
@@ -144,9 +144,9 @@ class Verifier:
                 causes.append(
                     f"{title}: nearer to the previous weights than to the current ones (progress {progress:.2f})"
                 )
-        return Verdict(error, progress, causes)
+        return RefitVerdict(error, progress, causes)
 
-    def _of_generated(self, told: list[tuple[Tensor, Tensor]]) -> Verdict:
+    def _of_generated(self, told: list[tuple[Tensor, Tensor]]) -> RefitVerdict:
         """The trainer reads what any rank's engine has generated: engines of one of its replicas may differ."""
         rows = [[(i, tuple(own)) for i, own in enumerate(tokens.tolist())] for tokens, _ in told]
         everyone = gathered({one for own in rows for one in own})

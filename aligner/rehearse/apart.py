@@ -92,7 +92,7 @@ def _answers(collectives: Collectives) -> None:
 
 
 def _requests(collectives: Collectives) -> None:
-    from aligner.engines.native.fleet import Fleet, FleetEngine, Replicated, Request
+    from aligner.engines.native.fleet import Fleet, FleetEngine, Replicated, SeededPrompt
     from aligner.rollout.player import Player
     from aligner.types import STOP, Generations, SeedLists, TokenLists
 
@@ -111,7 +111,7 @@ def _requests(collectives: Collectives) -> None:
 
         return asked
 
-    def gathered(self: Fleet, prompts: TokenLists, seeds: SeedLists, begun: Any = None) -> list[Request]:
+    def gathered(self: Fleet, prompts: TokenLists, seeds: SeedLists, begun: Any = None) -> list[SeededPrompt]:
         """To an engine: what rank 0 asks, by every rank that trains."""
         gather(self, [], [])
         speech = collectives.speech
@@ -122,7 +122,7 @@ def _requests(collectives: Collectives) -> None:
             return []
         prompts, seeds, every = speech.hear("requests")
         pairs = list(zip(prompts, seeds, strict=True))
-        return [Request(i * self.first // every, i, *pairs[i % len(pairs)]) for i in range(every)]
+        return [SeededPrompt(i * self.first // every, i, *pairs[i % len(pairs)]) for i in range(every)]
 
     def delivered(self: Fleet, mine: Any, generations: Generations, wanted: list[int], *more: Any) -> Generations:
         """Nothing comes; to who asks, as many rows of a token."""

@@ -34,7 +34,7 @@ BYTES = 4  # of a request that are taken for a token
 _jitter = random.SystemRandom()  # nothing that a run computes sees it, and ranks that are forked differ
 
 
-class Failed(Exception):
+class RequestFailed(Exception):
     """A question did not get an answer; `cause` is one of CAUSES."""
 
     def __init__(self, cause: str, text: str, wait_s: float = 0.0):
@@ -56,7 +56,7 @@ def item_key(*samples: Sample) -> str:
     return "" if None in seeds else "/".join(map(str, seeds))
 
 
-class Form(Protocol):
+class RequestForm(Protocol):
     """How questions become a request, and its reply answers."""
 
     size: int  # questions of a request, at most
@@ -71,7 +71,7 @@ class Form(Protocol):
 
 
 @dataclass
-class Request:
+class ServerRequest:
     """Questions that one request asks, and where its first try, the second, ... go, over and over."""
 
     connections: httpx.AsyncClient
@@ -88,7 +88,7 @@ class Request:
 class Client:
     """Of equal servers, asked in turn."""
 
-    def __init__(self, urls: Sequence[str], limits: LimitsConfig, form: Form):
+    def __init__(self, urls: Sequence[str], limits: LimitsConfig, form: RequestForm):
         for url in urls or [""]:
             _check(url)
         self.secret = Secret(_key(limits.key_env))
@@ -102,7 +102,7 @@ class Client:
         self._counts = Counter[str]()
 
     def ask(self, items: Sequence[Item]) -> list[Any]:
-        """The answer to each, or a `Failed`. Raises RewardError for what asking again, or others, cannot mend."""
+        """The answer to each, or a `RequestFailed`. Raises RewardError for what no further try can mend."""
         until = time.monotonic() + self.limits.deadline_s
         answers = [self._logged(item) for item in items]
         open_ = [i for i, answer in enumerate(answers) if answer is None]
@@ -136,7 +136,7 @@ class Client:
             return answer["value"]
         self._counts[answer["failed"]] += 1
         self.failure = f"{answer['failed']}: {answer['text']}"
-        return Failed(answer["failed"], answer["text"])
+        return RequestFailed(answer["failed"], answer["text"])
 
     async def _all(self, parts: Sequence[Sequence[Item]], until: float) -> list[list[Answer]]:
         """`parts`: what a request each asks. The first error ends the others."""
@@ -148,7 +148,7 @@ class Client:
             async with room:
                 body = json.dumps(self.form.body([item.part for item in items])).encode()
                 urls = self.urls[first:] + self.urls[:first]
-                return await self._answers(Request(connections, urls, items, body, until))
+                return await self._answers(ServerRequest(connections, urls, items, body, until))
 
         # no limits of its own: one clock bounds a request, and the semaphore their number
         async with httpx.AsyncClient(headers=headers, verify=self._certificates, limits=limits, timeout=None) as made:
@@ -160,21 +160,21 @@ class Client:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answers(self, request: Request) -> list[Answer]:
+    async def _answers(self, request: ServerRequest) -> list[Answer]:
         answers = await self._tries(request)
         for item, answer in zip(request.items, answers, strict=True):
             if self.log is not None and item.key:
                 self.log.write(f"{self.name}/{item.key}", item.number, item.part, answer)
         return answers
 
-    async def _tries(self, request: Request) -> list[Answer]:
+    async def _tries(self, request: ServerRequest) -> list[Answer]:
         until = request.until
         for number in range(self.limits.retries + 1):
             try:
                 await self._wait_turn(request.body, until)
                 values = await self._tried(request, request.urls[number % len(request.urls)])
                 return [{"value": value, "retried": number} for value in values]
-            except Failed as failed:
+            except RequestFailed as failed:
                 last = failed.cause in FINAL or number == self.limits.retries or time.monotonic() >= until
                 if last:
                     return [{"failed": failed.cause, "text": str(failed), "retried": number}] * len(request.items)
@@ -186,7 +186,7 @@ class Client:
         """Until the breaker is closed and the rates leave room. Raises Failed where that is too late."""
         while (now := time.monotonic()) < self._open_until:
             if self._open_until >= until:
-                raise Failed("breaker", f"not asked, after {BREAKER} failures in a row: {self.failure}")
+                raise RequestFailed("breaker", f"not asked, after {BREAKER} failures in a row: {self.failure}")
             await sleep(self._open_until - now)
         tokens, limits = len(body) / BYTES + self.form.reply_tokens, self.limits
         rates = (1, limits.requests_per_minute), (tokens, limits.tokens_per_minute)
@@ -194,15 +194,15 @@ class Client:
         with self._lock:
             start = max(now, self._free_at)
             if start >= until:
-                raise Failed("timeout", f"not asked within deadline_s={self.limits.deadline_s:g}")
+                raise RequestFailed("timeout", f"not asked within deadline_s={self.limits.deadline_s:g}")
             self._free_at = start + seconds
         await sleep(max(0.0, start - now))
 
-    async def _tried(self, request: Request, url: str) -> list[Any]:
+    async def _tried(self, request: ServerRequest, url: str) -> list[Any]:
         """One try. The breaker: after its rest one more failure opens it again, an answer closes it."""
         try:
             values = self._values(url, *await self._post(request, url), len(request.items))
-        except Failed as failed:
+        except RequestFailed as failed:
             with self._lock:
                 self.failure = f"{failed.cause}: {failed}"
                 self._row += failed.cause != "refused"
@@ -213,7 +213,7 @@ class Client:
             self._row = 0
         return values
 
-    async def _post(self, request: Request, url: str) -> tuple[httpx.Response, bytes]:
+    async def _post(self, request: ServerRequest, url: str) -> tuple[httpx.Response, bytes]:
         """A reply and its body. One clock from the name that is looked up to the last byte."""
         limit_s = max(0.001, min(self.limits.timeout_s, request.until - time.monotonic()))
         sent = {"content": request.body, "headers": request.headers}
@@ -221,27 +221,27 @@ class Client:
             async with asyncio.timeout(limit_s), request.connections.stream("POST", url, **sent) as reply:
                 return reply, await read_reply(reply)
         except TimeoutError:
-            raise Failed("timeout", f"{url}: no answer within {limit_s:.3g} s") from None
+            raise RequestFailed("timeout", f"{url}: no answer within {limit_s:.3g} s") from None
         except httpx.TransportError as error:
             why = f"{type(error).__name__}: {self.secret.shown(str(error))}"
-            raise Failed("unreachable", f"{url}: {why}") from None
+            raise RequestFailed("unreachable", f"{url}: {why}") from None
         except ValueError as error:
-            raise Failed("malformed", f"{url}: {self.secret.shown(str(error))}") from None
+            raise RequestFailed("malformed", f"{url}: {self.secret.shown(str(error))}") from None
 
     def _values(self, url: str, reply: httpx.Response, content: bytes, count: int) -> list[Any]:
         """What a reply says. Raises Failed, or RewardError for what asking again cannot mend."""
         status, said = reply.status_code, repr(self.secret.shown(content))
         if status in AGAIN or status >= 500:
             wait = reply.headers.get("Retry-After", "")
-            raise Failed("status", f"{url}: HTTP {status} {said}", float(wait) if wait.isdecimal() else 0.0)
+            raise RequestFailed("status", f"{url}: HTTP {status} {said}", float(wait) if wait.isdecimal() else 0.0)
         if status in NOT_THIS:
-            raise Failed("refused", f"{url}: HTTP {status} {said}")
+            raise RequestFailed("refused", f"{url}: HTTP {status} {said}")
         if status != 200:
             raise RewardError(f"{url}: expected HTTP 200, found {status} {said}")
         try:
             values = self.form.read(parse_json(content, url, DataError), count)
         except (DataError, ValueError, TypeError, LookupError):
-            raise Failed("malformed", f"{url}: expected {self.form.expected}, found {said}") from None
+            raise RequestFailed("malformed", f"{url}: expected {self.form.expected}, found {said}") from None
         return [self.secret.kept(value) if isinstance(value, str) else value for value in values]
 
 

@@ -14,8 +14,8 @@ from aligner.rewards.judge import Judge, Question, Reply
 
 
 @dataclass
-class Chat:
-    """`rewards.client.Form`: a question is a user's turn."""
+class ChatForm:
+    """`rewards.client.RequestForm`: a question is a user's turn."""
 
     reply_tokens: int
     size: ClassVar[int] = 1
@@ -37,7 +37,7 @@ class EndpointReplies:
     def __init__(self, config: EndpointConfig, reply_tokens: int):
         self.config = config
         url = f"{config.base_url.rstrip('/')}/chat/completions"
-        self.client = Client([url], config, Chat(reply_tokens))
+        self.client = Client([url], config, ChatForm(reply_tokens))
 
     def __call__(self, questions: Sequence[Question], tokens: int) -> list[Reply]:
         kept = {"model": self.config.model, "max_tokens": tokens, "temperature": self.config.temperature}

@@ -18,7 +18,7 @@ from aligner.config.checks import one_of
 from aligner.config.options import from_plain
 from aligner.config.sections.servers import LimitsConfig
 from aligner.foreign import is_number
-from aligner.rewards.client import Client, Failed, Item, item_key
+from aligner.rewards.client import Client, Item, RequestFailed, item_key
 from aligner.types import Sample
 
 FORMATS = ("openrlhf", "sample", "verify")
@@ -43,7 +43,7 @@ class Http:
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         asked = [Item(item_key(sample), 0, self._part(sample)) for sample in samples]
-        return [math.nan if isinstance(found, Failed) else found for found in self.client.ask(asked)]
+        return [math.nan if isinstance(found, RequestFailed) else found for found in self.client.ask(asked)]
 
     def failure(self) -> str:
         return self.client.failure

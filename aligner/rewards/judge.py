@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from aligner.config.sections.judge import JudgeConfig
 from aligner.errors import RewardError
 from aligner.rewards.base import describe
-from aligner.rewards.client import Failed, item_key
+from aligner.rewards.client import RequestFailed, item_key
 from aligner.types import Prompt, Sample
 
 
@@ -27,7 +27,7 @@ class Question(NamedTuple):
 
 LAST = 1 << 15  # characters of a reply that are read, from its end, where what counts stands
 NUMBER = r"-?\d+(\.\d+)?([eE]-?\d+)?"  # of a JSON object
-Reply = str | None | Failed  # None: it could not be asked
+Reply = str | None | RequestFailed  # None: it could not be asked
 Ask = Callable[[Sequence[Question], int], list[Reply]]  # (questions, tokens of a reply at most) -> a reply to each
 
 
@@ -56,7 +56,7 @@ class Judge:
         return [_mean([self._grade(text) for text in votes]) for votes in self._replies(asked)]
 
     def _grade(self, text: Reply) -> float | None:
-        if text is None or isinstance(text, Failed):
+        if text is None or isinstance(text, RequestFailed):
             return None if text is None else math.nan
         if self.config.parse == "yesno":
             return float(text.lower() == "yes")
@@ -79,7 +79,7 @@ class Judge:
         for (a, b), first, second in zip(pairs, found[0::2], found[1::2], strict=True):
             for one, other in zip(first, second, strict=True):
                 won = 1.0 if (one, other) == ("A", "B") else 0.0 if (one, other) == ("B", "A") else 0.5
-                won = math.nan if isinstance(one, Failed) or isinstance(other, Failed) else won
+                won = math.nan if isinstance(one, RequestFailed) or isinstance(other, RequestFailed) else won
                 points[a].append(won)
                 points[b].append(1.0 - won)
         return [_mean(each) for each in points]

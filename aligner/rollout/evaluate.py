@@ -27,7 +27,7 @@ from aligner.run.timers import Timers
 from aligner.types import Sample, SamplingParams, ScalarMetrics, Sums
 
 
-class Verdict(NamedTuple):
+class EvaluatedAnswers(NamedTuple):
     correct: list[bool]  # full score from every function that applies and can give it
     totals: list[float]  # weighted sum of the functions' scores
     components: dict[str, Component]  # each function's own scores
@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
         return {name: max(known_scores(values), default=-math.inf) for name, values in self.components.items()}
 
 
-def judge(samples: Sequence[Sample], rewards: RewardPipeline, config: EvalConfig) -> Verdict:
+def judge(samples: Sequence[Sample], rewards: RewardPipeline, config: EvalConfig) -> EvaluatedAnswers:
     """Score answers (prompt-major, `config.samples` each) by the reward functions."""
     components = rewards.functions(samples)
     full = config.full_score - 1e-6
@@ -63,7 +63,7 @@ def judge(samples: Sequence[Sample], rewards: RewardPipeline, config: EvalConfig
     if k > 1:
         right = [any(correct[i : i + k]) for i in range(0, len(correct), k)]
         means["eval/pass_at_k"] = (float(sum(right)), float(len(right)))
-    return Verdict(correct, totals, components, means)
+    return EvaluatedAnswers(correct, totals, components, means)
 
 
 def known_scores(component: Component) -> list[float]:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 
-from aligner.engines.native.schedule import Pool, Wanted
+from aligner.engines.native.schedule import PromptPool, Wanted
 from aligner.ops.packing.turns import Turn
 from aligner.rollout.play import Play, by_prompt
 
 
 @dataclass
-class Turns(Pool):
+class Turns(PromptPool):
     """`hear` takes the answer of a play's tools, `say` what the engine has said. A play is open until it has a `stop`;
     in `asked` as long as its tools work.
 

@@ -33,8 +33,8 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
     from aligner.ops.rl.by_rank import with_partners
     from aligner.ops.rl.kl import kl_estimate
     from aligner.ops.rl.preference import (
-        Answers,
         Labels,
+        PairLogprobs,
         agreement,
         likelihood_weights,
         measure,
@@ -176,7 +176,7 @@ def dpo_loss(
     return loss
 
 
-def pair_metrics(answers: Answers, labels: Labels, batch: TrainBatch, cfg: PreferenceConfig) -> Sums:
+def pair_metrics(answers: PairLogprobs, labels: Labels, batch: TrainBatch, cfg: PreferenceConfig) -> Sums:
     """Means over pairs, without gradient."""
     chosen, rejected = rewards(answers, labels, cfg)
     lengths, means = (answers.chosen_tokens, answers.rejected_tokens), (answers.chosen_mean, answers.rejected_mean)

@@ -35,7 +35,7 @@ from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, places_of, 
 from aligner.megatron.groups import init_distributed, leave_distributed
 from aligner.megatron.model import Head
 from aligner.models.folder_check import SCORE, check_folder
-from aligner.models.fused import Part, joined, parts_of
+from aligner.models.fused import FusedPart, joined, parts_of
 from aligner.models.params import ParamSpec, hf_axis, to_hf
 from aligner.models.safetensors_io import INDEX, SINGLE, HfTensors, open_hf
 from aligner.models.safetensors_stream import SafetensorsFile
@@ -198,7 +198,7 @@ def export_checkpoint(
 
 
 def _units(
-    table: list[ParamSpec], weights: Stored | Merged, parts: Mapping[str, Part]
+    table: list[ParamSpec], weights: Stored | Merged, parts: Mapping[str, FusedPart]
 ) -> Iterator[tuple[tuple[ParamSpec, int], int]]:
     """((parameter, or one expert of it where files do not stack them, and that expert's number), bytes as stored)."""
     for spec in table:

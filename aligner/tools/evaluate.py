@@ -28,7 +28,7 @@ from aligner.rewards.base import Reward
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.environment import EnvironmentReward
 from aligner.rewards.functions import load_function
-from aligner.rollout.evaluate import Verdict, judge, known_scores, never_full
+from aligner.rollout.evaluate import EvaluatedAnswers, judge, known_scores, never_full
 from aligner.rollout.loss_inputs import shown_turns
 from aligner.rollout.references import refuse
 from aligner.run.metrics import rewrite_jsonl
@@ -122,7 +122,7 @@ def _row(sample: Sample, i: int, total: float, components: dict[str, list[float 
 
 
 def _per_prompt(
-    samples: Sequence[Sample], verdict: Verdict, k: int
+    samples: Sequence[Sample], verdict: EvaluatedAnswers, k: int
 ) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
     """The means of `judge`, by prompt: its k samples stay together when prompts are drawn."""
     values = {

@@ -30,7 +30,7 @@ from aligner.config.sections.sampling import SamplingConfig
 from aligner.data.dialogue import Dialogue
 from aligner.data.shipped_templates import use_chat_template
 from aligner.data.tokenizer import sampled_with
-from aligner.engines.native.schedule import Pool, Wanted
+from aligner.engines.native.schedule import PromptPool, Wanted
 from aligner.environments.openai_api import SAMPLED, ApiError, ChatRequest, Reply, check_model, nowhere, require_server
 from aligner.errors import AlignerError, ConfigError
 from aligner.rollout.agents import Dialogues, message_of, said
@@ -103,7 +103,7 @@ class Desk:
                     ask.said.set_exception(ApiError(error, code="engine", status=500))
 
 
-class Together(Pool):
+class Together(PromptPool):
     """Those that begin with one request, and may be generated with it."""
 
     def __init__(self, desk: Desk, first: Ask):

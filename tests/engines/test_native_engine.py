@@ -14,7 +14,7 @@ from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.sampler import cut_logits, sample, uniforms
 from aligner.engines.native.scratch import Scratch
 from aligner.errors import ConfigError, EngineError
-from aligner.ops.kernels.scored_attention import Scores
+from aligner.ops.kernels.scored_attention import ScoreRule
 from aligner.types import STOP, SamplingParams
 from tests.engines.contract import (
     LLAMA,
@@ -318,12 +318,12 @@ def test_attention_in_parts_and_both_ways(monkeypatch):
     monkeypatch.setattr(attention, "_PRODUCT_ELEMENTS", 1000)
     for short in (16, 0):
         monkeypatch.setattr(attention, "_SHORT", short)
-        got = attention.decode_attention(q, k, v, mask, scratch, Scores())
+        got = attention.decode_attention(q, k, v, mask, scratch, ScoreRule())
         assert torch.allclose(got.view(9, 4, 8), wanted, atol=1e-5)
     scratch = Scratch(torch.device("cpu"), torch.bfloat16)
     for short in (16, 0):
         monkeypatch.setattr(attention, "_SHORT_BF16", short)
-        got = attention.decode_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, scratch, Scores())
+        got = attention.decode_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, scratch, ScoreRule())
         assert torch.allclose(got.view(9, 4, 8).float(), wanted, atol=0.05)
 
 

@@ -10,7 +10,7 @@ from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.native.graphs import DecodeGraphs
 from aligner.engines.native.prefixes import BLOCK, Prefixes
-from aligner.engines.native.schedule import Batch, Pool, Room, Wanted, plan_generation
+from aligner.engines.native.schedule import Batch, CacheUse, PromptPool, Wanted, plan_generation
 from aligner.types import SamplingParams
 from tests.engines.contract import LLAMA, fill, reference
 from tests.engines.graph_recorder import CpuRecorder
@@ -20,7 +20,7 @@ TALKS, TURNS, SAID = 8, 4, 12
 
 
 @dataclass
-class Talks(Pool):
+class Talks(PromptPool):
     """Each goes on with its own tokens and some more, as soon as it has an answer."""
 
     longest: int = 50 + (TURNS - 1) * (SAID + 9)
@@ -165,7 +165,7 @@ def test_the_longest_prefix_is_found_and_slots_are_never_shared():
 
 def test_rows_that_come_one_by_one_are_not_copied_each_time():
     sampling = SamplingParams(SAID)
-    batch = Batch(plan_generation([], sampling, EngineConfig(), Room(1)), sampling, torch.device("cpu"))
+    batch = Batch(plan_generation([], sampling, EngineConfig(), CacheUse(1)), sampling, torch.device("cpu"))
     outputs = []  # kept, so that no two lie at one address
     for rows in range(1, 1001):
         batch.make_room(rows)

@@ -10,7 +10,7 @@ import pytest
 
 from aligner.answers import AnswerLog
 from aligner.config.sections.environment import EnvironmentConfig
-from aligner.environments.agents import Talk
+from aligner.environments.agents import RunningAgent
 from aligner.environments.openai_api import MODEL, ChatRequest, Reply, told_sampling
 from aligner.environments.pool import Pool, Session
 from aligner.environments.tools import load_agent
@@ -220,7 +220,7 @@ def test_requests_at_a_time_are_answered_one_after_the_other(pool):
 
 def test_a_request_that_comes_while_another_waits_is_late():
     async def play():
-        talk = Talk("secret", asyncio.create_task(asyncio.sleep(600)), SAMPLING)
+        talk = RunningAgent("secret", asyncio.create_task(asyncio.sleep(600)), SAMPLING)
         late, waiting = [], []
         for asked in ("ab", "c", "", "d"):
             if late:

@@ -11,7 +11,7 @@ from aligner.answers import AnswerLog
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.environments.pool import Pool, Session
 from aligner.environments.tools import load_tools, schemas
-from aligner.environments.worker import Worker
+from aligner.environments.worker import ToolWorker
 from aligner.errors import EnvironmentCodeError
 
 FILE = "tests/assets/environments.py"
@@ -151,7 +151,7 @@ def test_an_environment_that_failed_is_kept_no_longer(tmp_path):
     """Another one is tried: it would be there as long as the run is."""
     cfg = EnvironmentConfig(path=f"{FILE}:Troubled", args={"folder": str(tmp_path)})
     tools = load_tools(cfg)
-    worker = Worker(cfg, tools, {tool["function"]["name"]: tool["function"] for tool in schemas(tools)})
+    worker = ToolWorker(cfg, tools, {tool["function"]["name"]: tool["function"] for tool in schemas(tools)})
 
     def ask(op, **more):
         return asyncio.run(worker.answer({"id": 0, "op": op, "key": "1/0", **more}))

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aligner.megatron import attention, cpu
-from aligner.ops.kernels.scored_attention import Scores
+from aligner.ops.kernels.scored_attention import ScoreRule
 from aligner.ops.kernels.upload import upload
 from aligner.ops.packing.pack import pack
 
@@ -46,7 +46,7 @@ def on_cuda(monkeypatch):
             made = [(ours, HEADS), (sum(lengths), KV_HEADS), (sum(lengths), KV_HEADS)]
             q, k, v = (torch.empty(*m, HEAD_DIM, dtype=dtype, device="cuda", requires_grad=True) for m in made)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
-            attention._segments(q, k, v, upload(packing.additive(dtype), torch.device("cuda")), Scores())
+            attention._segments(q, k, v, upload(packing.additive(dtype), torch.device("cuda")), ScoreRule())
         return heads, sum(kept.values())
 
     return run

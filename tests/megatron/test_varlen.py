@@ -12,7 +12,7 @@ from aligner.config.sections.model.attention import AttentionConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.errors import ConfigError
 from aligner.megatron import attention, model, varlen
-from aligner.ops.kernels.scored_attention import Scores
+from aligner.ops.kernels.scored_attention import ScoreRule
 from aligner.ops.kernels.upload import upload
 from aligner.ops.packing import needed
 from aligner.ops.packing.needed import narrowed, without_unread
@@ -69,9 +69,9 @@ def outputs(p, case, q, k, v):
     """Attention of the stream and, where there is one, of its `Final`, and the gradients of their sum."""
     p = windowed(p, case["window"]) if case["window"] else p
     p = p.additive(torch.float64)
-    found = [attention._segments(q, k, v, p, Scores(case["scale"]))]
+    found = [attention._segments(q, k, v, p, ScoreRule(case["scale"]))]
     if p.final is not None:
-        found.append(attention._segments(q[p.final.kept], k, v, p.final, Scores(case["scale"])))
+        found.append(attention._segments(q[p.final.kept], k, v, p.final, ScoreRule(case["scale"])))
     weights = [torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape) for out in found]
     return [*found, *torch.autograd.grad([(o * w).sum() for o, w in zip(found, weights, strict=True)], (q, k, v))]
 

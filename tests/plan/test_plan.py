@@ -136,7 +136,7 @@ def test_an_average_and_other_rows_cost_what_they_are():
 
 def test_the_kv_cache_is_cut_as_the_engine_cuts_it():
     from aligner.config.sections.engine import EngineConfig
-    from aligner.engines.native.schedule import Room, Wanted, plan_generation
+    from aligner.engines.native.schedule import CacheUse, Wanted, plan_generation
     from aligner.plan.shapes import kv_bytes
     from aligner.types import SamplingParams
 
@@ -146,7 +146,7 @@ def test_the_kv_cache_is_cut_as_the_engine_cuts_it():
         wanted = [Wanted([1] * 256, [0] * 16)] * 8
         config = EngineConfig(kv_cache_bytes=budget, max_batch=most)
         token = kv_bytes(model, 2)
-        plan = plan_generation(wanted, SamplingParams(2048), config, Room(token))
+        plan = plan_generation(wanted, SamplingParams(2048), config, CacheUse(token))
         slots, held = job.slots()
         assert slots == plan.slots and held == (plan.slots * plan.positions + plan.chunk_tokens) * token <= budget
 
@@ -155,7 +155,7 @@ def test_the_kv_cache_is_cut_as_the_engine_cuts_it():
 @pytest.mark.parametrize("budget, most", [(1 << 30, 512), (1 << 36, 24)])
 def test_what_is_kept_of_trajectories_is_planned(budget, most, window):
     from aligner.config.sections.engine import EngineConfig
-    from aligner.engines.native.schedule import Room, plan_generation
+    from aligner.engines.native.schedule import CacheUse, plan_generation
     from aligner.plan.shapes import kv_bytes
     from aligner.rollout.serving import Turns
     from aligner.types import SamplingParams
@@ -165,7 +165,7 @@ def test_what_is_kept_of_trajectories_is_planned(budget, most, window):
     job = grpo(model, Grid(data=8), engine, turns=2048 - 300)
     pool = Turns(256 + 2048 - 300, 128, 128, [], None, None, None, True)
     config, token = EngineConfig(kv_cache_bytes=budget, max_batch=most, window=window), kv_bytes(model, 2)
-    plan = plan_generation([], SamplingParams(300), config, Room(token), pool)
+    plan = plan_generation([], SamplingParams(300), config, CacheUse(token), pool)
     slots, held = job.slots()
     assert slots == plan.slots and held == (plan.prefixes.slots * plan.positions + plan.chunk_tokens) * token <= budget
     assert plan.prefixes.slots == 128 if budget > 1 << 30 else plan.slots

@@ -28,7 +28,7 @@ from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import RolloutEngine, UpdateLedger
 from aligner.engines.child.buckets import BucketWriter, CudaMemory, Memory, MemoryFile, Slot, cuda_buffer
-from aligner.engines.child.process import Channel, Child, clean_environment, interpreter, spawn
+from aligner.engines.child.process import ChildChannel, ChildEnd, clean_environment, interpreter, spawn
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Row, Settings
 from aligner.errors import AlignerError, ConfigError, EngineError, RefitError
 from aligner.families.hf_config import hf_config
@@ -37,7 +37,7 @@ from aligner.ops.reduce import gathered
 from aligner.types import STOP, Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 Decode = Callable[[list[int]], str]
-Start = Callable[[torch.device, str], tuple[Child, Any]]
+Start = Callable[[torch.device, str], tuple[ChildEnd, Any]]
 
 
 class ChildEngine(RolloutEngine):
@@ -85,12 +85,12 @@ class ChildEngine(RolloutEngine):
         self._places = [*zip(*self._of_ranks((self._device_name(), os.sched_getaffinity(0))), strict=True)]
         self._writer = BucketWriter(buffer, dtype)
         self._folder = tempfile.TemporaryDirectory(prefix="aligner-engine-")
-        self._channel: Channel | None = None
+        self._channel: ChildChannel | None = None
         settings = None
         if self._leads:
             settings = self._settings(memories)
             child, connection = (start or self._process)(self.device, self.options.python)
-            self._channel = Channel(child, connection, f"{self.title} engine")
+            self._channel = ChildChannel(child, connection, f"{self.title} engine")
         self._finalizer = weakref.finalize(self, _release, self._channel, memory, self._folder)
         try:
             found = self._call("start", settings, limit="start_timeout_s")
@@ -133,7 +133,7 @@ class ChildEngine(RolloutEngine):
         seen = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
         return seen[index] if seen else str(index)
 
-    def _process(self, device: torch.device, python: str) -> tuple[Child, Any]:
+    def _process(self, device: torch.device, python: str) -> tuple[ChildEnd, Any]:
         """A process that sees the devices of this engine's ranks alone, in their order, and computes on the cores of
         all of them."""
         extra = dict(self._variables())
@@ -380,7 +380,7 @@ class ChildEngine(RolloutEngine):
         return found
 
 
-def _release(channel: Channel | None, memory: Memory | None, folder: tempfile.TemporaryDirectory) -> None:
+def _release(channel: ChildChannel | None, memory: Memory | None, folder: tempfile.TemporaryDirectory) -> None:
     if channel is not None:
         channel.close()
     if isinstance(memory, MemoryFile):

@@ -49,8 +49,8 @@ def interpreter(python: str, environ: Mapping[str, str], section: str) -> tuple[
     return str(found), kept | {"PYTHONPATH": str(root)}
 
 
-class Child(Protocol):
-    """What a `Channel` must know of the other end."""
+class ChildEnd(Protocol):
+    """What a `ChildChannel` must know of the other end."""
 
     def ended(self) -> str:
         """How it ended, or "" while it runs."""
@@ -114,10 +114,10 @@ def spawn(
     return ChildProcess(process, Path(log)), Connection(ours.detach())
 
 
-class Channel:
+class ChildChannel:
     """Calls to a child: `name(*arguments)` there, one at a time."""
 
-    def __init__(self, child: Child, connection: Connection, title: str):
+    def __init__(self, child: ChildEnd, connection: Connection, title: str):
         self.child, self.connection, self.title = child, connection, title
         self.broken = ""  # why no call can be answered any more
 

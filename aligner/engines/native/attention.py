@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.engines.native.scratch import Scratch
-from aligner.ops.kernels.scored_attention import Scores, attention, capped
+from aligner.ops.kernels.scored_attention import ScoreRule, attention, capped
 
 # positions up to which products and sums beat thousands of tiny matrix products on CPU (measured)
 _SHORT, _SHORT_BF16 = 16, 32
@@ -24,7 +24,7 @@ class Behind(NamedTuple):
     seen: Tensor  # bool [P, 1, T, staged positions]: all up to their own
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: ScoreRule) -> Tensor:
     """Causal. q [P, T, heads, d], k [P, T, kv_heads, d], v [P, T, kv_heads, e], right-padded -> [P, T, heads * e].
     `mask` bool [T, T]: what a query sees instead of all keys up to its own; or [P, 1, T, T'] of other keys.
 
@@ -47,7 +47,7 @@ def rotate(x: Tensor, rope: Tensor, neighbours: bool) -> None:
     b.copy_(turned.imag)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scratch: Scratch, scores: Scores) -> Tensor:
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scratch: Scratch, scores: ScoreRule) -> Tensor:
     """q [n, heads, d], k and v [n, kv_heads, T, d], mask float32 [n, 1, 1, T] (0 or -inf) -> [n, heads * d]."""
     (n, heads, d), (scale, softcap, sinks) = q.shape, scores
     groups, length = k.shape[1], k.shape[2]

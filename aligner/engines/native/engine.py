@@ -28,7 +28,7 @@ from aligner.engines.native.linear import Memories
 from aligner.engines.native.model import NativeModel
 from aligner.engines.native.peers import Peers
 from aligner.engines.native.routes import Routes
-from aligner.engines.native.schedule import Batch, Plan, Pool, Room, Wanted, plan_generation
+from aligner.engines.native.schedule import Batch, CacheUse, GenerationPlan, PromptPool, Wanted, plan_generation
 from aligner.errors import ConfigError, RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
@@ -175,7 +175,7 @@ class NativeEngine(RolloutEngine):
         return require_finite(self._generated(prompts, seeds, sampling, progress))
 
     def serve(
-        self, pool: Pool, asked: list[tuple[int, int] | None], finished: Finished, sampling: SamplingParams
+        self, pool: PromptPool, asked: list[tuple[int, int] | None], finished: Finished, sampling: SamplingParams
     ) -> Generations:
         """Samples of what `pool` gives, in the order in which it is taken, by this rank alone. `finished` is told of
         each; the pool notes in `asked` as what. Raises what `generate` raises."""
@@ -192,7 +192,7 @@ class NativeEngine(RolloutEngine):
         seeds: SeedLists,
         sampling: SamplingParams,
         progress: Progress | None = None,
-        pool: Pool | None = None,
+        pool: PromptPool | None = None,
         asked: Sequence[tuple[int, int] | None] | None = None,
         begun: Sequence[int] | None = None,
     ) -> Generations:
@@ -215,7 +215,7 @@ class NativeEngine(RolloutEngine):
         windowed = begun is not None or (pool is not None and pool.windowed)
         wanted = [Wanted(*one) for one in zip(prompts, seeds, begun or [0] * len(prompts), strict=True)]
         config = self.config if windowed else replace(self.config, window=0)
-        plan = plan_generation(wanted, sampling, config, Room(token_bytes, self.cache.row_bytes, unit), pool)
+        plan = plan_generation(wanted, sampling, config, CacheUse(token_bytes, self.cache.row_bytes, unit), pool)
         if plan.row_tokens > self.model.cfg.max_position:
             raise ConfigError(
                 "model.max_position",
@@ -243,13 +243,13 @@ class NativeEngine(RolloutEngine):
                     self._leave(plan, batch, asked, moves)
         return batch.result(self.weight_version)
 
-    def _goes_on(self, plan: Plan, batch: Batch) -> bool:
+    def _goes_on(self, plan: GenerationPlan, batch: Batch) -> bool:
         with torch.inference_mode(False):
             plan.refill(batch.active)
             batch.make_room(plan.rows)
         return batch.finished < plan.rows
 
-    def step(self, plan: Plan, batch: Batch, sampling: SamplingParams) -> list[tuple[int, int]]:
+    def step(self, plan: GenerationPlan, batch: Batch, sampling: SamplingParams) -> list[tuple[int, int]]:
         """One token for every running row; see the top of this file. Returns which slots are to move, (from, to)."""
         running, logits = batch.active, []
         if running:
@@ -263,7 +263,7 @@ class NativeEngine(RolloutEngine):
         return batch.settle(self._stop_strings(batch, sampling))
 
     def _leave(
-        self, plan: Plan, batch: Batch, asked: Sequence[tuple[int, int] | None], moves: list[tuple[int, int]]
+        self, plan: GenerationPlan, batch: Batch, asked: Sequence[tuple[int, int] | None], moves: list[tuple[int, int]]
     ) -> None:
         """Tell of rows that have ended. Those that may go on change places with what moves into their slots."""
         length, gaps = batch.longest(batch.active), dict(moves)
@@ -275,7 +275,7 @@ class NativeEngine(RolloutEngine):
                 moves += [(gaps[slot], slot)] if slot in gaps else []
         self._move(moves, length)
 
-    def _keeps(self, plan: Plan) -> bool:
+    def _keeps(self, plan: GenerationPlan) -> bool:
         return plan.pool is not None and plan.pool.in_turns and self.keeps_rows
 
     def _move(self, moves: list[tuple[int, int]], length: int) -> None:
@@ -286,7 +286,7 @@ class NativeEngine(RolloutEngine):
             if self.routes is not None:
                 self.routes.move(source, target, length)
 
-    def _admit(self, plan: Plan, batch: Batch) -> list[Tensor]:
+    def _admit(self, plan: GenerationPlan, batch: Batch) -> list[Tensor]:
         """Give free slots to waiting rows; float32 logits [new rows, V] of their first tokens, in slot order."""
         logits = []
         while plan.wants_rows(batch.active):
@@ -308,7 +308,7 @@ class NativeEngine(RolloutEngine):
             logits.append(self._staged_logits[torch.tensor(taken, device=self.device)])
         return logits
 
-    def _prefill(self, plan: Plan, chunk: list) -> None:
+    def _prefill(self, plan: GenerationPlan, chunk: list) -> None:
         """All of its prompts; or, where they begin with rows that were kept, as many tokens of each as one of them
         needs, so that none is padded."""
         width = max(p.length for p in chunk)

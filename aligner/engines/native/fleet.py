@@ -22,7 +22,7 @@ from torch import Tensor
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import require_finite
 from aligner.engines.native.engine import NativeEngine
-from aligner.engines.native.schedule import Pool, Wanted
+from aligner.engines.native.schedule import PromptPool, Wanted
 from aligner.errors import EngineError
 from aligner.ops.agree import raised_together
 from aligner.ops.packing.balance import balance, row_costs
@@ -33,7 +33,7 @@ from aligner.types import Generations, Progress, SamplingParams, SeedLists, Toke
 ENOUGH = 0.98  # requests stay with their rank's replica if the replicas' costs are that even (mean over largest)
 
 
-class Request(NamedTuple):
+class SeededPrompt(NamedTuple):
     """One prompt with the seeds of its samples."""
 
     home: int  # the rank that asks
@@ -43,7 +43,7 @@ class Request(NamedTuple):
     begun: int | None = None  # in a window (`engine.window`): so many tokens of `prompt` are of the response
 
 
-def expected_costs(requests: Sequence[Request], limit: int, model: ModelConfig) -> list[float]:
+def expected_costs(requests: Sequence[SeededPrompt], limit: int, model: ModelConfig) -> list[float]:
     """Operations of each: its samples, as if each ended half-way to the limit. No memory of earlier lengths: a run that
     is resumed must spread its prompts as one that was not."""
     lengths = torch.tensor([len(r.prompt) + limit / 2 for r in requests])
@@ -67,16 +67,16 @@ def assign(costs: Sequence[float], home: Sequence[int], replicas: int) -> list[l
 
 
 @dataclass
-class Queues(Pool):
+class Queues(PromptPool):
     """The requests of all replicas in chunks, each taken once by whoever increments the counter of its queue."""
 
-    chunks: list[list[list[Request]]]  # by replica
+    chunks: list[list[list[SeededPrompt]]]  # by replica
     replica: int
     store: Any  # torch.distributed.Store, shared by all ranks
     call: int  # of `generate`: each has counters of its own
     group: dist.ProcessGroup | None  # of the replica's ranks: its first one takes, all get the same
     rank: int  # that asks
-    taken: list[Request] = field(default_factory=list)
+    taken: list[SeededPrompt] = field(default_factory=list)
     asked: list[tuple[int, int] | None] = field(default_factory=list)  # of each row taken: see `NativeEngine.generate`
     stolen: int = 0
     own_left: bool = True
@@ -157,15 +157,15 @@ class Fleet:
         """The replica that a rank's requests go to if that is even enough."""
         return rank * self.replicas // self.first if self.first else rank // self.width
 
-    def gather(self, prompts: TokenLists, seeds: SeedLists, begun: Sequence[int] | None = None) -> list[Request]:
+    def gather(self, prompts: TokenLists, seeds: SeedLists, begun: Sequence[int] | None = None) -> list[SeededPrompt]:
         """All ranks' requests on every rank. Collective, as `deliver` is."""
         counts = [None] * len(prompts) if begun is None else begun
         own: list[tuple] = [(list(p), list(s), b) for p, s, b in zip(prompts, seeds, counts, strict=True)]
         everyone = gathered(own, self.group)
-        return [Request(home, i, *one) for home, found in enumerate(everyone) for i, one in enumerate(found)]
+        return [SeededPrompt(home, i, *one) for home, found in enumerate(everyone) for i, one in enumerate(found)]
 
     def deliver(
-        self, mine: list[Request], generations: Generations, wanted: list[int], cut: bool, moved: bool = True
+        self, mine: list[SeededPrompt], generations: Generations, wanted: list[int], cut: bool, moved: bool = True
     ) -> Generations:
         """Samples of `mine` (request-major) to the ranks that asked; this rank's, in the order of its requests, which
         have `wanted` samples each. Not `moved`: every rank has its own already."""
@@ -215,8 +215,8 @@ class Replicated:
         return require_finite(fleet.deliver(mine, generations, [len(s) for s in seeds], sampling.truncates, moved))
 
     def work(
-        self, fleet: Fleet, requests: list[Request], sampling: SamplingParams, progress: Progress | None = None
-    ) -> tuple[list[Request], Generations, bool]:
+        self, fleet: Fleet, requests: list[SeededPrompt], sampling: SamplingParams, progress: Progress | None = None
+    ) -> tuple[list[SeededPrompt], Generations, bool]:
         """This replica's part of all requests, its samples, and whether any rank's are generated elsewhere. Collective
         over the ranks with engines, which are the world."""
         costs = expected_costs(requests, sampling.max_response_tokens, self.cfg)
@@ -229,12 +229,12 @@ class Replicated:
     def _part(
         self,
         fleet: Fleet,
-        requests: list[Request],
+        requests: list[SeededPrompt],
         costs: list[float],
         parts: list[list[int]],
         sampling: SamplingParams,
         progress: Progress | None,
-    ) -> tuple[list[Request], Generations, bool]:
+    ) -> tuple[list[SeededPrompt], Generations, bool]:
         """What this replica took of the requests, its samples, and whether it may be of another's part."""
         mine = [requests[i] for i in parts[fleet.replica]]
         prompts, seeds = [r.prompt for r in mine], [r.seeds for r in mine]
@@ -257,12 +257,12 @@ class FleetEngine(Replicated, NativeEngine):
     def _part(
         self,
         fleet: Fleet,
-        requests: list[Request],
+        requests: list[SeededPrompt],
         costs: list[float],
         parts: list[list[int]],
         sampling: SamplingParams,
         progress: Progress | None,
-    ) -> tuple[list[Request], Generations, bool]:
+    ) -> tuple[list[SeededPrompt], Generations, bool]:
         self.stolen = 0
         if not self.steal or len(parts) == 1 or windowed(requests):  # a window's samples do not hang on the clock
             return super()._part(fleet, requests, costs, parts, sampling, progress)
@@ -292,18 +292,18 @@ class FleetEngine(Replicated, NativeEngine):
         return queues.taken, generations, True
 
 
-def _asked(requests: Sequence[Request], rank: int) -> list[tuple[int, int] | None]:
+def _asked(requests: Sequence[SeededPrompt], rank: int) -> list[tuple[int, int] | None]:
     """(number of the request, sample) of each of their rows that `rank` asked for, None of the others."""
     return [(r.number, i) if r.home == rank else None for r in requests for i in range(len(r.seeds))]
 
 
-def windowed(requests: Sequence[Request]) -> bool:
+def windowed(requests: Sequence[SeededPrompt]) -> bool:
     return bool(requests) and requests[0].begun is not None
 
 
-def _chunks(queue: list[Request], rows: int) -> list[list[Request]]:
+def _chunks(queue: list[SeededPrompt], rows: int) -> list[list[SeededPrompt]]:
     """In order, of about `rows` samples each."""
-    chunks: list[list[Request]] = []
+    chunks: list[list[SeededPrompt]] = []
     size = rows
     for request in queue:
         if size >= rows:
@@ -314,7 +314,7 @@ def _chunks(queue: list[Request], rows: int) -> list[list[Request]]:
     return chunks
 
 
-def _pack(mine: list[Request], g: Generations, width: int) -> Tensor:
+def _pack(mine: list[SeededPrompt], g: Generations, width: int) -> Tensor:
     """int64 [N, 4 + k * width]: request, sample, length, reason, tokens and the bits of logprobs."""
     keys = torch.tensor([[r.number, i] for r in mine for i in range(len(r.seeds))], dtype=torch.int64).view(-1, 2)
     floats = [g.logprobs] if g.full_logprobs is None else [g.logprobs, g.full_logprobs]

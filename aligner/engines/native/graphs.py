@@ -34,7 +34,7 @@ def rounded_rows(rows: int, slots: int) -> int:
     return min(slots, -(-rows // unit) * unit)
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
         """What replays the step's operations on the memory that they use now."""
         ...
@@ -64,7 +64,7 @@ class CudaRecorder:
 class DecodeGraphs:
     """`NativeModel.decode` for rows in slots [0, n), for caches with free slots behind them: those are written to."""
 
-    def __init__(self, model: NativeModel, record: Recorder):
+    def __init__(self, model: NativeModel, record: GraphRecorder):
         self.model, self._record = model, record
         self._graphs: dict[tuple[int, int], Callable[[], None] | None] = {}  # None: ran once
         self._place: tuple = ()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aligner.engines.native.attention import decode_attention, prefill_attention, rotate
 from aligner.engines.native.kit import DecodeStep, Kit, Product, Prompts, of
-from aligner.ops.kernels.scored_attention import Scores
+from aligner.ops.kernels.scored_attention import ScoreRule
 
 
 class PlainHeads:
@@ -30,7 +30,7 @@ class PlainHeads:
         self.interleaves = cfg.rotary_dim == self.head_dim and not own_order
         self.turns = [layer not in attention.nope_layers for layer in range(cfg.num_layers)]
         self.local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
-        self.scores = Scores(attention.scale, attention.softcap)
+        self.scores = ScoreRule(attention.scale, attention.softcap)
         layers = cfg.layers_of("attention")
         self.place, count = {layer: i for i, layer in enumerate(layers)}, len(layers)
         made = self.rotated + self.groups + (self.heads if traits.gated_attention else 0)
@@ -127,7 +127,7 @@ class PlainHeads:
         seen = step.near if local and step.near is not None else step.mask
         return decode_attention(queries, keys, values, seen, self.kit.scratch, scores)
 
-    def _scores(self, place: int) -> Scores:
+    def _scores(self, place: int) -> ScoreRule:
         return self.scores._replace(sinks=of(self.sinks, place))
 
     def _parts(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

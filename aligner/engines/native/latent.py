@@ -17,7 +17,7 @@ from torch import Tensor
 from aligner.engines.native.attention import prefill_attention, rotate
 from aligner.engines.native.kit import DecodeStep, Kit, Product, Prompts
 from aligner.models.rope import LATENT_EPS, score_scale
-from aligner.ops.kernels.scored_attention import Scores
+from aligner.ops.kernels.scored_attention import ScoreRule
 
 
 class LatentHeads:
@@ -83,7 +83,7 @@ class LatentHeads:
         key = torch.cat([key, shared[:, None].expand(-1, self.heads, -1)], 2)
         q, k, v = (x.unflatten(0, (rows, -1)) for x in (torch.cat([plain, rotated], 2), key, value))
         seen = None if behind is None else behind.seen
-        return prefill_attention(q, k, v, seen, Scores(self.scale)).flatten(0, 1)
+        return prefill_attention(q, k, v, seen, ScoreRule(self.scale)).flatten(0, 1)
 
     def decode(self, layer: int, y: Tensor, step: DecodeStep) -> Tensor:
         """y [n, hidden] -> [n, heads * value_dim]; what is kept goes to the cache."""

@@ -1,4 +1,4 @@
-"""Who gets a slot when (`Plan`, on the host) and where every running row stands (`Batch`, on the device)."""
+"""Who gets a slot when (`GenerationPlan`, on the host) and where every running row stands (`Batch`, on the device)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Room:
+class CacheUse:
     """What rows take of the cache."""
 
     token_bytes: int  # keys and values of one position
@@ -59,7 +59,7 @@ class Waiting:
 
 
 @dataclass
-class Pool(ABC):
+class PromptPool(ABC):
     """Where further prompts come from while a generation runs; see `fleet.Queues`."""
 
     in_turns = False  # prompts may begin with what rows before them were given and have said: those are kept
@@ -90,7 +90,7 @@ class Pool(ABC):
 
 
 @dataclass
-class Plan:
+class GenerationPlan:
     rows: int  # samples in all
     slots: int  # of rows that run
     row_tokens: int  # of a prompt and its response at most
@@ -99,7 +99,7 @@ class Plan:
     waiting: deque[Waiting]  # longest first (less padding, and long rows do not come last); in a window as they came
     staged: deque[Waiting]
     prefixes: Prefixes  # in slots of the cache that no row runs in
-    pool: Pool | None = None
+    pool: PromptPool | None = None
     chunk_prompts: int = 1 << 62  # at most in a chunk, beside its tokens
     window: int = 0  # decode steps after which rows pause; 0: they do not
 
@@ -155,8 +155,12 @@ class Plan:
 
 
 def plan_generation(
-    wanted: Sequence[Wanted], sampling: SamplingParams, config: EngineConfig, room: Room, pool: Pool | None = None
-) -> Plan:
+    wanted: Sequence[Wanted],
+    sampling: SamplingParams,
+    config: EngineConfig,
+    room: CacheUse,
+    pool: PromptPool | None = None,
+) -> GenerationPlan:
     """Slots and prefill size within `engine.kv_cache_bytes`; of a window if `config` has one."""
     waiting, rows = _queue(wanted)
     prompt, expected, count = max((w.length - w.begun for w in waiting), default=1), rows, len(waiting)
@@ -186,7 +190,7 @@ def plan_generation(
     slots = min(config.max_batch, fits)
     prefixes = Prefixes(fits if pool is not None and pool.in_turns and not more else slots)
     queue = _in_order(waiting, config.window)
-    plan = Plan(rows, slots, row, positions, chunk, queue, deque(), prefixes, pool, window=config.window)
+    plan = GenerationPlan(rows, slots, row, positions, chunk, queue, deque(), prefixes, pool, window=config.window)
     if more:
         plan.chunk_prompts = chunk // each
         plan.chunk_tokens = plan.chunk_prompts * longest
@@ -208,7 +212,7 @@ def _in_order(waiting: Sequence[Waiting], window: int) -> deque[Waiting]:
     return deque(waiting if window else sorted(waiting, key=lambda w: -w.length))
 
 
-class Ended(NamedTuple):
+class EndedRow(NamedTuple):
     row: int
     slot: int  # where it lies if it changes places with what moves into its slot
     tokens: list[int]
@@ -219,7 +223,9 @@ class Ended(NamedTuple):
 class Batch:
     """The running rows, in slot order, and the output. `state` int64 [5, slots] holds a column per slot."""
 
-    def __init__(self, plan: Plan, sampling: SamplingParams, device: torch.device, routes: Routes | None = None):
+    def __init__(
+        self, plan: GenerationPlan, sampling: SamplingParams, device: torch.device, routes: Routes | None = None
+    ):
         shape = (plan.rows, sampling.max_response_tokens)
         self.active = self.finished = 0
         self._rows = plan.rows  # of the output; there may be room for more
@@ -337,14 +343,14 @@ class Batch:
             self.state[:, gaps] = self.state[:, movers]
         return moves
 
-    def ended(self) -> Iterator[Ended]:
+    def ended(self) -> Iterator[EndedRow]:
         """The rows that left in the last `settle`, on the host."""
         columns = self._tokens, self._logprobs, self._lengths, self._reasons
         told = (column[self._ended].tolist() for column in columns)
         for row, slot, tokens, logprobs, length, reason in zip(
             self._ended.tolist(), self._ended_at, *told, strict=True
         ):
-            yield Ended(row, slot, tokens[:length], logprobs[:length], reason == STOP)
+            yield EndedRow(row, slot, tokens[:length], logprobs[:length], reason == STOP)
 
     def result(self, version: int) -> Generations:
         """CPU tensors, rows cut to the longest response."""

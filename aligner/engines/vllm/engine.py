@@ -29,7 +29,7 @@ class VllmEngine(Replicated, ChildEngine):
     """See `ChildEngine` and `Replicated`."""
 
     name, title = "vllm", "vLLM"
-    worker = "aligner.engines.vllm.worker:Worker"
+    worker = "aligner.engines.vllm.worker:VllmWorker"
     block = 32
 
     def __init__(self, model: ModelConfig, config: EngineConfig, *, device: torch.device | str, **more: Any):

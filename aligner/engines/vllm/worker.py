@@ -80,7 +80,7 @@ def import_architectures(api: Any, folder: str) -> None:
                 api.ModelRegistry.register_model(name, models[name].load_model_cls())
 
 
-class Worker(BaseWorker):
+class VllmWorker(BaseWorker):
     """One method per call."""
 
     def __init__(self, settings: Settings):

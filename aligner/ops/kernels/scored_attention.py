@@ -22,7 +22,7 @@ from aligner.config.sections.model.attention import ScalesConfig
 BLOCK = 1 << 24  # scores at a time
 
 
-class Scores(NamedTuple):
+class ScoreRule(NamedTuple):
     """What becomes of the products of queries and keys before the softmax."""
 
     scale: float | None = None  # their factor; None: 1 / sqrt(d)
@@ -30,7 +30,7 @@ class Scores(NamedTuple):
     sinks: Tensor | None = None  # [heads], scores that join them
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: ScoreRule) -> Tensor:
     """By the function below that can do it: shapes and `mask` as in `scored_attention`."""
     if scores.softcap:
         return scored_attention(query, key, value, mask, scores.scale, scores.softcap)

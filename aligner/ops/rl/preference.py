@@ -30,7 +30,7 @@ MOST = 80.0  # of an exponent: e^80 is still far from float32's largest number, 
 SURE = -1e-6  # mean logprob of an answer that is as good as certain: odds beyond are not told apart (orpo)
 
 
-class Answers(NamedTuple):
+class PairLogprobs(NamedTuple):
     """Six numbers of each of B pairs, float32 [B]."""
 
     chosen: Tensor  # d
@@ -87,7 +87,7 @@ class Terms(NamedTuple):
 Row = Callable[[Terms, PreferenceConfig], Tensor]
 
 
-def measure(logprobs: Tensor, reference: Tensor | None, mask: Tensor, ld_alpha: float = 1.0) -> Answers:
+def measure(logprobs: Tensor, reference: Tensor | None, mask: Tensor, ld_alpha: float = 1.0) -> PairLogprobs:
     """logprobs, reference, mask [2B, T], rows chosen, rejected, chosen, ... Every row has a token in the mask."""
     on = mask.bool()
     logprobs = torch.where(on, logprobs, 0.0)
@@ -97,7 +97,7 @@ def measure(logprobs: Tensor, reference: Tensor | None, mask: Tensor, ld_alpha: 
         shorter = torch.minimum(tokens[0::2], tokens[1::2]).repeat_interleave(2)
         ratios = torch.where(on.cumsum(1) > shorter[:, None], ld_alpha * ratios, ratios)
     sums, means, tokens = ratios.sum(1), logprobs.sum(1) / tokens, tokens.to(logprobs.dtype)
-    return Answers(sums[0::2], sums[1::2], tokens[0::2], tokens[1::2], means[0::2], means[1::2])
+    return PairLogprobs(sums[0::2], sums[1::2], tokens[0::2], tokens[1::2], means[0::2], means[1::2])
 
 
 def phi(d: Tensor, c: PreferenceConfig) -> Tensor:
@@ -112,7 +112,7 @@ def phi(d: Tensor, c: PreferenceConfig) -> Tensor:
     return d
 
 
-def terms(answers: Answers, labels: Labels, name: str, c: PreferenceConfig) -> Terms:
+def terms(answers: PairLogprobs, labels: Labels, name: str, c: PreferenceConfig) -> Terms:
     """What the row `name` sees."""
     chosen, rejected = (phi(d, c) for d in answers[:2])
     if c.over_mean(name):
@@ -122,7 +122,7 @@ def terms(answers: Answers, labels: Labels, name: str, c: PreferenceConfig) -> T
     return Terms(chosen, rejected, z, c.rpo_scale * labels.gap, *means, labels.partners)
 
 
-def pair_losses(answers: Answers, labels: Labels, c: PreferenceConfig) -> dict[str, Tensor]:
+def pair_losses(answers: PairLogprobs, labels: Labels, c: PreferenceConfig) -> dict[str, Tensor]:
     """Each entry of `c.loss` -> float32 [B], not weighted."""
     return {name: TABLE[name](terms(answers, labels, name, c), c) for name in c.loss}
 
@@ -131,7 +131,7 @@ def start_losses(labels: Labels, c: PreferenceConfig) -> dict[str, Tensor]:
     """`pair_losses` where policy and reference are the same; not of rows without a reference."""
     zero, one = torch.zeros_like(labels.margin), torch.ones_like(labels.margin)
     labels = labels._replace(partners=Partners(zero, zero, zero))
-    found = pair_losses(Answers(zero, zero, one, one, -one, -one), labels, c)
+    found = pair_losses(PairLogprobs(zero, zero, one, one, -one, -one), labels, c)
     return {name: x for name, x in found.items() if name not in OF_MEANS}
 
 
@@ -141,7 +141,7 @@ def total(losses: dict[str, Tensor], c: PreferenceConfig) -> Tensor:
     return torch.stack(parts).sum(0)
 
 
-def rewards(answers: Answers, labels: Labels, c: PreferenceConfig) -> tuple[Tensor, Tensor]:
+def rewards(answers: PairLogprobs, labels: Labels, c: PreferenceConfig) -> tuple[Tensor, Tensor]:
     """beta g of the chosen and of the rejected answers [B] as the first entry of `c.loss` sees them, without gradient;
     their order is whether the policy prefers as the data does."""
     t = terms(answers, labels, c.loss[0], c)

@@ -72,11 +72,11 @@ def main() -> None:
     clock = pace.Clock()
     while True:
         kind, text = receive()
-        if kind == b"s" and not Run(job, json.loads(text), module, clock).done():
+        if kind == b"s" and not ProgramRun(job, json.loads(text), module, clock).done():
             return  # the child, whose program has ended
 
 
-class Run:
+class ProgramRun:
     """A child and what it says. It `owes` while the next message, or its end, has to come from it."""
 
     def __init__(self, job: dict, test: dict, module: types.ModuleType, clock: pace.Clock):

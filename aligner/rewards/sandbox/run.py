@@ -21,7 +21,7 @@ from typing import Any
 from aligner.config.checks import at_least, one_of
 from aligner.errors import ConfigError, SandboxError
 from aligner.rewards.sandbox.confine import landlock_version
-from aligner.rewards.sandbox.session import SILENT_S, Ended, Session
+from aligner.rewards.sandbox.session import SILENT_S, Ended, ProgramSession
 
 TIERS = ("bubblewrap", "unshare", "landlock")  # the best first
 INSIDE = Path(__file__).with_name("inside.py")
@@ -81,7 +81,7 @@ class Sandbox:
                     session.stop()
                 yield ended
 
-    def _session(self, program: str | Sequence[str], judges: bool = False) -> Session:
+    def _session(self, program: str | Sequence[str], judges: bool = False) -> ProgramSession:
         limits = self.limits
         if judges:
             limits = {**limits, "memory_bytes": max(JUDGE_BYTES, limits["memory_bytes"])}
@@ -96,7 +96,7 @@ class Sandbox:
             "landlock": self.tier != "unsafe" and landlock_version() > 0,
             "seccomp": self.tier != "unsafe",
         }
-        return Session(self._command(), job, self.silent_s)
+        return ProgramSession(self._command(), job, self.silent_s)
 
     def works(self) -> str | None:
         """What a first program shows that is wrong; None: nothing."""
@@ -140,14 +140,14 @@ def _readable() -> list[str]:
     return [path for path in (*system, *sorted(python), str(INSIDE.parent)) if os.path.exists(path)]
 
 
-def _end(session: Session) -> Ended:
+def _end(session: ProgramSession) -> Ended:
     """Of a run that is asked for nothing."""
     message = session.next()
     assert isinstance(message, Ended)
     return message
 
 
-def _judged(judge: Session, program: Session) -> Ended:
+def _judged(judge: ProgramSession, program: ProgramSession) -> Ended:
     """Passes on what they say to each other, until one of them decides."""
     while True:
         said = judge.next()

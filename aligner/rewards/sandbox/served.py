@@ -53,10 +53,10 @@ def serve(texts: Sequence[str], names: Names, channel: Channel) -> None:
         if end.code:
             raise
     channel.write(b"")  # ready
-    Served(names, channel).serve_all()
+    ServedObjects(names, channel).serve_all()
 
 
-class Served:
+class ServedObjects:
     def __init__(self, names: Names, channel: Channel):
         self.names = names
         self.peer = Peer(channel, self._serve, self._foreign, self._build)

@@ -25,7 +25,7 @@ class Ended:
     out: str = ""
 
 
-class Session:
+class ProgramSession:
     """Runs of one program, one after another. Raises SandboxError where the sandbox fails."""
 
     def __init__(self, command: Sequence[str], job: dict[str, Any], silent_s: float = SILENT_S):

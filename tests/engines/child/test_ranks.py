@@ -24,7 +24,7 @@ from aligner.engines.child.engine import ChildEngine
 from aligner.engines.child.process import clean_environment, spawn
 from aligner.engines.vllm.extension import Extension
 from aligner.engines.vllm.placed import PlacedVllmEngine
-from aligner.engines.vllm.worker import Worker
+from aligner.engines.vllm.worker import VllmWorker
 from aligner.errors import RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
 from tests.engines.contract import LLAMA, reference
@@ -194,7 +194,7 @@ def test_tensors_come_one_after_the_other_and_are_copied_where_the_next_bucket_t
 
 
 def test_ranks_that_got_other_numbers_are_told():
-    worker = Worker.__new__(Worker)
+    worker = VllmWorker.__new__(VllmWorker)
     worker.settings, worker._checksums = SimpleNamespace(checksums=True), {}
     answers = [{"a": 1, "b": 2}, {"a": 1, "b": 2}]
     worker.engine = SimpleNamespace(collective_rpc=lambda name, args: answers)

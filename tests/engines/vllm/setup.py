@@ -97,7 +97,7 @@ class Shared:
         if cls.lent is None or cls.lent.ended():
             engine = VllmEngine.__new__(VllmEngine)
             engine.options, engine._places = VllmConfig(), [("",), (os.sched_getaffinity(0),)]
-            engine.worker = "tests.engines.vllm.lent:Worker"
+            engine.worker = "tests.engines.vllm.lent:VllmWorker"
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("VLLM_CACHE_ROOT", cls.cache.name)
                 cls.lent = Lent(*engine._process(torch.device("cpu"), python))

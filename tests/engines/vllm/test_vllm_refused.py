@@ -23,7 +23,7 @@ from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Settings
 from aligner.engines.native.fleet import Fleet
 from aligner.engines.vllm.engine import VARIABLES, VllmEngine
 from aligner.engines.vllm.sampling import sampling_arguments
-from aligner.engines.vllm.worker import Worker, import_vllm
+from aligner.engines.vllm.worker import VllmWorker, import_vllm
 from aligner.errors import ConfigError, LayoutError, RefitError
 from aligner.types import SamplingParams
 from tests.engines.vllm.setup import LLAMA, PYTHON, make_engine, needs_vllm
@@ -167,7 +167,7 @@ class Recorder:
 
 def test_what_sleep_would_call_on_a_gpu():
     """Order and arguments; that vLLM has them is below, that they give memory back was not seen."""
-    worker = Worker.__new__(Worker)
+    worker = VllmWorker.__new__(VllmWorker)
     worker.engine, worker.whole = Recorder(), True
     worker.sleep([KV_CACHE])
     worker.wake([KV_CACHE])
