@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aligner.ops.kernels.scored_attention import Scores
+from aligner.ops.kernels.scored_attention import ScoreRule
 
 BLOCK, WARPS, STAGES = 64, 4, 2  # positions read at once, and what Triton makes of the loop
 PROGRAMS = 512  # wanted at least: a few for each multiprocessor
@@ -155,7 +155,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     positions: Tensor,
-    scores: Scores,
+    scores: ScoreRule,
     window: int = 0,
 ) -> Tensor:
     """query [n, heads, d], key [n, kv_heads, T, d], value [n, kv_heads, T, e], the last dimension of each dense ->

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 from aligner.ops.kernels.decode import LEAST, attend, parts_for
-from aligner.ops.kernels.scored_attention import Scores
+from aligner.ops.kernels.scored_attention import ScoreRule
 
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # whose products the interpreter knows
 DTYPES = {torch.float32: 1e-5, HALF: 2e-2 if torch.cuda.is_available() else 2e-3}
@@ -61,7 +61,7 @@ def differences(first: int = 0, last: int = 48, device: str = "cpu") -> list[tup
     found = []
     for case in itertools.islice(cases(last), first, None):
         q, k, v, _, scale, softcap, sinks, window = case
-        scores = Scores(scale, softcap, None if sinks is None else sinks.to(device))
+        scores = ScoreRule(scale, softcap, None if sinks is None else sinks.to(device))
         off = attend(*(x.to(device) for x in case[:4]), scores, window).cpu().double() - wanted(*case)
         parts = parts_for(len(q) * k.shape[1], k.shape[2])
         text = (

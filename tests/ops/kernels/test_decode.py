@@ -57,8 +57,8 @@ def test_parts_fill_the_gpu_and_are_worth_it(programs, length):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_it_runs_here():
     from aligner.ops.kernels.decode import attend
-    from aligner.ops.kernels.scored_attention import Scores
+    from aligner.ops.kernels.scored_attention import ScoreRule
 
     q, kv = torch.randn(3, 8, 64, device="cuda"), torch.randn(2, 3, 2, 40, 64, device="cuda")
-    out = attend(q, kv[0], kv[1], torch.tensor([0, 39, 7], device="cuda"), Scores())
+    out = attend(q, kv[0], kv[1], torch.tensor([0, 39, 7], device="cuda"), ScoreRule())
     assert torch.allclose(out[0], kv[1, 0, :, 0].repeat_interleave(4, 0), atol=1e-5)
