@@ -1,6 +1,6 @@
 """JSON that others wrote, or an earlier run: read with types, so that damage is an error of one line.
 
-A reader asks a `Record` for what it needs by name and kind. What is absent, of another kind or out of range is told
+A reader asks a `JsonObject` for what it needs by name and kind. What is absent, of another kind or out of range is told
 with the file, the place in it, the value and what was expected. Nothing in such a file is executed. For Python 3.7 too:
 the host's own, outside of containers, reads with it.
 """
@@ -65,19 +65,19 @@ def read_json(path: Path, error: Error, *, nan: bool = False) -> Any:
     return parse_json(data, str(path), error, nan=nan)
 
 
-def read_record(path: Path, error: Error, *, nan: bool = False) -> Record:
+def read_record(path: Path, error: Error, *, nan: bool = False) -> JsonObject:
     """The JSON object in a file. Raises `error` naming it."""
     return record(read_json(path, error, nan=nan), str(path), error)
 
 
-def record(value: Any, where: str, error: Error) -> Record:
+def record(value: Any, where: str, error: Error) -> JsonObject:
     """Raises `error` if the value is no JSON object."""
     if not isinstance(value, dict):
         raise error(f"{where}: expected a JSON object, found {_short(value)}")
-    return Record(value, where, error)
+    return JsonObject(value, where, error)
 
 
-class Record:
+class JsonObject:
     """The fields of a JSON object. A null is an absent value. Methods raise `error` naming `where` and the field; those
     with a default give it where the value is absent."""
 
@@ -144,7 +144,7 @@ class Record:
     def record(self, key: str, default: Any = REQUIRED) -> Any:
         """The JSON object below `key`, as a Record."""
         value = self._typed(key, default, dict, "a JSON object")
-        return value if value is default else Record(value, self.where, self.error, f"{self.prefix}{key}.")
+        return value if value is default else JsonObject(value, self.where, self.error, f"{self.prefix}{key}.")
 
     def text_map(self, key: str) -> dict[str, str]:
         value = self._typed(key, REQUIRED, dict, "a JSON object of strings")

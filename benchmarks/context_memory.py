@@ -16,7 +16,7 @@ from pathlib import Path
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.plan.activations import layer_activations
-from aligner.plan.job import Part
+from aligner.plan.job import PlannedModel
 from aligner.plan.shapes import Grid
 
 SMALL = ModelConfig(
@@ -48,7 +48,7 @@ class Saved:
 def saved_bytes(cfg: ModelConfig, tokens: int, context: int, mode: str, element: int) -> Saved:
     """By the calculator's formula, `aligner.plan.activations.layer_activations`."""
     grid = Grid(context=context, over_heads=mode == "alltoall")
-    own, gathered = layer_activations(Part("policy", cfg), grid, sparse=False)
+    own, gathered = layer_activations(PlannedModel("policy", cfg), grid, sparse=False)
     return Saved(cfg.num_layers * own * tokens / context * element, cfg.num_layers * gathered * tokens * element)
 
 

@@ -13,7 +13,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.families.table import parameters
 from aligner.ops.kernels.bfloat16_products import widened
 from aligner.plan.devices import Assumptions, Device
-from aligner.plan.job import Engine, Job, Part, Rows
+from aligner.plan.job import Engine, PlanJob, PlannedModel, PlannedRows
 from aligner.plan.reads import reads
 from aligner.plan.shapes import Grid, decode_weight_bytes, kv_bytes
 from aligner.plan.times import (
@@ -91,17 +91,17 @@ def training_rows(work: Work) -> TrainBatch:
     return TrainBatch(tokens, lengths, mask, [PolicyTargets(advantages, -torch.ones_like(mask) * mask)])
 
 
-def jobs(work: Work, element: int) -> tuple[Job, Job]:
+def jobs(work: Work, element: int) -> tuple[PlanJob, PlanJob]:
     """(of generation, of training) in the words of `aligner plan`."""
-    w, part = work, Part("policy", work.cfg, trained=True, distributed=False)
+    w, part = work, PlannedModel("policy", work.cfg, trained=True, distributed=False)
     engine = Engine(1, element, w.rows, 1 << 40, launches=False)
-    made = Rows(w.rows, w.prompts, w.prompt_tokens, w.prompt_tokens, w.response_tokens, w.response_tokens)
+    made = PlannedRows(w.rows, w.prompts, w.prompt_tokens, w.prompt_tokens, w.response_tokens, w.response_tokens)
     lengths = training_rows(w).lengths.double()
     mean, responses = float(lengths.mean()), float((lengths - w.prompt_tokens).sum())
     seen = float((lengths * (lengths + 1)).sum() / lengths.sum() / 2)
     # the token before the first of a response sees the prompt, the one before the last all but that
     read_seen = float((lengths * (lengths - 1) - w.prompt_tokens * (w.prompt_tokens - 1)).sum() / responses / 2)
-    trained = Rows(
+    trained = PlannedRows(
         w.sequences,
         w.sequences,
         w.prompt_tokens,
@@ -111,7 +111,9 @@ def jobs(work: Work, element: int) -> tuple[Job, Job]:
         seen,
         read_seen,
     )
-    job = Job("grpo", (part,), Grid(), made, engine, element=element, micro_tokens=w.micro_tokens, logits_bytes=8 << 30)
+    job = PlanJob(
+        "grpo", (part,), Grid(), made, engine, element=element, micro_tokens=w.micro_tokens, logits_bytes=8 << 30
+    )
     return job, replace(job, rows=trained)
 
 

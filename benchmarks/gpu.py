@@ -27,7 +27,7 @@ from aligner.config.sections.model.moe import MoeConfig
 from aligner.errors import AlignerError
 from aligner.families.table import parameters
 from aligner.plan.devices import DEVICES, Assumptions, Device
-from aligner.plan.job import Engine, Job, Part, Rows
+from aligner.plan.job import Engine, PlanJob, PlannedModel, PlannedRows
 from aligner.plan.memory import plan_memory
 from aligner.plan.prediction import predict
 from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, kv_bytes
@@ -139,15 +139,15 @@ def measure_machine(device: torch.device, small: bool) -> Machine:
     return Machine(device, name, sheet, copy.moved / median_seconds(copy, device, 10), matrix_rate)
 
 
-def job_for(cfg: ModelConfig, size: Size, micro_tokens: int, element: int) -> Job:
+def job_for(cfg: ModelConfig, size: Size, micro_tokens: int, element: int) -> PlanJob:
     samples = size.prompts * size.group
-    rows = Rows(
+    rows = PlannedRows(
         samples, size.prompts, size.prompt_tokens, size.prompt_tokens, size.response_tokens, size.response_tokens
     )
     engine = Engine(1, element, max(size.batches), size.kv_bytes)
-    return Job(
+    return PlanJob(
         "grpo",
-        (Part("policy", cfg, trained=True),),
+        (PlannedModel("policy", cfg, trained=True),),
         Grid(),
         rows,
         engine,

@@ -20,7 +20,7 @@ from pathlib import Path
 from aligner.config.resolve import compose
 from aligner.config.sections.model.config import ModelConfig
 from aligner.plan.devices import DEVICES, Assumptions, Device
-from aligner.plan.job import Engine, Job, Part, Rows
+from aligner.plan.job import Engine, PlanJob, PlannedModel, PlannedRows
 from aligner.plan.prediction import predict
 from aligner.plan.shapes import Grid
 from aligner.plan.times import plan_times
@@ -34,7 +34,7 @@ class Published:
     name: str
     source: str
     step_s: float
-    job: Job
+    job: PlanJob
     guessed: str
     tokens_per_gpu_s: float = 0.0
 
@@ -43,12 +43,12 @@ def shape(name: str, *overrides: str) -> ModelConfig:
     return compose([f"model={name}", *overrides]).model
 
 
-def nemo_rl(model: ModelConfig, prompt: float, response: float, grid: Grid, engine: Engine, **changes) -> Job:
+def nemo_rl(model: ModelConfig, prompt: float, response: float, grid: Grid, engine: Engine, **changes) -> PlanJob:
     """2,048 samples of 64 prompts, 4 optimizer steps, rows packed to the longest of 4,096 tokens, no reference."""
-    rows = Rows(2048, 64, prompt, 512, response, 4096 - 512)
-    job = Job(
+    rows = PlannedRows(2048, 64, prompt, 512, response, 4096 - 512)
+    job = PlanJob(
         "grpo",
-        (Part("policy", model, trained=True),),
+        (PlannedModel("policy", model, trained=True),),
         grid,
         rows,
         engine,
@@ -59,14 +59,14 @@ def nemo_rl(model: ModelConfig, prompt: float, response: float, grid: Grid, engi
     return replace(job, **changes)
 
 
-def nemo_aligner(response: float, nodes: int, micro: int) -> Job:
+def nemo_aligner(response: float, nodes: int, micro: int) -> PlanJob:
     """The actor's nodes: 1,024 prompts, batches of `micro` that end before the next begins, 8 optimizer steps."""
     model = shape("llama3_70b")
-    parts = (Part("policy", model, trained=True), Part("reference", model))
+    parts = (PlannedModel("policy", model, trained=True), PlannedModel("reference", model))
     engine = Engine(8, 2, micro, 30e9, refill=False, padded=False, launches=False, placed=False, resident=False)
-    rows = Rows(1024, 1024, 200, 1024, response, 1024)
+    rows = PlannedRows(1024, 1024, 200, 1024, response, 1024)
     grid = Grid(8, 8, 1, 1, nodes // 8, sequence=True)
-    return Job("ppo", parts, grid, rows, engine, minibatches=8, micro_rows=1, logprob_tokens=4096)
+    return PlanJob("ppo", parts, grid, rows, engine, minibatches=8, micro_rows=1, logprob_tokens=4096)
 
 
 def published() -> list[Published]:

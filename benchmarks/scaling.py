@@ -18,7 +18,7 @@ from pathlib import Path
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.parallel import ParallelConfig
-from aligner.plan.job import Job, Part, Rows
+from aligner.plan.job import PlanJob, PlannedModel, PlannedRows
 from aligner.plan.shapes import Grid
 from aligner.plan.traffic import pass_calls, step_calls
 
@@ -81,9 +81,9 @@ def formula_bytes(parallel: ParallelConfig, world: int, stage: int) -> float:
     p = parallel
     over_heads = p.context_mode == "alltoall"
     grid = Grid(p.tensor, p.pipeline, p.context, p.expert, world // p.model_size, p.sequence, over_heads)
-    part = Part("policy", SHAPE, trained=True)
-    rows = Rows(ROWS, ROWS, 1, 1, WIDTH - 1, WIDTH - 1)  # the loss is of every token but the first
-    job = Job("sft", (part,), grid, rows, None, element=4, micro_rows=MICRO)
+    part = PlannedModel("policy", SHAPE, trained=True)
+    rows = PlannedRows(ROWS, ROWS, 1, 1, WIDTH - 1, WIDTH - 1)  # the loss is of every token but the first
+    job = PlanJob("sft", (part,), grid, rows, None, element=4, micro_rows=MICRO)
     count, tokens = job.micro_batches()
     calls = pass_calls(job, part, stage, tokens, backward=True) * count + step_calls(job, part, stage)
     return sum(call.size for call in calls)

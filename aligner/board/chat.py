@@ -25,7 +25,7 @@ from aligner.board.runs import Board
 from aligner.config.freeze import FILE_NAME
 from aligner.config.resolve import quoted
 from aligner.errors import AlignerError, DataError
-from aligner.foreign import Record, parse_json, read_record, record
+from aligner.foreign import JsonObject, parse_json, read_record, record
 
 MOST = 2  # models at a time
 SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
@@ -239,7 +239,7 @@ def _parts(reply: httpx.Response) -> Iterator[dict[str, Any]]:
     yield ended
 
 
-def _event(data: bytes) -> Record:
+def _event(data: bytes) -> JsonObject:
     return record(parse_json(data, "aligner serve", AlignerError, nan=True), "aligner serve", AlignerError)
 
 
@@ -248,11 +248,11 @@ def _event(data: bytes) -> Record:
 TALKS = Talks()  # of this process
 
 
-def talks(board: Board, asked: Record) -> Any:
+def talks(board: Board, asked: JsonObject) -> Any:
     return {"models": list(known(board)), "open": TALKS.living()}
 
 
-def open_talk(board: Board, asked: Record) -> Any:
+def open_talk(board: Board, asked: JsonObject) -> Any:
     """`plain`: it has no chat template."""
     name, found = asked.text("model"), known(board)
     if name not in found:
@@ -260,11 +260,11 @@ def open_talk(board: Board, asked: Record) -> Any:
     return {"plain": TALKS.open(name, found[name]).plain}
 
 
-def close_talk(board: Board, asked: Record) -> Any:
+def close_talk(board: Board, asked: JsonObject) -> Any:
     TALKS.close(asked.text("model"))
     return {}
 
 
-def say(board: Board, asked: Record) -> Any:
+def say(board: Board, asked: JsonObject) -> Any:
     body = {name: asked.fields[name] for name in ("messages", *SAMPLING) if name in asked}
     return TALKS.say(asked.text("model"), body)

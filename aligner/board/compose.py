@@ -27,7 +27,7 @@ from aligner.config.schema import Config
 from aligner.config.unread import refuse_unread
 from aligner.config.validate import validate
 from aligner.errors import AlignerError, ConfigError
-from aligner.foreign import Record
+from aligner.foreign import JsonObject
 from aligner.plan import options as plan_options
 from aligner.plan.command import predicted
 from aligner.plan.devices import DEVICES
@@ -54,7 +54,7 @@ class Wish:
     device: str = "h100"
 
     @classmethod
-    def read(cls, asked: Record) -> Wish:
+    def read(cls, asked: JsonObject) -> Wish:
         """Raises ConfigError."""
         wish = from_plain(cls, asked.fields, "", cls)
         one_of("command", wish.command, ("launch", "submit"))
@@ -112,7 +112,7 @@ def composed(wish: Wish) -> Config:
         return compose(wish.overrides())
 
 
-def form(board: Board, asked: Record) -> dict[str, Any]:
+def form(board: Board, asked: JsonObject) -> dict[str, Any]:
     """What never changes while this process lives."""
     groups = {group: sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")) for group in GROUPS}
     return {
@@ -123,7 +123,7 @@ def form(board: Board, asked: Record) -> dict[str, Any]:
     }
 
 
-def check(board: Board, asked: Record) -> dict[str, Any]:
+def check(board: Board, asked: JsonObject) -> dict[str, Any]:
     """The command of a wish, and what it would say.
 
     `error`: {"key", "text"} as the command would print it, or None; `base`: the values by key that the groups alone

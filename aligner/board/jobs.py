@@ -25,7 +25,7 @@ from aligner.cluster.lock import NAME as LOCK
 from aligner.cluster.lock import user_here
 from aligner.config.validate import validate
 from aligner.errors import AlignerError, ConfigError, DataError
-from aligner.foreign import Record
+from aligner.foreign import JsonObject
 
 LOG = "logs/board.log"  # in the run folder
 DRY_S = 120
@@ -148,26 +148,26 @@ def tail(path: Path) -> str:
 JOBS = Jobs()  # of this process
 
 
-def start(board: Board, asked: Record) -> Any:
+def start(board: Board, asked: JsonObject) -> Any:
     return JOBS.start(Wish.read(asked))
 
 
-def dry_run(board: Board, asked: Record) -> Any:
+def dry_run(board: Board, asked: JsonObject) -> Any:
     return JOBS.dry(Wish.read(asked))
 
 
-def submit(board: Board, asked: Record) -> Any:
+def submit(board: Board, asked: JsonObject) -> Any:
     return JOBS.submit(asked.text("key"))
 
 
-def stop(board: Board, asked: Record) -> Any:
+def stop(board: Board, asked: JsonObject) -> Any:
     folder = asked.text("folder")
     if folder not in [job["folder"] for job in jobs(board, asked)["jobs"]]:
         raise DataError(f"folder={folder!r}: expected that of a run that goes on on this machine")
     return JOBS.stop(Path(folder))
 
 
-def jobs(board: Board, asked: Record) -> Any:
+def jobs(board: Board, asked: JsonObject) -> Any:
     """Those that were started here, and whatever else of the board's runs goes on on this machine."""
     told = {folder: JOBS.told(folder) for folder in list(JOBS.started)}
     others = (folder for run in board.runs().values() if (folder := run.folder.resolve()) not in told)

@@ -8,7 +8,7 @@ from typing import Any
 
 from aligner.board.series import number
 from aligner.config.checks import one_of
-from aligner.foreign import Record
+from aligner.foreign import JsonObject
 
 ORDERS = ("newest", "best", "worst")  # the last two by reward
 
@@ -22,7 +22,7 @@ class Query:
     page: int = 0
 
     @classmethod
-    def read(cls, asked: Record) -> Query:
+    def read(cls, asked: JsonObject) -> Query:
         """Raises AlignerError."""
         order = asked.text("order", "newest")
         one_of("order", order, ORDERS)

@@ -26,7 +26,7 @@ from aligner.cluster.lock import BEAT_S
 from aligner.cluster.lock import NAME as LOCK
 from aligner.config.freeze import from_yaml
 from aligner.errors import AlignerError, ConfigError, DataError
-from aligner.foreign import Record, parse_json, record
+from aligner.foreign import JsonObject, parse_json, record
 from aligner.run.alarms import FILE as ALARMS
 from aligner.run.metrics import jsonl_records
 from aligner.run.starts import FILE as STARTS
@@ -40,7 +40,7 @@ SAID = 500  # characters of what is wrong
 FROM = ("model.init", "reward.model", "critic.init", "algorithm.distill.teacher")  # keys that may name another run
 
 
-class Run:
+class RunFolder:
     """A run folder. `name`: on the board."""
 
     def __init__(self, folder: Path):
@@ -190,32 +190,32 @@ class Board:
                 raise ConfigError("FOLDER", str(folder), "a run folder, or a folder of runs")
         self.folders, self.budget = list(folders), budget
         self.lock = threading.RLock()  # of what is known of runs: requests come from several threads
-        self._runs: dict[Path, Run] = {}
+        self._runs: dict[Path, RunFolder] = {}
         self._jobs: dict[str, str] = {}
         self._asked_s = -math.inf
 
-    def runs(self) -> dict[str, Run]:
+    def runs(self) -> dict[str, RunFolder]:
         """By name, in natural order of their paths."""
         found = list(dict.fromkeys(run for folder in self.folders for run in within(folder, DEPTH)))
         with self.lock:
-            self._runs = {path: self._runs.get(path) or Run(path) for path in found}
+            self._runs = {path: self._runs.get(path) or RunFolder(path) for path in found}
             for run, name in zip(self._runs.values(), names(found), strict=True):
                 run.name = name
             return {run.name: run for run in self._runs.values()}
 
-    def run(self, name: str) -> Run:
+    def run(self, name: str) -> RunFolder:
         """Raises DataError where there is no such run."""
         found = self.runs()
         if name not in found:
             raise DataError(f"run={name!r}: expected one of the board's {len(found)} runs")
         return found[name]
 
-    def chosen(self, asked: Record) -> list[Run]:
+    def chosen(self, asked: JsonObject) -> list[RunFolder]:
         """The runs that a page asks for, all without `runs`. Those that are gone are left out."""
         known = self.runs()
         return [known[name] for name in asked.texts("runs", [*known]) if name in known]
 
-    def look(self, runs: Sequence[Run]) -> None:
+    def look(self, runs: Sequence[RunFolder]) -> None:
         """Read what they have written since, as far as the budget goes."""
         left = self.budget
         for run in runs:
@@ -232,7 +232,7 @@ class Board:
         self._jobs = watch.queue()
 
 
-Answer = Callable[[Board, Record], Any]  # what JSON can say, or an iterator of that, which is streamed line by line
+Answer = Callable[[Board, JsonObject], Any]  # what JSON can say, or an iterator of that, which is streamed line by line
 
 
 def is_run(folder: Path) -> bool:

@@ -18,9 +18,9 @@ from typing import Any
 
 from aligner.board import own, recorded
 from aligner.board.query import Query, rounded
-from aligner.board.runs import Board, Run
+from aligner.board.runs import Board, RunFolder
 from aligner.errors import AlignerError, DataError
-from aligner.foreign import Record, parse_json, record
+from aligner.foreign import JsonObject, parse_json, record
 from aligner.run.sample_table import FILE, plain
 
 PAGE = 12  # rows of samples.jsonl
@@ -31,7 +31,7 @@ TABLE = "table"  # the step of all that samples.jsonl has
 
 
 @dataclass(frozen=True)
-class Place:
+class RowOffset:
     """Of a row in the file."""
 
     step: int
@@ -47,7 +47,7 @@ class Table:
     path: Path
     _inode: int = 0
     _end: int = 0
-    _places: list[Place] = field(default_factory=list)
+    _places: list[RowOffset] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def page(self, query: Query, step: int | None = None) -> tuple[list[dict[str, Any]], bool]:
@@ -65,7 +65,7 @@ class Table:
     def steps(self) -> list[int]:
         return sorted({place.step for place in self._known()})
 
-    def _known(self) -> list[Place]:
+    def _known(self) -> list[RowOffset]:
         """With what has been added; all anew where the file is another one, as behind a resume."""
         with self._lock:
             try:
@@ -82,7 +82,7 @@ class Table:
                         break
                     row = self._row(line)
                     if row is not None and isinstance(row.get("step"), int):
-                        self._places.append(Place(row["step"], rounded(row.get("reward")), self._end, len(line)))
+                        self._places.append(RowOffset(row["step"], rounded(row.get("reward")), self._end, len(line)))
                     self._end += len(line)
             return list(self._places)
 
@@ -93,7 +93,7 @@ class Table:
         except AlignerError:
             return None
 
-    def _rows(self, places: Sequence[Place], query: Query) -> Iterator[dict[str, Any]]:
+    def _rows(self, places: Sequence[RowOffset], query: Query) -> Iterator[dict[str, Any]]:
         if not places:  # and maybe no file
             return
         with own.opened(self.path.parent, self.path.name) as file:
@@ -135,7 +135,7 @@ def _table(path: Path) -> Table:
 # --- endpoints
 
 
-def samples(board: Board, asked: Record) -> Any:
+def samples(board: Board, asked: JsonObject) -> Any:
     """{"runs": names, "views": [...]}: of the run asked for, else of the first of `runs` that has any, else of the
     first of all; with `report` the newest of all runs."""
     query = Query.read(asked)
@@ -149,17 +149,17 @@ def samples(board: Board, asked: Record) -> Any:
     return {"runs": [run.name for run in found], "views": views, "hint": HINT}
 
 
-def sample_tokens(board: Board, asked: Record) -> Any:
+def sample_tokens(board: Board, asked: JsonObject) -> Any:
     """Of one sample of a recorded rollout."""
     folder = board.run(asked.text("run")).folder
     return recorded.RecordedRollout.of(folder, asked.integer("step")).tokens(asked.integer("row"))
 
 
-def _has(run: Run) -> bool:
+def _has(run: RunFolder) -> bool:
     return own.within(run.folder, FILE) or bool(recorded.steps(run.folder))
 
 
-def _view(run: Run, query: Query, step: str) -> dict[str, Any]:
+def _view(run: RunFolder, query: Query, step: str) -> dict[str, Any]:
     """`step` is a number, TABLE, or empty: the last that was recorded, else TABLE. Raises DataError."""
     known, table = recorded.steps(run.folder), _table(run.folder / FILE)
     step = step or (str(known[-1]) if known else TABLE)
@@ -176,7 +176,7 @@ def _view(run: Run, query: Query, step: str) -> dict[str, Any]:
     return view
 
 
-def _reported(run: Run, query: Query, most: int) -> dict[str, Any]:
+def _reported(run: RunFolder, query: Query, most: int) -> dict[str, Any]:
     """The newest `most` samples, without what cannot be read: a report is of what can."""
     view = _view(run, query, "")
     if "damage" in view:

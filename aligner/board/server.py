@@ -24,7 +24,7 @@ from aligner.board.page import asset, assets, board_page
 from aligner.board.pages import Page
 from aligner.board.runs import Board
 from aligner.errors import AlignerError, DataError
-from aligner.foreign import Record, parse_json, record
+from aligner.foreign import JsonObject, parse_json, record
 
 MAX_BYTES = 4 << 20  # of a request
 HOSTS = ["127.0.0.1", "localhost"]  # with any port: a tunnel has its own. Others are a name that was rebound to us
@@ -79,7 +79,7 @@ def make_app(board: Board, pages: Mapping[str, Page], token: str) -> Starlette:
     )
 
 
-async def _asked(request: Request) -> Record:
+async def _asked(request: Request) -> JsonObject:
     data = bytearray()
     async for part in request.stream():
         data += part

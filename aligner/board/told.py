@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from aligner.board.runs import FROM, Answer, Board, Run, flat, mapping
+from aligner.board.runs import FROM, Answer, Board, RunFolder, flat, mapping
 from aligner.board.series import SO_FAR, STEP_S, TOKENS, Points, number, thin
-from aligner.foreign import Record
+from aligner.foreign import JsonObject
 from aligner.run.metrics import HEADLINE, finite
 
 POINTS = 400  # of a curve, unless more are asked for
@@ -31,7 +31,7 @@ def alone(answer: Answer) -> Answer:
     """One request at a time: what is known of runs changes while they are read."""
 
     @functools.wraps(answer)
-    def held(board: Board, asked: Record) -> Any:
+    def held(board: Board, asked: JsonObject) -> Any:
         with board.lock:
             return answer(board, asked)
 
@@ -39,7 +39,7 @@ def alone(answer: Answer) -> Answer:
 
 
 @alone
-def table(board: Board, asked: Record) -> Any:
+def table(board: Board, asked: JsonObject) -> Any:
     """A row for each run, as they started: how it goes, and the last values of the numbers that matter."""
     runs = board.chosen(asked)
     board.look(runs)
@@ -50,7 +50,7 @@ def table(board: Board, asked: Record) -> Any:
     return {"folders": [str(folder) for folder in board.folders], "headline": headline, "runs": rows}
 
 
-def _of[T](run: Run, tell: Callable[[Run], T], nothing: Callable[[], T]) -> T:
+def _of[T](run: RunFolder, tell: Callable[[RunFolder], T], nothing: Callable[[], T]) -> T:
     """What is told of a run. Whatever lies in its folder takes nothing from others."""
     try:
         return tell(run)
@@ -59,7 +59,7 @@ def _of[T](run: Run, tell: Callable[[Run], T], nothing: Callable[[], T]) -> T:
         return nothing()
 
 
-def _damaged(run: Run) -> Callable[[], dict[str, Any]]:
+def _damaged(run: RunFolder) -> Callable[[], dict[str, Any]]:
     """Its row, where there cannot be a better one."""
     empty = dict.fromkeys(("job", "step", "steps", "left_s", "step_s", "goodput", "tokens_per_s", "peak_bytes"))
     texts = {"chain": run.folder.parent.name, "stage": "", "state": "damaged", "started": "", "result": ""}
@@ -67,7 +67,7 @@ def _damaged(run: Run) -> Callable[[], dict[str, Any]]:
     return lambda: {"name": run.name, **texts, **empty, **lists, "damage": run.damage}
 
 
-def _row(run: Run, jobs: dict[str, str], folders: dict[Path, str]) -> dict[str, Any]:
+def _row(run: RunFolder, jobs: dict[str, str], folders: dict[Path, str]) -> dict[str, Any]:
     series, settings, state = run.series, run.settings, run.state(jobs)
     step, step_s = series.newest("step"), series.newest(STEP_S)
     total = number(settings.get("run.steps"))
@@ -106,7 +106,7 @@ def _named(value: Any, folders: dict[Path, str]) -> str:
 
 
 @alone
-def metrics(board: Board, asked: Record) -> Any:
+def metrics(board: Board, asked: JsonObject) -> Any:
     """The metrics that runs have, in the order of the page: the last value of each run, and the only one there ever was
     where it never changes."""
     runs = board.chosen(asked)
@@ -119,7 +119,7 @@ def metrics(board: Board, asked: Record) -> Any:
     return {"metrics": [row for row in rows if row["last"]], "read": {run.name: run.series.part for run in runs}}
 
 
-def _metric(name: str, runs: list[Run]) -> dict[str, Any]:
+def _metric(name: str, runs: list[RunFolder]) -> dict[str, Any]:
     ranges = [values for run in runs if len(values := _finite(run.series.points(name)))]
     several = any(len(values) > 1 for values in ranges)  # else it could not change
     low, high = min((v.min() for v in ranges), default=math.nan), max((v.max() for v in ranges), default=math.nan)
@@ -132,7 +132,7 @@ def _finite(points: Points) -> np.ndarray:
 
 
 @alone
-def curves(board: Board, asked: Record) -> Any:
+def curves(board: Board, asked: JsonObject) -> Any:
     """Curves of each run by metric, and its clocks: seconds since it began and tokens, by step."""
     runs = board.chosen(asked)
     share = TOGETHER // max(1, sum(len(run.series.names()) for run in runs))
@@ -146,7 +146,7 @@ def curves(board: Board, asked: Record) -> Any:
     return {"curves": found, "clocks": clocks}
 
 
-def _clock(run: Run) -> dict[str, Any]:
+def _clock(run: RunFolder) -> dict[str, Any]:
     steps, walls = run.series.points("wall_time")
     begun = float(walls[0]) if len(walls) and not math.isnan(walls[0]) else 0.0
     passed = _curve((steps, walls - begun), POINTS)
@@ -160,13 +160,13 @@ def _curve(points: Points, most: int) -> dict[str, list[Any]]:
 
 
 @alone
-def phases(board: Board, asked: Record) -> Any:
+def phases(board: Board, asked: JsonObject) -> Any:
     """Where the seconds went: by phase, in all and of a step along the run. Phases with a slash are part of others."""
     runs = board.chosen(asked)
     return {"phases": {run.name: told for run in runs if (told := _of(run, _phases, lambda: None))}}
 
 
-def _phases(run: Run) -> dict[str, Any] | None:
+def _phases(run: RunFolder) -> dict[str, Any] | None:
     series = run.series
     parts = [n for n in sorted(series.names()) if n.startswith("time/") and n.count("/") == 1 and n != STEP_S]
     so_far = {name: series.points(SO_FAR + name) for name in (*parts, STEP_S)}
@@ -194,7 +194,7 @@ def _until(points: Points, edges: np.ndarray) -> np.ndarray:
 
 
 @alone
-def details(board: Board, asked: Record) -> Any:
+def details(board: Board, asked: JsonObject) -> Any:
     """Where runs come from, what they warn of, and in which keys of their configs they differ."""
     runs = board.chosen(asked)
     settings = {run.name: run.settings for run in runs}
@@ -210,11 +210,11 @@ def details(board: Board, asked: Record) -> Any:
 
 def summary(folders: Sequence[Path]) -> dict[str, Any]:
     """What stands in summary.json of folders, by dotted key: results of a chain, such as the quick start's."""
-    found = {key: value for folder in folders for key, value in flat(Run(folder).summary) if key}
+    found = {key: value for folder in folders for key, value in flat(RunFolder(folder).summary) if key}
     return {key: text(value) if number(value) is None else value for key, value in found.items()}
 
 
-def _details(run: Run) -> dict[str, Any]:
+def _details(run: RunFolder) -> dict[str, Any]:
     return {
         "facts": {name: value for name, value in _facts(run).items() if value not in (None, "")},
         "alarms": [{"step": finite(alarm.get("step")), "text": text(alarm.get("text"))} for alarm in run.alarms],
@@ -223,11 +223,11 @@ def _details(run: Run) -> dict[str, Any]:
     }
 
 
-def _no_details(run: Run) -> dict[str, Any]:
+def _no_details(run: RunFolder) -> dict[str, Any]:
     return {"facts": {"folder": str(run.folder)}, "alarms": [], "config": "", "damage": run.damage}
 
 
-def _facts(run: Run) -> dict[str, Any]:
+def _facts(run: RunFolder) -> dict[str, Any]:
     settings, latest = run.settings, run.start
     first = next((record for record in run.starts if "started" in record), {})
     hardware = mapping(latest.get("hardware"))

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 
 from aligner.data.items import SftItem
-from aligner.data.ragged import Ragged
+from aligner.data.ragged import FlatRows
 from aligner.data.reading import DataReport, TokenRows
 
 
@@ -16,7 +16,7 @@ class Answers(TokenRows):
 
     def __init__(self, report: DataReport):
         super().__init__(report)
-        self._mask = Ragged(np.uint8)
+        self._mask = FlatRows(np.uint8)
         self.reference: np.ndarray | None = None  # float32 [self.tokens] logprobs, where the stage stores them
 
     def _append(self, tokens: list[int], mask: list[int], limit: int) -> None:

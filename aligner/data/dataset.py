@@ -13,7 +13,7 @@ from aligner.config.sections.data import DataConfig
 from aligner.data.answers import Answers
 from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow
 from aligner.data.items import PairItem, PreferenceItem, ScoredItem, SftItem
-from aligner.data.ragged import Ragged
+from aligner.data.ragged import FlatRows
 from aligner.data.reading import DataReport, Reading, TokenRows
 from aligner.data.templates import encode_answers, encode_prompts, encode_sft, shipped_in_use
 from aligner.data.tokenizer import stop_token_ids
@@ -39,7 +39,7 @@ class SftDataset(TokenRows):
     ):
         reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
         super().__init__(reading.report)
-        self._mask = Ragged(np.uint8)
+        self._mask = FlatRows(np.uint8)
         self._told_by: list[int | None] = []
         fix = data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: row.texts):
@@ -74,7 +74,7 @@ class PreferenceDataset:
     ):
         reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
         self.report = reading.report
-        self._chosen, self._rejected = Ragged(np.int32), Ragged(np.int32)
+        self._chosen, self._rejected = FlatRows(np.int32), FlatRows(np.int32)
         margins, equal, stop, fix = [], 0, stop_token_ids(tokenizer), data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: (row.prompt, row.chosen, row.rejected)):
             prompts, where = [row.prompt for row in chunk], [row.where for row in chunk]
@@ -198,7 +198,7 @@ class PromptDataset(TokenRows):
     ):
         reading, limit = Reading(rows, tokenizer, data, key, "max_prompt_tokens"), data.max_prompt_tokens
         super().__init__(reading.report)
-        self._rest = Ragged(np.uint8)
+        self._rest = FlatRows(np.uint8)
         self._columns: dict[str, None] = {}
         numbers, conversations = count(), False
         for chunk in reading.chunks(lambda row: (row.prompt,)):

@@ -15,7 +15,7 @@ IN_MEMORY = 1 << 28  # bytes of a flat array
 CHUNK = 2048  # rows that wait to join it
 
 
-class Ragged:
+class FlatRows:
     """Rows of different lengths in one flat array; row i is a view of flat[offsets[i]:offsets[i + 1]]. Beyond IN_MEMORY
     bytes the array lies in a temporary file (TMPDIR), mapped into memory: what is not read needs none."""
 

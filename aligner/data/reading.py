@@ -12,7 +12,7 @@ from aligner.config.sections.data import DataConfig
 from aligner.data.chats import check_arguments, unread_tools
 from aligner.data.ends import Ends, spans
 from aligner.data.formats import Messages, Text, Tools, TypedRows
-from aligner.data.ragged import Ragged
+from aligner.data.ragged import FlatRows
 from aligner.data.shown import shows_beside, shows_key
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
@@ -57,7 +57,7 @@ class TokenRows:
     rows: ClassVar[int] = 1  # of an item
 
     def __init__(self, report: DataReport):
-        self.report, self._tokens = report, Ragged(np.int32)
+        self.report, self._tokens = report, FlatRows(np.int32)
 
     def __len__(self) -> int:
         return len(self._tokens) // self.rows

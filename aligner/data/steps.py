@@ -11,7 +11,7 @@ import numpy as np
 from aligner.config.sections.data import DataConfig
 from aligner.data.formats import StepsRow
 from aligner.data.items import StepsItem
-from aligner.data.ragged import Ragged
+from aligner.data.ragged import FlatRows
 from aligner.data.reading import Reading, TokenRows
 from aligner.data.templates import encode_behind, encode_prompts
 from aligner.errors import ConfigError
@@ -62,7 +62,7 @@ class StepsDataset(TokenRows):
             StepEncoder(tokenizer, separator),
         )
         super().__init__(reading.report)
-        self._labels = Ragged(np.float32)
+        self._labels = FlatRows(np.float32)
         for chunk in reading.chunks(lambda row: (row.prompt,)):
             where, tools = [row.where for row in chunk], [row.tools for row in chunk]
             prompts = encode_prompts(tokenizer, [row.prompt for row in chunk], where, tools, data.template_arguments)

@@ -11,7 +11,7 @@ from aligner.config.sections.data import DataConfig
 from aligner.data.dataset import SftDataset
 from aligner.data.formats import TextRow, ToldBy, TypedRows, by_none, sft_rows, text_rows
 from aligner.data.items import SftItem
-from aligner.data.ragged import Ragged
+from aligner.data.ragged import FlatRows
 from aligner.data.reading import CHUNK, DataReport
 from aligner.data.templates import encode_documents
 from aligner.errors import DataError
@@ -32,7 +32,7 @@ class TextDataset(Sequence):
         self.report = DataReport(key, f"data.max_tokens={data.max_tokens}", rows=len(rows))
         for note in rows.notes if isinstance(rows, TypedRows) else ():
             self.report.note(note)
-        self._documents = Ragged(np.int32)
+        self._documents = FlatRows(np.int32)
         for start in range(0, len(rows), CHUNK):
             texts = [row.text for row in rows[start : start + CHUNK]]
             for tokens in encode_documents(tokenizer, [text for text in texts if text]):

@@ -16,7 +16,7 @@ from aligner.families import FAMILIES
 from aligner.families.family import DEFAULTS, Family
 from aligner.families.hf_rope import NOTHING, rope_in, rotary_fraction_in, scaling_out
 from aligner.families.table import check_family
-from aligner.foreign import Record, read_record
+from aligner.foreign import JsonObject, read_record
 
 # beyond them a damaged digit would end in a search for memory instead of a message
 MOST_LAYERS, MOST_HEADS, MOST_CHANNELS, MOST_EXPERTS = 10_000, 65_536, 1 << 28, 4096
@@ -176,7 +176,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     )
 
 
-def _keys_in(raw: Record, family: Family) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def _keys_in(raw: JsonObject, family: Family) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Fields of ModelConfig, and of its sections, by the family's `keys`; null is 0, which means none."""
     names = ("", "attention", "latent", "linear", "moe", "scales")
     fields: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -194,7 +194,7 @@ def _keys_in(raw: Record, family: Family) -> tuple[dict[str, Any], dict[str, dic
     return fields.pop(""), fields
 
 
-def _windows_in(raw: Record, family: Family, path: Path) -> dict[str, Any]:
+def _windows_in(raw: JsonObject, family: Family, path: Path) -> dict[str, Any]:
     """Fields of AttentionConfig that say which layers are local."""
     if not family.windows or (family.window_switch and not raw.flag("use_sliding_window", False)):
         return {}
@@ -209,7 +209,7 @@ def _windows_in(raw: Record, family: Family, path: Path) -> dict[str, Any]:
     )
 
 
-def _linear_layers_in(raw: Record, family: Family, path: Path) -> dict[str, Any]:
+def _linear_layers_in(raw: JsonObject, family: Family, path: Path) -> dict[str, Any]:
     """Fields of LinearConfig that say which layers have attention."""
     if not family.default_attention_every:
         return {}
@@ -221,7 +221,7 @@ def _linear_layers_in(raw: Record, family: Family, path: Path) -> dict[str, Any]
     return {name.replace("global", "attention"): value for name, value in pattern.items()}
 
 
-def _layer_types(raw: Record, usual: list[str], path: Path, other: str) -> list[str]:
+def _layer_types(raw: JsonObject, usual: list[str], path: Path, other: str) -> list[str]:
     kinds = raw.texts("layer_types", usual)
     if len(kinds) != len(usual) or set(kinds) - {other, "full_attention"}:
         expected = f"{other} or full_attention for each of {len(usual)} layers"
@@ -229,13 +229,13 @@ def _layer_types(raw: Record, usual: list[str], path: Path, other: str) -> list[
     return kinds
 
 
-def _rotated_layers(raw: Record, family: Family) -> list[int]:
+def _rotated_layers(raw: JsonObject, family: Family) -> list[int]:
     layers, every = raw.integer("num_hidden_layers"), raw.integer("no_rope_layer_interval", family.nope_every, low=0)
     usual = [int(not every or (layer + 1) % every != 0) for layer in range(layers)]
     return raw.integers("no_rope_layers", usual)[:layers] if family.nope_every else usual
 
 
-def _default_layers(raw: Record, family: Family, layers: int) -> list[str]:
+def _default_layers(raw: JsonObject, family: Family, layers: int) -> list[str]:
     key, default = family.default_global
     if key == "no_rope_layers":
         kinds = _rotated_layers(raw, family)
@@ -249,7 +249,7 @@ def _default_layers(raw: Record, family: Family, layers: int) -> list[str]:
     return ["full_attention" if is_global else "sliding_attention" for is_global in first]
 
 
-def _local_rope_in(raw: Record, family: Family) -> dict[str, Any]:
+def _local_rope_in(raw: JsonObject, family: Family) -> dict[str, Any]:
     if not family.default_local_base:
         return {}
     base = raw.number("rope_local_base_freq", family.default_local_base, above=0)
@@ -268,7 +268,7 @@ def is_known(folder: Path) -> bool:
     return kind in FAMILIES
 
 
-def _experts_in(raw: Record, family: Family, more: dict[str, Any]) -> MoeConfig:
+def _experts_in(raw: JsonObject, family: Family, more: dict[str, Any]) -> MoeConfig:
     """Without the coefficient of the auxiliary loss, which a run decides."""
     if family.moe is None:
         return MoeConfig()
@@ -295,7 +295,7 @@ def _experts_in(raw: Record, family: Family, more: dict[str, Any]) -> MoeConfig:
     return found
 
 
-def _family_of(raw: Record, path: Path) -> Family:
+def _family_of(raw: JsonObject, path: Path) -> Family:
     known = ", ".join(FAMILIES)
     kind = raw.text("model_type", None)
     if kind not in FAMILIES:
@@ -314,7 +314,7 @@ def _family_of(raw: Record, path: Path) -> Family:
     return family
 
 
-def float8_block(raw: Record) -> tuple[int, int] | None:
+def float8_block(raw: JsonObject) -> tuple[int, int] | None:
     """The size of a block by config.json, None if nothing is quantised. Raises ConfigError for another quantisation."""
     told = raw.record("quantization_config", None)
     if told is None or is_mxfp4(raw):
@@ -333,7 +333,7 @@ def float8_block(raw: Record) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-def is_mxfp4(raw: Record) -> bool:
+def is_mxfp4(raw: JsonObject) -> bool:
     """Whether experts are packed, by config.json."""
     told = raw.record("quantization_config", None)
     packed = told is not None and told.text("quant_method", "") == "mxfp4"

@@ -7,9 +7,9 @@ from typing import Any
 
 from aligner.config.sections.model.rope import ROPE_TYPES, RopeScalingConfig
 from aligner.errors import CheckpointError, ConfigError
-from aligner.foreign import Record
+from aligner.foreign import JsonObject
 
-NOTHING = Record({}, "config.json", CheckpointError)
+NOTHING = JsonObject({}, "config.json", CheckpointError)
 # our field -> config.json's, by type; fields at their default are left out where the type does not need them
 _NEEDED = {
     "llama3": {
@@ -49,7 +49,7 @@ def scaling_out(scaling: RopeScalingConfig) -> dict[str, Any] | None:
 
 
 def rope_in(
-    raw: Record, path: Path, default: dict[str, Any], default_base: float, max_position: int
+    raw: JsonObject, path: Path, default: dict[str, Any], default_base: float, max_position: int
 ) -> tuple[float, RopeScalingConfig]:
     """Base and scaling of the rotary embeddings, of the global layers where local ones have their own. transformers 4
     has rope_theta and rope_scaling, transformers 5 both in rope_parameters; where there are both, all must agree.
@@ -58,13 +58,13 @@ def rope_in(
     new = new.record("full_attention") if "full_attention" in new else new
     found: dict[str, Any] = {}
     beside = {key: raw.fields.get(key) for key in ("rope_theta", "original_max_position_embeddings")}
-    for place in (new, raw.record("rope_scaling", NOTHING), Record(beside, raw.where, raw.error)):
+    for place in (new, raw.record("rope_scaling", NOTHING), JsonObject(beside, raw.where, raw.error)):
         for key in place:
             if key in place and found.setdefault(key, place.fields[key]) != place.fields[key]:
                 place.refuse(key, f"{found[key]!r}, as another place of the file says")
     if not ("rope_parameters" in raw or "rope_scaling" in raw):
         found = default | found
-    rope = Record(found, raw.where, raw.error, "rope_parameters.")
+    rope = JsonObject(found, raw.where, raw.error, "rope_parameters.")
     base = rope.number("rope_theta", default_base, above=0)
     kind = rope.text("rope_type", rope.text("type", "default"))
     kind = "longrope" if kind == "yarn" and "short_factor" in rope else _OLD_NAMES.get(kind, kind)
@@ -76,14 +76,14 @@ def rope_in(
     return base, _scaling_in(rope, kind, max_position)
 
 
-def rotary_fraction_in(raw: Record, default: float) -> float:
+def rotary_fraction_in(raw: JsonObject, default: float) -> float:
     """Of a head's numbers that are rotated."""
     new = raw.record("rope_parameters", NOTHING)
     beside = raw.number("partial_rotary_factor", default, above=0)
     return new.number("partial_rotary_factor", beside, above=0)
 
 
-def _scaling_in(rope: Record, kind: str, max_position: int) -> RopeScalingConfig:
+def _scaling_in(rope: JsonObject, kind: str, max_position: int) -> RopeScalingConfig:
     fields: dict[str, Any] = {"type": kind}
     original = max_position
     if "original_max_position" in _NEEDED[kind]:

@@ -42,7 +42,7 @@ from aligner.megatron.groups import Layout
 from aligner.megatron.model import Head
 from aligner.megatron.sharing import mark_shared
 from aligner.megatron.weights import WeightSource, local_modules, local_parameters, own_shard
-from aligner.models.adapters import Site, Target, sites
+from aligner.models.adapters import AdaptedMatrix, Target, sites
 from aligner.ops.kernels.experts import each_row, grouped_linear
 from aligner.ops.kernels.frozen import dense
 from aligner.ops.seeds import derive
@@ -62,7 +62,9 @@ class Adapters(torch.nn.Module):
     """Of one matrix, which may be several targets: one product with all their A, and one with their B, each in its own
     rows and in its own columns."""
 
-    def __init__(self, site: Site, cfg: ModelConfig, layout: Layout, base: torch.nn.Parameter, source: WeightSource):
+    def __init__(
+        self, site: AdaptedMatrix, cfg: ModelConfig, layout: Layout, base: torch.nn.Parameter, source: WeightSource
+    ):
         super().__init__()
         self.site, self.layout = site, layout
         self.on = True  # else the matrix is as it was

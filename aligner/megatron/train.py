@@ -45,7 +45,7 @@ from aligner.ops.kernels.scored_attention import scaled_logits
 from aligner.ops.kernels.upload import upload
 from aligner.ops.packing.needed import narrowed, without_unread
 from aligner.ops.packing.pack import Packing, Times, pack
-from aligner.ops.packing.routing import Replay
+from aligner.ops.packing.routing import RoutingReplay
 from aligner.ops.packing.windows import windowed
 from aligner.ops.reduce import max_over
 from aligner.ops.schedules import lr_at
@@ -223,7 +223,7 @@ class ShardedModel:
         each = self.cfg.num_layers // self.layout.pipeline
         stages = [layer // each for layer in self.cfg.layers_of("sparse")]
         here = batch.routing[:, :, torch.tensor(stages) == self.layout.pp_rank]
-        return replace(times, replay=Replay.of(packing, here, batch.lengths, times.real))
+        return replace(times, replay=RoutingReplay.of(packing, here, batch.lengths, times.real))
 
     def _pack(self, batch: TrainBatch) -> Packing:
         layout = self.layout

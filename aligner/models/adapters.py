@@ -25,7 +25,7 @@ LORA_A, LORA_B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_ve
 
 @dataclass(frozen=True)
 class Target:
-    """One of the matrices that `Site.base` is made of. Of experts the factors have one entry for each."""
+    """One of the matrices that `AdaptedMatrix.base` is made of. Of experts the factors have one entry for each."""
 
     name: str  # the last part of its name in Hugging Face's files, as in `model.lora.targets`
     index: int  # in the matrix, or in that of each expert
@@ -36,7 +36,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Site:
+class AdaptedMatrix:
     """A matrix of Megatron's model with adapters."""
 
     base: ParamSpec
@@ -61,7 +61,7 @@ class Site:
         return 1, [out // share for out in outs_of(spec, cfg)]
 
 
-def sites(cfg: ModelConfig) -> list[Site]:
+def sites(cfg: ModelConfig) -> list[AdaptedMatrix]:
     """Every matrix with adapters, in the order of the family's table. Raises ConfigError for a target that no matrix of
     the layers has."""
     found = list(_sites(cfg))
@@ -77,7 +77,7 @@ def sites(cfg: ModelConfig) -> list[Site]:
     return [site for site in chosen if site.targets]
 
 
-def held_sites(cfg: ModelConfig) -> list[Site]:
+def held_sites(cfg: ModelConfig) -> list[AdaptedMatrix]:
     """The matrices that `model.lora.quantize_base` holds in fewer bits, adapted or not: all of the layers, but routers
     and what tensor ranks have whole."""
     return [site for site in _sites(cfg) if site.split != "none"]
@@ -122,11 +122,11 @@ def described(cfg: ModelConfig, head: str, outputs: int) -> str:
     )
 
 
-def _sites(cfg: ModelConfig) -> Iterator[Site]:
+def _sites(cfg: ModelConfig) -> Iterator[AdaptedMatrix]:
     for spec in filter(is_matrix, family_table(cfg)):
         outs = outs_of(spec, cfg)
         targets = (_target(spec, i, out, spec.hf[i :: len(outs)], cfg) for i, out in enumerate(outs))
-        yield Site(spec, split_of(spec), tuple(targets))
+        yield AdaptedMatrix(spec, split_of(spec), tuple(targets))
 
 
 def _holder(spec: ParamSpec) -> str:

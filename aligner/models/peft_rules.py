@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from aligner.config.sections.model.lora import LoraConfig
 from aligner.errors import CheckpointError
-from aligner.foreign import Record, record
+from aligner.foreign import JsonObject, record
 
 # read here and in peft.py, or without effect on what the factors mean
 _KNOWN = {
@@ -29,7 +29,7 @@ _SAME_BASE = (True, False, "gaussian", "orthogonal", "eva")  # init_lora_weights
 _ALL_LINEAR = "all-linear"
 
 
-def check_kind(config: Record, lora: LoraConfig) -> None:
+def check_kind(config: JsonObject, lora: LoraConfig) -> None:
     """Raises CheckpointError, naming the key, for what is not LoRA, rsLoRA or DoRA as `lora` says."""
     if config.text("peft_type") != "LORA":
         config.refuse("peft_type", "LORA")
@@ -48,7 +48,7 @@ def check_kind(config: Record, lora: LoraConfig) -> None:
 class Rules:
     """Raises CheckpointError, naming the key, for values that peft would not understand."""
 
-    def __init__(self, config: Record):
+    def __init__(self, config: JsonObject):
         self._config = config
         self._target = self._names("target_modules")
         self._exclude = self._names("exclude_modules") if config.fields.get("exclude_modules") else None
@@ -145,7 +145,7 @@ class Rules:
 
         return set(layers), layer
 
-    def _compile(self, holder: Record, key: str, text: str) -> re.Pattern[str]:
+    def _compile(self, holder: JsonObject, key: str, text: str) -> re.Pattern[str]:
         try:
             return re.compile(text)
         except (re.error, RecursionError, OverflowError) as error:

@@ -7,13 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from aligner.plan.adapters import adapter_widths, is_adapted
-from aligner.plan.job import Job, Part
+from aligner.plan.job import PlanJob, PlannedModel
 from aligner.plan.linear import gathered_width, rule_activations
 from aligner.plan.shapes import Grid, attention_widths, latent_widths, mlp_width, stage_layers, stage_linear, widest_mlp
 from aligner.plan.shared import Shared, shared
 
 
-def layer_activations(part: Part, grid: Grid, sparse: bool) -> tuple[float, float]:
+def layer_activations(part: PlannedModel, grid: Grid, sparse: bool) -> tuple[float, float]:
     """Elements that one layer keeps for backward: (for each own token, for each token of all context-parallel ranks).
 
     By own token: inputs and outputs of two norms (4 H; a 1/tp share with sequence parallelism), queries and the
@@ -35,7 +35,7 @@ def layer_activations(part: Part, grid: Grid, sparse: bool) -> tuple[float, floa
     return own + (k + v) / tp, 0.0
 
 
-def _linear_activations(part: Part, grid: Grid, sparse: bool) -> tuple[float, float]:
+def _linear_activations(part: PlannedModel, grid: Grid, sparse: bool) -> tuple[float, float]:
     """`layer_activations` of a layer of linear attention, without `rule_activations`: in place of queries, keys, values
     and output what its products give and take."""
     m, linear = part.shape, part.shape.linear
@@ -47,7 +47,7 @@ def _linear_activations(part: Part, grid: Grid, sparse: bool) -> tuple[float, fl
 
 
 @dataclass(frozen=True)
-class Stream:
+class StepTokens:
     """The micro-batches of an optimizer step."""
 
     count: int
@@ -55,17 +55,17 @@ class Stream:
     shared: Shared | None
 
 
-def _stream(job: Job, part: Part) -> Stream:
+def _stream(job: PlanJob, part: PlannedModel) -> StepTokens:
     count, tokens = job.micro_batches(worst=True)
     alike = shared(job, tokens, count, in_order=not job.micro_tokens)
     tokens = tokens if alike is None else alike.tokens
     if part is not job.policy:
-        return Stream(count, tokens, alike)
+        return StepTokens(count, tokens, alike)
     more, others = job.ptx_micro_batches(worst=True)
-    return Stream(count + more, max(tokens, others), None if others > tokens else alike)
+    return StepTokens(count + more, max(tokens, others), None if others > tokens else alike)
 
 
-def _put_together(part: Part, grid: Grid, alike: Shared, linear: bool) -> float:
+def _put_together(part: PlannedModel, grid: Grid, alike: Shared, linear: bool) -> float:
     """Elements that a layer keeps beside those of a stream without shared prompts: keys and values of whole rows in
     place of the stream's, for followers with as many heads as queries have (no fused kernel with a mask knows fewer),
     and attention's output before it is put back into the stream."""
@@ -77,7 +77,7 @@ def _put_together(part: Part, grid: Grid, alike: Shared, linear: bool) -> float:
     return (a * alike.tokens + keys * (alike.leaders - alike.tokens) + wide * alike.followers) / grid.tensor
 
 
-def _layers(job: Job, part: Part, stage: int) -> list[float]:
+def _layers(job: PlanJob, part: PlannedModel, stage: int) -> list[float]:
     """Elements that each layer of a stage keeps of a micro-batch."""
     grid, m = job.grid, part.shape
     stream = _stream(job, part)
@@ -93,7 +93,7 @@ def _layers(job: Job, part: Part, stage: int) -> list[float]:
     return layers
 
 
-def activation_bytes(job: Job, part: Part, stage: int) -> float:
+def activation_bytes(job: PlanJob, part: PlannedModel, stage: int) -> float:
     """Of the micro-batches that stage `stage` of a 1F1B pipeline holds at a time, min(micro-batches, stages - stage).
     With recomputation each layer keeps its input alone. The last layer counts like the others: rows may be almost all
     response."""
@@ -107,7 +107,7 @@ def activation_bytes(job: Job, part: Part, stage: int) -> float:
     return job.element * in_flight * (kept + ends * own + mask)
 
 
-def backward_bytes(job: Job, part: Part, stage: int) -> float:
+def backward_bytes(job: PlanJob, part: PlannedModel, stage: int) -> float:
     """What backward of one layer needs beside: with recomputation all that the layer keeps; the gradients of its MLP
     (4 F / tp: gate and up, their product and what it was made of; 2 H for each of an expert's k tokens), with sequence
     parallelism its gathered input, that input's gradient; a gradient to or from a neighbouring stage."""

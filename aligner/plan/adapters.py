@@ -15,7 +15,7 @@ from aligner.config.sections.model.lora import ALL_LINEAR
 from aligner.families.matrices import Split, is_matrix, outs_of, sizes_of, split_of
 from aligner.families.rows import ParamSpec
 from aligner.families.table import layer_table
-from aligner.plan.job import Part
+from aligner.plan.job import PlannedModel
 from aligner.plan.shapes import Count, Grid, rank_parameters, stage_layers, stage_linear
 
 HELD_BITS = {"int8": 8.5, "fp8": 8.5, "nf4": 4.5}  # of a number in `ops/kernels/frozen.py`, with its share of a scale
@@ -33,7 +33,7 @@ class Matrix:
     of_hidden: bool = False  # its input is the stream's
 
 
-def is_adapted(part: Part) -> bool:
+def is_adapted(part: PlannedModel) -> bool:
     return part.trained and part.shape.lora.rank > 0
 
 
@@ -103,7 +103,7 @@ def kept_bytes(m: ModelConfig, element: int, tensor: int) -> float:
     return total
 
 
-def merging_bytes(part: Part, grid: Grid, stage: int, element: int) -> float:
+def merging_bytes(part: PlannedModel, grid: Grid, stage: int, element: int) -> float:
     """While one matrix after the other is merged, in float32: its product of factors and itself, and the one before."""
     if not is_adapted(part):
         return 0.0
@@ -136,13 +136,13 @@ def _factor_bytes(matrix: Matrix, m: ModelConfig, grid: Grid, element: int) -> t
     return shared, whole
 
 
-def held_parameters(part: Part, grid: Grid, stage: int) -> Count:
+def held_parameters(part: PlannedModel, grid: Grid, stage: int) -> Count:
     """Of one rank, adapters and all."""
     count = rank_parameters(part.shape, grid, stage, part.head, part.outputs)
     return count + adapter_parameters(part.shape, grid, stage) if is_adapted(part) else count
 
 
-def saved_bytes(part: Part, grid: Grid, stage: int, element: int) -> float:
+def saved_bytes(part: PlannedModel, grid: Grid, stage: int, element: int) -> float:
     """Of one rank's weights, by holding matrices in fewer bits."""
     m, total = part.shape, 0.0
     if not is_adapted(part) or m.lora.quantize_base == "none":
@@ -154,7 +154,7 @@ def saved_bytes(part: Part, grid: Grid, stage: int, element: int) -> float:
     return total
 
 
-def trained_parameters(part: Part, grid: Grid, stage: int) -> Count:
+def trained_parameters(part: PlannedModel, grid: Grid, stage: int) -> Count:
     """Of one rank: those with gradients and optimizer state."""
     count = rank_parameters(part.shape, grid, stage, part.head, part.outputs)
     if not is_adapted(part):
@@ -162,7 +162,7 @@ def trained_parameters(part: Part, grid: Grid, stage: int) -> Count:
     return adapter_parameters(part.shape, grid, stage) + Count(score=count.score)
 
 
-def whole_numbers(part: Part, grid: Grid, stage: int) -> int:
+def whole_numbers(part: PlannedModel, grid: Grid, stage: int) -> int:
     """Of the adapters that every tensor rank has whole, but experts': sequence parallelism sums their gradients."""
     m, total = part.shape, 0
     for matrix in (x for layer in _layers(m, grid, stage) for x in layer if not x.experts):
@@ -183,7 +183,7 @@ def _operations(matrix: Matrix, m: ModelConfig, grid: Grid, own: float, kept: fl
 
 
 def adapter_calls(
-    part: Part, grid: Grid, own: float, kept: float, element: int, sparse: bool, linear: bool
+    part: PlannedModel, grid: Grid, own: float, kept: float, element: int, sparse: bool, linear: bool
 ) -> tuple[list[Moved], list[Moved]]:
     """What a layer's adapters move between tensor ranks, forward and backward: A x, of experts gradients of what
     all ranks have whole."""
@@ -211,7 +211,7 @@ def adapter_calls(
 
 
 def adapter_operations(
-    part: Part, grid: Grid, stage: int, own: float, kept: float, backward: bool, recompute: bool
+    part: PlannedModel, grid: Grid, stage: int, own: float, kept: float, backward: bool, recompute: bool
 ) -> float:
     """On one rank of a stage, `kept` tokens in the last layer of all. The first layer's inputs need no gradient, unless
     layers are recomputed or stages follow. With DoRA every pass also makes B A."""

@@ -13,7 +13,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.validate import validate_engines, validate_layout
 from aligner.errors import ConfigError
 from aligner.plan.devices import GIB, Device, find_device
-from aligner.plan.job import Job, job_of, known_shape
+from aligner.plan.job import PlanJob, job_of, known_shape
 from aligner.plan.lengths import read_lengths
 from aligner.plan.memory import MemoryPlanError, refuse
 from aligner.plan.prediction import Prediction, predict, shares_text
@@ -79,7 +79,7 @@ def _split_lines(here: Prediction, found: list[Prediction]) -> list[str]:
     return [f"{keys} is the fastest {of}: step {step_s:.1f} s, {shares_text(*shares)}"]
 
 
-def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, Callable[[Config], Job]]:
+def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, Callable[[Config], PlanJob]]:
     if args.gpus < 1 or args.gpus_per_node < 1:
         raise ConfigError("--gpus", min(args.gpus, args.gpus_per_node), "a number >= 1")
     validate_engines(cfg, args.gpus)

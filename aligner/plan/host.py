@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from aligner.families.table import parameters
 from aligner.plan.adapters import trained_parameters
-from aligner.plan.job import Job, Part
+from aligner.plan.job import PlanJob, PlannedModel
 from aligner.plan.shapes import Count, Grid
 from aligner.plan.sizes import judge_bytes, model_bytes, optimizer_bytes, weight_bytes
 
@@ -23,7 +23,7 @@ def checkpoint_bytes(count: Count, grid: Grid, element: int, distributed: bool, 
     return weight_bytes(rest, element) / grid.replicas + weight_bytes(experts, element) / copies + optimizer
 
 
-def host_items(job: Job) -> dict[str, float]:
+def host_items(job: PlanJob) -> dict[str, float]:
     """item -> bytes, of the pipeline stage that needs most. Pinned memory of what `memory.offload` sends away is kept
     while that is on the device."""
     stages = []
@@ -38,7 +38,7 @@ def host_items(job: Job) -> dict[str, float]:
     return max(stages, key=lambda items: sum(items.values()))
 
 
-def engine_host_bytes(job: Job) -> float:
+def engine_host_bytes(job: PlanJob) -> float:
     """Of a rank that only generates: an engine in a process of its own reads the whole model from host memory in a
     refit, one for all ranks of a replica."""
     engine = job.engine
@@ -47,7 +47,7 @@ def engine_host_bytes(job: Job) -> float:
     return engine.element * parameters(job.policy.shape) / engine.tensor
 
 
-def _of_part(job: Job, part: Part, stage: int) -> dict[str, float]:
+def _of_part(job: PlanJob, part: PlannedModel, stage: int) -> dict[str, float]:
     away = model_bytes(job, part, stage) if "weights" in job.offload else 0.0
     if not part.trained:
         return {"offloaded": away}

@@ -23,7 +23,7 @@ PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill of the native engin
 
 
 @dataclass(frozen=True)
-class Part:
+class PlannedModel:
     """A model of the job, on the job's grid."""
 
     name: str  # policy, reference, teacher, teachers.<name>, reward, critic
@@ -63,7 +63,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PlannedRows:
     """Of one step over all ranks. `mean` and `longest` in tokens."""
 
     count: int
@@ -103,17 +103,17 @@ class PlannedJudge:
     """Of `reward.judges`: who is asked, as the policy of a job that only generates, and by which engine."""
 
     shape: ModelConfig
-    rows: Rows  # questions and replies
+    rows: PlannedRows  # questions and replies
     engine: Engine
     model: str = ""  # folder of its own weights; empty: the run's engine is asked
 
 
 @dataclass(frozen=True)
-class Job:
+class PlanJob:
     stage: str
-    parts: tuple[Part, ...]  # the policy (or the model of rm) first
+    parts: tuple[PlannedModel, ...]  # the policy (or the model of rm) first
     grid: Grid
-    rows: Rows
+    rows: PlannedRows
     engine: Engine | None
     gpus_per_node: int = 8
     element: int = 2  # bytes of a parameter and an activation
@@ -142,7 +142,7 @@ class Job:
     passes: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def policy(self) -> Part:
+    def policy(self) -> PlannedModel:
         return self.parts[0]
 
     @property
@@ -160,7 +160,7 @@ class Job:
         return STAGES[self.stage].rollouts
 
     @property
-    def asked(self) -> tuple[Part, ...]:
+    def asked(self) -> tuple[PlannedModel, ...]:
         """Models with passes of their own, without gradient, before the update."""
         if not STAGES[self.stage].trains:
             return ()
@@ -192,9 +192,11 @@ class Job:
         micro = min(self.micro_rows, rows)
         return ceil(rows / micro), micro * length
 
-    def asked_by(self, judge: PlannedJudge) -> Job:
+    def asked_by(self, judge: PlannedJudge) -> PlanJob:
         """The questions of a judge as a job's rows."""
-        return replace(self, parts=(Part("policy", judge.shape),), rows=judge.rows, engine=judge.engine, routing=0)
+        return replace(
+            self, parts=(PlannedModel("policy", judge.shape),), rows=judge.rows, engine=judge.engine, routing=0
+        )
 
     def slots(self) -> tuple[int, float]:
         """(rows decoded together by one engine, bytes of its cache per GPU), as `plan_generation` cuts the budget."""
@@ -234,7 +236,7 @@ def job_of(
     response_tokens: float = 0,
     lengths: tuple[tuple[int, int], ...] = (),
     engine_tensor: int = 0,
-) -> Job:
+) -> PlanJob:
     """The job of a config on so many GPUs, in bfloat16 unless the config says float32. Mean lengths that are not given
     are half of the longest; `lengths` of responses have theirs."""
     shape = shape_at(cfg.model, cfg.model.init)
@@ -248,7 +250,7 @@ def job_of(
         response_tokens = sum(length * count for length, count in lengths) / sum(count for _, count in lengths)
         if lengths[-1][0] > limit:
             raise ConfigError("--lengths", lengths[-1][0], f"at most the longest, {limit}")
-    rows = Rows(
+    rows = PlannedRows(
         b.prompts * b.group if rollout else pairs * b.sequences,
         b.prompts if rollout else b.sequences,
         prompt_tokens or longest / 2,
@@ -288,7 +290,7 @@ def job_of(
         if (e.ranks or gpus) % engine.tensor:
             expected = f"a divisor of the {e.ranks or gpus} GPUs that generate"
             raise ConfigError("engine.tensor_parallel", engine.tensor, expected)
-    return Job(
+    return PlanJob(
         stage=cfg.stage.name,
         parts=_parts(cfg, shape, gpus - cfg.engine.ranks),
         grid=grid_of(cfg, gpus - cfg.engine.ranks),
@@ -321,38 +323,38 @@ def job_of(
     )
 
 
-def _parts(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Part, ...]:
+def _parts(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[PlannedModel, ...]:
     stage = STAGES[cfg.stage.name]
     trains = stage.trains and not cfg.debug.rollout_only
     beside = stage.beside(cfg) if trains else ()
     mixed = cfg.model.dtype != "float32"  # a float32 head on a bfloat16 body has the distributed optimizer in any case
     if stage.scores:
         outputs = max(1, len(cfg.algorithm.reward_loss.attributes))
-        return (Part("policy", shape, "score", True, outputs, cfg.optim.distributed or mixed),)
+        return (PlannedModel("policy", shape, "score", True, outputs, cfg.optim.distributed or mixed),)
     averaged = cfg.ema.decay > 0
-    parts = [Part("policy", shape, trained=trains, distributed=cfg.optim.distributed, averaged=averaged)]
+    parts = [PlannedModel("policy", shape, trained=trains, distributed=cfg.optim.distributed, averaged=averaged)]
     scorer = shape_at(shape, cfg.reward.model)
     if "reference" in beside:
-        parts.append(Part("reference", shape, shared=shares_weights(cfg)))
+        parts.append(PlannedModel("reference", shape, shared=shares_weights(cfg)))
     if "teacher" in beside:
         models = cfg.algorithm.distill.models()
         layout = cfg.algorithm.distill.layout(cfg.parallel)
         grid = None if layout == cfg.parallel else grid_of(replace(cfg, parallel=layout), gpus)
-        parts += [Part(name, shape_at(shape, path), grid=grid) for name, path in models.items()]
+        parts += [PlannedModel(name, shape_at(shape, path), grid=grid) for name, path in models.items()]
     if stage.rollouts and cfg.reward.model and not cfg.debug.train_only:
-        parts.append(Part("reward", scorer, "score"))
+        parts.append(PlannedModel("reward", scorer, "score"))
     if "critic" in beside:
         shared = cfg.critic.trunk == "policy"
         critic = shape if shared else shape_at(scorer, cfg.critic.init)
         distributed = cfg.critic.optim.distributed or mixed
-        parts.append(Part("critic", critic, "score", True, distributed=distributed, shared=shared))
+        parts.append(PlannedModel("critic", critic, "score", True, distributed=distributed, shared=shared))
     return tuple(parts)
 
 
 CHARACTERS = 4  # of a question's own text in a token
 
 
-def _judges(cfg: Config, shape: ModelConfig, rows: Rows, engine: Engine) -> tuple[PlannedJudge, ...]:
+def _judges(cfg: Config, shape: ModelConfig, rows: PlannedRows, engine: Engine) -> tuple[PlannedJudge, ...]:
     """Comparisons are asked in both orders; of a ring of n with k each, at most every two of the n once."""
     found = []
     native = replace(engine, ranks=0, padded=True, launches=not cfg.engine.captures, factors=False)
@@ -362,7 +364,7 @@ def _judges(cfg: Config, shape: ModelConfig, rows: Rows, engine: Engine) -> tupl
         group, pairwise, text = cfg.batch.group, judge.kind == "pairwise", ceil(len(judge.text) / CHARACTERS)
         pairs = min(group * (judge.opponents or group), group * (group - 1) // 2)
         count, answers = (2 * cfg.batch.prompts * pairs, 2) if pairwise else (rows.count, 1)
-        asked = Rows(
+        asked = PlannedRows(
             count,
             count,
             rows.prompt_mean + answers * rows.response_mean + text,

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from aligner.plan.job import Job
+from aligner.plan.job import PlanJob
 from aligner.plan.memory import plan_memory
 from aligner.plan.sizing import TOKENS, largest_cache, whole_cache
-from aligner.plan.times import Machine, Phase, generate_phase, update_phase
+from aligner.plan.times import Machine, PhaseTime, generate_phase, update_phase
 
 WORTH = 0.95  # of a phase's seconds: what saves less is not told
 GRADUAL = 2  # micro-batches and rows are tried so many times as large, or as small
@@ -34,7 +34,7 @@ PARTS = {
 CACHE = (
     "the memory that is left to engine.kv_cache_bytes (memory.offload=[gradients,optimizer], engine.tensor_parallel)"
 )
-Change = tuple[str, int, Job]  # key, its value, the job with it
+Change = tuple[str, int, PlanJob]  # key, its value, the job with it
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Limit:
         return f"{told}: {self.value} takes {self.then_s:.1f} s, not {self.seconds:.1f}" if self.value else told
 
 
-def limits(job: Job, machine: Machine, phases: dict[str, Phase]) -> list[Limit]:
+def limits(job: PlanJob, machine: Machine, phases: dict[str, PhaseTime]) -> list[Limit]:
     found = []
     for name, phase in phases.items():
         if phase.seconds <= 0:
@@ -66,7 +66,7 @@ def limits(job: Job, machine: Machine, phases: dict[str, Phase]) -> list[Limit]:
     return found
 
 
-def _largest(job: Job, name: str, phase: Phase) -> str:
+def _largest(job: PlanJob, name: str, phase: PhaseTime) -> str:
     """What a phase's time goes to, where no other value of a key helps."""
     if name == "generate" and job.slots()[0] < min(job.engine.max_batch, ceil(job.rows.count / job.replicas)):
         return CACHE
@@ -74,7 +74,7 @@ def _largest(job: Job, name: str, phase: Phase) -> str:
     return "engine.tensor_parallel" if name == "generate" and "communication" in part else PARTS.get(part, part)
 
 
-def _generating(job: Job, machine: Machine) -> Iterator[Change]:
+def _generating(job: PlanJob, machine: Machine) -> Iterator[Change]:
     engine = job.engine
     assert engine is not None
     cached = largest_cache(job, machine.device.memory_bytes, machine.device.memory_bytes)
@@ -89,7 +89,7 @@ def _generating(job: Job, machine: Machine) -> Iterator[Change]:
         yield "engine.max_batch", most, more
 
 
-def _updating(job: Job, machine: Machine) -> Iterator[Change]:
+def _updating(job: PlanJob, machine: Machine) -> Iterator[Change]:
     """Twice and half as large micro-batches, and so on."""
     now = job.micro_tokens or job.micro_rows * job.rows.longest
     for tokens in TOKENS:
@@ -97,7 +97,7 @@ def _updating(job: Job, machine: Machine) -> Iterator[Change]:
             yield "batch.micro_batch_tokens", tokens, replace(job, micro_tokens=tokens)
 
 
-_TRIED: dict[str, tuple[Callable[[Job, Machine], Iterator[Change]], Callable[[Job, Machine], Phase]]] = {
+_TRIED: dict[str, tuple[Callable[[PlanJob, Machine], Iterator[Change]], Callable[[PlanJob, Machine], PhaseTime]]] = {
     "generate": (_generating, generate_phase),
     "update": (_updating, update_phase),
 }

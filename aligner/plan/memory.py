@@ -10,7 +10,7 @@ from aligner.errors import AlignerError
 from aligner.plan.activations import activation_bytes, backward_bytes
 from aligner.plan.adapters import merging_bytes, trained_parameters
 from aligner.plan.devices import GIB, Assumptions, Device
-from aligner.plan.job import Job, Part, PlannedJudge
+from aligner.plan.job import PlanJob, PlannedJudge, PlannedModel
 from aligner.plan.reads import most_read
 from aligner.plan.shapes import Count
 from aligner.plan.sizes import (
@@ -87,12 +87,12 @@ class Memory:
         return self.peak_bytes <= self.limit_bytes
 
 
-def _forward_tokens(job: Job, rows: float) -> float:
+def _forward_tokens(job: PlanJob, rows: float) -> float:
     """Of one pass over so many rows."""
     return min(max(job.logprob_tokens, job.rows.longest), rows * job.rows.longest) / job.grid.context
 
 
-def _models(job: Job, stage: int, reads: tuple[str, ...] = (), trains: bool = False) -> dict[str, float]:
+def _models(job: PlanJob, stage: int, reads: tuple[str, ...] = (), trains: bool = False) -> dict[str, float]:
     """What the models hold in a phase that reads the weights of the parts `reads`, and in one that trains: what
     memory.offload names is on the device where it is needed alone (run/phases.py)."""
     items = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
@@ -111,7 +111,7 @@ def _models(job: Job, stage: int, reads: tuple[str, ...] = (), trains: bool = Fa
     return items
 
 
-def _building(job: Job, stage: int) -> dict[str, float]:
+def _building(job: PlanJob, stage: int) -> dict[str, float]:
     """The largest moment while the models are built, one after the other, the reward model first: matrices before they
     are held in fewer bits, or are the policy's; of trained ones Megatron's buffers of weights and gradients, beside the
     weights whose place they take; then the engine. Moments of the optimizer come with its first step."""
@@ -138,17 +138,17 @@ def _building(job: Job, stage: int) -> dict[str, float]:
     return dict(zip(("weights", "gradients", "optimizer", "engine weights"), max(found, key=sum), strict=True))
 
 
-def plan_memory(job: Job, device: Device, assumed: Assumptions) -> Memory:
+def plan_memory(job: PlanJob, device: Device, assumed: Assumptions) -> Memory:
     """Each phase on the pipeline stage, or the rank that only generates, that needs most in it."""
     return most_of(training(job) + generating(job), device, assumed)
 
 
-def training(job: Job) -> list[Phases]:
+def training(job: PlanJob) -> list[Phases]:
     """Of a rank of each pipeline stage."""
     return [stage_phases(job, stage) for stage in range(job.grid.pipeline)]
 
 
-def generating(job: Job) -> list[Phases]:
+def generating(job: PlanJob) -> list[Phases]:
     """Of a rank that only generates, where there are such."""
     return [engine_phases(job)] if job.engine is not None and job.engine.ranks else []
 
@@ -163,7 +163,7 @@ def most_of(ranks: list[Phases], device: Device, assumed: Assumptions) -> Memory
     return Memory(phases, assumed.context_bytes, device.memory_bytes * assumed.usable)
 
 
-def engine_phases(job: Job) -> dict[str, dict[str, float]]:
+def engine_phases(job: PlanJob) -> dict[str, dict[str, float]]:
     """Of a rank that only generates."""
     kept, needed = engine_items(job)
     found = {"build": {"engine weights": kept["engine weights"]}, "generate": kept | needed}
@@ -175,12 +175,12 @@ def engine_phases(job: Job) -> dict[str, dict[str, float]]:
     return found
 
 
-def _stays(job: Job, kept: dict[str, float]) -> dict[str, float]:
+def _stays(job: PlanJob, kept: dict[str, float]) -> dict[str, float]:
     """Of what an engine keeps, while others work."""
     return {name: size for name, size in kept.items() if name != "kv cache" or not job.sleeps}
 
 
-def stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
+def stage_phases(job: PlanJob, stage: int) -> dict[str, dict[str, float]]:
     """Of a rank that trains."""
     last, stays = stage == job.grid.pipeline - 1, {}
     every = (*(part.role for part in job.parts), "judge")
@@ -225,7 +225,9 @@ def stage_phases(job: Job, stage: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def _read(job: Job, stage: int, parts: Sequence[Part], there: tuple[str, ...], rows: float) -> dict[str, float]:
+def _read(
+    job: PlanJob, stage: int, parts: Sequence[PlannedModel], there: tuple[str, ...], rows: float
+) -> dict[str, float]:
     """While these models read a rank's rows, without gradient, with the weights of `there`: one layer's pass or, if
     that is more, logits and the last hidden states that they are made of."""
     tokens = _forward_tokens(job, rows)
@@ -237,7 +239,7 @@ def _read(job: Job, stage: int, parts: Sequence[Part], there: tuple[str, ...], r
     return _models(job, stage, there) | work
 
 
-def _proof(job: Job, trainer: bool, engine: bool) -> dict[str, float]:
+def _proof(job: PlanJob, trainer: bool, engine: bool) -> dict[str, float]:
     """Of a refit: logits of its rows, by the trainer's last stage and by the engine (float32, and what is made of it),
     one after the other."""
     m = job.policy.shape
@@ -249,7 +251,7 @@ def _proof(job: Job, trainer: bool, engine: bool) -> dict[str, float]:
     return {"sentinel": max(engine * by_engine, trainer * by_trainer)}
 
 
-def _asked(job: Job, stage: int, judge: PlannedJudge, stays: dict[str, float]) -> dict[str, float]:
+def _asked(job: PlanJob, stage: int, judge: PlannedJudge, stays: dict[str, float]) -> dict[str, float]:
     """While a judge replies. The run's engine sleeps, if it does, where no judge asks it."""
     kept, needed = engine_items(job.asked_by(judge))
     cache = kept["kv cache"]
@@ -259,7 +261,7 @@ def _asked(job: Job, stage: int, judge: PlannedJudge, stays: dict[str, float]) -
     return _models(job, stage, ("reward", "judge")) | stays | needed | {"kv cache": cache}
 
 
-def _keys(job: Job, phase: str, item: str) -> str:
+def _keys(job: PlanJob, phase: str, item: str) -> str:
     """What makes an item smaller in a phase, first what is not yet so."""
     first = []
     if item == "activations" and not job.recompute:
@@ -278,7 +280,7 @@ def _keys(job: Job, phase: str, item: str) -> str:
     return ", ".join([*first, ITEMS[item][1]])
 
 
-def refuse(job: Job, device: Device, memory: Memory) -> None:
+def refuse(job: PlanJob, device: Device, memory: Memory) -> None:
     """MemoryPlanError unless the job fits."""
     if memory.fits:
         return

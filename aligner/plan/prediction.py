@@ -13,20 +13,20 @@ from aligner.config.validate_model import validate_on_gpu
 from aligner.families.table import parameters
 from aligner.plan.devices import GIB, Assumptions, Device, find_device
 from aligner.plan.host import engine_host_bytes, host_items
-from aligner.plan.job import Job, job_of
+from aligner.plan.job import PlanJob, job_of
 from aligner.plan.limits import Limit, limits
 from aligner.plan.memory import Memory, generating, most_of, plan_memory, refuse, training
 from aligner.plan.sizing import Room, sized
-from aligner.plan.times import Machine, Phase, plan_times, pretrain_phase, update_mfu
+from aligner.plan.times import Machine, PhaseTime, plan_times, pretrain_phase, update_mfu
 from aligner.plan.windows import Windows, window_of
 
 
 @dataclass(frozen=True)
 class Prediction:
-    job: Job
+    job: PlanJob
     device: Device
     memory: Memory
-    phases: dict[str, Phase]
+    phases: dict[str, PhaseTime]
     pretrain_s: float  # once, in the first step
     machine: Machine
 
@@ -217,9 +217,9 @@ def shares_text(engines: float, trainer: float) -> str:
     return f"engines {100 * engines:.0f} % and trainer {100 * trainer:.0f} % of it at work"
 
 
-def predict(job: Job, device: Device, assumed: Assumptions = Assumptions()) -> Prediction:  # noqa: B008 (frozen)
+def predict(job: PlanJob, device: Device, assumed: Assumptions = Assumptions()) -> Prediction:  # noqa: B008 (frozen)
     machine = Machine(device, assumed, job.gpus_per_node)
-    pretrain = pretrain_phase(job, machine) if job.pretrain_steps else Phase()
+    pretrain = pretrain_phase(job, machine) if job.pretrain_steps else PhaseTime()
     times = plan_times(job, device, assumed)
     return Prediction(job, device, plan_memory(job, device, assumed), times, pretrain.seconds, machine)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aligner.config.stages import STAGES
-from aligner.plan.job import Job, Part
+from aligner.plan.job import PlanJob, PlannedModel
 
 LAST_LAYER_MASK, WORTH = 1 << 26, 0.9  # as in `ops/packing/needed.py`, which imports torch
 
@@ -22,7 +22,7 @@ class Reads:
     context: float  # tokens that one of the kept sees on average
 
 
-def reads(job: Job, part: Part, tokens: float) -> Reads:
+def reads(job: PlanJob, part: PlannedModel, tokens: float) -> Reads:
     """Of each row a reward model reads the last token, every other model the token before each one of the response.
     TransformerEngine's attention computes every token: counted so where `model.kernels` asks for it."""
     rows, grid = job.rows, job.grid
@@ -36,6 +36,6 @@ def reads(job: Job, part: Part, tokens: float) -> Reads:
     return Reads(pairs, pairs, rows.read_seen or (rows.mean if last else rows.prompt_mean + each / 2))
 
 
-def most_read(job: Job, tokens: float, rows: float) -> float:
+def most_read(job: PlanJob, tokens: float, rows: float) -> float:
     """Among `tokens` of `rows` rows, of whatever lengths."""
     return min(tokens, rows * job.rows.response_longest)

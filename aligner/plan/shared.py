@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from aligner.config.stages import STAGES
-from aligner.plan.job import Job
+from aligner.plan.job import PlanJob
 
 SHORTEST, SHARED_MASK = 4, 1 << 28  # as in `ops/packing/pack.py`, which imports torch
 
@@ -25,7 +25,7 @@ class Shared:
     mask: float  # numbers that say what followers see
 
 
-def shared(job: Job, tokens: float, parts: int, in_order: bool) -> Shared | None:
+def shared(job: PlanJob, tokens: float, parts: int, in_order: bool) -> Shared | None:
     """Of a micro-batch of `tokens` with prompts counted each time, one of `parts`; None where nothing is shared.
     `in_order`: it has rows that follow each other, else rows are dealt to the parts by their length."""
     rows = job.rows
@@ -41,7 +41,7 @@ def shared(job: Job, tokens: float, parts: int, in_order: bool) -> Shared | None
     return Shared(tokens - saved, prompts * rows.longest, followers, masks * followers * own)
 
 
-def _prompts(job: Job, count: float, parts: int, in_order: bool) -> float:
+def _prompts(job: PlanJob, count: float, parts: int, in_order: bool) -> float:
     """Different ones of so many rows."""
     if not job.rollout or STAGES[job.stage].pairs:  # the two of a pair stay together
         return ceil(count / (2 if STAGES[job.stage].pairs else job.rows.count / job.rows.prompts))

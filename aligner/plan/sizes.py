@@ -11,7 +11,7 @@ from math import ceil
 from aligner.config.sections.engine import message_bytes
 from aligner.families.table import parameters
 from aligner.plan.adapters import held_parameters, is_adapted, kept_bytes, saved_bytes, trained_parameters
-from aligner.plan.job import PREFILL_TOKENS, Job, Part
+from aligner.plan.job import PREFILL_TOKENS, PlanJob, PlannedModel
 from aligner.plan.shapes import Count, Grid, rank_parameters, widest_mlp
 
 COMPARED = 7  # numbers of a logit of a student and its teacher, as `WIDE` in `roles/teacher.py`, which imports torch
@@ -22,14 +22,14 @@ def weight_bytes(count: Count, element: int) -> float:
     return element * (count.dense + count.experts) + 4 * (count.score + count.fixed + count.magnitudes)
 
 
-def model_bytes(job: Job, part: Part, stage: int) -> float:
+def model_bytes(job: PlanJob, part: PlannedModel, stage: int) -> float:
     """Of the weights that one rank holds of a model, adapters and all."""
     if part.shared:
         return weight_bytes(trained_parameters(part, job.grid, stage), job.element) if part.trained else 0.0
     return whole_bytes(job, part, stage) - saved_bytes(part, job.grid, stage, job.element)
 
 
-def whole_bytes(job: Job, part: Part, stage: int) -> float:
+def whole_bytes(job: PlanJob, part: PlannedModel, stage: int) -> float:
     """Before matrices are held in fewer bits; on a grid of its own, of the stage that has most."""
     if part.grid is None:
         return weight_bytes(held_parameters(part, job.grid, stage), job.element)
@@ -58,13 +58,13 @@ def optimizer_share(count: Count, grid: Grid, distributed: bool) -> float:
     return optimizer_bytes(count, grid, 4, distributed) / 8
 
 
-def logit_bytes(job: Job, part: Part, trains: bool) -> int:
+def logit_bytes(job: PlanJob, part: PlannedModel, trains: bool) -> int:
     """Of each logit, in float32 numbers as `ShardedModel.over_logits` counts them."""
     numbers = COMPARED if trains and job.compares and part is job.policy else 3
     return 4 * (numbers + 2 * bool(part.shape.scales.logits_softcap))
 
 
-def logits_bytes(job: Job, part: Part, tokens: float, trains: bool = False) -> float:
+def logits_bytes(job: PlanJob, part: PlannedModel, tokens: float, trains: bool = False) -> float:
     """Of a part of at most `batch.logits_bytes`; `tokens` that are read. Without gradient a logit is there as it was
     made, as float32 and as its exponential."""
     if part.head != "lm":
@@ -74,7 +74,7 @@ def logits_bytes(job: Job, part: Part, tokens: float, trains: bool = False) -> f
     return most if trains else most * (8 + job.element * (job.element < 4)) / each
 
 
-def head_bytes(job: Job, part: Part, tokens: float) -> float:
+def head_bytes(job: PlanJob, part: PlannedModel, tokens: float) -> float:
     """Of a training pass: logits, and the gradients of their matrix; that of all parts is there while the next part's
     logits are made, and then its own beside it (of which a third of the numbers are left); autograd adds up the first
     two into a third."""
@@ -87,7 +87,7 @@ def head_bytes(job: Job, part: Part, tokens: float) -> float:
     return max(logits + again * gradient, logits / 3 + (1 + again) * gradient, 3 * again * gradient)
 
 
-def embedding_bytes(job: Job, part: Part) -> float:
+def embedding_bytes(job: PlanJob, part: PlannedModel) -> float:
     """At the end of a backward pass: the embedding's gradient; of a matrix that is the head's too that one, and their
     sum."""
     if is_adapted(part):
@@ -97,7 +97,7 @@ def embedding_bytes(job: Job, part: Part) -> float:
     return float(gradient * (3 if both else 1))
 
 
-def forward_bytes(job: Job, part: Part, tokens: float) -> float:
+def forward_bytes(job: PlanJob, part: PlannedModel, tokens: float) -> float:
     """A layer without gradient: the stream and its norm, what attention and the MLP are given and give, and the widest
     product with its factors; of experts input and output of each pair."""
     m, grid = part.shape, part.grid or job.grid
@@ -106,20 +106,20 @@ def forward_bytes(job: Job, part: Part, tokens: float) -> float:
     return job.element * tokens * (stream + wide)
 
 
-def teacher_heads(job: Job) -> list[float]:
+def teacher_heads(job: PlanJob) -> list[float]:
     """Of each teacher's output matrix, the student's share of the vocabulary: every stage has them."""
     rows = -(-job.policy.shape.vocab_size // job.grid.tensor)
     teachers = [part for part in job.parts if part.role in ("teacher", "teachers")] if job.compares else []
     return [float(job.element * rows * part.shape.hidden_size) for part in teachers]
 
 
-def judge_bytes(job: Job) -> float:
+def judge_bytes(job: PlanJob) -> float:
     """Of judges' own weights, each once."""
     own = {judge.model: judge for judge in job.judges if judge.model}
     return sum(judge.engine.element * parameters(judge.shape) / judge.engine.tensor for judge in own.values())
 
 
-def replaced_bytes(job: Job, part: Part, stage: int) -> int:
+def replaced_bytes(job: PlanJob, part: PlannedModel, stage: int) -> int:
     """The vocabulary's matrix whose place a score head takes: the embedding's own is none."""
     own = part.shape.tie_embeddings and job.grid.pipeline == 1
     if part.head != "score" or stage < job.grid.pipeline - 1 or own:
@@ -127,7 +127,7 @@ def replaced_bytes(job: Job, part: Part, stage: int) -> int:
     return job.element * -(-part.shape.vocab_size // job.grid.tensor) * part.shape.hidden_size
 
 
-def engine_items(job: Job) -> tuple[dict[str, float], dict[str, float]]:
+def engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:
     """What an engine keeps, and what it needs while it generates."""
     engine, m = job.engine, job.policy.shape
     assert engine is not None
@@ -143,7 +143,7 @@ def engine_items(job: Job) -> tuple[dict[str, float], dict[str, float]]:
     }
 
 
-def refit_buffers(job: Job, stage: int | None) -> float:
+def refit_buffers(job: PlanJob, stage: int | None) -> float:
     """Of an engine that is written in place: two for the largest message that a rank sends, two for the largest that it
     receives; no pair of ranks exchanges more than what the one holds of the other's share. Else a bucket, and a whole
     tensor twice, a third time in an engine's own process. `stage` None: of a rank that only generates, and only

@@ -19,7 +19,7 @@ from aligner.config.sections.engine import CACHE_BYTES
 from aligner.config.stages import STAGES
 from aligner.plan.activations import activation_bytes
 from aligner.plan.devices import Assumptions, Device
-from aligner.plan.job import Job, job_of, shape_at
+from aligner.plan.job import PlanJob, job_of, shape_at
 from aligner.plan.memory import Phases, generating, training
 
 KEYS = ("engine.kv_cache_bytes", "batch.micro_batch_samples", "batch.micro_batch_tokens", "batch.logprob_tokens")
@@ -74,11 +74,11 @@ def _rows(cfg: Config, ranks: int) -> int:
     return next(n for n in range(min(ROWS, share), 0, -1) if share % n == 0)
 
 
-def _cached(job: Job, size: float) -> Job:
+def _cached(job: PlanJob, size: float) -> PlanJob:
     return job if job.engine is None else replace(job, engine=replace(job.engine, kv_bytes=float(size)))
 
 
-def _on_gpu(cfg: Config, job: Job, room: Room) -> Job:
+def _on_gpu(cfg: Config, job: PlanJob, room: Room) -> PlanJob:
     own = cfg.engine.kv_cache_bytes == AUTO
     asleep = _cached(job, UNIT if job.sleeps else AWAKE_SHARE * room.trainer) if own else job
     longest = job.rows.longest
@@ -95,7 +95,7 @@ def _on_gpu(cfg: Config, job: Job, room: Room) -> Job:
     return _with_cache(asleep, room, cfg.memory.limit.of) if own and job.engine is not None else asleep
 
 
-def _first(jobs: Iterable[Job], cfg: Config, room: Room) -> Job:
+def _first(jobs: Iterable[PlanJob], cfg: Config, room: Room) -> PlanJob:
     """The first that fits, else the last."""
     for job in jobs:
         if _fits(job, room, cfg.memory.limit.of):
@@ -103,7 +103,7 @@ def _first(jobs: Iterable[Job], cfg: Config, room: Room) -> Job:
     return job
 
 
-def _fits(job: Job, room: Room, limit_of: Callable[[str], float]) -> bool:
+def _fits(job: PlanJob, room: Room, limit_of: Callable[[str], float]) -> bool:
     """`limit_of`: bytes that a phase may use, 0: all."""
     assumed = Assumptions()
 
@@ -115,12 +115,12 @@ def _fits(job: Job, room: Room, limit_of: Callable[[str], float]) -> bool:
     return within(training(job), room.trainer) and within(generating(job), room.engine)
 
 
-def largest_cache(job: Job, trainer: float, engine: float) -> Job:
+def largest_cache(job: PlanJob, trainer: float, engine: float) -> PlanJob:
     """The job with the largest cache that fits GPUs of these bytes."""
     return _with_cache(job, Room(trainer, engine, cuda=True), lambda phase: 0)
 
 
-def _with_cache(job: Job, room: Room, limit_of: Callable[[str], float]) -> Job:
+def _with_cache(job: PlanJob, room: Room, limit_of: Callable[[str], float]) -> PlanJob:
     """The largest cache that fits, but no larger than all rows at once need."""
     high = whole_cache(job)
     if _fits(_cached(job, high), room, limit_of):
@@ -130,7 +130,7 @@ def _with_cache(job: Job, room: Room, limit_of: Callable[[str], float]) -> Job:
     return _cached(job, max(1, int(share * count)) * UNIT if count else CACHE_BYTES)
 
 
-def whole_cache(job: Job) -> float:
+def whole_cache(job: PlanJob) -> float:
     """Bytes with which `engine.max_batch` rows are decoded together: of rollouts and judges' questions, also where a
     rollout has fewer, since an evaluation may have more. No less than on any machine."""
     assert job.engine is not None
@@ -156,7 +156,7 @@ def cpu_cache(room: Room) -> int:
     return max(1, min(CACHE_BYTES, int(room.engine / CPU_SHARE)) // UNIT) * UNIT
 
 
-def _on_cpu(cfg: Config, job: Job, room: Room) -> Job:
+def _on_cpu(cfg: Config, job: PlanJob, room: Room) -> PlanJob:
     """Of float32 numbers, whatever the config says."""
     share = room.trainer / CPU_SHARE
     wide = replace(job, element=4)

@@ -10,13 +10,13 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.validate import validate_engines, validate_layout
 from aligner.errors import ConfigError
 from aligner.plan.devices import Assumptions, Device
-from aligner.plan.job import Job
+from aligner.plan.job import PlanJob
 from aligner.plan.memory import plan_memory
 from aligner.plan.prediction import Prediction, predict
 
 
 def splits(
-    cfg: Config, shape: ModelConfig, gpus: int, device: Device, job_for: Callable[[Config], Job]
+    cfg: Config, shape: ModelConfig, gpus: int, device: Device, job_for: Callable[[Config], PlanJob]
 ) -> list[Prediction]:
     """Of each `engine.ranks` that divides and fits with the trainer's layout, the fastest first; of equally fast ones
     that with the fewest."""

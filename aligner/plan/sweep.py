@@ -12,7 +12,7 @@ from aligner.config.sections.parallel import ParallelConfig
 from aligner.config.validate import validate_layout
 from aligner.errors import ConfigError
 from aligner.plan.devices import Assumptions, Device
-from aligner.plan.job import Job
+from aligner.plan.job import PlanJob
 from aligner.plan.memory import Memory, plan_memory
 from aligner.plan.prediction import Prediction, predict
 
@@ -33,7 +33,7 @@ def candidates(shape: ModelConfig, gpus: int, gpus_per_node: int) -> Iterator[tu
 
 
 def sweep(
-    cfg: Config, shape: ModelConfig, gpus: int, device: Device, gpus_per_node: int, job_for: Callable[[Config], Job]
+    cfg: Config, shape: ModelConfig, gpus: int, device: Device, gpus_per_node: int, job_for: Callable[[Config], PlanJob]
 ) -> tuple[list[Prediction], Memory | None]:
     """Predictions of the layouts that fit, fastest first; and the smallest memory of those that do not."""
     found: list[Prediction] = []
@@ -58,7 +58,7 @@ def sweep(
     return sorted(found, key=lambda p: p.step_s), nearest
 
 
-def _sizes(cfg: Config, job_for: Callable[[Config], Job]) -> Iterator[Job]:
+def _sizes(cfg: Config, job_for: Callable[[Config], PlanJob]) -> Iterator[PlanJob]:
     """As the config says; with the cache and the micro-batches that the memory allows; and with smaller micro-batches,
     of which a pipeline may want more."""
     given = job_for(cfg)

@@ -20,7 +20,7 @@ from aligner.plan.adapters import (
     trained_parameters,
 )
 from aligner.plan.devices import Assumptions, Device
-from aligner.plan.job import Job, Part
+from aligner.plan.job import PlanJob, PlannedModel
 from aligner.plan.linear import row_bytes
 from aligner.plan.reads import reads
 from aligner.plan.shapes import (
@@ -33,13 +33,13 @@ from aligner.plan.shapes import (
     layer_operations,
 )
 from aligner.plan.sizes import logit_bytes, optimizer_share
-from aligner.plan.traffic import Call, apart_bytes, axis_size, axis_span, pass_calls, refit_calls, step_calls
+from aligner.plan.traffic import CollectiveCalls, apart_bytes, axis_size, axis_span, pass_calls, refit_calls, step_calls
 
 DECODE_PARTS = 64  # of a generation, each at its own number of rows and length
 
 
 @dataclass
-class Phase:
+class PhaseTime:
     """Seconds by part, and bytes on the wire by axis of one rank."""
 
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -74,18 +74,22 @@ class Machine:
         fast = span <= self.gpus_per_node
         return (self.device.nvlink if fast else self.device.network) * self.assumed.link
 
-    def seconds(self, call: Call, grid: Grid) -> float:
+    def seconds(self, call: CollectiveCalls, grid: Grid) -> float:
         wire = call.wire(axis_size(grid, call.axis))
         return wire / self.link(axis_span(grid, call.axis)) + call.count * self.assumed.message_s
 
 
-def _communicate(phase: Phase, calls: Iterable[Call], job: Job, machine: Machine, times: float = 1.0) -> None:
+def _communicate(
+    phase: PhaseTime, calls: Iterable[CollectiveCalls], job: PlanJob, machine: Machine, times: float = 1.0
+) -> None:
     for call in calls:
         phase.parts[f"{call.axis} communication"] += times * machine.seconds(call, job.grid)
         phase.wire_bytes[call.axis] += times * call.wire(axis_size(job.grid, call.axis))
 
 
-def _forward(job: Job, part: Part, stage: int, tokens: float, machine: Machine, attention: bool = True) -> float:
+def _forward(
+    job: PlanJob, part: PlannedModel, stage: int, tokens: float, machine: Machine, attention: bool = True
+) -> float:
     """Of the stage's layers, without adapters; without `attention` also without its products of tokens with tokens."""
     grid, m, read = job.grid, part.shape, reads(job, part, tokens)
     own, share = tokens / grid.context / grid.tensor, 1 / grid.context / grid.tensor
@@ -100,7 +104,9 @@ def _forward(job: Job, part: Part, stage: int, tokens: float, machine: Machine, 
     return total
 
 
-def micro_batch_seconds(job: Job, part: Part, stage: int, tokens: float, backward: bool, machine: Machine) -> float:
+def micro_batch_seconds(
+    job: PlanJob, part: PlannedModel, stage: int, tokens: float, backward: bool, machine: Machine
+) -> float:
     """Products of one rank: forward 1, backward 2 (of frozen matrices 1), recomputed layers 1 more, likewise a head
     whose logits come in parts. Without those of outputs that nobody reads."""
     grid, m, read, frozen = job.grid, part.shape, reads(job, part, tokens), is_adapted(part)
@@ -123,7 +129,9 @@ def micro_batch_seconds(job: Job, part: Part, stage: int, tokens: float, backwar
     return total
 
 
-def _pipeline(phase: Phase, job: Job, part: Part, machine: Machine, count: int, tokens: float, backward: bool) -> None:
+def _pipeline(
+    phase: PhaseTime, job: PlanJob, part: PlannedModel, machine: Machine, count: int, tokens: float, backward: bool
+) -> None:
     """`count` micro-batches through all stages: each costs what the slowest stage does, and the first one's way to the
     last stage comes on top, (stages - 1) / count of the whole (1F1B, arXiv:2104.04473)."""
     stages = job.grid.pipeline
@@ -136,9 +144,9 @@ def _pipeline(phase: Phase, job: Job, part: Part, machine: Machine, count: int, 
         phase.parts["bubble"] += (stages - 1) * one
 
 
-def forward_phase(job: Job, parts: Iterable[Part], machine: Machine, share: float = 1.0) -> Phase:
+def forward_phase(job: PlanJob, parts: Iterable[PlannedModel], machine: Machine, share: float = 1.0) -> PhaseTime:
     """Passes without gradient over this share of the rows: logprobs, values, scores of reward models."""
-    phase = Phase()
+    phase = PhaseTime()
     once = share * job.rows.tokens * (1 if job.packing else job.rows.longest / job.rows.mean)
     for part in parts:
         on = job if part.grid is None else replace(job, grid=part.grid)
@@ -154,16 +162,16 @@ def adam_bytes(element: int) -> int:
     return 28 + (element if element < 4 else 0)
 
 
-def update_phase(job: Job, machine: Machine) -> Phase:
+def update_phase(job: PlanJob, machine: Machine) -> PhaseTime:
     """All optimizer steps of a step."""
-    phase, steps = Phase(), job.minibatches * job.epochs
+    phase, steps = PhaseTime(), job.minibatches * job.epochs
     for part in job.parts:
         if part.trained:
             _add(phase, _optimizer_step(job, part, machine), steps)
     return phase
 
 
-def pretrain_phase(job: Job, machine: Machine) -> Phase:
+def pretrain_phase(job: PlanJob, machine: Machine) -> PhaseTime:
     """What `critic.pretrain_steps` take, once: its optimizer steps, and its values anew."""
     critic = [part for part in job.parts if part.name == "critic"]
     phase = forward_phase(job, critic, machine)
@@ -172,16 +180,16 @@ def pretrain_phase(job: Job, machine: Machine) -> Phase:
     return phase
 
 
-def _add(phase: Phase, more: Phase, times: float = 1.0, prefix: str = "") -> None:
+def _add(phase: PhaseTime, more: PhaseTime, times: float = 1.0, prefix: str = "") -> None:
     for name, seconds in more.parts.items():
         phase.parts[prefix + name] += times * seconds
     for axis, size in more.wire_bytes.items():
         phase.wire_bytes[axis] += times * size
 
 
-def _optimizer_step(job: Job, part: Part, machine: Machine) -> Phase:
+def _optimizer_step(job: PlanJob, part: PlannedModel, machine: Machine) -> PhaseTime:
     """Of one model, with Adam's traffic for each parameter whose state the rank holds."""
-    one = Phase()
+    one = PhaseTime()
     _pipeline(one, job, part, machine, *job.micro_batches(), backward=True)
     if part is job.policy and job.ptx_rows:
         _pipeline(one, job, part, machine, *job.ptx_micro_batches(), backward=True)
@@ -192,9 +200,9 @@ def _optimizer_step(job: Job, part: Part, machine: Machine) -> Phase:
     return one
 
 
-def refit_phase(job: Job, machine: Machine) -> Phase:
+def refit_phase(job: PlanJob, machine: Machine) -> PhaseTime:
     """What comes from other ranks, and a copy of the engine's shard into its place (read and written)."""
-    phase = Phase()
+    phase = PhaseTime()
     assert job.engine is not None
     if job.engine.ranks:
         moved = phase.wire_bytes["engines"] = apart_bytes(job)
@@ -207,7 +215,7 @@ def refit_phase(job: Job, machine: Machine) -> Phase:
     return phase
 
 
-def decode_step(job: Job, machine: Machine, rows: float, context: float) -> tuple[float, float]:
+def decode_step(job: PlanJob, machine: Machine, rows: float, context: float) -> tuple[float, float]:
     """(seconds of one decode step of an engine with `rows` rows at `context` tokens, of it collectives): the larger of
     bytes (weights once, each row's cache) over bandwidth and operations over rate, or the host's time to launch."""
     engine, m = job.engine, job.policy.shape
@@ -221,18 +229,20 @@ def decode_step(job: Job, machine: Machine, rows: float, context: float) -> tupl
         busy = max(busy, m.num_layers * assumed.layer_s)
     if tp == 1:
         return busy, 0.0
-    call = Call("tp", "all_reduce", 2 * m.num_layers * rows * m.hidden_size * engine.element, 2 * m.num_layers)
+    call = CollectiveCalls(
+        "tp", "all_reduce", 2 * m.num_layers * rows * m.hidden_size * engine.element, 2 * m.num_layers
+    )
     # latency of a small all-reduce in a node by NVLink: the engines have kernels of their own for it
     wire = call.wire(tp) / machine.link(tp) + call.count * assumed.message_s / 2
     return busy + wire, wire
 
 
-def generate_phase(job: Job, machine: Machine) -> Phase:
+def generate_phase(job: PlanJob, machine: Machine) -> PhaseTime:
     """Prefill of each prompt once, then decode steps until the last row has ended.
 
     Rows that run at time t after their start are those that are longer. With `refill` waiting rows take free places, so
     the engine decodes `slots` rows until none waits, and then thins out; without, batch after batch thins out."""
-    phase, engine, rows = Phase(), job.engine, job.rows
+    phase, engine, rows = PhaseTime(), job.engine, job.rows
     assert engine is not None
     m, prompts = job.policy.shape, rows.prompts / job.replicas
     products = m.num_layers * machine.layer_seconds(m, prompts * rows.prompt_mean, rows.prompt_mean / 2)
@@ -263,9 +273,9 @@ def generate_phase(job: Job, machine: Machine) -> Phase:
     return phase
 
 
-def plan_times(job: Job, device: Device, assumed: Assumptions) -> dict[str, Phase]:
+def plan_times(job: PlanJob, device: Device, assumed: Assumptions) -> dict[str, PhaseTime]:
     machine = Machine(device, assumed, job.gpus_per_node)
-    phases: dict[str, Phase] = {}
+    phases: dict[str, PhaseTime] = {}
     if job.rollout:
         if job.engine is not None:
             phases["refit"] = refit_phase(job, machine)
@@ -283,7 +293,7 @@ def plan_times(job: Job, device: Device, assumed: Assumptions) -> dict[str, Phas
     return phases
 
 
-def update_mfu(job: Job, device: Device, update: Phase) -> float:
+def update_mfu(job: PlanJob, device: Device, update: PhaseTime) -> float:
     """Operations that are made over the peak of those that train: 6 N a token (4 N of frozen matrices) less those of
     outputs that nobody reads, without attention's, adapters' and what is computed again."""
     count, tokens = job.micro_batches()

@@ -21,7 +21,7 @@ from aligner.plan.adapters import (
     trained_parameters,
     whole_numbers,
 )
-from aligner.plan.job import Job, Part
+from aligner.plan.job import PlanJob, PlannedModel
 from aligner.plan.linear import gathered_width, linear_alike
 from aligner.plan.reads import reads
 from aligner.plan.shapes import (
@@ -39,7 +39,7 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", 
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCalls:
     """`count` collectives that move `size` bytes in all."""
 
     axis: str  # tp, pp, cp, dp (data and context), ep, edp (ranks with the same experts), ends (first and last stage)
@@ -81,14 +81,14 @@ def axis_span(grid: Grid, axis: str) -> int:
     }[axis]
 
 
-def within(calls: Iterable[Call], grid: Grid) -> list[Call]:
+def within(calls: Iterable[CollectiveCalls], grid: Grid) -> list[CollectiveCalls]:
     """Without the axes that have one rank."""
     return [call for call in calls if axis_size(grid, call.axis) > 1 and call.size]
 
 
 def layer_forward(
-    part: Part, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool
-) -> Iterator[Call]:
+    part: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool
+) -> Iterator[CollectiveCalls]:
     """One layer (`sparse`: with experts; `linear`: of linear attention), `tokens` of all context-parallel ranks, `kept`
     of them whole (`plan.reads`). Tensor parallelism: the outputs of attention and MLP are summed (Megatron-LM,
     arXiv:1909.08053); with sequence parallelism scattered, and their inputs gathered (arXiv:2205.05198)."""
@@ -96,21 +96,21 @@ def layer_forward(
     hidden, inputs, mlps = kept / grid.context * m.hidden_size * element, _inputs(m), _mlps(m, sparse)
     if grid.sequence:
         share = sum(inputs) / m.hidden_size
-        yield Call("tp", "all_gather", (share + mlps) * hidden, len(inputs) + mlps)
-        yield Call("tp", "reduce_scatter", (1 + mlps) * hidden, 1 + mlps)
+        yield CollectiveCalls("tp", "all_gather", (share + mlps) * hidden, len(inputs) + mlps)
+        yield CollectiveCalls("tp", "reduce_scatter", (1 + mlps) * hidden, 1 + mlps)
     else:
-        yield Call("tp", "all_reduce", (1 + mlps) * hidden, 1 + mlps)
+        yield CollectiveCalls("tp", "all_reduce", (1 + mlps) * hidden, 1 + mlps)
     yield from (_linear_context if linear else _context)(part, grid, tokens, element, backward=False)
     if sparse:
         yield _experts(part, own, element)
     if is_adapted(part):
         for op, size in adapter_calls(part, grid, own, kept / grid.context, element, sparse, linear)[0]:
-            yield Call("tp", op, size)
+            yield CollectiveCalls("tp", op, size)
 
 
 def frozen_backward(
-    part: Part, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool, first: bool
-) -> Iterator[Call]:
+    part: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool, first: bool
+) -> Iterator[CollectiveCalls]:
     """`layer_backward` where adapters alone are trained: no gradients of weights, and of the `first` layer none of the
     input."""
     m, own = part.shape, tokens / grid.context
@@ -118,21 +118,21 @@ def frozen_backward(
     direct = first and not m.latent.query_rank
     given = (sum(inputs) - (m.hidden_size if direct else 0)) / m.hidden_size
     if grid.sequence:
-        yield Call("tp", "all_gather", (1 + mlps) * hidden, 1 + mlps)
-        yield Call("tp", "reduce_scatter", (given + mlps) * hidden, len(inputs) - direct + mlps)
+        yield CollectiveCalls("tp", "all_gather", (1 + mlps) * hidden, 1 + mlps)
+        yield CollectiveCalls("tp", "reduce_scatter", (given + mlps) * hidden, len(inputs) - direct + mlps)
     else:
         last = kept / grid.context * m.hidden_size * element
-        yield Call("tp", "all_reduce", given * hidden + mlps * last, len(inputs) - direct + mlps)
+        yield CollectiveCalls("tp", "all_reduce", given * hidden + mlps * last, len(inputs) - direct + mlps)
     yield from (_linear_context if linear else _context)(part, grid, tokens, element, backward=True)
     if sparse:
         yield _experts(part, own, element)
     for op, size in adapter_calls(part, grid, own, kept / grid.context, element, sparse, linear)[1]:
-        yield Call("tp", op, size)
+        yield CollectiveCalls("tp", op, size)
 
 
 def layer_backward(
-    part: Part, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool
-) -> Iterator[Call]:
+    part: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool
+) -> Iterator[CollectiveCalls]:
     """The gradients of the same; with sequence parallelism the inputs of the two column-parallel products are gathered
     a second time for the gradients of their weights (experts keep theirs)."""
     m, own = part.shape, tokens / grid.context
@@ -141,16 +141,18 @@ def layer_backward(
     if grid.sequence:
         again = sum(inputs[:2]) / m.hidden_size  # the rotated key goes through no product
         dense = mlps - sparse
-        yield Call("tp", "all_gather", (1 + mlps + again + dense) * hidden, 1 + mlps + len(inputs[:2]) + dense)
-        yield Call("tp", "reduce_scatter", (given + mlps) * hidden, len(inputs) + mlps)
+        yield CollectiveCalls(
+            "tp", "all_gather", (1 + mlps + again + dense) * hidden, 1 + mlps + len(inputs[:2]) + dense
+        )
+        yield CollectiveCalls("tp", "reduce_scatter", (given + mlps) * hidden, len(inputs) + mlps)
     else:
         last = kept / grid.context * m.hidden_size * element
-        yield Call("tp", "all_reduce", given * hidden + mlps * last, len(inputs) + mlps)
+        yield CollectiveCalls("tp", "all_reduce", given * hidden + mlps * last, len(inputs) + mlps)
     if sparse:
         copies = 1 + m.traits.expert_bias  # the router's weight, and what is added behind experts
-        yield Call("tp", "all_reduce", copies * m.moe.num_experts * m.hidden_size * element, copies)
+        yield CollectiveCalls("tp", "all_reduce", copies * m.moe.num_experts * m.hidden_size * element, copies)
     if linear:
-        yield Call("tp", "all_reduce", linear_alike(m) * element, 2)  # of the mixing's weight and the norm's
+        yield CollectiveCalls("tp", "all_reduce", linear_alike(m) * element, 2)  # of the mixing's weight and the norm's
     yield from (_linear_context if linear else _context)(part, grid, tokens, element, backward=True)
     if sparse:
         yield _experts(part, own, element)
@@ -168,40 +170,44 @@ def _mlps(m: ModelConfig, sparse: bool) -> int:
     return 2 if sparse and m.moe.shared_ffn_hidden_size else 1
 
 
-def _context(part: Part, grid: Grid, tokens: float, element: int, backward: bool) -> Iterator[Call]:
+def _context(part: PlannedModel, grid: Grid, tokens: float, element: int, backward: bool) -> Iterator[CollectiveCalls]:
     """Keys and values to all ranks, their gradients back; or queries, keys, values and the output over heads."""
     m = part.shape
     a, k, v, out = (width / grid.tensor for width in attention_widths(m))
     if grid.over_heads:
-        yield Call("cp", "all_to_all", tokens / grid.context * (a + k + v + out) * element, 4)
+        yield CollectiveCalls("cp", "all_to_all", tokens / grid.context * (a + k + v + out) * element, 4)
     else:
-        yield Call("cp", "reduce_scatter" if backward else "all_gather", tokens * (k + v) * element)
+        yield CollectiveCalls("cp", "reduce_scatter" if backward else "all_gather", tokens * (k + v) * element)
 
 
-def _linear_context(part: Part, grid: Grid, tokens: float, element: int, backward: bool) -> Iterator[Call]:
+def _linear_context(
+    part: PlannedModel, grid: Grid, tokens: float, element: int, backward: bool
+) -> Iterator[CollectiveCalls]:
     """The projections to all ranks, their gradients back; or they and the output over heads."""
     m, width = part.shape, gathered_width(part.shape) / grid.tensor
     if grid.over_heads:
         out = m.linear.value_heads * m.linear.value_head_dim / grid.tensor
-        yield Call("cp", "all_to_all", tokens / grid.context * (width + out) * element, 2)
+        yield CollectiveCalls("cp", "all_to_all", tokens / grid.context * (width + out) * element, 2)
     else:
-        yield Call("cp", "reduce_scatter" if backward else "all_gather", tokens * width * element)
+        yield CollectiveCalls("cp", "reduce_scatter" if backward else "all_gather", tokens * width * element)
 
 
-def _experts(part: Part, own: float, element: int) -> Call:
+def _experts(part: PlannedModel, own: float, element: int) -> CollectiveCalls:
     m = part.shape
-    return Call("ep", "all_to_all", 2 * own * m.moe.top_k * m.hidden_size * element, 2)
+    return CollectiveCalls("ep", "all_to_all", 2 * own * m.moe.top_k * m.hidden_size * element, 2)
 
 
-def _sum(layers: Iterable[Iterable[Call]]) -> list[Call]:
+def _sum(layers: Iterable[Iterable[CollectiveCalls]]) -> list[CollectiveCalls]:
     """Of one axis and operation one call, of whatever sizes."""
-    found: dict[tuple[str, str], list[Call]] = {}
+    found: dict[tuple[str, str], list[CollectiveCalls]] = {}
     for call in chain.from_iterable(layers):
         found.setdefault((call.axis, call.op), []).append(call)
-    return [Call(*key, sum(c.size for c in calls), sum(c.count for c in calls)) for key, calls in found.items()]
+    return [
+        CollectiveCalls(*key, sum(c.size for c in calls), sum(c.count for c in calls)) for key, calls in found.items()
+    ]
 
 
-def pass_calls(job: Job, part: Part, stage: int, tokens: float, backward: bool) -> list[Call]:
+def pass_calls(job: PlanJob, part: PlannedModel, stage: int, tokens: float, backward: bool) -> list[CollectiveCalls]:
     """One micro-batch of `tokens` through stage `stage`: forward, and with `backward` that too."""
     grid, m, e = job.grid, part.shape, job.element
     own, layers, last = tokens / grid.context, stage_layers(m, grid, stage), stage == grid.pipeline - 1
@@ -220,62 +226,62 @@ def pass_calls(job: Job, part: Part, stage: int, tokens: float, backward: bool) 
     elif backward:
         calls += _sum(layer_backward(part, grid, tokens, k, e, *kind) for k, *kind in each)
     if stage == 0:
-        calls.append(Call("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden))
+        calls.append(CollectiveCalls("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden))
         if backward and grid.sequence and not is_adapted(part):
-            calls.append(Call("tp", "all_gather", hidden))
+            calls.append(CollectiveCalls("tp", "all_gather", hidden))
     if last:
         calls += _head(part, grid, read.kept / grid.context * m.hidden_size * e, backward)
         # of what is read logprob and, where one is trained, entropy: a maximum and sums over shares of the vocabulary
         numbers = 2 if backward else 1
         if part.head == "lm":
-            calls.append(Call("tp", "all_reduce", 4 * read.pairs / grid.context * (2 + numbers), 2))
-        calls.append(Call("cp", "all_reduce", 4 * tokens * (numbers if part.head == "lm" else 1)))
+            calls.append(CollectiveCalls("tp", "all_reduce", 4 * read.pairs / grid.context * (2 + numbers), 2))
+        calls.append(CollectiveCalls("cp", "all_reduce", 4 * tokens * (numbers if part.head == "lm" else 1)))
     else:
-        calls.append(Call("pp", "send", hidden / (grid.tensor if grid.sequence else 1)))
+        calls.append(CollectiveCalls("pp", "send", hidden / (grid.tensor if grid.sequence else 1)))
     if stage > 0 and backward:
-        calls.append(Call("pp", "send", hidden / (grid.tensor if grid.sequence else 1)))
+        calls.append(CollectiveCalls("pp", "send", hidden / (grid.tensor if grid.sequence else 1)))
     return within(calls, grid)
 
 
-def _head(part: Part, grid: Grid, hidden: float, backward: bool) -> Iterator[Call]:
+def _head(part: PlannedModel, grid: Grid, hidden: float, backward: bool) -> Iterator[CollectiveCalls]:
     """The hidden states are gathered for either head; the gradients of a language-model head, of which every rank has a
     part of the vocabulary, are summed."""
     if grid.sequence:
-        yield Call("tp", "all_gather", hidden)
+        yield CollectiveCalls("tp", "all_gather", hidden)
     if backward and part.head == "lm":
-        yield Call("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden)
+        yield CollectiveCalls("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden)
 
 
-def step_calls(job: Job, part: Part, stage: int) -> list[Call]:
+def step_calls(job: PlanJob, part: PlannedModel, stage: int) -> list[CollectiveCalls]:
     """What an optimizer step adds to its micro-batches: gradients, of float32 numbers, over ranks with the same
     parameters; with the distributed optimizer scattered, and the new parameters gathered."""
     grid, m, e = job.grid, part.shape, job.element
     count = trained_parameters(part, grid, stage)
-    calls: list[Call] = []
+    calls: list[CollectiveCalls] = []
     for axis, dense, score in (("dp", count.dense, count.score), ("edp", count.experts, count.magnitudes)):
         if part.distributed:
-            calls.append(Call(axis, "reduce_scatter", 4.0 * (dense + score)))
+            calls.append(CollectiveCalls(axis, "reduce_scatter", 4.0 * (dense + score)))
             # with experts Megatron has two optimizers, and after the step of each gathers the parameters of both
             times = 2 if count.experts else 1
-            calls.append(Call(axis, "all_gather", times * float(e * dense + 4 * score), times))
+            calls.append(CollectiveCalls(axis, "all_gather", times * float(e * dense + 4 * score), times))
         else:
-            calls.append(Call(axis, "all_reduce", 4.0 * (dense + score)))
+            calls.append(CollectiveCalls(axis, "all_reduce", 4.0 * (dense + score)))
     linear = stage_linear(m, grid, stage)
     if is_adapted(part):
         if grid.sequence:
-            calls.append(Call("tp", "all_reduce", 4.0 * whole_numbers(part, grid, stage)))
+            calls.append(CollectiveCalls("tp", "all_reduce", 4.0 * whole_numbers(part, grid, stage)))
         return within(calls, grid)
     if grid.sequence:
         norms = sum(layer_norms(m, each) for each in linear) + m.hidden_size * (stage == grid.pipeline - 1)
-        calls.append(Call("tp", "all_reduce", 4.0 * norms))
+        calls.append(CollectiveCalls("tp", "all_reduce", 4.0 * norms))
     elif m.qk_norm:  # of which every tensor rank sees its own heads' part
-        calls.append(Call("tp", "all_reduce", 8.0 * m.kv_channels * linear.count(False)))
+        calls.append(CollectiveCalls("tp", "all_reduce", 8.0 * m.kv_channels * linear.count(False)))
     if m.tie_embeddings and part.head == "lm" and stage in (0, grid.pipeline - 1):
-        calls.append(Call("ends", "all_reduce", 4.0 * -(-m.vocab_size // grid.tensor) * m.hidden_size))
+        calls.append(CollectiveCalls("ends", "all_reduce", 4.0 * -(-m.vocab_size // grid.tensor) * m.hidden_size))
     return within(calls, grid)
 
 
-def refit_calls(job: Job) -> list[Call]:
+def refit_calls(job: PlanJob) -> list[CollectiveCalls]:
     """Of the rank that gets most, by `refit/transfer.py`: an engine that is written in place gets parts of shards,
     another one whole tensors."""
     assert job.engine is not None
@@ -286,7 +292,7 @@ def refit_calls(job: Job) -> list[Call]:
     return max(found, key=lambda calls: sum(call.size for call in calls))
 
 
-def part_calls(job: Job, stage: int) -> list[Call]:
+def part_calls(job: PlanJob, stage: int) -> list[CollectiveCalls]:
     """What a rank of stage `stage` receives, all of its engine's shard that it does not hold itself: of its own stage
     from the tensor ranks of its replica, of experts that its replica lacks from other replicas, the rest from other
     stages. Of the ranks the one that holds least of what it needs."""
@@ -304,11 +310,11 @@ def part_calls(job: Job, stage: int) -> list[Call]:
         else:
             others += (dense + routed) / engine.tensor + norms
     sizes = {"tp": own, "ep": experts, "pp": others}
-    calls = [Call(axis, "send", e * size, ceil(e * size / job.bucket_bytes)) for axis, size in sizes.items()]
+    calls = [CollectiveCalls(axis, "send", e * size, ceil(e * size / job.bucket_bytes)) for axis, size in sizes.items()]
     return within(calls, grid)
 
 
-def apart_bytes(job: Job) -> float:
+def apart_bytes(job: PlanJob) -> float:
     """That one of the engines on ranks of their own receives in a refit, or one that trains sends, if that is more:
     those of a stage share what the engines need of it."""
     part, grid, engine = job.policy, job.grid, job.engine
@@ -320,17 +326,19 @@ def apart_bytes(job: Job) -> float:
     return max(sum(stages), max(stages) * engine.ranks * grid.pipeline / grid.gpus)
 
 
-def _wanted(job: Job, stage: int) -> float:
+def _wanted(job: PlanJob, stage: int) -> float:
     """Bytes of a stage's weights that one rank with an engine needs."""
     assert job.engine is not None
     dense, routed, norms = _whole(job.policy, job.grid, stage)
     return min(job.element, job.engine.element) * ((dense + routed) / job.engine.tensor + norms)
 
 
-def factor_calls(job: Job, stage: int) -> list[Call]:
+def factor_calls(job: PlanJob, stage: int) -> list[CollectiveCalls]:
     """What a rank of stage `stage` receives where the engine merges adapters, from the second refit on."""
     sizes = sent_bytes(job.policy.shape, job.grid, stage, job.element).items()
-    return within([Call(axis, "send", size, ceil(size / job.bucket_bytes)) for axis, size in sizes], job.grid)
+    return within(
+        [CollectiveCalls(axis, "send", size, ceil(size / job.bucket_bytes)) for axis, size in sizes], job.grid
+    )
 
 
 def _overlap(i: int, parts: int, j: int, others: int) -> float:
@@ -338,7 +346,7 @@ def _overlap(i: int, parts: int, j: int, others: int) -> float:
     return max(0.0, min((i + 1) / parts, (j + 1) / others) - max(i / parts, j / others))
 
 
-def gathered_calls(job: Job, stage: int = 0) -> list[Call]:
+def gathered_calls(job: PlanJob, stage: int = 0) -> list[CollectiveCalls]:
     """Tensors of stage `stage` are gathered over its tensor ranks and, of experts, then its expert ranks, stage after
     stage; each stage's then go to all of them. Every rank ends up with the whole model."""
     part, grid, e = job.policy, job.grid, job.element
@@ -346,27 +354,29 @@ def gathered_calls(job: Job, stage: int = 0) -> list[Call]:
     for s in range(grid.pipeline):
         count, norms = rank_parameters(part.shape, grid, s), _replicated(part, grid, s)
         if s == stage:
-            calls.append(Call("tp", "all_gather", float(e * grid.tensor * (count.dense - norms + count.experts))))
-            calls.append(Call("ep", "all_gather", float(e * grid.tensor * grid.expert * count.experts)))
+            calls.append(
+                CollectiveCalls("tp", "all_gather", float(e * grid.tensor * (count.dense - norms + count.experts)))
+            )
+            calls.append(CollectiveCalls("ep", "all_gather", float(e * grid.tensor * grid.expert * count.experts)))
         whole = grid.tensor * (count.dense - norms - _copied(part, grid, s) + grid.expert * count.experts) + norms
-        calls.append(Call("pp", "broadcast", float(e * whole)))
+        calls.append(CollectiveCalls("pp", "broadcast", float(e * whole)))
     return within(calls, grid)
 
 
-def _whole(part: Part, grid: Grid, stage: int) -> tuple[int, int, int]:
+def _whole(part: PlannedModel, grid: Grid, stage: int) -> tuple[int, int, int]:
     """Parameters of a stage, once: dense ones that tensor ranks share, experts', and those that all hold whole."""
     count, norms = rank_parameters(part.shape, grid, stage), _replicated(part, grid, stage)
     dense = grid.tensor * (count.dense - norms - _copied(part, grid, stage))
     return dense, grid.tensor * grid.expert * count.experts, norms
 
 
-def _copied(part: Part, grid: Grid, stage: int) -> int:
+def _copied(part: PlannedModel, grid: Grid, stage: int) -> int:
     """Parameters of a rank of the stage that are a copy of a tied embedding: it stays where it is."""
     tied = part.shape.tie_embeddings and stage == grid.pipeline - 1 and grid.pipeline > 1
     return -(-part.shape.vocab_size // grid.tensor) * part.shape.hidden_size if tied else 0
 
 
-def _replicated(part: Part, grid: Grid, stage: int) -> int:
+def _replicated(part: PlannedModel, grid: Grid, stage: int) -> int:
     """Parameters of a stage that every tensor rank holds whole."""
     m = part.shape
     layers = [sparse * mlp_matrices(m, True) for sparse in stage_layers(m, grid, stage)]

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from aligner.plan.job import Job
-from aligner.plan.times import Machine, Phase, decode_step
+from aligner.plan.job import PlanJob
+from aligner.plan.times import Machine, PhaseTime, decode_step
 
 STEPS, WARM_UP = 24, 8  # of training, and those that do not count
 ROWS = 1024  # of a rollout at most: larger ones are made smaller, and the slots with them
@@ -159,7 +159,7 @@ def clocked(
     )
 
 
-def window_of(job: Job, machine: Machine, phases: Mapping[str, Phase]) -> tuple[float, Windows] | None:
+def window_of(job: PlanJob, machine: Machine, phases: Mapping[str, PhaseTime]) -> tuple[float, Windows] | None:
     """(seconds of a decode step with all slots, what windows do): of `engine.window`, or else of one that lasts as long
     as a step without refit and generation. None where that is the longer part, so that nobody waits for a long
     response, and where there can be no windows."""

@@ -18,7 +18,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import RolloutEngine, UpdateLedger
 from aligner.errors import RefitError
 from aligner.megatron.lora import change, joined
-from aligner.models.adapters import MAGNITUDE, Site, sites
+from aligner.models.adapters import MAGNITUDE, AdaptedMatrix, sites
 from aligner.models.params import ParamSpec, assemble, dtype_of, split_tp
 from aligner.models.shards import HfTensor, copy_elements
 from aligner.ops.kernels.products import use_fast_products
@@ -93,7 +93,7 @@ class Merger:
                 for expert_rank in range(self.trainer.expert if site.base.experts else 1):
                     self._merge(site, rank, expert_rank, engine)
 
-    def _merge(self, site: Site, rank: int, expert_rank: int, engine: RolloutEngine) -> None:
+    def _merge(self, site: AdaptedMatrix, rank: int, expert_rank: int, engine: RolloutEngine) -> None:
         wanted = list(self._wanted(site, rank, expert_rank))
         if not wanted:
             return
@@ -114,7 +114,7 @@ class Merger:
         """Of a rank of the trainer; 0 if there are none."""
         return spec.shape[0] // self.trainer.expert if spec.experts else 0
 
-    def _wanted(self, site: Site, rank: int, expert_rank: int) -> Iterator[tuple[HfTensor, int, int]]:
+    def _wanted(self, site: AdaptedMatrix, rank: int, expert_rank: int) -> Iterator[tuple[HfTensor, int, int]]:
         """Parts of this rank's tensors that are in a shard of the trainer."""
         for t in self._of_base[site.base.canonical]:
             if site.base.experts and t.expert // self._experts(site.base) != expert_rank:
@@ -123,7 +123,7 @@ class Merger:
             if max(low, first) < min(high, last):
                 yield t, max(low, first), min(high, last)
 
-    def _change(self, site: Site, rank: int, expert_rank: int) -> Tensor:
+    def _change(self, site: AdaptedMatrix, rank: int, expert_rank: int) -> Tensor:
         """scale B A of a shard of the trainer, float32, in the shape that the matrix has there."""
         tensor, shape = self.trainer.tensor, list(site.base.shape)
 

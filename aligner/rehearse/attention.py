@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from aligner.rehearse.device import Device, on_device
+from aligner.rehearse.device import RehearsedDevice, on_device
 from aligner.rehearse.record import place
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return same and q.dtype in (*HALVES, torch.float32) and q.shape[-1] % unit == 0 and v.shape[-1] % unit == 0
 
 
-def install(device: Device) -> None:
+def install(device: RehearsedDevice) -> None:
     original = F.scaled_dot_product_attention
 
     def attend(

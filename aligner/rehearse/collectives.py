@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
 from torch.utils._pytree import tree_leaves
 
-from aligner.rehearse.device import Device, on_device
-from aligner.rehearse.record import Record, stack
+from aligner.rehearse.device import RehearsedDevice, on_device
+from aligner.rehearse.record import RehearsalRecord, stack
 
 BYTES_OF = {"_reduce_scatter_base_": 1, "alltoall_base_": 1, "reduce_scatter_tensor_coalesced_": 1}  # argument, else 0
 P2P = ("send", "recv_")
@@ -77,7 +77,7 @@ def _type(argument: Any) -> Any:
 class Collectives:
     """What `torch.distributed` does on this rank."""
 
-    def __init__(self, device: Device, record: Record):
+    def __init__(self, device: RehearsedDevice, record: RehearsalRecord):
         self.record = record
         self.names: dict[str, str] = {}
         self._keys: dict[str, str] = {}

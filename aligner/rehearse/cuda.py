@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from aligner.errors import AlignerError
 from aligner.rehearse import attention, kernels
-from aligner.rehearse.device import CUDA, Device, on_device
+from aligner.rehearse.device import CUDA, RehearsedDevice, on_device
 
 TESTED = "2.13.0"
 HAS_CONTEXT = 4  # of AcceleratorHooksInterface's virtual functions: two destructors, isBuilt, init, hasPrimaryContext
@@ -24,7 +24,7 @@ CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}
 _kept: list[Any] = []  # what C++ points to
 
 
-def install(device: Device, kind: str) -> None:
+def install(device: RehearsedDevice, kind: str) -> None:
     """Raises AlignerError for a torch whose internals are not known."""
     if torch.__version__.split("+")[0] != TESTED:
         raise AlignerError(f"torch {torch.__version__}: a rehearsal needs {TESTED}, whose internals it stands in for")
@@ -55,7 +55,7 @@ def _no_contexts() -> None:
     ctypes.c_void_p.from_address(hooks).value = ctypes.addressof(copy) + before * 8
 
 
-def _calls(device: Device, capability: tuple[int, int], kind: str) -> None:
+def _calls(device: RehearsedDevice, capability: tuple[int, int], kind: str) -> None:
     cuda, memory = torch.cuda, device.memory_bytes
     name = f"{kind} (rehearsed)"
     properties = SimpleNamespace(
@@ -92,8 +92,8 @@ def _calls(device: Device, capability: tuple[int, int], kind: str) -> None:
         module.set_rng_state = module.manual_seed = module.manual_seed_all = lambda *a, **k: None
 
 
-def _streams(device: Device) -> None:
-    class Stream:
+def _streams(device: RehearsedDevice) -> None:
+    class FakeStream:
         """A stream and an event in one."""
 
         def __init__(self, *arguments: Any, **options: Any):
@@ -108,7 +108,7 @@ def _streams(device: Device) -> None:
             device.wait("stream or event synchronize")
 
         def record_event(self, event: Any = None) -> Any:
-            return event or Stream()
+            return event or FakeStream()
 
         def query(self) -> bool:
             return True
@@ -116,14 +116,14 @@ def _streams(device: Device) -> None:
         def elapsed_time(self, other: Any) -> float:
             return 1.0
 
-    stream = Stream()
-    torch.cuda.Stream = torch.cuda.Event = Stream  # type: ignore[misc,assignment]
+    stream = FakeStream()
+    torch.cuda.Stream = torch.cuda.Event = FakeStream  # type: ignore[misc,assignment]
     torch.cuda.current_stream = torch.cuda.default_stream = lambda *a: stream
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
 
 
-def _graphs(device: Device) -> None:
+def _graphs(device: RehearsedDevice) -> None:
     class Graph:
         def replay(self) -> None:
             return None
@@ -140,7 +140,7 @@ def _graphs(device: Device) -> None:
     torch.cuda.is_current_stream_capturing = lambda: device.capturing
 
 
-def _tensors(device: Device) -> None:
+def _tensors(device: RehearsedDevice) -> None:
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     torch.tensor = _from_data(device, torch.tensor)
     resize, storage_address, address = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr, Tensor.data_ptr
@@ -179,7 +179,7 @@ def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Mod
     return self
 
 
-def _from_data(device: Device, original: Any) -> Any:
+def _from_data(device: RehearsedDevice, original: Any) -> Any:
     """`torch.tensor` reads numbers, also those of device tensors, where no mode sees it."""
 
     def read(value: Any) -> Any:

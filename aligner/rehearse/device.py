@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from aligner.rehearse import kernels
 from aligner.rehearse.kernels import CUDA
-from aligner.rehearse.record import Record, place
+from aligner.rehearse.record import RehearsalRecord, place
 
 aten = torch.ops.aten
 BLOCK = 512  # bytes: what CUDA's allocator rounds to
@@ -50,10 +50,10 @@ def _flat(values: tuple | list, found: list) -> list:
     return found
 
 
-class Device(TorchDispatchMode):
+class RehearsedDevice(TorchDispatchMode):
     """The GPU of the rank that is rehearsed; `with` it the program runs."""
 
-    def __init__(self, record: Record, memory_bytes: int):
+    def __init__(self, record: RehearsalRecord, memory_bytes: int):
         super().__init__()
         self.record, self.memory_bytes = record, memory_bytes
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -69,7 +69,7 @@ class Device(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:  # nothing is compiled; else each operation goes through its wrapper
         return False
 
-    def __enter__(self) -> Device:
+    def __enter__(self) -> RehearsedDevice:
         self.fake.__enter__()
         return super().__enter__()
 
@@ -294,7 +294,7 @@ class Device(TorchDispatchMode):
 class _Again(TorchDispatchMode):
     """The same device, for the parts of a composite operation."""
 
-    def __init__(self, device: Device):
+    def __init__(self, device: RehearsedDevice):
         super().__init__()
         self.device = device
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from aligner.ops import agree
 from aligner.ops.packing.turns import Turn
-from aligner.rehearse.device import Device, on_device
+from aligner.rehearse.device import RehearsedDevice, on_device
 from aligner.rehearse.record import BETWEEN
 from aligner.types import Sample, Stop
 
@@ -38,7 +38,7 @@ def files_are_the_same() -> None:
     agree.same_view = lambda path, look, by_node=False: look()
 
 
-def install(device: Device, names: Callable[[Any], None]) -> None:
+def install(device: RehearsedDevice, names: Callable[[Any], None]) -> None:
     """After `files_are_the_same`. `names` is told of each layout."""
     _models(device)
     _engine(device)
@@ -59,7 +59,7 @@ def install(device: Device, names: Callable[[Any], None]) -> None:
     job_module.build_layout = teachers.build_layout = built
 
 
-def _models(device: Device) -> None:
+def _models(device: RehearsedDevice) -> None:
     """Before the builders import what finds them."""
     from aligner.data.tokenizer import load_tokenizer
     from aligner.engines.native import load
@@ -93,7 +93,7 @@ def _models(device: Device) -> None:
     model_init.resolve, load.fill = resolve, fill
 
 
-def _engine(device: Device) -> None:
+def _engine(device: RehearsedDevice) -> None:
     from aligner.engines.native.engine import NativeEngine
     from aligner.engines.native.fleet import FleetEngine
 
@@ -118,7 +118,7 @@ def _engine(device: Device) -> None:
     device.answers["refit/transfer.py", "largest"] = own  # else a refit that fails here would go on
 
 
-def _experts(device: Device) -> None:
+def _experts(device: RehearsedDevice) -> None:
     """Get equal shares of the tokens."""
 
     def even(source: Tensor, inside: dict[str, Any]) -> Tensor:
@@ -177,7 +177,7 @@ def _rollouts() -> None:
     Player.__call__, Player.go_on, Scorer.__call__ = called, gone_on, score
 
 
-def _checkpoints(device: Device) -> None:
+def _checkpoints(device: RehearsedDevice) -> None:
     """What this rank would write, also of an export, goes to host memory, a tensor at a time: it may be more than this
     machine has. What it would read comes from there, before the first step, as if there were a checkpoint. Files are
     the CPU's business."""
@@ -236,7 +236,7 @@ def _checkpoints(device: Device) -> None:
     checkpoint.dist_checkpointing.load = load
 
 
-def _phases(device: Device) -> None:
+def _phases(device: RehearsedDevice) -> None:
     """By the timers' outermost phase, what is on the device at its end, by owner."""
     from aligner.run.phases import PhaseMemory
     from aligner.run.timers import Timers

@@ -29,8 +29,8 @@ from aligner.files import write_whole
 from aligner.plan.devices import find_device
 from aligner.rehearse import apart, cuda, program, shortened
 from aligner.rehearse.collectives import SPOKEN, Collectives, Speech, UnheardError, join
-from aligner.rehearse.device import Device
-from aligner.rehearse.record import Record
+from aligner.rehearse.device import RehearsedDevice
+from aligner.rehearse.record import RehearsalRecord
 from aligner.run.chain import code
 
 
@@ -42,8 +42,8 @@ def main(path: str) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
-    record = Record()
-    device = Device(record, int(find_device(asked["device"]).memory_bytes))
+    record = RehearsalRecord()
+    device = RehearsedDevice(record, int(find_device(asked["device"]).memory_bytes))
     loading.kernels = load_frozen(asked["cases"][0]["config"]).model.kernels
     cuda.install(device, asked["device"])
     program.files_are_the_same()
@@ -83,7 +83,7 @@ def _tell(pipe: int, **event: Any) -> None:
 
 def _ended(case: dict[str, Any], code: int) -> None:
     """A process that C++ has ended: its stack is in the log."""
-    record, out = Record(), Path(case["out"])
+    record, out = RehearsalRecord(), Path(case["out"])
     log = out.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
     frames = re.findall(r'File ".*/(aligner/[^"]+)", line (\d+)', log)
     places = [f"{file}:{line}" for file, line in frames if not file.startswith("aligner/rehearse/")]
@@ -93,7 +93,7 @@ def _ended(case: dict[str, Any], code: int) -> None:
     write_whole(out, json.dumps(record.data() | found))
 
 
-def rehearse(case: dict[str, Any], device: Device, collectives: Collectives) -> None:
+def rehearse(case: dict[str, Any], device: RehearsedDevice, collectives: Collectives) -> None:
     """In a process that ends with it."""
     out, start = Path(case["out"]), time.process_time()
     log, events = out.with_suffix(".log").open("w"), os.dup(1)

@@ -91,7 +91,7 @@ class Counts:
     sequences: dict[str, int]  # how many calls
 
 
-class Record:
+class RehearsalRecord:
     """Of one rank. `sequences`: group -> its calls in order, as (what, stack)."""
 
     def __init__(self) -> None:

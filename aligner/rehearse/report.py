@@ -13,7 +13,7 @@ from typing import Any
 from aligner.config.schema import Config
 from aligner.config.sections.model.kernels import unfit_for_te
 from aligner.plan.devices import GIB, Assumptions, Device
-from aligner.plan.job import Job, job_of
+from aligner.plan.job import PlanJob, job_of
 from aligner.plan.memory import engine_phases, stage_phases
 from aligner.rehearse.compare import mismatches
 from aligner.rehearse.ranks import stage_of
@@ -41,7 +41,7 @@ class Rehearsal:
         return mismatches(self.records)
 
     @cached_property
-    def job(self) -> Job:
+    def job(self) -> PlanJob:
         """With rows as long as those that are rehearsed."""
         rows = job_of(self.cfg, self.gpus).rows
         longest = {"prompt_tokens": rows.prompt_longest, "response_tokens": rows.response_longest}

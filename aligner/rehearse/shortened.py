@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from aligner.rehearse.record import Counts, Record
+from aligner.rehearse.record import Counts, RehearsalRecord
 from aligner.types import PtxRows, TrainBatch
 
 
@@ -31,7 +31,7 @@ def kept(kinds: Sequence[Any], stages: int) -> list[tuple[int, int]]:
     return found
 
 
-def install(record: Record) -> None:
+def install(record: RehearsalRecord) -> None:
     from aligner.megatron.train import ShardedModel
 
     run = ShardedModel._run

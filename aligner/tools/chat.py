@@ -23,7 +23,7 @@ HELP = "type a message; an empty line or Ctrl-D ends. /new forgets the conversat
 
 
 @dataclass
-class Chat:
+class ChatSession:
     """With a chat template the conversation is kept; without one every line is a prompt of its own."""
 
     model: Answerer
@@ -82,7 +82,7 @@ def main(cfg: Config) -> int:
     folder = model_folder(cfg)
     model = Answerer.load(folder, cfg.engine, cfg.model.dtype)
     use_chat_template(model.tokenizer, cfg.data)
-    chat = Chat(model, sampling_of(cfg), cfg.seed, cfg.data.template_arguments)
+    chat = ChatSession(model, sampling_of(cfg), cfg.seed, cfg.data.template_arguments)
     print(f"{folder}: {HELP}", flush=True)
     while True:
         print("> ", end="", flush=True)

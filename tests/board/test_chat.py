@@ -17,7 +17,7 @@ from aligner.board.chat import MOST, Model, Talk, Talks, has_template, known, op
 from aligner.board.runs import Board
 from aligner.data.tokenizer import byte_tokenizer
 from aligner.errors import AlignerError, DataError
-from aligner.foreign import Record
+from aligner.foreign import JsonObject
 from tests.board.recordings import run_folder
 
 
@@ -33,7 +33,7 @@ def test_models_are_those_of_runs_checkpoints_and_folders(tmp_path):
     names = ["done", "done step-00000004", "runs_on step-00000004", str(tmp_path / "published")]
     assert list(found) == names and found[names[1]].run == tmp_path / "done" and found["done"].run is None
     with pytest.raises(DataError, match="expected one of the board's 4 models"):
-        open_talk(board, Record({"model": "/etc"}, "test", DataError))
+        open_talk(board, JsonObject({"model": "/etc"}, "test", DataError))
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])

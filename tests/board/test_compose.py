@@ -23,14 +23,14 @@ from aligner.config.freeze import to_yaml
 from aligner.config.options import GROUPS
 from aligner.config.resolve import compose
 from aligner.errors import AlignerError, ConfigError, DataError
-from aligner.foreign import Record
+from aligner.foreign import JsonObject
 from tests.board.recordings import run_folder
 
 GRPO = {"stage": "grpo", "model": "qwen3_0.6b"}
 
 
 def ask(answer=check, **asked):
-    return answer(Board([]), Record(asked, "test", DataError))
+    return answer(Board([]), JsonObject(asked, "test", DataError))
 
 
 def test_the_form_has_every_group_and_key():

@@ -17,7 +17,7 @@ from aligner.board.runs import Board
 from aligner.board.samples import PAGE, Table, sample_tokens, samples
 from aligner.data.tokenizer import byte_tokenizer
 from aligner.errors import AlignerError, DataError
-from aligner.foreign import Record
+from aligner.foreign import JsonObject
 from aligner.rollout.record import read_recording, write_recording
 from tests.board.recordings import record, run_folder, write_rows
 
@@ -25,7 +25,7 @@ ASSET = Path(__file__).parents[1] / "assets/rollout.safetensors"
 
 
 def ask(board: Board, answer=samples, **asked):
-    return answer(board, Record(asked, "test", DataError))
+    return answer(board, JsonObject(asked, "test", DataError))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from aligner.megatron.offload import ModelMemory
 from aligner.models.adapters import adapter_table, held_sites
 from aligner.ops.kernels.frozen import Frozen, held_bytes
 from aligner.plan.adapters import held_parameters, saved_bytes
-from aligner.plan.job import Part
+from aligner.plan.job import PlannedModel
 from aligner.plan.shapes import Grid
 from aligner.plan.sizes import weight_bytes
 from aligner.roles.batching import micro_batches
@@ -84,7 +84,7 @@ def test_the_memory_of_weights(ranks, kind):
     rest = sum(prod(s.shape) for s in (*family_table(cfg), *adapter_table(cfg)) if s.canonical not in held)
     small = sum(held_bytes(prod(shape[:-1]), shape[-1], kind) for shape in held.values())
     assert found == small + 2 * rest
-    part = Part("policy", cfg, trained=True)
+    part = PlannedModel("policy", cfg, trained=True)
     assert found == weight_bytes(held_parameters(part, Grid(), 0), 2) - saved_bytes(part, Grid(), 0, 2)
     assert small / sum(2 * prod(shape) for shape in held.values()) == {"int8": 8.5 / 16, "nf4": 4.5 / 16}[kind]
 

@@ -14,7 +14,7 @@ from aligner.engines.native import NativeEngine
 from aligner.megatron.model import Head
 from aligner.megatron.moe import ExpertLayer
 from aligner.ops.packing.pack import Times
-from aligner.ops.packing.routing import Replay, widened
+from aligner.ops.packing.routing import RoutingReplay, widened
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy, Reference
 from aligner.stages.ppo import value_loss
@@ -54,7 +54,7 @@ def last_layer(cfg: ModelConfig, parallel: ParallelConfig, x, grad, experts, kno
     model = build(cfg, parallel, SGD)
     last = [m for m in model.module.modules() if isinstance(m, ExpertLayer)][-1]
     x = x.clone().requires_grad_()
-    times = replace(Times.of(torch.ones(len(x))), replay=Replay(experts, known))
+    times = replace(Times.of(torch.ones(len(x))), replay=RoutingReplay(experts, known))
     out = last(x[:, None], times)[0][:, 0]
     found = torch.autograd.grad((out * grad).sum(), [x, *last.parameters()])
     return {

@@ -25,7 +25,7 @@ from aligner.plan import reads, sizes
 from aligner.plan.activations import activation_bytes
 from aligner.plan.adapters import held_parameters, kept_bytes, trained_parameters
 from aligner.plan.devices import Assumptions, Device
-from aligner.plan.job import Engine, Job, Part, Rows
+from aligner.plan.job import Engine, PlanJob, PlannedModel, PlannedRows
 from aligner.plan.shapes import Grid
 from aligner.plan.sizes import gradient_bytes, optimizer_bytes, refit_buffers, weight_bytes
 from aligner.plan.times import Machine, micro_batch_seconds
@@ -214,17 +214,17 @@ def grid_of(parallel: ParallelConfig, world: int) -> Grid:
     return Grid(p.tensor, p.pipeline, p.context, p.expert, world // p.model_size, p.sequence, over_heads)
 
 
-def job_of(cfg: ModelConfig, grid: Grid, options: dict) -> Job:
+def job_of(cfg: ModelConfig, grid: Grid, options: dict) -> PlanJob:
     outputs, optim, prompt = options.get("outputs", 0), options.get("optim", ADAM), options.get("prompt", 1)
-    part = Part("policy", cfg, "score" if outputs else "lm", True, max(1, outputs), optim.distributed)
+    part = PlannedModel("policy", cfg, "score" if outputs else "lm", True, max(1, outputs), optim.distributed)
     scored = outputs and not options.get("critic")
     # torch counts attention in full: every query sees the whole row, or up to the token before the last one
     seen = (WIDTH, WIDTH if scored else WIDTH - 1)
-    return Job(
+    return PlanJob(
         "rm" if scored else "ppo" if outputs else "sft",
         (part,),
         grid,
-        Rows(ROWS, ROWS, prompt, prompt, WIDTH - prompt, WIDTH - prompt, *seen),
+        PlannedRows(ROWS, ROWS, prompt, prompt, WIDTH - prompt, WIDTH - prompt, *seen),
         None,
         element=4 if options.get("dtype") is torch.float32 else 2,
         micro_rows=options.get("micro_rows", 4),
@@ -237,7 +237,7 @@ def job_of(cfg: ModelConfig, grid: Grid, options: dict) -> Job:
 COUNTING = Machine(Device("seconds are operations", 1.0, 1.0, 1.0, 1.0, 1.0), Assumptions(matrix=1, experts=1), 1)
 
 
-def operations(job: Job, stage: int) -> dict[tuple[str, str], float]:
+def operations(job: PlanJob, stage: int) -> dict[tuple[str, str], float]:
     """By phase and kind, as `tests.operations` tells them: of all rows in one pass, and of an optimizer step."""
     found, (number, tokens) = {}, job.micro_batches()
     alone = replace(job, rows=replace(job.rows, seen=1e-9, read_seen=1e-9))  # without attention
@@ -470,11 +470,11 @@ WIDE = ModelConfig(num_layers=4, hidden_size=64, ffn_hidden_size=192, num_heads=
 def test_activations_are_what_autograd_keeps(ranks, cfg, layout, recompute):
     parallel, tokens = ParallelConfig(**layout), 512
     grid = grid_of(parallel, parallel.tensor)
-    job = Job(
+    job = PlanJob(
         "rm",
-        (Part("policy", cfg, "score", True),),
+        (PlannedModel("policy", cfg, "score", True),),
         grid,
-        Rows(1, 1, tokens / 2, tokens // 2, tokens / 2, tokens // 2),
+        PlannedRows(1, 1, tokens / 2, tokens // 2, tokens / 2, tokens // 2),
         None,
         element=4,
         micro_rows=1,
@@ -505,4 +505,4 @@ def test_the_logits_of_a_student_are_counted_as_the_trainer_counts_them():
 
 def test_optimizer_config_default_is_distributed():
     """The calculator's default is the schema's."""
-    assert Part("policy", LLAMA).distributed == OptimConfig().distributed
+    assert PlannedModel("policy", LLAMA).distributed == OptimConfig().distributed

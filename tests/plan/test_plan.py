@@ -21,14 +21,14 @@ from aligner.families.table import parameters
 from aligner.plan.activations import activation_bytes
 from aligner.plan.devices import DEVICES, GIB, Assumptions
 from aligner.plan.host import engine_host_bytes, host_items
-from aligner.plan.job import Engine, Job, Part, Rows, job_of, shape_at
+from aligner.plan.job import Engine, PlanJob, PlannedModel, PlannedRows, job_of, shape_at
 from aligner.plan.lengths import Lengths, read_lengths
 from aligner.plan.memory import MemoryPlanError, engine_phases, plan_memory, refuse
 from aligner.plan.prediction import predict
 from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, routing_bytes
 from aligner.plan.sizes import logit_bytes
 from aligner.plan.times import Machine, decode_step, generate_phase, plan_times, update_mfu, update_phase
-from aligner.plan.traffic import Call, gathered_calls, pass_calls, refit_calls, step_calls
+from aligner.plan.traffic import CollectiveCalls, gathered_calls, pass_calls, refit_calls, step_calls
 from aligner.rewards.judge import Judge
 from aligner.types import Prompt, Sample
 
@@ -41,11 +41,12 @@ def shape(name: str) -> ModelConfig:
     return compose([f"model={name}"]).model
 
 
-def grpo(model: ModelConfig, grid: Grid, engine: Engine | None = None, **changes) -> Job:
-    rows = Rows(1024, 64, 128, 256, 512, 2048)
+def grpo(model: ModelConfig, grid: Grid, engine: Engine | None = None, **changes) -> PlanJob:
+    rows = PlannedRows(1024, 64, 128, 256, 512, 2048)
     engine = engine or Engine(kv_bytes=20 * GIB)
     return replace(
-        Job("grpo", (Part("policy", model, trained=True),), grid, rows, engine, micro_tokens=4096), **changes
+        PlanJob("grpo", (PlannedModel("policy", model, trained=True),), grid, rows, engine, micro_tokens=4096),
+        **changes,
     )
 
 
@@ -267,8 +268,11 @@ def test_calls_of_a_layout_by_hand():
     forward = pass_calls(job, job.policy, 0, 4096, backward=False)
     # two sums a layer; those of the last one are of responses alone, 4 of 5 tokens
     layers = [c for c in forward if c.count == 64]
-    assert layers == [Call("tp", "all_reduce", pytest.approx(hidden * (62 + 2 * 0.8)), 64)]
-    assert Call("tp", "all_reduce", 1.0).wire(2) == 1.0 and Call("tp", "all_gather", 8.0).wire(8) == 7.0
+    assert layers == [CollectiveCalls("tp", "all_reduce", pytest.approx(hidden * (62 + 2 * 0.8)), 64)]
+    assert (
+        CollectiveCalls("tp", "all_reduce", 1.0).wire(2) == 1.0
+        and CollectiveCalls("tp", "all_gather", 8.0).wire(8) == 7.0
+    )
     gradients = {c.op: c for c in step_calls(job, job.policy, 0)}
     assert gradients["reduce_scatter"].size == 2 * gradients["all_gather"].size  # float32 down, bfloat16 up
     whole = sum(c.wire(2) for c in gathered_calls(job))
@@ -506,7 +510,7 @@ def test_models_are_built_and_loaded_before_anything_is_sent_away():
     more than the rest of the step where state is shared out); a held base is whole first."""
     model = shape("llama3_8b")
     job = grpo(model, Grid(data=64), offload=("gradients", "optimizer", "weights"))
-    reference = Part("reference", model)
+    reference = PlannedModel("reference", model)
     phases = plan_memory(replace(job, parts=(*job.parts, reference)), H100, Assumptions()).phases
     numbers = parameters(model)
     assert sum(phases["build"].values()) == (2 + 4 + 4 / 64 + 2 + 2) * numbers  # both models, then the engine
@@ -514,7 +518,7 @@ def test_models_are_built_and_loaded_before_anything_is_sent_away():
     assert sum(alone["build"].values()) == (2 + 2 + 4) * numbers
     assert sum(phases["load"].values()) == (2 + 4 + 12 / 64 + 2 + 2) * numbers  # with the engine's weights
     lora = LoraConfig(rank=16, targets=[ALL_LINEAR], quantize_base="nf4")
-    held = replace(job, parts=(Part("policy", replace(model, lora=lora), trained=True),), engine=None)
+    held = replace(job, parts=(PlannedModel("policy", replace(model, lora=lora), trained=True),), engine=None)
     phases = plan_memory(held, H100, Assumptions()).phases
     assert sum(phases["build"].values()) > 2 * numbers > 2 * sum(phases["save"].values())
 
@@ -532,7 +536,7 @@ def test_a_save_takes_nothing_on_the_device_and_its_share_on_the_host():
     assert host_items(replace(job, element=4))["checkpoint"] == 12 * numbers / 8
     plain = replace(job, parts=(replace(job.policy, distributed=False),))
     assert host_items(plain)["checkpoint"] == 14 * numbers  # of the first data-parallel rank
-    reference = Part("reference", job.policy.shape)
+    reference = PlannedModel("reference", job.policy.shape)
     away = replace(job, parts=(*job.parts, reference), offload=("gradients", "optimizer", "weights"))
     assert host_items(away) == {"checkpoint": 14 * numbers / 8, "offloaded": (2 + 2 + 12 / 8) * numbers}
     assert predict(job, H100).data()["host_bytes"] == host_items(job)
@@ -592,7 +596,7 @@ def test_what_leaves_the_device_is_counted_where_it_is_needed():
         refuse(tight, H100, plan_memory(tight, H100, Assumptions()))
 
 
-def judged(*judges: str, more: tuple[str, ...] = (), gpus: int = 8) -> Job:
+def judged(*judges: str, more: tuple[str, ...] = (), gpus: int = 8) -> PlanJob:
     start = [
         "stage=grpo",
         "model=qwen3_0.6b",

@@ -10,7 +10,7 @@ from aligner.config.sections.model.lora import LoraConfig
 from aligner.megatron.model import Head
 from aligner.megatron.offload import ModelMemory
 from aligner.plan.adapters import trained_parameters
-from aligner.plan.job import Part
+from aligner.plan.job import PlannedModel
 from aligner.plan.shapes import Grid
 from aligner.plan.sizes import weight_bytes
 from aligner.roles.batching import micro_batches
@@ -65,7 +65,7 @@ def test_a_critic_on_the_trunk_is_one_with_weights_of_its_own(cfg, lora, world, 
     shared = [p for p in critic.module.parameters() if p in trunk]
     assert all(not p.requires_grad and p.grad is None for p in shared)
     grid = Grid(parallel.tensor, parallel.pipeline, 1, parallel.expert, world // parallel.model_size)
-    part = Part("critic", cfg, "score", trained=True, shared=True)
+    part = PlannedModel("critic", cfg, "score", trained=True, shared=True)
     count = trained_parameters(part, grid, policy.layout.pp_rank)
     assert sum(p.numel() for p in own) == count.total
     # Megatron lets tensors begin at multiples of 64 numbers

@@ -7,7 +7,7 @@ import pytest
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.errors import ConfigError, DataError
-from aligner.tools.chat import Chat, read_line
+from aligner.tools.chat import ChatSession, read_line
 from aligner.tools.generate import Answerer
 from aligner.types import SamplingParams
 
@@ -15,7 +15,7 @@ from aligner.types import SamplingParams
 def test_a_talk_that_outgrows_the_model_goes_on(tiny_runs, capsys):
     model = Answerer.load(tiny_runs["sft"] / "hf", EngineConfig(), "float32")
     assert model.tokenizer.chat_template and model.engine.model.cfg.max_position == 64
-    chat = Chat(model, SamplingParams(4, 0.0), 0)
+    chat = ChatSession(model, SamplingParams(4, 0.0), 0)
     chat.reply("hi")
     assert "forgotten" not in capsys.readouterr().out
     for i in range(6):

@@ -9,7 +9,7 @@ from typing import Any
 
 from aligner.engines.base import listed
 from aligner.engines.child.worker import Settings
-from aligner.engines.trtllm.layout import Target
+from aligner.engines.trtllm.layout import EngineParameter
 from aligner.errors import EngineError
 
 # attribute of TensorRT-LLM's config -> key of config.json. Its reader goes by `transformers`, whose releases have moved
@@ -31,7 +31,7 @@ _CONFIG = {
 }
 
 
-def build_runner(settings: Settings, targets: Mapping[str, Target]) -> tuple[Any, set[str]]:
+def build_runner(settings: Settings, targets: Mapping[str, EngineParameter]) -> tuple[Any, set[str]]:
     """A `ModelRunner` with random weights, and the names of the constants that its engine lists with the parameters.
     Raises EngineError, before it builds, where the package understands the model otherwise."""
     from tensorrt_llm.builder import BuildConfig, KVCacheType, build
@@ -96,7 +96,7 @@ def _same_config(config: Any, raw: Mapping[str, Any]) -> None:
             raise EngineError(f"TensorRT-LLM reads {name}={found!r} from config.json: expected {key}={wanted!r}")
 
 
-def _same_parameters(parameters: Mapping[str, Any], targets: Mapping[str, Target]) -> set[str]:
+def _same_parameters(parameters: Mapping[str, Any], targets: Mapping[str, EngineParameter]) -> set[str]:
     """The names of constants: rotary tables."""
     constants = {name for name, parameter in parameters.items() if parameter.is_buffer}
     found = {name: tuple(p.shape) for name, p in parameters.items() if name not in constants}

@@ -18,7 +18,7 @@ from aligner.engines.child.serve import Abort
 from aligner.engines.child.worker import KV_CACHE, LocalWorker, Progress, Row, Settings
 from aligner.engines.trtllm.build import build_runner
 from aligner.engines.trtllm.built_api import version_row
-from aligner.engines.trtllm.layout import Part, Target, layout
+from aligner.engines.trtllm.layout import EngineParameter, Part, layout
 from aligner.engines.trtllm.sampling import runner_arguments
 from aligner.engines.trtllm.steps import Prescribed, Watch
 from aligner.errors import EngineError, RefitError
@@ -45,7 +45,7 @@ class EngineWorker(LocalWorker):
         super().__init__(settings)
         dtype, pinned = getattr(torch, settings.dtype), self.buffer.is_cuda
         self.staged = {t.name: torch.empty(t.shape, dtype=dtype, pin_memory=pinned) for t in self.layout.values()}
-        self.sources: dict[str, list[tuple[Target, Part]]] = {}
+        self.sources: dict[str, list[tuple[EngineParameter, Part]]] = {}
         for target in self.layout.values():
             for part in target.parts:
                 self.sources.setdefault(part.source, []).append((target, part))
@@ -84,7 +84,7 @@ class EngineWorker(LocalWorker):
                 if not self._open[target.name]:
                     self._set(target)
 
-    def _set(self, target: Target) -> None:
+    def _set(self, target: EngineParameter) -> None:
         """TensorRT reads it when the refit is carried out."""
         staged, trt = self.staged[target.name], self.trt
         dtype = {torch.float32: trt.DataType.FLOAT, torch.bfloat16: trt.DataType.BF16}[staged.dtype]

@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Target:
+class EngineParameter:
     """One parameter of TensorRT-LLM."""
 
     name: str
@@ -54,9 +54,9 @@ class Target:
     parts: tuple[Part, ...]
 
 
-def layout(cfg: ModelConfig) -> dict[str, Target]:
+def layout(cfg: ModelConfig) -> dict[str, EngineParameter]:
     """Every parameter by TensorRT-LLM's name. KeyError for a family with a row that has no name there."""
-    found: dict[str, Target] = {}
+    found: dict[str, EngineParameter] = {}
     for spec in family_table(cfg):
         _, _, inner = spec.canonical.partition("decoder.layers.")
         layer, _, row = inner.partition(".")
@@ -67,7 +67,7 @@ def layout(cfg: ModelConfig) -> dict[str, Target]:
             found[target.name] = target
     if cfg.tie_embeddings:
         table = found["transformer.vocab_embedding.weight"]
-        found["lm_head.weight"] = Target("lm_head.weight", table.shape, table.parts)
+        found["lm_head.weight"] = EngineParameter("lm_head.weight", table.shape, table.parts)
     return found
 
 
@@ -76,10 +76,10 @@ def _grouped(spec: ParamSpec, parameters: int) -> list[tuple[str, ...]]:
     return [spec.hf] if parameters == 1 else [(name,) for name in spec.hf]
 
 
-def _target(name: str, spec: ParamSpec, sources: tuple[str, ...], cfg: ModelConfig) -> Target:
+def _target(name: str, spec: ParamSpec, sources: tuple[str, ...], cfg: ModelConfig) -> EngineParameter:
     shapes = {n: tuple(t.shape) for n, t in to_hf(spec, torch.empty(spec.shape, device="meta"), cfg).items()}
     parts, rows = [], 0
     for source in sources:
         parts.append(Part(source, rows, rows + shapes[source][0]))
         rows = parts[-1].stop
-    return Target(name, (rows, *shapes[sources[0]][1:]), tuple(parts))
+    return EngineParameter(name, (rows, *shapes[sources[0]][1:]), tuple(parts))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.ops.kernels.logprobs import Shard, log_sum_exp
+from aligner.ops.kernels.logprobs import VocabularyShard, log_sum_exp
 from aligner.ops.reduce import sum_over
 
 
@@ -81,14 +81,14 @@ def divergences(
     With s = 1 / temperature, dKL(p, q)/dlogit_j = s (q_j - p_j). The others are, with w = log q - log p (jsd: log q -
     log M) and c = sum q w, s q_j (w_j - c), for jsd times 1 - beta.
     """
-    shard = Shard.of(student, None, temperature, vocab_size, group, chunk_tokens)
+    shard = VocabularyShard.of(student, None, temperature, vocab_size, group, chunk_tokens)
     assert teacher.shape[0] == student.shape[0] and teacher.shape[1] >= shard.columns, (student.shape, teacher.shape)
     return Divergences(*_Divergences.apply(student, teacher, shard, divergence))
 
 
 class _Divergences(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, student: Tensor, teacher: Tensor, shard: Shard, divergence: Divergence):
+    def forward(ctx, student: Tensor, teacher: Tensor, shard: VocabularyShard, divergence: Divergence):
         sums = torch.zeros(4, len(student), dtype=shard.dtype, device=student.device)
         lses = torch.zeros(2, len(student), dtype=shard.dtype, device=student.device)
         for at in shard.chunks(len(student)):
@@ -128,7 +128,7 @@ class _Divergences(torch.autograd.Function):
 
 
 def _logprobs(
-    student: Tensor, teacher: Tensor, at: slice, shard: Shard, lses: Tensor | None
+    student: Tensor, teacher: Tensor, at: slice, shard: VocabularyShard, lses: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of both [n, columns], finite (a probability of 0 has a logprob that is far away), and log-sum-exps [2, n]."""
     both = shard.tempered(student, at), shard.tempered(teacher, at)

@@ -43,7 +43,7 @@ def token_logprobs(
     Sharded softmax as in Megatron-LM (arXiv:1909.08053, section 3): one max and one sum all-reduce per chunk.
     """
     assert logits.shape[:1] == targets.shape, (logits.shape, targets.shape)
-    shard = Shard.of(logits, targets, temperature, vocab_size, group, chunk_tokens)
+    shard = VocabularyShard.of(logits, targets, temperature, vocab_size, group, chunk_tokens)
     return _TokenLogprobs.apply(logits, targets, shard, entropy)
 
 
@@ -58,7 +58,7 @@ def own_columns(
 
 
 @dataclass(frozen=True)
-class Shard:
+class VocabularyShard:
     """This rank's columns of the vocabulary, and how a kernel walks over the tokens."""
 
     group: dist.ProcessGroup | None
@@ -77,7 +77,7 @@ class Shard:
         vocab_size: int,
         group: dist.ProcessGroup | None,
         chunk_tokens: int = 4096,
-    ) -> Shard:
+    ) -> VocabularyShard:
         """Of logits [N, V_local], with the `ids` of the vocabulary that are asked for, if any; as `token_logprobs` says
         of its arguments."""
         assert logits.dim() == 2, logits.shape
@@ -119,7 +119,7 @@ def less(z: Tensor, by: Tensor, logits: Tensor) -> Tensor:
     return z.sub_(by[:, None]) if owned else z - by[:, None]
 
 
-def log_sum_exp(tensors: tuple[Tensor, ...], shard: Shard) -> Tensor:
+def log_sum_exp(tensors: tuple[Tensor, ...], shard: VocabularyShard) -> Tensor:
     """[tensors, n] over all columns of the group."""
     if shard.group is None:
         return torch.stack([z.logsumexp(-1) for z in tensors])
@@ -132,7 +132,7 @@ def log_sum_exp(tensors: tuple[Tensor, ...], shard: Shard) -> Tensor:
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, shard: Shard, entropy: bool):
+    def forward(ctx, logits: Tensor, targets: Tensor, shard: VocabularyShard, entropy: bool):
         logprobs = torch.zeros(targets.shape, dtype=shard.dtype, device=logits.device)
         entropies = torch.zeros_like(logprobs) if entropy else None
         lse = torch.zeros_like(logprobs) if shard.group is not None else None
@@ -153,7 +153,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g_logprobs: Tensor | None, g_entropy: Tensor | None):
         logits, targets, lse, entropies = ctx.saved_tensors
-        shard: Shard = ctx.shard
+        shard: VocabularyShard = ctx.shard
         n = shard.columns
         grad = torch.empty_like(logits)
         grad[:, n:] = 0
@@ -191,7 +191,7 @@ def _whole(z: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | 
 
 
 def _sharded(
-    z: Tensor, targets: Tensor, shard: Shard, entropy: bool, logits: Tensor
+    z: Tensor, targets: Tensor, shard: VocabularyShard, entropy: bool, logits: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """logprob, entropy and log-sum-exp [n]: with m the global maximum, reduces sum e^(z-m), z_target - m and
     sum e^(z-m) (z-m) together."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.ops.kernels.logprobs import Shard, log_sum_exp
+from aligner.ops.kernels.logprobs import VocabularyShard, log_sum_exp
 from aligner.ops.reduce import sum_over
 
 HIGHEST = -1e-6  # of the log-mass of k tokens: what is left of 1 in float32 is rounding
@@ -25,7 +25,7 @@ def top_logprobs(
     a whole row. Without gradient.
     """
     assert 1 <= k <= vocab_size, f"the {k} most likely of {vocab_size} tokens"
-    shard = Shard.of(logits, None, temperature, vocab_size, group)
+    shard = VocabularyShard.of(logits, None, temperature, vocab_size, group)
     values = torch.zeros(len(logits), k, dtype=shard.dtype, device=logits.device)
     ids = torch.zeros(values.shape, dtype=torch.int64, device=logits.device)
     for at in shard.chunks(len(logits)):
@@ -60,13 +60,13 @@ def logprobs_at(
     chunk_tokens: int = 4096,
 ) -> Tensor:
     """log_softmax(logits / temperature) of `ids` int64 [N, k] -> [N, k]: `token_logprobs` of several tokens each."""
-    shard = Shard.of(logits, ids, temperature, vocab_size, group, chunk_tokens)
+    shard = VocabularyShard.of(logits, ids, temperature, vocab_size, group, chunk_tokens)
     return _LogprobsAt.apply(logits, ids, shard)
 
 
 class _LogprobsAt(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, ids: Tensor, shard: Shard):
+    def forward(ctx, logits: Tensor, ids: Tensor, shard: VocabularyShard):
         found = torch.zeros(ids.shape, dtype=shard.dtype, device=logits.device)
         lse = torch.zeros(len(logits), dtype=shard.dtype, device=logits.device)
         for at in shard.chunks(len(logits)):
@@ -84,7 +84,7 @@ class _LogprobsAt(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g: Tensor):
         logits, ids, lse = ctx.saved_tensors
-        shard: Shard = ctx.shard
+        shard: VocabularyShard = ctx.shard
         grad = torch.zeros_like(logits)
         for at in shard.chunks(len(logits) if shard.columns else 0):
             scaled = g[at] / shard.temperature

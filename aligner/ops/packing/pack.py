@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aligner.ops.packing.ragged import Ragged, in_rows
-from aligner.ops.packing.routing import Replay
+from aligner.ops.packing.routing import RoutingReplay
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Times:
 
     real: Tensor | None  # int64 [n]; None: all
     count: Tensor  # float32 [n]
-    replay: Replay | None = None  # the experts of these tokens, if the engine's are to be taken
+    replay: RoutingReplay | None = None  # the experts of these tokens, if the engine's are to be taken
 
     @classmethod
     def of(cls, each: Tensor) -> Times:

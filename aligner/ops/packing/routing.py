@@ -37,14 +37,14 @@ def widened(t: Tensor, width: int, value: int = 0) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Replay:
+class RoutingReplay:
     """The choices for the n tokens of a stream that are not padding, in the layers of this pipeline stage."""
 
     experts: Tensor  # uint8 or int16 [layers, n, k]
     known: Tensor  # bool [n]; False: the last token of a row, which goes where the trainer's router sends it
 
     @classmethod
-    def of(cls, packing: Packing, routing: Tensor, lengths: Tensor, real: Tensor | None) -> Replay:
+    def of(cls, packing: Packing, routing: Tensor, lengths: Tensor, real: Tensor | None) -> RoutingReplay:
         """routing [B, T, layers, k] and lengths int64 [B] of the micro-batch, `real` as in `Times`."""
         source, positions = packing.source, packing.positions
         if real is not None:
