@@ -355,13 +355,22 @@ def main(arguments: list[str]) -> int:
     if not (options.check or torch.cuda.is_available()):
         parser.error("no CUDA device: --check runs anywhere")
     from aligner.cluster.env import RankEnv
-    from aligner.megatron.groups import init_distributed
+    from aligner.megatron.groups import init_distributed, leave_distributed
 
     device = init_distributed(RankEnv(), "auto", 600.0)
-    if options.check:
-        check()
-        print(f"the self-check passed on {device}")
-        return 0
+    try:
+        return _checked(device) if options.check else _measured(device, options, deadline)
+    finally:
+        leave_distributed()
+
+
+def _checked(device: torch.device) -> int:
+    check()
+    print(f"the self-check passed on {device}")
+    return 0
+
+
+def _measured(device: torch.device, options: argparse.Namespace, deadline: float) -> int:
     machine = measure_machine(device, small=False)
     print(
         f"{machine.name}, torch {torch.__version__}: bfloat16 products {machine.matrix_rate / 1e12:.0f} TFLOP/s, "
