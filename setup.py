@@ -67,6 +67,9 @@ setup(
     package_data={"aligner.data": ["chat_templates/*.jinja"], "aligner.board": ["assets/*"]},
     install_requires=INSTALL,
     extras_require=EXTRAS,
-    data_files=[(f"share/aligner/{folder}", sorted(glob(f"{folder}/*.yaml"))) for folder in CONF],
+    data_files=[
+        *((f"share/aligner/{folder}", sorted(glob(f"{folder}/*.yaml"))) for folder in CONF),
+        ("share/aligner/examples", sorted(glob("examples/*.py"))),
+    ],
     entry_points={"console_scripts": ["aligner=aligner.__main__:entry"]},
 )

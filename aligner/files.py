@@ -1,11 +1,29 @@
-"""Files that are written whole or not at all, and flushed to the disk where that is asked for."""
+"""Files that are written whole or not at all, and flushed to the disk where that is asked for; and where the package's
+own are."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import sys
+import sysconfig
 from pathlib import Path
 from typing import Any, Self
+
+from aligner.errors import ConfigError
+
+
+def conf_dir() -> Path:
+    """The folder of the project's own config files: beside the package, or where an installation puts it."""
+    places = [
+        Path(__file__).resolve().parents[1] / "conf",
+        Path(sys.prefix) / "share/aligner/conf",
+        Path(sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))) / "share/aligner/conf",
+    ]
+    for place in places:
+        if (place / "config.yaml").is_file():
+            return place
+    raise ConfigError("conf", str(places[0]), "the folder with aligner's config files", "Reinstall aligner.")
 
 
 def file_hash(path: str | Path) -> str:

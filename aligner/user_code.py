@@ -1,7 +1,7 @@
 """Functions and classes of the user's own, found by a path in the config:
 
 module:name            imported as Python would
-path/to/file.py:name
+path/to/file.py:name   of the current folder, or of those that come with the package: examples/sums.py
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from aligner.errors import AlignerError
+from aligner.files import conf_dir
 
 
 def load(path: str, key: str, what: str, error: type[AlignerError], more: str = "") -> Callable[..., Any]:
@@ -40,7 +41,10 @@ def load(path: str, key: str, what: str, error: type[AlignerError], more: str = 
 
 
 def _import_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
+    path = path.expanduser()
+    if not path.is_absolute() and not path.is_file():
+        path = conf_dir().parent / path if (conf_dir().parent / path).is_file() else path
+    path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     if str(path.parent) not in sys.path:

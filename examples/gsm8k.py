@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from aligner.data.readers import Rows, read_rows
 from aligner.errors import AlignerError, ConfigError, DataError
-from examples.reasoning_gym import split, write_jsonl
+from examples.gym_tasks import split, write_jsonl
 
 TRAIN, TEST, SOLUTIONS = "train.jsonl", "test.jsonl", "example_model_solutions.jsonl"
 VOCABULARY = 2048

@@ -164,7 +164,7 @@ def _cpu_seconds() -> float:
 def make_data(root: Path, seed: int) -> None:
     """data/{train,valid,test}.jsonl and tokenizer/, anew for the seed; a question is in exactly one of them."""
     from aligner.data.tokenizer import train_tokenizer
-    from examples.reasoning_gym import split, write_jsonl
+    from examples.gym_tasks import split, write_jsonl
     from examples.sums import questions
 
     parts = split(questions(QUESTIONS, seed), SPLITS)
@@ -178,8 +178,8 @@ def make_data(root: Path, seed: int) -> None:
 
 def write_pairs(root: Path, cfg: Config) -> None:
     from aligner.tools.generate import Answerer
+    from examples.gym_tasks import write_jsonl
     from examples.pairs import make_pairs
-    from examples.reasoning_gym import write_jsonl
 
     model = Answerer.load(root / "sft" / "hf", cfg.engine, cfg.model.dtype)
     for name in ("train", "test"):

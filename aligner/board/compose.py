@@ -22,11 +22,12 @@ from aligner.config.freeze import to_yaml
 from aligner.config.identity import uses
 from aligner.config.options import GROUPS, from_plain, key_type
 from aligner.config.reference import keys
-from aligner.config.resolve import compose, conf_dir, quoted
+from aligner.config.resolve import compose, quoted
 from aligner.config.schema import Config
 from aligner.config.unread import refuse_unread
 from aligner.config.validate import validate
 from aligner.errors import AlignerError, ConfigError
+from aligner.files import conf_dir
 from aligner.foreign import JsonObject
 from aligner.plan import options as plan_options
 from aligner.plan.command import predicted

@@ -23,12 +23,13 @@ from aligner.cluster.site import Site, find_site
 from aligner.cluster.size import Size, job_size
 from aligner.config.derived import batch_arithmetic
 from aligner.config.freeze import FILE_NAME, freeze, job_file, load_frozen
-from aligner.config.resolve import compose, conf_dir, job_labels, quoted, sweep
+from aligner.config.resolve import compose, job_labels, quoted, sweep
 from aligner.config.schema import Config
 from aligner.config.unread import compose_run
 from aligner.config.validate import validate
 from aligner.config.validate_model import check_node
 from aligner.errors import AlignerError, ConfigError
+from aligner.files import conf_dir
 from aligner.plan.prediction import check
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import pickle
 import re
 import shlex
-import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -38,19 +36,7 @@ from aligner.config.options import GROUPS, REUSED, all_keys, in_free_dict, key_t
 from aligner.config.schema import Config
 from aligner.config.stages import STAGES
 from aligner.errors import ConfigError, UnknownKeyError
-
-
-def conf_dir() -> Path:
-    """The folder of the project's own config files: beside the package, or where an installation puts it."""
-    places = [
-        Path(__file__).resolve().parents[2] / "conf",
-        Path(sys.prefix) / "share/aligner/conf",
-        Path(sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))) / "share/aligner/conf",
-    ]
-    for place in places:
-        if (place / "config.yaml").is_file():
-            return place
-    raise ConfigError("conf", str(places[0]), "the folder with aligner's config files", "Reinstall aligner.")
+from aligner.files import conf_dir
 
 
 def compose(overrides: list[str], *, config_dir: str | None = None) -> Config:

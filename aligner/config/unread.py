@@ -19,11 +19,12 @@ from hydra.types import RunMode
 from aligner.config.identity import uses
 from aligner.config.names import known_elsewhere
 from aligner.config.options import GROUPS, REUSED, in_free_dict, key_type, nearest
-from aligner.config.resolve import chooses, compose, conf_dir, hydra, searched, single
+from aligner.config.resolve import chooses, compose, hydra, searched, single
 from aligner.config.schema import Config
 from aligner.config.sections.model.config import MOE_OF_THE_RUN, OF_THE_RUN
 from aligner.config.stages import STAGES
 from aligner.errors import ConfigError
+from aligner.files import conf_dir
 
 
 def compose_run(overrides: list[str], *, config_dir: str | None = None) -> Config:

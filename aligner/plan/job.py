@@ -10,6 +10,7 @@ from pathlib import Path
 from aligner.config.adapters import shares_weights
 from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update, response_limit
 from aligner.config.schema import Config
+from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig, for_run
 from aligner.config.stages import STAGES
 from aligner.config.validate import validate_factors
@@ -270,7 +271,6 @@ def job_of(
         size = 4 if cfg.engine.dtype == "float32" else 2 if cfg.engine.dtype == "bfloat16" else element
         e = cfg.engine
         validate_factors(cfg)
-        here, captures = e.can.computes_here, e.captures and not shape.moe.num_experts
         in_turns = not cfg.environment.agent and (engine_tensor or e.tensor_parallel) == 1
         engine = Engine(
             engine_tensor or e.tensor_parallel,
@@ -278,8 +278,7 @@ def job_of(
             e.max_batch,
             float(e.cache_bytes),
             reserved=e.can.own_process,
-            padded=here and not (captures and not shape.latent.kv_rank),
-            launches=here and not captures,
+            **_decoding(e, shape),
             placed=bool(e.ranks) or (e.can.in_place and e.quantization == "none"),
             factors=cfg.refit.adapters == "factors",
             ranks=e.ranks,
@@ -351,13 +350,19 @@ def _parts(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[PlannedModel, ..
     return tuple(parts)
 
 
+def _decoding(engine: EngineConfig, shape: ModelConfig) -> dict[str, bool]:
+    """How the steps of an engine of this model run on a GPU, as `Engine` has it."""
+    here, captures = engine.can.computes_here, engine.captures and not shape.moe.num_experts
+    return {"padded": here and not (captures and not shape.latent.kv_rank), "launches": here and not captures}
+
+
 CHARACTERS = 4  # of a question's own text in a token
 
 
 def _judges(cfg: Config, shape: ModelConfig, rows: PlannedRows, engine: Engine) -> tuple[PlannedJudge, ...]:
     """Comparisons are asked in both orders; of a ring of n with k each, at most every two of the n once."""
     found = []
-    native = replace(engine, ranks=0, padded=True, launches=not cfg.engine.captures, factors=False)
+    native = replace(cfg.engine, name="native")
     for judge in cfg.reward.judges:
         if judge.endpoint.base_url:
             continue
@@ -372,8 +377,9 @@ def _judges(cfg: Config, shape: ModelConfig, rows: PlannedRows, engine: Engine) 
             judge.max_tokens / 2,
             judge.max_tokens,
         )
-        own = bool(judge.model)
-        found.append(PlannedJudge(shape_at(shape, judge.model), asked, native if own else engine, judge.model))
+        judges = shape_at(shape, judge.model)
+        by = replace(engine, ranks=0, factors=False, **_decoding(native, judges)) if judge.model else engine
+        found.append(PlannedJudge(judges, asked, by, judge.model))
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from aligner.config.resolve import conf_dir
+from aligner.files import conf_dir
 from tests import stages
 
 RECIPES = sorted(

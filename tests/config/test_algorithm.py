@@ -4,10 +4,11 @@ import re
 
 import pytest
 
-from aligner.config.resolve import compose, conf_dir
+from aligner.config.resolve import compose
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.config.validate import validate
 from aligner.errors import ConfigError
+from aligner.files import conf_dir
 
 # recipe -> what makes it that method
 RECIPES = {

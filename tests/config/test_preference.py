@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from aligner.config.resolve import compose, conf_dir
+from aligner.config.resolve import compose
 from aligner.config.sections.preference import LOSSES, PreferenceConfig
 from aligner.errors import ConfigError
+from aligner.files import conf_dir
 
 RECIPES = sorted(
     p.stem

@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from aligner.config.options import GROUPS, all_keys, key_type, leaves
-from aligner.config.resolve import compose, compose_over, conf_dir, quoted, sweep
+from aligner.config.resolve import compose, compose_over, quoted, sweep
 from aligner.config.schema import Config
 from aligner.config.stages import STAGES
 from aligner.errors import ConfigError, UnknownKeyError
+from aligner.files import conf_dir
 
 CONF = conf_dir()
 

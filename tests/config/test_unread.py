@@ -15,12 +15,13 @@ from aligner.__main__ import main
 from aligner.config.freeze import freeze
 from aligner.config.identity import uses
 from aligner.config.options import hints
-from aligner.config.resolve import compose, conf_dir, sweep
+from aligner.config.resolve import compose, sweep
 from aligner.config.schema import Config
 from aligner.config.stages import STAGES
 from aligner.config.unread import compose_run
 from aligner.config.validate import validate
 from aligner.errors import ConfigError
+from aligner.files import conf_dir
 from tests import stages
 
 # modules that look at every key, or only to refuse it

@@ -25,7 +25,7 @@ def test_every_question_is_there_once_with_its_answer():
 def test_rows_and_scores_are_those_of_chain_sum():
     package("reasoning_gym")
     from aligner.rewards.reasoning_gym import reasoning_gym
-    from examples.reasoning_gym import generate
+    from examples.gym_tasks import generate
 
     upstream = generate("chain_sum", 300, 5, **TWO)
     assert questions(300, 5) == [{"prompt": row["prompt"], "answer": row["answer"]} for row in upstream]

@@ -162,6 +162,7 @@ def attend(
     [n, heads, e] in the dtype of `query`. Row i, whose new token stands at `positions` [i] (int64 [n] on the device),
     sees the positions up to that, with a `window` the last so many; none beyond T."""
     (n, heads, width), (groups, length), value_width = query.shape, key.shape[1:3], value.shape[3]
+    columns = max(16, triton.next_power_of_2(width))
     share, parts = heads // groups, parts_for(n * groups, min(length, window or length))
     out = query.new_empty(n, heads, value_width)
     found, tops, sums = out, out, out  # the last two are not used by one part
@@ -192,8 +193,8 @@ def attend(
         CAPPED=softcap > 0,
         EXACT=query.dtype == torch.float32,
         HEADS=max(16, triton.next_power_of_2(share)),
-        WIDE=max(16, triton.next_power_of_2(width)),
-        STEP=BLOCK if query.dtype != torch.float32 else BLOCK // 2,
+        WIDE=columns,
+        STEP=BLOCK * 256 // (query.element_size() * max(128, columns)),  # as many bytes for any head
         **wide,
         num_warps=WARPS,
         num_stages=STAGES,

@@ -45,7 +45,7 @@ def cases(count: int, seed: int = 0):
     for dtype, softcap, has_sinks, window in itertools.islice(itertools.cycle(every), count):
         g = torch.Generator().manual_seed(r.randrange(1 << 30))
         n, groups, share = r.randint(1, 3), r.randint(1, 3), r.choice([1, 2, 3, 5, 8, 17])
-        width, length = r.choice([6, 16, 40, 64, 128]), r.choice([1, 7, 64, 129, 2 * LEAST, 5 * LEAST])
+        width, length = r.choice([6, 16, 40, 64, 128, 256]), r.choice([1, 7, 64, 129, 2 * LEAST, 5 * LEAST])
         value_width = r.choice([width, width, 10])
         query = torch.randn(n, 2 * groups * share, width, generator=g)[:, : groups * share]
         key = torch.randn(n + 1, groups, length + 9, width, generator=g)[:n, :, :length]

@@ -2,7 +2,7 @@ import pytest
 
 from aligner.data.readers import read_rows
 from aligner.errors import DataError
-from examples import reasoning_gym
+from examples import gym_tasks
 from tests.needs import package
 
 upstream = package("reasoning_gym")
@@ -11,10 +11,10 @@ TWO = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 
 
 def test_rows_are_unique_repeatable_and_score_themselves():
-    rows = reasoning_gym.generate("chain_sum", 500, 7, **TWO)
-    assert rows == reasoning_gym.generate("chain_sum", 500, 7, **TWO)
+    rows = gym_tasks.generate("chain_sum", 500, 7, **TWO)
+    assert rows == gym_tasks.generate("chain_sum", 500, 7, **TWO)
     assert len({row["prompt"] for row in rows}) == 500
-    assert rows != reasoning_gym.generate("chain_sum", 500, 8000, **TWO)
+    assert rows != gym_tasks.generate("chain_sum", 500, 8000, **TWO)
     scorer = upstream.create_dataset("chain_sum", size=1, seed=0)
     for row in rows[:20]:
         left, sign, right = row["prompt"].split(":")[1].split()[:3]
@@ -25,8 +25,8 @@ def test_rows_are_unique_repeatable_and_score_themselves():
 
 def test_split_is_disjoint_across_seeds_and_sizes():
     fractions = {"train": 0.8, "validation": 0.1, "test": 0.1}
-    one = reasoning_gym.split(reasoning_gym.generate("chain_sum", 3000, 0, **TWO), fractions)
-    two = reasoning_gym.split(reasoning_gym.generate("chain_sum", 2000, 12345, **TWO), fractions)
+    one = gym_tasks.split(gym_tasks.generate("chain_sum", 3000, 0, **TWO), fractions)
+    two = gym_tasks.split(gym_tasks.generate("chain_sum", 2000, 12345, **TWO), fractions)
     names = list(fractions)
     for a in names:
         for b in names:
@@ -40,12 +40,12 @@ def test_split_is_disjoint_across_seeds_and_sizes():
 @pytest.mark.parametrize("fractions", [{}, {"a": 0.5}, {"a": 1.5, "b": -0.5}])
 def test_bad_fractions(fractions):
     with pytest.raises(DataError, match=r"sum to 1"):
-        reasoning_gym.split([], fractions)
+        gym_tasks.split([], fractions)
 
 
 def test_written_rows_read_back_the_same(tmp_path):
-    rows = reasoning_gym.generate("chain_sum", 20, 0)
-    reasoning_gym.write_jsonl(rows, str(tmp_path / "deep" / "x.jsonl"))
+    rows = gym_tasks.generate("chain_sum", 20, 0)
+    gym_tasks.write_jsonl(rows, str(tmp_path / "deep" / "x.jsonl"))
     assert list(read_rows(str(tmp_path / "deep" / "x.jsonl"))) == rows
 
 
@@ -60,9 +60,9 @@ def test_written_rows_read_back_the_same(tmp_path):
 )
 def test_bad_requests(task, options, message):
     with pytest.raises(DataError, match=message):
-        reasoning_gym.generate(task, 300, 0, **options)
+        gym_tasks.generate(task, 300, 0, **options)
 
 
 def test_a_task_whose_scorer_needs_tuples_is_refused_loudly():
     with pytest.raises(DataError, match=r"cannot be used from a file"):
-        reasoning_gym.generate("rearc", 2, 0)
+        gym_tasks.generate("rearc", 2, 0)
