@@ -74,10 +74,10 @@ def read_line() -> str:
 def main(cfg: Config) -> int:
     """Read lines from standard input until it ends. Raises ConfigError for a run with tools."""
     if cfg.environment.on:
-        key, value = cfg.environment.named
+        key = cfg.environment.key
         off = "environment.path='' environment.tools=[] environment.agent=''"
         hint = f"To talk without them: {off}; to see it play: `aligner eval`."
-        raise ConfigError(key, value, "empty: chat knows no tools", hint)
+        raise ConfigError(key, getattr(cfg.environment, key.rpartition(".")[2]), "empty: chat knows no tools", hint)
     use(cfg.cluster.threads, 1)
     folder = model_folder(cfg)
     model = Answerer.load(folder, cfg.engine, cfg.model.dtype)

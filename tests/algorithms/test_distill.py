@@ -208,11 +208,12 @@ def test_its_own_answers_are_told_by_the_teachers_of_their_prompts(
     """And a run that was stopped goes on with them bit by bit, wherever the teachers' weights lie."""
     from aligner.data.tokenizer import load_tokenizer
     from aligner.stages import distill
+    from aligner.types import TeacherNumbers
 
     tokenizer, tell, seen = load_tokenizer(str(tiny_data / "tokenizer")), distill.tell, []
 
     def watched(teachers, rows):
-        for tokens, number in zip(rows.tokens.tolist(), rows.told_by.tolist(), strict=True):
+        for tokens, number in zip(rows.tokens.tolist(), rows.of(TeacherNumbers).told_by.tolist(), strict=True):
             letter = tokenizer.decode(tokens).partition(":")[0][-1]
             assert number == stages.LETTERS.index(letter) % 2, letter
             seen.append(letter)

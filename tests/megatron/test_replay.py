@@ -18,7 +18,7 @@ from aligner.ops.packing.routing import RoutingReplay, widened
 from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy, Reference
 from aligner.stages.ppo import value_loss
-from aligner.types import SamplingParams, TrainBatch
+from aligner.types import SamplingParams, TrainBatch, ValueTargets
 from tests.megatron.models import agreed, build, equal_shares, from_folder, nll_loss, weights
 from tests.tiny import (
     DEEPSEEK,
@@ -107,7 +107,8 @@ def critics(cfg: ModelConfig, rows: TrainBatch) -> list[tuple]:
     """What a critic's step tells, and its values afterwards: with rows that have routing and without."""
     found = []
     for routed in (rows, replace(rows, routing=None)):
-        given = replace(routed, values=torch.zeros_like(rows.loss_mask), returns=rows.loss_mask * rows.tokens / 50)
+        returns = rows.loss_mask * rows.tokens / 50
+        given = routed.beside(ValueTargets(returns, torch.zeros_like(rows.loss_mask)))
         critic = Critic(build(cfg, optim=SGD, head=Head("score")), BatchConfig())
         group = critic.model.layout.pgs.dp
         found.append((critic.update(given, value_loss(given, 0.2, group)), critic.values(given)))
