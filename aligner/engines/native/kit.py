@@ -11,6 +11,8 @@ computes its part of a pass:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -46,17 +48,39 @@ class Prompts(NamedTuple):
     memories: Memories | None
 
 
-class DecodeStep(NamedTuple):
-    """Of a decode step of slots [0, n), at positions below `longest`."""
+@dataclass
+class DecodeStep:
+    """Of a decode step of slots [0, n), at positions below `longest`. A mask is made when a layer first asks for it."""
 
     longest: int
+    window: int  # of layers that see their neighbours alone; 0: there are none
     positions: Tensor  # int64 [n]
-    fused: bool  # attention is one kernel (`ops/kernels/decode.py`)
+    fused: bool  # attention of plain heads is one kernel (`ops/kernels/decode.py`), which needs no mask
     cache: SlotCache
     places: Tensor  # int64 [n] of `cache.places`
-    mask: Tensor  # float32 [n, 1, 1, longest], 0 or -inf
-    near: Tensor | None  # the same, of layers that see their neighbours alone; None: as all
     rope: Tensor
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """float32 [n, 1, 1, longest], 0 or -inf."""
+        return self._hidden(torch.arange(self.longest, device=self.positions.device) > self.positions[:, None])
+
+    @cached_property
+    def near(self) -> Tensor | None:
+        """The same, of layers that see their neighbours alone; None: as all."""
+        seen = nearby(self.positions, self.longest, self.window)
+        return None if seen is None else self._hidden(~seen)
+
+    def _hidden(self, beyond: Tensor) -> Tensor:
+        return torch.zeros(beyond.shape, device=beyond.device).masked_fill_(beyond, float("-inf"))[:, None, None]
+
+
+def nearby(query: Tensor, keys: int, window: int) -> Tensor | None:
+    """bool [M, keys]: what queries at positions int64 [M] see in layers with this window; None: all up to their own."""
+    if not window or keys <= window:
+        return None
+    key = torch.arange(keys, device=query.device)
+    return (key <= query[:, None]) & (key > query[:, None] - window)
 
 
 class Kit:

@@ -11,7 +11,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.attention import Behind
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.heads import PlainHeads
-from aligner.engines.native.kit import DecodeStep, Kit, Product, Prompts
+from aligner.engines.native.kit import DecodeStep, Kit, Product, Prompts, nearby
 from aligner.engines.native.latent import LatentHeads
 from aligner.engines.native.linear import LinearLayers, Memories
 from aligner.engines.native.mlp import DenseMlp, ExpertMlp
@@ -182,14 +182,6 @@ class NativeModel:
             scales = torch.tensor([attention_factor(self.cfg, local) for local in kinds])
             self._rope = torch.polar(scales[:, None, None].expand_as(angles), angles).to(self.device)
 
-    def _near(self, query: Tensor, keys: int) -> Tensor | None:
-        """bool [M, keys]: what queries at positions int64 [M] see in local layers; None: all up to their own."""
-        window = self.cfg.attention.window
-        if not window or keys <= window:
-            return None
-        key = torch.arange(keys, device=self.device)
-        return (key <= query[:, None]) & (key > query[:, None] - window)
-
     def prefill(
         self,
         tokens: Tensor,
@@ -233,7 +225,7 @@ class NativeModel:
             which = torch.arange(rows, device=self.device).repeat_interleave(length)
             behind = Behind(which, positions, seen.view(rows, 1, length, reach))
         causal = None if behind is None else behind.seen
-        near = self._near(positions[:length] if causal is None else positions, reach)
+        near = nearby(positions[:length] if causal is None else positions, reach, self.cfg.attention.window)
         near = near if causal is None or near is None else near.view_as(causal)
         rope = self.rotations(positions, reach)
         real = None if lengths is None else positions[:length] < lengths[:, None]
@@ -251,14 +243,8 @@ class NativeModel:
         """One token per slot [0, n): tokens, positions int64 [n], all positions < longest -> float32 logits [n, V].
         `fused`: attention by one kernel, which is for a GPU; its launch alone costs the host more than torch's few."""
         n = len(tokens)
-        places = cache.places(positions)
-        beyond = torch.arange(longest, device=self.device) > positions[:, None]
-        mask = torch.zeros(n, longest, device=self.device).masked_fill_(beyond, float("-inf"))[:, None, None]
-        near = self._near(positions, longest)
-        if near is not None:
-            near = torch.zeros(n, longest, device=self.device).masked_fill_(~near, float("-inf"))[:, None, None]
-
-        step = DecodeStep(longest, positions, fused, cache, places, mask, near, self.rotations(positions, longest))
+        places, window = cache.places(positions), self.cfg.attention.window
+        step = DecodeStep(longest, window, positions, fused, cache, places, self.rotations(positions, longest))
 
         def mix(mixer: Mixer, layer: int, y: Tensor) -> Tensor:
             return mixer.decode(layer, y, step)

@@ -171,26 +171,26 @@ def attend(
         tops, sums = (query.new_empty(n, heads, parts, dtype=torch.float32) for _ in range(2))
     wide: dict[str, Any] = {"SINKS": scores.sinks is not None, "PARTS": parts, "VALUE_WIDTH": value_width}
     wide["VALUE_WIDE"] = max(16, triton.next_power_of_2(value_width))
-    scale, softcap, sinks = scores.scale or width**-0.5, scores.softcap, scores.sinks
+    scale, sinks = scores.scale or width**-0.5, out if scores.sinks is None else scores.sinks  # some tensor has to be
     _attend[n, groups, parts](
         query,
         key,
         value,
         positions,
-        out if sinks is None else sinks,
+        sinks,
         found,
         tops,
         sums,
         length,
         scale,
-        softcap,
+        scores.softcap,
         *query.stride()[:2],
         *key.stride()[:3],
         *value.stride()[:3],
         SHARE=share,
         WIDTH=width,
         WINDOW=window,
-        CAPPED=softcap > 0,
+        CAPPED=scores.softcap > 0,
         EXACT=query.dtype == torch.float32,
         HEADS=max(16, triton.next_power_of_2(share)),
         WIDE=columns,
@@ -200,7 +200,5 @@ def attend(
         num_stages=STAGES,
     )
     if parts > 1:
-        _join[n, heads](
-            found, tops, sums, out if sinks is None else sinks, out, **wide, num_warps=1 if value_width <= 128 else 4
-        )
+        _join[n, heads](found, tops, sums, sinks, out, **wide, num_warps=1 if value_width <= 128 else 4)
     return out
