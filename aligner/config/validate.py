@@ -16,9 +16,7 @@ def validate(cfg: Config, world_size: int) -> None:
     """Raise ConfigError (LayoutError for what does not divide by the ranks) for the first thing that cannot work."""
     stage, subject = STAGES[cfg.stage.name], Subject(cfg, world_size)
     _paths(cfg)
-    subject.check("without effect", "engines")
-    validate_factors(cfg)
-    subject.check("routing", "ranks")
+    subject.check("without effect", "engines", "factors", "routing", "ranks")
     validate_model(cfg, cfg.model)
     subject.check("stage")
     stage.check(cfg)
@@ -41,12 +39,6 @@ def validate_layout(cfg: Config, world_size: int) -> None:
 def validate_engines(cfg: Config, world_size: int) -> None:
     """The part that asks where engines stand, and whether they may work while the trainer does."""
     Subject(cfg, world_size).check("engines")
-
-
-def validate_factors(cfg: Config) -> None:
-    """The part that asks whether engines can merge adapters themselves."""
-    if cfg.refit.adapters == "factors":
-        Subject(cfg).check("factors")
 
 
 def _paths(cfg: Config) -> None:

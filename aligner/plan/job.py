@@ -9,11 +9,11 @@ from pathlib import Path
 
 from aligner.config.adapters import shares_weights
 from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update, response_limit
+from aligner.config.rules import Subject
 from aligner.config.schema import Config
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig, for_run
 from aligner.config.stages import STAGES
-from aligner.config.validate import validate_factors
 from aligner.errors import ConfigError
 from aligner.families.hf_config import config_from_hf
 from aligner.plan.lengths import Lengths
@@ -270,7 +270,7 @@ def job_of(
     if not cfg.debug.train_only and (rollout or stage.generates(cfg) or evaluation_functions(cfg)):
         size = 4 if cfg.engine.dtype == "float32" else 2 if cfg.engine.dtype == "bfloat16" else element
         e = cfg.engine
-        validate_factors(cfg)
+        Subject(cfg).check("factors")
         in_turns = not cfg.environment.agent and (engine_tensor or e.tensor_parallel) == 1
         engine = Engine(
             engine_tensor or e.tensor_parallel,
@@ -352,7 +352,7 @@ def _parts(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[PlannedModel, ..
 
 def _decoding(engine: EngineConfig, shape: ModelConfig) -> dict[str, bool]:
     """How the steps of an engine of this model run on a GPU, as `Engine` has it."""
-    here, captures = engine.can.computes_here, engine.captures and not shape.moe.num_experts
+    here, captures = engine.can.computes_here, engine.captures_of(shape.moe.num_experts)
     return {"padded": here and not (captures and not shape.latent.kv_rank), "launches": here and not captures}
 
 

@@ -94,6 +94,11 @@ class EngineConfig(Section, key="engine"):
         unable = self.can.computes_here and self.tensor_parallel != 1
         return self._decided("cuda_graphs") and not (unable and self.cuda_graphs == AUTO)
 
+    def captures_of(self, experts: int) -> bool:
+        """`captures`, of a model with so many experts: of how many rows one gets is not known ahead where this process
+        computes."""
+        return self.captures and not (self.can.computes_here and experts)
+
     @property
     def sleeps(self) -> bool:
         """`sleep`, decided."""

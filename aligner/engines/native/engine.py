@@ -88,7 +88,7 @@ class NativeEngine(RolloutEngine):
         on_gpu = self.device.type == "cuda"
         if config.cuda_graphs is True and not on_gpu:
             raise ConfigError("engine.cuda_graphs", True, f"false on device {self.device.type}")
-        captures = config.captures and on_gpu and not model.moe.num_experts
+        captures = on_gpu and config.captures_of(model.moe.num_experts)
         self.graphs = DecodeGraphs(self.model, CudaRecorder()) if captures else None
         # what a recurrent state has been, and how a token was routed, is not kept
         self.keeps_rows = memories is None and self.routes is None
