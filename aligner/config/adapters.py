@@ -10,13 +10,6 @@ if TYPE_CHECKING:
     from aligner.config.schema import Config
 
 
-def settle_reference(cfg: Config) -> None:
-    """Give `reference=auto` its value: what is left out cannot follow the policy."""
-    preference = cfg.algorithm.preference
-    if preference.reference == "auto":
-        preference.reference = "adapter" if cfg.model.lora.rank and not preference.sync_every else "model"
-
-
 def reference_rules(key: str, others: str = "model|stored") -> tuple[Rule, ...]:
     """Against a reference that is not what training starts from; `others`: its values with weights of their own."""
     return rules(f"""

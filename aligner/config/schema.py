@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, make_dataclass, replace
 
-from aligner.config.adapters import settle_reference
 from aligner.config.key import IGNORE, REFUSE, REPORT, Section, key, section
 from aligner.config.quantization import settle
 from aligner.config.rule import rules
@@ -96,4 +95,6 @@ engine.can.replays => debug.record_answers =false | with engine.name=recorded
             self.engine = replace(self.engine, name="recorded", cuda_graphs=False)
         super().__post_init__()
         settle(self)
-        settle_reference(self)
+        preference = self.algorithm.preference
+        if preference.reference == "auto":  # what is left out cannot follow the policy
+            preference.reference = "adapter" if self.model.lora.rank and not preference.sync_every else "model"

@@ -32,7 +32,6 @@ IN_VAIN = (
     *("engine.name", "engine.ranks", "engine.kv_cache_bytes", "sampling.max_response_tokens"),
     *("environment.path", "environment.tools", "environment.agent", "critic.warmup_steps", "reward.judges"),
     *("mismatch.correction", "mismatch.replay_routing", "run.eval_every", "engine.quantization"),
-    "algorithm.preference.reference",  # settled in each copy of a config
 )
 # numbers in place of auto, for which a start replaces the sections and reckons what any stage could need
 SIZES = ["batch.micro_batch_samples=8", "batch.logprob_tokens=4096", "engine.kv_cache_bytes=1073741824"]
