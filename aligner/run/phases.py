@@ -30,7 +30,7 @@ TRAINED, SCORED = ("policy", "critic"), ("policy", "critic", "reference", "teach
 
 
 @dataclass(frozen=True)
-class PhaseLimit:
+class PhaseNeeds:
     """`after`: the phases that may come directly before (None: any). `weights`: roles whose weights it reads; others'
     leave, unless it `keeps` what it finds. `engine`: awake, asleep, or "" for as it is."""
 
@@ -44,17 +44,17 @@ class PhaseLimit:
 
 
 RULES = {
-    "refit": PhaseLimit(weights=("policy",)),
-    "verify": PhaseLimit(after=("refit",), weights=("policy",), engine="awake", within=("refit",)),
-    "generate": PhaseLimit(after=("refit", "verify", "generate", "score"), engine="awake"),
-    "score": PhaseLimit(after=("generate", "score"), weights=("reward", "judge"), engine="", keeps=True),
-    "logprobs": PhaseLimit(weights=SCORED),
-    "update": PhaseLimit(weights=TRAINED, gradients=True, optimizer=True, within=("",)),
-    "eval": PhaseLimit(weights=("policy",), within=("",)),
-    "save": PhaseLimit(weights=TRAINED, optimizer=True, keeps=True, within=("",)),
-    "record": PhaseLimit(weights=TRAINED, keeps=True, engine="", within=("",)),
-    "export": PhaseLimit(weights=("policy",), within=("",)),
-    "export_ema": PhaseLimit(weights=("policy",), optimizer=True, within=("",)),
+    "refit": PhaseNeeds(weights=("policy",)),
+    "verify": PhaseNeeds(after=("refit",), weights=("policy",), engine="awake", within=("refit",)),
+    "generate": PhaseNeeds(after=("refit", "verify", "generate", "score"), engine="awake"),
+    "score": PhaseNeeds(after=("generate", "score"), weights=("reward", "judge"), engine="", keeps=True),
+    "logprobs": PhaseNeeds(weights=SCORED),
+    "update": PhaseNeeds(weights=TRAINED, gradients=True, optimizer=True, within=("",)),
+    "eval": PhaseNeeds(weights=("policy",), within=("",)),
+    "save": PhaseNeeds(weights=TRAINED, optimizer=True, keeps=True, within=("",)),
+    "record": PhaseNeeds(weights=TRAINED, keeps=True, engine="", within=("",)),
+    "export": PhaseNeeds(weights=("policy",), within=("",)),
+    "export_ema": PhaseNeeds(weights=("policy",), optimizer=True, within=("",)),
 }
 METERED = ("refit", "generate", "score", "logprobs", "update", "eval", "save")
 # what makes a phase smaller, besides memory.offload
@@ -127,7 +127,7 @@ class PhaseMemory:
             if metered:
                 self._peaks[outer] = max(self._peaks.get(outer, 0), self._meter.stop())
 
-    def _enter(self, leaf: str, rule: PhaseLimit) -> None:
+    def _enter(self, leaf: str, rule: PhaseNeeds) -> None:
         outside = self._open[-1] if self._open else ""
         assert outside in rule.within, f"phase {leaf} within {outside or 'none'}: expected within {rule.within}"
         if rule.after is not None:
@@ -144,12 +144,12 @@ class PhaseMemory:
         if not rule.keeps:  # else generation may go on after it as before it
             self.now = leaf
 
-    def _needed(self, rule: PhaseLimit) -> list[tuple[str, str]]:
+    def _needed(self, rule: PhaseNeeds) -> list[tuple[str, str]]:
         kinds = {"weights": True, "gradients": rule.gradients, "optimizer": rule.optimizer}
         roles = [role for role in self.models if role.partition(".")[0] in rule.weights]
         return [(role, kind) for role in roles for kind in kinds if kinds[kind]]
 
-    def _send_away(self, rule: PhaseLimit) -> None:
+    def _send_away(self, rule: PhaseNeeds) -> None:
         needed = self._needed(rule)
         if rule.engine == "asleep":
             self._set_engine("asleep")  # before anything else: it frees memory
