@@ -30,6 +30,11 @@ def one_of(key: str, value: Any, allowed: tuple) -> None:
         raise ConfigError(key, value, "one of " + ", ".join(map(str, allowed)))
 
 
+def different(names: list[str], alone: str = "") -> bool:
+    """Whether there are some, each once, and the name `alone` without others."""
+    return bool(names) and len(set(names)) == len(names) and (alone not in names or len(names) == 1)
+
+
 def at_least(key: str, value: float, low: float) -> None:
     if not value >= low:
         raise ConfigError(key, value, f"a number >= {low}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aligner.config.checks import different
 from aligner.config.key import Section, key
 from aligner.config.rule import rules
 from aligner.errors import ConfigError
@@ -20,10 +21,6 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 KEY = "algorithm.preference"
 
 
-def _different(names: list[str]) -> bool:
-    return bool(names) and len(set(names)) == len(names)
-
-
 @dataclass
 class PreferenceConfig(Section, key=KEY):
     """Stage dpo."""
@@ -32,7 +29,7 @@ class PreferenceConfig(Section, key=KEY):
         ["sigmoid"],
         "Rows of the table in docs/preference.md, added up.",
         choices=LOSSES,
-        valid=(_different, f"one or several different of {', '.join(LOSSES)}"),
+        valid=(different, f"one or several different of {', '.join(LOSSES)}"),
     )
     weights: list[float] = key([], "Weights of the entries of `loss`. Empty: 1 each.", above=0)
     beta: float = key(0.1, "Factor of the log-ratios; 2 to 5 with means.", above=0)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+from aligner.config.checks import different
 from aligner.config.key import REFUSE, Section, key
 from aligner.config.rule import rules
 
 ALL_LINEAR = "all-linear"
 USUAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def _matrices(names: list[str]) -> bool:
-    return bool(names) and len(set(names)) == len(names) and (ALL_LINEAR not in names or len(names) == 1)
 
 
 @dataclass
@@ -25,7 +23,7 @@ class LoraConfig(Section, key="model.lora"):
     targets: list[str] = key(
         [*USUAL],
         "Matrices by their names in Hugging Face's files. [all-linear]: all of the layers, but routers.",
-        valid=(_matrices, f"{ALL_LINEAR} alone, or names of matrices, each once, as q_proj"),
+        valid=(partial(different, alone=ALL_LINEAR), f"{ALL_LINEAR} alone, or names of matrices, each once, as q_proj"),
     )
     rslora: bool = key(False, "Scale by alpha / sqrt(rank) (arXiv:2312.03732).")
     quantize_base: str = key(
