@@ -190,7 +190,7 @@ def test_engines_are_asked_what_they_can_and_not_who_they_are():
 
 
 # lines of code and files that a stage reaches by imports, within functions too; a configuration loads the rest
-CLOSURES = {"sft": (220, 18_100), "rm": (222, 18_450), "grpo": (256, 21_450), "ppo": (256, 21_500)}
+CLOSURES = {"sft": (220, 18_150), "rm": (222, 18_450), "grpo": (256, 21_500), "ppo": (256, 21_550)}
 EXTENSIONS = (
     "board",
     "plan",

@@ -22,7 +22,7 @@ def initial_factors(job: Job) -> WeightSource:
     belong to the model of `model.init`, or differs from what `model.lora` says."""
     init, cfg = job.cfg.model.lora.init, job.initial.config
     folder = Path(init).expanduser()
-    job.contents[KEY] = digest(same_view(folder, lambda: folder_view(folder), by_node=True))
+    job.built.contents[KEY] = digest(same_view(folder, lambda: folder_view(folder), by_node=True))
     _check_base(job, folder)
     tensors = read_adapter(folder, cfg)
     job.say(f"{KEY}={init}: training starts from this adapter")

@@ -36,7 +36,7 @@ def rows_of(job: Job, path: str, key: str) -> Rows:
         found[:] = [read_rows(path, key)]
         return {key: found[0].content()}
 
-    job.contents[key] = same_view(path, look)[key]
+    job.built.contents[key] = same_view(path, look)[key]
     return found[0]
 
 
@@ -67,7 +67,8 @@ def make_answers(
 
 
 def make_prompts(job: Job, path: str, key: str, data: DataConfig, told_by: ToldBy = by_none) -> PromptDataset:
-    rows = prompt_rows(rows_of(job, path, key), data, told_by, job.tools if job.dialogue else None)
+    tooling = job.tooling
+    rows = prompt_rows(rows_of(job, path, key), data, told_by, tooling.schemas if tooling else None)
     dataset = PromptDataset(rows, job.tokenizer, data, key)
     job.say_rows(dataset.report)
     return dataset
@@ -77,7 +78,7 @@ def settle_steps(job: Job, dataset: Sequence, key: str) -> None:
     """Give run.steps the number that run.epochs means for the rows that were kept, of which a step takes as many as the
     config says under `key`, and note how many there are."""
     run, rows, taken = job.cfg.run, len(dataset), getattr(job.cfg.batch, key)
-    job.rows, job.taken = rows, taken
+    job.built.rows[key] = rows
     if run.epochs:
         run.steps = ceil(Fraction(repr(run.epochs)) * rows / taken)
     if taken > rows:
@@ -118,7 +119,7 @@ def make_ptx(job: Job) -> Ptx:
     """The rows of ptx.data; a checkpoint keeps the place in them."""
     dataset = make_training_set(job, partial(make_answers, job), PTX)
     stream = make_stream(job, dataset, job.cfg.ptx.sequences, PTX)
-    job.state["ptx"] = stream
+    job.built.state["ptx"] = stream
     return Ptx(_dealt(job, dataset, stream, collate_sft), job.cfg.ptx.coef, job.layout)
 
 

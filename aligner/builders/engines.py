@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aligner.builders.data import make_prompts, make_sampling
-from aligner.builders.job import Job
+from aligner.builders.job import POLICY, Job
 from aligner.config.derived import evaluation_functions
 from aligner.config.engines import ENGINES
 from aligner.config.on_demand import imported, on_demand
@@ -51,7 +51,7 @@ def _engine(job: Job, model: ModelConfig) -> RolloutEngine:
         job.say(describe(job.cfg, by))
     if job.cfg.debug.record_answers:
         engine = on_demand("debug.record_answers")(engine, Path(job.cfg.run.dir), job.env.rank)
-    job.engine = engine
+    job.built.engines[POLICY] = engine
     return engine
 
 
@@ -149,7 +149,7 @@ def make_evaluator(
 ) -> Evaluator | None:
     functions = evaluation_functions(job.cfg)
     judges: list[tuple[Any, float]] = [(load_function(f, i), f.weight) for i, f in enumerate(functions)]
-    if job.environment_scores and job.cfg.data.eval and job.cfg.eval.generate:
+    if job.tooling and job.tooling.scores and job.cfg.data.eval and job.cfg.eval.generate:
         judges.append((EnvironmentReward(), job.cfg.environment.weight))
     if not judges:
         return None

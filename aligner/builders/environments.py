@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
-from aligner.builders.job import Job
+from aligner.builders.job import Job, Tooling
+from aligner.config.schema import Config
 from aligner.data.dialogue import Dialogue
 from aligner.data.formats import Tools
 from aligner.engines.base import RolloutEngine
@@ -15,35 +17,33 @@ from aligner.rollout.turns import Outside, Pace, TurnPlayer, kind_of_player
 from aligner.types import SamplingParams
 
 
-def find_tools(job: Job) -> None:
-    """What prompts tell the model of, before they are made. Raises EnvironmentCodeError, ConfigError."""
-    cfg = job.cfg
+def find_tools(cfg: Config, tokenizer: Any) -> Tooling:
+    """Load what prompts tell the model of. Raises EnvironmentCodeError, ConfigError."""
     found = load_tools(cfg.environment)
-    job.tools, job.environment_scores = schemas(found), found.scores
     if not (found.scores or cfg.reward.functions):
         expected = "at least one function: environment.path has neither get_reward nor turn_reward"
         raise ConfigError("reward.functions", [], expected)
-    job.dialogue = _dialogue(job, job.tools)
+    tools = schemas(found)
+    return Tooling(tools, _dialogue(cfg, tokenizer, tools), found.scores)
 
 
-def _dialogue(job: Job, tools: Tools) -> Dialogue:
-    return Dialogue(job.tokenizer, tools, job.cfg.data.template_arguments, job.cfg.environment.calls)
+def _dialogue(cfg: Config, tokenizer: Any, tools: Tools) -> Dialogue:
+    return Dialogue(tokenizer, tools, cfg.data.template_arguments, cfg.environment.calls)
 
 
 def make_turns(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> TurnPlayer:
-    """After `find_tools`."""
-    cfg = job.cfg
-    assert job.dialogue is not None
-    pool, pace = Pool(cfg.environment, job.tools, job.answers), Pace.ROUNDS
+    cfg, tooling = job.cfg, job.tooling
+    assert tooling is not None
+    pool, pace = Pool(cfg.environment, tooling.schemas, job.answers), Pace.ROUNDS
     if engine.can.serves and cfg.engine.tensor_parallel == 1:
         pace = Pace.COUNTS if cfg.run.deterministic or cfg.engine.window else Pace.ANSWERS
-    return kind_of_player(cfg.environment, partial(_dialogue, job))(
+    return kind_of_player(cfg.environment, partial(_dialogue, cfg, job.tokenizer))(
         engine,
         job.tokenizer,
         sampling,
         job.layout and job.layout.peers,
         job.timers,
         cfg.engine.window,
-        outside=Outside(pool, job.dialogue, cfg.environment, cfg.data.max_prompt_tokens, job.environment_scores),
+        outside=Outside(pool, tooling.dialogue, cfg.environment, cfg.data.max_prompt_tokens, tooling.scores),
         pace=pace,
     )

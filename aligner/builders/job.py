@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ import torch
 from aligner.answers import FOLDER, AnswerLog
 from aligner.cluster.env import RankEnv
 from aligner.cluster.seal import job_secret
+from aligner.cluster.signals import StopSignals
 from aligner.cluster.threads import use as use_threads
 from aligner.config.derived import undecided
 from aligner.config.engines import ENGINES
@@ -25,6 +28,7 @@ from aligner.data.reading import DataReport
 from aligner.data.shipped_templates import use_chat_template
 from aligner.data.shown import describe
 from aligner.engines.base import RolloutEngine
+from aligner.families.table import parameters
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
 from aligner.megatron.held import check_held
 from aligner.megatron.lora import check_adapters
@@ -34,19 +38,64 @@ from aligner.ops.seeds import derive
 from aligner.roles.model_init import InitialModel, resolve
 from aligner.run.chain import Seen
 from aligner.run.checkpoints import Stateful
-from aligner.run.starts import Start
-from aligner.run.stop import Boundary
+from aligner.run.starts import Start, start_record
+from aligner.run.stop import Boundary, Deadline, allocation_end, uptime_s
 from aligner.run.timers import Timers
 from aligner.run.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from aligner.engines.bridge import Bridge
-    from aligner.engines.native.fleet import FleetEngine
 
+POLICY = "policy"  # whose engine the ranks ask for rollouts
 LAST_WORDS_S = 60.0  # that it may take to end a child that is late, and to say so
 
 
-@dataclass
+@dataclass(frozen=True)
+class Tooling:
+    """What prompts tell the model that it may call."""
+
+    schemas: list[dict[str, Any]]
+    dialogue: Dialogue  # with them
+    scores: bool  # whether the environment rewards
+
+
+@dataclass(frozen=True)
+class Built:
+    """What builders note of what they build, for the run that they build last. Nothing is taken back but a model that
+    is gone."""
+
+    models: dict[str, ShardedModel] = field(default_factory=dict)  # by role, for the memory's turns
+    engines: dict[str, RolloutEngine] = field(default_factory=dict)  # POLICY's; judges' with weights of their own
+    state: dict[str, Stateful] = field(default_factory=dict)  # that checkpoints keep beside the stage's own
+    on_step: list[Callable[[int], None]] = field(default_factory=list)  # called with the step that is done
+    on_save: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of one to be written
+    on_commit: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of a whole checkpoint
+    frozen: list[str] = field(default_factory=list)  # of each model with adapters: what its other weights are
+    contents: dict[str, str] = field(default_factory=dict)  # key of a path -> hash of what this run finds there
+    rows: dict[str, int] = field(default_factory=dict)  # key of `batch`, how many a step takes -> how many there are
+
+
+class Terminal:
+    """What a job says there, on rank 0."""
+
+    def __init__(self, rank: int, tokenizer: Any, template_arguments: Mapping[str, Any]):
+        self.rank, self.tokenizer, self.template_arguments = rank, tokenizer, template_arguments
+        self._described = False  # what the chat template shows
+
+    def say(self, text: object) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def say_rows(self, report: DataReport) -> None:
+        """What became of a data set's rows; before the first that has conversations, what the chat template shows."""
+        if report.conversations and not self._described:
+            self._described = True
+            for line in describe(self.tokenizer, self.template_arguments):
+                self.say(line)
+        self.say(report)
+
+
+@dataclass(frozen=True)
 class Job:
     """What every stage needs: the config, this rank, and the policy-to-be with its layout and tokenizer."""
 
@@ -55,34 +104,15 @@ class Job:
     device: torch.device
     layout: Layout | None  # None on a rank that only generates
     initial: InitialModel
-    bridge: Bridge | None = None  # to the ranks that only generate, or from them
-    boundary: Boundary = field(default_factory=Boundary)
-    watchdog: Watchdog = field(init=False)
+    bridge: Bridge | None  # to the ranks that only generate, or from them
+    watchdog: Watchdog
+    boundary: Boundary
+    start: Start  # rank 0 of a run has a real one
+    answers: AnswerLog  # of tools, environments, judges and servers
+    seen: Seen  # of this step
+    terminal: Terminal
     timers: Timers = field(default_factory=Timers)
-    models: dict[str, ShardedModel] = field(default_factory=dict)  # by role, for the memory's turns
-    engine: RolloutEngine | None = None
-    judges: dict[str, FleetEngine] = field(default_factory=dict)  # with weights of their own, by role
-    start: Start = field(default_factory=lambda: Start("", 1, {}))  # rank 0 has a real one
-    state: dict[str, Stateful] = field(default_factory=dict)  # that checkpoints keep beside the stage's own
-    on_step: list[Callable[[int], None]] = field(default_factory=list)  # called with the step that is done
-    on_save: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of one to be written
-    on_commit: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of a whole checkpoint
-    seen: Seen = field(default_factory=Seen)  # of this step
-    frozen: list[str] = field(default_factory=list)  # of each model with adapters: what its other weights are
-    tools: list[dict[str, Any]] = field(default_factory=list)  # schemas that prompts tell the model
-    dialogue: Dialogue | None = None  # with them
-    environment_scores: bool = False
-    rows: int = 0  # of the training data that were kept; 0: it has none
-    taken: int = 0  # of them by a step
-    answers: AnswerLog = field(init=False)  # of tools, environments, judges and servers
-    contents: dict[str, str] = field(default_factory=dict)  # key of a path -> hash of what this run finds there
-    template_said: bool = False  # what it shows
-
-    def __post_init__(self) -> None:
-        cfg, env = self.cfg, self.env
-        self.watchdog = Watchdog(cfg.cluster.watchdog, Path(cfg.run.dir), env.rank, env.world_size)
-        self.answers = AnswerLog(Path(cfg.run.dir) / FOLDER, env.rank)
-        self.seen.counts = self.layout is not None and self.layout.peers.rank() == 0
+    built: Built = field(default_factory=Built)
 
     @property
     def tokenizer(self) -> Any:
@@ -92,22 +122,21 @@ class Job:
     def dtype(self) -> torch.dtype:
         return resolve_dtype(self.cfg.model.dtype)
 
+    @cached_property
+    def tooling(self) -> Tooling | None:
+        """Before prompts are made. Raises EnvironmentCodeError, ConfigError."""
+        return on_demand("environment")(self.cfg, self.tokenizer) if self.cfg.environment.on else None
+
     def say(self, text: object) -> None:
-        if self.env.rank == 0:
-            print(text, flush=True)
+        self.terminal.say(text)
 
     def say_rows(self, report: DataReport) -> None:
-        """What became of a data set's rows; before the first that has conversations, what the chat template shows."""
-        if report.conversations and not self.template_said:
-            self.template_said = True
-            for line in describe(self.tokenizer, self.cfg.data.template_arguments):
-                self.say(line)
-        self.say(report)
+        self.terminal.say_rows(report)
 
 
-def start(cfg: Config, env: RankEnv) -> Job:
+def start(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> Job:
     """Join the other ranks, find the model and its tokenizer, and check what only they can tell. Who gets a job leaves
-    the others when it is done."""
+    the others when it is done. With `signals` it is a run's, which notes its start."""
     if cfg.engine.child is not None:
         imported(ENGINES[cfg.engine.name].made_by).require(cfg.engine)
     if not cfg.engine.can.several_nodes:
@@ -118,7 +147,7 @@ def start(cfg: Config, env: RankEnv) -> Job:
     device = init_distributed(env, cfg.cluster.backend, _timeout_s(cfg), secret)
     try:
         sizes = on_demand("auto")(cfg, env, device) if undecided(cfg) else ""
-        job = _joined(cfg, env, device)
+        job = _joined(cfg, env, device, signals)
         if sizes:
             job.say(sizes)
         return job
@@ -133,7 +162,7 @@ def _timeout_s(cfg: Config) -> float:
     return cfg.cluster.timeout_s if child is None else max(cfg.cluster.timeout_s, child.longest_s + LAST_WORDS_S)
 
 
-def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:
+def _joined(cfg: Config, env: RankEnv, device: torch.device, signals: StopSignals | None) -> Job:
     bridge: Bridge | None = None
     if cfg.engine.ranks:
         engine = cfg.engine
@@ -157,7 +186,33 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device) -> Job:
     generates = bridge is not None and bridge.generates
     if not generates:
         check_kernels(initial.config, resolve_dtype(cfg.model.dtype), device)
-    return Job(cfg, env, device, None if generates else build_layout(cfg.parallel), initial, bridge)
+    layout, run_dir = None if generates else build_layout(cfg.parallel), Path(cfg.run.dir)
+    watchdog = Watchdog(cfg.cluster.watchdog, run_dir, env.rank, env.world_size)
+    return Job(
+        cfg,
+        env,
+        device,
+        layout,
+        initial,
+        bridge,
+        watchdog,
+        Boundary() if signals is None else Boundary(signals, _deadline(cfg, env), watchdog.clock.now),
+        Start("", 1, {}) if signals is None or env.rank else _noted(cfg, env, device, initial),
+        AnswerLog(run_dir / FOLDER, env.rank),
+        Seen(counts=layout is not None and layout.peers.rank() == 0),
+        Terminal(env.rank, initial.tokenizer, cfg.data.template_arguments),
+    )
+
+
+def _noted(cfg: Config, env: RankEnv, device: torch.device, initial: InitialModel) -> Start:
+    facts = {"parameters": parameters(initial.config)}
+    return Start(cfg.run.dir, env.rank, start_record(env.world_size, device, **facts))
+
+
+def _deadline(cfg: Config, env: RankEnv) -> Deadline:
+    """Rank 0 asks when the allocation ends."""
+    end_s = allocation_end(cfg.cluster) if env.rank == 0 else None
+    return Deadline(None if end_s is None else uptime_s() + end_s - time.time(), margin_s=cfg.cluster.margin_s)
 
 
 def digest(value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from aligner.builders.engines import native_engine
-from aligner.builders.job import Job, digest
+from aligner.builders.job import POLICY, Job, digest
 from aligner.config.sections.judge import JudgeConfig
 from aligner.config.sections.model.lora import LoraConfig
 from aligner.config.validate_model import validate_shares
@@ -23,7 +23,7 @@ def make_judges(job: Job) -> list[tuple[Judge | EndpointJudge, float]]:
     asks: dict[str, EngineReplies] = {}
     for judge in job.cfg.reward.judges:
         if judge.question_file:
-            job.contents[f"reward.judges.{judge.name}.question_file"] = digest(judge.text)
+            job.built.contents[f"reward.judges.{judge.name}.question_file"] = digest(judge.text)
         if judge.endpoint.base_url:
             judges.append((_over_http(judge), judge.weight))
             continue
@@ -42,7 +42,9 @@ def _over_http(judge: JudgeConfig) -> EndpointJudge:
 
 def _own_replies(job: Job) -> EngineReplies:
     """Of the run's engine, which is made after this."""
-    return EngineReplies(lambda: job.engine, job.tokenizer, job.layout.peers, job.initial.config.max_position)
+    return EngineReplies(
+        lambda: job.built.engines[POLICY], job.tokenizer, job.layout.peers, job.initial.config.max_position
+    )
 
 
 def _frozen(job: Job, judge: JudgeConfig) -> EngineReplies:
@@ -59,9 +61,9 @@ def _frozen(job: Job, judge: JudgeConfig) -> EngineReplies:
     if initial.tokenizer.chat_template is None:
         raise ConfigError(key, path, "a model whose tokenizer has a chat template: questions are a user's turns")
     validate_shares(job.cfg, initial.config, key)
-    job.contents[key] = initial.content
+    job.built.contents[key] = initial.content
     engine = native_engine(job, initial.config, initial.tokenizer)
     fill(engine, initial.folder)
     engine.sleep()
-    job.judges[f"judge.{len(job.judges)}"] = engine
+    job.built.engines[f"judge.{sum(role != POLICY for role in job.built.engines)}"] = engine
     return EngineReplies(lambda: engine, initial.tokenizer, job.layout.peers, initial.config.max_position, own=True)

@@ -46,7 +46,7 @@ def make_model(
     rows |= {"seed": job.cfg.seed, "restore": None if trunk else partial(_restore, initial), "factors": factors}
     model = ShardedModel(initial.config, layout, head, job.dtype, job.device, source, optim, steps, **rows)
     if model.adapted is not None:
-        job.frozen.append(initial.weights)
+        job.built.frozen.append(initial.weights)
         job.say(described(initial.config, head.kind, head.outputs))
     return model
 
@@ -72,7 +72,7 @@ def _temperature(cfg: Config) -> float:
 def make_policy(job: Job, steps: int, **outputs: bool) -> Policy:
     """`outputs`: which of the policy's an update finds (`Policy`)."""
     optim = None if job.cfg.debug.rollout_only else job.cfg.optim
-    model = job.models["policy"] = make_model(job, job.initial, Head(), optim, steps, _initial_factors(job))
+    model = job.built.models["policy"] = make_model(job, job.initial, Head(), optim, steps, _initial_factors(job))
     if optim is not None and job.cfg.ema.decay:
         model.ema = Ema(model, job.cfg.ema.decay)
     ptx = make_ptx(job) if optim is not None and job.cfg.ptx.coef else None
@@ -81,7 +81,7 @@ def make_policy(job: Job, steps: int, **outputs: bool) -> Policy:
 
 def make_sampler(job: Job) -> Policy:
     """A policy that gives its weights to an engine, and never changes."""
-    model = job.models["policy"] = make_model(job, job.initial, Head(), None, 0)
+    model = job.built.models["policy"] = make_model(job, job.initial, Head(), None, 0)
     return Policy(model, job.cfg.batch, _temperature(job.cfg))
 
 
@@ -90,7 +90,7 @@ def make_reference(job: Job, policy: Policy | None = None) -> Reference:
     policy's model without them."""
     if policy is not None and policy.model.adapted is not None:
         return AdapterReference(policy.model, policy.batch, policy.temperature)
-    model = job.models["reference"] = make_model(job, job.initial, Head(), None, 0)
+    model = job.built.models["reference"] = make_model(job, job.initial, Head(), None, 0)
     return Reference(model, job.cfg.batch, _temperature(job.cfg))
 
 
@@ -111,7 +111,7 @@ def _scorer(job: Job, path: str, key: str) -> InitialModel:
     """The shape and weights of a reward model; it must share the policy's tokenizer."""
     like = dataclasses.replace(job.cfg.model, tokenizer="")
     initial = resolve(like, path, job.cfg.seed, key=key)
-    job.contents[key] = initial.content
+    job.built.contents[key] = initial.content
     validate_model(job.cfg, initial.config, scorer=True)
     if job.device.type == "cuda":
         validate_on_gpu(job.cfg, initial.config)
@@ -132,7 +132,7 @@ def make_reward_model(job: Job) -> RewardModel | ProcessRewardModel | None:
         job.say(f"reward.model={path}: no {EXTRA_FILE} says the mean of its scores: they are not centred")
     mix = _mix(job, initial)
     outputs = max(1, len(initial.extra.get("attributes") or ()))
-    model = job.models["reward"] = make_model(job, initial, Head("score", outputs), None, 0)
+    model = job.built.models["reward"] = make_model(job, initial, Head("score", outputs), None, 0)
     if separator:
         return ProcessRewardModel(
             model, job.cfg.batch, StepEncoder(job.tokenizer, separator), job.cfg.reward.model_steps
@@ -165,7 +165,7 @@ def make_scorer(job: Job, outputs: int) -> RewardModel:
     """The model of `model.init` with a head of so many scores, to be trained."""
     how = job.cfg.optim, job.cfg.run.steps, _initial_factors(job)
     model = make_model(job, job.initial, Head("score", outputs), *how)
-    job.models["policy"] = model
+    job.built.models["policy"] = model
     return RewardModel(model, job.cfg.batch)
 
 
@@ -180,7 +180,7 @@ def make_critic(job: Job, steps: int, policy: Policy) -> Critic:
     on the frozen weights of the `policy`."""
     if job.cfg.critic.trunk == "policy":
         how = job.cfg.critic.optim, steps
-        model = job.models["critic"] = make_model(job, job.initial, Head("score"), *how, trunk=policy.model)
+        model = job.built.models["critic"] = make_model(job, job.initial, Head("score"), *how, trunk=policy.model)
         return Critic(model, job.cfg.batch)
     path = job.cfg.critic.init or job.cfg.reward.model
     initial = _scorer(job, path, "critic.init" if job.cfg.critic.init else "reward.model")
@@ -188,7 +188,7 @@ def make_critic(job: Job, steps: int, policy: Policy) -> Critic:
     if len(names) > 1:
         expected = "a language model, or a reward model of one score, to start the critic from"
         raise ConfigError("critic.init", job.cfg.critic.init, expected, f"{path} scores {', '.join(names)}.")
-    model = job.models["critic"] = make_model(job, initial, Head("score"), job.cfg.critic.optim, steps)
+    model = job.built.models["critic"] = make_model(job, initial, Head("score"), job.cfg.critic.optim, steps)
     bias, scale = _centring(job, initial) if path == job.cfg.reward.model else (0.0, 1.0)
     return Critic(model, job.cfg.batch, bias, scale)
 

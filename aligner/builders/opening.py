@@ -56,10 +56,12 @@ def _ranks(job: Job) -> str:
 
 
 def _length(job: Job) -> str:
-    run, rows, taken = job.cfg.run, job.rows, job.taken
+    run = job.cfg.run
     text = f"{run.steps} step{'s' * (run.steps != 1)}"
-    if not rows:
+    if not job.built.rows:
         return text
+    ((key, rows),) = job.built.rows.items()
+    taken = getattr(job.cfg.batch, key)
     what = "prompts" if job.cfg.stage.name in ROLLOUT_STAGES else "rows"
     epochs = f"{run.steps * taken / rows:.3g}"
     text += f" of {taken} {what}: {epochs} epoch{'s' * (epochs != '1')}"

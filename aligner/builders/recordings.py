@@ -24,7 +24,7 @@ def make_recorded(job: Job, model: ShardedModel) -> RecordedSource:
     source = RecordedSource.open(*where, lambda: model.step_count, job.say, routed)
     seen = same_view(cfg.debug.train_only, lambda: {p.name: file_fingerprint(p) for p in source.files.values()})
     source.timers = job.timers
-    job.contents["debug.train_only"] = seen[source.files[1].name]
+    job.built.contents["debug.train_only"] = seen[source.files[1].name]
     return source
 
 
@@ -46,7 +46,7 @@ def make_replayed(job: Job, source: Rollouts, model: ShardedModel) -> Replayed:
 def make_recorder(job: Job, source: Rollouts) -> Recorder:
     folder, count = Path(job.cfg.run.dir) / FOLDER, recorded_steps(job.cfg)
     recorder = Recorder(source, folder, count, _origin(job), job.layout, job.tokenizer.pad_token_id)
-    job.on_step.append(recorder.keep)
+    job.built.on_step.append(recorder.keep)
     return recorder
 
 

@@ -33,7 +33,7 @@ def make_rewards(job: Job, model: RewardModel | ProcessRewardModel | None) -> Re
     ]
     if model is not None:
         found.append((model, job.cfg.reward.model_weight))
-    if job.environment_scores:
+    if job.tooling and job.tooling.scores:
         found.append((EnvironmentReward(), job.cfg.environment.weight))
     if job.cfg.reward.judges:
         found += on_demand("reward.judges")(job)
@@ -42,7 +42,7 @@ def make_rewards(job: Job, model: RewardModel | ProcessRewardModel | None) -> Re
     outside = job.cfg.environment.on or any(hasattr(reward, "keep_answers") for reward, _ in found)
     answers = job.answers if outside else None
     if outside and job.env.rank == 0:
-        job.on_commit.append(lambda _: job.answers.drop(_first_rollout(job)))
+        job.built.on_commit.append(lambda _: job.answers.drop(_first_rollout(job)))
     return RewardPipeline(found, job.cfg.reward, partial(_sum_over_data_ranks, job), answers)
 
 

@@ -42,8 +42,6 @@ def find_prompts(job: Job) -> PromptDataset | PromptMixture | None:
             expected = "0 with debug.train_only: recordings have steps, not rows"
             raise ConfigError("run.epochs", cfg.run.epochs, expected)
         return None
-    if cfg.environment.on:
-        on_demand("environment")(job)
     prompts = make_training_set(job, partial(make_prompts, job))
     settle_steps(job, prompts, "prompts")
     return prompts
@@ -100,8 +98,8 @@ def _schedule(job: Job, requests: Requests, player: Player, model: ShardedModel)
         folder = Path(cfg.run.dir) / "checkpoints"
         schedule.forget(step, [number for number, _ in complete_checkpoints(folder)])
 
-    job.on_save.append(schedule.secure)
-    job.on_commit.append(forget)
+    job.built.on_save.append(schedule.secure)
+    job.built.on_commit.append(forget)
     if not cfg.checkpoint.every:  # none is on its way before the end: all that was stored would stay until then
         schedule.passed = forget
     return schedule
@@ -113,7 +111,7 @@ def _store(job: Job) -> Store | None:
     cfg = job.cfg
     # config.yaml has the model's true shape, the config that a run began with may have a default one
     key, other = (
-        digest((rollout_key(each), sorted(job.contents.items()), job.initial.content))
+        digest((rollout_key(each), sorted(job.built.contents.items()), job.initial.content))
         for each in (replace(cfg, model=job.initial.config), cfg)
     )
     store = Store(Path(cfg.run.dir) / FOLDER, key, job.layout, cfg.engine.window > 0, other)

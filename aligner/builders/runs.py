@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aligner.builders.job import Job, digest, tokenizer_hash
+from aligner.builders.job import POLICY, Job, digest, tokenizer_hash
 from aligner.builders.opening import opening
 from aligner.config.derived import response_limits
 from aligner.config.freeze import FILE_NAME, environment_code, freeze, load_frozen, reward_code
@@ -47,14 +47,14 @@ def make_run(
         run_dir,
         cfg.checkpoint,
         models,
-        {**job.state, **state, "alarms": alarms},
+        {**job.built.state, **state, "alarms": alarms},
         _identity(job),
         _definition(job),
         cfg.run.accept_changes,
     )
     checkpoints.now = job.watchdog.clock.now
-    checkpoints.on_save += job.on_save
-    checkpoints.on_commit += job.on_commit
+    checkpoints.on_save += job.built.on_save
+    checkpoints.on_commit += job.built.on_commit
     shown = dataclasses.replace(cfg, model=job.initial.config)
     logger = MetricsLogger(run_dir, cfg.logging, dataclasses.asdict(shown), job.env.rank)
     run = Run(cfg, job.env.rank, checkpoints, logger, alarms, job.boundary, evaluate)
@@ -63,13 +63,14 @@ def make_run(
     if cfg.debug.record and cfg.stage.name not in ROLLOUT_STAGES:
         job.seen.keeps = True
         run.on_step.append(RowRecorder(job.seen, run_dir / ROWS, cfg.debug.record, job.layout).keep)
-    run.on_step += job.on_step
+    run.on_step += job.built.on_step
     run.timers = job.timers
     run.timers.on_phase = job.watchdog.phase
-    memories: dict[str, FrozenMemory] = {r: ModelMemory(model, cfg.memory.pin) for r, model in job.models.items()}
-    for role, judge in job.judges.items():
+    memories: dict[str, FrozenMemory] = {r: ModelMemory(model, cfg.memory.pin) for r, model in job.built.models.items()}
+    judges = {role: engine for role, engine in job.built.engines.items() if role != POLICY}
+    for role, judge in judges.items():
         memories[role] = FrozenMemory(job.device, judge.model.views.values, cfg.memory.pin)
-    here = None if job.bridge is not None else job.engine
+    here = None if job.bridge is not None else job.built.engines.get(POLICY)
     asked = any(judge.own for judge in cfg.reward.judges)
     run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.cache_bytes, asked)
     run.timers.around = run.memory.phase
@@ -119,12 +120,12 @@ def _identity(job: Job) -> dict[str, Any]:
 def _adapters(job: Job) -> dict[str, Any] | None:
     """What a checkpoint of adapters goes with: the weights that they were trained beside, and how both are joined."""
     lora = job.cfg.model.lora
-    if not job.frozen:
+    if not job.built.frozen:
         return None
     joined = {"rank": lora.rank, "scale": lora.scale, "dora": lora.dora, "targets": target_names(job.initial.config)}
     if lora.quantize_base != "none":
         joined["quantize_base"] = lora.quantize_base
-    return joined | {"frozen weights": job.frozen}
+    return joined | {"frozen weights": job.built.frozen}
 
 
 def _definition(job: Job) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def _definition(job: Job) -> dict[str, Any]:
         contents["reward.functions"] = hashlib.sha256(code).hexdigest()[:16]
     if code := environment_code(cfg):
         contents["environment"] = hashlib.sha256(code).hexdigest()[:16]
-    found = definition(cfg, contents | job.contents)
+    found = definition(cfg, contents | job.built.contents)
     mine = {key: json.dumps(value) for key, value in (found | _identity(job)).items()}
     same_view(cfg.run.dir, lambda: mine)
     return found

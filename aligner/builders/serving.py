@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aligner.builders.data import make_sampling
 from aligner.builders.engines import child_engine, engine_dtype, policy_engine
-from aligner.builders.job import Job
+from aligner.builders.job import POLICY, Job
 from aligner.config.engines import ENGINES
 from aligner.config.on_demand import imported, on_demand
 from aligner.config.sections.model.config import ModelConfig
@@ -27,7 +27,7 @@ def serve(job: Job) -> int:
     cfg, bridge, model = job.cfg, job.bridge, job.initial.config
     assert bridge is not None
     bridge.signal = lambda: job.boundary.signals.received
-    job.engine = engine = _engine(job, model)
+    engine = job.built.engines[POLICY] = _engine(job, model)
     p = cfg.parallel
     data = bridge.trainers // p.model_size
     trainer = TrainerGrid(model.num_layers, p.tensor, p.pipeline, p.context, data, p.expert)
@@ -42,7 +42,6 @@ def serve(job: Job) -> int:
     check_memory = lambda: memory.check(memory.take(alone=True))  # noqa: E731
     play = None
     if cfg.environment.on:
-        on_demand("environment")(job)
         sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
         play = on_demand("environment, to play in")(job, engine, sampling).serve
     well = OrderServer(bridge, engine, plan, cfg.refit, job.timers, memory.phase, check_memory, play)()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from importlib import import_module
 from pathlib import Path
 
-from aligner.builders.job import Job, start
+from aligner.builders.job import POLICY, Job, start
 from aligner.cluster.env import RankEnv
 from aligner.cluster.signals import StopSignals
 from aligner.config.on_demand import on_demand
 from aligner.config.schema import Config
 from aligner.errors import AlignerError
-from aligner.families.table import parameters
 from aligner.megatron.groups import leave_distributed
 from aligner.run.marker_files import DONE, STOPPED
-from aligner.run.starts import Start, start_record
-from aligner.run.stop import Boundary, Deadline, StopRequested, allocation_end, restarted, uptime_s
+from aligner.run.stop import StopRequested, restarted
 from aligner.run.watchdog import Watchdog
 
 
@@ -30,14 +27,7 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
     if env.rank == 0:
         (run_dir / STOPPED).unlink(missing_ok=True)
         Watchdog.clear(run_dir)
-    job = start(cfg, env)
-    if env.rank == 0:
-        facts = {"parameters": parameters(job.initial.config)}
-        job.start = Start(run_dir, env.rank, start_record(env.world_size, job.device, **facts))
-    job.boundary = Boundary(signals or StopSignals(), Deadline(margin_s=cfg.cluster.margin_s), job.watchdog.clock.now)
-    if env.rank == 0:
-        end_s = allocation_end(cfg.cluster)
-        job.boundary.deadline.end_s = None if end_s is None else uptime_s() + end_s - time.time()
+    job = start(cfg, env, signals or StopSignals())
     job.watchdog.start()
     well = False
     try:
@@ -61,8 +51,8 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
         raise
     finally:
         job.watchdog.stop()
-        if job.engine is not None:
-            job.engine.close()
+        if POLICY in job.built.engines:
+            job.built.engines[POLICY].close()
         if job.bridge is not None:
             job.bridge.dismiss(well)
         leave_distributed()

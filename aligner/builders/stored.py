@@ -50,7 +50,7 @@ def store_reference(job: Job, train: Answers | Mixture, held_out: Answers | None
                 _write(file, key, values)
         job.say(f"{dataset.report.key}: reference logprobs {'read from' if known else 'written to'} {file}")
         dataset.reference = values.cpu().numpy()
-    job.models.pop("reference", None)
+    job.built.models.pop("reference", None)
 
 
 def _key(job: Job, dataset: Answers) -> str:

@@ -41,7 +41,7 @@ def make_teachers(job: Job) -> list[Teacher]:
         other = build_layout(parallel)
     found = []
     for name, each in zip(cfg.models(), initial, strict=True):
-        model = job.models[name] = make_model(job, each, Head(), None, 0, layout=other)
+        model = job.built.models[name] = make_model(job, each, Head(), None, 0, layout=other)
         found.append(Teacher(model, job.cfg.batch, cfg, shared, job.layout if other else None))
     return found
 
@@ -59,7 +59,7 @@ def find_teachers(job: Job) -> tuple[list[InitialModel], int]:
 def _teacher(job: Job, path: str, key: str) -> InitialModel:
     """Of any shape, with the student's tokenizer. Raises ConfigError."""
     initial = resolve(dataclasses.replace(job.cfg.model, tokenizer=""), path, job.cfg.seed, key=key)
-    job.contents[key] = initial.content
+    job.built.contents[key] = initial.content
     validate_model(
         dataclasses.replace(job.cfg, parallel=job.cfg.algorithm.distill.layout(job.cfg.parallel)),
         initial.config,

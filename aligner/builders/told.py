@@ -44,10 +44,10 @@ def tell_ahead(job: Job, train: Any) -> tuple[Told | Mixture, int]:
             raise ConfigError(f"{KEY}.store", str(told.folder), expected, f"{vocab_size} there.")
         same_view(told.folder, lambda told=told: {"files that are missing": str(told.missing())})
         job.say(f"{part.report.key}: the teacher's {cfg.top_k} most likely tokens from {told.folder}")
-        job.contents[f"{KEY}.store{name and f'.{name}'}"] = told.folder.name
+        job.built.contents[f"{KEY}.store{name and f'.{name}'}"] = told.folder.name
         found[name], most = told, max(most, vocab_size)
-    job.models.pop("teacher", None)
-    job.contents.pop(f"{KEY}.teacher", None)  # the stores' say it
+    job.built.models.pop("teacher", None)
+    job.built.contents.pop(f"{KEY}.teacher", None)  # the stores' say it
     return Mixture(found, train.weights) if isinstance(train, Mixture) else found[""], most
 
 

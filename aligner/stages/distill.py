@@ -106,7 +106,7 @@ def main(job: Job) -> None:
         answers, more = make_own_answers(job, student, refit, prompts, cfg.batch.sequences)
         state |= more
     run = make_run(job, {"policy": student.model}, state, make_answer_evaluation(job, student, refit))
-    same = bool(teachers) and all(job.contents[f"{KEY}.{name}"] == job.initial.content for name in own.models())
+    same = bool(teachers) and all(job.built.contents[f"{KEY}.{name}"] == job.initial.content for name in own.models())
     nothing_to_learn = same and own.outside != "zero"  # its own k tokens alone are more to learn
     checks = FirstStepChecks(cfg.debug.first_step_checks and nothing_to_learn)
     with saved_first(run):

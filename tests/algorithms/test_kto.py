@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -152,11 +153,7 @@ def test_the_zero_point_is_that_of_all_mismatched_answers(tiny_data, tiny_runs, 
     def other(job, policy):
         from aligner.roles.model_init import resolve
 
-        now, job.initial = job.initial, resolve(job.cfg.model, str(behind), 0)
-        try:
-            return reference(job, policy)
-        finally:
-            job.initial = now
+        return reference(replace(job, initial=resolve(job.cfg.model, str(behind), 0)), policy)
 
     def told(policy, rows):
         seen.append((unpaired.zero_point(policy, rows), rows))

@@ -1,10 +1,8 @@
 """What a job says of the data that it reads."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from aligner.builders.job import Job
+from aligner.builders.job import Terminal
 from aligner.config.sections.data import DataConfig
 from aligner.data.dataset import PromptDataset, SftDataset
 from aligner.data.formats import prompt_rows, sft_rows
@@ -22,15 +20,15 @@ def tokenizer(tmp_path_factory):
     return found
 
 
-def test_the_template_is_described_once_and_where_rows_are_conversations(tokenizer):
-    data, said = DataConfig(), []
-    job = SimpleNamespace(template_said=False, tokenizer=tokenizer, cfg=SimpleNamespace(data=data), say=said.append)
+def test_the_template_is_described_once_and_where_rows_are_conversations(tokenizer, capsys):
+    data, terminal = DataConfig(), Terminal(0, tokenizer, {})
     plain = SftDataset(sft_rows([PLAIN], data), tokenizer, data)
     chat = SftDataset(sft_rows([PLAIN, CHAT], data), tokenizer, data)
     prompts = PromptDataset(prompt_rows([CHAT], data), tokenizer, data)
-    Job.say_rows(job, plain.report)
-    assert said == [plain.report]
-    Job.say_rows(job, chat.report)
-    assert said[-1] is chat.report and [line[:14] for line in said[1:-1]] == ["chat template:"] * 2
-    Job.say_rows(job, prompts.report)
-    assert said[4:] == [prompts.report]
+    terminal.say_rows(plain.report)
+    assert capsys.readouterr().out == f"{plain.report}\n"
+    terminal.say_rows(chat.report)
+    shown, report = capsys.readouterr().out[: -len(f"{chat.report}\n")], str(chat.report)
+    assert [line[:14] for line in shown.splitlines()] == ["chat template:"] * 2
+    terminal.say_rows(prompts.report)
+    assert capsys.readouterr().out == f"{prompts.report}\n" and report
