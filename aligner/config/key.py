@@ -36,6 +36,7 @@ class Facts:
     above: float | None = None
     below: float | None = None
     off: float | None = None  # a number outside the bounds that is right as well
+    entries: tuple[str, ...] = ()  # of a mapping; the bounds are of their values
     auto: bool = False  # "auto", or an integer within the bounds; without bounds true or false
     valid: tuple[Callable[[Any], bool], str] | None = None  # a further check, and what it expects
     resume: str = ""  # REFUSE, REPORT, IGNORE
@@ -73,6 +74,12 @@ class Facts:
 
     def check(self, key: str, value: Any) -> None:
         """Raises ConfigError."""
+        if self.entries:
+            for name, one in value.items():
+                if name not in self.entries:
+                    raise ConfigError(f"{key}.{name}", one, f"one of the entries {', '.join(self.entries)}")
+                replace(self, entries=()).check(f"{key}.{name}", one)
+            return
         parts = [text.strip() for text in value.split(self.joined)] if self.joined else value
         for element in parts if isinstance(parts, list) and not self.auto else (parts,):
             if not self._fits(element):

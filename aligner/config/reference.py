@@ -12,6 +12,7 @@ from aligner.config.checks import Auto, Switch
 from aligner.config.key import Facts
 from aligner.config.options import Leaf, all_keys, leaves, nearest
 from aligner.config.schema import Config
+from aligner.config.sections.model.config import RUNS
 from aligner.errors import UnknownKeyError
 
 HEAD = """# All keys
@@ -40,13 +41,22 @@ class Key:
 
 def keys(root: type = Config, whole: bool = False) -> Iterator[Key]:
     """In the schema's order, sections followed by their keys. `whole`: with the keys of sections that are like others,
-    which are else one entry, `section.*`."""
-    for like, group in groupby(leaves(root).items(), lambda item: "" if whole else item[1].facts.like):
-        if like:
-            name = f"{next(group)[0].rpartition('.')[0]}.*"
-            yield Key(name, "section", "", f"The keys of `{like}`, with the same defaults.")
+    or of the model's shape, which are else one entry, `section.*`."""
+    for meaning, group in groupby(leaves(root).items(), lambda item: "" if whole else _in_short(*item)):
+        if meaning:
+            yield Key(f"{next(group)[0].rpartition('.')[0]}.*", "section", "", meaning)
         else:
             yield from (_key(name, leaf) for name, leaf in group)
+
+
+def _in_short(name: str, leaf: Leaf) -> str:
+    """What stands for all keys of its section; empty: each is an entry."""
+    if leaf.facts.like and ("[]" in name or not leaf.facts.like.endswith("[]")):  # else the list of what is like others
+        return f"The keys of `{leaf.facts.like}`, with the same defaults."
+    if not name.startswith("model.") or f"{name}.".startswith(tuple(f"model.{key}." for key in RUNS)):
+        return ""
+    section = name.rpartition(".")[0]
+    return f"Of the model's shape: from config.json, or a file of conf/model (`python -m aligner keys {section}`)."
 
 
 def _key(name: str, leaf: Leaf) -> Key:
@@ -71,7 +81,7 @@ def page() -> str:
 
 def listing(sections: Sequence[str]) -> str:
     """A line for each key of these sections, or of all. Raises UnknownKeyError."""
-    every = list(keys())
+    every = list(keys(whole=bool(sections)))
     for section in sections:
         if section not in all_keys():
             raise UnknownKeyError(section, nearest(section))

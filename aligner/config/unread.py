@@ -21,7 +21,7 @@ from aligner.config.names import known_elsewhere
 from aligner.config.options import GROUPS, REUSED, in_free_dict, key_type, nearest
 from aligner.config.resolve import chooses, compose, hydra, searched, single
 from aligner.config.schema import Config
-from aligner.config.sections.model.config import MOE_OF_THE_RUN, OF_THE_RUN
+from aligner.config.sections.model.config import RUNS
 from aligner.config.stages import STAGES
 from aligner.errors import ConfigError
 from aligner.files import conf_dir
@@ -48,14 +48,10 @@ def refuse_unread(cfg: Config, overrides: Sequence[str], config_dir: str | None 
         raise ConfigError("run.steps", steps, expected, "To go by steps: run.epochs=0.")
 
 
-# keys of `model` that are the run's, whatever shape a folder has
-_RUNS = (*OF_THE_RUN, *(f"moe.{name}" for name in MOE_OF_THE_RUN), "rope_scaling.factors", "init_std")
-
-
 def shape_asked(overrides: Sequence[str], config_dir: str | None = None) -> tuple[dict[str, Any], str]:
     """The keys of the model's shape that were set, with their values, but for those in a preset; and its name."""
     given = {k: v for k, (v, file) in set_by_user(overrides, config_dir) if Path(file).parent.name != "model"}
-    others = tuple(f"model.{name}." for name in _RUNS)
+    others = tuple(f"model.{name}." for name in RUNS)
     keys = [key for key in given if key.startswith("model.") and not f"{key}.".startswith(others)]
     presets = [text.partition("=")[2] for text in overrides if text.startswith(("model=", "+model="))]
     return {key: given[key] for key in keys}, presets[-1] if presets else ""

@@ -91,14 +91,14 @@ def _on_gpu(cfg: Config, job: PlanJob, room: Room) -> PlanJob:
     if cfg.batch.logprob_tokens == AUTO:
         passes = [n for n in TOKENS if n <= LOGPROB_TOKENS]
         fitting = _first((replace(asleep, logprob_tokens=n) for n in passes), cfg, room)
-        asleep = fitting if _fits(fitting, room, cfg.memory.limit.of) else asleep  # else something else is too large
-    return _with_cache(asleep, room, cfg.memory.limit.of) if own and job.engine is not None else asleep
+        asleep = fitting if _fits(fitting, room, cfg.memory.limit_of) else asleep  # else something else is too large
+    return _with_cache(asleep, room, cfg.memory.limit_of) if own and job.engine is not None else asleep
 
 
 def _first(jobs: Iterable[PlanJob], cfg: Config, room: Room) -> PlanJob:
     """The first that fits, else the last."""
     for job in jobs:
-        if _fits(job, room, cfg.memory.limit.of):
+        if _fits(job, room, cfg.memory.limit_of):
             break
     return job
 

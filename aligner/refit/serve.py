@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from aligner.config.sections.cluster import IDLE
 from aligner.config.sections.engine import RefitConfig
-from aligner.config.sections.watchdog import IDLE
 from aligner.engines.bridge import DISMISS, Bridge
 from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.native.remote import fleet_of

@@ -10,6 +10,7 @@ from pathlib import Path
 from aligner.config.derived import response_limit
 from aligner.config.schema import Config
 from aligner.config.sections.checkpoint import CheckpointConfig
+from aligner.config.sections.cluster import SCALE
 from aligner.config.sections.data import DataConfig
 from aligner.config.sections.debug import DebugConfig
 from aligner.config.sections.environment import EnvironmentConfig
@@ -17,7 +18,6 @@ from aligner.config.sections.judge import FIELDS, JudgeConfig
 from aligner.config.sections.logging import LoggingConfig
 from aligner.config.sections.rewards import RewardFunctionConfig
 from aligner.config.sections.run import StopConfig
-from aligner.config.sections.watchdog import WatchdogConfig
 from aligner.plan.job import CHARACTERS, known_shape
 
 ROWS, STEPS = 16, 2
@@ -52,7 +52,7 @@ def prepared(cfg: Config, folder: Path) -> Config:
         debug=DebugConfig(),
         sampling=replace(cfg.sampling, max_response_tokens=response_limit(cfg)),
         environment=EnvironmentConfig(),
-        cluster=replace(cfg.cluster, watchdog=WatchdogConfig(**dict.fromkeys(vars(WatchdogConfig()), 0))),
+        cluster=replace(cfg.cluster, watchdog={SCALE: 0.0}),
     )
     judges = [
         replace(judge, model=judge.model and there(judge.model), question=_question(judge), question_file="")

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from aligner.config.sections.watchdog import WAIT
+from aligner.config.sections.cluster import WAIT
 from aligner.ops.agree import fail_together
 from aligner.ops.reduce import gathered
 from aligner.rollout.groups import Groups

@@ -88,7 +88,7 @@ class PhaseMemory:
         self.config, self.device, self.models, self.engine = config, device, dict(models), engine
         self.kv_cache_bytes = kv_cache_bytes  # at most
         self.judges = judges
-        tight = device.type == "cuda" or bool(config.offload) or any(map(config.limit.of, METERED))
+        tight = device.type == "cuda" or bool(config.offload) or any(map(config.limit_of, METERED))
         self.sleeps = config.sleep == "always" or (config.sleep == "auto" and tight)
         self.awake = True
         self.rank: int | None = None  # of this process, where it is not the world's
@@ -180,7 +180,7 @@ class PhaseMemory:
 
     def _check_limits(self) -> None:
         for phase in METERED:
-            limit = self.config.limit.of(phase)
+            limit = self.config.limit_of(phase)
             least = self._least(phase) if limit else {}
             if sum(least.values()) > limit:
                 raise ConfigError(
@@ -218,7 +218,7 @@ class PhaseMemory:
         """Raise MemoryLimitError on every rank, or warn, where a phase of these (reduced) metrics was over its
         limit."""
         for phase in METERED:
-            peak, limit = metrics.get(f"memory/{phase}_peak_bytes", 0.0), self.config.limit.of(phase)
+            peak, limit = metrics.get(f"memory/{phase}_peak_bytes", 0.0), self.config.limit_of(phase)
             if not limit or peak <= limit:
                 continue
             text = (
@@ -234,7 +234,7 @@ class PhaseMemory:
         return KEYS[phase] + (ON_CPU.get(phase, "") if self.device.type == "cpu" else "")
 
     def _told(self, leaf: str, outer: str, error: BaseException) -> str:
-        key = f"memory.limit.{outer}_bytes={self.config.limit.of(outer)}" if outer in METERED else "no memory.limit"
+        key = f"memory.limit.{outer}_bytes={self.config.limit_of(outer)}" if outer in METERED else "no memory.limit"
         which = leaf if leaf in KEYS else outer
         hint = f"lower {self._smaller(which)}" if which in KEYS else "use a smaller model"
         left = [kind for kind in KINDS if kind not in self.config.offload]

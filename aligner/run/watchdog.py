@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 from aligner.cluster import failure
-from aligner.config.sections.watchdog import WatchdogConfig
+from aligner.config.sections.cluster import Limits
 from aligner.run.awake import AwakeClock
 from aligner.run.keeper import Keeper
 
@@ -32,9 +33,9 @@ GRACE_S = 4.0  # for the other ranks' stacks; a launcher ends them 5 s after the
 class Watchdog:
     """`phase` is told of every change; `start` after the ranks have met (a file of an earlier attempt is gone then)."""
 
-    def __init__(self, config: WatchdogConfig, run_dir: Path, rank: int, world_size: int, stuck_s: float = 600.0):
-        self.config, self.folder, self.rank, self.world_size = config, run_dir / FOLDER, rank, world_size
-        self.poll_s = min(POLL_S, max(0.05, config.shortest / 4))
+    def __init__(self, limits: Mapping[str, float], run_dir: Path, rank: int, world_size: int, stuck_s: float = 600.0):
+        self.limits, self.folder, self.rank, self.world_size = Limits(limits), run_dir / FOLDER, rank, world_size
+        self.poll_s = min(POLL_S, max(0.05, self.limits.shortest / 4))
         self.stuck_s = stuck_s  # this thread itself has not come to run for so long: something holds Python's lock
         self.clock = AwakeClock(self.poll_s)
         self._now = ("startup", self.clock.now())
@@ -52,7 +53,7 @@ class Watchdog:
         self._now = (name, self.clock.now())
 
     def start(self) -> None:
-        if self.config.shortest:
+        if self.limits.shortest:
             self.clock.start()
             faulthandler.register(signal.SIGPROF, file=sys.__stderr__, chain=True)  # of the keeper
             self._keeper = Keeper(self.stuck_s)
@@ -93,7 +94,7 @@ class Watchdog:
             keeper.beat()
             now = self.clock.now()  # read first: of a phase that begins meanwhile no time has passed
             name, since = self._now
-            key, limit_s = self.config.limit(name)
+            key, limit_s = self.limits.of(name)
             where = f"in phase `{name or 'between phases'}` for {now - since:.0f} s ({key}={limit_s:g})"
             if limit_s and now - since > limit_s and self._claim({"rank": self.rank, "text": where}):
                 self._fire(where)

@@ -8,8 +8,9 @@ import pytest
 from aligner.config.former import MOVED, REMOVED, RENAMED
 from aligner.config.freeze import freeze, load_frozen
 from aligner.config.identity import changes
-from aligner.config.options import all_keys
+from aligner.config.options import all_keys, from_plain
 from aligner.config.resolve import compose, compose_over
+from aligner.config.schema import Config
 from aligner.errors import ConfigError, UnknownKeyError
 from aligner.user_code import load
 
@@ -98,3 +99,12 @@ def test_functions_of_the_examples_are_found_by_their_former_paths(tmp_path):
     assert load_frozen(path) == now
     for function in (now.reward.functions[0].path, now.environment.tools[0]):
         assert callable(load(function, "key", "function", ConfigError))
+
+
+def test_limits_by_phase_are_entries_as_they_were_keys():
+    limits = ["cluster.watchdog.score_s=4", "memory.limit.update_bytes=5"]
+    cfg = compose(["stage=grpo", *limits])
+    assert cfg.cluster.watchdog == {"score_s": 4.0} and cfg.memory.limit == {"update_bytes": 5}
+    old = {"cluster": {"watchdog": {"score_s": 4.0, "save_s": 1800.0}}, "memory": {"limit": {"update_bytes": 0}}}
+    read = from_plain(Config, old)
+    assert read.cluster.watchdog == {"score_s": 4.0, "save_s": 1800.0} and not read.memory.limit_of("update")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.sections.memory import OFFLOADS, MemoryConfig, MemoryLimitConfig
+from aligner.config.sections.memory import OFFLOADS, MemoryConfig
 from aligner.engines.base import RolloutEngine
 from aligner.errors import ConfigError, MemoryLimitError, OutOfMemoryError
 from aligner.run.memory import PeakMeter, peak_rss_bytes
@@ -227,7 +227,7 @@ def check(memory, phase, roles, offload):
 
 
 def test_out_of_memory_says_which_phase_budget_and_key(world):
-    _, timers, _ = make(offload=["gradients"], limit=MemoryLimitConfig(update_bytes=12345))
+    _, timers, _ = make(offload=["gradients"], limit={"update_bytes": 12345})
     with pytest.raises(OutOfMemoryError) as caught, timers("update"):
         torch.empty(1 << 60, dtype=torch.uint8)
     text = str(caught.value)
@@ -264,21 +264,23 @@ def test_what_helps_a_save_depends_on_where_its_copy_lies(world):
 
 def test_limits_below_what_a_phase_holds_are_refused():
     with pytest.raises(ConfigError, match=r"memory.limit.update_bytes=799: expected at least 800"):
-        make(limit=MemoryLimitConfig(update_bytes=799))  # weights, gradients, optimizer, the engine's weights
-    make(limit=MemoryLimitConfig(update_bytes=800))
+        make(limit={"update_bytes": 799})  # weights, gradients, optimizer, the engine's weights
+    make(limit={"update_bytes": 800})
     with pytest.raises(ConfigError, match=r"generate_bytes=149: expected at least 150.*kv_cache_bytes"):
-        make(limit=MemoryLimitConfig(generate_bytes=149))  # the engine's weights and its whole cache
-    make(limit=MemoryLimitConfig(generate_bytes=150))
+        make(limit={"generate_bytes": 149})  # the engine's weights and its whole cache
+    make(limit={"generate_bytes": 150})
     with pytest.raises(ConfigError, match=r"generate_bytes=150: expected at least 850"):
-        make(offload=[], limit=MemoryLimitConfig(generate_bytes=150))
-    with pytest.raises(ConfigError, match=r"memory.limit.save_bytes=-1"):
-        MemoryLimitConfig(save_bytes=-1)
+        make(offload=[], limit={"generate_bytes": 150})
+    with pytest.raises(ConfigError, match=r"memory.limit.save_bytes=-1: expected a number >= 0"):
+        MemoryConfig(limit={"save_bytes": -1})
+    with pytest.raises(ConfigError, match=r"memory.limit.saves=1: expected one of the entries refit_bytes"):
+        MemoryConfig(limit={"saves": 1})
     with pytest.raises(ConfigError, match=r"memory.offload='momentum'.*gradients, optimizer, weights"):
         MemoryConfig(offload=["momentum"])
 
 
 def test_peaks_and_limits(world, capsys):
-    memory, timers, _ = make(limit=MemoryLimitConfig(update_bytes=1 << 50, logprobs_bytes=1000))
+    memory, timers, _ = make(limit={"update_bytes": 1 << 50, "logprobs_bytes": 1000})
     resident = peak_rss_bytes()
     with timers("update"):
         torch.zeros(64 << 20, dtype=torch.uint8)

@@ -11,16 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from aligner.config.sections.watchdog import WatchdogConfig
+from aligner.config.sections.cluster import ClusterConfig, Limits
 from aligner.errors import ConfigError
 from aligner.run import keeper
-from aligner.run.timers import Timers
 from tests import stages
 
 HEAD = """
 import os, re, signal, sys, threading, time
 from pathlib import Path
-from aligner.config.sections.watchdog import WatchdogConfig
+from aligner.config.sections.cluster import SECONDS
 from aligner.run.awake import AwakeClock
 from aligner.run.timers import Timers
 from aligner.run.watchdog import Watchdog
@@ -38,7 +37,7 @@ class Given:
             time.sleep(0.01)
 
 def watchdog(clock, world=1, stuck_s=600.0, **limits):
-    dog = Watchdog(WatchdogConfig(**limits), Path(sys.argv[1]), 0, world, stuck_s)
+    dog = Watchdog(limits, Path(sys.argv[1]), 0, world, stuck_s)
     dog.poll_s, dog.clock = 0.02, clock
     dog.phase("startup")
     return dog
@@ -232,7 +231,7 @@ def test_a_process_that_was_stopped_did_not_hang(tmp_path):
 
 
 QUIET = """
-dog = watchdog(Given(), **{name: 0 for name in WatchdogConfig.__dataclass_fields__})
+dog = watchdog(Given(), **{name: 0 for name in SECONDS})
 dog.start()
 assert dog._thread is None and dog._keeper is None
 dog.stop()
@@ -271,17 +270,12 @@ def test_a_rank_that_hangs_is_found(tiny_data, tiny_runs, tmp_path):
 
 
 def test_limits_by_phase():
-    config = WatchdogConfig(eval_s=5, other_s=7, save_s=0)
-    assert config.limit("eval/generate") == ("cluster.watchdog.eval_s", 5)
-    assert config.limit("") == config.limit("advantages") == ("cluster.watchdog.other_s", 7)
-    assert config.limit("save")[1] == 0 and config.shortest == 5
-    with pytest.raises(ConfigError, match=r"cluster\.watchdog\.save_s=-1"):
-        WatchdogConfig(save_s=-1)
-
-
-def test_timers_tell_every_change_of_phase():
-    timers, told = Timers(), []
-    timers.on_phase = told.append
-    with timers("eval"), timers("generate"):
-        pass
-    assert told == ["eval", "eval/generate", "eval", ""]
+    limits = Limits({"scale": 2, "eval_s": 5, "other_s": 7, "save_s": 0})
+    assert limits.of("eval/generate") == ("cluster.watchdog.eval_s", 5)
+    assert limits.of("") == limits.of("advantages") == ("cluster.watchdog.other_s", 7)
+    assert limits.of("save")[1] == 0 and limits.shortest == 5
+    assert limits.of("score")[1] == 3000 and Limits({"scale": 0}).shortest == 0
+    with pytest.raises(ConfigError, match=r"cluster\.watchdog\.save_s=-1.0: expected a number >= 0"):
+        ClusterConfig(watchdog={"save_s": -1.0})
+    with pytest.raises(ConfigError, match=r"cluster\.watchdog\.saving_s=1.0: expected one of the entries scale,"):
+        ClusterConfig(watchdog={"saving_s": 1.0})

@@ -2,10 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aligner.config.key import Section, key, section
-from aligner.config.sections.watchdog import WatchdogConfig
+from aligner.config.key import Section, key
+
+IDLE = "idle"  # a rank that only generates waits for the trainer's ranks, which have limits of their own
+
+WAIT = "wait"  # of the trainer's ranks for those that generate (engine.lag)
+
+# seconds; until the first phase, in the phases of the metrics time/*_s, and in anything else
+SECONDS = {
+    "startup_s": 3600.0,
+    "refit_s": 1200.0,
+    "generate_s": 3600.0,
+    "score_s": 1500.0,
+    "logprobs_s": 1200.0,
+    "update_s": 1200.0,
+    "eval_s": 3600.0,
+    "save_s": 1800.0,
+    "other_s": 1200.0,
+}
+SCALE = "scale"
+
+
+class Limits:
+    """Seconds that a phase may last before the run counts as hanging, 0: for ever. Of a phase within another
+    (eval/generate) the outer one's limit counts, anew for each."""
+
+    def __init__(self, given: Mapping[str, float]):
+        self.seconds = {name: given.get(name, given.get(SCALE, 1.0) * usual) for name, usual in SECONDS.items()}
+        self.shortest = min(filter(None, self.seconds.values()), default=0.0)  # 0 where there is none
+
+    def of(self, phase: str) -> tuple[str, float]:
+        """(key, seconds) of a phase, by its name in the metrics."""
+        if phase == IDLE:
+            return "", 0.0
+        name = f"{'generate' if phase == WAIT else phase.partition('/')[0]}_s"
+        name = name if name in SECONDS else "other_s"
+        return f"cluster.watchdog.{name}", self.seconds[name]
 
 
 @dataclass
@@ -22,4 +57,10 @@ class ClusterConfig(Section, key="cluster"):
         0.0, "Seconds from the start of the process before which to stop. 0: only Slurm's end counts.", least=0
     )
     margin_s: float = key(60.0, "Seconds to keep free before the end, beyond the longest step and save.", least=0)
-    watchdog: WatchdogConfig = section(WatchdogConfig)
+    watchdog: dict[str, float] = key(
+        {},
+        "Seconds after which a phase counts as hanging, where they are others: {score_s: 600} (docs/resume.md); scale: "
+        "factor of the usual ones. 0: no limit.",
+        entries=(SCALE, *SECONDS),
+        least=0,
+    )

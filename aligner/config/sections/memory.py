@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.config.key import Section, key, section
+from aligner.config.key import Section, key
 
 OFFLOADS = ("gradients", "optimizer", "weights")
 
 
-@dataclass
-class MemoryLimitConfig(Section, key="memory.limit"):
-    """Bytes that a phase may use at its peak, on each rank: of the GPU, as torch allocates them; without one, the
-    resident memory of the process. The phases are those of the metrics memory/*_peak_bytes."""
-
-    refit_bytes: int = key(0, "Most bytes of a rank in refits. 0: no limit.", least=0)
-    generate_bytes: int = key(0, "Most bytes of a rank while it generates. 0: no limit.", least=0)
-    score_bytes: int = key(0, "Most bytes of a rank while samples are scored. 0: no limit.", least=0)
-    logprobs_bytes: int = key(0, "Most bytes of a rank in passes for logprobs. 0: no limit.", least=0)
-    update_bytes: int = key(0, "Most bytes of a rank in updates. 0: no limit.", least=0)
-    eval_bytes: int = key(0, "Most bytes of a rank in evaluations. 0: no limit.", least=0)
-    save_bytes: int = key(0, "Most bytes of a rank while it saves. 0: no limit.", least=0)
-
-    def of(self, phase: str) -> int:
-        return getattr(self, f"{phase}_bytes", 0)
+LIMITED = tuple(f"{phase}_bytes" for phase in ("refit", "generate", "score", "logprobs", "update", "eval", "save"))
 
 
 @dataclass
@@ -36,9 +22,19 @@ class MemoryConfig(Section, key="memory"):
         "is offloaded or limited (else fresh pages cost a CPU more than other phases gain).",
         choices=("auto", "always", "never"),
     )
-    limit: MemoryLimitConfig = section(MemoryLimitConfig)
+    limit: dict[str, int] = key(
+        {},
+        "Most bytes of a rank in phases, as {update_bytes: 60000000000}: of the GPU, as torch allocates them, else of "
+        "the process. The phases are those of the metrics memory/*_peak_bytes. 0: no limit.",
+        entries=LIMITED,
+        least=0,
+    )
     on_excess: str = key(
         "stop",
         "What to do when a phase exceeds its limit: stop after saving the step, or warn.",
         choices=("stop", "warn"),
     )
+
+    def limit_of(self, phase: str) -> int:
+        """0: none."""
+        return self.limit.get(f"{phase}_bytes", 0)

@@ -112,6 +112,7 @@ class EvalConfig(Section, key="eval"):
     functions: list[RewardFunctionConfig] = key(
         [],
         "What counts as right: an answer that gets full score from every applicable function. Empty: reward.functions.",
+        like="reward.functions[]",
     )
     full_score: float = key(1.0, "Score of a function, or more, that counts as full.")
     max_response_tokens: int = key(0, "Most tokens of an answer. 0: sampling.max_response_tokens.", least=0)

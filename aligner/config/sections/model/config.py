@@ -22,6 +22,8 @@ from aligner.families.family import LAYERS, Family
 # what a run decides, whatever folder the weights come from
 OF_THE_RUN = ("dtype", "recompute", "kernels", "varlen_attention", "tokenizer", "init", "lora")
 MOE_OF_THE_RUN = ("aux_coef", "aux_over")
+# all keys of `model` that are the run's; the others are of its shape
+RUNS = (*OF_THE_RUN, *(f"moe.{name}" for name in MOE_OF_THE_RUN), "rope_scaling.factors", "init_std")
 
 
 @dataclass
@@ -35,13 +37,13 @@ class ModelConfig(Section, key="model"):
     head_dim: int = key(0, "Numbers of a head. 0: hidden_size / num_heads.", least=0)
     vocab_size: int = key(0, "Rows of the embedding. 0: the tokenizer's.", least=0)
     rope_base: float = key(10000.0, "Base of the rotary frequencies.", above=0)
-    rope_scaling: RopeScalingConfig = section(RopeScalingConfig)
     norm_eps: float = key(1e-6, "Epsilon of RMSNorm.")
     max_position: int = key(4096, "Most tokens of a row.", least=1)
     tie_embeddings: bool = key(True, "Let the embedding be the output layer.")
     qk_norm: bool = key(False, "Normalise queries and keys.")
     qkv_bias: bool = key(False, "Biases of queries, keys and values; in most such families also behind attention.")
     mlp_bias: bool = key(False, "Biases in the MLP.")
+    rope_scaling: RopeScalingConfig = section(RopeScalingConfig)
     attention: AttentionConfig = section(AttentionConfig)
     latent: LatentConfig = section(LatentConfig)
     linear: LinearConfig = section(LinearConfig)

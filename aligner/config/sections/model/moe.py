@@ -17,13 +17,6 @@ class MoeConfig(Section, key="model.moe"):
     top_k: int = key(2, "Experts of a token.", least=1)
     ffn_hidden_size: int = key(0, "Width of one expert. 0: model.ffn_hidden_size.", least=0)
     norm_topk_prob: bool = key(True, "Let the weights of a token's experts sum to 1.")
-    aux_coef: float = key(0.0, "Factor of the load-balancing loss.", least=0, resume=REFUSE)
-    aux_over: str = key(
-        "minibatch",
-        "Tokens whose load that loss balances: of a minibatch (an extra forward pass) or a micro-batch.",
-        choices=("minibatch", "micro_batch"),
-        resume=REFUSE,
-    )
     shared_ffn_hidden_size: int = key(
         0, "Width of one more MLP, which computes every token of such a layer. 0: none.", least=0
     )
@@ -33,6 +26,13 @@ class MoeConfig(Section, key="model.moe"):
     )
     scale: float = key(1.0, "Factor of the weights of a token's experts.", above=0)
     dense_layers: list[int] = key([], "Layers, counted from 0, with one MLP of model.ffn_hidden_size instead.")
+    aux_coef: float = key(0.0, "Factor of the load-balancing loss.", least=0, resume=REFUSE)
+    aux_over: str = key(
+        "minibatch",
+        "Tokens whose load that loss balances: of a minibatch (an extra forward pass) or a micro-batch.",
+        choices=("minibatch", "micro_batch"),
+        resume=REFUSE,
+    )
 
     RULES = rules("num_experts => top_k <=num_experts")
 
