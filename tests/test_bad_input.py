@@ -122,7 +122,7 @@ CASES = {
         ["algorithm.kto.reference=none"],
         ConfigError,
         2,
-        ["algorithm.kto.reference='none'", "model or stored"],
+        ["algorithm.kto.reference='none'", "model, stored"],
     ),
     "no rewards": (
         "dpo",

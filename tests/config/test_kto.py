@@ -17,7 +17,7 @@ from aligner.errors import ConfigError
         ("desirable_weight=-1", "desirable_weight", "> 0"),
         ("undesirable_weight=0", "undesirable_weight", "> 0"),
         ("kl=batch", "kl", "minibatch, none"),
-        ("reference=none", "reference", "model or stored"),
+        ("reference=none", "reference", "model, stored"),
         ("reference=copy", "reference", "model, stored"),
     ],
 )

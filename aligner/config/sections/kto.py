@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aligner.config.key import Section, key
-from aligner.errors import ConfigError
 
 KEY = "algorithm.kto"
 
@@ -27,12 +26,6 @@ class KtoConfig(Section, key=KEY):
         "logprobs of the rows, computed before training.",
         choices=("model", "stored"),
     )
-
-    def __post_init__(self) -> None:
-        if self.reference == "none":
-            expected = "model or stored: answers are desirable or not beside what the reference makes of them"
-            raise ConfigError(f"{KEY}.reference", "none", expected)
-        super().__post_init__()
 
     @property
     def second_model(self) -> bool:
