@@ -281,6 +281,17 @@ def test_a_class_has_a_name_of_its_own():
     assert not {name: paths for name, paths in homes.items() if len(paths) > 1}
 
 
+def test_functions_and_files_are_short():
+    files = {path.name: count for path in FILES if (count := code_lines(path.read_text())) > 400}
+    functions = {
+        f"{path.name}:{node.name}": node.end_lineno - node.lineno + 1
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 60
+    }
+    assert not files and set(functions) <= {"decode.py:_attend"}  # one kernel is one function
+
+
 def test_what_is_loaded_on_demand_is_there():
     engines = [path for one in ENGINES.values() for path in (one.made_by, one.made_apart_by) if path]
     for path in (*engines, *(path for path, _ in ON_DEMAND.values())):

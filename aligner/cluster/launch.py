@@ -74,17 +74,7 @@ def launch(
         before = _marks(proof)
         with signals_forwarded(lambda number: _ask(started, number), last) as received:
             try:
-                shared = {
-                    **os.environ,
-                    "OMP_NUM_THREADS": str(threads or max(1, len(os.sched_getaffinity(0)) // ranks)),
-                    "WORLD_SIZE": str(ranks),
-                    "LOCAL_WORLD_SIZE": str(ranks),
-                    "MASTER_ADDR": "127.0.0.1",
-                    # below the ephemeral range, so that no outgoing connection takes it before rank 0 listens
-                    "MASTER_PORT": str(free_port(random.SystemRandom().randrange(20000, 30000))),
-                    LAUNCHED: "1",
-                    seal.VARIABLE: seal.new_secret(),
-                }
+                shared = _environment(ranks, threads)
                 if imports:
                     _fork(started, ranks, command, imports, shared, logs, requests, received)
                 else:
@@ -105,6 +95,21 @@ def launch(
     else:
         _explain(first, ranks)
     return code
+
+
+def _environment(ranks: int, threads: int) -> dict[str, str]:
+    """What all ranks have in common."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads or max(1, len(os.sched_getaffinity(0)) // ranks)),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        # below the ephemeral range, so that no outgoing connection takes it before rank 0 listens
+        "MASTER_PORT": str(free_port(random.SystemRandom().randrange(20000, 30000))),
+        LAUNCHED: "1",
+        seal.VARIABLE: seal.new_secret(),
+    }
 
 
 def _marks(proof: Sequence[Path]) -> list[tuple[int, int] | None]:

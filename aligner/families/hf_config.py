@@ -75,9 +75,14 @@ def hf_config(
     if head != "lm":  # transformers derives num_labels from the label maps
         out["id2label"] = {str(i): f"LABEL_{i}" for i in range(num_labels)}
         out["label2id"] = {f"LABEL_{i}": i for i in range(num_labels)}
+    return out | _layers_out(cfg, family)
+
+
+def _layers_out(cfg: ModelConfig, family: Family) -> dict[str, Any]:
+    """Positions, and the kinds of the layers."""
     scaling = scaling_out(cfg.rope_scaling)
     # transformers 4 reads the first two keys, transformers 5 the third
-    out |= {"rope_theta": cfg.rope_base, "rope_scaling": scaling}
+    out: dict[str, Any] = {"rope_theta": cfg.rope_base, "rope_scaling": scaling}
     out["rope_parameters"] = {"rope_type": "default", "rope_theta": cfg.rope_base} | (scaling or {})
     if cfg.attention.rotary_fraction != 1 or family.default_rotary_fraction not in (0, 1):
         fraction = {"partial_rotary_factor": cfg.attention.rotary_fraction}

@@ -8,7 +8,7 @@ import gc
 import math
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -172,9 +172,31 @@ def neighbours(size: int) -> dist.ProcessGroup | None:
     return groups[dist.get_rank() // size]
 
 
+def _own_of(groups: torch.Tensor) -> dist.ProcessGroup | None:
+    """Make the groups of these ranks [groups, size]. Returns the one this rank is in."""
+    own = None
+    for ranks in groups.tolist():
+        group = _group(ranks)
+        if dist.get_rank() in ranks:
+            own = group
+    return own
+
+
+def _group_over(grid: torch.Tensor, order: str, axes: Sequence[str]) -> dist.ProcessGroup:
+    """Make the groups of a grid of all ranks, whose dimensions `order` names, that vary over `axes`. Returns the one
+    this rank is in."""
+    names = order.split()
+    keep = [i for i, axis in enumerate(names) if axis not in axes]
+    vary = [i for i, axis in enumerate(names) if axis in axes]
+    size = math.prod(grid.shape[i] for i in vary)
+    own = _own_of(grid.permute(*keep, *vary).reshape(-1, size))
+    assert own is not None
+    return own
+
+
 def build_layout(parallel: ParallelConfig) -> Layout:
     """Create this model's groups over the whole world. Collective: every rank calls it in the same order."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
     tp, cp, pp, ep = parallel.tensor, parallel.context, parallel.pipeline, parallel.expert
     if world % (tp * cp * pp):
         raise LayoutError(
@@ -186,32 +208,16 @@ def build_layout(parallel: ParallelConfig) -> Layout:
     grid = torch.arange(world).view(pp, dp, cp, tp)
     experts = torch.arange(world).view(pp, dp * cp // ep, ep, tp)  # for the experts' parameters, as Megatron orders
 
-    def mine_of(groups: torch.Tensor) -> dist.ProcessGroup | None:
-        """Make the groups of these ranks [groups, size]; the one this rank is in."""
-        mine = None
-        for ranks in groups.tolist():
-            group = _group(ranks)
-            if rank in ranks:
-                mine = group
-        return mine
-
-    def groups_over(*axes: str, grid: torch.Tensor = grid, order: str = "pp dp cp tp") -> dist.ProcessGroup:
-        """The group of this rank that varies over `axes` and is fixed in the others."""
-        names = order.split()
-        keep = [i for i, axis in enumerate(names) if axis not in axes]
-        vary = [i for i, axis in enumerate(names) if axis in axes]
-        size = math.prod(grid.shape[i] for i in vary)
-        mine = mine_of(grid.permute(*keep, *vary).reshape(-1, size))
-        assert mine is not None
-        return mine
+    def groups_over(*axes: str) -> dist.ProcessGroup:
+        return _group_over(grid, "pp dp cp tp", axes)
 
     def expert_groups_over(*axes: str) -> dist.ProcessGroup:
-        return groups_over(*axes, grid=experts, order="pp expt_dp ep tp")
+        return _group_over(experts, "pp expt_dp ep tp", axes)
 
     tp_group, pp_group, cp_group, dp_group = (groups_over(axis) for axis in ("tp", "pp", "cp", "dp"))
     first_and_last = grid[[0, -1]] if pp > 1 else grid[:1]
-    embedding = mine_of(first_and_last.reshape(len(first_and_last), -1).T)
-    position = mine_of(grid[0].reshape(-1, 1))
+    embedding = _own_of(first_and_last.reshape(len(first_and_last), -1).T)
+    position = _own_of(grid[0].reshape(-1, 1))
     dp_cp, model_parallel = groups_over("dp", "cp"), groups_over("tp", "pp")
     expert_data = expert_groups_over("expt_dp")
     pgs = ProcessGroupCollection(

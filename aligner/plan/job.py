@@ -240,55 +240,13 @@ def job_of(
 ) -> PlanJob:
     """The job of a config on so many GPUs, in bfloat16 unless the config says float32. Mean lengths that are not given
     are half of the longest; `lengths` of responses have theirs."""
-    shape = shape_at(cfg.model, cfg.model.init)
-    stage, b = STAGES[cfg.stage.name], cfg.batch
+    shape, stage, b = shape_at(cfg.model, cfg.model.init), STAGES[cfg.stage.name], cfg.batch
     rollout, pairs = stage.rollouts, stage.rows(cfg)
     element = 4 if cfg.model.dtype == "float32" else 2
-    longest, limit = cfg.data.max_prompt_tokens, response_limit(cfg)
-    if not rollout:
-        limit = max(1, cfg.data.max_tokens - longest)
-    if lengths:
-        response_tokens = sum(length * count for length, count in lengths) / sum(count for _, count in lengths)
-        if lengths[-1][0] > limit:
-            raise ConfigError("--lengths", lengths[-1][0], f"at most the longest, {limit}")
-    rows = PlannedRows(
-        b.prompts * b.group if rollout else pairs * b.sequences,
-        b.prompts if rollout else b.sequences,
-        prompt_tokens or longest / 2,
-        longest,
-        response_tokens or limit / 2,
-        limit,
-        told=lengths,
-    )
-    for key, mean, most in (
-        ("--prompt-tokens", rows.prompt_mean, longest),
-        ("--response-tokens", rows.response_mean, limit),
-    ):
-        if not 0 < mean <= most:
-            raise ConfigError(key, mean, f"a mean above 0, at most the longest, {most}")
+    rows = _rows(cfg, prompt_tokens, response_tokens, lengths)
     engine = None
     if not cfg.debug.train_only and (rollout or stage.generates(cfg) or evaluation_functions(cfg)):
-        size = 4 if cfg.engine.dtype == "float32" else 2 if cfg.engine.dtype == "bfloat16" else element
-        e = cfg.engine
-        Subject(cfg).check("factors")
-        in_turns = not cfg.environment.agent and (engine_tensor or e.tensor_parallel) == 1
-        engine = Engine(
-            engine_tensor or e.tensor_parallel,
-            size,
-            e.max_batch,
-            float(e.cache_bytes),
-            reserved=e.can.own_process,
-            **_decoding(e, shape),
-            placed=bool(e.ranks) or (e.can.in_place and e.quantization == "none"),
-            factors=cfg.refit.adapters == "factors",
-            ranks=e.ranks,
-            lag=e.lag,
-            window=e.window,
-            pauses=e.can.windows and not cfg.mismatch.replay_routing and (not cfg.environment.on or in_turns),
-        )
-        if (e.ranks or gpus) % engine.tensor:
-            expected = f"a divisor of the {e.ranks or gpus} GPUs that generate"
-            raise ConfigError("engine.tensor_parallel", engine.tensor, expected)
+        engine = _engine(cfg, shape, engine_tensor, element, gpus)
     return PlanJob(
         stage=cfg.stage.name,
         parts=_parts(cfg, shape, gpus - cfg.engine.ranks),
@@ -319,6 +277,63 @@ def job_of(
         judges=_judges(cfg, shape, rows, engine) if rollout and engine is not None else (),
         pretrain_steps=cfg.critic.pretrain_steps if "critic" in stage.beside(cfg) else 0,
         passes=stage.passes(cfg),
+    )
+
+
+def _rows(
+    cfg: Config, prompt_tokens: float, response_tokens: float, lengths: tuple[tuple[int, int], ...]
+) -> PlannedRows:
+    """Rows of a step with their lengths. Raises ConfigError for lengths that the config does not allow."""
+    stage, b = STAGES[cfg.stage.name], cfg.batch
+    longest, limit = cfg.data.max_prompt_tokens, response_limit(cfg)
+    if not stage.rollouts:
+        limit = max(1, cfg.data.max_tokens - longest)
+    if lengths:
+        response_tokens = sum(length * count for length, count in lengths) / sum(count for _, count in lengths)
+        if lengths[-1][0] > limit:
+            raise ConfigError("--lengths", lengths[-1][0], f"at most the longest, {limit}")
+    rows = PlannedRows(
+        b.prompts * b.group if stage.rollouts else stage.rows(cfg) * b.sequences,
+        b.prompts if stage.rollouts else b.sequences,
+        prompt_tokens or longest / 2,
+        longest,
+        response_tokens or limit / 2,
+        limit,
+        told=lengths,
+    )
+    for key, mean, most in (
+        ("--prompt-tokens", rows.prompt_mean, longest),
+        ("--response-tokens", rows.response_mean, limit),
+    ):
+        if not 0 < mean <= most:
+            raise ConfigError(key, mean, f"a mean above 0, at most the longest, {most}")
+    return rows
+
+
+def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: int) -> Engine:
+    """The rollout engine, with `tensor` ranks for each replica where the plan asks for another number than the
+    config. `element`: bytes of a trainer's weight. Raises ConfigError."""
+    e = cfg.engine
+    tensor = tensor or e.tensor_parallel
+    size = 4 if e.dtype == "float32" else 2 if e.dtype == "bfloat16" else element
+    Subject(cfg).check("factors")
+    in_turns = not cfg.environment.agent and tensor == 1
+    if (e.ranks or gpus) % tensor:
+        expected = f"a divisor of the {e.ranks or gpus} GPUs that generate"
+        raise ConfigError("engine.tensor_parallel", tensor, expected)
+    return Engine(
+        tensor,
+        size,
+        e.max_batch,
+        float(e.cache_bytes),
+        reserved=e.can.own_process,
+        **_decoding(e, shape),
+        placed=bool(e.ranks) or (e.can.in_place and e.quantization == "none"),
+        factors=cfg.refit.adapters == "factors",
+        ranks=e.ranks,
+        lag=e.lag,
+        window=e.window,
+        pauses=e.can.windows and not cfg.mismatch.replay_routing and (not cfg.environment.on or in_turns),
     )
 
 

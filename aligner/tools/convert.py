@@ -141,21 +141,10 @@ def export_checkpoint(
 
     Raises ConfigError, CheckpointError, WriteError.
     """
-    checkpoint = by_rank_0(lambda: find_checkpoint(source))
-    initial = resolve(compose([]).model, str(checkpoint), 0, "RUN_DIR")
-    own = initial.adapters[-1][0] if initial.adapters else initial.checkpoint
-    assert own is not None
-    folder = checkpoint / part if part else own
-    if not (folder / ".metadata").is_file():
-        found = ", ".join(p.parent.name for p in sorted(checkpoint.glob("*/.metadata")))
-        raise ConfigError("--part", folder.name, f"one of {found}")
+    checkpoint, folder, initial = _exported(source, part, merge)
     cfg, blocks = initial.config, Blocks(folder)
     head = Head() if folder.name == "policy" else Head("score", blocks.size("output_layer.weight")[0])
     adapted = bool(initial.adapters)
-    if adapted and folder != own:
-        raise ConfigError("--part", part, f"{own.name}, of a run with model.lora")
-    if merge and not adapted:
-        raise ConfigError("--merge", True, f"a run with model.lora.rank > 0: {checkpoint} holds whole weights")
     table, parts = family_table(cfg, head.kind, head.outputs), parts_of(cfg)
     where = places_of(cfg, head, torch.float32)
     if not adapted:
@@ -195,6 +184,23 @@ def export_checkpoint(
     total = sum(f.bytes for f in files)
     shared.finish(lambda out: _as_hf(out, written, total, initial, head, dtype))
     _say(env, f"{folder} -> {target}")
+
+
+def _exported(source: Path, part: str, merge: bool) -> tuple[Path, Path, InitialModel]:
+    """The checkpoint, its folder to export, and the model it holds. Raises ConfigError, CheckpointError."""
+    checkpoint = by_rank_0(lambda: find_checkpoint(source))
+    initial = resolve(compose([]).model, str(checkpoint), 0, "RUN_DIR")
+    own = initial.adapters[-1][0] if initial.adapters else initial.checkpoint
+    assert own is not None
+    folder = checkpoint / part if part else own
+    if not (folder / ".metadata").is_file():
+        found = ", ".join(p.parent.name for p in sorted(checkpoint.glob("*/.metadata")))
+        raise ConfigError("--part", folder.name, f"one of {found}")
+    if initial.adapters and folder != own:
+        raise ConfigError("--part", part, f"{own.name}, of a run with model.lora")
+    if merge and not initial.adapters:
+        raise ConfigError("--merge", True, f"a run with model.lora.rank > 0: {checkpoint} holds whole weights")
+    return checkpoint, folder, initial
 
 
 def _units(

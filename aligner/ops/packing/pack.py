@@ -326,6 +326,18 @@ def shared_beginnings(
     return (leader, shared) if not masks or count * longest * own <= SHARED_MASK else None
 
 
+def _pairs(cells: Tensor, filled: Tensor, shared: Tensor, leader: Tensor) -> tuple[Tensor, Tensor]:
+    """(bool [B, T]: whether the cell has a pair of its own, int64 [B, T]: number of its pair), of (token, token that it
+    predicts)."""
+    # one pair for each cell that no earlier row has: of a leader all, of others from the first own token on
+    fresh = filled & (cells >= shared[:, None].clamp_min(1))
+    number = torch.full_like(cells, int(fresh.sum()))
+    number[fresh] = torch.arange(int(fresh.sum()))
+    inherited = filled & (cells < shared[:, None]) & (cells >= 1)
+    number[inherited] = number[leader][inherited]
+    return fresh, number
+
+
 def _pack_shared(lengths: Tensor, width: int, multiple: int, leader: Tensor, shared: Tensor, masks: bool) -> Packing:
     own = lengths - shared
     own = _padded(own, -int(own.sum()) % multiple)
@@ -347,12 +359,7 @@ def _pack_shared(lengths: Tensor, width: int, multiple: int, leader: Tensor, sha
     here = place(everything, cells).where(filled, size)
     before = torch.full_like(here, size)
     before[:, 1:] = here[:, :-1].where(filled[:, 1:], size)
-    # one pair for each cell that no earlier row has: of a leader all, of others from the first own token on
-    fresh = filled & (cells >= shared[:, None].clamp_min(1))
-    number = torch.full_like(here, int(fresh.sum()))
-    number[fresh] = torch.arange(int(fresh.sum()))
-    inherited = filled & (cells < shared[:, None]) & (cells >= 1)
-    number[inherited] = number[leader][inherited]
+    fresh, number = _pairs(cells, filled, shared, leader)
     source = (row * width + positions).where(real, row * width)
     segments, q_index, out_index = [], [], torch.empty(size, dtype=torch.int64)
     done = 0
