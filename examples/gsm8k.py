@@ -7,7 +7,7 @@ example_model_solutions.jsonl ({question, <model>: {is_correct, solution}, ...})
 pairs_train.jsonl, pairs_test.jsonl and tokenizer/.
 
 The labelled solutions belong to the TEST problems: a reward model trained on the pairs has seen those problems and
-their answers, and must not judge, or train, a policy whose test score is reported. See docs/gsm8k.md.
+their answers, and must not judge, or train, a policy whose test score is reported. See docs/how-to/data.md#gsm8k.
 """
 
 from __future__ import annotations

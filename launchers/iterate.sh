@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rounds of sample -> train, each started from the weights of the one before: iterative DPO, RAFT, SPIN (docs/sample.md).
+# Rounds of sample -> train, each started from the weights of the one before: iterative DPO, RAFT, SPIN (docs/how-to/sample.md).
 #   launchers/iterate.sh DIR ROUNDS [SUBMIT OPTION...] [KEY=VALUE...] @sample [KEY=VALUE...] @sft|@dpo|@kto [KEY=VALUE...]
 # What stands before @sample is for both stages, model.init among it: the first round's. Runs go to DIR/round-1/sample,
 # DIR/round-1/dpo, ...; sft trains on best.jsonl, dpo and kto on pairs.jsonl of their round. {round} in a word is its number.

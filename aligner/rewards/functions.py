@@ -15,9 +15,9 @@ the same time on threads, and each call has an event loop of its own.
 
 The second is used when the function has a parameter `completions`: prompts and completions are texts, or, where the
 row's prompt is a conversation, lists of messages (a completion is one of the assistant's, or with environments all of
-a trajectory's: docs/environments.md); each other parameter is the dataset column of that name (a list, None where a
-row lacks it), `completion_ids` (token lists), or an entry of args. Only the columns it names are passed, or all of
-them if it takes **keywords.
+a trajectory's: docs/reference/environments.md); each other parameter is the dataset column of that name (a list, None
+where a row lacks it), `completion_ids` (token lists), or an entry of args. Only the columns it names are passed, or all
+of them if it takes **keywords.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def _free(column: str) -> bool:
 
 @dataclass
 class SampleConfig(Section, key=KEY):
-    """Of `batch.group` answers to each prompt, which ones become rows of which file (docs/sample.md)."""
+    """Of `batch.group` answers to each prompt, which ones become rows of which file (docs/how-to/sample.md)."""
 
     best: int = key(1, "Different answers of a prompt in best.jsonl, by reward. 0: all.", least=0)
     reward_above: float = key(

@@ -1,4 +1,4 @@
-"""The recipes of docs/sample.md at toy size: SteerLM, Constitutional AI."""
+"""The recipes of docs/how-to/sample.md at toy size: SteerLM, Constitutional AI."""
 
 import json
 import random

@@ -143,7 +143,7 @@ REFERENCES = [
     ("90^\\circ", "90", 1),
     ("\\text{Friday}", "\\boxed{\\text{Friday}}", 1),
 ]
-UPSTREAM = [  # math-verify's own: docs/rewards.md lists them. Where it learns better, change both
+UPSTREAM = [  # math-verify's own: docs/reference/rewards.md lists them. Where it learns better, change both
     ("43", "The answer is not 43 but 42.", 1),
     ("42", "It has 42 million", 1),
     ("42", "\\boxed{42 \\text{ million}}", 1),

@@ -35,7 +35,7 @@ class KLControllerConfig(Section, key="algorithm.kl.controller"):
 class KLConfig(Section, key="algorithm.kl"):
     coef: float = key(0.0, "Factor of the KL to the reference (beta). 0: no reference model.", least=0)
     estimator: str = key(
-        "k1", "Estimator of the KL (docs/algorithms.md).", choices=("k1", "k2", "k3", "abs", "k1+", "k3+")
+        "k1", "Estimator of the KL (docs/reference/algorithms.md).", choices=("k1", "k2", "k3", "abs", "k1+", "k3+")
     )
     placement: str = key("none", "Where the KL goes.", choices=("none", "reward", "loss"))
     importance_weighted: bool = key(False, "Multiply the KL in the loss by the token's ratio.")
@@ -114,7 +114,7 @@ class AlgorithmConfig(Section, key="algorithm"):
         1e-6, "Added to the group's std (grpo, gdpo, pass_at_k). TRL: 1e-4, OpenRLHF: 1e-9.", least=0
     )
     pass_at_k_std: bool = key(False, "Divide by the group's std (pass_at_k).")
-    policy_loss: str = key("ppo", "Loss of the policy (docs/algorithms.md).", choices=POLICY_LOSSES)
+    policy_loss: str = key("ppo", "Loss of the policy (docs/reference/algorithms.md).", choices=POLICY_LOSSES)
     old_logprobs: str = key(
         "auto",
         "What the ratio is to. auto: the policy before the step, by the update's own forward pass where that is enough "

@@ -45,7 +45,7 @@ class SourceConfig(Section, key="data.sources[]"):
 
 @dataclass
 class DataConfig(Section, key="data"):
-    train: str = key("", "Training data: JSONL, Parquet, or a `datasets` folder (docs/data.md).", resume=IGNORE)
+    train: str = key("", "Training data: a file or folder of rows (docs/reference/data.md).", resume=IGNORE)
     sources: list[SourceConfig] = key(
         [], "Several files or folders in fixed shares, in place of `train`; what a source lacks it has from here."
     )
@@ -53,7 +53,9 @@ class DataConfig(Section, key="data"):
         "rows", "What the weights of `sources` are shares of.", choices=("rows", "tokens"), read_for=("training",)
     )
     eval: str = key("", "Held-out rows. Empty: no evaluation.", resume=IGNORE, read_for=("training",))
-    format: str = key("auto", "Format of the rows. auto: told by the columns (docs/data.md).", choices=DATA_FORMATS)
+    format: str = key(
+        "auto", "Format of the rows. auto: by their columns (docs/reference/data.md).", choices=DATA_FORMATS
+    )
     columns: dict[str, str] = key({}, "Our name -> the file's column name.")
     prompt_template: str = key("", "Python format string over the row's columns that makes a missing `prompt`.")
     completion_template: str = key("", "The same for `completion`.")
@@ -78,7 +80,7 @@ class DataConfig(Section, key="data"):
     )
     chat_template: str = key(
         "auto",
-        "Chat template: auto (the tokenizer's), the name of a shipped one, or a file (docs/data.md).",
+        "Chat template: auto (the tokenizer's), the name of a shipped one, or a file (docs/reference/data.md).",
         resume=IGNORE,
     )
     template_arguments: dict[str, Any] = key({}, "Variables of the chat template: {enable_thinking: false}.")

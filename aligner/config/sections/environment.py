@@ -48,7 +48,7 @@ class EnvironmentConfig(Section, key="environment"):
     weight: float = key(1.0, "Weight of the environment's reward in the sum, beside reward.functions.")
     calls: str = key(
         "auto",
-        "Format in which the model writes calls (docs/environments.md). auto: told by the template.",
+        "Format in which the model writes calls (docs/reference/environments.md). auto: the chat template's.",
         choices=("auto", *CALL_FORMATS),
     )
 

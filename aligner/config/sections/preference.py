@@ -27,7 +27,7 @@ class PreferenceConfig(Section, key=KEY):
 
     loss: list[str] = key(
         ["sigmoid"],
-        "Rows of the table in docs/preference.md, added up.",
+        "Rows of the table in docs/reference/algorithms.md#preferences, added up.",
         choices=LOSSES,
         valid=(different, f"one or several different of {', '.join(LOSSES)}"),
     )

@@ -15,7 +15,7 @@ USUAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 @dataclass
 class LoraConfig(Section, key="model.lora"):
-    """Instead of a matrix W two small ones are trained: y = W x + scale B A x (docs/lora.md)."""
+    """Instead of a matrix W two small ones are trained: y = W x + scale B A x (docs/how-to/adapters.md)."""
 
     rank: int = key(0, "Rows of A and columns of B. 0: no adapters, all weights are trained.", least=0)
     alpha: float = key(32.0, "The scale is alpha / rank.", above=0)
