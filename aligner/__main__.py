@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aligner import loading
+from aligner import __version__, loading
 from aligner.errors import NO_RESTART, AlignerError, ConfigError
 from aligner.loading import for_good
 
@@ -62,10 +62,11 @@ def parser() -> argparse.ArgumentParser:
     further["rehearse"] = rehearse_options.add_arguments
     top = argparse.ArgumentParser(
         prog="aligner",
-        description="SFT, reward models, GRPO and PPO on Megatron-Core.",
+        description="Align language models on Megatron-Core.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.add_argument("--version", action="version", version=f"aligner {__version__}")
     subs = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         if name in ("import", "export"):

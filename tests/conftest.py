@@ -1,6 +1,8 @@
 """Fixtures of all tests."""
 
 import gc
+import importlib.util
+import shutil
 from collections import Counter, defaultdict
 from itertools import chain
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.needs import lacking
 from tests.ranks import Ranks
 from tests.servers import Server
 
@@ -82,6 +85,20 @@ def server(monkeypatch):
     made = Server().start()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")  # of the session it would be in the way of others' asyncio.run
+def browser():
+    """Chromium."""
+    program = shutil.which("chromium")
+    if program is None or importlib.util.find_spec("playwright") is None:
+        lacking("no browser: apt-get install chromium, pip install playwright")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=program, args=["--no-sandbox"], timeout=300_000)
+        yield started
+        started.close()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -13,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from aligner import __version__
 from aligner.board import own
 from aligner.board.series import SO_FAR, STEP_S, Series, number
 from aligner.cluster import watch
@@ -109,9 +108,9 @@ class RunFolder:
 
     def _newer(self) -> str:
         versions = mapping(self.start.get("versions"))
-        theirs, ours = str(versions.get("aligner", "")), _ours()
-        newer = bool(ours) and _version(theirs) > _version(ours)
-        return f"written by aligner {theirs}: this one is {ours} and may not know all of it" if newer else ""
+        theirs = str(versions.get("aligner", ""))
+        newer = _version(theirs) > _version(__version__)
+        return f"written by aligner {theirs}: this one is {__version__} and may not know all of it" if newer else ""
 
     @property
     def start(self) -> dict[str, Any]:
@@ -319,14 +318,6 @@ def _epoch(text: Any) -> float:
         return datetime.fromisoformat(str(text)).timestamp()
     except ValueError:
         return math.nan
-
-
-@functools.cache
-def _ours() -> str:
-    """Empty in a checkout that is not installed."""
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version("aligner")
-    return ""
 
 
 def _version(text: str) -> list[int]:

@@ -23,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aligner import __version__
 from aligner.cluster.env import LAUNCHED, checkout
 from aligner.errors import AlignerError, WriteError
 from aligner.foreign import read_record
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 FILE = "starts.jsonl"
 FAILED = "logs/failed_start.log"  # why the last start before the first of these came to nothing
 COMMAND = "ALIGNER_COMMAND"  # for ranks: what the user typed at their launcher
-PACKAGES = ("aligner", "torch", "megatron-core", "transformers", "transformer-engine", "tensorrt-llm")
+PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "tensorrt-llm")
 GIT_S = 10.0
 HIDDEN = "<hidden>"
 _SECRET = re.compile(
@@ -164,7 +165,7 @@ def git_state(root: Path) -> tuple[str | None, bool | None]:
 def versions() -> Mapping[str, str]:
     import torch
 
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "aligner": __version__}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import shutil
 import threading
 
 import pytest
 
 from aligner.board.runs import Board
 from aligner.board.tabs import PAGES
-from tests.needs import lacking
-
-
-@pytest.fixture(scope="module")  # of the session it would be in the way of others' asyncio.run
-def browser():
-    """Chromium."""
-    program = shutil.which("chromium")
-    if program is None or importlib.util.find_spec("playwright") is None:
-        lacking("no browser: apt-get install chromium, pip install playwright")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=program, args=["--no-sandbox"], timeout=300_000)
-        yield started
-        started.close()
 
 
 @pytest.fixture
