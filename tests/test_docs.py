@@ -1,4 +1,4 @@
-"""What pages of the documentation name of the tests is there."""
+"""Pages of the documentation: what they name exists, and commands compose."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from aligner.config.resolve import compose, sweep
 from aligner.config.stages import STAGES
 from aligner.config.unread import compose_run
 from aligner.errors import ConfigError
+from aligner.run.metrics import read_jsonl
+from tests import reference_pages, stages
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *sorted(DOCS.rglob("*.md"))]
 LINKED = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)")
 FUNCTION = re.compile(r"\[`([\w.]+)`\]\((\.\./aligner/[\w/]+\.py)\)")
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
@@ -27,7 +30,7 @@ LAUNCHER = re.compile(rf"launchers/({'|'.join(STAGES)})\.sbatch")
 COMMAND = re.compile(r"(?:python -m )?aligner (\w[\w-]*) ?(.*)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_tests_that_a_page_names_exist(page):
     for file, name in NAMED.findall(page.read_text()):
         path = ROOT / file
@@ -35,7 +38,7 @@ def test_the_tests_that_a_page_names_exist(page):
         assert not name or re.search(rf"^ *def {name}\(", path.read_text(), re.MULTILINE), (file, name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     assert [link for link in LINKED.findall(page.read_text()) if not (page.parent / link).exists()] == []
 
@@ -60,9 +63,14 @@ def _body(node: ast.stmt) -> list[ast.stmt]:
     return getattr(node, "body", [])
 
 
-def test_every_page_is_in_the_index():
-    index = (ROOT / "docs/README.md").read_text()
-    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"]({page.name})" not in index] == ["README.md"]
+def test_every_page_is_in_the_navigation_once():
+    named = re.findall(r": ([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("name", reference_pages.PAGES)
+def test_generated_pages_are_what_the_code_says(name):
+    assert (DOCS / "reference" / name).read_text() == reference_pages.page(name), "python -m tests.reference_pages"
 
 
 def test_every_threat_has_a_test():
@@ -155,3 +163,46 @@ def test_what_a_chain_shares_is_for_the_stages_that_read_it():
 
 def test_every_stage_has_a_launcher():
     assert {path.stem for path in (ROOT / "launchers").glob("*.sbatch")} == set(STAGES)
+
+
+TOPICS = (
+    "advantage|batch|critic|data|distill|dpo|engine|environment|eval|filter|kl|kto|length|logps|lora|memory|mismatch|moe|"
+    "policy|preference|ptx|refit|response|reward|rewards|rm|sample|sft|staleness|stop|throughput|time|window"
+)
+METRIC = re.compile(rf"(?:{TOPICS})/[\w/]+")
+SUMS = re.compile(r"mismatch/moment_\w+|.*/(?:mean_square|negative_min)")  # of which the metrics are made
+
+
+def documented() -> re.Pattern[str]:
+    """Matches the names in the tables of the page of metrics."""
+    rows = [line for line in (DOCS / "reference/metrics.md").read_text().splitlines() if line.startswith("| `")]
+    names = {name for row in rows for name in re.findall(r"`([a-z][\w/<>]*)`", row.split("|")[1])}
+    assert len(names) > 100
+    return re.compile("|".join(re.sub(r"<\w+>", r"[\\w.]+", name) for name in names))
+
+
+def in_code() -> Iterator[str]:
+    """Yield names of metrics in the package; what they are formatted with is `x`."""
+    for path in sorted((ROOT / "aligner").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "x" for part in node.values)
+
+
+def test_every_metric_of_the_code_is_documented():
+    page = documented()
+    names = {name for name in in_code() if METRIC.fullmatch(name) and not name.endswith(("_", "/", "/x"))}
+    assert len(names) > 100
+    assert sorted(name for name in names if not (page.fullmatch(name) or SUMS.fullmatch(name))) == []
+
+
+@pytest.mark.slow
+def test_every_metric_of_runs_is_documented(tiny_data, tiny_runs, tmp_path):
+    short = ["run.steps=1", "eval.prompts=2", f"model.init={tiny_runs['sft']}"]
+    grpo = stages.stage("grpo", tiny_data, tmp_path / "grpo", *short)
+    page = documented()
+    for folder in (*tiny_runs.values(), grpo):
+        names = {name for record in read_jsonl(Path(folder) / "metrics.jsonl") for name in record}
+        assert sorted(name for name in names - {"step", "wall_time"} if not page.fullmatch(name)) == []

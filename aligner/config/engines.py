@@ -1,5 +1,5 @@
 """The table of rollout engines, as data: what each one can do, and why not. Config, `plan`, builders and the matrix in
-docs/engine.md read it, without torch. A new engine is an entry here."""
+docs/reference/support.md read it, without torch. A new engine is an entry here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _can(meaning: str) -> bool:
-    """A capability, with its words in docs/engine.md."""
+    """A capability, with its words in docs/reference/support.md."""
     return field(default=False, metadata={"meaning": meaning})
 
 

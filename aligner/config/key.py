@@ -1,8 +1,8 @@
 """A key of the config says everything about itself where it is declared: default, meaning, values, what a new value
 means for a run that goes on, whether stored rollouts depend on it, and for what it is read.
 
-Validation, docs/keys.md, the board's form, the identity check of a resume, the rollout key and the refusal of unread
-keys are derived from this.
+Validation, docs/reference/keys.md, the board's form, the identity check of a resume, the rollout key and the refusal of
+unread keys are derived from this.
 """
 
 from __future__ import annotations

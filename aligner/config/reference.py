@@ -1,5 +1,5 @@
-"""Every key with its type, default and meaning, as the schema declares them. `docs/keys.md` is this as a page. Imports
-no torch."""
+"""Every key with its type, default and meaning, as the schema declares them. docs/reference/keys.md is this as a page.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from aligner.config.schema import Config
 from aligner.config.sections.model.config import RUNS
 from aligner.errors import UnknownKeyError
 
-HEAD = """# All keys
+HEAD = """# Keys
 
 Type, default and meaning of every config key, as `python -m aligner keys [SECTION]` prints them. How keys are set, and
-which matter first: [configuration](configuration.md).
+which matter first: [configuration](../how-to/configure.md).
 """
 
 
@@ -66,7 +66,7 @@ def _key(name: str, leaf: Leaf) -> Key:
 
 
 def page() -> str:
-    """`docs/keys.md`: a table for each top section."""
+    """`docs/reference/keys.md`: a table for each top section."""
     out, section = [HEAD], None
     for key in keys():
         top = key.name.partition(".")[0] if "." in key.name else ""

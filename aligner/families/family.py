@@ -52,6 +52,7 @@ class Family:
     model_type: str
     architecture: str
     table: tuple[ParamSpec, ...]
+    models: str = ""  # published ones, for docs/reference/support.md
     moe: MoeKeys | None = None
     keys: tuple[Key, ...] = ()  # in which its models differ, beside sizes
     constants: tuple[tuple[str, Any], ...] = ()  # of config.json: the variants that are not supported

@@ -1,4 +1,4 @@
-"""The list of all keys against the schema, and its page."""
+"""The list of all keys against the schema."""
 
 import re
 from dataclasses import dataclass
@@ -8,16 +8,10 @@ import pytest
 
 from aligner.config.key import Section, key, section
 from aligner.config.options import all_keys, key_type
-from aligner.config.reference import keys, listing, page
+from aligner.config.reference import keys, listing
 from aligner.errors import ConfigError, UnknownKeyError
 
-PAGE = Path(__file__).parents[2] / "docs/keys.md"
 STAGES = Path(__file__).parents[2] / "conf/stage"
-
-
-def test_the_page_is_what_the_schema_says():
-    hint = "python -c 'from aligner.config.reference import page; print(page(), end=\"\")' > docs/keys.md"
-    assert PAGE.read_text() == page(), f"write it anew: {hint}"
 
 
 def test_every_key_is_there_and_says_what_it_means():

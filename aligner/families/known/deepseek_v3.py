@@ -13,6 +13,7 @@ FAMILIES = (
         + rows.MLP
         + rows.experts("mlp", "gate_proj", "up_proj", "down_proj")
         + rows.sigmoid_router("mlp", "shared_experts"),
+        models="DeepSeek-V3, R1, Moonlight, the text model of Kimi-K2",
         moe=MoeKeys(
             "n_routed_experts",
             "moe_intermediate_size",

@@ -29,6 +29,7 @@ FAMILIES = (
         "gemma2",
         "Gemma2",
         _NORMS + rows.MLP + rows.BIASES,
+        models="Gemma 2",
         keys=(
             ATTENTION_BIAS,
             _SCALE,
@@ -44,6 +45,7 @@ FAMILIES = (
         "gemma3_text",
         "Gemma3",
         _NORMS + rows.MLP + rows.QK_NORM + rows.BIASES,
+        models="Gemma 3 270M and 1B, and text-only folders of the larger ones",
         keys=(ATTENTION_BIAS, _SCALE),
         constants=(
             ("attn_logit_softcapping", None),

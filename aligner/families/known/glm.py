@@ -22,6 +22,6 @@ _NORMS = rows.norms(
     behind_mlp="post_mlp_layernorm",
 )
 FAMILIES = (
-    Family("glm", "Glm", rows.COMMON + rows.MLP + rows.QKV_BIAS, **_BOTH),
-    Family("glm4", "Glm4", _NORMS + rows.MLP + rows.QKV_BIAS, **_BOTH, served_by=("vllm",)),
+    Family("glm", "Glm", rows.COMMON + rows.MLP + rows.QKV_BIAS, models="GLM-4, dense", **_BOTH),
+    Family("glm4", "Glm4", _NORMS + rows.MLP + rows.QKV_BIAS, models="GLM-4-0414, dense", **_BOTH, served_by=("vllm",)),
 )

@@ -11,6 +11,7 @@ FAMILIES = (
         "gpt_oss",
         "GptOss",
         rows.COMMON + rows.experts(*_EXPERTS) + rows.expert_biases(*_EXPERTS) + rows.BIASES + (rows.SINKS,),
+        models="gpt-oss 20B and 120B",
         moe=MoeKeys("num_local_experts", "intermediate_size"),
         keys=(("qkv_bias", "attention_bias", True),),
         constants=(("swiglu_limit", GATE_LIMIT), ("swiglu_alpha", GATE_ALPHA)),

@@ -10,6 +10,7 @@ FAMILIES = (
         "granite",
         "Granite",
         rows.COMMON + rows.MLP + rows.BIASES + rows.MLP_BIASES,
+        models="Granite 3, dense",
         keys=(
             *BIAS_KEYS,
             ("attention.multiplier", "attention_multiplier", 1.0),

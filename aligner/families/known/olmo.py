@@ -17,10 +17,11 @@ _BOTH: dict[str, Any] = {
     "served_by": ("vllm",),
 }
 FAMILIES = (
-    Family("olmo2", "Olmo2", **_BOTH, defaults=_DEFAULTS),
+    Family("olmo2", "Olmo2", models="OLMo 2", **_BOTH, defaults=_DEFAULTS),
     Family(
         "olmo3",
         "Olmo3",
+        models="OLMo 3",
         **_BOTH,
         windows="layers",
         default_window=4096,

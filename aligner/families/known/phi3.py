@@ -10,6 +10,7 @@ FAMILIES = (
         "phi3",
         "Phi3",
         rows.COMMON + rows.MLP,
+        models="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
         fused=(FUSED_QKV, FUSED_MLP),
         windows="every",
         default_rotary_fraction=1.0,

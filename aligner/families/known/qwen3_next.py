@@ -14,6 +14,7 @@ FAMILIES = (
         + rows.MLP
         + rows.experts("mlp", "gate_proj", "up_proj", "down_proj")
         + rows.shared_expert("mlp", "shared_expert", "shared_expert_gate"),
+        models="Qwen3-Next",
         moe=MoeKeys("num_experts", "moe_intermediate_size", "norm_topk_prob", dense_layers="mlp_only_layers"),
         keys=(
             ("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),

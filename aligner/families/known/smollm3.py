@@ -10,6 +10,7 @@ FAMILIES = (
         "smollm3",
         "SmolLM3",
         rows.COMMON + rows.MLP + rows.BIASES + rows.MLP_BIASES,
+        models="SmolLM3",
         keys=BIAS_KEYS,
         windows="layers",
         window_switch=True,
