@@ -170,7 +170,7 @@ TOPICS = (
     "policy|preference|ptx|refit|response|reward|rewards|rm|sample|sft|staleness|stop|throughput|time|window"
 )
 METRIC = re.compile(rf"(?:{TOPICS})/[\w/]+")
-PARTLY = re.compile(r"[_/]$|/x$|[_q]x")  # of a name that is put together
+PARTLY = re.compile(r"[_/]$|/[xq]$|[_q]x")  # of a name that is put together
 SUMS = re.compile(r"mismatch/moment_\w+|.*/(?:mean_square|negative_min)")  # of which the metrics are made
 
 
@@ -207,3 +207,10 @@ def test_every_metric_of_runs_is_documented(tiny_data, tiny_runs, tmp_path):
     for folder in (*tiny_runs.values(), grpo):
         names = {name for record in read_jsonl(Path(folder) / "metrics.jsonl") for name in record}
         assert sorted(name for name in names - {"step", "wall_time"} if not page.fullmatch(name)) == []
+
+
+@pytest.mark.slow
+def test_every_file_of_a_run_is_documented(tiny_runs):
+    page = (DOCS / "reference/files.md").read_text()
+    for folder in tiny_runs.values():
+        assert [path.name for path in Path(folder).iterdir() if f"`{path.name}" not in page] == []

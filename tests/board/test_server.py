@@ -56,7 +56,7 @@ def test_all_tabs_have_their_module(folder):
 
 
 def test_the_plots_are_of_the_version_that_is_documented():
-    documented = (Path(__file__).parents[2] / "docs/dependencies.md").read_text()
+    documented = (Path(__file__).parents[2] / "docs/reference/dependencies.md").read_text()
     assert "uPlot (v1.6.32)" in asset("uPlot.iife.min.js") and "| uPlot 1.6.32 |" in documented
     assert "MIT" in asset("uPlot.LICENSE")
 

@@ -1,4 +1,4 @@
-"""Each reason for a patch of docs/patches.md still stands in the installed packages."""
+"""Each reason for a patch of docs/reference/dependencies.md still stands in the installed packages."""
 
 import importlib.util
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs/patches.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/dependencies.md"
 REASONS = {
     "megatron/core/optimizer/distrib_optimizer.py": ["model_param.type() == 'torch.cuda.FloatTensor'"],
     "megatron/core/utils.py": ["l2_reduced = torch.norm(torch.tensor(l2))", "dst.copy_(src * scale)"],
