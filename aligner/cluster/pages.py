@@ -14,7 +14,7 @@ _HUGEPAGE, _COLLAPSE = 14, 25  # Linux' advice: of pages that come, and of those
 def keep_freed_memory() -> None:
     """Let glibc keep what is freed instead of returning it to the system: a training step, and a step of decoding,
     free and ask for the same large tensors again and again, and touching new pages takes longer than the arithmetic
-    (14,500 page faults a training step of the quick start's model, 660 with this; benchmarks/RESULTS.md). Other C
+    (14,500 page faults a training step of the quick start's model, 660 with this; benchmarks/log.md). Other C
     libraries are left alone."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

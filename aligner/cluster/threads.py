@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 VARIABLE = "OMP_NUM_THREADS"
-SPINS = "5000"  # measured: benchmarks/RESULTS.md
+SPINS = "5000"  # measured: benchmarks/log.md
 TASKS = Path("/proc/self/task")
 LOOK_S = 0.25
 CROWDED, FREE = 0.15, 0.05  # share of the time in which threads that would run wait for a core: from here on, and below

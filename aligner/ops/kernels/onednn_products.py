@@ -1,7 +1,7 @@
 """float32 matrix products on a processor with AVX-512 that is not Intel's.
 
 torch's products are MKL's, which leaves these instructions unused there; oneDNN, which torch has as well, uses them and
-is about twice as fast (benchmarks/RESULTS.md). Both multiply and sum in float32: only the order of the sums differs.
+is about twice as fast (benchmarks/log.md). Both multiply and sum in float32: only the order of the sums differs.
 """
 
 from __future__ import annotations

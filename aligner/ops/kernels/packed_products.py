@@ -1,6 +1,6 @@
 """Products x W^T on a CPU whose matrix is laid out beforehand as oneDNN's kernels read it.
 
-oneDNN lays a matrix out in every call otherwise: for few rows that is up to half of the time (benchmarks/RESULTS.md).
+oneDNN lays a matrix out in every call otherwise: for few rows that is up to half of the time (benchmarks/log.md).
 The bits are the same. A single row is computed as one of two, as oneDNN has other kernels for it, which sum in another
 order: so a row is the same whatever rows it is computed with.
 """
