@@ -375,3 +375,16 @@ def test_no_file_names_this_machine_or_a_registry(what):
             if FORBIDDEN[what].search(line) and path != Path(__file__).resolve():
                 wrong.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}")
     assert not wrong, "\n".join(wrong)
+
+
+def main() -> None:
+    """Print how many files and lines of code each stage reaches: `python -m tests.test_architecture`."""
+    for stage in sorted(path.stem for path in (ROOT / "aligner/stages").glob("[a-z]*.py")):
+        reached = closure(f"aligner.stages.{stage}")
+        lines = sum(code_lines(module_path(name).read_text()) for name in reached)
+        own = code_lines(module_path(f"aligner.stages.{stage}").read_text())
+        print(f"{stage:11} {own:4} lines in its file, {lines:6} in {len(reached)} files that it reaches")
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *sorted(DOCS.rglob("*.md"))]
 LINKED = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)")
 FUNCTION = re.compile(r"\[`([\w.]+)`\]\((\.\./aligner/[\w/]+\.py)\)")
-NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+NAMED = re.compile(r"`(tests/[\w/]+\.py|benchmarks/\w+\.(?:py|md))(?:::(\w+))?`")
 BLOCK = re.compile(r"```\w*\n(.*?)```|`([^`\n]+)`", re.DOTALL)
 CHAINS = re.compile(r"launchers/(?:pipeline|iterate)\.sh")
 LAUNCHER = re.compile(rf"launchers/({'|'.join(STAGES)})\.sbatch")
@@ -31,7 +31,7 @@ COMMAND = re.compile(r"(?:python -m )?aligner (\w[\w-]*) ?(.*)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_tests_that_a_page_names_exist(page):
+def test_the_tests_and_measurements_that_a_page_names_exist(page):
     for file, name in NAMED.findall(page.read_text()):
         path = ROOT / file
         assert path.is_file(), file
@@ -71,6 +71,14 @@ def test_every_page_is_in_the_navigation_once():
 @pytest.mark.parametrize("name", reference_pages.PAGES)
 def test_generated_pages_are_what_the_code_says(name):
     assert (DOCS / "reference" / name).read_text() == reference_pages.page(name), "python -m tests.reference_pages"
+
+
+def test_home_and_readme_say_the_same_of_what_has_run():
+    home, readme = (
+        path.read_text().partition("## What has run where\n")[2].partition("\n## ")[0]
+        for path in (DOCS / "index.md", ROOT / "README.md")
+    )
+    assert home == readme and home.count("\n| ") > 5
 
 
 def test_every_threat_has_a_test():
