@@ -64,7 +64,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 def option(action: argparse.Action) -> tuple[str, str]:
     """Return how an option or argument is written, and its meaning."""
     shown = f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper()
-    value = "" if action.nargs == 0 else str(action.metavar or shown)
+    value = "" if action.nargs == 0 else str(action.metavar or shown).replace("|", " or ")
     names = ", ".join(f"`{name} {value}`".replace(" `", "`") for name in action.option_strings) or f"`{value}`"
     meaning = (action.help or "") % {"default": action.default}
     return names, meaning + ("; required" if action.required and action.option_strings else "")
