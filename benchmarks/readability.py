@@ -3,8 +3,8 @@
     pip install readability
     python -m benchmarks.readability [--revisions main,HEAD] [--pages] [--json FILE]
 
-Counted is prose: paragraphs and items of lists, without code, tables and headings; what stands in backticks is one word.
-A revision is one of git, `.` the working tree. Generated pages are left out.
+Counted is prose: paragraphs and items of lists, without code, tables and headings. What stands in
+backticks is one word. A revision is one of git, `.` the working tree. Generated pages are left out.
 """
 
 from __future__ import annotations
