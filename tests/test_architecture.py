@@ -29,6 +29,7 @@ LEVELS = [
         "answers",
         "awaited",
         "processes",
+        "version",
     },
     {"ops", "plan"},
     {"models", "data", "rewards", "environments", "cluster"},

@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from aligner import __version__
+from aligner.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 BUILD = "import setuptools.build_meta as b; b.build_{kind}({folder!r})"
@@ -84,7 +84,8 @@ def call(*command: str | Path, cwd: Path, **variables: str) -> str:
 def installed(tmp_path_factory):
     """The scripts of an environment with a wheel that was made of the sdist. Other packages are those of the tests."""
     folder = tmp_path_factory.mktemp("packaging")
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    tracked = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in tracked.splitlines():
         if (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/", "docs/")):
             (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +109,7 @@ def installed(tmp_path_factory):
 def test_an_installation_from_sdist_and_wheel_runs_in_any_folder(installed, tmp_path):
     where = call(installed / "python", "-c", "import aligner; print(aligner.__file__)", cwd=tmp_path)
     assert where.startswith(str(installed.parent))
-    assert call(installed / "aligner", "--version", cwd=tmp_path) == f"aligner {__version__}\n"
+    assert call(installed / "aligner", "--version", cwd=tmp_path) == f"aligner {VERSION}\n"
     assert "optim.lr " in call(installed / "aligner", "keys", "optim", cwd=tmp_path)
     plan = call(installed / "aligner", "plan", "--gpus", "8", "experiment=dapo", "model=qwen3_0.6b", cwd=tmp_path)
     assert "tokens/s/GPU" in plan
@@ -121,4 +122,4 @@ def test_the_version_needs_no_torch():
 
 
 def test_the_changelog_names_the_version():
-    assert re.search(rf"^## \[?{re.escape(__version__)}", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert re.search(rf"^## \[?{re.escape(VERSION)}", (ROOT / "CHANGELOG.md").read_text(), re.M)

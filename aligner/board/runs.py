@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from aligner import __version__
 from aligner.board import own
 from aligner.board.series import SO_FAR, STEP_S, Series, number
 from aligner.cluster import watch
@@ -29,6 +28,7 @@ from aligner.foreign import JsonObject, parse_json, record
 from aligner.run.alarms import FILE as ALARMS
 from aligner.run.metrics import jsonl_records
 from aligner.run.starts import FILE as STARTS
+from aligner.version import VERSION
 
 MARKS = ("metrics.jsonl", "config.yaml")  # what makes a folder a run
 DEPTH = 4  # of folders within those given: runs/chain/stage, and a sweep of them
@@ -109,8 +109,8 @@ class RunFolder:
     def _newer(self) -> str:
         versions = mapping(self.start.get("versions"))
         theirs = str(versions.get("aligner", ""))
-        newer = _version(theirs) > _version(__version__)
-        return f"written by aligner {theirs}: this one is {__version__} and may not know all of it" if newer else ""
+        newer = _version(theirs) > _version(VERSION)
+        return f"written by aligner {theirs}: this one is {VERSION} and may not know all of it" if newer else ""
 
     @property
     def start(self) -> dict[str, Any]:

@@ -23,12 +23,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aligner import __version__
 from aligner.cluster.env import LAUNCHED, checkout
 from aligner.errors import AlignerError, WriteError
 from aligner.foreign import read_record
 from aligner.run.marker_files import STOPPED
 from aligner.run.metrics import append_jsonl, read_jsonl, rewrite_jsonl
+from aligner.version import VERSION
 
 if TYPE_CHECKING:
     import torch
@@ -165,7 +165,7 @@ def git_state(root: Path) -> tuple[str | None, bool | None]:
 def versions() -> Mapping[str, str]:
     import torch
 
-    found = {"python": platform.python_version(), "aligner": __version__}
+    found = {"python": platform.python_version(), "aligner": VERSION}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
