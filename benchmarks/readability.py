@@ -21,8 +21,8 @@ PAGES = re.compile(r"(?:docs/.*|README|CONTRIBUTING)\.md")
 GENERATED = ("docs/keys.md", "docs/reference/keys.md", "docs/reference/cli.md", "docs/reference/recipes.md")
 FENCED = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
-MARKS = re.compile(r"^ *(?:[-*]|\d+\.) +|[*_]{2}", re.MULTILINE)
-END = re.compile(r"(?<=[.!?:])[\"')]*\s+(?=[A-Z\"'(`])")
+MARKS = re.compile(r"^ *(?:[-*]|\d+\.) +|[*]", re.MULTILINE)
+END = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[A-Z\"'(`])")
 LONG = 30  # words of a sentence that is too long
 
 
@@ -63,7 +63,7 @@ def sentences(page: str) -> list[list[str]]:
     text = re.sub(r"<!--.*?-->", "", FENCED.sub("\n\n", page), flags=re.DOTALL)
     lines = ["" if line.lstrip().startswith(("|", "#", "<")) else line for line in text.splitlines()]
     text = re.sub(r"^( *(?:[-*]|\d+\.) )", r"\n\1", "\n".join(lines), flags=re.MULTILINE)
-    text = MARKS.sub("", re.sub(r"`[^`]*`", "key", LINK.sub(r"\1", text)))
+    text = MARKS.sub("", re.sub(r"`[^`]*`", "Key", LINK.sub(r"\1", text)))
     found = [re.findall(r"[\w'’-]+", part) for block in re.split(r"\n\s*\n", text) for part in END.split(block.strip())]
     return [words for words in found if words]
 
