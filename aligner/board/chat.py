@@ -1,7 +1,6 @@
-"""Talking to models in the board: each is an `aligner serve` of its own, with a memory of its own, which a kill frees.
+"""Chat with models in the board: each is a separate `aligner serve`, whose memory is freed when it is killed.
 
-Imports no torch.
-"""
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,61 +31,62 @@ SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
 PLAIN = "{{ messages[-1]['content'] }}"  # for a model without a chat template: each message is a prompt of its own
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # before a fork: a child of several threads may not load it
-_STARTER = ThreadPoolExecutor(1)  # a process ends with the thread that has started it: this one lasts as long as we do
+_STARTER = ThreadPoolExecutor(1)  # a child ends with the thread that started it: this one lives as long as the board
 
 
 @dataclass(frozen=True)
 class Model:
-    """What can be talked to."""
+    """A model that can be chatted with."""
 
     folder: Path  # of a run, of Hugging Face, or a checkpoint
     run: Path | None = None  # whose checkpoint it is
 
 
 def known(board: Board) -> dict[str, Model]:
-    """By name: runs that have exported their model, checkpoints, and folders of Hugging Face among those of the board
-    and in them. Reward models do not talk."""
-    found = {}
+    """Return models by name: runs that have exported their model, checkpoints, and Hugging Face folders among the
+    board's folders and directly in them. Reward models are left out."""
+    models = {}
     for name, run in board.runs().items():
         if own.within(run.folder, "hf") and _talks(run.folder / "hf"):
-            found[name] = Model(run.folder)
+            models[name] = Model(run.folder)
         if own.within(run.folder, "checkpoints") and run.stage != "rm":
             steps = sorted((run.folder / "checkpoints").glob("step-*[0-9]"))
-            found |= {f"{name} {folder.name}": Model(folder, run.folder) for folder in steps}
-    for place in board.folders:
+            models |= {f"{name} {folder.name}": Model(folder, run.folder) for folder in steps}
+    for root in board.folders:
         with suppress(OSError):  # gone since
-            inside = sorted(path for path in place.iterdir() if path.is_dir() and not path.is_symlink())
-            found |= {str(path): Model(path) for path in (place, *inside) if _talks(path)}
-    return found
+            inside = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+            models |= {str(path): Model(path) for path in (root, *inside) if _talks(path)}
+    return models
 
 
 def _talks(folder: Path) -> bool:
-    """Whether a language model is there, by its config.json."""
+    """Return whether the folder has a language model, by its config.json."""
     with suppress(OSError, AlignerError):
-        told = parse_json(own.content(folder, "config.json", own.CONFIG_BYTES), "config.json", AlignerError, nan=True)
-        return isinstance(told, dict) and "Classification" not in str(told.get("architectures"))
+        config = parse_json(own.content(folder, "config.json", own.CONFIG_BYTES), "config.json", AlignerError, nan=True)
+        return isinstance(config, dict) and "Classification" not in str(config.get("architectures"))
     return False
 
 
 @dataclass
 class Talk:
-    """A model that is served. Its process is first what exports the model, where it is a checkpoint's."""
+    """A model that is served. For a checkpoint, its process is first the export of the model."""
 
     process: subprocess.Popen | None
-    folder: tempfile.TemporaryDirectory  # what the process says, and the model that was exported for it
+    folder: tempfile.TemporaryDirectory  # the process's log, and the model that was exported for it
     plain: bool = False
     model: Model | None = None  # to be started
     _url: str = ""
-    _over: bool = False  # closed, or come to nothing
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # of who waits for its address
-    _starting: threading.Lock = field(default_factory=threading.Lock)  # of its process
+    _over: bool = False  # closed, or failed to start
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # held while its address is awaited
+    _starting: threading.Lock = field(default_factory=threading.Lock)  # held while its process starts
 
     @property
     def lives(self) -> bool:
         return not self._over and (self.model is not None or self.process is None or self.process.poll() is None)
 
     def url(self) -> str:
-        """Returns when it can be talked to. Raises AlignerError with what the process says if it ends before."""
+        """Return the address once the model answers. Raises AlignerError with the process's last words if it ends
+        before."""
         with self._lock:
             if self.model is not None:
                 try:
@@ -107,20 +107,20 @@ class Talk:
 
     def _start(self, model: Model) -> None:
         home, hf = Path(self.folder.name), next(path for path in (model.folder / "hf", model.folder) if path.is_dir())
-        log, given = home / "log", [str(model.folder)]
+        log, source = home / "log", [str(model.folder)]
         with log.open("wb") as output:
             if model.run is not None:
                 hf = home / "hf"
-                if self._run(["export", *given, str(hf)], output, output).wait():
+                if self._run(["export", *source, str(hf)], output, output).wait():
                     raise AlignerError(self.last_words())
-                given = ["--frozen", str(model.run / FILE_NAME), str(hf)]
+                source = ["--frozen", str(model.run / FILE_NAME), str(hf)]
             if has_template(hf):
                 self.plain = False
             else:
                 self.plain = True
                 (home / "plain.jinja").write_text(PLAIN, encoding="utf-8")
-                given.append(f"data.chat_template={quoted(str(home / 'plain.jinja'))}")
-            self._run(["serve", "--port", "0", *given], subprocess.PIPE, output)
+                source.append(f"data.chat_template={quoted(str(home / 'plain.jinja'))}")
+            self._run(["serve", "--port", "0", *source], subprocess.PIPE, output)
 
     def _run(self, argv: Sequence[str], stdout: Any, stderr: Any) -> subprocess.Popen:
         with self._starting:
@@ -146,13 +146,13 @@ class Talk:
 
 @dataclass
 class Talks:
-    """Calls come from several threads, and none waits for what another one starts."""
+    """Open models by name. Calls come from several threads, and none waits for another one's start."""
 
     by_name: dict[str, Talk] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, name: str, model: Model) -> Talk:
-        """Returns when it can be talked to. Raises AlignerError, also if it is closed meanwhile."""
+        """Return once the model answers. Raises AlignerError, also if it is closed meanwhile."""
         with self._lock:
             for ended in self.by_name.keys() - self.living():
                 self._close(ended)
@@ -168,7 +168,7 @@ class Talks:
         return [name for name, talk in list(self.by_name.items()) if talk.lives]
 
     def close(self, *names: str) -> None:
-        """Without names all."""
+        """Close the named models, or all without names."""
         with self._lock:
             for name in names or list(self.by_name):
                 self._close(name)
@@ -178,7 +178,7 @@ class Talks:
             talk.close()
 
     def say(self, name: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """{"text"} as it comes, then {"tokens": texts, "logprobs", "reason"}. Raises AlignerError."""
+        """Yield {"text"} as it comes, then {"tokens": texts, "logprobs", "reason"}. Raises AlignerError."""
         talk = self.by_name.get(name)
         if talk is None:
             raise DataError(f"{name!r}: expected a model that is open")
@@ -188,7 +188,7 @@ class Talks:
                 served = _event(client.get(f"{url}/models").read()).list("data")[0]["id"]
                 body = {"model": served, "stream": True, "logprobs": True} | body
                 with client.stream("POST", f"{url}/chat/completions", json=body) as reply:
-                    yield from _parts(reply)
+                    yield from _stream(reply)
             except httpx.HTTPError as error:
                 raise AlignerError(f"{name}: {type(error).__name__}: {talk.last_words()}") from None
 
@@ -196,12 +196,12 @@ class Talks:
 def has_template(hf: Path) -> bool:
     if any((hf / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return True
-    told = hf / "tokenizer_config.json"
-    return told.is_file() and "chat_template" in read_record(told, AlignerError)
+    config = hf / "tokenizer_config.json"
+    return config.is_file() and "chat_template" in read_record(config, AlignerError)
 
 
 def _with_the_board(argv: Sequence[str], stdout: Any, stderr: Any) -> subprocess.Popen:
-    """Ends with this process, however that does."""
+    """Start a process that ends with this one, in any case."""
     return subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -214,11 +214,11 @@ def _with_the_board(argv: Sequence[str], stdout: Any, stderr: Any) -> subprocess
 
 
 def _last(text: str) -> str:
-    """What a command has said last."""
-    return (text.strip().splitlines() or ["it ended, and said nothing"])[-1].removeprefix("error: ")
+    """Return the last line of a command's output."""
+    return (text.strip().splitlines() or ["it ended without a message"])[-1].removeprefix("error: ")
 
 
-def _parts(reply: httpx.Response) -> Iterator[dict[str, Any]]:
+def _stream(reply: httpx.Response) -> Iterator[dict[str, Any]]:
     if reply.status_code != 200:
         raise AlignerError(_event(reply.read()).record("error").text("message"))
     ended: dict[str, Any] = {"tokens": [], "logprobs": [], "reason": ""}
@@ -232,9 +232,9 @@ def _parts(reply: httpx.Response) -> Iterator[dict[str, Any]]:
         (choice,) = event.list("choices")
         if text := choice["delta"].get("content"):
             yield {"text": text}
-        told = (choice.get("logprobs") or {}).get("content", [])
-        ended["tokens"] += [one["token"] for one in told]
-        ended["logprobs"] += [one["logprob"] for one in told]
+        tokens = (choice.get("logprobs") or {}).get("content", [])
+        ended["tokens"] += [one["token"] for one in tokens]
+        ended["logprobs"] += [one["logprob"] for one in tokens]
         ended["reason"] = choice["finish_reason"] or ended["reason"]
     yield ended
 
@@ -253,11 +253,11 @@ def talks(board: Board, asked: JsonObject) -> Any:
 
 
 def open_talk(board: Board, asked: JsonObject) -> Any:
-    """`plain`: it has no chat template."""
-    name, found = asked.text("model"), known(board)
-    if name not in found:
-        raise DataError(f"model={name!r}: expected one of the board's {len(found)} models")
-    return {"plain": TALKS.open(name, found[name]).plain}
+    """Open a model. `plain`: it has no chat template."""
+    name, models = asked.text("model"), known(board)
+    if name not in models:
+        raise DataError(f"model={name!r}: expected one of the board's {len(models)} models")
+    return {"plain": TALKS.open(name, models[name]).plain}
 
 
 def close_talk(board: Board, asked: JsonObject) -> Any:

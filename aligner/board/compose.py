@@ -1,7 +1,6 @@
-"""The form of a run: keys with docs and choices, what they come to, the command line that says so, and its plan.
+"""The form of a run: keys with docs and choices, the resolved config, the command line for it, and its plan.
 
-What the page shows of a wrong value is what the command line prints. Imports no torch.
-"""
+For a wrong value the page shows the error that the command line prints. Imports no torch."""
 
 from __future__ import annotations
 
@@ -41,22 +40,22 @@ _hydra = threading.Lock()  # its state is the process's
 
 @dataclass(frozen=True)
 class Wish:
-    """What the form says."""
+    """Values of the form."""
 
     groups: dict[str, str] = field(default_factory=dict)  # options of the folders of conf/
     values: dict[str, str] = field(default_factory=dict)  # by key, as typed; lists and mappings in Hydra's syntax
     command: str = "launch"  # or submit
     ranks: int = 1  # of `launch`
-    site: str = ""  # of `submit`, as the next two; empty: as `submit` finds it
+    site: str = ""  # of `submit`, like the next two; empty: as `submit` finds it
     nodes: int = 1
     ranks_per_node: int = 0  # 0: the site's
-    gpus: int = 8  # of `plan`, as the next two
+    gpus: int = 8  # of `plan`, like the next two
     gpus_per_node: int = 8
     device: str = "h100"
 
     @classmethod
     def read(cls, asked: JsonObject) -> Wish:
-        """Raises ConfigError."""
+        """Read the form's values. Raises ConfigError."""
         wish = from_plain(cls, asked.fields, "", cls)
         one_of("command", wish.command, ("launch", "submit"))
         return wish
@@ -65,16 +64,16 @@ class Wish:
         chosen = [f"{group}={option}" for group, option in self.groups.items() if option]
         return chosen + [f"{key}={_typed(key, text)}" for key, text in self.values.items()]
 
-    def argv(self, *more: str) -> list[str]:
-        """Of `python -m aligner`; `more` are options."""
+    def argv(self, *options: str) -> list[str]:
+        """Return the arguments of `python -m aligner`, with further `options`."""
         if self.command == "launch":
-            return ["launch", *more, "--ranks", str(self.ranks), *self.overrides()]
+            return ["launch", *options, "--ranks", str(self.ranks), *self.overrides()]
         sizes = {"--site": self.site, "--nodes": self.nodes, "--ranks-per-node": self.ranks_per_node}
-        given = [word for name, value in sizes.items() if value for word in (name, str(value))]
-        return ["submit", *more, *given, *self.overrides()]
+        words = [word for name, value in sizes.items() if value for word in (name, str(value))]
+        return ["submit", *options, *words, *self.overrides()]
 
     def world_size(self) -> int:
-        """Raises ConfigError."""
+        """Return the number of ranks. Raises ConfigError."""
         if self.command == "launch":
             return self.ranks
         return self.nodes * (self.ranks_per_node or find_site(self.site)[1].ranks)
@@ -84,14 +83,14 @@ class Wish:
 
 
 def _typed(key: str, text: str) -> str:
-    """Quoted, where Hydra's grammar has other uses for a text; values of other kinds it reads as they are."""
+    """Quote a text where Hydra's grammar has other uses for it. Hydra reads values of other kinds as they are."""
     if key_type(key) is not str or (_PLAIN.fullmatch(text) and text.lower() not in _NO_TEXT):
         return text
     return quoted(text)
 
 
 def shown(value: Any) -> str:
-    """A value as the form's fields have it."""
+    """Return a value as the form's fields show it."""
     if isinstance(value, str):
         return value
     return _written(value)
@@ -108,13 +107,13 @@ def _written(value: Any) -> str:
 
 
 def composed(wish: Wish) -> Config:
-    """Raises ConfigError."""
+    """Resolve the config. Raises ConfigError."""
     with _hydra:
         return compose(wish.overrides())
 
 
 def form(board: Board, asked: JsonObject) -> dict[str, Any]:
-    """What never changes while this process lives."""
+    """Return the form's fields, which never change while this process lives."""
     groups = {group: sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")) for group in GROUPS}
     return {
         "groups": groups,
@@ -125,22 +124,21 @@ def form(board: Board, asked: JsonObject) -> dict[str, Any]:
 
 
 def check(board: Board, asked: JsonObject) -> dict[str, Any]:
-    """The command of a wish, and what it would say.
+    """Return the command of a wish and what it would print.
 
-    `error`: {"key", "text"} as the command would print it, or None; `base`: the values by key that the groups alone
-    give; `yaml`: the resolved config, where there is one; `unread`: keys that this stage does not read; `plan`:
-    {"command", "table", "error"}.
-    """
+    `error`: {"key", "text"} as the command would print it, or None; `base`: the values by key from the groups alone;
+    `yaml`: the resolved config, where there is one; `unread`: keys that this stage does not read; `plan`: {"command",
+    "table", "error"}."""
     wish = Wish.read(asked)
     plan = {"command": _line("plan", *wish.plan_options(), *wish.overrides()), "table": "", "error": ""}
-    found: dict[str, Any] = {"command": _line(*wish.argv()), "base": {}, "yaml": "", "error": None, "unread": []}
+    answer: dict[str, Any] = {"command": _line(*wish.argv()), "base": {}, "yaml": "", "error": None, "unread": []}
     try:
-        found["base"] = _by_key(composed(Wish(wish.groups)))
+        answer["base"] = _by_key(composed(Wish(wish.groups)))
         cfg = composed(wish)
     except AlignerError as error:
-        return found | {"error": _told(error), "plan": plan}
-    found |= {"yaml": to_yaml(cfg), "plan": plan | _plan(wish, cfg)}
-    found["unread"] = [key.name for key in keys(whole=True) if not uses(cfg.stage.name, key.name)]
+        return answer | {"error": _error(error), "plan": plan}
+    answer |= {"yaml": to_yaml(cfg), "plan": plan | _plan(wish, cfg)}
+    answer["unread"] = [key.name for key in keys(whole=True) if not uses(cfg.stage.name, key.name)]
     try:
         if (ranks := wish.world_size()) < 1:
             raise ConfigError("--ranks" if wish.command == "launch" else "--nodes", ranks, "a number >= 1")
@@ -148,8 +146,8 @@ def check(board: Board, asked: JsonObject) -> dict[str, Any]:
             refuse_unread(cfg, wish.overrides())
         validate(cfg, ranks)
     except AlignerError as error:
-        found["error"] = _told(error)
-    return found
+        answer["error"] = _error(error)
+    return answer
 
 
 def _line(*argv: str) -> str:
@@ -162,8 +160,8 @@ def _by_key(cfg: Config) -> dict[str, str]:
     return {name: shown(reduce(getitem, name.split("."), plain)) for name in names}
 
 
-def _told(error: AlignerError) -> dict[str, str]:
-    """Of a value that Hydra cannot read the key is that of the override."""
+def _error(error: AlignerError) -> dict[str, str]:
+    """Return the error with its key. For a value that Hydra cannot read the key is that of the override."""
     key = error.key if isinstance(error, ConfigError) else ""
     if key == "override":
         key = str(error.value).partition("=")[0]
@@ -171,7 +169,7 @@ def _told(error: AlignerError) -> dict[str, str]:
 
 
 def _plan(wish: Wish, cfg: Config) -> dict[str, str]:
-    """The table stands beside the refusal of what does not fit, as on the terminal."""
+    """Return the plan's table, also beside the error for a job that does not fit, as in the terminal."""
     parser = argparse.ArgumentParser()
     plan_options.add_arguments(parser)
     args = parser.parse_args(wish.plan_options())

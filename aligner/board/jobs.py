@@ -1,7 +1,7 @@
-"""Runs that the board starts: processes of the user's own command line, which outlive it, and a stop for any run here.
+"""Runs that the board starts, and a stop for any run on this machine. A run is a process of the user's own command line
+and outlives the board.
 
-A stop is what docs/resume.md says: SIGTERM, upon which the run saves at its next step boundary. Imports no torch.
-"""
+A stop works as in docs/resume.md: SIGTERM, upon which the run saves at its next step boundary. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ DRY_S = 120
 
 @dataclass
 class Jobs:
-    """Calls come from several threads."""
+    """Runs that were started here. Calls come from several threads."""
 
     started: dict[Path, subprocess.Popen] = field(default_factory=dict)  # by run folder
-    _dry: dict[str, list[str]] = field(default_factory=dict)  # what `dry` has shown
+    _dry: dict[str, list[str]] = field(default_factory=dict)  # the command that `dry` has shown, by its key
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, wish: Wish) -> dict[str, Any]:
-        """`launch` in the background, its output in the run's folder. Raises AlignerError for what it would refuse."""
+        """Run `launch` in the background with its output in the run's folder. Raises AlignerError for what it would
+        refuse."""
         if wish.command != "launch":
             raise ConfigError("command", wish.command, "launch: a job for Slurm is submitted")
         cfg = composed(wish)
@@ -64,10 +65,10 @@ class Jobs:
                 raise ConfigError(
                     "run.dir", str(folder), "a folder that can be written", f"{error.strerror}."
                 ) from None
-        return self.told(folder)
+        return self.status(folder)
 
     def dry(self, wish: Wish) -> dict[str, str]:
-        """What `submit` would write and call; `key` is for `submit`."""
+        """Return what `submit` would write and call; `key` is for `submit`."""
         if wish.command != "submit":
             raise ConfigError("command", wish.command, "submit: a run on this machine is started")
         shown = _output(wish.argv("--dry-run"))
@@ -76,29 +77,31 @@ class Jobs:
         return {"text": shown, "key": key}
 
     def submit(self, key: str) -> dict[str, str]:
-        """What `dry` has shown last, once. Raises AlignerError for anything else, and where sbatch does."""
+        """Submit the job that `dry` has shown last, once. Raises AlignerError for any other key, and where sbatch
+        fails."""
         argv = self._dry.pop(key, None)
         if argv is None:
-            raise AlignerError("submit: expected what a dry run has shown; look at it again")
+            raise AlignerError("submit: expected what a dry run has shown; run it again")
         return {"text": _output(argv)}
 
     def stop(self, folder: Path) -> dict[str, Any]:
-        """Raises AlignerError if the run is not on this machine."""
+        """Stop a run. Raises AlignerError if it is not on this machine."""
         pid = self.pid(folder)
         if pid is None:
-            told = "expected a run that goes on on this machine. A job of Slurm's: scancel JOB"
-            raise AlignerError(f"stop {str(folder)!r}: {told}")
+            expected = "expected a run that is running on this machine. Cancel a Slurm job with scancel JOB"
+            raise AlignerError(f"stop {str(folder)!r}: {expected}")
         with suppress(ProcessLookupError):  # it has just ended
-            meant = os.pidfd_open(pid)
+            process = os.pidfd_open(pid)
             try:
-                if self.pid(folder) == pid:  # still, so that the number is not another's by now
-                    signal.pidfd_send_signal(meant, signal.SIGTERM)
+                if self.pid(folder) == pid:  # still: the number may be another process's by now
+                    signal.pidfd_send_signal(process, signal.SIGTERM)
             finally:
-                os.close(meant)
-        return self.told(folder)
+                os.close(process)
+        return self.status(folder)
 
-    def told(self, folder: Path) -> dict[str, Any]:
-        """`code`: how a run that was started here ended; None while it goes on, or if it was started elsewhere."""
+    def status(self, folder: Path) -> dict[str, Any]:
+        """Return a run's state. `code`: the exit code of a run that was started here; None while it runs, or if it was
+        started elsewhere."""
         ours, log = self.started.get(folder), ""
         with suppress(OSError), own.opened(folder, LOG) as file:
             log = own.end(file)
@@ -110,7 +113,8 @@ class Jobs:
         }
 
     def pid(self, folder: Path) -> int | None:
-        """Of one that has just been started no lock tells yet. What another user wrote could name any process."""
+        """Return the process of a run: of a run that has just started from here, as it has no lock yet, else by the
+        lock. Locks of other users are ignored, as they could name any process."""
         ours = self.started.get(folder)
         if ours and ours.poll() is None:
             return ours.pid
@@ -120,12 +124,12 @@ class Jobs:
 
 
 def command(argv: Sequence[str]) -> list[str]:
-    """The user's own command line."""
+    """Return the arguments of the user's own command line."""
     return [sys.executable, "-m", "aligner", *argv]
 
 
 def _output(argv: Sequence[str]) -> str:
-    """What the command prints. Raises AlignerError with its words if it fails."""
+    """Return what the command prints. Raises AlignerError with its error output if it fails."""
     try:
         done = subprocess.run(
             command(argv), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=DRY_S
@@ -138,7 +142,7 @@ def _output(argv: Sequence[str]) -> str:
 
 
 def tail(path: Path) -> str:
-    """The end of a log of ours."""
+    """Return the end of a log that this process wrote."""
     with path.open("rb") as file:
         return own.end(file)
 
@@ -163,12 +167,12 @@ def submit(board: Board, asked: JsonObject) -> Any:
 def stop(board: Board, asked: JsonObject) -> Any:
     folder = asked.text("folder")
     if folder not in [job["folder"] for job in jobs(board, asked)["jobs"]]:
-        raise DataError(f"folder={folder!r}: expected that of a run that goes on on this machine")
+        raise DataError(f"folder={folder!r}: expected the folder of a run that is running on this machine")
     return JOBS.stop(Path(folder))
 
 
 def jobs(board: Board, asked: JsonObject) -> Any:
-    """Those that were started here, and whatever else of the board's runs goes on on this machine."""
-    told = {folder: JOBS.told(folder) for folder in list(JOBS.started)}
-    others = (folder for run in board.runs().values() if (folder := run.folder.resolve()) not in told)
-    return {"jobs": [*told.values(), *(JOBS.told(folder) for folder in others if JOBS.pid(folder) is not None)]}
+    """Return the runs that were started here, and all others of the board's runs that are running on this machine."""
+    by_folder = {folder: JOBS.status(folder) for folder in list(JOBS.started)}
+    others = (folder for run in board.runs().values() if (folder := run.folder.resolve()) not in by_folder)
+    return {"jobs": [*by_folder.values(), *(JOBS.status(folder) for folder in others if JOBS.pid(folder) is not None)]}

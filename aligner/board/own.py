@@ -1,4 +1,5 @@
-"""Files of a run folder, which somebody else may have made: only what lies in it, and no more than is expected."""
+"""Files of a run folder that somebody else may have made: only files that lie in it, and no more bytes than
+expected."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ FILE_BYTES = 16 << 20  # of a file that is read whole
 
 
 def opened(folder: Path, name: str) -> BinaryIO:
-    """Raises OSError; also for a link that leads out of the folder, and for what is no regular file: a pipe would be
-    waited for."""
+    """Open a file. Raises OSError; also for a link that leads out of the folder, and for anything but a regular file,
+    as reading a pipe would block."""
     descriptor = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -29,7 +30,7 @@ def opened(folder: Path, name: str) -> BinaryIO:
 
 
 def content(folder: Path, name: str, most: int = FILE_BYTES) -> bytes:
-    """Raises OSError, also for a file of more bytes than `most`."""
+    """Read a file. Raises OSError, also for a file of more bytes than `most`."""
     with opened(folder, name) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -38,12 +39,12 @@ def content(folder: Path, name: str, most: int = FILE_BYTES) -> bytes:
 
 
 def end(file: BinaryIO) -> str:
-    """Of a log."""
+    """Return the end of a log."""
     file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
     return file.read(TAIL_BYTES).decode(errors="replace")
 
 
 def within(folder: Path, name: str) -> bool:
-    """Whether a file or folder is there, and in it."""
+    """Return whether a file or folder exists and lies in `folder`."""
     path = os.path.realpath(folder / name)
     return path.startswith(f"{os.path.realpath(folder)}/") and os.path.exists(path)

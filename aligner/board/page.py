@@ -1,8 +1,8 @@
 """The HTML of the board and of report.html: one shell, one set of scripts.
 
-The board's page loads them from its own server; a report has them inside, and all that they would ask for. Modules name
-each other as `board/NAME.js`, which an import map turns into a path or into the text itself: no build step.
-"""
+The board's page loads the scripts from its own server. A report contains them and all answers that they would ask for.
+Modules name each other as `board/NAME.js`, which an import map turns into a path or into the text itself: no build
+step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ASSETS = Path(__file__).parent / "assets"
 KINDS = {".js": "text/javascript", ".css": "text/css"}
 STYLES = ("uPlot.min.css", "board.css")
 PLOTS = "uPlot.iife.min.js"
-# Whatever files or models say: no script runs but those that carry the nonce, and nothing is loaded from elsewhere.
+# With any text of files or models: only scripts that carry the nonce run, and nothing is loaded from elsewhere.
 BOARD_POLICY = "default-src 'self'; script-src 'self' 'nonce-{}'; img-src data:; base-uri 'none'; form-action 'none'"
 REPORT_POLICY = "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; img-src data:; base-uri 'none'"
 
@@ -28,7 +28,7 @@ def asset(name: str) -> str:
 
 
 def assets() -> dict[str, str]:
-    """Media type of each file that a browser may ask for, by name."""
+    """Return the media type of each file that a browser may ask for, by name."""
     return {path.name: KINDS[path.suffix] for path in sorted(ASSETS.iterdir()) if path.suffix in KINDS}
 
 
@@ -37,7 +37,7 @@ def modules() -> list[str]:
 
 
 def board_page(tabs: Iterable[str]) -> tuple[str, str]:
-    """(page, its content security policy)."""
+    """Return (page, its content security policy)."""
     nonce = secrets.token_urlsafe(16)
     style = "".join(f'<link rel="stylesheet" href="assets/{name}">' for name in STYLES)
     plots = f'<script src="assets/{PLOTS}"></script>'
@@ -47,7 +47,7 @@ def board_page(tabs: Iterable[str]) -> tuple[str, str]:
 
 
 def report_page(title: str, tabs: Iterable[str], answers: Mapping[str, Any]) -> str:
-    """`answers`: what endpoints say, by their names."""
+    """Return the report's HTML. `answers`: those of the endpoints, by their names."""
     nonce = secrets.token_urlsafe(16)
     policy = f'<meta http-equiv="Content-Security-Policy" content="{REPORT_POLICY.format(nonce)}">'
     style = f'<style nonce="{nonce}">{"".join(map(asset, STYLES))}</style>'
@@ -57,7 +57,7 @@ def report_page(title: str, tabs: Iterable[str], answers: Mapping[str, Any]) -> 
 
 
 def _shell(title: str, nonce: str, head: str, where: Mapping[str, str], inlined: Mapping[str, Any]) -> str:
-    imports = {f"board/{name}": place for name, place in where.items()}
+    imports = {f"board/{name}": url for name, url in where.items()}
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -71,7 +71,7 @@ def _shell(title: str, nonce: str, head: str, where: Mapping[str, str], inlined:
 
 
 def _json(value: Any) -> str:
-    """JSON within HTML: nothing in it ends its element or begins another."""
+    """Return JSON for use within HTML: no text in it ends its element or begins another."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

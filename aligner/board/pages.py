@@ -1,4 +1,5 @@
-"""The tabs of a report: what each may ask, and what the report holds of it. A run that ends imports no others."""
+"""Tabs of a report: the endpoints that each may ask, and the answers that the report contains. A run that ends imports
+no other tabs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from aligner.board.runs import Answer
 
 @dataclass(frozen=True)
 class Page:
-    """A tab: assets/NAME.js, and the endpoints that it asks. `report`: what a report asks of them, by their names; the
+    """A tab: assets/NAME.js, and the endpoints that it asks. `report`: the requests of a report, by endpoint; their
     answers are inlined."""
 
     endpoints: Mapping[str, Answer] = field(default_factory=dict)

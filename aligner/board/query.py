@@ -1,4 +1,4 @@
-"""What the page of samples asks for."""
+"""Requests of the page of samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORDERS = ("newest", "best", "worst")  # the last two by reward
 
 @dataclass(frozen=True)
 class Query:
-    text: str = ""  # in the prompt, whatever its case
+    text: str = ""  # in the prompt, in any case
     low: float = -math.inf  # of the reward
     high: float = math.inf
     order: str = "newest"
@@ -23,7 +23,7 @@ class Query:
 
     @classmethod
     def read(cls, asked: JsonObject) -> Query:
-        """Raises AlignerError."""
+        """Read a request. Raises AlignerError."""
         order = asked.text("order", "newest")
         one_of("order", order, ORDERS)
         bounds = asked.number("low", -math.inf), asked.number("high", math.inf)
@@ -33,12 +33,12 @@ class Query:
         return self.text in str(prompt).casefold()
 
     def within(self, reward: float | None) -> bool:
-        """One without a reward is within no bounds."""
+        """Return whether a reward is within the bounds. A sample without a reward is only within open bounds."""
         bounded = self.low > -math.inf or self.high < math.inf
         return not bounded if reward is None else self.low <= reward <= self.high
 
 
 def rounded(value: Any) -> float | None:
-    """Digits that a reader has use for; None for what is no finite number."""
+    """Round to as many digits as a reader needs; None unless the value is a finite number."""
     shown = number(value)
     return None if shown is None else float(f"{shown:.5g}")

@@ -1,7 +1,6 @@
 """Recorded rollouts (rollout/record.py writes them) as the board shows them: groups of samples, numbers of each token.
 
-Of a file only what is shown is read: small columns, and the rows of a page. Imports no torch.
-"""
+Only what is shown is read of a file: small columns, and the rows of a page. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ NAME = re.compile(r"step-(\d{8,18})\.safetensors", re.ASCII)
 FORMAT, VERSION = "aligner-rollout", 1
 GROUPS = 2  # of a page
 PAGE_TOKENS = 16384  # of a page: further samples have theirs when they are asked for
-SAMPLE_TOKENS = 4096  # an answer has no more of one sample
-# of each token -> how they come from the columns of a recording
+SAMPLE_TOKENS = 4096  # at most so many of one sample in an answer
+# number of each token -> the columns of a recording that it comes from
 NUMBERS = {
     "advantage": ("trained/advantages",),
     "difference": ("trained/old_logprobs", "rollout_logprobs"),  # trainer - engine
@@ -46,7 +45,7 @@ NUMBERS = {
 
 
 def steps(folder: Path) -> list[int]:
-    """Those of a run whose rollouts are there."""
+    """Return the steps of a run whose rollouts exist."""
     if not own.within(folder, FOLDER):
         return []
     names = []
@@ -66,23 +65,22 @@ class RecordedHeader:
 class RecordedRollout:
     path: Path
     header: RecordedHeader
-    small: dict[str, np.ndarray]  # what is one number a sample
+    small: dict[str, np.ndarray]  # columns of one number a sample
     decode: Callable[[Sequence[int]], list[str]]  # ids -> the text of each
 
     @classmethod
     def of(cls, folder: Path, step: int) -> RecordedRollout:
-        """Of a run folder. Raises DataError for what is no recording, or damaged."""
+        """Open the rollout of a step in a run folder. Raises DataError for a file that is no recording, or damaged."""
         name = f"{FOLDER}/step-{step:08d}.safetensors"
         path = folder / name
         with _readable(path):
             own.opened(folder, name).close()
-            found = path.stat()
-            header, small = _small(path, found.st_mtime_ns, found.st_size)
+            stat = path.stat()
+            header, small = _small(path, stat.st_mtime_ns, stat.st_size)
             return cls(path, header, small, _decoder(folder))
 
     def page(self, query: Query) -> tuple[list[dict[str, Any]], bool]:
-        """Groups of samples, with their tokens as far as PAGE_TOKENS go, and whether there are more behind them. Raises
-        DataError."""
+        """Return groups of samples, with tokens up to PAGE_TOKENS, and whether more groups follow. Raises DataError."""
         with _readable(self.path):
             return self._page(query)
 
@@ -95,16 +93,16 @@ class RecordedRollout:
         if query.order != "newest":
             slots.sort(key=lambda slot: float(np.nansum(rewards[rows[slot]])), reverse=query.order == "best")
         first, left = query.page * GROUPS, PAGE_TOKENS
-        found = []
+        groups = []
         for slot in slots[first : first + GROUPS]:
             prompt, samples = prompts[slot], []
             for row in rows[slot]:
                 left -= min(int(self.small["lengths"][row]), SAMPLE_TOKENS)
                 samples.append(self._sample(row) | {"tokens": self.tokens(row) if left >= 0 else None})
-            found.append(
+            groups.append(
                 {"slot": slot, "id": prompt.get("id"), "prompt": str(prompt.get("text", "")), "samples": samples}
             )
-        return found, len(slots) > first + GROUPS
+        return groups, len(slots) > first + GROUPS
 
     def _sample(self, row: int) -> dict[str, Any]:
         components = {name: column for name, column in self.small.items() if name.startswith("scores/components/")}
@@ -120,8 +118,8 @@ class RecordedRollout:
         }
 
     def tokens(self, row: int) -> dict[str, Any]:
-        """Of one sample, from the first token that the policy made: `texts`, `ids`, `made` (by the policy, not given to
-        it), and by name the `numbers` that the recording has, null for given tokens. Raises DataError."""
+        """Return one sample's tokens, from the first one that the policy made: `texts`, `ids`, `made` (by the policy,
+        not inserted), and by name the `numbers` that the recording has, null for inserted tokens. Raises DataError."""
         if not 0 <= row < len(self.header.responses):
             raise DataError(f"{self.path}: row {row}: expected one from 0 to {len(self.header.responses) - 1}")
         with _readable(self.path):
@@ -132,7 +130,7 @@ class RecordedRollout:
             whole = int(self.small["lengths"][row])
             columns = {
                 name: file.get_slice(name)[row : row + 1][0, :whole]
-                for name in {"tokens", "response_mask", *(part for parts in NUMBERS.values() for part in parts)}
+                for name in {"tokens", "response_mask", *(column for sources in NUMBERS.values() for column in sources)}
                 if name in file.keys()  # noqa: SIM118 (no mapping)
             }
         made = columns["response_mask"] > 0
@@ -145,36 +143,37 @@ class RecordedRollout:
             "ids": ids[first - before :],
             "made": made[seen].tolist(),
             "numbers": {
-                name: _values([columns[part][seen] for part in parts], made[seen])
-                for name, parts in NUMBERS.items()
-                if columns.keys() >= set(parts)
+                name: _values([columns[column][seen] for column in sources], made[seen])
+                for name, sources in NUMBERS.items()
+                if columns.keys() >= set(sources)
             },
             "cut": whole > seen.stop,
         }
 
 
 def _values(columns: Sequence[np.ndarray], made: np.ndarray) -> list[float | None]:
-    """The first, or what it is more than the second."""
-    found = columns[0] - columns[1] if len(columns) > 1 else columns[0]
-    return [rounded(float(value)) if own else None for value, own in zip(found, made, strict=True)]
+    """Return the first column, or its difference to the second."""
+    shown = columns[0] - columns[1] if len(columns) > 1 else columns[0]
+    return [rounded(float(value)) if own else None for value, own in zip(shown, made, strict=True)]
 
 
 @functools.lru_cache(8)
 def _small(path: Path, mtime_ns: int, size: int) -> tuple[RecordedHeader, dict[str, np.ndarray]]:
-    """Time and size tell a file from one that has taken its place. Raises DataError, and as safetensors does."""
+    """Read the header and the small columns. Time and size tell a file from one that has replaced it. Raises DataError,
+    and as safetensors does."""
     where = f"{path}: header"
     with safe_open(str(path), "np") as file:
         text = (file.metadata() or {}).get("header", "{}")
         flat = [name for name in file.keys() if len(file.get_slice(name).get_shape()) == 1]  # noqa: SIM118
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
         small = {name: file.get_tensor(name) for name in flat}
-    told = record(parse_json(text, where, DataError), where, DataError)
-    if (told.fields.get("format"), told.fields.get("version")) != (FORMAT, VERSION):
+    fields = record(parse_json(text, where, DataError), where, DataError)
+    if (fields.fields.get("format"), fields.fields.get("version")) != (FORMAT, VERSION):
         raise DataError(f"{path}: expected a recorded rollout (debug.record) of format {FORMAT} {VERSION}")
-    told.need("slots", "prompts", "responses")
+    fields.need("slots", "prompts", "responses")
     try:
         header = from_plain(
-            RecordedHeader, {name: told.fields[name] for name in ("slots", "prompts", "responses")}, "header"
+            RecordedHeader, {name: fields.fields[name] for name in ("slots", "prompts", "responses")}, "header"
         )
     except AlignerError as error:
         raise DataError(f"{path}: {error}") from None
@@ -189,27 +188,28 @@ def _small(path: Path, mtime_ns: int, size: int) -> tuple[RecordedHeader, dict[s
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Whatever is in the file, it is a DataError."""
+    """Turn any error about the file's content into a DataError."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        raise DataError(f"{path}: cannot be read as a recorded rollout ({told:.400})") from None
+        text = f"{type(error).__name__}: {error}"
+        raise DataError(f"{path}: cannot be read as a recorded rollout ({text:.400})") from None
 
 
 # --- tokens as text
 
 
 def _decoder(folder: Path) -> Callable[[Sequence[int]], list[str]]:
-    """By the tokenizer of a run; where there is none, or none that can be read, the ids stand for the texts."""
-    places = [folder / "hf", folder / "source"]
-    with suppress(Exception):  # whatever config.yaml is
+    """Return the decoder of a run's tokenizer. If there is none, or none that can be read, the ids replace the
+    texts."""
+    roots = [folder / "hf", folder / "source"]
+    with suppress(Exception):  # config.yaml may have any content
         settings = read_settings(folder)
         named, init = (Path(str(settings.get(key) or "-")).expanduser() for key in ("model.tokenizer", "model.init"))
-        places = [named, *places, init, init / "hf"]
-    file = next((path for place in places if (path := place / "tokenizer.json").is_file()), None)
+        roots = [named, *roots, init, init / "hf"]
+    file = next((path for root in roots if (path := root / "tokenizer.json").is_file()), None)
     tokenizer = _tokenizer(file, file.stat().st_mtime_ns) if file is not None else None
     if tokenizer is None:
         return lambda ids: [f"[{token}]" for token in ids]
@@ -218,7 +218,7 @@ def _decoder(folder: Path) -> Callable[[Sequence[int]], list[str]]:
 
 @functools.lru_cache(4)
 def _tokenizer(file: Path, mtime_ns: int) -> Any:
-    """None where the file is damaged."""
+    """Read a tokenizer; None if the file is damaged."""
     from tokenizers import Tokenizer
 
     with suppress(Exception):  # it raises nothing narrower
@@ -227,7 +227,8 @@ def _tokenizer(file: Path, mtime_ns: int) -> Any:
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Each behind the token before it, as some decoders drop the blank of a first one."""
+    """Return the text of each token, decoded after the token before it, as some decoders drop the blank of a first
+    one."""
     before = tokenizer.decode_batch([ids[max(0, i - 1) : i] for i in range(len(ids))], skip_special_tokens=False)
     both = tokenizer.decode_batch([ids[max(0, i - 1) : i + 1] for i in range(len(ids))], skip_special_tokens=False)
     return [text[len(first) :] for text, first in zip(both, before, strict=True)]

@@ -1,4 +1,4 @@
-"""Run folders as the board knows them: by name, found again at every look, read as they grow."""
+"""Run folders of the board: by name, listed again for every request, read as they grow."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from aligner.run.metrics import jsonl_records
 from aligner.run.starts import FILE as STARTS
 from aligner.version import VERSION
 
-MARKS = ("metrics.jsonl", "config.yaml")  # what makes a folder a run
+MARKS = ("metrics.jsonl", "config.yaml")  # a folder with one of them is a run
 DEPTH = 4  # of folders within those given: runs/chain/stage, and a sweep of them
 BUDGET = 4 << 20  # bytes of metrics that one request reads: about a sixth of a second
 ATTEMPTS = "logs/attempts.tsv"  # of the batch script
-LOGS, ENTRIES = 3, 10_000  # whose ends are shown, and that are looked at
-SAID = 500  # characters of what is wrong
+LOGS, ENTRIES = 3, 10_000  # logs whose ends are shown, entries of a folder that are looked at
+SAID = 500  # characters of an error
 FROM = ("model.init", "reward.model", "critic.init", "algorithm.distill.teacher")  # keys that may name another run
 
 
@@ -50,19 +50,19 @@ class RunFolder:
 
     @property
     def damage(self) -> list[str]:
-        """What is wrong with its files, a line each."""
-        found = [text[:SAID] for text in (*self._damage.values(), self.series.damage) if text]
-        with suppress(Exception):  # of what `starts` has
-            found += [text for text in [self._newer()] if text]
-        return found
+        """Errors of its files, a line each."""
+        damage = [text[:SAID] for text in (*self._damage.values(), self.series.damage) if text]
+        with suppress(Exception):  # `starts` may have any content
+            damage += [text for text in [self._newer()] if text]
+        return damage
 
     def fail(self, error: Exception) -> None:
-        """Something in its files was not foreseen: it shall cost this run alone."""
+        """Record an unforeseen error in its files, so that only this run is affected."""
         self._damage["?"] = f"cannot be shown whole: {type(error).__name__}: {' '.join(str(error).split())}"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The config by dotted key, whatever keys it has: those of a newer version, too."""
+        """Config by dotted key, with all its keys, also those of a newer version."""
         return self._read("config.yaml", read_settings, {})
 
     @property
@@ -88,18 +88,19 @@ class RunFolder:
         return ""
 
     def _read(self, name: str, read: Callable[[Path, str], Any], empty: Any) -> Any:
-        """What is read of a file, again when it has changed; `empty` where there is none, or none that can be read."""
+        """Return the content of a file, read again when it has changed; `empty` if it does not exist or cannot be
+        read."""
         try:
-            found = os.stat(self.folder / name)
+            status = os.stat(self.folder / name)
         except OSError:
             self._damage.pop(name, None)
             return empty
-        state = found.st_ino, found.st_size, found.st_mtime_ns
+        state = status.st_ino, status.st_size, status.st_mtime_ns
         if self._files.get(name, (None,))[0] != state:
             self._damage.pop(name, None)
             try:
                 self._files[name] = state, read(self.folder, name)
-            except Exception as cause:  # whatever is in it: YAML alone has dates, numbers and depths that raise others
+            except Exception as cause:  # any content: YAML alone has dates, numbers and depths that raise other errors
                 words = cause.strerror if isinstance(cause, OSError) else str(cause) or type(cause).__name__
                 text = " ".join(str(words).removeprefix(f"{self.folder}/").split())
                 self._damage[name] = text if text.startswith(name) else f"{name}: {text}"
@@ -114,12 +115,12 @@ class RunFolder:
 
     @property
     def start(self) -> dict[str, Any]:
-        """What the latest one recorded."""
+        """Record of the latest start."""
         return next((record for record in reversed(self.starts) if "started" in record), {})
 
     @property
     def result(self) -> str:
-        """How its last start ended; of starts that came to nothing the error, as far as a log has it."""
+        """End of its last start. If no start was recorded: the last error in a log."""
         if self.starts:
             return str(self.starts[-1].get("result", "no end recorded: running, or killed"))[:SAID]
         lines = [line for text in self.logs.values() for line in text.splitlines() if line.startswith("error")]
@@ -127,27 +128,27 @@ class RunFolder:
 
     @property
     def logs(self) -> dict[str, str]:
-        """The ends of its newest logs by name, the newest last."""
-        found = {}
+        """Ends of its newest logs by name, the newest last."""
+        ends = {}
         for name in newest_logs(self.folder):
             with suppress(OSError), own.opened(self.folder, name) as file:
-                found[name] = own.end(file)
-        return found
+                ends[name] = own.end(file)
+        return ends
 
     def state(self, jobs: dict[str, str]) -> str:
-        """By the queue, its own files, and the lock, which whoever uses the folder keeps fresh."""
-        found = watch.state_of(self.folder, jobs) if self.recorded else "not started"
-        if found not in ("ended", "not started"):
-            return found
+        """Return the state by the queue, its own files, and the lock, which every user of the folder keeps fresh."""
+        state = watch.state_of(self.folder, jobs) if self.recorded else "not started"
+        if state not in ("ended", "not started"):
+            return state
         with suppress(OSError):
             lock = os.lstat(self.folder / LOCK)
             if stat.S_ISREG(lock.st_mode) and abs(time.time() - lock.st_mtime) < 4 * BEAT_S:
                 return "running"
-        return "ended" if self.starts or self.series.size else found
+        return "ended" if self.starts or self.series.size else state
 
     @property
     def recorded(self) -> bool:
-        """Whether what the batch script has noted can be read."""
+        """Whether the batch script's notes can be read."""
         return self._read(ATTEMPTS, own.content, None) is not None or not os.path.lexists(self.folder / ATTEMPTS)
 
     @property
@@ -155,7 +156,8 @@ class RunFolder:
         return watch.last_job(self.folder) if self.recorded else None
 
     def seconds(self) -> float | None:
-        """From each start to its end, or to its last record of metrics where no end was recorded; None: not known."""
+        """Return the seconds from each start to its end, or to its last record of metrics if no end was recorded; None:
+        not known."""
         total, known = 0.0, False
         walls = self.series.points("wall_time")[1]
         walls = walls[~np.isnan(walls)]
@@ -171,57 +173,59 @@ class RunFolder:
         return float(walls[-1] - walls[0]) if len(walls) > 1 else None
 
     def goodput(self, running: bool) -> float | None:
-        """Seconds of steps that count, of all that were allocated or that it ran; None: not known."""
+        """Return the seconds of steps that count, as a share of all that were allocated or that it ran; None: not
+        known."""
         now = time.time()
         tries = watch.attempts(self.folder, running, now) if self.recorded else []
         whole = watch.allocated_s(tries, now) if tries else self.seconds()
         steps = self.series.newest(SO_FAR + STEP_S)
-        return min(1.0, steps / whole) if steps and whole and self.series.part == 1 else None
+        return min(1.0, steps / whole) if steps and whole and self.series.share_read == 1 else None
 
 
 class Board:
-    """The runs below the folders given."""
+    """Runs below the given folders."""
 
     def __init__(self, folders: Sequence[Path], budget: int = BUDGET):
-        """Raises ConfigError for a folder that is none."""
+        """Raises ConfigError for a path that is no folder."""
         for folder in folders:
             if not folder.is_dir():
                 raise ConfigError("FOLDER", str(folder), "a run folder, or a folder of runs")
         self.folders, self.budget = list(folders), budget
-        self.lock = threading.RLock()  # of what is known of runs: requests come from several threads
+        self.lock = threading.RLock()  # of the runs' state: requests come from several threads
         self._runs: dict[Path, RunFolder] = {}
         self._jobs: dict[str, str] = {}
         self._asked_s = -math.inf
 
     def runs(self) -> dict[str, RunFolder]:
-        """By name, in natural order of their paths."""
-        found = list(dict.fromkeys(run for folder in self.folders for run in within(folder, DEPTH)))
+        """Return the runs by name, in natural order of their paths."""
+        folders = list(dict.fromkeys(run for folder in self.folders for run in within(folder, DEPTH)))
         with self.lock:
-            self._runs = {path: self._runs.get(path) or RunFolder(path) for path in found}
-            for run, name in zip(self._runs.values(), names(found), strict=True):
+            self._runs = {path: self._runs.get(path) or RunFolder(path) for path in folders}
+            for run, name in zip(self._runs.values(), names(folders), strict=True):
                 run.name = name
             return {run.name: run for run in self._runs.values()}
 
     def run(self, name: str) -> RunFolder:
-        """Raises DataError where there is no such run."""
-        found = self.runs()
-        if name not in found:
-            raise DataError(f"run={name!r}: expected one of the board's {len(found)} runs")
-        return found[name]
+        """Return a run. Raises DataError if there is no such run."""
+        runs = self.runs()
+        if name not in runs:
+            raise DataError(f"run={name!r}: expected one of the board's {len(runs)} runs")
+        return runs[name]
 
     def chosen(self, asked: JsonObject) -> list[RunFolder]:
-        """The runs that a page asks for, all without `runs`. Those that are gone are left out."""
+        """Return the runs that a page asks for, all without `runs`. Runs that have been removed are left out."""
         known = self.runs()
         return [known[name] for name in asked.texts("runs", [*known]) if name in known]
 
     def look(self, runs: Sequence[RunFolder]) -> None:
-        """Read what they have written since, as far as the budget goes."""
+        """Read what the runs have written since, as far as the budget allows."""
         left = self.budget
         for run in runs:
             left = max(0, left - run.series.look(left))
 
     def jobs(self) -> dict[str, str]:
-        """State of each job in Slurm's queue, at most some seconds old; nobody waits for a dead controller."""
+        """Return the state of each job in Slurm's queue, at most some seconds old. No request waits for a dead
+        controller."""
         if time.monotonic() - self._asked_s > BEAT_S:
             self._asked_s = time.monotonic()
             threading.Thread(target=self._ask, daemon=True).start()
@@ -231,7 +235,7 @@ class Board:
         self._jobs = watch.queue()
 
 
-Answer = Callable[[Board, JsonObject], Any]  # what JSON can say, or an iterator of that, which is streamed line by line
+Answer = Callable[[Board, JsonObject], Any]  # JSON values, or an iterator of them, which is streamed line by line
 
 
 def is_run(folder: Path) -> bool:
@@ -239,7 +243,7 @@ def is_run(folder: Path) -> bool:
 
 
 def within(folder: Path, depth: int) -> Iterator[Path]:
-    """The run folders at most `depth` below; what lies within a run is its own. No links, nothing hidden."""
+    """Yield the run folders at most `depth` below. Folders within a run, links and hidden folders are skipped."""
     try:
         if is_run(folder):
             yield folder
@@ -253,34 +257,34 @@ def within(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def natural(path: Path) -> list[tuple[int, str]]:
-    """10_x after 9_x."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name) if part]
+    """Return a sort key by which 10_x comes after 9_x."""
+    return [(int(text), "") if text.isdecimal() else (-1, text) for text in re.split(r"(\d+)", path.name) if text]
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as tell the folders apart."""
+    """Return the last components of each path, as many as tell the folders apart."""
     parts = [folder.resolve().parts for folder in folders]
     depth = 1
-    while len({part[-depth:] for part in parts}) < len(set(parts)):
+    while len({path_parts[-depth:] for path_parts in parts}) < len(set(parts)):
         depth += 1
-    return [os.fsencode("/".join(part[-depth:])).decode("utf-8", "backslashreplace") for part in parts]
+    return [os.fsencode("/".join(path_parts[-depth:])).decode("utf-8", "backslashreplace") for path_parts in parts]
 
 
 def newest_logs(folder: Path) -> list[str]:
-    """Of `launch`, of the board, and of the ranks of the newest job; the newest last."""
+    """Return the newest logs of `launch`, of the board, and of the ranks of the newest job; the newest last."""
     times, jobs = {}, {}
-    for name, found in _entries(folder, "logs"):
-        if stat.S_ISDIR(found.st_mode):
-            jobs[name] = found.st_mtime
+    for name, status in _entries(folder, "logs"):
+        if stat.S_ISDIR(status.st_mode):
+            jobs[name] = status.st_mtime
         elif name.endswith(".log"):
-            times[name] = found.st_mtime
+            times[name] = status.st_mtime
     for job in sorted(jobs, key=jobs.__getitem__)[-1:]:
-        times |= {name: found.st_mtime for name, found in _entries(folder, job) if name.endswith(".log")}
+        times |= {name: status.st_mtime for name, status in _entries(folder, job) if name.endswith(".log")}
     return sorted(times, key=times.__getitem__)[-LOGS:]
 
 
 def _entries(folder: Path, name: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Of a folder in a run folder, by their names in that, links aside."""
+    """Yield the entries of a folder in a run folder, with names relative to that, without links."""
     if own.within(folder, name):
         with suppress(OSError), os.scandir(folder / name) as entries:
             for entry in itertools.islice(entries, ENTRIES):
@@ -289,7 +293,7 @@ def _entries(folder: Path, name: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """Empty for what is none."""
+    """Return the mapping, empty for any other value."""
     return value if isinstance(value, dict) else {}
 
 
@@ -300,7 +304,7 @@ def flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def read_settings(folder: Path, name: str = "config.yaml") -> dict[str, Any]:
-    """By dotted key. Raises OSError, AlignerError, and whatever PyYAML does."""
+    """Read a config by dotted key. Raises OSError, AlignerError, and errors of PyYAML."""
     return dict(flat(from_yaml(own.content(folder, name, own.CONFIG_BYTES)) or {}))
 
 
@@ -321,4 +325,4 @@ def _epoch(text: Any) -> float:
 
 
 def _version(text: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d{1,9}", text)[:3]]
+    return [int(number) for number in re.findall(r"\d{1,9}", text)[:3]]

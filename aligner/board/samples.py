@@ -1,8 +1,7 @@
-"""What a model wrote: rows of samples.jsonl, and recorded rollouts with numbers for every token.
+"""Texts that a model wrote: rows of samples.jsonl, and recorded rollouts with numbers for every token.
 
-An answer holds a page, and a file is read from where the last look at it ended. Texts come from a model: they are data
-here, and stay text on the page. Imports no torch.
-"""
+An answer contains one page, and a file is read from where the last look at it ended. Texts of a model are data here,
+and stay text on the page. Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ TABLE = "table"  # the step of all that samples.jsonl has
 
 @dataclass(frozen=True)
 class RowOffset:
-    """Of a row in the file."""
+    """Position of a row in the file."""
 
     step: int
     reward: float | None
@@ -42,73 +41,73 @@ class RowOffset:
 
 @dataclass
 class Table:
-    """samples.jsonl, as far as it was read."""
+    """The rows of samples.jsonl that were read so far."""
 
     path: Path
     _inode: int = 0
     _end: int = 0
-    _places: list[RowOffset] = field(default_factory=list)
+    _offsets: list[RowOffset] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def page(self, query: Query, step: int | None = None) -> tuple[list[dict[str, Any]], bool]:
-        """Rows of a step, or of all, and whether there are more behind them."""
-        places = [place for place in self._known() if step in (None, place.step) and query.within(place.reward)]
+        """Return rows of a step, or of all, and whether more follow."""
+        rows = [row for row in self._known() if step in (None, row.step) and query.within(row.reward)]
         if query.order == "newest":
-            places.sort(key=lambda place: -place.step)
+            rows.sort(key=lambda row: -row.step)
         else:
-            places = [place for place in places if place.reward is not None]
-            places.sort(key=lambda place: place.reward or 0.0, reverse=query.order == "best")
+            rows = [row for row in rows if row.reward is not None]
+            rows.sort(key=lambda row: row.reward or 0.0, reverse=query.order == "best")
         first = query.page * PAGE
-        found = list(itertools.islice(self._rows(places, query), first, first + PAGE + 1))
-        return found[:PAGE], len(found) > PAGE
+        page = list(itertools.islice(self._rows(rows, query), first, first + PAGE + 1))
+        return page[:PAGE], len(page) > PAGE
 
     def steps(self) -> list[int]:
-        return sorted({place.step for place in self._known()})
+        return sorted({row.step for row in self._known()})
 
     def _known(self) -> list[RowOffset]:
-        """With what has been added; all anew where the file is another one, as behind a resume."""
+        """Return all rows, with those added since; read all again if the file was replaced, as after a resume."""
         with self._lock:
             try:
                 opened = own.opened(self.path.parent, self.path.name)
             except OSError:
                 return []
             with opened as file:
-                found = os.fstat(file.fileno())
-                if found.st_ino != self._inode or found.st_size < self._end:
-                    self._inode, self._end, self._places = found.st_ino, 0, []
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self._inode or stat.st_size < self._end:
+                    self._inode, self._end, self._offsets = stat.st_ino, 0, []
                 file.seek(self._end)
                 for line in file:
                     if not line.endswith(b"\n"):  # still being written
                         break
                     row = self._row(line)
                     if row is not None and isinstance(row.get("step"), int):
-                        self._places.append(RowOffset(row["step"], rounded(row.get("reward")), self._end, len(line)))
+                        self._offsets.append(RowOffset(row["step"], rounded(row.get("reward")), self._end, len(line)))
                     self._end += len(line)
-            return list(self._places)
+            return list(self._offsets)
 
     def _row(self, line: bytes) -> dict[str, Any] | None:
-        """None for a damaged line."""
+        """Parse a line; None for a damaged one."""
         try:
             return record(parse_json(line, str(self.path), AlignerError, nan=True), str(self.path), AlignerError).fields
         except AlignerError:
             return None
 
-    def _rows(self, places: Sequence[RowOffset], query: Query) -> Iterator[dict[str, Any]]:
-        if not places:  # and maybe no file
+    def _rows(self, offsets: Sequence[RowOffset], query: Query) -> Iterator[dict[str, Any]]:
+        if not offsets:  # and maybe no file
             return
         with own.opened(self.path.parent, self.path.name) as file:
-            for place in places:
-                file.seek(place.offset)
-                row = self._row(file.read(place.size))
+            for row_offset in offsets:
+                file.seek(row_offset.offset)
+                row = self._row(file.read(row_offset.size))
                 if row is not None and query.takes(row.get("prompt", "")):
                     yield _shown(row)
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    """Only what the page knows, of the kinds that it knows."""
-    told = row.get("trajectory")
-    told = told if isinstance(told, dict) else {}
-    turns = told.get("turns")
+    """Return only the fields that the page knows, with their expected types."""
+    trajectory = row.get("trajectory")
+    trajectory = trajectory if isinstance(trajectory, dict) else {}
+    turns = trajectory.get("turns")
     return {
         "step": row["step"],
         "prompt": plain(str(row.get("prompt", "")), LONGEST),
@@ -119,7 +118,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         "scores": _mapping(row.get("scores")),
         "columns": _mapping(row.get("columns")),
         "turns": [_mapping(turn) for turn in turns] if isinstance(turns, list) else [],
-        "end": " ".join(str(told[name]) for name in ("stop", "failure") if told.get(name)),
+        "end": " ".join(str(trajectory[name]) for name in ("stop", "failure") if trajectory.get(name)),
     }
 
 
@@ -136,21 +135,21 @@ def _table(path: Path) -> Table:
 
 
 def samples(board: Board, asked: JsonObject) -> Any:
-    """{"runs": names, "views": [...]}: of the run asked for, else of the first of `runs` that has any, else of the
-    first of all; with `report` the newest of all runs."""
+    """Return {"runs": names, "views": [...]}: of the run asked for, else of the first of `runs` that has any, else of
+    the first of all; with `report` the newest of all runs."""
     query = Query.read(asked)
-    found = [run for run in board.runs().values() if _has(run)]
+    with_samples = [run for run in board.runs().values() if _has(run)]
     if asked.flag("report", False):
-        views = [_reported(run, query, max(1, REPORTED // len(found))) for run in found]
+        views = [_reported(run, query, max(1, REPORTED // len(with_samples))) for run in with_samples]
     else:
-        first = [*(run for run in board.chosen(asked) if run in found), *found][:1]
+        first = [*(run for run in board.chosen(asked) if run in with_samples), *with_samples][:1]
         name = asked.text("run", "") or "".join(run.name for run in first)
         views = [_view(board.run(name), query, asked.text("step", ""))] if name else []
-    return {"runs": [run.name for run in found], "views": views, "hint": HINT}
+    return {"runs": [run.name for run in with_samples], "views": views, "hint": HINT}
 
 
 def sample_tokens(board: Board, asked: JsonObject) -> Any:
-    """Of one sample of a recorded rollout."""
+    """Return the tokens of one sample of a recorded rollout."""
     folder = board.run(asked.text("run")).folder
     return recorded.RecordedRollout.of(folder, asked.integer("step")).tokens(asked.integer("row"))
 
@@ -160,7 +159,8 @@ def _has(run: RunFolder) -> bool:
 
 
 def _view(run: RunFolder, query: Query, step: str) -> dict[str, Any]:
-    """`step` is a number, TABLE, or empty: the last that was recorded, else TABLE. Raises DataError."""
+    """Return one run's page. `step` is a number, TABLE, or empty: the last that was recorded, else TABLE. Raises
+    DataError."""
     known, table = recorded.steps(run.folder), _table(run.folder / FILE)
     step = step or (str(known[-1]) if known else TABLE)
     if step != TABLE and not (step.isdecimal() and len(step) < 19):
@@ -177,7 +177,7 @@ def _view(run: RunFolder, query: Query, step: str) -> dict[str, Any]:
 
 
 def _reported(run: RunFolder, query: Query, most: int) -> dict[str, Any]:
-    """The newest `most` samples, without what cannot be read: a report is of what can."""
+    """Return the newest `most` samples, without those that cannot be read."""
     view = _view(run, query, "")
     if "damage" in view:
         print(f"warning: {view['damage']}", file=sys.stderr)

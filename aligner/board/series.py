@@ -1,4 +1,5 @@
-"""metrics.jsonl as it grows: each byte is read once, and a metric takes the same memory however long the run."""
+"""Incremental reading of metrics.jsonl: each byte is read once, and a metric takes the same memory for any length of
+run."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ ANCHOR = 64  # bytes before the place where reading goes on, by which a file tha
 STEP_S, RATE = "time/step_s", "throughput/tokens_per_s"
 TOKENS = "tokens"  # trained on so far
 SO_FAR = "so far: "  # with the name of a phase: its seconds up to a step
-LARGEST = 1e300  # of a sum: what is made of it stays finite
+LARGEST = 1e300  # of a sum: numbers derived from it stay finite
 
 Points = tuple[np.ndarray, np.ndarray]  # steps, values
 NONE: Points = np.empty(0, np.int32), np.empty(0)
 
 
 def number(value: Any) -> float | None:
-    """The value as a curve can show it, None for what is no finite number."""
+    """Return the value as a curve can show it, None unless it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -45,8 +46,8 @@ def number(value: Any) -> float | None:
 
 
 def thin(points: Points, width: int) -> Points:
-    """The lowest and the highest of each `width` points, and the rest as it is: peaks stay. A gap (NaN) is lost where
-    there is a value beside it."""
+    """Return the lowest and the highest of each `width` points, and the rest as it is, so that peaks stay. A gap (NaN)
+    is lost if there is a value beside it."""
     steps, values = points
     if width <= 2 or len(steps) < width:
         return points
@@ -61,7 +62,7 @@ def thin(points: Points, width: int) -> Points:
 
 
 class Column:
-    """A metric. Beyond CAPACITY points the lowest and highest of each `width` records stand for them."""
+    """A metric. Beyond CAPACITY points the lowest and highest of each `width` records replace them."""
 
     def __init__(self) -> None:
         self._old = self._new = NONE
@@ -88,7 +89,8 @@ def joined(first: Points, second: Points) -> Points:
 
 
 def columns_of(records: Sequence[Mapping[str, Any]], sums: dict[str, float]) -> dict[str, Points]:
-    """Points of each metric of records with a step; of tokens and phases also what they add up to, from `sums` on."""
+    """Return the points of each metric of records with a step. Tokens and phases also have their running sums,
+    continued from `sums`."""
     rows: defaultdict[str, tuple[list[int], list[Any]]] = defaultdict(lambda: ([], []))
     for fields in records:
         step = number(fields.get("step"))
@@ -98,33 +100,32 @@ def columns_of(records: Sequence[Mapping[str, Any]], sums: dict[str, float]) -> 
             steps, values = rows[name]
             steps.append(int(step))
             values.append(value)
-    found = {name: (np.array(steps, np.int32), _numbers(values)) for name, (steps, values) in rows.items()}
-    further = {SO_FAR + name: points for name, points in found.items() if name.startswith("time/")}
-    if STEP_S in found and RATE in found and len(found[STEP_S][0]) == len(found[RATE][0]):
+    columns = {name: (np.array(steps, np.int32), _numbers(values)) for name, (steps, values) in rows.items()}
+    further = {SO_FAR + name: points for name, points in columns.items() if name.startswith("time/")}
+    if STEP_S in columns and RATE in columns and len(columns[STEP_S][0]) == len(columns[RATE][0]):
         with np.errstate(over="ignore"):
-            further[TOKENS] = found[RATE][0], found[RATE][1] * found[STEP_S][1]
+            further[TOKENS] = columns[RATE][0], columns[RATE][1] * columns[STEP_S][1]
     for name, (steps, values) in further.items():
         totals = (sums.get(name, 0.0) + np.cumsum(np.nan_to_num(values).clip(0, LARGEST))).clip(0, LARGEST)
         sums[name] = float(totals[-1])
-        found[name] = steps, totals
-    return found
+        columns[name] = steps, totals
+    return columns
 
 
 def _numbers(values: list[Any]) -> np.ndarray:
-    """NaN for what is no finite number."""
+    """Return the values as an array, NaN for all that are no finite numbers."""
     if {*map(type, values)} <= {float, int, type(None)}:
         with suppress(OverflowError):  # an integer beyond the largest float
-            found = np.array(values, np.float64)
-            found[~np.isfinite(found)] = math.nan
-            return found
+            array = np.array(values, np.float64)
+            array[~np.isfinite(array)] = math.nan
+            return array
     return np.array([math.nan if (shown := number(value)) is None else shown for value in values])
 
 
 class Series:
-    """The metrics of a run. `damage`: what is wrong with the file, in one line.
+    """Metrics of a run. `damage`: what is wrong with the file, in one line.
 
-    The last record may be written again (MetricsLogger joins to it), so it is read again until another follows.
-    """
+    The last record may be written again (MetricsLogger joins to it), so it is read again until another follows."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -143,8 +144,8 @@ class Series:
         self._peeked: tuple[int, int] | None = None  # the same of when its end was looked at before
 
     @property
-    def part(self) -> float:
-        """Of the file that was read."""
+    def share_read(self) -> float:
+        """Share of the file that was read."""
         return 1.0 if self._state else self._offset / max(1, self.size)
 
     def names(self) -> set[str]:
@@ -156,14 +157,14 @@ class Series:
         return joined(old, self._end.get(name, NONE))
 
     def newest(self, name: str) -> float | None:
-        """The last number that a metric had."""
-        found = [shown for end in self.ends if (shown := number(end.get(name))) is not None]
-        values = self.points(name)[1] if not found else np.array(found)
+        """Return the last number of a metric."""
+        ends = [shown for end in self.ends if (shown := number(end.get(name))) is not None]
+        values = self.points(name)[1] if not ends else np.array(ends)
         values = values[~np.isnan(values)]
         return float(values[-1]) if len(values) else None
 
     def look(self, budget: int) -> int:
-        """Read on, about so many bytes, and the end; how many were read. Raises nothing: see `damage`."""
+        """Read further, about `budget` bytes, and the end; return how many were read. Raises nothing: see `damage`."""
         try:
             with own.opened(self.path.parent, self.path.name) as file:
                 return self._look(file, budget)
@@ -172,20 +173,20 @@ class Series:
             self._forget()
         except OSError as cause:
             self.damage = f"{self.path.name}: cannot be read: {cause.strerror}"
-        except Exception as cause:  # whatever is in it
+        except Exception as cause:  # any content
             self.damage = f"{self.path.name}: cannot be read: {type(cause).__name__}: {cause}"
         self._state = NOTHING  # there is no more to read
         return 0
 
     def _look(self, file: BinaryIO, budget: int) -> int:
-        found = os.fstat(file.fileno())
-        self.size, state, place = found.st_size, (found.st_size, found.st_mtime_ns), (found.st_dev, found.st_ino)
-        if state == self._state and place == self._file:
+        stat = os.fstat(file.fileno())
+        self.size, state, identity = stat.st_size, (stat.st_size, stat.st_mtime_ns), (stat.st_dev, stat.st_ino)
+        if state == self._state and identity == self._file:
             return 0
         file.seek(self._offset - len(self._anchor))
-        if place != self._file or file.read(len(self._anchor)) != self._anchor:
-            self._forget()  # a run that went on from an earlier step has cut it
-            self._file = place
+        if identity != self._file or file.read(len(self._anchor)) != self._anchor:
+            self._forget()  # a run that resumed from an earlier step has cut it
+            self._file = identity
         self._state, taken, size = None, 0, BLOCK
         while taken < budget and self._state is None:
             file.seek(self._offset)
@@ -212,7 +213,7 @@ class Series:
         return taken
 
     def _take(self, data: bytes) -> None:
-        """Whole lines become points."""
+        """Add whole lines to the points."""
         if not data:
             return
         self._offset, self._anchor, self._end = self._offset + len(data), data[-ANCHOR:], {}
@@ -225,35 +226,35 @@ class Series:
         self._line += len(lines)
 
     def _records(self, lines: list[bytes]) -> list[dict[str, Any]]:
-        """Those of a damaged line are left out."""
+        """Parse lines, without damaged ones."""
         try:
-            found = json.loads(b"[" + b",".join(lines) + b"]")
-            plain = len(found) == len(lines) and {*map(type, found)} == {dict} and b"\\ud" not in b"".join(lines)
+            records = json.loads(b"[" + b",".join(lines) + b"]")
+            plain = len(records) == len(lines) and {*map(type, records)} == {dict} and b"\\ud" not in b"".join(lines)
         except (ValueError, RecursionError):
             plain = False
-        return found if plain and not self._bad else self._one_by_one(lines)
+        return records if plain and not self._bad else self._one_by_one(lines)
 
     def _one_by_one(self, lines: list[bytes]) -> list[dict[str, Any]]:
-        found = []
+        records = []
         for i, line in enumerate(lines, self._line + 1):
             if not line.strip(b" \r\t\0"):
                 continue
             try:
-                found += [_record(line, self.path.name, i)]
+                records += [_record(line, self.path.name, i)]
                 self.damage = self.damage or self._bad
             except AlignerError as error:  # damage if another line follows; else a write was cut off
                 self._bad = self._bad or str(error)
-        return found
+        return records
 
     def _whole(self, data: bytes) -> list[dict[str, Any]]:
-        """The records at the end of the file."""
-        found = []
+        """Return the records at the end of the file."""
+        records = []
         for line in data.split(b"\n")[:-1]:
             with suppress(AlignerError):
-                found.append(_record(line, self.path.name, 0))
-        if found:
+                records.append(_record(line, self.path.name, 0))
+        if records:
             self.damage = self.damage or self._bad
-        return found
+        return records
 
 
 def _record(line: bytes, name: str, number: int) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """The board's web server: behind a path that nobody can guess, for this machine alone.
 
-GET /<token>/ is the page, GET /<token>/assets/<name> its scripts and styles, POST /<token>/api/<name> what an endpoint
-says, JSON to JSON. No request names a file: runs are known by their names.
-"""
+GET /<token>/ is the page, GET /<token>/assets/<name> its scripts and styles, POST /<token>/api/<name> an endpoint's
+answer, JSON to JSON. No request names a file: runs are known by their names."""
 
 from __future__ import annotations
 
@@ -55,10 +54,10 @@ def make_app(board: Board, pages: Mapping[str, Page], token: str) -> Starlette:
         known(request)
         if (answer := endpoints.get(request.path_params["name"])) is None:
             raise HTTPException(404)
-        said = await run_in_threadpool(answer, board, await _asked(request))
-        if isinstance(said, Iterator):
-            return StreamingResponse(_lines(said), media_type="application/x-ndjson", headers=HEADERS)
-        text = json.dumps(said, allow_nan=False)  # ASCII: names of files need not be Unicode
+        reply = await run_in_threadpool(answer, board, await _asked(request))
+        if isinstance(reply, Iterator):
+            return StreamingResponse(_lines(reply), media_type="application/x-ndjson", headers=HEADERS)
+        text = json.dumps(reply, allow_nan=False)  # ASCII: names of files need not be Unicode
         return Response(text, media_type="application/json", headers=HEADERS)
 
     def refused(_: Request, error: Exception) -> Response:
@@ -81,16 +80,16 @@ def make_app(board: Board, pages: Mapping[str, Page], token: str) -> Starlette:
 
 async def _asked(request: Request) -> JsonObject:
     data = bytearray()
-    async for part in request.stream():
-        data += part
+    async for chunk in request.stream():
+        data += chunk
         if len(data) > MAX_BYTES:
             raise HTTPException(413, f"expected a request of at most {MAX_BYTES} bytes")
     return record(parse_json(bytes(data), "the request", DataError), "the request", DataError)
 
 
-def _lines(said: Iterable[Any]) -> Iterator[str]:
+def _lines(events: Iterable[Any]) -> Iterator[str]:
     try:
-        for each in said:
+        for each in events:
             yield json.dumps(each) + "\n"
     except AlignerError as error:
         yield json.dumps({"error": str(error)}) + "\n"

@@ -1,4 +1,4 @@
-"""The tabs of the board: those of a report, and what asks this machine for more."""
+"""The tabs of the board: those of a report, and those that need this machine."""
 
 from __future__ import annotations
 

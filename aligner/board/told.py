@@ -1,4 +1,4 @@
-"""What the pages of runs and curves ask."""
+"""Endpoints of the pages of runs and curves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aligner.run.metrics import HEADLINE, finite
 
 POINTS = 400  # of a curve, unless more are asked for
 MOST, FEWEST = 2000, 100
-TOGETHER = 500_000  # points of all curves that nobody asked to have finer: a report of many runs stays small
+TOGETHER = 500_000  # points of all curves unless more are asked for: a report of many runs stays small
 LONGEST = 10_000  # characters of a value
 BINS = 120  # of the breakdown by phase
 GROUPS = ("eval", "reward", "sft", "rm", "dpo", "kto", "distill", "rewards", "logps", "preference", "length")
@@ -28,7 +28,7 @@ LATER = ("time/save_s", "time/export_s")  # these come after the step was measur
 
 
 def alone(answer: Answer) -> Answer:
-    """One request at a time: what is known of runs changes while they are read."""
+    """Decorate an endpoint so that it handles one request at a time, as the runs' state changes while they are read."""
 
     @functools.wraps(answer)
     def held(board: Board, asked: JsonObject) -> Any:
@@ -40,27 +40,28 @@ def alone(answer: Answer) -> Answer:
 
 @alone
 def table(board: Board, asked: JsonObject) -> Any:
-    """A row for each run, as they started: how it goes, and the last values of the numbers that matter."""
+    """Return a row for each run, in the order of their starts: its state, and the last values of the headline
+    metrics."""
     runs = board.chosen(asked)
     board.look(runs)
     folders, jobs = {run.folder.resolve(): run.name for run in runs}, board.jobs()
-    rows = [_of(run, lambda run: _row(run, jobs, folders), _damaged(run)) for run in runs]
+    rows = [_guarded(run, lambda run: _row(run, jobs, folders), _damaged(run)) for run in runs]
     rows.sort(key=lambda row: row["started"] or "later")
     headline = [name for name in HEADLINE if any(name in row["last"] for row in rows)]
     return {"folders": [str(folder) for folder in board.folders], "headline": headline, "runs": rows}
 
 
-def _of[T](run: RunFolder, tell: Callable[[RunFolder], T], nothing: Callable[[], T]) -> T:
-    """What is told of a run. Whatever lies in its folder takes nothing from others."""
+def _guarded[T](run: RunFolder, read: Callable[[RunFolder], T], fallback: Callable[[], T]) -> T:
+    """Return what `read` returns, or `fallback` on an error, so that a damaged folder does not affect other runs."""
     try:
-        return tell(run)
+        return read(run)
     except Exception as error:
         run.fail(error)
-        return nothing()
+        return fallback()
 
 
 def _damaged(run: RunFolder) -> Callable[[], dict[str, Any]]:
-    """Its row, where there cannot be a better one."""
+    """Return a function that makes the row of a run that cannot be read."""
     empty = dict.fromkeys(("job", "step", "steps", "left_s", "step_s", "goodput", "tokens_per_s", "peak_bytes"))
     texts = {"chain": run.folder.parent.name, "stage": "", "state": "damaged", "started": "", "result": ""}
     lists = {"from": {}, "last": {}, "alarms": 0, "read": 1.0}
@@ -91,32 +92,34 @@ def _row(run: RunFolder, jobs: dict[str, str], folders: dict[Path, str]) -> dict
         "alarms": len(run.alarms),
         "started": text(run.start.get("started")),
         "result": run.result,
-        "read": series.part,
+        "read": series.share_read,
         "last": last,
         "damage": run.damage,  # after all files were read
     }
 
 
 def _named(value: Any, folders: dict[Path, str]) -> str:
-    """The run in whose folder a path lies."""
+    """Return the run in whose folder a path lies."""
     if not isinstance(value, str) or not value:
         return ""
     path = Path(value).absolute()
-    return next((folders[place] for place in (path, *path.parents[:3]) if place in folders), "")
+    return next((folders[parent] for parent in (path, *path.parents[:3]) if parent in folders), "")
 
 
 @alone
 def metrics(board: Board, asked: JsonObject) -> Any:
-    """The metrics that runs have, in the order of the page: the last value of each run, and the only one there ever was
-    where it never changes."""
+    """Return the runs' metrics in the order of the page: the last value of each run, and the only value of a metric
+    that never changes."""
     runs = board.chosen(asked)
     board.look(runs)
-    found: dict[str, list[str]] = {}
+    by_group: dict[str, list[str]] = {}
     for name in sorted(set().union(*(run.series.names() for run in runs))):
-        found.setdefault(name.split("/")[0], []).append(name)
-    others = sorted(set(found) - set(GROUPS) - set(LATE_GROUPS))
-    rows = [_metric(n, runs) for group in (*GROUPS, *others, *LATE_GROUPS) if group in found for n in found[group]]
-    return {"metrics": [row for row in rows if row["last"]], "read": {run.name: run.series.part for run in runs}}
+        by_group.setdefault(name.split("/")[0], []).append(name)
+    others = sorted(set(by_group) - set(GROUPS) - set(LATE_GROUPS))
+    rows = [
+        _metric(n, runs) for group in (*GROUPS, *others, *LATE_GROUPS) if group in by_group for n in by_group[group]
+    ]
+    return {"metrics": [row for row in rows if row["last"]], "read": {run.name: run.series.share_read for run in runs}}
 
 
 def _metric(name: str, runs: list[RunFolder]) -> dict[str, Any]:
@@ -133,17 +136,17 @@ def _finite(points: Points) -> np.ndarray:
 
 @alone
 def curves(board: Board, asked: JsonObject) -> Any:
-    """Curves of each run by metric, and its clocks: seconds since it began and tokens, by step."""
+    """Return curves of each run by metric, and its clocks: seconds since it began and tokens, by step."""
     runs = board.chosen(asked)
     share = TOGETHER // max(1, sum(len(run.series.names()) for run in runs))
     most = min(MOST, asked.integer("points", max(FEWEST, min(POINTS, share)), low=2))
-    found, clocks = {}, {}
+    drawn_by_run, clocks = {}, {}
     for run in runs:
         wanted = asked.texts("metrics", sorted(run.series.names()))
         drawn = {name: _curve(run.series.points(name), most) for name in wanted}
-        found[run.name] = {name: curve for name, curve in drawn.items() if curve["x"]}
+        drawn_by_run[run.name] = {name: curve for name, curve in drawn.items() if curve["x"]}
         clocks[run.name] = _clock(run)
-    return {"curves": found, "clocks": clocks}
+    return {"curves": drawn_by_run, "clocks": clocks}
 
 
 def _clock(run: RunFolder) -> dict[str, Any]:
@@ -154,16 +157,16 @@ def _clock(run: RunFolder) -> dict[str, Any]:
 
 
 def _curve(points: Points, most: int) -> dict[str, list[Any]]:
-    """At most so many points, about; null is a gap."""
+    """Return about `most` points at most; null is a gap."""
     steps, values = thin(points, 2 * math.ceil(len(points[0]) / most))
     return {"x": steps.tolist(), "y": [float(f"{v:.6g}") if math.isfinite(v) else None for v in values.tolist()]}
 
 
 @alone
 def phases(board: Board, asked: JsonObject) -> Any:
-    """Where the seconds went: by phase, in all and of a step along the run. Phases with a slash are part of others."""
+    """Return the seconds by phase, in all and of a step along the run. Phases with a slash are contained in others."""
     runs = board.chosen(asked)
-    return {"phases": {run.name: told for run in runs if (told := _of(run, _phases, lambda: None))}}
+    return {"phases": {run.name: split for run in runs if (split := _guarded(run, _phases, lambda: None))}}
 
 
 def _phases(run: RunFolder) -> dict[str, Any] | None:
@@ -188,30 +191,30 @@ def _phases(run: RunFolder) -> dict[str, Any] | None:
 
 
 def _until(points: Points, edges: np.ndarray) -> np.ndarray:
-    """What was reached at the last point up to each edge; steps taken again add to the last before them."""
+    """Return the value at the last point up to each edge. Steps taken again add to the last before them."""
     reached = np.concatenate([[0.0], points[1]])
     return reached[np.searchsorted(np.maximum.accumulate(points[0]), edges, side="right")]
 
 
 @alone
 def details(board: Board, asked: JsonObject) -> Any:
-    """Where runs come from, what they warn of, and in which keys of their configs they differ."""
+    """Return the runs' origins and alarms, and the keys in which their configs differ."""
     runs = board.chosen(asked)
     settings = {run.name: run.settings for run in runs}
     keys = dict.fromkeys(key for one in settings.values() for key in one)
     values = {key: {name: text(one[key]) for name, one in settings.items() if key in one} for key in keys}
     differ = {key: row for key, row in values.items() if len(row) < len(runs) or len(set(row.values())) > 1}
-    told = {run.name: _of(run, _details, partial(_no_details, run)) for run in runs}
+    by_run = {run.name: _guarded(run, _details, partial(_no_details, run)) for run in runs}
     if not asked.flag("report", False):  # which others are sent
         for run in runs:
-            told[run.name]["logs"] = _of(run, lambda run: run.logs, dict)
-    return {"details": told, "differ": differ if len(runs) > 1 else {}, "summary": summary(board.folders)}
+            by_run[run.name]["logs"] = _guarded(run, lambda run: run.logs, dict)
+    return {"details": by_run, "differ": differ if len(runs) > 1 else {}, "summary": summary(board.folders)}
 
 
 def summary(folders: Sequence[Path]) -> dict[str, Any]:
-    """What stands in summary.json of folders, by dotted key: results of a chain, such as the quick start's."""
-    found = {key: value for folder in folders for key, value in flat(RunFolder(folder).summary) if key}
-    return {key: text(value) if number(value) is None else value for key, value in found.items()}
+    """Return the fields of the folders' summary.json by dotted key: results of a chain, such as the quick start's."""
+    values = {key: value for folder in folders for key, value in flat(RunFolder(folder).summary) if key}
+    return {key: text(value) if number(value) is None else value for key, value in values.items()}
 
 
 def _details(run: RunFolder) -> dict[str, Any]:
@@ -251,7 +254,7 @@ def _facts(run: RunFolder) -> dict[str, Any]:
 
 
 def text(value: Any) -> str:
-    """Of whatever JSON or YAML has, as much as somebody reads."""
+    """Return any JSON or YAML value as text, at most LONGEST characters."""
     try:
         return "" if value is None else str(value)[:LONGEST]
     except (ValueError, RecursionError):  # an integer of too many digits; too deep

@@ -1,8 +1,8 @@
-"""Low-rank adapters (`model.lora`) in numbers: parameters, operations and collectives beside those of frozen ones.
+"""Low-rank adapters (`model.lora`) in numbers: parameters, operations and collectives in addition to those of the
+frozen weights.
 
-Names: r the rank; of one of Megatron's matrices I numbers in, O out, k targets that it is made of, so that A x has k r
-numbers.
-"""
+Names: r the rank. One of Megatron's matrices has I inputs, O outputs and k targets that it is made of, so that A x has
+k r numbers."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Matrix:
     of_hidden: bool = False  # its input is the stream's
 
 
-def is_adapted(part: PlannedModel) -> bool:
-    return part.trained and part.shape.lora.rank > 0
+def is_adapted(model: PlannedModel) -> bool:
+    return model.trained and model.shape.lora.rank > 0
 
 
 def matrices(m: ModelConfig, sparse: bool, linear: bool) -> list[Matrix]:
-    """Those of a layer that have adapters."""
+    """Return the matrices of a layer that have adapters."""
     wanted = set(m.lora.targets)
-    found = (_matrix(m, spec, wanted) for spec in _layer_matrices(m, sparse, linear))
-    return [matrix for matrix in found if matrix.targets]
+    candidates = (_matrix(m, spec, wanted) for spec in _layer_matrices(m, sparse, linear))
+    return [matrix for matrix in candidates if matrix.targets]
 
 
 Moved = tuple[str, float]  # a collective between tensor ranks, and its bytes
@@ -53,7 +53,8 @@ def _layer_matrices(m: ModelConfig, sparse: bool, linear: bool) -> list[ParamSpe
 
 
 def _matrix(m: ModelConfig, spec: ParamSpec, wanted: set[str]) -> Matrix:
-    """Of a row of the layer. What neither mixes tokens nor is mixed reads only kept ones in the last layer."""
+    """Return the matrix of a row of the layer's table. It is late if it neither mixes tokens nor feeds what mixes them:
+    in the last layer it reads only kept tokens."""
     (out, inner), names = sizes_of(spec), [name.removesuffix(".weight").rpartition(".")[2] for name in spec.hf]
     sizes = zip(names, outs_of(spec, m), strict=True)
     adapted = [size for name, size in sizes if name in wanted or ALL_LINEAR in wanted]
@@ -69,7 +70,8 @@ def _layers(m: ModelConfig, grid: Grid, stage: int) -> Iterator[list[Matrix]]:
 
 
 def factor_sizes(matrix: Matrix, m: ModelConfig, grid: Grid) -> tuple[int, int]:
-    """Numbers of a rank's A and B that tensor ranks share, and of those that all have whole; of experts each one's."""
+    """Return the numbers of a rank's A and B: (those that tensor ranks share, those that all have whole), for experts
+    of each one."""
     a, b, rank = matrix.targets * matrix.inner, matrix.adapted, m.lora.rank
     if matrix.split == "out":
         return rank * b // grid.tensor, rank * a
@@ -77,13 +79,14 @@ def factor_sizes(matrix: Matrix, m: ModelConfig, grid: Grid) -> tuple[int, int]:
 
 
 def magnitudes(matrix: Matrix, m: ModelConfig, grid: Grid) -> tuple[int, int]:
-    """Likewise of DoRA's."""
+    """Return the numbers of DoRA's magnitudes: (those that tensor ranks share, those that all have whole)."""
     size = matrix.adapted if m.lora.dora else 0
     return (size // grid.tensor, 0) if matrix.split == "out" else (0, size)
 
 
 def adapter_parameters(m: ModelConfig, grid: Grid, stage: int) -> Count:
-    """Of one rank; magnitudes, which are float32 like a score head, count as one, but those of experts."""
+    """Count the adapter parameters of one rank. Magnitudes, which are float32 like a score head, count as one, except
+    those of experts."""
     total = Count()
     for matrix in (x for layer in _layers(m, grid, stage) for x in layer):
         size, rows = sum(factor_sizes(matrix, m, grid)), sum(magnitudes(matrix, m, grid))
@@ -93,8 +96,8 @@ def adapter_parameters(m: ModelConfig, grid: Grid, stage: int) -> Count:
 
 
 def kept_bytes(m: ModelConfig, element: int, tensor: int) -> float:
-    """Of one of `tensor` ranks of an engine that merges adapters itself: its share of the matrices that have some, as
-    they are without, and all factors."""
+    """Return the bytes that one of `tensor` ranks of an engine that merges adapters itself keeps: its share of the
+    matrices that have adapters, without them, and all factors."""
     grid, total = Grid(), 0.0
     for matrix in (x for layer in _layers(m, grid, 0) for x in layer):
         every = matrix.experts or 1
@@ -103,19 +106,21 @@ def kept_bytes(m: ModelConfig, element: int, tensor: int) -> float:
     return total
 
 
-def merging_bytes(part: PlannedModel, grid: Grid, stage: int, element: int) -> float:
-    """While one matrix after the other is merged, in float32: its product of factors and itself, and the one before."""
-    if not is_adapted(part):
+def merging_bytes(model: PlannedModel, grid: Grid, stage: int, element: int) -> float:
+    """Return the bytes used while matrices are merged one by one in float32: the product of factors, the matrix and the
+    one before."""
+    if not is_adapted(model):
         return 0.0
     sizes = [0.0]
-    for matrix in (x for layer in _layers(part.shape, grid, stage) for x in layer):
+    for matrix in (x for layer in _layers(model.shape, grid, stage) for x in layer):
         shares = (1 if matrix.split == "none" else grid.tensor) * (grid.expert if matrix.experts else 1)
         sizes.append(matrix.inner * matrix.out * (matrix.experts or 1) / shares)
     return (4 + 4 + element) * max(sizes)
 
 
 def sent_bytes(m: ModelConfig, grid: Grid, stage: int, element: int) -> dict[str, float]:
-    """Of the factors that a rank of stage `stage` lacks, by the axis that has them: a rank of an engine gets all."""
+    """Return the bytes of the factors that a rank of stage `stage` lacks, by the axis that has them. A rank of an
+    engine gets all."""
     sizes = {"tp": 0.0, "ep": 0.0, "pp": 0.0}
     for s in range(grid.pipeline):
         for matrix in (x for layer in _layers(m, grid, s) for x in layer):
@@ -130,22 +135,23 @@ def sent_bytes(m: ModelConfig, grid: Grid, stage: int, element: int) -> dict[str
 
 
 def _factor_bytes(matrix: Matrix, m: ModelConfig, grid: Grid, element: int) -> tuple[float, float]:
-    """Of a rank's factors, of those that tensor ranks share and of those that all have; DoRA's are float32."""
+    """Return the bytes of a rank's factors: (those that tensor ranks share, those that all have whole). DoRA's are
+    float32."""
     both = zip(factor_sizes(matrix, m, grid), magnitudes(matrix, m, grid), strict=True)
     shared, whole = (float(element * size + 4 * rows) for size, rows in both)
     return shared, whole
 
 
-def held_parameters(part: PlannedModel, grid: Grid, stage: int) -> Count:
-    """Of one rank, adapters and all."""
-    count = rank_parameters(part.shape, grid, stage, part.head, part.outputs)
-    return count + adapter_parameters(part.shape, grid, stage) if is_adapted(part) else count
+def held_parameters(model: PlannedModel, grid: Grid, stage: int) -> Count:
+    """Count the parameters of one rank, with adapters."""
+    count = rank_parameters(model.shape, grid, stage, model.head, model.outputs)
+    return count + adapter_parameters(model.shape, grid, stage) if is_adapted(model) else count
 
 
-def saved_bytes(part: PlannedModel, grid: Grid, stage: int, element: int) -> float:
-    """Of one rank's weights, by holding matrices in fewer bits."""
-    m, total = part.shape, 0.0
-    if not is_adapted(part) or m.lora.quantize_base == "none":
+def saved_bytes(model: PlannedModel, grid: Grid, stage: int, element: int) -> float:
+    """Return the bytes of one rank's weights that are saved by holding matrices in fewer bits."""
+    m, total = model.shape, 0.0
+    if not is_adapted(model) or m.lora.quantize_base == "none":
         return total
     every, bits = replace(m, lora=replace(m.lora, targets=[ALL_LINEAR])), HELD_BITS[m.lora.quantize_base]
     for matrix in (x for layer in _layers(every, grid, stage) for x in layer if x.split != "none"):
@@ -154,25 +160,27 @@ def saved_bytes(part: PlannedModel, grid: Grid, stage: int, element: int) -> flo
     return total
 
 
-def trained_parameters(part: PlannedModel, grid: Grid, stage: int) -> Count:
-    """Of one rank: those with gradients and optimizer state."""
-    count = rank_parameters(part.shape, grid, stage, part.head, part.outputs)
-    if not is_adapted(part):
+def trained_parameters(model: PlannedModel, grid: Grid, stage: int) -> Count:
+    """Count the parameters of one rank that have gradients and optimizer state."""
+    count = rank_parameters(model.shape, grid, stage, model.head, model.outputs)
+    if not is_adapted(model):
         return count
-    return adapter_parameters(part.shape, grid, stage) + Count(score=count.score)
+    return adapter_parameters(model.shape, grid, stage) + Count(score=count.score)
 
 
-def whole_numbers(part: PlannedModel, grid: Grid, stage: int) -> int:
-    """Of the adapters that every tensor rank has whole, but experts': sequence parallelism sums their gradients."""
-    m, total = part.shape, 0
+def whole_numbers(model: PlannedModel, grid: Grid, stage: int) -> int:
+    """Return the numbers of adapters that every tensor rank has whole, without experts'. Sequence parallelism sums
+    their gradients."""
+    m, total = model.shape, 0
     for matrix in (x for layer in _layers(m, grid, stage) for x in layer if not x.experts):
         total += factor_sizes(matrix, m, grid)[1] + magnitudes(matrix, m, grid)[1]
     return total
 
 
 def _operations(matrix: Matrix, m: ModelConfig, grid: Grid, own: float, kept: float) -> tuple[float, float]:
-    """Of A's products and of B's in a forward pass, on one rank. Without sequence parallelism the whole factor meets
-    all tokens on every tensor rank. `own` of this rank's context share, `kept` of them where the matrix is late."""
+    """Return the operations of A's products and of B's in a forward pass, on one rank. Without sequence parallelism
+    every tensor rank multiplies the whole factor with all tokens. `own`: tokens of this rank's context share; `kept`:
+    those of them that a late matrix reads."""
     tokens = kept if matrix.late else own
     width, alike = matrix.targets * m.lora.rank, 1 / grid.tensor if grid.sequence and not matrix.experts else 1.0
     if matrix.experts:
@@ -183,11 +191,11 @@ def _operations(matrix: Matrix, m: ModelConfig, grid: Grid, own: float, kept: fl
 
 
 def adapter_calls(
-    part: PlannedModel, grid: Grid, own: float, kept: float, element: int, sparse: bool, linear: bool
+    model: PlannedModel, grid: Grid, own: float, kept: float, element: int, sparse: bool, linear: bool
 ) -> tuple[list[Moved], list[Moved]]:
-    """What a layer's adapters move between tensor ranks, forward and backward: A x, of experts gradients of what
-    all ranks have whole."""
-    m, forward, backward = part.shape, [], []
+    """Return the collectives of a layer's adapters between tensor ranks, forward and backward: of A x, and for experts
+    of the gradients of factors that all ranks have whole."""
+    m, forward, backward = model.shape, [], []
     for matrix in matrices(m, sparse, linear):
         tokens, width = kept if matrix.late else own, matrix.targets * m.lora.rank
         if matrix.experts:
@@ -211,11 +219,11 @@ def adapter_calls(
 
 
 def adapter_operations(
-    part: PlannedModel, grid: Grid, stage: int, own: float, kept: float, backward: bool, recompute: bool
+    model: PlannedModel, grid: Grid, stage: int, own: float, kept: float, backward: bool, recompute: bool
 ) -> float:
-    """On one rank of a stage, `kept` tokens in the last layer of all. The first layer's inputs need no gradient, unless
-    layers are recomputed or stages follow. With DoRA every pass also makes B A."""
-    m, total, passes = part.shape, 0.0, (4 if recompute else 3) if backward else 1
+    """Return the operations on one rank of a stage, with `kept` tokens in the last layer of all. The first layer's
+    inputs need no gradient, unless layers are recomputed or stages follow. With DoRA every pass also computes B A."""
+    m, total, passes = model.shape, 0.0, (4 if recompute else 3) if backward else 1
     layers = list(_layers(m, grid, stage))
     for i, layer in enumerate(layers):
         last = stage == grid.pipeline - 1 and i == len(layers) - 1
@@ -232,12 +240,13 @@ def adapter_operations(
 
 
 def needs_no_input_gradient(grid: Grid, stage: int, recompute: bool) -> bool:
-    """Of a stage's first layer, whose input comes from a frozen embedding."""
+    """Return whether a stage's first layer has an input from a frozen embedding."""
     return stage == 0 and grid.pipeline == 1 and not recompute
 
 
 def first_operations(m: ModelConfig, grid: Grid, own: float) -> float:
-    """Of the gradient that the inputs of the first layer's frozen matrices would have, on one rank."""
+    """Return the operations, on one rank, of the gradient that the inputs of the first layer's frozen matrices would
+    have."""
     total = 0.0
     for spec in _layer_matrices(m, False, m.linear.is_linear(0)):
         matrix = _matrix(m, spec, set())
@@ -248,7 +257,8 @@ def first_operations(m: ModelConfig, grid: Grid, own: float) -> float:
 
 
 def adapter_widths(m: ModelConfig, sparse: bool, linear: bool, tensor: int) -> float:
-    """Numbers of a token that a layer keeps for backward beside: A x and, with DoRA, what the magnitudes multiply."""
+    """Return the numbers of a token that a layer keeps for backward in addition: A x and, with DoRA, the magnitudes'
+    factors."""
     total = 0.0
     for matrix in matrices(m, sparse, linear):
         often = m.moe.top_k if matrix.experts else 1

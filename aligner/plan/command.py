@@ -23,43 +23,48 @@ from aligner.plan.sweep import sweep
 
 
 def main(args: argparse.Namespace, cfg: Config) -> int:
-    """Raises ConfigError for what does not divide, MemoryPlanError for what does not fit."""
+    """Run `aligner plan`. Raises ConfigError for sizes that do not divide, MemoryPlanError for a job that does not
+    fit."""
     if args.sweep:
-        found = _swept(args, cfg)
-        print(json.dumps([p.data() for p in found[: args.top]], indent=1) if args.json else _table(found, args.top))
+        predictions = _swept(args, cfg)
+        print(
+            json.dumps([p.data() for p in predictions[: args.top]], indent=1)
+            if args.json
+            else _table(predictions, args.top)
+        )
         return 0
     prediction = predicted(args, cfg)
-    found = _splits(args, cfg) if prediction.lag else []
+    predictions = _splits(args, cfg) if prediction.lag else []
     if args.json:
-        split = {"split": found[0].lag_data()} if found else {}
+        split = {"split": predictions[0].lag_data()} if predictions else {}
         print(json.dumps(prediction.data() | split, indent=1), flush=True)
     else:
-        print("\n".join([prediction.text(), *_split_lines(prediction, found)]), flush=True)
+        print("\n".join([prediction.text(), *_split_lines(prediction, predictions)]), flush=True)
     refuse(prediction.job, prediction.device, prediction.memory)
     return 0
 
 
 def predicted(args: argparse.Namespace, cfg: Config) -> Prediction:
-    """Of this layout, whether it fits or not. Raises ConfigError."""
+    """Return the prediction of this layout, whether it fits or not. Raises ConfigError."""
     device, shape, job_for = _asked(args, cfg)
     validate_layout(replace(cfg, model=replace(shape, init="random")), args.gpus)
     return predict(job_for(cfg), device)
 
 
 def _swept(args: argparse.Namespace, cfg: Config) -> list[Prediction]:
-    """Of every layout that fits."""
+    """Return a prediction of every layout that fits."""
     device, shape, job_for = _asked(args, cfg)
-    found, nearest = sweep(cfg, shape, args.gpus, device, min(args.gpus_per_node, args.gpus), job_for)
-    if not found and nearest is not None:
+    predictions, nearest = sweep(cfg, shape, args.gpus, device, min(args.gpus_per_node, args.gpus), job_for)
+    if not predictions and nearest is not None:
         raise MemoryPlanError(
             f"no layout of {args.gpus} GPUs fits: the smallest needs {nearest.peak_bytes / GIB:.1f} GiB in phase "
             f"{nearest.peak}, of {nearest.limit_bytes / GIB:.1f} that a program can use of {device.name}. "
             "More GPUs, smaller micro-batches (batch.micro_batch_samples), or less for the engine "
             "(engine.kv_cache_bytes)"
         )
-    if not found:
+    if not predictions:
         raise ConfigError("--gpus", args.gpus, "a number that some layout divides, with batch.prompts and the heads")
-    return found
+    return predictions
 
 
 def _splits(args: argparse.Namespace, cfg: Config) -> list[Prediction]:
@@ -67,16 +72,16 @@ def _splits(args: argparse.Namespace, cfg: Config) -> list[Prediction]:
     return splits(cfg, shape, args.gpus, device, job_for)
 
 
-def _split_lines(here: Prediction, found: list[Prediction]) -> list[str]:
-    """What another `engine.ranks` would do; `found`: see `splits`."""
-    if not found:
+def _split_lines(here: Prediction, predictions: list[Prediction]) -> list[str]:
+    """Return the report's line about the fastest `engine.ranks`. `predictions`: see `splits`."""
+    if not predictions:
         return []
-    of = f"of {len(found)} splits of the {here.job.gpus} GPUs that divide and fit"
-    step_s, window, *shares = found[0].overlapped
+    among = f"of {len(predictions)} splits of the {here.job.gpus} GPUs that divide and fit"
+    step_s, window, *shares = predictions[0].overlapped
     if step_s > 0.99 * here.overlapped[0]:
-        return [f"engine.ranks={here.ranks} is the fastest {of}"]
-    keys = f"engine.ranks={found[0].ranks}, with engine.window={window},"
-    return [f"{keys} is the fastest {of}: step {step_s:.1f} s, {shares_text(*shares)}"]
+        return [f"engine.ranks={here.ranks} is the fastest {among}"]
+    keys = f"engine.ranks={predictions[0].ranks}, with engine.window={window},"
+    return [f"{keys} is the fastest {among}: step {step_s:.1f} s, {shares_text(*shares)}"]
 
 
 def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, Callable[[Config], PlanJob]]:
@@ -97,9 +102,9 @@ def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, 
     return device, shape, lambda one: plain(sizes(one))
 
 
-def _table(found: list[Prediction], top: int) -> str:
+def _table(predictions: list[Prediction], top: int) -> str:
     lines = [f"{'layout':<34}{'step s':>8}{'tokens/s/GPU':>14}{'MFU %':>7}{'GiB':>7}  {'in':<10}overrides"]
-    for p in found[:top]:
+    for p in predictions[:top]:
         grid, job = p.job.grid, p.job
         name = f"{grid}{', recompute' * job.recompute}"
         keys = [
@@ -118,5 +123,5 @@ def _table(found: list[Prediction], top: int) -> str:
             f"{name:<34}{p.step_s:8.1f}{p.tokens_per_gpu_s:14.0f}{100 * p.mfu:7.0f}{p.memory.peak_bytes / GIB:7.1f}  "
             f"{p.memory.peak:<10}{' '.join(keys)}".rstrip()
         )
-    more = len(found) - top
-    return "\n".join(lines + ([f"and {more} more that fit"] if more > 0 else []))
+    left_out = len(predictions) - top
+    return "\n".join(lines + ([f"and {left_out} more that fit"] if left_out > 0 else []))

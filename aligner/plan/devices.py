@@ -1,4 +1,5 @@
-"""Data sheets of devices, and what share of them a program gets. Numbers, not measurements of this project."""
+"""Data sheets of devices, and the share of their peaks that a program gets. These numbers are no measurements of this
+project."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU and its share of a node's network. Bandwidths in one direction, bytes per second."""
+    """A GPU and its share of a node's network. Bandwidths are in one direction, in bytes per second."""
 
     name: str
     flops: float  # bfloat16 matrix products without sparsity, operations per second
@@ -44,9 +45,9 @@ def find_device(name: str, key: str = "--device") -> Device:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no data sheet says: one set for all models, layouts and devices. The shares of the peaks are what the
-    project aims at on a GPU (benchmarks/gpu), not what was measured; docs/plan.md says how far published runs are from
-    them."""
+    """Shares of the peaks and other numbers that no data sheet gives: one set for all models, layouts and devices. The
+    shares are the project's goals on a GPU (benchmarks/gpu), not measurements; docs/plan.md says how far published runs
+    are from them."""
 
     matrix: float = 0.47  # of the peak: dense layers in training, logprobs and prefill, element-wise work included
     experts: float = 0.25  # likewise, products of experts: smaller matrices, uneven loads, permutations

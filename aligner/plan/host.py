@@ -1,4 +1,4 @@
-"""Bytes of host memory for each GPU: while a checkpoint is written, when most of them are taken (the step's rollout is
+"""Bytes of host memory for each GPU: while a checkpoint is written, when most of them are used (the step's rollout is
 still there), and on ranks that only generate."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from aligner.plan.sizes import judge_bytes, model_bytes, optimizer_bytes, weight
 
 
 def checkpoint_bytes(count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False) -> float:
-    """Of one rank's part, which lies in host memory until it is written, by whichever of `checkpoint.async_save`: with
-    the distributed optimizer the weights and state of the numbers it updates; else everything, on the first of the
-    data-parallel ranks."""
+    """Return the bytes of one rank's share, which lies in host memory until it is written, with either value of
+    `checkpoint.async_save`. With the distributed optimizer: weights and state of the numbers it updates. Else
+    everything, on the first data-parallel rank."""
     optimizer = optimizer_bytes(count, grid, element, distributed, averaged)
     if not distributed:
         return weight_bytes(count, element) + optimizer
@@ -24,34 +24,34 @@ def checkpoint_bytes(count: Count, grid: Grid, element: int, distributed: bool, 
 
 
 def host_items(job: PlanJob) -> dict[str, float]:
-    """item -> bytes, of the pipeline stage that needs most. Pinned memory of what `memory.offload` sends away is kept
-    while that is on the device."""
+    """Return item -> bytes of the pipeline stage that needs most. Pinned memory of offloaded tensors (`memory.offload`)
+    is kept while they are on the device."""
     stages = []
     for stage in range(job.grid.pipeline):
         items = {"checkpoint": 0.0, "offloaded": judge_bytes(job) if "weights" in job.offload else 0.0}
         if job.routing:
             items["routing"] = job.routing * job.rows.longest * job.rows.count / job.grid.data
-        for part in job.parts:
-            for name, size in _of_part(job, part, stage).items():
+        for model in job.models:
+            for name, size in _model_items(job, model, stage).items():
                 items[name] += size
         stages.append(items)
     return max(stages, key=lambda items: sum(items.values()))
 
 
 def engine_host_bytes(job: PlanJob) -> float:
-    """Of a rank that only generates: an engine in a process of its own reads the whole model from host memory in a
-    refit, one for all ranks of a replica."""
+    """Return the bytes of a rank that only generates. An engine in a process of its own reads the whole model from host
+    memory in a refit, one for all ranks of a replica."""
     engine = job.engine
     if engine is None or not (engine.ranks and engine.reserved):
         return 0.0
     return engine.element * parameters(job.policy.shape) / engine.tensor
 
 
-def _of_part(job: PlanJob, part: PlannedModel, stage: int) -> dict[str, float]:
-    away = model_bytes(job, part, stage) if "weights" in job.offload else 0.0
-    if not part.trained:
+def _model_items(job: PlanJob, model: PlannedModel, stage: int) -> dict[str, float]:
+    away = model_bytes(job, model, stage) if "weights" in job.offload else 0.0
+    if not model.trained:
         return {"offloaded": away}
-    how = trained_parameters(part, job.grid, stage), job.grid, job.element, part.distributed, part.averaged
+    how = trained_parameters(model, job.grid, stage), job.grid, job.element, model.distributed, model.averaged
     if "optimizer" in job.offload:
         away += optimizer_bytes(*how)
     return {"checkpoint": checkpoint_bytes(*how), "offloaded": away}

@@ -44,7 +44,7 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class Engine:
-    """One replica per `tensor` GPUs."""
+    """One replica of the engine for every `tensor` GPUs."""
 
     tensor: int = 1
     element: int = 2
@@ -65,7 +65,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class PlannedRows:
-    """Of one step over all ranks. `mean` and `longest` in tokens."""
+    """Rows of one step over all ranks. Means and `longest` are in tokens."""
 
     count: int
     prompts: int  # distinct ones, each prefilled once
@@ -75,7 +75,7 @@ class PlannedRows:
     response_longest: int
     seen: float = 0.0  # tokens that a token sees on average; 0: half of a row of mean length
     read_seen: float = 0.0  # likewise a token whose output is read; 0: as of a row of mean length
-    told: tuple[tuple[int, int], ...] = ()  # lengths of responses, see `lengths`
+    length_counts: tuple[tuple[int, int], ...] = ()  # lengths of responses, see `lengths`
 
     @property
     def mean(self) -> float:
@@ -83,8 +83,8 @@ class PlannedRows:
 
     @property
     def lengths(self) -> Lengths:
-        """Of responses."""
-        return Lengths(self.response_mean, self.response_longest, self.told)
+        """Lengths of the responses."""
+        return Lengths(self.response_mean, self.response_longest, self.length_counts)
 
     @property
     def context(self) -> float:
@@ -101,7 +101,8 @@ class PlannedRows:
 
 @dataclass(frozen=True)
 class PlannedJudge:
-    """Of `reward.judges`: who is asked, as the policy of a job that only generates, and by which engine."""
+    """A judge of `reward.judges`: its model and rows as those of a job that only generates, and the engine that
+    answers."""
 
     shape: ModelConfig
     rows: PlannedRows  # questions and replies
@@ -112,7 +113,7 @@ class PlannedJudge:
 @dataclass(frozen=True)
 class PlanJob:
     stage: str
-    parts: tuple[PlannedModel, ...]  # the policy (or the model of rm) first
+    models: tuple[PlannedModel, ...]  # the policy (or the model of rm) first
     grid: Grid
     rows: PlannedRows
     engine: Engine | None
@@ -144,7 +145,7 @@ class PlanJob:
 
     @property
     def policy(self) -> PlannedModel:
-        return self.parts[0]
+        return self.models[0]
 
     @property
     def gpus(self) -> int:
@@ -152,7 +153,7 @@ class PlanJob:
 
     @property
     def replicas(self) -> float:
-        """Of the engine."""
+        """Number of the engine's replicas."""
         assert self.engine is not None
         return (self.engine.ranks or self.grid.gpus) / self.engine.tensor
 
@@ -162,13 +163,13 @@ class PlanJob:
 
     @property
     def asked(self) -> tuple[PlannedModel, ...]:
-        """Models with passes of their own, without gradient, before the update."""
+        """Models with forward passes of their own, without gradient, before the update."""
         if not STAGES[self.stage].trains:
             return ()
         if not self.rollout or STAGES[self.stage].pairs:
-            return tuple(part for part in self.parts if self.passes.get(part.role))
-        own = (part for part in self.parts if part.name != "reward")
-        return tuple(part for part in own if not (part is self.policy and self.old_in_update))
+            return tuple(model for model in self.models if self.passes.get(model.role))
+        own = (model for model in self.models if model.name != "reward")
+        return tuple(model for model in own if not (model is self.policy and self.old_in_update))
 
     @property
     def learned(self) -> float:
@@ -176,11 +177,12 @@ class PlanJob:
         return 2 * self.rows.prompts if STAGES[self.stage].pairs else self.rows.count / self.minibatches
 
     def micro_batches(self, worst: bool = False) -> tuple[int, float]:
-        """(how many of a rank and an optimizer step, tokens in the stream of one): on average, or with longest rows."""
+        """Return (micro-batches of a rank and an optimizer step, tokens in the stream of one): on average, or of the
+        longest rows."""
         return self._cut(self.learned, self.rows.mean, self.rows.longest, worst)
 
     def ptx_micro_batches(self, worst: bool = False) -> tuple[int, float]:
-        """Likewise of `ptx.data`, whose rows are half as long as they may be on average."""
+        """Return the same for `ptx.data`, whose rows have on average half of their longest length."""
         return self._cut(self.ptx_rows, self.ptx_longest / 2, self.ptx_longest, worst) if self.ptx_rows else (0, 0.0)
 
     def _cut(self, count: float, mean: float, longest: int, worst: bool) -> tuple[int, float]:
@@ -194,13 +196,14 @@ class PlanJob:
         return ceil(rows / micro), micro * length
 
     def asked_by(self, judge: PlannedJudge) -> PlanJob:
-        """The questions of a judge as a job's rows."""
+        """Return a job whose rows are the questions of a judge."""
         return replace(
-            self, parts=(PlannedModel("policy", judge.shape),), rows=judge.rows, engine=judge.engine, routing=0
+            self, models=(PlannedModel("policy", judge.shape),), rows=judge.rows, engine=judge.engine, routing=0
         )
 
     def slots(self) -> tuple[int, float]:
-        """(rows decoded together by one engine, bytes of its cache per GPU), as `plan_generation` cuts the budget."""
+        """Return (rows decoded together by one engine, bytes of its cache per GPU), as `plan_generation` cuts the
+        budget."""
         engine, shape = self.engine, self.policy.shape
         assert engine is not None
         token = kv_bytes(shape, engine.element, engine.tensor) + self.routing
@@ -210,15 +213,15 @@ class PlanJob:
         budget, longest = engine.kv_bytes // token, self.rows.prompt_longest + self.turns
         if engine.window and self.turns:  # what pauses is read again
             longest = positions
-        more = ceil(row_bytes(shape) / engine.tensor / token)  # in positions
-        each = longest + more
+        state_positions = ceil(row_bytes(shape) / engine.tensor / token)  # in positions
+        each = longest + state_positions
         most = PREFILL_TOKENS * each // longest
-        chunk = max(each, min(most, budget // 4, budget - positions - more, each * ceil(prompts)))
-        room = int(max(1, min(ceil(rows), (budget - chunk) // (positions + more))))
+        chunk = max(each, min(most, budget // 4, budget - positions - state_positions, each * ceil(prompts)))
+        room = int(max(1, min(ceil(rows), (budget - chunk) // (positions + state_positions))))
         slots = min(engine.max_batch, room)
         between_steps = engine.tensor == 1 and bool(engine.lag or not engine.ranks)  # turns are taken, not in rounds
-        keeps = self.turns and between_steps and not more  # rows between their turns
-        held = (room if keeps else slots) * (positions + more) + chunk
+        keeps = self.turns and between_steps and not state_positions  # rows between their turns
+        held = (room if keeps else slots) * (positions + state_positions) + chunk
         return slots, engine.kv_bytes if engine.reserved else held * token
 
 
@@ -238,8 +241,8 @@ def job_of(
     lengths: tuple[tuple[int, int], ...] = (),
     engine_tensor: int = 0,
 ) -> PlanJob:
-    """The job of a config on so many GPUs, in bfloat16 unless the config says float32. Mean lengths that are not given
-    are half of the longest; `lengths` of responses have theirs."""
+    """Return the job of a config on so many GPUs, in bfloat16 unless the config says float32. Mean lengths that are not
+    given are half of the longest. `lengths` of responses bring their own mean."""
     shape, stage, b = shape_at(cfg.model, cfg.model.init), STAGES[cfg.stage.name], cfg.batch
     rollout, pairs = stage.rollouts, stage.rows(cfg)
     element = 4 if cfg.model.dtype == "float32" else 2
@@ -249,7 +252,7 @@ def job_of(
         engine = _engine(cfg, shape, engine_tensor, element, gpus)
     return PlanJob(
         stage=cfg.stage.name,
-        parts=_parts(cfg, shape, gpus - cfg.engine.ranks),
+        models=_planned_models(cfg, shape, gpus - cfg.engine.ranks),
         grid=grid_of(cfg, gpus - cfg.engine.ranks),
         rows=rows,
         engine=engine,
@@ -283,7 +286,7 @@ def job_of(
 def _rows(
     cfg: Config, prompt_tokens: float, response_tokens: float, lengths: tuple[tuple[int, int], ...]
 ) -> PlannedRows:
-    """Rows of a step with their lengths. Raises ConfigError for lengths that the config does not allow."""
+    """Return the rows of a step with their lengths. Raises ConfigError for lengths that the config does not allow."""
     stage, b = STAGES[cfg.stage.name], cfg.batch
     longest, limit = cfg.data.max_prompt_tokens, response_limit(cfg)
     if not stage.rollouts:
@@ -299,7 +302,7 @@ def _rows(
         longest,
         response_tokens or limit / 2,
         limit,
-        told=lengths,
+        length_counts=lengths,
     )
     for key, mean, most in (
         ("--prompt-tokens", rows.prompt_mean, longest),
@@ -311,8 +314,8 @@ def _rows(
 
 
 def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: int) -> Engine:
-    """The rollout engine, with `tensor` ranks for each replica where the plan asks for another number than the
-    config. `element`: bytes of a trainer's weight. Raises ConfigError."""
+    """Return the rollout engine. `tensor` ranks for each replica replace the config's number if not 0. `element`: bytes
+    of a trainer's weight. Raises ConfigError."""
     e = cfg.engine
     tensor = tensor or e.tensor_parallel
     size = 4 if e.dtype == "float32" else 2 if e.dtype == "bfloat16" else element
@@ -337,7 +340,7 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
     )
 
 
-def _parts(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[PlannedModel, ...]:
+def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[PlannedModel, ...]:
     stage = STAGES[cfg.stage.name]
     trains = stage.trains and not cfg.debug.rollout_only
     beside = stage.beside(cfg) if trains else ()
@@ -346,27 +349,27 @@ def _parts(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[PlannedModel, ..
         outputs = max(1, len(cfg.algorithm.reward_loss.attributes))
         return (PlannedModel("policy", shape, "score", True, outputs, cfg.optim.distributed or mixed),)
     averaged = cfg.ema.decay > 0
-    parts = [PlannedModel("policy", shape, trained=trains, distributed=cfg.optim.distributed, averaged=averaged)]
+    models = [PlannedModel("policy", shape, trained=trains, distributed=cfg.optim.distributed, averaged=averaged)]
     scorer = shape_at(shape, cfg.reward.model)
     if "reference" in beside:
-        parts.append(PlannedModel("reference", shape, shared=shares_weights(cfg)))
+        models.append(PlannedModel("reference", shape, shared=shares_weights(cfg)))
     if "teacher" in beside:
-        models = cfg.algorithm.distill.models()
+        teachers = cfg.algorithm.distill.models()
         layout = cfg.algorithm.distill.layout(cfg.parallel)
         grid = None if layout == cfg.parallel else grid_of(replace(cfg, parallel=layout), gpus)
-        parts += [PlannedModel(name, shape_at(shape, path), grid=grid) for name, path in models.items()]
+        models += [PlannedModel(name, shape_at(shape, path), grid=grid) for name, path in teachers.items()]
     if stage.rollouts and cfg.reward.model and not cfg.debug.train_only:
-        parts.append(PlannedModel("reward", scorer, "score"))
+        models.append(PlannedModel("reward", scorer, "score"))
     if "critic" in beside:
         shared = cfg.critic.trunk == "policy"
         critic = shape if shared else shape_at(scorer, cfg.critic.init)
         distributed = cfg.critic.optim.distributed or mixed
-        parts.append(PlannedModel("critic", critic, "score", True, distributed=distributed, shared=shared))
-    return tuple(parts)
+        models.append(PlannedModel("critic", critic, "score", True, distributed=distributed, shared=shared))
+    return tuple(models)
 
 
 def _decoding(engine: EngineConfig, shape: ModelConfig) -> dict[str, bool]:
-    """How the steps of an engine of this model run on a GPU, as `Engine` has it."""
+    """Return how decode steps of an engine of this model run on a GPU, as fields of `Engine`."""
     here, captures = engine.can.computes_here, engine.captures_of(shape.moe.num_experts)
     return {"padded": here and not (captures and not shape.latent.kv_rank), "launches": here and not captures}
 
@@ -375,8 +378,9 @@ CHARACTERS = 4  # of a question's own text in a token
 
 
 def _judges(cfg: Config, shape: ModelConfig, rows: PlannedRows, engine: Engine) -> tuple[PlannedJudge, ...]:
-    """Comparisons are asked in both orders; of a ring of n with k each, at most every two of the n once."""
-    found = []
+    """Plan the judges. Comparisons are asked in both orders. A ring of n with k opponents each asks about at most every
+    pair of the n once."""
+    planned = []
     native = replace(cfg.engine, name="native")
     for judge in cfg.reward.judges:
         if judge.endpoint.base_url:
@@ -394,18 +398,18 @@ def _judges(cfg: Config, shape: ModelConfig, rows: PlannedRows, engine: Engine) 
         )
         judges = shape_at(shape, judge.model)
         by = replace(engine, ranks=0, factors=False, **_decoding(native, judges)) if judge.model else engine
-        found.append(PlannedJudge(judges, asked, by, judge.model))
-    return tuple(found)
+        planned.append(PlannedJudge(judges, asked, by, judge.model))
+    return tuple(planned)
 
 
 def _shares(cfg: Config, shape: ModelConfig) -> bool:
-    """Whether rows may share prompts; TransformerEngine's attention computes every row alone."""
+    """Return whether rows may share prompts. TransformerEngine's attention computes every row separately."""
     other = cfg.parallel.context > 1 or cfg.mismatch.replay_routing or shape.kernels == "te"
     return cfg.batch.share_prompts and cfg.batch.packing and not other
 
 
 def known_shape(cfg: Config, who: str) -> ModelConfig:
-    """`shape_at` the config's model.init. Raises ConfigError where it does not say how large the vocabulary is."""
+    """Return `shape_at` of the config's model.init. Raises ConfigError where the size of the vocabulary is unknown."""
     shape, init = shape_at(cfg.model, cfg.model.init), cfg.model.init
     if shape.vocab_size:
         return shape
@@ -419,9 +423,9 @@ def known_shape(cfg: Config, who: str) -> ModelConfig:
 
 
 def shape_at(like: ModelConfig, init: str) -> ModelConfig:
-    """The shape in the folder `init` (or in its `hf`, of a finished run, or `source`, of an import), with what the run
-    of `like` decides; `like` where there is none (yet)."""
+    """Return the shape in the folder `init`, completed by the keys of the run of `like`; `like` where the folder has
+    none (yet). The folder's `hf` (of a finished run) comes first, and `source` (of an import) last."""
     folder = Path(init).expanduser()
-    places = (folder / part for part in ("hf", "", "source"))
-    found = next((place for place in places if init and (place / "config.json").is_file()), None)
-    return like if found is None else for_run(config_from_hf(found), like)
+    candidates = (folder / subfolder for subfolder in ("hf", "", "source"))
+    source = next((path for path in candidates if init and (path / "config.json").is_file()), None)
+    return like if source is None else for_run(config_from_hf(source), like)

@@ -1,4 +1,4 @@
-"""How long responses are: exponential around a mean, or as a file tells."""
+"""Lengths of responses: exponential around a mean, or read from a file."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ KEY = "--lengths"
 
 @dataclass(frozen=True)
 class Lengths:
-    """In tokens, at most `longest`. `told`: (length, how many), ascending; if there are none they are exponential."""
+    """Lengths in tokens, at most `longest`. `counts`: (length, responses), ascending; without any, lengths are
+    exponential."""
 
     mean: float
     longest: int
-    told: tuple[tuple[int, int], ...] = ()
+    counts: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def _decay(self) -> float:
@@ -31,28 +32,29 @@ class Lengths:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """How many have ended, by length."""
-        return list(accumulate(count for _, count in self.told))
+        """Number of responses that have ended, by length."""
+        return list(accumulate(count for _, count in self.counts))
 
     def alive(self, t: float) -> float:
-        """The share of responses that are longer than `t`."""
-        if not self.told:
+        """Return the share of responses that are longer than `t`."""
+        if not self.counts:
             return exp(-t / self._decay)
-        ended = bisect_right(self.told, t, key=lambda each: each[0])
+        ended = bisect_right(self.counts, t, key=lambda each: each[0])
         return 1 - self._ends[ended - 1] / self._ends[-1] if ended else 1.0
 
     def drawn(self) -> Iterator[int]:
-        """Without end, the same ones each time."""
+        """Yield lengths without end, the same ones each time."""
         draw = Random(0)
-        while self.told:
-            yield self.told[bisect_right(self._ends, draw.randrange(self._ends[-1]))][0]
+        while self.counts:
+            yield self.counts[bisect_right(self._ends, draw.randrange(self._ends[-1]))][0]
         while True:
             length = self.longest if isinf(self._decay) else draw.expovariate(1 / self._decay)
             yield max(1, min(self.longest, round(length)))
 
 
 def decay(mean: float, longest: float) -> float:
-    """Of exponential lengths that are cut at `longest` and have this mean. Infinite if all are as long as can be."""
+    """Return the decay of exponential lengths that are cut at `longest` and have this mean. Infinite if all are of the
+    longest length."""
     if mean >= 0.999 * longest:
         return float("inf")
     low, high = 1e-3 * mean, 1e4 * longest
@@ -63,17 +65,18 @@ def decay(mean: float, longest: float) -> float:
 
 
 def read_lengths(path: str) -> tuple[tuple[int, int], ...]:
-    """Of a text file: on each line a length in tokens, perhaps with how many responses have it. Raises ConfigError."""
-    found: Counter[int] = Counter()
+    """Read a text file: on each line a length in tokens, optionally followed by the number of responses. Raises
+    ConfigError."""
+    counts: Counter[int] = Counter()
     try:
         for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
             length, count = map(int, (*line.split(), "1")[:2])
             if length < 1 or count < 1 or len(line.split()) > 2:
                 raise ValueError(f"line {number}: {line!r}")
-            found[length] += count
+            counts[length] += count
     except (OSError, ValueError) as error:
         expected = f"a text file with a length in tokens on each line, perhaps with how many have it ({error})"
         raise ConfigError(KEY, path, expected) from None
-    if not found:
+    if not counts:
         raise ConfigError(KEY, path, "a file with at least one length")
-    return tuple(sorted(found.items()))
+    return tuple(sorted(counts.items()))

@@ -1,5 +1,5 @@
-"""Which key limits a phase: the one whose other value, which fits the memory as well, would make it fastest; where
-there is none, what most of its time goes to."""
+"""The key that limits a phase: the one whose other value makes the phase fastest and still fits the memory. Where there
+is none: the kind of work that takes most of its time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from aligner.plan.memory import plan_memory
 from aligner.plan.sizing import TOKENS, largest_cache, whole_cache
 from aligner.plan.times import Machine, PhaseTime, generate_phase, update_phase
 
-WORTH = 0.95  # of a phase's seconds: what saves less is not told
+WORTH = 0.95  # of a phase's seconds: a change that saves less is not reported
 GRADUAL = 2  # micro-batches and rows are tried so many times as large, or as small
 
-# what most of a phase's time goes to -> the keys that change it
+# where most of a phase's time goes -> the keys that change it
 PARTS = {
     "bubble": "parallel.pipeline",
     "tp communication": "parallel.tensor",
@@ -46,12 +46,12 @@ class Limit:
     then_s: float = 0.0
 
     def __str__(self) -> str:
-        told = f"{self.phase} is limited by {self.key}"
-        return f"{told}: {self.value} takes {self.then_s:.1f} s, not {self.seconds:.1f}" if self.value else told
+        text = f"{self.phase} is limited by {self.key}"
+        return f"{text}: {self.value} takes {self.then_s:.1f} s, not {self.seconds:.1f}" if self.value else text
 
 
 def limits(job: PlanJob, machine: Machine, phases: dict[str, PhaseTime]) -> list[Limit]:
-    found = []
+    limiting = []
     for name, phase in phases.items():
         if phase.seconds <= 0:
             continue
@@ -62,16 +62,18 @@ def limits(job: PlanJob, machine: Machine, phases: dict[str, PhaseTime]) -> list
                 then_s = seconds(changed, machine).seconds
                 if then_s < best.then_s and plan_memory(changed, machine.device, machine.assumed).fits:
                     best = replace(best, key=key, value=value, then_s=then_s)
-        found.append(best if best.key else Limit(name, phase.seconds, _largest(job, name, phase)))
-    return found
+        limiting.append(best if best.key else Limit(name, phase.seconds, _largest(job, name, phase)))
+    return limiting
 
 
 def _largest(job: PlanJob, name: str, phase: PhaseTime) -> str:
-    """What a phase's time goes to, where no other value of a key helps."""
+    """Return the key for where most of a phase's time goes, if no other value of a key helps."""
     if name == "generate" and job.slots()[0] < min(job.engine.max_batch, ceil(job.rows.count / job.replicas)):
         return CACHE
-    part = max(phase.parts, key=phase.parts.__getitem__).removeprefix("judges' ")
-    return "engine.tensor_parallel" if name == "generate" and "communication" in part else PARTS.get(part, part)
+    largest = max(phase.parts, key=phase.parts.__getitem__).removeprefix("judges' ")
+    return (
+        "engine.tensor_parallel" if name == "generate" and "communication" in largest else PARTS.get(largest, largest)
+    )
 
 
 def _generating(job: PlanJob, machine: Machine) -> Iterator[Change]:
@@ -83,14 +85,14 @@ def _generating(job: PlanJob, machine: Machine) -> Iterator[Change]:
     rows = ceil(job.rows.count / job.replicas)
     if job.slots()[0] == engine.max_batch < rows:
         most = min(rows, GRADUAL * engine.max_batch)
-        more = replace(job, engine=replace(engine, max_batch=most))
+        larger = replace(job, engine=replace(engine, max_batch=most))
         if engine.kv_bytes >= whole_cache(job):  # `auto` grows with the rows
-            more = largest_cache(more, machine.device.memory_bytes, machine.device.memory_bytes)
-        yield "engine.max_batch", most, more
+            larger = largest_cache(larger, machine.device.memory_bytes, machine.device.memory_bytes)
+        yield "engine.max_batch", most, larger
 
 
 def _updating(job: PlanJob, machine: Machine) -> Iterator[Change]:
-    """Twice and half as large micro-batches, and so on."""
+    """Yield the job with other sizes of micro-batches: of twice and half as many tokens, and so on."""
     now = job.micro_tokens or job.micro_rows * job.rows.longest
     for tokens in TOKENS:
         if tokens >= job.rows.longest and tokens not in (now, job.micro_tokens):

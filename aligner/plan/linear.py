@@ -1,8 +1,7 @@
 """Parameters, operations and memory of layers of linear attention (`ops/kernels/delta_rule.py`).
 
-Names: H hidden; G heads of keys with dk numbers, V heads of values with dv, W what the first product makes for a head
-of keys, M its mixed channels of K inputs each.
-"""
+Names: H hidden; G heads of keys with dk numbers, V heads of values with dv; W the width of the first product's output
+for a head of keys; M its mixed channels of K inputs each."""
 
 from __future__ import annotations
 
@@ -12,43 +11,44 @@ CHUNK = 64  # tokens, as in `ops/kernels/delta_rule.py`, which imports torch
 
 
 def linear_share(m: ModelConfig) -> float:
-    """Of the layers, those of linear attention."""
+    """Return the share of layers with linear attention."""
     return len(m.layers_of("linear")) / m.num_layers
 
 
 def linear_matrices(m: ModelConfig) -> tuple[int, int]:
-    """Elements of the first product, H G W, and of the last, V dv H."""
+    """Return the elements of the first product, H G W, and of the last, V dv H."""
     linear = m.linear
     return m.hidden_size * linear.key_heads * linear.width, linear.value_heads * linear.value_head_dim * m.hidden_size
 
 
 def linear_alike(m: ModelConfig) -> int:
-    """Elements that every tensor rank holds alike, whose gradients are summed in backward: G M K + dv."""
+    """Return the elements that every tensor rank holds alike, whose gradients are summed in backward: G M K + dv."""
     return m.linear.key_heads * m.linear.mixed_width * m.linear.conv + m.linear.value_head_dim
 
 
 def rule_operations(m: ModelConfig, tokens: float) -> float:
-    """Of the rule alone, by chunks of C tokens, for each head of values: products with the state, 3 of 2 dk dv, and
-    between the tokens of a chunk, 2 C (dk + dv) twice and the triangular system's C (dk + dv)."""
+    """Return the operations of the rule by chunks of C tokens, for each head of values: products with the state, 3 of 2
+    dk dv. Between the tokens of a chunk: 2 C (dk + dv) twice and the triangular system's C (dk + dv)."""
     dk, dv = m.linear.key_head_dim, m.linear.value_head_dim
     return tokens * m.linear.value_heads * (6 * dk * dv + 5 * CHUNK * (dk + dv))
 
 
 def row_bytes(m: ModelConfig) -> int:
-    """That an engine remembers of a row, in float32, however long it is: V dk dv and the last K - 1 inputs."""
+    """Return the bytes that an engine keeps of a row in float32, independent of its length: V dk dv and the last K - 1
+    inputs."""
     linear = m.linear
     state = linear.value_heads * linear.key_head_dim * linear.value_head_dim
     return 4 * len(m.layers_of("linear")) * (state + max(0, linear.conv - 1) * linear.key_heads * linear.mixed_width)
 
 
 def gathered_width(m: ModelConfig) -> int:
-    """Numbers of a token that context-parallel ranks hand one another: its channels and the two of each head."""
+    """Return the numbers of a token that context-parallel ranks exchange: its channels and the two of each head."""
     return m.linear.key_heads * (m.linear.mixed_width + 2 * m.linear.values_per_key)
 
 
 def rule_activations(m: ModelConfig) -> float:
-    """Float32 numbers of a token that autograd keeps between the products (measured on one CPU, seven shapes, within a
-    hundredth): V (5 C + 10 dk + 8 dv + dk dv / C) + 3 G M."""
+    """Return the float32 numbers of a token that autograd keeps between the products (measured on one CPU, seven
+    shapes, within a hundredth): V (5 C + 10 dk + 8 dv + dk dv / C) + 3 G M."""
     linear = m.linear
     dk, dv = linear.key_head_dim, linear.value_head_dim
     each = 5 * CHUNK + 10 * dk + 8 * dv + dk * dv / CHUNK

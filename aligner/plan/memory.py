@@ -1,4 +1,4 @@
-"""Bytes on one GPU by phase, and what to change where they are too many."""
+"""Bytes on one GPU by phase, and the keys to change where they are too many."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ITEMS = {
     "prefill": ("prefill", "engine.tensor_parallel"),
     "sampling": ("logits being sampled", "engine.max_batch"),
     "buckets": ("tensors on their way to the engine", "refit.bucket_bytes"),
-    "sentinel": ("logits that prove a refit", "parallel.tensor, batch.logits_bytes"),
+    "sentinel": ("logits that verify a refit", "parallel.tensor, batch.logits_bytes"),
     "merging": ("a matrix that adapters are merged with", "parallel.tensor, parallel.expert"),
     "forward": ("one layer's forward pass", "batch.logprob_tokens, parallel.tensor, parallel.context"),
 }
@@ -65,7 +65,7 @@ class MemoryPlanError(AlignerError):
 
 @dataclass(frozen=True)
 class Memory:
-    """`phases`: phase -> item -> bytes, of the GPU that needs most in that phase."""
+    """Memory by phase. `phases`: phase -> item -> bytes, of the GPU that needs most in that phase."""
 
     phases: dict[str, dict[str, float]]
     context_bytes: float  # of the driver and libraries, in every phase
@@ -88,22 +88,22 @@ class Memory:
 
 
 def _forward_tokens(job: PlanJob, rows: float) -> float:
-    """Of one pass over so many rows."""
+    """Return the tokens of one pass over so many rows."""
     return min(max(job.logprob_tokens, job.rows.longest), rows * job.rows.longest) / job.grid.context
 
 
 def _models(job: PlanJob, stage: int, reads: tuple[str, ...] = (), trains: bool = False) -> dict[str, float]:
-    """What the models hold in a phase that reads the weights of the parts `reads`, and in one that trains: what
-    memory.offload names is on the device where it is needed alone (run/phases.py)."""
+    """Return the models' bytes by item in a phase that reads the weights of the roles `reads`, and in one that trains.
+    Tensors of `memory.offload` are on the device only where they are needed (run/phases.py)."""
     items = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
-    for part in job.parts:
-        count = trained_parameters(part, job.grid, stage)
-        if part.role in reads or "weights" not in job.offload:
-            items["weights"] += model_bytes(job, part, stage)
-        if part.trained and (trains or "gradients" not in job.offload):
+    for model in job.models:
+        count = trained_parameters(model, job.grid, stage)
+        if model.role in reads or "weights" not in job.offload:
+            items["weights"] += model_bytes(job, model, stage)
+        if model.trained and (trains or "gradients" not in job.offload):
             items["gradients"] += gradient_bytes(count)
-        if part.trained and (trains or "optimizer" not in job.offload):
-            items["optimizer"] += optimizer_bytes(count, job.grid, job.element, part.distributed, part.averaged)
+        if model.trained and (trains or "optimizer" not in job.offload):
+            items["optimizer"] += optimizer_bytes(count, job.grid, job.element, model.distributed, model.averaged)
     if heads := sum(teacher_heads(job)):
         items["heads"] = heads
     if (own := judge_bytes(job)) and ("judge" in reads or "weights" not in job.offload):
@@ -112,49 +112,51 @@ def _models(job: PlanJob, stage: int, reads: tuple[str, ...] = (), trains: bool 
 
 
 def _building(job: PlanJob, stage: int) -> dict[str, float]:
-    """The largest moment while the models are built, one after the other, the reward model first: matrices before they
-    are held in fewer bits, or are the policy's; of trained ones Megatron's buffers of weights and gradients, beside the
-    weights whose place they take; then the engine. Moments of the optimizer come with its first step."""
+    """Return the largest moment while the models are built, one after the other, the reward model first.
+
+    Matrices are whole before they are held in fewer bits or replaced by the policy's. Megatron's buffers of weights and
+    gradients of trained models exist beside the weights that they replace. The engine comes last. Moments of the
+    optimizer come with its first step."""
     weights = gradients = optimizer = engine = 0.0
-    found = []
-    for part in sorted(job.parts, key=lambda part: part.name != "reward"):
-        made = part.trained or not part.shared
-        dense = made * (whole_bytes(job, part, stage) + replaced_bytes(job, part, stage))
-        found.append((weights + dense, gradients, optimizer, engine))
-        weights += model_bytes(job, part, stage)
-        if part.trained:
-            count = trained_parameters(part, job.grid, stage)
+    moments = []
+    for model in sorted(job.models, key=lambda model: model.name != "reward"):
+        made = model.trained or not model.shared
+        dense = made * (whole_bytes(job, model, stage) + replaced_bytes(job, model, stage))
+        moments.append((weights + dense, gradients, optimizer, engine))
+        weights += model_bytes(job, model, stage)
+        if model.trained:
+            count = trained_parameters(model, job.grid, stage)
             for own in (replace(count, experts=0), Count(experts=count.experts)):  # buffers, one after the other
                 gradients += gradient_bytes(own)
-                beside = part.distributed * weight_bytes(own, job.element)
-                found.append((weights + beside, gradients, optimizer, engine))
-            optimizer += 4 * optimizer_share(count, job.grid, part.distributed) * (job.element < 4)
-    for head in teacher_heads(job):  # the teacher's shard, the student's parts of it, and these together
-        found.append((weights + 3 * head, gradients, optimizer, engine))
+                beside = model.distributed * weight_bytes(own, job.element)
+                moments.append((weights + beside, gradients, optimizer, engine))
+            optimizer += 4 * optimizer_share(count, job.grid, model.distributed) * (job.element < 4)
+    for head in teacher_heads(job):  # the teacher's shard, the student's shares of it, and these together
+        moments.append((weights + 3 * head, gradients, optimizer, engine))
         weights += head
     if job.engine is not None and not job.engine.ranks:
         engine = engine_items(job)[0]["engine weights"]
-    found.append((weights, gradients, optimizer, engine))
-    return dict(zip(("weights", "gradients", "optimizer", "engine weights"), max(found, key=sum), strict=True))
+    moments.append((weights, gradients, optimizer, engine))
+    return dict(zip(("weights", "gradients", "optimizer", "engine weights"), max(moments, key=sum), strict=True))
 
 
 def plan_memory(job: PlanJob, device: Device, assumed: Assumptions) -> Memory:
-    """Each phase on the pipeline stage, or the rank that only generates, that needs most in it."""
+    """Return each phase on the pipeline stage, or the rank that only generates, that needs most in it."""
     return most_of(training(job) + generating(job), device, assumed)
 
 
 def training(job: PlanJob) -> list[Phases]:
-    """Of a rank of each pipeline stage."""
+    """Return the phases of a rank of each pipeline stage."""
     return [stage_phases(job, stage) for stage in range(job.grid.pipeline)]
 
 
 def generating(job: PlanJob) -> list[Phases]:
-    """Of a rank that only generates, where there are such."""
+    """Return the phases of a rank that only generates, if there are such ranks."""
     return [engine_phases(job)] if job.engine is not None and job.engine.ranks else []
 
 
 def most_of(ranks: list[Phases], device: Device, assumed: Assumptions) -> Memory:
-    """Each phase on that rank which needs most in it."""
+    """Return each phase of the rank that needs most in it."""
     phases: Phases = {}
     for one in ranks:
         for phase, items in one.items():
@@ -164,84 +166,88 @@ def most_of(ranks: list[Phases], device: Device, assumed: Assumptions) -> Memory
 
 
 def engine_phases(job: PlanJob) -> dict[str, dict[str, float]]:
-    """Of a rank that only generates."""
+    """Return the phases of a rank that only generates."""
     kept, needed = engine_items(job)
-    found = {"build": {"engine weights": kept["engine weights"]}, "generate": kept | needed}
-    moved = max({"buckets": refit_buffers(job, None)}, _proof(job, False, True), key=lambda items: sum(items.values()))
-    found["refit"] = _stays(job, kept) | moved
+    phases = {"build": {"engine weights": kept["engine weights"]}, "generate": kept | needed}
+    moved = max(
+        {"buckets": refit_buffers(job, None)}, _verification(job, False, True), key=lambda items: sum(items.values())
+    )
+    phases["refit"] = _stays(job, kept) | moved
     asked = [kept | needed for kept, needed in (engine_items(job.asked_by(j)) for j in job.judges if not j.model)]
     if asked:
-        found["score"] = max(asked, key=lambda items: sum(items.values()))
-    return found
+        phases["score"] = max(asked, key=lambda items: sum(items.values()))
+    return phases
 
 
 def _stays(job: PlanJob, kept: dict[str, float]) -> dict[str, float]:
-    """Of what an engine keeps, while others work."""
+    """Return the engine's items that it keeps while others work."""
     return {name: size for name, size in kept.items() if name != "kv cache" or not job.sleeps}
 
 
 def stage_phases(job: PlanJob, stage: int) -> dict[str, dict[str, float]]:
-    """Of a rank that trains."""
+    """Return the phases of a rank that trains."""
     last, stays = stage == job.grid.pipeline - 1, {}
-    every = (*(part.role for part in job.parts), "judge")
-    found = {"build": _building(job, stage), "load": _models(job, stage, every, trains=True)}  # before offload begins
+    every = (*(model.role for model in job.models), "judge")
+    phases = {"build": _building(job, stage), "load": _models(job, stage, every, trains=True)}  # before offload begins
     if job.engine is not None:
         if not job.engine.ranks:
             kept, needed = engine_items(job)
-            found["load"]["engine weights"] = kept["engine weights"]
-            found["generate"] = _models(job, stage) | kept | needed
+            phases["load"]["engine weights"] = kept["engine weights"]
+            phases["generate"] = _models(job, stage) | kept | needed
             stays = _stays(job, kept) if job.engine.resident else {}
         moved = {"buckets": refit_buffers(job, stage)}
         if merging := merging_bytes(job.policy, job.grid, stage, job.element):
             moved["merging"] = merging
-        moved = max(moved, _proof(job, last, not job.engine.ranks), key=lambda items: sum(items.values()))
-        found["refit"] = _models(job, stage, ("policy",)) | stays | moved
+        moved = max(moved, _verification(job, last, not job.engine.ranks), key=lambda items: sum(items.values()))
+        phases["refit"] = _models(job, stage, ("policy",)) | stays | moved
     scores = [_asked(job, stage, judge, stays) for judge in job.judges if not judge.engine.ranks]
-    if models := [part for part in job.parts if part.name == "reward"]:
+    if models := [model for model in job.models if model.name == "reward"]:
         scores.append(_read(job, stage, models, ("reward",), job.rows.count / job.grid.data) | stays)
     if scores:
-        found["score"] = max(scores, key=lambda items: sum(items.values()))
+        phases["score"] = max(scores, key=lambda items: sum(items.values()))
     if job.asked:
         asked = job.learned if STAGES[job.stage].pairs else job.rows.count
         there = ("policy", "critic", "reference", "teacher", "teachers")
-        found["logprobs"] = _read(job, stage, job.asked, there, asked / job.grid.data) | stays
-    trained = [part for part in job.parts if part.trained]
+        phases["logprobs"] = _read(job, stage, job.asked, there, asked / job.grid.data) | stays
+    trained = [model for model in job.models if model.trained]
     if trained:
         _, tokens = job.micro_batches(worst=True)
         rows = job.learned / job.grid.data
         most = most_read(job, tokens / job.grid.context, rows if job.micro_tokens else min(rows, job.micro_rows))
         base, updates = _models(job, stage, ("policy", "critic"), trains=True) | stays, []
-        for part in trained:
-            learned = max(most, job.ptx_micro_batches(worst=True)[1] / job.grid.context) if part is job.policy else most
-            kept = base | {"activations": activation_bytes(job, part, stage)}
+        for model in trained:
+            learned = (
+                max(most, job.ptx_micro_batches(worst=True)[1] / job.grid.context) if model is job.policy else most
+            )
+            kept = base | {"activations": activation_bytes(job, model, stage)}
             if last:
-                updates.append(kept | {"logits": head_bytes(job, part, learned)})
-            updates.append(kept | {"backward": backward_bytes(job, part, stage)})
+                updates.append(kept | {"logits": head_bytes(job, model, learned)})
+            updates.append(kept | {"backward": backward_bytes(job, model, stage)})
             if stage == 0:
-                updates.append(base | {"embedding": embedding_bytes(job, part)})
+                updates.append(base | {"embedding": embedding_bytes(job, model)})
         # Adam is fused and needs nothing beside, clipping one tensor at a time
-        found["update"] = max(updates, key=lambda items: sum(items.values()))
-        found["save"] = base  # from where it lies to host memory (plan/host.py), without a copy on the device
-    return found
+        phases["update"] = max(updates, key=lambda items: sum(items.values()))
+        phases["save"] = base  # from where it lies to host memory (plan/host.py), without a copy on the device
+    return phases
 
 
 def _read(
-    job: PlanJob, stage: int, parts: Sequence[PlannedModel], there: tuple[str, ...], rows: float
+    job: PlanJob, stage: int, models: Sequence[PlannedModel], there: tuple[str, ...], rows: float
 ) -> dict[str, float]:
-    """While these models read a rank's rows, without gradient, with the weights of `there`: one layer's pass or, if
-    that is more, logits and the last hidden states that they are made of."""
+    """Return the bytes while these models read a rank's rows without gradient, with the weights of `there`. They are
+    one layer's pass or, if that is more, logits and the last hidden states that they are made of."""
     tokens = _forward_tokens(job, rows)
     made = stage == job.grid.pipeline - 1 and not job.compares  # else the update makes logits of kept hidden states
-    logits = max(logits_bytes(job, part, most_read(job, tokens, rows)) for part in parts) if made else 0.0
+    logits = max(logits_bytes(job, model, most_read(job, tokens, rows)) for model in models) if made else 0.0
     logits += job.element * tokens * job.policy.shape.hidden_size
-    forward = max(forward_bytes(job, part, tokens) for part in parts)
+    forward = max(forward_bytes(job, model, tokens) for model in models)
     work = {"forward": forward} if forward > logits else {"logits": logits}
     return _models(job, stage, there) | work
 
 
-def _proof(job: PlanJob, trainer: bool, engine: bool) -> dict[str, float]:
-    """Of a refit: logits of its rows, by the trainer's last stage and by the engine (float32, and what is made of it),
-    one after the other."""
+def _verification(job: PlanJob, trainer: bool, engine: bool) -> dict[str, float]:
+    """Return the logits that verify a refit: of its rows, by the trainer's last stage and by the engine, one after the
+    other. They are float32, with their temporaries."""
     m = job.policy.shape
     assert job.engine is not None
     decoded = min(SENTINEL_DECODED, job.rows.response_longest) * job.engine.reserved
@@ -252,7 +258,7 @@ def _proof(job: PlanJob, trainer: bool, engine: bool) -> dict[str, float]:
 
 
 def _asked(job: PlanJob, stage: int, judge: PlannedJudge, stays: dict[str, float]) -> dict[str, float]:
-    """While a judge replies. The run's engine sleeps, if it does, where no judge asks it."""
+    """Return the bytes while a judge replies. The run's engine sleeps, if it does, where no judge asks it."""
     kept, needed = engine_items(job.asked_by(judge))
     cache = kept["kv cache"]
     apart = job.engine is not None and job.engine.ranks
@@ -262,7 +268,7 @@ def _asked(job: PlanJob, stage: int, judge: PlannedJudge, stays: dict[str, float
 
 
 def _keys(job: PlanJob, phase: str, item: str) -> str:
-    """What makes an item smaller in a phase, first what is not yet so."""
+    """Return the keys that make an item smaller in a phase, those not yet set first."""
     first = []
     if item == "activations" and not job.recompute:
         first.append("model.recompute=full")
@@ -275,13 +281,13 @@ def _keys(job: PlanJob, phase: str, item: str) -> str:
         first.append(f"memory.offload=[{item}]")
     if item == "kv cache" and phase != "generate":
         first.append("memory.sleep=auto")
-    if item == "optimizer" and not all(part.distributed for part in job.parts):
+    if item == "optimizer" and not all(model.distributed for model in job.models):
         first.append("optim.distributed=true")
     return ", ".join([*first, ITEMS[item][1]])
 
 
 def refuse(job: PlanJob, device: Device, memory: Memory) -> None:
-    """MemoryPlanError unless the job fits."""
+    """Raise MemoryPlanError unless the job fits."""
     if memory.fits:
         return
     phase = memory.peak

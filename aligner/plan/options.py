@@ -1,4 +1,4 @@
-"""The options of `aligner plan`, apart from its code: `--help` must not wait for Hydra and YAML."""
+"""Options of `aligner plan`, separate from its code, so that `--help` does not wait for Hydra and YAML."""
 
 from __future__ import annotations
 

@@ -32,12 +32,13 @@ class Prediction:
 
     @property
     def host(self) -> dict[str, float]:
-        """Of one GPU's rank: item -> bytes."""
+        """Host memory of one GPU's rank: item -> bytes."""
         return host_items(self.job)
 
     @property
     def step_s(self) -> float:
-        """With a lag the refit, and the longer of what engines and trainer then do at once."""
+        """Seconds of a step. With a lag: the refit, and the longer of the engines' and the trainer's work at the same
+        time."""
         if not self.lag:
             return sum(phase.seconds for phase in self.phases.values())
         return self.phases["refit"].seconds + max(self._sides)
@@ -48,12 +49,12 @@ class Prediction:
 
     @property
     def ranks(self) -> int:
-        """That only generate."""
+        """Number of ranks that only generate."""
         return self.job.engine.ranks if self.job.engine else 0
 
     @property
     def _sides(self) -> tuple[float, float]:
-        """Seconds of the engines, and of the trainer, beside the refit."""
+        """Seconds of the engines and of the trainer, without the refit."""
         rest = (phase.seconds for name, phase in self.phases.items() if name not in ("refit", "generate"))
         return self.phases["generate"].seconds, sum(rest)
 
@@ -65,33 +66,33 @@ class Prediction:
 
     @cached_property
     def windows(self) -> tuple[float, Windows] | None:
-        """With a lag: seconds of a step of training, and what windows do; None where they add nothing."""
-        found = window_of(self.job, self.machine, self.phases)
-        return found and (found[0] * found[1].step + self.phases["refit"].seconds, found[1])
+        """Seconds of a step of training with a lag, and the effects of windows; None where windows add nothing."""
+        clocked = window_of(self.job, self.machine, self.phases)
+        return clocked and (clocked[0] * clocked[1].step + self.phases["refit"].seconds, clocked[1])
 
     @property
     def overlapped(self) -> tuple[float, int, float, float]:
-        """With a lag: seconds of a step, its `engine.window`, and the shares in which engines and trainer work. Windows
+        """Seconds of a step with a lag, its `engine.window`, and the shares in which engines and trainer work. Windows
         that the config does not have count where they are faster."""
         assert self.job.engine is not None
         if self.windows and (self.job.engine.window or self.windows[0] < self.step_s):
-            step_s, found = self.windows
-            return step_s, found.window, found.engines, found.trainer
+            step_s, windows = self.windows
+            return step_s, windows.window, windows.engines, windows.trainer
         return self.step_s, 0, *self.at_work
 
     @cached_property
     def limits(self) -> list[Limit]:
-        """Of each phase, the key that limits it."""
+        """Key that limits each phase."""
         return limits(self.job, self.machine, self.phases)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Key -> what it is here, given or found for `auto`."""
+        """Key -> its value here, set or chosen for `auto`."""
         job = self.job
         by_tokens = {"batch.micro_batch_tokens": job.micro_tokens}
-        found = by_tokens if job.micro_tokens else {"batch.micro_batch_samples": job.micro_rows // job.unit}
-        found |= {"batch.logprob_tokens": job.logprob_tokens} if job.asked else {}
-        return found | ({"engine.kv_cache_bytes": int(job.engine.kv_bytes)} if job.engine else {})
+        sizes = by_tokens if job.micro_tokens else {"batch.micro_batch_samples": job.micro_rows // job.unit}
+        sizes |= {"batch.logprob_tokens": job.logprob_tokens} if job.asked else {}
+        return sizes | ({"engine.kv_cache_bytes": int(job.engine.kv_bytes)} if job.engine else {})
 
     @property
     def tokens_per_gpu_s(self) -> float:
@@ -108,7 +109,7 @@ class Prediction:
             "device": self.device.name,
             "gpus": self.job.gpus,
             "layout": vars(self.job.grid) | {"recompute": self.job.recompute},
-            "parameters": {part.name: parameters(part.shape, part.head, part.outputs) for part in self.job.parts},
+            "parameters": {model.name: parameters(model.shape, model.head, model.outputs) for model in self.job.models},
             "tokens": {"prompt_mean": rows.prompt_mean, "response_mean": rows.response_mean, "step": rows.tokens},
             "fits": memory.fits,
             "limit_bytes": memory.limit_bytes,
@@ -130,12 +131,14 @@ class Prediction:
         } | ({"lag": self.lag_data()} if self.lag else {})
 
     def lag_data(self) -> dict[str, Any]:
-        found = {"ranks": self.ranks, "step_s": self.step_s, "engines": self.at_work[0], "trainer": self.at_work[1]}
-        return found | {"windows": {"step_s": self.windows[0]} | asdict(self.windows[1]) if self.windows else None}
+        fields = {"ranks": self.ranks, "step_s": self.step_s, "engines": self.at_work[0], "trainer": self.at_work[1]}
+        return fields | {"windows": {"step_s": self.windows[0]} | asdict(self.windows[1]) if self.windows else None}
 
     def text(self) -> str:
         job, rows, memory = self.job, self.job.rows, self.memory
-        names = ", ".join(f"{p.name} {parameters(p.shape, p.head, p.outputs) / 1e9:.3g}B" for p in job.parts)
+        names = ", ".join(
+            f"{model.name} {parameters(model.shape, model.head, model.outputs) / 1e9:.3g}B" for model in job.models
+        )
         count, tokens = job.micro_batches()
         nodes = nodes_told(job.grid.gpus, self.ranks, job.gpus_per_node)
         apart = f", {self.ranks} that only generate{nodes and f' ({nodes})'}" if self.ranks else ""
@@ -146,7 +149,7 @@ class Prediction:
             f"{rows.count} rows a step, prompts {rows.prompt_mean:g} + responses {rows.response_mean:g} tokens on "
             f"average (at most {rows.prompt_longest} + {rows.response_longest})",
             f"{job.minibatches * job.epochs} optimizer steps of {count} micro-batches, {tokens:.0f} tokens each"
-            if any(part.trained for part in job.parts)
+            if any(model.trained for model in job.models)
             else "no optimizer steps",
             "",
             f"{'phase':<10}{'seconds':>9}{'GiB':>8}   of it",
@@ -156,8 +159,8 @@ class Prediction:
             seconds = f"{phase.seconds:9.2f}" if phase else f"{'':9}"
             size = f"{memory.total(name) / GIB:8.1f}" if items else f"{'':8}"
             largest = sorted((items or {}).items(), key=lambda item: -item[1])
-            parts = sorted((phase.parts if phase else {}).items(), key=lambda part: -part[1])
-            words = [f"{part} {s:.2f} s" for part, s in parts if phase and s > 0.02 * phase.seconds]
+            parts = sorted((phase.parts if phase else {}).items(), key=lambda kind: -kind[1])
+            words = [f"{kind} {s:.2f} s" for kind, s in parts if phase and s > 0.02 * phase.seconds]
             words += [f"{item} {b / GIB:.1f}" for item, b in largest if b > 0.02 * memory.total(name)]
             lines.append(f"{name:<10}{seconds}{size}   {', '.join(words)}")
         lines += [
@@ -179,11 +182,12 @@ class Prediction:
         if self.windows is None:
             waits = "; windows would add nothing, for the engines wait for the trainer"
             return [whole + waits * (self.at_work[0] < 1)]
-        step_s, found = self.windows
+        step_s, windows = self.windows
         return [
             whole,
-            f"engine.window={found.window}: step about {step_s:.1f} s, {shares_text(found.engines, found.trainer)}; "
-            f"tokens {found.mean:.1f} steps old, a sample's first {found.oldest:.1f}",
+            f"engine.window={windows.window}: step about {step_s:.1f} s, "
+            f"{shares_text(windows.engines, windows.trainer)}; "
+            f"tokens {windows.mean:.1f} steps old, a sample's first {windows.oldest:.1f}",
         ]
 
     def _slots_text(self) -> str:
@@ -225,8 +229,11 @@ def predict(job: PlanJob, device: Device, assumed: Assumptions = Assumptions()) 
 
 
 def check(cfg: Config, gpus: int, gpus_per_node: int, kinds: dict[str, str]) -> None:
-    """ConfigError for what no GPU computes, MemoryPlanError if the config cannot fit so many. `kinds`: the device by
-    the key that names it, of all of them, or first of those that train, then of those that only generate."""
+    """Check that GPUs can compute the config and that it fits. Raises ConfigError, or MemoryPlanError if it does not
+    fit.
+
+    `kinds`: the device by the key that names it, of all GPUs, or first of those that train, then of those that only
+    generate."""
     devices = [find_device(name, key) for key, name in kinds.items()]
     room = Room(devices[0].memory_bytes, devices[-1].memory_bytes, cuda=True)
     job = job_of(sized(cfg, gpus, room), gpus, gpus_per_node=gpus_per_node)

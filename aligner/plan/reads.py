@@ -1,7 +1,6 @@
-"""What the trainer leaves out because nobody reads it, in numbers: logits that no loss asks for, and in the last layer
-all but queries, keys and values for the tokens of a row before the first and after the last one that is read
-(`ops/packing/needed.py`).
-"""
+"""Tokens whose outputs nobody reads, in numbers: the trainer makes no logits that no loss asks for. In the last layer
+it computes only queries, keys and values for the tokens of a row before the first and after the last token that is read
+(`ops/packing/needed.py`)."""
 
 from __future__ import annotations
 
@@ -15,27 +14,28 @@ LAST_LAYER_MASK, WORTH = 1 << 26, 0.9  # as in `ops/packing/needed.py`, which im
 
 @dataclass(frozen=True)
 class Reads:
-    """Of the tokens of a micro-batch, over context-parallel ranks."""
+    """Tokens of a micro-batch whose outputs are read, over context-parallel ranks."""
 
     pairs: float  # whose output is read, and logits made
     kept: float  # that the last layer computes whole
     context: float  # tokens that one of the kept sees on average
 
 
-def reads(job: PlanJob, part: PlannedModel, tokens: float) -> Reads:
-    """Of each row a reward model reads the last token, every other model the token before each one of the response.
-    TransformerEngine's attention computes every token: counted so where `model.kernels` asks for it."""
+def reads(job: PlanJob, model: PlannedModel, tokens: float) -> Reads:
+    """Count the tokens that are read. A reward model reads the last token of each row, every other model the token
+    before each one of the response. TransformerEngine's attention computes every token: counted so where
+    `model.kernels` asks for it."""
     rows, grid = job.rows, job.grid
-    last = part.name == "reward" or STAGES[job.stage].scores
+    last = model.name == "reward" or STAGES[job.stage].scores
     each = 1.0 if last else rows.response_mean
     pairs = tokens * each / (rows.mean if job.packing else rows.longest)
-    elsewhere = grid.context > 1 or grid.sequence or part.shape.moe.num_experts or part.shape.kernels == "te"
-    too_large = not part.shape.varlen_attention and pairs * rows.mean > LAST_LAYER_MASK
+    elsewhere = grid.context > 1 or grid.sequence or model.shape.moe.num_experts or model.shape.kernels == "te"
+    too_large = not model.shape.varlen_attention and pairs * rows.mean > LAST_LAYER_MASK
     if elsewhere or pairs > WORTH * tokens or too_large:
         return Reads(pairs, tokens, rows.context)
     return Reads(pairs, pairs, rows.read_seen or (rows.mean if last else rows.prompt_mean + each / 2))
 
 
 def most_read(job: PlanJob, tokens: float, rows: float) -> float:
-    """Among `tokens` of `rows` rows, of whatever lengths."""
+    """Return the largest number of read tokens among `tokens` of `rows` rows of any lengths."""
     return min(tokens, rows * job.rows.response_longest)

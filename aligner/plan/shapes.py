@@ -2,8 +2,7 @@
 
 Names: H hidden, A = heads x head_dim, K = kv_heads x head_dim, F FFN, V vocabulary, L layers; E experts of which a
 token takes k, with F_e each. A multiply-add is two operations. Where some layers have experts and some one dense MLP,
-what is said of "a layer" is their mean.
-"""
+numbers of "a layer" are their mean."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from aligner.plan.linear import linear_alike, linear_matrices, linear_share, rul
 
 @dataclass(frozen=True)
 class Grid:
-    """How ranks share models. `data` x `context` x `tensor` x `pipeline` = GPUs."""
+    """Numbers of ranks that share models, by axis. `data` x `context` x `tensor` x `pipeline` = GPUs."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -35,7 +34,7 @@ class Grid:
 
     @property
     def replicas(self) -> int:
-        """Ranks with the same dense parameters."""
+        """Number of ranks with the same dense parameters."""
         return self.data * self.context
 
     def __str__(self) -> str:
@@ -66,31 +65,31 @@ class Count:
 
 
 def attention_widths(m: ModelConfig) -> tuple[int, int, int, int]:
-    """Numbers of a token's queries, keys, values and of what attention makes of them, over all heads."""
+    """Return the numbers of a token's queries, keys, values and attention output, over all heads."""
     a, k = m.num_heads * m.kv_channels, m.num_kv_heads * m.kv_channels
     return a, k, m.num_kv_heads * m.value_channels, m.num_heads * m.value_channels
 
 
 def sparse_share(m: ModelConfig) -> float:
-    """Of the layers, those with experts."""
+    """Return the share of layers with experts."""
     return len(m.layers_of("sparse")) / m.num_layers
 
 
 def stage_layers(m: ModelConfig, grid: Grid, stage: int) -> list[bool]:
-    """Whether each layer of a pipeline stage has experts."""
+    """Return for each layer of a pipeline stage whether it has experts."""
     count = m.num_layers // grid.pipeline
     return ["sparse" in m.layer_kinds(layer) for layer in range(stage * count, (stage + 1) * count)]
 
 
 def stage_linear(m: ModelConfig, grid: Grid, stage: int) -> list[bool]:
-    """Whether each layer of a pipeline stage is of linear attention."""
+    """Return for each layer of a pipeline stage whether it has linear attention."""
     count = m.num_layers // grid.pipeline
     return [m.linear.is_linear(layer) for layer in range(stage * count, (stage + 1) * count)]
 
 
 def attention_matrices(m: ModelConfig) -> int:
-    """Elements that tensor ranks share: H(A + 2K) + AH, and HA of gates where a family has them; of latent attention
-    what makes queries, keys and values of its vectors, and the output."""
+    """Count the elements that tensor ranks share: H(A + 2K) + AH, and HA of gates where a family has them. Latent
+    attention: the matrices that make queries, keys and values of its vectors, and the output's."""
     (a, k, v, out), latent = attention_widths(m), m.latent
     if not latent.kv_rank:
         return m.hidden_size * (a + k + v + out + a * m.traits.gated_attention)
@@ -99,34 +98,37 @@ def attention_matrices(m: ModelConfig) -> int:
 
 
 def latent_widths(m: ModelConfig) -> list[int]:
-    """Of latent attention: numbers of a token's vectors of queries, of keys and values, and of the rotated key."""
+    """Return the numbers of a token's vectors in latent attention: of queries, of keys and values, and of the rotated
+    key."""
     latent = m.latent
     return [latent.query_rank, latent.kv_rank, latent.rotary_dim] if latent.kv_rank else []
 
 
 def latent_matrices(m: ModelConfig) -> int:
-    """Elements of what makes those: every tensor rank has them whole."""
+    """Count the elements of the matrices that make those vectors: every tensor rank has them whole."""
     return m.hidden_size * sum(latent_widths(m))
 
 
 def kept_widths(m: ModelConfig) -> tuple[int, int]:
-    """Numbers that an engine keeps of a position and layer: of its tensor ranks together, and on each of them."""
+    """Return the numbers that an engine keeps of a position and layer: (on its tensor ranks together, on each of
+    them)."""
     _, k, v, _ = attention_widths(m)
     return (0, m.latent.kv_rank + m.latent.rotary_dim) if m.latent.kv_rank else (k + v, 0)
 
 
 def mlp_matrices(m: ModelConfig, sparse: bool) -> int:
-    """Elements that every token of a layer meets: 3HF of a dense MLP; the router's HE, beside `shared_matrices`."""
+    """Count the elements that every token of a layer meets, without `shared_matrices`: 3HF of a dense MLP, or the
+    router's HE."""
     return m.hidden_size * (m.moe.num_experts if sparse else 3 * m.ffn_hidden_size)
 
 
 def shared_matrices(m: ModelConfig) -> int:
-    """Elements of the MLP for every token beside the experts, without its gate."""
+    """Count the elements of the MLP for every token beside the experts, without its gate."""
     return 3 * m.hidden_size * m.moe.shared_ffn_hidden_size
 
 
 def mlp_width(m: ModelConfig, sparse: bool) -> int:
-    """Of what a token has between the matrices of an MLP."""
+    """Return the numbers that a token has between the matrices of an MLP."""
     return m.moe.top_k * m.expert_ffn + m.moe.shared_ffn_hidden_size if sparse else m.ffn_hidden_size
 
 
@@ -140,9 +142,9 @@ def _mean_mlp(m: ModelConfig) -> float:
 
 
 def layer_norms(m: ModelConfig, linear: bool = False) -> int:
-    """Elements of a layer (`linear`: of linear attention) that every tensor rank holds alike and sequence parallelism
-    computes on shares of the tokens: norms, the biases that are added like them, what makes the vectors of latent
-    attention, and the gate of the MLP for every token."""
+    """Count the elements of a layer (`linear`: of linear attention) that every tensor rank holds alike and that
+    sequence parallelism computes on shares of the tokens. They are norms, biases that are added like them, the matrices
+    that make the vectors of latent attention, and the gate of the MLP for every token."""
     biases, traits = m.output_bias + m.mlp_bias, m.traits  # of projections into the residual stream
     biases += traits.shared_gate
     each_head = m.qk_norm and not traits.wide_qk_norm and not linear
@@ -151,8 +153,8 @@ def layer_norms(m: ModelConfig, linear: bool = False) -> int:
 
 
 def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", outputs: int = 1) -> Count:
-    """Of one rank on pipeline stage `stage`, by the family's rows; the vocabulary, padded to a multiple of tp, on the
-    first stage and again on the last (once where tied and pp = 1)."""
+    """Count the parameters of one rank on pipeline stage `stage`, by the family's rows. The vocabulary, padded to a
+    multiple of tp, is on the first stage and again on the last (once where tied and pp = 1)."""
     count, total = m.num_layers // grid.pipeline, Counter[str]()
     last = stage == grid.pipeline - 1
     for kinds, layers in Counter(map(m.layer_kinds, range(stage * count, (stage + 1) * count))).items():
@@ -166,7 +168,7 @@ def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", ou
 
 
 def _holders(spec: ParamSpec) -> str:
-    """The field of `Count`."""
+    """Return the field of `Count` for the row."""
     if spec.experts:
         return "experts"
     return "score" if spec.hf == SCORE_HEAD.hf else "fixed" if spec.float32 else "dense"
@@ -180,10 +182,12 @@ def _rank_elements(spec: ParamSpec, grid: Grid) -> int:
 
 
 def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float | None = None) -> float:
-    """Of one layer's forward pass over `tokens` that see `context` tokens each on average (causal: half the row):
-    2 x matrix elements, and 4 A x context for scores and their sum over values. Without experts' own: see below.
-    `kept`: of the other tokens queries, keys and values alone are made, 2 H (A + 2K); `context` is of the kept ones.
-    Layers of linear attention count by their share of all."""
+    """Count the operations of one layer's forward pass over `tokens` that see `context` tokens each on average (causal:
+    half the row), without experts' own (`expert_operations`).
+
+    They are 2 x matrix elements, and 4 A x context for scores and their sum over values. `kept`: only queries, keys and
+    values are made of the other tokens, 2 H (A + 2K); `context` is that of the kept ones. Layers of linear attention
+    count by their share of all."""
     a, _, _, out = attention_widths(m)
     kept, linear = tokens if kept is None else kept, linear_share(m)
     mixed = attention_matrices(m) - m.hidden_size * out + latent_matrices(m)
@@ -194,34 +198,38 @@ def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float 
 
 
 def expert_operations(m: ModelConfig, tokens: float) -> float:
-    """Of one layer's experts: 6 k H F_e a token."""
+    """Count the operations of one layer's experts: 6 k H F_e a token."""
     return 6.0 * tokens * sparse_share(m) * m.moe.top_k * m.hidden_size * m.expert_ffn
 
 
 def head_operations(m: ModelConfig, tokens: float, head: str = "lm", outputs: int = 1, tensor: int = 1) -> float:
-    """On one tensor rank: its part of the padded vocabulary, or a scalar head, which is whole on each."""
+    """Count the operations on one tensor rank: its share of the padded vocabulary, or a scalar head, which is whole on
+    each."""
     return 2.0 * tokens * m.hidden_size * (-(-m.vocab_size // tensor) if head == "lm" else outputs)
 
 
 def active_parameters(m: ModelConfig) -> int:
-    """That a token is multiplied with: the N of 6 N operations a trained token; the embedding is a look-up."""
+    """Count the parameters that a token is multiplied with: the N of 6 N operations a trained token. The embedding is a
+    look-up."""
     layer = layer_operations(m, 1, 0) + expert_operations(m, 1)
     return round((m.num_layers * layer + head_operations(m, 1)) / 2)
 
 
 def routing_bytes(m: ModelConfig) -> int:
-    """Of a token: the numbers of its experts in all layers (`ops/packing/routing.py`)."""
+    """Return the bytes of a token's expert numbers in all layers (`ops/packing/routing.py`)."""
     return len(m.layers_of("sparse")) * m.moe.top_k * (1 if m.moe.num_experts <= 256 else 2)
 
 
 def kv_bytes(m: ModelConfig, element: int, tensor: int = 1) -> float:
-    """Keys and values of one position, or what latent attention makes them of, on one of an engine's `tensor` ranks."""
+    """Return the bytes of keys and values of one position, or of the vectors latent attention keeps, on one of an
+    engine's `tensor` ranks."""
     shared, whole = kept_widths(m)
     return len(m.layers_of("attention")) * (shared / tensor + whole) * element
 
 
 def decode_weight_bytes(m: ModelConfig, rows: float, element: int) -> float:
-    """Read by one decode step over `rows` rows. Of E experts, rows that choose evenly touch E (1 - (1 - k/E)^rows)."""
+    """Return the bytes read by one decode step over `rows` rows. Of E experts, rows that choose evenly touch E (1 - (1
+    - k/E)^rows)."""
     moe, h = m.moe, m.hidden_size
     linear = linear_share(m)
     layer = (1 - linear) * (attention_matrices(m) + layer_norms(m)) + _mean_mlp(m)

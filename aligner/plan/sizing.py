@@ -1,9 +1,8 @@
-"""What `auto` means in sizes that change no numbers but how fast they come: the engine's cache, micro-batches, and
-passes without gradient. The same on equal machines, since it reads how much memory there is, not what is free just now.
+"""Sizes that `auto` stands for. They change no numbers, only speed: the engine's cache, micro-batches, and passes
+without gradient. They are the same on equal machines, as they depend on total memory, not on free memory.
 
-On a GPU: the largest that every phase has room for by `plan_memory`. On a CPU, whose memory is for others too: what was
-found to be fast enough (docs/memory.md), less on a small machine.
-"""
+On a GPU: the largest for which every phase has room by `plan_memory`. On a CPU, whose memory others use too: sizes that
+were fast enough (docs/memory.md), less on a small machine."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ from aligner.plan.job import PlanJob, job_of, shape_at
 from aligner.plan.memory import Phases, generating, training
 
 KEYS = ("engine.kv_cache_bytes", "batch.micro_batch_samples", "batch.micro_batch_tokens", "batch.logprob_tokens")
-TOKENS = tuple(1 << n for n in range(15, 7, -1))  # of a micro-batch, the most first: products gain nothing beyond
-CPU_TOKENS, CPU_SHARE = 16384, 8  # on a CPU; of a rank's memory a cache, and activations, get one part in so many
+TOKENS = tuple(1 << n for n in range(15, 7, -1))  # of a micro-batch, the most first: products gain nothing above
+CPU_TOKENS, CPU_SHARE = 16384, 8  # on a CPU; a cache, and activations, each get one in so many of a rank's bytes
 VOCABULARY = 1 << 17  # where only the tokenizer knows how large it is
 MICRO_BATCHES = 4  # at least so many for each stage of a pipeline, which else waits for itself
 UNIT = 64 << 20  # a cache is a multiple of it
@@ -46,7 +45,7 @@ class Room:
 
 
 def sized(cfg: Config, ranks: int, room: Room, engine_tensor: int = 0) -> Config:
-    """The config with numbers in place of `auto`. `engine_tensor`, and what it raises: see `job_of`."""
+    """Return the config with numbers in place of `auto`. `engine_tensor`, and errors: see `job_of`."""
     if not undecided(cfg):
         return cfg
     known = shape_at(cfg.model, cfg.model.init).vocab_size
@@ -67,7 +66,7 @@ def sized(cfg: Config, ranks: int, room: Room, engine_tensor: int = 0) -> Config
 
 
 def _rows(cfg: Config, ranks: int) -> int:
-    """Rows of a micro-batch that is not sized by tokens: the most that divide a rank's share evenly."""
+    """Return the rows of a micro-batch that is not sized by tokens: the most that divide a rank's share evenly."""
     stage = STAGES[cfg.stage.name]
     each = minibatch_samples(cfg) if stage.rollouts and not stage.pairs else cfg.batch.prompts
     share = max(1, (each if stage.rollouts else cfg.batch.sequences) // data_parallel(cfg, ranks))
@@ -91,12 +90,12 @@ def _on_gpu(cfg: Config, job: PlanJob, room: Room) -> PlanJob:
     if cfg.batch.logprob_tokens == AUTO:
         passes = [n for n in TOKENS if n <= LOGPROB_TOKENS]
         fitting = _first((replace(asleep, logprob_tokens=n) for n in passes), cfg, room)
-        asleep = fitting if _fits(fitting, room, cfg.memory.limit_of) else asleep  # else something else is too large
+        asleep = fitting if _fits(fitting, room, cfg.memory.limit_of) else asleep  # else another size is too large
     return _with_cache(asleep, room, cfg.memory.limit_of) if own and job.engine is not None else asleep
 
 
 def _first(jobs: Iterable[PlanJob], cfg: Config, room: Room) -> PlanJob:
-    """The first that fits, else the last."""
+    """Return the first job that fits, else the last."""
     for job in jobs:
         if _fits(job, room, cfg.memory.limit_of):
             break
@@ -104,7 +103,7 @@ def _first(jobs: Iterable[PlanJob], cfg: Config, room: Room) -> PlanJob:
 
 
 def _fits(job: PlanJob, room: Room, limit_of: Callable[[str], float]) -> bool:
-    """`limit_of`: bytes that a phase may use, 0: all."""
+    """Return whether every phase fits. `limit_of`: bytes that a phase may use, 0: all."""
     assumed = Assumptions()
 
     def within(ranks: list[Phases], memory: float) -> bool:
@@ -116,12 +115,12 @@ def _fits(job: PlanJob, room: Room, limit_of: Callable[[str], float]) -> bool:
 
 
 def largest_cache(job: PlanJob, trainer: float, engine: float) -> PlanJob:
-    """The job with the largest cache that fits GPUs of these bytes."""
+    """Return the job with the largest cache that fits GPUs of these bytes."""
     return _with_cache(job, Room(trainer, engine, cuda=True), lambda phase: 0)
 
 
 def _with_cache(job: PlanJob, room: Room, limit_of: Callable[[str], float]) -> PlanJob:
-    """The largest cache that fits, but no larger than all rows at once need."""
+    """Return the job with the largest cache that fits, but no larger than all rows at once need."""
     high = whole_cache(job)
     if _fits(_cached(job, high), room, limit_of):
         return _cached(job, high)
@@ -131,8 +130,8 @@ def _with_cache(job: PlanJob, room: Room, limit_of: Callable[[str], float]) -> P
 
 
 def whole_cache(job: PlanJob) -> float:
-    """Bytes with which `engine.max_batch` rows are decoded together: of rollouts and judges' questions, also where a
-    rollout has fewer, since an evaluation may have more. No less than on any machine."""
+    """Return the bytes with which `engine.max_batch` rows are decoded together: of rollouts and judges' questions, even
+    if a rollout has fewer, as an evaluation may have more. It is no less than on any machine."""
     assert job.engine is not None
     free = replace(job.engine, kv_bytes=float(1 << 60), reserved=False)
     most = 0.0
@@ -144,7 +143,7 @@ def whole_cache(job: PlanJob) -> float:
 
 
 def _most(holds: Callable[[int], bool], high: int) -> int:
-    """The largest number from 0 to `high` for which it holds, as it does for all below."""
+    """Return the largest number from 0 to `high` for which it holds, as it does for all below."""
     low = 0
     while low < high:
         middle = (low + high + 1) // 2
@@ -157,13 +156,13 @@ def cpu_cache(room: Room) -> int:
 
 
 def _on_cpu(cfg: Config, job: PlanJob, room: Room) -> PlanJob:
-    """Of float32 numbers, whatever the config says."""
+    """Return the job with sizes for a CPU, whose numbers are float32 with any config."""
     share = room.trainer / CPU_SHARE
     wide = replace(job, element=4)
 
     def needs(tokens: int) -> float:
         one = replace(wide, micro_tokens=tokens)
-        return max((activation_bytes(one, part, 0) for part in one.parts if part.trained), default=0.0)
+        return max((activation_bytes(one, model, 0) for model in one.models if model.trained), default=0.0)
 
     tokens = next((n for n in TOKENS if n <= CPU_TOKENS and needs(n) <= share), TOKENS[-1])
     job = replace(job, micro_tokens=tokens if cfg.batch.sizes_itself else job.micro_tokens)
@@ -175,7 +174,7 @@ def _on_cpu(cfg: Config, job: PlanJob, room: Room) -> PlanJob:
 
 
 def taken_over(cfg: Config, earlier: Config) -> Config:
-    """Take for `auto` what `earlier` found, so that a run goes on with the same numbers bit by bit."""
+    """Take for `auto` the sizes of `earlier`, so that a run resumes with the same numbers bit-for-bit."""
     batch, engine = cfg.batch, cfg.engine
     if batch.sizes_itself and not earlier.batch.sizes_itself:
         was = earlier.batch

@@ -1,4 +1,4 @@
-"""How many of a job's GPUs should only generate, where they do it while the others train (`engine.lag`)."""
+"""Number of a job's GPUs that should only generate, where they do so while the others train (`engine.lag`)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from aligner.plan.prediction import Prediction, predict
 def splits(
     cfg: Config, shape: ModelConfig, gpus: int, device: Device, job_for: Callable[[Config], PlanJob]
 ) -> list[Prediction]:
-    """Of each `engine.ranks` that divides and fits with the trainer's layout, the fastest first; of equally fast ones
-    that with the fewest."""
-    found = []
+    """Return a prediction of each `engine.ranks` that divides and fits with the trainer's layout, the fastest first; of
+    equally fast ones the one with the fewest."""
+    predictions = []
     width = cfg.engine.tensor_parallel
     for ranks in range(width, gpus, width):
         one = replace(cfg, engine=replace(cfg.engine, ranks=ranks), model=replace(shape, init="random"))
@@ -31,5 +31,5 @@ def splits(
         except ConfigError:
             continue
         if plan_memory(job, device, Assumptions()).fits:
-            found.append(predict(job, device))
-    return sorted(found, key=lambda p: p.overlapped[0])
+            predictions.append(predict(job, device))
+    return sorted(predictions, key=lambda p: p.overlapped[0])

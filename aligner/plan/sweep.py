@@ -18,7 +18,8 @@ from aligner.plan.prediction import Prediction, predict
 
 
 def candidates(shape: ModelConfig, gpus: int, gpus_per_node: int) -> Iterator[tuple[ParallelConfig, str]]:
-    """(layout, recompute). Tensor ranks stay in a node; sequence parallelism wherever there are tensor ranks."""
+    """Yield (layout, recompute). Tensor ranks stay in a node. Sequence parallelism is on wherever there are tensor
+    ranks."""
 
     def divisors(n: int, most: int) -> list[int]:
         return [d for d in range(1, min(n, most) + 1) if n % d == 0]
@@ -35,8 +36,8 @@ def candidates(shape: ModelConfig, gpus: int, gpus_per_node: int) -> Iterator[tu
 def sweep(
     cfg: Config, shape: ModelConfig, gpus: int, device: Device, gpus_per_node: int, job_for: Callable[[Config], PlanJob]
 ) -> tuple[list[Prediction], Memory | None]:
-    """Predictions of the layouts that fit, fastest first; and the smallest memory of those that do not."""
-    found: list[Prediction] = []
+    """Return the predictions of the layouts that fit, fastest first, and the smallest memory of those that do not."""
+    predictions: list[Prediction] = []
     nearest: Memory | None = None
     for parallel, recompute in candidates(shape, gpus, gpus_per_node):
         model = replace(shape, init="random", recompute=recompute)
@@ -54,20 +55,20 @@ def sweep(
             elif nearest is None or memory.peak_bytes < nearest.peak_bytes:
                 nearest = memory
         if fitting:
-            found.append(min(fitting, key=lambda p: p.step_s))
-    return sorted(found, key=lambda p: p.step_s), nearest
+            predictions.append(min(fitting, key=lambda p: p.step_s))
+    return sorted(predictions, key=lambda p: p.step_s), nearest
 
 
 def _sizes(cfg: Config, job_for: Callable[[Config], PlanJob]) -> Iterator[PlanJob]:
-    """As the config says; with the cache and the micro-batches that the memory allows; and with smaller micro-batches,
-    of which a pipeline may want more."""
-    given = job_for(cfg)
-    yield given
+    """Yield the job as the config says; with the cache and the micro-batches that the memory allows; and with smaller
+    micro-batches, as a pipeline may want more of them."""
+    configured = job_for(cfg)
+    yield configured
     free = replace(cfg.batch, micro_batch_samples=AUTO, micro_batch_tokens=0, logprob_tokens=AUTO)
-    found = job_for(replace(cfg, batch=free, engine=replace(cfg.engine, kv_cache_bytes=AUTO)))
-    if found != given:
-        yield found
-    if found.micro_tokens and cfg.parallel.pipeline > 1:
-        for tokens in (found.micro_tokens // 2, found.micro_tokens // 4):
-            if tokens >= found.rows.longest:
-                yield replace(found, micro_tokens=tokens)
+    fitted = job_for(replace(cfg, batch=free, engine=replace(cfg.engine, kv_cache_bytes=AUTO)))
+    if fitted != configured:
+        yield fitted
+    if fitted.micro_tokens and cfg.parallel.pipeline > 1:
+        for tokens in (fitted.micro_tokens // 2, fitted.micro_tokens // 4):
+            if tokens >= fitted.rows.longest:
+                yield replace(fitted, micro_tokens=tokens)

@@ -1,7 +1,6 @@
 """Seconds of each phase: operations over rate, bytes over bandwidth, collectives, and the bubble of the pipeline.
 
-Nothing overlaps but the ranks: collectives wait for products and the other way round, as the trainer runs them now.
-"""
+Only ranks overlap: collectives wait for products and the other way round, as the trainer runs them now."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ DECODE_PARTS = 64  # of a generation, each at its own number of rows and length
 
 @dataclass
 class PhaseTime:
-    """Seconds by part, and bytes on the wire by axis of one rank."""
+    """Seconds by kind of work, and bytes on the wire by axis of one rank."""
 
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     wire_bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -61,7 +60,7 @@ class Machine:
         return self.device.flops * self.assumed.matrix
 
     def layer_seconds(self, m: ModelConfig, tokens: float, context: float, kept: float | None = None) -> float:
-        """Of one layer's forward products; `kept`: see `layer_operations`."""
+        """Return the seconds of one layer's forward products; `kept`: see `layer_operations`."""
         experts = expert_operations(m, tokens) / (self.device.flops * self.assumed.experts)
         return layer_operations(m, tokens, context, kept) / self.rate + experts
 
@@ -70,7 +69,7 @@ class Machine:
         return self.device.bandwidth * self.assumed.memory_bandwidth
 
     def link(self, span: int) -> float:
-        """Bandwidth of collectives of ranks that lie so far apart."""
+        """Return the bandwidth of collectives of ranks that lie so far apart."""
         fast = span <= self.gpus_per_node
         return (self.device.nvlink if fast else self.device.network) * self.assumed.link
 
@@ -88,10 +87,11 @@ def _communicate(
 
 
 def _forward(
-    job: PlanJob, part: PlannedModel, stage: int, tokens: float, machine: Machine, attention: bool = True
+    job: PlanJob, model: PlannedModel, stage: int, tokens: float, machine: Machine, attention: bool = True
 ) -> float:
-    """Of the stage's layers, without adapters; without `attention` also without its products of tokens with tokens."""
-    grid, m, read = job.grid, part.shape, reads(job, part, tokens)
+    """Return the seconds of the stage's layers, without adapters; without `attention` also without its products of
+    tokens with tokens."""
+    grid, m, read = job.grid, model.shape, reads(job, model, tokens)
     own, share = tokens / grid.context / grid.tensor, 1 / grid.context / grid.tensor
     seen, read_seen = (job.rows.context, read.context) if attention else (0.0, 0.0)
     layer = machine.layer_seconds(m, own, seen)
@@ -105,103 +105,104 @@ def _forward(
 
 
 def micro_batch_seconds(
-    job: PlanJob, part: PlannedModel, stage: int, tokens: float, backward: bool, machine: Machine
+    job: PlanJob, model: PlannedModel, stage: int, tokens: float, backward: bool, machine: Machine
 ) -> float:
-    """Products of one rank: forward 1, backward 2 (of frozen matrices 1), recomputed layers 1 more, likewise a head
-    whose logits come in parts. Without those of outputs that nobody reads."""
-    grid, m, read, frozen = job.grid, part.shape, reads(job, part, tokens), is_adapted(part)
-    total = _forward(job, part, stage, tokens, machine) * ((4 if job.recompute else 3) if backward else 1)
+    """Return the seconds of one rank's products: forward 1, backward 2 (of frozen matrices 1), recomputed layers 1
+    more, likewise a head whose logits come in parts. Outputs that nobody reads are left out."""
+    grid, m, read, frozen = job.grid, model.shape, reads(job, model, tokens), is_adapted(model)
+    total = _forward(job, model, stage, tokens, machine) * ((4 if job.recompute else 3) if backward else 1)
     if frozen:
         own, kept = tokens / grid.context, read.kept / grid.context
-        total += adapter_operations(part, grid, stage, own, kept, backward, job.recompute) / machine.rate
+        total += adapter_operations(model, grid, stage, own, kept, backward, job.recompute) / machine.rate
         if backward:
-            total -= _forward(job, part, stage, tokens, machine, attention=False)
+            total -= _forward(job, model, stage, tokens, machine, attention=False)
             if needs_no_input_gradient(grid, stage, job.recompute):
                 total -= first_operations(m, grid, own) / machine.rate
     if stage == grid.pipeline - 1:
-        language = part.head == "lm"
+        language = model.head == "lm"
         asked = (read.pairs if language else read.kept) / grid.context
-        logits = logit_bytes(job, part, backward) * asked * m.vocab_size / grid.tensor
+        logits = logit_bytes(job, model, backward) * asked * m.vocab_size / grid.tensor
         again = 4 if language and logits > job.logits_bytes else 3
         again -= frozen and language
-        head = head_operations(m, asked, part.head, part.outputs, grid.tensor)
+        head = head_operations(m, asked, model.head, model.outputs, grid.tensor)
         total += head * (again if backward else 1) / machine.rate
     return total
 
 
 def _pipeline(
-    phase: PhaseTime, job: PlanJob, part: PlannedModel, machine: Machine, count: int, tokens: float, backward: bool
+    phase: PhaseTime, job: PlanJob, model: PlannedModel, machine: Machine, count: int, tokens: float, backward: bool
 ) -> None:
-    """`count` micro-batches through all stages: each costs what the slowest stage does, and the first one's way to the
+    """Add `count` micro-batches through all stages. Each costs what the slowest stage does. The first one's way to the
     last stage comes on top, (stages - 1) / count of the whole (1F1B, arXiv:2104.04473)."""
     stages = job.grid.pipeline
-    products, stage = max((micro_batch_seconds(job, part, s, tokens, backward, machine), s) for s in range(stages))
+    products, stage = max((micro_batch_seconds(job, model, s, tokens, backward, machine), s) for s in range(stages))
     phase.parts["products"] += count * products
-    calls = pass_calls(job, part, stage, tokens, backward)
+    calls = pass_calls(job, model, stage, tokens, backward)
     _communicate(phase, calls, job, machine, count)
     if stages > 1:
         one = products + sum(machine.seconds(call, job.grid) for call in calls)
         phase.parts["bubble"] += (stages - 1) * one
 
 
-def forward_phase(job: PlanJob, parts: Iterable[PlannedModel], machine: Machine, share: float = 1.0) -> PhaseTime:
-    """Passes without gradient over this share of the rows: logprobs, values, scores of reward models."""
+def forward_phase(job: PlanJob, models: Iterable[PlannedModel], machine: Machine, share: float = 1.0) -> PhaseTime:
+    """Return the time of passes without gradient over this share of the rows: logprobs, values, scores of reward
+    models."""
     phase = PhaseTime()
     once = share * job.rows.tokens * (1 if job.packing else job.rows.longest / job.rows.mean)
-    for part in parts:
-        on = job if part.grid is None else replace(job, grid=part.grid)
-        tokens = (once if job.rollout else once * job.passes[part.role]) / on.grid.data
+    for model in models:
+        on = job if model.grid is None else replace(job, grid=model.grid)
+        tokens = (once if job.rollout else once * job.passes[model.role]) / on.grid.data
         count = max(1, ceil(tokens / job.logprob_tokens))
-        _pipeline(phase, on, part, machine, count, tokens / count, backward=False)
+        _pipeline(phase, on, model, machine, count, tokens / count, backward=False)
     return phase
 
 
 def adam_bytes(element: int) -> int:
-    """For one parameter Adam reads its weight, gradient and two moments in float32 and writes all but the gradient; in
-    bfloat16 it writes the rounded weight too."""
+    """Return the bytes of Adam for one parameter. It reads weight, gradient and two moments in float32 and writes all
+    but the gradient. In bfloat16 it writes the rounded weight too."""
     return 28 + (element if element < 4 else 0)
 
 
 def update_phase(job: PlanJob, machine: Machine) -> PhaseTime:
-    """All optimizer steps of a step."""
+    """Return the time of all optimizer steps of a step."""
     phase, steps = PhaseTime(), job.minibatches * job.epochs
-    for part in job.parts:
-        if part.trained:
-            _add(phase, _optimizer_step(job, part, machine), steps)
+    for model in job.models:
+        if model.trained:
+            _add(phase, _optimizer_step(job, model, machine), steps)
     return phase
 
 
 def pretrain_phase(job: PlanJob, machine: Machine) -> PhaseTime:
-    """What `critic.pretrain_steps` take, once: its optimizer steps, and its values anew."""
-    critic = [part for part in job.parts if part.name == "critic"]
+    """Return the time of `critic.pretrain_steps`, once: its optimizer steps, and its values computed again."""
+    critic = [model for model in job.models if model.name == "critic"]
     phase = forward_phase(job, critic, machine)
-    for part in critic:
-        _add(phase, _optimizer_step(job, part, machine), job.pretrain_steps)
+    for model in critic:
+        _add(phase, _optimizer_step(job, model, machine), job.pretrain_steps)
     return phase
 
 
-def _add(phase: PhaseTime, more: PhaseTime, times: float = 1.0, prefix: str = "") -> None:
-    for name, seconds in more.parts.items():
+def _add(phase: PhaseTime, other: PhaseTime, times: float = 1.0, prefix: str = "") -> None:
+    for name, seconds in other.parts.items():
         phase.parts[prefix + name] += times * seconds
-    for axis, size in more.wire_bytes.items():
+    for axis, size in other.wire_bytes.items():
         phase.wire_bytes[axis] += times * size
 
 
-def _optimizer_step(job: PlanJob, part: PlannedModel, machine: Machine) -> PhaseTime:
-    """Of one model, with Adam's traffic for each parameter whose state the rank holds."""
+def _optimizer_step(job: PlanJob, model: PlannedModel, machine: Machine) -> PhaseTime:
+    """Return the time of one model's step, with Adam's traffic for each parameter whose state the rank holds."""
     one = PhaseTime()
-    _pipeline(one, job, part, machine, *job.micro_batches(), backward=True)
-    if part is job.policy and job.ptx_rows:
-        _pipeline(one, job, part, machine, *job.ptx_micro_batches(), backward=True)
-    _communicate(one, step_calls(job, part, 0), job, machine)
-    state = trained_parameters(part, job.grid, 0)
-    share = optimizer_share(state, job.grid, part.distributed)
+    _pipeline(one, job, model, machine, *job.micro_batches(), backward=True)
+    if model is job.policy and job.ptx_rows:
+        _pipeline(one, job, model, machine, *job.ptx_micro_batches(), backward=True)
+    _communicate(one, step_calls(job, model, 0), job, machine)
+    state = trained_parameters(model, job.grid, 0)
+    share = optimizer_share(state, job.grid, model.distributed)
     one.parts["optimizer"] += adam_bytes(job.element) * share / machine.bandwidth
     return one
 
 
 def refit_phase(job: PlanJob, machine: Machine) -> PhaseTime:
-    """What comes from other ranks, and a copy of the engine's shard into its place (read and written)."""
+    """Return the time to receive from other ranks and to copy the engine's shard into its place (read and written)."""
     phase = PhaseTime()
     assert job.engine is not None
     if job.engine.ranks:
@@ -216,8 +217,9 @@ def refit_phase(job: PlanJob, machine: Machine) -> PhaseTime:
 
 
 def decode_step(job: PlanJob, machine: Machine, rows: float, context: float) -> tuple[float, float]:
-    """(seconds of one decode step of an engine with `rows` rows at `context` tokens, of it collectives): the larger of
-    bytes (weights once, each row's cache) over bandwidth and operations over rate, or the host's time to launch."""
+    """Return (seconds of one decode step of an engine with `rows` rows at `context` tokens, seconds of its
+    collectives). A step takes the larger of bytes (weights once, each row's cache) over bandwidth, operations over
+    rate, and the host's time to launch."""
     engine, m = job.engine, job.policy.shape
     assert engine is not None
     tp, assumed = engine.tensor, machine.assumed
@@ -238,17 +240,17 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float) -> 
 
 
 def generate_phase(job: PlanJob, machine: Machine) -> PhaseTime:
-    """Prefill of each prompt once, then decode steps until the last row has ended.
+    """Return the time to prefill each prompt once, then to decode until the last row has ended.
 
-    Rows that run at time t after their start are those that are longer. With `refill` waiting rows take free places, so
-    the engine decodes `slots` rows until none waits, and then thins out; without, batch after batch thins out."""
+    Rows that run at time t after their start are those that are longer. With `refill` waiting rows take free slots: the
+    engine decodes `slots` rows until none waits, then fewer and fewer. Without, every batch thins out."""
     phase, engine, rows = PhaseTime(), job.engine, job.rows
     assert engine is not None
     m, prompts = job.policy.shape, rows.prompts / job.replicas
     products = m.num_layers * machine.layer_seconds(m, prompts * rows.prompt_mean, rows.prompt_mean / 2)
     phase.parts["prefill"] += products / engine.tensor
-    mine, slots = rows.count / job.replicas, job.slots()[0]
-    slots, lengths = min(slots, mine), rows.lengths
+    own_rows, slots = rows.count / job.replicas, job.slots()[0]
+    slots, lengths = min(slots, own_rows), rows.lengths
 
     def run(active: float, steps: float, t: float) -> None:
         reach = rows.prompt_longest + t if engine.padded else rows.prompt_mean + t
@@ -257,10 +259,10 @@ def generate_phase(job: PlanJob, machine: Machine) -> PhaseTime:
         if wire:
             phase.parts["tp communication"] += steps * wire
 
-    waves = ceil(mine / slots - 1e-9)
+    waves = ceil(own_rows / slots - 1e-9)
     if engine.refill and waves > 1:
         late = rows.response_longest if engine.padded else rows.response_mean / 2
-        run(slots, (mine - slots) * rows.response_mean / slots, late)
+        run(slots, (own_rows - slots) * rows.response_mean / slots, late)
         waves = 1
     width = rows.response_longest / DECODE_PARTS
     for i in range(DECODE_PARTS):
@@ -280,7 +282,7 @@ def plan_times(job: PlanJob, device: Device, assumed: Assumptions) -> dict[str, 
         if job.engine is not None:
             phases["refit"] = refit_phase(job, machine)
             phases["generate"] = generate_phase(job, machine)
-        scorers = [part for part in job.parts if part.name == "reward"]
+        scorers = [model for model in job.models if model.name == "reward"]
         if scorers or job.judges:
             phases["score"] = forward_phase(job, scorers, machine)
         for judge in job.judges:
@@ -288,24 +290,24 @@ def plan_times(job: PlanJob, device: Device, assumed: Assumptions) -> dict[str, 
     if job.asked:
         learned = job.learned * job.minibatches / job.rows.count
         phases["logprobs"] = forward_phase(job, job.asked, machine, learned)
-    if any(part.trained for part in job.parts):
+    if any(model.trained for model in job.models):
         phases["update"] = update_phase(job, machine)
     return phases
 
 
 def update_mfu(job: PlanJob, device: Device, update: PhaseTime) -> float:
-    """Operations that are made over the peak of those that train: 6 N a token (4 N of frozen matrices) less those of
-    outputs that nobody reads, without attention's, adapters' and what is computed again."""
+    """Return the computed operations over the peak of the GPUs that train: 6 N a token (4 N of frozen matrices) less
+    those of outputs that nobody reads. Attention's, adapters' and recomputed operations are left out."""
     count, tokens = job.micro_batches()
     real = tokens if job.packing else tokens * job.rows.mean / job.rows.longest
     made = 0.0
-    for part in job.parts:
-        if part.trained:
-            m, read = part.shape, reads(job, part, tokens)
+    for model in job.models:
+        if model.trained:
+            m, read = model.shape, reads(job, model, tokens)
             kept = min(read.kept, real)
             forward = (m.num_layers - 1) * layer_operations(m, real, 0) + layer_operations(m, real, 0, kept)
             forward += m.num_layers * expert_operations(m, real)
-            forward += head_operations(m, read.pairs if part.head == "lm" else kept, part.head)
-            made += (2 if is_adapted(part) else 3) * forward
+            forward += head_operations(m, read.pairs if model.head == "lm" else kept, model.head)
+            made += (2 if is_adapted(model) else 3) * forward
     passes = count * job.minibatches * job.epochs * job.grid.data
     return made * passes / (update.seconds * job.grid.gpus * device.flops)

@@ -48,7 +48,7 @@ class CollectiveCalls:
     count: float = 1
 
     def wire(self, ranks: int) -> float:
-        """Bytes that one rank sends."""
+        """Return the bytes that one rank sends."""
         share = (ranks - 1) / ranks
         return self.size * {"all_reduce": 2 * share, "broadcast": 1.0, "send": 1.0}.get(self.op, share)
 
@@ -66,8 +66,8 @@ def axis_size(grid: Grid, axis: str) -> int:
 
 
 def axis_span(grid: Grid, axis: str) -> int:
-    """How many ranks apart the group's first and last are, plus one: it stays in a node if that is no more than the
-    node's GPUs. Ranks are numbered tensor, context, data, pipeline, the fastest first."""
+    """Return how many ranks apart the group's first and last are, plus one. The group stays in a node if that is no
+    more than the node's GPUs. Ranks are numbered tensor, context, data, pipeline, the fastest first."""
     tp = grid.tensor
     stage = tp * grid.replicas
     return {
@@ -82,17 +82,19 @@ def axis_span(grid: Grid, axis: str) -> int:
 
 
 def within(calls: Iterable[CollectiveCalls], grid: Grid) -> list[CollectiveCalls]:
-    """Without the axes that have one rank."""
+    """Return the calls without those of axes that have one rank."""
     return [call for call in calls if axis_size(grid, call.axis) > 1 and call.size]
 
 
 def layer_forward(
-    part: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool
+    model: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool
 ) -> Iterator[CollectiveCalls]:
-    """One layer (`sparse`: with experts; `linear`: of linear attention), `tokens` of all context-parallel ranks, `kept`
-    of them whole (`plan.reads`). Tensor parallelism: the outputs of attention and MLP are summed (Megatron-LM,
-    arXiv:1909.08053); with sequence parallelism scattered, and their inputs gathered (arXiv:2205.05198)."""
-    m, own = part.shape, tokens / grid.context
+    """Yield the calls of one layer (`sparse`: with experts; `linear`: of linear attention) for `tokens` of all
+    context-parallel ranks, `kept` of them whole (`plan.reads`).
+
+    Tensor parallelism sums the outputs of attention and MLP (Megatron-LM, arXiv:1909.08053). Sequence parallelism
+    scatters them and gathers the inputs (arXiv:2205.05198)."""
+    m, own = model.shape, tokens / grid.context
     hidden, inputs, mlps = kept / grid.context * m.hidden_size * element, _inputs(m), _mlps(m, sparse)
     if grid.sequence:
         share = sum(inputs) / m.hidden_size
@@ -100,66 +102,66 @@ def layer_forward(
         yield CollectiveCalls("tp", "reduce_scatter", (1 + mlps) * hidden, 1 + mlps)
     else:
         yield CollectiveCalls("tp", "all_reduce", (1 + mlps) * hidden, 1 + mlps)
-    yield from (_linear_context if linear else _context)(part, grid, tokens, element, backward=False)
+    yield from (_linear_context if linear else _context)(model, grid, tokens, element, backward=False)
     if sparse:
-        yield _experts(part, own, element)
-    if is_adapted(part):
-        for op, size in adapter_calls(part, grid, own, kept / grid.context, element, sparse, linear)[0]:
+        yield _experts(model, own, element)
+    if is_adapted(model):
+        for op, size in adapter_calls(model, grid, own, kept / grid.context, element, sparse, linear)[0]:
             yield CollectiveCalls("tp", op, size)
 
 
 def frozen_backward(
-    part: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool, first: bool
+    model: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool, first: bool
 ) -> Iterator[CollectiveCalls]:
-    """`layer_backward` where adapters alone are trained: no gradients of weights, and of the `first` layer none of the
-    input."""
-    m, own = part.shape, tokens / grid.context
+    """Yield the calls of `layer_backward` where only adapters are trained: no gradients of weights, and none of the
+    `first` layer's input."""
+    m, own = model.shape, tokens / grid.context
     hidden, inputs, mlps = own * m.hidden_size * element, _inputs(m), _mlps(m, sparse)
     direct = first and not m.latent.query_rank
-    given = (sum(inputs) - (m.hidden_size if direct else 0)) / m.hidden_size
+    share = (sum(inputs) - (m.hidden_size if direct else 0)) / m.hidden_size
     if grid.sequence:
         yield CollectiveCalls("tp", "all_gather", (1 + mlps) * hidden, 1 + mlps)
-        yield CollectiveCalls("tp", "reduce_scatter", (given + mlps) * hidden, len(inputs) - direct + mlps)
+        yield CollectiveCalls("tp", "reduce_scatter", (share + mlps) * hidden, len(inputs) - direct + mlps)
     else:
         last = kept / grid.context * m.hidden_size * element
-        yield CollectiveCalls("tp", "all_reduce", given * hidden + mlps * last, len(inputs) - direct + mlps)
-    yield from (_linear_context if linear else _context)(part, grid, tokens, element, backward=True)
+        yield CollectiveCalls("tp", "all_reduce", share * hidden + mlps * last, len(inputs) - direct + mlps)
+    yield from (_linear_context if linear else _context)(model, grid, tokens, element, backward=True)
     if sparse:
-        yield _experts(part, own, element)
-    for op, size in adapter_calls(part, grid, own, kept / grid.context, element, sparse, linear)[1]:
+        yield _experts(model, own, element)
+    for op, size in adapter_calls(model, grid, own, kept / grid.context, element, sparse, linear)[1]:
         yield CollectiveCalls("tp", op, size)
 
 
 def layer_backward(
-    part: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool
+    model: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool
 ) -> Iterator[CollectiveCalls]:
-    """The gradients of the same; with sequence parallelism the inputs of the two column-parallel products are gathered
-    a second time for the gradients of their weights (experts keep theirs)."""
-    m, own = part.shape, tokens / grid.context
+    """Yield the calls for the gradients of the same. With sequence parallelism the inputs of the two column-parallel
+    products are gathered a second time for the gradients of their weights (experts keep theirs)."""
+    m, own = model.shape, tokens / grid.context
     hidden, inputs, mlps = own * m.hidden_size * element, _inputs(m), _mlps(m, sparse)
-    given = sum(inputs) / m.hidden_size
+    share = sum(inputs) / m.hidden_size
     if grid.sequence:
         again = sum(inputs[:2]) / m.hidden_size  # the rotated key goes through no product
         dense = mlps - sparse
         yield CollectiveCalls(
             "tp", "all_gather", (1 + mlps + again + dense) * hidden, 1 + mlps + len(inputs[:2]) + dense
         )
-        yield CollectiveCalls("tp", "reduce_scatter", (given + mlps) * hidden, len(inputs) + mlps)
+        yield CollectiveCalls("tp", "reduce_scatter", (share + mlps) * hidden, len(inputs) + mlps)
     else:
         last = kept / grid.context * m.hidden_size * element
-        yield CollectiveCalls("tp", "all_reduce", given * hidden + mlps * last, len(inputs) + mlps)
+        yield CollectiveCalls("tp", "all_reduce", share * hidden + mlps * last, len(inputs) + mlps)
     if sparse:
         copies = 1 + m.traits.expert_bias  # the router's weight, and what is added behind experts
         yield CollectiveCalls("tp", "all_reduce", copies * m.moe.num_experts * m.hidden_size * element, copies)
     if linear:
         yield CollectiveCalls("tp", "all_reduce", linear_alike(m) * element, 2)  # of the mixing's weight and the norm's
-    yield from (_linear_context if linear else _context)(part, grid, tokens, element, backward=True)
+    yield from (_linear_context if linear else _context)(model, grid, tokens, element, backward=True)
     if sparse:
-        yield _experts(part, own, element)
+        yield _experts(model, own, element)
 
 
 def _inputs(m: ModelConfig) -> list[int]:
-    """Numbers of a token that attention's column-parallel products are given, each by a collective of its own."""
+    """Return the widths of the inputs of attention's column-parallel products, each with a collective of its own."""
     if not m.latent.kv_rank:
         return [m.hidden_size]
     query, *others = latent_widths(m)
@@ -170,9 +172,10 @@ def _mlps(m: ModelConfig, sparse: bool) -> int:
     return 2 if sparse and m.moe.shared_ffn_hidden_size else 1
 
 
-def _context(part: PlannedModel, grid: Grid, tokens: float, element: int, backward: bool) -> Iterator[CollectiveCalls]:
-    """Keys and values to all ranks, their gradients back; or queries, keys, values and the output over heads."""
-    m = part.shape
+def _context(model: PlannedModel, grid: Grid, tokens: float, element: int, backward: bool) -> Iterator[CollectiveCalls]:
+    """Yield calls that send keys and values to all ranks, or their gradients back; or queries, keys, values and the
+    output over heads."""
+    m = model.shape
     a, k, v, out = (width / grid.tensor for width in attention_widths(m))
     if grid.over_heads:
         yield CollectiveCalls("cp", "all_to_all", tokens / grid.context * (a + k + v + out) * element, 4)
@@ -181,10 +184,11 @@ def _context(part: PlannedModel, grid: Grid, tokens: float, element: int, backwa
 
 
 def _linear_context(
-    part: PlannedModel, grid: Grid, tokens: float, element: int, backward: bool
+    model: PlannedModel, grid: Grid, tokens: float, element: int, backward: bool
 ) -> Iterator[CollectiveCalls]:
-    """The projections to all ranks, their gradients back; or they and the output over heads."""
-    m, width = part.shape, gathered_width(part.shape) / grid.tensor
+    """Yield calls that send the projections to all ranks, or their gradients back; or they and the output over
+    heads."""
+    m, width = model.shape, gathered_width(model.shape) / grid.tensor
     if grid.over_heads:
         out = m.linear.value_heads * m.linear.value_head_dim / grid.tensor
         yield CollectiveCalls("cp", "all_to_all", tokens / grid.context * (width + out) * element, 2)
@@ -192,50 +196,50 @@ def _linear_context(
         yield CollectiveCalls("cp", "reduce_scatter" if backward else "all_gather", tokens * width * element)
 
 
-def _experts(part: PlannedModel, own: float, element: int) -> CollectiveCalls:
-    m = part.shape
+def _experts(model: PlannedModel, own: float, element: int) -> CollectiveCalls:
+    m = model.shape
     return CollectiveCalls("ep", "all_to_all", 2 * own * m.moe.top_k * m.hidden_size * element, 2)
 
 
 def _sum(layers: Iterable[Iterable[CollectiveCalls]]) -> list[CollectiveCalls]:
-    """Of one axis and operation one call, of whatever sizes."""
-    found: dict[tuple[str, str], list[CollectiveCalls]] = {}
+    """Merge calls of one axis and operation into one call, of any sizes."""
+    by_key: dict[tuple[str, str], list[CollectiveCalls]] = {}
     for call in chain.from_iterable(layers):
-        found.setdefault((call.axis, call.op), []).append(call)
+        by_key.setdefault((call.axis, call.op), []).append(call)
     return [
-        CollectiveCalls(*key, sum(c.size for c in calls), sum(c.count for c in calls)) for key, calls in found.items()
+        CollectiveCalls(*key, sum(c.size for c in calls), sum(c.count for c in calls)) for key, calls in by_key.items()
     ]
 
 
-def pass_calls(job: PlanJob, part: PlannedModel, stage: int, tokens: float, backward: bool) -> list[CollectiveCalls]:
-    """One micro-batch of `tokens` through stage `stage`: forward, and with `backward` that too."""
-    grid, m, e = job.grid, part.shape, job.element
+def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, backward: bool) -> list[CollectiveCalls]:
+    """Return the calls of one micro-batch of `tokens` through stage `stage`: forward, and backward if `backward`."""
+    grid, m, e = job.grid, model.shape, job.element
     own, layers, last = tokens / grid.context, stage_layers(m, grid, stage), stage == grid.pipeline - 1
     hidden = own * m.hidden_size * e
-    read, kept = reads(job, part, tokens), [tokens] * len(layers)
+    read, kept = reads(job, model, tokens), [tokens] * len(layers)
     if last:
         kept[-1] = read.kept
     each = list(zip(kept, layers, stage_linear(m, grid, stage), strict=True))
     again = 2 if backward and job.recompute else 1
-    calls = _sum(layer_forward(part, grid, tokens, k, e, *kind) for k, *kind in each * again)
-    if backward and is_adapted(part):
+    calls = _sum(layer_forward(model, grid, tokens, k, e, *kind) for k, *kind in each * again)
+    if backward and is_adapted(model):
         free = needs_no_input_gradient(grid, stage, job.recompute)
         calls += _sum(
-            frozen_backward(part, grid, tokens, k, e, *kind, free and i == 0) for i, (k, *kind) in enumerate(each)
+            frozen_backward(model, grid, tokens, k, e, *kind, free and i == 0) for i, (k, *kind) in enumerate(each)
         )
     elif backward:
-        calls += _sum(layer_backward(part, grid, tokens, k, e, *kind) for k, *kind in each)
+        calls += _sum(layer_backward(model, grid, tokens, k, e, *kind) for k, *kind in each)
     if stage == 0:
         calls.append(CollectiveCalls("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden))
-        if backward and grid.sequence and not is_adapted(part):
+        if backward and grid.sequence and not is_adapted(model):
             calls.append(CollectiveCalls("tp", "all_gather", hidden))
     if last:
-        calls += _head(part, grid, read.kept / grid.context * m.hidden_size * e, backward)
+        calls += _head(model, grid, read.kept / grid.context * m.hidden_size * e, backward)
         # of what is read logprob and, where one is trained, entropy: a maximum and sums over shares of the vocabulary
         numbers = 2 if backward else 1
-        if part.head == "lm":
+        if model.head == "lm":
             calls.append(CollectiveCalls("tp", "all_reduce", 4 * read.pairs / grid.context * (2 + numbers), 2))
-        calls.append(CollectiveCalls("cp", "all_reduce", 4 * tokens * (numbers if part.head == "lm" else 1)))
+        calls.append(CollectiveCalls("cp", "all_reduce", 4 * tokens * (numbers if model.head == "lm" else 1)))
     else:
         calls.append(CollectiveCalls("pp", "send", hidden / (grid.tensor if grid.sequence else 1)))
     if stage > 0 and backward:
@@ -243,23 +247,23 @@ def pass_calls(job: PlanJob, part: PlannedModel, stage: int, tokens: float, back
     return within(calls, grid)
 
 
-def _head(part: PlannedModel, grid: Grid, hidden: float, backward: bool) -> Iterator[CollectiveCalls]:
-    """The hidden states are gathered for either head; the gradients of a language-model head, of which every rank has a
-    part of the vocabulary, are summed."""
+def _head(model: PlannedModel, grid: Grid, hidden: float, backward: bool) -> Iterator[CollectiveCalls]:
+    """Yield the calls of a head. Hidden states are gathered for either head. Gradients of a language-model head are
+    summed, as every rank has a share of the vocabulary."""
     if grid.sequence:
         yield CollectiveCalls("tp", "all_gather", hidden)
-    if backward and part.head == "lm":
+    if backward and model.head == "lm":
         yield CollectiveCalls("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden)
 
 
-def step_calls(job: PlanJob, part: PlannedModel, stage: int) -> list[CollectiveCalls]:
-    """What an optimizer step adds to its micro-batches: gradients, of float32 numbers, over ranks with the same
-    parameters; with the distributed optimizer scattered, and the new parameters gathered."""
-    grid, m, e = job.grid, part.shape, job.element
-    count = trained_parameters(part, grid, stage)
+def step_calls(job: PlanJob, model: PlannedModel, stage: int) -> list[CollectiveCalls]:
+    """Return the calls that an optimizer step adds to its micro-batches: float32 gradients over ranks with the same
+    parameters. With the distributed optimizer they are scattered, and the new parameters gathered."""
+    grid, m, e = job.grid, model.shape, job.element
+    count = trained_parameters(model, grid, stage)
     calls: list[CollectiveCalls] = []
     for axis, dense, score in (("dp", count.dense, count.score), ("edp", count.experts, count.magnitudes)):
-        if part.distributed:
+        if model.distributed:
             calls.append(CollectiveCalls(axis, "reduce_scatter", 4.0 * (dense + score)))
             # with experts Megatron has two optimizers, and after the step of each gathers the parameters of both
             times = 2 if count.experts else 1
@@ -267,43 +271,45 @@ def step_calls(job: PlanJob, part: PlannedModel, stage: int) -> list[CollectiveC
         else:
             calls.append(CollectiveCalls(axis, "all_reduce", 4.0 * (dense + score)))
     linear = stage_linear(m, grid, stage)
-    if is_adapted(part):
+    if is_adapted(model):
         if grid.sequence:
-            calls.append(CollectiveCalls("tp", "all_reduce", 4.0 * whole_numbers(part, grid, stage)))
+            calls.append(CollectiveCalls("tp", "all_reduce", 4.0 * whole_numbers(model, grid, stage)))
         return within(calls, grid)
     if grid.sequence:
         norms = sum(layer_norms(m, each) for each in linear) + m.hidden_size * (stage == grid.pipeline - 1)
         calls.append(CollectiveCalls("tp", "all_reduce", 4.0 * norms))
     elif m.qk_norm:  # of which every tensor rank sees its own heads' part
         calls.append(CollectiveCalls("tp", "all_reduce", 8.0 * m.kv_channels * linear.count(False)))
-    if m.tie_embeddings and part.head == "lm" and stage in (0, grid.pipeline - 1):
+    if m.tie_embeddings and model.head == "lm" and stage in (0, grid.pipeline - 1):
         calls.append(CollectiveCalls("ends", "all_reduce", 4.0 * -(-m.vocab_size // grid.tensor) * m.hidden_size))
     return within(calls, grid)
 
 
 def refit_calls(job: PlanJob) -> list[CollectiveCalls]:
-    """Of the rank that gets most, by `refit/transfer.py`: an engine that is written in place gets parts of shards,
-    another one whole tensors."""
+    """Return the calls of the rank that receives most, by `refit/transfer.py`. An engine that is written in place gets
+    parts of shards, another one whole tensors."""
     assert job.engine is not None
     if not job.engine.placed:
         return gathered_calls(job)
     calls = factor_calls if job.engine.factors else part_calls
-    found = [calls(job, stage) for stage in range(job.grid.pipeline)]
-    return max(found, key=lambda calls: sum(call.size for call in calls))
+    by_stage = [calls(job, stage) for stage in range(job.grid.pipeline)]
+    return max(by_stage, key=lambda calls: sum(call.size for call in calls))
 
 
 def part_calls(job: PlanJob, stage: int) -> list[CollectiveCalls]:
-    """What a rank of stage `stage` receives, all of its engine's shard that it does not hold itself: of its own stage
-    from the tensor ranks of its replica, of experts that its replica lacks from other replicas, the rest from other
-    stages. Of the ranks the one that holds least of what it needs."""
-    part, grid, engine = job.policy, job.grid, job.engine
+    """Return the calls by which a rank of stage `stage` receives all of its engine's shard that it does not hold
+    itself.
+
+    Its own stage comes from the tensor ranks of its replica, experts that its replica lacks from other replicas, the
+    rest from other stages. The rank is the one that holds least of what it needs."""
+    model, grid, engine = job.policy, job.grid, job.engine
     assert engine is not None
     e, tp = min(job.element, engine.element), grid.tensor
     both = min(_overlap(rank % tp, tp, rank % engine.tensor, engine.tensor) for rank in range(grid.gpus))
     lacks = 1 / engine.tensor - both
     own = experts = others = 0.0
     for s in range(grid.pipeline):
-        dense, routed, norms = _whole(part, grid, s)
+        dense, routed, norms = _whole(model, grid, s)
         if s == stage:
             own = lacks * (dense + routed / grid.expert)
             experts = (1 - 1 / grid.expert) * routed / engine.tensor
@@ -315,26 +321,27 @@ def part_calls(job: PlanJob, stage: int) -> list[CollectiveCalls]:
 
 
 def apart_bytes(job: PlanJob) -> float:
-    """That one of the engines on ranks of their own receives in a refit, or one that trains sends, if that is more:
-    those of a stage share what the engines need of it."""
-    part, grid, engine = job.policy, job.grid, job.engine
+    """Return the bytes that a rank with an engine of its own receives in a refit, or those that a rank that trains
+    sends, if that is more. The ranks of a stage share what the engines need of it."""
+    model, grid, engine = job.policy, job.grid, job.engine
     assert engine is not None
     if engine.factors:
-        stages = [sent_bytes(part.shape, grid, -1, job.element)["pp"] / grid.pipeline] * grid.pipeline
+        stages = [sent_bytes(model.shape, grid, -1, job.element)["pp"] / grid.pipeline] * grid.pipeline
     else:
         stages = [_wanted(job, s) for s in range(grid.pipeline)]
     return max(sum(stages), max(stages) * engine.ranks * grid.pipeline / grid.gpus)
 
 
 def _wanted(job: PlanJob, stage: int) -> float:
-    """Bytes of a stage's weights that one rank with an engine needs."""
+    """Return the bytes of a stage's weights that one rank with an engine needs."""
     assert job.engine is not None
     dense, routed, norms = _whole(job.policy, job.grid, stage)
     return min(job.element, job.engine.element) * ((dense + routed) / job.engine.tensor + norms)
 
 
 def factor_calls(job: PlanJob, stage: int) -> list[CollectiveCalls]:
-    """What a rank of stage `stage` receives where the engine merges adapters, from the second refit on."""
+    """Return the calls by which a rank of stage `stage` receives factors where the engine merges adapters, from the
+    second refit on."""
     sizes = sent_bytes(job.policy.shape, job.grid, stage, job.element).items()
     return within(
         [CollectiveCalls(axis, "send", size, ceil(size / job.bucket_bytes)) for axis, size in sizes], job.grid
@@ -342,43 +349,44 @@ def factor_calls(job: PlanJob, stage: int) -> list[CollectiveCalls]:
 
 
 def _overlap(i: int, parts: int, j: int, others: int) -> float:
-    """How much of a whole the i-th of `parts` equal parts shares with the j-th of `others`."""
+    """Return how much of a whole the i-th of `parts` equal parts shares with the j-th of `others`."""
     return max(0.0, min((i + 1) / parts, (j + 1) / others) - max(i / parts, j / others))
 
 
 def gathered_calls(job: PlanJob, stage: int = 0) -> list[CollectiveCalls]:
-    """Tensors of stage `stage` are gathered over its tensor ranks and, of experts, then its expert ranks, stage after
-    stage; each stage's then go to all of them. Every rank ends up with the whole model."""
-    part, grid, e = job.policy, job.grid, job.element
+    """Return the calls that gather tensors of stage `stage` over its tensor ranks and, of experts, then its expert
+    ranks, stage after stage. Each stage's then go to all of them. Every rank ends up with the whole model."""
+    model, grid, e = job.policy, job.grid, job.element
     calls = []
     for s in range(grid.pipeline):
-        count, norms = rank_parameters(part.shape, grid, s), _replicated(part, grid, s)
+        count, norms = rank_parameters(model.shape, grid, s), _replicated(model, grid, s)
         if s == stage:
             calls.append(
                 CollectiveCalls("tp", "all_gather", float(e * grid.tensor * (count.dense - norms + count.experts)))
             )
             calls.append(CollectiveCalls("ep", "all_gather", float(e * grid.tensor * grid.expert * count.experts)))
-        whole = grid.tensor * (count.dense - norms - _copied(part, grid, s) + grid.expert * count.experts) + norms
+        whole = grid.tensor * (count.dense - norms - _copied(model, grid, s) + grid.expert * count.experts) + norms
         calls.append(CollectiveCalls("pp", "broadcast", float(e * whole)))
     return within(calls, grid)
 
 
-def _whole(part: PlannedModel, grid: Grid, stage: int) -> tuple[int, int, int]:
-    """Parameters of a stage, once: dense ones that tensor ranks share, experts', and those that all hold whole."""
-    count, norms = rank_parameters(part.shape, grid, stage), _replicated(part, grid, stage)
-    dense = grid.tensor * (count.dense - norms - _copied(part, grid, stage))
+def _whole(model: PlannedModel, grid: Grid, stage: int) -> tuple[int, int, int]:
+    """Return the parameters of a stage, once: dense ones that tensor ranks share, experts', and those that all hold
+    whole."""
+    count, norms = rank_parameters(model.shape, grid, stage), _replicated(model, grid, stage)
+    dense = grid.tensor * (count.dense - norms - _copied(model, grid, stage))
     return dense, grid.tensor * grid.expert * count.experts, norms
 
 
-def _copied(part: PlannedModel, grid: Grid, stage: int) -> int:
-    """Parameters of a rank of the stage that are a copy of a tied embedding: it stays where it is."""
-    tied = part.shape.tie_embeddings and stage == grid.pipeline - 1 and grid.pipeline > 1
-    return -(-part.shape.vocab_size // grid.tensor) * part.shape.hidden_size if tied else 0
+def _copied(model: PlannedModel, grid: Grid, stage: int) -> int:
+    """Return the parameters of a rank of the stage that are a copy of a tied embedding, which stays where it is."""
+    tied = model.shape.tie_embeddings and stage == grid.pipeline - 1 and grid.pipeline > 1
+    return -(-model.shape.vocab_size // grid.tensor) * model.shape.hidden_size if tied else 0
 
 
-def _replicated(part: PlannedModel, grid: Grid, stage: int) -> int:
-    """Parameters of a stage that every tensor rank holds whole."""
-    m = part.shape
+def _replicated(model: PlannedModel, grid: Grid, stage: int) -> int:
+    """Return the parameters of a stage that every tensor rank holds whole."""
+    m = model.shape
     layers = [sparse * mlp_matrices(m, True) for sparse in stage_layers(m, grid, stage)]
     layers += [layer_norms(m, linear) + linear * linear_alike(m) for linear in stage_linear(m, grid, stage)]
     return sum(layers) + m.hidden_size * (stage == grid.pipeline - 1)

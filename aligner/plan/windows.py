@@ -1,4 +1,4 @@
-"""What windows (`rollout/schedule.py`) make of response lengths, counted in decode steps."""
+"""Effects of windows (`rollout/schedule.py`) on a run with these response lengths, counted in decode steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Again:
-    """What it takes to read a sample that paused."""
+    """Costs of reading a paused sample again."""
 
     prompt: float = 0.0  # tokens before the response
     token: float = 0.0  # decode steps for each, of all replicas together
@@ -51,7 +51,7 @@ class _Group:
 
 @dataclass
 class _Clock:
-    """From one row's end to the next: windows may be of one step, and rows of thousands."""
+    """A simulation from one row's end to the next: windows may be of one step, and rows of thousands."""
 
     slots: int
     window: int
@@ -73,9 +73,10 @@ class _Clock:
         self.admitted += 1
 
     def turn(self, version: int) -> float:
-        """A window; how long it takes. Slots go to rows in their order, and a row that has one keeps it."""
+        """Run a window and return how long it takes. Slots go to rows in their order, and a row that has one keeps
+        it."""
         over, at, ended = self.now + self.window, self.now, []
-        paused = len(self.running) * self.now - self.starts  # tokens of those that go on
+        paused = len(self.running) * self.now - self.starts  # tokens of those that resume
         read = len(self.running) * self.again.prompt + paused
         self.busy -= paused
         while True:
@@ -104,12 +105,12 @@ class _Clock:
         return self.versions + (at - self.now) * version
 
     def take(self, count: int) -> list[_Group]:
-        """The first groups that are whole, none if they are fewer."""
+        """Return the first groups that are complete, none if they are fewer than `count`."""
         if len(self.ready) < count:
             return []
-        found, self.ready = self.ready[:count], self.ready[count:]
+        groups, self.ready = self.ready[:count], self.ready[count:]
         self.taken += count
-        return found
+        return groups
 
 
 def clocked(
@@ -121,8 +122,8 @@ def clocked(
     rest: float,
     again: Again = Again(),
 ) -> Windows:
-    """Rollouts of (prompts, group) responses of these `lengths`; a step of training takes `rest` decode steps beside
-    generation. Not counted: new weights."""
+    """Simulate rollouts of (prompts, group) responses of these `lengths`; a step of training takes `rest` decode steps
+    beside generation. New weights are not counted."""
     prompts, group = rollout
     less = max(1.0, prompts * group / ROWS)
     prompts, again = max(1, round(prompts / less)), replace(again, token=again.token * less)
@@ -160,9 +161,9 @@ def clocked(
 
 
 def window_of(job: PlanJob, machine: Machine, phases: Mapping[str, PhaseTime]) -> tuple[float, Windows] | None:
-    """(seconds of a decode step with all slots, what windows do): of `engine.window`, or else of one that lasts as long
-    as a step without refit and generation. None where that is the longer part, so that nobody waits for a long
-    response, and where there can be no windows."""
+    """Return (seconds of a decode step with all slots, effects of windows) of `engine.window`, or else of a window as
+    long as a step without refit and generation. None where that step is longer than generation, so that nobody waits
+    for a long response, and where there can be no windows."""
     engine, rows = job.engine, job.rows
     assert engine is not None
     slots = replace(job, engine=replace(engine, window=engine.window or 1)).slots()[0]

@@ -122,7 +122,7 @@ def test_nothing_starts_or_stops_that_may_not(tmp_path, monkeypatch):
         jobs.start(Wish(command="submit"))
     with pytest.raises(ConfigError, match="command='launch'"):
         jobs.dry(Wish())
-    with pytest.raises(AlignerError, match="expected a run that goes on on this machine"):
+    with pytest.raises(AlignerError, match="expected a run that is running on this machine"):
         jobs.stop(run_folder(tmp_path / "still"))
     assert not jobs.started and not (tmp_path / "run").exists()
     with RunLock(tmp_path / "still"), monkeypatch.context() as patched:

@@ -51,7 +51,7 @@ def test_points_are_the_data_however_the_file_grows(tmp_path):
     for found in (grown, read(path)):
         assert values(found, "a") == [(r["step"], r["a"]) for r in records]
         assert values(found, "b") == [(r["step"], r["b"]) for r in records if "b" in r]
-        assert found.names() == {"a", "b"} and found.part == 1 and not found.damage
+        assert found.names() == {"a", "b"} and found.share_read == 1 and not found.damage
     assert grown.look(ALL) == 0
 
 
@@ -82,7 +82,7 @@ def test_a_long_run_takes_bounded_memory_and_keeps_its_peaks(tmp_path):
     a[[7, 31_234, 49_998]] = 50, -60, 70
     path.write_bytes(lines({"step": i, "a": float(v)} for i, v in enumerate(a)))
     found = Series(path)
-    while found.part < 1 or not found.size:
+    while found.share_read < 1 or not found.size:
         found.look(1)  # a block at a time
     steps, shown = found.points("a")
     assert len(steps) <= 1.5 * CAPACITY and (np.diff(steps) > 0).all()
@@ -120,9 +120,9 @@ def test_a_file_of_any_size_is_read_within_the_budget(tmp_path):
     record = {"step": 0, "wall_time": 1.0, "a": 0.25, "text": "x" * 30_000}
     path.write_bytes(lines({**record, "step": i} for i in range(600)))  # 18 MB
     found, parts = Series(path), []
-    while found.part < 1 or not parts:
+    while found.share_read < 1 or not parts:
         assert 0 < found.look(BLOCK) <= 2 * BLOCK + END
-        parts.append(found.part)
+        parts.append(found.share_read)
         assert found.newest("step") == 599
     assert parts == sorted(parts) and len(parts) >= 4
     assert Series(path).look(0) <= END

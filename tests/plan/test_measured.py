@@ -276,7 +276,7 @@ def test_a_step_of_real_ranks_has_the_bytes_and_operations_of_the_formulas(ranks
     parallel = ParallelConfig(**layout)
     grid = grid_of(parallel, world)
     job = job_of(cfg, grid, options)
-    (part,) = job.parts
+    (part,) = job.models
     results = ranks.run(measured_step, world=world, cfg=cfg, parallel=parallel, **options)
     state, wanted_state, all_heard, all_wanted = 0, 0.0, Counter(), Counter()
     counted, wanted_operations = Counter(), Counter()

@@ -93,7 +93,7 @@ def test_sharding_divides_what_it_shards():
     assert first["optimizer"] == pytest.approx(12 * 70.55e9 / 64, rel=0.01)
     assert second["optimizer"] == pytest.approx(12 * 70.55e9 / 64, rel=0.1)
     plain = grpo(model, Grid(8, 1, data=8))
-    plain = replace(plain, parts=(replace(plain.policy, distributed=False),))
+    plain = replace(plain, models=(replace(plain.policy, distributed=False),))
     assert plan_memory(plain, H100, Assumptions()).phases["update"]["optimizer"] == pytest.approx(
         12 * 70.55e9 / 8, 0.01
     )
@@ -119,7 +119,7 @@ def test_activations_by_mode():
 def test_an_average_and_other_rows_cost_what_they_are():
     job = grpo(shape("llama3_8b"), Grid(tensor=4, data=2))
     plain = plan_memory(job, H100, Assumptions()).phases
-    averaged = replace(job, parts=(replace(job.policy, averaged=True), *job.parts[1:]))
+    averaged = replace(job, models=(replace(job.policy, averaged=True), *job.models[1:]))
     more = plan_memory(averaged, H100, Assumptions()).phases["save"]["optimizer"]
     assert more == pytest.approx(plain["save"]["optimizer"] * 16 / 12)
 
@@ -299,7 +299,7 @@ def test_70b_in_one_engine_per_gpu_is_refused_with_the_keys_to_change():
 def test_the_job_of_a_config():
     ppo = ["stage=ppo", "model=llama3_8b", "reward.model=runs/rm", "batch.prompts=64", "batch.minibatch_samples=32"]
     job = job_of(compose([*ppo, "batch.epochs=2", "parallel.tensor=2"]), 16, prompt_tokens=100)
-    assert [(p.name, p.head, p.trained) for p in job.parts] == [
+    assert [(p.name, p.head, p.trained) for p in job.models] == [
         ("policy", "lm", True),
         ("reference", "lm", False),
         ("reward", "score", False),
@@ -361,7 +361,9 @@ def test_a_student_keeps_its_teachers_matrices_and_a_tied_embedding_has_three_gr
         assert phases[phase]["heads"] == matrix and "heads" not in fewer[phase]
     sizes = {phase: sum(phases[phase].values()) / GIB for phase in ("build", "logprobs", "update", "save")}
     assert sizes == pytest.approx({"build": 10.4307, "logprobs": 9.0840, "update": 12.3688, "save": 9.0729}, rel=5e-3)
-    untied = replace(whole, parts=tuple(replace(p, shape=replace(p.shape, tie_embeddings=False)) for p in whole.parts))
+    untied = replace(
+        whole, models=tuple(replace(p, shape=replace(p.shape, tie_embeddings=False)) for p in whole.models)
+    )
     assert "embedding" not in plan_memory(untied, H100, Assumptions()).phases["update"]
     assert logit_bytes(whole, whole.policy, True) == 36 and logit_bytes(whole, whole.policy, False) == 20
 
@@ -511,14 +513,14 @@ def test_models_are_built_and_loaded_before_anything_is_sent_away():
     model = shape("llama3_8b")
     job = grpo(model, Grid(data=64), offload=("gradients", "optimizer", "weights"))
     reference = PlannedModel("reference", model)
-    phases = plan_memory(replace(job, parts=(*job.parts, reference)), H100, Assumptions()).phases
+    phases = plan_memory(replace(job, models=(*job.models, reference)), H100, Assumptions()).phases
     numbers = parameters(model)
     assert sum(phases["build"].values()) == (2 + 4 + 4 / 64 + 2 + 2) * numbers  # both models, then the engine
     alone = plan_memory(replace(job, engine=None), H100, Assumptions()).phases
     assert sum(alone["build"].values()) == (2 + 2 + 4) * numbers
     assert sum(phases["load"].values()) == (2 + 4 + 12 / 64 + 2 + 2) * numbers  # with the engine's weights
     lora = LoraConfig(rank=16, targets=[ALL_LINEAR], quantize_base="nf4")
-    held = replace(job, parts=(PlannedModel("policy", replace(model, lora=lora), trained=True),), engine=None)
+    held = replace(job, models=(PlannedModel("policy", replace(model, lora=lora), trained=True),), engine=None)
     phases = plan_memory(held, H100, Assumptions()).phases
     assert sum(phases["build"].values()) > 2 * numbers > 2 * sum(phases["save"].values())
 
@@ -534,10 +536,10 @@ def test_a_save_takes_nothing_on_the_device_and_its_share_on_the_host():
     numbers = parameters(job.policy.shape)
     assert host_items(job) == {"checkpoint": 14 * numbers / 8, "offloaded": 0}
     assert host_items(replace(job, element=4))["checkpoint"] == 12 * numbers / 8
-    plain = replace(job, parts=(replace(job.policy, distributed=False),))
+    plain = replace(job, models=(replace(job.policy, distributed=False),))
     assert host_items(plain)["checkpoint"] == 14 * numbers  # of the first data-parallel rank
     reference = PlannedModel("reference", job.policy.shape)
-    away = replace(job, parts=(*job.parts, reference), offload=("gradients", "optimizer", "weights"))
+    away = replace(job, models=(*job.models, reference), offload=("gradients", "optimizer", "weights"))
     assert host_items(away) == {"checkpoint": 14 * numbers / 8, "offloaded": (2 + 2 + 12 / 8) * numbers}
     assert predict(job, H100).data()["host_bytes"] == host_items(job)
     assert "\nhost memory 13.1 GiB a GPU, 104.7 a node" in predict(job, H100).text()
@@ -651,7 +653,7 @@ def test_a_critics_pretraining_is_told_beside_the_step():
         predict(job_of(compose([*start, f"critic.pretrain_steps={steps}"]), 8), H100) for steps in (0, 10, 20)
     )
     assert none.pretrain_s == 0 and none.step_s == ten.step_s and "pretrain" not in none.text()
-    policy, critic = (replace(ten.job, parts=(p,)) for p in (ten.job.parts[0], ten.job.parts[-1]))
+    policy, critic = (replace(ten.job, models=(p,)) for p in (ten.job.models[0], ten.job.models[-1]))
     machine = Machine(H100, Assumptions(), 8)
     both, mine = ten.phases["update"].seconds, update_phase(critic, machine).seconds
     assert both == pytest.approx(mine + update_phase(policy, machine).seconds)
