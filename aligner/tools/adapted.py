@@ -1,5 +1,5 @@
-"""Weights on their way out of a checkpoint, a parameter at a time: as they lie there, or, where it holds adapters
-(`model.lora`), merged into the weights that they were trained beside. And adapters alone, as `peft` reads them."""
+"""Weights exported from a checkpoint, one parameter at a time: as stored, or, if it has adapters (`model.lora`), merged
+into the weights that they were trained with. Adapters can also be exported alone, as `peft` reads them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Tensors = Callable[[ParamSpec, int], dict[str, Tensor]]
 
 @dataclass
 class Stored:
-    """The weights of a checkpoint."""
+    """Weights of a checkpoint."""
 
     blocks: Blocks
     where: Mapping[str, Place]
@@ -43,26 +43,28 @@ class Stored:
         return self.blocks.dtype(self.where[spec.canonical].key)
 
     def tensors(self, spec: ParamSpec, first: int = 0) -> dict[str, Tensor]:
-        """By Hugging Face's names; a row of experts (`of_experts`) begins with expert `first`."""
-        place = self.where[spec.canonical]
-        offsets = place.offsets((first, *[0] * (len(spec.shape) - 1)))
-        return to_hf(spec, self.blocks.region(place.key, offsets, place.shape(spec.shape)).view(spec.shape), self.cfg)
+        """Return tensors by Hugging Face's names. A row of experts (`of_experts`) begins with expert `first`."""
+        position = self.where[spec.canonical]
+        offsets = position.offsets((first, *[0] * (len(spec.shape) - 1)))
+        return to_hf(
+            spec, self.blocks.region(position.key, offsets, position.shape(spec.shape)).view(spec.shape), self.cfg
+        )
 
 
 class Adapter:
-    """What one checkpoint of adapters adds to weights. `cfg.lora` says how."""
+    """The adapters of one checkpoint, which are added to weights as `cfg.lora` says."""
 
     def __init__(self, folder: Path, cfg: ModelConfig):
         self.cfg, self.blocks, self.table = cfg, Blocks(folder), adapter_table(cfg)
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the run computed."""
+        """Dtype in which the run computed."""
         return self.blocks.dtype(self.table[0].canonical)
 
     @cached_property
     def factors(self) -> dict[str, Tensor]:
-        """By Hugging Face's names."""
+        """Factors by Hugging Face's names."""
         regions = (
             (spec, self.blocks.region(spec.canonical, (0,) * len(spec.shape), spec.shape)) for spec in self.table
         )
@@ -74,24 +76,24 @@ class Adapter:
         return {name for site in held_sites(self.cfg) for name in site.base.hf} if held else set()
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """W + scale B A, in float32 and rounded once, with W as it was held."""
+        """Return W + scale B A, in float32 and rounded once, with W as it was held."""
         factors, at = self.factors, name.removesuffix("weight")
         if name in self._held:
             weight = Frozen.of(weight, self.cfg.lora.quantize_base).dense(weight.dtype)
         if at + LORA_A not in factors:
             return weight
         product = factors[at + LORA_B].float() @ factors[at + LORA_A].float()
-        found = weight.float() + self.cfg.lora.scale * product
+        merged = weight.float() + self.cfg.lora.scale * product
         if at + MAGNITUDE in factors:
-            found *= (factors[at + MAGNITUDE] / found.norm(dim=1))[:, None]
-        return found.to(weight.dtype)
+            merged *= (factors[at + MAGNITUDE] / merged.norm(dim=1))[:, None]
+        return merged.to(weight.dtype)
 
 
 @dataclass
 class Merged:
-    """The weights that a run's engine had. As `Stored`."""
+    """Weights that a run's engine had; same interface as `Stored`."""
 
-    adapters: list[Adapter]  # each trained beside what the ones before it had made of the base
+    adapters: list[Adapter]  # each trained with the base that the ones before it were merged into
     base: Tensors
     head: Head
 
@@ -118,17 +120,17 @@ class Merged:
     def tensors(self, spec: ParamSpec, first: int = 0) -> dict[str, Tensor]:
         if self._trained(spec):
             return {spec.hf[0]: self.adapters[-1].blocks.region(OUTPUT, (0, 0), spec.shape)}
-        found = {name: t.to(self.dtype(spec)) for name, t in self.base(spec, first).items()}
+        tensors = {name: t.to(self.dtype(spec)) for name, t in self.base(spec, first).items()}
         for adapter in self.adapters:
-            found = {name: adapter.merged(name, t) for name, t in found.items()}
-        return found
+            tensors = {name: adapter.merged(name, t) for name, t in tensors.items()}
+        return tensors
 
     def _trained(self, spec: ParamSpec) -> bool:
         return spec.canonical == OUTPUT and self.head.kind == "score"
 
 
 def export_adapter(checkpoint: Path, initial: InitialModel, head: Head, out: Path) -> None:
-    """The newest of its adapters into a folder that is there. Raises ConfigError, OSError."""
+    """Write the newest of the checkpoint's adapters into an existing folder. Raises ConfigError, OSError."""
     if head.kind == "score":
         raise ConfigError("--merge", False, "given for a reward model, whose head was trained beside its adapters")
     run = load_frozen(checkpoint.parent.parent / "config.yaml").model

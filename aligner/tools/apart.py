@@ -1,4 +1,4 @@
-"""A function's result from a process of its own: who asks stays small, and what it takes is given back."""
+"""Calls of a function in a process of its own, so that the caller stays small and the function's memory is freed."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from aligner.cluster.threads import reserve, use
 from aligner.errors import AlignerError
 from aligner.loading import for_good
 
-ASKED, TOLD = "asked.pickle", "told.pickle"
+REQUEST, REPLY = "request.pickle", "reply.pickle"
 
 
 def apart(function: str, *arguments: Any) -> Any:
-    """Of `module:function`, by the nursery that is kept, if there is one. Raises the AlignerError that it raises, and
-    one where the process ends otherwise: it has said why."""
+    """Return the result of `module:function`, run by the running fork server, if there is one. Raises the function's
+    AlignerError, and one if the process ends otherwise; its output then has the reason."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        nursery.lent([function.partition(":")[0]], dict(os.environ), ()) as place,
+        nursery.lent([function.partition(":")[0]], dict(os.environ), ()) as server,
     ):
-        asked, told = Path(folder) / ASKED, Path(folder) / TOLD
-        asked.write_bytes(pickle.dumps((function, arguments)))
+        request, reply = Path(folder) / REQUEST, Path(folder) / REPLY
+        request.write_bytes(pickle.dumps((function, arguments)))
         try:
-            [child] = place.children([sys.executable, "-m", __name__, folder], [(dict(os.environ), None)])
+            [child] = server.children([sys.executable, "-m", __name__, folder], [(dict(os.environ), None)])
             code = child.wait()
         except (EOFError, ConnectionError):
-            code = place.process.wait()
+            code = server.process.wait()
         if code:
             raise AlignerError(f"{function} ended with exit code {code}: expected a result")
-        result, error = pickle.loads(told.read_bytes())
+        result, error = pickle.loads(reply.read_bytes())
     if error is not None:
         raise error
     return result
@@ -42,16 +42,16 @@ def apart(function: str, *arguments: Any) -> Any:
 
 def main(folder: Path) -> None:
     reserve()
-    function, arguments = pickle.loads((folder / ASKED).read_bytes())
+    function, arguments = pickle.loads((folder / REQUEST).read_bytes())
     result, error = None, None
     try:
         with for_good():
-            found = pkgutil.resolve_name(function)
+            target = pkgutil.resolve_name(function)
         use(0, 1)
-        result = found(*arguments)
+        result = target(*arguments)
     except AlignerError as cause:
         error = cause
-    (folder / TOLD).write_bytes(pickle.dumps((result, error)))
+    (folder / REPLY).write_bytes(pickle.dumps((result, error)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""`aligner bisect A B`: the first step at which two runs part, what parts there first, and what they were computed by.
+"""`aligner bisect A B`: the first step at which two runs differ, the quantity that differs first, and the inputs that
+differ.
 
-The hashes of steps.jsonl tell step, part and tensor; recordings of both (`debug.record`, `aligner replay`) also the
-sample and the token.
-"""
+The hashes of steps.jsonl give step, quantity and tensor. Recordings of both runs (`debug.record`, `aligner replay`)
+also give the sample and the token."""
 
 from __future__ import annotations
 
@@ -26,74 +26,75 @@ from aligner.run.rows import FOLDER as ROWS
 from aligner.run.rows import file_name
 
 LAYOUT = ("parallel.", "engine.tensor_parallel", "engine.ranks", "batch.", "optim.distributed")
-UNSEEN = ("logging.", "checkpoint.", "eval.", "run.")  # keys of which no step depends, but for these
+UNSEEN = ("logging.", "checkpoint.", "eval.", "run.")  # keys that no step depends on, except these
 SEEN = ("run.steps", "run.deterministic")
 LABELS = ("labels", "told_by")  # of rows
-CAME = ("tokens", "rollout_logprobs")  # token by token
-# then, in the order in which a step finds it, after the components of the rewards
-FOUND = (
+GENERATED = ("tokens", "rollout_logprobs")  # token by token
+# then, in the order in which a step computes them, after the components of the rewards
+COMPUTED = (
     "rewards",
     "valid",
     *(f"{TRAINED}{name}" for name in ("old_logprobs", "ref_logprobs", "values", "token_weights")),
 )
-FOUND += tuple(f"{TRAINED}{name}" for name in ("token_rewards", "returns", "advantages"))
-BEFORE = "the weights that it begins with"
+COMPUTED += tuple(f"{TRAINED}{name}" for name in ("token_rewards", "returns", "advantages"))
+BEFORE = "the weights before it"
 
 
 class Step(NamedTuple):
-    """Of a step its record, the one before it, with the weights that it begins with, and what computes it."""
+    """Record of a step, the record before it, which has the weights that it begins with, and the start that computed
+    it."""
 
-    found: Record
+    record: Record
     before: Record
     start: Record
 
 
 def main(args: argparse.Namespace) -> int:
-    """0: no step that both have differs; 1: one does."""
+    """Print the first difference. Return 0 if no common step differs, 1 if one does."""
     runs = Path(args.run), Path(args.other)
     lines = list(bisect(*runs))
     print("\n".join(lines), flush=True)
-    return int(lines[0].startswith("part"))
+    return int(lines[0].startswith("differ"))
 
 
 def bisect(a: Path, b: Path) -> Iterator[str]:
-    """What to tell, line by line; the first begins with `part` where they do. Raises DataError."""
+    """Yield the report's lines; the first begins with `differ` if the runs do. Raises DataError."""
     there, here = steps_of(a), steps_of(b)
     both = sorted(there.keys() & here.keys())
     if not both:
         raise DataError(f"{a} and {b}: expected runs that have a step in common")
     for step in both:
-        where = _part(there[step], here[step])
-        if where:
-            yield f"part at step {step} of {both[0]} to {both[-1]}: {where}"
+        difference = _difference(there[step], here[step])
+        if difference:
+            yield f"differ at step {step} of {both[0]} to {both[-1]}: {difference}"
             for line in made_by(there[step].start, here[step].start):
-                yield f"computed by other: {line}"
-            yield from _details(a, b, step, where)
+                yield f"also different: {line}"
+            yield from _details(a, b, step, difference)
             return
     yield f"the same: steps {both[0]} to {both[-1]}"
 
 
 def steps_of(run: Path) -> dict[int, Step]:
-    """Raises DataError."""
+    """Return the steps of a run. Raises DataError."""
     steps: dict[int, Step] = {}
     before, start = {}, {}
-    for found in read_chain(run):
-        if "start" in found:
-            start = found["start"]
+    for record in read_chain(run):
+        if "start" in record:
+            start = record["start"]
         else:
-            steps[found["step"]] = Step(found, before, start)
-        before = found
+            steps[record["step"]] = Step(record, before, start)
+        before = record
     return steps
 
 
-def _part(a: Step, b: Step) -> str:
-    """What of a step is not the same in both, the first of it; "" for nothing."""
-    there, here = a.found, b.found
-    if wrong := tensors_apart(a._replace(found=a.before), b._replace(found=b.before)):
+def _difference(a: Step, b: Step) -> str:
+    """Return the first quantity of a step that differs; "" for none."""
+    there, here = a.record, b.record
+    if wrong := tensors_apart(a._replace(record=a.before), b._replace(record=b.before)):
         return f"{BEFORE}, first of {len(wrong)} tensors {wrong[0]}"
-    for part in PARTS:
-        if there["batch"].get(part) != here["batch"].get(part):
-            return part
+    for kind in PARTS:
+        if there["batch"].get(kind) != here["batch"].get(kind):
+            return kind
     for name in {**there["numbers"], **here["numbers"]}:
         old, new = there["numbers"].get(name), here["numbers"].get(name)
         if old != new:
@@ -103,10 +104,10 @@ def _part(a: Step, b: Step) -> str:
 
 
 def tensors_apart(a: Step, b: Step) -> list[str]:
-    """Names of those whose hashes are not the same, in the order in which a token meets them."""
-    if (a.start["tensors"], a.found["weights"]) == (b.start["tensors"], b.found["weights"]):
+    """Return the names of tensors whose hashes differ, in the order in which a token meets them."""
+    if (a.start["tensors"], a.record["weights"]) == (b.start["tensors"], b.record["weights"]):
         return []
-    there, here = by_tensor(a.start, a.found), by_tensor(b.start, b.found)
+    there, here = by_tensor(a.start, a.record), by_tensor(b.start, b.record)
     return [name for name in {**there, **here} if there.get(name) != here.get(name)]
 
 
@@ -116,10 +117,11 @@ def same_layout(a: Record, b: Record) -> bool:
 
 
 def made_by(a: Record, b: Record) -> list[str]:
-    """What of two starts differs: config and contents, those that define a run first; code, versions, ranks."""
-    found = [change for change in changes(a["config"], b["config"]) if not _unseen(change.key)]
-    found.sort(key=lambda change: change.effect != REFUSE)
-    lines = [str(change).replace(" -> ", " | ") for change in found]
+    """Return the differences of two starts: config and contents, those that define a run first; code, versions,
+    ranks."""
+    changed = [change for change in changes(a["config"], b["config"]) if not _unseen(change.key)]
+    changed.sort(key=lambda change: change.effect != REFUSE)
+    lines = [str(change).replace(" -> ", " | ") for change in changed]
     for name in ("code", "versions"):
         keys = [key for key in {**a[name], **b[name]} if a[name].get(key) != b[name].get(key)]
         lines += [f"{name} {key} {a[name].get(key, 'none')} | {b[name].get(key, 'none')}" for key in keys]
@@ -137,11 +139,11 @@ def _details(a: Path, b: Path, step: int, where: str) -> Iterator[str]:
     for folder, find in ((ROLLOUTS, _sample), (ROWS, _row)):
         paths = [run / folder / file_name(step) for run in (a, b)]
         if all(path.is_file() for path in paths):
-            yield find(paths) or f"what both have recorded of step {step} is the same"
+            yield find(paths) or f"the recordings of step {step} are the same"
             return
     if not where.startswith(BEFORE):
         replays = "; ".join(f"aligner replay {run} --step {step}" for run in (a, b))
-        yield f"sample and token are in recordings, which these make: {replays}. Then bisect the folders that they name"
+        yield f"to find sample and token, make recordings: {replays}. Then bisect the folders that they print"
 
 
 def _load(path: Path) -> dict[str, Tensor]:
@@ -152,13 +154,13 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _sample(paths: Sequence[Path]) -> str:
-    """The first sample, token and column of two recorded rollouts that differ; "" if none does."""
+    """Return the first sample, token and column of two recorded rollouts that differ; "" if none does."""
     a, b = (_load(path) for path in paths)
     if a["lengths"].shape != b["lengths"].shape:
         return f"{len(a['lengths'])} samples | {len(b['lengths'])}"
     components = sorted(name for name in a if name.startswith("scores/components/"))
-    lengths = torch.maximum(a["lengths"], b["lengths"])[:, None]  # what stands behind hangs on the longest sample
-    for names in (CAME, *((name,) for name in (*components, *FOUND) if name in a and name in b)):
+    lengths = torch.maximum(a["lengths"], b["lengths"])[:, None]  # the padding behind depends on the longest sample
+    for names in (GENERATED, *((name,) for name in (*components, *COMPUTED) if name in a and name in b)):
         pairs = {name: _wide(a[name], b[name]) for name in names}
         wrong = torch.stack([_unequal(*pair) for pair in pairs.values()])
         wrong &= torch.arange(wrong.shape[-1]) < lengths
@@ -170,7 +172,7 @@ def _sample(paths: Sequence[Path]) -> str:
 
 
 def _wide(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as [N, T] of one width; of numbers of samples T is 1."""
+    """Return both as [N, T] of one width; T is 1 for one number a sample."""
     a, b = (t[:, None] if t.dim() == 1 else t for t in (a, b))
     width = max(a.shape[1], b.shape[1])
     return tuple(torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in (a, b))  # type: ignore[return-value]
@@ -198,24 +200,25 @@ def _two(name: str, old: Tensor, new: Tensor) -> str:
 
 
 def _row(paths: Sequence[Path]) -> str:
-    """The first row of one batch that the other lacks, and the first token that the row which is most like it has
-    otherwise. Rows of a batch have no order of their own: it hangs on the layout."""
-    found, told = [], []
+    """Return the first row of one batch that the other lacks, and the first token at which the most similar row
+    differs. Rows of a batch have no order of their own: it depends on the layout."""
+    rows_by_batch, labels_by_batch = [], []
     for columns in map(_load, paths):
         lengths, rows = columns["lengths"].tolist(), zip(columns["tokens"], columns["loss_mask"], strict=True)
         each = [list(zip(t[:n].tolist(), m[:n].tolist(), strict=True)) for n, (t, m) in zip(lengths, rows, strict=True)]
-        found.append(each)
+        rows_by_batch.append(each)
         labels = zip(each, *(columns[name].tolist() for name in LABELS if name in columns), strict=True)
-        told.append(sorted(map(repr, labels)))
-    missing = [[row for row in rows if row not in others] for rows, others in (found, found[::-1])]
+        labels_by_batch.append(sorted(map(repr, labels)))
+    missing = [[row for row in rows if row not in others] for rows, others in (rows_by_batch, rows_by_batch[::-1])]
     if not missing[0] or not missing[1]:
-        return "" if told[0] == told[1] else "labels or the number of rows are others"
+        return "" if labels_by_batch[0] == labels_by_batch[1] else "labels or the number of rows differ"
     row = missing[0][0]
     other = max(missing[1], key=lambda other: _common(row, other))
     token = _common(row, other)
     old, new = (f"id {r[token][0]}, mask {r[token][1]:g}" if token < len(r) else "no token" for r in (row, other))
-    where = found[0].index(row)
-    return f"{len(missing[0])} of {len(found[0])} rows differ: row {where} of the batch, token {token}: {old} | {new}"
+    where = rows_by_batch[0].index(row)
+    counts = f"{len(missing[0])} of {len(rows_by_batch[0])} rows differ"
+    return f"{counts}: row {where} of the batch, token {token}: {old} | {new}"
 
 
 def _common(a: Sequence, b: Sequence) -> int:

@@ -15,20 +15,20 @@ from aligner.errors import ConfigError
 
 
 def main(folders: Sequence[str], port: int) -> int:
-    """Serves until it is interrupted. Raises ConfigError for a folder that is not there and a port that is taken."""
+    """Serve until interrupted. Raises ConfigError for a folder that does not exist and for a port in use."""
     require_server("board", " ".join(folders))
     from aligner.board.server import make_app  # needs the extra `serve`
     from aligner.environments.endpoint import Listener, loopback
 
     board = Board([Path(folder) for folder in folders])
     try:
-        place = loopback(port)
+        socket = loopback(port)
     except OSError as error:
         raise ConfigError("--port", port, "a free port (0: any that is)", str(error)) from error
     token = secrets.token_urlsafe(32)
-    print(f"http://127.0.0.1:{place.getsockname()[1]}/{token}/", flush=True)
+    print(f"http://127.0.0.1:{socket.getsockname()[1]}/{token}/", flush=True)
     try:
-        asyncio.run(Listener(make_app(board, PAGES, token)).serve(sockets=[place]))
+        asyncio.run(Listener(make_app(board, PAGES, token)).serve(sockets=[socket]))
     finally:
         TALKS.close()  # else their temporary folders, with exported models, would stay
     return 0

@@ -1,7 +1,6 @@
-"""`aligner chat`: talk to a trained model on the terminal.
+"""`aligner chat`: chat with a trained model in the terminal.
 
-python -m aligner chat runs/quickstart/grpo
-"""
+python -m aligner chat runs/quickstart/grpo"""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ HELP = "type a message; an empty line or Ctrl-D ends. /new forgets the conversat
 
 @dataclass
 class ChatSession:
-    """With a chat template the conversation is kept; without one every line is a prompt of its own."""
+    """A conversation. With a chat template it is kept; without one every line is a prompt of its own."""
 
     model: Answerer
     sampling: SamplingParams
@@ -45,12 +44,12 @@ class ChatSession:
         return sample.response
 
     def _ids(self, text: str) -> list[int]:
-        """What the model is given. The oldest turns are forgotten where it and the answer would outgrow the model;
-        raises ConfigError if the message alone does."""
+        """Return the prompt's tokens. The oldest turns are dropped while prompt and response would exceed the model's
+        positions. Raises ConfigError if the message alone does."""
         limit = self.model.engine.model.cfg.max_position - self.sampling.max_response_tokens
         while True:
-            what = self.messages if self.model.tokenizer.chat_template else text
-            (ids,) = encode_prompts(self.model.tokenizer, [what], ["chat"], arguments=self.arguments)
+            prompt = self.messages if self.model.tokenizer.chat_template else text
+            (ids,) = encode_prompts(self.model.tokenizer, [prompt], ["chat"], arguments=self.arguments)
             if not ids:
                 self.messages.clear()
                 raise ConfigError("message", text, "one of which the model's tokenizer and template make tokens")
@@ -76,8 +75,8 @@ def main(cfg: Config) -> int:
     if cfg.environment.on:
         key = cfg.environment.key
         off = "environment.path='' environment.tools=[] environment.agent=''"
-        hint = f"To talk without them: {off}; to see it play: `aligner eval`."
-        raise ConfigError(key, getattr(cfg.environment, key.rpartition(".")[2]), "empty: chat knows no tools", hint)
+        hint = f"To chat without them: {off}; to see trajectories: `aligner eval`."
+        raise ConfigError(key, getattr(cfg.environment, key.rpartition(".")[2]), "empty: chat supports no tools", hint)
     use(cfg.cluster.threads, 1)
     folder = model_folder(cfg)
     model = Answerer.load(folder, cfg.engine, cfg.model.dtype)

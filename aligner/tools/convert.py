@@ -1,6 +1,6 @@
 """`aligner import` and `aligner export`: Hugging Face folders to sharded checkpoints and back, with no model in memory.
 
-Ranks share the files of the result out; none needs another's data, so any number of them will do, and the result is the
+Ranks share the files of the result. None needs another's data, so any number of ranks works, and the result is the
 same. A rank holds one piece of one parameter at a time: the bound is in docs/how-to/models.md.
 """
 
@@ -53,9 +53,8 @@ TIMEOUT_S = 24 * 3600.0  # ranks wait for the slowest one
 
 
 def import_hf(source: Path, target: Path, env: RankEnv, *, tensor: int, file_bytes: float, fresh: bool) -> None:
-    """The Hugging Face folder `source` as a run folder with one checkpoint, for `model.init` on any layout.
-    Collective over the world, as is `export_checkpoint`. Raises ConfigError, CheckpointError, WriteError.
-    """
+    """Convert the Hugging Face folder `source` to a run folder with one checkpoint, for `model.init` on any layout.
+    Collective over the world, like `export_checkpoint`. Raises ConfigError, CheckpointError, WriteError."""
     cfg = replace(config_from_hf(source), init=str(source.resolve()))
     tensors = open_hf(source)
     head = Head("score", tensors.shape(SCORE)[0]) if SCORE in tensors else Head()
@@ -73,8 +72,8 @@ def import_hf(source: Path, target: Path, env: RankEnv, *, tensor: int, file_byt
         with BlockFile(path) as out:
             for spec, shard in file.parts:
                 for offsets, block in placed(spec, read_shard(spec, tensors, cfg, shard), shard):
-                    place = where[spec.canonical]
-                    out.add(place.key, place.offsets(offsets), block.reshape(place.shape(block.shape)))
+                    position = where[spec.canonical]
+                    out.add(position.key, position.offsets(offsets), block.reshape(position.shape(block.shape)))
                     add(block.nbytes)
                 tensors.close()
         return out.sha256, [asdict(b) for b in out.blocks]
@@ -85,7 +84,7 @@ def import_hf(source: Path, target: Path, env: RankEnv, *, tensor: int, file_byt
 
 
 def _pieces(table: list[ParamSpec], tensors: HfTensors, tensor: int) -> Iterator[tuple[tuple[ParamSpec, Shard], int]]:
-    """(what one block or two of the checkpoint hold, about how many bytes that is)."""
+    """Yield (content of one block or two of the checkpoint, about its bytes)."""
     for spec in table:
         size = tensors.itemsize(spec.hf[0])
         cut = 1 if hf_axis(spec) is None else tensor
@@ -104,7 +103,7 @@ def _as_run(
     cfg: ModelConfig,
     head: Head,
 ) -> None:
-    """A run folder around the parts, which lie in `out`: what `model.init` expects."""
+    """Make a run folder around the shards, which lie in `out`, as `model.init` expects it."""
     step = out / "checkpoints" / "step-00000000"
     model = step / ("model" if head.kind == "score" else "policy")
     model.mkdir(parents=True, exist_ok=True)
@@ -134,14 +133,13 @@ def _block(raw: dict[str, Any]) -> Block:
 
 
 def export_checkpoint(
-    source: Path, target: Path, env: RankEnv, *, part: str, file_bytes: float, fresh: bool, merge: bool = False
+    source: Path, target: Path, env: RankEnv, *, role: str, file_bytes: float, fresh: bool, merge: bool = False
 ) -> None:
-    """A checkpoint (or the newest of a run folder) as a Hugging Face folder `target`; one of adapters as `peft` reads
-    it or, with `merge`, merged into the model they were trained beside.
+    """Convert a checkpoint (or the newest of a run folder) to a Hugging Face folder `target`. A checkpoint of adapters
+    is written as `peft` reads it or, with `merge`, merged into the model that they were trained with.
 
-    Raises ConfigError, CheckpointError, WriteError.
-    """
-    checkpoint, folder, initial = _exported(source, part, merge)
+    `role`: the model of the checkpoint to export. Raises ConfigError, CheckpointError, WriteError."""
+    checkpoint, folder, initial = _exported(source, role, merge)
     cfg, blocks = initial.config, Blocks(folder)
     head = Head() if folder.name == "policy" else Head("score", blocks.size("output_layer.weight")[0])
     adapted = bool(initial.adapters)
@@ -186,18 +184,18 @@ def export_checkpoint(
     _say(env, f"{folder} -> {target}")
 
 
-def _exported(source: Path, part: str, merge: bool) -> tuple[Path, Path, InitialModel]:
-    """The checkpoint, its folder to export, and the model it holds. Raises ConfigError, CheckpointError."""
+def _exported(source: Path, role: str, merge: bool) -> tuple[Path, Path, InitialModel]:
+    """Return the checkpoint, its folder to export, and the model it holds. Raises ConfigError, CheckpointError."""
     checkpoint = by_rank_0(lambda: find_checkpoint(source))
     initial = resolve(compose([]).model, str(checkpoint), 0, "RUN_DIR")
     own = initial.adapters[-1][0] if initial.adapters else initial.checkpoint
     assert own is not None
-    folder = checkpoint / part if part else own
+    folder = checkpoint / role if role else own
     if not (folder / ".metadata").is_file():
-        found = ", ".join(p.parent.name for p in sorted(checkpoint.glob("*/.metadata")))
-        raise ConfigError("--part", folder.name, f"one of {found}")
+        roles = ", ".join(p.parent.name for p in sorted(checkpoint.glob("*/.metadata")))
+        raise ConfigError("--part", folder.name, f"one of {roles}")
     if initial.adapters and folder != own:
-        raise ConfigError("--part", part, f"{own.name}, of a run with model.lora")
+        raise ConfigError("--part", role, f"{own.name}, of a run with model.lora")
     if merge and not initial.adapters:
         raise ConfigError("--merge", True, f"a run with model.lora.rank > 0: {checkpoint} holds whole weights")
     return checkpoint, folder, initial
@@ -206,7 +204,7 @@ def _exported(source: Path, part: str, merge: bool) -> tuple[Path, Path, Initial
 def _units(
     table: list[ParamSpec], weights: Stored | Merged, parts: Mapping[str, FusedPart]
 ) -> Iterator[tuple[tuple[ParamSpec, int], int]]:
-    """((parameter, or one expert of it where files do not stack them, and that expert's number), bytes as stored)."""
+    """Yield ((parameter, or one expert of it where files do not stack them; that expert's number), bytes as stored)."""
     for spec in table:
         size = weights.dtype(spec).itemsize
         apart = spec.experts and spec.hf[0] not in parts
@@ -217,11 +215,13 @@ def _units(
 
 def _check_sizes(blocks: Blocks, table: list[ParamSpec], where: dict[str, Place]) -> None:
     for spec in table:
-        place = where[spec.canonical]
-        found = blocks.size(place.key)
-        like = (max(found[0], place.size[0]), *place.size[1:]) if spec.padded else place.size
-        if found != like:
-            raise CheckpointError(f"{blocks.folder}: {place.key} has size {found}, the model's shape says {place.size}")
+        position = where[spec.canonical]
+        size = blocks.size(position.key)
+        expected = (max(size[0], position.size[0]), *position.size[1:]) if spec.padded else position.size
+        if size != expected:
+            raise CheckpointError(
+                f"{blocks.folder}: {position.key} has size {size}, the model's shape says {position.size}"
+            )
 
 
 def _file_name(number: int, count: int) -> str:
@@ -231,7 +231,7 @@ def _file_name(number: int, count: int) -> str:
 def _as_hf(
     out: Path, written: dict[str, tuple[str, Any]], total: int, initial: InitialModel, head: Head, dtype: str
 ) -> None:
-    """The small files of a Hugging Face folder."""
+    """Write the small files of a Hugging Face folder."""
     if len(written) > 1:
         index = {
             "metadata": {"total_size": total},
@@ -260,11 +260,11 @@ def _listed(folder: Path) -> dict[str, str]:
 
 
 def _verify(folder: Path, listed: dict[str, str], env: RankEnv) -> None:
-    """This rank's share of the files against their checksums."""
+    """Check this rank's share of the files against their checksums."""
     for name in sorted(listed)[env.rank :: env.world_size]:
         path = folder / name
         if not path.is_file() or file_hash(path) != listed[name]:
-            raise CheckpointError(f"{path} does not have the SHA-256 that is noted for it")
+            raise CheckpointError(f"{path} does not have its recorded SHA-256")
 
 
 @contextmanager
@@ -299,5 +299,5 @@ def main(args: argparse.Namespace, env: RankEnv) -> int:
         if args.command == "import":
             import_hf(source, target, env, tensor=args.tensor, **common)
         else:
-            export_checkpoint(source, target, env, part=args.part, merge=args.merge, **common)
+            export_checkpoint(source, target, env, role=args.part, merge=args.merge, **common)
     return 0

@@ -1,4 +1,5 @@
-"""`aligner doctor`: does this machine, and this config, have what a run needs? One table, exit code 1 on a failure."""
+"""`aligner doctor`: check that this machine, and this config, have all that a run needs. One table, exit code 1 on a
+failure."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.loading import TORCH, new_enough
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-NONE = "none"  # not there, and not asked for
+NONE = "none"  # not installed, and not needed
 EXTRAS = {  # module -> extra, what it is for
     "tensorrt_llm": ("trtllm", "TensorRT-LLM generation on GPUs"),
     "modelopt": ("modelopt", "quantization"),
     "mpi4py": ("mpi", "ranks placed by MPI"),
     "uvicorn": ("serve", "agents, and `aligner serve`"),
 }
-# in another interpreter: the version of what has the module `vllm` there, which is not imported
+# in another interpreter: the version of the package with the module `vllm`, which is not imported
 FIND_VLLM = """from importlib.metadata import *
 print(*map(version, packages_distributions().get("vllm", [])))"""
 
@@ -42,10 +43,10 @@ class Check:
 
 
 def main(cfg: Config, env: RankEnv) -> int:
-    """Prints the table; 1 if any check failed, else 0."""
-    found = list(checks(cfg, env))
-    show(found)
-    return int(any(check.status == FAIL for check in found))
+    """Print the table. Return 1 if any check failed, else 0."""
+    results = list(checks(cfg, env))
+    show(results)
+    return int(any(check.status == FAIL for check in results))
 
 
 def checks(cfg: Config, env: RankEnv) -> Iterator[Check]:
@@ -58,25 +59,25 @@ def checks(cfg: Config, env: RankEnv) -> Iterator[Check]:
     if cfg.engine.child is cfg.engine.trtllm:
         from aligner.tools.doctor_trtllm import trtllm_checks
 
-        yield from (Check(*found) for found in trtllm_checks(cfg.engine.trtllm, cfg.engine.name))
+        yield from (Check(*row) for row in trtllm_checks(cfg.engine.trtllm, cfg.engine.name))
     if cfg.engine.child is not None:
         from aligner.tools.doctor_ipc import ipc_checks
 
-        yield from (Check(*found) for found in ipc_checks(cfg.engine.child))
+        yield from (Check(*row) for row in ipc_checks(cfg.engine.child))
     yield _run_dir(cfg)
     yield from _data(cfg)
     yield _tokenizer(cfg)
     yield from _rewards(cfg)
 
 
-def show(found: list[Check], title: str = "aligner doctor") -> None:
+def show(results: list[Check], title: str = "aligner doctor") -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     colors = {OK: "green", NONE: "dim", WARN: "yellow", FAIL: "bold red"}
     table = Table("check", "", "detail", title=title)
-    for check in found:
+    for check in results:
         table.add_row(Text(check.name), Text(check.status, style=colors[check.status]), Text(check.detail))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
@@ -128,12 +129,12 @@ def _megatron() -> Check:
 
 
 def _transformer_engine(kernels: str) -> Check:
-    """As the trainer would have it: it is tried as Megatron is imported."""
+    """Check it as the trainer would: it is tried when Megatron is imported."""
     name, use = "transformer_engine", "for fused Megatron layers on GPUs"
     try:
         from aligner.megatron.transformer_engine import HERE
     except ImportError:
-        return Check(name, NONE, f"{use}; not looked at without Megatron-Core")
+        return Check(name, NONE, f"{use}; not checked without Megatron-Core")
     if not HERE.lacks:
         return Check(name, OK, use)
     if kernels == "te":
@@ -151,7 +152,7 @@ def _extras() -> Iterator[Check]:
 
 
 def _vllm(cfg: Config) -> Check:
-    """Its environment is another one: there, of the right version, or how to get it; a failure if `cfg` asks for it."""
+    """Check vLLM's separate environment: its version, or how to install it; a failure if `cfg` needs it."""
     from aligner.engines.child.process import clean_environment, interpreter
 
     missing, options = FAIL if cfg.engine.child is cfg.engine.vllm else NONE, cfg.engine.vllm
@@ -160,15 +161,16 @@ def _vllm(cfg: Config) -> Check:
     except ConfigError as error:
         return Check("vllm", missing, f"for engine=vllm. {error}")
     done = subprocess.run([python, "-c", FIND_VLLM], env=environ, capture_output=True, text=True)
-    found = done.stdout.strip()
-    if same_minor(found):
-        return Check("vllm", OK, f"{found} in {options.python or python}, for engine=vllm")
-    has = f"{found or 'none'} in {options.python or python}: expected {VLLM_VERSION}"
+    version = done.stdout.strip()
+    if same_minor(version):
+        return Check("vllm", OK, f"{version} in {options.python or python}, for engine=vllm")
+    has = f"{version or 'none'} in {options.python or python}: expected {VLLM_VERSION}"
     return Check("vllm", missing, f"for engine=vllm. {has}; launchers/engine_env.sh vllm makes an environment with it")
 
 
 def _run_dir(cfg: Config) -> Check:
-    """Writes and removes a file in run.dir or the nearest folder above it that exists; creates no folder."""
+    """Check by a temporary file in run.dir, or in the nearest folder above it that exists, that it can be written.
+    Creates no folder."""
     folder = Path(cfg.run.dir).expanduser().absolute()
     while not folder.exists():
         folder = folder.parent

@@ -1,4 +1,4 @@
-"""The doctor's row about CUDA IPC: whether an engine's process can read the trainer's memory, tried once."""
+"""The doctor's row about CUDA IPC: try once whether an engine's process can read the trainer's memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from aligner.engines.child.process import clean_environment, interpreter
 from aligner.errors import ConfigError
 
 NAME, SIZE, LIMIT_S = "cuda ipc", 64, 300.0
-# what another process finds in the memory that it is told of
+# prints what another process reads in the memory
 READ = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])).tensor().tolist())"
 HINT = "Containers need one IPC and PID namespace for both (docker: --ipc=host); see docs/engine.md."
 
 
 def ipc_checks(options: ChildConfig) -> Iterator[tuple[str, str, str]]:
-    """(check, status, detail); none without a GPU, where weights go through host memory. The first device alone."""
+    """Yield (check, status, detail), only for the first device; none without a GPU, where weights go through host
+    memory."""
     if not torch.cuda.is_available():
         return
     buffer = cuda_buffer(SIZE, torch.device("cuda", 0))
@@ -36,7 +37,8 @@ def ipc_checks(options: ChildConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def unread(memory: Memory, options: ChildConfig, extra: dict[str, str]) -> str:
-    """Why the engine's interpreter does not find 0, 1, 2, ... there; "" if it does. Its torch may be another."""
+    """Return why the engine's interpreter does not read 0, 1, 2, ... there; "" if it does. Its torch may be another
+    version."""
     try:
         python, environ = interpreter(options.python, clean_environment(os.environ, extra), options.KEY)
         command = [python, "-c", READ, pickle.dumps(memory).hex()]
@@ -46,7 +48,7 @@ def unread(memory: Memory, options: ChildConfig, extra: dict[str, str]) -> str:
     except subprocess.TimeoutExpired:
         return f"an engine's process has not read the trainer's memory within {LIMIT_S:g} s"
     if done.returncode:
-        told = done.stderr.strip().splitlines()
-        return f"an engine's process cannot read the trainer's memory: {told[-1] if told else done.returncode}"
-    found, wanted = done.stdout.strip().splitlines()[-1:], str(list(range(SIZE)))
-    return "" if found == [wanted] else "an engine's process finds other numbers in the trainer's memory"
+        lines = done.stderr.strip().splitlines()
+        return f"an engine's process cannot read the trainer's memory: {lines[-1] if lines else done.returncode}"
+    printed, wanted = done.stdout.strip().splitlines()[-1:], str(list(range(SIZE)))
+    return "" if printed == [wanted] else "an engine's process finds other numbers in the trainer's memory"

@@ -1,8 +1,8 @@
-"""`aligner doctor sandbox`: which sandboxes this machine has for programs that models write, and whether they hold.
+"""`aligner doctor sandbox`: list the sandboxes of this machine for programs that models write, and check that they
+hold.
 
-Each attack is a program that says what it could do; it is contained if it could do nothing, and nothing is seen of it
-outside. None of them harms a machine that has no sandbox: signals are number 0, files are removed, forks end.
-"""
+Each attack is a program that prints its successes. It is contained if it prints none and leaves no effect outside. No
+attack harms a machine without a sandbox: signals are number 0, files are removed, forks end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aligner.errors import ConfigError
 from aligner.rewards.sandbox.run import TIERS, Sandbox
 from aligner.tools.doctor import FAIL, OK, WARN, Check, show
 
-# what a program tries -> its text; it prints a line for each thing that it could do
+# attack -> its program, which prints a line for each success
 ATTACKS = {
     "read $HOME": """
 for path in (HOME, HOME + "/secret", "/proc/self/environ", "/proc/1/environ", "/root", "/etc/passwd"):
@@ -78,10 +78,10 @@ while True: pass
 
 
 def main() -> int:
-    """Prints the table; 1 if there is no sandbox, or one does not hold."""
-    found = list(checks())
-    show(found, "aligner doctor sandbox")
-    return int(any(check.status == FAIL for check in found))
+    """Print the table. Return 1 if there is no sandbox, or one does not hold."""
+    results = list(checks())
+    show(results, "aligner doctor sandbox")
+    return int(any(check.status == FAIL for check in results))
 
 
 def checks() -> Iterator[Check]:
@@ -103,17 +103,17 @@ def checks() -> Iterator[Check]:
 
 
 def attack(sandbox: Sandbox, program: str) -> list[str]:
-    """What it could do."""
+    """Return the successes of a program."""
     name = f"d{uuid.uuid4().hex}"
     with tempfile.TemporaryDirectory(dir=Path.home()) as home, socket.create_server(("127.0.0.1", 0)) as server:
         Path(home, "secret").write_text("secret")
         server.settimeout(0)
-        given = {"HOME": home, "PORT": server.getsockname()[1], "NAME": name, "PARENT": os.getpid()}
-        text = "import os, time\n" + "".join(f"{key} = {value!r}\n" for key, value in given.items()) + program
+        settings = {"HOME": home, "PORT": server.getsockname()[1], "NAME": name, "PARENT": os.getpid()}
+        text = "import os, time\n" + "".join(f"{key} = {value!r}\n" for key, value in settings.items()) + program
         (ended,) = sandbox.run(text, [""])
         could = ended.out.splitlines() + _seen(lambda: server.accept()[1])
-    left = [process.info["name"] for process in psutil.process_iter(["name"])]
-    return could + [f"process {each} is left" for each in left if each == name[:15]]
+    processes = [process.info["name"] for process in psutil.process_iter(["name"])]
+    return could + [f"process {each} is left" for each in processes if each == name[:15]]
 
 
 def _seen(accept: Callable[[], tuple]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The doctor's rows about TensorRT-LLM: what of the engine's table is installed, missing, not run."""
+"""The doctor's rows about TensorRT-LLM: entries of the engine's table that are installed, missing, or not run."""
 
 from __future__ import annotations
 
@@ -26,30 +26,34 @@ def trtllm_checks(options: TrtllmConfig, name: str = "trtllm") -> Iterator[Row]:
         yield "trtllm", "fail", str(error)
         yield "trtllm not run", "warn", "\n".join(("comparing the installed package with the table", *table.NOT_RUN))
         return
-    found, error = _compare(options, table.__name__)
-    if found is None or found.error:
-        yield "trtllm", "fail", error if found is None else f"cannot be imported: {found.error}"
+    findings, error = _compare(options, table.__name__)
+    if findings is None or findings.error:
+        yield "trtllm", "fail", error if findings is None else f"cannot be imported: {findings.error}"
         return
-    yield _version(found, table.VERSIONS)
-    yield "trtllm present", "ok", "\n".join(found.present) or "nothing"
-    yield "trtllm missing", "fail" if found.missing else "ok", "\n".join(found.missing) or "nothing"
-    if found.features:
-        told = [f"{name}: {'yes' if there else 'no'}" for name, there in found.features.items()]
-        yield "trtllm features", "ok", "\n".join(told)
-    yield "trtllm not run", "warn", "\n".join(found.not_run)
+    yield _version(findings, table.VERSIONS)
+    yield "trtllm present", "ok", "\n".join(findings.present) or "nothing"
+    yield "trtllm missing", "fail" if findings.missing else "ok", "\n".join(findings.missing) or "nothing"
+    if findings.features:
+        features = [f"{name}: {'yes' if there else 'no'}" for name, there in findings.features.items()]
+        yield "trtllm features", "ok", "\n".join(features)
+    yield "trtllm not run", "warn", "\n".join(findings.not_run)
 
 
-def _version(found: Findings, versions: Sequence[Version]) -> Row:
+def _version(findings: Findings, versions: Sequence[Version]) -> Row:
     known = [v.prefix for v in versions if not v.refused]
-    if found.refused:
-        return "trtllm", "fail", f"{found.version}: {found.refused}"
-    if not found.row:
-        return "trtllm", "fail", f"{found.version} is not in the table ({', '.join(known)}); compared with {known[-1]}"
-    return "trtllm", "ok", f"{found.version}, compared with the table's {found.row}"
+    if findings.refused:
+        return "trtllm", "fail", f"{findings.version}: {findings.refused}"
+    if not findings.row:
+        return (
+            "trtllm",
+            "fail",
+            f"{findings.version} is not in the table ({', '.join(known)}); compared with {known[-1]}",
+        )
+    return "trtllm", "ok", f"{findings.version}, compared with the table's {findings.row}"
 
 
 def _compare(options: TrtllmConfig, module: str) -> tuple[Findings | None, str]:
-    """In a process of its own: the package takes hold of MPI and the GPU when it is imported."""
+    """Compare in a process of its own, as the package initializes MPI and the GPU when it is imported."""
     executable, environ = interpreter(options.python, clean_environment(os.environ, {}), options.KEY)
     command, timeout_s = [executable, "-m", module], options.start_timeout_s
     try:

@@ -1,8 +1,7 @@
-"""`aligner eval`: a trained model on held-out rows. A policy's answers are scored by the reward functions; of a
-fine-tuned model without any, the loss of the rows' own answers is measured; of a reward model, how it orders pairs.
+"""`aligner eval`: a trained model on held-out rows. Reward functions score a policy's responses. For a fine-tuned model
+without any, the loss of the rows' own responses is measured; for a reward model, how it orders pairs.
 
-python -m aligner eval runs/quickstart/grpo data.eval=runs/quickstart/data/test.jsonl eval.prompts=0
-"""
+python -m aligner eval runs/quickstart/grpo data.eval=runs/quickstart/data/test.jsonl eval.prompts=0"""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ SAMPLES = "eval_samples.jsonl"
 
 @dataclass
 class Found:
-    """What was measured: means over units (prompts, pairs, rows), and a record for each sample."""
+    """Measurements: means over units (prompts, pairs, rows), and a record for each sample."""
 
     unit: str
     count: int
@@ -52,8 +51,8 @@ class Found:
 
 
 def main(cfg: Config, env: RankEnv) -> int:
-    """Print the means with their intervals, and samples; write `<run.dir>/eval.json` and eval_samples.jsonl. One
-    process is enough: further ranks do nothing."""
+    """Print the means with their intervals, and samples; write `<run.dir>/eval.json` and eval_samples.jsonl. Ranks
+    other than the first do nothing."""
     if env.rank == 0:
         use(cfg.cluster.threads, env.local_world_size)
         evaluate(cfg)
@@ -61,7 +60,7 @@ def main(cfg: Config, env: RankEnv) -> int:
 
 
 def evaluate(cfg: Config) -> ScalarMetrics:
-    """Raises ConfigError where there is no model, no rows, or nothing to measure them by."""
+    """Measure the model. Raises ConfigError if there is no model, no rows, or nothing to measure them by."""
     folder = model_folder(cfg)
     if not cfg.data.eval:
         raise ConfigError("data.eval", "", "a file with held-out rows")
@@ -69,22 +68,22 @@ def evaluate(cfg: Config) -> ScalarMetrics:
     stage = STAGES[cfg.stage.name]
     tools = load_tools(cfg.environment) if cfg.eval.generate else Tools()
     if is_scorer(folder) or not (stage.rollouts or stage.scores or functions):
-        found = Found(*measure_rows(cfg, folder, is_scorer(folder)))
+        measured = Found(*measure_rows(cfg, folder, is_scorer(folder)))
     elif functions or tools.scores:
-        found = _answers(cfg, folder, tools)
+        measured = _answers(cfg, folder, tools)
     else:
         kind = f"stage {cfg.stage.name}" + (" with reward.model alone" if stage.rollouts else "")
         expected = f"at least one function that scores an answer ({kind} has none)"
         raise ConfigError("eval.functions", [], expected, "Example: eval.functions=[{path: math}]")
-    return _tell(cfg, folder, found)
+    return _write(cfg, folder, measured)
 
 
 def _answers(cfg: Config, folder: Path, tools: Tools) -> Found:
-    """Accuracy and mean scores of generated answers, or of trajectories."""
+    """Measure accuracy and mean scores of generated responses, or of trajectories."""
     model = Answerer.load(folder, cfg.engine, cfg.model.dtype)
     use_chat_template(model.tokenizer, cfg.data)
-    told = schemas(tools) if cfg.environment.on else None
-    rows = prompt_rows(read_rows(cfg.data.eval, "data.eval"), cfg.data, tools=told)
+    tool_schemas = schemas(tools) if cfg.environment.on else None
+    rows = prompt_rows(read_rows(cfg.data.eval, "data.eval"), cfg.data, tools=tool_schemas)
     dataset = PromptDataset(rows, model.tokenizer, cfg.data, "data.eval")
     count = min(cfg.eval.prompts, len(dataset)) if cfg.eval.prompts else len(dataset)
     limit = cfg.eval.max_response_tokens or cfg.sampling.max_response_tokens
@@ -97,7 +96,7 @@ def _answers(cfg: Config, folder: Path, tools: Tools) -> Found:
         weighted.append((EnvironmentReward(), cfg.environment.weight))
     rewards = RewardPipeline(weighted, cfg.reward)
     refuse(rewards.unreadable(dataset, range(count), print), dataset, count)
-    if told is None:
+    if tool_schemas is None:
         samples = model.answer(prompts, cfg.eval.samples, sampling, cfg.seed)
     else:
         samples = play(cfg, model, tools, prompts, sampling)
@@ -117,14 +116,14 @@ def _answers(cfg: Config, folder: Path, tools: Tools) -> Found:
 def _row(sample: Sample, i: int, total: float, components: dict[str, list[float | None]]) -> SampleRow:
     scores = {name: values[i] for name, values in components.items()}
     columns = {name: value for name, value in sample.prompt.fields.items() if name not in ("messages", "tools")}
-    told = None if sample.trajectory is None else shown_turns(sample.trajectory)
-    return SampleRow(sample.prompt.text, sample.response, total, 0.0, sample.finished, scores, columns, told)
+    turns = None if sample.trajectory is None else shown_turns(sample.trajectory)
+    return SampleRow(sample.prompt.text, sample.response, total, 0.0, sample.finished, scores, columns, turns)
 
 
 def _per_prompt(
     samples: Sequence[Sample], verdict: EvaluatedAnswers, k: int
 ) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
-    """The means of `judge`, by prompt: its k samples stay together when prompts are drawn."""
+    """Return the means of `judge`, by prompt: its k samples stay together when prompts are drawn."""
     values = {
         "eval/accuracy": [float(right) for right in verdict.correct],
         "eval/reward": verdict.totals,
@@ -144,21 +143,22 @@ def _per_prompt(
     return means
 
 
-def _tell(cfg: Config, folder: Path, found: Found) -> ScalarMetrics:
-    metrics = {name: math.fsum(top) / math.fsum(bottom) for name, (top, bottom) in found.means.items()}
-    intervals = {name: bootstrap(*mean, cfg.seed) for name, mean in found.means.items()}
-    if "eval/loss" in metrics and found.unit == "rows":  # of tokens, in nats
+def _write(cfg: Config, folder: Path, measured: Found) -> ScalarMetrics:
+    metrics = {name: math.fsum(top) / math.fsum(bottom) for name, (top, bottom) in measured.means.items()}
+    intervals = {name: bootstrap(*mean, cfg.seed) for name, mean in measured.means.items()}
+    if "eval/loss" in metrics and measured.unit == "rows":  # of tokens, in nats
         metrics["eval/perplexity"] = math.exp(min(metrics["eval/loss"], 700.0))
         intervals["eval/perplexity"] = tuple(math.exp(min(end, 700.0)) for end in intervals["eval/loss"])
-    print(f"{folder}: {found.count} {found.unit} of {cfg.data.eval}; intervals: {METHOD} of {found.unit.split()[0]}")
+    unit = measured.unit.split()[0]
+    print(f"{folder}: {measured.count} {measured.unit} of {cfg.data.eval}; intervals: {METHOD} of {unit}")
     for name, value in metrics.items():
         print(f"  {name} {value:.4f} [{intervals[name][0]:.4f}, {intervals[name][1]:.4f}]")
     out = Path(cfg.run.dir)
-    rewrite_jsonl(out / SAMPLES, found.records)
+    rewrite_jsonl(out / SAMPLES, measured.records)
     written = metrics | {
         "intervals": intervals,
-        "interval_method": f"{METHOD} of {found.unit.split()[0]}",
-        found.unit.split()[0]: found.count,
+        "interval_method": f"{METHOD} of {unit}",
+        unit: measured.count,
         "data": cfg.data.eval,
         "model": str(folder),
     }

@@ -1,4 +1,5 @@
-"""What `aligner eval` measures without generating: the loss of held-out answers, and how a reward model ranks pairs."""
+"""Measurements of `aligner eval` without generating: the loss of held-out responses, and how a reward model ranks
+pairs."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ Measured = tuple[str, int, Means, list[dict[str, Any]]]  # unit, count, means, r
 
 
 def measure_rows(cfg: Config, folder: Path, scorer: bool) -> Measured:
-    """On this process alone, through the trainer's model, which is laid out on one rank."""
+    """Measure on this process alone, with the trainer's model on a layout of one rank."""
     model = dataclasses.replace(cfg.model, init=str(folder), tokenizer="")
     alone = {"parallel": ParallelConfig(), "engine": EngineConfig(), "debug": DebugConfig()}
     stage = StageConfig("rm" if scorer else "sft")
@@ -52,7 +53,7 @@ def _first(job: Job, dataset: Any) -> list:
 
 
 def _losses(job: Job) -> Measured:
-    """eval/loss: mean negative log-likelihood of the tokens that carry loss, nats."""
+    """Measure eval/loss: mean negative log-likelihood of the tokens that carry loss, nats."""
     cfg = job.cfg
     rows = read_rows(cfg.data.eval, "data.eval")
     items = _first(job, sft_dataset(rows, job.tokenizer, cfg.data, "data.eval"))
@@ -69,7 +70,8 @@ def _losses(job: Job) -> Measured:
 
 
 def _pairs(job: Job, folder: Path) -> Measured:
-    """As `rollout.heldout.pair_accuracy`: of pairs eval/accuracy, eval/loss, eval/margin; of attributes eval/loss."""
+    """Measure like `rollout.heldout.pair_accuracy`: of pairs eval/accuracy, eval/loss, eval/margin; of attributes
+    eval/loss."""
     cfg, attributes = job.cfg, list(read_extra(folder).get("attributes") or ())
     if read_extra(folder).get("separator"):
         hint = "Train with data.eval and run.eval_every, which measure its steps."
@@ -84,15 +86,15 @@ def _pairs(job: Job, folder: Path) -> Measured:
         scores = model.raw_scores(batch)
         losses = regression(scores, batch.of(LabelTargets).labels).tolist()
         records = [
-            {"text": decode(item.tokens.tolist()), "scores": dict(zip(attributes, found, strict=True)), "loss": loss}
-            for item, found, loss in zip(items, scores.tolist(), losses, strict=True)
+            {"text": decode(item.tokens.tolist()), "scores": dict(zip(attributes, per_pair, strict=True)), "loss": loss}
+            for item, per_pair, loss in zip(items, scores.tolist(), losses, strict=True)
         ]
         return "texts", len(items), {"eval/loss": (losses, [1.0] * len(items))}, records
     typed = preference_rows(rows, cfg.data, whole=True)
     items = _first(job, PreferenceDataset(typed, job.tokenizer, cfg.data, "data.eval"))
     scores = model.raw_scores(collate_preference(items, pad))[:, 0]
     losses, stats = bradley_terry(scores[0::2], scores[1::2], None, 0.0)
-    found = {"eval/accuracy": stats["accuracy"], "eval/loss": losses, "eval/margin": stats["margin"]}
+    per_pair = {"eval/accuracy": stats["accuracy"], "eval/loss": losses, "eval/margin": stats["margin"]}
     records = [
         {
             "chosen": decode(item.chosen.tolist()),
@@ -102,4 +104,4 @@ def _pairs(job: Job, folder: Path) -> Measured:
         }
         for item, chosen, rejected in zip(items, scores[0::2].tolist(), scores[1::2].tolist(), strict=True)
     ]
-    return "pairs", len(items), {name: (v.tolist(), [1.0] * len(items)) for name, v in found.items()}, records
+    return "pairs", len(items), {name: (v.tolist(), [1.0] * len(items)) for name, v in per_pair.items()}, records

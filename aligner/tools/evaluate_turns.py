@@ -1,4 +1,4 @@
-"""The answers that `aligner eval` measures where the run has tools or environments: trajectories."""
+"""Trajectories that `aligner eval` measures for a run with tools or environments."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from aligner.types import Prompt, Sample, SamplingParams
 def play(
     cfg: Config, model: Answerer, tools: Tools, prompts: Sequence[Prompt], sampling: SamplingParams
 ) -> list[Sample]:
-    """prompts x eval.samples trajectories, prompt-major. Nothing is logged."""
-    told = schemas(tools)
+    """Return prompts x eval.samples trajectories, prompt-major. Nothing is logged."""
+    tool_schemas = schemas(tools)
     sampling = replace(sampling, **sampled_with(model.tokenizer))
     dialogue = partial(dialogue_of, cfg, model.tokenizer)
-    pool = Pool(cfg.environment, told, AnswerLog(Path(cfg.run.dir) / FOLDER, 0))
+    pool = Pool(cfg.environment, tool_schemas, AnswerLog(Path(cfg.run.dir) / FOLDER, 0))
     player = kind_of_player(cfg.environment, dialogue)(
         model.engine,
         model.tokenizer,
         sampling,
         dist.group.WORLD,
-        outside=Outside(pool, dialogue(told), cfg.environment, cfg.data.max_prompt_tokens, tools.scores),
+        outside=Outside(pool, dialogue(tool_schemas), cfg.environment, cfg.data.max_prompt_tokens, tools.scores),
     )
     seeds = [[request_seed(cfg.seed, -1, prompt.id, i) for i in range(cfg.eval.samples)] for prompt in prompts]
     return player.samples([Request(i, p, s) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))], sampling)

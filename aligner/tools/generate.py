@@ -1,4 +1,4 @@
-"""A trained model for the tools: found by run folder or Hugging Face folder, ready to answer."""
+"""A trained model for the tools, loaded from a run folder or a Hugging Face folder, ready to generate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from aligner.types import Prompt, Sample, SamplingParams
 
 
 def model_folder(cfg: Config) -> Path:
-    """The exported model of `run.dir`, or one that lies there, or `model.init` where the run has none yet."""
+    """Return the exported model of `run.dir`, or one directly in it, or `model.init` if the run has none yet."""
     run, init = Path(cfg.run.dir), Path(cfg.model.init)
     candidates = [run / "hf", run, init, init / "hf"]
     for folder in candidates:
@@ -36,7 +36,7 @@ def model_folder(cfg: Config) -> Path:
 
 
 def sampling_of(cfg: Config) -> SamplingParams:
-    """As evaluation samples, but cut as `sampling` says."""
+    """Return the sampling parameters of evaluation, with the cuts of `sampling`."""
     s, temperature = cfg.sampling, cfg.eval.temperature
     cut = s.top_p, s.top_k, s.min_p
     return SamplingParams(s.max_response_tokens, temperature, *cut, stop=tuple(s.stop), special=s.special_tokens)
@@ -47,20 +47,20 @@ def dialogue_of(cfg: Config, tokenizer: Any, tools: Tools) -> Dialogue:
 
 
 def is_scorer(folder: Path) -> bool:
-    """Whether the model there is a reward model."""
+    """Return whether the model in the folder is a reward model."""
     return "score.weight" in open_hf(folder)
 
 
 @dataclass
 class Answerer:
-    """A model behind the native engine, on CUDA if there is one."""
+    """A model with the native engine, on CUDA if available."""
 
     engine: NativeEngine
     tokenizer: Any
 
     @classmethod
     def load(cls, folder: Path, config: EngineConfig, dtype: str = "auto") -> Answerer:
-        """`dtype` (model.dtype) counts where engine.dtype=auto."""
+        """Load a model. `dtype` (model.dtype) counts where engine.dtype=auto."""
         if is_scorer(folder):
             raise ConfigError("run.dir", str(folder), "a model that answers; this one is a reward model, which scores")
         tokenizer = load_tokenizer(str(folder))
@@ -76,7 +76,7 @@ class Answerer:
         return cls(engine, tokenizer)
 
     def answer(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, seed: int) -> list[Sample]:
-        """prompts x samples answers, prompt-major. Stop tokens are the tokenizer's."""
+        """Return prompts x samples responses, prompt-major. Stop tokens are the tokenizer's."""
         sampling = replace(sampling, **sampled_with(self.tokenizer))
         seeds = [[request_seed(seed, -1, prompt.id, i) for i in range(samples)] for prompt in prompts]
         requests = [Request(i, prompt, seeds[i]) for i, prompt in enumerate(prompts)]

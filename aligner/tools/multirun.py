@@ -1,4 +1,5 @@
-"""`run --multirun` and `launch --multirun`: every job of a sweep, one after another, and a table of how they ended."""
+"""`run --multirun` and `launch --multirun`: run every job of a sweep, one after another, and print a table of their
+results."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from aligner.tools.report import write_after
 
 
 def main(args: argparse.Namespace) -> int:
-    """Every job as a child of this command line, in the folder <run.dir>/<number>_<what varies>."""
+    """Run every job as a child of this command line, in the folder <run.dir>/<number>_<what varies>."""
     if args.frozen:
         raise ConfigError("--multirun", args.frozen, "no --frozen: a frozen config is one job")
     jobs = sweep(args.overrides)
@@ -53,7 +54,7 @@ def show_jobs(rows: list[tuple[str, int, float, str]], total: int) -> None:
 
 
 def final_metric(folder: Path) -> tuple[str, float] | None:
-    """The number that says most of how a run went, and its last value."""
+    """Return the most informative metric of a run, and its last value."""
     last: dict[str, float] = {}
     for row in each_jsonl(folder / "metrics.jsonl"):
         last |= {name: row[name] for name in HEADLINE if isinstance(row.get(name), int | float)}

@@ -1,8 +1,7 @@
 """`aligner replay RUN --step k`: execute a step of a run again, from the newest checkpoint before it, and compare.
 
-The run's folder is only read. Steps are executed in a run folder of their own, <RUN>/replays/step-<k>, which has the
-checkpoint as a link, a copy of the stored rollouts, and after it a chain of hashes and recorded rollouts.
-"""
+The run's folder is only read. Steps are executed in a separate run folder, <RUN>/replays/step-<k>. It has the
+checkpoint as a link and a copy of the stored rollouts, and after the replay a chain of hashes and recorded rollouts."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from aligner.run.marker_files import DONE, STOPPED
 from aligner.tools.bisect import Step, made_by, same_layout, steps_of, tensors_apart
 
 FOLDER = "replays"  # in the run folder
-# of numbers on another layout, times max(1, the number): docs/layouts.md
+# bounds of numbers on another layout, times max(1, the number): docs/layouts.md
 CLOSE = {"float32": {"loss": 1e-5, "grad_norm": 1e-5}, "bfloat16": {"loss": 5e-3, "grad_norm": 5e-2}}
 ALONE = ["run.export=false", "run.eval_every=0", "run.stop.metric=''", "checkpoint.keep_best=0"]
 ALONE += ["logging.tensorboard=false", "logging.wandb.mode=disabled"]
@@ -39,7 +38,7 @@ ALONE += ["logging.tensorboard=false", "logging.wandb.mode=disabled"]
 
 @dataclass
 class Replay:
-    """What is to be executed: `cfg.debug.until` is the step, `before` the last one that is not done again."""
+    """A replay: `cfg.debug.until` is the step, `before` the last step that is not repeated."""
 
     cfg: Config
     before: int
@@ -47,7 +46,8 @@ class Replay:
 
 
 def main(args: argparse.Namespace) -> int:
-    """0: the step is the one that was written; 1: it is another, or failed in another way than by bad input."""
+    """Execute and compare. Return 0 if the step is the same as recorded, 1 if it differs or failed other than by bad
+    input."""
     replay = prepare(Path(args.run), args.step, args.overrides, args.ranks)
     folder = Path(replay.cfg.run.dir)
     print(f"steps {replay.before + 1} to {args.step} of {args.run}, in {folder}", flush=True)
@@ -67,14 +67,12 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), ranks: int = 0)
     first, start = min(steps) - 1, steps[step].start
     cfg = load_frozen(run)
     if cfg.debug.rollout_only or not STAGES[cfg.stage.name].trains:
-        raise ConfigError("RUN", str(run), "a run that trains: others leave nothing to begin a step with")
-    earlier = [found for found in complete_checkpoints(run / "checkpoints") if found[0] < step]
+        raise ConfigError("RUN", str(run), "a run that trains: other runs save no state before a step")
+    earlier = [entry for entry in complete_checkpoints(run / "checkpoints") if entry[0] < step]
     before, checkpoint = earlier[-1] if earlier else (first, None)
     cfg = _as_then(cfg, start["config"])
     if not earlier and before and cfg.run.resume in ("auto", "never"):
-        raise ConfigError(
-            "--step", step, f"one behind a checkpoint of {run}: it has none before, and began at {before}"
-        )
+        raise ConfigError("--step", step, f"one after a checkpoint of {run}: it has none before, and began at {before}")
     folder = _free(run / FOLDER, f"step-{step:08d}")
     fixed = [*ALONE, f"run.dir={quoted(str(folder))}", f"debug.until={step}"]
     fixed += ["run.resume=auto"] if earlier or not before else []
@@ -84,7 +82,7 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), ranks: int = 0)
     validate(replay.cfg, replay.ranks)
     folder = Path(replay.cfg.run.dir)
     if folder.exists():
-        raise ConfigError("run.dir", str(folder), "a folder that is not there yet")
+        raise ConfigError("run.dir", str(folder), "a folder that does not exist yet")
     try:
         _fill(folder, checkpoint, run / PENDING)
     except OSError as error:
@@ -101,15 +99,15 @@ def _fill(folder: Path, checkpoint: Path | None, pending: Path) -> None:
 
 
 def _free(folder: Path, name: str) -> Path:
-    number, found = 1, folder / name
-    while found.exists():
+    number, free = 1, folder / name
+    while free.exists():
         number += 1
-        found = folder / f"{name}-{number}"
-    return found.resolve()
+        free = folder / f"{name}-{number}"
+    return free.resolve()
 
 
 def _as_then(cfg: Config, then: Record) -> Config:
-    """The run's config, with the keys that it defines itself by as they were: it may have gone on with others."""
+    """Return the run's config with the keys that define the run as they were: it may have resumed with others."""
     data = asdict(cfg)
     for key, value in then.items():
         *sections, name = key.split(".")
@@ -117,7 +115,7 @@ def _as_then(cfg: Config, then: Record) -> Config:
         for section in sections:
             inner = inner.get(section, {}) if isinstance(inner, dict) else {}
         parts = value if isinstance(value, list) else [value]
-        if name in inner and not any(isinstance(part, dict) for part in parts):  # sections: noted without paths
+        if name in inner and not any(isinstance(entry, dict) for entry in parts):  # sections are recorded without paths
             inner[name] = value
     return from_plain(Config, data)
 
@@ -126,29 +124,30 @@ def _as_then(cfg: Config, then: Record) -> Config:
 
 
 def compare(run: Path, replay: Path, step: int) -> int:
-    """Print what a step was in both; 0 if that is the same, as far as it can be on these layouts."""
+    """Print the step's quantities in both; return 0 if they are the same, as far as these layouts allow."""
     written, now = (steps_of(folder)[step] for folder in (run, replay))
     exact = same_layout(written.start, now.start)
     rows = list(_rows(written, now, exact))
-    print(f"step {step} of {run}, as it was written | now")
+    print(f"step {step} of {run}, recorded | replayed")
     for name, old, new, verdict in rows:
         print(f"  {name:<24} {old} | {new}  {verdict}")
     for line in made_by(written.start, now.start):
-        print(f"computed by other: {line}")
+        print(f"also different: {line}")
     if not exact:
         within = ", ".join(f"{name} within {bound:g}" for name, bound in CLOSE[written.start["dtype"]].items())
-        print(f"another layout rounds otherwise, and more with each step: {within}; logprobs and weights not compared")
+        print(f"another layout rounds differently, more so with each step: {within}")
+        print("logprobs and weights are not compared")
     same = all(verdict in ("equal", "close") for *_, verdict in rows)
-    print(f"step {step} is {'the one that was written' if same else 'ANOTHER one'}: {replay}", flush=True)
+    print(f"step {step} is {'the same as recorded' if same else 'DIFFERENT'}: {replay}", flush=True)
     return 0 if same else 1
 
 
 def _rows(written: Step, now: Step, exact: bool) -> Iterator[tuple[str, str, str, str]]:
     there, here = written.found, now.found
-    for part, old in there["batch"].items():
-        new = here["batch"].get(part, "none")
-        if exact or part != "logprobs":
-            yield part, old, new, "equal" if old == new else "DIFFERS"
+    for kind, old in there["batch"].items():
+        new = here["batch"].get(kind, "none")
+        if exact or kind != "logprobs":
+            yield kind, old, new, "equal" if old == new else "DIFFERS"
     for name, old in there["numbers"].items():
         new = here["numbers"].get(name)
         close = 0.0 if exact else CLOSE[written.start["dtype"]][name.rpartition("/")[2]]
@@ -156,11 +155,11 @@ def _rows(written: Step, now: Step, exact: bool) -> Iterator[tuple[str, str, str
     if exact:
         count, wrong = len(written.start["tensors"]), tensors_apart(written, now)
         verdict = f"DIFFERS: {len(wrong)} of {count} tensors, first {wrong[0]}" if wrong else "equal"
-        yield "weights", *(_short(found["weights"]) for found in (there, here)), verdict
+        yield "weights", *(_short(side["weights"]) for side in (there, here)), verdict
 
 
 def _short(weights: str) -> str:
-    """One hash of those of all tensors."""
+    """Return one hash of all tensors' hashes."""
     return hashlib.blake2b(weights.encode(), digest_size=8).hexdigest()
 
 

@@ -1,7 +1,6 @@
-"""report.html: the board's pages of one run, or of several side by side, in one file that needs nothing else.
+"""report.html: the board's pages of one run, or of several side by side, in one file that needs no other.
 
-Everything a model or a dataset wrote is text there; no script runs but the board's own (docs/board.md).
-"""
+All texts of a model or a dataset stay text there; only the board's own scripts run (docs/board.md)."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ from aligner.foreign import record
 ALL = 1 << 62  # bytes: a report waits for all metrics
 
 
-def write_report(given: list[Path]) -> Path:
+def write_report(paths: list[Path]) -> Path:
     """Write report.html into the run folder, or, for several, into the folder they share (else the first one). A folder
-    of runs (a sweep) stands for the runs in it. Raises ConfigError where there is no run."""
-    folders = [folder for folder in given if folder.is_dir()]
+    of runs (a sweep) stands for the runs in it. Raises ConfigError if there is no run."""
+    folders = [folder for folder in paths if folder.is_dir()]
     board = Board(folders, budget=ALL)
     runs = [*board.runs().values()]
     if not any((run.folder / "metrics.jsonl").is_file() for run in runs):
         expected = "a run folder (run.dir) that contains metrics.jsonl, or a folder of such"
-        raise ConfigError("report", " ".join(map(str, given)), expected)
+        raise ConfigError("report", " ".join(map(str, paths)), expected)
     board.look(runs)
     parents = {folder.resolve().parent for folder in folders}
     where = folders[0] if len(folders) == 1 or len(parents) > 1 else parents.pop()
@@ -44,10 +43,10 @@ def write_report(given: list[Path]) -> Path:
     return target
 
 
-def write_after(given: list[str]) -> None:
-    """The page of runs that have ended, as far as there is anything to tell. How a run ended stays as it is, whatever
-    may go wrong here."""
-    folders = [Path(text) for text in given]
+def write_after(names: list[str]) -> None:
+    """Write the report of runs that have ended, if they have metrics. Errors only print a warning, so that a run's exit
+    code stays."""
+    folders = [Path(text) for text in names]
     if not any((folder / "metrics.jsonl").is_file() for folder in folders):
         return
     try:
@@ -57,7 +56,7 @@ def write_after(given: list[str]) -> None:
 
 
 def main(folders: list[str]) -> int:
-    """`python -m aligner report RUN [RUN ...]`: prints where the page is. Several runs are compared in one page."""
+    """Run `python -m aligner report RUN [RUN ...]`: print the page's path. Several runs are compared in one page."""
     if not folders:
         print("report: expected one or more run folders", file=sys.stderr)
         return 2

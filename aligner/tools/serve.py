@@ -1,10 +1,9 @@
-"""`aligner serve RUN`: a trained model behind OpenAI's chat API, on this machine alone.
+"""`aligner serve RUN`: a trained model with OpenAI's chat API, on this machine alone.
 
 python -m aligner serve runs/sft --port 8000
 
-One thread generates. Requests are admitted between its steps, in the order in which they came, as long as they have the
-same sampling parameters and no longer prompts than it has room for; else the next one waits until the others are done.
-"""
+One thread generates. Requests are admitted between its steps, in their order, if they have the same sampling parameters
+and their prompts are not too long for its room. Otherwise the next one waits until the others are done."""
 
 from __future__ import annotations
 
@@ -44,10 +43,10 @@ if TYPE_CHECKING:
 
 AT_A_TIME = 32  # requests
 PERIOD = 1024  # requests whose answers the engine holds together
-END_S = 5  # for those who still listen when the engine has ended
+END_S = 5  # for clients that are still connected when the engine has ended
 ROOM = 256  # tokens of a prompt, or the next power of two behind it
 
-Said = tuple[list[int], list[float], bool]  # tokens, their logprobs, whether the model came to its end
+Generated = tuple[list[int], list[float], bool]  # tokens, their logprobs, whether the model came to its end
 
 
 @dataclass
@@ -55,12 +54,12 @@ class Ask:
     tokens: tuple[int, ...]
     seed: int
     sampling: SamplingParams
-    said: Future[Said] = field(default_factory=Future)
-    hear: Callable[[int], None] | None = None  # each token but the last, as it comes
+    answer: Future[Generated] = field(default_factory=Future)
+    hear: Callable[[int], None] | None = None  # called with each token but the last, as it comes
 
 
 class Desk:
-    """Where requests wait for the engine. None of them waits for ever: `thread` owes each an answer."""
+    """Queue of requests for the engine. No request waits for ever: `thread` owes each an answer."""
 
     def __init__(self, model: Answerer, threads: int):
         self.model, self.threads = model, threads
@@ -70,15 +69,15 @@ class Desk:
         self.thread.start()
 
     def put(self, ask: Ask) -> None:
-        self.thread.owe(ask.said)
+        self.thread.owe(ask.answer)
         with self.changed:
             self.waiting.append(ask)
             self.changed.notify()
 
     def take(self) -> Ask:
-        """By the engine's thread alone: a client that leaves now takes nothing back."""
+        """Take a request, on the engine's thread only: a client that leaves now takes nothing back."""
         ask = self.waiting.popleft()
-        ask.said.set_running_or_notify_cancel()
+        ask.answer.set_running_or_notify_cancel()
         return ask
 
     def _generate(self) -> None:
@@ -92,19 +91,19 @@ class Desk:
                 together = Together(self, first)
                 asks = together.asks
                 self.model.engine.serve(together, together.asked, together.finished, first.sampling)
-            except torch.AcceleratorError:  # this process cannot compute on its device any more
+            except torch.AcceleratorError:  # this process can no longer compute on its device
                 raise
-            except Exception as cause:  # of these requests: the next ones may fare better
+            except Exception as cause:  # an error of these requests: the next ones may succeed
                 error = (
                     str(cause) if isinstance(cause, AlignerError | RuntimeError) else f"{type(cause).__name__}: {cause}"
                 )
             for ask in asks or [first]:
-                if not ask.said.done():
-                    ask.said.set_exception(ApiError(error, code="engine", status=500))
+                if not ask.answer.done():
+                    ask.answer.set_exception(ApiError(error, code="engine", status=500))
 
 
 class Together(PromptPool):
-    """Those that begin with one request, and may be generated with it."""
+    """Requests that are generated with a first one."""
 
     def __init__(self, desk: Desk, first: Ask):
         limit = desk.model.engine.model.cfg.max_position - first.sampling.max_response_tokens
@@ -126,50 +125,50 @@ class Together(PromptPool):
         return [Wanted(ask.tokens, [ask.seed]) for ask in new]
 
     def _next(self) -> Ask | None:
-        """The one that has waited the longest, if it fits. Nobody but the engine's thread takes any away."""
+        """Return the request that has waited longest, if it fits. Only the engine's thread takes requests away."""
         ask = self.desk.waiting[0] if self.desk.waiting else None
         good = ask is not None and ask.sampling == self.first.sampling and len(ask.tokens) <= self.longest
         return ask if good and len(self.asks) < PERIOD else None
 
-    def heard(self, said: Callable[[], tuple[list[int], list[int]]]) -> None:
-        if any(ask.hear is not None and not ask.said.done() for ask in self.asks):
-            for row, token in zip(*said(), strict=True):
+    def heard(self, read_tokens: Callable[[], tuple[list[int], list[int]]]) -> None:
+        if any(ask.hear is not None and not ask.answer.done() for ask in self.asks):
+            for row, token in zip(*read_tokens(), strict=True):
                 if (hear := self.asks[row].hear) is not None:
                     hear(token)
 
     def finished(self, number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
-        if not (answer := self.asks[number].said).cancelled():
-            answer.set_result((tokens, logprobs, stopped))
+        if not (future := self.asks[number].answer).cancelled():
+            future.set_result((tokens, logprobs, stopped))
 
 
 @dataclass
 class Written:
-    """The text of tokens as they come, as far as none that follow change it: whole characters, and not the last `held`,
+    """Text of tokens as they come, as far as later tokens cannot change it: whole characters, without the last `held`,
     with which a stop string may begin."""
 
     decode: Callable[[Sequence[int]], str]
     held: int
     _tokens: list[int] = field(default_factory=list)
-    _places: tuple[int, int] = 0, 0  # only behind the first is decoded; before the second it was
+    _decoded: tuple[int, int] = 0, 0  # tokens from the first on are decoded again; those before the second were sent
     _text: str = ""
-    _told: int = 0
+    _sent: int = 0
 
-    def more(self, token: int) -> str:
-        """What may be told now."""
+    def add(self, token: int) -> str:
+        """Return the text that can be sent now."""
         self._tokens.append(token)
-        first, place = self._places
-        before, now = self.decode(self._tokens[first:place]), self.decode(self._tokens[first:])
+        first, upto = self._decoded
+        before, now = self.decode(self._tokens[first:upto]), self.decode(self._tokens[first:])
         if now.endswith("\ufffd"):  # bytes of a character
             return ""
         self._text += now[len(before) :]
-        self._places = place, len(self._tokens)
-        told, self._told = self._told, max(self._told, len(self._text) - self.held)
-        return self._text[told : self._told]
+        self._decoded = upto, len(self._tokens)
+        sent, self._sent = self._sent, max(self._sent, len(self._text) - self.held)
+        return self._text[sent : self._sent]
 
 
 @dataclass
 class Served:
-    """See `Backend`."""
+    """A served model; see `Backend`."""
 
     secret: str
     name: str
@@ -190,44 +189,44 @@ class Served:
         ask = Ask(tokens, seed, self._sampling(request, len(tokens)))
         self._answers += 1
         number, name = self._answers, f"chatcmpl-{self._answers}"
-        calls = dialogue.calls and request.calls  # which text is a call shows at its end
-        if request.stream and not (calls or request.return_token_ids):  # logprobs come with the last part
+        calls = dialogue.calls and request.calls  # a text is known to be a call only at its end
+        if request.stream and not (calls or request.return_token_ids):  # logprobs come with the last message
             ask.hear = _writer(dialogue, request, partial(say, name))
         self.desk.put(ask)
         try:
-            words, logprobs, stopped = await asyncio.wrap_future(ask.said)
+            words, logprobs, stopped = await asyncio.wrap_future(ask.answer)
         except RuntimeError as error:  # of a thread that has ended
             raise ApiError(str(error), code="engine", status=503) from None
         tokenizer = self.desk.model.tokenizer
-        found = said(dialogue, request, words, stopped, set(self.sampling.stop_token_ids))
-        pieces = [tokenizer.decode([token]) for token in found.tokens]
-        told = logprobs[: len(found.tokens)]
-        message = message_of(found, number * 100 % 100_000)  # ids of calls are not those of the answer before
-        reply = Reply(message, found.reason, tokens, found.tokens, told, pieces)
+        generated = said(dialogue, request, words, stopped, set(self.sampling.stop_token_ids))
+        pieces = [tokenizer.decode([token]) for token in generated.tokens]
+        shown_logprobs = logprobs[: len(generated.tokens)]
+        message = message_of(generated, number * 100 % 100_000)  # ids of calls differ from those of the previous answer
+        reply = Reply(message, generated.reason, tokens, generated.tokens, shown_logprobs, pieces)
         return reply.body(request, name)
 
     def _prompt(self, request: ChatRequest) -> tuple[Dialogue, tuple[int, ...]]:
-        """Raises ApiError."""
+        """Return the request's dialogue and prompt. Raises ApiError."""
         try:
             dialogue = self.dialogues.of(request.tools)
         except ConfigError as error:
             raise ApiError(str(error), "tools", "unsupported_parameter") from None
-        given = dialogue.try_begin(request.messages)
-        if given is None:
+        prompt = dialogue.try_begin(request.messages)
+        if prompt is None:
             roles = ", ".join(message["role"] for message in request.messages)
             raise ApiError(f"messages: the model's chat template refuses the roles {roles}", "messages")
-        if not given.tokens:
+        if not prompt.tokens:
             raise ApiError("messages: the model's chat template makes no token of them", "messages")
-        return dialogue, given.tokens
+        return dialogue, prompt.tokens
 
     def _sampling(self, request: ChatRequest, prompt: int) -> SamplingParams:
-        """Raises ApiError."""
+        """Return the request's sampling parameters. Raises ApiError."""
         limit = self.desk.model.engine.model.cfg.max_position
         room = limit - prompt
         wanted = request.max_tokens or min(self.sampling.max_response_tokens, room)
         if room < 1 or wanted > room:
-            told = f"{prompt} tokens of the messages and max_tokens={request.max_tokens}"
-            text = f"{told}: expected at most {limit} in all, which the model reads"
+            requested = f"{prompt} tokens of the messages and max_tokens={request.max_tokens}"
+            text = f"{requested}: expected at most {limit} in all, which the model reads"
             raise ApiError(text, "messages", "context_length_exceeded")
         own = self.sampling
         cut = {name: getattr(own, name) for name in SAMPLED} | request.sampled
@@ -240,15 +239,15 @@ class Served:
 
 
 def _writer(dialogue: Dialogue, request: ChatRequest, say: Callable[[str], None]) -> Callable[[int], None]:
-    """Takes tokens by any thread, and says their text in this loop."""
+    """Return a function that takes tokens on any thread and sends their text in this loop."""
     loop, written = asyncio.get_running_loop(), Written(dialogue.decode, max(map(len, request.stop), default=1) - 1)
 
     def tell(token: int) -> None:
-        if text := written.more(token):
+        if text := written.add(token):
             say(text)
 
     def hear(token: int) -> None:
-        with suppress(RuntimeError):  # the loop has ended, with all who listened
+        with suppress(RuntimeError):  # the loop has ended, with all clients
             loop.call_soon_threadsafe(tell, token)
 
     return hear
@@ -266,20 +265,20 @@ def open_model(cfg: Config) -> Served:
 
 
 def main(cfg: Config, port: int, socket: str) -> int:
-    """Serves until it is interrupted. Raises AlignerError where its engine cannot go on."""
+    """Serve until interrupted. Raises AlignerError if the engine has ended."""
     require_server("serve", cfg.run.dir)
     from aligner.environments.endpoint import Listener, loopback, make_app, unix_socket  # needs the extra `serve`
 
     served = open_model(cfg)
     try:
-        place = unix_socket(Path(socket)) if socket else loopback(port)
+        listening = unix_socket(Path(socket)) if socket else loopback(port)
     except OSError as error:
         key, value = ("--socket", socket) if socket else ("--port", port)
-        raise ConfigError(key, value, "a place to listen at", str(error)) from error
-    where = "http://localhost" if socket else f"http://127.0.0.1:{place.getsockname()[1]}"
+        raise ConfigError(key, value, "an address to listen at", str(error)) from error
+    where = "http://localhost" if socket else f"http://127.0.0.1:{listening.getsockname()[1]}"
     print(f"{where}/{served.secret}/v1{f' on {socket}' if socket else ''}: model {served.name!r}", flush=True)
     try:
-        serve_while(served.desk, Listener(make_app(served), END_S), [place])
+        serve_while(served.desk, Listener(make_app(served), END_S), [listening])
     finally:
         if socket:
             with suppress(FileNotFoundError):
@@ -288,7 +287,7 @@ def main(cfg: Config, port: int, socket: str) -> int:
 
 
 def serve_while(desk: Desk, listener: Listener, places: list[Socket]) -> None:
-    """Serves as long as the engine does. Raises AlignerError once it does not."""
+    """Serve as long as the engine runs. Raises AlignerError once it has ended."""
     never: Future[None] = desk.thread.owe(Future())
     never.add_done_callback(lambda _: setattr(listener, "should_exit", True))
     asyncio.run(listener.serve(sockets=places))

@@ -1,11 +1,10 @@
-"""`aligner serve-rm RUN`: a trained reward model over HTTP, in the format of OpenRLHF's servers: reward `http` asks it.
+"""`aligner serve-rm RUN`: a trained reward model over HTTP, in the format of OpenRLHF's servers, for reward `http`.
 
 POST anywhere: {"query": [prompt + response], "prompts": [...]} -> {"rewards", "scores": [...], "extra_logs"}
 
-Scores are those of `reward.model`: centred and scaled. So are the tokens, where a query begins with its prompt and the
-tokenizer reads back what it wrote. One process, one request at a time; no key: by default it listens on the loopback,
-and only this machine's own names are answered, so that no page in a browser can ask it.
-"""
+Scores are those of `reward.model`: centred and scaled. Tokens are the same too, if a query begins with its prompt and
+the tokenizer encodes its own text alike. One process, one request at a time; no key. By default it listens on the
+loopback, and answers only this machine's own names, so that no page in a browser can use it."""
 
 from __future__ import annotations
 
@@ -35,11 +34,11 @@ from aligner.types import Prompt, Sample
 
 MAX_BYTES = 64 << 20  # of a request
 DIGITS = 19  # of its length
-IDLE_S = 60.0  # for which a client may say nothing
+IDLE_S = 60.0  # for which a client may be silent
 
 
 def main(cfg: Config, host: str, port: int) -> int:
-    """Serves until it is interrupted."""
+    """Serve until interrupted."""
     job, answer = scorer(cfg)
     try:
         with server(answer, host, port) as serving:
@@ -51,7 +50,7 @@ def main(cfg: Config, host: str, port: int) -> int:
 
 
 def scorer(cfg: Config) -> tuple[Job, Any]:
-    """The reward model of a run on this process alone, as a function of the body of a request."""
+    """Load the reward model of a run on this process alone, as a function of the body of a request."""
     folder = str(model_folder(cfg))
     model = dataclasses.replace(cfg.model, init=folder, tokenizer="")
     alone = {"parallel": ParallelConfig(), "engine": EngineConfig(), "debug": DebugConfig()}
@@ -68,24 +67,24 @@ def scorer(cfg: Config) -> tuple[Job, Any]:
         limit = job.initial.config.max_position
         for number, sample in enumerate(samples):
             if not 0 < len(sample.prompt.tokens + sample.tokens) <= limit:
-                found = len(sample.prompt.tokens + sample.tokens)
-                raise DataError(f"query[{number}]: expected 1 to {limit} tokens (model.max_position), found {found}")
+                totals = len(sample.prompt.tokens + sample.tokens)
+                raise DataError(f"query[{number}]: expected 1 to {limit} tokens (model.max_position), found {totals}")
         with one_at_a_time:
-            found = scores(samples)
-        return {"rewards": found, "scores": found, "extra_logs": {}}
+            totals = scores(samples)
+        return {"rewards": totals, "scores": totals, "extra_logs": {}}
 
     return job, answer
 
 
 def _texts(body: dict[str, Any], name: str) -> list[str]:
-    found = body.get(name) if isinstance(body, dict) else None
-    if not isinstance(found, list) or not found or not all(isinstance(text, str) for text in found):
-        raise DataError(f"{name}: expected a list of texts, found {str(found)[:80]!r}")
-    return found
+    texts = body.get(name) if isinstance(body, dict) else None
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise DataError(f"{name}: expected a list of texts, found {str(texts)[:80]!r}")
+    return texts
 
 
 def _sample(tokenizer: Any, query: str, prompt: str) -> Sample:
-    """Ends with EOS, as what was generated to its end does."""
+    """Return the sample, ended with EOS like one that was generated to its end."""
     prompt = prompt if query.startswith(prompt) else ""
     head, tail = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, query[len(prompt) :]))
     if not tail or tail[-1] != tokenizer.eos_token_id:
@@ -94,12 +93,12 @@ def _sample(tokenizer: Any, query: str, prompt: str) -> Sample:
 
 
 def names(host: str) -> set[str]:
-    """By which a server that listens there may be asked, beside addresses of numbers. A page in a browser may have its
-    own name point here; it has no other way to speak to this machine."""
-    found = {"localhost", host.lower()}
+    """Return the names by which clients may ask a server that listens there, beside numeric addresses. A page in a
+    browser may point its own name here, and has no other way to reach this machine."""
+    known = {"localhost", host.lower()}
     if not is_address(host) or not ipaddress.ip_address(host).is_loopback:
-        found |= {socket.gethostname().lower(), socket.getfqdn().lower()}
-    return found
+        known |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+    return known
 
 
 def is_address(text: str) -> bool:
@@ -109,6 +108,7 @@ def is_address(text: str) -> bool:
 
 
 def server(answer: Any, host: str, port: int) -> ThreadingHTTPServer:
+    """Return the server."""
     known = names(host)
 
     class Handler(BaseHTTPRequestHandler):
@@ -120,7 +120,7 @@ def server(answer: Any, host: str, port: int) -> ThreadingHTTPServer:
                 data = json.dumps(body, allow_nan=False).encode()
             except DataError as error:
                 status, data = 400, json.dumps({"error": str(error)}).encode()
-            except OSError:  # of the connection: there is nobody to tell
+            except OSError:  # of the connection: nobody can be answered
                 raise
             except Exception as error:  # no number, or a device without memory
                 print(f"warning: no score: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -141,11 +141,11 @@ def server(answer: Any, host: str, port: int) -> ThreadingHTTPServer:
             return 200, answer(parse_json(self.rfile.read(int(length)), "the request", DataError))
 
         def log_message(self, *args: Any) -> None:
-            """Not a line for each request."""
+            """Print no line for a request."""
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, *unused: Any) -> None:
-            """A client that leaves is no event; anything else is one line."""
+            """Ignore a client that leaves; print one line for any other error."""
             error = sys.exception()
             if not isinstance(error, ConnectionError | TimeoutError):
                 print(f"warning: a request was not answered: {type(error).__name__}: {error}", file=sys.stderr)
@@ -154,7 +154,7 @@ def server(answer: Any, host: str, port: int) -> ThreadingHTTPServer:
 
 
 def _name(host: str) -> str:
-    """Of a header `Host`: without its port, and without the brackets of an IPv6 address."""
+    """Return the name of a header `Host`: without its port, and without the brackets of an IPv6 address."""
     name = host.strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]

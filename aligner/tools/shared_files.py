@@ -1,9 +1,7 @@
-"""A folder whose files several ranks write, each its own, and that an interruption costs only the files being written.
+"""A folder whose files several ranks write, each its own. An interruption costs only the files being written.
 
-<target>.partial/plan.json       what is being made, of what: a restart goes on if that is still the same
-<target>.partial/done/<file>.json  its checksum and what else is to be known of a finished file
-<target>.partial/out/            becomes <target>
-"""
+<target>.partial/plan.json source and options: a restart continues if they are the same
+<target>.partial/done/<file>.json checksum and notes of a finished file <target>.partial/out/ becomes <target>"""
 
 from __future__ import annotations
 
@@ -31,19 +29,20 @@ EVERY_S = 10.0  # between lines of progress where there is no terminal
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file of the result: `parts` are what `write` puts into it."""
+    """A file of the result: `parts` is what `write` puts into it."""
 
     name: str
     bytes: int
     parts: tuple
 
 
-# makes the file below the given folder; gives its SHA-256 and what else is to be known of it (JSON)
+# writes the file below the folder; returns its SHA-256 and further notes (JSON)
 Write = Callable[[Path, FilePlan, Callable[[int], None]], tuple[str, Any]]
 
 
 class SharedFolder:
-    """All methods are collective over the world; what fails on one rank fails on all, with the first cause."""
+    """A folder that ranks write together. All methods are collective over the world; an error on one rank is raised on
+    all."""
 
     def __init__(self, target: Path, plan: dict[str, Any], fresh: bool):
         """Raises ConfigError if `target` exists, WriteError if nothing can be written there."""
@@ -58,7 +57,7 @@ class SharedFolder:
         noted = self.partial / "plan.json"
         if fresh or not noted.is_file() or _noted(noted) != plan:
             if noted.is_file() and not fresh:
-                print(f"{self.partial} was of another source or other options: starting anew", file=sys.stderr)
+                print(f"{self.partial} has another source or other options: starting again", file=sys.stderr)
             for folder in (self.out, self.done):
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
@@ -71,19 +70,20 @@ class SharedFolder:
         except AlignerError as caught:
             error = caught
         except OSError as caught:
-            error = WriteError(f"cannot write {self.partial}: {caught}. What is finished is kept; start again")
+            error = WriteError(f"cannot write {self.partial}: {caught}. Finished files are kept; start again")
         first = next((e for e in gathered(error) if e is not None), None)
         if first is not None:
             raise first
         return result
 
     def write(self, files: Sequence[FilePlan], write: Write) -> dict[str, tuple[str, Any]]:
-        """Make the files that are not there yet; name -> what `write` gave, of all of them, on rank 0 (else empty)."""
-        mine = files[self.rank :: self.world]
-        bar = _Progress(sum(f.bytes for f in mine), self.target.name, self.rank)
+        """Make the files that do not exist yet. Returns name -> result of `write` for all files, on rank 0 (else
+        empty)."""
+        own_files = files[self.rank :: self.world]
+        bar = _Progress(sum(f.bytes for f in own_files), self.target.name, self.rank)
 
         def work() -> None:
-            for file in mine:
+            for file in own_files:
                 if self._finished(file):
                     bar.add(file.bytes)
                     continue
@@ -99,15 +99,15 @@ class SharedFolder:
         return {name: (note.text("sha256"), note.list("notes")) for name, note in notes.items()}
 
     def _finished(self, file: FilePlan) -> bool:
-        """Whether an earlier start has written it, and it still is what was written."""
+        """Return whether an earlier start has written the file, and it is unchanged."""
         note, path = self.done / f"{file.name}.json", self.out / file.name
         if not note.is_file() or not path.is_file():
             return False
-        told = _noted(note)
-        return told is not None and isinstance(told.get("notes"), list) and told.get("sha256") == file_hash(path)
+        record = _noted(note)
+        return record is not None and isinstance(record.get("notes"), list) and record.get("sha256") == file_hash(path)
 
     def finish(self, complete: Callable[[Path], None]) -> None:
-        """`complete(folder)` adds the small files, on rank 0; then the folder goes to its place."""
+        """Add the small files by `complete(folder)`, on rank 0, then rename the folder to the target."""
 
         def work() -> None:
             if self.rank:
@@ -122,20 +122,20 @@ class SharedFolder:
 
 
 def _noted(path: Path) -> dict[str, Any] | None:
-    """What an earlier start has noted; None where that is damaged: it is done again."""
+    """Read the notes of an earlier start; None if they are damaged, so that the file is written again."""
     try:
         return read_record(path, CheckpointError).fields
     except CheckpointError as error:
-        print(f"{error}: done again", file=sys.stderr)
+        print(f"{error}: writing the file again", file=sys.stderr)
         return None
 
 
 class _Progress:
-    """Of rank 0's share, which is about that of every rank."""
+    """Progress of rank 0's share, which is about that of every rank."""
 
     def __init__(self, total: int, title: str, rank: int):
         self.total, self.title, self.rank, self.done = total, title, rank, 0
-        self.start_s = self.told_s = time.monotonic()
+        self.start_s = self.shown_s = time.monotonic()
         on = rank == 0 and sys.stderr.isatty()
         self.bar = tqdm(total=total, desc=title, unit="B", unit_scale=True, dynamic_ncols=True) if on else None
 
@@ -144,8 +144,8 @@ class _Progress:
         now = time.monotonic()
         if self.bar is not None:
             self.bar.update(size)
-        elif self.rank == 0 and now - self.told_s > EVERY_S:
-            self.told_s, left = now, (now - self.start_s) * (self.total / max(1, self.done) - 1)
+        elif self.rank == 0 and now - self.shown_s > EVERY_S:
+            self.shown_s, left = now, (now - self.start_s) * (self.total / max(1, self.done) - 1)
             text = f"{self.title}: {self.done / 1e9:.1f} of {self.total / 1e9:.1f} GB, {left:.0f} s left"
             print(text, file=sys.stderr, flush=True)
 
@@ -155,21 +155,21 @@ class _Progress:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has held, mapped files included (Linux)."""
+    """Return the most memory that this process has held, mapped files included (Linux)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def into_files(parts: Sequence[tuple[Any, int]], limit: float, name: Callable[[int, int], str]) -> list[FilePlan]:
-    """(part, bytes) in order, a file as long as it stays below `limit`. `name(number, count)`, numbers from 0."""
+def into_files(pieces: Sequence[tuple[Any, int]], limit: float, name: Callable[[int, int], str]) -> list[FilePlan]:
+    """Cut (piece, bytes) in their order into files that stay below `limit`. `name(number, count)`, numbers from 0."""
     groups: list[list[tuple[Any, int]]] = []
     size = 0
-    for part, n in parts:
+    for piece, n in pieces:
         if not groups or size + n > limit:
             groups.append([])
             size = 0
-        groups[-1].append((part, n))
+        groups[-1].append((piece, n))
         size += n
     return [
-        FilePlan(name(i, len(groups)), sum(n for _, n in group), tuple(part for part, _ in group))
+        FilePlan(name(i, len(groups)), sum(n for _, n in group), tuple(piece for piece, _ in group))
         for i, group in enumerate(groups)
     ]

@@ -84,5 +84,5 @@ def test_eval_asks_the_agent_of_the_run(grpo, talker):
     cfg = compose_over(load_frozen(run), [f"run.dir={run}", "logging.samples_shown=0"])
     found = evaluate(cfg)
     assert found["eval/reward"] == pytest.approx(stages.records(run)[-1]["eval/reward"]) and found["eval/reward"] > 0
-    with pytest.raises(ConfigError, match=r"environment.agent=.*seeded.*chat knows no tools.*environment.agent=''"):
+    with pytest.raises(ConfigError, match=r"environment.agent=.*seeded.*chat supports no tools.*environment.agent=''"):
         chat(cfg)

@@ -142,7 +142,7 @@ def test_eval_plays_the_environment_of_the_run(grpo, talker):
     rows = [json.loads(line) for line in (run / "eval_samples.jsonl").read_text().splitlines()]
     told = [row["trajectory"]["turns"] for row in rows]
     assert len(told) == 3 and any(turn["role"] == "tool" for turns in told for turn in turns)
-    with pytest.raises(ConfigError, match=r"environment.path=.*Clock.*chat knows no tools.*environment.tools=\[\]"):
+    with pytest.raises(ConfigError, match=r"environment.path=.*Clock.*chat supports no tools.*environment.tools=\[\]"):
         chat(cfg)
 
 

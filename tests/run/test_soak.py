@@ -66,7 +66,7 @@ def test_what_counts_as_a_mismatch(tmp_path):
         ("b", {"optimizer": b"x"}, "policy/__0_0.distcp"),
         ("c", {"cursor": 2}, "state of data"),
         ("d", {"loss": 2.0}, "sft/loss"),
-        ("e", {"row": "b"}, "part at step 1 of 1 to 6: rows"),
+        ("e", {"row": "b"}, "differ at step 1 of 1 to 6: rows"),
     ):
         (found,) = soak.differences(fake_run(tmp_path / name, **change), whole)
         assert told in found

@@ -72,7 +72,7 @@ def test_a_kernel(tiny_data, tmp_path, grpo, monkeypatch):
     monkeypatch.setattr(RolloutSource, "next", counted)
     other = stages.stage("grpo", tiny_data, tmp_path / "other", *BARE, *GRPO)
     first, second = told(grpo, other)
-    assert re.match(r"part at step 2 of 1 to 3: policy/loss \S+ \| \S+$", first)
+    assert re.match(r"differ at step 2 of 1 to 3: policy/loss \S+ \| \S+$", first)
     row, token = (answers & (there["tokens"] == letter)).nonzero()[0].tolist()
     name = f"sample {int(there['sample_index'][row])} of prompt {int(there['group'][row])} (row "
     assert second.startswith(name) and f"), token {token} (of the answer): old_logprobs -" in second
@@ -99,8 +99,8 @@ def rewarded(grpo, tiny_data, tmp_path_factory):
 
 def test_a_reward(grpo, rewarded):
     first, *others, last = told(grpo, rewarded)
-    assert first == "part at step 2 of 1 to 3: rewards"
-    assert any(re.match(r"computed by other: content of reward.functions \S+ \| \S+$", line) for line in others)
+    assert first == "differ at step 2 of 1 to 3: rewards"
+    assert any(re.match(r"also different: content of reward.functions \S+ \| \S+$", line) for line in others)
     found = re.fullmatch(rf"sample 0 of prompt {SLOT} \(row \d+ of the data\): vowels (\S+) \| (\S+)", last)
     assert float(found[2]) - float(found[1]) == 0.5
 
@@ -129,8 +129,8 @@ def test_a_row_of_the_data(tiny_data, tmp_path, sft):
     asked, letters = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("say h:", "hi"))
     same = [(b["tokens"][:, : len(asked)] == torch.tensor(asked)).all(1) for b in batches]
     step = next(i for i, rows in enumerate(same, 1) if rows.any())
-    assert first == f"part at step {step} of 1 to 3: rows"
-    assert any(line.startswith("computed by other: content of data.train") for line in others)
+    assert first == f"differ at step {step} of 1 to 3: rows"
+    assert any(line.startswith("also different: content of data.train") for line in others)
     row, ids = int(same[step - 1].nonzero()), [f"id {letter}, mask 1" for letter in letters]
     assert last == f"1 of 16 rows differ: row {row} of the batch, token {len(asked)}: {ids[0]} | {ids[1]}"
 
@@ -139,8 +139,8 @@ def test_a_seed(tiny_data, tmp_path, sft):
     other = stages.stage("sft", tiny_data, tmp_path / "run", *BARE, "seed=1")
     first, second = told(sft, other)[:2]
     tensor = "policy/embedding.word_embeddings.weight"
-    assert first == f"part at step 1 of 1 to 3: the weights that it begins with, first of 9 tensors {tensor}"
-    assert second == "computed by other: seed 0 | 1"
+    assert first == f"differ at step 1 of 1 to 3: the weights before it, first of 9 tensors {tensor}"
+    assert second == "also different: seed 0 | 1"
 
 
 def test_padding_and_what_one_has_alone_are_no_difference(grpo, tmp_path):
@@ -163,7 +163,7 @@ def test_a_label(sft, tmp_path):
     paths, rows = [tmp_path / name for name in "abc"], recorded(sft, 1, "rows")
     for path, label in zip(paths, (0.0, 0.0, 1.0), strict=True):
         save_file(rows | {"labels": torch.full((len(rows["tokens"]),), label)}, path)
-    assert _row(paths[:2]) == "" and _row(paths[1:]) == "labels or the number of rows are others"
+    assert _row(paths[:2]) == "" and _row(paths[1:]) == "labels or the number of rows differ"
 
 
 def test_runs_that_cannot_be_compared(tmp_path, sft, tiny_data):

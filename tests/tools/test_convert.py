@@ -72,7 +72,7 @@ def converted(what: str, source: Path, goal: Path, fail_after: int = -1, fresh: 
         if what == "import":
             tool.import_hf(Path(source), Path(goal), env, fresh=fresh, **options)
         else:
-            tool.export_checkpoint(Path(source), Path(goal), env, fresh=fresh, **({"part": ""} | options))
+            tool.export_checkpoint(Path(source), Path(goal), env, fresh=fresh, **({"role": ""} | options))
     return errors[0] if errors else written
 
 
@@ -121,7 +121,7 @@ def memory_of_a_round_trip(folder: str) -> None:
         total = sum(p.stat().st_size for p in hf.glob("*.safetensors"))
         tool.import_hf(hf, root / f"run{layers}", env, tensor=1, file_bytes=5e7, fresh=False)
         peaks.append(peak_memory_bytes())
-        tool.export_checkpoint(root / f"run{layers}", root / f"out{layers}", env, part="", file_bytes=5e7, fresh=False)
+        tool.export_checkpoint(root / f"run{layers}", root / f"out{layers}", env, role="", file_bytes=5e7, fresh=False)
         peaks.append(peak_memory_bytes())
     index = json.loads((root / "out40" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] <= total
@@ -198,7 +198,7 @@ def test_any_layout_in_and_out(ranks, tmp_path, name, head, world, parallel):
         step = run / "checkpoints/step-00000000"
         (step / "model").rename(step / "critic")
         write_manifest(step)
-        convert(ranks, "export", run, tmp_path / "critic", part="critic")
+        convert(ranks, "export", run, tmp_path / "critic", role="critic")
         assert same(source, tmp_path / "critic")
     assert not list(tmp_path.glob("*.partial"))
     checked = subprocess.run(["sha256sum", "-c", "checksums.sha256"], cwd=out, capture_output=True, text=True)
@@ -258,7 +258,7 @@ def test_damage_is_found(ranks, folder, tmp_path):
     state.write_text(state.read_text().replace('"rope_base": 1', '"rope_base": 2'))
     convert(ranks, "export", run, tmp_path / "wrong", world=2, error="state.json does not have the checksum of manif")
     state.write_text(state.read_text().replace('"rope_base": 2', '"rope_base": 1'))
-    convert(ranks, "export", run, tmp_path / "third", part="critic", error="--part='critic': expected one of policy")
+    convert(ranks, "export", run, tmp_path / "third", role="critic", error="--part='critic': expected one of policy")
 
 
 def test_import_needs_a_tokenizer_that_fits(ranks, folder, tmp_path):

@@ -130,7 +130,7 @@ def test_a_stream_tells_no_part_of_a_character_or_of_a_stop_string(served, clien
     tokenizer = served.desk.model.tokenizer
     tokens = tokenizer.encode("né €x. o", add_special_tokens=False)
     written = Written(served.dialogues.of([]).decode, held=2)
-    told = [written.more(token) for token in tokens]
+    told = [written.add(token) for token in tokens]
     assert "".join(told) == "né €x." and not any("\ufffd" in text for text in told)
     content = ask(client, "say a:", seed=7, temperature=5, extra_body={}).choices[0].message.content
     stop = content[2:5]
@@ -155,7 +155,7 @@ def test_a_request_that_the_engine_has_cannot_be_taken_back(served, client, monk
     left = []
 
     def serve(pool, *_):
-        left.append(pool.first.said.cancel())
+        left.append(pool.first.answer.cancel())
         raise RuntimeError("no room")
 
     with monkeypatch.context() as changed, pytest.raises(openai.InternalServerError, match="no room"):
@@ -222,7 +222,7 @@ def test_an_engine_that_cannot_go_on_ends_the_server_and_all_who_wait_hear_of_it
     late = Ask((1,), 0, served.sampling)
     desk.put(late)
     with pytest.raises(RuntimeError, match="has ended"):
-        late.said.result(120)
+        late.answer.result(120)
 
 
 def test_messages_that_make_no_token_are_refused(tiny_runs, tmp_path):
