@@ -1,4 +1,5 @@
-"""The options of `aligner import` and `aligner export`, apart from their code: `--help` must not wait for torch."""
+"""Options of `aligner import` and `aligner export`, separate from their code, so that `--help` does not wait for
+torch."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import sys
 EPILOG = """examples:
   aligner import /models/Qwen3-30B-A3B runs/qwen3 --ranks 8 --tensor 8
   aligner export runs/grpo exported --ranks 4
-Under srun or mpirun leave --ranks out: the job's ranks share the work. What was interrupted goes on where it was.
+Under srun or mpirun leave --ranks out: the job's ranks share the work. An interrupted
+conversion continues where it was.
 """
 
 
@@ -22,9 +24,9 @@ def add_parser(subs: argparse._SubParsersAction, name: str, text: str) -> None:
     )
     coming = name == "import"
     sub.add_argument("source", metavar="FOLDER" if coming else "RUN_DIR | CHECKPOINT")
-    sub.add_argument("target", metavar="FOLDER", help="made; refused if it exists")
+    sub.add_argument("target", metavar="FOLDER", help="to be created; refused if it exists")
     sub.add_argument("--ranks", type=int, default=0, metavar="N", help="processes to start on this machine")
-    sub.add_argument("--fresh", action="store_true", help="forget what an interrupted conversion has written")
+    sub.add_argument("--fresh", action="store_true", help="discard the files of an interrupted conversion")
     sub.add_argument("--file-bytes", type=float, default=1e9 if coming else 5e9, metavar="N", help="of a weight file")
     if coming:
         help_text = "cut tensors into so many pieces: the tensor-parallel size that will read them"
@@ -37,7 +39,7 @@ def add_parser(subs: argparse._SubParsersAction, name: str, text: str) -> None:
 
 
 def again(args: argparse.Namespace) -> list[str]:
-    """The command line of each of the ranks that `--ranks` starts."""
+    """Return the command line of each of the ranks that `--ranks` starts."""
     options = ["--file-bytes", str(args.file_bytes), *(["--fresh"] if args.fresh else [])]
     options += (
         ["--tensor", str(args.tensor)] if args.command == "import" else ["--part", args.part, *["--merge"] * args.merge]

@@ -1,8 +1,7 @@
-"""Who this process is among the ranks: from the launcher's environment variables, or alone.
+"""This process's rank: from the launcher's environment variables, or alone.
 
 Known are torchrun and `aligner launch` (RANK ...), Slurm's srun (SLURM_PROCID ...), Open MPI's mpirun
-(OMPI_COMM_WORLD_RANK ...) and PMI launchers such as MPICH's and Intel's mpiexec (PMI_RANK ...).
-"""
+(OMPI_COMM_WORLD_RANK ...) and PMI launchers such as MPICH's and Intel's mpiexec (PMI_RANK ...)."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from pathlib import Path
 from aligner.errors import ConfigError
 
 SLURM_COUNTS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-LAUNCHED = "ALIGNER_LAUNCHED"  # set by `aligner launch`: RANK is ours, whatever step we run in
+LAUNCHED = "ALIGNER_LAUNCHED"  # set by `aligner launch`: RANK is ours, inside any Slurm step
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class RankEnv:
 
 
 def checkout() -> Path:
-    """The folder that this package is installed from; of a copy on a rank's node (`node_local`) what it is a copy of,
+    """Return the folder that this package is installed from. For a copy on a rank's node (`node_local`): the original,
     which has the history and the engines' environments that the copy lacks."""
     if "ALIGNER_NODE_LOCAL" in os.environ:
         return Path(os.environ["ALIGNER_ROOT"])
@@ -40,7 +39,7 @@ def checkout() -> Path:
 
 @dataclass(frozen=True)
 class _Source:
-    """The variables in which one kind of launcher tells the same four numbers."""
+    """Environment variables in which one kind of launcher sets the same four numbers."""
 
     launcher: str
     rank: str
@@ -55,7 +54,7 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in environ and ("SLURM_STEP_ID" in environ or environ["SLURM_PROCID"] != "0")
 
 
-def _given(*names: str) -> Callable[[Mapping[str, str]], bool]:
+def _any_set(*names: str) -> Callable[[Mapping[str, str]], bool]:
     return lambda environ: any(name in environ for name in names)
 
 
@@ -65,31 +64,32 @@ def _slurm_world(environ: Mapping[str, str]) -> str:
 
 def _sources(environ: Mapping[str, str]) -> list[_Source]:
     openmpi = "OMPI_COMM_WORLD_"
-    found = (
-        _Source("torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", _given("RANK", "WORLD_SIZE")),
+    sources = (
+        _Source("torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", _any_set("RANK", "WORLD_SIZE")),
         _Source(
             "openmpi",
             openmpi + "RANK",
             openmpi + "SIZE",
             openmpi + "LOCAL_RANK",
             openmpi + "LOCAL_SIZE",
-            _given(openmpi + "RANK"),
+            _any_set(openmpi + "RANK"),
         ),
         _Source("slurm", "SLURM_PROCID", _slurm_world(environ), "SLURM_LOCALID", "", _in_slurm_step),
-        _Source("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", _given("PMI_RANK")),
+        _Source("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", _any_set("PMI_RANK")),
     )
-    return [source for source in found if source.active(environ)]
+    return [source for source in sources if source.active(environ)]
 
 
 def rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
-    """This process's rank. Raises ConfigError where variables are missing, no numbers, or contradict each other."""
+    """Return this process's rank. Raises ConfigError for variables that are missing, no numbers, or contradict each
+    other."""
     sources = _sources(environ)
     if not sources:
         return RankEnv(master_port=_master_port(environ))
     chosen = sources[0]
-    for name, beside in ((chosen.rank, chosen.world), (chosen.world, chosen.rank)):
+    for name, other in ((chosen.rank, chosen.world), (chosen.world, chosen.rank)):
         if name not in environ:
-            raise ConfigError(name, None, f"a number, because {beside}={environ.get(beside)} is set")
+            raise ConfigError(name, None, f"a number, because {other}={environ.get(other)} is set")
     _agree(chosen, sources[1:], environ)
     rank, world = _number(environ, chosen.rank), _number(environ, chosen.world)
     if not 0 <= rank < world:
@@ -98,27 +98,26 @@ def rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
     local_rank = _number(environ, chosen.local_rank, default=rank % local_world)
     if not 0 <= local_rank < local_world:
         raise ConfigError(chosen.local_rank, local_rank, f"a number from 0 to {local_world - 1}")
-    place = _master_addr(environ), _master_port(environ)
-    told = [chosen.local_world] if chosen.local_world else SLURM_COUNTS
-    one_host = local_world == world and any(name in environ for name in told)
-    return RankEnv(rank, local_rank, world, local_world, *place, chosen.launcher, one_host)
+    master = _master_addr(environ), _master_port(environ)
+    local_counts = [chosen.local_world] if chosen.local_world else SLURM_COUNTS
+    one_host = local_world == world and any(name in environ for name in local_counts)
+    return RankEnv(rank, local_rank, world, local_world, *master, chosen.launcher, one_host)
 
 
 def _agree(chosen: _Source, others: list[_Source], environ: Mapping[str, str]) -> None:
-    """Two launchers that both claim several ranks must claim the same ones.
+    """Check that two launchers that both have several ranks have the same ones.
 
-    torchrun and mpirun start their own processes inside srun's, so there the inner numbers count.
-    """
+    torchrun and mpirun start their own processes inside srun's, so there the inner numbers count."""
     if chosen.launcher == "torch" and (LAUNCHED in environ or "TORCHELASTIC_RUN_ID" in environ):
         return
     for other in others:
         if (chosen.launcher, other.launcher) == ("openmpi", "slurm") or _number(environ, other.world) == 1:
             continue
-        for mine, theirs in ((chosen.world, other.world), (chosen.rank, other.rank)):
-            if _number(environ, mine) != _number(environ, theirs):
+        for own, theirs in ((chosen.world, other.world), (chosen.rank, other.rank)):
+            if _number(environ, own) != _number(environ, theirs):
                 raise ConfigError(
-                    mine,
-                    environ[mine],
+                    own,
+                    environ[own],
                     f"the same as {theirs}={environ[theirs]}",
                     f"Launchers contradict each other ({chosen.launcher}, {other.launcher}): unset one's variables.",
                 )
@@ -150,10 +149,10 @@ def _local_world(source: _Source, environ: Mapping[str, str], world: int) -> int
 
 
 def _expand_counts(text: str) -> list[int]:
-    """Slurm's counts per node: `2(x3),1` -> [2, 2, 2, 1]."""
+    """Expand Slurm's counts per node: `2(x3),1` -> [2, 2, 2, 1]."""
     counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+    for entry in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
         if match is None:
             raise ConfigError("SLURM_TASKS_PER_NODE", text, "counts such as 2(x3),1")
         counts += [int(match[1])] * int(match[2] or 1)
@@ -161,7 +160,7 @@ def _expand_counts(text: str) -> list[int]:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm list: `gpu[07-09,12],login` -> `gpu07`."""
+    """Return the first host of a Slurm list: `gpu[07-09,12],login` -> `gpu07`."""
     head, bracket, rest = nodelist.partition("[")
     if not bracket or "," in head:
         return head.split(",")[0]
@@ -171,14 +170,15 @@ def first_host(nodelist: str) -> str:
 
 
 def _master_addr(environ: Mapping[str, str]) -> str:
-    # in a heterogeneous job rank 0 is in the first component, whatever its nodes' names
+    # in a heterogeneous job rank 0 is in the first component, with any names of nodes
     names = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     nodes = next((environ[name] for name in names if environ.get(name)), "")
     return environ.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1")
 
 
 def _master_port(environ: Mapping[str, str]) -> int:
-    """Below the ephemeral range; from the job (and step) id, so that jobs on one host do not meet."""
+    """Return a port below the ephemeral range, from the job (and step) id, so that jobs on one host use different
+    ones."""
     if "MASTER_PORT" in environ:
         return _number(environ, "MASTER_PORT")
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")

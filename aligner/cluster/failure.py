@@ -1,8 +1,6 @@
-"""A rank's last words: a small file with time and text, by which the launcher tells who failed first.
+"""A failed rank's last words: a small file with time and text, by which the launcher finds the first failure.
 
-Exit times do not tell it: the rank that raised may finish its clean-up after a neighbour has noticed the lost
-connection.
-"""
+Exit times do not show it: the rank that raised may still clean up after a neighbour has noticed the lost connection."""
 
 from __future__ import annotations
 
@@ -27,21 +25,21 @@ class Failure:
 
 
 def record(text: str, exit_code: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Write this rank's failure where the launcher looks, if there is a launcher."""
+    """Write this rank's failure to the launcher's file, if there is a launcher."""
     if VARIABLE not in environ:
         return
     path = Path(environ[VARIABLE])
     try:
-        said = {"time_s": time.time(), "text": text, "exit_code": exit_code}
-        path.write_text(json.dumps(said), encoding="utf-8")
+        fields = {"time_s": time.time(), "text": text, "exit_code": exit_code}
+        path.write_text(json.dumps(fields), encoding="utf-8")
     except OSError:  # a full disk may be the very failure; the text still goes to stderr
         return
 
 
 def read(path: Path) -> Failure | None:
-    """What `record` wrote, None if there is nothing whole."""
+    """Read a file of `record`; None if there is none, or none that is complete."""
     try:
-        said = read_record(path, AlignerError)
-        return Failure(said.number("time_s"), said.text("text"), said.integer("exit_code", low=-(2**31)))
+        fields = read_record(path, AlignerError)
+        return Failure(fields.number("time_s"), fields.text("text"), fields.integer("exit_code", low=-(2**31)))
     except AlignerError:
         return None

@@ -1,8 +1,7 @@
-"""Is every node of a job fit for it? Asked before the ranks start: `--check` on each node, then `--collect` once.
+"""Health check of a job's nodes before the ranks start: `--check` on each node, then `--collect` once.
 
-Standard library only, of Python 3.7 or later, since it runs with the host's outside of containers; torch for
-`--all-reduce` alone.
-"""
+Standard library only, of Python 3.7 or later, since it runs with the host's outside of containers; torch only for
+`--all-reduce`."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from pathlib import Path
 from aligner.errors import AlignerError
 from aligner.foreign import read_record
 
-VISIBLE_WITHIN_S = 15.0  # what a network file system may take to show a new file
+VISIBLE_WITHIN_S = 15.0  # time that a network file system may take to show a new file
 MIN_FREE_BYTES = 1 << 30
 MAX_SKEW_S = 60.0  # NCCL and TLS do not care; file times and logs do
 
@@ -32,16 +31,16 @@ def node_name() -> str:
 
 
 def check(folder: Path, min_free_bytes: int = MIN_FREE_BYTES) -> dict:
-    """This node's report; written to folder/<node>.json if the folder can be seen."""
+    """Return this node's report, and write it to folder/<node>.json if the folder is visible."""
     problems = []
     if not _visible(folder / "token"):
         problems.append(f"{folder} is not the same folder here: what the first node wrote cannot be read")
     # the scratch folder need not exist yet
     scratch = Path(os.environ.get("ALIGNER_SCRATCH") or tempfile.gettempdir())
-    for place in (folder, scratch):
-        free = _free_bytes(place)
+    for path in (folder, scratch):
+        free = _free_bytes(path)
         if free is not None and free < min_free_bytes:
-            problems.append(f"{place}: {free / 2**20:.0f} MiB free, {min_free_bytes / 2**20:.0f} MiB are needed")
+            problems.append(f"{path}: {free / 2**20:.0f} MiB free, {min_free_bytes / 2**20:.0f} MiB are needed")
     problems += _gpus()
     report = {"node": node_name(), "time_s": time.time(), "problems": problems}
     try:
@@ -62,37 +61,38 @@ def _visible(token: Path) -> bool:
     return True
 
 
-def _free_bytes(place: Path) -> int | None:
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return shutil.disk_usage(place).free if place.exists() else None
+def _free_bytes(path: Path) -> int | None:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free if path.exists() else None
 
 
 def _gpus() -> list[str]:
-    """Fewer GPUs than Slurm gave, or memory errors that will not go away."""
-    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    if not given.isdecimal() or not shutil.which("nvidia-smi"):
+    """Return problems of GPUs: fewer than Slurm allocated, or permanent memory errors."""
+    expected = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if not expected.isdecimal() or not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", "--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError) as error:
         return [f"nvidia-smi does not answer: {error}"]
-    found = [] if len(lines) >= int(given) else [f"{len(lines)} GPUs, Slurm gave {given}"]
+    problems = [] if len(lines) >= int(expected) else [f"{len(lines)} GPUs, Slurm gave {expected}"]
     for line in lines:
         index, _, errors = line.partition(", ")
         if errors.isdecimal() and int(errors):
-            found.append(f"GPU {index} has {errors} uncorrected memory errors")
-    return found
+            problems.append(f"GPU {index} has {errors} uncorrected memory errors")
+    return problems
 
 
 def collect(folder: Path, nodes: list[str], max_skew_s: float = MAX_SKEW_S) -> dict[str, list[str]]:
-    """Bad node -> why. Empty if nothing reported at all: then the check could not run, which says nothing of nodes."""
+    """Return bad node -> problems. Empty if no node reported: then the check could not run, which is no fault of
+    nodes."""
     reports = {}
     for node in nodes:
-        with contextlib.suppress(AlignerError):  # none, or none that is whole: told below
-            said = read_record(folder / f"{node}.json", AlignerError)
-            reports[node] = {"time_s": said.number("time_s"), "problems": said.texts("problems")}
+        with contextlib.suppress(AlignerError):  # none, or none that is complete: reported below
+            fields = read_record(folder / f"{node}.json", AlignerError)
+            reports[node] = {"time_s": fields.number("time_s"), "problems": fields.texts("problems")}
     if not reports:
         return {}
     middle = statistics.median(report["time_s"] for report in reports.values())
@@ -110,7 +110,7 @@ def collect(folder: Path, nodes: list[str], max_skew_s: float = MAX_SKEW_S) -> d
 
 
 def all_reduce(megabytes: int = 64, timeout_s: float = 120.0) -> int:
-    """A sum over all ranks by NCCL, or gloo without GPUs; 0 if it is right. Ranks as in training."""
+    """Sum over all ranks by NCCL, or gloo without GPUs; return 0 if it is right. Ranks as in training."""
     from datetime import timedelta
 
     import torch

@@ -1,4 +1,4 @@
-"""N local ranks of one run: start them, pass signals on, and when one fails end the others and say why."""
+"""N local ranks of one run: start them and forward signals. When one fails, end the others and print the cause."""
 
 from __future__ import annotations
 
@@ -49,15 +49,13 @@ def launch(
     proof: Sequence[Path] = (),
     last: bool = False,
 ) -> int:
-    """Run `python -m aligner run --frozen cfg_path` (or `argv`) as `ranks` processes; returns the exit code.
+    """Run `python -m aligner run --frozen cfg_path` (or `argv`) as `ranks` processes; return the exit code.
 
-    `threads` is OMP_NUM_THREADS of each rank; 0 shares the cores out. `imports`: modules that ranks need, which
-    one process imports for all; it takes an `argv` of a Python's `-m MODULE`.
-    Rank 0 writes to this terminal, the others to run_dir/logs/rank-0001.log and so on. The code is 0 if all ranks
-    ended well, else that of the rank that failed first (128 + n if signal n ended it). `proof`: ranks that listen to
-    requests to stop and write one of these files before they end well; without it, 0 is a failure. `last`: as of
-    StopSignals.
-    """
+    `threads` is OMP_NUM_THREADS of each rank; 0 divides the cores. `imports`: modules that ranks need, which one
+    process imports for all; it takes an `argv` of a Python's `-m MODULE`. Rank 0 writes to this terminal, the others to
+    run_dir/logs/rank-0001.log and so on. The code is 0 if all ranks ended well, else that of the rank that failed first
+    (128 + n if signal n ended it). `proof`: ranks listen to requests to stop and write one of these files before they
+    end well; without it, 0 is a failure. `last`: as in StopSignals."""
     if ranks < 1:
         raise ConfigError("--ranks", ranks, "a number >= 1")
     command = list(argv) if argv is not None else [sys.executable, "-m", "aligner", "run", "--frozen", str(cfg_path)]
@@ -98,7 +96,7 @@ def launch(
 
 
 def _environment(ranks: int, threads: int) -> dict[str, str]:
-    """What all ranks have in common."""
+    """Return the environment that all ranks share."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(threads or max(1, len(os.sched_getaffinity(0)) // ranks)),
@@ -113,7 +111,7 @@ def _environment(ranks: int, threads: int) -> dict[str, str]:
 
 
 def _marks(proof: Sequence[Path]) -> list[tuple[int, int] | None]:
-    """What tells a file of this start from one of an earlier start."""
+    """Return inodes and times, which tell a file of this start from one of an earlier start."""
     return [(path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None for path in proof]
 
 
@@ -139,7 +137,7 @@ def _start(
 
 
 def _own(number: int, shared: dict[str, str], logs: Path) -> tuple[dict[str, str], Path | None, Path]:
-    """A rank's environment, its log, and where it says why it fails."""
+    """Return a rank's environment, its log, and the file for its failure."""
     failure_file = logs / f"failure-{number:04d}.json"
     failure_file.unlink(missing_ok=True)
     numbers = {"RANK": str(number), "LOCAL_RANK": str(number), failure.VARIABLE: str(failure_file)}
@@ -156,17 +154,19 @@ def _fork(
     requests: Sequence[int],
     received: list[int],
 ) -> None:
-    """All ranks, as `_start` does it for one. Who makes them stands for rank 0 until they are there."""
+    """Start all ranks like `_start`, by forks. The fork server stands for rank 0 until they exist."""
     owns = [_own(number, shared, logs) for number in range(ranks)]
-    with nursery.lent(imports, shared, requests) as place:
-        started.append(_Rank(0, place.process, *owns[0][1:]))
+    with nursery.lent(imports, shared, requests) as server:
+        started.append(_Rank(0, server.process, *owns[0][1:]))
         try:
-            children = place.children(command, [own[:2] for own in owns])
-        except (EOFError, ConnectionError):  # it has said why
-            place.process.wait()
+            children = server.children(command, [own[:2] for own in owns])
+        except (EOFError, ConnectionError):  # its output has the reason
+            server.process.wait()
             return
-        found = [_Rank(number, child, *own[1:]) for number, (child, own) in enumerate(zip(children, owns, strict=True))]
-        missed, started[:] = [*received], found  # no call within: a signal's handler runs before both, or after
+        forked = [
+            _Rank(number, child, *own[1:]) for number, (child, own) in enumerate(zip(children, owns, strict=True))
+        ]
+        missed, started[:] = [*received], forked  # no call between: a signal's handler runs before both, or after
         for number in missed:
             _send(started, number)
 
@@ -174,11 +174,11 @@ def _fork(
 def _watch(
     ranks: list[_Rank], received: list[int], requests: Sequence[int], proven: Callable[[], bool]
 ) -> _Rank | None:
-    """Wait for all ranks, or for the first failure; returns the rank that failed first."""
+    """Wait for all ranks, or for the first failure; return the rank that failed first."""
     asked = time.monotonic()
-    left: _Rank | None = None  # the rank that was first found to have ended well, though nothing was `proven`
+    left: _Rank | None = None  # the first rank with exit code 0 though nothing was `proven`
     while True:
-        codes = [rank.process.poll() for rank in ranks]  # before what they have written is looked at
+        codes = [rank.process.poll() for rank in ranks]  # before their files are read
         if time.monotonic() - asked > ASK_AGAIN_S:
             asked = time.monotonic()
             for number in set(received).intersection(requests):
@@ -192,21 +192,21 @@ def _watch(
         time.sleep(POLL_S)
     exited_first = next(r for r in ranks if r.process.returncode)
     if killed := _killed(ranks):
-        return killed  # it could not say anything: what others say is that they have lost it
+        return killed  # it could not write a failure: the others only report that they have lost it
     failed = time.monotonic()
     while any(r.process.poll() is None for r in ranks):
-        words = _told(ranks)
-        lost = words and all(lost for lost, *_ in words)  # whom they have lost may still be ending
+        reports = _failures(ranks)
+        lost = reports and all(lost for lost, *_ in reports)  # the rank that they have lost may still be ending
         if time.monotonic() - failed > (KILL_AFTER_S if lost else SETTLE_S):
             break
         time.sleep(POLL_S)
-    words = _told(ranks)
-    causes = [said for said in words if not said[0]]
-    if not causes and (killed := _killed(ranks)):  # who had lost it ended sooner
+    reports = _failures(ranks)
+    causes = [report for report in reports if not report[0]]
+    if not causes and (killed := _killed(ranks)):  # the ranks that had lost it ended sooner
         return killed
-    if left is not None and not causes and not proven():  # it left the others, which have lost it
+    if left is not None and not causes and not proven():  # it left, and the others have lost it
         return left
-    return ranks[min(causes or words)[2]] if words else exited_first
+    return ranks[min(causes or reports)[2]] if reports else exited_first
 
 
 def _killed(ranks: list[_Rank]) -> _Rank | None:
@@ -214,20 +214,20 @@ def _killed(ranks: list[_Rank]) -> _Rank | None:
 
 
 def _await_end(ranks: list[_Rank]) -> None:
-    """For a while."""
+    """Wait for the ranks' end, at most KILL_AFTER_S."""
     deadline = time.monotonic() + KILL_AFTER_S
     while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(POLL_S)
 
 
-def _told(ranks: list[_Rank]) -> list[tuple[bool, float, int]]:
-    """(whether it only speaks of lost connections, when, rank) of those that said why they fail."""
-    words = [(failure.read(rank.failure_file), rank.number) for rank in ranks]
-    return [(consequence(said.text), said.time_s, number) for said, number in words if said]
+def _failures(ranks: list[_Rank]) -> list[tuple[bool, float, int]]:
+    """Return (whether it only reports lost connections, time, rank) of the ranks that wrote their failure."""
+    notes = [(failure.read(rank.failure_file), rank.number) for rank in ranks]
+    return [(consequence(note.text), note.time_s, number) for note, number in notes if note]
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """SIGTERM, then SIGKILL for those that do not listen."""
+    """Send SIGTERM, then SIGKILL to ranks that do not end."""
     _send(ranks, signal.SIGTERM)
     _await_end(ranks)
     _send(ranks, signal.SIGKILL)
@@ -236,10 +236,11 @@ def _end(ranks: list[_Rank]) -> None:
 
 
 def _exit_code(rank: _Rank) -> int:
-    """A rank that said why it fails but was still ending when we ended it counts with the code it meant."""
-    code, said = rank.process.returncode, failure.read(rank.failure_file)
-    if code < 0 and said:
-        return said.exit_code
+    """Return the rank's exit code. A rank that wrote its failure but was still ending when we ended it counts with its
+    own code."""
+    code, note = rank.process.returncode, failure.read(rank.failure_file)
+    if code < 0 and note:
+        return note.exit_code
     return (code or 1) if code >= 0 else 128 - code
 
 
@@ -251,13 +252,13 @@ def _explain(rank: _Rank, ranks: int) -> None:
     code = rank.process.returncode
     cause = f"rank {rank.number} of {ranks} failed first ({_how(code)})"
     if code == 0:
-        cause += ": it left without DONE or STOPPED. A function of yours, or a library, ended the process (os._exit)"
-    said = failure.read(rank.failure_file)
-    if said is None:
+        cause += ": it left without DONE or STOPPED. One of your functions, or a library, ended the process (os._exit)"
+    note = failure.read(rank.failure_file)
+    if note is None:
         text = rank.log.read_text(errors="replace") if rank.log else ""
         lines = text.strip().splitlines()[-TAIL_LINES:]
-    else:  # rank 0 has said it on this terminal
-        lines = said.text.strip().splitlines()
+    else:  # rank 0 has printed it on this terminal
+        lines = note.text.strip().splitlines()
         cause += f": {lines[-1]}" if lines else ""
         lines = lines if rank.number else []
     for line in lines:
@@ -268,7 +269,7 @@ def _explain(rank: _Rank, ranks: int) -> None:
 
 
 def run_one(command: Sequence[str]) -> tuple[int, list[int]]:
-    """The exit code of a command (128 + n if signal n ended it), which gets the signals that come, and these."""
+    """Run a command, forwarding signals to it. Return its exit code (128 + n if signal n ended it) and the signals."""
     child: list[subprocess.Popen] = []
     with signals_forwarded(lambda number: [process.send_signal(number) for process in child]) as received:
         child.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0))
@@ -294,11 +295,10 @@ def _send(ranks: list[_Rank], number: int) -> None:
 
 @contextmanager
 def signals_forwarded(send: Callable[[int], None], last: bool = False) -> Iterator[list[int]]:
-    """Pass SIGINT, SIGTERM and the signals that ask for a stop on. Who gets them may take time to save; the second
-    SIGINT is a KeyboardInterrupt here. `last`: as of StopSignals.
+    """Forward SIGINT, SIGTERM and the signals that ask for a stop. The receiver may take time to save; the second
+    SIGINT is a KeyboardInterrupt here. `last`: as in StopSignals.
 
-    Yields the list of signals that came.
-    """
+    Yields the list of received signals."""
     received: list[int] = []
 
     def forward(number: int, _frame: FrameType | None) -> None:

@@ -1,10 +1,10 @@
-"""Who uses a run folder: the file `lock.json` in it, so that two processes never train into one folder.
+"""The file `lock.json` in a run folder names the process that uses it, so that two processes never train into one
+folder.
 
-Works without locks of the file system, which shared ones often lack: the file is made by a hard link (or O_EXCL), its
-owner touches it every BEAT_S, and its age is read from the clock that the file system itself puts on a fresh file. An
-owner that is gone, or that is an earlier start of the same Slurm job, is followed at once; one on another host whose
-file has not been touched for STALE_S too. Imports no torch.
-"""
+Works without locks of the file system, which shared ones often lack. The file is made by a hard link (or O_EXCL). Its
+owner touches it every BEAT_S, and its age is read from the clock that the file system itself puts on a fresh file. A
+dead owner, or an earlier start of the same Slurm job, is replaced at once; an owner on another host whose file has not
+been touched for STALE_S, too. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ MAX_BYTES = 1 << 16  # of the file
 
 
 def _started(pid: int) -> int | None:
-    """When a process of this host began, in ticks since boot, by which a number used again is told; None if it is gone
-    (Linux)."""
+    """Return the start of a process of this host in ticks since boot, which tells reused numbers apart; None if it has
+    ended (Linux)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -53,16 +53,16 @@ def _lives(pid: int, started: int) -> bool:
     return _started(pid) == started
 
 
-def _place() -> str:
-    """Numbers of processes mean the same only within one boot and one namespace."""
+def _machine() -> str:
+    """Return an id of this boot and namespace, within which numbers of processes mean the same."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
 def user_here(folder: Path) -> int | None:
-    """The process on this machine that uses a run folder; None: nobody does, or only elsewhere. Whoever can write the
-    file can name any process in it: the one meant is of this user, and has the file open."""
+    """Return the process on this machine that uses a run folder; None if there is none, or only elsewhere. Any process
+    can be named by those who can write the file, so the process must be this user's and have the file open."""
     owner = _read(folder / NAME)
-    here = owner.get("place") == _place() and _lives(owner["pid"], owner["started"])
+    here = owner.get("place") == _machine() and _lives(owner["pid"], owner["started"])
     return owner["pid"] if here and _has_open(owner["pid"], folder / NAME) else None
 
 
@@ -83,25 +83,25 @@ def _has_open(pid: int, path: Path) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What the file says; empty if there is none, or none that a run has written."""
+    """Return the file's fields; empty if it does not exist, or was not written by a run."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode) or path.lstat().st_size > MAX_BYTES:
             return {}
-        found = read_record(path, AlignerError)
-        found.integer("pid", low=1), found.integer("started"), found.text("id"), found.text("place")
-        return found.fields
+        written = read_record(path, AlignerError)
+        written.integer("pid", low=1), written.integer("started"), written.text("id"), written.text("place")
+        return written.fields
     except (OSError, AlignerError):
         return {}
 
 
-def _myself() -> dict[str, Any]:
-    """`attempt`: which start of the job this is, by Slurm and by the batch script; of one start, two steps may run at a
-    time."""
+def _own_record() -> dict[str, Any]:
+    """Return this process's record. `attempt`: this start of the job, by Slurm and by the batch script; two steps of
+    one start may run at a time."""
     return {
         "id": uuid.uuid4().hex,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "place": _place(),
+        "place": _machine(),
         "started": _started(os.getpid()),
         "job": os.environ.get("SLURM_JOB_ID", ""),
         "attempt": [os.environ.get(name, "") for name in ("SLURM_RESTART_COUNT", "ALIGNER_LOGS")],
@@ -110,22 +110,23 @@ def _myself() -> dict[str, Any]:
 
 
 class RunLock:
-    """While entered, this process alone uses the folder. Raises ConfigError if another one does, or if the folder
-    cannot be written. `lost`: called in a thread, with the reason, if the file is another's or gone meanwhile."""
+    """A lock of a folder: while entered, only this process uses it. Raises ConfigError if another process does, or if
+    the folder cannot be written. `lost`: called in a thread, with the reason, if the file is gone or another
+    process's."""
 
     def __init__(self, folder: Path, lost: Callable[[str], None] | None = None, beat_s: float = BEAT_S):
         self.folder, self.path, self.lost, self.beat_s = folder, folder / NAME, lost or _leave, beat_s
-        self.mine: dict[str, Any] = {}
+        self.record: dict[str, Any] = {}
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._file: TextIO | None = None  # open as long as the folder is used: see `user_here`
 
     def __enter__(self) -> RunLock:
-        self.mine = _myself()
-        aside = self.folder / f".{NAME}.{self.mine['id']}"
+        self.record = _own_record()
+        aside = self.folder / f".{NAME}.{self.record['id']}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            aside.write_text(json.dumps(self.mine), encoding="utf-8")
+            aside.write_text(json.dumps(self.record), encoding="utf-8")
             try:
                 while not self._make(aside):
                     self._follow(aside)
@@ -145,11 +146,11 @@ class RunLock:
             self._thread.join()
         if self._file is not None:
             self._file.close()
-        if _read(self.path).get("id") == self.mine["id"]:
+        if _read(self.path).get("id") == self.record["id"]:
             self.path.unlink(missing_ok=True)
 
     def _make(self, aside: Path) -> bool:
-        """Whether the file could be made; whole from the first moment where the file system has hard links."""
+        """Try to make the file; complete from the first moment if the file system has hard links."""
         try:
             os.link(aside, self.path)
         except FileExistsError:
@@ -157,31 +158,31 @@ class RunLock:
         except OSError:
             try:
                 with self.path.open("x", encoding="utf-8") as file:
-                    file.write(json.dumps(self.mine))
+                    file.write(json.dumps(self.record))
             except FileExistsError:
                 return False
         return True
 
     def _follow(self, aside: Path) -> None:
-        """Wait until the owner is gone for good, and take the file away. Raises ConfigError if it lives."""
-        owner, first, told = _read(self.path), self._touched(), False
+        """Wait until the owner is certainly gone, and remove its file. Raises ConfigError if it lives."""
+        owner, first, waited = _read(self.path), self._touched(), False
         while (why := self._gone(owner, aside)) is None:
             if first is None or self._touched() is None:
                 return  # it has just ended
-            if owner.get("place") == self.mine["place"] or self._touched() != first:
+            if owner.get("place") == self.record["place"] or self._touched() != first:
                 raise self._refusal(owner)
-            if not told:
-                told = True
-                print(f"{self.path} is of {_named(owner)}: waiting for a sign of life", file=sys.stderr, flush=True)
+            if not waited:
+                waited = True
+                print(f"{self.path} belongs to {_named(owner)}: waiting for a heartbeat", file=sys.stderr, flush=True)
             time.sleep(POLL_S)
         self._take(owner, why)
 
     def _gone(self, owner: dict[str, Any], aside: Path) -> str | None:
-        """Why the owner is no more, None if it may be there."""
-        if owner.get("place") == self.mine["place"]:
-            lives = owner["pid"] != self.mine["pid"] and _lives(owner["pid"], owner["started"])
+        """Return why the owner is gone, None if it may live."""
+        if owner.get("place") == self.record["place"]:
+            lives = owner["pid"] != self.record["pid"] and _lives(owner["pid"], owner["started"])
             return None if lives else "which has ended"
-        if owner.get("job") and owner["job"] == self.mine["job"] and owner.get("attempt") != self.mine["attempt"]:
+        if owner.get("job") and owner["job"] == self.record["job"] and owner.get("attempt") != self.record["attempt"]:
             return "an earlier start of this job"
         touched = self._touched()
         os.utime(aside)  # by the file system's clock
@@ -195,20 +196,20 @@ class RunLock:
             return None
 
     def _take(self, owner: dict[str, Any], why: str) -> None:
-        """Remove the file of `owner`. Of several processes that want to, the one that makes the claim may: whoever
-        comes later finds another owner."""
+        """Remove the file of `owner`. Of several processes, only the one that makes the claim may: later ones find
+        another owner."""
         claim = self.folder / f".{NAME}.{owner.get('id', 'torn')}.claim"
         try:
             claim.open("x").close()
         except FileExistsError:
-            if time.time() - claim.stat().st_mtime > STALE_S:  # of one that died within these lines
+            if time.time() - claim.stat().st_mtime > STALE_S:  # of a process that died within these lines
                 claim.unlink(missing_ok=True)
             time.sleep(0.05)
             return
         try:
             if _read(self.path) == owner:
                 self.path.unlink(missing_ok=True)
-                print(f"{self.path} was of {_named(owner)}, {why}: taking it over", file=sys.stderr, flush=True)
+                print(f"{self.path} belonged to {_named(owner)}, {why}: taking it over", file=sys.stderr, flush=True)
         finally:
             claim.unlink(missing_ok=True)
 
@@ -220,19 +221,19 @@ class RunLock:
     def _beat(self) -> None:
         try:
             why = self._until_lost()
-        except BaseException as error:  # whatever it is: nobody else keeps the file fresh
+        except BaseException as error:  # any error: nothing else keeps the file fresh
             why = f"{self.path}: its thread has ended by {type(error).__name__}: {error}"
         if why:
             self.lost(why)
 
     def _until_lost(self) -> str:
-        """Why it is; empty where the folder is left."""
+        """Return why the lock was lost; empty if the folder was left."""
         while not self._ended.wait(self.beat_s):
             try:
                 owner = json.loads(self.path.read_text(encoding="utf-8"))
-                if not isinstance(owner, dict) or owner.get("id") != self.mine["id"]:
+                if not isinstance(owner, dict) or owner.get("id") != self.record["id"]:
                     named = _named(owner if isinstance(owner, dict) else {})
-                    return f"{self.path} is of {named} now: this run was silent for too long"
+                    return f"{self.path} belongs to {named} now: this run was silent for too long"
                 os.utime(self.path)
             except FileNotFoundError:
                 return f"{self.path} is gone: the run folder was deleted or moved"
@@ -247,7 +248,7 @@ def _named(owner: dict[str, Any]) -> str:
 
 
 def _leave(why: str) -> None:
-    """Ends the process: what it would write is another's, or would make half of a folder."""
+    """End the process, whose files would go to a folder that is another's or gone."""
     print(f"error: {why}", file=sys.stderr, flush=True)
     failure.record(f"error: {why}", 1)
     os._exit(1)

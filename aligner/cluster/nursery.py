@@ -1,13 +1,14 @@
-"""Processes from one that has imported what they need: the seconds that takes are spent once, and its memory is shared.
+"""A fork server: a process that has imported what ranks need, and forks them. Imports take time only once, and their
+memory is shared.
 
-    launcher ──exec──> nursery: imports, and waits for requests
-        ^                 └─fork──> one that ends at once
+    launcher ──exec──> fork server: imports, and waits for requests
+        ^                 └─fork──> intermediate process, which ends at once
         │                             └─fork──> rank 0, rank 1, ...
         └──────── has adopted them ────────────────┘
 
-The ranks become the launcher's own children, as those are that it starts itself: it sees how each ends, and they end
-with it. A forked process cannot go on with threads that its parent had, nor with CUDA: where there is a GPU, a library
-has started a thread, or an import fails, the nursery starts again without imports, and each rank makes its own.
+The ranks become the launcher's own children, like those that it starts itself: it sees how each ends, and they end with
+it. A forked process cannot continue with threads that its parent had, nor with CUDA. If there is a GPU, a library has
+started a thread, or an import fails, the fork server starts again without imports, and each rank makes its own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Child:
-    """A process that this one has adopted, with what is used of `subprocess.Popen`."""
+    """A process that this one has adopted, with the methods of `subprocess.Popen` that are used."""
 
     def __init__(self, pid: int):
         self.pid, self.returncode = pid, None
@@ -46,7 +47,8 @@ class Child:
         return self._wait(0)
 
     def _wait(self, options: int) -> int | None:
-        """It is let go only once its code is known: a signal's handler may ask in between, and do both sooner."""
+        """Return the exit code. The process is reaped only once its code is known: a signal's handler may run in
+        between and do both sooner."""
         try:
             if self.returncode is None and (end := os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | options)):
                 self.returncode = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
@@ -69,8 +71,8 @@ class Child:
 
 
 class Nursery:
-    """`imports`: modules. `environ`: what they find. `ignored`: signals that do not end it, nor its children before
-    they listen."""
+    """A fork server. `imports`: modules. `environ`: their environment. `ignored`: signals that end neither the server,
+    nor its children before they listen."""
 
     def __init__(self, imports: Sequence[str], environ: dict[str, str], ignored: Sequence[int]):
         self._asks, theirs = Pipe()
@@ -80,20 +82,20 @@ class Nursery:
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                process_group=0,  # as of ranks: a Ctrl-C reaches them through the launcher
+                process_group=0,  # like ranks: a Ctrl-C reaches them through the launcher
                 preexec_fn=lambda: prepare(ignored),
             )
 
     def children(self, command: Sequence[str], each: Sequence[tuple[dict[str, str], Path | None]]) -> list[Child]:
-        """Those that run `command`, a Python's `-m MODULE`, each in its environment, and write to its file or to where
-        the nursery does. Raises EOFError or ConnectionError where that ends, also as it cannot fork."""
+        """Start processes that run `command`, a Python's `-m MODULE`, each in its environment, writing to its file or
+        to the server's output. Raises EOFError or ConnectionError if the server ends, also if it cannot fork."""
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
             self._asks.send((os.getpid(), list(command), [(environ, log and str(log)) for environ, log in each]))
             pids, _adopted = self._asks.recv(), self._asks.recv()
         finally:
-            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)  # not of what ranks leave behind
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)  # processes that ranks leave behind are not adopted
         return [Child(pid) for pid in pids]
 
     def close(self) -> None:
@@ -107,7 +109,7 @@ _kept: list[Nursery] = []
 
 @contextmanager
 def kept(*settings: Any) -> Iterator[Nursery]:
-    """One nursery, of these `settings`, for all that is started within."""
+    """Keep one fork server, of these `settings`, for all processes that are started within."""
     _kept.append(Nursery(*settings))
     try:
         yield _kept[-1]
@@ -117,7 +119,7 @@ def kept(*settings: Any) -> Iterator[Nursery]:
 
 @contextmanager
 def lent(*settings: Any) -> Iterator[Nursery]:
-    """The one that is kept, else one of these `settings`, which ends behind it."""
+    """Yield the fork server that is kept, else one of these `settings`, which ends afterwards."""
     with nullcontext(_kept[-1]) if _kept else kept(*settings) as nursery:
         yield nursery
 
@@ -131,7 +133,8 @@ def prepare(ignored: Sequence[int]) -> None:
 
 
 def _ready(imports: Sequence[str]) -> bool:
-    """Whether processes may go on from here, with the modules. What an import raises, ranks will meet, and tell."""
+    """Import the modules; return whether processes can be forked from here. Errors of imports are raised in the
+    ranks."""
     if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
         return False
     threads.reserve()
@@ -145,7 +148,7 @@ def _ready(imports: Sequence[str]) -> bool:
 
 
 def _main(asked: Connection, imports: Sequence[str]) -> None:
-    """Children for requests, until nobody can ask any more; in each of them it goes on as the command."""
+    """Fork children for requests, until the launcher has ended. In each child it becomes the command."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the launcher repeats it for the ranks
     if imports and not _ready(imports):
         os.execv(sys.executable, [*sys.orig_argv[:-1], "[]"])
@@ -154,30 +157,30 @@ def _main(asked: Connection, imports: Sequence[str]) -> None:
             launcher, command, each = asked.recv()
         except EOFError:
             return
-        if midwife := os.fork():
-            if os.waitpid(midwife, 0)[1]:
-                sys.exit(1)  # it has said why; those that it did make end with the launcher
+        if intermediate := os.fork():
+            if os.waitpid(intermediate, 0)[1]:
+                sys.exit(1)  # its output has the reason; its children end with the launcher
             asked.send("adopted")
             continue
-        midwife, pids = os.getpid(), []
+        intermediate, pids = os.getpid(), []
         for environ, log in each:
             pids.append(os.fork())
             if not pids[-1]:
                 asked.close()
-                _begin(launcher, midwife, log)
-                _go_on(command, environ)
+                _begin(launcher, intermediate, log)
+                _run_command(command, environ)
                 return
         asked.send(pids)
         os._exit(0)
 
 
-def _begin(launcher: int, midwife: int, log: str | None) -> None:
-    """Make of this process what one is that the launcher has started itself."""
+def _begin(launcher: int, intermediate: int, log: str | None) -> None:
+    """Give this process the properties of one that the launcher has started itself."""
     os.setpgid(0, 0)
-    while os.getppid() == midwife:
+    while os.getppid() == intermediate:
         time.sleep(0.001)
     prepare(())
-    if os.getppid() != launcher:  # it has died sooner
+    if os.getppid() != launcher:  # the launcher has died sooner
         os._exit(1)
     if log:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -187,13 +190,13 @@ def _begin(launcher: int, midwife: int, log: str | None) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
-def _go_on(command: Sequence[str], environ: dict[str, str]) -> None:
-    """With the modules, as what the command would execute."""
+def _run_command(command: Sequence[str], environ: dict[str, str]) -> None:
+    """Run the command in this process, with the imported modules."""
     os.environ.clear()
     os.environ.update(environ)
     threads.inherited()
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # Python's own has one already
+        sys.modules["numpy.random"].seed()  # Python's own generator is seeded already
     sys.argv = list(command[2:])
     runpy.run_module(command[2], run_name="__main__", alter_sys=True)
 

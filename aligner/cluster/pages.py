@@ -1,4 +1,4 @@
-"""Pages of memory that this process keeps."""
+"""Memory pages that this process keeps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _HUGEPAGE, _COLLAPSE = 14, 25  # Linux' advice: of pages that come, and of those
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed instead of returning it to the system: a training step, and a step of decoding,
-    free and ask for the same large tensors again and again, and touching new pages takes longer than the arithmetic
-    (14,500 page faults a training step of the quick start's model, 660 with this; benchmarks/log.md). Other C
-    libraries are left alone."""
+    """Let glibc keep freed memory instead of returning it to the system. A training step, and a step of decoding, free
+    and request the same large tensors repeatedly, and touching new pages takes longer than the arithmetic (14,500 page
+    faults a training step of the quick start's model, 660 with this; benchmarks/log.md). Other C libraries are left
+    alone."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-3, KEPT)  # M_MMAP_THRESHOLD
@@ -23,18 +23,18 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """What is kept so far; what is freed from now on is kept again."""
+    """Return the memory kept so far to the system. Memory freed from now on is kept again."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def ask_for_large_pages(start: int, stop: int) -> None:
-    """For addresses [start, stop) of this process: what is read from one end to the other, such as weights in a decode
-    step, is waited for less. A system that gives them only where it is asked, if at all, is asked; elsewhere nothing is
-    done. What is there stays."""
+    """Ask for large pages for addresses [start, stop) of this process, which shortens waits for memory that is read
+    from end to end, such as weights in a decode step. Nothing is done on systems that give them always or never. The
+    content stays."""
     start, stop = -(-start // _LARGE) * _LARGE, stop // _LARGE * _LARGE
-    if start >= stop or not SETTING.exists() or "[never]" in SETTING.read_text():  # which _COLLAPSE would not heed
+    if start >= stop or not SETTING.exists() or "[never]" in SETTING.read_text():  # _COLLAPSE would ignore it
         return
     madvise = ctypes.CDLL(None).madvise
     for advice in (_HUGEPAGE, _COLLAPSE):

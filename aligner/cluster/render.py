@@ -1,4 +1,4 @@
-"""A site and a job as shell text: what `launchers/body.sh` needs to know, and the whole batch script around it."""
+"""A site and a job as shell text: the variables of `launchers/body.sh`, and the whole batch script around it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", re.ASCII)
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One batch job: a stage, or several runs of one stage as an array."""
+    """A batch job: a stage, or several runs of one stage as an array."""
 
     stage: str
     root: Path  # of the checkout
@@ -24,7 +24,7 @@ class JobSpec:
     nodes: int
     ranks_per_node: int
     upstream: tuple[str, ...] = ()  # run folders that must be finished
-    spare: int = 0  # nodes more than `nodes`, to take the place of bad ones
+    spare: int = 0  # nodes more than `nodes`, to replace bad ones
     max_requeues: int = 20
     config: str = "config.yaml"  # in each run folder; what all starts of this job read
     apart: int = 0  # of all ranks the last ones, which only generate
@@ -36,13 +36,13 @@ class JobSpec:
         return self.nodes * self.ranks_per_node + self.engine_nodes * self.engine_ranks_per_node
 
     @property
-    def told(self) -> str:
-        """What its nodes are for; empty where there is nothing to tell."""
+    def nodes_text(self) -> str:
+        """Text about the nodes' purposes; empty if all have the same."""
         return nodes_told(self.ranks - self.apart, self.apart, self.ranks_per_node, self.engine_nodes)
 
 
 def expandable(text: str) -> str:
-    """A shell word: literal, but for $NAME and ${NAME}. Unset variables are errors under `set -u`.
+    """Return a shell word: literal, but for $NAME and ${NAME}. Unset variables are errors under `set -u`.
 
     >>> expandable("/tmp/a b-$USER")
     "'/tmp/a b-'\\"${USER}\\""
@@ -61,7 +61,7 @@ def _array(name: str, words: Iterable[str], quote: Callable[[str], str] = shlex.
 
 
 def job_lines(site_name: str, site: Site, job: JobSpec) -> str:
-    """The assignments and set-up of the site that `launchers/body.sh` reads. Every value is quoted."""
+    """Return the assignments and the site's set-up that `launchers/body.sh` reads. Every value is quoted."""
     lines = [f"# site {site_name}: {' '.join(site.description.split())}"]
     if site.modules:  # their functions use unset variables
         lines += ["set +u", *(f"module load {shlex.quote(name)}" for name in site.modules), "set -u"]
@@ -101,7 +101,7 @@ def job_lines(site_name: str, site: Site, job: JobSpec) -> str:
 
 
 def srun_flags(site: Site) -> list[str]:
-    """How srun starts and binds the ranks, without their number."""
+    """Return the flags by which srun starts and binds the ranks, without their number."""
     flags = [] if site.mpi == "mpirun" else [f"--mpi={site.mpi}"]
     bind = {
         "cpu-bind": site.bind.cpu,
@@ -115,8 +115,8 @@ def srun_flags(site: Site) -> list[str]:
 
 
 def container_words(site: Site, job: JobSpec) -> list[str]:
-    """pyxis: further flags of srun. Apptainer: the words before the command. The checkout and the folders in which
-    the runs lie are mounted at their own paths."""
+    """Return the container's words: for pyxis further flags of srun, for Apptainer the words before the command. The
+    checkout and the folders of the runs are mounted at their own paths."""
     box = site.container
     if box.runtime == "none":
         return []
@@ -128,7 +128,8 @@ def container_words(site: Site, job: JobSpec) -> list[str]:
 
 
 def sbatch_flags(site: Site, job: JobSpec) -> list[str]:
-    """What the site and the job ask Slurm for. The user's own flags and SBATCH_* variables win over these."""
+    """Return the requests of the site and the job to Slurm. The user's own flags and SBATCH_* variables override
+    these."""
     asked = {
         "job-name": f"aligner-{job.stage}",
         "partition": site.partition,
@@ -154,7 +155,8 @@ def sbatch_flags(site: Site, job: JobSpec) -> list[str]:
 
 
 def batch_script(site_name: str, site: Site, job: JobSpec) -> str:
-    """The whole script that `aligner submit` hands to sbatch. It starts `launchers/body.sh`, as the launchers do."""
+    """Return the whole script that `aligner submit` hands to sbatch. It starts `launchers/body.sh`, like the
+    launchers."""
     flags = sbatch_flags(site, job)
     if job.engine_nodes:
         engines = replace(job, nodes=job.engine_nodes, ranks_per_node=job.engine_ranks_per_node)

@@ -1,9 +1,8 @@
-"""What proves that a message comes from a rank of this job: a key that only the job's user can read.
+"""Verification that a message comes from a rank of this job, by a key that only the job's user can read.
 
-`launch`, or the user, hands ranks a secret in their environment; others share a file in the run folder. From it and
-from random numbers of all ranks each start derives a key of its own (`megatron/rendezvous.py`), so that nothing of an
-earlier start counts again.
-"""
+`launch`, or the user, gives ranks a secret in their environment; others share a file in the run folder. From it and
+from random numbers of all ranks each start derives its own key (`megatron/rendezvous.py`), so that no message of an
+earlier start is accepted."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ def new_secret() -> str:
 
 
 def job_secret(folder: Path, environ: MutableMapping[str, str] = os.environ) -> bytes:
-    """The same bytes on all ranks. Taken out of the environment, so that the programs of a reward do not inherit it;
-    else of a file in `folder`, which the first rank makes. Raises ConfigError where others could read the file, or
-    where what was given is no secret."""
-    given = environ.pop(VARIABLE, "")
-    if given:
-        return _given(given)
+    """Return the same bytes on all ranks. They are removed from the environment, so that the programs of a reward do
+    not inherit them; else read from a file in `folder`, which the first rank makes. Raises ConfigError if others could
+    read the file, or if the given text is no secret."""
+    from_environment = environ.pop(VARIABLE, "")
+    if from_environment:
+        return _parsed(from_environment)
     path = folder / f".aligner-secret-{os.getuid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +45,7 @@ def job_secret(folder: Path, environ: MutableMapping[str, str] = os.environ) -> 
             _make(path)
         private, secret = _read(path)
     except OSError as error:
-        hint = f"{error.strerror}: ranks prove to each other by this file that they belong to the job. {INSTEAD}"
+        hint = f"{error.strerror}: ranks use this file to verify that they belong to the same job. {INSTEAD}"
         raise ConfigError("run.dir", str(path), "a file that this user can make and read", hint) from None
     if not private or len(secret) != SECRET_BYTES:
         expected = f"{SECRET_BYTES} bytes that only this user can read (mode 0600)"
@@ -54,7 +53,7 @@ def job_secret(folder: Path, environ: MutableMapping[str, str] = os.environ) -> 
     return secret
 
 
-def _given(text: str) -> bytes:
+def _parsed(text: str) -> bytes:
     try:
         secret = bytes.fromhex(text)
     except ValueError:
@@ -66,7 +65,8 @@ def _given(text: str) -> bytes:
 
 
 def _read(path: Path) -> tuple[bool, bytes]:
-    """Whether the file is this user's alone, and what it holds, once it is whole or nobody has written for `WAIT_S`."""
+    """Return whether only this user can read the file, and its content, once it is complete or nobody has written for
+    `WAIT_S`."""
     deadline = time.monotonic() + WAIT_S
     while True:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -79,8 +79,8 @@ def _read(path: Path) -> tuple[bool, bytes]:
 
 
 def _make(path: Path) -> None:
-    """Of several ranks that make it, the first one's counts; whole from the first moment where the file system has hard
-    links."""
+    """Make the file. Of several ranks, the first one's counts; complete from the first moment if the file system has
+    hard links."""
     own, secret = path.with_name(f"{path.name}-{secrets.token_hex(8)}"), secrets.token_bytes(SECRET_BYTES)
     try:
         _write(own, secret)
@@ -102,17 +102,17 @@ def _write(path: Path, secret: bytes) -> None:
 
 
 class Seal:
-    """HMAC-SHA256 (RFC 2104) of messages under one key. `what` a message is counts too: one message cannot stand in
-    for another."""
+    """HMAC-SHA256 (RFC 2104) of messages under one key. The kind of a message, `what`, is signed too: one message
+    cannot replace another."""
 
     def __init__(self, key: bytes):
         self._key = key
 
     def mac(self, data: bytes, what: str) -> bytes:
         name = what.encode()
-        found = hmac.new(self._key, len(name).to_bytes(4, "big") + name, hashlib.sha256)
-        found.update(data)
-        return found.digest()
+        digest = hmac.new(self._key, len(name).to_bytes(4, "big") + name, hashlib.sha256)
+        digest.update(data)
+        return digest.digest()
 
     def close(self, data: bytes, what: str) -> bytes:
         return self.mac(data, what) + data
@@ -121,7 +121,7 @@ class Seal:
         return hmac.compare_digest(mac, self.mac(data, what))
 
     def open(self, sealed: bytes, what: str) -> bytes:
-        """What was closed. Raises PeerError for anything else."""
+        """Return the data of a sealed message. Raises PeerError for anything else."""
         data = sealed[MAC_BYTES:]
         if not self.signed(sealed[:MAC_BYTES], data, what):
             raise PeerError(f"{what}: refused a message that no rank of this job has signed: others reach its ports")

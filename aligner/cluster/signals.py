@@ -1,4 +1,4 @@
-"""Requests to stop: signals that only set a flag, which the ranks look at together between two steps."""
+"""Requests to stop: signals that only set a flag, which the ranks read together between two steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ AGAIN = b"\nCtrl-C: saves and stops after this step; a second one ends it at onc
 
 
 def catchable(number: int) -> bool:
-    """Not HUP where it is ignored: `nohup` promises that it stays so."""
+    """Return whether a signal may be caught: not HUP if it is ignored, as `nohup` promises that it stays so."""
     return number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
 
 
 class StopSignals:
-    """While entered, in the main thread, the signal `name`, TERM (preemption, `scancel`) and the first INT (Ctrl-C) are
-    noted in `received` instead of ending the process. Only the first one counts. `last`: this process does nothing
-    more afterwards, so a request that comes too late is ignored, and its exit code stays what it is."""
+    """Handlers of requests to stop. While entered, in the main thread, the signal `name`, TERM (preemption, `scancel`)
+    and the first INT (Ctrl-C) are recorded in `received` instead of ending the process. Only the first one counts.
+    `last`: this process does nothing more afterwards, so a later request is ignored, and its exit code stays."""
 
     def __init__(self, name: str = "USR1", last: bool = False):
         self.received = 0  # the number of the first signal
@@ -36,12 +36,12 @@ class StopSignals:
             signal.signal(number, signal.SIG_IGN if ignored else handler)  # type: ignore[arg-type]
 
     def note(self, number: int) -> None:
-        """As if it had come to this process."""
+        """Record a signal as if this process had received it."""
         self.received = self.received or number
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.note(number)
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # Python's own handler would wait for the end of a collective
-            if "RANK" not in os.environ:  # the launcher says it for its ranks
+            if "RANK" not in os.environ:  # the launcher prints it for its ranks
                 os.write(2, AGAIN)

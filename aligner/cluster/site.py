@@ -1,4 +1,4 @@
-"""What differs from one computing site to the next, as data: `slurm/sites/<name>.yaml`. Imports no torch."""
+"""Settings of a computing site, as data: `slurm/sites/<name>.yaml`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Binding:
 
 @dataclass
 class Engines:
-    """What `submit --engine-nodes` asks for on the nodes of ranks that only generate; empty or 0: as on the others."""
+    """Requests of `submit --engine-nodes` on the nodes of ranks that only generate; empty or 0: as on the others."""
 
     partition: str = ""
     constraint: str = ""
     memory: str = ""
     gpus_per_node: int = 0
     gpu: str = ""
-    ranks_per_node: int = 0  # 0: one per GPU, if gpus_per_node is told here
+    ranks_per_node: int = 0  # 0: one per GPU, if gpus_per_node is set here
     cpus_per_rank: int = 0
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Engines:
 class Site:
     description: str = ""
     cluster_name: str = ""  # ClusterName in slurm.conf, by which a job knows where it is
-    # what to ask Slurm for; empty or 0: nothing
+    # requests to Slurm; empty or 0: none
     partition: str = ""
     account: str = ""
     qos: str = ""
@@ -78,12 +78,12 @@ class Site:
     exclusive: bool = False
     gpus_per_node: int = 0
     gpu: str = ""  # of aligner/plan/devices.py: a job that cannot fit its memory is refused; empty: not checked
-    rehearse: bool = False  # every job, before it is handed over (docs/rehearse.md); needs `gpu`
+    rehearse: bool = False  # rehearse every job before it is submitted (docs/rehearse.md); needs `gpu`
     gpu_flag: str = "gpus-per-node"  # gpus-per-node, gres, none
     ranks_per_node: int = 0  # 0: one per GPU, or one
     cpus_per_rank: int = 0
-    signal: str = "USR1"  # what tells a run to save and stop
-    signal_s: int = 300  # seconds before the time limit at which it comes
+    signal: str = "USR1"  # the signal on which a run saves and stops
+    signal_s: int = 300  # seconds before the time limit at which it is sent
     sbatch: list[str] = field(default_factory=list)  # further flags
     engines: Engines = field(default_factory=Engines)
     # how ranks start
@@ -91,7 +91,7 @@ class Site:
     srun: list[str] = field(default_factory=list)  # further flags
     bind: Binding = field(default_factory=Binding)
     rendezvous: str = "hostname"  # hostname, or address (NodeAddr) where node names do not resolve
-    # what surrounds a rank. `$NAME` in values of env, in scratch, node_local and in the container is the job's variable
+    # environment of a rank. `$NAME` in values of env, in scratch, node_local and in the container is the job's variable
     modules: list[str] = field(default_factory=list)
     unset: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Site:
     node_local: str = ""  # a folder on each node that ranks import from copies in; empty: from the .venv and checkout
     python: str = ""  # the command; empty: the .venv that the launchers make
     container: Container = field(default_factory=Container)
-    quirks: list[str] = field(default_factory=list)  # what one must know here; shown by `submit --dry-run`
+    quirks: list[str] = field(default_factory=list)  # notes for users; shown by `submit --dry-run`
 
     def __post_init__(self) -> None:
         one_of("mpi", self.mpi, MPI)
@@ -117,16 +117,16 @@ class Site:
         if self.container.runtime != "none" and self.mpi == "mpirun":
             raise ConfigError("mpi", self.mpi, "pmix, pmi2 or none with a container: mpirun would run outside of it")
         if self.node_local and (self.python or self.container.runtime != "none"):
-            expected = "empty with `python` or a container: what is copied is the .venv"
+            expected = "empty with `python` or a container: only the .venv is copied"
             raise ConfigError("node_local", self.node_local, expected)
 
     @property
     def ranks(self) -> int:
-        """Ranks on each node."""
+        """Number of ranks on each node."""
         return self.ranks_per_node or self.gpus_per_node or 1
 
     def of_engines(self) -> Site:
-        """As it is on the nodes of `submit --engine-nodes`."""
+        """Return the site with the settings for the nodes of `submit --engine-nodes`."""
         return replace(self, **{key: value for key, value in vars(self.engines).items() if value})
 
 
@@ -137,10 +137,9 @@ def _none_below_0(section: object, prefix: str, *keys: str) -> None:
 
 
 def load_site(name: str) -> Site:
-    """A site by its name in slurm/sites, or by the path of a YAML file.
+    """Load a site by its name in slurm/sites, or by the path of a YAML file.
 
-    Raises ConfigError (UnknownKeyError for keys that do not exist), naming the file.
-    """
+    Raises ConfigError (UnknownKeyError for keys that do not exist), naming the file."""
     path = Path(name).expanduser() if "/" in name or name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -162,7 +161,8 @@ def names() -> list[str]:
 
 
 def find_site(name: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, Site]:
-    """The site asked for; else $ALIGNER_SITE; else, in a job, the one with this cluster's name; else `generic`."""
+    """Return the site asked for; else $ALIGNER_SITE; else, in a job, the one with this cluster's name; else
+    `generic`."""
     chosen = name or environ.get(VARIABLE)
     cluster = environ.get("SLURM_CLUSTER_NAME")
     if not chosen and cluster:

@@ -1,4 +1,4 @@
-"""How many nodes and ranks a job has: as asked for, as Slurm gave, or the site's. Imports no torch."""
+"""Number of nodes and ranks of a job: as asked for, as allocated by Slurm, or the site's. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class Size:
         return self.nodes * self.per_node + self.engine_ranks
 
     def each_node(self) -> list[range]:
-        """The ranks on it."""
+        """Return the ranks on each node."""
         counts = [self.per_node] * self.nodes + [self.engine_per_node] * self.engine_nodes
         return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
 def job_size(args: argparse.Namespace, site: Site, environ: Mapping[str, str]) -> Size:
-    """Nodes and ranks per node: as asked for; in a job (`environ` has SLURM_JOB_ID) what Slurm gave; the site's."""
+    """Return nodes and ranks per node: as asked for; in a job (`environ` has SLURM_JOB_ID) as allocated by Slurm; else
+    the site's."""
     for key in ("nodes", "engine_nodes", "ranks_per_node", "ranks", "spare", "max_requeues", "at_once"):
         if getattr(args, key) < 0:
             raise ConfigError(f"--{key.replace('_', '-')}", getattr(args, key), "a number >= 0")
@@ -44,8 +45,8 @@ def job_size(args: argparse.Namespace, site: Site, environ: Mapping[str, str]) -
 
 
 def _second_component(args: argparse.Namespace, site: Site, environ: Mapping[str, str], beside: int) -> tuple[int, int]:
-    """Nodes with engines alone, and ranks on each; as many as `beside` them, where nobody says. Raises ConfigError for
-    what Slurm does not have for heterogeneous jobs."""
+    """Return (nodes with engines only, ranks on each), the latter by default as many as `beside`. Raises ConfigError
+    for options that Slurm lacks for heterogeneous jobs."""
     nodes = args.engine_nodes
     if args.shell:
         nodes = int(environ.get("SLURM_JOB_NUM_NODES_HET_GROUP_1", "0"))
@@ -64,26 +65,26 @@ def _second_component(args: argparse.Namespace, site: Site, environ: Mapping[str
     ):
         if wrong:
             raise ConfigError(key, value, expected)
-    told = _given(nodes, environ, "_HET_GROUP_1")
-    return nodes, told or site.engines.ranks_per_node or site.engines.gpus_per_node or beside
+    requested = _requested_ranks(nodes, environ, "_HET_GROUP_1")
+    return nodes, requested or site.engines.ranks_per_node or site.engines.gpus_per_node or beside
 
 
 def _first_component(args: argparse.Namespace, site: Site, environ: Mapping[str, str]) -> Size:
-    """But for `--engine-nodes` that is all of the job."""
+    """Return the size without `--engine-nodes`."""
     if "SLURM_JOB_ID" not in environ:
         if args.shell:
             return Size(1, args.ranks or args.ranks_per_node or _local_ranks(site))
         return Size(args.nodes or 1, args.ranks_per_node or site.ranks)
-    given = int(environ.get("SLURM_NNODES", environ.get("SLURM_JOB_NUM_NODES", "1")))
-    nodes = args.nodes or given - args.spare
-    if not 1 <= nodes <= given - args.spare:
-        raise ConfigError("--nodes", nodes, f"from 1 to {given - args.spare}: the job has {given} nodes")
+    allocated = int(environ.get("SLURM_NNODES", environ.get("SLURM_JOB_NUM_NODES", "1")))
+    nodes = args.nodes or allocated - args.spare
+    if not 1 <= nodes <= allocated - args.spare:
+        raise ConfigError("--nodes", nodes, f"from 1 to {allocated - args.spare}: the job has {allocated} nodes")
     component = "_HET_GROUP_0" if "SLURM_HET_SIZE" in environ else ""
-    return Size(nodes, args.ranks_per_node or _given(given, environ, component) or site.ranks)
+    return Size(nodes, args.ranks_per_node or _requested_ranks(allocated, environ, component) or site.ranks)
 
 
-def _given(nodes: int, environ: Mapping[str, str], component: str) -> int:
-    """Ranks on each of so many nodes, as Slurm was asked; 0 where it was asked for nodes alone."""
+def _requested_ranks(nodes: int, environ: Mapping[str, str], component: str) -> int:
+    """Return the ranks on each of so many nodes that Slurm was asked for; 0 if it was asked only for nodes."""
     tasks, per_node = (environ.get(f"SLURM_{name}{component}", "") for name in ("NTASKS", "NTASKS_PER_NODE"))
     if per_node.isdecimal():
         return int(per_node)
@@ -95,6 +96,6 @@ def _given(nodes: int, environ: Mapping[str, str], component: str) -> int:
 
 
 def _local_ranks(site: Site) -> int:
-    """Without a scheduler: a rank for each GPU here, or one."""
+    """Return the ranks without a scheduler: one for each GPU here, or one."""
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     return site.ranks_per_node or gpus or 1

@@ -1,7 +1,6 @@
 """`aligner submit`: compose, validate and freeze a run, write its batch script, hand it to sbatch. Imports no torch.
 
-With --shell the same for a job that runs already: `launchers/*.sbatch` evaluate what is printed.
-"""
+With --shell the same for a job that is already running: `launchers/*.sbatch` evaluate the output."""
 
 from __future__ import annotations
 
@@ -38,9 +37,9 @@ _INHERITED = ("SLURM_", "PMIX_", "PMI_", "OMPI_")  # of a job in which `submit` 
 
 
 def main(args: argparse.Namespace, rehearse: Callable[[Config, int, str], None]) -> int:
-    """`rehearse(config, GPUs, their name)` raises AlignerError for what would fail on them.
+    """Run `aligner submit`. `rehearse(config, GPUs, their name)` raises AlignerError for errors on such GPUs.
 
-    Raises ConfigError, or MemoryPlanError for what the site's GPUs cannot hold, before anything is written;
+    Raises ConfigError, or MemoryPlanError for a job that the site's GPUs cannot hold, before anything is written;
     AlignerError if sbatch fails."""
     name, site = find_site(args.site)
     size = job_size(args, site, os.environ if args.shell else {})
@@ -65,14 +64,14 @@ def main(args: argparse.Namespace, rehearse: Callable[[Config, int, str], None])
             with RunLock(Path(cfg.run.dir)) if args.shell else nullcontext():  # the run begins now
                 _freeze(cfg, job.config)
     if args.shell:
-        print("\n".join(filter(None, (batch_arithmetic(configs[0], size.ranks), job.told))), file=sys.stderr)
+        print("\n".join(filter(None, (batch_arithmetic(configs[0], size.ranks), job.nodes_text))), file=sys.stderr)
         print(job_lines(name, site, job), end="")
         return 0
     return _submit(args, batch_script(name, site, job), job, site)
 
 
 def _check_engines(cfg: Config, size: Size) -> None:
-    """Engines' nodes are theirs alone, and a replica in child processes is within one node."""
+    """Check that nodes of engines have no other ranks, and that a replica in child processes is within one node."""
     if size.engine_nodes and cfg.engine.ranks != size.engine_ranks:
         expected = f"{size.engine_ranks}: --engine-nodes {size.engine_nodes} of {size.engine_per_node} ranks each"
         raise ConfigError("engine.ranks", cfg.engine.ranks, expected)
@@ -81,30 +80,30 @@ def _check_engines(cfg: Config, size: Size) -> None:
 
 
 def _gpus(site: Site, size: Size) -> dict[str, str]:
-    """Key that names a GPU -> its name: first of ranks that train, then, where it is another, of those of engines."""
+    """Return key -> name of its GPU: first of ranks that train, then of engines' ranks if that is another."""
     return {"gpu": site.gpu} | ({"engines.gpu": site.engines.gpu} if size.engine_nodes and site.engines.gpu else {})
 
 
 def composed(args: argparse.Namespace) -> list[Config]:
-    """The config of the run, or of every run of a sweep, each in a folder of its own."""
+    """Return the config of the run, or of every run of a sweep, each in its own folder."""
     if args.frozen:
         if args.multirun or args.overrides:
-            given = "--multirun" if args.multirun else " ".join(args.overrides)
-            raise ConfigError("--frozen", given, "a frozen config as it is, without overrides")
+            refused = "--multirun" if args.multirun else " ".join(args.overrides)
+            raise ConfigError("--frozen", refused, "a frozen config as it is, without overrides")
         return [load_frozen(args.frozen)]
     if not args.multirun:
         return [compose_run(args.overrides, config_dir=args.config_dir)]
     jobs = sweep(args.overrides)
-    found = []
+    configs = []
     for overrides, label in zip(jobs, job_labels(jobs), strict=True):
         base = compose(overrides, config_dir=args.config_dir)
         folder = str(Path(base.run.dir) / label)
-        found.append(compose_run([*overrides, f"run.dir={quoted(folder)}"], config_dir=args.config_dir))
-    return found
+        configs.append(compose_run([*overrides, f"run.dir={quoted(folder)}"], config_dir=args.config_dir))
+    return configs
 
 
 def _with_upstream_there(cfg: Config, upstream: list[str]) -> Config:
-    """For validation: what an upstream run will have written counts as there."""
+    """Return the config for validation, in which the future files of an upstream run count as existing."""
     folders = [Path(folder).expanduser().absolute() for folder in upstream]
 
     def there(path: str) -> str:
@@ -121,7 +120,8 @@ def _with_upstream_there(cfg: Config, upstream: list[str]) -> Config:
 
 
 def _freeze(cfg: Config, name: str) -> None:
-    """For the job alone. A folder that was used before keeps its config until the run has accepted what is there."""
+    """Freeze the config for this job only. A folder that was used before keeps its config until the run has accepted
+    the folder's content."""
     folder = Path(cfg.run.dir)
     freeze(cfg, folder, name)
     if not (folder / FILE_NAME).exists():
@@ -138,8 +138,8 @@ def _submit(args: argparse.Namespace, script: str, job: JobSpec, site: Site) -> 
     if args.dry_run:
         print(script, end="")
         print(f"# {shlex.join(command)}")
-        if job.told:
-            print(f"# {job.told}")
+        if job.nodes_text:
+            print(f"# {job.nodes_text}")
         for text in site.quirks:
             print(f"# note: {text}")
         return 0
@@ -156,20 +156,21 @@ def _submit(args: argparse.Namespace, script: str, job: JobSpec, site: Site) -> 
         print(done.stderr.strip())
         return 0
     number = done.stdout.strip().split(";")[0]
-    ranks = ", ".join(filter(None, (f"{job.ranks} ranks", job.told)))
+    ranks = ", ".join(filter(None, (f"{job.ranks} ranks", job.nodes_text)))
     print(number if args.parsable else f"job {number}: {job.stage}, {ranks}, {home}")
     return 0
 
 
 def sbatch_command(args: argparse.Namespace, script: Path, logs: Path, runs: int) -> list[str]:
-    """Paths and what the user asked for go by argv, where nothing needs quoting; a % is sbatch's own escape."""
+    """Return the command line of sbatch. Paths and the user's flags are arguments, so nothing needs quoting; a % is
+    sbatch's own escape."""
     if "\\" in str(logs):
         raise ConfigError("run.dir", str(logs.parent), "a path without backslashes, which sbatch reads in --output")
     plain = str(logs).replace("%", "%%")
-    asked = given(args.sbatch, "job-name", "J") or os.environ.get("SBATCH_JOB_NAME", "")
+    asked = flag_value(args.sbatch, "job-name", "J") or os.environ.get("SBATCH_JOB_NAME", "")
     name = (
         asked.replace("/", "_").replace("%", "%%") if "/" in asked else "%x"
-    )  # which would be a folder that is not there
+    )  # a / would name a folder that does not exist
     command = ["sbatch", "--parsable", f"--output={plain}/{name}-{'%A_%a' if runs > 1 else '%j'}.log"]
     if args.after:
         command += [f"--dependency=afterok:{':'.join(args.after)}", "--kill-on-invalid-dep=yes"]
@@ -179,39 +180,41 @@ def sbatch_command(args: argparse.Namespace, script: Path, logs: Path, runs: int
     return [*command, *args.sbatch, str(script)]
 
 
-def given(flags: Sequence[str], name: str, letter: str) -> str:
-    """What the last of sbatch's flags --NAME=VALUE, --NAME VALUE, -L VALUE or -LVALUE says; empty without one."""
-    found = ""
-    for flag, behind in itertools.zip_longest(flags, flags[1:], fillvalue=""):
+def flag_value(flags: Sequence[str], name: str, letter: str) -> str:
+    """Return the value of the last of sbatch's flags --NAME=VALUE, --NAME VALUE, -L VALUE or -LVALUE; empty without
+    one."""
+    value = ""
+    for flag, following in itertools.zip_longest(flags, flags[1:], fillvalue=""):
         if flag in (f"--{name}", f"-{letter}"):
-            found = behind
+            value = following
         elif flag.startswith(f"--{name}="):
-            found = flag.partition("=")[2]
+            value = flag.partition("=")[2]
         elif flag.startswith(f"-{letter}") and not flag.startswith("--"):
-            found = flag[2:]
-    return found
+            value = flag[2:]
+    return value
 
 
 def time_limit_s(text: str) -> int | None:
-    """Slurm's notations of a time limit: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None for others (UNLIMITED)."""
+    """Parse Slurm's notations of a time limit: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None for others (UNLIMITED)."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         return None
-    days, first, second, third = (None if part is None else int(part) for part in match.groups())
+    days, first, second, third = (None if number is None else int(number) for number in match.groups())
     if days is None and third is None:  # M or M:S
         return first * 60 + (second or 0)
     return (days or 0) * 86400 + first * 3600 + (second or 0) * 60 + (third or 0)
 
 
 def _check_time(args: argparse.Namespace, site: Site) -> None:
-    text = given(args.sbatch, "time", "t") or os.environ.get("SBATCH_TIMELIMIT", "") or site.time
+    text = flag_value(args.sbatch, "time", "t") or os.environ.get("SBATCH_TIMELIMIT", "") or site.time
     limit_s = time_limit_s(text)
     if limit_s is not None and limit_s <= site.signal_s:
-        told = f"the time limit {text} is not more than the site's signal_s={site.signal_s}: the run is told to stop"
-        print(f"WARNING: {told} as soon as it starts. Ask for more time, or lower signal_s", file=sys.stderr)
+        warning = f"the time limit {text} is not more than the site's signal_s={site.signal_s}: the run must stop"
+        print(f"WARNING: {warning} as soon as it starts. Ask for more time, or lower signal_s", file=sys.stderr)
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without what belongs to the job in which we may be; outside of a job SBATCH_* are the user's wishes."""
+    """Return the environment without the variables of a surrounding job; outside of a job SBATCH_* are the user's
+    wishes."""
     gone = (*_INHERITED, "SBATCH_") if "SLURM_JOB_ID" in environ else _INHERITED
     return {k: v for k, v in environ.items() if k == "SLURM_CONF" or not k.startswith(gone)}

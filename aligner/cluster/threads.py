@@ -1,18 +1,18 @@
-"""Which threads compute with more than one core: the main one, and no other.
+"""Threads that compute with more than one core: the main one, and no other.
 
-When a process has more OpenMP threads than cores, libgomp has them sleep after every operation instead of waiting for
-the next one, and waking takes longer than a small operation. Any thread in which torch computes becomes such a team of
-its own: gloo's, when they copy gathered parameters, or a reward function's. `reserve` keeps these to one core each,
-`use` gives the main thread its cores.
+If a process has more OpenMP threads than cores, libgomp has them sleep after every operation instead of waiting for the
+next one. Waking takes longer than a small operation. Any thread in which torch computes gets such a team of its own:
+gloo's, when they copy gathered parameters, or a reward function's. `reserve` keeps these to one core each, `use` gives
+the main thread its cores.
 
 A thread of a team waits for the others by spinning. `SPINS` are about a tenth of a millisecond, long enough for the
-next operation to find the team awake. Where other programs want the cores, whoever spins takes one from the thread that
-it waits for: while its threads wait for cores, a process has one OpenMP thread more than there are cores, which does
-nothing, and libgomp has all of them sleep. Meanwhile its threads ask for many short turns instead of few long ones
-(Linux from 6.12 on; no more time in all): the next operation begins when the last of them has had its own. If others
-want as much as a team of two on two cores, that shares the core of its main thread: who waits there makes room for whom
-it waits for, and need not wait until the other core has given others their turns.
-"""
+next operation to find the team awake. If other programs want the cores, a spinning thread takes one from the thread
+that it waits for. So while its threads wait for cores, a process has one OpenMP thread more than there are cores, which
+does nothing, and libgomp has all of them sleep. Meanwhile its threads ask for many short turns instead of few long ones
+(Linux from 6.12 on; no more time in all), so that the next operation begins when the last of them has had its own. If
+others want as much as a team of two on two cores, the second thread shares the core of the main thread. A waiting
+thread then makes room for the one it waits for, and need not wait until the other core has given other programs their
+turns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHORT_NS = 100_000  # the shortest turn that Linux gives
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # numbers of the system call, which Python does not have
 GRAIN = 1 << 15  # elements that torch gives a thread at least
 
-_given: int | None = None  # what the environment said before `reserve`
+_omp_threads: int | None = None  # OMP_NUM_THREADS before `reserve`
 _reserved = False
 
 
@@ -49,10 +49,10 @@ def reserve() -> None:
 
 
 def inherited() -> None:
-    """As `reserve`, in a process forked from one that has done so, whose environment may be another."""
-    global _given, _reserved
+    """Do the same as `reserve` in a process forked from one that has done so, with another environment."""
+    global _omp_threads, _reserved
     first = os.environ.get(VARIABLE, "").split(",")[0].strip()
-    _given = int(first) if first.isdecimal() and int(first) else None
+    _omp_threads = int(first) if first.isdecimal() and int(first) else None
     os.environ[VARIABLE], _reserved = "1", True
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPINS
@@ -65,7 +65,7 @@ def use(threads: int, local_ranks: int) -> None:
     if not _reserved and not threads and VARIABLE in os.environ:
         return
     share = max(1, (os.cpu_count() or 1) // local_ranks)
-    threads = threads or _given or min(share, len(os.sched_getaffinity(0)))  # a launcher may bind each rank
+    threads = threads or _omp_threads or min(share, len(os.sched_getaffinity(0)))  # a launcher may bind each rank
     if not _reserved:
         torch.set_num_threads(threads)  # of every thread
         return
@@ -87,10 +87,13 @@ def _watch(team: int, main: int) -> None:
         time.sleep(pause_s)
         start = time.perf_counter()
         before, turns = turns, _turns()
-        slept_s, pause_s = pause_s, max(LOOK_S, 100 * (time.perf_counter() - start))  # however many threads there are
+        slept_s, pause_s = (
+            pause_s,
+            max(LOOK_S, 100 * (time.perf_counter() - start)),
+        )  # a small share of the time, with any number of threads
         ran, waited = ({thread: turns[thread][i] - before.get(thread, (0, 0))[i] for thread in turns} for i in (0, 1))
         wanted = sum(ran.values()) + sum(waited.values())
-        left = False  # by the others
+        left = False  # by the other programs
         if follower is not None:
             _bind(follower, {_core(main)})
             idle_before, idle_s = idle_s, _idle_s(main)
@@ -114,24 +117,24 @@ def _watch(team: int, main: int) -> None:
 
 
 def _turns() -> dict[int, tuple[int, int]]:
-    """Nanoseconds for which each thread of this process ran, and waited for a core."""
-    found = {}
+    """Return the nanoseconds for which each thread of this process ran, and waited for a core."""
+    times = {}
     for task in TASKS.iterdir():
         with suppress(OSError):  # it has just ended
             ran, waited, _ = (task / "schedstat").read_text().split()
-            found[int(task.name)] = int(ran), int(waited)
-    return found
+            times[int(task.name)] = int(ran), int(waited)
+    return times
 
 
 def _idle_s(thread: int) -> float:
-    """For how long the cores that it may use have had nothing to do, since the system's start."""
+    """Return the seconds since the system's start in which the thread's cores were idle."""
     lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
     own = {f"cpu{core}" for core in os.sched_getaffinity(thread)}
     return sum(int(idle) for name, _, _, _, idle, *_ in lines if name in own) / os.sysconf("SC_CLK_TCK")
 
 
 def _core(thread: int) -> int:
-    """That it runs on, or has run on last."""
+    """Return the core that the thread runs on, or has run on last."""
     return int((TASKS / str(thread) / "stat").read_text().rpartition(")")[2].split()[36])
 
 
@@ -141,7 +144,8 @@ def _bind(thread: int, cores: set[int]) -> None:
 
 
 def _ask_for_turns(nanoseconds: int) -> None:
-    """Of this length for all threads of this process; 0: as long as anybody's. Earlier kernels keep theirs."""
+    """Ask for turns of this length for all threads of this process; 0: the default length. Earlier kernels ignore
+    it."""
     call, libc = SCHED_SETATTR.get(platform.machine()), ctypes.CDLL(None)
     if call is None:
         return
@@ -155,7 +159,7 @@ def _ask_for_turns(nanoseconds: int) -> None:
 
 
 def _one_too_many(team: int, ended: threading.Event) -> None:
-    """A second team, with which libgomp manages one thread more than it has cores. It ends with this thread."""
+    """Start a second team, with which libgomp manages one thread more than it has cores. It ends with this thread."""
     import torch
     from threadpoolctl import ThreadpoolController
 

@@ -1,8 +1,8 @@
-"""Why did a job fail? The earliest real failure over all rank logs: `slurm/triage <run.dir>/logs/<job>.<attempt>`.
+"""Cause of a job's failure: the earliest real failure over all rank logs. `slurm/triage
+<run.dir>/logs/<job>.<attempt>`.
 
 When one rank fails, the others report lost connections and time-outs of collectives; those are consequences. Standard
-library only, of Python 3.7 or later: the host's own, where ranks have theirs in a container.
-"""
+library only, of Python 3.7 or later: the host's own, where ranks have theirs in a container."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CRASH = re.compile(
 )
 PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")  # a cause, in the words of a lost connection
 HEADER = re.compile(r"^\[rank-(\d+) on (\S+), pid")
-# srun's own words on a task that a signal ended
+# srun's message about a task that a signal ended
 DEATH = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (?!Exited with|Terminated)(.+)")
 EXITED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): Exited with exit code")
 
@@ -39,7 +39,7 @@ class Finding:
     rank: int
     node: str
     text: str
-    exit_code: int | None = None  # that the rank meant to end with, where it said so
+    exit_code: int | None = None  # the rank's own exit code, if it wrote one
 
     @property
     def consequence(self) -> bool:
@@ -47,28 +47,29 @@ class Finding:
 
 
 def consequence(text: str) -> bool:
-    """Whether a rank's last words (the exception itself) speak of the others' absence."""
+    """Return whether a rank's last words (the exception itself) only report the others' absence."""
     last = "\n".join(text.strip().splitlines()[-3:])
     return CONSEQUENCE.search(last) is not None and PORT_TAKEN.search(last) is None
 
 
 def findings(folder: Path) -> list[Finding]:
-    """What each rank says went wrong, by time. A rank's note is exact; of a bare log, the time of its last word is."""
-    found = []
+    """Return each rank's failure, by time. The time of a rank's note is exact; of a bare log it is that of its last
+    line."""
+    reported = []
     for log in sorted(folder.glob("rank-*.log")):
         text = _read(log)
         rank, node = _rank(log), "?"
         headers = [m for m in map(HEADER.match, text.splitlines()) if m]
         if headers:
             node = headers[-1][2]
-        said = failure.read(folder / f"failure-{rank:04d}.json")
-        if said:
-            found.append(Finding(said.time_s, rank, node, said.text, said.exit_code))
+        note = failure.read(folder / f"failure-{rank:04d}.json")
+        if note:
+            reported.append(Finding(note.time_s, rank, node, note.text, note.exit_code))
             continue
         words = last_words(text)
         if words:
-            found.append(Finding(log.stat().st_mtime, rank, node, words))
-    return sorted(found, key=lambda f: (f.time_s, f.rank))
+            reported.append(Finding(log.stat().st_mtime, rank, node, words))
+    return sorted(reported, key=lambda f: (f.time_s, f.rank))
 
 
 def _rank(log: Path) -> int:
@@ -76,12 +77,12 @@ def _rank(log: Path) -> int:
 
 
 def _read(path: Path) -> str:
-    """Empty where there is no such file."""
+    """Return the text of a file, empty if it does not exist."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def last_words(text: str) -> str:
-    """The first traceback of a log with its exception, or the first line that tells of a crash; empty if neither."""
+    """Return the first traceback of a log with its exception, or the first line of a crash; empty if neither."""
     lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if TRACEBACK.match(line)]
     if starts:
@@ -94,7 +95,7 @@ def last_words(text: str) -> str:
 
 
 def killed(folder: Path) -> tuple[str, str, str] | None:
-    """(node, ranks, how) of the first task that a signal ended, unless another had failed by itself before."""
+    """Return (node, ranks, how) of the first task that a signal ended, unless another had failed by itself before."""
     for line in _read(folder / "srun.log").splitlines():
         if EXITED.search(line):
             return None
@@ -105,14 +106,14 @@ def killed(folder: Path) -> tuple[str, str, str] | None:
 
 
 def _exited(folder: Path) -> tuple[str, int] | None:
-    """(node, rank) of the first that ended with an exit code, by srun."""
+    """Return (node, rank) of the first task that ended with an exit code, by srun."""
     match = EXITED.search(_read(folder / "srun.log"))
     return (match[1], int(re.split(r"[,-]", _ranks(folder, match[1], match[2]))[0])) if match else None
 
 
 def _ranks(folder: Path, node: str, tasks: str) -> str:
-    """Ranks of srun's tasks on a node: it counts those of each component of a heterogeneous job from 0. How many are in
-    the first one, launchers/body.sh has noted."""
+    """Return the ranks of srun's tasks on a node. It numbers those of each component of a heterogeneous job from 0;
+    launchers/body.sh has recorded the size of the first one."""
     first = int(_read(folder / "trainers").strip() or 0)
     there = [_rank(log) for log in sorted(folder.glob("rank-*.log")) if f" on {node}, pid" in _read(log)]
     shift = first if there and there[0] >= first else 0
@@ -120,13 +121,13 @@ def _ranks(folder: Path, node: str, tasks: str) -> str:
 
 
 def explain(folder: Path) -> tuple[str, bool]:
-    """The text to print, and whether it surely names the cause."""
-    found = findings(folder)
-    real = [f for f in found if not f.consequence]
+    """Return the text to print, and whether it surely names the cause."""
+    reported = findings(folder)
+    real = [f for f in reported if not f.consequence]
     if real:
         first = real[0]
         head = f"rank {first.rank} on {first.node} failed first"
-        others = len(found) - 1
+        others = len(reported) - 1
         head += f" ({others} more failed after it)" if others else ""
         tail = first.text.strip().splitlines()[-TAIL_LINES:]
         log = f"log: {folder / f'rank-{first.rank:04d}.log'}"
@@ -137,42 +138,42 @@ def explain(folder: Path) -> tuple[str, bool]:
         hint = " (out of memory on that node, or somebody's kill)" if "Killed" in how else ""
         return f"rank {ranks} on {node}: {how}{hint}; log: {folder / 'srun.log'}", False  # or the node died
     exited = _exited(folder)
-    if exited and not found:  # it ended by itself, without a traceback: its last lines are all there is
+    if exited and not reported:  # it ended without a traceback: only its last lines are known
         node, rank = exited
         log = folder / f"rank-{rank:04d}.log"
         tail = _read(log).strip().splitlines()[-15:]
         return "\n".join([f"rank {rank} on {node} ended first", f"log: {log}", *(f"  | {line}" for line in tail)]), True
-    if found:
-        first = found[0]
+    if reported:
+        first = reported[0]
         last = first.text.strip().splitlines()[-1]
-        ranks = ", ".join(str(f.rank) for f in found)
-        silent = {_rank(log) for log in folder.glob("rank-*.log")} - {f.rank for f in found}
+        ranks = ", ".join(str(f.rank) for f in reported)
+        silent = {_rank(log) for log in folder.glob("rank-*.log")} - {f.rank for f in reported}
         if len(silent) == 1:
-            hint = f"rank {silent.pop()} ended without a word (os._exit in a function of yours?): "
+            hint = f"rank {silent.pop()} ended without a message (os._exit in one of your functions?): "
             return f"{hint}the others have lost it, first rank {first.rank} ({first.node}): {last}", False
         return f"ranks {ranks}: only lost connections, first on rank {first.rank} ({first.node}): {last}", False
-    return f"no rank in {folder} says why", False
+    return f"no rank in {folder} wrote a cause", False
 
 
 def meant(folder: Path, code: int) -> int:
-    """The exit code of the attempt: that which the rank meant that failed first, else `code`."""
+    """Return the exit code of the attempt: that of the rank that failed first, as it wrote it, else `code`."""
     real = [f for f in findings(folder) if not f.consequence]
     return (real[0].exit_code if real else None) or code
 
 
 def refused(folder: Path) -> str:
-    """What the batch script of a run found wrong by itself after the newest attempt or before it; empty if nothing."""
+    """Return the error that a run's batch script found itself after the newest attempt or before it; empty if none."""
     return _read(folder / "logs" / "refused").strip()
 
 
 def attempt_folder(folder: Path) -> Path:
-    """The folder itself if it has rank logs, else the newest attempt of a run folder."""
+    """Return the folder itself if it has rank logs, else the newest attempt of a run folder."""
     if any(folder.glob("rank-*.log")):
         return folder
     attempts = [log.parent for log in folder.glob("logs/*/rank-*.log")] + [
         log.parent for log in folder.glob("*/rank-*.log")
     ]
-    return max(attempts, key=lambda place: place.stat().st_mtime, default=folder)
+    return max(attempts, key=lambda attempt: attempt.stat().st_mtime, default=folder)
 
 
 def main(argv: list[str]) -> int:

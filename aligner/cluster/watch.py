@@ -21,7 +21,7 @@ COLUMNS = ("run", "state", "step", "s/step", "attempts", "goodput", "rank-hours"
 class Attempt:
     job: str
     start_s: float
-    end_s: float | None  # None: it runs, or it was killed and could not say
+    end_s: float | None  # None: it runs, or it was killed and left no record
     ranks: int
 
 
@@ -39,23 +39,23 @@ class Status:
 
 
 def attempts(run: Path, alive: bool, now_s: float) -> list[Attempt]:
-    """What launchers/body.sh recorded. An attempt without an end ended when the next began; the last one is going on
-    if its job is `alive`, else its end is the last sign of life in its logs."""
-    found: list[Attempt] = []
+    """Return the attempts that launchers/body.sh recorded. An attempt without an end ended when the next began. The
+    last one is running if its job is `alive`, else its end is the last write to its logs."""
+    tries: list[Attempt] = []
     for kind, job, _attempt, epoch, _step, _what, ranks in recorded(run):
-        if found and found[-1].end_s is None:
-            found[-1] = replace(found[-1], end_s=float(epoch))
+        if tries and tries[-1].end_s is None:
+            tries[-1] = replace(tries[-1], end_s=float(epoch))
         if kind == "start":
-            found.append(Attempt(job, float(epoch), None, int(ranks)))
-    if found and found[-1].end_s is None:
-        last = found[-1]
+            tries.append(Attempt(job, float(epoch), None, int(ranks)))
+    if tries and tries[-1].end_s is None:
+        last = tries[-1]
         sign = max((p.stat().st_mtime for p in run.glob("logs/*/rank-*.log")), default=last.start_s)
-        found[-1] = replace(last, end_s=now_s if alive else max(sign, last.start_s))
-    return found
+        tries[-1] = replace(last, end_s=now_s if alive else max(sign, last.start_s))
+    return tries
 
 
 def recorded(run: Path) -> list[list[str]]:
-    """The rows of what the batch script noted, without those that a full disk or a kill has cut."""
+    """Return the rows that the batch script wrote, without those that a full disk or a kill has cut."""
     path = run / "logs" / "attempts.tsv"
     lines = _text(path).splitlines()
     whole = re.compile(r"(start|end)(\t[^\t]*){2}\t\d{1,12}(\t[^\t]*){2}\t\d{1,9}", re.ASCII)
@@ -63,7 +63,7 @@ def recorded(run: Path) -> list[list[str]]:
 
 
 def status(run: Path, jobs: dict[str, str], now_s: float) -> Status:
-    """`jobs`: state of each job in the queue by its number."""
+    """Return a run's status. `jobs`: state of each job in the queue by its number."""
     state = state_of(run, jobs)
     tries = attempts(run, state == "RUNNING", now_s)
     times = step_times(run)
@@ -103,14 +103,14 @@ def last_job(run: Path) -> str | None:
 
 
 def step_times(run: Path) -> dict[int, float]:
-    """Seconds of each step that counts: a resumed run cuts the others from metrics.jsonl."""
-    path, found = run / "metrics.jsonl", {}
+    """Return the seconds of each step that counts: a resumed run cuts the others from metrics.jsonl."""
+    path, seconds = run / "metrics.jsonl", {}
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with contextlib.suppress(AlignerError):  # one that is being written, or that a full disk has damaged
-            told = record(parse_json(line, str(path), AlignerError), str(path), AlignerError)
-            if "time/step_s" in told:
-                found[told.integer("step")] = told.number("time/step_s")
-    return found
+            fields = record(parse_json(line, str(path), AlignerError), str(path), AlignerError)
+            if "time/step_s" in fields:
+                seconds[fields.integer("step")] = fields.number("time/step_s")
+    return seconds
 
 
 def newest_step(run: Path, times: dict[int, float]) -> int:
@@ -121,19 +121,19 @@ def newest_step(run: Path, times: dict[int, float]) -> int:
 
 
 def total_steps(run: Path) -> int:
-    """run.steps of the frozen config, whose sections are in columns."""
+    """Return run.steps of the frozen config, whose sections are in columns."""
     path = run / "config.yaml"
     match = re.search(r"^run:\n(?:  .*\n)*?  steps: (\d{1,18})$", _text(path), re.M)
     return int(match[1]) if match else 0
 
 
 def _text(path: Path) -> str:
-    """Of a file, whatever is in it; empty where there is none."""
+    """Return the text of a file with any content; empty if it does not exist."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def queue() -> dict[str, str]:
-    """State of every job in the queue, empty without Slurm. A dead controller must not hang us."""
+    """Return the state of every job in the queue, empty without Slurm. A dead controller must not block."""
     try:
         argv = ["squeue", "-h", "-o", "%A %T"]
         done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=30)
@@ -144,13 +144,13 @@ def queue() -> dict[str, str]:
 
 
 def expand(folders: list[str]) -> list[Path]:
-    """Run folders; of a folder that holds runs (a chain, a sweep), these, in the order of their start."""
-    found: list[Path] = []
+    """Return run folders; for a folder that contains runs (a chain, a sweep) those, in the order of their start."""
+    runs: list[Path] = []
     for folder in map(Path, folders):
         inside = [p.parent for p in folder.glob("*/config.yaml")]
         inside.sort(key=lambda p: (p / "config.yaml").stat().st_mtime)
-        found += [folder] if (folder / "config.yaml").exists() or not inside else inside
-    return found
+        runs += [folder] if (folder / "config.yaml").exists() or not inside else inside
+    return runs
 
 
 def table(rows: list[Status]) -> str:

@@ -128,7 +128,7 @@ def test_nothing_starts_or_stops_that_may_not(tmp_path, monkeypatch):
     with RunLock(tmp_path / "still"), monkeypatch.context() as patched:
         assert jobs.pid(tmp_path / "still") == os.getpid()
         patched.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        with pytest.raises(AlignerError, match="expected a run that goes on"):  # what others wrote names no process
+        with pytest.raises(AlignerError, match="expected a run that is running"):  # what others wrote names no process
             jobs.stop(tmp_path / "still")
     with pytest.raises(ConfigError, match="command='rm'"):
         ask(command="rm")
@@ -139,11 +139,11 @@ def test_no_process_is_signalled_that_a_lock_only_names(tmp_path):
     run, jobs = run_folder(tmp_path / "run"), Jobs()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as bystander:
         for pid in (-1, 0, 1, -bystander.pid, bystander.pid, os.getppid(), True, str(bystander.pid)):
-            named = lock._myself() | {"pid": pid}
+            named = lock._own_record() | {"pid": pid}
             named["started"] = lock._started(abs(int(pid))) or 1
             (run / "lock.json").write_text(json.dumps(named))
             assert jobs.pid(run) is None
-            with pytest.raises(AlignerError, match="expected a run that goes on"):
+            with pytest.raises(AlignerError, match="expected a run that is running"):
                 jobs.stop(run)
         assert bystander.poll() is None
         bystander.communicate(b"\n")

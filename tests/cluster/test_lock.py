@@ -83,7 +83,7 @@ def test_a_second_process_is_refused_in_one_line(holder, tmp_path):
 
 
 def mine() -> dict:
-    return lock._myself()
+    return lock._own_record()
 
 
 ODD = [{"pid": -1}, {"pid": 0}, {"pid": True}, {"pid": "7"}, {"pid": 7.5}, {"pid": 2**70}, {"pid": [7]}]
@@ -161,7 +161,7 @@ def test_one_that_was_killed_is_followed_at_once_and_told(holder, tmp_path, capf
 
 
 def test_a_number_that_another_process_has_by_now_is_no_owner(tmp_path):
-    mine = lock._myself()
+    mine = lock._own_record()
     write(tmp_path, **mine | {"pid": os.getppid(), "started": mine["started"] + 1})
     assert user_here(tmp_path) is None
     with RunLock(tmp_path):
@@ -188,7 +188,7 @@ def test_on_another_host_the_file_must_be_touched(tmp_path, monkeypatch, capfd):
         patch.setattr(lock, "STALE_S", lock.STALE_S)
         patch.setattr(lock, "time", SimpleNamespace(sleep=look_again, strftime=time.strftime, time=time.time))
         with RunLock(tmp_path):  # silent while we looked
-            assert "waiting for a sign of life" in capfd.readouterr().err
+            assert "waiting for a heartbeat" in capfd.readouterr().err
     (tmp_path / NAME).write_text("")  # of one that died where there are no hard links
     os.utime(tmp_path / NAME, (time.time() - 3600,) * 2)
     with RunLock(tmp_path):
@@ -208,7 +208,7 @@ def test_two_steps_of_one_start_of_a_job_are_two(tmp_path, monkeypatch, name, va
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     monkeypatch.delenv("ALIGNER_LOGS", raising=False)
-    write(tmp_path, job="42", attempt=lock._myself()["attempt"])
+    write(tmp_path, job="42", attempt=lock._own_record()["attempt"])
     refused = pytest.raises(ConfigError, match="process 7 on far, job 42 does since")
     with touched(tmp_path / NAME), refused, RunLock(tmp_path):
         pass
@@ -255,7 +255,7 @@ def test_one_of_many_takes_over(tmp_path):
 def test_who_comes_late_takes_nothing_from_the_one_that_took_over(tmp_path, monkeypatch):
     """Between the look at an owner that is gone and the taking, another process has followed it, and lives."""
     write(tmp_path, age_s=3600)
-    follower, gone = lock._myself() | {"pid": os.getppid(), "started": lock._started(os.getppid())}, RunLock._gone
+    follower, gone = lock._own_record() | {"pid": os.getppid(), "started": lock._started(os.getppid())}, RunLock._gone
 
     def late(self, owner, aside):
         why = gone(self, owner, aside)

@@ -94,7 +94,7 @@ def test_the_one_rank_that_says_nothing_is_named(tmp_path):
     for rank, text in enumerate([LOST, "all is well", LOST]):
         log(tmp_path, rank, text)
     text, cause = triage.explain(tmp_path)
-    assert not cause and text.startswith("rank 1 ended without a word")
+    assert not cause and text.startswith("rank 1 ended without a message")
 
 
 def test_a_port_that_is_taken_is_a_cause(tmp_path):

@@ -312,11 +312,11 @@ def test_the_job_of_a_config():
     pairs = job_of(compose(["stage=rm", "model=llama3_8b", "batch.sequences=16"]), 8)
     assert (pairs.rows.count, pairs.policy.head) == (32, "score")
     dpo = job_of(compose(["stage=dpo", "model=llama3_8b", "batch.sequences=16", "batch.micro_batch_samples=2"]), 8)
-    assert [(p.name, p.trained) for p in dpo.parts] == [("policy", True), ("reference", False)]
+    assert [(p.name, p.trained) for p in dpo.models] == [("policy", True), ("reference", False)]
     assert (dpo.rows.count, dpo.rows.prompts, dpo.micro_rows) == (32, 16, 4)
     assert list(plan_times(dpo, H100, Assumptions())) == ["logprobs", "update"]
     alone = job_of(compose(["stage=dpo", "model=llama3_8b", "experiment=simpo", "batch.sequences=16"]), 8)
-    assert [p.name for p in alone.parts] == ["policy"]
+    assert [p.name for p in alone.models] == ["policy"]
     assert list(plan_times(alone, H100, Assumptions())) == ["update"]
     weights = [plan_memory(job, H100, Assumptions()).phases["update"]["weights"] for job in (dpo, alone)]
     assert weights[0] == 2 * weights[1]
@@ -332,10 +332,10 @@ def test_the_job_of_a_config():
     )  # the policy too, the reference twice
     distill = ["stage=distill", "model=qwen3_0.6b", "batch.sequences=16"]
     kd = job_of(compose([*distill, "algorithm.distill.teacher=/nowhere"]), 8)
-    assert [(p.name, p.trained) for p in kd.parts] == [("policy", True), ("teacher", False)]
+    assert [(p.name, p.trained) for p in kd.models] == [("policy", True), ("teacher", False)]
     assert list(plan_times(kd, H100, Assumptions())) == ["logprobs", "update"]
     three = job_of(compose([*distill, "algorithm.distill.teachers={a: /nowhere, b: /nowhere, c: /nowhere}"]), 8)
-    assert [p.name for p in three.parts] == ["policy", "teachers.a", "teachers.b", "teachers.c"]
+    assert [p.name for p in three.models] == ["policy", "teachers.a", "teachers.b", "teachers.c"]
     weights = [plan_memory(job, H100, Assumptions()).phases["logprobs"]["weights"] for job in (kd, three)]
     assert weights[1] == 2 * weights[0]  # of four models, of two
     times = [plan_times(job, H100, Assumptions())["logprobs"].parts["products"] for job in (kd, three)]
