@@ -1,8 +1,7 @@
-"""Between the ranks that train and those that only generate (`engine.ranks`). The latter are rehearsed after rank 0,
-and do what it ordered. A rank that trains does not hear them: it is answered that all went well.
+"""Exchange between ranks that train and those that only generate (`engine.ranks`). The latter are rehearsed after rank
+0, and execute its orders. A rank that trains does not hear them: it gets answers without errors.
 
-Patches, for good.
-"""
+Patches that stay."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ JOB = "job"  # name of the group of all ranks
 
 
 def install(collectives: Collectives) -> None:
-    """After `program.install`."""
+    """Install the patches, after `program.install`."""
     _orders(collectives)
     _answers(collectives)
     _requests(collectives)
@@ -32,7 +31,7 @@ def _orders(collectives: Collectives) -> None:
     from aligner.engines.bridge import CAUSE
 
     class Orders(dist.HashStore):
-        """The job's store: what rank 0 sets is heard; whoever is waited for has come."""
+        """The job's store: values of rank 0 are heard, and every awaited rank has come."""
 
         def __init__(self, speech: Speech):
             super().__init__()
@@ -80,14 +79,14 @@ def _answers(collectives: Collectives) -> None:
             value = checksums
         return order(self, name, *arguments)
 
-    def gather(self: Bridge, mine: Any) -> list[Any]:
-        """Everybody answers what this rank does, or what this rank has to guess."""
+    def gather(self: Bridge, answer: Any) -> list[Any]:
+        """Return this rank's answer, or a guess, for every rank."""
         collectives.note(self.group, "answer", 0, "answer")
-        if mine is not None and mine.error:
-            raise AlignerError(f"{mine.error}: {mine.text}")
-        return [mine or Answer("", "", version, 0, value)] * self.group.size()
+        if answer is not None and answer.error:
+            raise AlignerError(f"{answer.error}: {answer.text}")
+        return [answer or Answer("", "", version, 0, value)] * self.group.size()
 
-    Bridge.begin = lambda self: None  # nobody's heart stops
+    Bridge.begin = lambda self: None  # no heartbeat is missed
     Bridge.order, Bridge._gather, Refit._trainer_checksums = ordered, gather, noted
 
 
@@ -97,22 +96,22 @@ def _requests(collectives: Collectives) -> None:
     from aligner.types import STOP, Generations, SeedLists, TokenLists
 
     gather, deliver = Fleet.gather, Fleet.deliver
-    count = 0  # of all ranks' requests, where it is known
+    count = 0  # of all ranks' requests, if known
 
     def counted(asks: Any) -> Any:
-        """A rank asks at least one, and there may be fewer requests than ranks."""
+        """Wrap `asks`: a rank asks at least one request, and there may be fewer requests than ranks."""
 
-        def asked(self: Player, requests: Sequence, *more: Any, **named: Any) -> Any:
+        def asked(self: Player, requests: Sequence, *others: Any, **named: Any) -> Any:
             nonlocal count
             count = len(requests) * (dist.get_world_size() // self.peers.size())
-            found = asks(self, requests, *more, **named)
+            groups = asks(self, requests, *others, **named)
             count = 0
-            return found
+            return groups
 
         return asked
 
     def gathered(self: Fleet, prompts: TokenLists, seeds: SeedLists, begun: Any = None) -> list[SeededPrompt]:
-        """To an engine: what rank 0 asks, by every rank that trains."""
+        """Return to an engine the requests of rank 0, once for every rank that trains."""
         gather(self, [], [])
         speech = collectives.speech
         assert speech is not None
@@ -124,13 +123,13 @@ def _requests(collectives: Collectives) -> None:
         pairs = list(zip(prompts, seeds, strict=True))
         return [SeededPrompt(i * self.first // every, i, *pairs[i % len(pairs)]) for i in range(every)]
 
-    def delivered(self: Fleet, mine: Any, generations: Generations, wanted: list[int], *more: Any) -> Generations:
-        """Nothing comes; to who asks, as many rows of a token."""
-        found, rows = deliver(self, mine, generations, [], *more), sum(wanted)
+    def delivered(self: Fleet, own: Any, generations: Generations, wanted: list[int], *others: Any) -> Generations:
+        """Return as many rows of one token as were asked for, since nothing is delivered."""
+        delivery, rows = deliver(self, own, generations, [], *others), sum(wanted)
         one, zeros = torch.ones(rows, dtype=torch.int64), torch.zeros(rows, 1)
-        full = None if found.full_logprobs is None else zeros.clone()
+        full = None if delivery.full_logprobs is None else zeros.clone()
         return replace(
-            found,
+            delivery,
             tokens=one[:, None].clone(),  # rollouts in flight are stored
             lengths=one,
             logprobs=zeros,
@@ -141,7 +140,7 @@ def _requests(collectives: Collectives) -> None:
 
     Fleet.gather, Fleet.deliver = gathered, delivered
     Player.__call__, Player.go_on = counted(Player.__call__), counted(Player.go_on)
-    FleetEngine._part = Replicated._part  # nobody is there to take chunks, or to take them from
+    FleetEngine._part = Replicated._part  # no other rank takes or gives chunks
 
 
 def _refit() -> None:
@@ -155,10 +154,10 @@ def _refit() -> None:
         errors.append(error)
         note(self, error)
 
-    def told(cause: str, group: dist.ProcessGroup | None = None) -> None:
-        """What went wrong here is not left to other ranks, who do not hear of it, and has its source line."""
+    def raise_own(cause: str, group: dist.ProcessGroup | None = None) -> None:
+        """Raise this rank's error here, with its source line, as other ranks do not hear of it."""
         if cause:
             raise AlignerError(cause) from next(iter(errors), None)
         fail_together(cause, group)
 
-    Exchange._note, serve.fail_together, transfer.fail_together = noted, told, told
+    Exchange._note, serve.fail_together, transfer.fail_together = noted, raise_own, raise_own

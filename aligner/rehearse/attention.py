@@ -1,5 +1,5 @@
-"""Which kernel `scaled_dot_product_attention` takes, by the rules of torch 2.13 for CUDA (sm80 and newer, without
-cuDNN): torch itself looks at the device in C++, and would take the slow one."""
+"""The kernel that `scaled_dot_product_attention` takes, by the rules of torch 2.13 for CUDA (sm80 and newer, without
+cuDNN). Torch itself looks at the device in C++, and would take the slow one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from aligner.rehearse.device import RehearsedDevice, on_device
-from aligner.rehearse.record import place
+from aligner.rehearse.record import source_line
 
 aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)
@@ -54,16 +54,16 @@ def install(device: RehearsedDevice) -> None:
             raise RuntimeError(f"{query.shape[1]} heads and {key.shape[1]} of keys, without enable_gqa")
         kernels = device.record.phase.attention
         if _flash(query, key, value, attn_mask, is_causal):
-            kernels["flash", place(2)] += 1
+            kernels["flash", source_line(2)] += 1
             run = aten._scaled_dot_product_flash_attention
             return run(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         if _efficient(query, key, value):
-            kernels["efficient", place(2)] += 1
+            kernels["efficient", source_line(2)] += 1
             bias = None if attn_mask is None else _padded(attn_mask, query, key)
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
             run = aten._scaled_dot_product_efficient_attention
             return run(query, key, value, bias, grad, dropout_p, is_causal, scale=scale)[0]
-        kernels["math", place(2)] += 1
+        kernels["math", source_line(2)] += 1
         return original(query, key, value, attn_mask=attn_mask, **options)
 
     F.scaled_dot_product_attention = attend  # type: ignore[assignment]
@@ -82,7 +82,7 @@ def install(device: RehearsedDevice) -> None:
 
 
 def _padded(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """As torch hands a mask to the efficient kernel."""
+    """Return the mask as torch passes it to the efficient kernel."""
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
     width = mask.shape[-1]

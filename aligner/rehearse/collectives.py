@@ -1,9 +1,8 @@
-"""Process groups of the job's full size in one process: every other rank is thought to say what this one says, but for
-objects that one rank tells the others, which are those that its own rehearsal told.
+"""Process groups of the job's full size in one process. Every other rank is taken to send what this one sends. Objects
+that one rank sends to others come from its own rehearsal instead.
 
-Each call is written down for its group, in order, so that ranks that were rehearsed apart can be compared: where one
-makes another call than its peer, both would wait for ever.
-"""
+Each call is recorded for its group, in order, so that ranks that were rehearsed separately can be compared: if one
+makes another call than its peer, both would wait for ever."""
 
 from __future__ import annotations
 
@@ -34,12 +33,13 @@ AXES = ("tp", "pp", "cp", "dp", "ep", "dp_cp", "expt_dp", "mp", "embd", "tp_cp",
 
 
 class UnheardError(Exception):
-    """The rank that is to speak has ended before."""
+    """The end of the rank that should send before it has sent."""
 
 
 class Speech:
-    """What this rank tells others, into a file that is there; and what the rank `hears` does, from its file as it
-    comes, until there is its record too. In order for each subject: a group, for objects that are broadcast."""
+    """Messages that this rank sends, into an existing file, and those of the rank that it `hears`, read from that
+    rank's file as they come, until its record exists too. In order for each subject: a group, for objects that are
+    broadcast."""
 
     def __init__(self, own: Path, hears: int, record: Path):
         self.hears, self._record = hears, record
@@ -51,7 +51,7 @@ class Speech:
         self._own.flush()
 
     def hear(self, subject: str) -> Any:
-        """Raises UnheardError where nothing more comes."""
+        """Return the next message. Raises UnheardError if no more come."""
         while not self._heard[subject]:
             start, ended = self._other.tell(), self._record.is_file()
             try:
@@ -59,7 +59,7 @@ class Speech:
                 self._heard[other].append(value)
             except (EOFError, pickle.UnpicklingError):
                 if ended:
-                    raise UnheardError(f"rank {self.hears} says nothing more of {subject}") from None
+                    raise UnheardError(f"rank {self.hears} sends nothing more about {subject}") from None
                 self._other.seek(start)
                 time.sleep(POLL_S)
         return self._heard[subject].popleft()
@@ -75,7 +75,7 @@ def _type(argument: Any) -> Any:
 
 
 class Collectives:
-    """What `torch.distributed` does on this rank."""
+    """Replacement of `torch.distributed` on this rank."""
 
     def __init__(self, device: RehearsedDevice, record: RehearsalRecord):
         self.record = record
@@ -88,19 +88,20 @@ class Collectives:
         self._replace()
 
     def name(self, layout: Any) -> None:
-        """Groups by the axes of the layout that they vary over."""
+        """Name groups by the axes of the layout that they vary over."""
         for axis in AXES:
             group = getattr(layout.pgs, axis, None)
             if group is not None and group is not dist.group.WORLD:
                 self.call(group, axis)
 
     def call(self, group: dist.ProcessGroup, name: str) -> None:
-        """Every rank that is in such a group has a sequence of it, whether it speaks there or not."""
+        """Name a group. Every member has its sequence, whether it calls anything or not."""
         self.names.setdefault(group.group_name, name)
         self._key(group)
 
     def _ranks(self, group: dist.ProcessGroup) -> list[int]:
-        """In the job, of which the world may be a part that counts its ranks from 0 (`groups.split_world`)."""
+        """Return ranks in the job, of which the world may be a subset that counts its ranks from 0
+        (`groups.split_world`)."""
         ranks = dist.get_process_group_ranks(group)
         before = self.rank - ranks[group.rank()]
         return [before + rank for rank in ranks]
@@ -126,7 +127,7 @@ class Collectives:
         entry[1] += size
         if peer is None:
             key = self._key(group)
-        else:  # both ends write down the same
+        else:  # both ends record the same
             me, other = self.rank, self._ranks(group)[peer]
             ends = [me, other] if what == "send" else [other, me]
             key, detail = f"{name} {ends[0]} to {ends[1]}", detail.removeprefix(what).strip()
@@ -142,8 +143,8 @@ class Collectives:
         if len({on_device(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}) > 1:
             raise RuntimeError(f"{what}: some of its tensors are on the CPU and some on cuda")
         kinds = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
-        told = "" if op in UNEVEN else f"{size} bytes "
-        detail = f"{what} {told}{kinds} {'cuda' if cuda else 'cpu'}"
+        size_text = "" if op in UNEVEN else f"{size} bytes "
+        detail = f"{what} {size_text}{kinds} {'cuda' if cuda else 'cpu'}"
         self.note(group, what, size, detail, args[2] if op in P2P else None)
         if not cuda:
             with unset_fake_temporarily():
@@ -168,14 +169,14 @@ class Collectives:
         def in_group(group: Any) -> dist.ProcessGroup:
             return group if group is not None else dist.group.WORLD
 
-        def all_gather_object(found: list, value: Any, group: Any = None) -> None:
+        def all_gather_object(values: list, value: Any, group: Any = None) -> None:
             self.note(in_group(group), "all_gather_object", 0, "all_gather_object")
-            found[:] = [value] * len(found)
+            values[:] = [value] * len(values)
 
-        def gather_object(value: Any, found: list | None = None, dst: Any = None, group: Any = None, **k: Any) -> None:
+        def gather_object(value: Any, values: list | None = None, dst: Any = None, group: Any = None, **k: Any) -> None:
             self.note(in_group(group), "gather_object", 0, "gather_object")
-            if found is not None:
-                found[:] = [value] * len(found)
+            if values is not None:
+                values[:] = [value] * len(values)
 
         def broadcast_object_list(values: list, src: int | None = None, group: Any = None, **k: Any) -> None:
             group = in_group(group)
@@ -189,7 +190,7 @@ class Collectives:
             elif src == self.speech.hears:
                 values[:] = self.speech.hear(key)
             else:
-                raise RuntimeError(f"rank {src} broadcasts objects to group {key}: nobody knows here what it says")
+                raise RuntimeError(f"rank {src} broadcasts objects to group {key}: they are unknown here")
 
         for module in (dist, dist.distributed_c10d):
             module.all_gather_object, module.gather_object = all_gather_object, gather_object

@@ -1,4 +1,4 @@
-"""`aligner rehearse`: run ranks of a job that need not be there. Imports no torch: rehearsed ranks are processes."""
+"""`aligner rehearse`: run ranks of a job without its GPUs. Imports no torch: rehearsed ranks are separate processes."""
 
 from __future__ import annotations
 
@@ -32,31 +32,32 @@ PROGRAM = "aligner.rehearse.rank"  # runs the cases of `run`
 
 
 class RehearsalError(AlignerError):
-    """A rehearsed rank failed, or would wait for another one for ever."""
+    """A failure of a rehearsed rank, or a wait for another one that never ends."""
 
 
 def main(args: argparse.Namespace, cfg: Config) -> int:
-    """Raises ConfigError for what is refused before a run, RehearsalError for what would fail in it."""
+    """Run `aligner rehearse`. Raises ConfigError for a config that is refused before a run, RehearsalError for faults
+    in it."""
     if args.gpus < 1:
         raise ConfigError("--gpus", args.gpus, "a number >= 1")
-    found = rehearse(cfg, args.gpus, find_device(args.device), args.ranks)
-    show(found)
+    rehearsal = rehearse(cfg, args.gpus, find_device(args.device), args.ranks)
+    show(rehearsal)
     if args.json:
-        Path(args.json).write_text(json.dumps(found.data(), indent=1), encoding="utf-8")
-    refuse(found)
+        Path(args.json).write_text(json.dumps(rehearsal.data(), indent=1), encoding="utf-8")
+    refuse(rehearsal)
     return 0
 
 
 def check(cfg: Config, gpus: int, gpu: str) -> None:
-    """For `submit`, whose own output programs read. Raises as `main`."""
+    """Rehearse for `submit`, whose own output is read by programs. Raises like `main`."""
     refuse(rehearse(cfg, gpus, find_device(gpu, "gpu")))
 
 
-def refuse(found: Rehearsal) -> None:
-    """RehearsalError for the first of its faults."""
-    if found.faults:
-        more = f" (and {len(found.faults) - 1} more)" if len(found.faults) > 1 else ""
-        raise RehearsalError(f"the job would fail: {found.faults[0]}{more}")
+def refuse(rehearsal: Rehearsal) -> None:
+    """Raise RehearsalError for the first fault."""
+    if rehearsal.faults:
+        others = f" (and {len(rehearsal.faults) - 1} more)" if len(rehearsal.faults) > 1 else ""
+        raise RehearsalError(f"the job would fail: {rehearsal.faults[0]}{others}")
 
 
 def rehearse(cfg: Config, gpus: int, device: Device, which: str = "stages") -> Rehearsal:
@@ -69,9 +70,9 @@ def rehearse(cfg: Config, gpus: int, device: Device, which: str = "stages") -> R
 
 @contextmanager
 def _ended_tidily() -> Iterator[None]:
-    """What a signal would end at once ends as an exit does, so that no temporary folder is left."""
-    mine = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    before = {number: signal.signal(number, lambda number, frame: sys.exit(128 + number)) for number in mine}
+    """Turn ending signals into exits, so that no temporary folder is left."""
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    before = {number: signal.signal(number, lambda number, frame: sys.exit(128 + number)) for number in numbers}
     try:
         yield
     finally:
@@ -82,23 +83,23 @@ def _ended_tidily() -> Iterator[None]:
 def cases_of(
     cfg: Config, gpus: int, which: str, folder: Path, device: Device = DEVICES["h100"]
 ) -> tuple[Config, list[dict[str, Any]]]:
-    """The config as it is rehearsed, and for `run` each rank that is, with its files in a new `folder`. Raises
+    """Return the config as it is rehearsed, and a case for each rank to `run`, with its files in a new `folder`. Raises
     ConfigError."""
     ready = prepared(sized(cfg, gpus, Room.of(device)), folder)
     validate(ready, gpus)
     validate_on_gpu(ready, ready.model)
     shared = {"config": str(freeze(ready, folder)), "tokenizer": ready.model.tokenizer, "gpus": gpus}
     out = lambda rank: str(folder / f"rank-{rank}.json")  # noqa: E731
-    found = []
+    cases = []
     for rank in chosen(which, ready, gpus):
         hears = heard_by(rank, ready, gpus)
-        found.append(shared | {"rank": rank, "out": out(rank), "hears": hears, "speaker": out(hears)})
-    return ready, found
+        cases.append(shared | {"rank": rank, "out": out(rank), "hears": hears, "speaker": out(hears)})
+    return ready, cases
 
 
 def run(cases: Sequence[dict[str, Any]], device: str, folder: Path) -> list[dict[str, Any]]:
-    """The records of rehearsed ranks; `folder` is for files between processes, which end with this one. Raises
-    RehearsalError where they cannot run at all."""
+    """Return the records of rehearsed ranks. `folder` is for files between processes, which end with this one. Raises
+    RehearsalError if they cannot run at all."""
     processes = min(len(cases), len(os.sched_getaffinity(0)))
     path, log = folder / "cases.json", folder / "processes.log"
     path.write_text(json.dumps({"device": device, "processes": processes, "cases": list(cases)}), encoding="utf-8")
@@ -112,9 +113,9 @@ def run(cases: Sequence[dict[str, Any]], device: str, folder: Path) -> list[dict
         try:
             follow(guard.stdout.fileno(), Progress(len(cases), sys.stderr))
         finally:
-            guard.terminate()  # what still runs, where this process is interrupted
+            guard.terminate()  # processes that still run, if this one is interrupted
     outs = [Path(case["out"]) for case in cases]
     if not all(out.is_file() for out in outs):
-        told = " ".join(log.read_text(encoding="utf-8").strip().splitlines()[-1:])
-        raise RehearsalError(f"the processes of the rehearsal ended without a result: {told}")
+        last = " ".join(log.read_text(encoding="utf-8").strip().splitlines()[-1:])
+        raise RehearsalError(f"the processes of the rehearsal ended without a result: {last}")
     return [json.loads(out.read_text(encoding="utf-8")) for out in outs]

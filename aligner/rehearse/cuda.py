@@ -1,4 +1,5 @@
-"""`torch.cuda` without a driver: what the program, Megatron and torch's autograd ask it. For good, in this process."""
+"""`torch.cuda` without a driver, as the program, Megatron and torch's autograd call it. Patches stay in this
+process."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ from aligner.rehearse.device import CUDA, RehearsedDevice, on_device
 TESTED = "2.13.0"
 HAS_CONTEXT = 4  # of AcceleratorHooksInterface's virtual functions: two destructors, isBuilt, init, hasPrimaryContext
 CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}
-_kept: list[Any] = []  # what C++ points to
+_kept: list[Any] = []  # objects that C++ points to
 
 
 def install(device: RehearsedDevice, kind: str) -> None:
-    """Raises AlignerError for a torch whose internals are not known."""
+    """Install the patches. Raises AlignerError for a torch with unknown internals."""
     if torch.__version__.split("+")[0] != TESTED:
         raise AlignerError(f"torch {torch.__version__}: a rehearsal needs {TESTED}, whose internals it stands in for")
     torch._C._ensureCUDADeviceGuardSet()
@@ -41,7 +42,7 @@ def install(device: RehearsedDevice, kind: str) -> None:
 
 
 def _no_contexts() -> None:
-    """Backward asks CUDA's hooks which devices have a context, and they would look for a driver: none has one."""
+    """Report no context for any device: backward asks CUDA's hooks for them, which would look for a driver."""
     library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
     find = library._ZN2at6detail12getCUDAHooksEv
     find.restype = ctypes.c_void_p
@@ -163,7 +164,8 @@ def _tensors(device: RehearsedDevice) -> None:
 
 
 def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
-    """`Module.to` and `cuda` swap tensors in place, which tensors that others hold weak references to do not allow."""
+    """Move a module's tensors like `Module.to` and `cuda`, which swap tensors in place, as weak references to tensors
+    do not allow."""
     for child in self.children() if recurse else ():
         child._apply(fn)
     for name, param in self._parameters.items():
@@ -180,7 +182,7 @@ def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Mod
 
 
 def _from_data(device: RehearsedDevice, original: Any) -> Any:
-    """`torch.tensor` reads numbers, also those of device tensors, where no mode sees it."""
+    """Wrap `torch.tensor`, which reads numbers, also those of device tensors, where no mode sees it."""
 
     def read(value: Any) -> Any:
         if on_device(value):
@@ -190,9 +192,9 @@ def _from_data(device: RehearsedDevice, original: Any) -> Any:
     @functools.wraps(original)
     def tensor(data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **k: Any) -> Tensor:
         with torch.inference_mode(False):
-            found = original(read(data) if isinstance(data, list | tuple) else data, dtype=dtype, **k)
+            made = original(read(data) if isinstance(data, list | tuple) else data, dtype=dtype, **k)
         if device is not None:
-            found = found.to("cuda" if isinstance(device, int) else device)
-        return found.requires_grad_(requires_grad)
+            made = made.to("cuda" if isinstance(device, int) else device)
+        return made.requires_grad_(requires_grad)
 
     return tensor

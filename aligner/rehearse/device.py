@@ -1,8 +1,7 @@
 """Tensors "on cuda": shapes, dtypes and lifetimes without storage, by torch's FakeTensorMode. Tensors on the CPU stay
-real, since lengths, packing and rewards decide what the program does.
+real, as lengths, packing and rewards decide what the program does.
 
-What a device tensor would hold is unknown: where the host reads one, it gets zeros, or what `answers` says.
-"""
+The content of a device tensor is unknown: the host reads zeros, or the values of `answers`."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from aligner.rehearse import kernels
 from aligner.rehearse.kernels import CUDA
-from aligner.rehearse.record import RehearsalRecord, place
+from aligner.rehearse.record import RehearsalRecord, source_line
 
 aten = torch.ops.aten
 BLOCK = 512  # bytes: what CUDA's allocator rounds to
@@ -33,7 +32,7 @@ FACTORIES = {
     *(aten.randn.generator, aten.randn.default, aten.rand.default),
 }
 FLOAT64 = torch.float64
-# (end of a file's name, function) -> what the host is told there of a device tensor, from the function's variables
+# (end of a file's name, function) -> values that the host reads there, from the function's variables
 Answer = Callable[[Tensor, dict[str, Any]], Tensor]
 
 
@@ -41,17 +40,17 @@ def on_device(x: object) -> bool:
     return isinstance(x, FakeTensor) and x.fake_device.type == "cuda"
 
 
-def _flat(values: tuple | list, found: list) -> list:
+def _flat(values: tuple | list, tensors: list) -> list:
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            _flat(value, found)
-    return found
+            _flat(value, tensors)
+    return tensors
 
 
 class RehearsedDevice(TorchDispatchMode):
-    """The GPU of the rank that is rehearsed; `with` it the program runs."""
+    """The GPU of the rehearsed rank; a context in which the program runs."""
 
     def __init__(self, record: RehearsalRecord, memory_bytes: int):
         super().__init__()
@@ -91,7 +90,7 @@ class RehearsedDevice(TorchDispatchMode):
         self._add(0)
 
     def settle(self) -> None:
-        """What the phase found on the device and does not use has gone."""
+        """Start the phase's peak anew, after tensors that it does not use have left the device."""
         self.record.phase.peak_bytes = self._peak_before
         self._add(0)
 
@@ -104,7 +103,7 @@ class RehearsedDevice(TorchDispatchMode):
         if key in self.live:
             return
         size = -(-storage.nbytes() // BLOCK) * BLOCK
-        line = place(3)
+        line = source_line(3)
         self.live[key] = (size, line)
         self.record.phase.made[line, op] += 1
         if t.dtype is FLOAT64:
@@ -116,7 +115,7 @@ class RehearsedDevice(TorchDispatchMode):
         self.now -= self.live.pop(key, (0, ""))[0]
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Its memory was given back, or taken again."""
+        """Record that a storage's memory was freed, or allocated again."""
         known = self.live.get(storage._cdata)
         if known is not None:
             size = -(-storage.nbytes() // BLOCK) * BLOCK
@@ -124,20 +123,20 @@ class RehearsedDevice(TorchDispatchMode):
             self._add(size - known[0])
 
     def by_line(self) -> Counter[str]:
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for size, line in self.live.values():
-            found[line] += size
-        return found
+            sizes[line] += size
+        return sizes
 
-    # ---- what makes the host wait
+    # ---- waits of the host
 
     def wait(self, what: str) -> None:
         if self.capturing:
             raise RuntimeError(f"{what} while a CUDA graph is captured")
-        self.record.phase.waits[what, place(2)] += 1
+        self.record.phase.waits[what, source_line(2)] += 1
 
-    def told(self, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the host reads."""
+    def read(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values that the host reads."""
         frame = sys._getframe(2)
         while frame is not None and self.answers:
             code = frame.f_code
@@ -151,7 +150,7 @@ class RehearsedDevice(TorchDispatchMode):
             return zeros[: source.numel(), 0].view(source.shape)
 
     def on_host(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor on the CPU without storage."""
+        """Return a tensor on the CPU without storage."""
         with _disable_current_modes(), self.fake:
             return torch.empty(tuple(shape), dtype=dtype)
 
@@ -166,10 +165,10 @@ class RehearsedDevice(TorchDispatchMode):
         device = kwargs.get("device")
         target = torch.device(device).type if device is not None else ""
         if torch.is_inference_mode_enabled() and kernels.is_composite(func):
-            with _Again(self):
-                found = func.decompose(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
+            with _Decomposed(self):
+                decomposed = func.decompose(*args, **kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
         if func.namespace == "c10d":
             assert self.collective is not None
             return self.collective(func, args, kwargs, cuda)
@@ -229,7 +228,7 @@ class RehearsedDevice(TorchDispatchMode):
             self.wait("copy to the host")
         if source.numel() * dtype.itemsize > LARGE:
             return func(*args, **kwargs)
-        return self.told(source, dtype)
+        return self.read(source, dtype)
 
     def _copied_out(self, args: tuple, kwargs: dict) -> Tensor:
         into, source = args[:2]
@@ -237,13 +236,13 @@ class RehearsedDevice(TorchDispatchMode):
             self.wait("copy to the host")
         if not isinstance(into, FakeTensor):
             with unset_fake_temporarily():
-                into.copy_(self.told(source, into.dtype))
+                into.copy_(self.read(source, into.dtype))
         return into
 
     def _note_upload(self, source: object) -> None:
         real = isinstance(source, Tensor) and not isinstance(source, FakeTensor) and source.dim() > 0
         if real and source.untyped_storage()._cdata not in self.pinned:
-            self.record.phase.uploads[place(3)] += 1
+            self.record.phase.uploads[source_line(3)] += 1
 
     # ---- operations whose result, or its shape, depends on values
 
@@ -253,7 +252,7 @@ class RehearsedDevice(TorchDispatchMode):
             if args[0].is_floating_point():
                 return 1.0
             with unset_fake_temporarily():
-                return self.told(args[0], args[0].dtype).item()
+                return self.read(args[0], args[0].dtype).item()
         if op == "equal":
             self.wait("torch.equal")
             return True
@@ -277,12 +276,12 @@ class RehearsedDevice(TorchDispatchMode):
             return NotImplemented
         if op == "index":
             self.wait("index by a mask")
-            return func(args[0], [x for i in args[1] for x in self._places(i)])
+            return func(args[0], [x for i in args[1] for x in self._indices(i)])
         if args[2].numel() > 1 or on_device(args[2]):
             self.wait("assignment by a mask")
         return args[0]
 
-    def _places(self, index: Tensor | None) -> list[Tensor | None]:
+    def _indices(self, index: Tensor | None) -> list[Tensor | None]:
         if index is None or index.dtype is not torch.bool:
             return [index]
         return [self._new((index.numel(),), torch.int64) for _ in range(index.dim())]
@@ -291,8 +290,8 @@ class RehearsedDevice(TorchDispatchMode):
         return aten.empty.memory_format(list(shape), dtype=dtype, device=CUDA)
 
 
-class _Again(TorchDispatchMode):
-    """The same device, for the parts of a composite operation."""
+class _Decomposed(TorchDispatchMode):
+    """The same device, for the operations of a composite one."""
 
     def __init__(self, device: RehearsedDevice):
         super().__init__()

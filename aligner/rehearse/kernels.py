@@ -1,8 +1,7 @@
-"""What an operation on the device gives, by torch's kernels for tensors without storage.
+"""Results of operations on the device, by torch's kernels for tensors without storage.
 
-FakeTensorMode takes rules in Python, which also hold for shapes that are not known, and a cache of what they gave. Here
-all shapes are known: the kernels in C++, which CUDA's share their checks and shapes with, take a quarter of that time.
-"""
+FakeTensorMode uses rules in Python, which also hold for unknown shapes, and a cache of their results. Here all shapes
+are known: the kernels in C++, whose checks and shapes CUDA's share, take a quarter of that time."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _kept: list[torch.library.Library] = []  # their kernels go with them
 
 
 def install() -> None:
-    """Rules in Python stay where there is no kernel."""
+    """Replace rules in Python where there is a kernel."""
     rules = _meta_registrations._meta_lib_dont_use_me_use_register_meta
     names = set(rules._op_impls)
     rules._destroy()
@@ -43,7 +42,7 @@ def has_kernel(name: str, key: str) -> bool:
 
 @functools.cache
 def plain(func: Any) -> bool:
-    """Whether the kernel says all of it where every tensor is on the device."""
+    """Return whether the kernel gives the complete result if every tensor is on the device."""
     if func not in PLAIN and any(applies(func) for applies, _ in op_implementations_checks):
         return False
     return func.namespace == "aten" and torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "Meta")
@@ -51,7 +50,7 @@ def plain(func: Any) -> bool:
 
 @functools.cache
 def is_composite(func: Any) -> bool:
-    """Whether CUDA runs an operation as the ones that it is made of."""
+    """Return whether CUDA runs an operation as several others."""
     return func.namespace == "aten" and not has_kernel(func.name(), "CUDA") and func._can_decompose()
 
 

@@ -1,4 +1,4 @@
-"""The options of `aligner rehearse`, apart from its code: `--help` must not wait for Hydra and YAML."""
+"""Options of `aligner rehearse`, separate from its code, so that `--help` does not wait for Hydra and YAML."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
         help="stages (default): one rank of each pipeline stage and one that only generates; all-distinct: of each the "
         "first and the last of every group; or numbers: 0,256,1023",
     )
-    sub.add_argument("--json", metavar="FILE", help="write all that was found")
+    sub.add_argument("--json", metavar="FILE", help="write all results")

@@ -1,4 +1,4 @@
-"""The config that a rehearsal runs: rows, tokenizer and rewards of its own, as long as the user's config allows, two
+"""The config that a rehearsal runs: its own rows, tokenizer and rewards, as long as the user's config allows, two
 steps, and one save. Imports no torch."""
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ REWARD = "aligner.rehearse.program:reward"
 
 
 def prepared(cfg: Config, folder: Path) -> Config:
-    """Writes rows and a tokenizer into `folder`. Raises ConfigError for what cannot be rehearsed."""
+    """Return the config of a rehearsal, and write rows and a tokenizer into `folder`. Raises ConfigError for
+    unsupported keys."""
     shape = known_shape(cfg, "a rehearsal")
     model_folder, tokenizer = folder / "model", folder / "tokenizer"
     model_folder.mkdir(parents=True)
 
     def there(path: str) -> str:
-        """A model's folder: as it is, for its shape, or one that says nothing of the shape."""
+        """Return a model's folder if it exists, for its shape, else one that has no shape."""
         return path if path and Path(path).expanduser().exists() else str(model_folder)
 
     init = cfg.model.init if cfg.model.init == "random" else there(cfg.model.init)
-    found = replace(
+    ready = replace(
         cfg,
         model=replace(shape, init=init, tokenizer=str(tokenizer), lora=replace(cfg.model.lora, init="")),
         data=_data(cfg, cfg.data, folder / "rows.jsonl"),
         ptx=replace(cfg.ptx, data=_data(cfg, cfg.ptx.data, folder / "ptx.jsonl")) if cfg.ptx.coef else cfg.ptx,
         engine=replace(
             cfg.engine, name="native", window=0, cuda_graphs=False
-        ),  # windows are as their lag, nothing is launched
+        ),  # windows run as their lag does, nothing is launched
         run=replace(cfg.run, steps=STEPS, epochs=0.0, resume="never", eval_every=0, samples_every=0, stop=StopConfig()),
         eval=replace(cfg.eval, functions=[]),
         checkpoint=CheckpointConfig(
@@ -59,27 +60,27 @@ def prepared(cfg: Config, folder: Path) -> Config:
         for judge in cfg.reward.judges
         if not judge.endpoint.base_url
     ]
-    found.reward = replace(cfg.reward, functions=[RewardFunctionConfig(REWARD)], judges=judges, workers=1)
-    found.critic = replace(cfg.critic, warmup_steps=0, pretrain_steps=min(1, cfg.critic.pretrain_steps))
+    ready.reward = replace(cfg.reward, functions=[RewardFunctionConfig(REWARD)], judges=judges, workers=1)
+    ready.critic = replace(cfg.critic, warmup_steps=0, pretrain_steps=min(1, cfg.critic.pretrain_steps))
     if cfg.reward.model or (cfg.stage.name == "ppo" and not cfg.critic.init):
-        found.reward.model = there(cfg.reward.model)
+        ready.reward.model = there(cfg.reward.model)
     if cfg.critic.init:
-        found.critic.init = there(cfg.critic.init)
+        ready.critic.init = there(cfg.critic.init)
     distill = cfg.algorithm.distill
     teachers = {name: there(path) for name, path in distill.teachers.items()}
     single = there(distill.teacher) if cfg.stage.name == "distill" and not teachers else ""
-    found.algorithm = replace(cfg.algorithm, distill=replace(distill, teacher=single, teachers=teachers, store=""))
-    return found
+    ready.algorithm = replace(cfg.algorithm, distill=replace(distill, teacher=single, teachers=teachers, store=""))
+    return ready
 
 
 def _question(judge: JudgeConfig) -> str:
-    """About columns that rehearsed rows have, as long as `plan` takes the judge's own to be."""
+    """Return a question about columns of the rehearsed rows, as long as `plan` takes the judge's own to be."""
     fields = "".join(f"{{{name}}}" for name in ("prompt", *FIELDS[judge.kind]))
     return "?" * (len(judge.text) // CHARACTERS) + fields
 
 
 def _data(cfg: Config, data: DataConfig, path: Path) -> DataConfig:
-    """Rows for every stage in one file: each reads the columns it knows. Tokens are bytes."""
+    """Write rows for every stage in one file: each stage reads the columns it knows. Tokens are bytes."""
     stage, most = cfg.stage.name, data.max_tokens
     prompt = min(data.max_prompt_tokens, most - 2)
     rows = []

@@ -1,8 +1,7 @@
-"""What a rehearsed rank is told in place of files and of other ranks: weights without numbers, the longest answers, a
+"""Replacements of files and of other ranks for a rehearsed rank: weights without numbers, the longest responses, a
 checkpoint that stays in host memory. The rest of the program is the job's own.
 
-Patches, for good. `agree` and `model_init` have to come before the modules that import their names.
-"""
+Patches that stay. `agree` and `model_init` must be patched before the modules that import their names."""
 
 from __future__ import annotations
 
@@ -24,22 +23,22 @@ from aligner.rehearse.device import RehearsedDevice, on_device
 from aligner.rehearse.record import BETWEEN
 from aligner.types import Sample, Stop
 
-DECODED = 5  # steps of the engine after which rows are told to have ended: every further one repeats the last
+DECODED = 5  # steps of the engine after which rows are reported as ended: every further one repeats the last
 
 
 def reward(samples: Sequence[Sample]) -> list[float]:
-    """Of the config of a rehearsal."""
+    """Score the samples of a rehearsal."""
     return [float(i % 2) for i in range(len(samples))]
 
 
 def files_are_the_same() -> None:
-    """Every rank looks for itself: nobody else is there to look."""
+    """Let every rank look at files itself, as there is no other rank."""
     agree.by_rank_0 = lambda work: work()
     agree.same_view = lambda path, look, by_node=False: look()
 
 
 def install(device: RehearsedDevice, names: Callable[[Any], None]) -> None:
-    """After `files_are_the_same`. `names` is told of each layout."""
+    """Install the patches, after `files_are_the_same`. `names` is called with each layout."""
     _models(device)
     _engine(device)
     _experts(device)
@@ -60,7 +59,7 @@ def install(device: RehearsedDevice, names: Callable[[Any], None]) -> None:
 
 
 def _models(device: RehearsedDevice) -> None:
-    """Before the builders import what finds them."""
+    """Replace the initial weights, before the builders import the functions that read them."""
     from aligner.data.tokenizer import load_tokenizer
     from aligner.engines.native import load
     from aligner.models.params import expected_hf_shapes
@@ -73,18 +72,18 @@ def _models(device: RehearsedDevice) -> None:
         def source(self, head: Any) -> Any:
             return lambda spec: device.on_host(spec.shape)
 
-    tokenizer: list[str] = []  # the policy's, and so of all
+    tokenizer: list[str] = []  # the policy's, used for all
 
     def resolve(cfg: Any, init: str, seed: int, key: str = "model.init") -> Any:
         if key == "model.init":
             tokenizer[:] = [cfg.tokenizer]
-        found = Initial(shape_at(cfg, init), load_tokenizer(tokenizer[0], announce=False), seed=seed)
-        found.has_scores = key in ("reward.model", "critic.init")
-        found.folder = Path(init) if key.startswith("reward.judges") else None
-        return found
+        initial = Initial(shape_at(cfg, init), load_tokenizer(tokenizer[0], announce=False), seed=seed)
+        initial.has_scores = key in ("reward.model", "critic.init")
+        initial.folder = Path(init) if key.startswith("reward.judges") else None
+        return initial
 
     def fill(engine: Any, folder: Path) -> None:
-        """A judge's."""
+        """Fill a judge's engine."""
         engine.begin_update(0)
         shapes = expected_hf_shapes(engine.model.cfg)
         engine.update_weights((name, device.on_host(shape)) for name, shape in shapes.items())
@@ -97,7 +96,7 @@ def _engine(device: RehearsedDevice) -> None:
     from aligner.engines.native.engine import NativeEngine
     from aligner.engines.native.fleet import FleetEngine
 
-    FleetEngine.generate = NativeEngine.generate  # no rank's requests come to this one
+    FleetEngine.generate = NativeEngine.generate  # this rank gets no other rank's requests
     step = NativeEngine.step
 
     def stepped(self: Any, *arguments: Any) -> Any:
@@ -115,11 +114,11 @@ def _engine(device: RehearsedDevice) -> None:
 
     NativeEngine.step = stepped
     device.answers["engines/native/schedule.py", "settle"] = ended
-    device.answers["refit/transfer.py", "largest"] = own  # else a refit that fails here would go on
+    device.answers["refit/transfer.py", "largest"] = own  # else a refit that fails here would continue
 
 
 def _experts(device: RehearsedDevice) -> None:
-    """Get equal shares of the tokens."""
+    """Route equal shares of the tokens to experts."""
 
     def even(source: Tensor, inside: dict[str, Any]) -> Tensor:
         rows, ranks = len(inside["x"]), inside["ranks"]
@@ -139,7 +138,7 @@ def _rollouts() -> None:
     go_on = Player.go_on
 
     def asked(self: Player, together: Together) -> Together:
-        """Of all ranks' samples the share of this replica; engines on other ranks are asked by every rank."""
+        """Return this replica's share of all ranks' samples. Every rank asks engines on other ranks."""
         world, engine, peers = dist.get_world_size(), self.engine, self.peers.size()
         replicas = world if engine.bridge is not None else world // engine.tensor_parallel
         share = math.ceil(len(together) * (world // peers) / replicas)
@@ -152,11 +151,11 @@ def _rollouts() -> None:
         return self.ended(requests, answered(self, plays), sampling=sampling)
 
     def gone_on(self: Player, together: Together, sampling: Any = None, score: Any = None) -> Callable[[], list[Play]]:
-        answer = go_on(self, asked(self, together) * self.peers.size(), sampling)  # of which it takes one part
+        answer = go_on(self, asked(self, together) * self.peers.size(), sampling)  # of which it takes its share
         return lambda: answer() and answered(self, [play for same in together for play in same])
 
     def answered(self: Player, plays: list[Play]) -> list[Play]:
-        """What the engine says is forgotten: rows come from everywhere, as long as they may be."""
+        """Replace the engine's responses by ones of the longest length, as rows come from all ranks."""
         width, cut = self.sampling.max_response_tokens, self.sampling.truncates
         zeros, versions = array("f", bytes(4 * width)), array("i", [self.engine.weight_version]) * width
         for row, play in enumerate(plays):
@@ -178,9 +177,9 @@ def _rollouts() -> None:
 
 
 def _checkpoints(device: RehearsedDevice) -> None:
-    """What this rank would write, also of an export, goes to host memory, a tensor at a time: it may be more than this
-    machine has. What it would read comes from there, before the first step, as if there were a checkpoint. Files are
-    the CPU's business."""
+    """Copy what this rank would write, also of an export, to host memory, a tensor at a time, as it may be more than
+    this machine has. Before the first step, copy the state from there, as if there were a checkpoint. Files are the
+    CPU's work."""
     from aligner.megatron import checkpoint
     from aligner.models.shards import HfTensor
     from aligner.refit import export, transfer
@@ -203,10 +202,10 @@ def _checkpoints(device: RehearsedDevice) -> None:
         return 0
 
     def load(state: dict[str, Any], folder: str, strict: Any = None) -> dict[str, Any]:
-        """As Megatron's."""
-        sharded, found, factories = megatron.load_preprocess(state)
-        megatron.merge(found, tree_map(read, sharded))
-        return megatron.apply_factory_merges(found, factories)
+        """Load like Megatron."""
+        sharded, common, factories = megatron.load_preprocess(state)
+        megatron.merge(common, tree_map(read, sharded))
+        return megatron.apply_factory_merges(common, factories)
 
     def read(item: Any) -> Any:
         data = getattr(item, "data", None)
@@ -217,35 +216,36 @@ def _checkpoints(device: RehearsedDevice) -> None:
             pass
 
     def stage_names(self: Any) -> list[list[str]]:
-        """What other stages would tell of themselves."""
-        own = told(self)
-        found: list[list[str]] = [[] for _ in own]
+        """Return the tensor names of all stages, which other ranks would send."""
+        own = own_names(self)
+        names: list[list[str]] = [[] for _ in own]
         for spec in self.table():
             for stage in transfer.trainer_grid(self.model).stages(HfTensor(spec.canonical, spec.shape, spec, 0)):
-                found[stage].append(spec.canonical)
+                names[stage].append(spec.canonical)
         here = self.model.layout.pp_rank
-        found[here] = own[here]
-        return found
+        names[here] = own[here]
+        return names
 
     megatron = checkpoint.dist_checkpointing.serialization
-    told, transfer.WeightStream._stage_names = transfer.WeightStream._stage_names, stage_names
+    own_names, transfer.WeightStream._stage_names = transfer.WeightStream._stage_names, stage_names
     Checkpoints.save, Checkpoints.restore = save, restore
-    chain.gathered = lambda own: [[]]  # nobody tells the names of other stages' tensors, of which all have a sum
+    chain.gathered = lambda own: [[]]  # names of other stages' tensors, of which all have a sum, are not sent
     export.write_hf, export.joined = write_hf, lambda tensors, parts: tensors
     checkpoint._verified = lambda folder: set()
     checkpoint.dist_checkpointing.load = load
 
 
 def _phases(device: RehearsedDevice) -> None:
-    """By the timers' outermost phase, what is on the device at its end, by owner."""
+    """Record, by the timers' outermost phase, the bytes on the device at its end, by owner."""
     from aligner.run.phases import PhaseMemory
     from aligner.run.timers import Timers
 
     call, sort = Timers.__call__, PhaseMemory._enter
-    memory: list[PhaseMemory] = []  # of this rank, once there is a phase with a rule
+    memory: list[PhaseMemory] = []  # of this rank, after a first phase with a rule
 
     def sorted_out(self: Any, leaf: str, rule: Any) -> None:
-        """On a rank that only generates after the timers' phase has begun, on others before."""
+        """Enter a phase's memory rule: on a rank that only generates after the timers' phase has begun, on others
+        before."""
         memory[:] = [self]
         sort(self, leaf, rule)
         if not self._open and device.record.name == leaf:
@@ -258,7 +258,7 @@ def _phases(device: RehearsedDevice) -> None:
                 yield
             return
         with call(self, phase):
-            device.enter(phase)  # when what it does not use is away (run/phases.py)
+            device.enter(phase)  # when tensors that it does not use have left (run/phases.py)
             yield
             for of in memory:
                 device.record.phase.held = {k: int(v) for k, v in of.held_bytes().items() if v}

@@ -1,8 +1,7 @@
-"""What rehearsed ranks are doing, on stderr while they do it. Imports no torch.
+"""Progress of rehearsed ranks on stderr. Imports no torch.
 
 Their processes write an event a line: {"rank": 0, "phase": "update"} as a rank enters a phase, with "ended": true as it
-has come to its end.
-"""
+ends."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ REPEAT_S = 30.0  # of the lines elsewhere: a log has one as a rank ends, and one
 
 
 class Progress:
-    """Of `count` ranks. A terminal has one line that is written anew; anything else gets lines."""
+    """Progress of `count` ranks. A terminal has one line that is rewritten; any other stream gets lines."""
 
     def __init__(self, count: int, stream: TextIO, clock: Callable[[], float] = time.monotonic):
         self.count, self.ended = count, 0
@@ -41,7 +40,7 @@ class Progress:
         now = self._clock()
         ranks = [f"rank {rank}: {phase}, {now - since:.0f} s" for rank, (phase, since) in self._running.items()]
         return f"rehearsing, {now - self._start:.0f} s, {self.ended} of {self.count} ranks done; " + (
-            "; ".join(ranks) or "models and programs are imported"
+            "; ".join(ranks) or "importing models and programs"
         )
 
     def tick(self) -> None:
@@ -55,13 +54,13 @@ class Progress:
         self._write("")
 
     def _write(self, text: str) -> None:
-        """In place of the terminal's line."""
+        """Write in place of the terminal's line."""
         self._stream.write(f"\r\x1b[K{text}" if self._terminal else text)
         self._stream.flush()
 
 
 def follow(pipe: int, progress: Progress) -> None:
-    """Shows the events of a pipe until its writers have ended."""
+    """Show the events of a pipe until its writers have ended."""
     rest = b""
     while True:
         if select.select([pipe], [], [], REFRESH_S)[0]:

@@ -1,5 +1,5 @@
-"""Rehearsals, each in a process of its own, forked from this one after its imports: `python -m aligner.rehearse.rank
-CASES`, a JSON file."""
+"""Rehearsals, each in its own process, forked from this one after its imports: `python -m aligner.rehearse.rank CASES`,
+a JSON file."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from aligner.run.chain import code
 
 
 def main(path: str) -> None:
-    """The file: `device`, `processes` at a time, and `cases`: config, tokenizer, gpus, rank, `out` for its record, and
-    the rank that it `hears` with the record of that `speaker`, which comes before it. Prints the events of
-    `progress.py`."""
+    """Run the cases of a file: `device`, `processes` at a time, and `cases`: config, tokenizer, gpus, rank, `out` for
+    its record, and the rank that it `hears` with the record of that `speaker`, which comes before it. Prints the events
+    of `progress.py`."""
     asked = json.loads(Path(path).read_text())
     warnings.filterwarnings("ignore")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -52,12 +52,12 @@ def main(path: str) -> None:
     apart.install(collectives)
     shortened.install(record)
     for module in ("aligner.builders.stage", *(f"aligner.stages.{name}" for name in STAGES)):
-        import_module(module)  # once, for all that is forked
+        import_module(module)  # once, for all forks
     code()
     for folder in {case["tokenizer"] for case in asked["cases"]}:
         byte_tokenizer(folder)
     gc.collect()
-    gc.freeze()  # what is there by now is not looked through again in each process, and its pages stay shared
+    gc.freeze()  # existing objects are not scanned again in each process, and their pages stay shared
     running: dict[int, dict[str, Any]] = {}
     waiting = list(asked["cases"])
     for case in waiting:
@@ -73,31 +73,31 @@ def main(path: str) -> None:
         case = running.pop(child)
         if not Path(case["out"]).is_file():
             _ended(case, os.waitstatus_to_exitcode(status))
-        _tell(1, rank=case["rank"], ended=True)
+        _send(1, rank=case["rank"], ended=True)
 
 
-def _tell(pipe: int, **event: Any) -> None:
-    """In one write, so that those of several processes do not mix."""
+def _send(pipe: int, **event: Any) -> None:
+    """Write an event at once, so that events of several processes do not mix."""
     os.write(pipe, json.dumps(event).encode() + b"\n")
 
 
 def _ended(case: dict[str, Any], code: int) -> None:
-    """A process that C++ has ended: its stack is in the log."""
+    """Write the record of a process that C++ has ended, whose stack is in the log."""
     record, out = RehearsalRecord(), Path(case["out"])
     log = out.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
     frames = re.findall(r'File ".*/(aligner/[^"]+)", line (\d+)', log)
     places = [f"{file}:{line}" for file, line in frames if not file.startswith("aligner/rehearse/")]
     text = f"the process ended with {code}: {' '.join(log.split())[:500]}"
     record.errors.append({"phase": "?", "place": places[0] if places else "?", "text": text})
-    found = {"rank": case["rank"], "cpu_s": 0.0, "host_bytes": 0, "transformer_engine_lacks": None}
-    write_whole(out, json.dumps(record.data() | found))
+    usage = {"rank": case["rank"], "cpu_s": 0.0, "host_bytes": 0, "transformer_engine_lacks": None}
+    write_whole(out, json.dumps(record.data() | usage))
 
 
 def rehearse(case: dict[str, Any], device: RehearsedDevice, collectives: Collectives) -> None:
-    """In a process that ends with it."""
+    """Rehearse a case and end the process."""
     out, start = Path(case["out"]), time.process_time()
     log, events = out.with_suffix(".log").open("w"), os.dup(1)
-    device.record.listener = lambda phase: _tell(events, rank=case["rank"], phase=phase)
+    device.record.listener = lambda phase: _send(events, rank=case["rank"], phase=phase)
     device.record.listener(device.record.name)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -105,7 +105,7 @@ def rehearse(case: dict[str, Any], device: RehearsedDevice, collectives: Collect
     from aligner.builders.stage import run_stage
     from aligner.megatron.transformer_engine import HERE
 
-    torch.set_num_threads(1)  # makes the pools that a fork has lost, before two threads ask for them at once
+    torch.set_num_threads(1)  # makes the pools that a fork has lost, before two threads need them at once
     record, speaker = device.record, Path(case["speaker"])
     collectives.rank, collectives.speech = case["rank"], Speech(out, case["hears"], speaker)
     try:
@@ -115,17 +115,17 @@ def rehearse(case: dict[str, Any], device: RehearsedDevice, collectives: Collect
         Path(cfg.run.dir).mkdir()
         with device:
             code = run_stage(cfg, RankEnv(case["rank"], 0, case["gpus"], 1))
-        record.whole = code == 0  # else it was dismissed by a rank that failed
-    except UnheardError:  # where the other rank has come to its end, this is a mismatch
+        record.whole = code == 0  # else a rank that failed has dismissed it
+    except UnheardError:  # if the other rank has ended, this is a mismatch
         traceback.print_exc()
         record.whole = not json.loads(speaker.read_text(encoding="utf-8"))["errors"]
-    except BaseException as error:  # whatever it is: it is what a rehearsal looks for
+    except BaseException as error:  # any error: a rehearsal looks for them
         traceback.print_exc()
         record.fail(error)
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    found = {"rank": case["rank"], "cpu_s": time.process_time() - start, "host_bytes": usage.ru_maxrss * 1024}
-    found["transformer_engine_lacks"] = HERE.lacks
-    write_whole(out, json.dumps(record.data() | found))
+    measured = {"rank": case["rank"], "cpu_s": time.process_time() - start, "host_bytes": usage.ru_maxrss * 1024}
+    measured["transformer_engine_lacks"] = HERE.lacks
+    write_whole(out, json.dumps(record.data() | measured))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # destructors in C++ would ask the driver

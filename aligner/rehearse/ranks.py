@@ -1,7 +1,6 @@
-"""Which ranks of a job differ from each other. Imports no torch.
+"""Ranks of a job that differ from each other. Imports no torch.
 
-Ranks from 0 on train, the last `engine.ranks` only generate.
-"""
+Ranks from 0 on train, the last `engine.ranks` only generate."""
 
 from __future__ import annotations
 
@@ -12,43 +11,45 @@ from aligner.errors import ConfigError
 
 
 def chosen(which: str, cfg: Config, gpus: int) -> list[int]:
-    """Each after the one that it hears (`heard_by`). Raises ConfigError."""
+    """Return the ranks to rehearse, each after the one that it hears (`heard_by`). Raises ConfigError."""
     p = cfg.parallel
     trainers = gpus - cfg.engine.ranks
     data = trainers // p.model_size
 
     def rank(stage: int, data_rank: int, context: int, tensor: int) -> int:
-        """As `megatron.groups.build_layout` counts: tensor fastest, then context, data, pipeline."""
+        """Return a rank's number, as `megatron.groups.build_layout` counts: tensor fastest, then context, data,
+        pipeline."""
         return ((stage * data + data_rank) * p.context + context) * p.tensor + tensor
 
     if which == "stages":
-        found = {rank(stage, 0, 0, 0) for stage in range(p.pipeline)} | set(range(trainers, gpus)[:1])
+        ranks = {rank(stage, 0, 0, 0) for stage in range(p.pipeline)} | set(range(trainers, gpus)[:1])
     elif which == "all-distinct":
         ends = [sorted({0, size - 1}) for size in (data, p.context, p.tensor)]
-        found = {rank(*place) for place in product(range(p.pipeline), *ends)}
-        found |= {trainers, gpus - 1} if cfg.engine.ranks else set()
+        ranks = {rank(*coordinates) for coordinates in product(range(p.pipeline), *ends)}
+        ranks |= {trainers, gpus - 1} if cfg.engine.ranks else set()
     else:
         numbers = which.split(",")
         if not all(number.isdecimal() and int(number) < gpus for number in numbers):
             raise ConfigError("--ranks", which, f"stages, all-distinct, or numbers from 0 to {gpus - 1} with commas")
-        found = {int(number) for number in numbers}
-        for _ in range(2):  # who generates hears rank 0, which hears another one
-            found |= {heard_by(number, cfg, gpus) for number in found}
+        ranks = {int(number) for number in numbers}
+        for _ in range(2):  # a rank that generates hears rank 0, which hears another one
+            ranks |= {heard_by(number, cfg, gpus) for number in ranks}
 
     def turn(number: int) -> tuple[bool, bool, int]:
         return number >= trainers, number != heard_by(number, cfg, gpus), number
 
-    return sorted(found, key=turn)
+    return sorted(ranks, key=turn)
 
 
 def stage_of(rank: int, cfg: Config, gpus: int) -> int | None:
-    """None: it only generates."""
+    """Return the pipeline stage of a rank; None: it only generates."""
     trainers = gpus - cfg.engine.ranks
     return rank * cfg.parallel.pipeline // trainers if rank < trainers else None
 
 
 def heard_by(rank: int, cfg: Config, gpus: int) -> int:
-    """Who tells `rank` what it cannot know: its peer on the last stage the metrics, rank 0 what to generate."""
+    """Return the rank that sends to `rank` what it cannot know: its peer on the last stage the metrics, rank 0 the
+    orders."""
     trainers = gpus - cfg.engine.ranks
     each = trainers // cfg.parallel.pipeline
     return rank % each + trainers - each if rank < trainers else 0

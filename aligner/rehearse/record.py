@@ -1,4 +1,4 @@
-"""What one rank's rehearsal finds, and where in our source."""
+"""Results of one rank's rehearsal, with lines of our source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 ROOT = str(Path(__file__).resolve().parents[1])
 HERE = str(Path(__file__).resolve().parent)
 MEGATRON = "/megatron/core/"
-_own: dict[str, str] = {}  # file -> its name in reports, "" for what is not ours
+_own: dict[str, str] = {}  # file -> its name in reports, "" for others' files
 BETWEEN = "between"  # two phases
 MADE = 16  # lines with most tensors that are kept
 GROWN_MARKS = 3  # a line whose tensors were more at each of so many marks in a row keeps what it makes
@@ -28,8 +28,8 @@ def _name(file: str) -> str:
     return _own[file]
 
 
-def place(depth: int = 1) -> str:
-    """`file:line` of the innermost frame of ours."""
+def source_line(depth: int = 1) -> str:
+    """Return `file:line` of our innermost frame."""
     frame = sys._getframe(depth)
     while frame is not None:
         name = _name(frame.f_code.co_filename)
@@ -40,28 +40,28 @@ def place(depth: int = 1) -> str:
 
 
 def stack(depth: int = 1, limit: int = 6) -> str:
-    """The innermost frames of ours and Megatron's, innermost first."""
-    found, frame = [], sys._getframe(depth)
-    while frame is not None and len(found) < limit:
+    """Return our and Megatron's innermost frames, innermost first."""
+    frames, frame = [], sys._getframe(depth)
+    while frame is not None and len(frames) < limit:
         file = frame.f_code.co_filename
         name = _name(file) or (f"megatron/core/{file.rpartition(MEGATRON)[2]}" if MEGATRON in file else "")
         if name:
-            found.append(f"{name}:{frame.f_lineno} in {frame.f_code.co_name}")
+            frames.append(f"{name}:{frame.f_lineno} in {frame.f_code.co_name}")
         frame = frame.f_back
-    return " < ".join(found)
+    return " < ".join(frames)
 
 
-def place_of(error: BaseException) -> str:
-    """Where in our source it, or what it was raised from, came up: the innermost frame of ours."""
-    if error.__cause__ is not None and (first := place_of(error.__cause__)) != "?":
+def line_of(error: BaseException) -> str:
+    """Return the line of our source that raised the error, or its cause: our innermost frame."""
+    if error.__cause__ is not None and (first := line_of(error.__cause__)) != "?":
         return first
-    found, trace = "?", error.__traceback__
+    innermost, trace = "?", error.__traceback__
     while trace is not None:
         name = _name(trace.tb_frame.f_code.co_filename)
         if name:
-            found = f"{name}:{trace.tb_lineno}"
+            innermost = f"{name}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return found
+    return innermost
 
 
 @dataclass
@@ -85,28 +85,28 @@ COUNTERS = ("waits", "attention", "made", "doubles", "uploads")
 
 @dataclass(frozen=True)
 class Counts:
-    """What was counted of a phase at some moment."""
+    """Counters of a phase at some moment."""
 
     phase: Phase
     sequences: dict[str, int]  # how many calls
 
 
 class RehearsalRecord:
-    """Of one rank. `sequences`: group -> its calls in order, as (what, stack)."""
+    """Results of one rank. `sequences`: group -> its calls in order, as (what, stack)."""
 
     def __init__(self) -> None:
         self.phases: dict[str, Phase] = {}
         self.sequences: dict[str, list[tuple[str, str]]] = defaultdict(list)
         self.groups: dict[str, list[int]] = {}  # of `sequences`: its ranks
         self.errors: list[dict[str, str]] = []
-        self.whole = True  # else it ended where a rank that has failed was to speak
-        self.grows: dict[str, str] = {}  # place -> what of it grows
+        self.whole = True  # else it ended while waiting for a rank that has failed
+        self.grows: dict[str, str] = {}  # line -> description of its growth
         self._marks: dict[str, list[Counter[str]]] = defaultdict(list)
-        self.listener: Callable[[str], None] | None = None  # is told of each phase
+        self.listener: Callable[[str], None] | None = None  # called with each phase
         self.enter("build")
 
     def enter(self, name: str) -> None:
-        """`name`: of the outermost phase."""
+        """Enter the outermost phase `name`."""
         self.name = name
         self.phase = self.phases.setdefault(name, Phase())
         self.phase.entries += 1
@@ -117,8 +117,8 @@ class RehearsalRecord:
         return Counts(deepcopy(self.phase), {key: len(calls) for key, calls in self.sequences.items()})
 
     def repeat(self, since: Counts, times: int) -> None:
-        """What came since then counts so many times more. Of a group's calls this is one entry: ranks that repeat
-        differently differ in it."""
+        """Count the events since then so many times more. They are one entry of a group's calls, in which ranks that
+        repeat differently differ."""
         phase, before = self.phase, since.phase
         phase.flops += times * (phase.flops - before.flops)
         phase.kernels += times * (phase.kernels - before.kernels)
@@ -134,7 +134,7 @@ class RehearsalRecord:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Memory alone is looked at."""
+        """Count only memory."""
         phase = self.phase
         before = deepcopy(phase)
         yield
@@ -143,10 +143,10 @@ class RehearsalRecord:
 
     def fail(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        self.errors.append({"phase": self.name, "place": place_of(error), "text": text})
+        self.errors.append({"phase": self.name, "place": line_of(error), "text": text})
 
     def mark(self, of: str, live: Counter[str]) -> None:
-        """The bytes on the device by the line that made them, at the same point of each `of`."""
+        """Record the bytes on the device by the line that made them, at the same point of each `of`."""
         marks = self._marks[of]
         marks.append(live)
         if len(marks) <= GROWN_MARKS:
@@ -158,7 +158,7 @@ class RehearsalRecord:
                 self.grows[line] = f"{now - sizes[-2]} bytes more on the device after each {of}"
 
     def data(self) -> dict[str, Any]:
-        """Plain, for JSON."""
+        """Return plain data, for JSON."""
 
         def table(counter: Counter) -> list[list[Any]]:
             return [[*(key if isinstance(key, tuple) else (key,)), n] for key, n in counter.most_common()]

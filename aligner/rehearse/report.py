@@ -1,4 +1,4 @@
-"""What was found, as data and as a table, beside what `plan` says. Imports no torch."""
+"""Results as data and as a table, with the sizes of `plan`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Rehearsal:
 
     @cached_property
     def job(self) -> PlanJob:
-        """With rows as long as those that are rehearsed."""
+        """Job with rows as long as those that are rehearsed."""
         rows = job_of(self.cfg, self.gpus).rows
         longest = {"prompt_tokens": rows.prompt_longest, "response_tokens": rows.response_longest}
         return job_of(self.cfg, self.gpus, **longest)
@@ -54,51 +54,51 @@ class Rehearsal:
 
     def _planned(self, stage: int | None) -> dict[str, float]:
         phases = engine_phases(self.job) if stage is None else stage_phases(self.job, stage)
-        found = {name: sum(items.values()) for name, items in phases.items()}
-        if stage is None:  # judges ask it to generate
-            found["generate"] = max(found["generate"], found.pop("score", 0.0))
-        return found
+        sizes = {name: sum(items.values()) for name, items in phases.items()}
+        if stage is None:  # judges make it generate
+            sizes["generate"] = max(sizes["generate"], sizes.pop("score", 0.0))
+        return sizes
 
     @cached_property
     def faults(self) -> list[str]:
-        """What would end the job, or keep it waiting."""
-        assumed, found = Assumptions(), []
+        """Causes that would end the job, or block it."""
+        assumed, faults = Assumptions(), []
         limit = self.device.memory_bytes * assumed.usable - assumed.context_bytes
         for rank, record in self.records.items():
             for error in record["errors"]:
-                found.append(f"rank {rank}, phase {error['phase']}, {error['place']}: {error['text']}")
+                faults.append(f"rank {rank}, phase {error['phase']}, {error['place']}: {error['text']}")
             for line, what in record["grows"].items():
-                found.append(f"rank {rank}, {line}: {what}")
+                faults.append(f"rank {rank}, {line}: {what}")
             for name, phase in record["phases"].items():
                 if phase["peak_bytes"] > limit:
-                    found.append(
+                    faults.append(
                         f"rank {rank}, phase {name}: {phase['peak_bytes'] / GIB:.1f} GiB on the device, of "
                         f"{limit / GIB:.1f} that a program can use of {self.device.name}"
                     )
         for mismatch in self.mismatches:
             one, other = mismatch["calls"]
-            told = [f"rank {side['rank']}: {side['call']} {side['stack']}".rstrip() for side in (one, other)]
-            found.append(f"group {mismatch['group']}, call {mismatch['number'] + 1}: {' | '.join(told)}")
-        return found
+            sides = [f"rank {side['rank']}: {side['call']} {side['stack']}".rstrip() for side in (one, other)]
+            faults.append(f"group {mismatch['group']}, call {mismatch['number'] + 1}: {' | '.join(sides)}")
+        return faults
 
     @cached_property
     def one_by_one(self) -> Counter[str]:
-        """Lines that make a tensor for each token of a row, all by one operation: a kernel for each, and nothing but
-        launches. What Megatron and autograd make for all layers has one line of ours, but is of many operations."""
-        layers, found = self.cfg.model.num_layers / self.cfg.parallel.pipeline, Counter[str]()
+        """Lines that make a tensor for each token of a row, all by one operation: a kernel for each, only launches.
+        Megatron's and autograd's tensors of all layers have one line of ours, but many operations."""
+        layers, lines = self.cfg.model.num_layers / self.cfg.parallel.pipeline, Counter[str]()
         many = max(self.job.rows.longest, MADE_IN_A_LAYER * layers)
         for record in self.records.values():
             for name in ("logprobs", "update"):
                 phase = record["phases"].get(name, {"made": []})
                 for line, operation, times in phase["made"]:
                     if times >= many * phase["micro_batches"]:
-                        found[f"{name:<9} {line}  {operation}"] += times
-        return found
+                        lines[f"{name:<9} {line}  {operation}"] += times
+        return lines
 
     @property
     def path(self) -> str:
         lacks = {record["transformer_engine_lacks"] for record in self.records.values()} - {None}
-        why = max(lacks, default="no rank came that far") or unfit_for_te(self.cfg.model)
+        why = max(lacks, default="no rank reached it") or unfit_for_te(self.cfg.model)
         te, apex = not why, importlib.util.find_spec("apex") is not None
         if te or apex:
             there = " and ".join(["TransformerEngine"] * te + ["Apex"] * apex)
@@ -118,22 +118,22 @@ class Rehearsal:
         return head | {"one_by_one": dict(self.one_by_one), "ranks": ranks}
 
 
-def show(found: Rehearsal) -> None:
+def show(rehearsal: Rehearsal) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = f"{found.cfg.stage.name} on {found.gpus} x {found.device.name}, GiB without the driver's share"
+    title = f"{rehearsal.cfg.stage.name} on {rehearsal.gpus} x {rehearsal.device.name}, GiB without the driver's share"
     table = Table("rank", "stage", "phase", title=title)
     for name in ("peak", "plan", "plan %", "TFLOP", "collectives", "GB", "waits", "kernels"):
         table.add_column(name, justify="right")
-    for rank, record in found.records.items():
+    for rank, record in rehearsal.records.items():
         for name, phase in record["phases"].items():
             calls, size = (sum(entry[i] for entry in phase["collectives"]) for i in (2, 3))
-            plan, peak = found.planned[rank].get(name), phase["peak_bytes"]
+            plan, peak = rehearsal.planned[rank].get(name), phase["peak_bytes"]
             beside = [f"{plan / GIB:.2f}", f"{100 * (plan / peak - 1):+.1f}"] if plan and peak else ["", ""]
             numbers = [f"{phase['flops'] / 1e12:.1f}", str(calls), f"{size / 1e9:.2f}"]
             numbers += [str(sum(entry[-1] for entry in phase["waits"])), str(phase["kernels"])]
-            stage = stage_of(rank, found.cfg, found.gpus)
+            stage = stage_of(rank, rehearsal.cfg, rehearsal.gpus)
             where = [str(rank), "engine" if stage is None else str(stage), name]
             table.add_row(*where, f"{peak / GIB:.2f}", *beside, *numbers)
         table.add_section()
@@ -141,25 +141,25 @@ def show(found: Rehearsal) -> None:
     console.print(table)
     for kind, words in LISTS.items():
         counts: Counter[str] = Counter()
-        for record in found.records.values():
+        for record in rehearsal.records.values():
             for name, phase in record["phases"].items():
                 for *what, times in phase[kind]:
                     counts[f"{name:<9} {'  '.join(what)}"] += times
         _list(words, counts)
-    _list("a tensor for each token", found.one_by_one)
+    _list("a tensor for each token", rehearsal.one_by_one)
     groups: Counter[tuple[str, str, str]] = Counter()
-    for record in found.records.values():
+    for record in rehearsal.records.values():
         for name, phase in record["phases"].items():
             for group, what, _, size in phase["collectives"]:
                 groups[name, group, what] += size
     print("\ncollectives (phase, group, kind: GB)")
     for (name, group, what), size in groups.most_common(SHOWN):
         print(f"  {size / 1e9:10.3f}  {name:<9} {group:<8} {what}")
-    print(f"\n{found.path}. {found.seconds:.0f} s")
-    for fault in found.faults:
+    print(f"\n{rehearsal.path}. {rehearsal.seconds:.0f} s")
+    for fault in rehearsal.faults:
         print(f"FAULT {fault}")
-    if not found.faults:
-        print(f"{len(found.records)} ranks rehearsed, no fault")
+    if not rehearsal.faults:
+        print(f"{len(rehearsal.records)} ranks rehearsed, no fault")
 
 
 def _list(words: str, counts: Counter[str]) -> None:

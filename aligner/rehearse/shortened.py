@@ -1,8 +1,7 @@
-"""Micro-batches of which only some are run: of a run of like ones the first few and the last, and what one of them does
-is counted as often as there are others. A job with a thousand of them is then rehearsed in minutes.
+"""Micro-batches of which only some are run: of a run of like ones the first few and the last. One of them counts as
+often as there are others. A job with a thousand of them is then rehearsed in minutes.
 
-Patches, for good.
-"""
+Patches that stay."""
 
 from __future__ import annotations
 
@@ -17,18 +16,18 @@ from aligner.types import PtxRows, TrainBatch
 
 
 def kept(kinds: Sequence[Any], stages: int) -> list[tuple[int, int]]:
-    """(number of a micro-batch that is run, how many of its kind that come behind it are not). Enough of a kind for
-    every stage of a pipeline to be in its steady state, in which between two forward passes there is a backward one:
-    then as many activations are there as ever."""
-    found, start = [], 0
+    """Return (number of a micro-batch that is run, how many later ones of its kind are not). Enough of a kind are run
+    for every stage of a pipeline to reach its steady state, in which a backward pass comes between two forward ones:
+    then as many activations exist as ever."""
+    runs, start = [], 0
     for _, group in groupby(kinds):
         count = len(list(group))
         first = min(count, stages + 1)
         left_out = max(0, count - first - 1)
-        found += [(start + i, left_out * (i == first - 1)) for i in range(first)]
-        found += [(start + count - 1, 0)] * (count > first)
+        runs += [(start + i, left_out * (i == first - 1)) for i in range(first)]
+        runs += [(start + count - 1, 0)] * (count > first)
         start += count
-    return found
+    return runs
 
 
 def install(record: RehearsalRecord) -> None:
@@ -44,7 +43,7 @@ def install(record: RehearsalRecord) -> None:
         if len(plan) == len(micro_batches):
             return run(self, micro_batches, collect, forward_only, non_loss)
         prepare, begun = self._prepare, iter(range(len(plan)))
-        repeat: list[tuple[Counts, int]] = []  # what was counted before the one to be repeated, and how often it is
+        repeat: list[tuple[Counts, int]] = []  # counters before the one to be repeated, and how often it is
 
         def prepared(batch: TrainBatch) -> Any:
             if repeat:
@@ -55,25 +54,25 @@ def install(record: RehearsalRecord) -> None:
 
         self._prepare = prepared
         try:
-            found = run(self, [micro_batches[number] for number, _ in plan], collect, forward_only, non_loss)
+            outputs = run(self, [micro_batches[number] for number, _ in plan], collect, forward_only, non_loss)
         finally:
             del self._prepare
-        if not found:  # not the last stage
-            return found
+        if not outputs:  # not the last stage
+            return outputs
         with record.uncounted():
-            more = [
-                [_again(output) for _ in range(left_out)] for (_, left_out), output in zip(plan, found, strict=True)
+            repeated = [
+                [_copy(output) for _ in range(left_out)] for (_, left_out), output in zip(plan, outputs, strict=True)
             ]
-        return [each for output, others in zip(found, more, strict=True) for each in (output, *others)]
+        return [each for output, others in zip(outputs, repeated, strict=True) for each in (output, *others)]
 
     ShardedModel._run = shortened
 
 
 def _kind(batch: TrainBatch) -> tuple:
-    """Micro-batches of one kind are computed alike."""
+    """Return the properties by which micro-batches are computed alike."""
     return batch.tokens.shape, int(batch.lengths.sum()), int(batch.lengths.max()), batch.find(PtxRows) is not None
 
 
-def _again(output: Any) -> Any:
-    """What another micro-batch of the kind gives: as much memory, where that grows with its rows."""
+def _copy(output: Any) -> Any:
+    """Return the output of another micro-batch of the kind: as much memory, where that grows with its rows."""
     return torch.empty_like(output) if isinstance(output, torch.Tensor) else output

@@ -143,7 +143,7 @@ def compare(run: Path, replay: Path, step: int) -> int:
 
 
 def _rows(written: Step, now: Step, exact: bool) -> Iterator[tuple[str, str, str, str]]:
-    there, here = written.found, now.found
+    there, here = written.record, now.record
     for kind, old in there["batch"].items():
         new = here["batch"].get(kind, "none")
         if exact or kind != "logprobs":
