@@ -1,6 +1,7 @@
 """Chat with models in the board: each is a separate `aligner serve`, whose memory is freed when it is killed.
 
-Imports no torch."""
+Imports no torch.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The form of a run: keys with docs and choices, the resolved config, the command line for it, and its plan.
 
-For a wrong value the page shows the error that the command line prints. Imports no torch."""
+For a wrong value the page shows the error that the command line prints. Imports no torch.
+"""
 
 from __future__ import annotations
 

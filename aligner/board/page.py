@@ -2,7 +2,8 @@
 
 The board's page loads the scripts from its own server. A report contains them and all answers that they would ask for.
 Modules name each other as `board/NAME.js`, which an import map turns into a path or into the text itself: no build
-step."""
+step.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Recorded rollouts (rollout/record.py writes them) as the board shows them: groups of samples, numbers of each token.
 
-Only what is shown is read of a file: small columns, and the rows of a page. Imports no torch."""
+Only the shown values of a file are read: small columns, and the rows of a page. Imports no torch.
+"""
 
 from __future__ import annotations
 

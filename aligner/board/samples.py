@@ -1,7 +1,8 @@
 """Texts that a model wrote: rows of samples.jsonl, and recorded rollouts with numbers for every token.
 
 An answer contains one page, and a file is read from where the last look at it ended. Texts of a model are data here,
-and stay text on the page. Imports no torch."""
+and stay text on the page. Imports no torch.
+"""
 
 from __future__ import annotations
 

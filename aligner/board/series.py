@@ -123,7 +123,7 @@ def _numbers(values: list[Any]) -> np.ndarray:
 
 
 class Series:
-    """Metrics of a run. `damage`: what is wrong with the file, in one line.
+    """Metrics of a run. `damage`: the file's first error, in one line.
 
     The last record may be written again (MetricsLogger joins to it), so it is read again until another follows."""
 

@@ -1,7 +1,8 @@
 """The board's web server: behind a path that nobody can guess, for this machine alone.
 
 GET /<token>/ is the page, GET /<token>/assets/<name> its scripts and styles, POST /<token>/api/<name> an endpoint's
-answer, JSON to JSON. No request names a file: runs are known by their names."""
+answer, JSON to JSON. No request names a file: runs are known by their names.
+"""
 
 from __future__ import annotations
 

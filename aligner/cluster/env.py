@@ -1,6 +1,6 @@
 """This process's rank: from the launcher's environment variables, or alone.
 
-Known are torchrun and `aligner launch` (RANK ...), Slurm's srun (SLURM_PROCID ...), Open MPI's mpirun
+Known are torchrun and `aligner launch` (RANK ...), and Slurm's srun (SLURM_PROCID ...). So are Open MPI's mpirun
 (OMPI_COMM_WORLD_RANK ...) and PMI launchers such as MPICH's and Intel's mpiexec (PMI_RANK ...)."""
 
 from __future__ import annotations

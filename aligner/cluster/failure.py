@@ -1,6 +1,7 @@
 """A failed rank's last words: a small file with time and text, by which the launcher finds the first failure.
 
-Exit times do not show it: the rank that raised may still clean up after a neighbour has noticed the lost connection."""
+Exit times do not show it: the rank that raised may still clean up after a neighbour has noticed the lost connection.
+"""
 
 from __future__ import annotations
 

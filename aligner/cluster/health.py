@@ -1,7 +1,8 @@
 """Health check of a job's nodes before the ranks start: `--check` on each node, then `--collect` once.
 
 Standard library only, of Python 3.7 or later, since it runs with the host's outside of containers; torch only for
-`--all-reduce`."""
+`--all-reduce`.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ folder.
 Works without locks of the file system, which shared ones often lack. The file is made by a hard link (or O_EXCL). Its
 owner touches it every BEAT_S, and its age is read from the clock that the file system itself puts on a fresh file. A
 dead owner, or an earlier start of the same Slurm job, is replaced at once; an owner on another host whose file has not
-been touched for STALE_S, too. Imports no torch."""
+been touched for STALE_S, too. Imports no torch.
+"""
 
 from __future__ import annotations
 

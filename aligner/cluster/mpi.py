@@ -1,7 +1,8 @@
 """Bootstrap by MPI: ranks, rendezvous address, and hosts.
 
 Tensors and messages do not use MPI but torch.distributed. mpi4py and an MPI library are optional; without them the
-ranks take the same numbers from the launcher's variables (`env.py`)."""
+ranks take the same numbers from the launcher's variables (`env.py`).
+"""
 
 from __future__ import annotations
 

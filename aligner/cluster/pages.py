@@ -12,9 +12,9 @@ _HUGEPAGE, _COLLAPSE = 14, 25  # Linux' advice: of pages that come, and of those
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory instead of returning it to the system. A training step, and a step of decoding, free
-    and request the same large tensors repeatedly, and touching new pages takes longer than the arithmetic (14,500 page
-    faults a training step of the quick start's model, 660 with this; benchmarks/log.md). Other C libraries are left
+    """Let glibc keep freed memory instead of returning it to the system. Steps of training and of decoding free and
+    request the same large tensors repeatedly. Touching new pages takes longer than the arithmetic: 14,500 page faults a
+    training step of the quick start's model, 660 with this (benchmarks/log.md). Other C libraries are left
     alone."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -30,9 +30,9 @@ def give_back_freed_memory() -> None:
 
 
 def ask_for_large_pages(start: int, stop: int) -> None:
-    """Ask for large pages for addresses [start, stop) of this process, which shortens waits for memory that is read
-    from end to end, such as weights in a decode step. Nothing is done on systems that give them always or never. The
-    content stays."""
+    """Ask for large pages for addresses [start, stop) of this process. They shorten waits for memory that is read from
+    end to end, such as weights in a decode step. Nothing is done on systems that give them always or never. The content
+    stays."""
     start, stop = -(-start // _LARGE) * _LARGE, stop // _LARGE * _LARGE
     if start >= stop or not SETTING.exists() or "[never]" in SETTING.read_text():  # _COLLAPSE would ignore it
         return

@@ -2,7 +2,8 @@
 
 `launch`, or the user, gives ranks a secret in their environment; others share a file in the run folder. From it and
 from random numbers of all ranks each start derives its own key (`megatron/rendezvous.py`), so that no message of an
-earlier start is accepted."""
+earlier start is accepted.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """`aligner submit`: compose, validate and freeze a run, write its batch script, hand it to sbatch. Imports no torch.
 
-With --shell the same for a job that is already running: `launchers/*.sbatch` evaluate the output."""
+With --shell the same for a job that is already running: `launchers/*.sbatch` evaluate the output.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ does nothing, and libgomp has all of them sleep. Meanwhile its threads ask for m
 (Linux from 6.12 on; no more time in all), so that the next operation begins when the last of them has had its own. If
 others want as much as a team of two on two cores, the second thread shares the core of the main thread. A waiting
 thread then makes room for the one it waits for, and need not wait until the other core has given other programs their
-turns."""
+turns.
+"""
 
 from __future__ import annotations
 

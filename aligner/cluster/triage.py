@@ -2,7 +2,8 @@
 <run.dir>/logs/<job>.<attempt>`.
 
 When one rank fails, the others report lost connections and time-outs of collectives; those are consequences. Standard
-library only, of Python 3.7 or later: the host's own, where ranks have theirs in a container."""
+library only, of Python 3.7 or later: the host's own, where ranks have theirs in a container.
+"""
 
 from __future__ import annotations
 

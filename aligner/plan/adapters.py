@@ -2,7 +2,8 @@
 frozen weights.
 
 Names: r the rank. One of Megatron's matrices has I inputs, O outputs and k targets that it is made of, so that A x has
-k r numbers."""
+k r numbers.
+"""
 
 from __future__ import annotations
 

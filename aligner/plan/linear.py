@@ -1,7 +1,8 @@
 """Parameters, operations and memory of layers of linear attention (`ops/kernels/delta_rule.py`).
 
 Names: H hidden; G heads of keys with dk numbers, V heads of values with dv; W the width of the first product's output
-for a head of keys; M its mixed channels of K inputs each."""
+for a head of keys; M its mixed channels of K inputs each.
+"""
 
 from __future__ import annotations
 

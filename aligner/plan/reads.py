@@ -1,5 +1,5 @@
-"""Tokens whose outputs nobody reads, in numbers: the trainer makes no logits that no loss asks for. In the last layer
-it computes only queries, keys and values for the tokens of a row before the first and after the last token that is read
+"""Tokens whose outputs nobody reads, in numbers. The trainer makes no logits that no loss asks for. Its last layer
+computes only queries, keys and values for tokens of a row outside the first to the last token that is read
 (`ops/packing/needed.py`)."""
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Names: H hidden, A = heads x head_dim, K = kv_heads x head_dim, F FFN, V vocabulary, L layers; E experts of which a
 token takes k, with F_e each. A multiply-add is two operations. Where some layers have experts and some one dense MLP,
-numbers of "a layer" are their mean."""
+numbers of "a layer" are their mean.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +145,7 @@ def _mean_mlp(m: ModelConfig) -> float:
 def layer_norms(m: ModelConfig, linear: bool = False) -> int:
     """Count the elements of a layer (`linear`: of linear attention) that every tensor rank holds alike and that
     sequence parallelism computes on shares of the tokens. They are norms, biases that are added like them, the matrices
-    that make the vectors of latent attention, and the gate of the MLP for every token."""
+    of latent attention's vectors, and the gate of the MLP for every token."""
     biases, traits = m.output_bias + m.mlp_bias, m.traits  # of projections into the residual stream
     biases += traits.shared_gate
     each_head = m.qk_norm and not traits.wide_qk_norm and not linear

@@ -1,7 +1,8 @@
 """Rows of a micro-batch that begin with the same prompt (`batch.share_prompts`). Their prompt is computed once, and
 attention gets the keys and values of each row put together (`ops/packing/pack.py`).
 
-Numbers are those of rows of the longest length, which need most."""
+Numbers are those of rows of the longest length, which need most.
+"""
 
 from __future__ import annotations
 

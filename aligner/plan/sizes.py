@@ -1,7 +1,8 @@
 """Bytes of each kind of tensor that a GPU holds; `memory.py` says in which phases it holds it.
 
 Weights, gradients and optimizer state are exact (`tests/plan` compares them with Megatron's buffers). Transients are
-the large ones of each phase."""
+the large ones of each phase.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +77,8 @@ def logits_bytes(job: PlanJob, model: PlannedModel, tokens: float, trains: bool 
 def head_bytes(job: PlanJob, model: PlannedModel, tokens: float) -> float:
     """Return the bytes of a training pass's logits and of the gradients of their matrix.
 
-    The gradient of all parts exists while the next part's logits are made, and then beside that part's own (of which a
-    third of the numbers are left). Autograd adds up the first two into a third."""
+    The gradient of all parts exists while the next part's logits are made. Then that part's own is added, when a third
+    of the logits' numbers are left. Autograd adds up the first two gradients into a third."""
     logits = logits_bytes(job, model, tokens, trains=True)
     if model.head != "lm" or is_adapted(model):
         return logits

@@ -1,6 +1,7 @@
 """Seconds of each phase: operations over rate, bytes over bandwidth, collectives, and the bubble of the pipeline.
 
-Only ranks overlap: collectives wait for products and the other way round, as the trainer runs them now."""
+Only ranks overlap: collectives wait for products and the other way round, as the trainer runs them now.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `size` is that of the whole tensor of one call: all-reduce its input, all-gather its output, reduce-scatter its input,
 all-to-all a rank's input, send and broadcast the message. On the wire a rank of p sends, by the ring algorithms,
-(p - 1) / p of it, an all-reduce twice that (Patarasuk & Yuan 2009).
+(p - 1) / p of it. An all-reduce sends twice that (Patarasuk & Yuan 2009).
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def part_calls(job: PlanJob, stage: int) -> list[CollectiveCalls]:
     itself.
 
     Its own stage comes from the tensor ranks of its replica, experts that its replica lacks from other replicas, the
-    rest from other stages. The rank is the one that holds least of what it needs."""
+    rest from other stages. The rank is the one that holds least of its engine's shard."""
     model, grid, engine = job.policy, job.grid, job.engine
     assert engine is not None
     e, tp = min(job.element, engine.element), grid.tensor
@@ -321,8 +321,8 @@ def part_calls(job: PlanJob, stage: int) -> list[CollectiveCalls]:
 
 
 def apart_bytes(job: PlanJob) -> float:
-    """Return the bytes that a rank with an engine of its own receives in a refit, or those that a rank that trains
-    sends, if that is more. The ranks of a stage share what the engines need of it."""
+    """Return the bytes that a rank with an engine of its own receives in a refit. If a rank that trains sends more,
+    return those. The ranks of a stage share what the engines need of it."""
     model, grid, engine = job.policy, job.grid, job.engine
     assert engine is not None
     if engine.factors:

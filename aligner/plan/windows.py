@@ -161,9 +161,9 @@ def clocked(
 
 
 def window_of(job: PlanJob, machine: Machine, phases: Mapping[str, PhaseTime]) -> tuple[float, Windows] | None:
-    """Return (seconds of a decode step with all slots, effects of windows) of `engine.window`, or else of a window as
-    long as a step without refit and generation. None where that step is longer than generation, so that nobody waits
-    for a long response, and where there can be no windows."""
+    """Return (seconds of a decode step with all slots, effects of windows) of `engine.window`. If it is 0, the window
+    is as long as a step without refit and generation. None where that step is longer than generation, so that nobody
+    waits for a long response, and where there can be no windows."""
     engine, rows = job.engine, job.rows
     assert engine is not None
     slots = replace(job, engine=replace(engine, window=engine.window or 1)).slots()[0]

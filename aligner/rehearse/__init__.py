@@ -6,4 +6,5 @@ The job's own program runs (`build.run_stage`). Three interfaces are replaced, e
     collectives.py        process groups of the full size, of which this rank is the only existing member
     program.py            weights, rows, responses and scores: as long and as large as the config allows
 
-The patches stay: a process rehearses one rank and ends."""
+The patches stay: a process rehearses one rank and ends.
+"""

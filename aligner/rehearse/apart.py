@@ -1,7 +1,8 @@
 """Exchange between ranks that train and those that only generate (`engine.ranks`). The latter are rehearsed after rank
 0, and execute its orders. A rank that trains does not hear them: it gets answers without errors.
 
-Patches that stay."""
+Patches that stay.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 that one rank sends to others come from its own rehearsal instead.
 
 Each call is recorded for its group, in order, so that ranks that were rehearsed separately can be compared: if one
-makes another call than its peer, both would wait for ever."""
+makes another call than its peer, both would wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +38,9 @@ class UnheardError(Exception):
 
 
 class Speech:
-    """Messages that this rank sends, into an existing file, and those of the rank that it `hears`, read from that
-    rank's file as they come, until its record exists too. In order for each subject: a group, for objects that are
-    broadcast."""
+    """Messages that this rank sends, into an existing file, and those of the rank that it `hears`. The latter are read
+    from that rank's file as they come, until its record exists too. They are in order for each subject: a group, for
+    objects that are broadcast."""
 
     def __init__(self, own: Path, hears: int, record: Path):
         self.hears, self._record = hears, record
@@ -100,7 +101,7 @@ class Collectives:
         self._key(group)
 
     def _ranks(self, group: dist.ProcessGroup) -> list[int]:
-        """Return ranks in the job, of which the world may be a subset that counts its ranks from 0
+        """Return ranks in the job. The world may be a subset of it that counts its ranks from 0
         (`groups.split_world`)."""
         ranks = dist.get_process_group_ranks(group)
         before = self.rank - ranks[group.rank()]

@@ -1,7 +1,8 @@
 """Tensors "on cuda": shapes, dtypes and lifetimes without storage, by torch's FakeTensorMode. Tensors on the CPU stay
 real, as lengths, packing and rewards decide what the program does.
 
-The content of a device tensor is unknown: the host reads zeros, or the values of `answers`."""
+The content of a device tensor is unknown: the host reads zeros, or the values of `answers`.
+"""
 
 from __future__ import annotations
 

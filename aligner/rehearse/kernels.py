@@ -1,7 +1,8 @@
 """Results of operations on the device, by torch's kernels for tensors without storage.
 
 FakeTensorMode uses rules in Python, which also hold for unknown shapes, and a cache of their results. Here all shapes
-are known: the kernels in C++, whose checks and shapes CUDA's share, take a quarter of that time."""
+are known: the kernels in C++, whose checks and shapes CUDA's share, take a quarter of that time.
+"""
 
 from __future__ import annotations
 

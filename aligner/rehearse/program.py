@@ -1,7 +1,8 @@
 """Replacements of files and of other ranks for a rehearsed rank: weights without numbers, the longest responses, a
 checkpoint that stays in host memory. The rest of the program is the job's own.
 
-Patches that stay. `agree` and `model_init` must be patched before the modules that import their names."""
+Patches that stay. `agree` and `model_init` must be patched before the modules that import their names.
+"""
 
 from __future__ import annotations
 
@@ -177,9 +178,9 @@ def _rollouts() -> None:
 
 
 def _checkpoints(device: RehearsedDevice) -> None:
-    """Copy what this rank would write, also of an export, to host memory, a tensor at a time, as it may be more than
-    this machine has. Before the first step, copy the state from there, as if there were a checkpoint. Files are the
-    CPU's work."""
+    """Copy what this rank would write, also of an export, to host memory. Copy a tensor at a time, as all may be more
+    than this machine has. Before the first step, copy the state from there, as if there were a checkpoint. Files are
+    the CPU's work."""
     from aligner.megatron import checkpoint
     from aligner.models.shards import HfTensor
     from aligner.refit import export, transfer

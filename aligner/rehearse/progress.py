@@ -1,7 +1,8 @@
 """Progress of rehearsed ranks on stderr. Imports no torch.
 
 Their processes write an event a line: {"rank": 0, "phase": "update"} as a rank enters a phase, with "ended": true as it
-ends."""
+ends.
+"""
 
 from __future__ import annotations
 

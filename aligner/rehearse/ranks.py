@@ -1,6 +1,7 @@
 """Ranks of a job that differ from each other. Imports no torch.
 
-Ranks from 0 on train, the last `engine.ranks` only generate."""
+Ranks from 0 on train, the last `engine.ranks` only generate.
+"""
 
 from __future__ import annotations
 

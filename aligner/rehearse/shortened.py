@@ -1,5 +1,5 @@
-"""Micro-batches of which only some are run: of a run of like ones the first few and the last. One of them counts as
-often as there are others. A job with a thousand of them is then rehearsed in minutes.
+"""Shortened runs of like micro-batches: only the first few and the last are run, and one of them counts as often as
+there are others. A job with a thousand of them is then rehearsed in minutes.
 
 Patches that stay."""
 
@@ -17,8 +17,8 @@ from aligner.types import PtxRows, TrainBatch
 
 def kept(kinds: Sequence[Any], stages: int) -> list[tuple[int, int]]:
     """Return (number of a micro-batch that is run, how many later ones of its kind are not). Enough of a kind are run
-    for every stage of a pipeline to reach its steady state, in which a backward pass comes between two forward ones:
-    then as many activations exist as ever."""
+    for every stage of a pipeline to reach its steady state, with a backward pass between two forward ones. Then as many
+    activations exist as ever."""
     runs, start = [], 0
     for _, group in groupby(kinds):
         count = len(list(group))

@@ -2,7 +2,8 @@
 differ.
 
 The hashes of steps.jsonl give step, quantity and tensor. Recordings of both runs (`debug.record`, `aligner replay`)
-also give the sample and the token."""
+also give the sample and the token.
+"""
 
 from __future__ import annotations
 

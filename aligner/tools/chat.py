@@ -1,6 +1,7 @@
 """`aligner chat`: chat with a trained model in the terminal.
 
-python -m aligner chat runs/quickstart/grpo"""
+python -m aligner chat runs/quickstart/grpo
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 hold.
 
 Each attack is a program that prints its successes. It is contained if it prints none and leaves no effect outside. No
-attack harms a machine without a sandbox: signals are number 0, files are removed, forks end."""
+attack harms a machine without a sandbox: signals are number 0, files are removed, forks end.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`aligner eval`: a trained model on held-out rows. Reward functions score a policy's responses. For a fine-tuned model
 without any, the loss of the rows' own responses is measured; for a reward model, how it orders pairs.
 
-python -m aligner eval runs/quickstart/grpo data.eval=runs/quickstart/data/test.jsonl eval.prompts=0"""
+python -m aligner eval runs/quickstart/grpo data.eval=runs/quickstart/data/test.jsonl eval.prompts=0
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`aligner replay RUN --step k`: execute a step of a run again, from the newest checkpoint before it, and compare.
 
 The run's folder is only read. Steps are executed in a separate run folder, <RUN>/replays/step-<k>. It has the
-checkpoint as a link and a copy of the stored rollouts, and after the replay a chain of hashes and recorded rollouts."""
+checkpoint as a link and a copy of the stored rollouts, and after the replay a chain of hashes and recorded rollouts.
+"""
 
 from __future__ import annotations
 

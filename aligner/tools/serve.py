@@ -3,7 +3,8 @@
 python -m aligner serve runs/sft --port 8000
 
 One thread generates. Requests are admitted between its steps, in their order, if they have the same sampling parameters
-and their prompts are not too long for its room. Otherwise the next one waits until the others are done."""
+and their prompts are not too long for its room. Otherwise the next one waits until the others are done.
+"""
 
 from __future__ import annotations
 

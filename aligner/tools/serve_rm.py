@@ -4,7 +4,8 @@ POST anywhere: {"query": [prompt + response], "prompts": [...]} -> {"rewards", "
 
 Scores are those of `reward.model`: centred and scaled. Tokens are the same too, if a query begins with its prompt and
 the tokenizer encodes its own text alike. One process, one request at a time; no key. By default it listens on the
-loopback, and answers only this machine's own names, so that no page in a browser can use it."""
+loopback, and answers only this machine's own names, so that no page in a browser can use it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """A folder whose files several ranks write, each its own. An interruption costs only the files being written.
 
-<target>.partial/plan.json source and options: a restart continues if they are the same
-<target>.partial/done/<file>.json checksum and notes of a finished file <target>.partial/out/ becomes <target>"""
+<target>.partial/plan.json         source and options: a restart continues if they are the same
+<target>.partial/done/<file>.json  checksum and notes of a finished file
+<target>.partial/out/              becomes <target>
+"""
 
 from __future__ import annotations
 
