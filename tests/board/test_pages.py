@@ -149,7 +149,7 @@ def test_axes_smoothing_zoom_and_overlays(look, serve, folder):
     page.get_by_label("filter metrics").fill("policy loss")
     chart(page, "policy/loss").locator("canvas").wait_for()
     page.get_by_label("filter metrics").fill("same")
-    page.get_by_text("1 that never change").wait_for()
+    page.get_by_text("constant metrics: 1").wait_for()
     assert page.locator(".breakdown").count() == 2
     assert (
         "update" in page.locator(".breakdown").first.inner_text()

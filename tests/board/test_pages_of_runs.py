@@ -61,11 +61,11 @@ def test_groups_and_their_tokens(look, serve, tmp_path):
     wanted = [45 * advantages[0, i] / advantages.max() for i in (0, 1, 3)]
     assert shares == pytest.approx(wanted, abs=0.6)
     spans.nth(1).hover()
-    told = page.locator(".told").first
-    assert f"advantage {columns['trained/advantages'][0, 4]:.2g}"[:13] in told.inner_text()
+    numbers = page.locator("p.numbers").first
+    assert f"advantage {columns['trained/advantages'][0, 4]:.2g}"[:13] in numbers.inner_text()
     page.locator(".tokens").first.focus()
     page.keyboard.press("ArrowRight")
-    assert told.inner_text().startswith('">" (') and "not of the policy" in told.inner_text()
+    assert numbers.inner_text().startswith('">" (') and "not of the policy" in numbers.inner_text()
     page.get_by_label("colour").select_option("kl")
     page.get_by_role("button", name="more").click()
     expect(page.locator(".group")).to_have_count(1)
@@ -126,7 +126,7 @@ def test_a_form_says_what_the_command_line_says(look, serve, tmp_path, capsys):
         expect(page.locator("#page-compose p[role=status]")).to_contain_text(f"error: {key}=")
         page.get_by_role("button", name="show the key").click()
         page.keyboard.type(value)
-    expect(page.locator("#page-compose p[role=status]")).to_contain_text("nothing is wrong")
+    expect(page.locator("#page-compose p[role=status]")).to_contain_text("valid")
     choice(page, "run it").select_option("submit")
     page.get_by_role("button", name="dry run").click()
     page.wait_for_selector("text=submit this")
@@ -159,7 +159,7 @@ def test_a_run_is_started_and_stopped(look, serve, tmp_path):
             choice(page, key).select_option(value)
         else:
             page.get_by_role("textbox", name=key, exact=True).fill(value)
-    expect(page.locator("#page-compose p[role=status]")).to_contain_text("nothing is wrong")
+    expect(page.locator("#page-compose p[role=status]")).to_contain_text("valid")
     page.get_by_role("button", name="start here").click()
     page.wait_for_selector(".job button:not([disabled])")
     until = time.monotonic() + WAIT_MS / 1000
@@ -187,7 +187,7 @@ def random_model(tmp_path):
 def test_models_answer_token_by_token_side_by_side(look, serve, random_model):
     page = look(serve(random_model.parent))
     go(page, "chat", ".talk")
-    for label in ("model", "beside it"):
+    for label in ("model", "second model"):
         choice(page, label).select_option(str(random_model))
         page.locator(".talks > div").nth(int(label != "model")).locator("text=ready").wait_for()
     (talk,) = chat.TALKS.by_name.values()
@@ -209,7 +209,7 @@ def test_models_answer_token_by_token_side_by_side(look, serve, random_model):
     assert 1 <= len(said) <= 40 and sum(a == b for a, b in zip(said, beside, strict=False)) > len(said) / 2
     assert page.evaluate("window.lengths.size") > 3  # it came bit by bit
     spans.first.hover()
-    told = page.locator(".talk .told").first.inner_text()
+    numbers = page.locator(".talk p.numbers").first.inner_text()
     logprob, probability = (float(re.search(rf"{name} (\S+)", told)[1]) for name in ("logprob", "probability"))
     assert math.exp(logprob) == pytest.approx(probability, rel=1e-2) and logprob < 0
     assert page.locator(".talk .turn pre").first.inner_text() == HOSTILE
@@ -219,7 +219,7 @@ def test_models_answer_token_by_token_side_by_side(look, serve, random_model):
     page.locator(".talk .problem").first.wait_for()
     assert "expected at most 256 in all" in page.locator(".talk .problem").first.inner_text()
     assert fits_a_phone(page)
-    for label in ("model", "beside it"):
+    for label in ("model", "second model"):
         choice(page, label).select_option("")
     for status in page.locator("#page-chat .talks [role=status]").all():
         expect(status).to_be_empty()

@@ -1,4 +1,4 @@
-// The frame: tabs, what pages share, and the way to the server or to the answers that a report has inside.
+// The frame: tabs, shared state of pages, and access to the server or to the answers inside a report.
 
 import { el } from "board/dom.js";
 
@@ -6,7 +6,7 @@ const inlined = JSON.parse(document.getElementById("inlined").textContent);
 const main = document.querySelector("main");
 const problem = el("p", {class: "problem", role: "alert", hidden: true});
 const panels = new Map(); // tab -> its element
-const LATEST = 6; // runs that are chosen at first
+const LATEST = 6; // runs that are chosen initially
 const REPORT = inlined.answers !== null;
 
 async function request(name, args, signal) {
@@ -23,13 +23,13 @@ async function request(name, args, signal) {
 export const api = {
   report: REPORT,
 
-  // What an endpoint says. In a report: what it said to the report's question, of which a page takes its part.
+  // An endpoint's answer. In a report: the answer to the report's request, from which a page takes its share.
   async ask(name, args = {}) {
     if (REPORT) return inlined.answers[name];
     return (await request(name, args)).json();
   },
 
-  // The same of an endpoint that streams, part by part.
+  // The same for an endpoint that streams, event by event.
   async *stream(name, args = {}, signal = undefined) {
     const reply = await request(name, args, signal);
     const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -38,16 +38,16 @@ export const api = {
       const lines = (text += value ?? "").split("\n");
       text = lines.pop();
       for (const line of lines) {
-        const part = JSON.parse(line);
-        if (part.error !== undefined) throw new Error(part.error);
-        yield part;
+        const event = JSON.parse(line);
+        if (event.error !== undefined) throw new Error(event.error);
+        yield event;
       }
       if (done) return;
     }
   },
 
-  // Does `work` now, and again every `seconds` while `element`, a page, is looked at; in a report once. What it throws is
-  // told; if it returns true, there is more to do at once. Returns a function that does it at once, too.
+  // Does `work` now, and again every `seconds` while `element`, a page, is visible; in a report once. Errors are
+  // shown; if it returns true, it runs again at once. Returns a function that runs it at once.
   every(seconds, element, work) {
     let busy = false, waiting = false;
     const once = async () => {
@@ -55,16 +55,16 @@ export const api = {
       waiting = busy;
       if (busy) return;
       busy = true;
-      let more = false;
+      let again = false;
       try {
-        more = await work();
+        again = await work();
         problem.hidden = true;
       } catch (error) {
         api.fail(error);
       }
       busy = false;
       if (waiting) await once();
-      else if (more) setTimeout(once, 100);
+      else if (again) setTimeout(once, 100);
     };
     once();
     if (REPORT) return once;
@@ -83,7 +83,7 @@ export const api = {
     problem.hidden = false;
   },
 
-  // Where the reader is: #tab?key=value&..., so that a place can be bookmarked.
+  // Where the reader is: #tab?key=value&..., so that it can be bookmarked.
   place() {
     const [tab, text] = location.hash.slice(1).split("?");
     return {tab: inlined.tabs.includes(tab) ? tab : inlined.tabs[0], args: new URLSearchParams(text ?? "")};
@@ -94,7 +94,7 @@ export const api = {
     location.hash = text ? `${tab}?${text}` : tab;
   },
 
-  // Runs chosen in the table, which all pages show: a Set of names. `choose` tells those who listen.
+  // Runs chosen in the table, which all pages show: a Set of names. `choose` notifies listeners.
   chosen: new Set(),
   choose(names) {
     api.chosen = new Set(names);
@@ -122,7 +122,7 @@ async function show() {
   (await panel(tab)).dispatchEvent(new Event("shown"));
 }
 
-// At first all runs of a report, and the latest of a board.
+// Choose initially all runs of a report, and the latest of a board.
 async function first() {
   const {runs} = await api.ask("runs");
   const latest = [...runs].sort((a, b) => (a.started < b.started) - (a.started > b.started)).slice(0, LATEST);

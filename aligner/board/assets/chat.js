@@ -1,4 +1,4 @@
-// One conversation with one or two models side by side; each goes on with its own answers.
+// One conversation with one or two models side by side; each continues from its own responses.
 
 import { el } from "board/dom.js";
 import { tokens } from "board/tokens.js";
@@ -27,19 +27,19 @@ export async function mount(element, api) {
   const again = el("button", {type: "button", onclick: () => {
     abort.abort();
     slots.forEach((slot) => slot.clear());
-  }}, "new talk");
+  }}, "new chat");
   let abort = new AbortController();
-  const slots = [slotOf("model", open[0] ?? ""), slotOf("beside it", open[1] ?? "")];
+  const slots = [slotOf("model", open[0] ?? ""), slotOf("second model", open[1] ?? "")];
   const settings = Object.entries(controls).map(([name, input]) => el("label", {}, name, input));
   element.append(
     el("div", {class: "controls"}, settings, el("label", {}, "system", system), el("label", {}, "colour by probability", coloured)),
     el("div", {class: "talks"}, slots.map((slot) => slot.element)),
     el("div", {class: "message"}, message, el("div", {class: "controls"}, sends, ends, again)));
-  const none = el("p", {class: "dim", hidden: models.length > 0}, "No model here: a run that has ended has one (run.export), or a checkpoint, or a Hugging Face folder among the board's.");
+  const none = el("p", {class: "dim", hidden: models.length > 0}, "No models: the board's folders have no finished run (run.export), checkpoint or Hugging Face folder.");
   element.prepend(none);
-  element.addEventListener("shown", () => api.ask("talks").then(({models: found}) => { // runs may have ended meanwhile
-    none.hidden = found.length > 0;
-    slots.forEach((slot) => slot.offer(found));
+  element.addEventListener("shown", () => api.ask("talks").then(({models: names}) => { // runs may have ended meanwhile
+    none.hidden = names.length > 0;
+    slots.forEach((slot) => slot.offer(names));
   }).catch(api.fail));
 
   async function send() {
@@ -48,7 +48,7 @@ export async function mount(element, api) {
     if (!wanted.length) return api.fail(new Error("choose a model first"));
     api.well();
     sends.disabled = true;
-    await Promise.all(wanted.map((slot) => slot.opened())); // what loads is waited for
+    await Promise.all(wanted.map((slot) => slot.opened())); // wait for models that are loading
     const talking = slots.filter((slot) => slot.ready());
     if (!talking.length) {
       sends.disabled = false;
@@ -70,27 +70,27 @@ export async function mount(element, api) {
   }
 
   function slotOf(label, chosen) {
-    const log = el("div", {class: "talk", role: "log", "aria-label": `talk with ${label}`, tabindex: 0});
+    const log = el("div", {class: "talk", role: "log", "aria-label": `chat with ${label}`, tabindex: 0});
     const state = el("span", {class: "dim", role: "status"}, chosen ? "ready" : "");
     const select = el("select", {onchange: () => { opened = change(select.value); }});
     const offer = (names) => select.replaceChildren(...["", ...names].map((name) => el("option", {value: name, selected: name === named}, name || "none")));
     let named = chosen, model = chosen, history = [], painted = [], opening = 0, opened = Promise.resolve();
 
     async function change(name) {
-      const mine = ++opening, before = named;
+      const turn = ++opening, before = named;
       named = name;
       model = "";
       clear();
       api.well();
       try {
         if (before && slots.every((slot) => slot.named() !== before)) await api.ask("close_talk", {model: before});
-        state.textContent = name ? "loading; what you send is answered then" : "";
-        const found = name ? await api.ask("open_talk", {model: name}) : null;
-        if (mine !== opening) return;
+        state.textContent = name ? "loading; messages are answered afterwards" : "";
+        const reply = name ? await api.ask("open_talk", {model: name}) : null;
+        if (turn !== opening) return;
         model = name;
-        state.textContent = !found ? "" : found.plain ? "ready; it has no chat template: each message is a prompt of its own" : "ready";
+        state.textContent = !reply ? "" : reply.plain ? "ready; it has no chat template: each message is a prompt of its own" : "ready";
       } catch (error) {
-        if (mine === opening) state.textContent = error.message;
+        if (turn === opening) state.textContent = error.message;
       }
     }
 
@@ -105,23 +105,23 @@ export async function mount(element, api) {
       const made = el("div", {class: "turn own"}, el("small", {}, model), answer);
       log.append(el("div", {class: "turn"}, el("small", {}, "you"), el("pre", {}, text)), made);
       const messages = [...(system.value ? [{role: "system", content: system.value}] : []), ...history, {role: "user", content: text}];
-      const mine = history; // of this talk: it may be cleared meanwhile
-      const keep = () => mine.push({role: "user", content: text}, {role: "assistant", content: answer.textContent});
+      const own = history; // of this chat: it may be cleared meanwhile
+      const keep = () => own.push({role: "user", content: text}, {role: "assistant", content: answer.textContent});
       try {
-        for await (const part of api.stream("say", {model, messages, ...sampling()}, abort.signal)) {
-          if (part.text !== undefined) answer.textContent += part.text;
+        for await (const event of api.stream("say", {model, messages, ...sampling()}, abort.signal)) {
+          if (event.text !== undefined) answer.textContent += event.text;
           else {
-            const numbers = {logprob: part.logprobs, probability: part.logprobs.map(Math.exp)};
-            const shown = tokens({texts: part.tokens, made: part.tokens.map(() => true), numbers}, NAMES);
-            if (mine === history) painted.push(shown);
+            const numbers = {logprob: event.logprobs, probability: event.logprobs.map(Math.exp)};
+            const shown = tokens({texts: event.tokens, made: event.tokens.map(() => true), numbers}, NAMES);
+            if (own === history) painted.push(shown);
             answer.replaceWith(shown.element);
-            if (part.reason === "length") made.append(el("small", {}, "cut by max_tokens"));
+            if (event.reason === "length") made.append(el("small", {}, "cut by max_tokens"));
             keep();
             paint();
           }
         }
       } catch (error) {
-        if (error.name === "AbortError" && answer.textContent) keep(); // what the reader sees is what the model knows
+        if (error.name === "AbortError" && answer.textContent) keep(); // the model gets the text that the reader sees
         made.append(el("p", {class: "problem"}, error.name === "AbortError" ? "stopped" : error.message));
       }
       log.scrollTop = log.scrollHeight;

@@ -1,9 +1,9 @@
-// A form of every key, and beside it what it comes to: the command, its errors, the YAML, the plan, and a start.
+// A form of every key, and its results: the command, its errors, the YAML, the plan, and a start.
 
 import { el } from "board/dom.js";
 
 const WAIT_MS = 300; // after the last keystroke
-const FOUND = 60; // keys that a search shows
+const MATCHES = 60; // keys that a search shows
 
 export async function mount(element, api) {
   const form = await api.ask("form");
@@ -13,7 +13,7 @@ export async function mount(element, api) {
   const rows = new Map(); // key -> its row that is shown
   const open = new Set(); // sections
 
-  // --- what is chosen by name
+  // --- choices by name
 
   const choose = (name, options, value, change) => labelled(name, el("select", {onchange: (event) => change(event.target.value)},
     options.map(([key, label]) => el("option", {value: key, selected: key === value}, label))));
@@ -36,7 +36,7 @@ export async function mount(element, api) {
     set({command});
   });
 
-  // --- what it comes to
+  // --- results
 
   const status = el("p", {role: "status"});
   const command = el("pre", {class: "command", tabindex: 0, "aria-label": "command"});
@@ -60,7 +60,7 @@ export async function mount(element, api) {
   const all = el("input", {type: "checkbox", onchange: render});
   const list = el("div", {});
   element.append(el("div", {class: "controls"}, groups), el("div", {class: "compose"},
-    el("div", {class: "keys"}, el("div", {class: "controls"}, labelled("find a key", search), labelled("also those this stage does not read", all)), list), side));
+    el("div", {class: "keys"}, el("div", {class: "controls"}, labelled("find a key", search), labelled("show keys that this stage does not read", all)), list), side));
 
   function labelled(name, input) {
     return el("label", {}, name, input);
@@ -78,13 +78,13 @@ export async function mount(element, api) {
 
   async function check() {
     clearTimeout(timer);
-    const mine = ++asking;
+    const turn = ++asking;
     try {
-      const found = await api.ask("check", wish);
-      if (mine !== asking) return; // something has changed since
-      const other = JSON.stringify([found.base, found.unread]) !== JSON.stringify([answer.base, answer.unread]);
-      const whole = Object.keys(found.base).length > 0 && found.yaml !== "";
-      answer = whole ? found : {...found, base: {...answer.base, ...found.base}, unread: answer.unread};
+      const checked = await api.ask("check", wish);
+      if (turn !== asking) return; // something has changed since
+      const other = JSON.stringify([checked.base, checked.unread]) !== JSON.stringify([answer.base, answer.unread]);
+      const whole = Object.keys(checked.base).length > 0 && checked.yaml !== "";
+      answer = whole ? checked : {...checked, base: {...answer.base, ...checked.base}, unread: answer.unread};
       if (other && whole) render();
       tell();
     } catch (error) {
@@ -95,7 +95,7 @@ export async function mount(element, api) {
   function tell() {
     const {error, plan} = answer;
     status.className = error ? "problem" : "good";
-    status.replaceChildren(error ? error.text : "nothing is wrong with it");
+    status.replaceChildren(error ? error.text : "valid");
     if (error && form.keys.some((key) => key.name === error.key) && !rows.has(error.key))
       status.append(" ", el("button", {type: "button", onclick: () => reveal(error.key)}, "show the key"));
     command.textContent = answer.command;
@@ -114,10 +114,10 @@ export async function mount(element, api) {
     const text = search.value.trim().toLowerCase();
     const shown = form.keys.filter((key) => all.checked || key.name in wish.values || !answer.unread.includes(key.name));
     if (text) {
-      const found = shown.filter((key) => `${key.name} ${key.meaning}`.toLowerCase().includes(text));
-      list.replaceChildren(...found.slice(0, FOUND).map(rowOf));
-      if (!found.length) list.append("no such key");
-      if (found.length > FOUND) list.append(`and ${found.length - FOUND} more`);
+      const matches = shown.filter((key) => `${key.name} ${key.meaning}`.toLowerCase().includes(text));
+      list.replaceChildren(...matches.slice(0, MATCHES).map(rowOf));
+      if (!matches.length) list.append("no such key");
+      if (matches.length > MATCHES) list.append(`and ${matches.length - MATCHES} more`);
     } else {
       const sections = Map.groupBy(shown, (key) => (key.name.includes(".") ? key.name.split(".")[0] : "at the top"));
       list.replaceChildren(...[...sections].map(([name, keys]) => section(name, keys)));
@@ -181,7 +181,7 @@ export async function mount(element, api) {
     render();
     tell();
     rows.get(name)?.input.focus();
-    rows.get(name)?.input.select?.(); // what is typed takes its place
+    rows.get(name)?.input.select?.(); // typing replaces it
   }
 
   // --- starting and stopping
@@ -209,30 +209,30 @@ export async function mount(element, api) {
 
   async function dryRun() {
     dry.replaceChildren(el("p", {class: "dim"}, "asking ..."));
-    const found = await act("dry_run");
+    const reply = await act("dry_run");
     dry.replaceChildren();
-    if (!found) return;
+    if (!reply) return;
     const submit = el("button", {type: "button", onclick: async () => {
       submit.disabled = true;
-      const said = await act("submit", {key: found.key});
-      if (said) dry.append(el("pre", {role: "status"}, said.text));
+      const submitted = await act("submit", {key: reply.key});
+      if (submitted) dry.append(el("pre", {role: "status"}, submitted.text));
     }}, "submit this");
-    dry.append(el("h2", {}, "what would be submitted"), el("pre", {tabindex: 0, "aria-label": "dry run"}, found.text), submit);
+    dry.append(el("h2", {}, "what would be submitted"), el("pre", {tabindex: 0, "aria-label": "dry run"}, reply.text), submit);
   }
 
   function jobOf(job) {
-    const goes = job.pid !== null;
-    const how = goes ? `process ${job.pid}` : `ended with exit code ${job.code}`;
-    const stop = el("button", {type: "button", disabled: !goes, onclick: () => act("stop", {folder: job.folder}).then(running)}, "stop");
+    const runs = job.pid !== null;
+    const how = runs ? `process ${job.pid}` : `ended with exit code ${job.code}`;
+    const stop = el("button", {type: "button", disabled: !runs, onclick: () => act("stop", {folder: job.folder}).then(running)}, "stop");
     const log = el("details", {"data-log": job.folder, open: jobs.querySelector(`[data-log="${CSS.escape(job.folder)}"]`)?.open ?? false},
       el("summary", {}, "log"), el("pre", {}, job.log));
     return el("div", {class: "job"}, el("p", {}, `${job.folder}: ${how} `, stop), job.log ? log : null);
   }
 
   const running = api.every(3, element, async () => {
-    const found = await api.ask("jobs");
-    jobs.replaceChildren(...found.jobs.map(jobOf));
-    if (!found.jobs.length) jobs.append(el("p", {class: "dim"}, "No run goes on."));
+    const current = await api.ask("jobs");
+    jobs.replaceChildren(...current.jobs.map(jobOf));
+    if (!current.jobs.length) jobs.append(el("p", {class: "dim"}, "No run is running."));
   });
   await check();
 }

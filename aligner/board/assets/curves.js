@@ -3,7 +3,7 @@
 import { duration, el, number, shown, table } from "board/dom.js";
 import { Chart, between, colorClass } from "board/plot.js";
 
-const OPEN = new Set(["eval", "reward", "sft", "rm", "dpo", "kto", "distill"]); // groups that are open at first
+const OPEN = new Set(["eval", "reward", "sft", "rm", "dpo", "kto", "distill"]); // groups that are open initially
 const CLOCKS = {step: "step", hours: "hours since its start", tokens: "tokens", date: "date"};
 
 export function mount(element, api) {
@@ -17,7 +17,7 @@ export function mount(element, api) {
   const charts = new Map(); // metric -> Chart
   const hidden = new Set(); // runs
   const blocks = new Map(); // group -> {details, grid, still}
-  let names = [], rows = [], found = {curves: {}, clocks: {}}, wide = {};
+  let names = [], rows = [], drawable = {curves: {}, clocks: {}}, wide = {};
 
   element.append(
     el("div", {class: "controls"}, el("label", {}, "metrics", filter), el("label", {}, "x", clock), el("label", {}, "smoothing", smoothing),
@@ -48,7 +48,7 @@ export function mount(element, api) {
     return blocks.get(group);
   }
 
-  // Groups and charts for the metrics that there are; returns those to be drawn.
+  // Make groups and charts for the existing metrics; return those to be drawn.
   function lay() {
     const moving = rows.filter((row) => row.still === null && wanted(row.name));
     const still = rows.filter((row) => row.still !== null && wanted(row.name));
@@ -57,13 +57,13 @@ export function mount(element, api) {
     const drawn = [];
     for (const group of order) {
       const {details, grid, still: folded} = block(group);
-      const mine = moving.filter((row) => row.name.split("/")[0] === group);
+      const own = moving.filter((row) => row.name.split("/")[0] === group);
       const same = still.filter((row) => row.name.split("/")[0] === group);
-      if (details.open) for (const row of mine) drawn.push(row.name);
-      const figures = details.open ? mine.map((row) => chart(row.name).figure) : [];
+      if (details.open) for (const row of own) drawn.push(row.name);
+      const figures = details.open ? own.map((row) => chart(row.name).figure) : [];
       if (figures.length !== grid.children.length || figures.some((figure, i) => figure !== grid.children[i])) grid.replaceChildren(...figures);
       folded.hidden = !same.length;
-      folded.replaceChildren(el("summary", {}, `${same.length} that never change`),
+      folded.replaceChildren(el("summary", {}, `constant metrics: ${same.length}`),
         table(["metric", "value"], same.map((row) => [row.name, shown(row.name, row.still)])));
     }
     const shownNow = order.map((group) => block(group).details);
@@ -73,7 +73,7 @@ export function mount(element, api) {
 
   function chart(name) {
     if (!charts.has(name)) {
-      const made = new Chart(name, {told: (value) => shown(name, value)});
+      const made = new Chart(name, {format: (value) => shown(name, value)});
       made.onwiden = () => again();
       charts.set(name, made);
     }
@@ -82,7 +82,7 @@ export function mount(element, api) {
 
   // steps -> the x of the clock chosen
   function along(run, steps) {
-    const {wall, tokens, begun} = found.clocks[run] ?? {};
+    const {wall, tokens, begun} = drawable.clocks[run] ?? {};
     const clocks = {
       step: (step) => step,
       hours: (step) => (wall ? between(wall, step) / 3600 : null),
@@ -98,7 +98,7 @@ export function mount(element, api) {
     for (const [name, made] of charts) {
       if (!made.isConnected) continue;
       const last = rows.find((row) => row.name === name)?.last ?? {};
-      const curves = names.map((run, index) => ({run, index, curve: wide[name]?.[run]?.[name] ?? found.curves[run]?.[name]}))
+      const curves = names.map((run, index) => ({run, index, curve: wide[name]?.[run]?.[name] ?? drawable.curves[run]?.[name]}))
         .filter(({run, curve}) => curve && !hidden.has(run))
         .map(({run, index, curve}) => ({name: run, index, x: along(run, curve.x), y: curve.y, last: last[run]}));
       made.show(curves, options);
@@ -107,23 +107,23 @@ export function mount(element, api) {
 
   const breakdowns = new Map(); // run -> {chart, figure, key}
   function breakdown(phases) {
-    const parts = names.filter((name) => phases[name] && !hidden.has(name)).map((name) => {
+    const figures = names.filter((name) => phases[name] && !hidden.has(name)).map((name) => {
       const {x, layers, seconds} = phases[name];
       const order = Object.keys(seconds).sort((a, b) => seconds[b] - seconds[a]);
       const whole = order.reduce((sum, key) => sum + seconds[key], 0);
       const short = (key) => key.slice(5).replace(/_s$/, "");
       if (!breakdowns.has(name)) {
-        const made = new Chart(`${name}: seconds of a step`, {stacked: true, told: (value) => `${number(value)} s`});
+        const made = new Chart(`${name}: seconds of a step`, {stacked: true, format: (value) => `${number(value)} s`});
         breakdowns.set(name, {made, key: el("div")});
         breakdowns.get(name).figure = el("div", {class: "breakdown"}, made.figure, breakdowns.get(name).key);
       }
       const {made, key, figure} = breakdowns.get(name);
-      key.replaceChildren(table(["phase", "in all", "share"], order.map((part, i) => [
-        el("span", {}, el("span", {class: `swatch ${colorClass(i)}`}), short(part)), duration(seconds[part]), `${(100 * seconds[part] / whole).toFixed(1)} %`])));
-      return {figure, show: () => made.show(order.map((part, index) => ({name: part, index, x, y: layers[part]})), {unit: "step"})};
+      key.replaceChildren(table(["phase", "total", "share"], order.map((phase, i) => [
+        el("span", {}, el("span", {class: `swatch ${colorClass(i)}`}), short(phase)), duration(seconds[phase]), `${(100 * seconds[phase] / whole).toFixed(1)} %`])));
+      return {figure, show: () => made.show(order.map((phase, index) => ({name: phase, index, x, y: layers[phase]})), {unit: "step"})};
     });
-    times.replaceChildren(...(parts.length ? [el("h2", {}, "where the time goes")] : []), ...parts.map((part) => part.figure));
-    for (const part of parts) part.show();
+    times.replaceChildren(...(figures.length ? [el("h2", {}, "where the time goes")] : []), ...figures.map((figure) => figure.figure));
+    for (const figure of figures) figure.show();
   }
 
   const again = api.every(5, element, async () => {
@@ -132,19 +132,19 @@ export function mount(element, api) {
       names = runs;
       keys();
     }
-    const told = await api.ask("metrics", {runs});
-    rows = told.metrics;
+    const listed = await api.ask("metrics", {runs});
+    rows = listed.metrics;
     const metrics = lay();
     const points = Math.max(100, Math.min(400, Math.floor(200_000 / (1 + runs.length * metrics.length))));
-    found = await api.ask("curves", {runs, metrics, points});
+    drawable = await api.ask("curves", {runs, metrics, points});
     const large = metrics.filter((name) => charts.get(name).figure.classList.contains("wide"));
     wide = {};
     if (!api.report) for (const name of large) wide[name] = (await api.ask("curves", {runs, metrics: [name], points: 2000})).curves;
     draw();
     breakdown((await api.ask("phases", {runs})).phases);
-    const part = Object.values(told.read).reduce((sum, each) => sum + each, 0) / (runs.length || 1);
-    note.textContent = !runs.length ? "Choose runs on the page of runs." : !rows.length && part === 1 ? "No metrics yet." : part < 1 ? `read so far: ${(100 * part).toFixed(0)} %` : "";
-    return part < 1;
+    const share = Object.values(listed.read).reduce((sum, each) => sum + each, 0) / (runs.length || 1);
+    note.textContent = !runs.length ? "Choose runs on the page of runs." : !rows.length && share === 1 ? "No metrics yet." : share < 1 ? `read so far: ${(100 * share).toFixed(0)} %` : "";
+    return share < 1;
   });
   document.addEventListener("chosen", () => again());
 }

@@ -1,4 +1,4 @@
-// Curves, by uPlot. Names of runs and metrics never reach it: what it would show as text is set here.
+// Curves, by uPlot. Names of runs and metrics never reach it: all text is set here.
 
 import { el, number } from "board/dom.js";
 
@@ -52,10 +52,10 @@ export function between({x, y}, at) {
   return y[low - 1] + share * (y[low] - y[low - 1]);
 }
 
-// A figure of curves {name, index (colour), x, y (null: a gap)}. `told` writes a value for people.
+// A figure of curves {name, index (colour), x, y (null: a gap)}. `format` writes a value for people.
 export class Chart {
-  constructor(title, {told = number, stacked = false, height = 200} = {}) {
-    this.told = told;
+  constructor(title, {format = number, stacked = false, height = 200} = {}) {
+    this.format = format;
     this.stacked = stacked;
     this.height = height;
     this.options = {};
@@ -105,7 +105,7 @@ export class Chart {
     this.reset.hidden = true;
     const axis = {stroke: () => color("dim"), grid: {stroke: () => color("grid"), width: 1}, ticks: {stroke: () => color("grid"), width: 1},
       font: "11px system-ui, sans-serif"};
-    const values = (_, ticks) => ticks.map((tick) => (tick === null ? "" : this.told(tick)));
+    const values = (_, ticks) => ticks.map((tick) => (tick === null ? "" : this.format(tick)));
     this.plot = new uPlot({
       ...this.size(),
       legend: {show: false},
@@ -132,8 +132,8 @@ export class Chart {
   }
 
   lines() {
-    const line = (curve, more) => ({stroke: () => color(colorClass(curve.index)), width: 1.6, dash: dash(curve.index),
-      points: {show: this.stacked ? false : undefined, size: 4}, ...more});
+    const line = (curve, options) => ({stroke: () => color(colorClass(curve.index)), width: 1.6, dash: dash(curve.index),
+      points: {show: this.stacked ? false : undefined, size: 4}, ...options});
     if (this.stacked) return [...this.curves].reverse().map((curve) => line(curve, {fill: () => color(colorClass(curve.index)), dash: []}));
     const faint = this.options.smoothing ? this.curves.map((curve) => line(curve, {alpha: 0.25, width: 1, points: {show: false}})) : [];
     return [...faint, ...this.curves.map((curve) => line(curve))];
@@ -156,19 +156,19 @@ export class Chart {
     return tables.length > 1 ? uPlot.join(tables) : tables[0];
   }
 
-  // What stands at the cursor, or at the end.
+  // Show the values at the cursor, or at the end.
   tell(index) {
     const several = this.curves.length > 1;
     const at = (curve) => {
       if (index === null || index === undefined) return curve.last ?? curve.y.findLast((y) => y !== null);
       const x = this.plot.data[0][index];
-      const found = curve.x.findLastIndex((each) => each !== null && each <= x);
-      return found < 0 ? null : curve.y[found];
+      const last = curve.x.findLastIndex((each) => each !== null && each <= x);
+      return last < 0 ? null : curve.y[last];
     };
     const shown = this.curves.slice(0, this.stacked ? 12 : 6).map((curve) => [curve, at(curve)]).filter(([, value]) => value !== null && value !== undefined);
     const where = index === null || index === undefined || this.options.dates ? "" : `${this.options.unit ?? "step"} ${number(this.plot.data[0][index])}: `;
     this.caption.replaceChildren(where, ...shown.flatMap(([curve, value]) => [
-      several ? el("span", {class: `swatch ${colorClass(curve.index)}`}) : "", several ? `${this.told(value)} ` : this.told(value)]));
+      several ? el("span", {class: `swatch ${colorClass(curve.index)}`}) : "", several ? `${this.format(value)} ` : this.format(value)]));
   }
 
   zoom(range) {

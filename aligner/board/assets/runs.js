@@ -1,10 +1,10 @@
-// The table of runs: choose, filter, sort; and what there is to say of those chosen.
+// The table of runs: choose, filter, sort; and details of the chosen runs.
 
 import { breakable, bytes, duration, el, number, shown, table } from "board/dom.js";
 
 const percent = (value) => (typeof value === "number" ? `${(100 * value).toFixed(0)} %` : "");
 
-// name -> [what it is sorted by, what is shown]
+// name -> [sort value, shown value]
 function columns(headline, several) {
   return {
     run: [(row) => row.name, (row) => row.name],
@@ -25,18 +25,18 @@ function columns(headline, several) {
   };
 }
 
-// What is not known comes last, whichever way.
+// Unknown values come last, in either order.
 function compare(a, b, down) {
   const empty = (value) => value === null || value === undefined || value === "";
   if (empty(a) || empty(b)) return empty(a) - empty(b);
-  const found = typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), undefined, {numeric: true});
-  return down ? -found : found;
+  const order = typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), undefined, {numeric: true});
+  return down ? -order : order;
 }
 
 export function mount(element, api) {
   const filter = el("input", {type: "search", placeholder: "filter, e.g. grpo running", "aria-label": "filter runs", oninput: () => lay()});
   const body = el("div"), note = el("p", {class: "dim", role: "status"}), below = el("div");
-  let told = {runs: [], headline: [], folders: []}, sorted = "started", down = !api.report;
+  let listed = {runs: [], headline: [], folders: []}, sorted = "started", down = !api.report;
 
   const all = el("button", {onclick: () => choose(visible().map((row) => row.name))}, "choose all");
   const none = el("button", {onclick: () => choose([])}, "choose none");
@@ -44,16 +44,16 @@ export function mount(element, api) {
   element.append(note, body, below);
 
   function visible() {
-    const shownColumns = columns(told.headline, true);
+    const shownColumns = columns(listed.headline, true);
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
     const text = (row) => Object.values(shownColumns).map(([value]) => value(row) ?? "").join(" ").toLowerCase();
-    const rows = told.runs.filter((row) => words.every((word) => text(row).includes(word)));
+    const rows = listed.runs.filter((row) => words.every((word) => text(row).includes(word)));
     const [by] = shownColumns[sorted] ?? [];
     return by ? rows.sort((a, b) => compare(by(a), by(b), down)) : rows;
   }
 
   function choose(names) {
-    api.choose(told.runs.map((row) => row.name).filter((name) => names.includes(name))); // as they started
+    api.choose(listed.runs.map((row) => row.name).filter((name) => names.includes(name))); // in the order of their starts
     lay();
   }
 
@@ -65,29 +65,29 @@ export function mount(element, api) {
 
   function lay() {
     const focus = document.activeElement?.dataset?.key;
-    const several = new Set(told.runs.map((row) => row.chain)).size > 1;
-    const shownColumns = columns(told.headline, several);
-    for (const [name, [, show]] of Object.entries(shownColumns)) // nothing to say in any row
-      if (!["run", "step"].includes(name) && told.runs.every((row) => [show(row)].flat().join("") === "")) delete shownColumns[name];
+    const several = new Set(listed.runs.map((row) => row.chain)).size > 1;
+    const shownColumns = columns(listed.headline, several);
+    for (const [name, [, show]] of Object.entries(shownColumns)) // empty in all rows
+      if (!["run", "step"].includes(name) && listed.runs.every((row) => [show(row)].flat().join("") === "")) delete shownColumns[name];
     const heads = Object.keys(shownColumns).map((name) => el("button", {"data-key": `sort ${name}`, onclick: () => sort(name)},
       name, sorted === name ? (down ? " ▾" : " ▴") : ""));
     const rows = visible().map((row) => [
       api.report ? el("span", {class: "choice"}, el("span", {}, breakable(row.name))) : el("label", {class: "choice"}, el("input", {type: "checkbox", checked: api.chosen.has(row.name), "data-key": `choose ${row.name}`,
         onchange: (event) => {
           event.target.checked ? api.chosen.add(row.name) : api.chosen.delete(row.name);
-          api.choose(told.runs.map((each) => each.name).filter((name) => api.chosen.has(name)));
+          api.choose(listed.runs.map((each) => each.name).filter((name) => api.chosen.has(name)));
         }}), el("span", {}, breakable(row.name))),
       ...Object.entries(shownColumns).filter(([name]) => name !== "run").map(([, [, show]]) => show(row)),
     ]);
-    body.replaceChildren(told.runs.length ? table(api.report ? Object.keys(shownColumns) : heads, rows, "table of runs") : "");
+    body.replaceChildren(listed.runs.length ? table(api.report ? Object.keys(shownColumns) : heads, rows, "table of runs") : "");
     body.querySelectorAll("thead th").forEach((th, i) => {
       if (Object.keys(shownColumns)[i] === sorted) th.setAttribute("aria-sort", down ? "descending" : "ascending");
     });
     if (focus) [...body.querySelectorAll("[data-key]")].find((each) => each.dataset.key === focus)?.focus();
-    const part = told.runs.reduce((sum, row) => sum + row.read, 0) / (told.runs.length || 1);
-    note.textContent = !told.runs.length ? `No runs in ${told.folders.join(", ")} yet.`
-      : part < 1 ? `${told.runs.length} runs; read so far: ${(100 * part).toFixed(0)} %` : api.report ? "" : `${told.runs.length} runs, ${api.chosen.size} chosen`;
-    return part;
+    const share = listed.runs.reduce((sum, row) => sum + row.read, 0) / (listed.runs.length || 1);
+    note.textContent = !listed.runs.length ? `No runs in ${listed.folders.join(", ")} yet.`
+      : share < 1 ? `${listed.runs.length} runs; read so far: ${(100 * share).toFixed(0)} %` : api.report ? "" : `${listed.runs.length} runs, ${api.chosen.size} chosen`;
+    return share;
   }
 
   async function tell() {
@@ -100,7 +100,7 @@ export function mount(element, api) {
     const fact = (key, value) => (key === "duration" ? duration(value) : typeof value === "number" ? number(value) : value ?? "");
     const alarms = names.flatMap((name) => details[name].alarms.map(({text}) => el("li", {class: "alarm"}, `${name}: ${text}`)));
     const parts = [el("h2", {}, "alarms"), alarms.length ? el("ul", {}, alarms) : el("p", {}, "none")];
-    if (keys.length) parts.push(el("h2", {}, "where they come from"), table(["fact", ...names], keys.map((key) => [key, ...names.map((name) => fact(key, details[name].facts[key]))])));
+    if (keys.length) parts.push(el("h2", {}, "origin"), table(["fact", ...names], keys.map((key) => [key, ...names.map((name) => fact(key, details[name].facts[key]))])));
     if (names.length > 1) parts.push(el("h2", {}, "config that differs"), Object.keys(differ).length
       ? table(["key", ...names], Object.entries(differ).map(([key, row]) => [key, ...names.map((name) => row[name] ?? "")])) : el("p", {}, "none"));
     if (Object.keys(summary).length) parts.unshift(el("h2", {}, "summary"),
@@ -113,10 +113,10 @@ export function mount(element, api) {
   }
 
   const again = api.every(5, element, async () => {
-    told = await api.ask("runs");
-    const part = lay();
+    listed = await api.ask("runs");
+    const share = lay();
     await tell();
-    return part < 1;
+    return share < 1;
   });
   document.addEventListener("chosen", () => again());
 }

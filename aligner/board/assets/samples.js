@@ -1,4 +1,4 @@
-// What the model wrote: rows of samples.jsonl, or groups of a recorded rollout with a number behind every token.
+// Texts of the model: rows of samples.jsonl, or groups of a recorded rollout with numbers of every token.
 
 import { el, number, table } from "board/dom.js";
 import { tokens } from "board/tokens.js";
@@ -9,8 +9,8 @@ const NAMES = {
 };
 
 export async function mount(element, api) {
-  const place = api.report ? new URLSearchParams() : api.place().args;
-  const asked = {run: place.get("run") ?? "", step: place.get("step") ?? "", page: 0};
+  const args = api.report ? new URLSearchParams() : api.place().args;
+  const asked = {run: args.get("run") ?? "", step: args.get("step") ?? "", page: 0};
   const run = el("select", {onchange: () => ask({run: run.value, step: ""})});
   const step = el("select", {onchange: () => ask({step: step.value})});
   const text = el("input", {type: "search", size: 14, oninput: () => later({text: text.value})});
@@ -46,9 +46,9 @@ export async function mount(element, api) {
   }
 
   async function load() {
-    const mine = ++asking;
+    const turn = ++asking;
     const answer = await api.ask("samples", {...asked, runs: [...api.chosen].reverse()}); // without a run the newest
-    if (mine !== asking) return; // another question has come since
+    if (turn !== asking) return; // a later request has been sent
     paints.length = 0;
     body.replaceChildren(...answer.views.map((view) => shown(view, answer.hint)));
     if (!answer.views.length) body.append(el("p", {}, "No run has samples yet. ", el("span", {class: "dim"}, answer.hint)));
@@ -70,12 +70,12 @@ export async function mount(element, api) {
     if (value !== undefined) select.value = value;
   }
 
-  // What there are numbers for; what was chosen stays.
+  // Offer the numbers that exist; keep the choice.
   function choices() {
-    const found = Object.keys(NAMES).filter((name) => paints.some(({numbers}) => name in numbers));
+    const present = Object.keys(NAMES).filter((name) => paints.some(({numbers}) => name in numbers));
     const before = colour.value;
-    fill(colour, [...found.map((name) => [name, NAMES[name]]), ["", "none"]], found.includes(before) ? before : (found[0] ?? ""));
-    colouring.hidden = !found.length;
+    fill(colour, [...present.map((name) => [name, NAMES[name]]), ["", "none"]], present.includes(before) ? before : (present[0] ?? ""));
+    colouring.hidden = !present.length;
   }
 
   function paint() {
@@ -87,10 +87,10 @@ export async function mount(element, api) {
   function shown(view, hint) {
     const head = el("h2", {}, view.groups.length ? `${view.run}, step ${view.step}` : view.run);
     if (view.groups.length) return el("div", {}, head, view.groups.map((group) => groupOf(view, group)));
-    const none = view.rows.length ? null : el("p", {}, "No sample is like that.");
-    const more = view.recorded.length ? null : el("p", {class: "dim"}, `No numbers of tokens: ${hint}.`);
+    const none = view.rows.length ? null : el("p", {}, "No sample matches.");
+    const note = view.recorded.length ? null : el("p", {class: "dim"}, `No numbers of tokens: ${hint}.`);
     const damage = view.damage ? el("p", {class: "problem"}, view.damage) : null;
-    return el("div", {}, head, damage, more, none, view.rows.map(row));
+    return el("div", {}, head, damage, note, none, view.rows.map(row));
   }
 
   function groupOf(view, group) {
@@ -101,8 +101,8 @@ export async function mount(element, api) {
 
   function sampleOf(view, sample) {
     const made = el("div", {});
-    const show = (found) => {
-      const one = tokens(found, NAMES);
+    const show = (numbered) => {
+      const one = tokens(numbered, NAMES);
       paints.push(one);
       made.replaceChildren(one.element);
     };
@@ -110,15 +110,15 @@ export async function mount(element, api) {
     else {
       made.append(el("pre", {}, sample.response));
       if (!api.report) made.append(el("button", {type: "button", onclick: () => api.ask("sample_tokens", {run: view.run, step: Number(view.step), row: sample.row})
-        .then((found) => { show(found); choices(); paint(); }).catch(api.fail)}, "show tokens"));
+        .then((numbered) => { show(numbered); choices(); paint(); }).catch(api.fail)}, "show tokens"));
     }
     return el("article", {class: "sample"}, facts(sample.reward, sample), made);
   }
 
-  function facts(reward, sample, more = []) {
+  function facts(reward, sample, extra = []) {
     const scores = Object.entries(sample.scores);
     const words = [`reward ${number(reward) || "none"}`, ...(scores.length > 1 ? scores.map(([name, value]) => `${name} ${number(value) || "none"}`) : []),
-      ...more, sample.end || (sample.finished ? "" : "cut by the limit"), sample.rejected ? "rejected" : sample.valid === false ? "invalid" : ""];
+      ...extra, sample.end || (sample.finished ? "" : "cut by the limit"), sample.rejected ? "rejected" : sample.valid === false ? "invalid" : ""];
     return el("p", {class: "facts"}, words.filter(Boolean).join(", "));
   }
 
@@ -140,5 +140,5 @@ export async function mount(element, api) {
     if (tab === "samples" && args.has("run")) ask({run: args.get("run"), step: args.get("step") ?? ""});
   });
   if (api.report) await load();
-  else element.addEventListener("shown", () => load().catch(api.fail)); // runs have gone on meanwhile
+  else element.addEventListener("shown", () => load().catch(api.fail)); // runs may have written more meanwhile
 }

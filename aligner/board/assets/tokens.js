@@ -4,12 +4,12 @@ import { el, number } from "board/dom.js";
 
 const SHARE = 45; // percent of the colour at the largest number: the text stays readable
 
-// {texts, ids, made, numbers: name -> values, cut} -> {element, numbers, paint(name, largest)}. `names`: what to call them.
+// {texts, ids, made, numbers: name -> values, cut} -> {element, numbers, paint(name, largest)}. `names`: their labels.
 export function tokens({texts, ids, made, numbers, cut}, names) {
   const spans = texts.map((text, i) => el("span", {class: made[i] ? "token" : "token given", "data-i": i}, text));
-  const told = el("p", {class: "told", "aria-live": "polite"}, "\u00a0");
-  const box = el("pre", {class: "tokens", tabindex: 0, role: "group", "aria-label": "tokens: arrow keys tell the numbers of each"},
-    spans, cut ? el("span", {class: "dim"}, " ... (longer than what is shown)") : null);
+  const line = el("p", {class: "numbers", "aria-live": "polite"}, "\u00a0");
+  const box = el("pre", {class: "tokens", tabindex: 0, role: "group", "aria-label": "tokens: arrow keys show the numbers of each"},
+    spans, cut ? el("span", {class: "dim"}, " ... (the rest is not shown)") : null);
   let at = -1;
 
   function tell(i) {
@@ -17,9 +17,9 @@ export function tokens({texts, ids, made, numbers, cut}, names) {
     spans[at]?.classList.remove("at");
     at = i;
     spans[at].classList.add("at");
-    const found = Object.entries(numbers).filter(([, values]) => values[i] !== null);
-    const words = found.map(([name, values]) => `${names[name] ?? name} ${number(values[i])}`);
-    told.textContent = [`${JSON.stringify(texts[i])}${ids ? ` (${ids[i]})` : ""}`, ...(made[i] ? words : ["not of the policy"])].join(" \u00b7 ");
+    const known = Object.entries(numbers).filter(([, values]) => values[i] !== null);
+    const words = known.map(([name, values]) => `${names[name] ?? name} ${number(values[i])}`);
+    line.textContent = [`${JSON.stringify(texts[i])}${ids ? ` (${ids[i]})` : ""}`, ...(made[i] ? words : ["not of the policy"])].join(" \u00b7 ");
   }
   box.addEventListener("pointerover", (event) => event.target.dataset.i && tell(Number(event.target.dataset.i)));
   box.addEventListener("click", (event) => event.target.dataset.i && tell(Number(event.target.dataset.i)));
@@ -31,7 +31,7 @@ export function tokens({texts, ids, made, numbers, cut}, names) {
   });
 
   return {
-    element: el("div", {}, box, told),
+    element: el("div", {}, box, line),
     numbers,
     paint(name, largest) {
       const values = numbers[name];
