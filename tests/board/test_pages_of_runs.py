@@ -126,7 +126,7 @@ def test_a_form_says_what_the_command_line_says(look, serve, tmp_path, capsys):
         expect(page.locator("#page-compose p[role=status]")).to_contain_text(f"error: {key}=")
         page.get_by_role("button", name="show the key").click()
         page.keyboard.type(value)
-    expect(page.locator("#page-compose p[role=status]")).to_contain_text("valid")
+    expect(page.locator("#page-compose p[role=status]")).to_contain_text("no errors")
     choice(page, "run it").select_option("submit")
     page.get_by_role("button", name="dry run").click()
     page.wait_for_selector("text=submit this")
@@ -159,7 +159,7 @@ def test_a_run_is_started_and_stopped(look, serve, tmp_path):
             choice(page, key).select_option(value)
         else:
             page.get_by_role("textbox", name=key, exact=True).fill(value)
-    expect(page.locator("#page-compose p[role=status]")).to_contain_text("valid")
+    expect(page.locator("#page-compose p[role=status]")).to_contain_text("no errors")
     page.get_by_role("button", name="start here").click()
     page.wait_for_selector(".job button:not([disabled])")
     until = time.monotonic() + WAIT_MS / 1000
@@ -210,7 +210,7 @@ def test_models_answer_token_by_token_side_by_side(look, serve, random_model):
     assert page.evaluate("window.lengths.size") > 3  # it came bit by bit
     spans.first.hover()
     numbers = page.locator(".talk p.numbers").first.inner_text()
-    logprob, probability = (float(re.search(rf"{name} (\S+)", told)[1]) for name in ("logprob", "probability"))
+    logprob, probability = (float(re.search(rf"{name} (\S+)", numbers)[1]) for name in ("logprob", "probability"))
     assert math.exp(logprob) == pytest.approx(probability, rel=1e-2) and logprob < 0
     assert page.locator(".talk .turn pre").first.inner_text() == HOSTILE
     page.get_by_label("max_tokens").fill("100000")

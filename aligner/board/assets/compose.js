@@ -95,7 +95,7 @@ export async function mount(element, api) {
   function tell() {
     const {error, plan} = answer;
     status.className = error ? "problem" : "good";
-    status.replaceChildren(error ? error.text : "valid");
+    status.replaceChildren(error ? error.text : "no errors");
     if (error && form.keys.some((key) => key.name === error.key) && !rows.has(error.key))
       status.append(" ", el("button", {type: "button", onclick: () => reveal(error.key)}, "show the key"));
     command.textContent = answer.command;
