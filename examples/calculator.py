@@ -40,7 +40,8 @@ def multiply(a: int, b: int) -> int:
 
 
 async def agent(task: Any, base_url: str, sampling: dict[str, Any]) -> float:
-    """The same as an agent: asks, multiplies where the model wants that, and says whether the answer was right."""
+    """Run the task as an agent: ask, multiply if the model calls the tool, and return 1 for the right answer, else
+    0."""
     import httpx
     from transformers.utils import get_json_schema
 
@@ -84,8 +85,8 @@ def make_data(root: Path, seed: int) -> None:
     tools = [get_json_schema(multiply)]
     chats = [conversation(a, b, draw.random() < CALLED) for a, b in train]
     _write(root / "sft.jsonl", ({"messages": chat, "tools": tools} for chat in chats))
-    for name, part in (("train", train), ("test", test)):
-        _write(root / f"{name}.jsonl", ({"prompt": f"{a}*{b}", "answer": str(a * b)} for a, b in part))
+    for name, rows in (("train", train), ("test", test)):
+        _write(root / f"{name}.jsonl", ({"prompt": f"{a}*{b}", "answer": str(a * b)} for a, b in rows))
     call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
     options = {"split_digits": True, "split_words": False, "chat_template": TEMPLATE}
     train_tokenizer([call, "multiply"] * 9, str(root / "tokenizer"), VOCABULARY, **options)

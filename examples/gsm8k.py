@@ -55,11 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(source: str, out: str, vocab_size: int = VOCABULARY) -> Made:
-    """Read `source`, write everything below `out` and print what was made.
+    """Read `source`, write all files below `out` and print their sizes.
 
     Raises DataError for a missing file, malformed JSON, other columns, an answer without `####` or solutions that make
-    no pair, before anything is written; ConfigError for `out` or `vocab_size`.
-    """
+    no pair, before anything is written; ConfigError for `out` or `vocab_size`."""
     from aligner.data.tokenizer import train_tokenizer
 
     made = read(source)
@@ -82,7 +81,7 @@ def prepare(source: str, out: str, vocab_size: int = VOCABULARY) -> Made:
 
 
 def read(source: str) -> Made:
-    """The rows of the three files of the folder `source`. Raises DataError."""
+    """Read the rows of the three files of the folder `source`. Raises DataError."""
     folder = Path(source).expanduser()
     if not folder.is_dir():
         raise DataError(f"SOURCE_FOLDER={source!r}: expected a folder with {TRAIN}, {TEST} and {SOLUTIONS}")
@@ -108,21 +107,22 @@ def read(source: str) -> Made:
 
 
 def _problems(rows: Rows) -> list[Row]:
-    """{prompt, completion, answer}: the completion is the worked solution, the answer its last line, `#### 42`."""
-    found = []
+    """Return {prompt, completion, answer}: the completion is the worked solution, the answer its last line, as in
+    `#### 42`."""
+    problems = []
     for index, row in enumerate(rows):
         where = rows.where(index)
         question, solution = _string(row, "question", where), _string(row, "answer", where)
         final = _MARK.search(solution)
         if final is None:
             raise DataError(f"{where}: expected `answer` to end in `#### <number>`, found {solution[-60:]!r}")
-        found.append({"prompt": prompt(question), "completion": solution, "answer": f"#### {final[1].strip()}"})
-    return found
+        problems.append({"prompt": prompt(question), "completion": solution, "answer": f"#### {final[1].strip()}"})
+    return problems
 
 
 def _pairs(rows: Rows) -> list[Row]:
-    """Every correct solution of a problem against every incorrect one of the same problem; no text pair twice."""
-    found: dict[tuple[str, str, str], Row] = {}
+    """Pair every correct solution of a problem with every incorrect one of the same problem; no text pair twice."""
+    pairs: dict[tuple[str, str, str], Row] = {}
     for index, row in enumerate(rows):
         where = rows.where(index)
         question = prompt(_string(row, "question", where))
@@ -136,8 +136,8 @@ def _pairs(rows: Rows) -> list[Row]:
                 if correct and not other_correct and good != bad:
                     names = {"chosen_by": good_name, "rejected_by": bad_name}
                     pair = {"prompt": question, "chosen": good, "rejected": bad} | names
-                    found.setdefault((question, good, bad), pair)
-    return list(found.values())
+                    pairs.setdefault((question, good, bad), pair)
+    return list(pairs.values())
 
 
 def _solution(value: Mapping[str, Any], name: str, where: str) -> tuple[str, bool, str]:
@@ -151,7 +151,7 @@ def _solution(value: Mapping[str, Any], name: str, where: str) -> tuple[str, boo
 
 
 def prompt(question: str) -> str:
-    """What the model continues: the question and a line break."""
+    """Return the text that the model continues: the question and a line break."""
     return question.strip() + "\n"
 
 

@@ -14,11 +14,10 @@ DRAWS_PER_ROW = 20  # a small task repeats itself: give up after this many draws
 
 
 def generate(task: str, size: int, seed: int, **config: Any) -> list[dict[str, Any]]:
-    """`size` rows {prompt, answer, entry, task} with different questions; `entry` is what the task's scorer needs.
+    """Return `size` rows {prompt, answer, entry, task} with different questions; the task's scorer needs `entry`.
 
     Row i depends on (task, config, seed) only. Raises DataError for an unknown task or option, an entry that JSON
-    cannot hold, or if the task does not have `size` different questions.
-    """
+    cannot hold, or if the task does not have `size` different questions."""
     try:
         import reasoning_gym
     except ImportError as cause:
@@ -51,7 +50,7 @@ def generate(task: str, size: int, seed: int, **config: Any) -> list[dict[str, A
 
 
 def _plain(entry: Mapping[str, Any], task: str) -> dict[str, Any]:
-    """The entry as JSON gives it back, so that a row is the same before and after it was written."""
+    """Return the entry as read from JSON, so that a row is the same before and after it was written."""
     try:
         return json.loads(json.dumps(entry))
     except (TypeError, ValueError) as error:
@@ -59,20 +58,19 @@ def _plain(entry: Mapping[str, Any], task: str) -> dict[str, Any]:
 
 
 def _check_scorer(source: Any, entry: dict[str, Any], task: str) -> None:
-    """A few scorers compare with tuples, which JSON turns into lists: every answer would then be wrong."""
-    expected, found = (source.score_answer(entry["answer"], e) for e in (entry, _plain(entry, task)))
-    if expected != found:
+    """Check that the scorer accepts entries from JSON: a few compare with tuples, which become lists there."""
+    expected, from_file = (source.score_answer(entry["answer"], e) for e in (entry, _plain(entry, task)))
+    if expected != from_file:
         raise DataError(
             f"reasoning-gym task {task!r}: expected a scorer that gives a written row the same score, "
-            f"found {found} instead of {expected}; this task cannot be used from a file"
+            f"found {from_file} instead of {expected}; this task cannot be used from a file"
         )
 
 
 def split(rows: Iterable[dict[str, Any]], fractions: Mapping[str, float]) -> dict[str, list[dict[str, Any]]]:
-    """Rows by split name, decided by a hash of the question alone.
+    """Return rows by split name, chosen only by a hash of the question.
 
-    The same question is in the same split whatever the seed or the size, as long as `fractions` stays the same.
-    """
+    The same question is in the same split with any seed or size, as long as `fractions` stays the same."""
     if not fractions or min(fractions.values()) < 0 or abs(sum(fractions.values()) - 1) > 1e-9:
         raise DataError(f"fractions={dict(fractions)}: expected numbers >= 0 that sum to 1")
     parts: dict[str, list[dict[str, Any]]] = {name: [] for name in fractions}
@@ -89,7 +87,7 @@ def split(rows: Iterable[dict[str, Any]], fractions: Mapping[str, float]) -> dic
 
 
 def write_jsonl(rows: Sequence[Mapping[str, Any]], path: str) -> None:
-    """One JSON object per line; parent folders are made."""
+    """Write one JSON object per line, and create parent folders."""
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

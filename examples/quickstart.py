@@ -34,7 +34,7 @@ from aligner.tools.apart import apart
 STAGES = ("sft", "rm_init", "rm", "grpo", "ppo")
 HERE = "examples.quickstart"
 POLICIES = ("sft", "rm_init", "grpo", "ppo")
-OWN_IMPORTS = ("examples.pairs", "aligner.tools.evaluate")  # what only this tool needs
+OWN_IMPORTS = ("examples.pairs", "aligner.tools.evaluate")  # needed only by this tool
 QUESTIONS = 15900  # of the 16,200 there are: finding the last ones by drawing takes long
 SPLITS = {"train": 0.85, "valid": 0.05, "test": 0.10}  # by hash of the question: disjoint by construction
 VOCABULARY = 320
@@ -59,25 +59,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class Quickstart:
     def __init__(self, overrides: list[str], ranks: int):
-        given = [text.partition("=")[2].strip("'\"") for text in overrides if text.startswith("run.dir=")]
-        self.root = Path(given[-1] if given else "runs/quickstart")
+        folders = [text.partition("=")[2].strip("'\"") for text in overrides if text.startswith("run.dir=")]
+        self.root = Path(folders[-1] if folders else "runs/quickstart")
         self.overrides = [text for text in overrides if not text.startswith("run.dir=")]
         self.ranks = ranks
         self.seconds: dict[str, float] = {}
-        self.before_s = _cpu_seconds()  # of the shell that this process was, with an installation
+        self.before_s = _cpu_seconds()  # of the shell that has become this process, with an installation
 
     def run(self) -> int:
-        """Returns 0, or the exit code of the stage that failed. Bad overrides raise AlignerError before any work."""
+        """Run all stages. Returns 0, or the exit code of the stage that failed. Bad overrides raise AlignerError before
+        any work."""
         configs = {stage: compose(self.arguments(stage)) for stage in STAGES}
         self.begin()
         start = time.perf_counter()
         modules = {module: None for cfg in configs.values() for module in imports(cfg)}
-        with nursery.kept([*modules, *OWN_IMPORTS], dict(os.environ), STOPS):  # all that follows shares its imports
+        with nursery.kept([*modules, *OWN_IMPORTS], dict(os.environ), STOPS):  # all stages share its imports
             code = self.stages(configs)
             if code:
                 return code
-            found = apart(f"{HERE}:accuracies", self.root, [configs[stage] for stage in POLICIES])
-        summary = summarize(self.root, configs, found, self.seconds, self.ranks, self.cpu_seconds())
+            accuracy = apart(f"{HERE}:accuracies", self.root, [configs[stage] for stage in POLICIES])
+        summary = summarize(self.root, configs, accuracy, self.seconds, self.ranks, self.cpu_seconds())
         show(summary, time.perf_counter() - start)
         from aligner.tools import report
 
@@ -99,7 +100,7 @@ class Quickstart:
         return 0
 
     def begin(self) -> None:
-        """Continue an interrupted quick start of the same arguments; otherwise start anew."""
+        """Continue an interrupted quick start of the same arguments; otherwise start again."""
         note, wanted = self.root / "arguments.json", json.dumps([self.ranks, *self.overrides])
         self.resume = note.is_file() and note.read_text() == wanted and not (self.root / "summary.json").exists()
         if self.resume:
@@ -113,14 +114,14 @@ class Quickstart:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             (self.root / "summary.json").unlink(missing_ok=True)
-            for stage in STAGES:  # of this tool's own making: a quick start leaves one run per stage, not a history
+            for stage in STAGES:  # made by this tool: a quick start keeps one run per stage, no history
                 shutil.rmtree(self.root / stage, ignore_errors=True)
             note.write_text(wanted)
         except OSError as error:
             raise ConfigError("run.dir", str(self.root), "a folder that can be written", str(error)) from error
 
     def arguments(self, stage: str) -> list[str]:
-        """The stage's overrides: its experiment, its folders below the root, then what the user asked for."""
+        """Return the stage's overrides: its experiment, its folders below the root, then the user's."""
         here, there = str(self.root), "runs/quickstart"
         moved = []
         if here != there:
@@ -137,7 +138,7 @@ class Quickstart:
         return [f"experiment=quickstart_{stage}", *moved, *self.overrides]
 
     def stage(self, stage: str, cfg: Config) -> int:
-        """What `aligner launch` does."""
+        """Run a stage like `aligner launch`."""
         self.say(f"{stage}: {self.root / stage} (metrics.jsonl, checkpoints, hf)")
         command = ["launch", "--ranks", str(self.ranks), *self.arguments(stage)]
         return launch_run(cfg, self.ranks, lambda: freeze_start(cfg), command)
@@ -156,20 +157,20 @@ class Quickstart:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and all that it has waited for."""
+    """Return the CPU seconds of this process and all processes that it has waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def make_data(root: Path, seed: int) -> None:
-    """data/{train,valid,test}.jsonl and tokenizer/, anew for the seed; a question is in exactly one of them."""
+    """Write data/{train,valid,test}.jsonl and tokenizer/ for the seed; a question is in exactly one of the files."""
     from aligner.data.tokenizer import train_tokenizer
     from examples.gym_tasks import split, write_jsonl
     from examples.sums import questions
 
     parts = split(questions(QUESTIONS, seed), SPLITS)
-    for name, part in parts.items():
-        write_jsonl([row | {"completion": row["answer"]} for row in part], str(root / "data" / f"{name}.jsonl"))
+    for name, rows in parts.items():
+        write_jsonl([row | {"completion": row["answer"]} for row in rows], str(root / "data" / f"{name}.jsonl"))
     texts = [row["prompt"] + row["answer"] for row in parts["train"]]
     # plain prompts, no conversations: without a chat template `aligner chat` asks as the model was trained
     options = {"split_digits": True, "split_words": False, "chat_template": None}
@@ -189,7 +190,7 @@ def write_pairs(root: Path, cfg: Config) -> None:
 
 
 def accuracies(root: Path, configs: list[Config]) -> list[float]:
-    """Greedy, on all test prompts."""
+    """Measure accuracy with greedy decoding on all test prompts."""
     from aligner.tools.evaluate import evaluate
 
     for cfg in configs:
@@ -198,15 +199,15 @@ def accuracies(root: Path, configs: list[Config]) -> list[float]:
 
 
 def summarize(
-    root: Path, configs: dict[str, Config], found: list[float], seconds: dict[str, float], ranks: int, cpu_s: float
+    root: Path, configs: dict[str, Config], accuracy: list[float], seconds: dict[str, float], ranks: int, cpu_s: float
 ) -> dict[str, Any]:
-    """The accuracy `found` of each policy, and the reward model's pair accuracy; writes summary.json."""
-    summary: dict[str, Any] = {stage: {"accuracy": value} for stage, value in zip(POLICIES, found, strict=True)}
+    """Write summary.json with the `accuracy` of each policy, and the reward model's pair accuracy."""
+    summary: dict[str, Any] = {stage: {"accuracy": value} for stage, value in zip(POLICIES, accuracy, strict=True)}
     records = {stage: read_jsonl(root / stage / "metrics.jsonl") for stage in STAGES}
     summary["sft"]["steps"] = records["sft"][-1]["step"]
     summary["sft"]["stopped_early"] = records["sft"][-1]["step"] < configs["sft"].run.steps
     summary["rm"] = {"pair_accuracy": last(records["rm"], "eval/accuracy")}
-    # the reward model's own opinion of the policy it trained, on validation prompts, beside the truth there
+    # the reward model's score of the policy it trained, on validation prompts, and the accuracy there
     summary["ppo"]["model_right"] = last(records["ppo"], "eval/model_right")
     summary["ppo"]["model_score"] = last(records["ppo"], "eval/model_score")
     summary["ppo"]["valid_accuracy"] = last(records["ppo"], "eval/accuracy")
@@ -240,7 +241,7 @@ def show(summary: dict[str, Any], total_s: float) -> None:
     )
     results = {stage: f"{summary[stage]['accuracy']:.3f} of answers right" for stage in POLICIES}
     results["rm"] = f"{summary['rm']['pair_accuracy']:.3f} of pairs in order"
-    notes = {"sft": note, "rm_init": "what the reward model begins from", "rm": ""}
+    notes = {"sft": note, "rm_init": "initial weights of the reward model", "rm": ""}
     notes |= {stage: f"{summary[stage]['accuracy'] - sft:+.3f}" for stage in ("grpo", "ppo")}
     for stage in STAGES:
         table.add_row(stage, results[stage], notes[stage], f"{seconds[stage]:.0f}")

@@ -13,10 +13,9 @@ QUESTION = "State the final answer to the following arithmetic problem: {} {} {}
 
 
 def questions(size: int, seed: int) -> list[dict[str, str]]:
-    """Rows {prompt, answer} of `size` (at most 16,200) different questions, which depend on `seed` alone.
+    """Return rows {prompt, answer} of `size` (at most 16,200) different questions, which depend only on `seed`.
 
-    The draws are those of reasoning-gym's `chain_sum` for two terms of two digits, so its rows are these.
-    """
+    The draws are those of reasoning-gym's `chain_sum` for two terms of two digits, so its rows are these."""
     rows: dict[str, str] = {}
     while len(rows) < size:
         draw = random.Random(seed)
@@ -29,7 +28,7 @@ def questions(size: int, seed: int) -> list[dict[str, str]]:
 
 
 def score(samples: Sequence[Sample]) -> list[float]:
-    """1 for the row's number; for a text that holds its digits among others, their share of the text; else 0."""
+    """Score 1 for the row's number; for a text that has its digits among others, their share of the text; else 0."""
     return [_score(sample.response.strip(), sample.prompt.fields["answer"]) for sample in samples]
 
 

@@ -3,7 +3,7 @@
 #   sbatch -N 2 --ntasks-per-node=8 launchers/grpo.sbatch KEY=VALUE ...    site: ALIGNER_SITE, or by the cluster's name
 #   bash launchers/grpo.sbatch --ranks 2 KEY=VALUE ...                      no scheduler, on this machine
 #   python -m aligner submit --nodes 2 stage=grpo KEY=VALUE ...             with the site's flags; see docs/slurm.md
-# What they call:
+# Functions that they call:
 #   aligner_launcher STAGE [OPTION...] [KEY=VALUE...]   compose and freeze the config, then aligner_job
 #   aligner_job                                         run what the ALIGNER_* variables describe (cluster/render.py)
 # How a job ends (docs/failures.md): the run folder has DONE -> 0; STOPPED -> requeued, or 75 where nothing requeues;
@@ -52,7 +52,7 @@ aligner_launcher() {
     if [[ "${SLURM_RESTART_COUNT:-0}" == 0 || ! -f "$note" ]]; then
         aligner_python
         lines="$("$ALIGNER_PYTHON" -m aligner submit --shell "stage=$stage" "$@")" || exit $?
-        if [[ -n "${SLURM_JOB_ID:-}" ]]; then # a requeued job reads this, whatever conf/ says by then
+        if [[ -n "${SLURM_JOB_ID:-}" ]]; then # a requeued job reads this, not a conf/ that has changed
             mkdir -p "${note%/*}"
             printf '%s\n' "$lines" >"$note"
         fi
@@ -69,7 +69,7 @@ aligner_job() {
     [[ -z "${SLURM_JOB_ID:-}" ]] || export SLURM_EXPORT_ENV=ALL # sbatch --export=NONE is about this script, not about srun
     local task="${SLURM_ARRAY_TASK_ID:-0}"
     # shellcheck disable=SC2153  # set by the lines of cluster/render.py
-    ((${#ALIGNER_RUNS[@]} > 1)) || task=0 # an array of the user's own, whose tasks say themselves what they run
+    ((${#ALIGNER_RUNS[@]} > 1)) || task=0 # the user's own array, whose tasks choose their runs themselves
     ALIGNER_RUN="${ALIGNER_RUNS[$task]-}"
     [[ -n "$ALIGNER_RUN" ]] || aligner_die "array task $task: there are ${#ALIGNER_RUNS[@]} runs"
     ALIGNER_JOB="${SLURM_JOB_ID:-local}"
@@ -105,7 +105,7 @@ aligner_check_upstream() {
     done
 }
 
-# The newest step that a restart would begin from; 0 where there is none.
+# The newest step that a restart would begin from; 0 if there is none.
 aligner_step() {
     local step="" name
     if [[ -f "$ALIGNER_RUN/progress.json" ]]; then
@@ -120,7 +120,7 @@ aligner_step() {
     echo "${step:-0}"
 }
 
-# logs/attempts.tsv: what restarts are judged by, and what slurm/watch reads.
+# Append to logs/attempts.tsv, which restarts are checked by and slurm/watch reads.
 aligner_record() {
     printf '%s\t%s\t%s\t%s\t%s\t%s\t%s\n' "$1" "$ALIGNER_JOB" "$ALIGNER_ATTEMPT" "$(date +%s)" "$(aligner_step)" \
         "${2:--}" "$ALIGNER_RANKS" >>"$ALIGNER_RUN/logs/attempts.tsv"
@@ -141,7 +141,7 @@ aligner_check_restarts() {
     fi
 }
 
-# Where, in a job of several nodes, a node is unfit, name it and go on without it if there is a spare one.
+# In a job of several nodes, name unfit nodes, and continue without them if there are spare ones.
 aligner_check_health() {
     local mode="${ALIGNER_HEALTH:-auto}" bad node
     local nodes=$((${SLURM_NNODES:-1} + ${ALIGNER_ENGINE_NODES:-0}))
@@ -194,8 +194,8 @@ aligner_node_local() {
     ALIGNER_LOCAL_PYTHON="$ALIGNER_COPY/bin/python"
 }
 
-# ALIGNER_COPY: where each node has these parts of a folder. One node reads them and Slurm hands them on. The name tells
-# them from others by their files' names, sizes and times: this and later jobs find a copy that is there.
+# ALIGNER_COPY: the copy of these subfolders on each node. One node reads them and Slurm distributes them. The name is a
+# hash of the files' names, sizes and times, by which this and later jobs find an existing copy.
 aligner_copy() {
     local from="$1" files nodes start archive
     shift
@@ -238,7 +238,7 @@ aligner_ranks() {
         ALIGNER_SIGNALLED=0
         code=0
         wait "$ALIGNER_CHILD" || code=$?
-        ((code != 127)) || code=$last # waited for already, when a signal came at the very end
+        ((code != 127)) || code=$last # it was waited for already, as a signal came at the very end
         last=$code
         ((ALIGNER_SIGNALLED)) || break
     done
@@ -247,12 +247,12 @@ aligner_ranks() {
     return "$code"
 }
 
-# srun ends the step at once when it gets TERM, so ranks learn of it as USR1: save, stop, write STOPPED.
+# srun ends the step at once when it gets TERM, so ranks get USR1 instead: save, stop, write STOPPED.
 aligner_forward() {
     ALIGNER_SIGNALLED=1
     ALIGNER_ASKED="${ALIGNER_SIGNAL:-USR1}"
     [[ -n "${SLURM_JOB_ID:-}" ]] || ALIGNER_ASKED="$1"
-    aligner_say "got $1, telling the ranks to save and stop"
+    aligner_say "got $1, asking the ranks to save and stop"
     ((ALIGNER_CHILD == 0)) || aligner_ask
 }
 
@@ -266,7 +266,7 @@ aligner_ask() {
     ALIGNER_ASKING=$!
 }
 
-# Whether the process blocks, ignores or catches the signal: one that has just been forked, or is not far yet, would end.
+# Return whether the process blocks, ignores or catches the signal: one that is still starting would end.
 aligner_survives() {
     local number mask
     number="$(kill -l "$2")"
@@ -316,16 +316,16 @@ aligner_start_slurm() {
     else
         start+=("${options[@]}" "${command[@]}")
     fi
-    # what ranks prove to each other that they are of this start; mpirun may not take it along: then they share a file
+    # by it ranks verify that they belong to this start; mpirun may not pass it on: then they share a file
     local secret="${ALIGNER_SECRET:-}"
     [[ -n "$secret" || "$ALIGNER_MPI" == mpirun ]] || secret="$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')"
     PYTHONPATH="$path" ALIGNER_SECRET="$secret" "${start[@]}" 2> >(tee "$ALIGNER_LOGS/srun.log" >&2) &
 }
 
-# What srun is told of a heterogeneous job's second component: both are one step, whose ranks are counted through.
+# Flags of srun for a heterogeneous job's second component: both are one step, whose ranks are numbered consecutively.
 aligner_engines() {
     local tasks=$((ALIGNER_ENGINE_NODES * ALIGNER_ENGINE_RANKS_PER_NODE)) version
-    echo $((ALIGNER_NODES * ALIGNER_RANKS_PER_NODE)) >"$ALIGNER_LOGS/trainers" # by it triage makes ranks of srun's tasks
+    echo $((ALIGNER_NODES * ALIGNER_RANKS_PER_NODE)) >"$ALIGNER_LOGS/trainers" # triage needs it to turn srun's tasks into ranks
     # SRUN_CPUS_PER_TASK is of the first component
     ALIGNER_ENGINES=(--het-group=1 "--nodes=$ALIGNER_ENGINE_NODES" "--ntasks=$tasks"
         "--ntasks-per-node=$ALIGNER_ENGINE_RANKS_PER_NODE" "--cpus-per-task=${SLURM_CPUS_PER_TASK_HET_GROUP_1:-1}"
@@ -345,12 +345,12 @@ aligner_mpirun() {
     if mpirun --version 2>&1 | grep -q 'Open MPI'; then
         hosts="$(printf "%s:$ALIGNER_RANKS_PER_NODE," "$@")"
         ALIGNER_MPIRUN+=(--host "${hosts%,}" --map-by "ppr:$ALIGNER_RANKS_PER_NODE:node" --bind-to none)
-    else # MPICH and those that come from it
+    else # MPICH and its derivatives
         ALIGNER_MPIRUN+=(-ppn "$ALIGNER_RANKS_PER_NODE" -hosts "$(IFS=, && echo "$*")")
     fi
 }
 
-# Where the ranks meet. The port is below the ephemeral range, and another one for another job or attempt on the host.
+# The rendezvous address of the ranks. The port is below the ephemeral range, and another one for another job or attempt on the host.
 aligner_rendezvous() {
     MASTER_ADDR="$1"
     if [[ "$ALIGNER_RENDEZVOUS" == address ]]; then
@@ -370,7 +370,7 @@ aligner_deadline() {
     export SLURM_JOB_END_TIME
 }
 
-# What the ranks' exit code and the files they left mean. Returns the script's exit code, or does not return.
+# Act on the ranks' exit code and files. Returns the script's exit code, or does not return.
 aligner_outcome() {
     local code="$1"
     ((code == 0)) || code="$(aligner_meant "$code")"
@@ -386,9 +386,9 @@ aligner_outcome() {
     fi
     if ((code == ALIGNER_NO_RESTART)); then
         aligner_record end refused
-        aligner_say "the run says that a restart cannot help; cancelling what depends on this job" >&2
+        aligner_say "the run reports that a restart cannot help; cancelling the jobs that depend on this one" >&2
         aligner_cancel_dependants
-        [[ -z "${SLURM_JOB_ID:-}" ]] || aligner_triage || true # the last word is the cause
+        [[ -z "${SLURM_JOB_ID:-}" ]] || aligner_triage || true # the cause is the last line
         return "$code"
     fi
     if ((code == 0)); then
@@ -403,7 +403,7 @@ aligner_stopped() {
     step="$(aligner_step)"
     aligner_say "stopped at step $step"
     if [[ -z "${SLURM_JOB_ID:-}" ]]; then
-        aligner_say "the same command goes on from there"
+        aligner_say "the same command resumes from there"
         return "$ALIGNER_TRY_AGAIN"
     fi
     if ((step <= ALIGNER_STARTED_STEP)); then
@@ -427,7 +427,7 @@ aligner_requeue() {
     fi
     aligner_say "requeueing job $SLURM_JOB_ID"
     if ! scontrol requeue "$SLURM_JOB_ID"; then
-        aligner_say "this job may not be requeued; submit it again to go on" >&2
+        aligner_say "this job may not be requeued; submit it again to resume" >&2
         return "$ALIGNER_TRY_AGAIN"
     fi
     sleep 120 & # Slurm ends this script
@@ -435,7 +435,7 @@ aligner_requeue() {
     return "$ALIGNER_TRY_AGAIN"
 }
 
-# Why the ranks failed. Where no rank knows, a node may be gone: Slurm would only notice after SlurmdTimeout.
+# Find why the ranks failed. If no rank knows, a node may be gone: Slurm would only notice after SlurmdTimeout.
 aligner_failed() {
     local code="$1" dead
     if [[ -z "${SLURM_JOB_ID:-}" ]]; then
@@ -473,7 +473,7 @@ aligner_failed() {
     aligner_requeue
 }
 
-# What the rank that failed first meant to end with. srun gives the largest code of all, and 143 for those that it ends.
+# Print the own exit code of the rank that failed first. srun returns the largest code, and 143 for ranks that it ends.
 aligner_meant() {
     if [[ -z "${SLURM_JOB_ID:-}" ]] \
         || ! "${ALIGNER_PYTHON:-python3}" -m aligner.cluster.triage --exit-code "$1" "$ALIGNER_LOGS" 2>/dev/null; then
@@ -486,36 +486,36 @@ aligner_triage() {
     "${ALIGNER_PYTHON:-python3}" -m aligner.cluster.triage "$ALIGNER_LOGS" >&2
 }
 
-# What srun says of a failed node; where it says nothing, the nodes that do not answer.
+# Print the node that srun reports as failed; if it reports none, the nodes that do not answer.
 aligner_dead_nodes() {
-    local node said engines=" " part=()
-    said="$(sed -n 's/.*Node failure on \([^ ]*\).*/\1/p' "$ALIGNER_LOGS/srun.log" | sort -u | tr '\n' ' ')"
-    if [[ -n "$said" ]]; then
-        echo "$said"
+    local node failed engines=" " group=()
+    failed="$(sed -n 's/.*Node failure on \([^ ]*\).*/\1/p' "$ALIGNER_LOGS/srun.log" | sort -u | tr '\n' ' ')"
+    if [[ -n "$failed" ]]; then
+        echo "$failed"
         return 0
     fi
     [[ -z "${SLURM_JOB_NODELIST_HET_GROUP_1:-}" ]] \
         || engines=" $(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1" | tr '\n' ' ')"
     for node in $(aligner_hosts); do
         [[ " ${ALIGNER_BAD_NODES[*]-} " != *" $node "* ]] || continue
-        [[ "$engines" != *" $node "* ]] || part=(--het-group=1)
-        (timeout 30 srun ${part[@]+"${part[@]}"} --overlap --mem=0 --mpi=none --nodes=1 --ntasks=1 "--nodelist=$node" true \
+        [[ "$engines" != *" $node "* ]] || group=(--het-group=1)
+        (timeout 30 srun ${group[@]+"${group[@]}"} --overlap --mem=0 --mpi=none --nodes=1 --ntasks=1 "--nodelist=$node" true \
             >/dev/null 2>&1 || echo "$node") &
     done | tr '\n' ' '
     wait
 }
 
-# Jobs that wait for this one to end well, and those that wait for them. --kill-on-invalid-dep does the same later.
+# Cancel jobs that wait for this one to end well, and those that wait for them. --kill-on-invalid-dep would do so later.
 aligner_cancel_dependants() {
     [[ -n "${SLURM_JOB_ID:-}" ]] || return 0
-    local found=" $SLURM_JOB_ID ${SLURM_ARRAY_JOB_ID:-} " id after changed=1 parent
+    local jobs=" $SLURM_JOB_ID ${SLURM_ARRAY_JOB_ID:-} " id after changed=1 parent
     while ((changed)); do
         changed=0
         while IFS='|' read -r id after; do
-            [[ " $found " != *" $id "* ]] || continue
-            for parent in $found; do
+            [[ " $jobs " != *" $id "* ]] || continue
+            for parent in $jobs; do
                 if [[ "$after" =~ afterok:([^,?]*[:,])?${parent}([^0-9]|$) ]]; then
-                    found+="$id "
+                    jobs+="$id "
                     changed=1
                     aligner_say "cancelling job $id"
                     scancel "$id" || true

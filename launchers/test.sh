@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, format check and tests. What this machine lacks is skipped and listed at the end.
+# Lint, format check and tests. Tests that need what this machine lacks are skipped and listed at the end.
 #   --fast   leaves out the tests marked slow, and most cases of those marked few
 #   --all    installs Slurm, MPI, Chromium and a C compiler with apt-get, reasoning-gym, vLLM into .venv-vllm, and
 #            TransformerEngine's Python into .te-python if they are missing, and fails where a test is skipped for lack of them
@@ -35,7 +35,7 @@ install_packages() {
 }
 
 arguments=()
-cores=$(env -u OMP_NUM_THREADS nproc) # which else counts no more than those
+cores=$(env -u OMP_NUM_THREADS nproc) # nproc would else count only OMP_NUM_THREADS
 workers=$cores
 ((workers <= 4)) || workers=4
 waiting=1
@@ -61,13 +61,13 @@ for argument in "$@"; do
 done
 
 if ((workers > 1)); then
-    workers=$((workers + waiting)) # half of the slow tests' time they wait for other processes
+    workers=$((workers + waiting)) # slow tests spend half of their time waiting for other processes
     arguments+=(-n "$workers" --dist loadfile --no-loadscope-reorder)
     each=$((cores / workers))
     export OMP_NUM_THREADS="${threads:-$((each > 0 ? each : 1))}"
 fi
 
-# tests write many small files, which takes longer on a disk than all else they do with them
+# tests write many small files, which takes longer on a disk than the rest of their work
 if [[ -z "${PYTEST_DEBUG_TEMPROOT:-}" && "$(df -m --output=avail /dev/shm 2>/dev/null | tail -n 1)" -ge 8192 ]]; then
     export PYTEST_DEBUG_TEMPROOT=/dev/shm
 fi

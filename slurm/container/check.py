@@ -1,5 +1,5 @@
-"""Whether an image has what a run needs of it: ends with 1 and a line for each thing that is missing. Run at its build
-(Dockerfile), and by hand in an image of your own."""
+"""Check that an image has all that a run needs: exit code 1 and a line for each problem. Run at its build (Dockerfile),
+and by hand in an image of your own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def problems() -> Iterator[str]:
 
 
 def _imported(name: str):
-    """The module, or None behind a line that says why not: libraries that do not fit end in all kinds of errors."""
+    """Import a module. If it fails, yield a line with the reason and return None: unfit libraries raise all kinds of
+    errors."""
     try:
         return importlib.import_module(name)
     except Exception as error:
@@ -45,6 +46,6 @@ def _imported(name: str):
 
 
 if __name__ == "__main__":
-    found = list(problems())
-    print("\n".join(found) or f"all there, with torch {sys.modules['torch'].__version__}")
-    sys.exit(1 if found else 0)
+    missing = list(problems())
+    print("\n".join(missing) or f"complete, with torch {sys.modules['torch'].__version__}")
+    sys.exit(1 if missing else 0)
