@@ -1,11 +1,11 @@
-"""GRPO's step while the engine generates the next rollout (engine.lag) over the step in which both take turns.
+"""GRPO's step while the engine generates the next rollout (engine.lag) over the step in which both alternate.
 
     python -m benchmarks.ahead [--pairs 3] [--lags 1,2] [--windows 40] [--folder DIR] [--json FILE]
 
-One trainer's rank and one engine's, one thread each, a small random model whose answers have long-tailed lengths (any
-of five digits ends one); runs take turns: lag 0, each lag, and lag 1 with windows of so many decode steps
-(engine.window). Told are medians of a run's steps after the first two, and the median ratio to the synchronous run of
-the same round, beside the least that is possible there: the longer of generation and training over their sum.
+One trainer's rank and one engine's, one thread each, and a small random model whose responses have long-tailed lengths
+(any of five digits ends one). Runs alternate: lag 0, each lag, and lag 1 with windows of so many decode steps
+(engine.window). The table has medians of a run's steps after the first two, and the ratio to the synchronous run of the
+same round. Beside it stands the least possible ratio there: the longer of generation and training over their sum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SETTINGS += ["run.resume=never", "run.eval_every=0", "run.samples_every=0", "run
 
 
 def measure(folder: Path, name: str, steps: int, lag: int, window: int = 0) -> dict[str, float]:
-    """Median seconds of a step, of its generation (as the trainer saw it) and of all else."""
+    """Return the median seconds of a step, of its generation (as the trainer saw it) and of the rest."""
     from aligner.run.metrics import read_jsonl
 
     root, run = folder / "task", folder / name

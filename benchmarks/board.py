@@ -1,9 +1,8 @@
-"""The board over many long runs, and one metrics file of a gigabyte: seconds until a page says what it shows.
+"""The board over many long runs, and one metrics file of a gigabyte: seconds until a page shows its content.
 
 python -m benchmarks.board [--runs 100] [--steps 10000] [--gigabytes 1]
 
-Seconds are of this process's CPU: what requests wait for on an idle machine.
-"""
+Seconds are of this process's CPU: the time that requests wait on an idle machine."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def line(step: int, rng: random.Random) -> str:
 
 
 def make(folder: Path, runs: int, steps: int) -> None:
-    """Runs with one content: that is not what costs."""
+    """Make runs with one content, which costs nothing."""
     rng, config = random.Random(0), to_yaml(compose(["stage=grpo"]))
     for number in range(runs):
         run = folder / f"run_{number}"
@@ -49,24 +48,25 @@ def make(folder: Path, runs: int, steps: int) -> None:
 
 
 def ask(board: Board, endpoint: Callable[..., Any], **asked: Any) -> int:
-    """Bytes of the answer."""
+    """Return the bytes of the answer."""
     return len(json.dumps(endpoint(board, record(asked, "benchmark", AlignerError))))
 
 
 def timed(title: str, action: Callable[[], object]) -> None:
     started, before = time.monotonic(), time.process_time()
-    found = action()
+    result = action()
     seconds = time.process_time() - before
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
-        f"{title:52}  {seconds:8.2f} s  ({time.monotonic() - started:.2f} passed)  {peak:5.2f} GiB  {found}", flush=True
+        f"{title:52}  {seconds:8.2f} s  ({time.monotonic() - started:.2f} passed)  {peak:5.2f} GiB  {result}",
+        flush=True,
     )
 
 
 def read_all(board: Board, endpoint: Callable[..., Any], **asked: Any) -> str:
-    """As a page that is looked at: request after request."""
+    """Ask like a visible page, request after request."""
     runs, requests, longest = [board.runs()[name] for name in asked.get("runs", board.runs())], 0, 0.0
-    while not requests or any(run.series.part < 1 for run in runs):
+    while not requests or any(run.series.share_read < 1 for run in runs):
         before = time.process_time()
         ask(board, endpoint, **asked)
         requests, longest = requests + 1, max(longest, time.process_time() - before)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.busy [--loops 1,2,4,8] [--steps 5] [--stages grpo,ppo] [--ranks 1,2] [--json FILE]
 
-A run for each stage and number of ranks, which together have as many threads as there are cores. While it goes on,
+A run for each stage and number of ranks, which together have as many threads as there are cores. While it runs,
 endless loops of one thread each begin and end beside it. With c cores and k loops a fair share of the time is (c + k) /
-c of what a step takes alone; told is how many times that it takes, by medians of steps, and generation likewise.
+c of a step's time alone. The table has the multiple of it that a step takes, by medians, and generation likewise.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def loops(count: int) -> Iterator[None]:
 def arguments(folder: Path, stage: str) -> list[str]:
     data = {"train": "train", "eval": "valid"} if stage != "rm" else {"train": "pairs", "eval": "pairs"}
     files = [f"data.{key}={folder}/data/{name}.jsonl" for key, name in data.items()]
-    more = [f"reward.model={folder}/rm"] if stage == "ppo" else []
-    return [f"experiment=quickstart_{stage}", *SETTINGS, *files, *more, f"model.tokenizer={folder}/tokenizer"]
+    reward_model = [f"reward.model={folder}/rm"] if stage == "ppo" else []
+    return [f"experiment=quickstart_{stage}", *SETTINGS, *files, *reward_model, f"model.tokenizer={folder}/tokenizer"]
 
 
 def make_task(folder: Path) -> None:
-    """Data, a tokenizer, and a reward model of one step: its scores are of no use, its time is anybody's."""
+    """Write data, a tokenizer, and a reward model of one step: its scores are useless, its time is typical."""
     from aligner.run.metrics import read_jsonl
     from examples.quickstart import make_data
 
@@ -62,7 +62,7 @@ def make_task(folder: Path) -> None:
 
 
 def measure(folder: Path, stage: str, ranks: int, counts: list[int], steps: int) -> dict[int, list[dict[str, Any]]]:
-    """Number of loops -> records of the steps that were beside as many from their beginning to their end."""
+    """Return number of loops -> records of the steps that ran beside as many from their beginning to their end."""
     from aligner.run.metrics import read_jsonl
 
     run = folder / f"{stage}-{ranks}"
@@ -83,24 +83,24 @@ def measure(folder: Path, stage: str, ranks: int, counts: list[int], steps: int)
                 raise SystemExit(f"{stage} on {ranks} ranks ended with exit code {job.returncode}: {log}")
             time.sleep(0.05)
 
-    found, done = {}, len(until(WARM))
+    by_loops, done = {}, len(until(WARM))
     try:
         for count in counts:
             with loops(count):
                 first = len(until(done)) + 1  # the step in which they begin is no whole one
                 records = until(first + steps)
-            found[count], done = records[first : first + steps], len(records) + 1
-            step = statistics.median(record["time/step_s"] for record in found[count])
+            by_loops[count], done = records[first : first + steps], len(records) + 1
+            step = statistics.median(record["time/step_s"] for record in by_loops[count])
             print(f"{stage} on {ranks}, {count} loops: {step:.2f} s a step", flush=True)
     finally:
         job.terminate()
         job.wait()
-    return found
+    return by_loops
 
 
-def rows(stage: str, ranks: int, found: dict[int, list[dict[str, Any]]], cores: int) -> Iterator[dict[str, Any]]:
+def rows(stage: str, ranks: int, by_loops: dict[int, list[dict[str, Any]]], cores: int) -> Iterator[dict[str, Any]]:
     for what, key in (("step", "time/step_s"), ("generation", "time/generate_s")):
-        seconds = {count: statistics.median(record[key] for record in records) for count, records in found.items()}
+        seconds = {count: statistics.median(record[key] for record in records) for count, records in by_loops.items()}
         for count in seconds:
             times = seconds[count] / seconds[0]
             row = {"stage": stage, "ranks": ranks, "what": what, "loops": count, "seconds": seconds[count]}
@@ -128,14 +128,14 @@ def main(arguments: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="busy-"))
     print(f"runs and logs: {folder}", flush=True)
     make_task(folder)
-    cores, told = len(os.sched_getaffinity(0)), []
+    cores, listed = len(os.sched_getaffinity(0)), []
     for stage, ranks in itertools.product(options.stages.split(","), options.ranks):
-        told += rows(stage, ranks, measure(folder, stage, ranks, [0, *options.loops], options.steps), cores)
+        listed += rows(stage, ranks, measure(folder, stage, ranks, [0, *options.loops], options.steps), cores)
     table = Table("stage", "ranks", "what", "loops", "seconds", "times alone", "of the fair share")
-    for row in told:
+    for row in listed:
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
     Console(width=100).print(table)
-    write_json(options.json, {"rows": told})
+    write_json(options.json, {"rows": listed})
     return 0
 
 

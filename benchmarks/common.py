@@ -1,4 +1,5 @@
-"""What the benchmarks share: the machine and versions they tell, a clock, and rates of matrix products and copies."""
+"""Shared code of the benchmarks: description of machine and versions, a clock, and rates of matrix products and
+copies."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ PACKAGES = ("torch", "megatron-core", "transformers")
 ROOT = Path(__file__).parents[1]
 
 
-def about(**more: Any) -> dict[str, Any]:
-    """Versions and machine, as they stand in every JSON file."""
+def about(**fields: Any) -> dict[str, Any]:
+    """Return versions and machine, as they stand in every JSON file."""
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     versions |= {"python": platform.python_version(), "commit": commit()}
     machine = {
@@ -37,17 +38,17 @@ def about(**more: Any) -> dict[str, Any]:
     if torch.cuda.is_available():
         machine["device"] = torch.cuda.get_device_name()
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"date": date, "versions": versions, "machine": machine, "threads": torch.get_num_threads(), **more}
+    return {"date": date, "versions": versions, "machine": machine, "threads": torch.get_num_threads(), **fields}
 
 
-def write_json(path: Path | None, parts: dict[str, Any], **more: Any) -> None:
-    """`parts` beside `about`, if a path was asked for."""
+def write_json(path: Path | None, parts: dict[str, Any], **fields: Any) -> None:
+    """Write `parts` with `about`, if a path was asked for."""
     if path is not None:
-        path.write_text(json.dumps({"about": about(**more), **parts}, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({"about": about(**fields), **parts}, indent=1) + "\n", encoding="utf-8")
 
 
 def commit() -> str:
-    """Of the checkout; empty where there is none."""
+    """Return the commit of the checkout; empty without one."""
     try:
         command = ["git", "describe", "--always", "--dirty"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -57,17 +58,17 @@ def commit() -> str:
 
 def processor() -> str:
     info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else None
+    return match[1] if match else platform.processor() or platform.machine()
 
 
 def cache_bytes() -> int:
-    """Of the processor's last cache; 0 where the system does not tell."""
-    units, found = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}, [0]
+    """Return the size of the processor's last cache; 0 if unknown."""
+    units, sizes = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}, [0]
     for size in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = size.read_text().strip()
-        found.append(int(text.rstrip("KMG")) * units.get(text[-1], 1))
-    return max(found)
+        sizes.append(int(text.rstrip("KMG")) * units.get(text[-1], 1))
+    return max(sizes)
 
 
 # ---- clocks
@@ -87,7 +88,7 @@ def seconds(action: Callable[[], object], device: torch.device) -> float:
 
 
 def busy_seconds(action: Callable[[], object], device: torch.device) -> float:
-    """As `seconds`, but CPU seconds where one thread computes on a CPU: other programs then do not count."""
+    """Measure like `seconds`, but CPU seconds if one thread computes on a CPU: other programs then do not count."""
     if device.type != "cpu" or torch.get_num_threads() > 1:
         return seconds(action, device)
     start = time.process_time()
@@ -96,16 +97,16 @@ def busy_seconds(action: Callable[[], object], device: torch.device) -> float:
 
 
 def median_seconds(action: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """After one run that warms caches and buffers."""
+    """Measure after one run that warms caches and buffers."""
     action()
     return statistics.median(seconds(action, device) for _ in range(repeats))
 
 
-# ---- rates: things to time, which know what they did
+# ---- rates: actions to time, with their operations or bytes
 
 
 class Products:
-    """x [m, k] W^T for each (m, n, k) of `shapes`, the fastest way there is: what linear layers do. `operations` of one
+    """Products x [m, k] W^T for each (m, n, k) of `shapes`, in the fastest way, like linear layers. `operations` of one
     call."""
 
     def __init__(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: torch.device):

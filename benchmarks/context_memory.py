@@ -46,15 +46,15 @@ class Saved:
 
 
 def saved_bytes(cfg: ModelConfig, tokens: int, context: int, mode: str, element: int) -> Saved:
-    """By the calculator's formula, `aligner.plan.activations.layer_activations`."""
+    """Return the bytes by the calculator's formula, `aligner.plan.activations.layer_activations`."""
     grid = Grid(context=context, over_heads=mode == "alltoall")
     own, gathered = layer_activations(PlannedModel("policy", cfg), grid, sparse=False)
     return Saved(cfg.num_layers * own * tokens / context * element, cfg.num_layers * gathered * tokens * element)
 
 
 def kept_activations(cfg: ModelConfig, parallel: ParallelConfig, tokens: int) -> int:
-    """Bytes that autograd keeps of one row of this rank's pass (each storage once), float32, without the head and the
-    loss. Runs on every rank of the world."""
+    """Return the bytes that autograd keeps of one row of this rank's pass (each storage once), float32, without the
+    head and the loss. Runs on every rank of the world."""
     import torch
 
     from aligner.megatron.groups import build_layout
@@ -94,18 +94,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    ranks, found = Ranks(), []
+    ranks, measurements = Ranks(), []
     cases = [(1, "allgather"), (2, "allgather"), (4, "allgather"), (2, "alltoall"), (4, "alltoall")]
     for context, mode in cases:
         parallel = ParallelConfig(context=context, context_mode=mode)
         job = {"cfg": SMALL, "parallel": parallel, "tokens": options.tokens}
         results = ranks.run("benchmarks.context_memory:kept_activations", world=context, **job)
         wanted = saved_bytes(SMALL, options.tokens, context, mode, 4).total
-        found.append({"context": context, "mode": mode, "measured_bytes": max(results), "formula_bytes": wanted})
+        measurements.append({"context": context, "mode": mode, "measured_bytes": max(results), "formula_bytes": wanted})
     ranks.close()
     title = f"{options.tokens} tokens, small model (on a CPU masks come on top with allgather)"
     table = Table("context", "mode", "measured MiB", "formula MiB", "ratio", title=title)
-    for row in found:
+    for row in measurements:
         measured, wanted = row["measured_bytes"], row["formula_bytes"]
         cells = [f"{measured / 2**20:.1f}", f"{wanted / 2**20:.1f}", f"{measured / wanted:.2f}"]
         table.add_row(str(row["context"]), row["mode"], *cells)
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
         other = f"{two.total / 2**30:.1f}" if EIGHT_B.num_kv_heads % context == 0 else "heads do not divide"
         table.add_row(str(context), f"{one.total / 2**30:.1f}", f"{one.gathered / 2**30:.1f}", other)
     Console(width=110).print(table)
-    write_json(options.json, {"rows": found})
+    write_json(options.json, {"rows": measurements})
     return 0
 
 

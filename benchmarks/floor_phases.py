@@ -1,4 +1,4 @@
-"""The phases of a step as things to time, and their floors by the formulas of `aligner plan`."""
+"""The phases of a step as actions to time, and their floors by the formulas of `aligner plan`."""
 
 from __future__ import annotations
 
@@ -83,17 +83,17 @@ def training_rows(work: Work) -> TrainBatch:
     lengths = work.prompt_tokens + responses
     width = int(lengths.max())
     generator = torch.Generator().manual_seed(1)
-    place = torch.arange(width)[None]
-    real = place < lengths[:, None]
-    mask = (real & (place >= work.prompt_tokens)).float()
+    positions = torch.arange(width)[None]
+    real = positions < lengths[:, None]
+    mask = (real & (positions >= work.prompt_tokens)).float()
     tokens = torch.randint(1, work.cfg.vocab_size, (work.sequences, width), generator=generator) * real
     advantages = torch.randn(work.sequences, 1, generator=generator) * mask
     return TrainBatch(tokens, lengths, mask, [PolicyTargets(advantages, -torch.ones_like(mask) * mask)])
 
 
 def jobs(work: Work, element: int) -> tuple[PlanJob, PlanJob]:
-    """(of generation, of training) in the words of `aligner plan`."""
-    w, part = work, PlannedModel("policy", work.cfg, trained=True, distributed=False)
+    """Return (the job of generation, that of training) for `aligner plan`."""
+    w, model = work, PlannedModel("policy", work.cfg, trained=True, distributed=False)
     engine = Engine(1, element, w.rows, 1 << 40, launches=False)
     made = PlannedRows(w.rows, w.prompts, w.prompt_tokens, w.prompt_tokens, w.response_tokens, w.response_tokens)
     lengths = training_rows(w).lengths.double()
@@ -112,7 +112,7 @@ def jobs(work: Work, element: int) -> tuple[PlanJob, PlanJob]:
         read_seen,
     )
     job = PlanJob(
-        "grpo", (part,), Grid(), made, engine, element=element, micro_tokens=w.micro_tokens, logits_bytes=8 << 30
+        "grpo", (model,), Grid(), made, engine, element=element, micro_tokens=w.micro_tokens, logits_bytes=8 << 30
     )
     return job, replace(job, rows=trained)
 
@@ -122,7 +122,8 @@ def machine_of(products_rate: float, copy_rate: float) -> Machine:
 
 
 def floor_s(phase: str, work: Work, element: int, products_rate: float, copy_rate: float) -> float:
-    """By the formulas of `aligner plan`. Decode: all steps but the first token's, which prefill gives."""
+    """Return the seconds by the formulas of `aligner plan`. Decode: all steps but the first token's, which prefill
+    gives."""
     machine = machine_of(products_rate, copy_rate)
     generation, training = jobs(work, element)
     if phase == "prefill":
@@ -131,14 +132,14 @@ def floor_s(phase: str, work: Work, element: int, products_rate: float, copy_rat
         reach = range(work.prompt_tokens + 1, work.prompt_tokens + work.response_tokens)
         return sum(decode_step(generation, machine, work.rows, context)[0] for context in reach)
     if phase == "logprobs":
-        return forward_phase(training, training.parts, machine).seconds
+        return forward_phase(training, training.models, machine).seconds
     if phase == "update":
         return update_phase(training, machine).seconds
     return refit_phase(generation, machine).seconds
 
 
 def moved_bytes(phase: str, work: Work, element: int) -> float:
-    """That the phase's formula counts at a time; products alone bound the phases that are not here."""
+    """Return the bytes that the phase's formula counts at a time; other phases are bound by products alone."""
     cfg = work.cfg
     if phase == "decode":
         reach = work.prompt_tokens + work.response_tokens // 2
@@ -147,7 +148,7 @@ def moved_bytes(phase: str, work: Work, element: int) -> float:
 
 
 def own_shapes(phase: str, work: Work) -> list[tuple[int, list[tuple[int, int, int]]]]:
-    """(how often, (m, n, k) of its products): of each layer but the last one, of that, and of the head."""
+    """Return (how often, (m, n, k) of its products): of each layer but the last one, of that, and of the head."""
     rows = {"prefill": work.prompts * work.prompt_tokens, "decode": work.rows}.get(phase, work.micro_tokens)
     cfg, kept = work.cfg, rows
     if phase in ("logprobs", "update"):  # in the last layer and the head, of what is read
@@ -162,25 +163,27 @@ def own_shapes(phase: str, work: Work) -> list[tuple[int, list[tuple[int, int, i
     mixed, rest = (a + 2 * k, h), [(h, a), (2 * f, h), (h, f)]
     layer = [(rows, *mixed), *((rows, *matrix) for matrix in rest)]
     last = [(rows, *mixed), *((kept, *matrix) for matrix in rest)]
-    found = [(cfg.num_layers - 1, layer), (1, last), (int(phase != "prefill"), [(kept, cfg.vocab_size, h)])]
+    products = [(cfg.num_layers - 1, layer), (1, last), (int(phase != "prefill"), [(kept, cfg.vocab_size, h)])]
     if phase == "update":  # the gradients of the input and of the weight too
-        found = [(times, [s for m, n, k in part for s in ((m, n, k), (m, k, n), (n, k, m))]) for times, part in found]
-    return found
+        products = [
+            (times, [s for m, n, k in shapes for s in ((m, n, k), (m, k, n), (n, k, m))]) for times, shapes in products
+        ]
+    return products
 
 
 class OwnShapes:
-    """The rate of a phase's products at its own shapes, each as often as it is there."""
+    """The rate of a phase's products at its own shapes, each as often as it occurs."""
 
     def __init__(self, phase: str, work: Work, dtype: torch.dtype, device: torch.device):
-        self.parts = [(times, Products(shapes, dtype, device)) for times, shapes in own_shapes(phase, work) if times]
+        self.products = [(times, Products(shapes, dtype, device)) for times, shapes in own_shapes(phase, work) if times]
 
     def rate(self, device: torch.device) -> float:
-        took = sum(times * busy_seconds(part, device) for times, part in self.parts)
-        return sum(times * part.operations for times, part in self.parts) / took
+        took = sum(times * busy_seconds(products, device) for times, products in self.products)
+        return sum(times * products.operations for times, products in self.products) / took
 
 
 class Subject:
-    """What is timed: a bench of `benchmarks/gpu_bench.py`, its phases as actions, and the rates beside them."""
+    """The timed bench of `benchmarks/gpu_bench.py`: its phases as actions, and the rates measured with them."""
 
     def __init__(self, work: Work, dtype: torch.dtype, device: torch.device):
         self.work, self.device, self.element = work, device, dtype.itemsize
@@ -220,7 +223,7 @@ class Subject:
         }[phase]
 
     def rates(self, phase: str) -> tuple[float, float, float]:
-        """(best products, products of the phase's shapes, copies): operations and bytes per second."""
+        """Return (best products, products of the phase's shapes, copies): operations and bytes per second."""
         square = self.square.operations / busy_seconds(self.square, self.device)
         own = self.products[phase].rate(self.device) if phase in self.products else square
         copy = self.copies.get(phase)
@@ -228,16 +231,16 @@ class Subject:
         return max(square, own), own, copied
 
     def repeat(self) -> dict[str, dict[str, float]]:
-        """Every phase once, between measurements of the rates."""
-        found: dict[str, dict[str, float]] = {}
+        """Measure every phase once, between measurements of the rates."""
+        figures: dict[str, dict[str, float]] = {}
         for phase in PHASES:
             before = self.rates(phase)
             took = busy_seconds(self.action(phase), self.device)
             best, own, copied = ((a + b) / 2 for a, b in zip(before, self.rates(phase), strict=True))
             if phase == "decode":  # the generation less its first token
-                took = max(took - found["prefill"]["seconds"], 1e-9)
+                took = max(took - figures["prefill"]["seconds"], 1e-9)
             bound = partial(floor_s, phase, self.work, self.element)
-            found[phase] = {
+            figures[phase] = {
                 "seconds": took,
                 "floor_s": bound(best, copied),
                 "products_s": bound(best, float("inf")),
@@ -247,8 +250,8 @@ class Subject:
                 "own_gflops": own / 1e9,
                 "copy_gb_s": copied / 1e9,
             }
-        found["refit"]["pack_s"] = busy_seconds(self.pack, self.device)  # or the next prefill would
-        return found
+        figures["refit"]["pack_s"] = busy_seconds(self.pack, self.device)  # or the next prefill would
+        return figures
 
     @torch.inference_mode()
     def pack(self) -> None:

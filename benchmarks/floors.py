@@ -2,11 +2,11 @@
 
     python -m benchmarks.floors [--models quickstart,3m,30m] [--dtype float32] [--repeats 7] [--json FILE]
 
-Trainer and engine are real, on one rank, with random weights. Floors are the formulas of `aligner plan` at the rate of
-matrix products and of memory copies, which are measured before and after every phase in every repeat, so that what
-slows the phase slows them too; told are medians of the repeats' ratios. With one thread, seconds are CPU seconds.
+Trainer and engine are real, on one rank, with random weights. Floors are the formulas of `aligner plan` at the rates of
+matrix products and of memory copies. The rates are measured before and after every phase in every repeat, so that what
+slows the phase slows them too. The table has medians of the repeats' ratios. With one thread, seconds are CPU seconds.
 
-The rate of products is the best of a large square product and of the phase's own shapes; `own shapes` is the share of
+The rate of products is the best of a large square product and of the phase's own shapes. `own shapes` is the share of
 the phase's time that its products need at the rate of those shapes: the rest of it is not products. Copies are of as
 many bytes as the phase moves. Prefill and decode find matrices that are laid out for their products already. Exit
 code 1 if a refit beyond the processor's cache takes more than twice a copy.
@@ -30,7 +30,7 @@ LIMIT = 2.0  # x a plain copy: a refit whose bytes are not in the cache
 
 
 def summary(name: str, phase: str, dtype: str, element: int, repeats: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians over repeats; ratios are paired."""
+    """Return medians over repeats; ratios are paired."""
     row: dict[str, Any] = {"model": name, "dtype": dtype, "phase": phase}
     row |= {key: statistics.median(r[key] for r in repeats) for key in repeats[0]}
     row["ratio"] = statistics.median(r["floor_s"] / r["seconds"] for r in repeats)
@@ -48,9 +48,9 @@ def measure(name: str, dtype: str, repeats: int, device: torch.device) -> list[d
     kind = getattr(torch, dtype)
     subject = Subject(WORKS[name], kind, device)
     subject.repeat()  # makes buffers
-    found = [subject.repeat() for _ in range(repeats)]
+    repeated = [subject.repeat() for _ in range(repeats)]
     subject.bench.close()
-    return [summary(name, phase, dtype, kind.itemsize, [r[phase] for r in found]) for phase in PHASES]
+    return [summary(name, phase, dtype, kind.itemsize, [r[phase] for r in repeated]) for phase in PHASES]
 
 
 def too_slow(rows: list[dict[str, Any]]) -> list[str]:

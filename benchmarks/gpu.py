@@ -159,7 +159,8 @@ def job_for(cfg: ModelConfig, size: Size, micro_tokens: int, element: int) -> Pl
 
 
 def decode_bound_s(bench: Bench, rows: int, bandwidth: float) -> float:
-    """Weights and every row's cache once for each step but the first, whose token prefill gives."""
+    """Return the seconds to read weights and every row's cache once for each step but the first, whose token prefill
+    gives."""
     cfg, size = bench.cfg, bench.size
     token, steps = kv_bytes(cfg, 2), size.response_tokens - 1
     positions = sum(size.prompt_tokens + t + 1 for t in range(steps))
@@ -167,7 +168,7 @@ def decode_bound_s(bench: Bench, rows: int, bandwidth: float) -> float:
 
 
 def waits_in_decode(bench: Bench) -> float:
-    """Waits of the host for the device per decode step, as torch counts them; one is there by design (`settle`)."""
+    """Count the host's waits for the device per decode step, by torch's warnings; one is there by design (`settle`)."""
     few = min(16, bench.size.response_tokens // 2)
     waits = []
     for steps in (few, 2 * few):  # a generation has some of its own
@@ -194,7 +195,7 @@ def measure_refit(bench: Bench, report: Report) -> None:
 
 
 def measure_generate(bench: Bench, report: Report) -> None:
-    """Decode steps launched kernel by kernel and, on CUDA, as graphs; what follows keeps the faster way."""
+    """Measure decode steps launched kernel by kernel and, on CUDA, as graphs; later sections use the faster way."""
     for rows in bench.size.batches:
         _generate(bench, report, rows, "")
     if bench.machine.device.type != "cuda":
@@ -225,9 +226,9 @@ def _generate(bench: Bench, report: Report, rows: int, way: str) -> None:
 
 
 def measure_training(bench: Bench, report: Report) -> None:
-    """Logprobs and updates that read every token, so that each costs what MFU counts, 2 N and 6 N operations; a run
-    reads responses alone and does less (`measure_grpo`). With attention by segments and, on CUDA, by rows of any length
-    (`model.varlen_attention`); what follows keeps the way that is faster on its rows, of which responses are read."""
+    """Measure logprobs and updates that read every token, so that each costs what MFU counts, 2 N and 6 N operations. A
+    run reads only responses and does less (`measure_grpo`). Attention is by segments and, on CUDA, by rows of any
+    length (`model.varlen_attention`); later sections use the way that is faster on rows of which responses are read."""
     device, size = bench.machine.device, bench.size
     generations = bench.generate(size.prompts * size.group, size.response_tokens)
     rows, read = bench.rows(generations, every=True), bench.rows(generations)
@@ -256,8 +257,8 @@ def _train(bench: Bench, report: Report, rows: TrainBatch, way: str) -> None:
 
 
 def measure_grpo(bench: Bench, report: Report) -> None:
-    """refit, generate, logprobs, update, as a run does them: logits and the last layer for responses alone; rewards are
-    free here. RL-MFU counts 12 N operations for every token of the step by convention, whatever of them is made: 2 to
+    """Measure refit, generate, logprobs and update like a run: logits and the last layer only for responses; rewards
+    are free here. RL-MFU counts 12 N operations for every token of the step by convention, with any number made: 2 to
     generate, 2 for logprobs, 2 for a reference's (there is none here), 6 to update."""
     device, size = bench.machine.device, bench.size
     parts: dict[str, float] = {}
@@ -282,7 +283,7 @@ def measure_grpo(bench: Bench, report: Report) -> None:
 
 
 def measure(name: str, size: Size, machine: Machine, deadline: float = float("inf")) -> Report:
-    """All figures of a shape, as far as time allows."""
+    """Measure all figures of a shape, as far as time allows."""
     cfg, report = SHAPES[name], Report()
     card = machine.sheet or DEVICES["h100"]
     if machine.device.type == "cuda":
@@ -308,7 +309,7 @@ def measure(name: str, size: Size, machine: Machine, deadline: float = float("in
 
 
 def check() -> dict[str, float]:
-    """The self-check: every section on the tiny shape; AssertionError where a figure is missing or impossible."""
+    """Run every section on the tiny shape. Raises AssertionError if a figure is missing or impossible."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = measure_machine(device, small=True)
     report = measure("check", SMALL, machine)
@@ -326,7 +327,7 @@ def check() -> dict[str, float]:
 
 
 def show(name: str, report: Report) -> list[str]:
-    """One line a figure; the names of missed goals."""
+    """Print one line a figure; return the names of missed goals."""
     missed = []
     for key, value in report.figures.items():
         text = f"{name:<10}{key:<28}{value:>14,.3f}"

@@ -1,4 +1,4 @@
-"""A policy and an engine of one shape on one device, for `benchmarks/gpu.py`: what it times."""
+"""A policy and an engine of one shape on one device, which `benchmarks/gpu.py` times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Bench:
-    """Built as a run builds them, with random weights."""
+    """Policy and engine, built like a run's, with random weights."""
 
     def __init__(
         self,
@@ -70,21 +70,21 @@ class Bench:
         self.engine.graphs = DecodeGraphs(self.engine.model, CudaRecorder()) if wanted else None
 
     def use_varlen(self, wanted: bool) -> None:
-        """Raises ConfigError where the device cannot."""
+        """Use attention by rows of any length, or not. Raises ConfigError if the device cannot."""
         model = self.policy.model
         cfg = replace(model.cfg, varlen_attention=wanted)
         check_kernels(cfg, model.dtype, model.device)
         model.cfg = cfg
 
     def generate(self, rows: int, limit: int) -> Generations:
-        """`rows` samples of equal length: no token stops a response."""
+        """Generate `rows` samples of equal length: no token stops a response."""
         group = max(1, rows // self.size.prompts)
         prompts = self.prompts[: rows // group].tolist()
         seeds = [[1000 * i + j for j in range(group)] for i in range(len(prompts))]
         return self.engine.generate(prompts, seeds, SamplingParams(limit))
 
     def rows(self, generations: Generations, every: bool = False) -> TrainBatch:
-        """Rows that are read as a run reads them, the responses alone; with `every`, prompts too, so that no token's
+        """Return rows that are read like a run's, only the responses; with `every`, prompts too, so that no token's
         logits or last layer are left out."""
         group = len(generations.tokens) // self.size.prompts
         tokens = torch.cat([self.prompts.repeat_interleave(group, 0), generations.tokens], 1)

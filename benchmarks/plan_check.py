@@ -2,11 +2,11 @@
 
     python -m benchmarks.plan_check [--here] [--json FILE]
 
-What a source does not say is a guess, marked in `guessed`. None of these systems is this project: their engines and
-overlaps differ, and the calculator is given what they are known to do (CUDA graphs, refilled batches, engine layout).
+Settings that a source does not give are guesses, marked in `guessed`. None of these systems is this project: their
+engines and overlaps differ. The calculator gets their known settings (CUDA graphs, refilled batches, engine layout).
 
 --here: a GRPO step of this project on one rank of this machine, against the formulas with the matrix-product and copy
-rates measured between its steps. Rates are then what can be reached, so predictions are floors.
+rates measured between its steps. Rates are then those that can be reached, so predictions are floors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def shape(name: str, *overrides: str) -> ModelConfig:
 
 
 def nemo_rl(model: ModelConfig, prompt: float, response: float, grid: Grid, engine: Engine, **changes) -> PlanJob:
-    """2,048 samples of 64 prompts, 4 optimizer steps, rows packed to the longest of 4,096 tokens, no reference."""
+    """Return a job of 2,048 samples of 64 prompts, 4 optimizer steps, rows packed to the longest of 4,096 tokens, no
+    reference."""
     rows = PlannedRows(2048, 64, prompt, 512, response, 4096 - 512)
     job = PlanJob(
         "grpo",
@@ -60,7 +61,8 @@ def nemo_rl(model: ModelConfig, prompt: float, response: float, grid: Grid, engi
 
 
 def nemo_aligner(response: float, nodes: int, micro: int) -> PlanJob:
-    """The actor's nodes: 1,024 prompts, batches of `micro` that end before the next begins, 8 optimizer steps."""
+    """Return the job of the actor's nodes: 1,024 prompts, batches of `micro` that end before the next begins, 8
+    optimizer steps."""
     model = shape("llama3_70b")
     parts = (PlannedModel("policy", model, trained=True), PlannedModel("reference", model))
     engine = Engine(8, 2, micro, 30e9, refill=False, padded=False, launches=False, placed=False, resident=False)
@@ -79,7 +81,7 @@ def published() -> list[Published]:
         "model.tie_embeddings=false",
     )
     # prompts: published tokens/s/GPU x GPUs x seconds / samples, less the published mean response
-    found = [
+    cases = [
         Published(
             "8B GRPO, 16 GPUs",
             rl,
@@ -106,7 +108,7 @@ def published() -> list[Published]:
         ),
     ]
     for nodes, response, step_s, micro in ((8, 350.7, 366.7, 8), (16, 323.3, 190.4, 8), (32, 331.7, 108.0, 8)):
-        found.append(
+        cases.append(
             Published(
                 f"70B PPO, {nodes * 3 // 2} nodes",
                 aligner,
@@ -116,8 +118,8 @@ def published() -> list[Published]:
             )
         )
     last = nemo_aligner(334, 64, 16)
-    found.append(Published("70B PPO, 96 nodes", aligner, 56.9, last, found[-1].guessed))
-    return found
+    cases.append(Published("70B PPO, 96 nodes", aligner, 56.9, last, cases[-1].guessed))
+    return cases
 
 
 def compare(case: Published) -> dict:
@@ -142,7 +144,8 @@ HERE = ModelConfig(
 
 
 def here(rounds: int = 5) -> list[dict]:
-    """Each phase's seconds over the formula's, with rates measured right after it; medians over rounds. One thread."""
+    """Measure each phase's seconds over the formula's, with rates measured right after it; medians over rounds. One
+    thread."""
     import torch
 
     from aligner.cluster.env import RankEnv
@@ -195,12 +198,12 @@ def main(arguments: list[str]) -> int:
             print(f"{row['phase']:<12}{row['measured_s']:12.3f}{row['predicted_s']:12.3f}{row['ratio']:24.2f}")
         write_json(options.json, {"rows": rows})
         return 0
-    found = [compare(case) for case in published()]
+    compared = [compare(case) for case in published()]
     print(f"{'case':<24}{'published s':>12}{'predicted s':>12}{'error':>8}   phases")
-    for row in found:
+    for row in compared:
         phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["phases_s"].items())
         print(f"{row['case']:<24}{row['published_s']:12.1f}{row['predicted_s']:12.1f}{row['error']:8.0%}   {phases}")
-    write_json(options.json, {"rows": found})
+    write_json(options.json, {"rows": compared})
     return 0
 
 

@@ -3,9 +3,9 @@
     python -m benchmarks.refit [--models 25m,100m] [--pairs NAME,...] [--repeats 11] [--bucket-bytes N] [--json FILE]
 
 Trainer and engines are real, on gloo ranks of this machine, float32. Each repeat times one refit and one copy of as
-many bytes as a rank's engine receives, from one flat tensor to another, in turn, on all ranks at once, each until all
-ranks know that all have done it. Told are medians; the ratio is the median of the repeats' ratios. Exit code 1 if a
-refit in which every rank holds what its engine needs takes more than twice the copy.
+many bytes as a rank's engine receives, from one flat tensor to another. They alternate, on all ranks at once, and each
+ends when all ranks know that all have done it. The table has medians; the ratio is the median of the repeats' ratios.
+Exit code 1 if a refit in which every rank holds what its engine needs takes more than twice the copy.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def model_of(size: str) -> ModelConfig:
 
 
 def measure(size: str, name: str, repeats: int, bucket_bytes: int) -> dict | None:
-    """On every rank of the pair's world: bytes of this rank's engine, and (refit seconds, copy seconds) by repeat; None
-    on a rank that only has an engine."""
+    """Measure on every rank of the pair's world: bytes of this rank's engine, and (refit seconds, copy seconds) by
+    repeat; None on a rank that only has an engine."""
     import torch
     import torch.distributed as dist
 
@@ -92,24 +92,24 @@ def measure(size: str, name: str, repeats: int, bucket_bytes: int) -> dict | Non
         group = neighbours(pair.engine_tensor)
         engine = NativeEngine(cfg, EngineConfig(), device=device, dtype=torch.float32, pad_id=0, group=group)
     refit = Refit(model, engine, config)
-    told = refit()
-    source = torch.ones(int(told["refit/bytes"]) // 4)
+    first = refit()
+    source = torch.ones(int(first["refit/bytes"]) // 4)
     target, times = torch.zeros_like(source), []
     for _ in range(repeats + 1):
-        found = []
+        pair_s = []
         for action in (lambda: refit(again=True), lambda: (target.copy_(source), any_rank(False, device, 60.0))):
             dist.barrier()
             start = time.perf_counter()
             action()
-            found.append(time.perf_counter() - start)
-        times.append(tuple(found))
+            pair_s.append(time.perf_counter() - start)
+        times.append(tuple(pair_s))
     if bridge is not None:
         bridge.dismiss(True)
-    return {"bytes": told["refit/bytes"], "wire_bytes": told["refit/wire_bytes"], "times": times[1:]}
+    return {"bytes": first["refit/bytes"], "wire_bytes": first["refit/wire_bytes"], "times": times[1:]}
 
 
 def serve(cfg: ModelConfig, bridge: Bridge, pair: Pair, config: RefitConfig) -> None:
-    """The part of a rank that only has an engine."""
+    """Serve refits on a rank that only has an engine."""
     import torch
 
     from aligner.engines.native.fleet import FleetEngine
@@ -161,23 +161,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--bucket-bytes", type=int, default=RefitConfig().bucket_bytes)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    ranks, found = Ranks(max(pair.world for pair in PAIRS.values())), []
+    ranks, rows = Ranks(max(pair.world for pair in PAIRS.values())), []
     try:
         for size in options.models.split(","):
             for name in options.pairs.split(","):
                 job = {"size": size, "name": name, "repeats": options.repeats, "bucket_bytes": options.bucket_bytes}
-                found.append(row(size, name, ranks.run("benchmarks.refit:measure", world=PAIRS[name].world, **job)))
+                rows.append(row(size, name, ranks.run("benchmarks.refit:measure", world=PAIRS[name].world, **job)))
     finally:
         ranks.close()
     columns = ("model", "trainer to engines", "MB a rank", "of it from others", "ms", "GB/s", "x copy")
     table = Table(*columns, title="refit, gloo, float32; copy: the same bytes, flat, in the same repeats")
-    for r in found:
+    for r in rows:
         mark = "" if not r["same"] else " ok" if r["ratio"] <= LIMIT else f" > {LIMIT:g}"
         cells = [f"{r['bytes'] / 1e6:.1f}", f"{r['wire_bytes'] / 1e6:.1f}", f"{1e3 * r['seconds']:.1f}"]
         table.add_row(r["model"], r["layouts"], *cells, f"{r['gb_per_s']:.2f}", f"{r['ratio']:.2f}{mark}")
     Console(width=110).print(table)
-    write_json(options.json, {"rows": found})
-    return int(any(r["same"] and r["ratio"] > LIMIT for r in found))
+    write_json(options.json, {"rows": rows})
+    return int(any(r["same"] and r["ratio"] > LIMIT for r in rows))
 
 
 if __name__ == "__main__":

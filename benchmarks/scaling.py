@@ -1,9 +1,9 @@
-"""What tensor, pipeline, context and data parallelism cost: CPU seconds of all ranks over those of one rank, and bytes.
+"""Costs of tensor, pipeline, context and data parallelism: CPU seconds of all ranks over those of one rank, and bytes.
 
     python -m benchmarks.scaling [--rounds 5] [--json FILE]
 
 The same minibatch, trained on 1, 2 and 4 gloo ranks of this machine in turns; a ratio of 1 means that splitting the
-work cost nothing. CPU seconds, so that neither too few cores nor neighbours count as overhead; what is left is work
+work cost nothing. CPU seconds, so that neither too few cores nor neighbours count as overhead; the rest is work
 done twice (replicated parts, smaller products) and gloo's copies. Bytes are those that a rank hands to collectives in
 one step, measured and by the formulas of `aligner plan`.
 """
@@ -42,7 +42,7 @@ CASES = {
 
 
 def measure(parallel: ParallelConfig, steps: int = 2) -> dict:
-    """Of one rank: the least CPU and wall seconds of a step after a warm one, and the bytes of its collectives."""
+    """Return the least CPU and wall seconds of one rank's step after a warm one, and the bytes of its collectives."""
     import torch
 
     from aligner.config.sections.batch import BatchConfig
@@ -64,14 +64,14 @@ def measure(parallel: ParallelConfig, steps: int = 2) -> dict:
     mask = torch.ones(ROWS, WIDTH)
     mask[:, 0] = 0
     full = TrainBatch(tokens, torch.full((ROWS,), WIDTH), mask)
-    mine = full.select(torch.arange(ROWS).chunk(layout.data)[layout.dp_rank])
+    own_rows = full.select(torch.arange(ROWS).chunk(layout.data)[layout.dp_rank])
     with Listener() as heard:
-        policy.update(mine, sft_loss(mine, layout.pgs.dp))
+        policy.update(own_rows, sft_loss(own_rows, layout.pgs.dp))
     cpu, wall = [], []
     for _ in range(steps):
         torch.distributed.barrier()
         start = time.process_time(), time.perf_counter()
-        policy.update(mine, sft_loss(mine, layout.pgs.dp))
+        policy.update(own_rows, sft_loss(own_rows, layout.pgs.dp))
         cpu.append(time.process_time() - start[0])
         wall.append(time.perf_counter() - start[1])
     return {"cpu_s": min(cpu), "wall_s": min(wall), "bytes": sum(heard.bytes.values()), "stage": layout.pp_rank}
@@ -81,11 +81,11 @@ def formula_bytes(parallel: ParallelConfig, world: int, stage: int) -> float:
     p = parallel
     over_heads = p.context_mode == "alltoall"
     grid = Grid(p.tensor, p.pipeline, p.context, p.expert, world // p.model_size, p.sequence, over_heads)
-    part = PlannedModel("policy", SHAPE, trained=True)
+    model = PlannedModel("policy", SHAPE, trained=True)
     rows = PlannedRows(ROWS, ROWS, 1, 1, WIDTH - 1, WIDTH - 1)  # the loss is of every token but the first
-    job = PlanJob("sft", (part,), grid, rows, None, element=4, micro_rows=MICRO)
+    job = PlanJob("sft", (model,), grid, rows, None, element=4, micro_rows=MICRO)
     count, tokens = job.micro_batches()
-    calls = pass_calls(job, part, stage, tokens, backward=True) * count + step_calls(job, part, stage)
+    calls = pass_calls(job, model, stage, tokens, backward=True) * count + step_calls(job, model, stage)
     return sum(call.size for call in calls)
 
 
@@ -98,24 +98,24 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     ranks = Ranks()
-    found: dict[str, list[list[dict]]] = {name: [] for name in CASES}
+    by_case: dict[str, list[list[dict]]] = {name: [] for name in CASES}
     for _ in range(options.rounds):  # in turns
         for name, (parallel, world) in CASES.items():
-            found[name].append(ranks.run("benchmarks.scaling:measure", world=world, parallel=parallel))
+            by_case[name].append(ranks.run("benchmarks.scaling:measure", world=world, parallel=parallel))
     ranks.close()
     rows = []
     for name, (parallel, world) in CASES.items():
-        pairs = zip(found[name], found["one rank"], strict=True)
+        pairs = zip(by_case[name], by_case["one rank"], strict=True)
         ratios = [sum(r["cpu_s"] for r in ours) / one[0]["cpu_s"] for ours, one in pairs]
-        rank = max(found[name][0], key=lambda r: r["bytes"])
+        rank = max(by_case[name][0], key=lambda r: r["bytes"])
         wanted = formula_bytes(parallel, world, rank["stage"])
         rows.append(
             {
                 "case": name,
                 "ranks": world,
                 "cpu_ratio": statistics.median(ratios),
-                "cpu_s": statistics.median(sum(r["cpu_s"] for r in ours) for ours in found[name]),
-                "wall_s": statistics.median(max(r["wall_s"] for r in ours) for ours in found[name]),
+                "cpu_s": statistics.median(sum(r["cpu_s"] for r in ours) for ours in by_case[name]),
+                "wall_s": statistics.median(max(r["wall_s"] for r in ours) for ours in by_case[name]),
                 "bytes": rank["bytes"],
                 "formula_bytes": wanted,
             }

@@ -27,7 +27,7 @@ from typing import Any
 
 BEGAN = "STARTUP_BEGAN"  # time.time() just before ranks were started
 SETTINGS = ["run.steps=1", "run.export=false", "checkpoint.final=false", "batch.prompts=16", "batch.group=4"]
-PHASES = {  # where the call is that is a phase
+PHASES = {  # phase -> the function that is timed
     "rendezvous": "aligner.builders.job:init_distributed",
     "tokenizer": "aligner.builders.job:resolve",
     "groups": "aligner.builders.job:build_layout",
@@ -49,8 +49,8 @@ class Clock:
         yield
         self.phases[name] = time.time() - start[0], time.process_time() - start[1]
 
-    def wrap(self, name: str, place: str) -> None:
-        module, function = place.split(":")
+    def wrap(self, name: str, target: str) -> None:
+        module, function = target.split(":")
         real: Callable[..., Any] = getattr(import_module(module), function)
 
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -61,9 +61,9 @@ class Clock:
 
 
 def rank(frozen: Path) -> int:
-    """One rank of the run, which writes down what it took."""
+    """Run one rank, which records its phases."""
     clock, opened = Clock(), []
-    sys.addaudithook(lambda event, told: opened.append(told[0]) if event == "open" else None)
+    sys.addaudithook(lambda event, record: opened.append(record[0]) if event == "open" else None)
     with clock.phase("imports"):
         from aligner.__main__ import main
         from aligner.cluster.threads import reserve
@@ -73,13 +73,13 @@ def rank(frozen: Path) -> int:
         with for_good():
             import aligner.builders.stage
             import aligner.stages.grpo  # noqa: F401
-    for name, place in PHASES.items():
-        clock.wrap(name, place)
+    for name, target in PHASES.items():
+        clock.wrap(name, target)
     code = main(["run", "--frozen", str(frozen)])
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
     read = re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())
     assert read is not None
-    told = {
+    record = {
         "phases": clock.phases,
         "cpu_s": time.process_time(),
         "opened": len(opened),
@@ -87,12 +87,12 @@ def rank(frozen: Path) -> int:
         "read_bytes": int(read[1]),
     }
     number = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")
-    (frozen.parent / f"startup-{number}.json").write_text(json.dumps(told), encoding="utf-8")
+    (frozen.parent / f"startup-{number}.json").write_text(json.dumps(record), encoding="utf-8")
     return code
 
 
 def make_task(folder: Path) -> None:
-    """Data, a tokenizer, and a model of one step, as a Hugging Face folder."""
+    """Write data, a tokenizer, and a model of one step, as a Hugging Face folder."""
     from benchmarks.busy import arguments
     from examples.quickstart import make_data
 
@@ -109,10 +109,10 @@ def make_task(folder: Path) -> None:
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[None]:
-    """One whose single node pretends to have enough CPUs."""
+    """Run a Slurm whose single node pretends to have enough CPUs."""
     tool = Path(__file__).parents[1] / "slurm" / "localslurm"
-    more = {"LOCALSLURM_ROOT": f"{folder}/slurm", "SLURM_CONF": f"{folder}/slurm/etc/slurm.conf"}
-    os.environ |= more | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+    variables = {"LOCALSLURM_ROOT": f"{folder}/slurm", "SLURM_CONF": f"{folder}/slurm/etc/slurm.conf"}
+    os.environ |= variables | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
     try:
         subprocess.run([tool, "up", "--nodes", "1", "--cpus", "16"], check=True, stdout=subprocess.DEVNULL)
         yield
@@ -121,12 +121,12 @@ def slurm(folder: Path) -> Iterator[None]:
 
 
 def by_srun(command: list[str], ranks: int, run: Path) -> int:
-    given = ["--overlap", "--ntasks", str(ranks), "--output", f"{run}/rank-%t.log"]
-    return subprocess.run(["srun", *given, *command], env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+    options = ["--overlap", "--ntasks", str(ranks), "--output", f"{run}/rank-%t.log"]
+    return subprocess.run(["srun", *options, *command], env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
 
 
 def measure(folder: Path, ranks: int, way: str) -> tuple[list[dict[str, Any]], float]:
-    """Of each rank, and the CPU seconds of all."""
+    """Return each rank's record, and the CPU seconds of all."""
     from aligner.cluster.launch import launch
     from aligner.config.freeze import FILE_NAME, freeze
     from aligner.config.resolve import compose
@@ -134,8 +134,8 @@ def measure(folder: Path, ranks: int, way: str) -> tuple[list[dict[str, Any]], f
     from benchmarks.busy import arguments
 
     run = folder / f"grpo-{ranks}"
-    given = [*arguments(folder, "grpo"), f"run.dir={run}", f"model.init={folder}/sft/hf", *SETTINGS]
-    cfg = compose(given)
+    overrides = [*arguments(folder, "grpo"), f"run.dir={run}", f"model.init={folder}/sft/hf", *SETTINGS]
+    cfg = compose(overrides)
     frozen = freeze(cfg, str(run), FILE_NAME)
     command = [sys.executable, "-m", "benchmarks.startup", "--rank", str(frozen)]
     before = children_cpu_s()
@@ -147,7 +147,7 @@ def measure(folder: Path, ranks: int, way: str) -> tuple[list[dict[str, Any]], f
     if code:
         raise SystemExit(f"{ranks} ranks ended with exit code {code}: {run}")
     each = [json.loads((run / f"startup-{number}.json").read_text()) for number in range(ranks)]
-    return each, sum(told["cpu_s"] for told in each) if way == "srun" else children_cpu_s() - before
+    return each, sum(record["cpu_s"] for record in each) if way == "srun" else children_cpu_s() - before
 
 
 def children_cpu_s() -> float:
@@ -173,18 +173,19 @@ def main(arguments: list[str]) -> int:
     print(f"runs and logs: {folder}", flush=True)
     make_task(folder)
     with slurm(folder) if options.way == "srun" else nullcontext():
-        found = {ranks: measure(folder, ranks, options.way) for ranks in options.ranks}
+        measured = {ranks: measure(folder, ranks, options.way) for ranks in options.ranks}
     names = ["interpreter", "imports", *PHASES]
     print("| ranks | " + " | ".join([*names, "files opened", "libraries", "MB read", "CPU s of all"]) + " |")
-    for ranks, (each, cpu_s) in found.items():
-        phases = (tuple(max(told["phases"][name][k] for told in each) for k in (0, 1)) for name in names)
+    for ranks, (each, cpu_s) in measured.items():
+        phases = (tuple(max(record["phases"][name][k] for record in each) for k in (0, 1)) for name in names)
         cells = [f"{wall:.2f} ({cpu:.2f})" for wall, cpu in phases]
-        cells += [f"{max(told[key] for told in each):,}" for key in ("opened", "libraries")]
-        cells.append(f"{max(told['read_bytes'] for told in each) / 1e6:.0f}")
+        cells += [f"{max(record[key] for record in each):,}" for key in ("opened", "libraries")]
+        cells.append(f"{max(record['read_bytes'] for record in each) / 1e6:.0f}")
         cells.append(f"{cpu_s:.1f}")
         print(f"| {ranks} | " + " | ".join(cells) + " |")
     write_json(
-        options.json, {"ranks": {str(ranks): {"each": each, "cpu_s": cpu_s} for ranks, (each, cpu_s) in found.items()}}
+        options.json,
+        {"ranks": {str(ranks): {"each": each, "cpu_s": cpu_s} for ranks, (each, cpu_s) in measured.items()}},
     )
     return 0
 

@@ -105,14 +105,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     init_distributed(RankEnv(), "auto", 60.0)
-    found = [measure(name, options.steps) for name in options.shapes.split(",")]
-    for row in found:
+    measured = [measure(name, options.steps) for name in options.shapes.split(",")]
+    for row in measured:
         print(
             f"{row['shape']}: {row['parameters'] / 1e6:.1f} M parameters, {row['tokens']} tokens in "
             f"{row['seconds']:.3f} s = {row['tokens_per_s']:.0f} tokens/s, {100 * row['share_of_matrix_rate']:.0f} % "
             f"of the matrix-product rate ({row['matrix_gflops']:.0f} GFLOP/s)"
         )
-    write_json(options.json, {"rows": found})
+    write_json(options.json, {"rows": measured})
     return 0
 
 

@@ -1,12 +1,12 @@
-"""Trajectories whose tools take 0.2 to 2 s beside the same ones with instant tools: tokens a second, what is prefilled.
+"""Trajectories whose tools take 0.2 to 2 s beside the same ones with instant tools: tokens a second, and tokens
+prefilled.
 
     python -m benchmarks.turns [--size 3m] [--trajectories 128] [--batch 16] [--repeats 3] [--json FILE]
 
 Four turns each: prompts of 64 tokens, answers of 48 on average (random weights, at most 96), tools in worker processes,
-32 tokens more for each of their answers. Turns are admitted as their tools answer, and by counts (`run.deterministic`);
-of these all tokens and bits of logprobs must be the same however late tools are. Runs alternate; a ratio is of
-neighbours, the table has medians. Fails below 0.8.
-"""
+32 tokens more for each of their answers. Turns are admitted as their tools answer, and by counts (`run.deterministic`).
+With counts all tokens and bits of logprobs must be the same with any delay of tools. Runs alternate; a ratio is of
+neighbours, the table has medians. Fails below 0.8."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TOOL = str(Path(__file__).with_name("wait_tool.py")) + ":wait"
 
 @dataclass(eq=False)
 class Talk:
-    """As much of `rollout.play.Play` as `Turns` reads."""
+    """A trajectory with the attributes of `rollout.play.Play` that `Turns` reads."""
 
     place: int
     session: Session
@@ -92,7 +92,7 @@ def some(vocabulary: int, count: int, *seed: int) -> tuple[int, ...]:
 def played(
     engine: FleetEngine, pool: Pool, talks: int, slow: bool, counted: bool, progress: Progress
 ) -> tuple[float, Generations]:
-    """Seconds, and the rows in the order of trajectories and turns."""
+    """Return the seconds, and the rows in the order of trajectories and turns."""
     vocabulary = engine.model.cfg.vocab_size
     name = f"{'late' if slow else 'instant'} tools, {'by counts' if counted else 'as they answer'}"
     task = progress.add_task(name, total=talks * TURNS)
@@ -108,8 +108,8 @@ def played(
     def hear(talk: Talk) -> None:
         answer, talk.asked = talk.asked.result(), None
         assert answer["value"]["texts"] == ["done"], answer
-        told = some(vocabulary, TOLD, talk.place, len(talk.turns))
-        talk.given = Given((*talk.given.tokens, *talk.turns[-1], *told))
+        answer_tokens = some(vocabulary, TOLD, talk.place, len(talk.turns))
+        talk.given = Given((*talk.given.tokens, *talk.turns[-1], *answer_tokens))
 
     ready: list[Any] = [
         Talk(i, Session(str(i), 0, {}, logged=False), Given(some(vocabulary, PROMPT, i))) for i in range(talks)
@@ -119,13 +119,15 @@ def played(
     turns = Turns(longest, talks, talks, ready, hear, say, seed, counted)  # type: ignore[arg-type]
     since = time.perf_counter()
     stops = tuple(range(vocabulary // ANSWER))
-    found = engine.serve(turns, turns.asked, turns.finished, SamplingParams(MOST, stop_token_ids=stops))
+    generations = engine.serve(turns, turns.asked, turns.finished, SamplingParams(MOST, stop_token_ids=stops))
     seconds = time.perf_counter() - since
     progress.remove_task(task)
     order = sorted(range(len(turns.taken)), key=lambda row: (turns.taken[row][0].place, turns.taken[row][1]))  # type: ignore[attr-defined]
     rows = torch.tensor(order)
     return seconds, Generations(
-        *(t[rows] for t in (found.tokens, found.lengths, found.logprobs)), found.finish_reason, 0
+        *(t[rows] for t in (generations.tokens, generations.lengths, generations.logprobs)),
+        generations.finish_reason,
+        0,
     )
 
 

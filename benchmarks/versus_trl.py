@@ -52,7 +52,7 @@ EVEN = ("dpo", "kto")  # the stages that are also compared on answers of one len
 
 @dataclass
 class Side:
-    """One contestant's process, idle until told to step."""
+    """A contestant's process, idle until it gets an order to step."""
 
     name: str
     process: subprocess.Popen
@@ -82,7 +82,7 @@ class Side:
         return cls(name, process, log)
 
     def step(self) -> dict[str, Any]:
-        """Raises RuntimeError with the end of the log if the process has died."""
+        """Step, and return the report. Raises RuntimeError with the end of the log if the process has died."""
         assert self.process.stdin and self.process.stdout
         try:
             self.process.stdin.write("go\n")
@@ -107,8 +107,8 @@ def ours(work: Path) -> list[str]:
 
 
 def peer_python(peers: Path, version: str) -> Path:
-    """The Python of an environment with that TRL. Its other packages are this environment's, so both sides run the
-    same torch and transformers."""
+    """Return the Python of an environment with that TRL. Its other packages are this environment's, so both sides run
+    the same torch and transformers."""
     folder = peers / f"trl-{version}"
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
@@ -136,9 +136,9 @@ def compare(
         for n in range(warmup + steps):
             round_began = time.monotonic()
             for side in sides if n % 2 else sides[::-1]:
-                told = side.step()
+                reports = side.step()
                 if n >= warmup:
-                    taken[side.name].append(told)
+                    taken[side.name].append(reports)
             tell(f"{work.key}: {n + 1}/{warmup + steps}")
             now = time.monotonic()
             if n >= warmup and 2 * now - round_began - began > seconds:  # another round would end too late
@@ -146,9 +146,9 @@ def compare(
     finally:
         for side in sides:
             side.end()
-    each = {name: [t["seconds"] / t.get("tokens", 1) for t in told] for name, told in taken.items()}
+    each = {name: [t["seconds"] / t.get("tokens", 1) for t in reports] for name, reports in taken.items()}
     ratios = [b / a for a, b in zip(each["ours"], each["peer"], strict=True)]
-    peak = {name: max(t["peak_bytes"] for t in told) for name, told in taken.items()}
+    peak = {name: max(t["peak_bytes"] for t in reports) for name, reports in taken.items()}
     return {
         "ratio": statistics.median(ratios),
         "ratios": ratios,
@@ -160,7 +160,7 @@ def compare(
 
 
 def works(options: argparse.Namespace, root: Path) -> list[Work]:
-    found = []
+    comparisons = []
     smallest, *_ = sizes = options.sizes.split(",")
     for dtype, size in itertools.product(options.dtypes.split(","), sizes):
         slow = dtype == "bfloat16" and widened(torch.device("cpu"), torch.bfloat16)
@@ -172,8 +172,8 @@ def works(options: argparse.Namespace, root: Path) -> list[Work]:
             for prompt in map(int, options.prompts.split(",") if stage in LONG_PROMPTS and not slow else ["64"]):
                 folder = str(root / size)
                 one = Work(stage, size, dtype, prompt, folder, options.threads, max_response=options.response)
-                found += [one, replace(one, even=True)] if stage in EVEN and not slow else [one]
-    return found
+                comparisons += [one, replace(one, even=True)] if stage in EVEN and not slow else [one]
+    return comparisons
 
 
 def table(results: dict[str, dict[str, Any]], peer: str = "TRL") -> Table:

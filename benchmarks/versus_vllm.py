@@ -40,16 +40,17 @@ def main(arguments: list[str] | None = None) -> int:
             step = [sys.executable, "-W", "ignore", "-m", "benchmarks.versus.engines", f"{folder}/{WORK}"]
             sides = {"ours": [*step, "native"], "peer": [*step, "vllm"]}
             try:
-                results[work.key] = found = compare(work, sides, 1, options.steps, float("inf"), status.update)
+                results[work.key] = comparison = compare(work, sides, 1, options.steps, float("inf"), status.update)
             except RuntimeError as error:
                 results[work.key] = {"error": str(error)}
                 console.print(f"[red]{work.key}[/]: {error}")
             else:
                 tokens = work.samples * options.response
                 each = (
-                    f"{name} {tokens / found[f'{side}_s']:.0f}" for side, name in (("ours", "native"), ("peer", "vLLM"))
+                    f"{name} {tokens / comparison[f'{side}_s']:.0f}"
+                    for side, name in (("ours", "native"), ("peer", "vLLM"))
                 )
-                console.print(f"{work.key}: {found['ratio']:.2f}; tokens/s: {', '.join(each)}")
+                console.print(f"{work.key}: {comparison['ratio']:.2f}; tokens/s: {', '.join(each)}")
     console.print(table(results, "vLLM"))
     write_json(options.json, results)
     return int(any("error" in r for r in results.values()))

@@ -1,4 +1,4 @@
-"""One engine of `benchmarks.versus_vllm`: a rollout for each line on its input, what it took on its output."""
+"""One engine of `benchmarks.versus_vllm`: a rollout for each line on its input, its seconds and tokens on its output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENGINES = {"native": NativeEngine, "vllm": VllmEngine}
 
 
 def make(work: Work, name: str) -> NativeEngine | VllmEngine:
-    """Filled with random weights, the same for both."""
+    """Return an engine with random weights, the same for both."""
     size, dtype = SIZES[work.size], getattr(torch, work.dtype)
     model = ModelConfig(
         family="llama",
@@ -45,13 +45,13 @@ def make(work: Work, name: str) -> NativeEngine | VllmEngine:
 
 
 def peak_bytes(processes: list[psutil.Process]) -> int:
-    """Of their largest resident sets."""
+    """Return the sum of the processes' largest resident sets."""
     lines = (Path(f"/proc/{p.pid}/status").read_text().split("VmHWM:")[1] for p in processes)
     return sum(1024 * int(line.split()[0]) for line in lines)
 
 
 def cpu_seconds(own: psutil.Process) -> float:
-    """Of all threads of this process, and of its children."""
+    """Return the CPU seconds of all threads of this process, and of its children."""
     return sum(t.user + t.system for t in (p.cpu_times() for p in (own, *own.children(recursive=True))))
 
 
@@ -66,8 +66,8 @@ def main(path: str, name: str) -> None:
         seeds = [[1000 * call + i * work.group + j for j in range(work.group)] for i in range(len(prompts))]
         start = cpu_seconds(own)
         out = engine.generate(prompts, seeds, SamplingParams(work.max_response))
-        told = {"seconds": cpu_seconds(own) - start, "tokens": int(out.lengths.sum())}
-        print(json.dumps(told | {"peak_bytes": peak_bytes(own.children() or [own])}), flush=True)
+        measured = {"seconds": cpu_seconds(own) - start, "tokens": int(out.lengths.sum())}
+        print(json.dumps(measured | {"peak_bytes": peak_bytes(own.children() or [own])}), flush=True)
 
 
 if __name__ == "__main__":

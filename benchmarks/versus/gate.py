@@ -1,5 +1,5 @@
-"""How a contestant and the benchmark speak: between two steps it says what the last one took, and waits to be told to
-go on. So the contestants' steps alternate, and one of them computes at a time."""
+"""Protocol of a contestant and the benchmark: between two steps it reports the last one's time, and waits for the next
+order. So the contestants' steps alternate, and one of them computes at a time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 
 
 class Over(Exception):
-    """The benchmark wants no more steps."""
+    """The end of the benchmark's steps."""
 
 
 class Gate:
-    """Tells CPU seconds of one thread, which other programs do not count into, and wall seconds of several."""
+    """A gate between steps. Reports CPU seconds of one thread, which exclude other programs, and wall seconds of
+    several."""
 
     def __init__(self, threads: int) -> None:
         self._clock = time.process_time if threads == 1 else time.perf_counter
@@ -27,11 +28,11 @@ class Gate:
     def say(self, **what: Any) -> None:
         self._out.write(json.dumps(what) + "\n")
 
-    def __call__(self, **more: Any) -> None:
-        """At a step boundary. Raises Over."""
+    def __call__(self, **fields: Any) -> None:
+        """Report the last step at a step boundary, and wait. Raises Over."""
         now = self._clock()
         if self._since is not None:
-            self.say(seconds=now - self._since, peak_bytes=peak_bytes(), **more)
+            self.say(seconds=now - self._since, peak_bytes=peak_bytes(), **fields)
         line = sys.stdin.readline()
         if line.strip() != "go":
             raise Over
@@ -39,7 +40,7 @@ class Gate:
 
 
 def peak_bytes() -> int:
-    """Of this process, whatever started it."""
+    """Return the largest resident set of this process, without its parent's."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -24,7 +24,7 @@ REWARD = Path(__file__).with_name("workload.py")
 
 
 def force(work: Work) -> None:
-    """Make the native engine's responses as long as `response_lengths` says."""
+    """Force the native engine's responses to the lengths of `response_lengths`."""
     calls = iter(range(1 << 30))
 
     class Forced(native.Batch):
@@ -80,16 +80,16 @@ def train(work: Work, gate: Gate) -> None:
     from aligner.run.loop import Run
     from aligner.run.stop import Boundary
 
-    settle, finish, more = Boundary.settle, Run.finish, {}
+    settle, finish, fields = Boundary.settle, Run.finish, {}
 
     def counted(
         self: Run, step: int, metrics: dict, samples: Sequence = (), tokens: float = 0.0, rows: int = 0
     ) -> None:
-        more["tokens"] = tokens
+        fields["tokens"] = tokens
         finish(self, step, metrics, samples, tokens, rows)
 
     def gated(self: Boundary, writing: bool) -> tuple[str, bool]:
-        gate(**(more if work.stage == "sft" else {}))
+        gate(**(fields if work.stage == "sft" else {}))
         return settle(self, writing)
 
     Boundary.settle, Run.finish = gated, counted  # type: ignore[method-assign]

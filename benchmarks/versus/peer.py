@@ -24,7 +24,7 @@ STEPS = 1_000_000
 
 
 class Forced(LogitsProcessor):
-    """Makes the responses of one `generate` as long as `response_lengths` says."""
+    """A processor that forces the responses of one `generate` to the lengths of `response_lengths`."""
 
     def __init__(self, work: Work, call: int, prompt_tokens: int, rows: slice):
         self.lengths = torch.tensor(response_lengths(work, call))[rows]
@@ -36,7 +36,7 @@ class Forced(LogitsProcessor):
 
 
 def force(model: torch.nn.Module, work: Work) -> None:
-    """`model.generate` with forced lengths; a rollout may come in several calls."""
+    """Replace `model.generate` by one with forced lengths; a rollout may come in several calls."""
     generate, rows_done = model.generate, 0
 
     def forced(*args, input_ids, **kwargs):

@@ -54,7 +54,7 @@ class Work:
 
     @property
     def samples(self) -> int:
-        """Of a rollout. PPO goes four times over them, with two models."""
+        """Samples of a rollout. PPO goes four times over them, with two models."""
         return SIZES[self.size].samples // (2 if self.stage == "ppo" else 1)
 
     @property
@@ -70,18 +70,18 @@ class Work:
 
 
 def long_tailed(count: int, longest: int, seed: int) -> list[int]:
-    """`count` lengths from 1 to `longest`, exponential with a mean of a quarter of it."""
+    """Return `count` lengths from 1 to `longest`, exponential with a mean of a quarter of it."""
     rng = random.Random(seed)
     return [max(1, min(longest, round(rng.expovariate(4 / longest)))) for _ in range(count)]
 
 
 def response_lengths(work: Work, call: int) -> list[int]:
-    """Of every row of the `call`-th generation."""
+    """Return the length of every row of the `call`-th generation."""
     return long_tailed(work.samples, work.max_response, 1000 * work.seed + call)
 
 
 def force_lengths(logits: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """Logits [n, V] in which rows with `last` (bool [n]) can only end, and the others cannot. In place."""
+    """Return logits [n, V] with which rows with `last` (bool [n]) can only end, and the others cannot. In place."""
     logits[:, PAD] = -torch.inf
     logits[:, EOS] = torch.where(last, 0.0, -torch.inf).to(logits.dtype)
     others = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
@@ -90,12 +90,12 @@ def force_lengths(logits: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
 
 
 def score(text: str) -> float:
-    """Any cheap reward that differs between samples."""
+    """Return a cheap reward that differs between samples."""
     return (len(text.split()) % 7) / 7
 
 
 def rewarded(samples: list) -> list[float]:
-    """`score` as the project calls it."""
+    """Return `score` for samples, as the project calls it."""
     return [score(sample.response) for sample in samples]
 
 

@@ -48,7 +48,7 @@ def test_the_plan_counts_a_trunk_once():
     own, shared = (job_of(compose([*ppo, *more]), 8) for more in ([], ["critic.trunk=policy"]))
     phases = [plan_memory(job, DEVICES["h100"], Assumptions()).phases for job in (own, shared)]
     weights = [found["update"]["weights"] for found in phases]
-    critic = shared.parts[-1]
+    critic = shared.models[-1]
     whole = own.element * rank_parameters(critic.shape, own.grid, 0, "").total
     assert critic.shared and weights[0] - weights[1] == whole > 14e9
     assert phases[1]["build"]["weights"] > weights[1] + 0.9 * whole  # it has weights of its own until it shares them
