@@ -1,4 +1,5 @@
-"""One engine of `benchmarks.versus_vllm`: a rollout for each line on its input, its seconds and tokens on its output."""
+"""One engine of `benchmarks.versus_vllm`. It generates a rollout for each line on its input and prints its seconds and
+tokens."""
 
 from __future__ import annotations
 

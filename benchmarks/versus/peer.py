@@ -124,12 +124,14 @@ def sft(work: Work, gate: Gate, model, tokenizer) -> None:
             Counted.tokens += int(inputs["input_ids"].numel() if mask is None else mask.sum())
             return super().training_step(model, inputs, *args, **kwargs)
 
-    class Told(Steps):
+    class CountedSteps(Steps):
         def on_step_end(self, *args, **kwargs):
             self.gate(tokens=Counted.tokens)
             Counted.tokens = 0
 
-    Counted(model, args=config, train_dataset=rows(work), processing_class=tokenizer, callbacks=[Told(gate)]).train()
+    Counted(
+        model, args=config, train_dataset=rows(work), processing_class=tokenizer, callbacks=[CountedSteps(gate)]
+    ).train()
 
 
 def rm(work: Work, gate: Gate, model, tokenizer) -> None:
