@@ -178,16 +178,16 @@ class Prediction:
         return "\n".join(lines)
 
     def _lag_lines(self) -> list[str]:
-        whole = f"engine.window=0: {shares_text(*self.at_work)}; tokens {self.lag} step{'s' * (self.lag > 1)} old"
+        whole = f"engine.window=0: {shares_text(*self.at_work)}; token lag {self.lag} step{'s' * (self.lag > 1)}"
         if self.windows is None:
-            waits = "; windows would add nothing, for the engines wait for the trainer"
+            waits = "; windows would gain nothing, as the engines wait for the trainer"
             return [whole + waits * (self.at_work[0] < 1)]
         step_s, windows = self.windows
         return [
             whole,
             f"engine.window={windows.window}: step about {step_s:.1f} s, "
             f"{shares_text(windows.engines, windows.trainer)}; "
-            f"tokens {windows.mean:.1f} steps old, a sample's first {windows.oldest:.1f}",
+            f"token lag {windows.mean:.1f} steps, of a sample's first token {windows.oldest:.1f}",
         ]
 
     def _slots_text(self) -> str:
