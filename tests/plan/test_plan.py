@@ -443,7 +443,7 @@ def test_no_window_is_proposed_to_a_trainer_that_is_the_slower_side():
     line = [*APART, "engine.ranks=2", "engine.kv_cache_bytes=40_000_000_000", "engine.lag=1"]
     found = predict(job_of(compose(line), 10), H100)
     engines, trainer = found.at_work
-    assert found.windows is None and trainer == 1 > engines and "windows would add nothing" in found.text()
+    assert found.windows is None and trainer == 1 > engines and "windows would gain nothing" in found.text()
     assert found.overlapped == (found.step_s, 0, engines, trainer)
 
 
