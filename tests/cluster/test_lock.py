@@ -239,7 +239,7 @@ def test_who_loses_the_folder_is_told(tmp_path):
                 time.sleep(0.01)
             spoil()
             assert told.wait(300)
-    assert "is gone" in words[0] and "is of process 7 on far now" in words[1]
+    assert "is gone" in words[0] and "belongs to process 7 on far now" in words[1]
 
 
 def test_one_of_many_takes_over(tmp_path):
