@@ -249,23 +249,23 @@ def _event(data: bytes) -> JsonObject:
 TALKS = Talks()  # of this process
 
 
-def talks(board: Board, asked: JsonObject) -> Any:
+def talks(board: Board, request: JsonObject) -> Any:
     return {"models": list(known(board)), "open": TALKS.living()}
 
 
-def open_talk(board: Board, asked: JsonObject) -> Any:
+def open_talk(board: Board, request: JsonObject) -> Any:
     """Open a model. `plain`: it has no chat template."""
-    name, models = asked.text("model"), known(board)
+    name, models = request.text("model"), known(board)
     if name not in models:
         raise DataError(f"model={name!r}: expected one of the board's {len(models)} models")
     return {"plain": TALKS.open(name, models[name]).plain}
 
 
-def close_talk(board: Board, asked: JsonObject) -> Any:
-    TALKS.close(asked.text("model"))
+def close_talk(board: Board, request: JsonObject) -> Any:
+    TALKS.close(request.text("model"))
     return {}
 
 
-def say(board: Board, asked: JsonObject) -> Any:
-    body = {name: asked.fields[name] for name in ("messages", *SAMPLING) if name in asked}
-    return TALKS.say(asked.text("model"), body)
+def say(board: Board, request: JsonObject) -> Any:
+    body = {name: request.fields[name] for name in ("messages", *SAMPLING) if name in request}
+    return TALKS.say(request.text("model"), body)

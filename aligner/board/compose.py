@@ -55,9 +55,9 @@ class Wish:
     device: str = "h100"
 
     @classmethod
-    def read(cls, asked: JsonObject) -> Wish:
+    def read(cls, request: JsonObject) -> Wish:
         """Read the form's values. Raises ConfigError."""
-        wish = from_plain(cls, asked.fields, "", cls)
+        wish = from_plain(cls, request.fields, "", cls)
         one_of("command", wish.command, ("launch", "submit"))
         return wish
 
@@ -113,7 +113,7 @@ def composed(wish: Wish) -> Config:
         return compose(wish.overrides())
 
 
-def form(board: Board, asked: JsonObject) -> dict[str, Any]:
+def form(board: Board, request: JsonObject) -> dict[str, Any]:
     """Return the form's fields, which never change while this process lives."""
     groups = {group: sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")) for group in GROUPS}
     return {
@@ -124,13 +124,13 @@ def form(board: Board, asked: JsonObject) -> dict[str, Any]:
     }
 
 
-def check(board: Board, asked: JsonObject) -> dict[str, Any]:
+def check(board: Board, request: JsonObject) -> dict[str, Any]:
     """Return the command of a wish and what it would print.
 
     `error`: {"key", "text"} as the command would print it, or None; `base`: the values by key from the groups alone;
     `yaml`: the resolved config, where there is one; `unread`: keys that this stage does not read; `plan`: {"command",
     "table", "error"}."""
-    wish = Wish.read(asked)
+    wish = Wish.read(request)
     plan = {"command": _line("plan", *wish.plan_options(), *wish.overrides()), "table": "", "error": ""}
     answer: dict[str, Any] = {"command": _line(*wish.argv()), "base": {}, "yaml": "", "error": None, "unread": []}
     try:

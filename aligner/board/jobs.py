@@ -153,26 +153,26 @@ def tail(path: Path) -> str:
 JOBS = Jobs()  # of this process
 
 
-def start(board: Board, asked: JsonObject) -> Any:
-    return JOBS.start(Wish.read(asked))
+def start(board: Board, request: JsonObject) -> Any:
+    return JOBS.start(Wish.read(request))
 
 
-def dry_run(board: Board, asked: JsonObject) -> Any:
-    return JOBS.dry(Wish.read(asked))
+def dry_run(board: Board, request: JsonObject) -> Any:
+    return JOBS.dry(Wish.read(request))
 
 
-def submit(board: Board, asked: JsonObject) -> Any:
-    return JOBS.submit(asked.text("key"))
+def submit(board: Board, request: JsonObject) -> Any:
+    return JOBS.submit(request.text("key"))
 
 
-def stop(board: Board, asked: JsonObject) -> Any:
-    folder = asked.text("folder")
-    if folder not in [job["folder"] for job in jobs(board, asked)["jobs"]]:
+def stop(board: Board, request: JsonObject) -> Any:
+    folder = request.text("folder")
+    if folder not in [job["folder"] for job in jobs(board, request)["jobs"]]:
         raise DataError(f"folder={folder!r}: expected the folder of a run that is running on this machine")
     return JOBS.stop(Path(folder))
 
 
-def jobs(board: Board, asked: JsonObject) -> Any:
+def jobs(board: Board, request: JsonObject) -> Any:
     """Return the runs that were started here, and all others of the board's runs that are running on this machine."""
     by_folder = {folder: JOBS.status(folder) for folder in list(JOBS.started)}
     others = (folder for run in board.runs().values() if (folder := run.folder.resolve()) not in by_folder)

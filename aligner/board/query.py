@@ -22,12 +22,12 @@ class Query:
     page: int = 0
 
     @classmethod
-    def read(cls, asked: JsonObject) -> Query:
+    def read(cls, request: JsonObject) -> Query:
         """Read a request. Raises AlignerError."""
-        order = asked.text("order", "newest")
+        order = request.text("order", "newest")
         one_of("order", order, ORDERS)
-        bounds = asked.number("low", -math.inf), asked.number("high", math.inf)
-        return cls(asked.text("text", "").casefold(), *bounds, order, asked.integer("page", 0))
+        bounds = request.number("low", -math.inf), request.number("high", math.inf)
+        return cls(request.text("text", "").casefold(), *bounds, order, request.integer("page", 0))
 
     def takes(self, prompt: Any) -> bool:
         return self.text in str(prompt).casefold()

@@ -212,10 +212,10 @@ class Board:
             raise DataError(f"run={name!r}: expected one of the board's {len(runs)} runs")
         return runs[name]
 
-    def chosen(self, asked: JsonObject) -> list[RunFolder]:
+    def chosen(self, request: JsonObject) -> list[RunFolder]:
         """Return the runs that a page asks for, all without `runs`. Runs that have been removed are left out."""
         known = self.runs()
-        return [known[name] for name in asked.texts("runs", [*known]) if name in known]
+        return [known[name] for name in request.texts("runs", [*known]) if name in known]
 
     def look(self, runs: Sequence[RunFolder]) -> None:
         """Read what the runs have written since, as far as the budget allows."""

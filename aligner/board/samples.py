@@ -135,24 +135,24 @@ def _table(path: Path) -> Table:
 # --- endpoints
 
 
-def samples(board: Board, asked: JsonObject) -> Any:
+def samples(board: Board, request: JsonObject) -> Any:
     """Return {"runs": names, "views": [...]}: of the run asked for, else of the first of `runs` that has any, else of
     the first of all; with `report` the newest of all runs."""
-    query = Query.read(asked)
+    query = Query.read(request)
     with_samples = [run for run in board.runs().values() if _has(run)]
-    if asked.flag("report", False):
+    if request.flag("report", False):
         views = [_reported(run, query, max(1, REPORTED // len(with_samples))) for run in with_samples]
     else:
-        first = [*(run for run in board.chosen(asked) if run in with_samples), *with_samples][:1]
-        name = asked.text("run", "") or "".join(run.name for run in first)
-        views = [_view(board.run(name), query, asked.text("step", ""))] if name else []
+        first = [*(run for run in board.chosen(request) if run in with_samples), *with_samples][:1]
+        name = request.text("run", "") or "".join(run.name for run in first)
+        views = [_view(board.run(name), query, request.text("step", ""))] if name else []
     return {"runs": [run.name for run in with_samples], "views": views, "hint": HINT}
 
 
-def sample_tokens(board: Board, asked: JsonObject) -> Any:
+def sample_tokens(board: Board, request: JsonObject) -> Any:
     """Return the tokens of one sample of a recorded rollout."""
-    folder = board.run(asked.text("run")).folder
-    return recorded.RecordedRollout.of(folder, asked.integer("step")).tokens(asked.integer("row"))
+    folder = board.run(request.text("run")).folder
+    return recorded.RecordedRollout.of(folder, request.integer("step")).tokens(request.integer("row"))
 
 
 def _has(run: RunFolder) -> bool:

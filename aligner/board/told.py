@@ -31,18 +31,18 @@ def alone(answer: Answer) -> Answer:
     """Decorate an endpoint so that it handles one request at a time, as the runs' state changes while they are read."""
 
     @functools.wraps(answer)
-    def held(board: Board, asked: JsonObject) -> Any:
+    def held(board: Board, request: JsonObject) -> Any:
         with board.lock:
-            return answer(board, asked)
+            return answer(board, request)
 
     return held
 
 
 @alone
-def table(board: Board, asked: JsonObject) -> Any:
+def table(board: Board, request: JsonObject) -> Any:
     """Return a row for each run, in the order of their starts: its state, and the last values of the headline
     metrics."""
-    runs = board.chosen(asked)
+    runs = board.chosen(request)
     board.look(runs)
     folders, jobs = {run.folder.resolve(): run.name for run in runs}, board.jobs()
     rows = [_guarded(run, lambda run: _row(run, jobs, folders), _damaged(run)) for run in runs]
@@ -107,10 +107,10 @@ def _named(value: Any, folders: dict[Path, str]) -> str:
 
 
 @alone
-def metrics(board: Board, asked: JsonObject) -> Any:
+def metrics(board: Board, request: JsonObject) -> Any:
     """Return the runs' metrics in the order of the page: the last value of each run, and the only value of a metric
     that never changes."""
-    runs = board.chosen(asked)
+    runs = board.chosen(request)
     board.look(runs)
     by_group: dict[str, list[str]] = {}
     for name in sorted(set().union(*(run.series.names() for run in runs))):
@@ -135,14 +135,14 @@ def _finite(points: Points) -> np.ndarray:
 
 
 @alone
-def curves(board: Board, asked: JsonObject) -> Any:
+def curves(board: Board, request: JsonObject) -> Any:
     """Return curves of each run by metric, and its clocks: seconds since it began and tokens, by step."""
-    runs = board.chosen(asked)
+    runs = board.chosen(request)
     share = TOGETHER // max(1, sum(len(run.series.names()) for run in runs))
-    most = min(MOST, asked.integer("points", max(FEWEST, min(POINTS, share)), low=2))
+    most = min(MOST, request.integer("points", max(FEWEST, min(POINTS, share)), low=2))
     drawn_by_run, clocks = {}, {}
     for run in runs:
-        wanted = asked.texts("metrics", sorted(run.series.names()))
+        wanted = request.texts("metrics", sorted(run.series.names()))
         drawn = {name: _curve(run.series.points(name), most) for name in wanted}
         drawn_by_run[run.name] = {name: curve for name, curve in drawn.items() if curve["x"]}
         clocks[run.name] = _clock(run)
@@ -163,9 +163,9 @@ def _curve(points: Points, most: int) -> dict[str, list[Any]]:
 
 
 @alone
-def phases(board: Board, asked: JsonObject) -> Any:
+def phases(board: Board, request: JsonObject) -> Any:
     """Return the seconds by phase, in all and of a step along the run. Phases with a slash are contained in others."""
-    runs = board.chosen(asked)
+    runs = board.chosen(request)
     return {"phases": {run.name: split for run in runs if (split := _guarded(run, _phases, lambda: None))}}
 
 
@@ -197,15 +197,15 @@ def _until(points: Points, edges: np.ndarray) -> np.ndarray:
 
 
 @alone
-def details(board: Board, asked: JsonObject) -> Any:
+def details(board: Board, request: JsonObject) -> Any:
     """Return the runs' origins and alarms, and the keys in which their configs differ."""
-    runs = board.chosen(asked)
+    runs = board.chosen(request)
     settings = {run.name: run.settings for run in runs}
     keys = dict.fromkeys(key for one in settings.values() for key in one)
     values = {key: {name: text(one[key]) for name, one in settings.items() if key in one} for key in keys}
     differ = {key: row for key, row in values.items() if len(row) < len(runs) or len(set(row.values())) > 1}
     by_run = {run.name: _guarded(run, _details, partial(_no_details, run)) for run in runs}
-    if not asked.flag("report", False):  # which others are sent
+    if not request.flag("report", False):  # which others are sent
         for run in runs:
             by_run[run.name]["logs"] = _guarded(run, lambda run: run.logs, dict)
     return {"details": by_run, "differ": differ if len(runs) > 1 else {}, "summary": summary(board.folders)}

@@ -408,7 +408,7 @@ def _shares(cfg: Config, shape: ModelConfig) -> bool:
     return cfg.batch.share_prompts and cfg.batch.packing and not other
 
 
-def known_shape(cfg: Config, who: str) -> ModelConfig:
+def known_shape(cfg: Config, reader: str) -> ModelConfig:
     """Return `shape_at` of the config's model.init. Raises ConfigError where the size of the vocabulary is unknown."""
     shape, init = shape_at(cfg.model, cfg.model.init), cfg.model.init
     if shape.vocab_size:
@@ -416,9 +416,9 @@ def known_shape(cfg: Config, who: str) -> ModelConfig:
     if init not in ("", "random") and not Path(init).expanduser().exists():
         hint = "Or add the preset of its shape: model=llama3_8b."
         raise ConfigError(
-            "model.init", init, f"a folder on this machine, from whose config.json {who} reads sizes", hint
+            "model.init", init, f"a folder on this machine, from whose config.json {reader} reads sizes", hint
         )
-    expected = f"the size of the vocabulary, which {who} cannot take from a tokenizer"
+    expected = f"the size of the vocabulary, which {reader} cannot take from a tokenizer"
     raise ConfigError("model.vocab_size", 0, expected, "Or choose a model: model=llama3_8b.")
 
 

@@ -261,8 +261,8 @@ def _phases(device: RehearsedDevice) -> None:
         with call(self, phase):
             device.enter(phase)  # when tensors that it does not use have left (run/phases.py)
             yield
-            for of in memory:
-                device.record.phase.held = {k: int(v) for k, v in of.held_bytes().items() if v}
+            for phase_memory in memory:
+                device.record.phase.held = {k: int(v) for k, v in phase_memory.held_bytes().items() if v}
         device.enter(BETWEEN)
 
     Timers.__call__, PhaseMemory._enter = timed, sorted_out

@@ -145,9 +145,9 @@ class RehearsalRecord:
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         self.errors.append({"phase": self.name, "place": line_of(error), "text": text})
 
-    def mark(self, of: str, live: Counter[str]) -> None:
-        """Record the bytes on the device by the line that made them, at the same point of each `of`."""
-        marks = self._marks[of]
+    def mark(self, point: str, live: Counter[str]) -> None:
+        """Record the bytes on the device by the line that made them, at the same `point` of each step."""
+        marks = self._marks[point]
         marks.append(live)
         if len(marks) <= GROWN_MARKS:
             return
@@ -155,7 +155,7 @@ class RehearsalRecord:
         for line, now in live.items():
             sizes = [seen[line] for seen in recent]
             if all(a < b for a, b in pairwise(sizes)):
-                self.grows[line] = f"{now - sizes[-2]} bytes more on the device after each {of}"
+                self.grows[line] = f"{now - sizes[-2]} bytes more on the device after each {point}"
 
     def data(self) -> dict[str, Any]:
         """Return plain data, for JSON."""

@@ -33,8 +33,8 @@ def write_report(paths: list[Path]) -> Path:
     where = folders[0] if len(folders) == 1 or len(parents) > 1 else parents.pop()
     target = where / "report.html"
     title = " | ".join(run.name for run in runs)
-    asked = [(name, page.endpoints[name], args) for page in REPORTED.values() for name, args in page.report.items()]
-    answers = {name: answer(board, record(dict(args), name, AlignerError)) for name, answer, args in asked}
+    requests = [(name, page.endpoints[name], args) for page in REPORTED.values() for name, args in page.report.items()]
+    answers = {name: answer(board, record(dict(args), name, AlignerError)) for name, answer, args in requests}
     answers["details"]["summary"] = told.summary([where])
     page = report_page(title, REPORTED, answers).encode("utf-8", "replace").decode()
     try:

@@ -68,8 +68,8 @@ def scorer(cfg: Config) -> tuple[Job, Any]:
         limit = job.initial.config.max_position
         for number, sample in enumerate(samples):
             if not 0 < len(sample.prompt.tokens + sample.tokens) <= limit:
-                totals = len(sample.prompt.tokens + sample.tokens)
-                raise DataError(f"query[{number}]: expected 1 to {limit} tokens (model.max_position), found {totals}")
+                count = len(sample.prompt.tokens + sample.tokens)
+                raise DataError(f"query[{number}]: expected 1 to {limit} tokens (model.max_position), found {count}")
         with one_at_a_time:
             totals = scores(samples)
         return {"rewards": totals, "scores": totals, "extra_logs": {}}

@@ -247,10 +247,14 @@ def test_damage_is_found(ranks, folder, tmp_path):
     convert(ranks, "export", run, out)
     weights = sorted(out.glob("*.safetensors"))[1]
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    convert(ranks, "import", out, tmp_path / "again", world=2, error=rf"{weights.name} does not have its recorded SHA-256")
+    convert(
+        ranks, "import", out, tmp_path / "again", world=2, error=rf"{weights.name} does not have its recorded SHA-256"
+    )
     part = run / "checkpoints/step-00000000/policy/part-00001.distcp"
     part.write_bytes(part.read_bytes()[:-1] + b"?")
-    convert(ranks, "export", run, tmp_path / "other", world=2, error=r"part-00001.distcp does not have its recorded SHA-256")
+    convert(
+        ranks, "export", run, tmp_path / "other", world=2, error=r"part-00001.distcp does not have its recorded SHA-256"
+    )
     with pytest.raises(RankError, match="part-00001"):
         ranks.run(load_and_save, run=run, parallel=ParallelConfig(), outputs=0)
     (tmp_path / "other.partial/plan.json").unlink()
