@@ -1,27 +1,27 @@
-"""What a reward is, and what counts as a score.
+"""Rewards, and the check of their scores.
 
 A reward scores a batch of samples: one number for each, or None where it does not apply (a math checker on a row
-without an answer). A component that is None is simply not part of that sample's sum.
+without an answer). A None is left out of that sample's weighted sum.
 
 Optional attributes of a reward object change how `RewardPipeline` runs it:
-    per_sample   True: each sample is scored for itself, so the batch may be cut into chunks that run side by side, and
+    per_sample   True: each sample is scored independently, so chunks of the batch may run concurrently, and
                  samples may be scored while others are still generated (reward.overlap)
                  (default: the reward sees the whole batch of this rank, group-major, and may compare samples)
     main_thread  True: run in the caller's thread, in order (a model whose forward uses collectives); such a reward
                  has no timeout of its own
-    late_score   of a function that limits the time of each sample itself: what has begun and is not ready at
-                 reward.timeout_s gets this score, what has not begun makes its sample invalid; both are counted
-                 (reward/<name>/late), and none ends the run
-    bounded      True: the function limits the time of each sample itself, and has a score where it is over; all of its
-                 samples are waited for, reward.timeout_s does not apply
-    best_score   the largest that it can give: where that is less than eval.full_score, eval/accuracy does not ask it
-    may_fail     True: NaN is an answer, too: the sample could not be scored, for a reason that is not its own, and is
-                 invalid, whatever other functions say. More of these than reward.max_invalid_fraction end the run,
-                 with the words of its method `failure`
+    late_score   of a function that limits the time of each sample: a sample that has begun and is not ready at
+                 reward.timeout_s gets this score, one that has not begun is invalid; both are counted
+                 (reward/<name>/late), and neither ends the run
+    bounded      True: the function limits the time of each sample, and scores a sample whose time is over; the
+                 pipeline waits for all samples, and reward.timeout_s does not apply
+    best_score   the largest possible score: if it is less than eval.full_score, eval/accuracy ignores the reward
+    may_fail     True: NaN is allowed: the sample could not be scored for an external reason and is invalid,
+                 independent of other scores. More of these than reward.max_invalid_fraction end the run with the
+                 text of its method `failure`
     take_counts  a method: name -> (numerator, denominator) since the last call, for the metric reward/<reward>/<name>
-    keep_answers  a method: (log, name) -> None; the log of outside answers, which is to be read before anyone is asked
-    checks_rows  True: its method `unreadable` is called with prompts before training; {place: why} of the rows that it
-                 cannot score. A `why` that is NotApplicable refuses a row only where no other reward scores it
+    keep_answers  a method: (log, name) -> None; sets the log of outside answers, to read before each request
+    checks_rows  True: its method `unreadable` is called with prompts before training; returns {index: why} of the rows
+                 that it cannot score. A `why` that is NotApplicable refuses a row only if no other reward scores it
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from aligner.types import Sample
 
 
 class NotApplicable(str):
-    """Why a reward has nothing to say of a row: it would score None."""
+    """A reason why a reward does not apply to a row: it would score None."""
 
 
 class Reward(Protocol):
@@ -46,7 +46,7 @@ class Reward(Protocol):
 
 
 def describe(sample: Sample) -> str:
-    """The words by which error messages point at a sample."""
+    """Return the text with which error messages identify a sample."""
     return f"prompt {sample.prompt.id}, sample {sample.index}, response {sample.response[:200]!r}"
 
 
@@ -55,8 +55,8 @@ def scores_of(reward: Reward, samples: Sequence[Sample]) -> list[float | None]:
 
 
 def check_scores(name: str, values: Any, samples: Sequence[Sample], may_fail: bool = False) -> list[float | None]:
-    """One finite float or None per sample (NaN where it `may_fail`), or a RewardError that names the function and the
-    sample.
+    """Return one finite float or None per sample (NaN where it `may_fail`). Raises RewardError, which names the
+    function and the sample.
 
     Lists, tuples, arrays and tensors are accepted; numbers may be of any real type.
     """

@@ -1,5 +1,5 @@
-"""Servers that are asked about samples: side by side, within limits, again where that may help, and never twice for
-what is in the log of answers."""
+"""Clients of servers that score samples: concurrent within limits, with retries, and never twice for a logged
+answer."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from aligner.foreign import parse_json
 from aligner.rewards.reply import Secret, read_reply
 from aligner.types import Sample
 
-# of requests that failed at last
+# of requests whose tries all failed
 CAUSES = ("unreachable", "timeout", "status", "refused", "malformed", "breaker")
-AGAIN, NOT_THIS = (408, 429), (400, 413, 422)  # HTTP states beside 5xx; those that speak of one request
+AGAIN, NOT_THIS = (408, 429), (400, 413, 422)  # HTTP states besides 5xx to retry; those that refuse one request
 FINAL = ("refused", "breaker")  # not tried again
-BREAKER, REST_S = 5, 30.0  # after so many failures in a row the server is left alone for so long
-BYTES = 4  # of a request that are taken for a token
+BREAKER, REST_S = 5, 30.0  # failures in a row, after which no request is sent for REST_S
+BYTES = 4  # of a request, counted as one token
 _jitter = random.SystemRandom()  # nothing that a run computes sees it, and ranks that are forked differ
 
 
 class RequestFailed(Exception):
-    """A question did not get an answer; `cause` is one of CAUSES."""
+    """A request without an answer; `cause` is one of CAUSES."""
 
     def __init__(self, cause: str, text: str, wait_s: float = 0.0):
         self.cause, self.wait_s = cause, wait_s
@@ -43,36 +43,36 @@ class RequestFailed(Exception):
 
 
 class Item(NamedTuple):
-    """A question: its place in the log of answers (no key: none), and what is asked, as JSON has it."""
+    """A question: its key and number in the log of answers (no key: not logged), and its JSON content."""
 
     key: str
     number: int
-    part: dict[str, Any]
+    content: dict[str, Any]
 
 
 def item_key(*samples: Sample) -> str:
-    """Of a question about them; empty where they are not of a rollout."""
+    """Return the key of a question about these samples; empty if they belong to no rollout."""
     seeds = [sample.seed for sample in samples]
     return "" if None in seeds else "/".join(map(str, seeds))
 
 
 class RequestForm(Protocol):
-    """How questions become a request, and its reply answers."""
+    """A conversion of questions to a request and of its reply to answers."""
 
-    size: int  # questions of a request, at most
-    expected: str  # of a reply, in messages
-    reply_tokens: int  # that a reply may have
+    size: int  # most questions of a request
+    expected: str  # description of a reply, for messages
+    reply_tokens: int  # most tokens of a reply
 
-    def body(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]: ...
+    def body(self, contents: Sequence[dict[str, Any]]) -> dict[str, Any]: ...
 
     def read(self, reply: Any, count: int) -> list[Any]:
-        """`count` answers. Raises ValueError, TypeError or LookupError where the reply has not got them."""
+        """Return `count` answers. Raises ValueError, TypeError or LookupError if the reply lacks them."""
         ...
 
 
 @dataclass
 class ServerRequest:
-    """Questions that one request asks, and where its first try, the second, ... go, over and over."""
+    """A request for several questions, and the addresses of its tries in turn, repeated."""
 
     connections: httpx.AsyncClient
     urls: list[str]
@@ -86,7 +86,7 @@ class ServerRequest:
 
 
 class Client:
-    """Of equal servers, asked in turn."""
+    """A client of equal servers, which it asks in turn."""
 
     def __init__(self, urls: Sequence[str], limits: LimitsConfig, form: RequestForm):
         for url in urls or [""]:
@@ -95,41 +95,42 @@ class Client:
         self.urls, self.limits, self.form = list(urls), limits, form
         self.log: AnswerLog | None = None
         self.name = ""  # of the reward, in the log's keys
-        self.failure = ""  # the last one
+        self.failure = ""  # the last failure
         self._certificates = httpx.create_ssl_context()  # read once
         self._lock = threading.Lock()
         self._row, self._open_until, self._free_at = 0, 0.0, 0.0  # failures in a row; the breaker; the rates
         self._counts = Counter[str]()
 
     def ask(self, items: Sequence[Item]) -> list[Any]:
-        """The answer to each, or a `RequestFailed`. Raises RewardError for what no further try can mend."""
+        """Return the answer to each question, or a `RequestFailed`. Raises RewardError for errors that no further try
+        can mend."""
         until = time.monotonic() + self.limits.deadline_s
         answers = [self._logged(item) for item in items]
         open_ = [i for i, answer in enumerate(answers) if answer is None]
-        parts = [open_[start : start + self.form.size] for start in range(0, len(open_), self.form.size)]
+        batches = [open_[start : start + self.form.size] for start in range(0, len(open_), self.form.size)]
         loop = asyncio.new_event_loop()
         try:
-            asked = loop.run_until_complete(self._all([[items[k] for k in part] for part in parts], until))
+            asked = loop.run_until_complete(self._all([[items[k] for k in batch] for batch in batches], until))
         finally:
             loop.run_until_complete(loop.shutdown_asyncgens())  # of replies that were not read to their end
-            loop.close()  # which waits for no thread: that which looks up a name may be late
-        for part, those in zip(parts, asked, strict=True):
-            for place, answer in zip(part, those, strict=True):
-                answers[place] = answer
+            loop.close()  # without waiting for threads: the lookup of a name may take long
+        for batch, replies in zip(batches, asked, strict=True):
+            for index, answer in zip(batch, replies, strict=True):
+                answers[index] = answer
         return [self._counted(answer) for answer in answers]
 
     def take_counts(self) -> dict[str, tuple[float, float]]:
-        """Of questions since the last call: how many failed for each cause, and how many tries came on top."""
+        """Return, of questions since the last call, how many failed for each cause, and how many retries there were."""
         counts, self._counts = self._counts, Counter()
         return {name: (float(counts[name]), float(counts["asked"])) for name in (*CAUSES, "retries")}
 
     def _logged(self, item: Item) -> Answer | None:
         if self.log is None or not item.key:
             return None
-        return self.log.find(f"{self.name}/{item.key}", item.number, item.part)
+        return self.log.find(f"{self.name}/{item.key}", item.number, item.content)
 
     def _counted(self, answer: Answer | None) -> Any:
-        """Alike where it is read from the log."""
+        """Count an answer, new or logged, and return its value or `RequestFailed`."""
         assert answer is not None
         self._counts.update({"asked": 1, "retries": answer["retried"]})
         if "failed" not in answer:
@@ -138,21 +139,21 @@ class Client:
         self.failure = f"{answer['failed']}: {answer['text']}"
         return RequestFailed(answer["failed"], answer["text"])
 
-    async def _all(self, parts: Sequence[Sequence[Item]], until: float) -> list[list[Answer]]:
-        """`parts`: what a request each asks. The first error ends the others."""
+    async def _all(self, batches: Sequence[Sequence[Item]], until: float) -> list[list[Answer]]:
+        """Send a request for each batch of questions. The first error cancels the others."""
         headers = {"Authorization": f"Bearer {self.secret.key}"} if self.secret.key else {}
         limits, room = httpx.Limits(max_connections=None), asyncio.Semaphore(self.limits.concurrency)
 
         async def one(number: int, items: Sequence[Item], connections: httpx.AsyncClient) -> list[Answer]:
             first = number % len(self.urls)
             async with room:
-                body = json.dumps(self.form.body([item.part for item in items])).encode()
+                body = json.dumps(self.form.body([item.content for item in items])).encode()
                 urls = self.urls[first:] + self.urls[:first]
                 return await self._answers(ServerRequest(connections, urls, items, body, until))
 
-        # no limits of its own: one clock bounds a request, and the semaphore their number
+        # no limits of httpx: `until` bounds a request's time, the semaphore the number of requests
         async with httpx.AsyncClient(headers=headers, verify=self._certificates, limits=limits, timeout=None) as made:
-            tasks = [asyncio.ensure_future(one(number, items, made)) for number, items in enumerate(parts)]
+            tasks = [asyncio.ensure_future(one(number, items, made)) for number, items in enumerate(batches)]
             try:
                 return await asyncio.gather(*tasks)
             finally:
@@ -164,7 +165,7 @@ class Client:
         answers = await self._tries(request)
         for item, answer in zip(request.items, answers, strict=True):
             if self.log is not None and item.key:
-                self.log.write(f"{self.name}/{item.key}", item.number, item.part, answer)
+                self.log.write(f"{self.name}/{item.key}", item.number, item.content, answer)
         return answers
 
     async def _tries(self, request: ServerRequest) -> list[Answer]:
@@ -183,7 +184,7 @@ class Client:
         raise AssertionError(self.limits.retries)
 
     async def _wait_turn(self, body: bytes, until: float) -> None:
-        """Until the breaker is closed and the rates leave room. Raises Failed where that is too late."""
+        """Wait until the breaker is closed and the rates leave room. Raises RequestFailed if that is after `until`."""
         while (now := time.monotonic()) < self._open_until:
             if self._open_until >= until:
                 raise RequestFailed("breaker", f"not asked, after {BREAKER} failures in a row: {self.failure}")
@@ -199,7 +200,10 @@ class Client:
         await sleep(max(0.0, start - now))
 
     async def _tried(self, request: ServerRequest, url: str) -> list[Any]:
-        """One try. The breaker: after its rest one more failure opens it again, an answer closes it."""
+        """Send a request once, and update the breaker.
+
+        After its rest one more failure opens the breaker again; an answer closes it.
+        """
         try:
             values = self._values(url, *await self._post(request, url), len(request.items))
         except RequestFailed as failed:
@@ -214,7 +218,7 @@ class Client:
         return values
 
     async def _post(self, request: ServerRequest, url: str) -> tuple[httpx.Response, bytes]:
-        """A reply and its body. One clock from the name that is looked up to the last byte."""
+        """Return a reply and its body. One time limit covers all, from the name lookup to the last byte."""
         limit_s = max(0.001, min(self.limits.timeout_s, request.until - time.monotonic()))
         sent = {"content": request.body, "headers": request.headers}
         try:
@@ -229,29 +233,29 @@ class Client:
             raise RequestFailed("malformed", f"{url}: {self.secret.shown(str(error))}") from None
 
     def _values(self, url: str, reply: httpx.Response, content: bytes, count: int) -> list[Any]:
-        """What a reply says. Raises Failed, or RewardError for what asking again cannot mend."""
-        status, said = reply.status_code, repr(self.secret.shown(content))
+        """Return the values in a reply. Raises RequestFailed, or RewardError for errors that a retry cannot mend."""
+        status, shown = reply.status_code, repr(self.secret.shown(content))
         if status in AGAIN or status >= 500:
             wait = reply.headers.get("Retry-After", "")
-            raise RequestFailed("status", f"{url}: HTTP {status} {said}", float(wait) if wait.isdecimal() else 0.0)
+            raise RequestFailed("status", f"{url}: HTTP {status} {shown}", float(wait) if wait.isdecimal() else 0.0)
         if status in NOT_THIS:
-            raise RequestFailed("refused", f"{url}: HTTP {status} {said}")
+            raise RequestFailed("refused", f"{url}: HTTP {status} {shown}")
         if status != 200:
-            raise RewardError(f"{url}: expected HTTP 200, found {status} {said}")
+            raise RewardError(f"{url}: expected HTTP 200, found {status} {shown}")
         try:
             values = self.form.read(parse_json(content, url, DataError), count)
         except (DataError, ValueError, TypeError, LookupError):
-            raise RequestFailed("malformed", f"{url}: expected {self.form.expected}, found {said}") from None
+            raise RequestFailed("malformed", f"{url}: expected {self.form.expected}, found {shown}") from None
         return [self.secret.kept(value) if isinstance(value, str) else value for value in values]
 
 
 def _key(name: str) -> str:
-    """Raises ConfigError, which does not show it."""
+    """Return the key in a variable of the environment. Raises ConfigError, which does not show the key."""
     if not name:
         return ""
     key = os.environ.get(name, "").strip()
     if not key or not (key.isascii() and key.isprintable()):
-        expected = "the name of a variable of the environment, which has a key of printable ASCII characters"
+        expected = "the name of an environment variable that holds a key of printable ASCII characters"
         raise ConfigError("key_env", name, expected)
     return key
 
@@ -264,4 +268,4 @@ def _check(url: str) -> None:
     if parts.scheme not in ("http", "https") or not parts.host:
         raise ConfigError("url", url, "http://host:port/path")
     if parts.userinfo:  # not shown
-        raise ConfigError("url", parts.host, "an address without a user: a key's place is key_env")
+        raise ConfigError("url", parts.host, "an address without a user: name the key's variable in key_env")

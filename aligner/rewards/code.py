@@ -1,4 +1,7 @@
-"""The reward `code`: the program of an answer, run in a sandbox against the tests of its row (code_rows.py).
+"""The reward `code`: a response's program, run in a sandbox against the tests of its row (code_rows.py).
+
+Outputs are compared here, results of functions in a separate process (sandbox/verdicts.py). The program's process holds
+nothing that decides its score.
 
 What a program writes is compared here, what its functions return in a process of its own (sandbox/verdicts.py): the
 process of the program holds nothing that decides its score.
@@ -23,11 +26,11 @@ from aligner.rewards.sandbox.run import Sandbox
 from aligner.rewards.sandbox.session import Ended
 from aligner.types import Prompt, Sample
 
-PAUSES_S = (1.0, 5.0, 20.0)  # before a sandbox that failed is tried again
+PAUSES_S = (1.0, 5.0, 20.0)  # before each retry of a failed sandbox
 
 
 class Verdict(StrEnum):
-    """Of a program: that of its first test that fails."""
+    """Verdicts of a program: that of its first failing test."""
 
     PASSED = "passed"
     WRONG = "wrong"  # another output, result, or an assertion that does not hold
@@ -37,13 +40,15 @@ class Verdict(StrEnum):
     OUTPUT = "output"  # too much of it
     HUNG = "hung"  # waited for long
     UNJUDGED = "unjudged"  # a result that is no data, or the row's own test failed: no comparison
-    NO_CODE = "no_code"  # no fenced block of Python in the answer
+    NO_CODE = "no_code"  # no fenced block of Python in the response
     FAILED = "failed"  # of the sandbox, not of the program: no score
 
 
 class Code:
-    """The fraction of tests that pass, or with all_or_none 1.0 where all do, else 0.0. Limits are those of one test;
-    behind one that uses up its time no further test is run. NaN where no sandbox can be started."""
+    """The fraction of tests that pass; with all_or_none 1.0 if all do, else 0.0.
+
+    Limits are per test; after a test that uses up its time no further test runs. NaN if no sandbox can be started.
+    """
 
     per_sample: ClassVar[bool] = True
     may_fail: ClassVar[bool] = True
@@ -67,21 +72,21 @@ class Code:
         return [self._score(sample) for sample in samples]
 
     def unreadable(self, prompts: Sequence[Prompt]) -> dict[int, str]:
-        """By place, why the tests of some of these rows cannot be read."""
+        """Return by index why the tests of rows cannot be read."""
         causes = {}
-        for place, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts):
             try:
                 check(prompt)
             except RewardError as cause:
-                causes[place] = str(cause)
+                causes[index] = str(cause)
         return causes
 
     def failure(self) -> str:
-        """The last one of the sandbox."""
+        """Return the last failure of the sandbox."""
         return self._failure
 
     def take_counts(self) -> dict[str, tuple[float, float]]:
-        """verdict -> (answers, all answers) since the last call."""
+        """Return verdict -> (responses, all responses) since the last call."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return {verdict.value: (float(counts[verdict]), float(counts.total())) for verdict in Verdict}
@@ -98,8 +103,11 @@ class Code:
         return float(passed == len(tests)) if self.all_or_none else passed / len(tests)
 
     def _verdict(self, texts: Sequence[str], tests: Sequence[Streams | Spec]) -> tuple[Verdict, int]:
-        """And how many tests passed. A program whose sandbox breaks again and again, where another program runs, has
-        broken it: an answer without a score would let a model end its run."""
+        """Return the verdict and how many tests passed.
+
+        If a program's sandbox fails repeatedly while another program runs, the program broke it and is an ERROR: a
+        missing score would let a model end its run.
+        """
         if not texts:
             return Verdict.NO_CODE, 0
         for pause_s in (0.0, *PAUSES_S):
@@ -124,7 +132,7 @@ class Code:
         for kind, group in itertools.groupby(tests, type):
             several = list(group)
             if kind is Streams:
-                with closing(self.sandbox.run(texts, [test.given for test in several])) as runs:  # type: ignore[union-attr]
+                with closing(self.sandbox.run(texts, [test.stdin for test in several])) as runs:  # type: ignore[union-attr]
                     for test, ended in zip(several, runs, strict=True):
                         yield _of_streams(test, ended)  # type: ignore[arg-type]
             else:
@@ -134,7 +142,7 @@ class Code:
 
 
 def _verdict(ended: Ended) -> Verdict:
-    """Where the program ends before it has answered, that is an error."""
+    """Return the verdict of a run. A program that ends before it has answered is an ERROR."""
     return Verdict.ERROR if ended.how in ("exit", "protocol") else Verdict(ended.how)
 
 
@@ -145,7 +153,8 @@ def _of_streams(test: Streams, ended: Ended) -> Verdict:
 
 
 def _words(text: str) -> list[list[str]]:
-    """Of each line, without blank lines at the end: blanks do not count, numbers are compared as they are written."""
+    """Return the words of each line, without blank lines at the end: blanks do not count, numbers are compared as
+    written."""
     lines = [line.split() for line in text.split("\n")]
     while lines and not lines[-1]:
         lines.pop()

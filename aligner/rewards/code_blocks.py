@@ -1,4 +1,4 @@
-"""Fenced blocks of an answer, found in one pass over its lines."""
+"""Fenced blocks of a response, read in one pass over its lines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ _CLOSING = re.compile(rf"[ \t]*+(`{{3,}}|~{{3,}})\s*+{_TAGS}\s*+")
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
-    """(language, text) of each block that is closed, by a fence at least as long as its first one. Blocks of a list
-    are indented: so much as their fence is taken from their lines."""
+    """Return (language, text) of each block closed by a fence at least as long as its first one.
+
+    Blocks of a list are indented: the fence's indent is removed from their lines.
+    """
     closed, fence, language, indent, lines = [], "", "", "", []
     for line in text.split("\n"):
         if not fence:
@@ -33,8 +35,10 @@ def _without(indent: str, line: str) -> str:
 
 
 def programs(response: str) -> list[str]:
-    """The last block of Python; else all of no language, of which the sandbox runs the last that is a program. Those
-    of the thoughts, which may leave a fence open, only where the answer has none."""
+    """Return the last block of Python, else all blocks without a language; the sandbox runs the last that is a program.
+
+    Blocks of the thoughts, which may leave a fence open, count only if the answer has none.
+    """
     _, thought, answer = response.rpartition("</think>")
     return (thought and _programs(answer)) or _programs(response)
 

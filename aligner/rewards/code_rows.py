@@ -25,9 +25,9 @@ COLUMNS = ("input_output", "tests", "public_test_cases", "test_list", "test")
 
 @dataclass(frozen=True)
 class Streams:
-    """A test of what a program reads and writes."""
+    """A test of a program's standard input and output."""
 
-    given: str
+    stdin: str
     expected: str
 
 
@@ -35,7 +35,7 @@ Spec = dict[str, Any]  # a test of what functions return, for the process that j
 
 
 def tests_of(prompt: Prompt) -> list[Streams | Spec] | None:
-    """Of a row; None where its column is null. Raises RewardError for what cannot be read."""
+    """Return the tests of a row; None if its column is null. Raises RewardError for tests that cannot be read."""
     fields = prompt.fields
     column = next((name for name in COLUMNS if fields.get(name) is not None), None)
     if column is None:
@@ -54,7 +54,7 @@ def tests_of(prompt: Prompt) -> list[Streams | Spec] | None:
 
 
 def check(prompt: Prompt) -> None:
-    """Raises RewardError for tests that cannot be read, or cannot be evaluated apart from the program."""
+    """Check that the tests can be read, and evaluated apart from the program. Raises RewardError."""
     tests = tests_of(prompt)
     for test in tests or ():
         if isinstance(test, Streams) or "call" in test:
@@ -76,7 +76,7 @@ def _unreadable(fields: Mapping[str, Any], column: str, why: str) -> RewardError
 
 
 def _helpers(prompt: Prompt) -> list[str]:
-    """What a prompt shows may define what the tests use: so it is in HumanEval."""
+    """Return texts of the prompt, which may define functions that the tests use, as in HumanEval."""
     shown = prompt.messages[-1].get("content") if prompt.messages else prompt.text
     return [shown, *(text for _, text in blocks(shown))] if isinstance(shown, str) else []
 
@@ -86,7 +86,7 @@ def _json(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A stream; some rows have its lines."""
+    """Return a stream as text; some rows hold its lines."""
     if isinstance(value, Mapping):
         raise TypeError(f"{value!r} is no text")
     return value if isinstance(value, str) else "\n".join(map(str, value))
@@ -106,7 +106,7 @@ def _table(table: Mapping[str, Any]) -> list[Streams | Spec]:
     pairs = list(zip(table["inputs"], table["outputs"], strict=True))
     if name := table.get("fn_name"):
         return [_call(name, args, expected) for args, expected in pairs]
-    return [Streams(_text(given), _text(expected)) for given, expected in pairs]
+    return [Streams(_text(stdin), _text(expected)) for stdin, expected in pairs]
 
 
 def _pairs(fields: Mapping[str, Any]) -> list[Streams | Spec]:
@@ -115,14 +115,18 @@ def _pairs(fields: Mapping[str, Any]) -> list[Streams | Spec]:
 
 
 def _livecodebench(fields: Mapping[str, Any]) -> list[Streams | Spec]:
-    """Its private tests come as base64 of a pickle: reading one runs code, so whoever trusts it has to make JSON."""
+    """Read public and private tests.
+
+    LiveCodeBench ships private tests as base64 of a pickle. Reading one runs code, so users who trust it convert it to
+    JSON.
+    """
     meta = _json(fields.get("metadata") or "{}")
     names = ("public_test_cases", "private_test_cases")
     return [_pair(test, meta) for name in names for test in _json(fields.get(name) or "[]")]
 
 
 def _pair(test: Mapping[str, Any], meta: Mapping[str, Any]) -> Streams | Spec:
-    """A call in LiveCodeBench's form, whose values are JSON text, or in that of PrimeIntellect; else streams."""
+    """Read a call in LiveCodeBench's form, with values as JSON text, or in PrimeIntellect's; else streams."""
     if test.get("testtype") == "functional":
         name = (_json(test.get("metadata") or "{}") | meta)["func_name"]
         return _call(name, [json.loads(line) for line in test["input"].splitlines()], json.loads(test["output"]))
@@ -135,21 +139,21 @@ def _pair(test: Mapping[str, Any], meta: Mapping[str, Any]) -> Streams | Spec:
 
 def _mbpp(fields: Mapping[str, Any]) -> list[Streams | Spec]:
     tests = list(_json(fields["test_list"]))
-    return [_asserts(fields, tests, place) for place in range(len(tests))]
+    return [_asserts(fields, tests, index) for index in range(len(tests))]
 
 
 def _humaneval(fields: Mapping[str, Any]) -> list[Streams | Spec]:
     return [_asserts(fields, [fields["test"]], 0, fields["entry_point"])]
 
 
-def _asserts(fields: Mapping[str, Any], tests: list[str], place: int, check: str = "") -> Spec:
+def _asserts(fields: Mapping[str, Any], tests: list[str], index: int, check: str = "") -> Spec:
     setup = [fields.get("test_setup_code") or "", *(_json(fields.get("test_imports") or "[]"))]
     entry = fields.get("entry_point") or []
     entry = [entry] if isinstance(entry, str) else list(entry)
     for text in (*setup, *tests, *entry):
         if not isinstance(text, str):
             raise TypeError(f"{text!r} is no text")
-    return {"setup": "\n".join(setup), "tests": tests, "place": place, "entry": entry, "check": check}
+    return {"setup": "\n".join(setup), "tests": tests, "place": index, "entry": entry, "check": check}
 
 
 _READERS = dict(zip(COLUMNS, (_apps, _pairs, _livecodebench, _mbpp, _humaneval), strict=True))

@@ -1,4 +1,4 @@
-"""All rewards of a run together: concurrent, with a timeout, summed by weight, normalised, clipped, in that order."""
+"""All rewards of a run: scored concurrently with a timeout, summed by weight, normalised and clipped, in that order."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from aligner.rewards.normalizer import Reduce, RunningNormalizer
 from aligner.rewards.workers import DaemonPool
 from aligner.types import Prompt, Sample
 
-CHECKED = 256  # rows that a thread checks at a time
+CHECKED = 256  # rows per job of a thread that checks rows
 SAY_EVERY_S = 10.0
 Component = list[float | None]
-Early = dict[str, Future]  # a sample's scores by the functions that have begun already
+Early = dict[str, Future]  # a sample's scores that have begun already, by function
 
 
 @dataclass
 class Scores:
     """Per sample, in the order of the samples.
 
-    total: what the algorithm sees, NaN where invalid; raw: the weighted sum before normalisation and clipping, NaN
-    where invalid; components: each function's own scores, unweighted, None = not applicable, NaN = its turn did not
-    come in time, or it could not be scored; valid: False where all components are None, or one is NaN.
+    total: the algorithm's input, NaN where invalid; raw: the weighted sum before normalisation and clipping, NaN
+    where invalid; components: each function's own scores, unweighted, None = not applicable, NaN = it did not
+    begin in time, or could not be scored; valid: False where all components are None, or one is NaN.
     """
 
     total: list[float]
@@ -41,7 +41,7 @@ class Scores:
     clipped: list[bool]
 
     def metric_sums(self) -> dict[str, tuple[float, float]]:
-        """name -> (numerator, denominator), to be summed over ranks and divided; then `finish_metrics`.
+        """Return name -> (numerator, denominator), to be summed over ranks and divided; then `finish_metrics`.
 
         reward/mean and reward/std are of the raw rewards (normalised ones have mean 0 by construction), so are the
         components'; clip_fraction is over valid samples, invalid over all of them.
@@ -57,7 +57,7 @@ class Scores:
         return sums
 
     def metric_maxima(self) -> dict[str, float]:
-        """name -> value, to be reduced by max over ranks; the minimum travels negated. -inf with no valid sample."""
+        """Return name -> value, to be reduced by max over ranks; the minimum is negated. -inf with no valid sample."""
         raw = [value for value in self.raw if not math.isnan(value)]
         return {
             "reward/max": max(raw, default=-math.inf),
@@ -74,8 +74,8 @@ def _moments(prefix: str, values: Sequence[float]) -> dict[str, tuple[float, flo
 
 
 def finish_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Reduced sums (already divided) and maxima -> the metrics people read: mean_square becomes std, negative_min
-    becomes min. Other entries pass unchanged."""
+    """Turn reduced sums (already divided) and maxima into final metrics: mean_square becomes std, negative_min becomes
+    min. Other entries pass unchanged."""
     finished = {}
     for name, value in metrics.items():
         if name.endswith("/mean_square"):
@@ -101,13 +101,16 @@ def _bounded(reward: Reward) -> bool:
 
 
 def _one_by_one(reward: Reward) -> bool:
-    """A function that limits the time of each sample, so that many of its samples may be slow."""
+    """Return whether a function limits the time of each sample, so that many of its samples may be slow."""
     return _bounded(reward) or _late_score(reward) is not None
 
 
 class RewardPipeline:
-    """Scores the samples of this rank. `reduce` sums a list of floats over data-parallel ranks (normalisation).
-    `answers`: of rewards that ask outside, and of environments."""
+    """A scorer of this rank's samples.
+
+    `reduce` sums a list of floats over data-parallel ranks (normalisation). `answers` is the log of rewards that ask
+    outside, and of environments.
+    """
 
     def __init__(
         self,
@@ -127,15 +130,15 @@ class RewardPipeline:
         self.normalizer = RunningNormalizer()
         self._late = {r.name: [0.0, 0.0] for r in self.rewards_of_threads if _late_score(r) is not None}
         self._pool = DaemonPool(config.workers)
-        # Samples that others wait for: no other function shall wait behind them, and be late.
+        # Bounded functions have threads of their own, so that no other function is late behind them.
         self._waited_for = DaemonPool(config.workers if any(_bounded(reward) for reward, _ in self.rewards) else 0)
         weakref.finalize(self, self._pool.close)
         weakref.finalize(self, self._waited_for.close)
 
     def probe(self, prompts: Sequence[Prompt]) -> dict[str, Component]:
-        """Call every function on two samples of real prompts, so that a broken one fails before training.
+        """Call every function on two samples of real prompts, so that a broken function fails before training.
 
-        Rewards of the main thread (models) are left out. Touches no statistics. Raises RewardError.
+        Rewards of the main thread (models) are skipped. Statistics do not change. Raises RewardError.
         """
         assert prompts, "a probe needs at least one prompt"
         pair = (prompts[0], prompts[-1])
@@ -145,23 +148,25 @@ class RewardPipeline:
         ]
         components = self.functions(samples)
         if self.failed(components)[0]:
-            raise RewardError(f"two samples of a first try could not be scored: {self.failed(components)[1]}")
+            raise RewardError(f"the two samples of the probe could not be scored: {self.failed(components)[1]}")
         self.take_late()
         return components
 
     def unreadable(
         self, prompts: Sequence[Prompt], rows: range, say: Callable[[str], None] = lambda text: None
     ) -> dict[int, str]:
-        """By row, why a function cannot score some of these, or why none scores it; read in the pool, before training,
-        a few at a time. `say` is told now and then how far it is."""
+        """Return by row why a function cannot score it, or why no function scores it.
 
-        def check(reward: Reward, part: range) -> dict[int, str]:
-            return {part[place]: why for place, why in reward.unreadable([prompts[i] for i in part]).items()}
+        The threads check `CHECKED` rows per job, before training. `say` gets the progress every SAY_EVERY_S.
+        """
 
-        parts = [rows[start : start + CHECKED] for start in range(0, len(rows), CHECKED)]
+        def check(reward: Reward, chunk: range) -> dict[int, str]:
+            return {chunk[index]: why for index, why in reward.unreadable([prompts[i] for i in chunk]).items()}
+
+        chunks = [rows[start : start + CHECKED] for start in range(0, len(rows), CHECKED)]
         checking = [reward for reward in self.rewards_of_threads if getattr(reward, "checks_rows", False)]
-        jobs = [self._pool.submit(check, reward, part) for reward in checking for part in parts]
-        found: dict[int, str] = {}
+        jobs = [self._pool.submit(check, reward, chunk) for reward in checking for chunk in chunks]
+        refused: dict[int, str] = {}
         unscored: dict[int, list[str]] = {}
         since = time.monotonic()
         for number, job in enumerate(jobs, start=1):
@@ -169,43 +174,48 @@ class RewardPipeline:
                 if isinstance(why, NotApplicable):
                     unscored.setdefault(row, []).append(why)
                 else:
-                    found[row] = why
+                    refused[row] = why
             if time.monotonic() - since > SAY_EVERY_S:
                 since = time.monotonic()
                 say(f"checking that rows can be scored: {100 * number // len(jobs)} %")
-        return {row: whys[0] for row, whys in unscored.items() if len(whys) == len(self.rewards)} | found
+        return {row: whys[0] for row, whys in unscored.items() if len(whys) == len(self.rewards)} | refused
 
     def begin(self, step: int) -> None:
-        """What is scored from now on is of this rollout."""
+        """Start the rollout of `step`: later scores belong to it."""
         if self.answers is not None:
             self.answers.begin(step)
 
     def forget_failures(self, first: int | None = None) -> None:
-        """This rollout is given up because of them, or those from the `first` on."""
+        """Drop logged failures of this rollout, or those from the `first` on, because it is given up."""
         if self.answers is not None:
             self.answers.forget_failures(first)
 
     def functions(self, samples: Sequence[Sample], early: Mapping[int, Early] | None = None) -> dict[str, Component]:
-        """The components of all functions, without models: what one rank can score of its own share. `early`: what
-        `score_early` returned for some of the samples, by their place."""
+        """Return the components of all functions, without models, for this rank's share.
+
+        `early` holds results of `score_early` for some of the samples, by index.
+        """
         return _Scoring(self, list(samples), early or {}).components()
 
     @property
     def score_early(self) -> Callable[[Sample], Early] | None:
-        """Starts the functions that score each sample for itself, while other samples are still generated. None where
-        nothing begins early."""
-        those = [reward for reward in self.rewards_of_threads if _per_sample(reward)] if self.config.overlap else []
+        """A function that starts the independent scores of a sample while others are generated. None if nothing begins
+        early."""
+        rewards = [reward for reward in self.rewards_of_threads if _per_sample(reward)] if self.config.overlap else []
 
         def start(sample: Sample) -> Early:
             return {
-                reward.name: self.submit(reward, lambda reward=reward: scores_of(reward, [sample])) for reward in those
+                reward.name: self.submit(reward, lambda reward=reward: scores_of(reward, [sample]))
+                for reward in rewards
             }
 
-        return start if those else None
+        return start if rewards else None
 
     def take_late(self) -> dict[str, tuple[float, float]]:
-        """reward/<name>/late -> (samples that were not scored in time, samples) of this rank since the last call, for
-        each function that has a score for them; and what judges count."""
+        """Return reward/<name>/late -> (samples not scored in time, samples) of this rank since the last call.
+
+        It has an entry for each function with a score for late samples, and the counts of judges.
+        """
         taken = {f"reward/{name}/late": (late, count) for name, (late, count) in self._late.items()}
         self._late = {name: [0.0, 0.0] for name in self._late}
         for reward, _ in self.rewards:
@@ -218,9 +228,9 @@ class RewardPipeline:
         return [reward for reward in self.rewards_of_threads if getattr(reward, "may_fail", False)]
 
     def failed(self, components: Mapping[str, Component]) -> tuple[int, str]:
-        """How many samples those that `may_fail` could not score, and why."""
+        """Return how many samples the rewards that `may_fail` could not score, and why."""
         failed = {r: [v is not None and math.isnan(v) for v in components[r.name]] for r in self.may_fail}
-        causes = [f"`{reward.name}`: {reward.failure()}" for reward, those in failed.items() if any(those)]
+        causes = [f"`{reward.name}`: {reward.failure()}" for reward, samples in failed.items() if any(samples)]
         return sum(map(any, zip(*failed.values(), strict=True))), "; ".join(causes)
 
     @property
@@ -233,7 +243,8 @@ class RewardPipeline:
             self._late[reward.name][1] += samples
 
     def models(self, samples: Sequence[Sample]) -> dict[str, Component]:
-        """The components of the models. Collective over the ranks that share each model; all pass the same samples."""
+        """Return the components of the models. Collective over the ranks that share each model; all pass the same
+        samples."""
         return {
             reward.name: scores_of(reward, samples)
             for reward, _ in self.rewards
@@ -241,7 +252,7 @@ class RewardPipeline:
         }
 
     def combine(self, components: dict[str, Component], count: int, update: bool) -> Scores:
-        """Weighted sum -> normalise -> clip."""
+        """Return the weighted sums, normalised, then clipped."""
         raw, valid = [], []
         for i in range(count):
             terms = [(components[reward.name][i], weight) for reward, weight in self.rewards]
@@ -266,7 +277,7 @@ class RewardPipeline:
         self.normalizer.load_state_dict(state)
 
     def submit(self, reward: Reward, function: Callable, *args: Any) -> Future:
-        """To the threads that score."""
+        """Run a function on the threads that score."""
         pool = self._waited_for if _bounded(reward) else self._pool
         return pool.submit(function, *args, last=_late_score(reward) is not None)
 
@@ -276,70 +287,73 @@ class RewardPipeline:
 
 
 class _Scoring:
-    """One batch with the functions of a pipeline, which start at once; `begun`: what `score_early` started before."""
+    """The scoring of one batch by a pipeline's functions, which start at once; `begun` holds results of
+    `score_early`."""
 
     def __init__(self, pipeline: RewardPipeline, samples: list[Sample], begun: Mapping[int, Early]):
         self._pipeline, self._samples = pipeline, samples
         self._started = threading.Event()
         self._start_s = 0.0
-        self._jobs: dict[Future, tuple[Reward, list[int]]] = {}  # and the places of its samples
+        self._jobs: dict[Future, tuple[Reward, list[int]]] = {}  # and the indices of its samples
         if begun:
-            self._start()  # those have had time already: now the limit is of what is left
+            self._start()  # early functions have had time already: the limit applies to the rest
         for reward in pipeline.rewards_of_threads:
-            ahead = {place: found[reward.name] for place, found in begun.items() if reward.name in found}
-            self._jobs |= {job: (reward, [place]) for place, job in ahead.items()}
-            for part in self._chunks(reward, [i for i in range(len(samples)) if i not in ahead]):
-                job = pipeline.submit(reward, self._run, reward, part)
-                self._jobs[job] = (reward, part)
+            ahead = {index: early[reward.name] for index, early in begun.items() if reward.name in early}
+            self._jobs |= {job: (reward, [index]) for index, job in ahead.items()}
+            for chunk in self._chunks(reward, [i for i in range(len(samples)) if i not in ahead]):
+                job = pipeline.submit(reward, self._run, reward, chunk)
+                self._jobs[job] = (reward, chunk)
 
     def components(self) -> dict[str, Component]:
-        """Raises RewardError if a function raised, returned no score, or is not ready reward.timeout_s after the
-        first of this batch's functions began."""
+        """Return the components. Raises RewardError if a function raises, returns no score, or is late.
+
+        A function is late if it is not ready reward.timeout_s after the first of this batch's functions began.
+        """
         scored: dict[str, Component] = {}
         late = self._wait()
-        for job, (reward, places) in self._jobs.items():
+        for job, (reward, indices) in self._jobs.items():
             component = scored.setdefault(reward.name, [None] * len(self._samples))
-            # what had its turn and did not end is late; what waited behind others says nothing of its answer
+            # a job that began and did not end is late; one that never began has no score
             late_score = math.nan if job.cancelled() else _late_score(reward)
-            values = [late_score] * len(places) if job in late else job.result()
-            for place, value in zip(places, values, strict=True):
-                component[place] = value
-            self._pipeline.count_late(reward, len(places), job in late)
+            values = [late_score] * len(indices) if job in late else job.result()
+            for index, value in zip(indices, values, strict=True):
+                component[index] = value
+            self._pipeline.count_late(reward, len(indices), job in late)
         return scored
 
-    def _chunks(self, reward: Reward, places: list[int]) -> list[list[int]]:
-        if not places:
-            return [] if self._samples else [[]]  # of no samples at all: the function is named all the same
-        parts = self._pipeline.config.workers if _per_sample(reward) else 1
-        size = 1 if _one_by_one(reward) else -(-len(places) // parts)  # what is ready in time counts
-        return [places[start : start + size] for start in range(0, len(places), size)]
+    def _chunks(self, reward: Reward, indices: list[int]) -> list[list[int]]:
+        if not indices:
+            return [] if self._samples else [[]]  # without samples the function still has an entry
+        count = self._pipeline.config.workers if _per_sample(reward) else 1
+        size = 1 if _one_by_one(reward) else -(-len(indices) // count)  # samples ready in time keep their score
+        return [indices[start : start + size] for start in range(0, len(indices), size)]
 
     def _start(self) -> None:
         if not self._started.is_set():
             self._start_s = time.monotonic()
             self._started.set()
 
-    def _run(self, reward: Reward, places: list[int]) -> Component:
+    def _run(self, reward: Reward, indices: list[int]) -> Component:
         if not _bounded(reward):
             self._start()
-        return scores_of(reward, [self._samples[place] for place in places])
+        return scores_of(reward, [self._samples[i] for i in indices])
 
     def _wait(self) -> set[Future]:
-        """Returns the jobs that are late and have a score for that."""
+        """Wait for the jobs; return those that are late and have a score for that."""
         limit_s = self._pipeline.config.timeout_s
         bounded = {job: of for job, of in self._jobs.items() if _bounded(of[0])}
         pending: set[Future] = set()
         if limited := {job: of for job, of in self._jobs.items() if job not in bounded}:
             # The clock starts with the first function, not at submit: a batch may queue behind an earlier one.
-            begun = self._started.wait(limit_s)
-            left_s = max(0.0, self._start_s + limit_s - time.monotonic()) if begun else 0.0
+            started = self._started.wait(limit_s)
+            left_s = max(0.0, self._start_s + limit_s - time.monotonic()) if started else 0.0
             pending = self._unfinished(limited, left_s)
         for job in pending:
             job.cancel()
         counts: dict[str, int] = {}
-        for reward, part in (self._jobs[job] for job in pending):
+        for reward, indices in (self._jobs[job] for job in pending):
             if _late_score(reward) is None:
-                counts[reward.name] = counts.get(reward.name, 0) + len(part)
+                counts[reward.name] = counts.get(reward.name, 0) + len(indices)
         if counts:
             self._cancel()
             names = ", ".join(f"`{name}`" for name in counts)
@@ -352,7 +366,7 @@ class _Scoring:
         return pending
 
     def _unfinished(self, jobs: Iterable[Future], limit_s: float | None) -> set[Future]:
-        """Those of these jobs that are not ready by then. Raises what one of them raised."""
+        """Return those of these jobs that are not ready within `limit_s`. Raises the error of a job."""
         finished, pending = wait(jobs, limit_s, return_when=FIRST_EXCEPTION)
         for job in finished:
             if not job.cancelled() and job.exception() is not None:

@@ -1,4 +1,4 @@
-"""A judge whose questions a model behind OpenAI's chat API replies to."""
+"""A judge that asks a model behind OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from aligner.rewards.judge import Judge, Question, Reply
 
 @dataclass
 class ChatForm:
-    """`rewards.client.RequestForm`: a question is a user's turn."""
+    """A `rewards.client.RequestForm` that sends a question as a user's turn."""
 
     reply_tokens: int
     size: ClassVar[int] = 1
     expected: ClassVar[str] = "a chat completion"
 
-    def body(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return parts[0]
+    def body(self, contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return contents[0]
 
     def read(self, reply: Any, count: int) -> list[str]:
         text = reply["choices"][0]["message"]["content"]
@@ -32,7 +32,7 @@ class ChatForm:
 
 
 class EndpointReplies:
-    """`rewards.judge.Ask`."""
+    """A `rewards.judge.Ask` that asks a server."""
 
     def __init__(self, config: EndpointConfig, reply_tokens: int):
         self.config = config

@@ -1,4 +1,4 @@
-"""What environments say of trajectories, as a reward among the others."""
+"""The environments' rewards of trajectories, as one reward function."""
 
 from __future__ import annotations
 

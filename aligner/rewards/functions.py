@@ -1,4 +1,4 @@
-"""Rewards that are plain Python functions, found by a path in the config.
+"""Rewards that are plain Python functions, loaded from a path in the config.
 
 `reward.functions[i].path` is one of
     a built-in name       math, exact_match, format, length, reasoning_gym
@@ -46,7 +46,7 @@ BUILT_IN = {
 
 
 class FunctionReward:
-    """A user's function as a Reward: its result checked, its exceptions traced to the sample that causes them."""
+    """A user's function as a Reward: its scores are checked, its exceptions traced to the sample that causes them."""
 
     main_thread = False
 
@@ -68,7 +68,8 @@ class FunctionReward:
         self._check_args()
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        """One score per sample. Raises RewardError, naming the sample, if the function raises or returns no score."""
+        """Return one score per sample. Raises RewardError, naming the sample, if the function raises or returns no
+        score."""
         if not samples:
             return []
         try:
@@ -79,7 +80,7 @@ class FunctionReward:
         return check_scores(self.name, values, samples, self.may_fail)
 
     def unreadable(self, prompts: Sequence[Prompt]) -> dict[int, str]:
-        """By place, why this function cannot score some of these rows; where it `checks_rows`."""
+        """Return by index why this function cannot score rows. Only for functions that `checks_rows`."""
         return self.function.unreadable(prompts, **self.args)  # type: ignore[attr-defined]
 
     def _call(self, samples: Sequence[Sample]) -> Any:
@@ -101,7 +102,7 @@ class FunctionReward:
         return {name: column for name, column in table.items() if name in self._parameters}
 
     def _trace(self, samples: Sequence[Sample], cause: BaseException) -> RewardError:
-        """Score the samples one by one until one raises alone; then that is the culprit."""
+        """Score the samples one by one to find one that raises alone, and name it."""
         where = f"a batch of {len(samples)} samples (each scored alone, none raises)"
         for sample in samples:
             try:
@@ -123,7 +124,7 @@ class FunctionReward:
                     f"which has {', '.join(known) or 'none'}"
                 )
         if self._columns:
-            return  # what is missing may be a column; the call tells
+            return  # a missing argument may be a column, which is known at the call
         try:
             inspect.signature(self.function).bind([], **self.args)
         except TypeError as cause:
@@ -143,7 +144,8 @@ def _completion(sample: Sample) -> str | list[dict[str, Any]]:
 
 
 def load_function(config: RewardFunctionConfig, index: int = 0) -> Reward:
-    """The reward of entry `index` of reward.functions. Raises RewardPathError naming it if not importable."""
+    """Load the reward of entry `index` of reward.functions. Raises RewardPathError, naming the entry, if it cannot be
+    imported."""
     key = f"reward.functions[{index}]"
     path = BUILT_IN.get(config.path, config.path)
     function = load(path, f"{key}.path", "function", RewardPathError, f", or one of {', '.join(BUILT_IN)}")

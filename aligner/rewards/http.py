@@ -1,10 +1,10 @@
-"""The reward `http`: a server scores answers, in one of three public formats.
+"""The reward `http`: a server scores responses, in one of three public formats.
 
     openrlhf  {"query": [prompt + response], "prompts": [...], "labels": [...]} -> {"rewards": [...], ...}
     sample    {"prompt", "response", "label"}, one sample at a time (slime, miles) -> a number, or a mapping with one
     verify    NeMo-Gym's POST /verify: the row, its prompt and an OpenAI response object -> {"reward": ...}
 
-A request is tried again where trying may help. One that fails at last is NaN, never 0: `rewards/base.py`, may_fail.
+A request is retried if a retry may help. If all tries fail, the score is NaN, never 0: `rewards/base.py`, may_fail.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aligner.rewards.client import Client, Item, RequestFailed, item_key
 from aligner.types import Sample
 
 FORMATS = ("openrlhf", "sample", "verify")
-BATCH = 16  # samples of a request in OpenRLHF's format
+BATCH = 16  # samples per request in OpenRLHF's format
 
 
 class Http:
@@ -42,8 +42,8 @@ class Http:
         self.take_counts = self.client.take_counts
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        asked = [Item(item_key(sample), 0, self._part(sample)) for sample in samples]
-        return [math.nan if isinstance(found, RequestFailed) else found for found in self.client.ask(asked)]
+        asked = [Item(item_key(sample), 0, self._content(sample)) for sample in samples]
+        return [math.nan if isinstance(score, RequestFailed) else score for score in self.client.ask(asked)]
 
     def failure(self) -> str:
         return self.client.failure
@@ -51,11 +51,11 @@ class Http:
     def keep_answers(self, log: AnswerLog, name: str) -> None:
         self.client.log, self.client.name = log, name
 
-    def body(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def body(self, contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if self.format != "openrlhf":
-            return parts[0]
+            return contents[0]
         columns = {"query": "query", "prompts": "prompt", "labels": "label"}
-        return {name: [part[column] for part in parts] for name, column in columns.items()}
+        return {name: [content[column] for content in contents] for name, column in columns.items()}
 
     def read(self, reply: Any, count: int) -> list[float]:
         if self.format == "openrlhf":
@@ -68,8 +68,8 @@ class Http:
             raise ValueError(scores)
         return [float(score) for score in scores]
 
-    def _part(self, sample: Sample) -> dict[str, Any]:
-        """What is sent of a sample."""
+    def _content(self, sample: Sample) -> dict[str, Any]:
+        """Return the JSON that is sent for a sample."""
         prompt = sample.prompt
         label = prompt.fields.get(self.label)
         if self.format == "openrlhf":
@@ -82,7 +82,7 @@ class Http:
 
 
 def _response(sample: Sample) -> dict[str, Any]:
-    """An OpenAI response object with one message of the assistant's."""
+    """Return an OpenAI response object with one assistant message."""
     text = {"type": "output_text", "text": sample.response, "annotations": []}
     name = f"{sample.prompt.id}-{sample.index}"
     message = {"id": f"msg-{name}", "type": "message", "role": "assistant", "status": "completed", "content": [text]}

@@ -1,4 +1,7 @@
-"""A language model as a reward: it is asked about answers, and its replies become scores.
+"""A language model as a reward: it answers questions about responses, and its replies become scores.
+
+`ask` returns the replies, from an engine (`rollout/replies.py`) or a server (`rewards/endpoint.py`). Nothing here
+generates.
 
 `ask` replies to questions, whoever does so: an engine (`rollout/replies.py`), or a server (`rewards/endpoint.py`).
 Nothing here generates.
@@ -21,20 +24,25 @@ from aligner.types import Prompt, Sample
 
 class Question(NamedTuple):
     text: str
-    key: str = ""  # of the samples that it is about; empty: of no rollout
-    vote: int = 0  # which of the replies to it
+    key: str = ""  # of its samples; empty: they belong to no rollout
+    vote: int = 0  # number of this reply among the replies to the question
 
 
-LAST = 1 << 15  # characters of a reply that are read, from its end, where what counts stands
+LAST = 1 << 15  # characters at a reply's end that are read, where the grade stands
 NUMBER = r"-?\d+(\.\d+)?([eE]-?\d+)?"  # of a JSON object
-Reply = str | None | RequestFailed  # None: it could not be asked
-Ask = Callable[[Sequence[Question], int], list[Reply]]  # (questions, tokens of a reply at most) -> a reply to each
+Reply = str | None | RequestFailed  # None: no reply
+Ask = Callable[[Sequence[Question], int], list[Reply]]  # (questions, most tokens of a reply) -> a reply to each
 
 
 class Judge:
-    """`grade`: the number that counts / scale, within [0, 1]; no number: no score. `pairwise`: 1, 1/2 or 0 of each
-    comparison of two responses of a group, and their mean. Both orders are asked: if they disagree, or one is not read,
-    it is a tie, so that liking a place gains nothing. What failed is left out; where nothing is left, NaN."""
+    """A reward by grades or by comparisons.
+
+    `grade`: the last number / scale, within [0, 1]; no number: no score.
+
+    `pairwise`: 1, 1/2 or 0 for each comparison of two responses of a group, and their mean. Both orders are asked. If
+    they disagree, or one cannot be read, it is a tie, so a preference for a position gains nothing. Failed requests are
+    left out; if all failed, NaN.
+    """
 
     main_thread: ClassVar[bool] = True  # the ranks that share an engine ask together
 
@@ -46,10 +54,10 @@ class Judge:
         return self._grades(samples) if self.config.kind == "grade" else self._comparisons(samples)
 
     def take_counts(self) -> dict[str, tuple[float, float]]:
-        """unread -> (replies that said nothing, questions) since the last call."""
-        found = {"unread": (self._unread, self._asked)}
+        """Return unread -> (replies without a grade, questions) since the last call."""
+        counts = {"unread": (self._unread, self._asked)}
         self._unread, self._asked = 0.0, 0.0
-        return found
+        return counts
 
     def _grades(self, samples: Sequence[Sample]) -> list[float | None]:
         asked = [self._question([sample], response=sample.response) for sample in samples]
@@ -68,7 +76,7 @@ class Judge:
 
     def _comparisons(self, samples: Sequence[Sample]) -> list[float | None]:
         pairs = self._pairs(samples)
-        found = self._replies(
+        replies = self._replies(
             [
                 self._question([samples[a], samples[b]], first=samples[a].response, second=samples[b].response)
                 for pair in pairs
@@ -76,7 +84,7 @@ class Judge:
             ]
         )
         points: list[list[float | None]] = [[] for _ in samples]
-        for (a, b), first, second in zip(pairs, found[0::2], found[1::2], strict=True):
+        for (a, b), first, second in zip(pairs, replies[0::2], replies[1::2], strict=True):
             for one, other in zip(first, second, strict=True):
                 won = 1.0 if (one, other) == ("A", "B") else 0.0 if (one, other) == ("B", "A") else 0.5
                 won = math.nan if isinstance(one, RequestFailed) or isinstance(other, RequestFailed) else won
@@ -85,34 +93,34 @@ class Judge:
         return [_mean(each) for each in points]
 
     def _pairs(self, samples: Sequence[Sample]) -> list[tuple[int, int]]:
-        """Places of two samples of a group, each two once."""
+        """Return the indices of two samples of a group, each pair once."""
         places = [(sample.prompt.id, sample.index) for sample in samples]
         starts = [i for i in range(len(samples)) if not i or places[i - 1][0] != places[i][0] or not places[i][1]]
-        found: dict[tuple[int, int], None] = {}
+        pairs: dict[tuple[int, int], None] = {}
         for start, stop in zip(starts, [*starts[1:], len(samples)], strict=True):
             size = stop - start
             for i in range(size):
                 for k in range(1, (self.config.opponents or size - 1) + 1):
                     a, b = start + i, start + (i + k) % size
-                    if a != b and (b, a) not in found:
-                        found[a, b] = None
-        return list(found)
+                    if a != b and (b, a) not in pairs:
+                        pairs[a, b] = None
+        return list(pairs)
 
     def _replies(self, questions: Sequence[Question]) -> list[list[Reply]]:
-        """What counts of each reply to each; None: nothing."""
+        """Return by question the grade in each reply; None: no grade."""
         votes = self.config.votes
         asked = [question._replace(vote=vote) for question in questions for vote in range(votes)]
         replies = self.ask(asked, self.config.max_tokens)
-        found = [self._read(reply) if isinstance(reply, str) else reply for reply in replies]
-        self._unread += found.count(None)
-        self._asked += len(found)
-        return [found[i : i + votes] for i in range(0, len(found), votes)]
+        grades = [self._read(reply) if isinstance(reply, str) else reply for reply in replies]
+        self._unread += grades.count(None)
+        self._asked += len(grades)
+        return [grades[i : i + votes] for i in range(0, len(grades), votes)]
 
     def _read(self, reply: str) -> str | None:
         reply = reply[-LAST:]
         if self.config.parse != "json":
             return next(reversed(re.findall(self.config.regex, reply)), None)
-        values = [found[self.config.member] for found in _objects(reply) if self.config.member in found]
+        values = [members[self.config.member] for members in _objects(reply) if self.config.member in members]
         text = str(values[-1]).strip() if values else ""
         if self.config.kind == "pairwise":
             return text if text in ("A", "B") else None
@@ -132,14 +140,14 @@ class Judge:
 
 
 def asked(prompt: Prompt) -> str:
-    """A prompt in a question: its text, or who says what in its conversation."""
+    """Return a prompt as a question shows it: its text, or its conversation with the roles."""
     if prompt.messages is None:
         return prompt.text
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt.messages)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Of those that are there; NaN where there are none, and not all for want of a number."""
+    """Return the mean of the numbers. Without numbers: NaN if any is NaN, else None."""
     known = [value for value in values if value is not None and not math.isnan(value)]
     if known:
         return sum(known) / len(known)
@@ -147,12 +155,12 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a text."""
+    """Yield the JSON objects in a text."""
     start = text.find("{")
     while start >= 0:
         try:
-            found, end = json.JSONDecoder().raw_decode(text, start)
-            yield found
+            members, end = json.JSONDecoder().raw_decode(text, start)
+            yield members
         except (ValueError, RecursionError):
             end = start + 1
         start = text.find("{", end)

@@ -1,13 +1,13 @@
-"""What people write for a number or a formula, as math-verify's input: thousands separators, units, remarks, signs."""
+"""Numbers and formulas as people write them, as math-verify's input: thousands separators, units, remarks, signs."""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
 
-LONGEST = 500  # characters of an answer; more is a text
+LONGEST = 500  # characters of an answer; a longer one is a text
 NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3}\b)?"
-# Words after a number that make it another number. What else stands there is taken for its unit.
+# Words after a number that make it another number. Any other word there is taken for its unit.
 _CHANGES = """and or not to by times over plus minus divided mod modulo squared cubed pi sqrt hundred hundreds thousand
 thousands million millions billion billions trillion trillions dozen dozens half halves third thirds
 quarter quarters fifth fifths sixth sixths eighth eighths tenth tenths hundredth hundredths thousandth
@@ -62,8 +62,10 @@ _ARGUMENT = re.compile(r"[\w}\])^]")  # before a brace that opens a command's ar
 
 
 def plain(text: str) -> str:
-    """With ASCII signs and LaTeX's commands for others, no escaped dollars (a currency), no \\text around a number, and
-    one way to write brackets, repeating decimals, degrees and infinity."""
+    """Return a text with one way to write signs, brackets, repeating decimals, degrees and infinity.
+
+    Signs become ASCII or LaTeX commands. Escaped dollars (a currency) and \\text around a number are removed.
+    """
     text = re.sub(r"(?<!\\)\\\$", "", text.translate(SIGNS))
     text = _TEXT_NUMBER.sub(lambda number: number[1].replace(",", ""), text)
     text = _TEXT_WORDS.sub(lambda words: words[0] if (value := spelled(words[1])) is None else str(value), text)
@@ -73,26 +75,26 @@ def plain(text: str) -> str:
 
 
 def _fraction(decimal: re.Match) -> str:
-    """Of a decimal that repeats itself: 0.1\\overline{6} is 15/90."""
+    """Return the fraction of a repeating decimal: 0.1\\overline{6} is 15/90."""
     whole, first, again = decimal[1], decimal[2], decimal[3] or decimal[4]
     below = int("9" * len(again) + "0" * len(first))
     return rf"\frac{{{int(whole + first + again) - int(whole + first)}}}{{{below}}}"
 
 
 def is_unit(text: str) -> bool:
-    """Whether what follows a number names what is counted, and leaves the number what it is."""
+    """Return whether the text behind a number names a unit that does not change the number."""
     first, *others = re.findall(r"[^\W\d_]+", text)
     known = first.lower() in UNITS or (text[0].isspace() and (len(first) > 2 or first in SHORT))
     return known and not CHANGES.intersection(word.lower() for word in (first, *others))
 
 
 def spelled(text: str) -> int | None:
-    """The whole number that `text` is in English words, up to billions."""
+    """Return the whole number that `text` is in English words, up to billions, or None."""
     words = [word for word in re.split(r"[\s,-]+", text.lower().strip(" .")) if word]
     if not words or words[-1] == "and":
         return None
-    total, below = 0, -1  # below: of the thousands that are being read; -1: nothing yet
-    for place, word in enumerate(words):
+    total, below = 0, -1  # below: value below the next `LARGE` word; -1: nothing yet
+    for index, word in enumerate(words):
         if word in SPELLED:
             value = SPELLED[word]
             if below >= 0 and not (below % 100 == 0 < below or (below % 100 >= 20 and below % 10 == 0 and value < 10)):
@@ -102,15 +104,15 @@ def spelled(text: str) -> int | None:
             below *= 100
         elif word in LARGE and below > 0:
             total, below = total + below * LARGE[word], -1
-        elif word == "a" and place == 0 and words[1:2] and (words[1] == "hundred" or words[1] in LARGE):
+        elif word == "a" and index == 0 and words[1:2] and (words[1] == "hundred" or words[1] in LARGE):
             below = 1
-        elif word != "and" or place == 0:
+        elif word != "and" or index == 0:
             return None
     return total + max(below, 0)
 
 
 def amount(text: str) -> str:
-    """The number of `**$42 dollars** (forty-two)`, with its `%`; else the text itself."""
+    """Return the number of `**$42 dollars** (forty-two)`, with its `%`; else the text itself."""
     text = text.strip()
     if len(text) > LONGEST:
         return text
@@ -128,12 +130,12 @@ def amount(text: str) -> str:
 
 
 def _without_exponents(text: str) -> str:
-    """math-verify reads the e of 1e-5 as Euler's number."""
+    """Write exponents out, because math-verify reads the e of 1e-5 as Euler's number."""
     return _EXPONENT.sub(lambda number: format(Decimal(number[0]), "f"), text)
 
 
 def _without_remark(text: str) -> str:
-    """Without the words in brackets behind a number, unless they say another number."""
+    """Remove the words in brackets behind a number, unless they name another number."""
     remark = _REMARK.fullmatch(text)
     if remark is None:
         return text
@@ -145,17 +147,17 @@ def _without_remark(text: str) -> str:
 
 
 def ungrouped(text: str) -> str:
-    """Without thousands separators. A comma within brackets separates two numbers, whatever follows it."""
+    """Remove thousands separators. A comma within brackets always separates two numbers."""
     text = _DECIMAL_COMMA.sub(".", _THIN.sub("", text))
     text = _EUROPEAN.sub(lambda number: number[1].replace(".", "") + "." + number[2], text)
     pieces, since = [], 0
     open_: list[bool] = []  # whether each open bracket is one of a list; braces of a LaTeX command are not
-    for place, char in enumerate(text):
+    for index, char in enumerate(text):
         if char in "([{)]}":
-            pieces.append(_separated(text[since:place], any(open_)))
-            since = place
+            pieces.append(_separated(text[since:index], any(open_)))
+            since = index
             if char in "([{":
-                open_.append(char != "{" or not _ARGUMENT.match(text[max(0, place - 1) : place]))
+                open_.append(char != "{" or not _ARGUMENT.match(text[max(0, index - 1) : index]))
             elif open_:
                 open_.pop()
     return "".join((*pieces, _separated(text[since:], any(open_))))
@@ -169,13 +171,15 @@ def _separated(text: str, in_list: bool) -> str:
 
 
 def listed(text: str) -> str:
-    """`1,234` as two numbers: where the reference is a list, its answer may be one without blanks."""
+    """Return `1,234` as two numbers: if the reference is a list, its answer may be one without blanks."""
     return re.sub(r"(?<=\d),(?=\d)", ", ", text)
 
 
 def formula(text: str) -> str:
-    """A stated answer as one LaTeX formula without delimiters, so that no second answer is lost. Empty where it is two
-    numbers side by side, which LaTeX would multiply."""
+    """Return a stated answer as one LaTeX formula without delimiters, so that no second answer is lost.
+
+    Empty if it is two numbers side by side, which LaTeX would multiply.
+    """
     text = text.strip()
     if len(text) <= LONGEST:
         emphasised = _MARKUP.fullmatch(text)
@@ -193,7 +197,7 @@ def formula(text: str) -> str:
 
 
 def brackets(text: str) -> str:
-    """`{` where all of a formula is a set, `(` where it is a pair, an interval or a list of them, else nothing."""
+    """Return `{` if a whole formula is a set, `(` if it is a pair, an interval or a list of them, else nothing."""
     text = text.replace("\\left", "").replace("\\right", "").replace(" ", "")
     if text.startswith(("\\{", "{")) and text.endswith("}"):
         return "{"

@@ -1,5 +1,7 @@
-"""Where a response states its answer: the last of `#### 42`, `<answer>42</answer>` and `\\boxed{42}`, else the last
-sentence of the form "the answer is 42".
+"""The place where a response states its answer.
+
+This is the last of `#### 42`, `<answer>42</answer>` and `\\boxed{42}`, else the last sentence of the form "the answer
+is 42".
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import re
 from aligner.rewards.math_numbers import LONGEST, spelled
 
 SEARCHED = 4000  # characters at the end of a response: math-verify's patterns take quadratic time
-BOXES = 20  # of the last ones that are looked at
+BOXES = 20  # boxes at the end that are read
 _FUNCTIONS = "sin cos tan cot sec csc log ln exp sqrt pi max min gcd lcm mod arcsin arccos arctan"
 FUNCTIONS = set(_FUNCTIONS.split())
 
@@ -33,7 +35,10 @@ _SENTENCE_END = re.compile(r"[.?][*_`$]*(?=\s|$)|,?\s+(?:because|since|as)\s")
 
 
 def is_answer(text: str) -> bool:
-    """Whether what follows `####` is an answer: a number or LaTeX, or mathematics without words; else a heading."""
+    """Return whether the text behind `####` is an answer, not a heading.
+
+    An answer is a number or LaTeX, or mathematics without words.
+    """
     if len(text) > LONGEST or _NUMBERED_HEADING.match(text):
         return False
     words = _WORD.findall(text)
@@ -43,34 +48,34 @@ def is_answer(text: str) -> bool:
 
 
 def marked(text: str) -> tuple[str, str]:
-    """(what stands after the last mark, which is `####`, `answer` or `boxed`); twice nothing where there is none."""
-    place, inner = last_box(text)
+    """Return (the text after the last mark, the mark: `####`, `answer` or `boxed`); two empty texts without a mark."""
+    position, inner = last_box(text)
     kind = "boxed" if inner else ""
     for mark in _MARK.finditer(text):
         content = without_lead(mark[1])
-        if mark.start() > place and is_answer(content) and "\\boxed" not in content:
-            place, inner, kind = mark.start(), content, "####"
+        if mark.start() > position and is_answer(content) and "\\boxed" not in content:
+            position, inner, kind = mark.start(), content, "####"
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
-    if start > place:
+    if start > position:
         inner, kind = text[start + len("<answer>") : end].strip(), "answer"
     return inner, kind
 
 
 def without_lead(text: str) -> str:
-    """Without `The answer is` before it."""
+    """Remove a leading `The answer is`."""
     lead = LEAD.match(text.lstrip("*_ "))
     return text.lstrip("*_ ")[lead.end() :] if lead else text
 
 
 def last_box(text: str) -> tuple[int, str]:
-    """(where it starts, its content) of the last \\boxed{}; of several side by side, all contents as a list."""
+    """Return (start, content) of the last \\boxed{}; of several side by side, all contents as a list."""
     boxes: list[tuple[int, int, str]] = []  # start, end, content; the last one first
     for box in reversed([*_BOX.finditer(text)][-BOXES:]):
         end = _closing(text, box.end())
         content = text[box.end() : end].strip()
         if end < 0 or not content or (boxes and end > boxes[-1][0]):
-            continue  # cut off, empty, or around the one that was taken
+            continue  # cut off, empty, or around the box taken before
         if boxes and not _BETWEEN_BOXES.fullmatch(text[end + 1 : boxes[-1][0]][:LONGEST]):
             break
         boxes.append((box.start(), end, content))
@@ -81,27 +86,27 @@ def last_box(text: str) -> tuple[int, str]:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the brace that is open at `start` is closed, or -1."""
+    """Return the index of the brace that closes the one open at `start`, or -1."""
     depth = 1
-    for place in range(start, min(len(text), start + SEARCHED)):
-        if text[place] in "{}" and text[place - 1] != "\\":
-            depth += 1 if text[place] == "{" else -1
+    for index in range(start, min(len(text), start + SEARCHED)):
+        if text[index] in "{}" and text[index - 1] != "\\":
+            depth += 1 if text[index] == "{" else -1
             if not depth:
-                return place
+                return index
     return -1
 
 
 def sentences(text: str) -> list[str]:
-    """What stands behind the last "the answer is", to the end of its line and of its sentence."""
-    found = [*_SENTENCE.finditer(text[-SEARCHED:])]
-    if not found:
+    """Return the text behind the last "the answer is": to the end of its line, and to the end of its sentence."""
+    matches = [*_SENTENCE.finditer(text[-SEARCHED:])]
+    if not matches:
         return []
-    line = (found[-1]["answer"] or found[-1]["chinese"]).strip()
+    line = (matches[-1]["answer"] or matches[-1]["chinese"]).strip()
     return list(dict.fromkeys((line, _SENTENCE_END.split(line, maxsplit=1)[0].strip())))
 
 
 def tail(text: str) -> str:
-    """Its last characters, from the beginning of a line: formulas between dollars end with their line."""
+    """Return the last characters, from the beginning of a line: formulas between dollars end with their line."""
     start = len(text) - SEARCHED
     if start <= 0:
         return text

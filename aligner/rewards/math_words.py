@@ -1,4 +1,4 @@
-"""Answers that are no mathematics: a letter of multiple choice, or words."""
+"""Answers that are not mathematics: a letter of multiple choice, or words."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from aligner.rewards.math_numbers import LONGEST, plain
 from aligner.rewards.math_stated import FUNCTIONS, SEARCHED, marked, sentences, without_lead
 
-# What data sets write where there is no answer that could be compared.
+# Texts of data sets for a missing or incomparable answer.
 PLACEHOLDERS = {"proof", "see proof", "notfound", "not found", "nan", "none", "null", "n/a", "<na>", "nat"}
-# Words of three letters or less that are no product of variables.
+# Words of three letters or less that are not a product of variables.
 _SHORT_WORDS = """yes no odd even true all any one two six ten zero none not red blue tie win sum day may jun jul sun
 mon tue wed thu fri sat up down left he she it both max min east west cat dog boy girl man men key"""
 SHORT_WORDS = set(_SHORT_WORDS.split())
@@ -23,9 +23,9 @@ _END = (
 )
 _SECOND = r"\s*[)\]]?\s*(?:,|/|&|or\b|and\b)\s*(?:or\b|and\b)?\s*(?:[(\[][A-Ja-j][)\]]|[A-J])(?![\w'’])"
 _KIND = r"(?:(?:the\s+)?(?:option|choice|letter|answer)\s*:?\s*)?"
-_SAID = re.compile(
+_STATED = re.compile(
     rf"\b(?:answer|choice|option)\b(?:\s+(?:to|for)\s+(?:the|this)\s+\w+)?\s*(?:is|:|=|would be|must be|should be)\s*:?"
-    rf"\s*(?:(?:therefore|thus|hence|then|most likely|\w{{2,15}}ly),?\s+)?{_KIND}{_CHOICE.format(name='said')}{_END}"
+    rf"\s*(?:(?:therefore|thus|hence|then|most likely|\w{{2,15}}ly),?\s+)?{_KIND}{_CHOICE.format(name='stated')}{_END}"
     rf"|(?:答案|故选|选择)\s*(?:是|为|:|选)?\s*{_CHOICE.format(name='chinese')}{_END}"
     rf"|\b(?:option|choice|answer)\s+{_CHOICE.format(name='right')}\s+is\s+(?:the\s+)?(?:correct|right|true|best)\b"
     rf"|[(\[](?P<closed>[A-Ja-j])[)\]]\s+is\s+(?:the\s+)?(?:correct|right|best)\b"
@@ -45,26 +45,27 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def is_placeholder(reference: str) -> bool:
-    """Whether a reference is what data sets write where there is none."""
+    """Return whether a reference is a data set's text for a missing one."""
     return bare(reference[:LONGEST]).strip(" .").casefold() in PLACEHOLDERS
 
 
 def bare(text: str) -> str:
-    """Without emphasis, dollars, LaTeX's wrappers of text, and repeated blanks and empty lines, on which patterns would
+    """Remove emphasis, dollars, LaTeX's wrappers of text, and repeated blanks and empty lines, on which patterns would
     take long."""
     text = re.sub(r"[^\S\n]+", " ", _MARKUP.sub("", unwrapped(text)))
     return re.sub(r" ?\n[ \n]*", "\n", text).strip()
 
 
 def unwrapped(text: str) -> str:
-    """Without LaTeX's wrappers of text."""
+    """Remove LaTeX's wrappers of text."""
     for _ in range(3):  # \boxed{\text{\textbf{B}}}
         text = _WRAPPED.sub(r" \1 ", text)
     return text
 
 
 def letter_of(answer: str) -> tuple[str, str]:
-    """(the letter, what stands beside it) where a whole answer is one option: `B`, `(b)`, `\\text{B}`, `B) 42`."""
+    """Return (letter, its text) if a whole answer is one option: `B`, `(b)`, `\\text{B}`, `B) 42`; else two empty
+    texts."""
     text = bare(answer) if len(answer) <= LONGEST else ""
     only = _ONLY.fullmatch(text)
     if only:
@@ -76,16 +77,16 @@ def letter_of(answer: str) -> tuple[str, str]:
 
 
 def letter_in(response: str) -> str:
-    """The letter that a response states as its answer; empty where there is none, or more than one at that place."""
+    """Return the letter that a response states as its answer; empty if there is none, or several at that position."""
     inner, kind = marked(response)
     stated = letter_of(inner)[0]
     if stated:
         return stated
     text = bare(inner if kind == "answer" else response[-SEARCHED:])
-    found = [*_SAID.finditer(text)]
-    if found:
-        last = found[-1]
-        letter = next(said for name, said in last.groupdict().items() if said and "_" not in name)
+    matches = [*_STATED.finditer(text)]
+    if matches:
+        last = matches[-1]
+        letter = next(text for name, text in last.groupdict().items() if text and "_" not in name)
         second = re.match(_SECOND, text[last.end() :], re.IGNORECASE if letter.islower() else 0)
         return "" if second else letter.upper()
     lines = [letter_of(line) for line in text.split("\n") if line.strip()] or [("", "")]
@@ -97,13 +98,13 @@ def letter_in(response: str) -> str:
 
 
 def words_of(text: str) -> str:
-    """An answer in words as it is compared: without case, punctuation, article."""
+    """Return an answer in words as it is compared: without case, punctuation, article."""
     words = _WORD.findall(bare(text).casefold().replace("'", ""))
     return " ".join(words[1:] if words[1:] and words[0] in ("a", "an", "the") else words)
 
 
 def is_words(reference: str) -> bool:
-    """Whether a reference is words and not a product of variables."""
+    """Return whether a reference is words, not a product of variables."""
     text = bare(reference)
     if re.search(r"[\d\\^_=<>+*/{}()\[\]|!]", text):
         return False
@@ -116,7 +117,8 @@ def is_words(reference: str) -> bool:
 
 
 def says(response: str, words: str) -> bool:
-    """Whether the answer that a response states is these words: behind a mark, "the answer is", or in its last line."""
+    """Return whether a response states these words as its answer: behind a mark, "the answer is", or in its last
+    line."""
     inner, kind = marked(response)
     if kind and words_of(without_lead(inner)) == words:
         return True
@@ -128,6 +130,6 @@ def says(response: str, words: str) -> bool:
 
 
 def reference_letter(gold: str) -> tuple[str, str]:
-    """`letter_of` a reference. With a text beside it only a capital is one."""
+    """Return `letter_of` a reference. With a text beside it, only a capital is a letter."""
     letter, rest = letter_of(plain(gold))
     return ("", "") if rest and not bare(gold).lstrip("([")[0].isupper() else (letter, rest)

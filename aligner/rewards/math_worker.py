@@ -2,11 +2,11 @@
 {error} out.
 
 A process, not a thread: sympy on a model's text can compute 9^(9^9) inside one C call that holds the interpreter lock
-and cannot be interrupted. The kernel's alarm with its default action kills this process then, whatever it is doing,
-and also when its parent is gone. It imports math-verify late.
+and cannot be interrupted. The kernel's alarm, with its default action, then kills this process, also if its
+parent is gone. It imports math-verify late.
 
-The answer of a response is looked for in this order (docs/reference/rewards.md): after the last mark, behind "the
-answer is", and in its end, by math-verify. A reference is a letter of multiple choice, words, or mathematics.
+The answer of a response is searched in this order (docs/rewards.md): after the last mark, behind "the answer is", and
+at its end, by math-verify. A reference is a letter of multiple choice, words, or mathematics.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from aligner.rewards.math_words import (
     words_of,
 )
 
-MEMORY_BYTES = 4 << 30  # of address space: a huge power shall fail here, not take the node's memory
+MEMORY_BYTES = 4 << 30  # of address space: a huge power fails here instead of taking the node's memory
 DECIMALS = 6  # to which math-verify compares numbers
-DIGITS = 4  # significant ones to which small numbers are compared
-SMALLEST = 6000  # decimals; what is smaller than 10 to the minus this is compared as a formula only
+DIGITS = 4  # significant digits to which small numbers are compared
+SMALLEST = 6000  # decimals; smaller numbers than 10 to the minus this are compared as formulas only
 
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*(\S[^\n]*)")
 _COORDINATES = re.compile(r"(?<![\w\\^}$(\[])[(\[](?:[^()\[\]$\n,]{1,40},){1,9}[^()\[\]$\n,]{1,40}[)\]](?![$)\]])")
 
 
 class Known(NamedTuple):
-    """A reference: a letter, words, and math-verify's candidates with the brackets around them; what it is not is
+    """A parsed reference: a letter, words, or math-verify's candidates with the brackets around them. Other fields are
     empty."""
 
     letter: str
@@ -55,8 +55,10 @@ class Known(NamedTuple):
 
 
 def gold_answer(text: str) -> str:
-    """Of a reference: what its last \\boxed{} holds, or what follows its last `####`, or all of it; as a formula, but
-    for formulas within a text."""
+    """Return a reference's answer: the content of its last \\boxed{}, the text after its last `####`, or all of it.
+
+    It is one formula, except for formulas within a text.
+    """
     text = plain(text).strip()
     box, inner = last_box(text)
     hashes = _HASHES.findall(text)
@@ -71,12 +73,12 @@ def _words_around(text: str) -> bool:
 
 
 def is_number(text: str) -> bool:
-    """Whether a reference is one, with a unit or without: then math-verify can read it."""
+    """Return whether a reference is a number, with or without a unit: then math-verify can read it."""
     return re.fullmatch(rf"{NUMBER}%?", gold_answer(text)) is not None
 
 
 def read(text: str) -> list:
-    """math-verify's candidates for a formula; empty where there is none."""
+    """Return math-verify's candidates for a formula; empty if there are none."""
     from math_verify import parse
 
     return parse(f"${text}$", parsing_timeout=None) if text.strip() else []
@@ -84,7 +86,7 @@ def read(text: str) -> list:
 
 @functools.lru_cache(maxsize=1024)  # the samples of a group have one reference
 def reference(gold: str) -> Known:
-    """ValueError if there is no answer in it that could be compared."""
+    """Parse a reference. Raises ValueError if it has no comparable answer."""
     from math_verify import parse
 
     if not gold.strip():
@@ -99,16 +101,16 @@ def reference(gold: str) -> Known:
     if is_words(text):
         return Known("", words_of(text), [], "", text)
     try:
-        found = parse(text, parsing_timeout=None) if "$" in text else read(text)
+        candidates = parse(text, parsing_timeout=None) if "$" in text else read(text)
     except (MemoryError, RecursionError, OverflowError) as cause:
         raise ValueError(f"the reference answer {gold[:200]!r} is too large: {cause}") from cause
-    if all(isinstance(candidate, str) for candidate in found):  # only the text itself: nothing was understood
+    if all(isinstance(candidate, str) for candidate in candidates):  # only the text itself: nothing was parsed
         raise ValueError(f"no mathematical expression found in the reference answer {gold[:200]!r}")
-    return Known(letter, "", found, brackets(text), text)
+    return Known(letter, "", candidates, brackets(text), text)
 
 
 def stated(response: str) -> tuple[str | None, str]:
-    """(its answer, where it states one; the text to be searched for it else)."""
+    """Return (the answer, or None if none is stated; then the text to search for it)."""
     inner, kind = marked(response)
     if kind == "answer" and ("\n" in inner or not is_answer(without_lead(inner))):
         return _of_sentence(inner)
@@ -117,14 +119,14 @@ def stated(response: str) -> tuple[str | None, str]:
 
 def _of_sentence(text: str) -> tuple[str | None, str]:
     for sentence in sentences(text):
-        said = formula(sentence)
-        if re.fullmatch(rf"{NUMBER}%?", said) or brackets(said):
+        answer = formula(sentence)
+        if re.fullmatch(rf"{NUMBER}%?", answer) or brackets(answer):
             return sentence, ""
     return None, coordinates(tail(text))
 
 
 def coordinates(text: str) -> str:
-    """With `(1,2)` as formulas, which math-verify would not find outside of dollars."""
+    """Write `(1,2)` as formulas: math-verify does not find them outside of dollars."""
     pieces = re.split(r"(\$[^$]*\$|\\\([^\n]*?\\\)|\\\[.*?\\\])", text, flags=re.DOTALL)
     pieces[::2] = [_COORDINATES.sub(_as_formula, piece) for piece in pieces[::2]]
     return "".join(pieces)
@@ -136,7 +138,7 @@ def _as_formula(match: re.Match) -> str:
 
 
 def score(known: Known, response: str) -> float:
-    """1.0 where the response's final answer equals the reference, else 0.0."""
+    """Return 1.0 if the response's final answer equals the reference, else 0.0."""
     response = plain(response)
     if known.letter:
         letter = letter_in(response)
@@ -147,18 +149,18 @@ def score(known: Known, response: str) -> float:
     return float(equals(known, *stated(response)))
 
 
-def equals(known: Known, said: str | None, searched: str) -> bool:
+def equals(known: Known, stated_answer: str | None, searched: str) -> bool:
     from math_verify import parse
 
-    if said is None:
+    if stated_answer is None:
         return same(known.candidates, parse(searched, parsing_timeout=None))
-    answer = formula(said)
+    answer = formula(stated_answer)
     if answer and _closed_up(answer) == _closed_up(known.text):
         return True
     if {known.brackets, brackets(answer)} == {"(", "{"}:
         return False
-    apart = formula(listed(said)) if _is_list(known.candidates) else answer
-    beside = formula(letter_of(said)[1])  # of (B) 42
+    apart = formula(listed(stated_answer)) if _is_list(known.candidates) else answer
+    beside = formula(letter_of(stated_answer)[1])  # of (B) 42
     readings = dict.fromkeys(text for text in (answer, apart, beside) if text)
     return any(same(known.candidates, read(text)) for text in readings)
 
@@ -174,7 +176,10 @@ def _is_list(candidates: list) -> bool:
 
 
 def same(known: list, answer: list) -> bool:
-    """By math-verify; again with more decimals where a number is small, because it compares six of them."""
+    """Compare by math-verify.
+
+    It compares six decimals, so compare again with more decimals if a number is small.
+    """
     from math_verify import verify
 
     compare = functools.partial(verify, known, answer, allow_set_relation_comp=True, timeout_seconds=None)
@@ -189,7 +194,7 @@ def same(known: list, answer: list) -> bool:
 
 
 def decimals_of(expression: Any) -> int:
-    """How many decimals show `DIGITS` digits of the smallest number in an expression."""
+    """Return how many decimals show `DIGITS` digits of the smallest number in an expression."""
     import mpmath
     from sympy import Abs, Basic, MatrixBase, preorder_traversal
 
@@ -209,7 +214,7 @@ def decimals_of(expression: Any) -> int:
 
 
 def reply(request: dict) -> dict:
-    """Without a response: whether the reference can be read, score 1.0."""
+    """Return the reply to a request. Without a response: score 1.0 if the reference can be read."""
     try:
         known = reference(request["gold"])
     except ValueError as cause:
@@ -218,7 +223,7 @@ def reply(request: dict) -> dict:
         return {"score": 1.0}
     try:
         return {"score": score(known, request["response"])}
-    except Exception:  # sympy raises anything on a model's text, and what cannot be compared is no right answer
+    except Exception:  # sympy raises anything on a model's text; an incomparable answer is wrong
         return {"score": 0.0}
 
 

@@ -25,7 +25,7 @@ class RunningNormalizer:
         return math.sqrt(self.m2 / self.count) if self.count else 0.0
 
     def update(self, values: Sequence[float], reduce: Reduce | None = None) -> None:
-        """Collective when `reduce` is: every rank calls it, also with no values."""
+        """Add values. Collective if `reduce` is: every rank calls it, also with no values."""
         reduce = reduce or list
         count, total = reduce([float(len(values)), math.fsum(values)])
         mean = total / count if count else 0.0
@@ -38,7 +38,7 @@ class RunningNormalizer:
         self.count = joint
 
     def __call__(self, value: float) -> float:
-        """(value - mean) / std; 0 while all values seen were equal."""
+        """Return (value - mean) / std; 0 while all values were equal."""
         if not self.count:
             return value
         # Rounding leaves a tiny std where all values are equal: dividing by it would make noise of size one.

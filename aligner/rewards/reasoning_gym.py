@@ -14,11 +14,11 @@ from aligner.types import Sample
 def reasoning_gym(
     samples: Sequence[Sample], task: str | None = None, field: str = "entry", tag: str = ""
 ) -> list[float | None]:
-    """`score_answer(response, entry)` of the task, in [0, 1].
+    """Return `score_answer(response, entry)` of the task, in [0, 1].
 
     `field` is the column with the task's entry: a mapping (question, answer, metadata) or its JSON text. `task` is
     the name of the task; without it, the entry's metadata.source_dataset. With `tag`, only the text of the last
-    <tag>...</tag> in the response is the answer (none: 0.0). Leading and trailing white space is not the answer's.
+    <tag>...</tag> in the response is the answer (none: 0.0). Leading and trailing white space is removed.
     """
     return [_score_one(sample, task, field, tag) for sample in samples]
 
@@ -45,7 +45,7 @@ def _answer(response: str, tag: str) -> str | None:
 
 @functools.cache
 def _scorer(task: str) -> Callable:
-    """The bound `score_answer` of a task's dataset object, made once: some tasks load word lists."""
+    """Return the bound `score_answer` of a task's dataset object, made once: some tasks load word lists."""
     try:
         import reasoning_gym as _  # noqa: F401  registers the tasks
     except ImportError as cause:

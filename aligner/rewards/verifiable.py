@@ -1,4 +1,4 @@
-"""Rewards that a rule can check: math answers, exact answers, a format, a length.
+"""Rewards by rules: math answers, exact answers, a format, a length.
 
 The reference answer is a column of the dataset row (`Prompt.fields`). A row where it is null or NaN scores None; a
 dataset without that column is an error.
@@ -26,8 +26,8 @@ _local = threading.local()
 
 
 def reference(prompt: Prompt, field: str) -> Any:
-    """The row's column `field`; None where it is NaN, as tables write a missing value. Raises RewardError if there is
-    no such column."""
+    """Return the row's column `field`; None if it is NaN, as tables write a missing value. Raises RewardError if there
+    is no such column."""
     if field not in prompt.fields:
         have = ", ".join(prompt.fields) or "none"
         raise RewardError(f"args.field={field!r}: expected a column of the dataset, which has {have}")
@@ -36,12 +36,11 @@ def reference(prompt: Prompt, field: str) -> Any:
 
 
 def math(samples: Sequence[Sample], field: str = "answer", timeout_s: float = 5.0) -> list[float | None]:
-    """1.0 where the response's final answer is mathematically equal to the row's, by math-verify; else 0.0.
+    """Return 1.0 if the response's final answer is mathematically equal to the row's, by math-verify; else 0.0.
 
     Reference answers: numbers, with a unit or without, LaTeX with or without dollars, `\\boxed{}`, gsm8k solutions that
-    end in `#### 42`, a letter of multiple choice, or words (docs/reference/rewards.md). Each thread that scores owns a
-    helper process. A response that takes longer than `timeout_s` or kills the helper scores 0.0: an answer that cannot
-    be checked is not a right one.
+    end in `#### 42`, a letter of multiple choice, or words (docs/rewards.md). Each thread that scores owns a helper
+    process. A response that takes longer than `timeout_s` or kills the helper scores 0.0.
     """
     golds = [reference(sample.prompt, field) for sample in samples]
     return [
@@ -51,18 +50,18 @@ def math(samples: Sequence[Sample], field: str = "answer", timeout_s: float = 5.
 
 
 def unreadable(prompts: Sequence[Prompt], field: str = "answer", timeout_s: float = 5.0) -> dict[int, str]:
-    """By place, why the references of some of these rows cannot be read: no answer to them would score."""
-    found: dict[int, str] = {}
-    for place, gold in enumerate(reference(prompt, field) for prompt in prompts):
+    """Return by index why the references of rows cannot be read: no answer to them would score."""
+    causes: dict[int, str] = {}
+    for index, gold in enumerate(reference(prompt, field) for prompt in prompts):
         if gold is None:
-            found[place] = NotApplicable(f"`{field}` is null or NaN, and no other reward scores the row")
+            causes[index] = NotApplicable(f"`{field}` is null or NaN, and no other reward scores the row")
             continue
         try:
             if not is_number(_text(gold)) and not _ask(gold, None, timeout_s):
-                found[place] = f"the reference answer {str(gold)[:200]!r} takes longer than {timeout_s:g} s to read"
+                causes[index] = f"the reference answer {str(gold)[:200]!r} takes longer than {timeout_s:g} s to read"
         except RewardError as cause:
-            found[place] = str(cause)
-    return found
+            causes[index] = str(cause)
+    return causes
 
 
 math.per_sample = True  # type: ignore[attr-defined]
@@ -79,7 +78,7 @@ def _text(gold: Any) -> str:
 
 
 def _ask(gold: Any, response: str | None, timeout_s: float) -> float:
-    """What this thread's helper says of it; 0.0 where it takes too long, or too much."""
+    """Return the score from this thread's helper; 0.0 if it exceeds time or memory."""
     process = _helper()
     request = {"gold": _text(gold), "response": response, "timeout_s": timeout_s}
     assert process.stdin is not None and process.stdout is not None
@@ -92,7 +91,7 @@ def _ask(gold: Any, response: str | None, timeout_s: float) -> float:
     if not line:
         _local.helper = None
         code = process.wait()
-        if code >= 0:  # it ended by itself: an error of installation, not of this answer
+        if code >= 0:  # it was not killed: an error of installation, not of this answer
             raise RewardError(f"the math-verify helper process ended with exit code {code}; its message is above")
         return 0.0
     reply = json.loads(line)
@@ -102,7 +101,7 @@ def _ask(gold: Any, response: str | None, timeout_s: float) -> float:
 
 
 def _helper() -> subprocess.Popen:
-    """This thread's helper process, started when there is none. It ends when its standard input is closed."""
+    """Return this thread's helper process; start it if there is none. It ends when its standard input is closed."""
     helper = getattr(_local, "helper", None)
     if helper is None or helper.poll() is not None:
         command = [sys.executable, "-P", "-m", "aligner.rewards.math_worker"]
@@ -117,7 +116,7 @@ def _helper() -> subprocess.Popen:
 def exact_match(
     samples: Sequence[Sample], field: str = "answer", strip: bool = True, ignore_case: bool = False
 ) -> list[float | None]:
-    """1.0 where the response is the row's answer, character by character; else 0.0."""
+    """Return 1.0 if the response is the row's answer, character by character; else 0.0."""
 
     def normal(text: Any) -> str:
         text = str(text).strip() if strip else str(text)
@@ -131,7 +130,7 @@ def exact_match(
 
 
 def format(samples: Sequence[Sample], pattern: str) -> list[float | None]:
-    """1.0 where the regular expression is found in the response (anchor it with \\A and \\Z for all of it), else 0.0.
+    """Return 1.0 if the response contains the regular expression (anchor it with \\A and \\Z for all of it), else 0.0.
 
     `.` also matches line breaks.
     """
@@ -140,7 +139,8 @@ def format(samples: Sequence[Sample], pattern: str) -> list[float | None]:
 
 
 def length(samples: Sequence[Sample], limit: int, buffer: int = 0) -> list[float | None]:
-    """Soft penalty of long responses: 0 up to limit - buffer tokens, falling linearly to -1 at `limit`, -1 beyond.
+    """Return a soft penalty of long responses: 0 up to limit - buffer tokens, falling linearly to -1 at `limit`, -1
+    beyond.
 
     DAPO (arXiv 2503.14476), equation 13: limit is L_max, buffer is L_cache.
     """

@@ -1,4 +1,4 @@
-"""Threads that score: daemons, because a reward function that hangs must not keep the process from ending.
+"""Daemon threads that score: a reward function that hangs must not keep the process from ending.
 
 (concurrent.futures' own pool joins its threads at exit.)
 """
@@ -22,7 +22,7 @@ class DaemonPool:
             thread.start()
 
     def submit(self, function: Callable, *args: Any, last: bool = False) -> Future:
-        """In the order of calls. `last`: after all that is not, as many slow answers shall not keep others waiting."""
+        """Queue a call, in the order of calls. `last`: after all other calls, so that slow ones delay no others."""
         future: Future = Future()
         self._jobs.put((last, next(self._number), (future, function, args)))
         return future
@@ -39,6 +39,6 @@ class DaemonPool:
                 continue
             try:
                 future.set_result(function(*args))
-            except BaseException as cause:  # handed to whoever asks for the result
+            except BaseException as cause:  # raised to the caller of `result`
                 future.set_exception(cause)
-            del job, future, function, args  # an idle thread shall not keep the last batch, and its run, alive
+            del job, future, function, args  # an idle thread must not keep the last batch, and its run, alive

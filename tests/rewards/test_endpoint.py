@@ -207,7 +207,7 @@ def test_bad_judges(change, message):
         ({"base_url": "http://h/v1", "model": "m", "deadline_s": 60}, r"deadline_s=60.*less than reward.timeout_s=60"),
         (
             {"base_url": "http://127.0.0.1:9/v1", "model": "m", "retries": 0},
-            r"first try .*unreachable: http://127.0.0.1:9",
+            r"the probe .*unreachable: http://127.0.0.1:9",
         ),
     ],
 )

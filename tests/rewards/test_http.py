@@ -98,7 +98,7 @@ def test_so_is_a_server_that_does_not_answer(server):
 def test_an_unreachable_server_fails_before_training(server):
     reward = load_function(RewardFunctionConfig(path="http", args={"url": "http://127.0.0.1:9/x", "retries": 0}))
     pipeline = RewardPipeline([(reward, 1.0)], RewardConfig())
-    with pytest.raises(RewardError, match=r"first try could not be scored: `http`: unreachable: http://127.0.0.1:9/x"):
+    with pytest.raises(RewardError, match=r"probe could not be scored: `http`: unreachable: http://127.0.0.1:9/x"):
         pipeline.probe([sample.prompt for sample in samples(2)])
 
 

@@ -1,4 +1,7 @@
-"""What a process takes from itself before it runs a program that a model wrote: limits, files, system calls.
+"""Restrictions that a process puts on itself before it runs a model's program: limits, files, system calls.
+
+They need no privileges and cannot be undone. Numbers: Linux' asm/unistd_64.h and asm-generic/unistd.h,
+linux/landlock.h, linux/seccomp.h, linux/bpf_common.h. Runs inside the sandbox: imports nothing of the package.
 
 Nothing of it needs a right, and nothing can be taken back. Numbers: Linux' asm/unistd_64.h and asm-generic/unistd.h,
 linux/landlock.h, linux/seccomp.h, linux/bpf_common.h. Runs inside the sandbox: imports nothing of the package.
@@ -12,9 +15,9 @@ import platform
 import resource
 import struct
 
-# name, number on x86_64, on aarch64 (-: none). What computes, reads files, waits and writes to what is open; not:
-# processes, signals to others, sockets, mounts, modes and owners, traces, keys, io_uring. The kernel says ENOSYS to
-# all else, so that libraries fall back on an older call where they can.
+# name, number on x86_64, on aarch64 (-: none). Allowed: compute, read files, wait, write to open files. Not allowed:
+# processes, signals to others, sockets, mounts, modes and owners, traces, keys, io_uring. The kernel returns ENOSYS
+# for all other calls, so that libraries can fall back on an older call.
 CALLS = """
 read 0 63; write 1 64; readv 19 65; writev 20 66; pread64 17 67; pwrite64 18 68; lseek 8 62; close 3 57;
 close_range 436 436; open 2 -; openat 257 56; access 21 -; faccessat 269 48; faccessat2 439 439; stat 4 -; lstat 6 -;
@@ -31,7 +34,7 @@ gettimeofday 96 169; time 201 -; times 100 153; getrandom 318 278; getpid 39 172
 getuid 102 174; geteuid 107 175; getgid 104 176; getegid 108 177; uname 63 160; sysinfo 99 179; getrusage 98 165;
 getrlimit 97 163; umask 95 166; fadvise64 221 223
 """
-FCNTL, CLONE, PRLIMIT = (72, 25), (56, 220), (302, 261)  # allowed for some arguments alone
+FCNTL, CLONE, PRLIMIT = (72, 25), (56, 220), (302, 261)  # allowed for some arguments only
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
 CLONE_THREAD = 0x10000
 F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15  # would send a signal to any process
@@ -45,11 +48,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(what: str, function, *args) -> int:
-    found = function(*args)
-    if found < 0:
+    code = function(*args)
+    if code < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{what}: {os.strerror(error)}")
-    return found
+    return code
 
 
 def die_with_parent(parent: int) -> None:
@@ -59,9 +62,11 @@ def die_with_parent(parent: int) -> None:
 
 
 def leave_other_files(readable: list[str]) -> None:
-    """Leaves these paths of the file system, with the rights of a user namespace, and gives the rights up. Names and
-    sizes of other files cannot be seen either, which Landlock allows."""
-    root = "/proc"  # a folder that is there, and holds nothing readable
+    """Restrict the file system to these paths, with the rights of a user namespace, then give the rights up.
+
+    Unlike with Landlock, names and sizes of other files cannot be seen either.
+    """
+    root = "/proc"  # an existing folder with nothing readable
     _mount("tmpfs", root, "tmpfs", 0)
     for path in (*readable, "/dev/null"):
         target = root + path
@@ -80,8 +85,10 @@ def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
 
 
 def limits(cpu_s: int, memory_bytes: int) -> None:
-    """No file may grow by a byte, wherever it is: a program's only output is its standard output. The kernel counts
-    CPU time for this limit in ticks, so that it may be far off: `inside.py` reads the exact clock, this is behind it.
+    """Set the limits. No file may grow by a byte, so a program's only output is its standard output.
+
+    The kernel counts CPU time for this limit in ticks and may be far off. `inside.py` reads the exact clock; this is
+    the fallback.
     """
     for kind, value in (
         (resource.RLIMIT_CPU, 2 * cpu_s + 1),
@@ -94,12 +101,13 @@ def limits(cpu_s: int, memory_bytes: int) -> None:
 
 
 def landlock_version() -> int:
-    """0 where the kernel has none."""
+    """Return the version of Landlock; 0 if the kernel has none."""
     return max(0, _libc.syscall(LANDLOCK_CREATE, None, 0, 1))
 
 
 def landlock(readable: list[str]) -> None:
-    """Files below `readable` can be read, no other opened, none made or changed; no TCP; no signal leaves."""
+    """Allow only to read files below `readable`: no other file is opened, none made or changed; no TCP; no signal
+    leaves."""
     version = landlock_version()
     rights = (1 << FILE_RIGHTS[min(version, 5)]) - 1
     net, scoped = (3 if version >= 4 else 0), (3 if version >= 6 else 0)
@@ -107,16 +115,16 @@ def landlock(readable: list[str]) -> None:
     _call("prctl", _libc.prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     rules = _call("landlock_create_ruleset", _libc.syscall, LANDLOCK_CREATE, fields, len(fields), 0)
     for path in readable:
-        place = os.open(path, os.O_PATH)
+        folder_fd = os.open(path, os.O_PATH)
         allowed = READ_FILE | (READ_DIR if os.path.isdir(path) else 0)
-        _call("landlock_add_rule", _libc.syscall, LANDLOCK_ADD, rules, 1, struct.pack("=Qi", allowed, place), 0)
-        os.close(place)
+        _call("landlock_add_rule", _libc.syscall, LANDLOCK_ADD, rules, 1, struct.pack("=Qi", allowed, folder_fd), 0)
+        os.close(folder_fd)
     _call("landlock_restrict_self", _libc.syscall, LANDLOCK_RESTRICT, rules, 0)
     os.close(rules)
 
 
 def seccomp() -> None:
-    """Leaves the system calls of `CALLS`, threads, and limits of the process itself."""
+    """Allow only the system calls of `CALLS`, threads, and limits of the process itself."""
     if platform.machine() not in ARCHITECTURES:
         raise OSError(f"no table of system calls for {platform.machine()}, only for {', '.join(ARCHITECTURES)}")
     column, architecture = ARCHITECTURES[platform.machine()]
@@ -130,7 +138,8 @@ def seccomp() -> None:
 
 
 def _filter(architecture: int, column: int, numbers: list[int]) -> bytes:
-    """Instructions of classic BPF over struct seccomp_data: nr at 0, arch at 4, arguments from 16, 8 bytes each."""
+    """Return instructions of classic BPF over struct seccomp_data: nr at 0, arch at 4, arguments from 16, 8 bytes
+    each."""
     allow, deny, kill = (6, 0, 0, 0x7FFF0000), (6, 0, 0, 0x00050000 | 38), (6, 0, 0, 0x80000000)
 
     def load(at: int) -> tuple:

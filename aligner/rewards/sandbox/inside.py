@@ -1,9 +1,9 @@
-"""The process in a sandbox that runs one program, or judges one, once for each test: reads the job, then what to do,
+"""The process in a sandbox that runs or judges one program, once for each test. It reads the job, then commands,
 from its standard input, and answers on its standard output.
 
-Each run is a child of its own, forked from this warm interpreter, that confines itself first. A child that is asked for
-results talks with the process that judges it, in another sandbox, by messages that pass through here unread. So what a
-program shall return is in no process that the program shares memory, files or rights with.
+Each run is a child, forked from this warm interpreter, that confines itself first. A child that is asked for results
+talks with the process that judges it, in another sandbox, by messages that pass through here unread. So no process that
+shares memory, files or rights with the program holds the expected results.
 A message: a letter, 8 bytes of length, then its text. s: start a run (JSON), m: a message to or of the child,
 x: end the run; e: it has ended (JSON). Runs as a file, so it imports nothing of the package.
 """
@@ -28,7 +28,7 @@ import wire
 
 MEMORY = 99  # exit code of a program that ran out of it
 LOOK_S = 0.1
-WAITS_S = 5.0  # that a program may wait in all, on its own account; so much again as it computes is the clock's error
+WAITS_S = 5.0  # total wait of a program, on its own account; as much again as it computes is the clock's error
 MODULES = ("confine", "pace", "served", "wire", "peer", "subjects", "verdicts")
 
 
@@ -42,7 +42,7 @@ def _exactly(count: int) -> bytes:
     while len(data) < count:
         piece = os.read(0, min(count - len(data), 1 << 20))
         if not piece:
-            sys.exit()  # nobody asks any more
+            sys.exit()  # the host has closed the pipe
         data += piece
     return bytes(data)
 
@@ -61,14 +61,14 @@ def main() -> None:
         job["judge"] = verdicts.judge
     if job["own_root"]:
         confine.leave_other_files(job["readable"])
-    sys.path.remove(os.path.dirname(__file__))  # programs shall not find these modules
+    sys.path.remove(os.path.dirname(__file__))  # programs must not find these modules
     for name in MODULES:
         sys.modules.pop(name, None)
     del sys.argv[1:]
     module = types.ModuleType("__main__")
-    module.__dict__.update((name, getattr(typing, name)) for name in typing.__all__)  # starter code leaves it out
-    builtins.exit = builtins.quit = sys.exit  # which Python makes only with its module `site`
-    sys.set_int_max_str_digits(0)  # the time of a program is bounded, however it uses it
+    module.__dict__.update((name, getattr(typing, name)) for name in typing.__all__)  # starter code omits these imports
+    builtins.exit = builtins.quit = sys.exit  # Python defines them only with its module `site`
+    sys.set_int_max_str_digits(0)  # the time of a program is bounded in any case
     clock = pace.Clock()
     while True:
         kind, text = receive()
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 class ProgramRun:
-    """A child and what it says. It `owes` while the next message, or its end, has to come from it."""
+    """A child and its messages. It `owes` while its next message, or its end, is due."""
 
     def __init__(self, job: dict, test: dict, module: types.ModuleType, clock: pace.Clock):
         self.job, self.clock = job, clock
@@ -97,7 +97,7 @@ class ProgramRun:
         self.exited = os.pidfd_open(self.pid)
 
     def done(self) -> bool:
-        """Waits for the end and tells of it. False in the child."""
+        """Wait for the end and report it. Return False in the child."""
         if self.pid == 0:
             return False
         try:
@@ -117,16 +117,16 @@ class ProgramRun:
         return True
 
     def how(self, code: int, cpu_s: float) -> str:
-        """What has used up its time is late in either case, so that it does not matter when `watch` looked."""
+        """Return how the run ended. A run that has used up its time is late, independent of when `watch` looked."""
         self.clock.computed += cpu_s
         if not self.ended and (cpu_s >= self.job["cpu_s"] or self.over(0)):
             return "cpu"
         if not self.ended and code == -signal.SIGKILL:
-            return "killed"  # by somebody outside, which says nothing of the program
+            return "killed"  # from outside, which is no property of the program
         return self.ended or {MEMORY: "memory"}.get(code, "exit")
 
     def watch(self) -> None:
-        """Until the child ends, writes or computes too much, or waits for long."""
+        """Watch the child until it ends, writes or computes too much, or waits too long."""
         poll, self.reading = select.poll(), {self.out, self.says}
         for fd in (self.out, self.says, self.asks):
             os.set_blocking(fd, False)
@@ -161,11 +161,11 @@ class ProgramRun:
             self.ended = "hung"
 
     def over(self, computed: float) -> bool:
-        """Whether this run, with those before it, has used up the time of all."""
+        """Return whether this run, with those before it, has used up the time of all."""
         return max(self.clock.spent, self.clock.computed + computed) >= self.job["total_s"]
 
     def read(self, fd: int, poll: select.poll) -> None:
-        """What is there, a little more than allowed at the most."""
+        """Read the available output, at most a little more than allowed."""
         text, most = self.texts[fd], self.job["output_bytes"]
         while len(text) <= most + 9:
             try:
@@ -180,7 +180,7 @@ class ProgramRun:
         self.ended = "output"
 
     def pass_on(self) -> None:
-        """A whole message of the child to the judge, or of the judge to whom it judges."""
+        """Pass a whole message of the child to the judge, or of the judge to the child that it judges."""
         text = self.texts[self.says]
         if text and not self.started:
             self.started = bytes(text[:1])
@@ -211,7 +211,7 @@ class ProgramRun:
             self.clock.start()
 
     def write(self, poll: select.poll) -> None:
-        """A child that does not read holds up nobody."""
+        """Write to the child without blocking, so that a child that does not read delays nobody."""
         try:
             del self.unsent[: os.write(self.asks, self.unsent[: 1 << 16])]
         except BlockingIOError:
@@ -223,7 +223,10 @@ class ProgramRun:
 
 
 def child(job: dict, test: dict, module: types.ModuleType, fds: tuple[int, int, int, int]) -> None:
-    """Returns into the end of the interpreter, as a program's end: threads are joined, exit functions called."""
+    """Confine this process, then run the program.
+
+    Returns into the end of the interpreter, as a program does: threads are joined, exit functions called.
+    """
     stdin, stdout, asks, says = fds
     try:
         null = os.open("/dev/null", os.O_WRONLY)

@@ -1,17 +1,19 @@
-"""Time as a process could have computed in it, on a machine that others load. Runs inside the sandbox."""
+"""A clock of the time that a process could compute, on a machine under other load. Runs inside the sandbox."""
 
 from __future__ import annotations
 
 import time
 
 WINDOW_S = 1.0  # after which the pace is measured again
-BURST_S = 0.02  # that is computed to measure it
-STANDS_S = 3.0  # a longer time between two looks is not a run's: the machine stood still
+BURST_S = 0.02  # length of the computation that measures it
+STANDS_S = 3.0  # a longer time between two looks is not counted: the machine was suspended
 
 
 class Clock:
-    """`spent` grows by the seconds for which a run had the machine, divided by how much longer than its own time a
-    burst of computing takes. On a machine that has a core for it, that is by the clock on the wall."""
+    """A clock whose `spent` grows by a run's seconds, divided by the slowdown of a burst of computing.
+
+    On a machine with a free core that is wall time.
+    """
 
     def __init__(self) -> None:
         self.spent = 0.0

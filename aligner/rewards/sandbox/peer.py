@@ -1,4 +1,7 @@
-"""Calls between the process of a program and the process that judges it: one asks, the other answers, in turn.
+"""Calls between a program's process and the process that judges it: one asks, the other answers, in turn.
+
+An answer brings back the changes of the containers in the call. Runs inside the sandbox: imports nothing of the
+package.
 
 An answer brings back what the call changed of the containers that it was given. Runs inside the sandbox: imports
 nothing of the package.
@@ -17,8 +20,12 @@ BROKEN = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, R
 
 
 class Peer:
-    """`serve` does what the other side asks. `foreign`, `build`: what is no data, written and read. `classes`: of the
-    row's setup, which both sides know; their objects travel as their attributes. `mark`: before each message."""
+    """One end of the calls.
+
+    `serve` executes a request of the other side. `foreign` and `build` write and read objects that are not data.
+    `classes` are those of the row's setup, which both sides know; their objects travel as their attributes. `mark`
+    stands before each message.
+    """
 
     def __init__(self, channel: Channel, serve: Callable, foreign: Callable, build: Callable, mark: bytes = b""):
         self.channel, self.serve, self.mark = channel, serve, mark
@@ -26,7 +33,7 @@ class Peer:
         self.classes: dict[str, type] = {}
 
     def ask(self, *request: Any) -> Any:
-        """What the other side answers; raises what it raised."""
+        """Return the answer of the other side; raise the exception that it raised."""
         packer = Packer(self._foreign)
         self._write("call", packer, packer.pack(list(request)))
         message = self.read()
@@ -36,8 +43,8 @@ class Peer:
         try:
             unpacker = Unpacker(message["nodes"], self._build, packer.objects)
             value = unpacker.value(message["value"])
-            for place, node in message["changed"]:
-                self._change(unpacker, packer.objects[place], node)
+            for index, node in message["changed"]:
+                self._change(unpacker, packer.objects[index], node)
             raised = _exception(*value) if message["do"] == "raise" else None
         except BROKEN as cause:
             raise Corrupt(repr(cause)) from cause
@@ -61,9 +68,9 @@ class Peer:
         packer = Packer(self._foreign, unpacker.objects)
         packed = packer.pack(value)
         changed = [
-            [place, packer.pack_contents(unpacker.objects[place])]
-            for place, was in enumerate(before)
-            if was is not None and not same(was, contents(unpacker.objects[place]))
+            [index, packer.pack_contents(unpacker.objects[index])]
+            for index, was in enumerate(before)
+            if was is not None and not same(was, contents(unpacker.objects[index]))
         ]
         self._write(done, packer, packed, changed)
 
@@ -85,7 +92,7 @@ class Peer:
 
     def _change(self, unpacker: Unpacker, target: Any, node: list) -> None:
         if not self._changes(target):
-            raise Corrupt("a change of what cannot change")
+            raise Corrupt("a change of an immutable object")
         unpacker.fill(target, node)
 
     def _foreign(self, value: Any) -> list:
@@ -102,8 +109,11 @@ class Peer:
 
 
 def _exception(names: list, text: str) -> Exception:
-    """The nearest of Python's own exceptions. StopIteration becomes what a generator makes of it: raised by a function
-    that `map` calls, it would end the loop of a test, as if all had been right."""
+    """Return the nearest of Python's own exceptions.
+
+    StopIteration becomes RuntimeError, as in a generator. Raised by a function that `map` calls, it would end the loop
+    of a test as if all had passed.
+    """
     if {"StopIteration", "StopAsyncIteration"} & set(map(str, names)):
         names = ["RuntimeError"]
     for name in names:
@@ -112,5 +122,5 @@ def _exception(names: list, text: str) -> Exception:
             try:
                 return kind(str(text))
             except TypeError:
-                continue  # it is made from something else than a text
+                continue  # its constructor takes no text
     return Exception(str(text))

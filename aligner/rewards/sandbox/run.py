@@ -1,10 +1,10 @@
-"""Programs that a model wrote, run where they can do no harm.
+"""A sandbox for programs that a model wrote.
 
     Sandbox -> tier's command (namespaces) -> inside.py -> a child for each test, confined (confine.py) -> the program
-            -> the same once more, for tests that are asserts or calls -> a child for each test -> verdicts.py
+            -> a second sandbox, for tests that are asserts or calls -> a child for each test -> verdicts.py
 
-A tier is what stands around the child. The child's own limits, Landlock where the kernel has it, and the table of
-system calls are the same in all of them, so that what a program may do, and its score, does not depend on the tier.
+A tier is the isolation around the child. The child's own limits, Landlock if the kernel has it, and the table of system
+calls are the same in all tiers. So a program's permissions and its score do not depend on the tier.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from aligner.errors import ConfigError, SandboxError
 from aligner.rewards.sandbox.confine import landlock_version
 from aligner.rewards.sandbox.session import SILENT_S, Ended, ProgramSession
 
-TIERS = ("bubblewrap", "unshare", "landlock")  # the best first
+TIERS = ("bubblewrap", "unshare", "landlock")  # best first
 INSIDE = Path(__file__).with_name("inside.py")
-TESTS = 20  # as many times the limit of one test is the limit of all tests of a program
-JUDGE_BYTES = 1 << 30  # of memory, for the tests of a row and what they are told
+TESTS = 20  # limit of all tests of a program / limit of one test
+JUDGE_BYTES = 1 << 30  # of memory, for a row's tests and the results that they read
 FORMS = {
     "bubblewrap": "bwrap (Debian, Ubuntu, Fedora: package `bubblewrap`) and user namespaces",
     "unshare": "unshare (package `util-linux`), user namespaces and Landlock (Linux 5.13)",
@@ -35,8 +35,11 @@ FORMS = {
 
 
 class Sandbox:
-    """tier: `auto` takes the best that this machine has, `unsafe` none at all: limits alone. Raises ConfigError where
-    there is none, or not the one named."""
+    """A sandbox of a tier.
+
+    `auto` takes the best tier of this machine, `unsafe` has limits only. Raises ConfigError if there is no tier, or not
+    the one named.
+    """
 
     def __init__(self, tier: str = "auto", cpu_s: int = 4, memory_mb: int = 1024, output_mb: int = 8):
         one_of("tier", tier, ("auto", *TIERS, "unsafe"))
@@ -52,27 +55,32 @@ class Sandbox:
             if lacks is None:
                 return
             missing[self.tier] = f"{self.tier} needs {FORMS[self.tier]}, but {lacks}"
-        hint = "`python -m aligner doctor sandbox` shows what there is; tier `unsafe` runs programs without a sandbox."
+        hint = "`python -m aligner doctor sandbox` lists the tiers here; tier `unsafe` runs programs without a sandbox."
         raise ConfigError("tier", tier, "a sandbox that this machine has", f"{'; '.join(missing.values())}. {hint}")
 
     def run(self, program: str | Sequence[str], inputs: Sequence[str]) -> Iterator[Ended]:
-        """A program (of several texts the last that is one) with each of these as its standard input, one after
-        another; nothing of it is left when the iterator is at its end, or closed. Raises SandboxError where the
-        sandbox itself fails: that says nothing of the program."""
+        """Run a program with each of these inputs as its standard input, one after another.
+
+        Of several texts, the last that is a program runs. When the iterator ends or is closed, nothing of the program
+        is left. Raises SandboxError if the sandbox itself fails, which is no verdict on the program.
+        """
         with closing(self._session(program)) as session:
             for text in inputs:
                 session.start(text)
                 yield _end(session)
 
     def judge(self, program: str | Sequence[str], tests: Sequence[dict[str, Any]]) -> Iterator[Ended]:
-        """How a program stands these tests (verdicts.py), each evaluated in a sandbox of its own, that asks for what
-        the program's functions return. `how` is also passed, wrong, error or unjudged."""
+        """Yield how a program passes each of these tests (verdicts.py).
+
+        Each test is evaluated in a second sandbox, which asks for the results of the program's functions. `how` is also
+        passed, wrong, error or unjudged.
+        """
         with closing(self._session(program)) as session, ExitStack() as stack:
             judge = None
             for test in tests:
                 session.start(serves=True)
                 ended = session.next()
-                if not isinstance(ended, Ended):  # it has run, and waits to be asked
+                if not isinstance(ended, Ended):  # it has run, and waits for calls
                     judge = judge or stack.enter_context(closing(self._session("", judges=True)))
                     judge.start()
                     judge.tell(json.dumps(test).encode())
@@ -85,7 +93,7 @@ class Sandbox:
         limits = self.limits
         if judges:
             limits = {**limits, "memory_bytes": max(JUDGE_BYTES, limits["memory_bytes"])}
-            limits["output_bytes"] *= 2  # what a program returns may go back to it
+            limits["output_bytes"] *= 2  # a program's results may go back to it
         job = {
             **limits,
             "program": [program] if isinstance(program, str) else list(program),
@@ -99,7 +107,7 @@ class Sandbox:
         return ProgramSession(self._command(), job, self.silent_s)
 
     def works(self) -> str | None:
-        """What a first program shows that is wrong; None: nothing."""
+        """Run a test program; return its failure, or None."""
         try:
             (ended,) = self.run("print(6 * 7)", [""])
         except SandboxError as error:
@@ -107,7 +115,7 @@ class Sandbox:
         return None if (ended.how, ended.out) == ("exit", "42\n") else f"a first program ended with {ended}"
 
     def _lacks(self) -> str | None:
-        """Why this tier does not work here, found by using it."""
+        """Return why this tier does not work here, by using it; None if it works."""
         program = {"bubblewrap": "bwrap", "unshare": "unshare"}.get(self.tier)
         if program and shutil.which(program) is None:
             return f"there is no `{program}` in PATH"
@@ -129,33 +137,34 @@ class Sandbox:
 
 
 def _program(name: str) -> str:
-    """The sandbox itself gets no PATH."""
+    """Return a program's full path, because the sandbox itself gets no PATH."""
     return shutil.which(name) or name
 
 
 def _readable() -> list[str]:
-    """What a program may read: Python's installation and the system's libraries, and `inside.py` with its neighbour."""
+    """Return the paths that a program may read: Python's installation, the system's libraries, and the folder of
+    `inside.py`."""
     python = {sys.base_prefix, os.path.realpath(sys.base_prefix)}
     system = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache")
     return [path for path in (*system, *sorted(python), str(INSIDE.parent)) if os.path.exists(path)]
 
 
 def _end(session: ProgramSession) -> Ended:
-    """Of a run that is asked for nothing."""
+    """Return the end of a run that receives no calls."""
     message = session.next()
     assert isinstance(message, Ended)
     return message
 
 
 def _judged(judge: ProgramSession, program: ProgramSession) -> Ended:
-    """Passes on what they say to each other, until one of them decides."""
+    """Pass messages between judge and program until one of them decides."""
     while True:
-        said = judge.next()
-        if isinstance(said, Ended):  # by its limits, or since an answer was too much for it
+        message = judge.next()
+        if isinstance(message, Ended):  # by its limits, or because an answer was too large
             return Ended("unjudged")
-        if said[:1] == b"=":
-            return Ended(said[1:].decode())
-        program.tell(said[1:])
+        if message[:1] == b"=":
+            return Ended(message[1:].decode())
+        program.tell(message[1:])
         answer = program.next()
         if isinstance(answer, Ended):
             return answer

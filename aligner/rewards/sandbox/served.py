@@ -1,4 +1,7 @@
-"""The process of a program: runs it, then does what the process that judges it asks, with data for an answer.
+"""The process of a program: runs it, then serves calls of the process that judges it, with data as results.
+
+Nothing in this process is secret, and nothing that a program changes in it decides a verdict: its results are compared
+elsewhere. Runs inside the sandbox: imports nothing of the package.
 
 Nothing in here is secret, and nothing that a program changes in here decides anything: what it answers is compared
 elsewhere. Runs inside the sandbox: imports nothing of the package.
@@ -26,7 +29,7 @@ def run(texts: Sequence[str], names: Names) -> None:
 
 
 def _chosen(texts: Sequence[str]) -> str:
-    """Of several blocks the last that is Python and does something: an output may stand behind the program."""
+    """Return of several blocks the last that is Python and does something: an output may follow the program."""
     readable = []
     for text in texts if len(texts) > 1 else ():
         try:
@@ -39,14 +42,14 @@ def _chosen(texts: Sequence[str]) -> str:
 
 
 def _idle(statement: ast.stmt) -> bool:
-    """What an output may be read as: `7`, `Result: 7`."""
+    """Return whether a statement does nothing, as an output that parses as Python: `7`, `Result: 7`."""
     if isinstance(statement, ast.AnnAssign):
         return statement.value is None
     return isinstance(statement, ast.Expr) and not any(isinstance(each, ast.Call) for each in ast.walk(statement))
 
 
 def serve(texts: Sequence[str], names: Names, channel: Channel) -> None:
-    """Ends with the process."""
+    """Run the program and serve calls until the process ends."""
     try:
         run(texts, names)
     except SystemExit as end:
@@ -71,7 +74,7 @@ class ServedObjects:
         return getattr(self, f"do_{what}")(*rest)
 
     def do_setup(self, text: str) -> None:
-        """Imports and classes that the row's tests share with the program."""
+        """Execute imports and classes that the row's tests share with the program."""
         exec(compile(text, "<setup>", "exec"), self.names)
         classes = [each.name for each in ast.parse(text).body if isinstance(each, ast.ClassDef)]
         self.peer.classes = {name: self.names[name] for name in classes}
@@ -80,7 +83,7 @@ class ServedObjects:
         return self._target(target)(*args, **keywords)
 
     def do_solve(self, name: str, args: Sequence) -> Any:
-        """The function, or a method of the class Solution."""
+        """Call the function, or a method of the class Solution."""
         owner = self.names["Solution"]() if "Solution" in self.names else types.SimpleNamespace(**self.names)
         return getattr(owner, name)(*args)
 
@@ -91,7 +94,7 @@ class ServedObjects:
         setattr(self._target(target), name, value)
 
     def do_method(self, target: Any, name: str, args: Sequence) -> Any:
-        """One that Python looks for at the type."""
+        """Call a method that Python looks up at the type."""
         target = self._target(target)
         return getattr(type(target), name)(target, *args)
 

@@ -12,13 +12,16 @@ from typing import Any
 
 from aligner.errors import SandboxError
 
-SILENT_S = 900.0  # without a word from a sandbox, which ends its runs far earlier: the machine stands still
+SILENT_S = 900.0  # without a message from a sandbox, which ends its runs far earlier: the machine is stuck
 
 
 @dataclass(frozen=True)
 class Ended:
-    """how: exit, cpu, memory, output, hung, protocol (an answer that is none), stopped. code: the exit code, negative
-    for a signal. out: what the program wrote."""
+    """The end of a run.
+
+    how: exit, cpu, memory, output, hung, protocol (an invalid answer), stopped. code: the exit code, negative for a
+    signal. out: the program's output.
+    """
 
     how: str
     code: int = 0
@@ -26,7 +29,7 @@ class Ended:
 
 
 class ProgramSession:
-    """Runs of one program, one after another. Raises SandboxError where the sandbox fails."""
+    """Runs of one program, one after another. Raises SandboxError if the sandbox fails."""
 
     def __init__(self, command: Sequence[str], job: dict[str, Any], silent_s: float = SILENT_S):
         self.silent_s = silent_s
@@ -39,7 +42,7 @@ class ProgramSession:
             env={"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1"},
             cwd="/",
             bufsize=0,
-            start_new_session=True,  # signals of a terminal are not for it
+            start_new_session=True,  # a terminal's signals do not reach it
         )
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)
@@ -57,7 +60,7 @@ class ProgramSession:
         self._send(b"m", message)
 
     def next(self) -> bytes | Ended:
-        """The child's next message, or its end."""
+        """Return the child's next message, or its end."""
         kind = self._read(1)
         text = self._read(int.from_bytes(self._read(8), "little"))
         if kind == b"m":
@@ -72,7 +75,7 @@ class ProgramSession:
             self.next()
 
     def close(self) -> None:
-        """Closes the pipes, at which the process ends its child and itself, and reaps it."""
+        """Close the pipes, at which the process ends its child and itself, and reap it."""
         process = self._process
         assert process.stdin and process.stdout and process.stderr
         process.stdin.close()
@@ -85,7 +88,7 @@ class ProgramSession:
         process.stderr.close()
 
     def _send(self, kind: bytes, text: bytes) -> None:
-        """A run may end meanwhile, so that the other side writes, too: what it writes is taken in."""
+        """Send a message. Read the other side's output meanwhile, because a run may end and write."""
         assert self._process.stdin is not None
         data = memoryview(kind + len(text).to_bytes(8, "little") + text)
         try:
@@ -103,7 +106,7 @@ class ProgramSession:
         return data
 
     def _ready(self, writes: int) -> bool:
-        """Takes in what there is to read; whether something can be written, where that is asked."""
+        """Read what is available; return whether the pipe can be written, if that is asked."""
         assert self._process.stdin and self._process.stdout
         source, sink = self._process.stdout.fileno(), self._process.stdin.fileno()
         poll = select.poll()
@@ -113,7 +116,7 @@ class ProgramSession:
         ready = {fd for fd, _ in poll.poll(1000 * self.silent_s)}
         if not ready:
             self._process.kill()
-            raise SandboxError(f"the sandbox said nothing for {self.silent_s:g} s")
+            raise SandboxError(f"the sandbox sent nothing for {self.silent_s:g} s")
         if source in ready:
             piece = os.read(source, 1 << 20)
             if not piece:

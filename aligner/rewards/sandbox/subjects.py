@@ -1,4 +1,8 @@
-"""What of a row's assertions is the program's, and what the judge's own: found in their text, before anything runs.
+"""The names in a row's assertions that stand for the program's objects, read from their text before anything runs.
+
+These are the functions and classes that the tests use and do not define. The judge evaluates everything else, also
+Python's own functions if the program defines the same names. Also runs inside the sandbox: imports nothing of the
+package.
 
 The program's are the functions and classes that the tests use and do not define. All else, Python's own functions
 among it, is evaluated by the judge, whatever the program calls by the same name. Also runs inside the sandbox: imports
@@ -22,13 +26,16 @@ def is_class(name: str) -> bool:
     return name[:1].isupper()
 
 
-TYPES = set(filter(is_class, typing.__all__))  # which programs find without an import
+TYPES = set(filter(is_class, typing.__all__))  # defined for programs without an import
 
 
 @dataclass(frozen=True)
 class Tests:
-    """Of a row. setup: before each test; tests: each one on its own; entry: the functions and classes that the answer
-    has to define, empty: found in the tests; helpers: texts that may define functions which the tests use."""
+    """The tests of a row.
+
+    setup: before each test; tests: each run separately; entry: the functions and classes that the program has to
+    define, empty: read from the tests; helpers: texts that may define functions which the tests use.
+    """
 
     setup: str
     tests: Sequence[str]
@@ -36,8 +43,10 @@ class Tests:
     helpers: Sequence[str] = ()
 
     def subjects(self) -> set[str]:
-        """Names that stand for the program's. Raises ValueError where that cannot be told, or cannot run, or where a
-        test would pass whatever they do."""
+        """Return the names that stand for the program's objects.
+
+        Raises ValueError if they cannot be determined or cannot run, or if a test would pass for any program.
+        """
         for test in self.tests:
             if not _can_fail(self.setup, test):
                 raise ValueError(f"no assert that can fail is reached in {test[:80]!r}")
@@ -61,7 +70,7 @@ class Tests:
                 raise ValueError("the tests call no function of the answer; a column entry_point may name it")
         for test in self.tests:
             for call in _calls(ast.parse(test)):
-                inner = {each.func.id for part in [*call.args, *call.keywords] for each in _calls(part)}  # type: ignore[attr-defined]
+                inner = {each.func.id for argument in [*call.args, *call.keywords] for each in _calls(argument)}  # type: ignore[attr-defined]
                 if call.func.id in used and inner & functions - {call.func.id}:  # type: ignore[attr-defined]
                     raise ValueError(f"the tests hand a result to {call.func.id}: define it in test_setup_code")  # type: ignore[attr-defined]
         return used
@@ -72,7 +81,7 @@ class Tests:
         return _free(source)
 
     def prelude(self) -> str:
-        """What runs before each test: modules that are used without an import, functions of `helpers`, the setup."""
+        """Return the code before each test: modules used without an import, functions of `helpers`, the setup."""
         source = "\n".join([self.setup, *self.tests])
         modules = [name for name in sorted(_free(source) & _bases(source)) if name in sys.stdlib_module_names]
         lines = [f"import {name}" for name in modules]
@@ -81,12 +90,12 @@ class Tests:
         return "\n".join([*lines, self.setup])
 
     def defined(self) -> set[str]:
-        """Functions at the top of setup and tests."""
+        """Return functions at the top level of setup and tests."""
         trees = [each for text in (self.setup, *self.tests) for each in ast.parse(text).body]
         return {each.name for each in trees if isinstance(each, ast.FunctionDef)}
 
     def shared(self) -> str:
-        """What the program gets, too, when it has run: imports, and the classes of the setup."""
+        """Return code that the program also gets, after it has run: imports, and the classes of the setup."""
         setup = ast.parse(self.setup).body
         others = [each for test in self.tests for each in ast.parse(test).body]
         imports = [each for each in [*setup, *others] if isinstance(each, ast.Import | ast.ImportFrom)]
@@ -94,7 +103,7 @@ class Tests:
 
 
 def _free(source: str) -> set[str]:
-    """Names that are read, and bound nowhere at the top."""
+    """Return names that are read, and bound nowhere at the top level."""
     top = symtable.symtable(source, "<tests>", "exec")
     tables, used, bound = [top], set(), set()
     for table in tables:
@@ -108,13 +117,13 @@ def _free(source: str) -> set[str]:
 
 
 def _bases(source: str) -> set[str]:
-    """Names of which an attribute is read."""
-    found = (each.value for each in ast.walk(ast.parse(source)) if isinstance(each, ast.Attribute))
-    return {each.id for each in found if isinstance(each, ast.Name)}
+    """Return names with an attribute that is read."""
+    owners = (each.value for each in ast.walk(ast.parse(source)) if isinstance(each, ast.Attribute))
+    return {each.id for each in owners if isinstance(each, ast.Name)}
 
 
 def _calls(tree: ast.AST) -> Iterator[ast.Call]:
-    """Of names."""
+    """Return calls of plain names."""
     calls = (each for each in ast.walk(tree) if isinstance(each, ast.Call))
     return (each for each in calls if isinstance(each.func, ast.Name))
 
@@ -135,7 +144,8 @@ def _definitions(text: str, entry: set[str]) -> list[str]:
 
 
 def _can_fail(setup: str, test: str) -> bool:
-    """Whether a failed check would be seen: not one in a function that nobody calls, nor one that is caught."""
+    """Return whether a failed check would be seen. Checks in functions that nobody calls, or that are caught, do not
+    count."""
     helpers = [each for each in ast.parse(setup).body if isinstance(each, ast.FunctionDef)]
     tree = ast.Module([*helpers, *ast.parse(test).body], [])
     used = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name)} | {"check"}
@@ -143,7 +153,7 @@ def _can_fail(setup: str, test: str) -> bool:
 
 
 def _reports(node: ast.AST) -> bool:
-    """A run of unittest that prints its failures and goes on."""
+    """Return whether a node runs unittest so that it prints its failures and continues."""
     if isinstance(node, ast.Call):
         return _name(node.func) == "main" and any(each.arg == "exit" for each in node.keywords)
     return _name(node) == "TextTestRunner"
@@ -165,7 +175,7 @@ def _reached(tree: ast.AST, used: set[str]) -> Iterator[ast.AST]:
 
 
 def _swallows(handler: ast.ExceptHandler) -> bool:
-    """A failed assertion."""
+    """Return whether a handler catches a failed assertion."""
     kinds = (
         {each.id for each in ast.walk(handler.type) if isinstance(each, ast.Name)} if handler.type else {"Exception"}
     )

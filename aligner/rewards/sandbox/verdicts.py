@@ -1,4 +1,8 @@
-"""The process that judges: evaluates a row's tests, and asks the program's process for what its functions return.
+"""The process that judges: evaluates a row's tests, and calls the functions in the program's process.
+
+It receives data (wire.py): no object in it is of a type that a program made, so comparisons are reliable. Of the
+program it holds only numbers, for objects of its classes and for its iterators. Runs inside the sandbox: imports
+nothing of the package.
 
 What it gets is data (wire.py): no object in here is of a type that a program made, so that a comparison means what it
 says. Of the program it holds numbers alone, for objects of its classes and for its iterators. Runs inside the sandbox:
@@ -22,18 +26,18 @@ from subjects import UNREADABLE, Tests, is_class
 from wire import Channel, Corrupt
 
 PASSED, WRONG, ERROR, UNJUDGED = "passed", "wrong", "error", "unjudged"
-LONGEST = 1_000_000  # elements of an iterator of the tests that is handed to a program
-# Methods of Python's types whose result is a verdict: nothing else may answer them.
+LONGEST = 1_000_000  # most elements of a tests' iterator that is handed to a program
+# Methods of Python's types whose result is a verdict: no object of the program may answer them.
 JUDGING = {"startswith", "endswith", "issubset", "issuperset", "isdisjoint", *filter(lambda n: n[:2] == "is", dir(str))}
-ITEMS = (1, 8, 64, 512)  # that are fetched from an iterator at a time
+ITEMS = (1, 8, 64, 512)  # elements fetched from an iterator per call
 
 
 class Opaque(BaseException):
-    """A value that is no data where one is needed. No test may catch it."""
+    """A value that is not data where data is needed. No test may catch it."""
 
 
 def judge(spec: dict, channel: Channel, module: types.ModuleType) -> None:
-    """Says the verdict as its last message."""
+    """Judge one test, and send the verdict as the last message."""
     judging = Judging(channel, spec)
     random.seed(0)  # tests may draw their inputs
     try:
@@ -53,7 +57,7 @@ def judge(spec: dict, channel: Channel, module: types.ModuleType) -> None:
 
 
 class Judging:
-    """One test."""
+    """The evaluation of one test."""
 
     def __init__(self, channel: Channel, spec: dict):
         self.spec, self.calls = spec, 0
@@ -61,7 +65,7 @@ class Judging:
         self.peer = Peer(channel, self._called_back, self._foreign, self._build, mark=b"?")
         self._functions: list[Any] = []
         self._objects: dict[int, Remote] = {}
-        self._accepts: tuple[str, ...] = ()  # of what is no data, in the answer that is awaited
+        self._accepts: tuple[str, ...] = ()  # kinds of objects that the awaited answer may have
 
     def call(self) -> None:
         value = self.ask("solve", self.spec["call"], self.spec["args"])
@@ -73,17 +77,17 @@ class Judging:
     def asserts(self, module: types.ModuleType) -> None:
         tests = Tests(self.spec["setup"], self.spec["tests"], self.spec["entry"], self.spec["helpers"])
         names, check = module.__dict__, self.spec["check"]
-        own = dir(builtins) if check else ()  # which `check` means where it uses them
+        own = dir(builtins) if check else ()  # which keep their meaning in `check`
         try:
             subjects, shared, prelude = tests.subjects(), tests.shared(), tests.prelude()
         except UNREADABLE:
-            self.refuse()  # a row that nobody has checked before
+            self.refuse()  # an unchecked row
         names.update((name, Function(self, name)) for name in subjects if name not in own)
         self.ask("setup", shared)
         sys.modules["__main__"] = module
         exec(compile(prelude, "<setup>", "exec"), names)
         self.peer.classes = {name: names[name] for name in _classes(shared) if isinstance(names.get(name), type)}
-        self.calls -= 1  # the setup is no call of a test
+        self.calls -= 1  # the setup does not count as a call of a test
         exec(compile(tests.tests[self.spec["place"]], "<test>", "exec"), names)
         if check and "check" not in names:
             self.refuse()
@@ -106,12 +110,12 @@ class Judging:
         raise Opaque
 
     def items(self, number: int) -> Iterator:
-        """Of an iterator of the program, a few more each time."""
+        """Yield the elements of a program's iterator, in growing batches."""
         for turn in count():
             size = ITEMS[min(turn, len(ITEMS) - 1)]
-            items = self.ask("next", number, size)
-            yield from items
-            if len(items) < size:
+            elements = self.ask("next", number, size)
+            yield from elements
+            if len(elements) < size:
                 return
 
     def _called_back(self, number: int, args: tuple, keywords: dict) -> Any:
@@ -144,7 +148,7 @@ class Judging:
 
 
 class Foreign:
-    """Stands for something in the program's process. Only data decides a test, so this does not."""
+    """A stand-in for an object in the program's process. Only data decides a test, so comparisons of it are refused."""
 
     def _refuse(self, *rest: Any) -> NoReturn:
         self._judging.refuse()  # type: ignore[attr-defined]
@@ -162,7 +166,7 @@ class Method(Foreign):
 
 
 class Function(Foreign):
-    """A name of the program. One of a class, by its capital, makes objects."""
+    """A name of the program. A class name, by its capital, makes objects."""
 
     def __init__(self, judging: Judging, name: str):
         self._judging, self.__name__ = judging, name
@@ -180,8 +184,10 @@ class Function(Foreign):
 
 
 class Remote(Foreign):
-    """An object of a class that the program defines: its attributes and the results of its methods are data, or
-    objects that the test has made itself."""
+    """An object of a class that the program defines.
+
+    Its attributes and the results of its methods are data, or objects that the test has made itself.
+    """
 
     def __init__(self, judging: Judging, number: int):
         self.__dict__.update(_judging=judging, _number=number)
