@@ -1,10 +1,10 @@
-"""Agents, and the endpoint that they talk to, in a worker process: programs that speak OpenAI's chat API.
+"""Agents in a worker process, and their endpoint: programs that speak OpenAI's chat API.
 
 async def run(task: Task, base_url: str, sampling: dict) -> float | dict | None        or `def`
 a command line: {"task", "sampling"} on standard input, OPENAI_BASE_URL; the last line of its output is the result
 
-To the trainer an agent is an environment. `reset` begins it, `turn` answers its request; each gives what it does next:
-{"request", "late"} or {"end"}. `score` refuses what else it asks, and gives the result that it then comes to.
+To the trainer an agent is an environment. `reset` starts it, `turn` answers its request; both return its next action:
+{"request", "late"} or {"end"}. `score` refuses its further requests, and returns its final result.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ class Task:
 
 @dataclass
 class RunningAgent:
-    """One agent at work."""
+    """A running agent."""
 
     secret: str
     program: asyncio.Task[Any]
     sampling: dict[str, Any]
     requests: asyncio.Queue[tuple[ChatRequest, bool, asyncio.Future]] = field(default_factory=asyncio.Queue)
-    reply: asyncio.Future | None = None  # to what the engine answers now
+    reply: asyncio.Future | None = None  # to the request that the engine answers now
     refusal: ApiError | None = None
-    last: tuple[ChatRequest, asyncio.Future] | None = None  # that was asked, and its reply
+    last: tuple[ChatRequest, asyncio.Future] | None = None  # the last request, and its reply
 
     async def ask(self, request: ChatRequest) -> dict[str, Any]:
-        """Requests are answered one after the other, as they came; one that is asked again has the answer of the first.
-        Raises ApiError."""
+        """Return the answer to a request; requests are answered in order of arrival.
+
+        A repeated request gets the answer of the first. Raises ApiError.
+        """
         check_model(request, MODEL)
         check_sampling(request, self.sampling)
         if request.again and self.last is not None and self.last[0] == request:
@@ -63,7 +65,7 @@ class RunningAgent:
         return await reply
 
     async def next(self) -> dict[str, Any]:
-        """Raises what the program raises."""
+        """Return the agent's next request or its end. Raises the program's exceptions."""
         arrival = asyncio.create_task(self.requests.get())
         try:
             await asyncio.wait((arrival, self.program), return_when=asyncio.FIRST_COMPLETED)
@@ -75,13 +77,13 @@ class RunningAgent:
             arrival.cancel()
 
     def answer(self, body: dict[str, Any]) -> None:
-        assert self.reply is not None, "the agent has asked nothing"
+        assert self.reply is not None, "the agent has no open request"
         if not self.reply.done():
             self.reply.set_result(body)
         self.reply = None
 
     def refuse(self, error: ApiError) -> None:
-        """What it has asked, and whatever it will."""
+        """Refuse the agent's open requests and all later ones."""
         self.refusal = error
         waiting = [] if self.reply is None else [self.reply]
         while not self.requests.empty():
@@ -96,21 +98,21 @@ class Agents(ToolWorker):
         super().__init__(cfg, Tools(agent=True), {})
         self.function = load_agent(cfg)
         self.talks: dict[str, RunningAgent] = {}  # by secret; `objects` has them by trajectory
-        os.environ.setdefault("OPENAI_API_KEY", "none")  # which clients want to have
+        os.environ.setdefault("OPENAI_API_KEY", "none")  # clients require one
         for name in ("NO_PROXY", "no_proxy"):
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
 
     async def listen(self) -> None:
-        place = loopback()
-        self.address = f"http://127.0.0.1:{place.getsockname()[1]}"
-        self._serving = asyncio.create_task(Listener(make_app(self, MAX_REQUEST)).serve(sockets=[place]))
+        listener = loopback()
+        self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._serving = asyncio.create_task(Listener(make_app(self, MAX_REQUEST)).serve(sockets=[listener]))
 
     async def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
         secret, sampling = new_secret(), request["sampling"]
         task = Task(request["messages"], request["row"], request["seed"])
-        told = {name: sampling[name] for name in ("model", "temperature", "top_p", "max_tokens")}
-        program = asyncio.create_task(self._program(task, f"{self.address}/{secret}/v1", told))
-        program.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it may be that nobody asks
+        visible = {name: sampling[name] for name in ("model", "temperature", "top_p", "max_tokens")}
+        program = asyncio.create_task(self._program(task, f"{self.address}/{secret}/v1", visible))
+        program.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # read: asyncio shall not warn
         talk = self.objects[request["key"]] = self.talks[secret] = RunningAgent(secret, program, sampling)
         return await talk.next()
 
@@ -136,7 +138,7 @@ class Agents(ToolWorker):
             talk.program.cancel()
 
     async def end(self) -> None:
-        """Programs end with their worker."""
+        """End the programs with their worker."""
         programs = [talk.program for talk in self.talks.values()]
         for key in list(self.objects):
             self._drop(key)
@@ -147,7 +149,7 @@ class Agents(ToolWorker):
         return MODEL
 
     async def complete(self, secret: str, request: ChatRequest, say: Say) -> dict[str, Any]:
-        """Whole: what an agent was told is in the log of answers."""
+        """Return the whole answer, without streaming: answers to agents are logged whole."""
         return await self._talk(secret).ask(request)
 
     def _talk(self, secret: str) -> RunningAgent:
@@ -160,25 +162,25 @@ class Agents(ToolWorker):
             if self.function is None:
                 return await _commanded(self.cfg.command, task, base_url, sampling)
             return await _threaded(self.threads.run, self.function, task, base_url, sampling, **self.cfg.args)
-        except (SystemExit, KeyboardInterrupt) as error:  # which would end all agents of this process
+        except (SystemExit, KeyboardInterrupt) as error:  # they would end all agents of this process
             raise RuntimeError(words(error)) from None
 
 
-async def _threaded(run: Callable, function: Callable, *args: Any, **more: Any) -> Any:
-    """An agent that blocks shall block itself alone: a coroutine has a loop of its own."""
+async def _threaded(run: Callable, function: Callable, *args: Any, **keywords: Any) -> Any:
+    """Run an agent in a thread, a coroutine in a loop of its own, so that a blocking agent blocks only itself."""
     if not asyncio.iscoroutinefunction(function):
-        return await run(function, *args, **more)
+        return await run(function, *args, **keywords)
     begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = []
 
     async def noted() -> Any:
         begun.append((asyncio.get_running_loop(), asyncio.current_task()))  # type: ignore[arg-type]
-        return await function(*args, **more)
+        return await function(*args, **keywords)
 
     try:
         return await run(lambda: asyncio.run(noted()))
     except asyncio.CancelledError:
         for loop, task in begun:
-            with suppress(RuntimeError):  # it has come to its end
+            with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(task.cancel)
         raise
 
@@ -193,24 +195,24 @@ async def _commanded(command: list[str], task: Task, base_url: str, sampling: di
     )
     assert process.stdin is not None and process.stdout is not None
     try:
-        with suppress(ConnectionError):  # it need not read that
+        with suppress(ConnectionError):  # the program need not read its input
             process.stdin.write(encoded({"task": asdict(task), "sampling": sampling}))
             process.stdin.close()
         last = await _last_line(process.stdout)
         await process.wait()
     finally:
         with suppress(ProcessLookupError):
-            process.terminate()  # its guard kills it, and whatever it has started
+            process.terminate()  # its guard kills it and its children
     if process.returncode:
         raise RuntimeError(f"the program ended with exit code {process.returncode}")
     return parse_json(last, "its last line", EnvironmentCodeError)
 
 
 async def _last_line(output: asyncio.StreamReader) -> bytes:
-    """That has more than blanks. Of what is printed no more is kept."""
+    """Return the last line that is not blank. Only that line is held in memory."""
     last, rest = b"", b""
-    while part := await output.read(1 << 16):
-        *lines, rest = (rest + part).split(b"\n")
+    while block := await output.read(1 << 16):
+        *lines, rest = (rest + block).split(b"\n")
         last = next((line for line in reversed(lines) if line.strip()), last)
         if len(rest) > MAX_REQUEST:
             raise ValueError(f"its output: expected lines of at most {MAX_REQUEST} bytes")
@@ -218,8 +220,8 @@ async def _last_line(output: asyncio.StreamReader) -> bytes:
 
 
 def reward_of(value: Any) -> float | None:
-    """Raises TypeError."""
-    json.dumps(value)  # the log has all of it
+    """Return the reward in an agent's result. Raises TypeError."""
+    json.dumps(value)  # the log holds the whole result
     if isinstance(value, dict):
         if "reward" not in value:
             raise TypeError(f"an agent's result {value!r:.200}: expected `reward` in it")

@@ -1,6 +1,6 @@
-"""OpenAI's chat completions over HTTP: behind a path that nobody can guess, on the loopback or a unix socket alone.
+"""OpenAI's chat completions over HTTP, behind a secret path, only on the loopback or a unix socket.
 
-POST /<secret>/v1/chat/completions, GET /<secret>/v1/models. Whatever else is asked for is not there.
+POST /<secret>/v1/chat/completions, GET /<secret>/v1/models. Other paths return 404.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ from aligner.foreign import parse_json
 MAX_BYTES = 64 << 20  # of a request
 
 
-Say = Callable[[str, str], None]  # (id of the answer, more of its text)
+Say = Callable[[str, str], None]  # (id of the answer, its next text)
 
 
 class Backend(Protocol):
     def model(self, secret: str) -> str:
-        """The name of the model behind a path. Raises ApiError where there is none."""
+        """Return the name of the model behind a path. Raises ApiError if there is none."""
         ...
 
     async def complete(self, secret: str, request: ChatRequest, say: Say) -> dict[str, Any]:
-        """`Reply.body` of an answer. `say` may be told its text as it comes: as far as a stream needs no more, else
-        nothing. Raises ApiError."""
+        """Return the `Reply.body` of an answer.
+
+        `say` may get its text as it is generated, but only if the stream needs nothing else. Raises ApiError.
+        """
         ...
 
 
@@ -55,16 +57,16 @@ def make_app(backend: Backend, max_bytes: int = MAX_BYTES) -> Starlette:
         backend.model(secret)
         asked = read_request(await _body(request, max_bytes))
         asked.again = request.headers.get("x-stainless-retry-count", "0") != "0"  # of OpenAI's clients
-        parts: asyncio.Queue[tuple[str, str] | None] = asyncio.Queue()
-        answer = asyncio.create_task(_told(backend.complete(secret, asked, lambda *part: parts.put_nowait(part))))
+        texts: asyncio.Queue[tuple[str, str] | None] = asyncio.Queue()
+        answer = asyncio.create_task(_guarded(backend.complete(secret, asked, lambda *text: texts.put_nowait(text))))
         answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # its client may have left
         if not asked.stream:
             return JSONResponse(await answer | {"created": int(time.time())})
-        answer.add_done_callback(lambda _: parts.put_nowait(None))
-        first = await parts.get()
+        answer.add_done_callback(lambda _: texts.put_nowait(None))
+        first = await texts.get()
         if first is None:
-            answer.result()  # what it raises is told by the state, which a stream sends before its first text
-        return StreamingResponse(_events(asked, first, parts, answer), media_type="text/event-stream")
+            answer.result()  # an error sets the HTTP state, which a stream sends before its first text
+        return StreamingResponse(_events(asked, first, texts, answer), media_type="text/event-stream")
 
     async def models(request: Request) -> Response:
         name = backend.model(request.path_params["secret"])
@@ -72,8 +74,8 @@ def make_app(backend: Backend, max_bytes: int = MAX_BYTES) -> Starlette:
         return JSONResponse({"object": "list", "data": [model]})
 
     def refused(request: Request, error: Exception) -> Response:
-        found = error if isinstance(error, ApiError) else nowhere()
-        return JSONResponse(found.body, found.status)
+        shown = error if isinstance(error, ApiError) else nowhere()
+        return JSONResponse(shown.body, shown.status)
 
     routes = [
         Route("/{secret}/v1/chat/completions", complete, methods=["POST"]),
@@ -81,14 +83,14 @@ def make_app(backend: Backend, max_bytes: int = MAX_BYTES) -> Starlette:
     ]
 
     def left(request: Request, error: Exception) -> Response:
-        return Response(status_code=400)  # to nobody
+        return Response(status_code=400)  # its client has disconnected
 
     handlers = {ApiError: refused, HTTPException: refused, ClientDisconnect: left}
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
-async def _told(answer: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """Raises ApiError and nothing else: what was not foreseen is printed, and its client hears of it, too."""
+async def _guarded(answer: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """Await an answer. Raises only ApiError: other exceptions are printed, and sent to the client as one."""
     try:
         return await answer
     except ApiError:
@@ -98,12 +100,12 @@ async def _told(answer: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
         raise ApiError(f"{type(error).__name__}: {error}", code="internal_error", status=500) from None
 
 
-async def _body(request: Request, most: int) -> Any:
+async def _body(request: Request, limit: int) -> Any:
     data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > most:
-            raise ApiError(f"expected a request of at most {most} bytes", status=413)
+    async for received in request.stream():
+        data += received
+        if len(data) > limit:
+            raise ApiError(f"expected a request of at most {limit} bytes", status=413)
     try:
         return parse_json(bytes(data), "the request", DataError)
     except DataError as error:
@@ -111,21 +113,21 @@ async def _body(request: Request, most: int) -> Any:
 
 
 async def _events(
-    asked: ChatRequest, part: tuple[str, str] | None, parts: asyncio.Queue, answer: asyncio.Task
+    asked: ChatRequest, text: tuple[str, str] | None, texts: asyncio.Queue, answer: asyncio.Task
 ) -> AsyncIterator[str]:
-    """`part`: the first, of which `parts` are the others; None is the last."""
-    created, told = int(time.time()), ""
-    while part is not None:
-        name, text = part
-        delta = {"content": text} if told else {"role": "assistant", "content": text}
+    """Yield the events of a stream: `text` is the first, `texts` has the others; None is the last."""
+    created, sent = int(time.time()), ""
+    while text is not None:
+        name, delta_text = text
+        delta = {"content": delta_text} if sent else {"role": "assistant", "content": delta_text}
         yield _event(chunk({"id": name, "created": created, "model": asked.model}, delta))
-        told, part = told + text, await parts.get()
+        sent, text = sent + delta_text, await texts.get()
     try:
         body = answer.result() | {"created": created}
     except ApiError as error:
         yield _event(error.body)
         return
-    for each in chunks(body, told, asked.include_usage):
+    for each in chunks(body, sent, asked.include_usage):
         yield _event(each)
     yield "data: [DONE]\n\n"
 
@@ -135,29 +137,29 @@ def _event(data: dict[str, Any]) -> str:
 
 
 def loopback(port: int = 0) -> socket.socket:
-    """Raises OSError."""
+    """Return a socket on the loopback; port 0: any free one. Raises OSError."""
     return socket.create_server(("127.0.0.1", port))
 
 
 def unix_socket(path: Path) -> socket.socket:
-    """For this user alone; one that a process has left there is replaced. Raises OSError."""
-    found = socket.socket(socket.AF_UNIX)
+    """Return a unix socket for this user only, in place of one that a process left there. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX)
     if path.is_socket():
         path.unlink()
     before = os.umask(0o177)
     try:
-        found.bind(str(path))
+        listener.bind(str(path))
     finally:
         os.umask(before)
-    found.listen()
-    return found
+    listener.listen()
+    return listener
 
 
 class Listener(uvicorn.Server):
-    """Leaves signals to its process, and tells nobody of requests: their paths are secret."""
+    """A server that leaves signals to its process, and logs no requests: their paths are secret."""
 
     def __init__(self, app: Starlette, end_s: int | None = None):
-        """`end_s`: for requests under way when it shall end; None: as long as they take."""
+        """Set the time limit `end_s` for open requests at the end; None: no limit."""
         config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=end_s)
         super().__init__(config)
 

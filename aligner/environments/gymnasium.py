@@ -1,7 +1,7 @@
-"""Environments of Gymnasium, as they are: `environment.path=aligner.environments.gymnasium:Gymnasium`.
+"""Unchanged environments of Gymnasium: `environment.path=aligner.environments.gymnasium:Gymnasium`.
 
 The model sees what the environment renders as text (`render_mode="ansi"`), else its observation, and acts by one tool.
-The rewards of its steps are the rewards of turns. Colours, which mark a place in such texts, become brackets.
+The rewards of its steps are the rewards of turns. Colours, which mark a position in such texts, become brackets.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ except ImportError as cause:
 
 
 class Gymnasium:
-    """id: in Gymnasium's registry, module:id where another package registers it. actions: names of a discrete space's
-    actions, in its order; none: their numbers. options: further arguments of the environment."""
+    """An environment of Gymnasium.
+
+    id: in Gymnasium's registry, or module:id of another package's. actions: names of a discrete space's actions, in its
+    order; default: their numbers. options: further arguments of the environment.
+    """
 
     def __init__(self, id: str, actions: Sequence[str] = (), options: dict[str, Any] | None = None):
         self._made = gymnasium.make(id, **{"render_mode": "ansi"} | (options or {}))
@@ -38,8 +41,8 @@ class Gymnasium:
 
     def reset(self, seed: int, **row: Any) -> str:
         observation, _ = self._made.reset(seed=seed)
-        told = f"\nActions: {', '.join(self._names)}" if self._names else ""
-        return f"{self._shown(observation)}{told}"
+        actions = f"\nActions: {', '.join(self._names)}" if self._names else ""
+        return f"{self._shown(observation)}{actions}"
 
     def act(self, action: str) -> str:
         """

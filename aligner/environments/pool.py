@@ -1,9 +1,9 @@
-"""Tools and environments in processes of their own, asked for many trajectories at a time.
+"""Tools and environments in their own processes, called for many trajectories at a time.
 
-One thread holds the loop of all conversations with the workers. A question that fails is asked again in a new
-environment, which first hears all questions of its trajectory so far; after environment.retries the answer is a
-failure. Answers, failures too, are in the log, and those found there are not asked for: an environment is made when
-the log knows no more.
+One thread runs the loop of all conversations with the workers. A failed question is repeated in a new environment,
+which first gets all earlier questions of its trajectory. After environment.retries the answer is a failure. Answers and
+failures are logged, and logged questions are not repeated: an environment is made at the first question that is not in
+the log.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from aligner.awaited import AwaitedThread
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.environments.process import KILL_S, START_S, Failed, Process
 
-END_S = 1.0  # for workers to end by themselves
+END_S = 1.0  # for workers to end before they are terminated
 _numbers = itertools.count()
 
 
 @dataclass
 class Session:
-    """A trajectory's side: `key` is its own in the run, `seed` its group's."""
+    """A trajectory's environment: `key` is unique in the run, `seed` is its group's."""
 
     key: str
     seed: int
     row: dict[str, Any]
     logged: bool = True
-    log: AnswerLog | None = None  # of its rollout, where several are under way; None: the pool's
+    log: AnswerLog | None = None  # of its rollout, if several are open; None: the pool's
     asked: list[dict[str, Any]] = field(default_factory=list)  # all questions
-    worker: _Worker | None = None  # that its environment is made by
-    process: Process | None = None  # that holds it
+    worker: _Worker | None = None  # that makes its environment
+    process: Process | None = None  # that holds its environment
     name: str = ""  # of the environment there
 
     def __getstate__(self) -> dict[str, Any]:
-        """In another process, or after a restart, `asked` makes its environment anew."""
+        """Return the state without its environment: in another process, or after a restart, `asked` makes it anew."""
         return self.__dict__ | {"log": None, "worker": None, "process": None, "name": ""}
 
 
@@ -58,19 +58,21 @@ class Pool:
         self._thread.start()
         weakref.finalize(self, _close, self._thread, self._loop, [*self._workers, self._apart])
 
-    def ask(self, session: Session, op: str, **more: Any) -> Future[Answer]:
-        """{"value", "seconds", "retried"}, or {"failed", "text", ...} with one of CAUSES. Questions of a session come
-        one after the other."""
-        session.asked.append({"op": op, **more})
+    def ask(self, session: Session, op: str, **arguments: Any) -> Future[Answer]:
+        """Ask a question: returns {"value", "seconds", "retried"}, or {"failed", "text", ...} with one of CAUSES.
+
+        Questions of a session are asked one after the other.
+        """
+        session.asked.append({"op": op, **arguments})
         return self.ask_again(session)
 
     def ask_again(self, session: Session) -> Future[Answer]:
-        """The last of its questions, which nobody here waits for."""
+        """Ask the last question of a session again, after a restart."""
         asked = asyncio.run_coroutine_threadsafe(self._ask(session, len(session.asked) - 1), self._loop)
         return self._thread.owe(asked)
 
     def forget(self, session: Session) -> None:
-        """Its trajectory has ended."""
+        """Release the environment of a trajectory that has ended."""
         if session.process is not None:
             asyncio.run_coroutine_threadsafe(_forget(session), self._loop)
 
@@ -84,7 +86,7 @@ class Pool:
         return answer
 
     async def _answer(self, session: Session, number: int) -> Answer:
-        """Seconds are those of its tries, without those that it waits for others."""
+        """Return the answer. Seconds are those of its tries, without waits for others."""
         seconds, retried, apart = 0.0, 0, False
         while True:
             worker = self._worker(session, apart)
@@ -96,10 +98,10 @@ class Pool:
                     return {"value": value, "seconds": seconds, "retried": retried}
                 except Failed as failure:
                     seconds += time.monotonic() - since
-                    _leave(session)  # what state its environment is in, nobody knows
+                    _leave(session)  # the state of its environment is unknown
                     if failure.blamed and retried == self.cfg.retries:
-                        said = {"failed": failure.cause, "text": str(failure)}
-                        return said | {"seconds": seconds, "retried": retried}
+                        answer = {"failed": failure.cause, "text": str(failure)}
+                        return answer | {"seconds": seconds, "retried": retried}
                     retried += failure.blamed
                     apart = apart or failure.alone
 
@@ -124,16 +126,17 @@ class Pool:
 
 @dataclass
 class _Worker:
-    """One process at a time that takes trajectories; those before it may have some still. `turn`: who asks has it."""
+    """A worker: one process that takes trajectories; earlier ones may still hold some. `turn`: lock for one question at
+    a time."""
 
     cfg: EnvironmentConfig
     schemas: list[dict[str, Any]]
     turn: asyncio.Lock | None = None
-    processes: list[Process] = field(default_factory=list)  # that have not ended, the newest last
+    processes: list[Process] = field(default_factory=list)  # not ended, the newest last
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def ready(self) -> Process:
-        """Raises Failed."""
+        """Return a process that takes trajectories, started if needed. Raises Failed."""
         async with self._starting:
             if not self.processes or self.processes[-1].retire():
                 self.processes = [one for one in self.processes if not one.ended.done()]
@@ -165,18 +168,24 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _close(thread: threading.Thread, loop: asyncio.AbstractEventLoop, workers: list[_Worker]) -> None:
-    """The collector may call this in the loop's own thread, which cannot wait for itself, and the end of a process that
-    was forked of this one has no such thread."""
+    """End the workers and the loop's thread.
+
+    The collector may call this in the loop's own thread, which cannot wait for itself. A forked process has no such
+    thread.
+    """
     if thread.is_alive():
         ending = asyncio.run_coroutine_threadsafe(_end(workers), loop)
-        # `stop` alone, where the end came before this line, would set a mark that no loop wakes up for
+        # a plain `stop`, if the end came before this line, would set a flag that wakes no loop
         ending.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
         if thread is not threading.current_thread():
             thread.join(END_S + 2 * KILL_S)
 
 
 async def _end(workers: list[_Worker]) -> None:
-    """Whoever still waits for an answer gets none: it would be logged as a failure."""
+    """Cancel open questions, and end the processes.
+
+    A cancelled question gets no answer, because an answer would be logged as a failure.
+    """
     open_ = asyncio.all_tasks() - {asyncio.current_task()}
     for task in open_:
         task.cancel()

@@ -1,7 +1,7 @@
-"""A process of tools and environments, as its parent sees it: questions, and how each of them ends.
+"""A process of tools and environments, as its parent sees it: questions and their answers.
 
-Several are asked at a time. Where the process ends, or has to be killed, nobody knows which of those that it had begun
-was the cause: with more than one of them none is blamed, and all are asked again where nothing else is (`pool.py`).
+It has several open questions at a time. If it ends or is killed, the cause among the begun ones is unknown. With more
+than one of them none is blamed, and each is asked again separately (`pool.py`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from aligner.errors import EnvironmentCodeError
 from aligner.foreign import parse_json
 from aligner.processes import guarded
 
-START_S = 600.0  # of a worker: its imports on a busy machine, which are not of its first answer's time
-GRACE_S = 5.0  # beyond environment.timeout_s, which a worker keeps by itself unless something holds its interpreter
-DRAIN_S = 1.0  # for what an ended process has said to arrive, where something else holds its pipe open
-KILL_S = 15.0  # for its guard to kill it and all that it has started
+START_S = 600.0  # for a worker's imports on a busy machine, which do not count for its first answer
+GRACE_S = 5.0  # beyond environment.timeout_s, which a worker enforces unless something holds its interpreter
+DRAIN_S = 1.0  # for the last output of an ended process, if another process holds its pipe open
+KILL_S = 15.0  # for its guard to kill it and its children
 _REPLY = re.compile(rb'\{"id": (\d+)')
 _numbers = itertools.count()
 
 
 class Failed(Exception):
-    """blamed: it was this question's own fault. alone: it is to be asked again where no other is."""
+    """A question that failed. blamed: this question was the cause. alone: repeat it while no other is open."""
 
     def __init__(self, cause: str, text: str, blamed: bool = True, alone: bool = False):
         super().__init__(text)
@@ -41,7 +41,7 @@ class Failed(Exception):
 
 @dataclass(eq=False)
 class _Open:
-    """A question that waits for its answer."""
+    """An open question."""
 
     answer: asyncio.Future[dict[str, Any]]
     begun: bool = False
@@ -51,10 +51,10 @@ class _Open:
 class Process(asyncio.SubprocessProtocol):
     cfg: EnvironmentConfig
     keys: set[str] = field(default_factory=set)  # of the environments that it holds
-    over: tuple[str, str] | None = None  # cause and text: it is asked nothing any more
-    left: int = 0  # its threads that nobody waits for
+    over: tuple[str, str] | None = None  # cause and text; set: it takes no questions
+    left: int = 0  # its abandoned threads
     _open: dict[int, _Open] = field(default_factory=dict)
-    _part: bytearray = field(default_factory=bytearray)  # of a line
+    _unfinished: bytearray = field(default_factory=bytearray)  # the beginning of a line
     _warned: bool = False
 
     @classmethod
@@ -70,11 +70,11 @@ class Process(asyncio.SubprocessProtocol):
 
     @property
     def gone(self) -> bool:
-        """Whether it answers no new question. What it has said before its end may still be on its way."""
+        """Whether it takes no new question. Its last answers may still arrive."""
         return self.over is not None or self.ended.done()
 
     async def ask(self, question: dict[str, Any], limit_s: float) -> Any:
-        """Raises Failed."""
+        """Return the answer to a question. Raises Failed."""
         if self.gone:
             raise Failed(*(self.over or ("died", self._end())), blamed=False)
         number, loop = next(_numbers), asyncio.get_running_loop()
@@ -91,13 +91,13 @@ class Process(asyncio.SubprocessProtocol):
         return reply["value"]
 
     def retire(self) -> bool:
-        """Whether it takes no further trajectories. It ends with those that it has."""
+        """Return whether it takes no further trajectories. It ends when its trajectories have ended."""
         if self.over is None and self.left > LEFT and not self.keys:
-            self.stop("died", "it was ended: too many of its threads hang")
+            self.stop("died", "ended: too many of its threads hang")
         return self.gone or self.left > LEFT
 
     def stop(self, cause: str, text: str) -> None:
-        """Nothing is asked of it any more."""
+        """Ask it nothing more, fail its open questions, and terminate it."""
         if self.over is not None:
             return
         self.over = cause, text
@@ -111,7 +111,7 @@ class Process(asyncio.SubprocessProtocol):
             asyncio.get_running_loop().call_later(KILL_S, self.kill)
 
     def close(self) -> None:
-        """It then ends what it has started, and itself."""
+        """Close its input, at which it ends its children and itself."""
         self.over = self.over or ("died", "the run has ended")
         self.transport.get_pipe_transport(0).close()
 
@@ -120,14 +120,14 @@ class Process(asyncio.SubprocessProtocol):
         self.ended = asyncio.get_running_loop().create_future()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        first, *others = data.split(b"\n")
-        self._part += first
-        for part in others:
-            self._line(bytes(self._part))
-            self._part = bytearray(part)
-        if len(self._part) > MAX_LINE:
-            self._part.clear()
-            self.stop("died", f"it was killed: expected answers of at most {MAX_LINE} bytes")
+        first, *rests = data.split(b"\n")
+        self._unfinished += first
+        for rest in rests:
+            self._line(bytes(self._unfinished))
+            self._unfinished = bytearray(rest)
+        if len(self._unfinished) > MAX_LINE:
+            self._unfinished.clear()
+            self.stop("died", f"killed: expected answers of at most {MAX_LINE} bytes")
 
     def pipe_connection_lost(self, fd: int, error: Exception | None) -> None:
         if fd == 1:
@@ -139,11 +139,11 @@ class Process(asyncio.SubprocessProtocol):
         self._later(self._end())
 
     def connection_lost(self, error: Exception | None) -> None:
-        """It has ended, and its pipes have."""
+        """Stop, after the process and its pipes have ended."""
         self.stop("died", self._end())
 
     def _later(self, text: str) -> None:
-        """What it has said may still be on its way."""
+        """Stop after DRAIN_S, because its last answers may still arrive."""
         asyncio.get_running_loop().call_later(DRAIN_S, self.stop, "died", text)
 
     def _end(self) -> str:
@@ -153,7 +153,7 @@ class Process(asyncio.SubprocessProtocol):
         self.stop("hung", f"no answer in {limit_s:g} s, and its process was killed")
 
     def terminate(self) -> None:
-        """Its guard kills it, and all that it has started."""
+        """Let its guard kill it and its children."""
         if not self.ended.done():
             with suppress(ProcessLookupError):
                 self.transport.terminate()
@@ -164,7 +164,8 @@ class Process(asyncio.SubprocessProtocol):
                 self.transport.kill()
 
     def _line(self, line: bytes) -> None:
-        """Something else may have written to the pipe; what is no answer costs at most the one that it has spoilt."""
+        """Read a line. Other programs may write to the pipe: an invalid line costs at most the answer that it
+        spoilt."""
         match = _REPLY.search(line)
         one = self._open.get(int(match[1])) if match and len(match[1]) < 20 else None
         try:
@@ -172,14 +173,14 @@ class Process(asyncio.SubprocessProtocol):
                 line[match.start() if match else 0 :], "an answer", EnvironmentCodeError, line=1, nan=True
             )
             if one is None or not _is_reply(reply):
-                raise EnvironmentCodeError("an answer to no question")
+                raise EnvironmentCodeError("an answer without a question")
         except EnvironmentCodeError as error:
             if one is not None:
                 reply = {"cause": "raised", "text": str(error)}
             elif match is None:
                 return self._warn(line)
             else:
-                return  # to a question that nobody waits for
+                return  # its question has timed out
         if "begun" in reply:
             one.begun = True
             return
@@ -190,9 +191,7 @@ class Process(asyncio.SubprocessProtocol):
     def _warn(self, line: bytes) -> None:
         if not self._warned:
             self._warned = True
-            text = (
-                f"warning: environment: a line that is no answer is passed over, from whatever writes it: {line[:80]!r}"
-            )
+            text = f"warning: environment: ignored a line in the pipe that is not an answer: {line[:80]!r}"
             print(text, file=sys.stderr, flush=True)
 
     def _send(self, message: Any) -> None:
@@ -200,7 +199,7 @@ class Process(asyncio.SubprocessProtocol):
 
 
 def _is_reply(reply: Any) -> bool:
-    """{id, begun}, {id, value, left} or {id, cause, text, left}."""
+    """Return whether it is {id, begun}, {id, value, left} or {id, cause, text, left}."""
     if not isinstance(reply, dict) or not isinstance(reply.get("left", 0), int):
         return False
     if "cause" in reply:

@@ -1,4 +1,4 @@
-"""What a model may call: plain functions, and the public methods of an environment's class, told by JSON schemas.
+"""Tools that a model may call: functions, and public methods of an environment's class, described by JSON schemas.
 
 class Wordle:
     def reset(self, seed: int, **row) -> str | list[Message] | None   the same seed for all samples of a group
@@ -22,14 +22,14 @@ from aligner.environments.openai_api import require_server
 from aligner.errors import EnvironmentCodeError
 from aligner.user_code import load
 
-HOOKS = ("reset", "turn_reward", "get_reward")  # public methods of a class that are no tools
+HOOKS = ("reset", "turn_reward", "get_reward")  # public methods of a class that are not tools
 
 
 @dataclass(frozen=True)
 class Tools:
     functions: dict[str, Callable] = field(default_factory=dict)
     kind: type | None = None  # of the environment
-    agent: bool = False  # that asks the model by itself
+    agent: bool = False  # the environment is an agent, which calls the model
 
     @property
     def methods(self) -> dict[str, Callable]:
@@ -38,22 +38,23 @@ class Tools:
 
     @property
     def scores(self) -> bool:
-        """Whether there is a reward to ask for."""
+        """Whether it has a reward."""
         return self.agent or any(hasattr(self.kind, name) for name in HOOKS[1:])
 
 
 def load_agent(cfg: EnvironmentConfig) -> Callable | None:
-    """None: a command line. Raises EnvironmentCodeError."""
+    """Load the function of environment.agent; None for a command line. Raises EnvironmentCodeError."""
     if not cfg.command:
         return load(cfg.agent, "environment.agent", "function", EnvironmentCodeError, " or a command line")
     if shutil.which(cfg.command[0]) is None:
-        expected = f"a command line of a program: there is no `{cfg.command[0]}`"
+        expected = f"a command line of a program: `{cfg.command[0]}` was not found"
         raise EnvironmentCodeError(f"environment.agent={cfg.agent!r}: expected {expected}")
     return None
 
 
 def load_tools(cfg: EnvironmentConfig) -> Tools:
-    """Raises EnvironmentCodeError for what cannot be imported, two tools of one name, or a class without `reset`."""
+    """Load the tools. Raises EnvironmentCodeError for failed imports, two tools of one name, or a class without
+    `reset`."""
     if cfg.agent:
         require_server("environment.agent", cfg.agent)
         load_agent(cfg)
@@ -64,7 +65,7 @@ def load_tools(cfg: EnvironmentConfig) -> Tools:
         function = load(path, key, "function", EnvironmentCodeError)
         name = getattr(function, "__name__", path.rpartition(":")[2])
         if name in functions:
-            raise EnvironmentCodeError(f"{key}={path!r}: expected another name than `{name}`, which a tool has already")
+            raise EnvironmentCodeError(f"{key}={path!r}: expected another name than `{name}`, which another tool has")
         functions[name] = function
     if not cfg.path:
         return Tools(functions)
@@ -72,15 +73,18 @@ def load_tools(cfg: EnvironmentConfig) -> Tools:
     if not inspect.isclass(kind) or not callable(getattr(kind, "reset", None)):
         expected = "a class with a method reset(self, seed, **row)"
         raise EnvironmentCodeError(f"environment.path={cfg.path!r}: expected {expected}, found none in `{kind!r}`")
-    found = Tools(functions, kind)
-    if double := sorted(functions.keys() & found.methods.keys()):
+    tools = Tools(functions, kind)
+    if double := sorted(functions.keys() & tools.methods.keys()):
         expected = f"methods of other names than environment.tools: `{double[0]}` is both"
         raise EnvironmentCodeError(f"environment.path={cfg.path!r}: expected {expected}")
-    return found
+    return tools
 
 
 def schemas(tools: Tools) -> list[dict[str, Any]]:
-    """For chat templates, by transformers. Raises EnvironmentCodeError where a type hint or a docstring is missing."""
+    """Return the JSON schemas for chat templates, made by transformers.
+
+    Raises EnvironmentCodeError for a missing type hint or docstring.
+    """
     bound = [types.MethodType(method, object()) for method in tools.methods.values()]  # without `self`
     return [_schema(function) for function in (*tools.functions.values(), *bound)]
 
@@ -99,10 +103,10 @@ def _schema(function: Callable) -> dict[str, Any]:
 
 
 def misfit(value: Any, schema: dict[str, Any]) -> str:
-    """Why a value that a model wrote is none of this JSON schema, as far as `get_json_schema` writes them; or ""."""
+    """Return why a model's value does not match a JSON schema of `get_json_schema`; or ""."""
     if "anyOf" in schema:
-        found = [misfit(value, one) for one in schema["anyOf"]]
-        return "" if "" in found else found[0]
+        causes = [misfit(value, one) for one in schema["anyOf"]]
+        return "" if "" in causes else causes[0]
     if "enum" in schema and value not in schema["enum"]:
         return f"{value!r} is none of {', '.join(map(str, schema['enum']))}"
     kinds: str | Sequence[str] = schema.get("type", ())

@@ -1,6 +1,6 @@
-"""Environments of verifiers, as they are: `environment.agent=aligner.environments.verifiers:play`.
+"""Unchanged environments of verifiers: `environment.agent=aligner.environments.verifiers:play`.
 
-They ask the model by OpenAI's chat API and score by themselves; a row of the data is one of theirs.
+They call the model by OpenAI's chat API and compute the score; a row of the data is a row of theirs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ except ImportError as cause:
 if TYPE_CHECKING:
     from aligner.environments.agents import Task
 
-# an environment sets handlers when it is made, which only a main thread may; and a worker ignores signals for a reason
+# an environment sets signal handlers when it is made, which only a main thread may; a worker must ignore signals
 its_module.signal = SimpleNamespace(**vars(signal) | {"signal": lambda number, handler: None})
 TIMEOUT_S = 3600.0  # of a reply: a turn may wait for many others
 
 
 def load(env: str, args: dict[str, Any]) -> verifiers.Environment:
-    """By the name of an installed environment, or module:Class."""
+    """Load an environment by its installed name, or module:Class."""
     module, colon, name = env.partition(":")
     if colon:
         return getattr(importlib.import_module(module), name)(**args)
@@ -46,11 +46,11 @@ def _loaded(env: str, args: str) -> verifiers.Environment:
 async def play(
     task: Task, base_url: str, sampling: dict[str, Any], env: str, args: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The reward of one of its rollouts, with its metrics; None where it broke off."""
+    """Return the reward of one of its rollouts, with its metrics; None if it failed."""
     made = _loaded(env, json.dumps(args or {}, sort_keys=True))
     row = {name: value for name, value in task.row.items() if name in ("answer", "info", "example_id")}
     settings = {name: value for name, value in sampling.items() if name != "model"}
     async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
-        given = {"example_id": 0, **row, "prompt": task.messages}
-        found = await made.run_rollout(given, OpenAIChatCompletionsClient(client), sampling["model"], settings)
-    return (found.get("metrics") or {}) | {"reward": None if found.get("error") else found["reward"]}
+        task_row = {"example_id": 0, **row, "prompt": task.messages}
+        state = await made.run_rollout(task_row, OpenAIChatCompletionsClient(client), sampling["model"], settings)
+    return (state.get("metrics") or {}) | {"reward": None if state.get("error") else state["reward"]}

@@ -1,9 +1,9 @@
 """A process of tools and environments: JSON lines {id, op, key, ...} in, {id, value} or {id, cause, text} out.
 
 Requests of one trajectory (`key`) come one after the other, those of several at a time: coroutines share one loop,
-other functions have a thread each. {id, begun} says that code of the user's runs for a request. What takes longer than
-it may is given up, and {left} tells of how many threads; what cannot be given up (a thread that holds the interpreter)
-is the parent's to kill. Ends with its standard input.
+other functions have a thread each. {id, begun} reports that user code runs for a request. A call that exceeds the time
+limit is abandoned, and {left} counts abandoned threads. The parent kills a process whose thread holds the interpreter.
+The process ends with its standard input.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from aligner.environments.limits import CHARS, MAX_LINE, MAX_WORDS
 from aligner.environments.tools import Tools, load_tools, misfit
 
 THREADS = 1024
-QUIET = ("ready", "forget")  # none of the user's code runs for them
-MODELS_FAULT = (ValueError, ArithmeticError)  # of a tool: its text goes to the model; anything else is a failure
+QUIET = ("ready", "forget")  # no user code runs for them
+MODELS_FAULT = (ValueError, ArithmeticError)  # of a tool: the text goes to the model; any other exception is a failure
 
 
 class ToolWorker:
@@ -40,7 +40,7 @@ class ToolWorker:
         work = asyncio.create_task(_settled(getattr(self, f"_{request['op']}")(request)))
         await asyncio.wait((work,), timeout=self.cfg.timeout_s)
         if not work.done():
-            work.cancel()  # whether it minds that or not
+            work.cancel()  # a thread ignores it
             cause, text = "hung", f"no answer in {self.cfg.timeout_s:g} s"
         elif work.cancelled():
             cause, text = "raised", "CancelledError"
@@ -48,23 +48,23 @@ class ToolWorker:
             value, text = work.result()
             if not text:
                 return {"id": request["id"], "value": value, "left": self.threads.left}
-            cause = "raised"  # it is told, counted and tried again
+            cause = "raised"  # logged, counted and retried
         await self._forget(request)  # in another environment
         return {"id": request["id"], "cause": cause, "text": text, "left": self.threads.left}
 
     async def _ready(self, request: dict[str, Any]) -> None:
-        """It has read what it needs."""
+        """Answer when the inputs are read."""
 
     async def _reset(self, request: dict[str, Any]) -> list[dict[str, str]]:
-        """The messages that it opens with."""
+        """Return the opening messages of an environment."""
         if self.tools.kind is None:
             return []
-        found = self.objects[request["key"]] = await self._called(self.tools.kind, **self.cfg.args)
+        environment = self.objects[request["key"]] = await self._called(self.tools.kind, **self.cfg.args)
         row = {"seed": request["seed"]} | {k: v for k, v in request["row"].items() if k != "seed"}
-        taken = inspect.signature(found.reset).parameters
+        taken = inspect.signature(environment.reset).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
             row = {name: value for name, value in row.items() if name in taken}
-        opening = await self._called(found.reset, **row)
+        opening = await self._called(environment.reset, **row)
         if isinstance(opening, str):
             return [{"role": "user", "content": opening}]
         if opening is not None and not (isinstance(opening, list) and all(map(_is_message, opening))):
@@ -72,21 +72,26 @@ class ToolWorker:
         return opening or []
 
     async def _turn(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What each call gives, as text; the turn's reward, and whether the environment is done."""
-        found = self.objects.get(request["key"])
+        """Return the result of each call as text, the turn's reward, and whether the environment is done."""
+        environment = self.objects.get(request["key"])
         texts, room = [], min(CHARS * self.cfg.max_tokens, MAX_LINE // 8)
         for call in request["calls"]:
-            texts.append(cut(await self._call(found, call["name"], call["arguments"]), room))
+            texts.append(cut(await self._call(environment, call["name"], call["arguments"]), room))
             room = max(0, room - len(texts[-1]))
-        reward = await self._called(found.turn_reward) if hasattr(found, "turn_reward") else None
+        reward = await self._called(environment.turn_reward) if hasattr(environment, "turn_reward") else None
         wrong = sum(text.startswith("error: ") for text in texts)
-        return {"texts": texts, "wrong": wrong, "reward": number(reward), "done": bool(getattr(found, "done", False))}
+        return {
+            "texts": texts,
+            "wrong": wrong,
+            "reward": number(reward),
+            "done": bool(getattr(environment, "done", False)),
+        }
 
-    async def _call(self, found: Any, name: str, arguments: dict[str, Any]) -> str:
-        """What is wrong with a call is its result."""
+    async def _call(self, environment: Any, name: str, arguments: dict[str, Any]) -> str:
+        """Return the result of a call; for an invalid call its error."""
         if name not in self.schemas:
             return f"error: there is no tool {name!r}: there are {', '.join(self.schemas)}"
-        function = self.tools.functions.get(name) or getattr(found, name)
+        function = self.tools.functions.get(name) or getattr(environment, name)
         try:
             inspect.signature(function).bind(**arguments)
         except TypeError as cause:
@@ -107,26 +112,26 @@ class ToolWorker:
         return await self.threads.run(function, **arguments)
 
     async def _score(self, request: dict[str, Any]) -> float | None:
-        found = self.objects[request["key"]]
-        return number(await self._called(found.get_reward)) if hasattr(found, "get_reward") else 0.0
+        environment = self.objects[request["key"]]
+        return number(await self._called(environment.get_reward)) if hasattr(environment, "get_reward") else 0.0
 
     async def _forget(self, request: dict[str, Any]) -> None:
         self.objects.pop(request["key"], None)
 
     async def end(self) -> None:
-        """Nobody will ask any more."""
+        """Release nothing: environments end with the process."""
 
 
 async def _agents(cfg: EnvironmentConfig) -> ToolWorker:
     from aligner.environments.agents import Agents  # needs the extra `serve`
 
-    found = Agents(cfg)
-    await found.listen()
-    return found
+    worker = Agents(cfg)
+    await worker.listen()
+    return worker
 
 
 class Threads:
-    """A thread for each call, of the loop's executor. Those whose call was given up go on: they cannot be ended."""
+    """Threads of the loop's executor, one for each call. Abandoned ones continue: they cannot be ended."""
 
     def __init__(self) -> None:
         self._calls: set[ThreadCall] = set()
@@ -142,7 +147,7 @@ class Threads:
         def work() -> Any:
             try:
                 return context.run(function, *args, **arguments)
-            except StopIteration as error:  # no future takes it: whoever waits for one would wait for ever
+            except StopIteration as error:  # no future takes it: its caller would wait for ever
                 raise RuntimeError(f"StopIteration {error}".strip()) from error
             finally:
                 self._calls.discard(call)
@@ -160,8 +165,10 @@ class ThreadCall:
 
 
 async def _settled(work: Awaitable[Any]) -> tuple[Any, str]:
-    """What it gives, as far as JSON has it; or why not. The user's code may raise anything, and what wants to leave the
-    program would take all others with it."""
+    """Return (value, "") if JSON can hold the value, else (None, the cause).
+
+    User code may raise anything; SystemExit must not end the other trajectories.
+    """
     try:
         value = await work
         if (size := len(encoded(value))) > MAX_LINE - 100:
@@ -185,7 +192,7 @@ def cut(text: str, most: int) -> str:
 
 
 def encoded(value: Any) -> bytes:
-    """No tokenizer takes half a surrogate pair, as in names of files that are no UTF-8."""
+    """Encode JSON. Half surrogate pairs, as in file names that are not UTF-8, are replaced: no tokenizer takes them."""
     return json.dumps(value, ensure_ascii=False).encode(errors="replace")
 
 
@@ -221,10 +228,10 @@ async def serve(worker: ToolWorker, lines: asyncio.StreamReader, out: Callable[[
 
 
 async def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's: a batch system sends them to all processes
+    for number in (signal.SIGINT, signal.SIGTERM):  # left to the parent: a batch system sends them to all
         signal.signal(number, signal.SIG_IGN)
-    replies = os.fdopen(os.dup(1), "wb", buffering=0)  # a child that is forked has nothing of it to write
-    os.dup2(2, 1)  # what tools print shall not be taken for an answer
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)  # unbuffered: a forked child has nothing to flush
+    os.dup2(2, 1)  # output of tools is not taken for an answer
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(THREADS))
     lines = asyncio.StreamReader(limit=1 << 30)
@@ -234,11 +241,11 @@ async def main() -> None:
     worker: ToolWorker = ToolWorker(cfg, load_tools(cfg), known) if not cfg.agent else await _agents(cfg)
     await serve(worker, lines, partial(_write, replies.fileno()))
     await worker.end()
-    os._exit(0)  # a thread that hangs shall not keep the process
+    os._exit(0)  # a hanging thread must not keep the process
 
 
 def _write(handle: int, data: bytes) -> None:
-    """All of it: a line goes out whole before the next one."""
+    """Write all of a line before the next one."""
     while data:
         data = data[os.write(handle, data) :]
 

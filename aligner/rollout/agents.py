@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from aligner.data.dialogue import Dialogue
 from aligner.data.formats import Tools
 from aligner.data.tool_calls import Call, spoken
-from aligner.environments.openai_api import MODEL, ChatRequest, Reply, told_sampling
+from aligner.environments.openai_api import MODEL, ChatRequest, Reply, request_sampling
 from aligner.errors import ConfigError
 from aligner.ops.packing.turns import Turn
 from aligner.rollout.play import Play
@@ -105,7 +105,7 @@ class AgentPlayer(TurnPlayer):
     kind: ClassVar[type[Play]] = AgentPlay
 
     def _reset(self, play: AgentPlay, sampling: SamplingParams) -> None:
-        told = told_sampling(sampling) | {"model": MODEL, "max_tokens": sampling.max_response_tokens}
+        told = request_sampling(sampling) | {"model": MODEL, "max_tokens": sampling.max_response_tokens}
         session, messages = play.session, play.messages
         row = {"seed": session.seed, "row": session.row, "messages": messages}
         play.asked = self.pool.ask(session, "reset", **row, sampling=told)

@@ -11,7 +11,7 @@ import pytest
 from aligner.answers import AnswerLog
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.environments.agents import RunningAgent
-from aligner.environments.openai_api import MODEL, ChatRequest, Reply, told_sampling
+from aligner.environments.openai_api import MODEL, ChatRequest, Reply, request_sampling
 from aligner.environments.pool import Pool, Session
 from aligner.environments.tools import load_agent
 from aligner.errors import ConfigError, EnvironmentCodeError
@@ -23,7 +23,7 @@ pytest.importorskip("openai")
 
 FILE = "tests/assets/agents.py"
 QUESTION = [{"role": "user", "content": "q"}]
-SAMPLING = told_sampling(SamplingParams(8, 0.7)) | {"model": MODEL, "max_tokens": 8}
+SAMPLING = request_sampling(SamplingParams(8, 0.7)) | {"model": MODEL, "max_tokens": 8}
 
 
 @pytest.fixture
@@ -79,9 +79,9 @@ def test_a_client_is_answered_with_all_that_it_asks_for(pool):
 
 
 REFUSED = [
-    ({"model": "gpt-9"}, 404, "model", "there is `policy` alone"),
-    ({"temperature": 0}, 400, "temperature", "expected 0.7, which the run samples with"),
-    ({"seed": 3}, 400, "seed", "the run has its own"),
+    ({"model": "gpt-9"}, 404, "model", "the only model is `policy`"),
+    ({"temperature": 0}, 400, "temperature", "expected 0.7, the run's value"),
+    ({"seed": 3}, 400, "seed", "the run sets it"),
     ({"n": 2}, 400, "n", "n=2: expected 1, or none"),
     ({"top_logprobs": 5}, 400, "top_logprobs", "expected 0"),
     ({"tool_choice": "required"}, 400, "tool_choice", "expected auto or none"),
