@@ -1,8 +1,8 @@
-"""Rows of two widespread formats -> our columns.
+"""Rows of two common formats -> our columns.
 
 alpaca: {instruction, input?, output, system?, history?: [[question, answer], ...]}.
 sharegpt: {conversations: [{from, value}, ...], system?, tools?}; turns of the user's side (human, observation) and of
-the model's (gpt, function_call) alternate. Turns of {role, content} are messages as they are. With `chosen` and
+the model's (gpt, function_call) alternate. Turns of {role, content} are messages already. With `chosen` and
 `rejected` both are preferences; `kto_tag` is our `label`. The columns as LLaMA-Factory reads them (its data/README.md).
 """
 
@@ -27,12 +27,13 @@ ROLES = {
     "function_call": "assistant",
 }
 ASKING, ANSWERING = ("human", "observation"), ("gpt", "function_call")  # as errors name the sides
-ANSWERED = ("messages", "prompt_completion", "unpaired")  # what holds the model's answer in one text
-ANSWERS = {"preference": ("chosen", "rejected"), "prompt": ()}  # a stage's columns with answers; of others: `output`
+ANSWERED = ("messages", "prompt_completion", "unpaired")  # formats that hold the model's answer in one text
+ANSWERS = {"preference": ("chosen", "rejected"), "prompt": ()}  # a stage's columns with answers; default: `output`
 
 
 def recognised(row: Row, target: str) -> str | None:
-    """`sharegpt`, `alpaca` or None for a row without columns of ours. `target`: what the stage makes of it."""
+    """Return `sharegpt`, `alpaca`, or None for a row without these columns. `target`: the format that the stage
+    needs."""
     if row.get("messages") is not None or row.get("prompt") is not None:
         return None
     if row.get("conversations") is not None:
@@ -42,32 +43,32 @@ def recognised(row: Row, target: str) -> str | None:
 
 
 def converted(kind: str, row: Row, target: str, where: str) -> dict[str, Any]:
-    """The row with the columns of format `target` beside its own. Raises DataError for turns that do not fit."""
-    found = dict(row)
-    if found.get("kto_tag") is not None:
-        found.setdefault("label", found["kto_tag"])
+    """Return the row with the columns of format `target` added. Raises DataError for turns that do not fit."""
+    columns = dict(row)
+    if columns.get("kto_tag") is not None:
+        columns.setdefault("label", columns["kto_tag"])
     if kind == "alpaca":
-        turns, answer = _instruction(row, where), lambda name: _said(row, name, where)
+        turns, answer = _instruction(row, where), lambda name: _string(row, name, where)
     else:
         turns, answer = _conversation(row, where), lambda name: _answer(row, name, where)
-        found["tools"] = _wrapped(row.get("tools"))
+        columns["tools"] = _wrapped(row.get("tools"))
     if kind == "alpaca" and target in ANSWERED:
-        turns.append({"role": "assistant", "content": _said(row, "output", where)})
+        turns.append({"role": "assistant", "content": _string(row, "output", where)})
     answered = turns[-1]["role"] == "assistant"
     if (target == "preference" and answered) or (target in ANSWERED and not answered):
         wanted = "turn of the user, which `chosen` and `rejected` answer" if answered else "answer of the model"
         raise DataError(f"{where}: expected `conversations` to end with a{'n' * (not answered)} {wanted}")
     if target == "messages":
-        return found | {"messages": turns}
+        return columns | {"messages": turns}
     if target == "preference":
-        return found | {"prompt": turns, "chosen": answer("chosen"), "rejected": answer("rejected")}
+        return columns | {"prompt": turns, "chosen": answer("chosen"), "rejected": answer("rejected")}
     if target == "prompt":
-        return found | {"prompt": turns[:-1] if answered else turns}
-    return found | {"prompt": turns[:-1], "completion": turns[-1:]}
+        return columns | {"prompt": turns[:-1] if answered else turns}
+    return columns | {"prompt": turns[:-1], "completion": turns[-1:]}
 
 
 def _instruction(row: Row, where: str) -> Turns:
-    """The turns up to the question. Those of `history` are learned like the last: all are answers."""
+    """Return the turns up to the question. Answers of `history` are learned like the last one."""
     turns, history = _system(row, where), row.get("history")
     if history is not None and not isinstance(history, list):
         _refuse(where, "history", history, "a list of [question, answer] pairs of strings")
@@ -75,9 +76,9 @@ def _instruction(row: Row, where: str) -> Turns:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             _refuse(where, f"history[{number}]", pair, "a [question, answer] pair of strings")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    question = _said(row, "instruction", where)
+    question = _string(row, "instruction", where)
     if row.get("input") not in (None, ""):
-        question += "\n" + _said(row, "input", where)
+        question += "\n" + _string(row, "input", where)
     return [*turns, {"role": "user", "content": question}]
 
 
@@ -91,7 +92,7 @@ def _conversation(row: Row, where: str) -> Turns:
         own = messages[:1] if messages[0]["role"] == "system" else []
         return [*_one_system(turns, own, row, where), *messages[len(own) :]]
     if isinstance(listed[0], Mapping) and listed[0].get("from") == "system":
-        first = {"role": "system", "content": _said(listed[0], "value", f"{where}, conversations[0]")}
+        first = {"role": "system", "content": _string(listed[0], "value", f"{where}, conversations[0]")}
         turns, listed = _one_system(turns, [first], row, where), listed[1:]
     skipped = len(row["conversations"]) - len(listed)
     if not listed:
@@ -102,7 +103,7 @@ def _conversation(row: Row, where: str) -> Turns:
 
 
 def _turn(turn: Any, answers: bool, where: str) -> dict[str, Any]:
-    """The message of a turn, which must be one of the model's (`answers`) or one that the model answers."""
+    """Return the message of a turn. It must be the model's if `answers`, else one that the model answers."""
     if not isinstance(turn, Mapping) or not isinstance(turn.get("from"), str):
         raise DataError(f"{where}: expected {{from, value}}, found {str(turn)[:80]!r}")
     name = turn["from"]
@@ -110,7 +111,7 @@ def _turn(turn: Any, answers: bool, where: str) -> dict[str, Any]:
     if name not in ROLES or (ROLES[name] == "assistant") != answers:
         why = "sides alternate" if name in ROLES else f"known are system, {', '.join(ROLES)}"
         _refuse(where, "from", name, f"{expected} here ({why})")
-    value = _said(turn, "value", where)
+    value = _string(turn, "value", where)
     if name != "function_call":
         return {"role": ROLES[name], "content": value}
     try:
@@ -124,7 +125,7 @@ def _turn(turn: Any, answers: bool, where: str) -> dict[str, Any]:
 
 
 def _answer(row: Row, name: str, where: str) -> Turns:
-    """`chosen` or `rejected`: one turn of the model's, or its text."""
+    """Return `chosen` or `rejected`, one turn of the model or its text, as messages."""
     value = row.get(name)
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
@@ -137,18 +138,18 @@ def _answer(row: Row, name: str, where: str) -> Turns:
 
 def _system(row: Row, where: str) -> Turns:
     absent = row.get("system") in (None, "")
-    return [] if absent else [{"role": "system", "content": _said(row, "system", where)}]
+    return [] if absent else [{"role": "system", "content": _string(row, "system", where)}]
 
 
 def _one_system(column: Turns, own: Turns, row: Row, where: str) -> Turns:
-    """The system message of the column, or the conversation's own. Raises DataError where these are two."""
+    """Return the system message of the column or of the conversation. Raises DataError if both differ."""
     if column and own and column != own:
         _refuse(where, "system", row["system"], "none beside conversations that begin with another system message")
     return own or column
 
 
 def _wrapped(tools: Any) -> Any:
-    """Functions that are described bare, {name, parameters}, as chat templates expect them; others as they are."""
+    """Return plain functions, {name, parameters}, as chat templates expect them; other values unchanged."""
     if tools == "":
         return None
     if isinstance(tools, str):
@@ -163,7 +164,7 @@ def _wrapped(tools: Any) -> Any:
     ]
 
 
-def _said(row: Row, name: str, where: str) -> str:
+def _string(row: Row, name: str, where: str) -> str:
     value = row.get(name)
     if not isinstance(value, str):
         _refuse(where, name, value, "a string")

@@ -1,4 +1,4 @@
-"""What datasets of judged answers share: rows of tokens of which the answers are learned, and what a reference says."""
+"""Base of datasets of judged answers: rows of tokens with loss on the answers, and the reference's logprobs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from aligner.data.reading import DataReport, TokenRows
 
 
 class Answers(TokenRows):
-    """Items of one answer, or of two in a pair, each a row of tokens behind its prompt."""
+    """Items of one answer, or of a pair's two, each a row of tokens with its prompt."""
 
     def __init__(self, report: DataReport):
         super().__init__(report)
         self._mask = FlatRows(np.uint8)
-        self.reference: np.ndarray | None = None  # float32 [self.tokens] logprobs, where the stage stores them
+        self.reference: np.ndarray | None = None  # float32 [self.tokens] logprobs, if the stage stores them
 
     def _append(self, tokens: list[int], mask: list[int], limit: int) -> None:
         self._tokens.append(tokens[:limit])
@@ -32,16 +32,16 @@ class Answers(TokenRows):
 
     @property
     def tokens(self) -> int:
-        """Of all rows."""
+        """Number of tokens of all rows."""
         return int(self._tokens.offsets[-1])
 
     def span(self, first: int, end: int) -> slice:
-        """Where items `first` to `end` stand among all tokens."""
+        """Return the range of items `first` to `end` among all tokens."""
         return slice(*map(int, self._tokens.offsets[[self.rows * first, self.rows * end]]))
 
     def digest(self) -> bytes:
-        """Of all tokens and what of them is learned."""
-        found = hashlib.sha256(self._tokens.offsets.tobytes())
+        """Return a hash of all tokens and their loss masks."""
+        sha256 = hashlib.sha256(self._tokens.offsets.tobytes())
         for row in range(len(self._tokens)):
-            found.update(self._tokens[row].tobytes() + self._mask[row].tobytes())
-        return found.digest()
+            sha256.update(self._tokens[row].tobytes() + self._mask[row].tobytes())
+        return sha256.digest()

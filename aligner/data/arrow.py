@@ -1,4 +1,7 @@
-"""Rows of Arrow tables, as their own JSON would have them.
+"""Rows of Arrow tables, as JSON would have them.
+
+A column of structs gives every row the fields of all rows, null where a row has none. So null fields of structs are
+removed, at any depth. Nulls that Arrow never adds stay: those in lists, in maps, in JSON text, and of whole columns.
 
 A column of structs gives every row the fields of all rows, null where a row has none. So a null field of a struct is
 left out, at any depth. Nulls that Arrow never adds stay: those in lists, in maps, in JSON text, and of whole columns.
@@ -20,7 +23,7 @@ Restore = Callable[[Any], Any]
 
 
 def table_rows(table: pyarrow.Table, where: str) -> list[dict[str, Any]]:
-    """The rows of a table. Raises DataError, naming `where`, for a column of JSON that is none."""
+    """Return the rows of a table. Raises DataError, naming `where`, for invalid JSON in a column of JSON."""
     columns = []
     for name, column in zip(table.column_names, table.columns, strict=True):
         restore, values = _restorer(column.type, f"{where}, column {name}"), column.to_pylist()
@@ -30,7 +33,7 @@ def table_rows(table: pyarrow.Table, where: str) -> list[dict[str, Any]]:
 
 
 def _restorer(kind: pyarrow.DataType, where: str) -> Restore | None:
-    """What makes a value of this type one of JSON; None for a type whose values are that already."""
+    """Return a function that converts a value of this type to JSON; None if no conversion is needed."""
     from pyarrow import types
 
     if types.is_struct(kind):

@@ -1,4 +1,4 @@
-"""This rank's rows of each step of a supervised stage, dealt by cost."""
+"""This rank's rows of each step of a supervised stage, distributed by cost."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from aligner.types import ScalarMetrics, TrainBatch
 
 @dataclass
 class BatchSource:
-    """Global batches of `stream`. Every rank knows all lengths, so each works out by itself who takes which rows: of
-    equal number and, by `cost` (of int64 [n] lengths), of nearly equal work."""
+    """A source of global batches of `stream`, of which this rank takes its share.
+
+    Every rank knows all lengths and computes the same shares: equal numbers of rows and, by `cost` (of int64 [n]
+    lengths), nearly equal work.
+    """
 
     dataset: Sequence
     stream: Stream
@@ -25,24 +28,24 @@ class BatchSource:
     rank: int
     ranks: int
     cost: Callable[[Tensor], Tensor]
-    # (items of the whole batch in their order, places of this rank's) -> this rank's; None: as they are
+    # (items of the whole batch in order, indices of this rank's) -> this rank's items; None: unchanged
     arrange: Callable[[list, Sequence[int]], list] | None = None
     _balance: float = 1.0
 
     def next(self) -> TrainBatch:
         rows = self.stream.next()
-        mine: Sequence[int] = range(len(rows))
+        own: Sequence[int] = range(len(rows))
         if self.ranks > 1:
             costs = self.cost(torch.from_numpy(self.dataset.lengths[rows])).tolist()
-            parts = deal(costs, self.ranks)
-            self._balance = balance(costs, parts)
-            mine = parts[self.rank]
+            shares = deal(costs, self.ranks)
+            self._balance = balance(costs, shares)
+            own = shares[self.rank]
         if self.arrange is None:
-            items = [self.dataset[int(rows[i])] for i in mine]
+            items = [self.dataset[int(rows[i])] for i in own]
         else:
-            items = self.arrange([self.dataset[int(row)] for row in rows], mine)
+            items = self.arrange([self.dataset[int(row)] for row in rows], own)
         return self.collate(items, self.pad_id)
 
     def metrics(self) -> ScalarMetrics:
-        """batch/balance of the last batch: mean cost of the ranks over the largest; and the stream's."""
+        """Return batch/balance of the last batch (mean cost of the ranks / largest), and the stream's metrics."""
         return {"batch/balance": self._balance} | self.stream.metrics()

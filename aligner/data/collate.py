@@ -12,8 +12,10 @@ from aligner.types import LabelTargets, StepTargets, TeacherNumbers, TeacherTarg
 
 
 def collate_sft(items: Sequence[SftItem], pad_id: int) -> TrainBatch:
-    """B items -> tokens [B, T], loss_mask [B, T], and documents [B, T] if any item has several; teacher and teacher_ids
-    [B, T, k], and told_by [B], where the items have them."""
+    """Collate B items: tokens [B, T], loss_mask [B, T], and documents [B, T] if any item has several.
+
+    Also teacher and teacher_ids [B, T, k], and told_by [B], if the items have them.
+    """
     tokens, lengths = _pad([item.tokens for item in items], pad_id, np.int64)
     mask, _ = _pad([item.loss_mask for item in items], 0, np.float32)
     documents = None
@@ -23,9 +25,9 @@ def collate_sft(items: Sequence[SftItem], pad_id: int) -> TrainBatch:
     batch = TrainBatch(tokens, lengths, mask, documents=documents)
     if items[0].told_by is not None:
         batch = batch.beside(TeacherNumbers(torch.tensor([item.told_by for item in items])))
-    told = [item.teacher for item in items if item.teacher is not None]
-    if told:
-        logprobs, ids = (torch.from_numpy(np.concatenate(side)) for side in zip(*told, strict=True))
+    targets = [item.teacher for item in items if item.teacher is not None]
+    if targets:
+        logprobs, ids = (torch.from_numpy(np.concatenate(side)) for side in zip(*targets, strict=True))
         all_logprobs = torch.zeros(*mask.shape, logprobs.shape[1])
         all_ids = torch.zeros(all_logprobs.shape, dtype=torch.int64)
         all_logprobs[mask.bool()], all_ids[mask.bool()] = logprobs, ids.long()
@@ -34,17 +36,21 @@ def collate_sft(items: Sequence[SftItem], pad_id: int) -> TrainBatch:
 
 
 def collate_preference(items: Sequence[PreferenceItem], pad_id: int) -> TrainBatch:
-    """B pairs -> 2B rows: chosen in rows 0, 2, 4.., rejected in rows 1, 3, 5..; `labels` [2B] is the pair's margin
-    (twice); loss_mask is 1 at each row's last token, where the reward is read."""
+    """Collate B pairs to 2B rows: chosen in rows 0, 2, 4.., rejected in rows 1, 3, 5...
+
+    `labels` [2B] is the pair's margin (twice). loss_mask is 1 at each row's last token, where the reward is read.
+    """
     texts = [text for item in items for text in (item.chosen, item.rejected)]
     labels = torch.tensor([item.margin for item in items], dtype=torch.float32).repeat_interleave(2)
     return _at_last(texts, labels, pad_id)
 
 
 def collate_pairs(items: Sequence[PairItem], pad_id: int) -> TrainBatch:
-    """B pairs -> 2B rows: chosen in rows 0, 2, 4.., rejected in rows 1, 3, 5..; loss_mask [2B, T] is 1 on the answers;
-    labels [2B, 3]: the pair's margin, the answer's reward, the pair's weight; ref_logprobs [2B, T] where the items have
-    them."""
+    """Collate B pairs to 2B rows: chosen in rows 0, 2, 4.., rejected in rows 1, 3, 5...
+
+    loss_mask [2B, T] is 1 on the answers. labels [2B, 3] are the pair's margin, the answer's reward, the pair's weight.
+    ref_logprobs [2B, T] if the items have them.
+    """
     batch = collate_sft([answer for item in items for answer in (item.chosen, item.rejected)], pad_id)
     numbers = [(i.margin, reward, i.weight) for i in items for reward in (i.chosen_reward, i.rejected_reward)]
     stored = [row for item in items if item.reference is not None for row in item.reference]
@@ -53,9 +59,11 @@ def collate_pairs(items: Sequence[PairItem], pad_id: int) -> TrainBatch:
 
 
 def collate_unpaired(items: Sequence[UnpairedItem], pad_id: int) -> TrainBatch:
-    """B items -> B rows, or 2B where they have mismatched answers: those in rows 1, 3, 5... labels [rows, 2]: whether
-    the answer is desirable, and whether the row is mismatched; ref_logprobs [rows, T] where the items have them, of
-    mismatched rows 0."""
+    """Collate B items to B rows, or to 2B if they have mismatched answers: those in rows 1, 3, 5...
+
+    labels [rows, 2]: whether the answer is desirable, and whether the row is mismatched. ref_logprobs [rows, T] if the
+    items have them, 0 in mismatched rows.
+    """
     rows = [(item, answer) for item in items for answer in (item.answer, item.mismatched) if answer is not None]
     batch = collate_sft([answer for _, answer in rows], pad_id)
     labels = torch.tensor([(item.desirable, answer is item.mismatched) for item, answer in rows], dtype=torch.float32)
@@ -67,13 +75,14 @@ def collate_unpaired(items: Sequence[UnpairedItem], pad_id: int) -> TrainBatch:
 
 
 def collate_scored(items: Sequence[ScoredItem], pad_id: int) -> TrainBatch:
-    """B items -> tokens [B, T], labels [B, K], loss_mask 1 at each row's last token."""
+    """Collate B items: tokens [B, T], labels [B, K], loss_mask 1 at each row's last token."""
     labels = torch.from_numpy(np.stack([np.asarray(item.scores, dtype=np.float32) for item in items]))
     return _at_last([item.tokens for item in items], labels, pad_id)
 
 
 def collate_steps(items: Sequence[StepsItem], pad_id: int) -> TrainBatch:
-    """B items -> tokens [B, T], loss_mask [B, T] 1 where a labelled step ends, and `step_labels` [B, T], its label."""
+    """Collate B items: tokens [B, T], loss_mask [B, T] 1 at ends of labelled steps, and their labels `step_labels` [B,
+    T]."""
     tokens, lengths = _pad([item.tokens for item in items], pad_id, np.int64)
     labels, _ = _pad([item.labels for item in items], np.nan, np.float32)
     return TrainBatch(tokens, lengths, (~labels.isnan()).float(), [StepTargets(labels.nan_to_num())])
@@ -87,7 +96,7 @@ def _at_last(texts: Sequence, labels: torch.Tensor, pad_id: int) -> TrainBatch:
 
 
 def _pad(rows: Sequence, fill: float, dtype: type) -> tuple[torch.Tensor, torch.Tensor]:
-    """(padded [B, T], lengths int64 [B])."""
+    """Return (padded [B, T], lengths int64 [B])."""
     lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
     assert len(rows) and lengths.min() > 0, f"expected rows with at least one token, found lengths {lengths.tolist()}"
     width = int(lengths.max())

@@ -14,12 +14,12 @@ from aligner.errors import DataError
 
 Row = Mapping[str, Any]
 _COMMAND = re.compile(r"\\[A-Za-z]{2,}\s*\{([^{}]+)\}")  # of LaTeX, with a name in its braces
-_WRITTEN = re.compile(r"\{\{\s*([^{}\s]+)\s*\}\}")  # as Jinja has a column; here it is the text `{name}`
-BRACES = r"Braces of the text itself are written twice: \boxed{{}}"
+_WRITTEN = re.compile(r"\{\{\s*([^{}\s]+)\s*\}\}")  # Jinja's form of a column; here it is the text `{name}`
+BRACES = r"Double the braces of the text itself: \boxed{{}}"
 
 
 def columns_of(original: Row, data: DataConfig, where: str) -> dict[str, Any]:
-    """The row, with the columns that the config renames and builds. Raises DataError."""
+    """Return the row, with the columns that the config renames and builds. Raises DataError."""
     row = dict(original)
     for ours, theirs in data.columns.items():
         try:
@@ -36,14 +36,14 @@ def columns_of(original: Row, data: DataConfig, where: str) -> dict[str, Any]:
 
 
 def lookup(row: Row, path: str) -> Any:
-    """The column of this name or, without one, the value at this dotted path. Raises LookupError."""
+    """Return the column of this name or, without one, the value at this dotted path. Raises LookupError."""
     if path in row:
         return row[path]
     value: Any = row
-    done = ""
+    parent = ""
     for name in path.split("."):
-        value = _inner(value, name, done)
-        done = f"{done}.{name}" if done else name
+        value = _inner(value, name, parent)
+        parent = f"{parent}.{name}" if parent else name
     return value
 
 
@@ -59,10 +59,10 @@ def _inner(value: Any, name: str, done: str) -> Any:
 
 
 class _Columns(Formatter):
-    """Python's format strings, of which a field names a column, or a nested one: `{a.b}` and `{a[b]}` are the same."""
+    """Python's format strings whose fields name columns, also nested ones: `{a.b}` and `{a[b]}` are the same."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-        if field_name.isdecimal():  # of `{}`, too
+        if field_name.isdecimal():  # also `{}`
             raise LookupError("braces without a column's name")
         path = field_name if field_name in kwargs else re.sub(r"\[([^\]]*)\]", r".\1", field_name)
         value = lookup(kwargs, path)

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 
 class SftDataset(TokenRows):
-    """Rows longer than data.max_tokens are dropped, or lose their end (data.overlong).
+    """Conversations and completions to learn.
 
-    Raises DataError if no row is left, or as `templates.encode_sft`.
+    Rows longer than data.max_tokens are dropped, or lose their end (data.overlong).
+
+    Raises DataError if no row is left, and the errors of `templates.encode_sft`.
     """
 
     def __init__(
@@ -46,8 +48,8 @@ class SftDataset(TokenRows):
             name = shipped_in_use(tokenizer, chunk) if fix and data.loss_on != "all" else None
             if name is not None:
                 self.report.note(
-                    f"answers that the tokenizer's chat template does not keep as they are generated are learned by "
-                    f"the shipped chat template {name} (data.chat_template)"
+                    f"learns answers with the shipped chat template {name}, because the tokenizer's own renders them "
+                    f"unlike they are generated (data.chat_template)"
                 )
             texts = reading.learned(encode_sft(tokenizer, chunk, data.loss_on, data.template_arguments, fix))
             for row, (tokens, mask) in zip(chunk, texts, strict=True):
@@ -62,8 +64,11 @@ class SftDataset(TokenRows):
 
 
 class PreferenceDataset:
-    """A pair is dropped if one of its texts is longer than data.max_tokens; or both lose their ends, unless the pair
-    then has no difference left."""
+    """Pairs of texts for a reward model.
+
+    A pair is dropped if one of its texts is longer than data.max_tokens. With data.overlong=truncate both lose their
+    ends, unless the pair then has no difference left.
+    """
 
     def __init__(
         self,
@@ -105,12 +110,13 @@ class PreferenceDataset:
 
 
 class PairDataset(Answers):
-    """Pairs whose answers a policy learns from, with loss masks as `SftDataset` has them. A pair is dropped if one of
-    its texts is longer than data.max_tokens; or both lose their ends, unless an answer then has no token left, or the
-    pair no difference. Equal answers stay: they have no gradient, and their share is a metric.
+    """Pairs whose answers a policy learns from, with loss masks as in `SftDataset`.
 
-    Raises DataError for an answer without text (data.empty_answers), and where the two do not begin with the same
-    prompt.
+    A pair is dropped if one of its texts is longer than data.max_tokens. With data.overlong=truncate both lose their
+    ends, unless an answer then has no token left, or the pair no difference. Equal answers stay: they have no gradient,
+    and their share is a metric.
+
+    Raises DataError for an answer without text (data.empty_answers), and for different prompts of the two answers.
     """
 
     rows = 2
@@ -181,12 +187,14 @@ class ScoredDataset(TokenRows):
 
 
 class PromptDataset(TokenRows):
-    """Prompts to generate from. Longer ones than data.max_prompt_tokens are dropped; or texts keep their last tokens,
-    behind BOS where they begin with it. A conversation is never cut: its template's beginning would be lost.
+    """Prompts to generate from.
 
-    `Prompt.id` is the row number in the file, whatever was dropped before it. A column that only other rows have is
-    None. A prompt is made when it is asked for, of what was kept of its row: files may be larger than memory, and
-    change while the run goes on.
+    Longer ones than data.max_prompt_tokens are dropped. With data.overlong=truncate texts keep their last tokens, and
+    their BOS. A conversation is never cut: its template's beginning would be lost.
+
+    `Prompt.id` is the row number in the file, dropped rows counted. A column that only other rows have is None. A
+    prompt is made on access from a stored copy of its row: files may be larger than memory, and may change during the
+    run.
     """
 
     def __init__(
@@ -215,7 +223,7 @@ class PromptDataset(TokenRows):
                     )
                 if reading.fits(every, learns=isinstance(row.prompt, str)):
                     messages = None if isinstance(row.prompt, str) else tuple(row.prompt)
-                    # a pickle, because columns may hold what Parquet does; nobody else writes or reads it
+                    # a pickle, because columns may hold Parquet's types; only this class writes and reads it
                     rest = pickle.dumps((row.where, number, text, row.fields, messages))
                     self._tokens.append(tokens)
                     self._rest.append(np.frombuffer(rest, np.uint8))
@@ -227,12 +235,12 @@ class PromptDataset(TokenRows):
         return Prompt(number, tuple(self._tokens[index].tolist()), text, {**self._columns, **fields}, messages)
 
     def where(self, index: int) -> str:
-        """`file, row n` of a prompt."""
+        """Return `file, row n` of a prompt."""
         return pickle.loads(self._rest[index])[0]
 
 
 def _last(tokens: list[int], limit: int, bos: int | None) -> list[int]:
-    """At most `limit` tokens: the last ones, behind BOS where the text begins with it."""
+    """Return at most `limit` tokens: the last ones, behind the text's BOS if it has one."""
     if len(tokens) <= limit:
         return tokens
     head = tokens[:1] if tokens[0] == bos and limit > 1 else []
@@ -240,21 +248,21 @@ def _last(tokens: list[int], limit: int, bos: int | None) -> list[int]:
 
 
 def _tell_equal(equal: int, pairs: int, report: DataReport) -> None:
-    """Raises DataError where no pair has two answers that differ."""
+    """Note equal answers in the report. Raises DataError if no pair has two different answers."""
     if equal and equal == pairs:
-        expected = "pairs of two answers that differ, at least one"
+        expected = "at least one pair with different answers"
         raise DataError(
-            f"{report.key}: expected {expected}, but all {pairs} have equal answers: nothing can be learned"
+            f"{report.key}: expected {expected}, but all {pairs} pairs have equal answers: nothing can be learned"
         )
     if equal:
         report.note(f"{equal} pairs have equal answers: they have no gradient")
 
 
 def _check_prompt(row: PreferenceRow, chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[int]]):
-    """(tokens, loss mask) of both answers: the same before the first token that is learned."""
+    """Check that (tokens, loss mask) of both answers are equal before the first token with loss."""
     ends = [mask.index(1) for _, mask in (chosen, rejected)]
     if ends[0] != ends[1] or chosen[0][: ends[0]] != rejected[0][: ends[1]]:
         raise DataError(
-            f"{row.where}: expected `chosen` and `rejected` to answer the same prompt, found other tokens before the "
-            f"answers, of {ends[0]} and {ends[1]} tokens (a column `prompt`, or first messages that are the same)"
+            f"{row.where}: expected `chosen` and `rejected` to answer the same prompt, found different tokens before "
+            f"the answers, {ends[0]} and {ends[1]} of them (add a column `prompt`, or the same first messages)"
         )

@@ -1,4 +1,7 @@
-"""A conversation as an engine is given it, turn after turn: its own tokens are kept, only what is new is tokenised.
+"""A conversation as the engine reads it, turn by turn: its own tokens are kept, and only new text is tokenised.
+
+A template renders the whole conversation again, and may render earlier answers differently. As long as the text begins
+with the engine's prompt and output, their tokens stand for it, even if the tokenizer would split that text differently.
 
 A template renders the whole conversation again, and may render what the model has said otherwise. As far as the text is
 the one that the engine has seen and said, its tokens stand for it, whatever a tokenizer would make of that text.
@@ -27,7 +30,7 @@ _RESULT = "a result 7"
 
 
 class Given(NamedTuple):
-    """What the engine generates from: the text of the template, and the tokens that stand for it."""
+    """A prompt of the engine: the text of the template, and its tokens."""
 
     text: str
     tokens: tuple[int, ...]
@@ -35,17 +38,20 @@ class Given(NamedTuple):
 
 @dataclass
 class Dialogue:
-    """How conversations of a tokenizer with `tools` are rendered. `calls`: `environment.calls`, settled; empty without
-    tools."""
+    """A renderer of conversations with `tools`.
+
+    `calls`: the resolved `environment.calls`; empty without tools.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     tools: Tools
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the template
     calls: str = "auto"
-    verbatim: bool = True  # the template takes a call as the text that the model wrote, else as `tool_calls`
+    verbatim: bool = True  # calls are the model's text, else `tool_calls`
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a template that does not tell the tools, or renders neither calls nor results."""
+        """Resolve `calls`. Raises ConfigError for a template that omits the tools, or renders neither calls nor
+        results."""
         if self.tokenizer.chat_template is None:
             raise self._no("a tokenizer with a chat template, which renders conversations")
         if not self.tools:
@@ -66,79 +72,87 @@ class Dialogue:
             raise self._no("a chat template that renders tool calls and messages of role `tool`")
 
     def _by_words(self) -> str:
-        """The format that a template without calls of its own tells the model; empty where it tells none."""
-        told = (self._try([_USER]) or "").replace("parameters", "")
-        return next((kind for kind, mark in MARKS.items() if mark in told), "")
+        """Return the format that a template without calls of its own describes to the model; empty if it describes
+        none."""
+        text = (self._try([_USER]) or "").replace("parameters", "")
+        return next((kind for kind, mark in MARKS.items() if mark in text), "")
 
     def _renders(self, call: Call) -> bool:
-        """Whether two calls and their results are in the text of a conversation, with thoughts or without."""
-        found = []
+        """Return whether a conversation's text has two calls and their results, with or without thoughts."""
+        texts = []
         for thought in ("", THOUGHT):
-            said = thought + written(self.calls, call.name, call.arguments or {})
-            turns = [[self.said(said, thought, [call]), self.result(call, number, _RESULT)] for number in range(2)]
-            found.append(self._try([_USER, *(message for turn in turns for message in turn)]) or "")
-        return any(text.count(_RESULT) == 2 == text.count("an_argument") for text in found)
+            answer = thought + written(self.calls, call.name, call.arguments or {})
+            turns = [
+                [self.answer_message(answer, thought, [call]), self.result(call, number, _RESULT)]
+                for number in range(2)
+            ]
+            texts.append(self._try([_USER, *(message for turn in turns for message in turn)]) or "")
+        return any(text.count(_RESULT) == 2 == text.count("an_argument") for text in texts)
 
     def _no(self, expected: str) -> ConfigError:
         hint = "Another one: data.chat_template."
         return ConfigError("model.tokenizer", self.tokenizer.name_or_path, expected, hint)
 
     def read(self, text: str) -> tuple[str, list[Call]]:
-        """(what an answer says beside its calls, the calls)."""
+        """Return (the text of an answer without its calls, the calls)."""
         return read_calls(text, self.calls, self.tools)
 
-    def said(self, text: str, beside: str, calls: Sequence[Call], first: int = 0) -> dict[str, Any]:
-        """The message of an answer, `text` without its stop token, with these calls, numbered from `first`, and what is
-        said `beside` them."""
+    def answer_message(self, text: str, beside: str, calls: Sequence[Call], first: int = 0) -> dict[str, Any]:
+        """Return the message of an answer.
+
+        `text` has no stop token; its calls are numbered from `first`; `beside` is its text without the calls.
+        """
         readable = [call.message(first + i) for i, call in enumerate(calls) if call.name]
         if self.verbatim or not readable:
             return {"role": "assistant", "content": spoken(text)}
         return {"role": "assistant", "content": beside, "tool_calls": readable}
 
     def result(self, call: Call, number: int, text: str) -> dict[str, Any]:
-        """The message of what the `number`-th call of an answer gave."""
-        if not call.name and not self.verbatim:  # the template has no call for it to belong to
+        """Return the message with the result `text` of the `number`-th call of an answer."""
+        if not call.name and not self.verbatim:  # the template shows no call that it answers
             return {"role": "user", "content": text}
         return {"role": "tool", "name": call.name, "content": text, "tool_call_id": call.message(number)["id"]}
 
     def begin(self, messages: Messages) -> Given:
-        """Raises DataError where the template refuses, or leaves out what a message says."""
+        """Render a new conversation. Raises DataError if the template refuses it, or omits content of a message."""
         check_shown(self.tokenizer, [Chat(messages, "a conversation", self.tools)], self.arguments)
         text = self._render(messages)
         return Given(text, tuple(self._tokens(text)))
 
     def try_begin(self, messages: Messages) -> Given | None:
-        """What a program asks, which sends what it likes: None where the template refuses."""
+        """Render a program's request, which may have any form; None if the template refuses it."""
         text = self._try(messages)
         return None if text is None else Given(text, tuple(self._tokens(text)))
 
     def resume(self, messages: Messages, tokens: Sequence[int]) -> Given:
-        """Where these tokens are known to stand for the messages, or for their end."""
+        """Return the prompt of messages whose tokens are known, or those of their end."""
         return Given(self._render(messages), tuple(tokens))
 
-    def follow(self, given: Given, output: Sequence[int], messages: Messages) -> Given | None:
-        """What the engine is given when it has said `output` and the conversation has gone on to `messages`: all it has
-        seen and the rest; without the end of `output` where the template renders that otherwise; or all of it anew.
-        None where the template refuses."""
+    def follow(self, previous: Given, output: Sequence[int], messages: Messages) -> Given | None:
+        """Return the next prompt after `output`, when the conversation has grown to `messages`.
+
+        The prompt is the previous tokens and the rest; without the end of `output` if the template renders that
+        differently; or all of it tokenised again. None if the template refuses.
+        """
         text, kept = self._try(messages), len(output)
         if text is None:
             return None
-        if text.startswith(given.text):
-            rest = text[len(given.text) :]
+        if text.startswith(previous.text):
+            rest = text[len(previous.text) :]
             while len(output) - kept < min(TAIL, len(output)):
-                said = self.decode(output[:kept])
-                if rest.startswith(said):
-                    held = (*given.tokens, *output[:kept])
-                    return Given(text, (*held, *self._behind(held[-1], rest[len(said) :])))
+                decoded = self.decode(output[:kept])
+                if rest.startswith(decoded):
+                    held = (*previous.tokens, *output[:kept])
+                    return Given(text, (*held, *self._behind(held[-1], rest[len(decoded) :])))
                 kept -= 1
         return Given(text, tuple(self._tokens(text)))
 
     def _behind(self, last: int, text: str) -> list[int]:
-        """The tokens of a text that stands behind this one, which some tokenizers begin otherwise than a new text."""
+        """Return the tokens of a text behind this token: some tokenizers begin a new text differently."""
         if last in self.tokenizer.all_special_ids:
-            found = self._tokens(self.decode([last]) + text)
-            if found[:1] == [last]:
-                return found[1:]
+            tokens = self._tokens(self.decode([last]) + text)
+            if tokens[:1] == [last]:
+                return tokens[1:]
         return list(encode_behind(self.tokenizer, [text])[0])
 
     def _tokens(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Where answers end in tokens: each is learned with the token that ends its generation, wherever there is one."""
+"""Ends of answers in tokens: each is learned with the token that ends its generation, if there is one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ids = list[int]
 
 
 class Ends:
-    """The stop tokens of a tokenizer; `closing` is put behind a last answer that has none."""
+    """The stop tokens of a tokenizer; `closing` is added after a last answer that has none."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]):
         self.tokenizer, self.stops = tokenizer, frozenset(stop_ids)
@@ -22,8 +22,10 @@ class Ends:
         self.closing = end if end in self.stops else tokenizer.eos_token_id
 
     def cut(self, ids: Ids) -> Ids:
-        """A conversation up to the stop token of its last answer: without white space behind that, or an EOS (Phi-3's),
-        which nobody generates."""
+        """Return a conversation up to the stop token of its last answer.
+
+        White space behind that is removed, or an EOS (Phi-3's), which nobody generates.
+        """
         last = self._last_word(ids, 0, len(ids))
         if last >= 0 and ids[last] == self.tokenizer.eos_token_id and self.ended(ids, 0, last):
             last = self._last_word(ids, 0, last)
@@ -32,9 +34,11 @@ class Ends:
         return [*ids, self.closing]
 
     def close(self, ids: Ids, mask: Ids, answered: bool) -> None:
-        """Learn the stop token of each answer, in place: the one right behind it, if the template puts it there, which
-        may be what opens the next turn; else `closing` behind the last answer, where the conversation ends with one
-        (`answered`)."""
+        """Put loss on the stop token of each answer, in place.
+
+        This is the token right behind the answer, if the template puts it there; it may open the next turn. Else it is
+        `closing` behind the last answer, if the conversation ends with one (`answered`).
+        """
         for start, end in list(spans(mask)):
             if self.ended(ids, start, end):
                 continue
@@ -45,12 +49,12 @@ class Ends:
                 ids.append(self.closing)
 
     def ended(self, ids: Sequence[int], start: int, end: int) -> bool:
-        """Whether these tokens, but for white space, end with a stop token."""
+        """Return whether these tokens, without white space at their end, end with a stop token."""
         last = self._last_word(ids, start, end)
         return last >= start and ids[last] in self.stops
 
     def _last_word(self, ids: Sequence[int], start: int, end: int) -> int:
-        """The place of the last token that is a stop token or no white space; start - 1 if there is none."""
+        """Return the index of the last token that is a stop token or not white space; start - 1 if there is none."""
         last = end - 1
         while last >= start and ids[last] not in self.stops and not self.tokenizer.decode([ids[last]]).strip():
             last -= 1
@@ -58,7 +62,7 @@ class Ends:
 
 
 def spans(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, end) of each run of ones."""
+    """Yield (start, end) of each run of ones."""
     end = 0
     while True:
         try:

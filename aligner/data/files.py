@@ -1,4 +1,6 @@
-"""Files of rows that may be larger than memory: only the place of each row is held, rows are read when asked for.
+"""Files of rows that may be larger than memory: only the position of each row is held, and rows are read on access.
+
+Compressed lines are unpacked once, into a temporary file (TMPDIR).
 
 Compressed lines are unpacked once, into a temporary file (TMPDIR).
 """
@@ -23,21 +25,21 @@ from aligner.foreign import parse_json, record
 
 Row = dict[str, Any]
 BOM = b"\xef\xbb\xbf"
-BLOCK = 1 << 20  # bytes that are unpacked at a time
-STRETCH = 1024  # rows that are read together, going through all
+BLOCK = 1 << 20  # bytes unpacked at a time
+STRETCH = 1024  # rows read together in an iteration
 
 
 class FilePart(Sequence):
-    """The rows of one file. A subclass says how many there are, and reads a stretch of them."""
+    """The rows of one file. A subclass defines their number, and reads a range of them."""
 
     def read(self, start: int, stop: int) -> list[Row]:
         raise NotImplementedError
 
     def __getitem__(self, index):
-        places = range(len(self))[index]
+        numbers = range(len(self))[index]
         if isinstance(index, slice):
-            return self.read(places.start, places.stop)[:: places.step]
-        return self.read(places, places + 1)[0]
+            return self.read(numbers.start, numbers.stop)[:: numbers.step]
+        return self.read(numbers, numbers + 1)[0]
 
     def __iter__(self) -> Iterator[Row]:
         for start in range(0, len(self), STRETCH):
@@ -45,7 +47,7 @@ class FilePart(Sequence):
 
 
 class Lines(FilePart):
-    """A JSONL file. Raises DataError that names the line, of one that is no JSON object when it is read."""
+    """A JSONL file. Raises DataError that names the line, when a line is read that is not a JSON object."""
 
     def __init__(self, file: Path, key: str):
         self.file, self.key = file, key
@@ -53,7 +55,7 @@ class Lines(FilePart):
         try:
             self._data = unpacked(file, key)
             start = end = 0
-            for number, line in enumerate(self._data, start=1):  # binary: ends at \n alone, not at U+2028
+            for number, line in enumerate(self._data, start=1):  # binary: ends only at \n, not at U+2028
                 start, end = end, end + len(line)
                 if number == 1 and line.startswith(BOM):
                     start, line = len(BOM), line[len(BOM) :]
@@ -74,7 +76,7 @@ class Lines(FilePart):
         try:
             data = os.pread(self._data.fileno(), self._ends[stop - 1] - first, first)
         except OSError as error:
-            raise DataError(f"{self.key}={str(self.file)!r}: cannot be read any more ({error})") from error
+            raise DataError(f"{self.key}={str(self.file)!r}: cannot read it any more ({error})") from error
         return [self._parsed(data[self._starts[i] - first : self._ends[i] - first], i) for i in range(start, stop)]
 
     def _parsed(self, line: bytes, index: int) -> Row:
@@ -82,14 +84,14 @@ class Lines(FilePart):
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
-            place = f"line {number}: {error}"
-            raise DataError(f"{self.key}={str(self.file)!r}: expected a readable UTF-8 file ({place})") from error
+            cause = f"line {number}: {error}"
+            raise DataError(f"{self.key}={str(self.file)!r}: expected a readable UTF-8 file ({cause})") from error
         row = parse_json(text, f"{self.key}: {self.file}", DataError, line=number, nan=True)
         return record(row, f"{self.key}: {self.file}:{number}", DataError).fields
 
 
 class ParquetRows(FilePart):
-    """A Parquet file, of which one row group at a time is in memory."""
+    """A Parquet file, with one row group in memory at a time."""
 
     def __init__(self, file: Path, key: str):
         import pyarrow
@@ -109,19 +111,19 @@ class ParquetRows(FilePart):
         return int(self._starts[-1])
 
     def read(self, start: int, stop: int) -> list[Row]:
-        found: list[Row] = []
+        rows: list[Row] = []
         while start < stop:
             number = int(np.searchsorted(self._starts, start, side="right")) - 1
-            here = min(stop, int(self._starts[number + 1]))
+            end = min(stop, int(self._starts[number + 1]))
             try:
                 if self._group[0] != number:
                     self._group = number, self._file.read_row_group(number)
-                table = self._group[1].slice(start - int(self._starts[number]), here - start)
-                found += table_rows(table, self._name)
+                table = self._group[1].slice(start - int(self._starts[number]), end - start)
+                rows += table_rows(table, self._name)
             except self._errors as error:
                 raise DataError(f"{self._name}: expected a Parquet file ({error}, row group {number})") from error
-            start = here
-        return found
+            start = end
+        return rows
 
 
 class SavedRows(FilePart):
@@ -152,8 +154,10 @@ class SavedRows(FilePart):
 
 
 def unpacked(file: Path, key: str) -> IO[bytes]:
-    """The bytes of a file, which can be read at any place; of a .gz or .zst those in it. Raises DataError for a damaged
-    archive, OSError."""
+    """Open a file's bytes, of a .gz or .zst its content, for reading at any position.
+
+    Raises DataError for a damaged archive, OSError.
+    """
     if file.suffix not in (".gz", ".zst"):
         return file.open("rb")
     try:
@@ -179,5 +183,5 @@ def _blocks(file: Path, key: str) -> Iterator[bytes]:
                 done += len(block)
                 yield block
         except (EOFError, zlib.error, pyarrow.ArrowException, OSError) as error:
-            place = f"damaged behind byte {done} of its text: {error}"
-            raise DataError(f"{key}={str(file)!r}: expected a whole {file.suffix} archive ({place})") from error
+            cause = f"damaged after byte {done} of its content: {error}"
+            raise DataError(f"{key}={str(file)!r}: expected a whole {file.suffix} archive ({cause})") from error

@@ -1,7 +1,7 @@
 """Rows of a file -> typed rows of a stage. The conventional columns are `messages`; `prompt`, `completion`; these and
 `label`; `prompt`, `chosen`, `rejected`, `margin`; and `prompt` with any other fields. A text is a string, or a list of
-{role, content} messages, whose `tools` are a further column. Columns are renamed and built first (`columns.py`); rows
-of two widespread formats are converted (`alpaca_sharegpt.py`).
+{role, content} messages, whose `tools` are another column. Columns are renamed and built first (`columns.py`); rows of
+two common formats are converted (`alpaca_sharegpt.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aligner.data.messages import Messages, Text, Tools, check_learned, read_mes
 from aligner.data.pairs import prompt_and_answers, shared_prompt
 from aligner.errors import DataError
 
-ToldBy = Callable[[Mapping[str, Any], str], int | None]  # row, where -> number of its teacher, None without several
+ToldBy = Callable[[Mapping[str, Any], str], int | None]  # row, where -> number of its teacher; None: only one
 
 NEEDS = {
     "messages": ("messages",),
@@ -44,7 +44,7 @@ class SftRow:
     completion: Text = ""
     where: str = ""
     tools: Tools | None = None
-    told_by: int | None = None  # the number of its teacher, where there are several
+    told_by: int | None = None  # number of its teacher, if there are several
 
     @property
     def texts(self) -> tuple[Text, ...]:
@@ -53,13 +53,13 @@ class SftRow:
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    prompt: Text  # "" or [] where the texts share none
+    prompt: Text  # "" or [] if the texts share none
     chosen: Text
     rejected: Text
     margin: float | None = None
     where: str = ""
     tools: Tools | None = None
-    numbers: Mapping[str, float] = field(default_factory=dict)  # of the columns that the stage asks for
+    numbers: Mapping[str, float] = field(default_factory=dict)  # of the columns that the stage needs
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class UnpairedRow:
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """For a regression reward model: one target per attribute."""
+    """A row for a regression reward model: one target per attribute."""
 
     prompt: Text
     completion: Text
@@ -85,7 +85,7 @@ class ScoredRow:
 
 @dataclass(frozen=True)
 class StepsRow:
-    """For a process reward model: an answer in steps, each with the probability that it is right."""
+    """A row for a process reward model: an answer in steps, each with the probability that it is right."""
 
     prompt: Text
     steps: tuple[str, ...]
@@ -111,8 +111,10 @@ class PromptRow:
 
 
 class TypedRows[T](Sequence[T]):
-    """Typed rows of a stage, each made when it is asked for: the file may be larger than memory. The first row decides
-    the format. Raises DataError for columns or values that do not fit."""
+    """Typed rows of a stage, made on access: the file may be larger than memory.
+
+    The first row decides the format. Raises DataError for columns or values that do not fit.
+    """
 
     def __init__(
         self,
@@ -121,16 +123,19 @@ class TypedRows[T](Sequence[T]):
         usable: tuple[str, ...],
         make: Callable[[str, str, dict[str, Any]], T],
     ):
-        """`make(format, where, row)`, of a row with renamed and built columns in one of the `usable` formats, of which
-        the first is what others are converted to."""
+        """Detect the format.
+
+        `make(format, where, row)` makes a typed row from one with renamed and built columns in a `usable` format. Other
+        formats are converted to the first of these.
+        """
         if not len(rows):
             raise DataError(f"data.train={data.train!r}: expected at least one row, the dataset is empty")
         self._rows, self._data, self._usable, self._make = rows, data, usable, make
         self._where = getattr(rows, "where", lambda index: f"row {index + 1}")
         self.format = _detect(columns_of(rows[0], data, self._where(0)), data, usable, self._where(0))
-        told = data.format == "auto" and self.format in CONVERTED
-        said = [f"format {self.format}, told from the columns (data.format)"] if told else []
-        self.notes = [note for note in (getattr(rows, "note", ""), *said) if note]  # for the report
+        detected = data.format == "auto" and self.format in CONVERTED
+        notes = [f"format {self.format}, detected from the columns (data.format)"] if detected else []
+        self.notes = [note for note in (getattr(rows, "note", ""), *notes) if note]  # for the report
         self[0]
 
     def __len__(self) -> int:
@@ -155,7 +160,7 @@ class TypedRows[T](Sequence[T]):
         if kind in CONVERTED:
             kind = "preference" if "preference" in self._usable and row.get("chosen") is not None else self._usable[0]
             row = converted(self.format, row, kind, where)
-        # of a preference file only the prompt is of use to a stage that generates
+        # a stage that generates uses only the prompt of a preference file
         needs = ("prompt",) if self._usable[0] == "prompt" and kind != "messages" else NEEDS[kind]
         missing = [name for name in needs if row.get(name) is None]
         if missing:
@@ -168,7 +173,7 @@ def by_none(row: Mapping[str, Any], where: str) -> None:
 
 
 def sft_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, told_by: ToldBy = by_none) -> TypedRows[SftRow]:
-    """Rows for supervised fine-tuning."""
+    """Return rows for supervised fine-tuning."""
     return TypedRows(rows, data, ("messages", "prompt_completion"), partial(_sft_row, told_by, data.loss_on))
 
 
@@ -184,7 +189,7 @@ def _sft_row(told_by: ToldBy, loss_on: str, kind: str, where: str, row: dict[str
 
 
 def text_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedRows[TextRow]:
-    """Documents, of the column `text`."""
+    """Return documents from the column `text`."""
     return TypedRows(rows, data, ("text",), _text_row)
 
 
@@ -201,11 +206,13 @@ def preference_rows(
     numbers: Mapping[str, str] | None = None,
     whole: bool = False,
 ) -> TypedRows[PreferenceRow]:
-    """Pairs of answers. Without a `prompt` column, what both texts begin with is the prompt; `whole`: strings stay as
-    they are, for a stage that learns no tokens.
+    """Return pairs of answers.
 
-    `margin`: each row must have a number in the column `margin`. `numbers`: likewise in these columns, each with the
-    config key that asks for it.
+    Without a `prompt` column, the common beginning of both texts is the prompt. `whole`: strings stay whole, for a
+    stage that learns no tokens.
+
+    `margin`: each row must have a number in the column `margin`. `numbers`: required columns of numbers, each with the
+    config key that requires it.
     """
     return TypedRows(rows, data, ("preference",), partial(_preference_row, margin, numbers or {}, whole))
 
@@ -222,12 +229,12 @@ def _preference_row(
         prompt, chosen, rejected = shared_prompt(row, where)
         if whole and isinstance(chosen, str):
             prompt, chosen, rejected = "", row["chosen"], row["rejected"]
-    asked = {name: _number(row, name, where, key) for name, key in numbers.items()}
-    return PreferenceRow(prompt, chosen, rejected, value, where, read_tools(row, chosen, where), asked)
+    columns = {name: _number(row, name, where, key) for name, key in numbers.items()}
+    return PreferenceRow(prompt, chosen, rejected, value, where, read_tools(row, chosen, where), columns)
 
 
 def unpaired_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedRows[UnpairedRow]:
-    """Answers, each with a boolean in the column `label`; or pairs, whose chosen answers are desirable."""
+    """Return answers with a boolean in the column `label`, or pairs, whose chosen answers are desirable."""
     return TypedRows(rows, data, ("unpaired", "preference"), _unpaired_row)
 
 
@@ -244,7 +251,7 @@ def _unpaired_row(kind: str, where: str, row: dict[str, Any]) -> UnpairedRow:
 
 
 def scored_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, attributes: Sequence[str]) -> TypedRows[ScoredRow]:
-    """Rows for a regression reward model: prompt, completion and a number in each column of `attributes`."""
+    """Return rows for a regression reward model: prompt, completion and a number in each column of `attributes`."""
     return TypedRows(rows, data, ("prompt_completion",), partial(_scored_row, attributes))
 
 
@@ -255,7 +262,7 @@ def _scored_row(attributes: Sequence[str], _: str, where: str, row: dict[str, An
 
 
 def step_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig) -> TypedRows[StepsRow]:
-    """Rows for a process reward model: prompt, `completions` (a list of steps) and as many `labels`."""
+    """Return rows for a process reward model: prompt, `completions` (a list of steps) and as many `labels`."""
     return TypedRows(rows, data, ("steps",), _steps_row)
 
 
@@ -281,8 +288,11 @@ def _short(value: Any) -> str:
 def prompt_rows(
     rows: Sequence[Mapping[str, Any]], data: DataConfig, told_by: ToldBy = by_none, tools: Tools | None = None
 ) -> TypedRows[PromptRow]:
-    """Rows to generate from; all other columns stay in `fields`. Of `messages`, a last assistant turn is cut off. With
-    `tools`, which the model may really call, a prompt that is a text is the user's."""
+    """Return rows to generate from; all other columns stay in `fields`.
+
+    A last assistant turn of `messages` is removed. With `tools`, which the model can call, a prompt that is a text
+    becomes a user's message.
+    """
     usable = ("prompt", "prompt_completion", "preference", "messages")
     return TypedRows(rows, data, usable, partial(_prompt_row, told_by, tools))
 
@@ -301,7 +311,7 @@ def _prompt_row(told_by: ToldBy, tools: Tools | None, kind: str, where: str, row
     if tools is None:
         return PromptRow(prompt, fields, where, own)
     if own:
-        raise DataError(f"{where}: expected no column `tools`: those of environment.tools and environment.path count")
+        raise DataError(f"{where}: expected no column `tools`: environment.tools or environment.path sets the tools")
     return PromptRow([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, fields, where, tools)
 
 
@@ -322,11 +332,11 @@ def _detect(row: Mapping[str, Any], data: DataConfig, usable: tuple[str, ...], w
 
 
 def _wrong_columns(where: str, row: Mapping[str, Any], usable: tuple[str, ...], missing: Sequence[str] = ()) -> str:
-    found = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in row.items()) or "none"
+    columns = ", ".join(f"{name} (null)" if value is None else str(name) for name, value in row.items()) or "none"
     expected = " or ".join("{" + ", ".join(NEEDS[kind]) + "}" for kind in usable)
     lack = f"; missing: {', '.join(missing)}" if missing else ""
     return (
-        f"{where}: expected the columns {expected}, found {found}{lack}. "
+        f"{where}: expected the columns {expected}, found {columns}{lack}. "
         "Rename with data.columns={ours: theirs}, build them with data.prompt_template, or set data.format"
     )
 

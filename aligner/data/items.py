@@ -1,4 +1,4 @@
-"""What a dataset gives for one row: tokens, and what a stage learns from them."""
+"""Items of datasets: tokens, and targets that a stage learns from them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 class SftItem(NamedTuple):
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # uint8 [T]
-    documents: np.ndarray | None = None  # int64 [T] numbers of the documents in a row of several; None: it is one
-    # float32 logprobs, int32 ids, both [n, k]: of the n tokens in the loss mask, where a teacher's are stored
+    documents: np.ndarray | None = None  # int64 [T] numbers of the row's documents; None: only one
+    # float32 logprobs, int32 ids, both [n, k]: of the n tokens in the loss mask, if a teacher's are stored
     teacher: tuple[np.ndarray, np.ndarray] | None = None
-    told_by: int | None = None  # the number of its teacher, where there are several
+    told_by: int | None = None  # number of its teacher, if there are several
 
     @property
     def start(self) -> int:
-        """Of the first token that is learned."""
+        """Index of the first token with loss."""
         return int(self.loss_mask.argmax())
 
 
 class PreferenceItem(NamedTuple):
     chosen: np.ndarray  # int32 [Tc]
     rejected: np.ndarray  # int32 [Tr]
-    margin: float  # 0 where the row has none
+    margin: float  # 0 if the row has none
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -32,15 +32,15 @@ class PreferenceItem(NamedTuple):
 
 
 class PairItem(NamedTuple):
-    """Two answers to one prompt, each after it."""
+    """Two answers to one prompt, each behind it."""
 
     chosen: SftItem
     rejected: SftItem
-    margin: float  # 0 where the row has none, as the rewards
+    margin: float  # 0 if the row has none, as the rewards
     chosen_reward: float
     rejected_reward: float
-    weight: float  # 1 where the row has none
-    reference: tuple[np.ndarray, np.ndarray] | None = None  # float32 logprobs [T] of both, where they are stored
+    weight: float  # 1 if the row has none
+    reference: tuple[np.ndarray, np.ndarray] | None = None  # float32 logprobs [T] of both, if stored
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -48,12 +48,12 @@ class PairItem(NamedTuple):
 
 
 class UnpairedItem(NamedTuple):
-    """One answer after its prompt, desirable or not."""
+    """One answer behind its prompt, desirable or not."""
 
     answer: SftItem
     desirable: bool
-    reference: np.ndarray | None = None  # float32 logprobs [T], where they are stored
-    mismatched: SftItem | None = None  # another sample's answer after this prompt
+    reference: np.ndarray | None = None  # float32 logprobs [T], if stored
+    mismatched: SftItem | None = None  # another sample's answer behind this prompt
 
     @property
     def prompt(self) -> np.ndarray:

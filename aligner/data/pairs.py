@@ -1,5 +1,5 @@
-"""The prompt of a row and its answers, in any of the shapes that data sets have: both strings, both messages, a string
-beside messages, or answers that are whole texts with the prompt in them.
+"""The prompt and answers of a row in all common forms: both strings, both messages, a string and messages, or answers
+that are whole texts with the prompt in them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ Row = Mapping[str, Any]
 
 
 def prompt_and_answers(row: Row, names: Sequence[str], where: str) -> tuple[Text, Sequence[Text]]:
-    """The column `prompt` and the answers in the columns `names`, all strings or all messages. Raises DataError.
+    """Return the column `prompt` and the answers in the columns `names`, all strings or all messages. Raises DataError.
 
     A string beside messages is a turn: of the user, or of the assistant. Answers that begin with messages of the prompt
-    are whole conversations, and lose these; beside a string, what two of them share goes to the prompt.
+    are whole conversations, and lose these. If the prompt is a string, common messages of two answers move to it.
     """
     prompt = read_text(row["prompt"], "prompt", where)
     answers = [read_text(row[name], name, where) for name in names]
@@ -42,14 +42,17 @@ def prompt_and_answers(row: Row, names: Sequence[str], where: str) -> tuple[Text
 
 
 def shared_prompt(row: Row, where: str) -> tuple[Text, Text, Text]:
-    """(prompt, chosen, rejected) of two whole texts: what both begin with is the prompt, as in TRL's `extract_prompt`.
-    Each keeps something to answer with: of equal texts the last message, or character. Raises DataError."""
+    """Return (prompt, chosen, rejected) of two whole texts: their common beginning is the prompt, as in TRL's
+    `extract_prompt`.
+
+    Each keeps something to answer with: equal texts keep the last message, or character. Raises DataError.
+    """
     chosen, rejected = read_text(row["chosen"], "chosen", where), read_text(row["rejected"], "rejected", where)
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"{where}: expected `chosen` and `rejected` to be both strings or both messages (data.columns)")
     same = _common(chosen, rejected)
     if isinstance(chosen, str) and same and chosen[same - 1] == " ":
-        same -= 1  # a blank is part of the word behind it, as tokenizers have it
+        same -= 1  # for tokenizers a blank belongs to the word behind it
     for name, text in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(text, str):
             check_learned(text[same:], name, where)
@@ -57,7 +60,7 @@ def shared_prompt(row: Row, where: str) -> tuple[Text, Text, Text]:
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many first items both have, so that one is left of each."""
+    """Return how many first items are equal, leaving at least one of each."""
     most, same = min(len(one), len(other)) - 1, 0
     while same < most and one[same] == other[same]:
         same += 1
@@ -69,8 +72,10 @@ def _turns(answer: Text) -> Messages:
 
 
 def _opened(prompt: str, answer: Messages, name: str, where: str) -> Messages:
-    """What the model answers in these messages: up to the user's that says `prompt`. Without messages before the first
-    answer, a turn of the user's that says it."""
+    """Return the prompt in these messages: up to the user's message that is `prompt`.
+
+    If they begin with an answer, return a new user's message.
+    """
     if answer[0]["role"] == "assistant":
         return [{"role": "user", "content": prompt}]
     for number, message in enumerate(answer):
@@ -84,7 +89,7 @@ def _opened(prompt: str, answer: Messages, name: str, where: str) -> Messages:
 
 
 def _without(prompt: Messages, answer: Messages) -> Messages:
-    """The answer without its first messages that are the end of the prompt."""
+    """Return the answer without first messages that are the end of the prompt."""
     if answer[0]["role"] == "assistant":
         return answer
     for count in range(min(len(prompt), len(answer)), 0, -1):

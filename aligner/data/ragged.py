@@ -1,4 +1,4 @@
-"""Rows of token ids without a Python list each."""
+"""Rows of token ids without a Python list per row."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ import numpy as np
 from aligner.errors import DataError
 
 IN_MEMORY = 1 << 28  # bytes of a flat array
-CHUNK = 2048  # rows that wait to join it
+CHUNK = 2048  # rows collected before they join it
 
 
 class FlatRows:
-    """Rows of different lengths in one flat array; row i is a view of flat[offsets[i]:offsets[i + 1]]. Beyond IN_MEMORY
-    bytes the array lies in a temporary file (TMPDIR), mapped into memory: what is not read needs none."""
+    """Rows of different lengths in one flat array; row i is a view of flat[offsets[i]:offsets[i + 1]].
+
+    Beyond IN_MEMORY bytes the array lies in a temporary file (TMPDIR), mapped into memory: unread rows need none.
+    """
 
     def __init__(self, dtype: type):
         self._dtype = np.dtype(dtype)
         self._new: list[np.ndarray] = []
         self._blocks: list[np.ndarray] = []  # rows, end to end
-        self._file: IO[bytes] | None = None  # or there
+        self._file: IO[bytes] | None = None  # or rows in a file
         self._lengths: list[np.ndarray] = []
 
     def append(self, row: Sequence[int]) -> None:
-        """Raises DataError if there is no room for what was appended."""
+        """Add a row. Raises DataError if there is no room for it."""
         self._new.append(np.asarray(row, dtype=self._dtype))
         if len(self._new) == CHUNK:
             self._pack()
@@ -50,7 +52,7 @@ class FlatRows:
 
     @cached_property
     def flat(self) -> np.ndarray:
-        """All rows, end to end. Nothing is appended after this, or after `offsets`."""
+        """All rows, end to end. After access to this or `offsets` nothing may be appended."""
         self._pack()
         if self._file is not None:
             return np.memmap(self._file, self._dtype, mode="r")

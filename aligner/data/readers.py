@@ -19,51 +19,54 @@ from aligner.data.splits import folders_with_files, split_files
 from aligner.errors import DataError
 from aligner.foreign import parse_json
 
-WRITTEN = (bytes, date, time, timedelta, Decimal, UUID)  # of Parquet, beside JSON's kinds: their repr is their value
+WRITTEN = (bytes, date, time, timedelta, Decimal, UUID)  # types of Parquet besides JSON's: their repr is their value
 
 
 class Rows(Sequence):
-    """The rows of several files, of which each is read when it is asked for. Raises DataError where it cannot be."""
+    """The rows of several files, read on access. Raises DataError if a row cannot be read."""
 
     def __init__(self, parts: Sequence[tuple[str, Sequence[Row]]], note: str = ""):
-        """Name and rows of each. `note`: on what of a folder is left out."""
+        """Take name and rows of each file. `note`: about files of a folder that are left out."""
         self.note = note
-        self._parts, self._ends = list(parts), list(accumulate(len(part) for _, part in parts))
+        self._parts, self._ends = list(parts), list(accumulate(len(rows) for _, rows in parts))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index):
-        places = range(len(self))[index]
+        numbers = range(len(self))[index]
         if not isinstance(index, slice):
-            _, part, inside = self._find(places)
-            return part[inside]
-        found: list[Row] = []
-        start = places.start
-        while start < places.stop:
-            _, part, inside = self._find(start)
-            found += part[inside : inside + places.stop - start]
-            start += len(part) - inside
-        return found[:: places.step]
+            _, file, inside = self._find(numbers)
+            return file[inside]
+        rows: list[Row] = []
+        start = numbers.start
+        while start < numbers.stop:
+            _, file, inside = self._find(start)
+            rows += file[inside : inside + numbers.stop - start]
+            start += len(file) - inside
+        return rows[:: numbers.step]
 
     def __iter__(self) -> Iterator[Row]:
-        return (row for _, part in self._parts for row in part)
+        return (row for _, file in self._parts for row in file)
 
     def _find(self, index: int) -> tuple[str, Sequence[Row], int]:
-        """Name and rows of the file with row `index`, and its place there."""
+        """Return name and rows of the file with row `index`, and its index there."""
         number = bisect_right(self._ends, index)
-        name, part = self._parts[number]
-        return name, part, index - self._ends[number] + len(part)
+        name, file = self._parts[number]
+        return name, file, index - self._ends[number] + len(file)
 
     def where(self, index: int) -> str:
-        """`file, row n` (from 1, blank lines not counted) of row `index`; with the line where that is another one."""
-        name, part, inside = self._find(index)
-        line = part.numbers[inside] if isinstance(part, Lines) else inside + 1
+        """Return `file, row n` (from 1, blank lines not counted) of row `index`; with the line if that differs."""
+        name, file, inside = self._find(index)
+        line = file.numbers[inside] if isinstance(file, Lines) else inside + 1
         return f"{name}, row {inside + 1}" + (f" (line {line})" if line != inside + 1 else "")
 
     def content(self) -> str:
-        """16 hexadecimal digits of SHA-256 over the rows, whatever kind of file they came from. All columns count:
-        reward functions may read any. Raises DataError for a value that is not the same in another process."""
+        """Return 16 hexadecimal digits of SHA-256 over the rows, the same for all kinds of files.
+
+        All columns count, because reward functions may read any. Raises DataError for a value that is not the same in
+        another process.
+        """
         digest, index = hashlib.sha256(), 0
 
         def written(value: Any) -> str:
@@ -80,7 +83,9 @@ class Rows(Sequence):
 
 
 def read_rows(path: str, key: str = "data.train") -> Rows:
-    """All rows of the dataset at `path`, in file order (files of a folder by name; of several splits one, `splits.py`).
+    """Return all rows of the dataset at `path`, in file order.
+
+    Files of a folder are ordered by name; of several splits one is read (`splits.py`).
 
     Raises DataError, naming `key` and the file (and line), for a missing file, an empty dataset or, when they are read,
     malformed rows.
@@ -89,7 +94,7 @@ def read_rows(path: str, key: str = "data.train") -> Rows:
         raise DataError(f"{key}={path!r}: expected a file or folder")
     root = Path(path).expanduser()
     if not root.exists():
-        raise DataError(f"{key}={path!r}: expected an existing file or folder, found nothing there")
+        raise DataError(f"{key}={path!r}: expected an existing file or folder")
     rows = _read_folder(root, key) if root.is_dir() else Rows([(str(root), _read_file(root, key))])
     if not rows:
         raise DataError(f"{key}={path!r}: expected at least one row, the dataset is empty")
@@ -118,7 +123,7 @@ def _read_file(file: Path, key: str) -> Sequence[Row]:
 
 
 def _read_json(file: Path, key: str) -> list[Row]:
-    """Held whole: a list has no beginning of a row that could be found without reading all before it."""
+    """Read a list whole: the beginning of a row could be located only by reading everything before it."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (UnicodeDecodeError, OSError) as error:

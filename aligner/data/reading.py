@@ -20,13 +20,13 @@ from aligner.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RENDERED = {"role", "content", "tool_calls"}  # of a message: what is left out of these is refused
-CHUNK = 2048  # rows tokenized by one call: bounds the lists that exist at one time
+RENDERED = {"role", "content", "tool_calls"}  # keys of a message that a template must show
+CHUNK = 2048  # rows tokenised by one call: bounds the memory for lists
 
 
 @dataclass
 class DataReport:
-    """What became of the rows of a file. `truncated` rows are among the `kept`."""
+    """Counts of the rows of a file. `truncated` rows are among the `kept`."""
 
     key: str
     limit: str
@@ -35,7 +35,7 @@ class DataReport:
     dropped: int = 0
     truncated: int = 0
     empty: int = 0
-    conversations: bool = False  # among the rows
+    conversations: bool = False  # some rows are conversations
     notes: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
@@ -52,7 +52,7 @@ class DataReport:
 
 
 class TokenRows:
-    """Items of one row of tokens, or of several, and the report of the rows they were made of."""
+    """Items of one or several rows of tokens, and the report on their source rows."""
 
     rows: ClassVar[int] = 1  # of an item
 
@@ -69,7 +69,8 @@ class TokenRows:
 
 
 class Reading[Row]:
-    """Raises DataError if no row is left, ConfigError for an argument that the chat template lacks."""
+    """A reader of typed rows. Raises DataError if no row is left, ConfigError for an argument that the chat template
+    lacks."""
 
     def __init__(
         self,
@@ -85,14 +86,14 @@ class Reading[Row]:
         self._shortest: int | None = None
         self._ends: Ends | None = None
         self._learned = self._open = 0  # answers, and those without a stop token
-        self._keys: dict[tuple[str, str], None] = {}  # of messages, by role
-        self._beside = 0  # rows of which the template leaves out what is said beside calls
-        self._shows_beside: dict[bool, bool] = {}  # with tools, and without: the template may be another
+        self._keys: dict[tuple[str, str], None] = {}  # of messages, with their role
+        self._beside = 0  # rows whose text beside calls the template omits
+        self._shows_beside: dict[bool, bool] = {}  # with tools, and without: the template may differ
         for note in rows.notes if isinstance(rows, TypedRows) else ():
             self.report.note(note)
 
     def chunks(self, texts: Callable[[Row], Sequence[Text]]) -> Iterator[Sequence[Row]]:
-        """A few rows at a time. `texts`: of a row, all strings or all messages."""
+        """Yield CHUNK rows at a time. `texts`: of a row, all strings or all messages."""
         for first in range(0, len(self.rows), CHUNK):
             chunk = self.rows[first : first + CHUNK]
             chats = [[m for text in texts(row) if not isinstance(text, str) for m in text] for row in chunk]
@@ -107,13 +108,13 @@ class Reading[Row]:
             yield chunk
         if self._open:
             self.report.note(
-                f"{self._open} of {self._learned} answers are learned without a token that ends them: the chat "
-                "template puts no stop token there, and generation may go on behind such an answer (data.chat_template)"
+                f"{self._open} of {self._learned} answers are learned without an end token: the chat template puts no "
+                "stop token there, so generation may not stop after such an answer (data.chat_template)"
             )
         if self._beside:
             self.report.note(
-                f"the chat template leaves out what answers say beside their tool calls, in {self._beside} rows: only "
-                "the calls are read and learned there. To learn both: a template that shows both (data.chat_template)"
+                f"the chat template leaves out the text beside tool calls, in {self._beside} rows: only the calls are "
+                "read and learned there. To learn both: a template that shows both (data.chat_template)"
             )
         self._check_left()
 
@@ -126,7 +127,7 @@ class Reading[Row]:
         return not self._shows_beside[bool(tools)]
 
     def _note_keys(self, messages: Messages) -> None:
-        """Say once of each key of the messages, beside role and content, whether the template leaves it out."""
+        """Note each key of the messages, besides role and content, that the template leaves out, once."""
         pairs = {(m["role"], key) for m in messages for key in m.keys() - RENDERED}
         for role, key in sorted(pairs - self._keys.keys()):
             self._keys[role, key] = None
@@ -134,7 +135,7 @@ class Reading[Row]:
                 self.report.note(f"the chat template leaves out `{key}` of role {role}")
 
     def learned(self, texts: Sequence[tuple[list[int], list[int]]]) -> Sequence[tuple[list[int], list[int]]]:
-        """The same (tokens, loss mask) of rows, whose answers without a stop token are counted."""
+        """Return the same (tokens, loss mask) of rows; count answers without a stop token."""
         self._ends = self._ends or Ends(self.tokenizer, stop_token_ids(self.tokenizer))
         for tokens, mask in texts:
             for start, end in spans(mask):
@@ -143,25 +144,29 @@ class Reading[Row]:
         return texts
 
     def answered(self, where: str, **answers: Text) -> bool:
-        """Whether all answers of a row, by column, have some text. Else the row is dropped, and counted, if
-        data.empty_answers says so. Raises DataError."""
+        """Return whether all answers of a row, by column, have some text.
+
+        Else drop and count the row, if data.empty_answers says so. Raises DataError.
+        """
         for name, answer in answers.items():
             turns = [] if isinstance(answer, str) else [m for m in answer if m["role"] == "assistant"]
-            said = [answer] if isinstance(answer, str) else [m["content"] for m in turns]
-            if any(text.strip() for text in said) or any("tool_calls" in m for m in turns):
+            contents = [answer] if isinstance(answer, str) else [m["content"] for m in turns]
+            if any(text.strip() for text in contents) or any("tool_calls" in m for m in turns):
                 continue
             if self.data.empty_answers == "refuse":
                 raise DataError(
-                    f"{where}: expected an answer with some text in `{name}`, found {answer!r:.120}. To leave "
-                    "such rows out: data.empty_answers=drop"
+                    f"{where}: expected an answer with some text in `{name}`, found {answer!r:.120}. To drop "
+                    "such rows: data.empty_answers=drop"
                 )
             self.report.empty += 1
             return False
         return True
 
     def fits(self, *texts: Sequence[int], learns: bool = True) -> bool:
-        """Count a row of these tokens in the report; True if it is kept, where it is longer cut to the limit. `learns`:
-        whether anything can then be learned from it."""
+        """Count a row of these tokens in the report; return whether it is kept, possibly cut to the limit.
+
+        `learns`: whether the cut row has anything to learn.
+        """
         longest = max(map(len, texts))
         self._shortest = longest if self._shortest is None else min(self._shortest, longest)
         kept = longest <= self.limit or (self.cut and learns)

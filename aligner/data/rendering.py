@@ -1,4 +1,8 @@
-"""Conversations -> what a chat template makes of them. Nothing else renders one.
+"""Conversations -> text or tokens by a chat template. No other module renders one.
+
+A conversation is first converted to the template's form: a call's arguments as a mapping or as JSON text, ids of calls
+as it accepts them (Kimi's carry the names, Mistral's have nine letters), and `developer` as `system` if there is no
+such role. Any failure inside a template is a DataError that names the row, the message and the template's line.
 
 A conversation is first put into the form that the template reads: a call's arguments as a mapping or as JSON text, the
 ids of calls as it takes them (Kimi's carry the names, Mistral's have nine letters), and `developer` as `system` where
@@ -32,23 +36,23 @@ _NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True)
 class Form:
-    """How a template wants its conversations."""
+    """The form of conversations that a template reads."""
 
-    text: bool = False  # a call's arguments as JSON text
-    named_ids: bool = False  # it shows the ids of calls in place of their names, as Kimi's `functions.look:0`
-    nine_ids: bool = False  # it refuses ids of calls but those of nine letters or digits, as Mistral's
+    text: bool = False  # a call's arguments are JSON text
+    named_ids: bool = False  # it shows ids of calls instead of their names, as Kimi's `functions.look:0`
+    nine_ids: bool = False  # it accepts only ids of calls of nine letters or digits, as Mistral's
     renamed: bool = False  # role `developer` is shown as `system`
 
 
 _forms: dict[tuple[str, str], Form] = {}  # by template and special tokens
 
 
-def template_of(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any], place: str) -> str:
-    """Raises DataError where there is none."""
+def template_of(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any], source: str) -> str:
+    """Return the template. Raises DataError if there is none."""
     own = settings.get("chat_template")
     if tokenizer.chat_template is None and own is None:
         raise DataError(
-            f"{place}: model.tokenizer={tokenizer.name_or_path!r}: expected a chat template because the data is "
+            f"{source}: model.tokenizer={tokenizer.name_or_path!r}: expected a chat template because the data is "
             "conversational, found none; set data.chat_template (chatml, for one), add chat_template.jinja to the "
             "folder, or use plain strings"
         )
@@ -56,7 +60,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any],
         return tokenizer.get_chat_template(own, settings.get("tools"))
     except ValueError:  # of several, none of which is the default
         raise DataError(
-            f"{place}: model.tokenizer={tokenizer.name_or_path!r}: expected a chat template `default` among its "
+            f"{source}: model.tokenizer={tokenizer.name_or_path!r}: expected a chat template `default` among its "
             f"several, found {', '.join(tokenizer.chat_template)}; name a file with one in data.chat_template"
         ) from None
 
@@ -64,32 +68,35 @@ def template_of(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any],
 def rendered(
     tokenizer: PreTrainedTokenizerBase,
     conversations: Sequence[Conversation],
-    places: Sequence[str],
+    sources: Sequence[str],
     settings: Mapping[str, Any],
 ) -> Any:
-    """What `apply_chat_template` gives for the list. `places`: file and row of each. Raises DataError."""
-    template = template_of(tokenizer, settings, places[0] if places else "")
+    """Return the result of `apply_chat_template` for these conversations.
+
+    `sources`: file and row of each. Raises DataError.
+    """
+    template = template_of(tokenizer, settings, sources[0] if sources else "")
     form = form_of(tokenizer, template)
-    formed = [in_form(one, form, place) for one, place in zip(conversations, places, strict=True)]
+    formed = [in_form(one, form, source) for one, source in zip(conversations, sources, strict=True)]
     try:
         return tokenizer.apply_chat_template(formed, **settings)
-    except Exception as error:  # a template may raise anything; always raised again, with its cause
+    except Exception as error:  # a template may raise anything; always re-raised, with its cause
         plain = {"tokenize": False} | {name: v for name, v in settings.items() if name not in _OF_TOKENS}
-        for one, place in zip(formed, places, strict=True):
-            _check(tokenizer, one, place, plain)
+        for one, source in zip(formed, sources, strict=True):
+            _check(tokenizer, one, source, plain)
         raise DataError(f"the chat template of model.tokenizer={tokenizer.name_or_path!r} failed: {error}") from error
 
 
 _OF_TOKENS = ("tokenize", "return_dict", "tokenizer_kwargs", "return_assistant_tokens_mask")
 
 
-def rendered_text(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, place: str, **settings: Any) -> str:
-    """Raises DataError."""
-    return rendered(tokenizer, [conversation], [place], {**settings, "tokenize": False})[0]
+def rendered_text(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, source: str, **settings: Any) -> str:
+    """Return the text of a conversation. Raises DataError."""
+    return rendered(tokenizer, [conversation], [source], {**settings, "tokenize": False})[0]
 
 
 def try_text(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **settings: Any) -> str | None:
-    """None where the template refuses the conversation, or fails."""
+    """Return the text of a conversation; None if the template refuses it, or fails."""
     try:
         return rendered_text(tokenizer, conversation, "", **settings)
     except DataError:
@@ -97,7 +104,7 @@ def try_text(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **s
 
 
 def form_of(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
-    """Told from what the template makes of small conversations."""
+    """Return the template's form, found by rendering small conversations."""
     key = template, repr(tokenizer.special_tokens_map)
     if key not in _forms:
         _forms[key] = _probed(tokenizer, template)
@@ -108,7 +115,7 @@ def _probed(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
     def text(chat: Conversation, tools: Any = None) -> str | None:
         try:
             return tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, chat_template=template)
-        except Exception:  # as above; here it only means that the template does not take this form
+        except Exception:  # as above; here the template does not accept this form
             return None
 
     def called(arguments: Any, own: str = "call00007") -> str | None:
@@ -116,8 +123,8 @@ def _probed(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
         for thought in ("", THOUGHT):
             answer = {"role": "assistant", "content": thought, "tool_calls": [call]}
             for tools in (None, TOOLS):
-                if (found := text([USER, answer], tools)) is not None:
-                    return found
+                if (shown := text([USER, answer], tools)) is not None:
+                    return shown
         return None
 
     as_mapping, as_text = called({"at": _VALUE}), called(json.dumps({"at": _VALUE}))
@@ -132,19 +139,19 @@ def _probed(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
     return Form(wants_text, named_ids, nine_ids, _VALUE in system and _VALUE not in developer)
 
 
-def in_form(conversation: Conversation, form: Form, place: str) -> list[dict[str, Any]]:
-    """The messages as the template wants them. Raises DataError for arguments that are no JSON object."""
-    found = [dict(message) for message in conversation]
-    for number, message in enumerate(found):
+def in_form(conversation: Conversation, form: Form, source: str) -> list[dict[str, Any]]:
+    """Return the messages in the template's form. Raises DataError for arguments that are not a JSON object."""
+    messages = [dict(message) for message in conversation]
+    for number, message in enumerate(messages):
         if form.renamed and message.get("role") == "developer":
             message["role"] = "system"
         calls = message.get("tool_calls")
         if isinstance(calls, Sequence) and not isinstance(calls, str):
-            where = f"{place}: messages[{number}].tool_calls"
+            where = f"{source}: messages[{number}].tool_calls"
             message["tool_calls"] = [_call(call, form, f"{where}[{i}]") for i, call in enumerate(calls)]
     if form.named_ids or form.nine_ids:
-        _fit_ids(found, form)
-    return found
+        _fit_ids(messages, form)
+    return messages
 
 
 def _call(call: Any, form: Form, where: str) -> Any:
@@ -167,12 +174,12 @@ def _object(text: str, where: str) -> dict[str, Any]:
     if isinstance(value, str):  # encoded twice
         value = parse_json(value, where, DataError)
     if not isinstance(value, dict):
-        raise DataError(f"{where}={text[:80]!r}: expected a JSON object, which the chat template shows")
+        raise DataError(f"{where}={text[:80]!r}: expected a JSON object, as the chat template needs")
     return value
 
 
 def _fit_ids(messages: list[dict[str, Any]], form: Form) -> None:
-    """Give calls ids that the template takes, numbered through the conversation; results follow them."""
+    """Give calls ids that the template accepts, numbered through the conversation; results follow them."""
     names: dict[str, str] = {}
     waiting: list[str] = []
     count = 0
@@ -197,9 +204,9 @@ def _fit_ids(messages: list[dict[str, Any]], form: Form) -> None:
 
 
 def _check(
-    tokenizer: PreTrainedTokenizerBase, conversation: list[dict[str, Any]], place: str, settings: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase, conversation: list[dict[str, Any]], source: str, settings: Mapping[str, Any]
 ) -> None:
-    """Raises DataError if the template fails on this conversation."""
+    """Raise DataError if the template fails on this conversation."""
 
     def failure(messages: list[dict[str, Any]]) -> Exception | None:
         try:
@@ -220,12 +227,12 @@ def _check(
     kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
     roles = [message.get("role") for message in conversation]
     raise DataError(
-        f"{place}: the chat template of model.tokenizer={tokenizer.name_or_path!r} refuses the roles "
+        f"{source}: the chat template of model.tokenizer={tokenizer.name_or_path!r} refuses the roles "
         f"{roles!r:.200}, at {', '.join(at)}: {kind}{error!s:.300}"
     ) from error
 
 
 def _line(error: Exception) -> int | None:
-    """Where in the template an exception came from."""
+    """Return the line of the template where an exception was raised."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in _SOURCE]
     return getattr(error, "lineno", None) or (lines[-1] if lines else None)

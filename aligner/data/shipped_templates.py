@@ -1,4 +1,4 @@
-"""Chat templates: the one `data.chat_template` names, and the shipped ones, which mark what an assistant says."""
+"""Chat templates: the one that `data.chat_template` names, and the shipped ones, which mark the assistant's text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FOLDER = Path(__file__).with_name("chat_templates")
-# in place of templates that render answers otherwise than they are generated, at once or when the conversation goes on
+# replacements of templates that render answers unlike they are generated, at once or when the conversation grows
 FOR_TRAINING = ("qwen3", "qwen3_thinking", "phi3", "deepseek_r1")
 
 _END = "<|im_end|>"
@@ -31,7 +31,7 @@ _CALL = [
 ]
 _RESULT = [{"role": "tool", "content": "a result"}]
 _TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
-# conversations that a template and the one for its training render alike: none goes on behind an answer to a user
+# conversations that a template and its training template render alike: none continues after an answer to a user
 _PROBES: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
     (_USER, {"add_generation_prompt": True}),
     (_SYSTEM + _USER, {"add_generation_prompt": True}),
@@ -46,7 +46,7 @@ _PROBES: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
 
 
 def shipped() -> tuple[str, ...]:
-    """Names that `data.chat_template` may give."""
+    """Return the names that `data.chat_template` accepts."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.jinja")))
 
 
@@ -55,8 +55,10 @@ def shipped_template(name: str) -> str:
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
-    """Give the tokenizer the template that `data.chat_template` names: everything that renders a conversation uses it,
-    and it goes out with the model. Raises ConfigError for a name or file that does not exist."""
+    """Give the tokenizer the template that `data.chat_template` names, for rendering and for export with the model.
+
+    Raises ConfigError for a name or file that does not exist.
+    """
     name = data.chat_template
     if name == "auto":
         return
@@ -72,14 +74,18 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> N
 
 
 def _fitting(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """ChatML with the tokenizer's EOS at the end of turns, where it lacks the token that belongs there: a text of
-    several tokens would stop no generation."""
+    """Return ChatML with the tokenizer's EOS at the end of turns, if it lacks ChatML's end token.
+
+    An end of several tokens would not stop generation.
+    """
     return template if _END in tokenizer.get_vocab() else template.replace(f"'{_END}\\n'", "eos_token + '\\n'")
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The name of the shipped template that renders what the tokenizer's own does, as far as no conversation goes on
-    behind an answer and it does not refuse to; None where there is none."""
+    """Return the name of the shipped template that renders like the tokenizer's own, or None.
+
+    Both must agree on conversations that do not continue after an answer, and that the shipped one does not refuse.
+    """
     own = [_rendered(tokenizer, {}, *probe) for probe in _PROBES]
     for name in FOR_TRAINING:
         other = {"chat_template": shipped_template(name), "as_published": True}
@@ -89,7 +95,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def answers_openings(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether an answer, as the tokenizer's template renders it, begins with what the model is given before it."""
+    """Return whether an answer, as the tokenizer's template renders it, begins with the generation prompt."""
     opening = _rendered(tokenizer, {}, _USER, {"add_generation_prompt": True})
     whole = _rendered(tokenizer, {}, _USER + _ANSWER, {})
     return opening is None or whole is None or whole.startswith(opening)
@@ -98,5 +104,5 @@ def answers_openings(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _rendered(
     tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any], chat: list, options: Mapping[str, Any]
 ) -> str | None:
-    """None where the template refuses the conversation, or cannot do what it needs."""
+    """Return the text of a conversation; None if the template refuses it, or lacks what it needs."""
     return try_text(tokenizer, chat, **template, **options)

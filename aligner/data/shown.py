@@ -1,5 +1,7 @@
-"""What a chat template shows of a conversation, told from what it makes of marked ones: words that it leaves out would
-be missing from what a model reads and learns."""
+"""The parts of a conversation that a chat template shows, found by rendering marked ones.
+
+Words that it omits would be missing from the text that a model reads and learns.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,16 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER = "other"
 MARK = "mark00007"  # nine letters or digits, as Mistral's ids of calls
 LOOK = {"id": "call00007", "type": "function", "function": {"name": "look", "arguments": {"at": "it 7"}}}
-_MOST = 20_000  # shapes that are known to be shown whole
+_MOST = 20_000  # shapes known to be shown whole
 
 _whole: set[tuple[Any, ...]] = set()
 
 
 def check_shown(tokenizer: PreTrainedTokenizerBase, chats: Iterable[Chat], options: Mapping[str, Any]) -> None:
-    """Raise DataError for a conversation of which the template leaves out a message's content or a call. One of each
-    shape is looked at: what a template leaves out depends on roles and keys, not on words. What is said beside calls is
-    counted instead (`shows_beside`): the published templates of Llama 3.1 and Mistral leave it out.
+    """Raise DataError for a conversation if the template omits a message's content or a call.
+
+    One conversation of each shape is checked: omissions depend on roles and keys, not on words. Text beside calls is
+    counted instead (`shows_beside`): the published templates of Llama 3.1 and Mistral omit it.
     """
     for chat in chats:
         template = template_of(tokenizer, {**options, "tools": chat.tools}, chat.where)
@@ -38,7 +41,7 @@ def check_shown(tokenizer: PreTrainedTokenizerBase, chats: Iterable[Chat], optio
             continue
         marked = [_marked(message, i) for i, message in enumerate(chat.messages)]
         text = try_text(tokenizer, marked, **options, tools=chat.tools)
-        if text is None:  # refused where it is rendered, or not to be told; another of its shape may be
+        if text is None:  # refused at rendering, or unknown; another of its shape may tell
             continue
         _check_marks(tokenizer, chat, marked, text.lower())
         if len(_whole) >= _MOST:
@@ -54,62 +57,62 @@ def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _marked(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The same with other words, by which it is known again."""
-    found, content = dict(message), message.get("content")
+    """Return the message with marks instead of its words."""
+    fields, content = dict(message), message.get("content")
     if isinstance(content, str) and content.strip():
-        found["content"] = (THOUGHT if "</think>" in content else "") + f"words-{number}-said"
+        fields["content"] = (THOUGHT if "</think>" in content else "") + f"words-{number}-said"
     if message.get("tool_calls"):
-        found["tool_calls"] = [_marked_call(call, number, i) for i, call in enumerate(message["tool_calls"])]
-    return found
+        fields["tool_calls"] = [_marked_call(call, number, i) for i, call in enumerate(message["tool_calls"])]
+    return fields
 
 
-def _marked_call(call: Any, number: int, place: int) -> Any:
+def _marked_call(call: Any, number: int, index: int) -> Any:
     if not isinstance(call, Mapping):
         return call
     inner = call.get("function", call)
-    inner = {**inner, "name": f"name-{number}-{place}-x", "arguments": {"at": f"value-{number}-{place}-x"}}
+    inner = {**inner, "name": f"name-{number}-{index}-x", "arguments": {"at": f"value-{number}-{index}-x"}}
     return {**call, "function": inner} if "function" in call else inner
 
 
 def _check_marks(tokenizer: PreTrainedTokenizerBase, chat: Chat, marked: Conversation, text: str) -> None:
     for number, message in enumerate(marked):
         role, content = chat.messages[number].get("role"), message.get("content")
-        said = isinstance(content, str) and content.endswith("-said")
-        if said and not message.get("tool_calls") and f"words-{number}-said" not in text:
+        marked_content = isinstance(content, str) and content.endswith("-said")
+        if marked_content and not message.get("tool_calls") and f"words-{number}-said" not in text:
             _refuse(tokenizer, chat, f"the content of messages[{number}] (role {role})")
-        for place in range(len(message.get("tool_calls") or ())):
-            if not all(f"{what}-{number}-{place}-x" in text for what in ("name", "value")):
-                _refuse(tokenizer, chat, f"`tool_calls` of messages[{number}] (role {role}), call {place + 1}")
+        for index in range(len(message.get("tool_calls") or ())):
+            if not all(f"{what}-{number}-{index}-x" in text for what in ("name", "value")):
+                _refuse(tokenizer, chat, f"`tool_calls` of messages[{number}] (role {role}), call {index + 1}")
 
 
 def _refuse(tokenizer: PreTrainedTokenizerBase, chat: Chat, what: str) -> None:
     raise DataError(
         f"{chat.where}: the chat template of model.tokenizer={tokenizer.name_or_path!r} leaves out {what}: the model "
         "would neither read nor learn it. Expected a template that renders it (data.chat_template), or a conversation "
-        "without"
+        "without it"
     )
 
 
 def shows_key(tokenizer: PreTrainedTokenizerBase, role: str, key: str, options: Mapping[str, Any]) -> bool:
-    """Whether the template shows what a message of this role has under this key. True where that cannot be told."""
+    """Return whether the template shows the value of this key in a message of this role. True if unknown."""
     return _marks(try_text(tokenizer, chat, **options) for chat in _conversations(role, {key: MARK}))
 
 
 def shows_beside(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], tools: Any = None) -> bool:
-    """Whether the template shows what an answer says beside its calls. True where that cannot be told."""
+    """Return whether the template shows the text of an answer beside its calls. True if unknown."""
     answers = [{"role": "assistant", "content": thought + MARK, "tool_calls": [LOOK]} for thought in ("", THOUGHT)]
     return _marks(try_text(tokenizer, [USER, answer], tools=tools, **options) for answer in answers)
 
 
 def _marks(texts: Iterable[str | None]) -> bool:
-    """Whether one of them has MARK, or none was rendered."""
+    """Return whether one of the texts has MARK, or none was rendered."""
     rendered = [text for text in texts if text is not None]
     return not rendered or any(MARK in text for text in rendered)
 
 
-def _conversations(role: str, more: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    """Small ones with a message of this role; of several the template may refuse some."""
-    message = {"role": role, "content": MARK if not more else "words", **more}
+def _conversations(role: str, keys: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """Return small conversations with a message of this role; the template may refuse some of them."""
+    message = {"role": role, "content": MARK if not keys else "words", **keys}
     if role in ("system", "developer"):
         return [[message, USER]]
     if role == "assistant":
@@ -122,39 +125,41 @@ def _conversations(role: str, more: Mapping[str, Any]) -> list[list[dict[str, An
 
 
 def shown_calls(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], tools: Any = None) -> str:
-    """The format in which the template writes a call, "other" for none that is known; empty where it writes none."""
+    """Return the format in which the template writes a call, "other" for an unknown one; empty if it writes none."""
     text: Callable[..., str | None] = partial(try_text, tokenizer, tools=tools, **options)
     opening, end = text([USER], add_generation_prompt=True) or "", turn_end(tokenizer)
     for thought in ("", THOUGHT):
         whole = text([USER, {"role": "assistant", "content": thought, "tool_calls": [LOOK]}])
         if whole is None:
             continue
-        said = whole[len(opening) :] if opening and whole.startswith(opening) else whole.rpartition(USER["content"])[2]
-        said = said.partition(tokenizer.decode([end]))[0] if end is not None else said
-        kind = format_of(said.removeprefix(thought), "look", {"at": "it 7"})
-        if kind or "it 7" in said:
-            return kind or OTHER  # a mark of a format tells too little: others hold it, too
+        answer = (
+            whole[len(opening) :] if opening and whole.startswith(opening) else whole.rpartition(USER["content"])[2]
+        )
+        answer = answer.partition(tokenizer.decode([end]))[0] if end is not None else answer
+        kind = format_of(answer.removeprefix(thought), "look", {"at": "it 7"})
+        if kind or "it 7" in answer:
+            return kind or OTHER  # a format's mark is not enough: other formats contain it
     return ""
 
 
 def describe(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> list[str]:
-    """What the template shows, in two lines."""
+    """Describe what the template shows, in two lines."""
     if tokenizer.chat_template is None:
         return []
     text: Callable[..., str | None] = partial(try_text, tokenizer, **options)
     form = form_of(tokenizer, template_of(tokenizer, {}, ""))
     roles = {role: [text(chat) for chat in _conversations(role, {})] for role in ROLES}
-    shown = [role for role, texts in roles.items() if any(MARK in (found or "") for found in texts)]
-    refused = [role for role, texts in roles.items() if all(found is None for found in texts)]
+    shown = [role for role, texts in roles.items() if any(MARK in (text or "") for text in texts)]
+    refused = [role for role, texts in roles.items() if all(text is None for text in texts)]
     lost = [role for role in ROLES if role not in (*shown, *refused)]
-    told = [f"shows {_list(shown)}"]
-    told += ["shows developer as system"] if form.renamed and "developer" in shown else []
-    told += [f"leaves out {_list(lost)}"] if lost else []
-    told += [f"refuses {_list(refused)}"] if refused else []
+    parts = [f"shows {_list(shown)}"]
+    parts += ["shows developer as system"] if form.renamed and "developer" in shown else []
+    parts += [f"leaves out {_list(lost)}"] if lost else []
+    parts += [f"refuses {_list(refused)}"] if refused else []
     kind = shown_calls(tokenizer, options)
     calls = f"writes tool calls as {kind}" if kind else "shows no tool calls"
     calls = "writes tool calls in no known format" if kind == OTHER else calls
-    return [f"chat template: {'; '.join(told)}", f"chat template: {calls}; ends an answer with {_ending(tokenizer)}"]
+    return [f"chat template: {'; '.join(parts)}", f"chat template: {calls}; ends an answer with {_ending(tokenizer)}"]
 
 
 def _ending(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,5 +1,7 @@
-"""Which split of a dataset a key reads. Names are those of the Hugging Face Hub: `train-00000-of-00001.parquet`,
-`test.jsonl`, a folder `validation/`, also `dev` and `eval`.
+"""Choice of the split of a dataset that a key reads.
+
+Names are those of the Hugging Face Hub: `train-00000-of-00001.parquet`, `test.jsonl`, a folder `validation/`, also
+`dev` and `eval`.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ KEYWORDS = {
 }
 _KIND = {word: kind for kind, words in KEYWORDS.items() for word in words}
 _SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}.*")
-# of a clone from the Hub, as `datasets` leaves them out
+# files of a clone from the Hub that `datasets` ignores
 NO_DATA = ("config.json", "dataset_infos.json")
-HELD_OUT = ("validation", "test")  # what data.eval reads, the first that is there
+HELD_OUT = ("validation", "test")  # data.eval reads the first of these
 EVAL = "data.eval"
 _UNNAMED = "files without a split's name"
 _ADVICE = "name its files or its folder, several in data.sources"
@@ -29,12 +31,15 @@ _ADVICE = "name its files or its folder, several in data.sources"
 
 class Files(NamedTuple):
     files: list[Path]
-    note: str  # on what is left out; empty: nothing is
+    note: str  # on splits that are left out; empty: none
 
 
 def split_files(root: Path, key: str) -> Files:
-    """The files of a folder that `key` reads: of the folder itself and of its folders `train`, `test` and so on, or
-    else of its folder `data`. No files where there are none. Raises DataError where several splits would do."""
+    """Return the files of a folder that `key` reads.
+
+    They are in the folder itself and its folders `train`, `test` and so on, or else in its folder `data`. Returns no
+    files if there are none. Raises DataError for several possible splits.
+    """
     named = _named(root) or _named(root / "data")
     chosen = choose({name for _, name in named}, key, str(root))
     skipped = [name for _, name in named if name not in chosen]
@@ -42,14 +47,16 @@ def split_files(root: Path, key: str) -> Files:
 
 
 def folders_with_files(root: Path) -> list[Path]:
-    """The folders directly below this one from which `split_files` could read."""
+    """Return the folders directly below this one from which `split_files` could read."""
     folders = [entry for entry in sorted(root.iterdir()) if entry.is_dir()]
     return [folder for folder in folders if _named(folder) or _named(folder / "data")]
 
 
 def choose(names: Collection[str], key: str, where: str) -> set[str]:
-    """The splits of these that `key` reads: data.eval held-out ones, another key those to train on. A split without a
-    name is read with those to train on. Raises DataError."""
+    """Return the splits that `key` reads: data.eval held-out ones, other keys those to train on.
+
+    A split without a name is read with those to train on. Raises DataError.
+    """
     kinds = {name: _kind(name) for name in names}
     if len(names) == 1 or not any(kinds.values()):
         return set(names)
@@ -67,8 +74,10 @@ def choose(names: Collection[str], key: str, where: str) -> set[str]:
 
 
 def note_on(chosen: Iterable[str], skipped: Sequence[str], key: str, where: str) -> str:
-    """One line on the splits that `key` reads of `where`, and on those of the files that it skips. Empty where all are
-    read, and none is meant for something else."""
+    """Describe in a line the splits that `key` reads of `where`, and those that it skips.
+
+    Empty if all are read, and each fits the key.
+    """
     names = sorted(set(chosen) - {""})
     if not skipped and not any(_kind(name) and (_kind(name) in HELD_OUT) != (key == EVAL) for name in names):
         return ""
@@ -78,7 +87,7 @@ def note_on(chosen: Iterable[str], skipped: Sequence[str], key: str, where: str)
 
 
 def _only(kinds: dict[str, str], kind: str, key: str, where: str) -> str:
-    """The split of a kind: the one that has its very name, or the only one."""
+    """Return the only split of a kind, or the one whose name is exactly that of the kind."""
     fitting = sorted(name for name, its in kinds.items() if its == kind)
     exact = [name for name in fitting if name.lower() in KEYWORDS[kind]]
     if len(exact) == 1 or len(fitting) == 1:
@@ -91,14 +100,14 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _named(root: Path) -> list[tuple[Path, str]]:
-    """The data files of a folder, by name, each with that of its split; those of a folder `train` are of that split."""
+    """Return the data files of a folder, by name, each with its split; those of a folder `train` are of that split."""
     if not root.is_dir():
         return []
-    found = [(file, _split(file)) for file in sorted(root.iterdir()) if _is_data(file)]
+    files = [(file, _split(file)) for file in sorted(root.iterdir()) if _is_data(file)]
     for folder in sorted(root.iterdir()):
         if folder.is_dir() and _kind(folder.name):
-            found += [(file, _kind(folder.name)) for file in sorted(folder.rglob("*")) if _is_data(file)]
-    return found
+            files += [(file, _kind(folder.name)) for file in sorted(folder.rglob("*")) if _is_data(file)]
+    return files
 
 
 def _is_data(file: Path) -> bool:
@@ -106,13 +115,14 @@ def _is_data(file: Path) -> bool:
 
 
 def _split(file: Path) -> str:
-    """`train_sft` of train_sft-00000-of-00001.parquet; of other files the kind that their names tell, or nothing."""
+    """Return the split of a file: `train_sft` of train_sft-00000-of-00001.parquet, else the kind in its name, or
+    nothing."""
     stem = next(file.name.removesuffix(end) for end in DATA_FILES if file.name.endswith(end))
     shard = _SHARD.fullmatch(stem)
     return (_KIND.get(shard[1].lower()) or shard[1]) if shard else _kind(stem)
 
 
 def _kind(name: str) -> str:
-    """train, validation or test, by a word of the name, as `datasets` tells it; else empty."""
+    """Return train, validation or test, by a word of the name, as in `datasets`; else empty."""
     words = re.split(r"[-._ 0-9]+", name.lower())
     return next((_KIND[word] for word in words if word in _KIND), "")

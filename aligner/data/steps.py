@@ -1,5 +1,7 @@
-"""Answers in steps, for a process reward model: each step is followed by a separator, on whose last token stands what
-is said of the step."""
+"""Answers in steps, for a process reward model.
+
+Each step is followed by a separator; its score is read at the separator's last token.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,17 @@ if TYPE_CHECKING:
 
 
 class StepEncoder:
-    """Steps are tokenised one by one, so that a step has the same tokens in training and in an answer to be scored."""
+    """A tokeniser of single steps, so that a step has the same tokens in training and in scored answers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, separator: str):
         self.tokenizer, self.separator = tokenizer, separator
         (self._end,) = encode_behind(tokenizer, [separator])
         if not self._end:
-            expected = "a text that the tokenizer has tokens for"
+            expected = "a text with at least one token"
             raise ConfigError("algorithm.reward_loss.separator", separator, expected)
 
     def encode(self, steps: Sequence[str]) -> tuple[list[int], list[int]]:
-        """(tokens of all steps, the place of each step's last separator token in them)."""
+        """Return (tokens of all steps, the index of each step's last separator token)."""
         tokens: list[int] = []
         ends = []
         for step in encode_behind(self.tokenizer, steps):
@@ -40,12 +42,13 @@ class StepEncoder:
         return tokens, ends
 
     def steps_of(self, answer: str) -> list[str]:
-        """What stands between separators, without what is blank."""
+        """Return the texts between separators that are not blank."""
         return [step for step in answer.split(self.separator) if step.strip()]
 
 
 class StepsDataset(TokenRows):
-    """Rows longer than data.max_tokens are dropped, or lose their last steps (data.overlong)."""
+    """Answers in steps with labels. Rows longer than data.max_tokens are dropped, or lose their last steps
+    (data.overlong)."""
 
     def __init__(
         self,

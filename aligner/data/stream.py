@@ -1,4 +1,4 @@
-"""The order in which rows are visited: one global order, whatever the number of ranks, with cursors to save."""
+"""The order in which rows are visited: one global order for any number of ranks, with cursors to save."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from aligner.types import ScalarMetrics
 
 
 class IndexStream:
-    """Endless stream of row numbers: epoch after epoch, each a permutation drawn from (seed, epoch).
+    """An endless stream of row numbers: epoch after epoch, each a permutation drawn from (seed, epoch).
 
-    Every rank holds the same stream and takes its part of each global batch. A batch may span two epochs.
+    Every rank holds the same stream and takes its share of each global batch. A batch may span two epochs.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool = True, batch: int = 1, key: str = "data.train"):
-        """`key`: of the config, in errors."""
+        """Start at row 0. `key` is the config key, for errors."""
         if size < 1:
             raise ConfigError(key, size, "a dataset with at least one row")
         if batch < 1:
@@ -34,15 +34,15 @@ class IndexStream:
         return self.cursor / self.size
 
     def batch_at(self, step: int) -> np.ndarray:
-        """Row numbers int64 [batch] of global batch `step`, counted from 0; does not move the cursor."""
+        """Return row numbers int64 [batch] of global batch `step`, counted from 0; the cursor stays."""
         return self._rows(step * self.batch, self.batch)
 
     def next(self) -> np.ndarray:
-        """Row numbers int64 [batch] of the batch at the cursor, which moves on."""
+        """Return row numbers int64 [batch] of the batch at the cursor, and advance it."""
         return self.take(self.batch)
 
     def take(self, count: int) -> np.ndarray:
-        """The next `count` row numbers, int64, at the cursor, which moves on."""
+        """Return the next `count` row numbers, int64, and advance the cursor."""
         rows = self._rows(self.cursor, count)
         self.cursor += count
         return rows
@@ -61,19 +61,19 @@ class IndexStream:
         if state["size"] != self.size:
             raise CheckpointError(
                 f"{self.key}: expected the checkpoint's dataset of {state['size']} rows, found {self.size} rows; "
-                "restore the data, or start anew with run.resume=never"
+                "restore the data, or start again with run.resume=never"
             )
         self.cursor, self.seed, self.shuffle = int(state["cursor"]), int(state["seed"]), bool(state["shuffle"])
         self._orders.clear()
 
     def _rows(self, start: int, count: int) -> np.ndarray:
-        parts, end = [], start + count
+        pieces, end = [], start + count
         while start < end:
             epoch, offset = divmod(start, self.size)
-            part = self._order(epoch)[offset : offset + end - start]
-            parts.append(part)
-            start += len(part)
-        return np.concatenate(parts)
+            piece = self._order(epoch)[offset : offset + end - start]
+            pieces.append(piece)
+            start += len(piece)
+        return np.concatenate(pieces)
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
@@ -88,13 +88,14 @@ class IndexStream:
 
 
 class MixedStream:
-    """Rows of several sources in fixed shares, each source in an order of its own, epoch after epoch. Row numbers count
-    through the sources, one after the other.
+    """Rows of several sources in fixed shares, each source in its own order, epoch after epoch.
 
-    Of any first k rows a source has its share of k, rounded up or down: no randomness is in it. The rule is Tijdeman's
-    (The chairman assignment problem, 1980): of the sources whose share of the next k + 1 rows is far enough above what
-    they have, that one whose next row is due first. By tokens a source is never further from its share than a longest
-    row of each source.
+    Row numbers count through all sources in order.
+
+    Of the first k rows a source has its share of k, rounded up or down, for every k and without randomness. The rule is
+    Tijdeman's (The chairman assignment problem, 1980). Candidates are the sources whose share of the next k + 1 rows is
+    far enough above their rows so far; the one whose next row is due first is taken. By tokens, a source's distance
+    from its share is at most a longest row of each source.
     """
 
     def __init__(
@@ -105,8 +106,11 @@ class MixedStream:
         section: str = "data",
         lengths: Sequence[np.ndarray] | None = None,
     ):
-        """Weights are finite and positive; only their ratios count. With `lengths`, int64 [rows] of each source, they
-        are shares of tokens: the next row is of the source that lacks most of its share of what has been taken."""
+        """Take finite, positive weights; only their ratios count.
+
+        With `lengths`, int64 [rows] of each source, they are shares of tokens: the next row is of the source with the
+        largest deficit of tokens.
+        """
         self.lengths, self._tokens = lengths, [0] * len(streams)
         self.streams, self.batch, self.section = dict(streams), batch, section
         exact = [Fraction(weight) for weight in weights]
@@ -114,32 +118,32 @@ class MixedStream:
         self._slack = Fraction(1, max(2 * len(exact) - 2, 1))
 
     def next(self) -> np.ndarray:
-        """Row numbers int64 [batch] of the batch at the cursors, which move on."""
+        """Return row numbers int64 [batch] of the batch at the cursors, and advance them."""
         return self.take(self.batch)
 
     def take(self, count: int) -> np.ndarray:
-        """The next `count` row numbers, int64, at the cursors, which move on."""
+        """Return the next `count` row numbers, int64, and advance the cursors."""
         if self.lengths is not None:
             return np.array([self._next_by_tokens() for _ in range(count)], dtype=np.int64)
         streams = list(self.streams.values())
         picks, rows, first = self._picks(count), np.empty(count, dtype=np.int64), 0
         for number, stream in enumerate(streams):
-            places = np.flatnonzero(picks == number)
-            if len(places):
-                rows[places] = first + stream.take(len(places))
+            indices = np.flatnonzero(picks == number)
+            if len(indices):
+                rows[indices] = first + stream.take(len(indices))
             first += stream.size
         return rows
 
     def _picks(self, count: int) -> np.ndarray:
-        """Whose row each of the next `count` is, from what has been taken alone."""
-        taken, found = [stream.cursor for stream in self.streams.values()], []
+        """Return the source of each of the next `count` rows, which depends only on the rows taken so far."""
+        taken, picks = [stream.cursor for stream in self.streams.values()], []
         for k in range(sum(taken) + 1, sum(taken) + count + 1):
             behind = [share * k - n for share, n in zip(self._shares, taken, strict=True)]
             able = [i for i, lack in enumerate(behind) if lack >= self._slack] or [int(np.argmax(behind))]
             chosen = min(able, key=lambda i: (taken[i] + 1 - self._slack) / self._shares[i])
             taken[chosen] += 1
-            found.append(chosen)
-        return np.array(found)
+            picks.append(chosen)
+        return np.array(picks)
 
     def _next_by_tokens(self) -> int:
         taken, streams = self._tokens, list(self.streams.values())
@@ -150,7 +154,7 @@ class MixedStream:
         return row + sum(stream.size for stream in streams[:chosen])
 
     def metrics(self) -> ScalarMetrics:
-        """data/<name>/epoch: epochs done of each source, with the fraction of the current one."""
+        """Return data/<name>/epoch: completed epochs of each source, with the fraction of the current one."""
         return {f"data/{name}/epoch": stream.epoch for name, stream in self.streams.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,14 +162,14 @@ class MixedStream:
         return {name: stream.state_dict() | {"tokens": tokens} for (name, stream), tokens in both}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError for other sources, or other numbers of rows."""
+        """Restore the cursors. Raises CheckpointError for other sources, or other numbers of rows."""
         if list(state) != list(self.streams):
             raise CheckpointError(
                 f"{self.section}.sources: expected the checkpoint's {', '.join(state)}, found {', '.join(self.streams)}"
             )
         for name, stream in self.streams.items():
             stream.load_state_dict(state[name])
-        self._tokens = [part.get("tokens", 0) for part in state.values()]
+        self._tokens = [source.get("tokens", 0) for source in state.values()]
 
 
 Stream = IndexStream | MixedStream

@@ -26,19 +26,21 @@ NO_ARGUMENTS: Mapping[str, Any] = {}
 
 
 def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
-    """Token ids of each text, in one call, without any special token that the text does not spell. Texts that are equal
-    share their list."""
+    """Encode texts in one call, without special tokens that the text does not spell.
+
+    Equal texts share their list.
+    """
     if not texts:
         return []
     unique = list(dict.fromkeys(texts))
     ids = tokenizer(unique, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    found = dict(zip(unique, ids, strict=True))
-    return [found[text] for text in texts]
+    ids_of = dict(zip(unique, ids, strict=True))
+    return [ids_of[text] for text in texts]
 
 
 def encode_behind(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
-    """As `encode_plain`, of texts that stand behind others: without the blank that some tokenizers (Llama 2's kind) put
-    before every text that they are given."""
+    """Encode texts that follow others, without the blank that some tokenizers (Llama 2's kind) put before every
+    text."""
     anchor = _anchor(tokenizer)
     if not anchor:
         return encode_plain(tokenizer, texts)
@@ -52,8 +54,10 @@ def encode_behind(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> l
 
 
 def _anchor(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A text to put before others while they are tokenised, where the tokenizer begins a text otherwise than it goes
-    on; empty where it does not."""
+    """Return a text to put before others while they are tokenised; empty if the tokenizer needs none.
+
+    It is needed if the tokenizer begins a text differently than it continues one.
+    """
     apart, whole = encode_plain(tokenizer, ["0", "00"])
     joined = tokenizer.decode([*apart, *apart], clean_up_tokenization_spaces=False)
     if whole == [*apart, *apart] or joined == "00":
@@ -66,7 +70,7 @@ def _anchor(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
-    """Plain texts with EOS behind them, and BOS before them if the tokenizer adds one."""
+    """Encode plain texts with EOS behind them, and BOS before them if the tokenizer adds one."""
     bos, eos = _bos(tokenizer), tokenizer.eos_token_id
     return [_with_eos(_with_bos(ids, bos), eos) for ids in encode_plain(tokenizer, texts)]
 
@@ -78,18 +82,18 @@ def encode_prompts(
     tools: Sequence[Tools | None] | None = None,
     arguments: Options = NO_ARGUMENTS,
 ) -> list[Ids]:
-    """What the model generates from. A conversation is rendered with the opening of the assistant's turn."""
+    """Encode prompts to generate from. A conversation is rendered with the opening of the assistant's turn."""
     ids: list[Ids] = [[] for _ in prompts]
     tools = tools or [None] * len(prompts)
     plain = [i for i, p in enumerate(prompts) if isinstance(p, str)]
     chats = [i for i, p in enumerate(prompts) if not isinstance(p, str)]
     bos = _bos(tokenizer)
-    for i, found in zip(plain, encode_plain(tokenizer, [prompts[i] for i in plain]), strict=True):
-        ids[i] = _with_bos(found, bos)
+    for i, tokens in zip(plain, encode_plain(tokenizer, [prompts[i] for i in plain]), strict=True):
+        ids[i] = _with_bos(tokens, bos)
     opened = [Chat(prompts[i], where[i], tools[i]) for i in chats]
     check_shown(tokenizer, opened, arguments)
-    for i, found in zip(chats, _openings(tokenizer, opened, arguments), strict=True):
-        ids[i] = found
+    for i, tokens in zip(chats, _openings(tokenizer, opened, arguments), strict=True):
+        ids[i] = tokens
     return ids
 
 
@@ -100,27 +104,29 @@ def encode_sft(
     arguments: Options = NO_ARGUMENTS,
     fix: bool = True,
 ) -> list[tuple[Ids, Ids]]:
-    """(tokens, loss mask of 0 and 1, same length) of each row. `loss_on="all"`: every token but the first. `fix`: a
-    shipped template may take the place of the tokenizer's (`_encode_chats`).
+    """Return (tokens, loss mask of 0 and 1, same length) of each row.
+
+    `loss_on="all"`: loss on every token but the first. `fix`: a shipped template may replace the tokenizer's
+    (`_encode_chats`).
 
     Plain: encode(prompt) + encode(completion) + [EOS], loss on completion and EOS. Conversations: loss on the assistant
-    turns (of the completion, where there is a separate prompt). Raises DataError where a row has no token to learn.
+    turns (of the completion, if there is a separate prompt). Raises DataError if a row has no token to learn.
     """
     out: list[tuple[Ids, Ids]] = [([], [])] * len(rows)
     chats = [i for i, row in enumerate(rows) if row.messages is not None or not isinstance(row.prompt, str)]
     plain = sorted(set(range(len(rows))) - set(chats))
     prompts = encode_prompts(tokenizer, [rows[i].prompt for i in plain], [rows[i].where for i in plain])
     answers = _completions(tokenizer, [rows[i].prompt for i in plain], [rows[i].completion for i in plain])
-    eos = tokenizer.eos_token_id  # looked up once: it is slow
+    eos = tokenizer.eos_token_id  # read once: the property is slow
     for i, prompt, answer in zip(plain, prompts, answers, strict=True):
         answer = _with_eos(answer, eos)
         out[i] = prompt + answer, [0] * len(prompt) + [1] * len(answer)
     encoded = _encode_chats(tokenizer, [rows[i] for i in chats], loss_on, arguments, fix)
-    for i, found in zip(chats, encoded, strict=True):
-        out[i] = found
+    for i, pair in zip(chats, encoded, strict=True):
+        out[i] = pair
     for i, (tokens, mask) in enumerate(out):
         if loss_on == "all":
-            mask[:] = [1] * len(tokens)  # of plain texts, too
+            mask[:] = [1] * len(tokens)  # also of plain texts
         mask[:1] = [0]  # the first token has no logprob
         if not any(mask):
             raise DataError(f"{rows[i].where}: expected at least one token to learn, found none in {_shape(rows[i])}")
@@ -136,7 +142,7 @@ def _shape(row: SftRow) -> str:
 
 
 def _completions(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Text], texts: Sequence[str]) -> list[Ids]:
-    """Texts behind their prompts; one without a prompt begins."""
+    """Encode texts behind their prompts, or as beginnings for empty prompts."""
     if all(prompts):
         return encode_behind(tokenizer, texts)
     both = zip(prompts, encode_behind(tokenizer, texts), encode_plain(tokenizer, texts), strict=True)
@@ -153,8 +159,10 @@ def encode_answers(
     arguments: Options = NO_ARGUMENTS,
     fix: bool = True,
 ) -> list[Ids]:
-    """prompt + answer as a rollout would hold it: it ends with its stop token, where a reward model scores it. `fix`:
-    thoughts that the tokenizer's template loses are rendered by a shipped one."""
+    """Encode prompt + answer like a rollout: it ends with its stop token, where a reward model scores it.
+
+    `fix`: a shipped template renders thoughts that the tokenizer's template omits.
+    """
     out: list[Ids] = [[] for _ in prompts]
     tools = tools or [None] * len(prompts)
     chats = [i for i, answer in enumerate(answers) if not isinstance(answer, str)]
@@ -166,34 +174,37 @@ def encode_answers(
         out[i] = start + _with_eos(end, eos)
     whole = [Chat([*prompts[i], *answers[i]], where[i], tools[i]) for i in chats]
     check_shown(tokenizer, whole, arguments)
-    found = render(tokenizer, whole, arguments)["input_ids"]
-    kept = _with_thoughts(tokenizer, whole, arguments) if fix and whole else {}
+    rendered_ids = render(tokenizer, whole, arguments)["input_ids"]
+    replaced = _with_thoughts(tokenizer, whole, arguments) if fix and whole else {}
     ends = Ends(tokenizer, stop_ids) if whole else None
-    for place, i in enumerate(chats):
-        out[i] = ends.cut(kept.get(place, found[place]))
+    for index, i in enumerate(chats):
+        out[i] = ends.cut(replaced.get(index, rendered_ids[index]))
     return out
 
 
 def _with_thoughts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options) -> dict[int, Ids]:
-    """By place, the conversations that end in thoughts and an answer, where the tokenizer's template begins no answer
-    as the model is given it: what the model is given, and behind it the answer by the shipped template."""
+    """Return by index the tokens of conversations that end in thoughts and an answer.
+
+    This applies if the tokenizer's template does not begin answers with the generation prompt. The tokens are the
+    generation prompt, then the answer by the shipped template.
+    """
     name = None if answers_openings(tokenizer) else training_template(tokenizer)
-    places = [i for i, chat in enumerate(chats) if name and _thinks(chat)]
-    if not places:
+    indices = [i for i, chat in enumerate(chats) if name and _thinks(chat)]
+    if not indices:
         return {}
-    given = _openings(tokenizer, [chats[i].head(-1) for i in places], options)
+    starts = _openings(tokenizer, [chats[i].head(-1) for i in indices], options)
     fixed: Options = {**options, "chat_template": shipped_template(str(name))}
-    alone = [Chat(chats[i].messages[-2:], chats[i].where) for i in places]  # earlier answers may have no thoughts
+    alone = [Chat(chats[i].messages[-2:], chats[i].where) for i in indices]  # earlier answers may have no thoughts
     heads = _openings(tokenizer, [chat.head(-1) for chat in alone], fixed)
-    found = {}
-    for i, start, head, ids in zip(places, given, heads, render(tokenizer, alone, fixed)["input_ids"], strict=True):
+    encoded = {}
+    for i, start, head, ids in zip(indices, starts, heads, render(tokenizer, alone, fixed)["input_ids"], strict=True):
         _check_prefix(tokenizer, head, ids, chats[i].where, "the prompt")
-        found[i] = start + ids[len(head) :]
-    return found
+        encoded[i] = start + ids[len(head) :]
+    return encoded
 
 
 def _thinks(chat: Chat) -> bool:
-    """Whether it ends in an answer with thoughts to a user."""
+    """Return whether it ends in an answer with thoughts to a user."""
     if [message["role"] for message in chat.messages[-2:]] != ["user", "assistant"]:
         return False
     last = chat.messages[-1]
@@ -201,8 +212,10 @@ def _thinks(chat: Chat) -> bool:
 
 
 def shipped_in_use(tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow]) -> str | None:
-    """The shipped template by which `encode_sft` learns conversations that the tokenizer's may not render as they are
-    generated, or None."""
+    """Return the shipped template by which `encode_sft` learns conversations, or None.
+
+    It replaces a tokenizer's template that may render answers unlike they are generated.
+    """
     chats = _chats([row for row in rows if row.messages is not None or not isinstance(row.prompt, str)])
     if (
         tokenizer.chat_template is None
@@ -228,8 +241,10 @@ def _openings(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options
 
 
 def _in_danger(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[int]:
-    """Which conversations have answers to learn that the tokenizer's template may render otherwise than they are
-    generated: those that the conversation goes on behind or, where no answer begins with its opening, all."""
+    """Return the conversations with answers that the tokenizer's template may render unlike they are generated.
+
+    These have text behind an answer; or all, if no answer begins with its opening.
+    """
     last = answers_openings(tokenizer)
     return [
         i for i, chat in enumerate(chats) if chat.answers and not (last and chat.answers == [len(chat.messages) - 1])
@@ -239,24 +254,26 @@ def _in_danger(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> lis
 def _encode_chats(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow], loss_on: str, options: Options, fix: bool
 ) -> list[tuple[Ids, Ids]]:
-    """Each answer with the token that ends it."""
+    """Encode conversations, with each answer's end token."""
     chats = _chats(rows)
     check_shown(tokenizer, chats, options)
     if loss_on == "all":
-        found = [(ids, [1] * len(ids)) for ids in render(tokenizer, chats, options)["input_ids"]]
+        encoded = [(ids, [1] * len(ids)) for ids in render(tokenizer, chats, options)["input_ids"]]
     else:
-        found = _masked(tokenizer, chats, options, fix)
+        encoded = _masked(tokenizer, chats, options, fix)
     ends = Ends(tokenizer, stop_token_ids(tokenizer)) if chats else None
-    for chat, (ids, mask) in zip(chats, found, strict=True):
+    for chat, (ids, mask) in zip(chats, encoded, strict=True):
         ends.close(ids, mask, chat.messages[-1]["role"] == "assistant")
-    return found
+    return encoded
 
 
 def _masked(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options, fix: bool
 ) -> list[tuple[Ids, Ids]]:
-    """With marks in the template by these, else by prefixes; but what a template without marks may forget by the
-    shipped template that renders as it does up to there."""
+    """Encode with loss masks: by the template's marks, else by prefixes.
+
+    Answers that a template without marks may omit are rendered by the shipped template that agrees with it.
+    """
     if not chats or marks_answers(tokenizer, chats, options):
         return _by_marks(tokenizer, chats, options)
     forgotten = _in_danger(tokenizer, chats) if fix else []
@@ -265,15 +282,15 @@ def _masked(
         return _by_prefixes(tokenizer, chats, options)
     fixed: Options = {**options, "chat_template": shipped_template(name)}
     by = _by_marks if marks_answers(tokenizer, chats[:1], fixed) else _by_prefixes
-    found = dict(zip(forgotten, by(tokenizer, [chats[i] for i in forgotten], fixed), strict=True))
-    rest = [i for i in range(len(chats)) if i not in found]
-    found |= dict(zip(rest, _by_prefixes(tokenizer, [chats[i] for i in rest], options), strict=True))
-    return [found[i] for i in range(len(chats))]
+    encoded = dict(zip(forgotten, by(tokenizer, [chats[i] for i in forgotten], fixed), strict=True))
+    rest = [i for i in range(len(chats)) if i not in encoded]
+    encoded |= dict(zip(rest, _by_prefixes(tokenizer, [chats[i] for i in rest], options), strict=True))
+    return [encoded[i] for i in range(len(chats))]
 
 
 def _by_marks(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options) -> list[tuple[Ids, Ids]]:
-    found = render(tokenizer, chats, options, return_assistant_tokens_mask=True)
-    pairs = [(ids, list(mask)) for ids, mask in zip(found["input_ids"], found["assistant_masks"], strict=True)]
+    columns = render(tokenizer, chats, options, return_assistant_tokens_mask=True)
+    pairs = [(ids, list(mask)) for ids, mask in zip(columns["input_ids"], columns["assistant_masks"], strict=True)]
     split = [i for i, chat in enumerate(chats) if chat.fixed]
     prompts = _openings(tokenizer, [chats[i].head(chats[i].fixed) for i in split], options)
     for i, prompt in zip(split, prompts, strict=True):
@@ -284,7 +301,7 @@ def _by_marks(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options
 
 
 def _by_prefixes(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options) -> list[tuple[Ids, Ids]]:
-    """Assistant spans of a template without generation markers: what message k adds to the rendering before it."""
+    """Locate assistant spans for a template without generation markers: the tokens that message k adds."""
     spans = [(i, k) for i, chat in enumerate(chats) for k in chat.answers]
     whole = render(tokenizer, chats, options)["input_ids"]
     opened = [(i, k) for i, k in spans if k]
@@ -303,7 +320,7 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], opti
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase, options: Options) -> Ids:
-    """What the template puts before an answer; empty where it puts nothing behind a question."""
+    """Return the template's tokens before an answer; empty if it puts none behind a question."""
     question = [Chat([USER], "a question")]
     asked = render(tokenizer, question, options)["input_ids"][0]
     opened = _openings(tokenizer, question, options)[0]
@@ -311,8 +328,10 @@ def _opening(tokenizer: PreTrainedTokenizerBase, options: Options) -> Ids:
 
 
 def _head(ids: Ids, opening: Ids) -> Ids:
-    """Of a conversation that begins with an answer, what the model is given: up to the opening and with it. A template
-    may begin with words of its own, such as a system message."""
+    """Return the generation prompt of a conversation that begins with an answer: up to the opening, inclusive.
+
+    A template may begin with its own words, such as a system message.
+    """
     ends = (i + len(opening) for i in range(len(ids)) if ids[i : i + len(opening)] == opening)
     return ids[: next(ends, 0)] if opening else []
 
@@ -334,7 +353,7 @@ def _check_prefix(tokenizer: PreTrainedTokenizerBase, short: Ids, long: Ids, whe
 
 
 def _bos(tokenizer: PreTrainedTokenizerBase) -> Ids:
-    """[BOS] if this tokenizer puts one before a text, else []."""
+    """Return [BOS] if this tokenizer puts one before a text, else []."""
     around = tokenizer("")["input_ids"]
     return (
         [tokenizer.bos_token_id]

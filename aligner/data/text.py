@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 
 class TextDataset(Sequence):
-    """Row i has the tokens i * data.max_tokens and on of all documents: one that does not fit goes on in the next row,
-    and the last row is what is left (two tokens at least). Each document ends with EOS. Loss is on each token but the
-    first of a row and, unless data.across_documents, the first of a document: nothing is before it."""
+    """Documents end to end: row i has the tokens from i * data.max_tokens on.
+
+    A document that does not fit continues in the next row. The last row has the rest (two tokens at least). Each
+    document ends with EOS. Loss is on all tokens but the first of a row and, unless data.across_documents, the first of
+    a document.
+    """
 
     def __init__(
         self, rows: Sequence[TextRow], tokenizer: PreTrainedTokenizerBase, data: DataConfig, key: str = "data.train"
@@ -40,7 +43,7 @@ class TextDataset(Sequence):
         self.report.kept = len(self._documents)
         self._total = int(self._documents.offsets[-1])
         if self._total < 2:
-            raise DataError(f"{key}: expected documents with text, found {len(rows)} that are empty")
+            raise DataError(f"{key}: expected documents with text, found {len(rows)} empty documents")
         self._total -= self._total % self._width == 1
         self.report.note(f"{self._total} tokens an epoch, in {len(self)} rows of data.max_tokens={self._width}")
         if empty := len(rows) - self.report.kept:
@@ -51,12 +54,12 @@ class TextDataset(Sequence):
 
     def __getitem__(self, index: int) -> SftItem:
         start = range(len(self))[index] * self._width
-        places = np.arange(start, min(start + self._width, self._total))
-        tokens, mask = self._documents.flat[start : start + len(places)], np.ones(len(places), dtype=np.uint8)
+        positions = np.arange(start, min(start + self._width, self._total))
+        tokens, mask = self._documents.flat[start : start + len(positions)], np.ones(len(positions), dtype=np.uint8)
         mask[0] = 0
         if self._across:
             return SftItem(tokens, mask)
-        documents = np.searchsorted(self._documents.offsets, places, side="right")
+        documents = np.searchsorted(self._documents.offsets, positions, side="right")
         mask[1:] = documents[1:] == documents[:-1]
         return SftItem(tokens, mask, documents)
 
@@ -74,7 +77,7 @@ def sft_dataset(
     key: str,
     told_by: ToldBy = by_none,
 ) -> SftDataset | TextDataset:
-    """What stage sft learns from rows of a file."""
+    """Return the dataset of stage sft from rows of a file."""
     if data.format == "text":
         return TextDataset(text_rows(rows, data), tokenizer, data, key)
     return SftDataset(sft_rows(rows, data, told_by), tokenizer, data, key)

@@ -1,4 +1,4 @@
-"""Tokenizers: load a Hugging Face folder, or make a small byte-level one. Everything works offline."""
+"""Tokenizers: load a Hugging Face folder, or make a small byte-level one, offline."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
 
-# Names that real tokenizers give to a token that text never contains, best first.
+# Names of tokens that text never contains in published tokenizers, best first.
 _PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<|padding|>", "<|PAD_TOKEN|>")
-# a folder without any of them makes transformers invent a tokenizer of a few tokens for some families
+# without any of these files transformers invents a tokenizer of a few tokens for some families
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _announced: set[str] = set()
 
@@ -44,13 +44,13 @@ def load_tokenizer(folder: str, announce: bool = True) -> PreTrainedTokenizerBas
     """Load a tokenizer folder, without any network access.
 
     A tokenizer without a pad token (Llama-3) gets a reserved, padding or unknown token it already has, or else its EOS;
-    that is printed once if `announce`. The pad token may be EOS: rows have lengths and masks, nobody looks for padding
+    that is printed once if `announce`. The pad token may be EOS: rows have lengths and masks, and no code reads padding
     by its id. Raises DataError if the folder is missing or holds no tokenizer, or if that has no EOS.
     """
     if not folder or not Path(folder).expanduser().is_dir():
         hint = hub_hint("model.tokenizer", folder)
-        told = f"model.tokenizer={folder!r}: expected a folder with a Hugging Face tokenizer"
-        raise DataError(f"{told}. {hint}" if hint else told)
+        expected = f"model.tokenizer={folder!r}: expected a folder with a Hugging Face tokenizer"
+        raise DataError(f"{expected}. {hint}" if hint else expected)
     path = str(Path(folder).expanduser())
     if not any(file.name in VOCABULARIES or file.suffix == ".tiktoken" for file in Path(path).iterdir()):
         raise DataError(
@@ -137,7 +137,7 @@ def train_tokenizer(
 
 
 def byte_tokenizer(folder: str, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerBase:
-    """One token per byte and the special tokens, 261 in all; saved in `folder`."""
+    """Make a tokenizer of 261 tokens, one per byte and the special tokens; save it in `folder`."""
     return train_tokenizer([], folder, 256 + 2 + len(ROLES), chat_template=chat_template)
 
 
@@ -148,8 +148,11 @@ def decode_responses(
     ends: Sequence[int] | None = None,
     special: str = "keep",
 ) -> list[str]:
-    """Texts of right-padded responses `tokens` int64 [N, R] with `lengths` [N]. Special tokens stay, but for padding,
-    BOS and one of `ends` (by default the stop tokens) where it is the last; `special="strip"` leaves all out."""
+    """Decode right-padded responses `tokens` int64 [N, R] with `lengths` [N].
+
+    Special tokens stay, except padding, BOS and a last token of `ends` (default: the stop tokens). `special="strip"`
+    removes all special tokens.
+    """
     rows = [row[: int(n)] for row, n in zip(tokens.tolist(), lengths, strict=True)]
     if not rows:
         return []
@@ -163,30 +166,33 @@ def decode_responses(
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end a response: EOS, those of the folder's generation_config.json, and the end of a chat turn."""
-    found = [tokenizer.eos_token_id]
+    """Return tokens that end a response: EOS, those of generation_config.json, and the end of a chat turn."""
+    ids = [tokenizer.eos_token_id]
     path = Path(tokenizer.name_or_path) / "generation_config.json"
     if path.is_file():
-        told = read_record(path, DataError)
-        many = isinstance(told.fields.get("eos_token_id"), list)
-        found += told.integers("eos_token_id") if many else [told.integer("eos_token_id", tokenizer.eos_token_id)]
+        settings = read_record(path, DataError)
+        many = isinstance(settings.fields.get("eos_token_id"), list)
+        ids += settings.integers("eos_token_id") if many else [settings.integer("eos_token_id", tokenizer.eos_token_id)]
     end = turn_end(tokenizer)
-    return tuple(dict.fromkeys(found if end is None else [*found, end]))
+    return tuple(dict.fromkeys(ids if end is None else [*ids, end]))
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Of the ids that it knows, the largest and one more: there may be gaps."""
+    """Return the largest token id plus one: there may be gaps."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
 def sampled_with(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The fields of SamplingParams that the tokenizer decides."""
+    """Return the fields of SamplingParams that the tokenizer decides."""
     return {"stop_token_ids": stop_token_ids(tokenizer), "vocabulary": vocabulary_size(tokenizer)}
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The first special token that the chat template puts behind an answer (<|im_end|>); where it puts none at the end
-    of a conversation, the one right behind an answer that the conversation goes on from (GLM-4's <|user|>)."""
+    """Return the first special token that the chat template puts behind an answer (<|im_end|>).
+
+    If a conversation ends with none, it is the token right behind an answer that the conversation continues from
+    (GLM-4's <|user|>).
+    """
     if tokenizer.chat_template is None:
         return None
     answer, question = "an answer 7", "a question 8"
@@ -205,7 +211,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def check_vocab(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raise ConfigError if the tokenizer has ids that a model with `vocab_size` embeddings has no row for."""
+    """Raise ConfigError if the tokenizer has ids beyond a model's `vocab_size` embeddings."""
     needed = vocabulary_size(tokenizer)
     if needed > vocab_size:
         expected = f"at least {needed}, the size of the tokenizer"

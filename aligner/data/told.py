@@ -1,7 +1,7 @@
-"""What a teacher said of the answers of a dataset, in files: its k largest logprobs of each token, and their ids.
+"""A teacher's k largest logprobs of each token of a dataset's answers, and their ids, in files.
 
-<store>/<key>/manifest.json              what the numbers depend on; the key is a hash of it
-<store>/<key>/rows-00000128.safetensors  of the rows from this one on: logprobs float32 [n, k], descending, and ids
+<store>/<key>/manifest.json              everything that the logprobs depend on; the key is its hash
+<store>/<key>/rows-00000128.safetensors  rows from this number on: logprobs float32 [n, k], descending, and ids
                                          int32 [n, k] of the n tokens in their loss masks
 """
 
@@ -24,17 +24,17 @@ MANIFEST = "manifest.json"
 
 
 def places(dataset: Sequence[SftItem]) -> np.ndarray:
-    """int64 [rows + 1]: where a row's tokens in loss masks begin among those of all rows."""
+    """Return int64 [rows + 1]: index of each row's first token among those in loss masks of all rows."""
     counts = [int(item.loss_mask.sum()) for item in (dataset[i] for i in range(len(dataset)))]
     return np.concatenate([[0], counts]).cumsum().astype(np.int64)
 
 
 def digest(dataset: Sequence[SftItem]) -> str:
-    """Of all tokens and what of them is learned."""
-    found = hashlib.sha256()
+    """Return a hash of all tokens and their loss masks."""
+    sha256 = hashlib.sha256()
     for item in (dataset[i] for i in range(len(dataset))):
-        found.update(np.int64(len(item.tokens)).tobytes() + item.tokens.tobytes() + item.loss_mask.tobytes())
-    return found.hexdigest()[:16]
+        sha256.update(np.int64(len(item.tokens)).tobytes() + item.tokens.tobytes() + item.loss_mask.tobytes())
+    return sha256.hexdigest()[:16]
 
 
 def key_of(manifest: Mapping[str, Any]) -> str:
@@ -42,20 +42,20 @@ def key_of(manifest: Mapping[str, Any]) -> str:
 
 
 def manifests(store: Path) -> dict[Path, dict[str, Any]]:
-    """Folder -> manifest, of all that fit their names."""
-    found = {}
+    """Return folder -> manifest, for all manifests that match their folder's name."""
+    valid = {}
     for file in sorted(store.glob(f"*/{MANIFEST}")):
         try:
             manifest = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:  # torn: its files are of no use
+        except ValueError:  # incomplete: its files are unusable
             continue
         if isinstance(manifest, dict) and key_of(manifest) == file.parent.name:
-            found[file.parent] = manifest
-    return found
+            valid[file.parent] = manifest
+    return valid
 
 
 class Told(Sequence):
-    """A dataset with what its teacher said of each row, read from `folder` when it is asked for."""
+    """A dataset with its teacher's targets, read from `folder` on access."""
 
     def __init__(self, dataset: Any, folder: Path, top_k: int):
         self.dataset, self.folder, self.top_k, self.report = dataset, folder, top_k, dataset.report
@@ -69,8 +69,8 @@ class Told(Sequence):
         first = index // BLOCK * BLOCK
         low, high = self.places[index : index + 2] - self.places[first]
         content = self._open(first)
-        parts = (content.get_slice(name)[int(low) : int(high)] for name in ("logprobs", "ids"))
-        return self.dataset[index]._replace(teacher=tuple(parts))
+        targets = (content.get_slice(name)[int(low) : int(high)] for name in ("logprobs", "ids"))
+        return self.dataset[index]._replace(teacher=tuple(targets))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -83,15 +83,15 @@ class Told(Sequence):
         return range(0, len(self), BLOCK)
 
     def rows(self, first: int) -> range:
-        """Of the file that begins with this one."""
+        """Return the rows of the file that begins with row `first`."""
         return range(first, min(first + BLOCK, len(self)))
 
     def missing(self) -> list[int]:
-        """First rows of the files that are not there, or not whole, or of another key."""
+        """Return first rows of files that are missing, incomplete or of another key."""
         return [first for first in self.blocks if not self._whole(first)]
 
     def path(self, first: int) -> Path:
-        """Of the file that begins with this row."""
+        """Return the path of the file that begins with row `first`."""
         return self.folder / f"rows-{first:08d}.safetensors"
 
     def _shape(self, first: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Tool calls in what a model writes, by the formats of the families.
+"""Tool calls in a model's text, in the formats of the families.
 
 hermes       <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>, also several     Qwen, Hermes, ...
 llama3       {"name": "add", "parameters": {"a": 1}}, perhaps behind <|python_tag|>; several after a semicolon
@@ -34,7 +34,7 @@ _CALLS, _CALL, _CALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁be
 _KIMI_CALLS, _KIMI_CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
 _KIMI_ARGUMENTS, _KIMI_END = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
-# what a template that shows no call of its own may tell the model, the most particular first
+# texts by which a template that shows no call may describe the format, the most specific first
 MARKS = {
     "qwen3_coder": "<function=",
     "glm45": "<arg_key>",
@@ -50,26 +50,28 @@ PYTHON_TAG = "<|python_tag|>"
 
 @dataclass(frozen=True)
 class Call:
-    """`fault`: why it cannot be read; it then has no name."""
+    """A call. `fault`: why it cannot be read; then it has no name."""
 
     name: str = ""
     arguments: dict[str, Any] | None = None
     fault: str = ""
 
     def message(self, number: int) -> dict[str, Any]:
-        """As chat templates have it. Mistral's want ids of nine letters or digits."""
+        """Return it as chat templates read it. Mistral's need ids of nine letters or digits."""
         function = {"name": self.name, "arguments": self.arguments or {}}
         return {"id": f"call{number:05d}", "type": "function", "function": function}
 
 
 def read_calls(text: str, kind: str, tools: Tools = ()) -> Found:
-    """(what the model says beside its calls, the calls), of an answer with its special tokens. No `kind`: no calls.
-    `tools`: their schemas, which tell the types of values that are plain text."""
+    """Return (the text beside the calls, the calls) of an answer with its special tokens.
+
+    No `kind`: no calls. `tools`: their schemas, which define the types of values that are plain text.
+    """
     return READERS[kind](text, tools) if kind else (text, [])
 
 
 def format_of(text: str, name: str, arguments: dict[str, Any]) -> str:
-    """The format in which a text has exactly this call, or ""."""
+    """Return the format in which a text has exactly this call, or ""."""
     as_texts = lambda values: {key: str(value) for key, value in (values or {}).items()}  # noqa: E731
     for kind in READERS:
         calls = read_calls(text, kind)[1]
@@ -79,12 +81,12 @@ def format_of(text: str, name: str, arguments: dict[str, Any]) -> str:
 
 
 def spoken(text: str) -> str:
-    """What an answer says to the user; of channels (gpt-oss) the final one."""
+    """Return an answer's text for the user; with channels (gpt-oss) the final one."""
     return _harmony(text, ())[0] if "<|channel|>" in text else text
 
 
 def written(kind: str, name: str, arguments: dict[str, Any]) -> str:
-    """A call as a model writes it."""
+    """Return a call as a model writes it."""
     text = json.dumps(arguments)
     values = [(key, value_text(kind, value)) for key, value in arguments.items()]
     parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values)
@@ -103,34 +105,34 @@ def written(kind: str, name: str, arguments: dict[str, Any]) -> str:
 
 
 def _hermes(text: str, tools: Tools) -> Found:
-    return _HERMES.sub("", text).strip(), [_read(found) for found in _HERMES.findall(text)]
+    return _HERMES.sub("", text).strip(), [_read(body) for body in _HERMES.findall(text)]
 
 
 def _llama3(text: str, tools: Tools) -> Found:
-    said, tag, calls = text.rpartition(PYTHON_TAG)
+    beside, tag, calls = text.rpartition(PYTHON_TAG)
     calls = calls.strip()
     if not tag and not (calls.startswith("{") and '"name"' in calls):
         return text.strip(), []
-    return said.strip(), [_read(part) for part in _values(calls)]
+    return beside.strip(), [_read(value) for value in _values(calls)]
 
 
 def _mistral(text: str, tools: Tools) -> Found:
-    said, *parts = text.split("[TOOL_CALLS]")
-    found = []
-    for part in parts:
-        if (name := _MISTRAL.match(part)) is not None:
-            found.append(_read(json.dumps({"name": name[1]})[:-1] + f', "arguments": {part[name.end() :]}}}'))
+    beside, *bodies = text.split("[TOOL_CALLS]")
+    calls = []
+    for body in bodies:
+        if (name := _MISTRAL.match(body)) is not None:
+            calls.append(_read(json.dumps({"name": name[1]})[:-1] + f', "arguments": {body[name.end() :]}}}'))
             continue
         try:
-            listed = json.loads(part)
+            listed = json.loads(body)
         except ValueError:
-            listed = [part]
-        found += [_read(each) for each in (listed if isinstance(listed, list) else [listed])]
-    return said.strip(), found
+            listed = [body]
+        calls += [_read(each) for each in (listed if isinstance(listed, list) else [listed])]
+    return beside.strip(), calls
 
 
 def _qwen3_coder(text: str, tools: Tools) -> Found:
-    """Also without <tool_call> around a function, as the models sometimes write."""
+    """Read calls, also without <tool_call> around a function, as the models sometimes write."""
     if "<function=" not in text and "<tool_call>" not in text:
         return text.strip(), []
     beside, calls, end = [], [], 0
@@ -162,88 +164,90 @@ def _glm45(text: str, tools: Tools) -> Found:
 
 
 def _deepseek(text: str, tools: Tools) -> Found:
-    said, *parts = text.split(_CALL)
-    found = []
-    for part in parts:
-        body = part.partition(_CALL_END)[0]
-        if (header := _V3.match(body)) is not None:
-            found.append(_named(header[1], body[header.end() :]))
+    beside, *bodies = text.split(_CALL)
+    calls = []
+    for body in bodies:
+        block = body.partition(_CALL_END)[0]
+        if (header := _V3.match(block)) is not None:
+            calls.append(_named(header[1], block[header.end() :]))
         else:
-            name, sep, arguments = body.partition("<｜tool▁sep｜>")
-            found.append(_named(name if sep else "", arguments))
-    return said.replace(_CALLS, "").strip(), found
+            name, sep, arguments = block.partition("<｜tool▁sep｜>")
+            calls.append(_named(name if sep else "", arguments))
+    return beside.replace(_CALLS, "").strip(), calls
 
 
 def _kimi_k2(text: str, tools: Tools) -> Found:
-    said, *parts = text.split(_KIMI_CALL)
-    found = []
-    for part in parts:
-        own, sep, arguments = part.partition(_KIMI_END)[0].partition(_KIMI_ARGUMENTS)
+    beside, *bodies = text.split(_KIMI_CALL)
+    calls = []
+    for body in bodies:
+        own, sep, arguments = body.partition(_KIMI_END)[0].partition(_KIMI_ARGUMENTS)
         name = own.strip().removeprefix("functions.").partition(":")[0] if sep else ""
-        found.append(_named(name, arguments))
-    return said.replace(_KIMI_CALLS, "").strip(), found
+        calls.append(_named(name, arguments))
+    return beside.replace(_KIMI_CALLS, "").strip(), calls
 
 
 def _harmony(text: str, tools: Tools) -> Found:
-    """Beside calls stands what was thought; without any, what is said in the final channel."""
+    """Read channels: with calls, the text beside them is the thoughts; else it is the final channel."""
     thought, final, calls = [], [], []
-    for part in re.split(r"<\|start\|>assistant|<\|end\|>|<\|return\|>|<\|call\|>", text):
-        header, sep, body = part.partition("<|message|>")
+    for message in re.split(r"<\|start\|>assistant|<\|end\|>|<\|return\|>|<\|call\|>", text):
+        header, sep, content = message.partition("<|message|>")
         if not sep:
             final += [header] if header.strip() else []
         elif (to := _RECIPIENT.search(header)) is not None:
-            calls.append(_named(to[1], body))
+            calls.append(_named(to[1], content))
         else:
-            (thought if "analysis" in header else final).append(body)
+            (thought if "analysis" in header else final).append(content)
     return "\n".join(thought if calls else final).strip(), calls
 
 
 def _pairs(
-    text: str, place: int, marks: tuple[str, str, str, str], ends: tuple[str, ...]
+    text: str, position: int, marks: tuple[str, str, str, str], ends: tuple[str, ...]
 ) -> tuple[list[tuple[str, str]] | None, int]:
-    """(key, value) pairs from `place` on, and where the first of `ends` stands behind them. `marks`: before a key,
-    behind it, before its value, behind it; a value ends where a further pair or an end follows. None: something else
-    stands between them."""
+    """Read (key, value) pairs from `position` on; also return the position of the first of `ends` behind them.
+
+    `marks`: before a key, behind it, before its value, behind it. A value ends before another pair or an end. Returns
+    None for pairs if other text stands between them.
+    """
     before, behind, opens, closes = marks
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     while True:
-        place = _past(text, place, "")
-        if place == len(text) or text.startswith(ends, place):
-            return found, place
-        if not text.startswith(before, place):
-            return None, _first(text, ends, place)
-        key, place = _upto(text, place + len(before), behind)
-        start = _past(text, place, opens) if opens else place
+        position = _past(text, position, "")
+        if position == len(text) or text.startswith(ends, position):
+            return pairs, position
+        if not text.startswith(before, position):
+            return None, _first(text, ends, position)
+        key, position = _upto(text, position + len(before), behind)
+        start = _past(text, position, opens) if opens else position
         end = start
         while (end := text.find(closes, end)) >= 0:
-            place = _past(text, end + len(closes), "")
-            if place == len(text) or text.startswith((before, *ends), place):
+            position = _past(text, end + len(closes), "")
+            if position == len(text) or text.startswith((before, *ends), position):
                 break
             end += len(closes)
         if end < 0:
             return None, _first(text, ends, start)
-        found.append((key, text[start:end]))
+        pairs.append((key, text[start:end]))
 
 
-def _past(text: str, place: int, mark: str) -> int:
-    """Behind white space and, if it follows, the mark; with a mark that does not follow, `place` itself."""
-    at = place
+def _past(text: str, position: int, mark: str) -> int:
+    """Return the position behind white space and the mark; `position` itself if the mark does not follow."""
+    at = position
     while at < len(text) and text[at].isspace():
         at += 1
     if not mark:
         return at
-    return at + len(mark) if text.startswith(mark, at) else place
+    return at + len(mark) if text.startswith(mark, at) else position
 
 
-def _first(text: str, marks: tuple[str, ...], place: int) -> int:
-    """Where the first of the marks stands, or the text's end."""
-    return min((at for mark in marks if (at := text.find(mark, place)) >= 0), default=len(text))
+def _first(text: str, marks: tuple[str, ...], start: int) -> int:
+    """Return the position of the first of the marks, or the text's end."""
+    return min((at for mark in marks if (at := text.find(mark, start)) >= 0), default=len(text))
 
 
-def _upto(text: str, place: int, mark: str) -> tuple[str, int]:
-    """What stands before the mark, and the place behind it."""
-    end = _first(text, (mark,), place)
-    return text[place:end], min(len(text), end + len(mark))
+def _upto(text: str, start: int, mark: str) -> tuple[str, int]:
+    """Return the text before the mark, and the position behind it."""
+    end = _first(text, (mark,), start)
+    return text[start:end], min(len(text), end + len(mark))
 
 
 def _call(name: str, pairs: list[tuple[str, str]] | None, before: str, tools: Tools, kind: str) -> Call:
@@ -257,12 +261,12 @@ def _call(name: str, pairs: list[tuple[str, str]] | None, before: str, tools: To
 
 
 def _named(name: str, arguments: str) -> Call:
-    """Of arguments in JSON, behind which nothing but white space and the end of a block of code stands."""
+    """Read JSON arguments; only white space and the end of a code block may follow them."""
     try:
         text = arguments.strip()
         value, end = json.JSONDecoder().raw_decode(text) if text else ({}, 0)
         if (rest := text[end:].strip()) not in ("", "```"):
-            return Call(fault=f"this call is not valid JSON (behind its end stands {rest[:20]!r})")
+            return Call(fault=f"this call is not valid JSON (its end is followed by {rest[:20]!r})")
     except (ValueError, RecursionError) as cause:
         return Call(fault=f"this call is not valid JSON ({cause})")
     if not name.strip():
@@ -274,22 +278,22 @@ def _sound(name: str, arguments: Any) -> Call:
     if not isinstance(arguments, dict):
         return Call(fault=f"the arguments of {name} are no JSON object")
     try:
-        json.dumps([name, arguments], ensure_ascii=False).encode()  # half a surrogate pair is no text
+        json.dumps([name, arguments], ensure_ascii=False).encode()  # half a surrogate pair is not a text
     except (ValueError, RecursionError) as cause:
         return Call(fault=f"this call is not valid JSON ({cause})")
     return Call(name, arguments)
 
 
 def _values(text: str) -> Iterator[str]:
-    """JSON values with semicolons between them; what cannot be read is one."""
-    place = 0
-    while place < len(text):
+    """Yield JSON values separated by semicolons; an unreadable rest is one value."""
+    position = 0
+    while position < len(text):
         try:
-            end = json.JSONDecoder().raw_decode(text, place)[1]
+            end = json.JSONDecoder().raw_decode(text, position)[1]
         except (ValueError, RecursionError):
             end = len(text)
-        yield text[place:end]
-        place = end + len(text[end:]) - len(text[end:].lstrip("; \n"))
+        yield text[position:end]
+        position = end + len(text[end:]) - len(text[end:].lstrip("; \n"))
 
 
 def _read(value: Any) -> Call:

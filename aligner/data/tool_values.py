@@ -1,4 +1,4 @@
-"""Values of a call that are written as plain text: what they are is told by the tool's schema."""
+"""Values of a call that are written as plain text; the tool's schema defines their types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WORDS: dict[str, Any] = {"true": True, "false": False, "null": None, "none": No
 
 
 def types_of(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The schemas of a function's arguments, by name."""
+    """Return the schemas of a function's arguments, by name."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:
@@ -21,7 +21,8 @@ def types_of(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def value_text(kind: str, value: Any) -> str:
-    """As templates write it: a text as it is, numbers and structures as JSON; qwen3_coder has Python's words."""
+    """Write a value as templates do: a text unchanged, numbers and structures as JSON; qwen3_coder uses Python's
+    words."""
     if isinstance(value, str):
         return value
     if kind == "qwen3_coder" and not isinstance(value, dict | list):
@@ -30,8 +31,10 @@ def value_text(kind: str, value: Any) -> str:
 
 
 def value_of(kind: str, text: str, schema: Any) -> Any:
-    """What a text stands for. Of no known type: a text. One that is none of its types stays a text, which whoever is
-    called refuses."""
+    """Return the value of a text by its schema; a text for an unknown type.
+
+    A text that matches none of its types stays a text, which the called function refuses.
+    """
     if kind == "qwen3_coder":  # each value has its own lines
         text = text.removeprefix("\n").removesuffix("\n")
     types = _types(schema)
@@ -45,19 +48,19 @@ def value_of(kind: str, text: str, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> set[str]:
-    """Names of the JSON types that a schema allows."""
+    """Return the names of JSON types that a schema allows."""
     if not isinstance(schema, Mapping):
         return set()
     kinds = schema.get("type", ())
-    found = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
+    names = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
     for name in ("anyOf", "oneOf", "allOf"):
         for one in schema.get(name) or ():
-            found |= _types(one)
-    if not found and isinstance(schema.get("enum"), list):
-        found = {_NAMES[type(value)] for value in schema["enum"] if type(value) in _NAMES}
-    if not found and "properties" in schema:
-        found = {"object"}
-    return found
+            names |= _types(one)
+    if not names and isinstance(schema.get("enum"), list):
+        names = {_NAMES[type(value)] for value in schema["enum"] if type(value) in _NAMES}
+    if not names and "properties" in schema:
+        names = {"object"}
+    return names
 
 
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}

@@ -1,4 +1,4 @@
-"""Single answers with labels, and to each the mismatched one that stage kto compares with."""
+"""Single answers with labels, each with its mismatched answer for stage kto."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 class UnpairedDataset(Answers):
-    """Answers after their prompts, with loss masks as `SftDataset` has them, and labels. Longer rows than
-    data.max_tokens are dropped, or lose their end.
+    """Answers behind their prompts, with labels, and loss masks as in `SftDataset`.
+
+    Rows longer than data.max_tokens are dropped, or lose their end.
 
     Raises DataError for an answer without text (data.empty_answers).
     """
@@ -59,13 +60,15 @@ class UnpairedDataset(Answers):
         return UnpairedItem(self._row(index), bool(self.desirable[index]), reference)
 
 
-def with_mismatched(items: Sequence[UnpairedItem], mine: Sequence[int], limit: int) -> list[UnpairedItem]:
-    """Those of the samples in `mine`, each with the mismatched answer that the order of all `items` gives it, cut to
-    `limit` tokens with its prompt; without, if all have one prompt."""
+def with_mismatched(items: Sequence[UnpairedItem], own: Sequence[int], limit: int) -> list[UnpairedItem]:
+    """Return the items with indices `own`, each with its mismatched answer from the order of all `items`.
+
+    It is cut to `limit` tokens with its prompt, and absent if all items have the same prompt.
+    """
     others = mismatched([item.prompt.tobytes() for item in items])
     if others is None:
-        return [items[i] for i in mine]
-    return [items[i]._replace(mismatched=_after(items[i].prompt, items[others[i]].answer, limit)) for i in mine]
+        return [items[i] for i in own]
+    return [items[i]._replace(mismatched=_after(items[i].prompt, items[others[i]].answer, limit)) for i in own]
 
 
 def _after(prompt: np.ndarray, other: SftItem, limit: int) -> SftItem:

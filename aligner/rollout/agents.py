@@ -154,7 +154,7 @@ class AgentPlayer(TurnPlayer):
         play.turns.append(Turn(play.given.tokens, found.tokens, logprobs))
         play.wrong += sum(not call.name for call in found.calls)
         message = message_of(found, first)
-        play.messages = [*play.messages, dialogue.said(found.text, found.beside, found.calls, first)]
+        play.messages = [*play.messages, dialogue.answer_message(found.text, found.beside, found.calls, first)]
         play.told.append(message)
         play.echoes[_key(message)] = play.messages[-1]
         pieces = [self.tokenizer.decode([token]) for token in found.tokens]

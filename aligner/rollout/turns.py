@@ -299,7 +299,7 @@ class TurnPlayer(Player):
         ends = stopped and tokens[-1] in self.sampling.stop_token_ids
         text = self.dialogue.decode(tokens[:-1] if ends else tokens)
         beside, play.calls = self.dialogue.read(text) if stopped else (text, [])
-        play.messages.append(self.dialogue.said(text, beside, play.calls))
+        play.messages.append(self.dialogue.answer_message(text, beside, play.calls))
         message = {"role": "assistant", "content": beside}
         called = [call.message(i) for i, call in enumerate(play.calls) if call.name]
         play.told.append(message | {"tool_calls": called} if called else message)

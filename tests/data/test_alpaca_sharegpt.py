@@ -32,7 +32,7 @@ def test_alpaca_is_a_conversation_and_history_is_learned_too():
     row = {**ALPACA, "input": "", "system": "Short.", "history": [["hi", "ho"]]}
     found = sft_rows([row], DataConfig())
     assert found[0].messages == [system("Short."), user("hi"), model("ho"), user("Add."), model("3")]
-    line = "format alpaca, told from the columns (data.format)"
+    line = "format alpaca, detected from the columns (data.format)"
     assert found.notes == [line] and not sft_rows([row], DataConfig(format="alpaca")).notes
 
 
@@ -125,7 +125,7 @@ def test_a_pair_that_is_answered_already():
 
 
 def test_the_log_names_what_was_recognised(chatml):
-    line = "format sharegpt, told from the columns (data.format)"
+    line = "format sharegpt, detected from the columns (data.format)"
     assert line in str(SftDataset(sft_rows([talk(*TURNS)], DataConfig()), chatml, DataConfig()).report)
     pair = {"instruction": "Add.", "chosen": "3", "rejected": "4"}
     report = PreferenceDataset(preference_rows([pair], DataConfig()), chatml, DataConfig()).report

@@ -70,7 +70,7 @@ def test_templates(template, text):
     [
         (r"{q} in \boxed{answer}", r"expected \\boxed{{answer}} for \\boxed{answer} as a text.*\\boxed{{{answer}}}"),
         (r"{q} \text {q}", r"the column `q` would fill"),
-        (r"{q} \boxed{}", r"braces without a column's name.*Braces of the text itself are written twice"),
+        (r"{q} \boxed{}", r"braces without a column's name.*Double the braces of the text itself"),
         (r"{q} \boxed{your answer}", r"no column `your answer`.*written twice"),
         (r"{q} \frac{1}{2}", r"written twice"),
         (r'{q} {"a": 1}', r"written twice"),

@@ -82,7 +82,9 @@ def test_damaged_archives(stored, name):
     path = stored / name
     whole = path.read_bytes()
     read = lambda: list(read_rows(str(path), "data.eval"))  # noqa: E731
-    message = rf"^data.eval='.*{name}': expected a whole \{path.suffix} archive \(damaged behind byte \d+ of its text: "
+    message = (
+        rf"^data.eval='.*{name}': expected a whole \{path.suffix} archive \(damaged after byte \d+ of its content: "
+    )
     for damaged in (whole[:-5], whole[:20], b"no archive", whole + b"more"):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=message) as caught:

@@ -128,7 +128,7 @@ def test_what_a_template_leaves_out_beside_calls_is_counted(make_folder):
         called("I add.", tools=[CALL]),
     ]
     dataset = SftDataset(sft_rows(rows, data), tokenizer, data)
-    assert "leaves out what answers say beside their tool calls, in 2 rows" in str(dataset.report)
+    assert "leaves out the text beside tool calls, in 2 rows" in str(dataset.report)
     assert len(dataset) == 5 and tokenizer.decode(dataset[0].tokens) == tokenizer.decode(dataset[1].tokens)
     shows = load_tokenizer(make_folder(CALLS_ALONE.replace(" if not m.tool_calls", "")))
     assert "beside" not in str(SftDataset(sft_rows(rows, data), shows, data).report)
@@ -139,9 +139,9 @@ def test_words_beside_calls_are_counted_in_answers_too(make_folder):
     question, *answer = called("Let me look.")["messages"]
     pair = {"prompt": [question], "chosen": answer, "rejected": [{"role": "assistant", "content": "no"}]}
     report = PairDataset(preference_rows([pair, pair], data), tokenizer, data).report
-    assert "beside their tool calls, in 2 rows" in str(report)
+    assert "beside tool calls, in 2 rows" in str(report)
     split = UnpairedDataset(unpaired_rows([pair], data), tokenizer, data)
-    assert "beside their tool calls, in 1 rows" in str(split.report)
+    assert "beside tool calls, in 1 rows" in str(split.report)
     lost = CALLS_ALONE.replace("{{ c.function | tojson }}", "")
     with pytest.raises(DataError, match=r"leaves out `tool_calls` of messages\[1\]"):
         PairDataset(preference_rows([pair], data), load_tokenizer(make_folder(lost)), data)
@@ -200,7 +200,7 @@ def test_answers_without_a_stop_token_are_counted(byte):
     )
     messages = chat(("user", "hi"), ("assistant", "yo"), ("user", "more"), ("assistant", "ok")).messages
     report = str(SftDataset(sft_rows([{"messages": messages}], DataConfig()), byte, DataConfig()).report)
-    assert "1 of 2 answers are learned without a token that ends them" in report
+    assert "1 of 2 answers are learned without an end token" in report
 
 
 def test_texts_of_answers_keep_special_tokens_but_for_the_end(make_folder):

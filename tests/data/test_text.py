@@ -56,7 +56,7 @@ def test_bos_and_eos_stand_once(with_bos):
 def test_bad_texts(byte):
     with pytest.raises(DataError, match=r"row 2: text='7': expected a string"):
         make(byte, 8, ["a", 7])
-    with pytest.raises(DataError, match=r"expected documents with text, found 2 that are empty"):
+    with pytest.raises(DataError, match=r"expected documents with text, found 2 empty documents"):
         make(byte, 8, ["", ""])
     with pytest.raises(DataError, match=r"row 1: expected the columns \{text\}, found prompt"):
         text_rows([{"prompt": "a"}], DataConfig(format="text"))

@@ -145,7 +145,10 @@ def test_a_key_comes_from_the_environment_and_is_told_to_the_server_alone(server
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"url": "http://h/x", "key_env": "NOT_THERE"}, "args.key_env='NOT_THERE': expected the name of a variable"),
+        (
+            {"url": "http://h/x", "key_env": "NOT_THERE"},
+            "args.key_env='NOT_THERE': expected the name of an environment",
+        ),
         ({"url": "localhost:5000"}, "args.url='localhost:5000'"),
         ({"url": []}, "args.url=''"),
         ({"url": "http://me:secret@h/x"}, "args.url='h': expected an address without a user"),

@@ -111,7 +111,7 @@ def test_the_last_evaluation_is_told(tiny_data, tmp_path, capsys):
 def test_pairs_that_are_all_equal_are_refused(name, tiny_data, tmp_path, capsys):
     rows = [{"prompt": f"say {c}:", "chosen": c, "rejected": c} for c in "abcdefgh"]
     data = stages.write_jsonl(tmp_path / "equal.jsonl", rows)
-    with pytest.raises(DataError, match=r"data\.train: .* all 8 have equal answers"):
+    with pytest.raises(DataError, match=r"data\.train: .* all 8 pairs have equal answers"):
         run(capsys, name, tiny_data, tmp_path / "a", f"data.train={data}")
     data = stages.write_jsonl(tmp_path / "some.jsonl", [*rows, rows[0] | {"chosen": "?"}])
     out, _ = run(capsys, name, tiny_data, tmp_path / "b", f"data.train={data}")
