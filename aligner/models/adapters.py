@@ -1,4 +1,9 @@
-"""Low-rank adapters as rows of a table: which matrices of a model have them, and how their factors lie on its ranks.
+"""Low-rank adapters as rows of a table: the matrices that have them, and the layout of their factors over ranks.
+
+One of Megatron's matrices may be several of Hugging Face's (queries, keys and values; gate and up). Each of these is a
+target with its own factors, A [rank, in] and B [out, rank], in the order of Hugging Face's rows, and with DoRA a
+magnitude [out]. So factors are ordinary tensors: import, export and checkpoints read their rows like the family's.
+Names in files are PEFT's.
 
 A matrix of Megatron's may be several of Hugging Face's (queries, keys and values; gate and up): each of these is a
 target with factors of its own, A [rank, in] and B [out, rank], in the order of Hugging Face's rows, and with DoRA a
@@ -25,11 +30,11 @@ LORA_A, LORA_B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_ve
 
 @dataclass(frozen=True)
 class Target:
-    """One of the matrices that `AdaptedMatrix.base` is made of. Of experts the factors have one entry for each."""
+    """One of the matrices that form `AdaptedMatrix.base`. Factors of experts have one entry for each expert."""
 
     name: str  # the last part of its name in Hugging Face's files, as in `model.lora.targets`
-    index: int  # in the matrix, or in that of each expert
-    modules: tuple[str, ...]  # its name in Hugging Face's files without .weight; of experts each one's
+    index: int  # in the matrix, or in each expert's matrix
+    modules: tuple[str, ...]  # its name in Hugging Face's files without .weight; for experts one name each
     a: ParamSpec
     b: ParamSpec
     magnitude: ParamSpec | None
@@ -50,11 +55,11 @@ class AdaptedMatrix:
 
     @property
     def holder(self) -> str:
-        """Of the module that has the factors, inside the former."""
+        """Canonical name of the module inside `module` that has the factors."""
         return _holder(self.base)
 
     def rows(self, cfg: ModelConfig, tensor: int) -> tuple[int, list[int]]:
-        """How a tensor rank's rows are made of its parts': (groups, rows of each part in a group)."""
+        """Return (groups, rows of each target in a group) of a tensor rank's rows."""
         spec, share = self.base, tensor if self.split == "out" else 1
         if spec.transform in ("qkv", "linear_in"):
             return spec.units // share, rows_of_group(spec, cfg)
@@ -62,29 +67,31 @@ class AdaptedMatrix:
 
 
 def sites(cfg: ModelConfig) -> list[AdaptedMatrix]:
-    """Every matrix with adapters, in the order of the family's table. Raises ConfigError for a target that no matrix of
-    the layers has."""
-    found = list(_sites(cfg))
-    names = {target.name for site in found for target in site.targets}
+    """Return every matrix with adapters, in the order of the family's table. Raises ConfigError for a target that no
+    matrix of the layers has."""
+    adaptable = list(_sites(cfg))
+    names = {target.name for site in adaptable for target in site.targets}
     wanted = names if cfg.lora.targets == [ALL_LINEAR] else set(cfg.lora.targets)
     if unknown := sorted(wanted - names):
-        expected = f"{ALL_LINEAR}, or some of {', '.join(dict.fromkeys(t.name for s in found for t in s.targets))}"
+        expected = f"{ALL_LINEAR}, or some of {', '.join(dict.fromkeys(t.name for s in adaptable for t in s.targets))}"
         hint = f"No matrix of the layers of this {cfg.family} model is called {', '.join(unknown)}."
         if "lm_head" in unknown:
             hint += " The output layer is never adapted" + (": it is the embedding." if cfg.tie_embeddings else ".")
         raise ConfigError("model.lora.targets", list(cfg.lora.targets), expected, hint)
-    chosen = (replace(site, targets=tuple(t for t in site.targets if t.name in wanted)) for site in found)
+    chosen = (replace(site, targets=tuple(t for t in site.targets if t.name in wanted)) for site in adaptable)
     return [site for site in chosen if site.targets]
 
 
 def held_sites(cfg: ModelConfig) -> list[AdaptedMatrix]:
-    """The matrices that `model.lora.quantize_base` holds in fewer bits, adapted or not: all of the layers, but routers
-    and what tensor ranks have whole."""
+    """Return the matrices that `model.lora.quantize_base` stores in fewer bits, adapted or not.
+
+    These are all matrices of the layers, without routers and those that tensor ranks hold whole.
+    """
     return [site for site in _sites(cfg) if site.split != "none"]
 
 
 def adapter_table(cfg: ModelConfig) -> list[ParamSpec]:
-    """Every factor of the model, as `family_table` has its weights; empty without adapters."""
+    """Return every factor of the model, as `family_table` returns its weights; empty without adapters."""
     if not cfg.lora.rank:
         return []
     return [
@@ -97,7 +104,7 @@ def adapter_table(cfg: ModelConfig) -> list[ParamSpec]:
 
 
 def factor_tensors(cfg: ModelConfig) -> tuple[HfTensor, ...]:
-    """`adapter_table` by the names of files, as `hf_tensors` has the weights."""
+    """Return `adapter_table` by the names of files, as `hf_tensors` returns the weights."""
     return tuple(
         HfTensor(name, spec.shape[1:] if spec.experts else spec.shape, spec, index)
         for spec in adapter_table(cfg)
@@ -106,19 +113,19 @@ def factor_tensors(cfg: ModelConfig) -> tuple[HfTensor, ...]:
 
 
 def target_names(cfg: ModelConfig) -> list[str]:
-    """Of what has adapters, each once."""
+    """Return the name of each kind of adapted matrix once."""
     return list(dict.fromkeys(target.name for site in sites(cfg) for target in site.targets))
 
 
 def described(cfg: ModelConfig, head: str, outputs: int) -> str:
-    """A line for the start of a run."""
+    """Return a line about the adapters for the start of a run."""
     tables = adapter_table(cfg), family_table(cfg, head, outputs)
-    own, all_of_it = (sum(prod(spec.shape) for spec in table) for table in tables)
-    own += outputs * cfg.hidden_size if head == "score" else 0
+    trained, total = (sum(prod(spec.shape) for spec in table) for table in tables)
+    trained += outputs * cfg.hidden_size if head == "score" else 0
     kind = "dora" if cfg.lora.dora else "lora"
     return (
         f"model.lora: {kind} of rank {cfg.lora.rank}, scale {cfg.lora.scale:g}, on {', '.join(target_names(cfg))}: "
-        f"{own:,} parameters are trained, {own / all_of_it:.2%} of the model's {all_of_it:,}"
+        f"{trained:,} parameters are trained, {trained / total:.2%} of the model's {total:,}"
     )
 
 

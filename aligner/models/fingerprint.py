@@ -1,4 +1,8 @@
-"""What a model folder holds, told by hashes that are cheap at any size: a start may not read the weights twice.
+"""Hashes of a model folder's content that are cheap at any size: a start must not read the weights twice.
+
+Small files are hashed whole. Of a larger file: its size, its head (with the header of safetensors: names, types,
+shapes), its end, and blocks at even distances. A training step changes these; a flipped byte between two blocks is not
+detected.
 
 Small files are hashed whole. Of a larger one: its size, its head (with the header of safetensors: names, types,
 shapes), its end, and blocks at even distances. A training step shows there; a flipped byte between two blocks does not.
@@ -18,7 +22,7 @@ PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "merges.txt", "vocab.t
 
 
 def folder_view(folder: Path) -> dict[str, str]:
-    """File -> hash of what a Hugging Face folder makes a model and its tokenizer from. Raises CheckpointError."""
+    """Return file -> hash of the files of a model and its tokenizer. Raises CheckpointError."""
     paths = sorted({path for pattern in PATTERNS for path in folder.glob(pattern)})
     try:
         return {path.name: file_fingerprint(path) for path in paths if path.is_file()}
@@ -27,7 +31,7 @@ def folder_view(folder: Path) -> dict[str, str]:
 
 
 def file_fingerprint(path: Path) -> str:
-    """16 hexadecimal digits. Raises OSError."""
+    """Return 16 hexadecimal digits for a file. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = path.stat().st_size
@@ -43,11 +47,11 @@ def file_fingerprint(path: Path) -> str:
 
 
 def _blocks(size: int) -> Iterator[int]:
-    """Where the blocks behind the head begin; the last one ends the file."""
+    """Yield the starts of the blocks behind the head; the last one ends the file."""
     for i in range(1, BLOCKS + 1):
         yield max(HEAD_BYTES, size * i // BLOCKS - BLOCK_BYTES)
 
 
 def digest(view: Mapping[str, str]) -> str:
-    """16 hexadecimal digits for all of it."""
+    """Return 16 hexadecimal digits for a folder's view."""
     return hashlib.sha256(repr(sorted(view.items())).encode()).hexdigest()[:16]

@@ -1,4 +1,6 @@
-"""What a Hugging Face folder holds against what its config.json announces: nothing in it is ignored in silence.
+"""Check of a Hugging Face folder against its config.json: no tensor is ignored silently.
+
+All readers of such a folder use it: the trainer, `import`, and the native engine of `chat` and `eval`.
 
 The one rule for whoever reads such a folder: the trainer, `import`, and the native engine of `chat` and `eval`.
 """
@@ -16,20 +18,19 @@ from aligner.models.quantised import FLOAT8, MXFP4, grid
 from aligner.models.safetensors_io import HfTensors
 
 EMBEDDING, LM_HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
-# buffers that old versions of transformers stored, and every version computes anew; Qwen3-Next's layers that predict
-# further tokens, which transformers passes over, too
+# buffers that old versions of transformers stored, and every version computes; Qwen3-Next's layers for multi-token
+# prediction, which transformers also ignores
 DISPENSABLE = (re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"), re.compile(r"mtp\..*"))
 FLOATS = ("F64", "F32", "F16", "BF16")
-ROWS = 4096  # of tied embeddings that are compared at a time
+ROWS = 4096  # of tied embeddings, compared at a time
 
 
 def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors that a model with this head ("lm" or "score") is made of, a score head only where
-    the folder has one.
+    """Return name -> shape of the tensors of a model with this head ("lm" or "score"); a score head only if stored.
 
-    Raises CheckpointError for tensors that are missing, unknown, of another shape or of a type that is no plain float;
-    for a head beside tied embeddings that differs from them; and for a reward model where a language model is wanted. A
-    reward model may start from a language model: the head of that one is not used.
+    Raises CheckpointError for tensors that are missing, unknown, of another shape or of a type other than a plain
+    float; for a head that differs from tied embeddings; and for a reward model instead of a language model. A reward
+    model may start from a language model, whose head is then unused.
     """
     announced = expected_hf_shapes(cfg)
     body = {name: shape for name, shape in announced.items() if name != LM_HEAD}
@@ -46,10 +47,10 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
     unknown = [name for name in tensors if name not in known and not _dispensable(name)]
     unknown += tensors.unlisted()
     if missing or unknown:
-        told = [f"lack {_first(missing)}"] * bool(missing) + [f"also hold {_first(unknown)}"] * bool(unknown)
+        faults = [f"lack {_first(missing)}"] * bool(missing) + [f"also hold {_first(unknown)}"] * bool(unknown)
         ties = str(cfg.tie_embeddings).lower()
         raise CheckpointError(
-            f"{tensors.where}: its weights {' and '.join(told)}, where config.json announces {cfg.family} with "
+            f"{tensors.where}: its weights {' and '.join(faults)}, where config.json announces {cfg.family} with "
             f"num_hidden_layers={cfg.num_layers}, tie_word_embeddings={ties}"
         )
     _check_types(tensors, wanted)
@@ -84,12 +85,17 @@ def _check_types(tensors: HfTensors, wanted: dict[str, tuple[int, ...]]) -> None
 
 
 def _check_tied(tensors: HfTensors) -> None:
-    """transformers uses a stored head that differs, whatever config.json says; so which one is meant is not known."""
+    """Check that a stored head equals tied embeddings.
+
+    transformers uses a stored head that differs despite config.json, so the intended one is unknown.
+    """
     shape = tensors.shape(EMBEDDING)
     same = tensors.shape(LM_HEAD) == shape
     for row in range(0, shape[0] if same else 0, ROWS):
         stop = min(shape[0], row + ROWS)
-        same = same and bool((tensors.part(LM_HEAD, 0, row, stop) == tensors.part(EMBEDDING, 0, row, stop)).all())
+        same = same and bool(
+            (tensors.read_slice(LM_HEAD, 0, row, stop) == tensors.read_slice(EMBEDDING, 0, row, stop)).all()
+        )
     if not same:
         raise CheckpointError(
             f"{tensors.where}: {LM_HEAD} differs from {EMBEDDING}, although config.json says tie_word_embeddings=true: "

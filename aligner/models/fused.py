@@ -1,5 +1,8 @@
-"""Files of some families keep several matrices in one tensor: rows after rows, or those of all experts. Everything here
-speaks of the parts, by the names that other families have; only reading and writing of files joins them."""
+"""Tensors of files that hold several matrices: rows after rows, or those of all experts.
+
+Other modules use the single matrices, by the names that other families have; only reading and writing of files joins
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.families.family import Family
 from aligner.models.params import expected_hf_shapes
 
-_EXPERT = re.compile(r"(?P<before>.+\.experts\.)(?P<number>\d+)\.(?P<part>\w+\.\w+)")
+_EXPERT = re.compile(r"(?P<before>.+\.experts\.)(?P<number>\d+)\.(?P<matrix>\w+\.\w+)")
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class FusedPart:
-    """`index` of the tensor `stored`, which has this shape; transposed there or not."""
+    """A matrix at `index` of the tensor `stored`, which has this shape; optionally transposed there."""
 
     stored: str
     shape: Shape
@@ -28,73 +31,76 @@ class FusedPart:
     transposed: bool = False
 
     def along(self, axis: int, start: int, stop: int) -> FusedPart:
-        """[start, stop) along an axis of the part."""
+        """Return [start, stop) along an axis of the matrix."""
         axes = [i for i, at in enumerate(self.index) if isinstance(at, slice)]
-        place = axes[::-1][axis] if self.transposed else axes[axis]
-        all_of_it, index = self.index[place], list(self.index)
-        assert isinstance(all_of_it, slice)
-        first, step = all_of_it.start or 0, all_of_it.step or 1
-        index[place] = slice(first + start * step, first + stop * step - step + 1, step)
+        position = axes[::-1][axis] if self.transposed else axes[axis]
+        whole, index = self.index[position], list(self.index)
+        assert isinstance(whole, slice)
+        first, step = whole.start or 0, whole.step or 1
+        index[position] = slice(first + start * step, first + stop * step - step + 1, step)
         return replace(self, index=tuple(index))
 
-    def turned(self, found: Tensor) -> Tensor:
-        """Between what lies at `index` and the part, either way."""
-        return found.mT if self.transposed else found
+    def turned(self, tensor: Tensor) -> Tensor:
+        """Transpose between the tensor at `index` and the matrix, in either direction."""
+        return tensor.mT if self.transposed else tensor
 
 
 def parts_of(cfg: ModelConfig) -> dict[str, FusedPart]:
-    """Where each part lies in the files of this model."""
+    """Return the location of each matrix in the files of this model."""
     family = cfg.traits
     shapes = expected_hf_shapes(cfg) if family.joined else {}
     return _rows(family, shapes) | _experts(family, shapes, cfg.moe.num_experts)
 
 
 def _rows(family: Family, shapes: dict[str, Shape]) -> dict[str, FusedPart]:
-    found = {}
+    located = {}
     for fused, parts in family.fused:
         for name in (name for name in shapes if f".{parts[0]}." in name):
-            names = [name.replace(f".{parts[0]}.", f".{part}.") for part in parts]
-            counts = [shapes[part][0] for part in names]
+            names = [name.replace(f".{parts[0]}.", f".{matrix}.") for matrix in parts]
+            counts = [shapes[matrix][0] for matrix in names]
             whole, first = (sum(counts), *shapes[name][1:]), 0
-            for part, count in zip(names, counts, strict=True):
+            for matrix, count in zip(names, counts, strict=True):
                 rows = slice(first, first + count)
                 stored = name.replace(f".{parts[0]}.", f".{fused}.")
-                found[part] = FusedPart(stored, whole, (rows, *[slice(None)] * (len(whole) - 1)))
+                located[matrix] = FusedPart(stored, whole, (rows, *[slice(None)] * (len(whole) - 1)))
                 first += count
-    return found
+    return located
 
 
 def _experts(family: Family, shapes: dict[str, Shape], experts: int) -> dict[str, FusedPart]:
-    places = {part: (i, len(parts), name) for name, parts in family.stacked for i, part in enumerate(parts)}
-    found = {}
+    positions = {matrix: (i, len(parts), name) for name, parts in family.stacked for i, matrix in enumerate(parts)}
+    located = {}
     for name, shape in shapes.items():
         match = _EXPERT.fullmatch(name)
-        if match is None or match["part"] not in places:
+        if match is None or match["matrix"] not in positions:
             continue
-        place, count, stored = places[match["part"]]
+        position, count, stored = positions[match["matrix"]]
         *columns, last = reversed(shape)
         whole = (experts, *columns, count * last)
-        found[name] = FusedPart(
+        located[name] = FusedPart(
             match["before"] + stored,
             whole,
-            (int(match["number"]), *[slice(None)] * len(columns), slice(place, None, count)),
+            (int(match["number"]), *[slice(None)] * len(columns), slice(position, None, count)),
             len(shape) > 1,
         )
-    return found
+    return located
 
 
 def joined(tensors: Iterable[tuple[str, Tensor]], parts: Mapping[str, FusedPart]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors as the files have them whose `parts_of` are given. A tensor of parts waits for the last of them."""
-    waiting, left = dict[str, Tensor](), Counter(part.stored for part in parts.values())
+    """Yield the tensors as files store them. `parts` is the result of `parts_of`.
+
+    A fused tensor is yielded after its last matrix.
+    """
+    waiting, left = dict[str, Tensor](), Counter(matrix.stored for matrix in parts.values())
     for name, tensor in tensors:
-        part = parts.get(name)
-        if part is None:
+        matrix = parts.get(name)
+        if matrix is None:
             yield name, tensor
             continue
-        if part.stored not in waiting:
-            waiting[part.stored] = tensor.new_empty(part.shape)
-        part.turned(waiting[part.stored][part.index]).copy_(tensor)
-        left[part.stored] -= 1
-        if not left[part.stored]:
-            yield part.stored, waiting.pop(part.stored)
-    assert not waiting, f"parts that never came: {sorted(waiting)}"
+        if matrix.stored not in waiting:
+            waiting[matrix.stored] = tensor.new_empty(matrix.shape)
+        matrix.turned(waiting[matrix.stored][matrix.index]).copy_(tensor)
+        left[matrix.stored] -= 1
+        if not left[matrix.stored]:
+            yield matrix.stored, waiting.pop(matrix.stored)
+    assert not waiting, f"tensors with missing matrices: {sorted(waiting)}"

@@ -1,4 +1,4 @@
-"""One parameter in Megatron's layout and in Hugging Face's, whole or as shards of tensor-parallel ranks."""
+"""Conversion of a parameter between Megatron's layout and Hugging Face's, whole or as tensor-parallel shards."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from aligner.families.table import family_table
 
 
 def dtype_of(spec: ParamSpec, dtype: torch.dtype) -> torch.dtype:
-    """Of its numbers in a model of `dtype`."""
+    """Return the dtype of a parameter in a model of `dtype`."""
     return torch.float32 if spec.float32 else dtype
 
 
 def to_hf(spec: ParamSpec, full: Tensor, cfg: ModelConfig) -> dict[str, Tensor]:
-    """Canonical TP=1 tensor -> its Hugging Face tensors (views or copies)."""
+    """Return the Hugging Face tensors (views or copies) of a canonical TP=1 tensor."""
     assert tuple(full.shape) == spec.shape, f"{spec.canonical}: {tuple(full.shape)} is not {spec.shape}"
     if spec.transform == "copy":
         return {spec.hf[0]: full}
@@ -29,26 +29,26 @@ def to_hf(spec: ParamSpec, full: Tensor, cfg: ModelConfig) -> dict[str, Tensor]:
     if spec.experts:  # [E, 2, F, H] -> gate and up of every expert; [E, H, F] -> one tensor of every expert
         return dict(zip(spec.hf, full.flatten(0, 1) if spec.transform == "experts_gate_up" else full, strict=True))
     parts = full.unflatten(0, (spec.units, -1)).split(rows_of_group(spec, cfg), dim=1)
-    return {name: part.flatten(0, 1) for name, part in zip(spec.hf, parts, strict=True)}
+    return {name: rows.flatten(0, 1) for name, rows in zip(spec.hf, parts, strict=True)}
 
 
 def from_hf(spec: ParamSpec, tensors: Mapping[str, Tensor] | Callable[[str], Tensor], cfg: ModelConfig) -> Tensor:
-    """Hugging Face tensors (by name) -> the canonical TP=1 tensor.
+    """Return the canonical TP=1 tensor of Hugging Face tensors (by name).
 
-    Raises CheckpointError naming a tensor that is absent or does not fit the config.
+    Raises CheckpointError naming a tensor that is missing or does not fit the config.
     """
     parts = [tensors(name) if callable(tensors) else _named(tensors, name) for name in spec.hf]
     wanted = to_hf(spec, torch.empty(spec.shape, device="meta"), cfg)
-    for name, part in zip(spec.hf, parts, strict=True):
-        if part.shape != wanted[name].shape:
+    for name, tensor in zip(spec.hf, parts, strict=True):
+        if tensor.shape != wanted[name].shape:
             raise CheckpointError(
-                f"{name}: shape {tuple(part.shape)}, but the model config says {tuple(wanted[name].shape)}"
+                f"{name}: shape {tuple(tensor.shape)}, but the model config says {tuple(wanted[name].shape)}"
             )
     return assemble(spec, parts, cfg)
 
 
 def assemble(spec: ParamSpec, parts: Sequence[Tensor], cfg: ModelConfig) -> Tensor:
-    """The canonical tensor, or one tensor-parallel shard of it, of its Hugging Face tensors or their shards."""
+    """Return the canonical tensor, or a tensor-parallel shard of it, from its Hugging Face tensors or their shards."""
     if spec.transform == "copy":
         return parts[0]
     if spec.transform == "gate_up":
@@ -67,21 +67,25 @@ def _named(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def hf_axis(spec: ParamSpec) -> int | None:
-    """The axis of its Hugging Face tensors along which tensor-parallel shards differ; None where all have the whole."""
+    """Return the axis of Hugging Face tensors along which tensor-parallel shards differ; None if all ranks hold the
+    whole."""
     if spec.tp_axis is None or spec.transform == "copy":
         return spec.tp_axis
     return spec.tp_axis - 1 if spec.transform == "experts" else 0
 
 
 def shard_interval(length: int, tp: int, rank: int) -> tuple[int, int]:
-    """[start, stop) of `length` entries for tensor-parallel rank `rank`. Where they do not divide (a vocabulary, which
-    Megatron pads), the last ranks have fewer, or none."""
+    """Return [start, stop) of `length` entries for tensor-parallel rank `rank`.
+
+    If the length is not divisible (a vocabulary, which Megatron pads), the last ranks have fewer entries, or none.
+    """
     size = -(-length // tp)
     return min(length, rank * size), min(length, (rank + 1) * size)
 
 
 def split_tp(spec: ParamSpec, full: Tensor, tp: int, rank: int) -> Tensor:
-    """The shard of tensor-parallel rank `rank` of a canonical tensor; the vocabulary is padded with zero rows."""
+    """Return the shard of tensor-parallel rank `rank` of a canonical tensor; the vocabulary is padded with zero
+    rows."""
     if spec.tp_axis is None or tp == 1:
         return full
     if spec.padded:
@@ -95,7 +99,8 @@ def split_tp(spec: ParamSpec, full: Tensor, tp: int, rank: int) -> Tensor:
 
 
 def merge_tp(spec: ParamSpec, shards: Sequence[Tensor]) -> Tensor:
-    """Inverse of `split_tp`: the shards of all tensor-parallel ranks, in rank order -> the canonical tensor."""
+    """Return the canonical tensor of the shards of all tensor-parallel ranks, in rank order: the inverse of
+    `split_tp`."""
     if spec.tp_axis is None:
         return shards[0]
     if spec.transform == "gate_up":
@@ -105,7 +110,7 @@ def merge_tp(spec: ParamSpec, shards: Sequence[Tensor]) -> Tensor:
 
 
 def expected_hf_shapes(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor a checkpoint of this model holds."""
+    """Return Hugging Face name -> shape of every tensor in a checkpoint of this model."""
     out: dict[str, tuple[int, ...]] = {}
     for spec in family_table(cfg, head, num_labels):
         for name, t in to_hf(spec, torch.empty(spec.shape, device="meta"), cfg).items():
@@ -114,6 +119,9 @@ def expected_hf_shapes(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) 
 
 
 def embedding_factor(cfg: ModelConfig, dtype: torch.dtype) -> float:
-    """What embeddings are multiplied by; Gemma's authors round the square root of the hidden size to the dtype."""
+    """Return the multiplier of embeddings.
+
+    Gemma's authors round the square root of the hidden size to the dtype.
+    """
     root = float(torch.tensor(cfg.hidden_size**0.5, device="cpu").to(dtype))
     return (root if cfg.traits.scaled_embeddings else 1.0) * cfg.scales.embedding

@@ -1,5 +1,5 @@
-"""What an adapter_config.json of `peft` (0.21) says, by peft's own rules: which modules it is for, and the rank and
-alpha of each. What is more than LoRA, rsLoRA or DoRA is refused by name.
+"""The rules of an adapter_config.json of `peft` (0.21), as peft reads them: its modules, and their rank and alpha.
+Keys of other methods than LoRA, rsLoRA or DoRA are refused by name.
 
 Names of modules are those of the base model, `model.layers.0.self_attn.q_proj`. Rules as in peft's
 `check_target_module_exists` (tuners/tuners_utils.py) and `get_pattern_key` (utils/other.py).
@@ -16,28 +16,33 @@ from aligner.config.sections.model.lora import LoraConfig
 from aligner.errors import CheckpointError
 from aligner.foreign import JsonObject, record
 
-# read here and in peft.py, or without effect on what the factors mean
+# read here and in peft.py, or without effect on the factors' meaning
 _KNOWN = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "init_lora_weights", "rank_pattern", "alpha_pattern"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("peft_version", "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"),
     *("lora_dropout", "megatron_core", "qalora_group_size", "runtime_config", "ephemeral_gpu_offload"),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # of an init_lora_weights; refused there
+    *(
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+    ),  # belong to an init_lora_weights, which is refused
 }
-_EMPTY = ("modules_to_save", "target_parameters", "layer_replication", "megatron_config")  # no effect where empty
-_SAME_BASE = (True, False, "gaussian", "orthogonal", "eva")  # init_lora_weights that leave the base as it is
+_EMPTY = ("modules_to_save", "target_parameters", "layer_replication", "megatron_config")  # no effect if empty
+_SAME_BASE = (True, False, "gaussian", "orthogonal", "eva")  # init_lora_weights that do not change the base
 _ALL_LINEAR = "all-linear"
 
 
 def check_kind(config: JsonObject, lora: LoraConfig) -> None:
-    """Raises CheckpointError, naming the key, for what is not LoRA, rsLoRA or DoRA as `lora` says."""
+    """Check that it is LoRA, rsLoRA or DoRA as in `lora`. Raises CheckpointError, naming the key."""
     if config.text("peft_type") != "LORA":
         config.refuse("peft_type", "LORA")
     for key, wanted, name in (("use_rslora", lora.rslora, "rslora"), ("use_dora", lora.dora, "dora")):
         if config.flag(key, False) != wanted:
             config.refuse(key, f"{json.dumps(wanted)}, the value of model.lora.{name}: set that to the adapter's")
     if config.fields.get("init_lora_weights", True) not in _SAME_BASE:
-        config.refuse("init_lora_weights", "one that leaves the base as it is: merge the adapter into its base first")
+        config.refuse("init_lora_weights", "one that does not change the base: merge the adapter into its base first")
     for key, value in config.fields.items():
         # an empty object may turn a variant on: only null and false are off everywhere
         idle = value is None or value is False or (key in _EMPTY and not value) or (key, value) == ("bias", "none")
@@ -46,7 +51,8 @@ def check_kind(config: JsonObject, lora: LoraConfig) -> None:
 
 
 class Rules:
-    """Raises CheckpointError, naming the key, for values that peft would not understand."""
+    """The rules of one adapter_config.json. Raises CheckpointError, naming the key, for values that peft would not
+    understand."""
 
     def __init__(self, config: JsonObject):
         self._config = config
@@ -56,18 +62,18 @@ class Rules:
         nothing = record({}, config.where, CheckpointError)
         self._patterns = {key: config.record(f"{key}_pattern", nothing) for key in ("rank", "alpha")}
         self._compiled = {
-            key: [(text, self._compile(found, text, rf"(.*\.)?({text})$")) for text in found]
-            for key, found in self._patterns.items()
+            key: [(text, self._compile(patterns, text, rf"(.*\.)?({text})$")) for text in patterns]
+            for key, patterns in self._patterns.items()
         }
 
     def adapts(self, module: str) -> bool:
-        """Whether peft puts an adapter there. For modules that are linear and not the output layer."""
+        """Return whether peft adapts this module, which is linear and not the output layer."""
         if self._exclude is not None and self._exclude(module):
             return False
         if not self._target(module):
             return False
         chosen = self._config.fields["target_modules"]
-        if self._layers is None or isinstance(chosen, str) or module in chosen:  # a full name is for its layer
+        if self._layers is None or isinstance(chosen, str) or module in chosen:  # a full name includes its layer
             return True
         index = self._in_layer(module)
         return index is not None and index in self._layers
@@ -79,11 +85,11 @@ class Rules:
         return self._value("alpha", module, self._config.number("lora_alpha"))
 
     def has_pattern(self, kind: str, module: str) -> bool:
-        """Whether a pattern of `rank` or `alpha` is for the module."""
+        """Return whether a pattern of `rank` or `alpha` matches the module."""
         return self._pattern(kind, module) is not None
 
     def refuse(self, kind: str, module: str, expected: str) -> NoReturn:
-        """Raises CheckpointError for the key that says the module's `rank` or `alpha`."""
+        """Raise CheckpointError for the key that sets the module's `rank` or `alpha`."""
         pattern = self._pattern(kind, module)
         if pattern is None:
             self._config.refuse({"rank": "r", "alpha": "lora_alpha"}[kind], expected)
@@ -91,12 +97,12 @@ class Rules:
 
     @property
     def narrowed(self) -> str:
-        """The key that takes modules out of the targets; empty without one."""
+        """The key that removes modules from the targets; empty without one."""
         keys = ("layers_to_transform", "exclude_modules")
         return next((key for key in keys if self._config.fields.get(key) not in (None, [], "")), "")
 
     def refuse_targets(self, expected: str) -> NoReturn:
-        """Raises CheckpointError for the choice of modules."""
+        """Raise CheckpointError for the choice of modules."""
         self._config.refuse(self.narrowed or "target_modules", expected)
 
     def _pattern(self, kind: str, module: str) -> str | None:
@@ -107,7 +113,7 @@ class Rules:
         return default if pattern is None else self._patterns[kind].number(pattern)
 
     def _names(self, key: str) -> Callable[[str], Any]:
-        """A pattern of whole names, or a list of names and their ends."""
+        """Return a matcher of modules: a pattern of whole names, or a list of names and their ends."""
         value = self._config.fields.get(key)
         if isinstance(value, str):
             if key == "target_modules" and value.lower() == _ALL_LINEAR:
@@ -119,7 +125,7 @@ class Rules:
         return lambda module: module in whole or module.endswith(ends)
 
     def _layer_rule(self) -> tuple[set[int] | None, Callable[[str], int | None]]:
-        """The layers, None for all, and the layer of a module."""
+        """Return (the layers, None for all; a function module -> layer)."""
         config = self._config
         layers, patterns = (config.fields.get(key) for key in ("layers_to_transform", "layers_pattern"))
         for key, value in (("layers_to_transform", layers), ("layers_pattern", patterns)):
@@ -140,8 +146,8 @@ class Rules:
         regexes = [self._compile(config, "layers_pattern", text) for text in texts]
 
         def layer(module: str) -> int | None:
-            found = next((match for regex in regexes if (match := regex.match(module))), None)
-            return int(found["idx"]) if found else None
+            matched = next((match for regex in regexes if (match := regex.match(module))), None)
+            return int(matched["idx"]) if matched else None
 
         return set(layers), layer
 

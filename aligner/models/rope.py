@@ -1,4 +1,4 @@
-"""Inverse frequencies of rotary embeddings, plain and scaled; of local layers (Gemma 3) with their own base.
+"""Inverse frequencies of rotary embeddings, plain and scaled; local layers (Gemma 3) have their own base.
 
 Every kind of scaling is a function of the config in `_SCALED`, and gives frequencies that hold for all rows of a run:
 - dynamic (NTK by the row's length): rows up to `model.max_position` are not scaled, and longer ones are refused, since
@@ -15,12 +15,14 @@ from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 
-LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever `model.norm_eps` is
+LATENT_EPS = 1e-6  # of the norms of latent vectors, independent of `model.norm_eps`
 
 
 def inverse_frequencies(cfg: ModelConfig, local: bool = False) -> Tensor:
-    """float32 [rotary_dim / 2]: theta_i = base^(-2i/d) (Su et al. 2021, RoFormer, eq. 15), scaled by
-    `model.rope_scaling`. `local`: of layers with a window, whose own base is not scaled."""
+    """Return float32 [rotary_dim / 2]: theta_i = base^(-2i/d) (Su et al. 2021, RoFormer, eq. 15).
+
+    They are scaled by `model.rope_scaling`. `local`: of layers with a window, whose own base is not scaled.
+    """
     own_base = cfg.attention.local_rope_base if local else 0.0
     periods = (own_base or cfg.rope_base) ** _exponents(cfg)
     if own_base or not cfg.rope_scaling.scales:
@@ -29,8 +31,10 @@ def inverse_frequencies(cfg: ModelConfig, local: bool = False) -> Tensor:
 
 
 def attention_factor(cfg: ModelConfig, local: bool = False) -> float:
-    """What cosines and sines are multiplied by: YaRN (arXiv:2309.00071, section 3.4) and LongRoPE (arXiv:2402.13753)
-    sharpen attention with it."""
+    """Return the multiplier of cosines and sines.
+
+    YaRN (arXiv:2309.00071, section 3.4) and LongRoPE (arXiv:2402.13753) sharpen attention with it.
+    """
     scaling = cfg.rope_scaling
     if (local and cfg.attention.local_rope_base) or not scaling.scales:
         return 1.0
@@ -46,8 +50,11 @@ def attention_factor(cfg: ModelConfig, local: bool = False) -> float:
 
 
 def score_scale(cfg: ModelConfig) -> float | None:
-    """Of attention's scores; None: 1 / sqrt(head_dim). With latent attention a scaling that says `mscale_all_dim`
-    sharpens them, not cosines and sines alone (DeepSeek-V3's modeling files)."""
+    """Return the scale of attention scores; None: 1 / sqrt(head_dim).
+
+    With latent attention, a scaling with `mscale_all_dim` sharpens the scores, not only cosines and sines
+    (DeepSeek-V3's modeling files).
+    """
     scaling = cfg.rope_scaling
     if not (cfg.latent.kv_rank and scaling.scales and scaling.mscale_all_dim):
         return cfg.attention.scale
@@ -63,8 +70,11 @@ def _exponents(cfg: ModelConfig) -> Tensor:
 
 
 def _llama3(cfg: ModelConfig, periods: Tensor) -> Tensor:
-    """Wavelengths above original / low_freq_factor are slowed by the factor, those below original / high_freq_factor
-    kept, those between interpolated (Llama 3.1)."""
+    """Scale frequencies as Llama 3.1.
+
+    Wavelengths above original / low_freq_factor are slowed by the factor, those below original / high_freq_factor kept,
+    those between interpolated.
+    """
     scaling, frequency = cfg.rope_scaling, 1.0 / periods
     low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position
     wavelength = 2 * math.pi / frequency
@@ -75,18 +85,21 @@ def _llama3(cfg: ModelConfig, periods: Tensor) -> Tensor:
 
 
 def _linear(cfg: ModelConfig, periods: Tensor) -> Tensor:
-    """Positions divided by the factor (arXiv:2306.15595)."""
+    """Divide positions by the factor (arXiv:2306.15595)."""
     return 1.0 / periods / cfg.rope_scaling.factor
 
 
 def _dynamic(cfg: ModelConfig, periods: Tensor) -> Tensor:
-    """As they are, within `model.max_position`."""
+    """Return unscaled frequencies, valid within `model.max_position`."""
     return 1.0 / periods
 
 
 def _yarn(cfg: ModelConfig, periods: Tensor) -> Tensor:
-    """Dimensions that turn more than beta_fast times over the original context are kept, those below beta_slow turns
-    interpolated, with a ramp between (YaRN, arXiv:2309.00071, eq. 22)."""
+    """Scale frequencies by YaRN (arXiv:2309.00071, eq. 22).
+
+    Dimensions that turn more than beta_fast times over the original context are kept, those below beta_slow turns
+    interpolated, with a ramp between.
+    """
     scaling, dim = cfg.rope_scaling, 2 * len(periods)
 
     def dimension(turns: float) -> float:
@@ -103,7 +116,7 @@ def _yarn(cfg: ModelConfig, periods: Tensor) -> Tensor:
 
 
 def _longrope(cfg: ModelConfig, periods: Tensor) -> Tensor:
-    """Each frequency divided by a searched number of its own (arXiv:2402.13753)."""
+    """Divide each frequency by its own searched number (arXiv:2402.13753)."""
     scaling = cfg.rope_scaling
     long = scaling.factors == "long" or (scaling.factors == "auto" and cfg.max_position > scaling.original_max_position)
     return 1.0 / (torch.tensor(scaling.long_factor if long else scaling.short_factor) * periods)

@@ -33,7 +33,11 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class HfTensors(Mapping[str, Tensor]):
-    """Name -> tensor over the safetensors files of a folder; a tensor is read when it is asked for.
+    """A mapping name -> tensor over the safetensors files of a folder; a tensor is read on access.
+
+    With `block`, tensors with a scale are dequantised to float32, and scales are no entries. With `parts`, fused
+    tensors are no entries, but their matrices are (`models/fused.py`). If `packed`, these may be in MXFP4, and are also
+    read as float32.
 
     With `block`, tensors that have a scale beside them come dequantised, in float32, and scales are no entries. With
     `parts`, tensors that are several matrices are none either, but those are (`models/fused.py`); if `packed`, they may
@@ -50,16 +54,16 @@ class HfTensors(Mapping[str, Tensor]):
         self.block = block
         self._listed = files
         parts = parts or {}
-        self._parts = {name: part for name, part in parts.items() if part.stored in files}
+        self._parts = {name: matrix for name, matrix in parts.items() if matrix.stored in files}
         packs = {p.stored for p in parts.values() if packed and {p.stored + BLOCKS, p.stored + SCALES} <= files.keys()}
-        self._packed = {name: part for name, part in parts.items() if part.stored in packs - files.keys()}
+        self._packed = {name: matrix for name, matrix in parts.items() if matrix.stored in packs - files.keys()}
         scales = {name.removesuffix(SCALE) + "weight" for name in files if block and name.endswith("." + SCALE)}
         self._scales = {name: f"{name}_scale_inv" for name in scales if name in files}
-        hidden = {*self._scales.values(), *(part.stored for part in self._parts.values())}
-        hidden |= {part.stored + end for part in self._packed.values() for end in (BLOCKS, SCALES)}
+        hidden = {*self._scales.values(), *(matrix.stored for matrix in self._parts.values())}
+        hidden |= {matrix.stored + end for matrix in self._packed.values() for end in (BLOCKS, SCALES)}
         self._files = {name: path for name, path in files.items() if name not in hidden}
-        self._files |= {name: files[part.stored] for name, part in self._parts.items()}
-        self._files |= {name: files[part.stored + BLOCKS] for name, part in self._packed.items()}
+        self._files |= {name: files[matrix.stored] for name, matrix in self._parts.items()}
+        self._files |= {name: files[matrix.stored + BLOCKS] for name, matrix in self._packed.items()}
         self._open: dict[Path, Any] = {}
 
     @property
@@ -69,66 +73,68 @@ class HfTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._parts or name in self._packed:
-            return self.part(name, 0, 0, self.shape(name)[0])
+            return self.read_slice(name, 0, 0, self.shape(name)[0])
         whole = self._read(name, lambda file: file.get_tensor(name))
         return whole if name not in self._scales else dequantised(name, whole, self._scale(name), self._block)
 
     def __contains__(self, name: object) -> bool:
         return name in self._files  # without reading it
 
-    def part(self, name: str, axis: int, start: int, stop: int) -> Tensor:
-        """[start, stop) along `axis` (0 or 1); nothing else is read but its scales."""
+    def read_slice(self, name: str, axis: int, start: int, stop: int) -> Tensor:
+        """Read [start, stop) along `axis` (0 or 1), and only the needed scales."""
         if name in self._packed:
             return self._unpacked(self._packed[name], axis, start, stop)
         if name in self._parts:
-            place = self._parts[name].along(axis, start, stop)
-            return place.turned(self._read(place.stored, lambda file: file.get_slice(place.stored)[place.index]))
+            matrix = self._parts[name].along(axis, start, stop)
+            return matrix.turned(self._read(matrix.stored, lambda file: file.get_slice(matrix.stored)[matrix.index]))
         rows = slice(start, stop)
-        part = self._read(name, lambda file: file.get_slice(name)[rows if axis == 0 else (slice(None), rows)])
+        stored = self._read(name, lambda file: file.get_slice(name)[rows if axis == 0 else (slice(None), rows)])
         if name not in self._scales:
-            return part
+            return stored
         first = (start, 0) if axis == 0 else (0, start)
-        return dequantised(name, part, self._scale(name), self._block, *first)
+        return dequantised(name, stored, self._scale(name), self._block, *first)
 
     def _unpacked(self, whole: FusedPart, axis: int, start: int, stop: int) -> Tensor:
-        """Of a matrix, which lies there transposed, so as it is here. Blocks are along its last axis."""
+        """Read a slice of a matrix in MXFP4, stored transposed with blocks along its last axis."""
         first = start // PACKED if axis else 0
-        part = whole if axis else whole.along(0, start, stop)
-        expert, _, rows = part.index
+        matrix = whole if axis else whole.along(0, start, stop)
+        expert, _, rows = matrix.index
         groups = slice(first, -(-stop // PACKED)) if axis else slice(None)
         bytes_, scales = (
-            self._read(part.stored + end, lambda file, end=end: file.get_slice(part.stored + end)[expert, rows, groups])
+            self._read(
+                matrix.stored + end, lambda file, end=end: file.get_slice(matrix.stored + end)[expert, rows, groups]
+            )
             for end in (BLOCKS, SCALES)
         )
-        found = unpacked(part.stored, bytes_, scales)
-        return found[:, start - first * PACKED : stop - first * PACKED] if axis else found
+        numbers = unpacked(matrix.stored, bytes_, scales)
+        return numbers[:, start - first * PACKED : stop - first * PACKED] if axis else numbers
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._packed:
-            part = self._packed[name]
-            experts, columns, rows = part.shape
+            matrix = self._packed[name]
+            experts, columns, rows = matrix.shape
             if columns % PACKED:
                 raise CheckpointError(f"{self.where}: {name} has rows of {columns}: expected a multiple of {PACKED}")
-            self._hold(part.stored + BLOCKS, (experts, rows, columns // PACKED, PACKED // 2), name)
-            self._hold(part.stored + SCALES, (experts, rows, columns // PACKED), name)
+            self._check_shape(matrix.stored + BLOCKS, (experts, rows, columns // PACKED, PACKED // 2), name)
+            self._check_shape(matrix.stored + SCALES, (experts, rows, columns // PACKED), name)
         elif name in self._parts:
-            part = self._parts[name]
-            self._hold(part.stored, part.shape, name)
+            matrix = self._parts[name]
+            self._check_shape(matrix.stored, matrix.shape, name)
         else:
             return self._stored_shape(name)
-        return tuple(part.turned(torch.empty(part.shape, device="meta")[part.index]).shape)
+        return tuple(matrix.turned(torch.empty(matrix.shape, device="meta")[matrix.index]).shape)
 
-    def _hold(self, stored: str, wanted: tuple[int, ...], name: str) -> None:
-        found = self._stored_shape(stored)
-        if found != wanted:
+    def _check_shape(self, stored: str, wanted: tuple[int, ...], name: str) -> None:
+        stored_shape = self._stored_shape(stored)
+        if stored_shape != wanted:
             expected = f"the model config says {wanted}, of which {name} is a part"
-            raise CheckpointError(f"{self.where}: {stored} has shape {found}, but {expected}")
+            raise CheckpointError(f"{self.where}: {stored} has shape {stored_shape}, but {expected}")
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
         return self._read(name, lambda file: tuple(file.get_slice(name).get_shape()))
 
     def dtype(self, name: str) -> str:
-        """As safetensors calls it, of what is stored; MXFP4 for bytes that are that."""
+        """Return safetensors' name of the stored type; MXFP4 for packed bytes."""
         if name in self._packed:
             for stored in (self._packed[name].stored + end for end in (BLOCKS, SCALES)):
                 if self._stored_dtype(stored) != BYTES:
@@ -143,12 +149,12 @@ class HfTensors(Mapping[str, Tensor]):
         return self.shape(self._scales[name]) if name in self._scales else None
 
     def itemsize(self, name: str) -> int:
-        """Bytes of an element as it is given."""
+        """Return the bytes of an element as it is read."""
         sizes = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, MXFP4: 4}
         return 4 if name in self._scales else sizes.get(self.dtype(name), 1)
 
     def unlisted(self) -> list[str]:
-        """Tensors of the files that the index does not name. Opens every file."""
+        """Return tensors of the files that the index does not name. Opens every file."""
         names = (name for path in self.paths() for name in self._file(path).keys())  # noqa: SIM118 (no mapping)
         return [name for name in names if name not in self._listed]
 
@@ -176,7 +182,7 @@ class HfTensors(Mapping[str, Tensor]):
         return self._open[path]
 
     def close(self) -> None:
-        """Let go of the files, whose pages count as this process's memory once they have been read."""
+        """Close the files: pages that were read count as this process's memory."""
         self._open.clear()
 
     def paths(self) -> list[Path]:
@@ -197,8 +203,10 @@ def _open(path: Path):
 
 
 def open_hf(folder: str | Path) -> HfTensors:
-    """The tensors of a folder with `model.safetensors` or a sharded index; what they are to be is not checked
-    (`models/folder_check.py`). Raises CheckpointError, ConfigError for a quantisation that is not read."""
+    """Open the tensors of a folder with `model.safetensors` or a sharded index, without a check of names and shapes.
+
+    `models/folder_check.py` checks them. Raises CheckpointError, ConfigError for an unsupported quantisation.
+    """
     folder = Path(folder)
     config, single, index = folder / "config.json", folder / SINGLE, folder / INDEX
     block, parts, packed = None, dict[str, FusedPart](), False
@@ -209,7 +217,7 @@ def open_hf(folder: str | Path) -> HfTensors:
         if family is not None and family.joined:
             parts = parts_of(config_from_hf(folder))
     if single.is_file() and index.is_file():
-        raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found both: remove the one that is not meant")
+        raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found both: remove the unintended one")
     if single.is_file():
         return HfTensors(dict.fromkeys(_open(single).keys(), single), block, parts, packed)
     if not index.is_file():
@@ -219,8 +227,8 @@ def open_hf(folder: str | Path) -> HfTensors:
     files = read_record(index, CheckpointError).text_map("weight_map")
     absent = sorted({name for name in set(files.values()) if Path(name).name != name or not (folder / name).is_file()})
     if absent or not files:
-        told = ", ".join(map(repr, absent)) or "none"
-        raise CheckpointError(f"{folder}: {INDEX} names files that are not there: {told}")
+        names = ", ".join(map(repr, absent)) or "none"
+        raise CheckpointError(f"{folder}: {INDEX} names missing files: {names}")
     return HfTensors({name: folder / file for name, file in files.items()}, block, parts, packed)
 
 
@@ -233,9 +241,9 @@ def write_hf(
 ) -> None:
     """Stream tensors into a Hugging Face folder; at most one shard is in memory.
 
-    Written to `<folder>.tmp`, then renamed, so the folder is there whole or not at all. `extra(path)` may add files
+    They are written to `<folder>.tmp`, then renamed, so the folder is complete or absent. `extra(path)` may add files
     (tokenizer, chat template) before the rename. A tensor larger than `max_shard_bytes` gets a shard of its own. Raises
-    OSError if it cannot be written; what stood in `folder` before is then still there.
+    OSError if it cannot be written; the old content of `folder` then remains.
     """
     folder = Path(folder)
     aside = folder.with_name(folder.name + ".tmp")
@@ -258,8 +266,10 @@ def write_hf(
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """One file, with the rights that the umask gives it (safetensors writes for its owner alone). Raises OSError, also
-    for a full disk, which safetensors tells in its own way."""
+    """Write one file with the umask's permissions (safetensors writes only for its owner).
+
+    Raises OSError, also for a full disk, which safetensors reports by its own error.
+    """
     path.touch()
     mode = path.stat().st_mode
     try:
@@ -270,7 +280,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def save_whole(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """`save_tensors`, of which the file is there complete or not at all."""
+    """Write a file like `save_tensors`, complete or not at all."""
     aside = path.with_name(path.name + ".tmp")
     save_tensors(aside, {name: t.contiguous() for name, t in tensors.items()}, metadata)
     aside.rename(path)
@@ -289,7 +299,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard
         shard, size = {}, 0
 
     for name, tensor in tensors:
-        assert name not in seen, f"tensor {name} was given twice"
+        assert name not in seen, f"tensor {name} was passed twice"
         seen.add(name)
         if shard and size + tensor.nbytes > max_shard_bytes:
             flush()

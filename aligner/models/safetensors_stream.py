@@ -1,4 +1,4 @@
-"""Write a safetensors file tensor by tensor: its header, which comes first, needs shapes and types only."""
+"""A safetensors file written tensor by tensor: its header, which comes first, needs only shapes and types."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", tor
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Of a contiguous CPU tensor, without a copy."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 class SafetensorsFile(HashedFile):
-    """Tensors come in the order of `shapes`: name -> (dtype, shape)."""
+    """A file whose tensors are added in the order of `shapes`: name -> (dtype, shape)."""
 
     def __init__(self, path: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]):
         super().__init__(path)
@@ -48,5 +48,5 @@ class SafetensorsFile(HashedFile):
         self.write(tensor_bytes(tensor.detach().to("cpu", dtype).contiguous()))
 
     def __exit__(self, kind: Any, *unused: Any) -> None:
-        assert kind is not None or not self._waiting, f"tensors that never came: {self._waiting}"
+        assert kind is not None or not self._waiting, f"tensors that were not added: {self._waiting}"
         super().__exit__(kind, *unused)

@@ -1,4 +1,7 @@
-"""How each Hugging Face tensor lies in the trainer's shards, and how tensor ranks of an engine cut it.
+"""The layout of each Hugging Face tensor in the trainer's shards, and its split over an engine's tensor ranks.
+
+It follows the rows of the family table (`families.py`). Unlike `to_hf`, which needs whole canonical tensors, it returns
+slices of Hugging Face tensors as views into a shard, which can be copied without a gather.
 
 Read from the family table's rows (`families.py`), beside `to_hf`, which needs whole canonical tensors: here a part of a
 Hugging Face tensor is a view into a shard, so that it can be copied to where it belongs without being gathered first.
@@ -19,18 +22,18 @@ from aligner.families.table import family_table
 from aligner.models.params import ParamSpec, expected_hf_shapes, hf_axis, shard_interval
 from aligner.ops.kernels.checksum import part_checksum
 
-INTERLEAVED = ("qkv", "qkv_bias", "linear_in")  # the canonical tensor has parts of each Hugging Face tensor by turns
+INTERLEAVED = ("qkv", "qkv_bias", "linear_in")  # the canonical tensor alternates rows of its Hugging Face tensors
 
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One Hugging Face tensor. A part of it is `[start, stop)` along `axis`, in entries of the whole tensor."""
+    """One Hugging Face tensor. A slice of it is `[start, stop)` along `axis`, in entries of the whole tensor."""
 
     name: str
     shape: tuple[int, ...]
     spec: ParamSpec
     index: int  # in spec.hf
-    group_rows: tuple[int, int] = (0, 0)  # of interleaved ones: first row and number of rows in a query group's rows
+    group_rows: tuple[int, int] = (0, 0)  # if interleaved: first row and number of rows in a query group
 
     @property
     def sharded(self) -> bool:
@@ -38,7 +41,7 @@ class HfTensor:
 
     @cached_property
     def axis(self) -> int:
-        """The axis that tensor ranks cut; 0 where they all have the whole."""
+        """The axis that tensor ranks cut; 0 if each rank holds the whole."""
         return hf_axis(self.spec) or 0
 
     @property
@@ -54,13 +57,15 @@ class HfTensor:
         return total
 
     def entry_words(self, item_bytes: int) -> int:
-        """Words of `item_bytes` in which an entry travels: its elements; what stays float32 may be two for each."""
+        """Return the words of `item_bytes` that hold an entry: its elements; two for each if float32 stays."""
         return self.entry_numel * (torch.float32.itemsize // item_bytes if self.spec.float32 else 1)
 
     @property
     def quantum(self) -> int:
-        """Parts begin and end at multiples of it: the rows of a query group, a whole vector that all ranks have, a head
-        of a vector that they share, else 1."""
+        """Slices begin and end at multiples of it.
+
+        It is the rows of a query group, a whole vector that all ranks hold, a head of a vector that they share, else 1.
+        """
         vector = len(self.shape) == 1 and self.spec.transform == "copy"
         piece = self.length // (self.spec.units if self.sharded else 1)
         return self.group_rows[1] or (piece if vector else 1)
@@ -70,23 +75,28 @@ class HfTensor:
         return self.index // (2 if self.spec.transform == "experts_gate_up" else 1)
 
     def interval(self, tensor: int, rank: int) -> tuple[int, int]:
-        """What tensor rank `rank` of `tensor` has. Raises LayoutError if the ranks cannot share it."""
+        """Return the slice of tensor rank `rank` of `tensor`. Raises LayoutError if the ranks cannot share it."""
         if not self.sharded or tensor == 1:
             return 0, self.length
         if not self.spec.padded and self.spec.units % tensor:
             raise LayoutError("tensor parallelism", tensor, f"a divisor of {self.spec.units} (pieces of {self.name})")
         return shard_interval(self.length, tensor, rank)
 
-    def checksum(self, part: Tensor, start: int, stop: int) -> int:
-        """What [start, stop) adds to the tensor's `ops.checksum.tensor_checksum`; `part` holds its elements in order,
-        in the dtype that is compared."""
-        below = self.entry_numel if self.axis == 0 else 1  # of the axes here the one that is cut is first or last
+    def checksum(self, values: Tensor, start: int, stop: int) -> int:
+        """Return the contribution of [start, stop) to the tensor's `ops.checksum.tensor_checksum`.
+
+        `values` holds its elements in order, in the dtype that is compared.
+        """
+        below = self.entry_numel if self.axis == 0 else 1  # the cut axis is the first or last
         assert self.axis == 0 or self.axis == len(self.shape) - 1, self
-        return part_checksum(part, (stop - start) * below, self.length * below, start * below)
+        return part_checksum(values, (stop - start) * below, self.length * below, start * below)
 
     def view(self, shard: Tensor, first: int, first_expert: int, start: int, stop: int) -> Tensor:
-        """The part [start, stop) as a view into a trainer's shard, which begins at entry `first` (and at expert
-        `first_expert`): elements in the order of the Hugging Face tensor, in any shape."""
+        """Return the slice [start, stop) as a view into a trainer's shard.
+
+        The shard begins at entry `first` (and at expert `first_expert`). The view has the element order of the Hugging
+        Face tensor, in any shape.
+        """
         spec, a, b = self.spec, start - first, stop - first
         if spec.transform == "copy":
             return shard.narrow(self.axis, a, b - a)
@@ -96,32 +106,34 @@ class HfTensor:
             return shard[self.expert - first_expert, self.index % 2, a:b]
         if spec.transform == "experts":
             return shard[self.expert - first_expert].narrow(self.axis, a, b - a)
-        assert spec.transform in INTERLEAVED, f"{spec.transform}: no view of its parts"
+        assert spec.transform in INTERLEAVED, f"{spec.transform}: no view of its slices"
         (at, rows), groups = self.group_rows, spec.units
         grouped = shard.unflatten(0, (-1, spec.shape[0] // groups))
         return grouped[a // rows : b // rows, at : at + rows]
 
 
 def hf_tensors(cfg: ModelConfig) -> tuple[HfTensor, ...]:
-    """Every tensor of a language model of this shape, in the order of the family table."""
-    shapes, found = expected_hf_shapes(cfg), []
+    """Return every tensor of a language model of this shape, in the order of the family table."""
+    shapes, tensors = expected_hf_shapes(cfg), []
     for spec in family_table(cfg):
         sizes = rows_of_group(spec, cfg) if spec.transform in INTERLEAVED else []
         for index, name in enumerate(spec.hf):
             rows = (sum(sizes[:index]), sizes[index]) if sizes else (0, 0)
-            found.append(HfTensor(name, shapes[name], spec, index, rows))
-    return tuple(found)
+            tensors.append(HfTensor(name, shapes[name], spec, index, rows))
+    return tuple(tensors)
 
 
 def copy_elements(target: Tensor, source: Tensor) -> None:
-    """target <- source, element by element in row-major order, whatever their shapes and strides, without a buffer."""
+    """Copy source to target element by element in row-major order, for any shapes and strides, without a buffer."""
     target, source = aligned(target, source)
     target.copy_(source, non_blocking=True)
 
 
 def aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the coarsest shape that splits the dimensions of each (splitting is always a view): same shape, same
-    order of elements."""
+    """Return both in the coarsest shape that splits the dimensions of each: same shape, same order of elements.
+
+    Splitting a dimension is always a view.
+    """
     shape, below = [], 1
     for end in sorted(_ends(a) | _ends(b)):
         assert end % below == 0, f"{tuple(a.shape)} and {tuple(b.shape)} have no common refinement"
@@ -132,7 +144,7 @@ def aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ends(t: Tensor) -> set[int]:
-    """Products of the last 1, 2, ... sizes."""
+    """Return products of the last 1, 2, ... sizes."""
     ends, total = set(), 1
     for size in reversed(t.shape):
         total *= size

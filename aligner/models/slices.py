@@ -1,4 +1,6 @@
-"""Which part of a Hugging Face tensor a shard of a canonical tensor is made of. A rank reads those bytes and no others.
+"""The slices of Hugging Face tensors that form a shard of a canonical tensor. A rank reads only those bytes.
+
+Driven by the rows of `families.py`: no family is named here.
 
 Driven by the rows of `families.py`: no family is named here.
 """
@@ -20,7 +22,7 @@ from aligner.models.safetensors_io import HfTensors
 
 @dataclass(frozen=True)
 class Shard:
-    """Piece `rank` of `tensor` along a parameter's tensor-parallel axis, of experts [first, first + count)."""
+    """Shard `rank` of `tensor` along a parameter's tensor-parallel axis, of experts [first, first + count)."""
 
     tensor: int = 1
     rank: int = 0
@@ -32,7 +34,7 @@ WHOLE = Shard()
 
 
 def of_experts(spec: ParamSpec, shard: Shard) -> ParamSpec:
-    """The row of these experts alone."""
+    """Return the row restricted to the shard's experts."""
     if not spec.experts or not shard.count:
         return spec
     each = len(spec.hf) // spec.shape[0]
@@ -41,9 +43,9 @@ def of_experts(spec: ParamSpec, shard: Shard) -> ParamSpec:
 
 
 def read_shard(spec: ParamSpec, tensors: HfTensors, cfg: ModelConfig, shard: Shard = WHOLE) -> Tensor:
-    """The canonical tensor's shard, as `split_tp(spec, from_hf(spec, ...), shard.tensor, shard.rank)` has it.
+    """Read the canonical tensor's shard, equal to `split_tp(spec, from_hf(spec, ...), shard.tensor, shard.rank)`.
 
-    Raises CheckpointError naming a tensor that is absent or does not fit the config, LayoutError if it cannot be split.
+    Raises CheckpointError naming a tensor that is missing or does not fit the config, LayoutError for an unequal split.
     """
     spec = of_experts(spec, shard)
     axis, pieces = hf_axis(spec), shard.tensor
@@ -51,24 +53,26 @@ def read_shard(spec: ParamSpec, tensors: HfTensors, cfg: ModelConfig, shard: Sha
         raise LayoutError("parallel.tensor", pieces, f"a divisor of {spec.units} (pieces of {spec.canonical})")
     parts = []
     for name, like in to_hf(spec, torch.empty(spec.shape, device="meta"), cfg).items():
-        found = tensors.shape(name)
-        if found != tuple(like.shape):
-            raise CheckpointError(f"{name}: shape {found}, but the model config says {tuple(like.shape)}")
+        stored_shape = tensors.shape(name)
+        if stored_shape != tuple(like.shape):
+            raise CheckpointError(f"{name}: shape {stored_shape}, but the model config says {tuple(like.shape)}")
         if axis is None or pieces == 1:
             parts.append(tensors[name])
             continue
         size = like.shape[axis]
         step = -(-size // pieces)
-        part = tensors.part(name, axis, *shard_interval(size, pieces, shard.rank))
-        if part.shape[axis] < step:  # the vocabulary is padded with zero rows
-            part = torch.cat([part, part.new_zeros(step - part.shape[axis], *part.shape[1:])])
-        parts.append(part)
+        rows = tensors.read_slice(name, axis, *shard_interval(size, pieces, shard.rank))
+        if rows.shape[axis] < step:  # the vocabulary is padded with zero rows
+            rows = torch.cat([rows, rows.new_zeros(step - rows.shape[axis], *rows.shape[1:])])
+        parts.append(rows)
     return assemble(spec, parts, cfg)
 
 
 class HfSource:
-    """Weights for `load_weights`, from the files of a folder: whole tensors, or a rank's shards of them. No file is
-    opened before the first of them is asked for: ranks that other ranks tell their weights never do."""
+    """Weights for `load_weights` from the files of a folder: whole tensors, or a rank's shards of them.
+
+    Files are opened on first access: ranks that receive their weights from other ranks open none.
+    """
 
     def __init__(self, opened: Callable[[], HfTensors], cfg: ModelConfig):
         self._opened, self.cfg = opened, cfg
@@ -81,25 +85,26 @@ class HfSource:
         return self.shard(spec, WHOLE)
 
     def shard(self, spec: ParamSpec, shard: Shard) -> Tensor:
-        """A score head that the folder lacks starts at zero."""
+        """Read a shard. A score head that the folder lacks starts at zero."""
         if spec.hf == ("score.weight",) and "score.weight" not in self.tensors:
             return torch.zeros(spec.shape)
         return read_shard(spec, self.tensors, self.cfg, shard)
 
 
-def placed(spec: ParamSpec, part: Tensor, shard: Shard) -> list[tuple[tuple[int, ...], Tensor]]:
-    """(offsets in the canonical tensor, contiguous block) of what `read_shard` gave; vocabulary padding cut off."""
-    offsets = [0] * part.dim()
+def placed(spec: ParamSpec, block: Tensor, shard: Shard) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Return (offsets in the canonical tensor, contiguous block) of `read_shard`'s result; vocabulary padding is cut
+    off."""
+    offsets = [0] * block.dim()
     if spec.experts:
         offsets[0] = shard.first
     if spec.tp_axis is None or shard.tensor == 1:
-        return [(tuple(offsets), part)]
+        return [(tuple(offsets), block)]
     if spec.transform == "gate_up":
-        gate, up = part.chunk(2)
-        rest = (0,) * (part.dim() - 1)
+        gate, up = block.chunk(2)
+        rest = (0,) * (block.dim() - 1)
         return [((half * spec.units + shard.rank * len(gate), *rest), x) for half, x in enumerate((gate, up))]
-    offsets[spec.tp_axis] = shard.rank * part.shape[spec.tp_axis]
+    offsets[spec.tp_axis] = shard.rank * block.shape[spec.tp_axis]
     if spec.padded:
-        part = part[: max(0, spec.units - offsets[0])]
-        return [(tuple(offsets), part)] if len(part) else []
-    return [(tuple(offsets), part.contiguous())]
+        block = block[: max(0, spec.units - offsets[0])]
+        return [(tuple(offsets), block)] if len(block) else []
+    return [(tuple(offsets), block.contiguous())]

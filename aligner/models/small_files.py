@@ -1,4 +1,4 @@
-"""The small files of a Hugging Face folder that go with its weights from one folder to the next."""
+"""The small files of a Hugging Face folder that are copied with its weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aligner.families.hf_config import hf_config
 from aligner.foreign import read_record
 
 GENERATION, CARD = "generation_config.json", "README.md"
-# beside what `save_pretrained` of a tokenizer writes
+# besides the files that `save_pretrained` of a tokenizer writes
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,22 +27,21 @@ TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-NOT_CARRIED = ("quantization_config", "auto_map", "_name_or_path")  # of config.json: true of that folder alone
-# of config.json: 0 here means that training did without, which says nothing of the next one
+NOT_CARRIED = ("quantization_config", "auto_map", "_name_or_path")  # of config.json: valid only for that folder
+# of config.json: 0 here means that this training did not use it, which need not hold for the next
 OF_TRAINING = ("attention_dropout", "router_aux_loss_coef")
 LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md")
 
 
-def carry(origin: Path | None, folder: Path, *more: str) -> None:
-    """Copy the generation config, the model card, licenses and files named `more`, where `origin` has them."""
-    for name in (GENERATION, CARD, *LICENSES, *more):
+def carry(origin: Path | None, folder: Path, *extra: str) -> None:
+    """Copy the generation config, the model card, licenses and files named `extra`, if `origin` has them."""
+    for name in (GENERATION, CARD, *LICENSES, *extra):
         if origin is not None and (origin / name).is_file():
             shutil.copyfile(origin / name, folder / name)
 
 
 def write_generation(folder: Path, config: dict[str, Any], stops: Sequence[int]) -> None:
-    """Have the generation config of `folder`, of a model with this config.json, name the stop tokens that the model
-    was trained with."""
+    """Write the stop tokens of training into the generation config of `folder`, a model with this config.json."""
     path = folder / GENERATION
     ids = {name: config[name] for name in ("bos_token_id", "pad_token_id") if config.get(name) is not None}
     fields = read_record(path, CheckpointError).fields if path.is_file() else ids
@@ -53,7 +52,7 @@ def write_generation(folder: Path, config: dict[str, Any], stops: Sequence[int])
 
 
 def carry_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """The files it was loaded from as they are, which saving it again might not give; saved if there are none."""
+    """Copy the files the tokenizer was loaded from, which saving it again might not give; save it if there are none."""
     origin = Path(tokenizer.name_or_path)
     if not (origin / TOKENIZER[0]).is_file():
         tokenizer.save_pretrained(str(folder))
@@ -63,8 +62,8 @@ def carry_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def carried_config(origin: Path | None, own: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a model that came from `origin`: what that one said about tokens and whatever this project does
-    not know, with this project's values for what it does."""
+    """Return config.json of a model from `origin`: its tokens and keys unknown to this project, and this project's
+    values."""
     path = None if origin is None else origin / "config.json"
     if path is None or not path.is_file():
         return own
@@ -74,15 +73,15 @@ def carried_config(origin: Path | None, own: dict[str, Any]) -> dict[str, Any]:
     before = {key: value for key, value in before.items() if key not in NOT_CARRIED}
     if "ForSequenceClassification" not in own["architectures"][0]:
         before = {key: value for key, value in before.items() if key not in ("id2label", "label2id", "num_labels")}
-    told = {key: before[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if before.get(key) is not None}
-    told |= {key: before[key] for key in OF_TRAINING if before.get(key) is not None and not own.get(key)}
-    return before | own | told
+    kept = {key: before[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if before.get(key) is not None}
+    kept |= {key: before[key] for key in OF_TRAINING if before.get(key) is not None and not own.get(key)}
+    return before | own | kept
 
 
 def exported_config(
     cfg: ModelConfig, tokenizer: Any, origin: Path | None, head: str, outputs: int, dtype: str
 ) -> dict[str, Any]:
-    """config.json of a model of this shape with its tokenizer, and what `origin` had in its own. Arguments as of
+    """Return config.json of a model of this shape with its tokenizer and the keys of `origin`. Arguments as of
     `hf_config`."""
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return carried_config(origin, hf_config(cfg, **ids, head=head, num_labels=outputs, dtype=dtype))

@@ -293,7 +293,7 @@ def test_bad_agents_are_told_before_anything_starts():
     for agent, words in {
         f"{FILE}:runs": r"environment\.agent=.*expected a function `runs`",
         "no/such.py:run": r"environment\.agent=.*no file",
-        "no-such-program --now": r"environment\.agent=.*there is no `no-such-program`",
+        "no-such-program --now": r"environment\.agent=.*`no-such-program` was not found",
         "run": r"environment\.agent='run'.*there is no `run`",
     }.items():
         with pytest.raises(EnvironmentCodeError, match=words):

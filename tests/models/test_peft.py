@@ -188,7 +188,7 @@ def test_one_rank_for_a_joined_matrix_or_blocks_of_its_parts(tmp_path):
 LOST = {
     "stacked experts": (GPT_OSS, LORA, "stack"),
     "shared experts": (DEEPSEEK, replace(LORA, targets=["gate_proj", "up_proj", "down_proj"]), "leave out"),
-    "experts with dora": (MOE, replace(LORA, dora=True), "other modules alone"),
+    "experts with dora": (MOE, replace(LORA, dora=True), "other modules"),
     "one of gate and up": (MOE, replace(LORA, targets=["gate_proj"]), "together"),
     "a part with dora": (MORE["phi3"], replace(LORA, targets=["k_proj"], dora=True), "all parts of qkv_proj"),
 }
