@@ -1,4 +1,4 @@
-"""Between `ModelConfig` and the config.json of a Hugging Face folder."""
+"""Conversion between `ModelConfig` and the config.json of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aligner.families.hf_rope import NOTHING, rope_in, rotary_fraction_in, scali
 from aligner.families.table import check_family
 from aligner.foreign import JsonObject, read_record
 
-# beyond them a damaged digit would end in a search for memory instead of a message
+# limits, so that a damaged digit gives a message instead of an exhausted memory
 MOST_LAYERS, MOST_HEADS, MOST_CHANNELS, MOST_EXPERTS = 10_000, 65_536, 1 << 28, 4096
 
 
@@ -33,7 +33,8 @@ def hf_config(
     num_labels: int = 1,
     dtype: str = "float32",
 ) -> dict[str, Any]:
-    """config.json of a model of this shape. `vocab_size` 0: that of `cfg`; `dtype` is that of the stored weights."""
+    """Return config.json of a model of this shape. `vocab_size` 0: that of `cfg`; `dtype` is that of the stored
+    weights."""
     family = check_family(cfg)
     if head == "lm":
         architecture = family.architecture + "ForCausalLM"
@@ -62,7 +63,7 @@ def hf_config(
         "dtype": dtype,
     }
     if cfg.latent.kv_rank:
-        del out["head_dim"]  # transformers has the rotated part of a head by this name
+        del out["head_dim"]  # transformers uses this name for the rotated part of a head
     out |= family.constants
     if family.predicts_ahead:
         out[family.predicts_ahead] = 0
@@ -79,7 +80,7 @@ def hf_config(
 
 
 def _layers_out(cfg: ModelConfig, family: Family) -> dict[str, Any]:
-    """Positions, and the kinds of the layers."""
+    """Return the keys of positions, and of the kinds of the layers."""
     scaling = scaling_out(cfg.rope_scaling)
     # transformers 4 reads the first two keys, transformers 5 the third
     out: dict[str, Any] = {"rope_theta": cfg.rope_base, "rope_scaling": scaling}
@@ -88,7 +89,7 @@ def _layers_out(cfg: ModelConfig, family: Family) -> dict[str, Any]:
         fraction = {"partial_rotary_factor": cfg.attention.rotary_fraction}
         out |= fraction
         out["rope_parameters"] |= fraction
-    if cfg.rope_scaling.type == "longrope":  # to Phi-3's class it is another number where it is not here
+    if cfg.rope_scaling.type == "longrope":  # Phi-3's class assumes another number without it
         out["original_max_position_embeddings"] = cfg.rope_scaling.original_max_position
     if family.nope_every:
         out["no_rope_layers"] = [int(layer not in cfg.attention.nope_layers) for layer in range(cfg.num_layers)]
@@ -99,7 +100,7 @@ def _layers_out(cfg: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _out_value(cfg: ModelConfig, key: str, default: Any) -> Any:
-    """What config.json says of the key of `model`; null for a number that is 0 here, which means none or the usual."""
+    """Return config.json's value for a key of `model`; null for a number that is 0 here: none, or the default."""
     section, _, name = key.rpartition(".")
     value = getattr(getattr(cfg, section) if section else cfg, name)
     if name == "query_scale_dim":
@@ -118,11 +119,11 @@ def _attention_out(cfg: ModelConfig, family: Family, rope: dict[str, Any]) -> di
         return out
     if family.windows == "every":
         return out | {"sliding_window": attention.window or None}
-    # transformers wants one even where no layer is local
+    # transformers needs one even if no layer is local
     out["sliding_window"] = attention.window or family.default_window
     local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
     out["layer_types"] = ["sliding_attention" if here else "full_attention" for here in local]
-    if family.default_global[0] == "max_window_layers":  # what older readers look at: layers before the first local one
+    if family.default_global[0] == "max_window_layers":  # for older readers: layers before the first local one
         out["max_window_layers"] = local.index(True) if True in local else cfg.num_layers
     if family.default_local_base:
         base = attention.local_rope_base or cfg.rope_base
@@ -133,7 +134,7 @@ def _attention_out(cfg: ModelConfig, family: Family, rope: dict[str, Any]) -> di
 
 
 def config_from_hf(folder: str | Path) -> ModelConfig:
-    """The shape of the model in a Hugging Face folder, with `init` set to the folder.
+    """Return the shape of the model in a Hugging Face folder, with `init` set to the folder.
 
     Raises CheckpointError when config.json is missing or damaged, ConfigError when the architecture is not supported.
     """
@@ -142,7 +143,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
         raise CheckpointError(f"model.init={str(folder)!r}: expected a Hugging Face folder, but it has no config.json")
     raw = read_record(path, CheckpointError)
     family = _family_of(raw, path)
-    float8_block(raw)  # refuses other quantisations before anyone misses a tensor
+    float8_block(raw)  # refuses other quantisations before tensors are reported missing
     raw.need("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
     default = {**DEFAULTS, **dict(family.defaults)}
     max_position = raw.integer("max_position_embeddings", default["max_position_embeddings"], low=1)
@@ -182,7 +183,8 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
 
 
 def _keys_in(raw: JsonObject, family: Family) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Fields of ModelConfig, and of its sections, by the family's `keys`; null is 0, which means none."""
+    """Return fields of ModelConfig, and of its sections, by the family's `keys`; null is read as 0, which means
+    none."""
     names = ("", "attention", "latent", "linear", "moe", "scales")
     fields: dict[str, dict[str, Any]] = {name: {} for name in names}
     for ours, theirs, default in family.keys:
@@ -200,10 +202,10 @@ def _keys_in(raw: JsonObject, family: Family) -> tuple[dict[str, Any], dict[str,
 
 
 def _windows_in(raw: JsonObject, family: Family, path: Path) -> dict[str, Any]:
-    """Fields of AttentionConfig that say which layers are local."""
+    """Return fields of AttentionConfig for the local layers."""
     if not family.windows or (family.window_switch and not raw.flag("use_sliding_window", False)):
         return {}
-    # null is no window; the default is that of files which do not speak of it
+    # null means no window; the default is for files without the key
     window = raw.integer("sliding_window", 0) if "sliding_window" in raw.fields else family.default_window
     if family.windows == "every" or not window:
         return {"window": window}
@@ -215,7 +217,7 @@ def _windows_in(raw: JsonObject, family: Family, path: Path) -> dict[str, Any]:
 
 
 def _linear_layers_in(raw: JsonObject, family: Family, path: Path) -> dict[str, Any]:
-    """Fields of LinearConfig that say which layers have attention."""
+    """Return fields of LinearConfig for the layers with attention."""
     if not family.default_attention_every:
         return {}
     layers, every = raw.integer("num_hidden_layers"), family.default_attention_every
@@ -265,7 +267,7 @@ def _local_rope_in(raw: JsonObject, family: Family) -> dict[str, Any]:
 
 
 def is_known(folder: Path) -> bool:
-    """Whether the model in a Hugging Face folder is of a family that has a table; also if config.json cannot tell."""
+    """Return whether the model in a Hugging Face folder is of a supported family; True if config.json is unreadable."""
     try:
         kind = read_record(folder / "config.json", CheckpointError).text("model_type")
     except CheckpointError:
@@ -273,8 +275,8 @@ def is_known(folder: Path) -> bool:
     return kind in FAMILIES
 
 
-def _experts_in(raw: JsonObject, family: Family, more: dict[str, Any]) -> MoeConfig:
-    """Without the coefficient of the auxiliary loss, which a run decides."""
+def _experts_in(raw: JsonObject, family: Family, fields: dict[str, Any]) -> MoeConfig:
+    """Return the fields of experts, without the coefficient of the auxiliary loss, which a run decides."""
     if family.moe is None:
         return MoeConfig()
     keys = family.moe
@@ -282,22 +284,22 @@ def _experts_in(raw: JsonObject, family: Family, more: dict[str, Any]) -> MoeCon
     count = keys.num_experts if keys.num_experts in raw else "num_local_experts"
     if count not in raw:
         raw.need(keys.num_experts)
-    found = MoeConfig(
+    moe = MoeConfig(
         raw.integer(count, low=1, high=MOST_EXPERTS),
         raw.integer(keys.top_k, low=1),
         raw.integer(keys.ffn_hidden_size, low=1, high=MOST_CHANNELS),
-        **more,
+        **fields,
     )
     if keys.norm_topk_prob:
-        found.norm_topk_prob = raw.flag(keys.norm_topk_prob)
+        moe.norm_topk_prob = raw.flag(keys.norm_topk_prob)
     if keys.first_dense:
-        found.dense_layers = list(range(raw.integer(keys.first_dense, high=MOST_LAYERS)))
+        moe.dense_layers = list(range(raw.integer(keys.first_dense, high=MOST_LAYERS)))
     if keys.shared:
-        found.shared_ffn_hidden_size = found.ffn_hidden_size * raw.integer(keys.shared, low=1, high=MOST_EXPERTS)
+        moe.shared_ffn_hidden_size = moe.ffn_hidden_size * raw.integer(keys.shared, low=1, high=MOST_EXPERTS)
     if keys.dense_layers:
         layers = raw.integer("num_hidden_layers")
-        found.dense_layers = sorted({layer for layer in raw.integers(keys.dense_layers, []) if layer < layers})
-    return found
+        moe.dense_layers = sorted({layer for layer in raw.integers(keys.dense_layers, []) if layer < layers})
+    return moe
 
 
 def _family_of(raw: JsonObject, path: Path) -> Family:
@@ -320,27 +322,32 @@ def _family_of(raw: JsonObject, path: Path) -> Family:
 
 
 def float8_block(raw: JsonObject) -> tuple[int, int] | None:
-    """The size of a block by config.json, None if nothing is quantised. Raises ConfigError for another quantisation."""
-    told = raw.record("quantization_config", None)
-    if told is None or is_mxfp4(raw):
+    """Return the size of a block by config.json; None if it is not quantised in blocks. Raises ConfigError for another
+    quantisation."""
+    quantisation = raw.record("quantization_config", None)
+    if quantisation is None or is_mxfp4(raw):
         return None
     wanted = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
     optional = ("fmt", "activation_scheme", "scale_fmt")
-    other = {k: told.fields.get(k) for k, v in wanted.items() if told.fields.get(k, v if k in optional else None) != v}
-    if other or "weight_block_size" not in told:
-        found = ", ".join(f"{k}={v!r}" for k, v in (other or {"weight_block_size": None}).items())
+    other = {
+        k: quantisation.fields.get(k)
+        for k, v in wanted.items()
+        if quantisation.fields.get(k, v if k in optional else None) != v
+    }
+    if other or "weight_block_size" not in quantisation:
+        keys = ", ".join(f"{k}={v!r}" for k, v in (other or {"weight_block_size": None}).items())
         expected = "weights that are not quantised, or float8 in blocks (quant_method fp8, weight_block_size)"
-        hint = f"Its quantization_config has {found}; start from the unquantised weights."
+        hint = f"Its quantization_config has {keys}; start from the unquantised weights."
         raise ConfigError("model.init", str(Path(raw.where).parent), expected, hint)
-    block = told.integers("weight_block_size", low=1)
+    block = quantisation.integers("weight_block_size", low=1)
     if len(block) != 2:
-        told.refuse("weight_block_size", "two integers")
+        quantisation.refuse("weight_block_size", "two integers")
     return block[0], block[1]
 
 
 def is_mxfp4(raw: JsonObject) -> bool:
-    """Whether experts are packed, by config.json."""
-    told = raw.record("quantization_config", None)
-    packed = told is not None and told.text("quant_method", "") == "mxfp4"
+    """Return whether config.json says that experts are packed in MXFP4."""
+    quantisation = raw.record("quantization_config", None)
+    packed = quantisation is not None and quantisation.text("quant_method", "") == "mxfp4"
     family = FAMILIES.get(raw.text("model_type", ""))
     return packed and family is not None and bool(family.stacked)

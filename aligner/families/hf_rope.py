@@ -1,4 +1,4 @@
-"""Rotary embeddings between `ModelConfig` and config.json, where transformers 4 and 5 put them differently."""
+"""Conversion of rotary embeddings between `ModelConfig` and config.json, for transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.foreign import JsonObject
 
 NOTHING = JsonObject({}, "config.json", CheckpointError)
-# our field -> config.json's, by type; fields at their default are left out where the type does not need them
+# our field -> config.json's, by type; fields at their default are omitted if the type does not need them
 _NEEDED = {
     "llama3": {
         "factor": "factor",
@@ -36,7 +36,7 @@ _OLD_NAMES = {"su": "longrope"}  # of Phi-3's first files
 
 
 def scaling_out(scaling: RopeScalingConfig) -> dict[str, Any] | None:
-    """config.json's `rope_scaling`, with what transformers 5 wants in `rope_parameters`; None for none."""
+    """Return config.json's `rope_scaling`, also used in transformers 5's `rope_parameters`; None without scaling."""
     if not scaling.scales:
         return None
     out: dict[str, Any] = {"rope_type": scaling.type}
@@ -51,20 +51,22 @@ def scaling_out(scaling: RopeScalingConfig) -> dict[str, Any] | None:
 def rope_in(
     raw: JsonObject, path: Path, default: dict[str, Any], default_base: float, max_position: int
 ) -> tuple[float, RopeScalingConfig]:
-    """Base and scaling of the rotary embeddings, of the global layers where local ones have their own. transformers 4
-    has rope_theta and rope_scaling, transformers 5 both in rope_parameters; where there are both, all must agree.
-    `default`: what a file with neither scaling means."""
+    """Return base and scaling of the rotary embeddings; of the global layers if local ones have their own.
+
+    transformers 4 has rope_theta and rope_scaling, transformers 5 both in rope_parameters; if a file has both, all must
+    agree. `default`: scaling of a file with neither.
+    """
     new = raw.record("rope_parameters", NOTHING)
     new = new.record("full_attention") if "full_attention" in new else new
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     beside = {key: raw.fields.get(key) for key in ("rope_theta", "original_max_position_embeddings")}
-    for place in (new, raw.record("rope_scaling", NOTHING), JsonObject(beside, raw.where, raw.error)):
-        for key in place:
-            if key in place and found.setdefault(key, place.fields[key]) != place.fields[key]:
-                place.refuse(key, f"{found[key]!r}, as another place of the file says")
+    for section in (new, raw.record("rope_scaling", NOTHING), JsonObject(beside, raw.where, raw.error)):
+        for key in section:
+            if key in section and values.setdefault(key, section.fields[key]) != section.fields[key]:
+                section.refuse(key, f"{values[key]!r}, as another key of the file says")
     if not ("rope_parameters" in raw or "rope_scaling" in raw):
-        found = default | found
-    rope = JsonObject(found, raw.where, raw.error, "rope_parameters.")
+        values = default | values
+    rope = JsonObject(values, raw.where, raw.error, "rope_parameters.")
     base = rope.number("rope_theta", default_base, above=0)
     kind = rope.text("rope_type", rope.text("type", "default"))
     kind = "longrope" if kind == "yarn" and "short_factor" in rope else _OLD_NAMES.get(kind, kind)
@@ -77,7 +79,7 @@ def rope_in(
 
 
 def rotary_fraction_in(raw: JsonObject, default: float) -> float:
-    """Of a head's numbers that are rotated."""
+    """Return the rotated fraction of a head."""
     new = raw.record("rope_parameters", NOTHING)
     beside = raw.number("partial_rotary_factor", default, above=0)
     return new.number("partial_rotary_factor", beside, above=0)
@@ -90,8 +92,8 @@ def _scaling_in(rope: JsonObject, kind: str, max_position: int) -> RopeScalingCo
         original = rope.integer("original_max_position_embeddings", max_position, low=1)
         fields["original_max_position"] = original
     # Phi-3 and DeepSeek name the two lengths instead of a factor
-    given = None if original == max_position else max_position / original
-    fields["factor"] = rope.number("factor", above=0) if given is None else rope.number("factor", given, above=0)
+    ratio = None if original == max_position else max_position / original
+    fields["factor"] = rope.number("factor", above=0) if ratio is None else rope.number("factor", ratio, above=0)
     for name in ("low_freq_factor", "high_freq_factor"):
         if name in _NEEDED[kind]:
             fields[name] = rope.number(name, above=0)

@@ -1,4 +1,4 @@
-"""The matrices of a layer: what adapters can lie beside, and products multiply with."""
+"""The matrices of a layer, which adapters extend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NEVER = ("mlp.router.weight", "mlp.shared_experts.gate_weight", "conv1d.weight"
 
 
 def is_matrix(spec: ParamSpec) -> bool:
-    """Whether a row of the table is a matrix of a layer that may have adapters: no router, no convolution."""
+    """Return whether a row is a matrix of a layer that may have adapters: no router, no convolution."""
     name = spec.canonical
     matrix = len(spec.shape) == 2 or name.endswith((".experts.gate_up", ".experts.down"))
     return name.startswith("decoder.layers.") and matrix and not name.endswith((".bias", *_NEVER))
@@ -26,13 +26,13 @@ def split_of(spec: ParamSpec) -> Split:
 
 
 def sizes_of(spec: ParamSpec) -> tuple[int, int]:
-    """(out, in) of the matrix, or of each expert's."""
+    """Return (out, in) of the matrix, or of each expert's."""
     *out, inner = spec.shape[1:] if spec.experts else spec.shape
     return prod(out), inner
 
 
 def outs_of(spec: ParamSpec, cfg: ModelConfig) -> list[int]:
-    """Rows of each of Hugging Face's matrices that it is made of, or that each expert's is."""
+    """Return rows of each of Hugging Face's matrices that form it, or each expert's."""
     if spec.transform in ("qkv", "linear_in"):
         return [spec.units * rows for rows in rows_of_group(spec, cfg)]
     out, _ = sizes_of(spec)
@@ -40,8 +40,11 @@ def outs_of(spec: ParamSpec, cfg: ModelConfig) -> list[int]:
 
 
 def rows_of_group(spec: ParamSpec, cfg: ModelConfig) -> list[int]:
-    """Of each Hugging Face tensor, where the canonical one interleaves them: Megatron has [queries of the group, key,
-    value], group after group, and of linear attention all of a key head. Queries with gates alternate with them."""
+    """Return rows of each Hugging Face tensor in a group of the canonical one, which interleaves them.
+
+    Megatron has [queries of the group, key, value], group after group. For linear attention a group is a key head.
+    Queries alternate with their gates.
+    """
     if spec.transform == "linear_in":
         return [cfg.linear.gated_width, cfg.linear.width - cfg.linear.gated_width]
     head = cfg.kv_channels

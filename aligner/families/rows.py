@@ -1,4 +1,4 @@
-"""The rows that families are made of: parameters as Megatron's `GPTModel` and as Hugging Face's files name them."""
+"""The rows that families consist of: parameters with Megatron's `GPTModel` names and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ Transform = Literal["copy", "qkv", "qkv_bias", "linear_in", "gate_up", "experts_
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One canonical parameter. In a family's table names carry `{layer}`, those of experts in Hugging Face's files also
-    `{expert}`, and sizes are names of `dimensions`."""
+    """One canonical parameter.
+
+    In a family's table names carry `{layer}`, those of experts in Hugging Face's files also `{expert}`, and sizes are
+    names of `dimensions`.
+    """
 
     canonical: str
     hf: tuple[str, ...]
@@ -21,13 +24,13 @@ class ParamSpec:
     units: int | str = 0  # indivisible pieces along tp_axis: heads, query groups, rows
     padded: bool = False  # the vocabulary: split pads it to a multiple of TP, merge cuts it to `units`
     experts: bool = False  # axis 0 is the expert; expert-parallel ranks have equal shares of it
-    when: str = ""  # in a family's table: the flag of ModelConfig with which models have it; empty: all do
-    float32: bool = False  # whatever the model's dtype; no gradient changes it
-    kind: str = ""  # in a family's table: of which layers (`ModelConfig.layer_kinds`); empty: of all
+    when: str = ""  # in a family's table: models with this flag of ModelConfig have it; empty: all
+    float32: bool = False  # in any model dtype; no gradient changes it
+    kind: str = ""  # in a family's table: kind of its layers (`ModelConfig.layer_kinds`); empty: all layers
 
 
 def in_layer(name: str) -> str:
-    """The canonical name of a row by its name within the layer."""
+    """Return the canonical name of a row from its name within the layer."""
     return f"decoder.layers.{{layer}}.{name}"
 
 
@@ -38,16 +41,16 @@ def layer(
     axis: int | None = None,
     units: int | str = 0,
     transform: Transform = "copy",
-    **more: Any,
+    **fields: Any,
 ) -> ParamSpec:
-    """A row of every decoder layer: names within the layer, sizes by their names in `dimensions`."""
+    """Return a row of every decoder layer: names within the layer, sizes by their names in `dimensions`."""
     names = (hf,) if isinstance(hf, str) else hf
     hf_names = tuple(f"model.layers.{{layer}}.{name}" for name in names)
-    return ParamSpec(in_layer(ours), hf_names, transform, axis, tuple(shape.split()), units, **more)
+    return ParamSpec(in_layer(ours), hf_names, transform, axis, tuple(shape.split()), units, **fields)
 
 
 def experts(block: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[ParamSpec, ...]:
-    """A layer of experts by its names in Hugging Face's files."""
+    """Return the rows of a layer of experts by its names in Hugging Face's files."""
     at = f"{block}.experts.{{expert}}."
     both, each = (f"{at}{gate}.weight", f"{at}{up}.weight"), {"experts": True, "kind": "sparse"}
     inner, outer, units = "experts 2 expert_ffn hidden", "experts hidden expert_ffn", "expert_ffn"
@@ -70,14 +73,14 @@ def expert_biases(block: str, gate: str, up: str, down: str, router: str) -> tup
 
 
 def sigmoid_router(block: str, shared: str) -> tuple[ParamSpec, ...]:
-    """The rows beside `experts` of a router with a bias, and of the MLP for every token."""
+    """Return the rows besides `experts` of a router with a bias, and of the MLP for every token."""
     bias = f"{block}.gate.e_score_correction_bias"
     router = layer("mlp.router.expert_bias", bias, "experts", float32=True, kind="sparse")
     return router, *shared_expert(block, shared)
 
 
 def shared_expert(block: str, shared: str, gate: str = "") -> tuple[ParamSpec, ...]:
-    """The rows of the MLP for every token and, if it has a name, of the gate of its output."""
+    """Return the rows of the MLP for every token and, if it has a name, of the gate of its output."""
     at, ours, units = f"{block}.{shared}.", "mlp.shared_experts.", "shared_ffn"
     both = f"{at}gate_proj.weight", f"{at}up_proj.weight"
     rows = (
@@ -89,20 +92,24 @@ def shared_expert(block: str, shared: str, gate: str = "") -> tuple[ParamSpec, .
 
 
 def norms(**names: str) -> tuple[ParamSpec, ...]:
-    """The common rows with these norms in the layers, by the names in Hugging Face's files, in place of the usual two:
-    `before` and `behind` attention, `before_mlp`, `behind_mlp`. Families call different norms by one name."""
-    places = {
+    """Return the common rows with these norms instead of the usual two, by their names in Hugging Face's files.
+
+    They are `before` and `behind` attention, `before_mlp`, `behind_mlp`. Families use one name for different norms.
+    """
+    canonical = {
         "before": "input_layernorm",
         "before_mlp": "pre_mlp_layernorm",
         "behind": "self_attention.post_layernorm",
         "behind_mlp": "mlp.post_layernorm",
     }
     others = tuple(row for row in COMMON if "{layer}" not in row.canonical or "layernorm" not in row.canonical)
-    return others + tuple(layer(f"{places[place]}.weight", f"{hf}.weight", "hidden") for place, hf in names.items())
+    return others + tuple(
+        layer(f"{canonical[position]}.weight", f"{hf}.weight", "hidden") for position, hf in names.items()
+    )
 
 
 def in_attention_layers(rows: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
-    """The same, those of attention in layers alone that have it."""
+    """Return the rows, with those of attention restricted to layers that have it."""
     return tuple(replace(row, kind="attention") if ".self_attention." in row.canonical else row for row in rows)
 
 
@@ -154,7 +161,7 @@ SINKS = layer("self_attention.sinks.weight", "self_attn.sinks", "heads", 0, "hea
 
 
 def _latent(ours: str, hf: str, shape: str, units: str = "", when: str = "") -> ParamSpec:
-    """`units`: empty for what every tensor rank has whole."""
+    """Return a row of latent attention. `units` is empty if every tensor rank holds it whole."""
     names = f"self_attention.{ours}.weight", f"self_attn.{hf}.weight"
     return layer(*names, shape, 0 if units else None, units or 0, when=when)
 
@@ -180,7 +187,7 @@ DELTA_NET = (
     _linear(
         "in_proj.weight", ("in_proj_qkvz.weight", "in_proj_ba.weight"), "linear_in hidden", 0, "key_heads", "linear_in"
     ),
-    # whole on every tensor rank: its queries, keys and values are not neighbours
+    # whole on every tensor rank: its queries, keys and values are not adjacent
     _linear("conv1d.weight", ("conv1d.weight",), "linear_mixed 1 conv"),
     _linear("A_log", ("A_log",), "value_heads", 0, "key_heads"),
     _linear("dt_bias", ("dt_bias",), "value_heads", 0, "key_heads"),

@@ -18,7 +18,7 @@ from aligner.families.rows import ParamSpec
 
 
 def check_family(cfg: ModelConfig) -> Family:
-    """The family of `cfg`; ConfigError where a flag says what the family's checkpoints cannot hold."""
+    """Return the family of `cfg`. Raises ConfigError for a flag that the family's checkpoints cannot hold."""
     family = FAMILIES[cfg.family]
     for flag in ("qkv_bias", "qk_norm"):
         if flag not in family.varies and getattr(cfg, flag) != getattr(family, flag):
@@ -66,7 +66,7 @@ def dimensions(cfg: ModelConfig, num_labels: int = 1) -> dict[str, int]:
 
 
 def rows_of(cfg: ModelConfig, head: str) -> list[ParamSpec]:
-    """The family's rows that this model has, as the family states them. `head` may be empty: no row of a head."""
+    """Return the family's rows that this model has, not yet expanded. `head` may be empty: no row of a head."""
     assert head in ("lm", "score", ""), f"head={head!r}: expected lm, score or nothing"
     table = [row for row in cfg.traits.table if not row.when or getattr(cfg, row.when)]
     if head == "score":
@@ -77,7 +77,7 @@ def rows_of(cfg: ModelConfig, head: str) -> list[ParamSpec]:
 
 
 def family_table(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> list[ParamSpec]:
-    """Every parameter of the model, layers expanded, sizes filled in.
+    """Return every parameter of the model, layers expanded, sizes filled in.
 
     `head`: "lm" (no row of its own when embeddings are tied) or "score" (reward and value models, `num_labels` rows).
     """
@@ -91,20 +91,20 @@ def family_table(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> lis
 
 
 def layer_table(cfg: ModelConfig, kinds: tuple[str, ...]) -> list[ParamSpec]:
-    """The rows of one layer of these kinds (`ModelConfig.layer_kinds`), by the names of layer 0 and its expert 0."""
+    """Return the rows of one layer of these kinds (`ModelConfig.layer_kinds`), named as layer 0 and its expert 0."""
     sizes = dimensions(cfg)
     wanted = (row for row in rows_of(cfg, "") if is_of_layer(row) and (not row.kind or row.kind in kinds))
     return [_filled(row, sizes, 0, range(1)) for row in wanted]
 
 
 def end_table(cfg: ModelConfig, head: str, num_labels: int) -> list[ParamSpec]:
-    """The rows outside of layers."""
+    """Return the rows outside of layers."""
     sizes = dimensions(cfg, num_labels)
     return [_filled(row, sizes, 0, range(1)) for row in rows_of(cfg, head) if not is_of_layer(row)]
 
 
 def parameters(cfg: ModelConfig, head: str = "lm", outputs: int = 1) -> int:
-    """Elements of all weights; tied embeddings once."""
+    """Return the number of elements of all weights; tied embeddings once."""
     layers = Counter(map(cfg.layer_kinds, range(cfg.num_layers)))
     within = sum(count * prod(spec.shape) for kinds, count in layers.items() for spec in layer_table(cfg, kinds))
     return within + sum(prod(spec.shape) for spec in end_table(cfg, head, outputs))

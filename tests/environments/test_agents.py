@@ -294,7 +294,7 @@ def test_bad_agents_are_told_before_anything_starts():
         f"{FILE}:runs": r"environment\.agent=.*expected a function `runs`",
         "no/such.py:run": r"environment\.agent=.*no file",
         "no-such-program --now": r"environment\.agent=.*`no-such-program` was not found",
-        "run": r"environment\.agent='run'.*there is no `run`",
+        "run": r"environment\.agent='run'.*`run` was not found",
     }.items():
         with pytest.raises(EnvironmentCodeError, match=words):
             load_agent(EnvironmentConfig(agent=agent))

@@ -101,7 +101,7 @@ def test_what_is_written_is_read(case, tmp_path):
         ({"num_key_value_heads": 0}, "num_key_value_heads=0: expected"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0: expected a finite number > 0"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false': expected true or false"),
-        ({"rope_theta": 5e5}, "rope_theta=500000.0: expected 10000.0, as another place of the file says"),
+        ({"rope_theta": 5e5}, "rope_theta=500000.0: expected 10000.0, as another key of the file says"),
         ({"rope_parameters": []}, "rope_parameters=[]: expected a JSON object"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8}, "rope_parameters": None},
