@@ -2,9 +2,6 @@
 
 A column of structs gives every row the fields of all rows, null where a row has none. So null fields of structs are
 removed, at any depth. Nulls that Arrow never adds stay: those in lists, in maps, in JSON text, and of whole columns.
-
-A column of structs gives every row the fields of all rows, null where a row has none. So a null field of a struct is
-left out, at any depth. Nulls that Arrow never adds stay: those in lists, in maps, in JSON text, and of whole columns.
 """
 
 from __future__ import annotations

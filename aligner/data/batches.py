@@ -15,7 +15,10 @@ from aligner.types import ScalarMetrics, TrainBatch
 
 @dataclass
 class BatchSource:
-    """A source of global batches of `stream`, of which this rank takes its share.
+    """A source of this rank's rows of the global batches of `stream`.
+
+    Every rank knows all lengths and computes the same shares: equal numbers of rows and, by `cost` (of int64 [n]
+    lengths), nearly equal work.
 
     Every rank knows all lengths and computes the same shares: equal numbers of rows and, by `cost` (of int64 [n]
     lengths), nearly equal work.

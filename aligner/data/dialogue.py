@@ -2,9 +2,6 @@
 
 A template renders the whole conversation again, and may render earlier answers differently. As long as the text begins
 with the engine's prompt and output, their tokens stand for it, even if the tokenizer would split that text differently.
-
-A template renders the whole conversation again, and may render what the model has said otherwise. As far as the text is
-the one that the engine has seen and said, its tokens stand for it, whatever a tokenizer would make of that text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Files of rows that may be larger than memory: only the position of each row is held, and rows are read on access.
 
 Compressed lines are unpacked once, into a temporary file (TMPDIR).
-
-Compressed lines are unpacked once, into a temporary file (TMPDIR).
 """
 
 from __future__ import annotations

@@ -146,6 +146,8 @@ class Reading[Row]:
     def answered(self, where: str, **answers: Text) -> bool:
         """Return whether all answers of a row, by column, have some text.
 
+        Else drop and count the row with data.empty_answers=drop. Raises DataError.
+
         Else drop and count the row, if data.empty_answers says so. Raises DataError.
         """
         for name, answer in answers.items():

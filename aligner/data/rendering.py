@@ -3,11 +3,6 @@
 A conversation is first converted to the template's form: a call's arguments as a mapping or as JSON text, ids of calls
 as it accepts them (Kimi's carry the names, Mistral's have nine letters), and `developer` as `system` if there is no
 such role. Any failure inside a template is a DataError that names the row, the message and the template's line.
-
-A conversation is first put into the form that the template reads: a call's arguments as a mapping or as JSON text, the
-ids of calls as it takes them (Kimi's carry the names, Mistral's have nine letters), and `developer` as `system` where
-there is no such role. Whatever goes wrong inside a template is a DataError that names the row, the message and the
-template's line.
 """
 
 from __future__ import annotations

@@ -104,5 +104,5 @@ def answers_openings(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _rendered(
     tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any], chat: list, options: Mapping[str, Any]
 ) -> str | None:
-    """Return the text of a conversation; None if the template refuses it, or lacks what it needs."""
+    """Return the text of a conversation; None if the template refuses it or fails."""
     return try_text(tokenizer, chat, **template, **options)

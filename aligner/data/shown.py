@@ -143,7 +143,7 @@ def shown_calls(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], 
 
 
 def describe(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> list[str]:
-    """Describe what the template shows, in two lines."""
+    """Describe in two lines the roles and calls that the template shows."""
     if tokenizer.chat_template is None:
         return []
     text: Callable[..., str | None] = partial(try_text, tokenizer, **options)

@@ -1,6 +1,6 @@
 """Unchanged environments of Gymnasium: `environment.path=aligner.environments.gymnasium:Gymnasium`.
 
-The model sees what the environment renders as text (`render_mode="ansi"`), else its observation, and acts by one tool.
+The model sees the environment rendered as text (`render_mode="ansi"`), else its observation, and acts by one tool.
 The rewards of its steps are the rewards of turns. Colours, which mark a position in such texts, become brackets.
 """
 

@@ -2,9 +2,6 @@
 
 Config, `plan`, trainer, engines, import and export read the same entry. Properties of a family's layers are derived
 from its rows, so they cannot contradict them.
-
-Config, `plan`, trainer, engines, import and export read the same entry. What a family's layers have is derived from
-its rows, so that no two of them can disagree about it.
 """
 
 from __future__ import annotations

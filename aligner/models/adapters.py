@@ -4,11 +4,6 @@ One of Megatron's matrices may be several of Hugging Face's (queries, keys and v
 target with its own factors, A [rank, in] and B [out, rank], in the order of Hugging Face's rows, and with DoRA a
 magnitude [out]. So factors are ordinary tensors: import, export and checkpoints read their rows like the family's.
 Names in files are PEFT's.
-
-A matrix of Megatron's may be several of Hugging Face's (queries, keys and values; gate and up): each of these is a
-target with factors of its own, A [rank, in] and B [out, rank], in the order of Hugging Face's rows, and with DoRA a
-magnitude [out]. So factors are tensors like others, and import, export and checkpoints read their rows as they read
-the family's. Names in files are PEFT's.
 """
 
 from __future__ import annotations

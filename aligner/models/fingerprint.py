@@ -3,9 +3,6 @@
 Small files are hashed whole. Of a larger file: its size, its head (with the header of safetensors: names, types,
 shapes), its end, and blocks at even distances. A training step changes these; a flipped byte between two blocks is not
 detected.
-
-Small files are hashed whole. Of a larger one: its size, its head (with the header of safetensors: names, types,
-shapes), its end, and blocks at even distances. A training step shows there; a flipped byte between two blocks does not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Check of a Hugging Face folder against its config.json: no tensor is ignored silently.
 
 All readers of such a folder use it: the trainer, `import`, and the native engine of `chat` and `eval`.
-
-The one rule for whoever reads such a folder: the trainer, `import`, and the native engine of `chat` and `eval`.
 """
 
 from __future__ import annotations

@@ -3,10 +3,6 @@
 Tensors are named as in `adapters.py`: by Hugging Face's modules in files, experts one by one. A matrix that some
 families' files join (`fused.py`) gets the factors of its parts in blocks. With A = [A1; A2] and B = [[B1, 0], [0, B2]]
 it changes like its parts, with the rank multiplied by their number.
-
-Tensors are called as in `adapters.py`: by Hugging Face's modules as files name them, experts one by one. A matrix that
-some families' files join (`fused.py`) gets the factors of its parts in blocks: with A = [A1; A2] and B = [[B1, 0],
-[0, B2]] it changes as its parts do, at so many times the rank.
 """
 
 from __future__ import annotations

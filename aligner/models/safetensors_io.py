@@ -38,10 +38,6 @@ class HfTensors(Mapping[str, Tensor]):
     With `block`, tensors with a scale are dequantised to float32, and scales are no entries. With `parts`, fused
     tensors are no entries, but their matrices are (`models/fused.py`). If `packed`, these may be in MXFP4, and are also
     read as float32.
-
-    With `block`, tensors that have a scale beside them come dequantised, in float32, and scales are no entries. With
-    `parts`, tensors that are several matrices are none either, but those are (`models/fused.py`); if `packed`, they may
-    be in MXFP4, and come in float32 as well.
     """
 
     def __init__(
@@ -127,7 +123,7 @@ class HfTensors(Mapping[str, Tensor]):
     def _check_shape(self, stored: str, wanted: tuple[int, ...], name: str) -> None:
         stored_shape = self._stored_shape(stored)
         if stored_shape != wanted:
-            expected = f"the model config says {wanted}, of which {name} is a part"
+            expected = f"the model config says {wanted}, which includes {name}"
             raise CheckpointError(f"{self.where}: {stored} has shape {stored_shape}, but {expected}")
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
@@ -149,7 +145,7 @@ class HfTensors(Mapping[str, Tensor]):
         return self.shape(self._scales[name]) if name in self._scales else None
 
     def itemsize(self, name: str) -> int:
-        """Return the bytes of an element as it is read."""
+        """Return the bytes of an element after reading."""
         sizes = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, MXFP4: 4}
         return 4 if name in self._scales else sizes.get(self.dtype(name), 1)
 

@@ -2,9 +2,6 @@
 
 It follows the rows of the family table (`families.py`). Unlike `to_hf`, which needs whole canonical tensors, it returns
 slices of Hugging Face tensors as views into a shard, which can be copied without a gather.
-
-Read from the family table's rows (`families.py`), beside `to_hf`, which needs whole canonical tensors: here a part of a
-Hugging Face tensor is a view into a shard, so that it can be copied to where it belongs without being gathered first.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 Outputs are compared here, results of functions in a separate process (sandbox/verdicts.py). The program's process holds
 nothing that decides its score.
-
-What a program writes is compared here, what its functions return in a process of its own (sandbox/verdicts.py): the
-process of the program holds nothing that decides its score.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 `ask` returns the replies, from an engine (`rollout/replies.py`) or a server (`rewards/endpoint.py`). Nothing here
 generates.
-
-`ask` replies to questions, whoever does so: an engine (`rollout/replies.py`), or a server (`rewards/endpoint.py`).
-Nothing here generates.
 """
 
 from __future__ import annotations

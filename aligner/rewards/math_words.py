@@ -98,7 +98,7 @@ def letter_in(response: str) -> str:
 
 
 def words_of(text: str) -> str:
-    """Return an answer in words as it is compared: without case, punctuation, article."""
+    """Return an answer in words in its comparable form: without case, punctuation, article."""
     words = _WORD.findall(bare(text).casefold().replace("'", ""))
     return " ".join(words[1:] if words[1:] and words[0] in ("a", "an", "the") else words)
 

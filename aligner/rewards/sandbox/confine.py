@@ -2,9 +2,6 @@
 
 They need no privileges and cannot be undone. Numbers: Linux' asm/unistd_64.h and asm-generic/unistd.h,
 linux/landlock.h, linux/seccomp.h, linux/bpf_common.h. Runs inside the sandbox: imports nothing of the package.
-
-Nothing of it needs a right, and nothing can be taken back. Numbers: Linux' asm/unistd_64.h and asm-generic/unistd.h,
-linux/landlock.h, linux/seccomp.h, linux/bpf_common.h. Runs inside the sandbox: imports nothing of the package.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class ProgramRun:
             self.clock.start()
 
     def write(self, poll: select.poll) -> None:
-        """Write to the child without blocking, so that a child that does not read delays nobody."""
+        """Write to the child without blocking, so that a child that does not read delays no run."""
         try:
             del self.unsent[: os.write(self.asks, self.unsent[: 1 << 16])]
         except BlockingIOError:

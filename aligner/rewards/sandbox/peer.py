@@ -2,9 +2,6 @@
 
 An answer brings back the changes of the containers in the call. Runs inside the sandbox: imports nothing of the
 package.
-
-An answer brings back what the call changed of the containers that it was given. Runs inside the sandbox: imports
-nothing of the package.
 """
 
 from __future__ import annotations

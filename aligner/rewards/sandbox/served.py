@@ -2,9 +2,6 @@
 
 Nothing in this process is secret, and nothing that a program changes in it decides a verdict: its results are compared
 elsewhere. Runs inside the sandbox: imports nothing of the package.
-
-Nothing in here is secret, and nothing that a program changes in here decides anything: what it answers is compared
-elsewhere. Runs inside the sandbox: imports nothing of the package.
 """
 
 from __future__ import annotations

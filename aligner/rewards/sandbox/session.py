@@ -106,7 +106,7 @@ class ProgramSession:
         return data
 
     def _ready(self, writes: int) -> bool:
-        """Read what is available; return whether the pipe can be written, if that is asked."""
+        """Read available output; with `writes`, return whether the pipe can be written."""
         assert self._process.stdin and self._process.stdout
         source, sink = self._process.stdout.fileno(), self._process.stdin.fileno()
         poll = select.poll()

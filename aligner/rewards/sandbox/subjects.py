@@ -3,10 +3,6 @@
 These are the functions and classes that the tests use and do not define. The judge evaluates everything else, also
 Python's own functions if the program defines the same names. Also runs inside the sandbox: imports nothing of the
 package.
-
-The program's are the functions and classes that the tests use and do not define. All else, Python's own functions
-among it, is evaluated by the judge, whatever the program calls by the same name. Also runs inside the sandbox: imports
-nothing of the package.
 """
 
 from __future__ import annotations

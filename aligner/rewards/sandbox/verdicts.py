@@ -3,10 +3,6 @@
 It receives data (wire.py): no object in it is of a type that a program made, so comparisons are reliable. Of the
 program it holds only numbers, for objects of its classes and for its iterators. Runs inside the sandbox: imports
 nothing of the package.
-
-What it gets is data (wire.py): no object in here is of a type that a program made, so that a comparison means what it
-says. Of the program it holds numbers alone, for objects of its classes and for its iterators. Runs inside the sandbox:
-imports nothing of the package.
 """
 
 from __future__ import annotations

@@ -3,10 +3,6 @@
 A message is JSON: a table of containers, and values that may point into it. So containers that are shared, or contain
 themselves, stay so. Values are built only from types of Python and its standard library, independent of the writer.
 Runs inside the sandbox: imports nothing of the package.
-
-A message is JSON: a table of containers, and values that may point into it. So containers that are shared, or that
-hold themselves, stay so. What is read is built from types of Python's own and of its standard library, whatever the
-writer made of the message. Runs inside the sandbox: imports nothing of the package.
 """
 
 from __future__ import annotations
