@@ -19,9 +19,6 @@ class BatchSource:
 
     Every rank knows all lengths and computes the same shares: equal numbers of rows and, by `cost` (of int64 [n]
     lengths), nearly equal work.
-
-    Every rank knows all lengths and computes the same shares: equal numbers of rows and, by `cost` (of int64 [n]
-    lengths), nearly equal work.
     """
 
     dataset: Sequence

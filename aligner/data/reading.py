@@ -147,8 +147,6 @@ class Reading[Row]:
         """Return whether all answers of a row, by column, have some text.
 
         Else drop and count the row with data.empty_answers=drop. Raises DataError.
-
-        Else drop and count the row, if data.empty_answers says so. Raises DataError.
         """
         for name, answer in answers.items():
             turns = [] if isinstance(answer, str) else [m for m in answer if m["role"] == "assistant"]

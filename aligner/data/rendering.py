@@ -1,8 +1,8 @@
 """Conversations -> text or tokens by a chat template. No other module renders one.
 
-A conversation is first converted to the template's form: a call's arguments as a mapping or as JSON text, ids of calls
-as it accepts them (Kimi's carry the names, Mistral's have nine letters), and `developer` as `system` if there is no
-such role. Any failure inside a template is a DataError that names the row, the message and the template's line.
+A conversation is first converted to the template's form. A call's arguments are a mapping or JSON text. Ids of calls
+are those that it accepts (Kimi's carry the names, Mistral's have nine letters). `developer` becomes `system` if there
+is no such role. Any failure inside a template is a DataError that names the row, the message and the template's line.
 """
 
 from __future__ import annotations

@@ -92,9 +92,9 @@ class MixedStream:
 
     Row numbers count through all sources in order.
 
-    Of the first k rows a source has its share of k, rounded up or down, for every k and without randomness. The rule is
-    Tijdeman's (The chairman assignment problem, 1980). Candidates are the sources whose share of the next k + 1 rows is
-    far enough above their rows so far; the one whose next row is due first is taken. By tokens, a source's distance
+    For every k, a source has its share of the first k rows, rounded up or down, without randomness. The rule is
+    Tijdeman's (The chairman assignment problem, 1980). Candidates are sources whose share of the next k + 1 rows is far
+    enough above their rows so far. The candidate whose next row is due first is taken. By tokens, a source's distance
     from its share is at most a longest row of each source.
     """
 

@@ -1,8 +1,8 @@
 """Low-rank adapters as rows of a table: the matrices that have them, and the layout of their factors over ranks.
 
 One of Megatron's matrices may be several of Hugging Face's (queries, keys and values; gate and up). Each of these is a
-target with its own factors, A [rank, in] and B [out, rank], in the order of Hugging Face's rows, and with DoRA a
-magnitude [out]. So factors are ordinary tensors: import, export and checkpoints read their rows like the family's.
+target with its own factors, A [rank, in] and B [out, rank], and with DoRA a magnitude [out]. Factors are in the order
+of Hugging Face's rows. They are ordinary tensors: import, export and checkpoints read their rows like the family's.
 Names in files are PEFT's.
 """
 

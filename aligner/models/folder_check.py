@@ -27,8 +27,8 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
     """Return name -> shape of the tensors of a model with this head ("lm" or "score"); a score head only if stored.
 
     Raises CheckpointError for tensors that are missing, unknown, of another shape or of a type other than a plain
-    float; for a head that differs from tied embeddings; and for a reward model instead of a language model. A reward
-    model may start from a language model, whose head is then unused.
+    float. Also for a head that differs from tied embeddings, and for a reward model instead of a language model. A
+    reward model may start from a language model, whose head is then unused.
     """
     announced = expected_hf_shapes(cfg)
     body = {name: shape for name, shape in announced.items() if name != LM_HEAD}

@@ -43,8 +43,8 @@ class Scores:
     def metric_sums(self) -> dict[str, tuple[float, float]]:
         """Return name -> (numerator, denominator), to be summed over ranks and divided; then `finish_metrics`.
 
-        reward/mean and reward/std are of the raw rewards (normalised ones have mean 0 by construction), so are the
-        components'; clip_fraction is over valid samples, invalid over all of them.
+        reward/mean and reward/std are of the raw rewards (normalised ones have mean 0 by construction), also for
+        components. clip_fraction is over valid samples, invalid over all samples.
         """
         raw = [value for value in self.raw if not math.isnan(value)]
         sums = {

@@ -10,14 +10,14 @@ and the function has one of two signatures, with `reward.functions[i].args` as f
     def f(samples, **args) -> list[float | None]                      # samples: list[aligner.types.Sample]
     def f(prompts, completions, **columns) -> list[float | None]      # the convention of TRL
 
-or is a class that is made once, with args, and then called like the first. Either may be `async def`: functions run at
-the same time on threads, and each call has an event loop of its own.
+or is a class that is instantiated once, with args, and then called like the first. Either may be `async def`: functions
+run concurrently on threads, and each call has its own event loop.
 
-The second is used when the function has a parameter `completions`: prompts and completions are texts, or, where the
-row's prompt is a conversation, lists of messages (a completion is one of the assistant's, or with environments all of
-a trajectory's: docs/reference/environments.md); each other parameter is the dataset column of that name (a list, None
-where a row lacks it), `completion_ids` (token lists), or an entry of args. Only the columns it names are passed, or all
-of them if it takes **keywords.
+The second is used when the function has a parameter `completions`. Prompts and completions are texts, or, if the row's
+prompt is a conversation, lists of messages. A completion is one assistant message, or with environments all messages
+of a trajectory (docs/environments.md). Each other parameter is the dataset column of that name (a list, None where a
+row lacks it), `completion_ids` (token lists), or an entry of args. Only the columns it names are passed, or all of
+them if it takes **keywords.
 """
 
 from __future__ import annotations

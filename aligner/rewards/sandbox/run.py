@@ -61,8 +61,8 @@ class Sandbox:
     def run(self, program: str | Sequence[str], inputs: Sequence[str]) -> Iterator[Ended]:
         """Run a program with each of these inputs as its standard input, one after another.
 
-        Of several texts, the last that is a program runs. When the iterator ends or is closed, nothing of the program
-        is left. Raises SandboxError if the sandbox itself fails, which is no verdict on the program.
+        The program is the last of several texts that is one. When the iterator ends or is closed, nothing of the
+        program is left. Raises SandboxError if the sandbox itself fails, which is no verdict on the program.
         """
         with closing(self._session(program)) as session:
             for text in inputs:

@@ -29,8 +29,8 @@ TYPES = set(filter(is_class, typing.__all__))  # defined for programs without an
 class Tests:
     """The tests of a row.
 
-    setup: before each test; tests: each run separately; entry: the functions and classes that the program has to
-    define, empty: read from the tests; helpers: texts that may define functions which the tests use.
+    `setup` runs before each test; `tests` run separately. `entry`: the functions and classes that the program has to
+    define; empty: read from the tests. `helpers`: texts that may define functions which the tests use.
     """
 
     setup: str
