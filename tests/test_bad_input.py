@@ -211,7 +211,7 @@ CASES = {
         ["environment.tools=['tests/assets/environments.py:add']", "environment.max_tokens=32"],
         ConfigError,
         2,
-        ["model.tokenizer=", "tells the model its tools", "data.chat_template"],
+        ["model.tokenizer=", "shows the tools", "data.chat_template"],
     ),
     "a teacher of scores": (
         "distill",

@@ -109,7 +109,7 @@ def _turn(turn: Any, answers: bool, where: str) -> dict[str, Any]:
     name = turn["from"]
     expected = " or ".join(ANSWERING if answers else ASKING)
     if name not in ROLES or (ROLES[name] == "assistant") != answers:
-        why = "sides alternate" if name in ROLES else f"known are system, {', '.join(ROLES)}"
+        why = "sides alternate" if name in ROLES else f"known roles: system, {', '.join(ROLES)}"
         _refuse(where, "from", name, f"{expected} here ({why})")
     value = _string(turn, "value", where)
     if name != "function_call":
@@ -144,7 +144,7 @@ def _system(row: Row, where: str) -> Turns:
 def _one_system(column: Turns, own: Turns, row: Row, where: str) -> Turns:
     """Return the system message of the column or of the conversation. Raises DataError if both differ."""
     if column and own and column != own:
-        _refuse(where, "system", row["system"], "none beside conversations that begin with another system message")
+        _refuse(where, "system", row["system"], "none with conversations that begin with another system message")
     return own or column
 
 

@@ -78,14 +78,14 @@ def _filled(template: str, name: str, row: Row, where: str) -> str:
             column = command[0].replace("{", "{{{").replace("}", "}}}")
             raise DataError(
                 f"{where}: data.{name}_template={template!r}: expected {text} for {command[0]} as a text, found braces "
-                f"that the column `{command[1]}` would fill. If it is meant to: {column}"
+                f"that the column `{command[1]}` would fill. To insert the column: {column}"
             )
     try:
         written = _WRITTEN.search(template)
         if written and written[1] in row and not any(field for _, field, *_ in Formatter().parse(template)):
             raise DataError(
-                f"{where}: data.{name}_template={template!r}: expected a column, {{{written[1]}}}, found braces that "
-                f"are written twice alone: every row would say {template.format()!r}"
+                f"{where}: data.{name}_template={template!r}: expected a column, {{{written[1]}}}, found doubled "
+                f"braces only: every row would be {template.format()!r}"
             )
         return _Columns().vformat(template, (), row)
     except (LookupError, ValueError, TypeError) as error:

@@ -56,7 +56,7 @@ class Dialogue:
             return
         names = [tool["function"]["name"] for tool in self.tools]
         if missing := [name for name in names if name not in (self._try([_USER]) or "")]:
-            raise self._no(f"a chat template that tells the model its tools: this one leaves out {missing[0]}")
+            raise self._no(f"a chat template that shows the tools: this one leaves out {missing[0]}")
         call = Call("a_tool", {"an_argument": 7})
         if self.calls == "auto":
             self.calls = shown_calls(self.tokenizer, self.arguments, self.tools) or self._by_words()

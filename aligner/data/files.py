@@ -74,7 +74,7 @@ class Lines(FilePart):
         try:
             data = os.pread(self._data.fileno(), self._ends[stop - 1] - first, first)
         except OSError as error:
-            raise DataError(f"{self.key}={str(self.file)!r}: cannot read it any more ({error})") from error
+            raise DataError(f"{self.key}={str(self.file)!r}: cannot be read any more ({error})") from error
         return [self._parsed(data[self._starts[i] - first : self._ends[i] - first], i) for i in range(start, stop)]
 
     def _parsed(self, line: bytes, index: int) -> Row:

@@ -129,7 +129,7 @@ def _check_json(value: Any, path: str) -> None:
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{path}: expected values that JSON has ({error}): {str(value)[:80]}") from None
+        raise DataError(f"{path}: expected values of JSON types ({error}): {str(value)[:80]}") from None
 
 
 def _joined(parts: list[Any], name: str, where: str) -> str:

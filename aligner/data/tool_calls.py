@@ -266,7 +266,7 @@ def _named(name: str, arguments: str) -> Call:
         text = arguments.strip()
         value, end = json.JSONDecoder().raw_decode(text) if text else ({}, 0)
         if (rest := text[end:].strip()) not in ("", "```"):
-            return Call(fault=f"this call is not valid JSON (its end is followed by {rest[:20]!r})")
+            return Call(fault=f"this call is not valid JSON (behind its end stands {rest[:20]!r})")
     except (ValueError, RecursionError) as cause:
         return Call(fault=f"this call is not valid JSON ({cause})")
     if not name.strip():

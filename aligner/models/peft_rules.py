@@ -47,7 +47,7 @@ def check_kind(config: JsonObject, lora: LoraConfig) -> None:
         # an empty object may turn a variant on: only null and false are off everywhere
         idle = value is None or value is False or (key in _EMPTY and not value) or (key, value) == ("bias", "none")
         if key not in _KNOWN and not idle:
-            config.refuse(key, "nothing: plain LoRA, rsLoRA and DoRA are read")
+            config.refuse(key, "nothing: only plain LoRA, rsLoRA and DoRA are supported")
 
 
 class Rules:

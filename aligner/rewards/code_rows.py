@@ -72,7 +72,7 @@ def check(prompt: Prompt) -> None:
 
 def _unreadable(fields: Mapping[str, Any], column: str, why: str) -> RewardError:
     where = f"column {column}={str(fields[column])[:120]!r}"
-    return RewardError(f"{where}: expected tests as the docs of reward `code` have them ({why})")
+    return RewardError(f"{where}: expected tests in a format of reward `code`, see its docs ({why})")
 
 
 def _helpers(prompt: Prompt) -> list[str]:

@@ -27,11 +27,11 @@ Early = dict[str, Future]  # a sample's scores that have begun already, by funct
 
 @dataclass
 class Scores:
-    """Per sample, in the order of the samples.
+    """Scores per sample, in the order of the samples.
 
-    total: the algorithm's input, NaN where invalid; raw: the weighted sum before normalisation and clipping, NaN
-    where invalid; components: each function's own scores, unweighted, None = not applicable, NaN = it did not
-    begin in time, or could not be scored; valid: False where all components are None, or one is NaN.
+    total: the algorithm's input, NaN where invalid. raw: the weighted sum before normalisation and clipping, NaN where
+    invalid. components: each function's own scores, unweighted; None = not applicable, NaN = it did not begin in time,
+    or could not be scored. valid: False if all components are None, or one is NaN.
     """
 
     total: list[float]

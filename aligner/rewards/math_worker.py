@@ -92,7 +92,7 @@ def reference(gold: str) -> Known:
     if not gold.strip():
         raise ValueError("the reference answer is empty")
     if is_placeholder(gold):
-        raise ValueError(f"the reference answer {gold!r} stands for none")
+        raise ValueError(f"the reference answer {gold!r} means that there is none")
     letter, rest = reference_letter(gold)
     if letter and (rest or not gold.strip().islower()):
         beside = reference(rest) if rest else Known("", "", [], "", "")

@@ -95,7 +95,7 @@ def test_sharegpt_with_tools():
         (talk(("gpt", "a"), ("human", "q")), r"conversations\[0\]: from='gpt': expected human or observation here"),
         (talk(("human", "q"), ("human", "r")), r"conversations\[1\]: from='human': expected gpt or function_call here"),
         (talk(("system", "S"), ("gpt", "a")), r"conversations\[1\]: from='gpt'"),
-        (talk(("human", "q"), ("bard", "a")), r"conversations\[1\]: from='bard'.*known are system, human"),
+        (talk(("human", "q"), ("bard", "a")), r"conversations\[1\]: from='bard'.*known roles: system, human"),
         (talk(*TURNS, ("system", "S")), r"conversations\[4\]: from='system'"),
         (talk(("human", "q"), ("gpt", None)), r"conversations\[1\]: value='None': expected a string"),
         (talk(("human", "q"), ("function_call", "{")), r"expected the JSON of a function call"),

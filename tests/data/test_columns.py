@@ -77,8 +77,8 @@ def test_templates(template, text):
         (r"{q} }", r"Single '}'.*Double the braces"),
         (r"{q} {none}", r"`none` is null in this row"),
         (r"{q:d}", "Unknown format code"),
-        (r"{{q}}", "a column, {q}, found braces that are written twice"),
-        (r"Q: {{ q }} \boxed{{}}", r"every row would say 'Q: { q } \\\\boxed{}'"),
+        (r"{{q}}", "a column, {q}, found doubled braces only"),
+        (r"Q: {{ q }} \boxed{{}}", r"every row would be 'Q: { q } \\\\boxed{}'"),
     ],
 )
 def test_braces_of_the_text_get_their_hint(template, message):

@@ -128,7 +128,7 @@ def test_the_format_of_calls_is_told_from_the_template(dialogue, name):
 
 @pytest.mark.parametrize("name", WITHOUT_TOOLS)
 def test_a_template_without_tools_is_refused(dialogue, name):
-    with pytest.raises(ConfigError, match=r"model\.tokenizer=.*tells the model its tools: this one leaves out add"):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer=.*shows the tools: this one leaves out add"):
         dialogue(name)
 
 

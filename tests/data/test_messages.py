@@ -103,7 +103,7 @@ def test_calls_in_their_other_shapes():
         ([call('{"a": 1, "a": 2}')], "the key 'a' comes twice"),
         ([call("[1]")], r"tool_calls\[0\], arguments of add=.*expected a JSON object, or its JSON text"),
         ([call('"{}"')], r"tool_calls\[0\], arguments of add=.*expected a JSON object"),
-        ([call({"d": datetime.date(2026, 1, 2)})], r"tool_calls\[0\], .* of add: expected values that JSON has .*date"),
+        ([call({"d": datetime.date(2026, 1, 2)})], r"tool_calls\[0\], .* of add: expected values of JSON types .*date"),
         ([{"function": "add", "arguments": {}}], r"tool_calls\[0\]=.*expected a call"),
         (["add"], r"tool_calls\[0\]='add': expected a call"),
         ({"name": "add"}, r"tool_calls=.*expected a list of calls"),
@@ -125,7 +125,7 @@ def test_tools_in_json_text_whole_or_one_by_one():
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
     for value in (tools, json.dumps(tools), [json.dumps(tool) for tool in tools]):
         assert read_tools({"tools": value}, [USER], "r") == tools
-    with pytest.raises(DataError, match=r"r, tools: expected values that JSON has"):
+    with pytest.raises(DataError, match=r"r, tools: expected values of JSON types"):
         read_tools({"tools": [{"a": b"x"}]}, [USER], "r")
 
 

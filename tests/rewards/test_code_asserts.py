@@ -232,7 +232,7 @@ def test_checks_that_are_reached(test):
         (prompt("import numpy as np\nassert f(1) == np.e"), "only Python's standard library"),
         (prompt("from math import *\nassert f(1) == pi"), "import by name"),
         (prompt("assert f(1) =="), "SyntaxError"),
-        (prompt("assert IsClose(f(1), 2)"), "hand a result to IsClose"),
+        (prompt("assert IsClose(f(1), 2)"), "pass a result to IsClose"),
         (prompt(None, test="assert f(1)", entry_point="f"), "no function `check`"),
         (prompt(None, **FIND_ZERO), "`poly`, which neither they nor test_setup_code define"),
     ],

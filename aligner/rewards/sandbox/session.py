@@ -136,5 +136,5 @@ def _ended(answer: dict) -> Ended:
     if not answer["started"]:
         raise SandboxError(f"a program could not be confined: {answer['problem'] or answer}")
     if answer["how"] == "killed":
-        raise SandboxError("somebody outside killed a program; out of memory on this machine?")
+        raise SandboxError("a program was killed from outside; is this machine out of memory?")
     return Ended(answer["how"], answer["code"], answer["out"])

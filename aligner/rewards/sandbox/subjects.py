@@ -68,7 +68,7 @@ class Tests:
             for call in _calls(ast.parse(test)):
                 inner = {each.func.id for argument in [*call.args, *call.keywords] for each in _calls(argument)}  # type: ignore[attr-defined]
                 if call.func.id in used and inner & functions - {call.func.id}:  # type: ignore[attr-defined]
-                    raise ValueError(f"the tests hand a result to {call.func.id}: define it in test_setup_code")  # type: ignore[attr-defined]
+                    raise ValueError(f"the tests pass a result to {call.func.id}: define it in test_setup_code")  # type: ignore[attr-defined]
         return used
 
     def _unbound(self, test: str) -> set[str]:
