@@ -1,4 +1,4 @@
-"""What a rollout engine is, and the bookkeeping every engine needs while its weights are replaced."""
+"""The interface of a rollout engine, and the bookkeeping that every engine needs while its weights are replaced."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Finished = Callable[[int, int, list[int], list[float], bool], None]
 
 
 class RolloutEngine:
-    """Generates responses with weights that are replaced from outside, one complete version at a time. This is the one
-    contract: what not every engine does has a default here and an entry in `can` (config/engines.py).
+    """An engine that generates responses with weights that are replaced from outside, one complete version at a time.
 
-    A fresh engine holds no weights: `generate` and `logprobs` refuse (RefitError) until an update is complete, and
-    again after an update that failed.
+    This is the one interface. A method that not every engine has is a default here and an entry in `can`
+    (config/engines.py). A fresh engine holds no weights: `generate` and `logprobs` raise RefitError until an update
+    is complete, and again after an update that failed.
     """
 
     can = Capabilities()
@@ -39,41 +39,42 @@ class RolloutEngine:
     def generate(
         self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
-        """len(seeds[i]) samples of prompts[i], prompt-major. A sample depends on its prompt, its seed and `sampling`
-        alone. `progress` gets (finished samples, all samples). CPU tensors. ConfigError if a row can never fit."""
+        """Return len(seeds[i]) samples of prompts[i], prompt-major. A sample depends on its prompt, its seed and
+        `sampling` alone. `progress` gets (finished samples, all samples). CPU tensors. Raises ConfigError if a row
+        can never fit."""
         raise NotImplementedError
 
     def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
-        """float32 [B, T]: log p(tokens[:, t] | tokens[:, :t]) of the distribution tempered by `temperature`; 0 at
-        index 0 and on padding. tokens int64 [B, T] right-padded, lengths int64 [B]. CPU tensor."""
+        """Return log p(tokens[:, t] | tokens[:, :t]) of the distribution tempered by `temperature`, as float32 [B,
+        T] on the CPU; 0 at index 0 and on padding. tokens int64 [B, T] right-padded, lengths int64 [B]."""
         raise NotImplementedError
 
     def begin_update(self, version: int) -> None:
         raise NotImplementedError
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Full tensors by Hugging Face name, in any order, over any number of calls. Copied before it returns."""
+        """Copy full tensors, by Hugging Face name, in any order and over any number of calls."""
         raise NotImplementedError
 
     def finish_update(self) -> None:
-        """Raises RefitError naming every missing, doubled, unknown or wrong-shaped tensor; else the new version
-        holds."""
+        """Make the new version usable. Raises RefitError naming every missing, doubled, unknown or wrong-shaped
+        tensor."""
         raise NotImplementedError
 
     def checksums(self) -> Mapping[str, int]:
-        """Hugging Face name -> `ops.checksum.tensor_checksum` of the tensor in the engine's dtype."""
+        """Return Hugging Face name -> `ops.checksum.tensor_checksum` of the tensor in the engine's dtype."""
         raise NotImplementedError
 
     def sleep(self) -> None:
-        """Give back the KV cache; weights stay, and an update may come meanwhile. Sleeping twice is sleeping."""
+        """Release the KV cache; the weights stay, and an update may come meanwhile. A second call does nothing."""
 
     def wake(self) -> None:
-        """`generate` and `logprobs` may be called again. Waking twice is waking."""
+        """Allow `generate` and `logprobs` again. A second call does nothing."""
 
     def close(self) -> None:
-        """Its process and memory end."""
+        """End the engine's process and release its memory."""
 
-    # --- of all replicas, where they are on other ranks
+    # --- of all replicas, where these are on other ranks
 
     def logprobs_of_replicas(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> list[Tensor]:
         return [self.logprobs(tokens, lengths, temperature)]
@@ -84,50 +85,55 @@ class RolloutEngine:
     # --- with a capability
 
     def decoded(self, tokens: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """With `own_process`: `count` greedy tokens after each row, and their logprobs."""
+        """Return `count` greedy tokens after each row, and their logprobs. Needs `own_process`."""
         raise NotImplementedError
 
     def held_bytes(self) -> Mapping[str, int]:
-        """With `computes_here`: what it holds on this process's device, by name: "weights", "cache" (0 while it
-        sleeps), "scratch"."""
+        """Return the bytes held on this process's device: "weights", "cache" (0 while asleep), "scratch". Needs
+        `computes_here`."""
         return {}
 
     finished: Finished | None = None
-    """With `tells_finished`, where set: `generate` calls it with (prompt, sample, tokens, their logprobs, whether it
-    stopped by itself) as samples end: of the prompts and seeds that this rank gave it, perhaps not of all. In the
-    caller's thread, so it should be short."""
+    """Callback that `generate` calls as samples end, with (prompt, sample, tokens, their logprobs, whether the model
+    stopped). It is called for this rank's prompts and seeds, perhaps not for all of them, in the caller's thread: keep
+    it short. Needs `tells_finished`."""
 
     def order(
         self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, begun: Sequence[int] | None = None
     ) -> Callable[[], Generations]:
-        """With a `bridge`. Begin to `generate`; what is returned waits, and returns or raises what that does, each
-        time. Any other call of the engine waits for the samples first: they have the weights of now.
+        """Begin to `generate`; return a function that waits, and each time returns or raises what `generate` does.
+        Needs a `bridge`. Any other call of the engine waits for the samples first: they have the current weights.
 
-        With `begun`, where every rank gives one, for `engine.window` decode steps: of each prompt so many tokens are
-        the response already, of its one sample. Prompts come in their order; samples that have not ended come back as
-        they stand, of length 0 where they did not run. Logprobs are 0 of tokens that were there.
+        `begun`, which every rank gives or none, limits the call to `engine.window` decode steps. It counts the
+        tokens of each prompt that belong to the response of its one sample already. Prompts are taken in their
+        order. Unfinished samples are returned as they are, with length 0 if they did not run. Logprobs of tokens
+        that were there before are 0.
         """
         raise NotImplementedError
 
     def serve(
         self, pool: Any, asked: list[tuple[int, int] | None], finished: Finished, sampling: SamplingParams
     ) -> Generations:
-        """With `serves`: samples of what `pool` (`native/schedule.PromptPool`) gives, by this rank alone, in the order
-        in which it is taken. `finished` is told of each; the pool notes in `asked` as what."""
+        """Return samples of the prompts of `pool` (`native/schedule.PromptPool`), by this rank alone, in the order
+        in which they are taken. Calls `finished` for each; the pool notes its (prompt, sample) in `asked`. Needs
+        `serves`."""
         raise NotImplementedError
 
-    def place(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
-        """With `in_place`, part by part between begin_update and finish_update: the ranks of `tensor_parallel`
-        neighbouring engines share one model. Where entries [start, stop) of the tensor's `HfTensor.axis` go (counted
-        in the whole tensor): a view whose elements are in the tensor's order. They count as written. None if they must
-        not be (`finish_update` tells). `afresh`: all parts of all tensors are written in this update, so the engine
-        need not keep what it holds."""
+    def weight_view(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
+        """Return a view for entries [start, stop) of the tensor's `HfTensor.axis`, counted in the whole tensor; its
+        elements are in the tensor's order. Needs `in_place`: the ranks of `tensor_parallel` neighbouring engines share
+        one model.
+
+        Called shard by shard between begin_update and finish_update. The entries count as written. Returns None if
+        they must not be written; `finish_update` raises the reason. `afresh`: all shards of all tensors are written
+        in this update, so the engine need not keep its content.
+        """
         raise NotImplementedError
 
 
 class EngineAround(RolloutEngine):
-    """Stands before another engine; what a subclass does not change, the inner engine does. It is given whole tensors,
-    and whole batches."""
+    """An engine around another one. The inner engine does everything that a subclass does not override. It gets
+    whole tensors and whole batches."""
 
     def __init__(self, engine: RolloutEngine):
         self.engine = engine
@@ -150,10 +156,10 @@ _INNER += ("close", "decoded", "held_bytes")
 
 
 class UpdateLedger:
-    """Which tensors of an update have come, and which version is complete.
+    """A record of the tensors that an update has brought, and of the version that is complete.
 
-    `expected`: Hugging Face name -> shape. An update of a `group`, to which each of its ranks gets a part, is complete
-    on all of them or on none.
+    `expected`: Hugging Face name -> shape. An update of a `group`, to which each of its ranks gets a shard, is
+    complete on all of them or on none.
     """
 
     def __init__(self, expected: Mapping[str, tuple[int, ...]], group: dist.ProcessGroup | None = None):
@@ -162,16 +168,16 @@ class UpdateLedger:
         self._complete = False
         self._pending: int | None = None
         self._seen: set[str] = set()
-        self._parts: dict[str, list[tuple[int, int]]] = {}  # of tensors that come in parts
+        self._parts: dict[str, list[tuple[int, int]]] = {}  # of tensors that come in shards
         self._faults: dict[str, list[str]] = {}
 
     def begin(self, version: int) -> None:
-        """An unfinished update is abandoned: from here on only a complete one makes the engine usable."""
+        """Begin an update, abandoning an unfinished one. Only a complete update makes the engine usable again."""
         self._pending, self._complete = version, False
         self._seen, self._parts, self._faults = set(), {}, {}
 
     def accept(self, name: str, shape: Sequence[int]) -> bool:
-        """Note a tensor; False where it must not be copied (the fault is told by `finish`)."""
+        """Note a tensor; return whether it may be copied. `finish` reports the fault."""
         if not self._knows(name):
             return False
         if tuple(shape) != self.expected[name]:
@@ -182,7 +188,7 @@ class UpdateLedger:
         return True
 
     def accept_part(self, name: str, start: int, stop: int) -> bool:
-        """Note a part; False where it must not be copied. `settle_parts` tells what is missing or overlaps."""
+        """Note a shard; return whether it may be copied. `settle_parts` notes missing and overlapping ones."""
         if not self._knows(name):
             return False
         self._parts.setdefault(name, []).append((start, stop))
@@ -194,9 +200,9 @@ class UpdateLedger:
         return name in self.expected or self._fault("unknown", name)
 
     def settle_parts(self, name: str, start: int, stop: int) -> None:
-        """The parts of tensor `name` must be [start, stop) in all, each entry once; call before `finish`."""
+        """Check that the shards of tensor `name` cover [start, stop), each entry once; call before `finish`."""
         parts, at = self._parts.pop(name, []), start
-        if parts == [(start, stop)] and name not in self._seen:  # as it is mostly
+        if parts == [(start, stop)] and name not in self._seen:  # the common case
             self._seen.add(name)
             return
         parts.sort()
@@ -219,7 +225,8 @@ class UpdateLedger:
         return False
 
     def faults(self) -> str:
-        """What is wrong with what has come, parts settled, and what is missing; empty if nothing."""
+        """Return the faults of the tensors so far, settled shards included, and the missing ones; empty if there are
+        none."""
         # a tensor of a wrong shape is not also missing
         wrong = {text.split(" ")[0] for text in self._faults.get("wrong shape", [])}
         missing = [name for name in self.expected if name not in self._seen and name not in wrong]
@@ -227,20 +234,20 @@ class UpdateLedger:
         return "; ".join(f"{kind}: {listed(names)}" for kind, names in faults.items())
 
     def finish(self, commit: Callable[[], None] | None = None) -> None:
-        """`commit` is called when nothing is wrong, and may raise: then the update has failed. Collective over the
-        group."""
+        """Complete the update; call `commit` if nothing is wrong. If `commit` raises, the update has failed.
+        Collective over the group."""
         if self._pending is None:
             raise RefitError("finish_update came without begin_update")
         pending, self._pending = self._pending, None
-        told = [self.faults()] if self.group is None else gathered(self.faults(), self.group)
-        if told := next(filter(None, told), ""):
-            raise RefitError(f"update to weight version {pending} is not usable: {told}")
+        faults = [self.faults()] if self.group is None else gathered(self.faults(), self.group)
+        if faults := next(filter(None, faults), ""):
+            raise RefitError(f"update to weight version {pending} is not usable: {faults}")
         if commit is not None:
             commit()
         self.version, self._complete = pending, True
 
     def lose(self) -> None:
-        """The weights are gone: as before the first update."""
+        """Forget the weights, as before the first update."""
         self.version, self._complete, self._pending = -1, False, None
 
     def require(self) -> None:
@@ -252,19 +259,20 @@ class UpdateLedger:
 
 
 def listed(names: Sequence[str], limit: int = 8) -> str:
-    """For a message: the first of them, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    """Return the first `limit` names for a message, and how many others there are."""
+    others = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + others
 
 
 def require_finite(generations: Generations) -> Generations:
-    """The same, on CPU. Raises EngineError where the logprob of a sampled token is NaN: its logits were not finite."""
+    """Return the generations, on the CPU. Raises EngineError where the logprob of a sampled token is NaN: its logits
+    were not finite."""
     written = torch.arange(generations.logprobs.shape[1]) < generations.lengths[:, None]
     broken = (generations.logprobs.isnan() & written).any(1)
     if broken.any():
         raise EngineError(
             f"weight version {generations.weight_version}: the engine's logits are not finite in "
-            f"{int(broken.sum())} of {len(broken)} samples. Its weights hold NaN or infinity, or overflow: go on "
+            f"{int(broken.sum())} of {len(broken)} samples. Its weights hold NaN or infinity, or overflow: resume "
             "from an earlier checkpoint with a lower optim.lr"
         )
     return generations

@@ -1,14 +1,14 @@
-"""Between the ranks that train and the last ones of the job, which only generate: what to do, and what came of it.
+"""Orders from the ranks that train to the last ranks of the job, which only generate, and their answers.
 
-    order    by the trainer's rank 0, through the store: ranks that only generate wait for it as long as it takes, and
+    order    by the trainer's rank 0, through the store: ranks that only generate wait for it without a time limit, and
              come to it (`roll.py`)
     answer   of those that generate, to all ranks
     dismiss  the last order; `well` tells how the trainer's ranks ended
 
-Both are plain data (`orders.py`), signed, and bound to the number of the order: the store takes messages from whoever
-reaches its port, and an old one must not count again.
+Both are plain data (`orders.py`), signed, and bound to the number of the order: the store takes messages from anyone
+who reaches its port, and an old one must not count again.
 
-A rank that cannot go on writes down why (`tell`); those that then wait for it in vain raise that (`contact`).
+A rank that fails writes down why (`tell`); ranks that then wait for it in vain raise that (`contact`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAST_WORDS_S = 10.0  # that those that generate wait for the end of trainer's ra
 
 
 class Answer(NamedTuple):
-    """Of a rank that generates."""
+    """The answer of a rank that generates."""
 
     error: str  # name of an AlignerError, empty if all is well
     text: str
@@ -46,20 +46,20 @@ class Answer(NamedTuple):
 
 @dataclass
 class Bridge:
-    """`group`, `store`: of all ranks of the job, of which the first `trainers` train. Of the others each `width` are a
-    replica. Ranks are always those of the job."""
+    """The connection between trainer ranks and generation ranks. `group`, `store`: of all ranks of the job. The
+    first `trainers` ranks train; each `width` of the others are a replica. Ranks are always those of the job."""
 
     group: dist.ProcessGroup
     store: dist.Store
     seal: Seal
     trainers: int
     width: int = 1
-    silent_s: float = 60.0  # without a sign of life, after which a rank counts as lost
+    silent_s: float = 60.0  # without a heartbeat, after which a rank counts as lost
     signal: Callable[[], int] = lambda: 0  # received by this rank
-    on_signal: Callable[[int], None] = lambda number: None  # told of a signal that a rank with an engine received
+    on_signal: Callable[[int], None] = lambda number: None  # called with a signal that a generation rank received
     _orders: int = field(default=0, init=False)
-    _refused: str = field(default="", init=False)  # by rank 0: why the run cannot go on
-    _doing: str = field(default="start", init=False)  # by rank 0: what was ordered last
+    _refused: str = field(default="", init=False)  # by rank 0: why the run has failed
+    _doing: str = field(default="start", init=False)  # by rank 0: the last order
     _heart: ExitStack = field(default_factory=ExitStack, init=False)
 
     def __post_init__(self) -> None:
@@ -72,15 +72,15 @@ class Bridge:
         return self.rank >= self.trainers
 
     def begin(self) -> None:
-        """Until `dismiss` or `leave` this rank tells that it is there, if it generates."""
+        """Send heartbeats until `dismiss` or `leave`, if this rank generates."""
         if self.generates:
             self._heart.enter_context(self.roll.beating(self.rank))
 
     # --- the trainer's side: every rank calls these together
 
     def order(self, name: str, *arguments: Any) -> None:
-        """Have the ranks that generate do `name`, once they have done what was ordered before; rank 0's arguments
-        count. Raises EngineError on every rank if some were lost until then."""
+        """Have the ranks that generate do `name` after all earlier orders; rank 0's arguments count. Raises
+        EngineError on every rank if some were lost until then."""
         self._orders += 1
         if self.rank == 0:
             with self.contact():
@@ -90,14 +90,14 @@ class Bridge:
             by_rank_0(partial(self._call, name))
 
     def _call(self, name: str) -> None:
-        """By rank 0: wait until all ranks that generate have come."""
+        """Wait until all ranks that generate have come. On rank 0."""
         if self._refused:  # the others have left
             raise EngineError(self._refused)
         number = self._orders
         with self.contact():
             lost = self.roll.absent(number, self.engines)
             self.roll.admit(number, not lost)
-            # all have read what was before: they have come
+            # all have read the order before: they have come
             self.store.delete_key(_key(number - 1))
             self.roll.forget(number - 1, self.engines)
         if lost:
@@ -106,20 +106,22 @@ class Bridge:
         self._doing = name
 
     def answers(self) -> list[Answer]:
-        """What the ranks that generate answered, by rank. Raises the first error among them."""
+        """Return the answers of the ranks that generate, by rank. Raises the first error among them."""
         with self.contact():
-            found = [Answer(*fields) for fields in self._gather(None)[self.trainers :]]
-        for answer in found:
+            answers = [Answer(*fields) for fields in self._gather(None)[self.trainers :]]
+        for answer in answers:
             if answer.signal:
                 self.on_signal(answer.signal)
-        for rank, answer in zip(self.engines, found, strict=True):
+        for rank, answer in zip(self.engines, answers, strict=True):
             if answer.error:
                 kind = getattr(errors, answer.error)
-                raise kind.__new__(kind, f"on rank {rank}: {answer.text}")  # not every one is made of a text alone
-        return found
+                raise kind.__new__(
+                    kind, f"on rank {rank}: {answer.text}"
+                )  # some errors take other arguments than a text
+        return answers
 
     def dismiss(self, well: bool) -> None:
-        """The last order, without an answer: the others may be gone already."""
+        """Give the last order, without an answer: the others may be gone already."""
         self._heart.close()
         if self.rank != 0:
             return
@@ -130,12 +132,12 @@ class Bridge:
             while not self.store.check([_left(rank) for rank in self.engines]) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
 
-    # --- the side of those that generate
+    # --- the side of the generation ranks
 
     def next_order(self) -> tuple[str, tuple[Any, ...]]:
-        """Wait for the next order, and come to it: (name, arguments); without this rank, it is its dismissal. Raises
-        EngineError when the trainer's rank 0 is gone, PeerError when somebody else's order stands where its own
-        should."""
+        """Wait for the next order and come to it; return (name, arguments). A rank that is counted as lost gets its
+        dismissal. Raises EngineError when the trainer's rank 0 is gone, PeerError when a stranger's order is in its
+        place."""
         self._orders += 1
         with self.contact():
             name, arguments = self.roll.wait(_key(self._orders))
@@ -145,20 +147,20 @@ class Bridge:
         return (name, tuple(arguments)) if carried_out else (DISMISS, (False,))
 
     def answer(self, work: Callable[[], Any], version: Callable[[], int]) -> bool:
-        """Do it and tell the trainers what came of it, the value or the error; whether it went well everywhere."""
+        """Do `work` and send the trainers its value or its error; return whether it went well on all ranks."""
         error, value = None, None
         try:
             value = work()
         except AlignerError as caught:
             error = caught
         name = "" if error is None else type(error).__name__
-        mine = Answer(name, str(error or ""), version(), self.signal(), value)
+        own = Answer(name, str(error or ""), version(), self.signal(), value)
         with self.contact():
-            found = [Answer(*fields) for fields in self._gather(mine)[self.trainers :]]
-        return not any(answer.error for answer in found)
+            answers = [Answer(*fields) for fields in self._gather(own)[self.trainers :]]
+        return not any(answer.error for answer in answers)
 
     def leave(self, well: bool) -> None:
-        """After the last order. If it was not `well`, the trainer's ranks end first: what they say is the cause."""
+        """Leave after the last order. Unless it was `well`, the trainer's ranks end first: their error is the cause."""
         self._heart.close()
         with suppress(RuntimeError):
             self.store.set(_left(self.rank), b"")
@@ -169,20 +171,20 @@ class Bridge:
 
     # --- both
 
-    def _gather(self, mine: Any) -> list[Any]:
-        """What every rank says to the last order, on every rank. Collective over all ranks."""
+    def _gather(self, answer: Any) -> list[Any]:
+        """Return every rank's answer to the last order, on every rank. Collective over all ranks."""
         what = [f"answer {self._orders} of rank {rank}" for rank in range(self.group.size())]
-        own = torch.frombuffer(bytearray(self.seal.close(encode(mine), what[self.group.rank()])), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(self.seal.close(encode(answer), what[self.group.rank()])), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in what]
         dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group)
         longest = max(int(size) for size in sizes)
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in what]
         dist.all_gather(parts, torch.nn.functional.pad(own, (0, longest - len(own))), group=self.group)
-        told = zip(parts, sizes, what, strict=True)
-        return [decode(self.seal.open(part[: int(size)].numpy().tobytes(), name)) for part, size, name in told]
+        signed = zip(parts, sizes, what, strict=True)
+        return [decode(self.seal.open(shard[: int(size)].numpy().tobytes(), name)) for shard, size, name in signed]
 
     def tell(self, error: BaseException) -> None:
-        """This rank cannot go on: what the others will then say. The first one counts."""
+        """Write down the error that ends this rank, for the others to raise. The first one counts."""
         with suppress(RuntimeError):  # the store lives on rank 0, which may be gone
             why = f"rank {self.rank} failed: {error}"
             self.store.compare_set(CAUSE, "", self.seal.close(why.encode(), CAUSE).hex())
@@ -191,13 +193,13 @@ class Bridge:
 
     @contextmanager
     def contact(self) -> Iterator[None]:
-        """What torch.distributed raises within is told as the failure that another rank wrote down, if one did."""
+        """Raise an error of torch.distributed as the failure that another rank wrote down, if one did."""
         try:
             yield
         except RuntimeError as error:
-            raise EngineError(self._told() or self._lost(error)) from error
+            raise EngineError(self._cause() or self._lost(error)) from error
 
-    def _told(self) -> str:
+    def _cause(self) -> str:
         with suppress(RuntimeError, ValueError, PeerError):
             if self.store.check([CAUSE]):
                 return self.seal.open(bytes.fromhex(self.store.get(CAUSE).decode()), CAUSE).decode()

@@ -1,6 +1,6 @@
 """Orders and answers as plain data: JSON of numbers, texts, lists, maps, tensors and sampling parameters.
 
-Nothing else can be said, so nothing that is read can execute.
+Nothing else can be encoded, so no message can execute code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Sequences come back as lists."""
+    """Decode a message; sequences become lists."""
     return _built(json.loads(data))
 
 

@@ -1,8 +1,8 @@
 """Rollouts from quantised weights: every matrix of the layers goes through int8 or FP8 on its way into an engine.
 
 One scale per output row, from that row's largest value at this refit: nothing is calibrated or kept. The engine
-computes with the values that int8 or FP8 can hold, in its own dtype (activations are not quantised); so it shows what
-quantisation does to a run, on any device, and saves neither memory nor time by itself.
+computes with the values that int8 or FP8 can hold, in its own dtype (activations are not quantised). So it shows the
+effect of quantisation on a run, on any device, and saves neither memory nor time.
 
 By nvidia-modelopt's `TensorQuantizer` where it is installed; the functions here give the same bits on a CPU
 (tests/engines/test_quantized.py compares them where modelopt is).
@@ -33,7 +33,7 @@ def has_modelopt() -> bool:
 
 
 def quantize_rows(weight: Tensor, kind: str) -> Tensor:
-    """x -> round(x * L / amax) * amax / L for each row, in float32, with L of `LARGEST`; to E4M3's grid for fp8."""
+    """Return round(x * L / amax) * amax / L for each row, in float32, with L of `LARGEST`; on E4M3's grid for fp8."""
     x = weight.float()
     amax = x.abs().amax(1, keepdim=True)
     empty = amax <= _NOTHING
@@ -48,7 +48,7 @@ def quantize_rows(weight: Tensor, kind: str) -> Tensor:
 
 
 def make_quantizer(kind: str, modelopt: bool) -> tuple[Quantize, str]:
-    """The function, and whose it is."""
+    """Return the function that quantises, and the package it comes from."""
     if not modelopt:
         return lambda weight: quantize_rows(weight, kind), "aligner (nvidia-modelopt is not installed)"
     from modelopt.torch.quantization.config import QuantizerAttributeConfig
@@ -61,22 +61,22 @@ def make_quantizer(kind: str, modelopt: bool) -> tuple[Quantize, str]:
 
 
 def quantized_engine(engine: RolloutEngine, kind: str, hashes: bool) -> tuple[QuantizedEngine, str]:
-    """And whose functions quantise."""
+    """Return an engine with quantised weights around `engine`, and the package that quantises."""
     quantize, by = make_quantizer(kind, has_modelopt())
     return QuantizedEngine(engine, quantize, hashes=hashes), by
 
 
 class QuantizedEngine(EngineAround):
-    """`RolloutEngine` around another one. With `hashes` (`refit.verify=checksum`) a tensor has the checksum of what was
-    given if the engine holds exactly what that became, else that of what it holds."""
+    """`RolloutEngine` around another one. With `hashes` (`refit.verify=checksum`) a tensor has the checksum of the
+    original if the engine holds exactly its quantised form, else the checksum of the engine's tensor."""
 
     def __init__(self, engine: RolloutEngine, quantize: Quantize, hashes: bool = False):
         super().__init__(engine)
         self.hashes, self._quantize = hashes, quantize
-        self._given: dict[str, tuple[int, int]] = {}  # name -> checksums as given, and as handed on
+        self._originals: dict[str, tuple[int, int]] = {}  # name -> checksums of the original, and as quantised
 
     def begin_update(self, version: int) -> None:
-        self._given.clear()
+        self._originals.clear()
         self.engine.begin_update(version)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -90,12 +90,12 @@ class QuantizedEngine(EngineAround):
                 continue
             held = self._quantize(tensor.detach())
             if self.hashes:
-                self._given[name] = tensor_checksum(tensor.to(self.dtype)), tensor_checksum(held.to(self.dtype))
+                self._originals[name] = tensor_checksum(tensor.to(self.dtype)), tensor_checksum(held.to(self.dtype))
             yield name, held
 
     def checksums(self) -> dict[str, int]:
-        found = dict(self.engine.checksums())
-        for name, (given, held) in self._given.items():
-            if found.get(name) == held:
-                found[name] = given
-        return found
+        checksums = dict(self.engine.checksums())
+        for name, (original, held) in self._originals.items():
+            if checksums.get(name) == held:
+                checksums[name] = original
+        return checksums

@@ -1,9 +1,9 @@
-"""An engine's answers on disk, and an engine that gives them again: a run repeats without generating anything.
+"""An engine's answers on disk, and an engine that replays them: a run repeats without generating anything.
 
-`RecordingEngine` stands before another engine and writes each call of `generate` and `logprobs` as one safetensors
-file: a tensor per column, and in the metadata a key per row, a hash of all that the row depends on (weight version,
-prompt, seed, sampling). `RecordedEngine` finds answers by that key, on whatever rank and beside whatever rows.
-Trainer and rewards are live; the sentinel then compares the live trainer with the recorded engine.
+`RecordingEngine` wraps another engine and writes each call of `generate` and `logprobs` as one safetensors file: a
+tensor per column, and in the metadata a key per row, a hash of everything the row depends on (weight version,
+prompt, seed, sampling). `RecordedEngine` finds answers by that key, on any rank and in any batch. Trainer and
+rewards are live; the sentinel then compares the live trainer with the recorded engine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def recording(engine: RolloutEngine, run_dir: Path, rank: int) -> RecordingEngin
 
 
 class RecordingEngine(EngineAround):
-    """The `RolloutEngine` it stands before, writing to `folder`; `rank` keeps the files of ranks apart."""
+    """A `RolloutEngine` around another one that writes its answers to `folder`; `rank` keeps the files of ranks
+    apart."""
 
     def __init__(self, engine: RolloutEngine, folder: Path, rank: int):
         super().__init__(engine)
@@ -64,19 +65,19 @@ class RecordingEngine(EngineAround):
     def generate(
         self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
-        found = self.engine.generate(prompts, seeds, sampling, progress)
-        columns = {name: getattr(found, name) for name in _COLUMNS if getattr(found, name) is not None}
-        self._write(_sample_keys(found.weight_version, prompts, seeds, sampling), columns)
-        return found
+        generations = self.engine.generate(prompts, seeds, sampling, progress)
+        columns = {name: getattr(generations, name) for name in _COLUMNS if getattr(generations, name) is not None}
+        self._write(_sample_keys(generations.weight_version, prompts, seeds, sampling), columns)
+        return generations
 
     def logprobs(self, tokens: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
-        found = self.engine.logprobs(tokens, lengths, temperature)
+        logprobs = self.engine.logprobs(tokens, lengths, temperature)
         keys = _score_keys(self.engine.weight_version, tokens, lengths, temperature)
-        self._write(keys, {"logprobs": found, "lengths": lengths})
-        return found
+        self._write(keys, {"logprobs": logprobs, "lengths": lengths})
+        return logprobs
 
     def _write(self, keys: list[str], columns: dict[str, Tensor]) -> None:
-        """The file is there complete or not at all. Raises OSError."""
+        """Write one complete file or none. Raises OSError."""
         if not keys:
             return
         path = self.folder / f"{self.rank:05d}-{self.count:07d}.safetensors"
@@ -86,8 +87,8 @@ class RecordingEngine(EngineAround):
 
 
 class AnswerFiles:
-    """The rows of a folder by their keys. Raises ConfigError `engine.answers` for a folder without answers and
-    DataError for a file that is none."""
+    """The rows of a folder by their keys. Raises ConfigError `engine.answers` for a folder without answers, and
+    DataError for a file that holds none."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -100,7 +101,7 @@ class AnswerFiles:
             raise ConfigError("engine.answers", str(folder), expected)
 
     def row(self, key: str) -> dict[str, Tensor] | None:
-        """The columns of one row, padding cut; None where there is no such answer."""
+        """Return the columns of one row without padding; None if the folder has no such answer."""
         if key not in self._places:
             return None
         path, row = self._places[key]
@@ -129,7 +130,7 @@ def _keys_of(path: Path) -> list[str]:
 
 
 class RecordedEngine(RolloutEngine):
-    """`RolloutEngine` that answers from a folder: what was asked before, with weights of the same version."""
+    """A `RolloutEngine` that replays the answers of a folder to the same questions at the same weight version."""
 
     can = ENGINES["recorded"].can
 
@@ -147,7 +148,7 @@ class RecordedEngine(RolloutEngine):
         self._ledger.begin(version)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Nothing of a tensor is kept but its checksum."""
+        """Keep only the checksum of each tensor."""
         for name, tensor in tensors:
             if self._ledger.accept(name, tensor.shape):
                 self._checksums[name] = tensor_checksum(tensor.to(self._kept[name]))
@@ -170,7 +171,7 @@ class RecordedEngine(RolloutEngine):
     def generate(
         self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
-        """See `RolloutEngine.generate`. Raises EngineError for what was not recorded."""
+        """See `RolloutEngine.generate`. Raises EngineError for samples that were not recorded."""
         self._ledger.require()
         assert not self._asleep, "generate() on a sleeping engine: wake() it first"
         keys = _sample_keys(self.weight_version, prompts, seeds, sampling)
@@ -194,13 +195,13 @@ class RecordedEngine(RolloutEngine):
         return _stacked([row["logprobs"] for row in rows], tokens.shape[1])
 
     def _row(self, key: str, which: str) -> dict[str, Tensor]:
-        found = self.answers.row(key)
-        if found is None:
+        columns = self.answers.row(key)
+        if columns is None:
             raise EngineError(
                 f"{self.answers.folder} has no answer to {which} at weight version {self.weight_version}: expected the "
                 "prompts, seeds and sampling of the run that recorded it (engine.answers)"
             )
-        return found
+        return columns
 
 
 def _stacked(rows: list[Tensor], width: int) -> Tensor:

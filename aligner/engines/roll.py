@@ -1,12 +1,13 @@
-"""Who of the ranks that generate is there. They come to every order, once they have done what came before, and none of
-it is done before all have come: so no rank enters a collective with one that has ended or hangs, but for one that does
-so in that very moment.
+"""Presence of the ranks that generate. They come to every order after finishing earlier ones, and no order starts
+before all have come. So no rank enters a collective with one that has ended or hangs, unless that happens in that very
+moment.
 
     come    a rank that generates, for an order
-    absent  the trainer's rank 0 waits for them; who does not come is lost once its heart stops, or it says why it fails
-    admit   by rank 0: whether the order is carried out, as all have come
+    absent  the trainer's rank 0 waits for them; a rank that does not come is lost once its heartbeat stops or it
+            reports a failure
+    admit   by rank 0: whether the order is carried out, because all have come
 
-Until a rank comes, a thread of it beats in the store that all ranks share.
+Until a rank comes, one of its threads writes a heartbeat to the store that all ranks share.
 """
 
 from __future__ import annotations
@@ -27,23 +28,24 @@ from aligner.errors import PeerError
 
 BEAT_S = 0.5
 POLL_S, LONGEST_S = 0.01, 0.1  # between two looks at the store: where an answer is near, and at most
-REFUSED_S = 10.0  # that something which nobody of the job has signed may stand where rank 0's should
+REFUSED_S = 10.0  # that a message without the job's signature may be in the place of rank 0's
 
 
 @dataclass
 class RollCall:
-    """What torch.distributed raises where the store is gone, all of it raises."""
+    """The presence of the ranks that generate. Every method raises what torch.distributed raises where the store is
+    gone."""
 
     store: dist.Store
     seal: Seal
-    silent_s: float  # without a beat, after which a rank is lost
-    _why: str = field(default="", init=False)  # this rank does not come any more
+    silent_s: float  # without a heartbeat, after which a rank is lost
+    _why: str = field(default="", init=False)  # why this rank does not come any more
 
     # --- a rank that generates
 
     @contextmanager
     def beating(self, rank: int) -> Iterator[None]:
-        ended, own = threading.Event(), self.store.clone()  # who waits in a store keeps its connection
+        ended, own = threading.Event(), self.store.clone()  # a thread that waits in a store blocks its connection
 
         def beat() -> None:
             number = 0
@@ -53,8 +55,8 @@ class RollCall:
                     self._say(own, rank, str(number))
             except RuntimeError:  # the store ends with rank 0
                 return
-            except BaseException as error:  # which the trainer hears of as silence
-                print(f"error: rank {rank}: its heart has ended by {error!r}", file=sys.stderr, flush=True)
+            except BaseException as error:  # the trainer sees it as silence
+                print(f"error: rank {rank}: its heartbeat thread has failed: {error!r}", file=sys.stderr, flush=True)
 
         heart = threading.Thread(target=beat, name="heart", daemon=True)
         self._say(own, rank, "0")
@@ -66,19 +68,19 @@ class RollCall:
             heart.join()
 
     def fail(self, rank: int, why: str) -> None:
-        """It will not come any more."""
+        """Tell the trainer why this rank will not come any more."""
         self._why = why
         self._say(self.store, rank, "")
 
     def come(self, number: int, rank: int) -> bool:
-        """For this order; whether it is carried out."""
+        """Come to an order; return whether it is carried out."""
         self.store.set(_came(number, rank), b"")
         return self.wait(_admitted(number))
 
     # --- the trainer's rank 0
 
     def absent(self, number: int, ranks: Sequence[int]) -> str:
-        """Wait for these ranks; why the first that are lost do not come, "" where all have come."""
+        """Wait for these ranks; return why the first lost ones do not come, "" where all have come."""
         beats: dict[int, str] = {}
         silent: dict[int, float] = {}
         started = last = time.monotonic()
@@ -88,7 +90,7 @@ class RollCall:
             if now - last < BEAT_S:
                 nap(started)
                 continue
-            # a stop of the whole job is no silence
+            # a pause of the whole job does not count as silence
             passed, last = min(now - last, 2 * BEAT_S), now
             for rank in ranks:
                 if self.store.check([_came(number, rank)]):
@@ -106,17 +108,18 @@ class RollCall:
         self.store.set(key, self.seal.close(encode(all_came), key))
 
     def forget(self, number: int, ranks: Collection[int]) -> None:
-        """An order that all have read."""
+        """Delete the keys of an order that all have read."""
         for key in (_admitted(number), *(_came(number, rank) for rank in ranks)):
             self.store.delete_key(key)
 
     # --- both
 
     def wait[T](self, key: str, read: Callable[[bytes], T] = decode) -> T:
-        """What rank 0 has signed. Raises PeerError where something else stays in its place."""
+        """Wait for a message signed by rank 0 and return it. Raises PeerError where another message stays in its
+        place."""
         started, refused = time.monotonic(), 0.0
         while True:
-            while not self.store.check([key]):  # not `wait`: it keeps the connection that other threads need too
+            while not self.store.check([key]):  # not `wait`: it blocks the connection that other threads need
                 nap(started)
             try:
                 return read(self.seal.open(self.store.get(key), key))
@@ -131,7 +134,8 @@ class RollCall:
         store.set(key, self.seal.close(encode([socket.gethostname(), beat, self._why]), key))
 
     def _heard(self, rank: int) -> tuple[str, str, str]:
-        """(host, number of the beat, why it fails); of one that ended before its first beat nothing."""
+        """Return (host, number of the heartbeat, why it fails); empty ones for a rank that ended before its first
+        heartbeat."""
         key = _pulse(rank)
         with suppress(PeerError):
             if self.store.check([key]):
@@ -141,7 +145,7 @@ class RollCall:
 
 
 def nap(since: float) -> None:
-    """Before another look at the store; the longer, the longer it is waited for: a thousand idle ranks look at one."""
+    """Sleep before another look at the store, longer the longer the wait: a thousand idle ranks share one store."""
     time.sleep(min(LONGEST_S, 0.0005 + (time.monotonic() - since) / 100))
 
 

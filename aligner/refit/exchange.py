@@ -163,7 +163,7 @@ class Exchange:
             self._note(error)
 
     def _place(self, part: TensorPart, engine: RolloutEngine) -> Tensor | None:
-        return engine.place(self.plan.tensors[part.tensor].name, part.start, part.stop, True)
+        return engine.weight_view(self.plan.tensors[part.tensor].name, part.start, part.stop, True)
 
     def _view(self, part: TensorPart, engine: RolloutEngine) -> Tensor | None:
         view = self._place(part, engine)

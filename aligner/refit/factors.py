@@ -28,7 +28,7 @@ from aligner.refit.plan import EngineGrid, Plan, TensorPart
 
 class Share:
     """Of some tensors what one rank of an engine has, in memory of its own, where an exchange places it
-    (`RolloutEngine.place`); what others are placed in is `rest`."""
+    (`RolloutEngine.weight_view`); what others are placed in is `rest`."""
 
     def __init__(self, tensors: Sequence[HfTensor], engines: EngineGrid, rank: int, like: Tensor):
         self.tensor_parallel = engines.tensor
@@ -45,11 +45,11 @@ class Share:
     def begin(self) -> None:
         self._ledger.begin(0)
 
-    def place(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
+    def weight_view(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
         """Never afresh: what is merged lies beside what is not."""
         if name not in self.held:
             assert self.rest is not None, name
-            return self.rest.place(name, start, stop)
+            return self.rest.weight_view(name, start, stop)
         return self.part(name, start, stop) if self._ledger.accept_part(name, start, stop) else None
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
@@ -83,7 +83,7 @@ class Merger:
         """What no adapter changes is in its place since it travelled: it counts as written."""
         for name, (low, high) in self._others.items():
             if low < high:
-                engine.place(name, low, high)
+                engine.weight_view(name, low, high)
 
     @torch.no_grad()
     def merge(self, engine: RolloutEngine) -> None:
@@ -99,7 +99,7 @@ class Merger:
             return
         product, experts = self._change(site, rank, expert_rank), self._experts(site.base) * expert_rank
         for t, start, stop in wanted:
-            view = engine.place(t.name, start, stop)
+            view = engine.weight_view(t.name, start, stop)
             if view is None:
                 continue
             base = self.base.part(t.name, start, stop)

@@ -68,7 +68,7 @@ def test_a_part_that_is_written_leaves_the_rest_as_it_was(pair):
     engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(2))
     held = wanted.get_parameter(name).detach().clone()
     engine.begin_update(2)
-    engine.place(name, 8, 16).fill_(7.0)
+    engine.weight_view(name, 8, 16).fill_(7.0)
     held[8:16] = 7.0
     assert torch.equal(engine.model.views[name].reshape(held.shape), held)
 
@@ -85,7 +85,7 @@ def test_what_is_written_afresh_is_laid_out_where_the_last_was(pair, name):
     wanted = fill(other, reference(cfg, 1), 1)
     engine.begin_update(1)
     for tensor in engine.model.tensors.values():
-        view = engine.place(tensor.name, 0, tensor.shape[tensor.axis], True)
+        view = engine.weight_view(tensor.name, 0, tensor.shape[tensor.axis], True)
         view.copy_(other.model.views[tensor.name])
     engine.finish_update()
     found, expected = (e.generate(PROMPTS, seeds_for(PROMPTS, 3), SamplingParams(8)) for e in (engine, wanted))

@@ -97,7 +97,7 @@ def orders(mark: str) -> dict[str, Any]:
         refused = str(error)
         bridge.tell(error)
     roll.REFUSED_S = before
-    return {"first": first, "refused": refused, "told": bridge._told(), "executed": Path(mark).exists()}
+    return {"first": first, "refused": refused, "told": bridge._cause(), "executed": Path(mark).exists()}
 
 
 def stores(count: int) -> list[dist.TCPStore]:

@@ -102,19 +102,19 @@ class Losing(Packed):
 
     fault = ""
 
-    def place(self, name: str, start: int, stop: int, afresh: bool = False):
+    def weight_view(self, name: str, start: int, stop: int, afresh: bool = False):
         if name == "model.layers.1.mlp.up_proj.weight":
             elsewhere = torch.empty(stop - start, self.model.cfg.hidden_size)
             if self.fault == "missing":
                 return elsewhere
             if self.fault == "doubled":
-                super().place(name, start, stop, afresh)
+                super().weight_view(name, start, stop, afresh)
             if self.fault == "half":
-                super().place(name, start, (start + stop) // 2, afresh)
+                super().weight_view(name, start, (start + stop) // 2, afresh)
                 return elsewhere
             if self.fault == "broken":
                 raise RuntimeError("no memory left")
-        return super().place(name, start, stop, afresh)
+        return super().weight_view(name, start, stop, afresh)
 
 
 class Late(NativeEngine):

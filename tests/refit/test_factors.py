@@ -45,10 +45,10 @@ class Refusing(Packed):
 
     refuses = ""
 
-    def place(self, name: str, start: int, stop: int, afresh: bool = False):
+    def weight_view(self, name: str, start: int, stop: int, afresh: bool = False):
         if name == self.refuses:
             raise RuntimeError("no memory left")
-        return super().place(name, start, stop, afresh)
+        return super().weight_view(name, start, stop, afresh)
 
 
 def engine_for(cfg: ModelConfig, tensor: int, dtype: torch.dtype) -> Refusing:
@@ -110,10 +110,10 @@ def torn(cfg: ModelConfig, parallel: ParallelConfig, name: str) -> dict:
     exchange = refit.exchange
     assert isinstance(exchange, FactorExchange)
     share = exchange._merger.factors
-    place, lost = share.place, "model.layers.1.mlp.up_proj.lora_B.weight" if last else ""
-    share.place = lambda n, a, *b: torch.empty(b[0] - a, cfg.lora.rank) if n == lost else place(n, a, *b)
+    whole, lost = share.weight_view, "model.layers.1.mlp.up_proj.lora_B.weight" if last else ""
+    share.weight_view = lambda n, a, *b: torch.empty(b[0] - a, cfg.lora.rank) if n == lost else whole(n, a, *b)
     fails()
-    share.place = place
+    share.weight_view = whole
     works()
     return found
 

@@ -1,8 +1,8 @@
 """Tensors from the trainer to an engine's process: packed into one buffer that both see, a bucket at a time.
 
-CUDA: a buffer of each of the engine's ranks on its own device, opened by the child through an IPC handle, once. CPU: an
-anonymous file in memory, opened by way of the process that made it. The child answers each bucket before the buffer is
-used again: without that the next bucket would overwrite tensors that are still being read.
+CUDA: a buffer of each of the engine's ranks on its own device, opened by the child once, through an IPC handle. CPU:
+an anonymous file in memory, opened through the process that made it. The child answers each bucket before the buffer
+is used again: otherwise the next bucket would overwrite tensors that are still being read.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ EXPANDABLE = "expandable_segments"
 
 
 def aligned(end: int) -> int:
-    """Where the next tensor may begin."""
+    """Return the first aligned offset from `end` on."""
     return -(-end // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies in the buffer."""
+    """The position of a tensor in the buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Slot:
 
 @dataclass
 class MemoryFile:
-    """`size` bytes for every process of the node that is told of them; pages come into being when they are written."""
+    """`size` bytes that every process of the node can open; pages are allocated when they are written."""
 
     size: int
     fd: int  # of process `pid`
@@ -64,13 +64,13 @@ class MemoryFile:
         return cls(size, fd, os.getpid())
 
     def tensor(self, device: int = 0) -> Tensor:
-        """uint8 [size]. Raises EngineError where the process that made it is not seen."""
+        """Return the memory as uint8 [size]. Raises EngineError where the process that made it is not visible."""
         try:
             with open(f"/proc/{self.pid}/fd/{self.fd}", "r+b") as file:
                 return torch.frombuffer(mmap.mmap(file.fileno(), self.size), dtype=torch.uint8)
         except OSError as error:
-            told = f"{error.filename}: {error.strerror}: expected processes of an engine to see each other in /proc"
-            raise EngineError(f"{told}, as those of one container do") from error
+            message = f"{error.filename}: {error.strerror}: expected processes of an engine to see each other in /proc"
+            raise EngineError(f"{message}, as those of one container do") from error
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -80,7 +80,7 @@ class MemoryFile:
 
 @dataclass
 class CudaMemory:
-    """The CUDA buffer of a trainer's rank: what `torch.multiprocessing` pickles of it."""
+    """The CUDA buffer of a trainer's rank, as `torch.multiprocessing` pickles it."""
 
     handle: Any
 
@@ -89,7 +89,7 @@ class CudaMemory:
         return cls(reduce_tensor(buffer))
 
     def tensor(self, device: int = 0) -> Tensor:
-        """In another process, whose device of this number is the rank's, whatever its number there."""
+        """Open the buffer in another process, where the rank's device has the number `device`."""
         rebuild, arguments = self.handle
         arguments = list(arguments)
         arguments[6] = device  # of rebuild_cuda_tensor: storage_device
@@ -100,15 +100,15 @@ Memory = MemoryFile | CudaMemory
 
 
 def cuda_buffer(size: int, device: torch.device) -> Tensor:
-    """uint8 [size] that another process can open."""
+    """Return uint8 [size] that another process can open."""
     with fixed_segments():
         return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 @contextmanager
 def fixed_segments() -> Iterator[None]:
-    """Memory made within lies in no expandable segment. Another process would open such a segment by a file descriptor
-    of this one, which most containers and systems refuse to a child."""
+    """Allocate memory outside expandable segments. Another process would open such a segment by a file descriptor of
+    this one, which most containers and systems refuse to a child."""
     settings = next((os.environ[name] for name in SETTINGS if os.environ.get(name)), "")
     fields = [field.strip() for field in settings.split(",")]
     fixed = [f"{EXPANDABLE}:False" if field.partition(":")[0].strip() == EXPANDABLE else field for field in fields]
@@ -116,8 +116,8 @@ def fixed_segments() -> Iterator[None]:
         yield
         return
     change = torch._C._accelerator_setAllocatorSettings
-    torch.cuda.empty_cache()  # what is free of such a segment would be taken first
-    change(",".join(fixed))  # all of them: it resets what is not named
+    torch.cuda.empty_cache()  # free memory of such a segment would be taken first
+    change(",".join(fixed))  # all settings: it resets those that are not named
     try:
         yield
     finally:
@@ -125,18 +125,18 @@ def fixed_segments() -> Iterator[None]:
 
 
 def checksums(slots: Iterable[Slot], buffer: Tensor) -> dict[str, int]:
-    """Of the tensors as they arrived."""
+    """Return the checksums of the tensors as they arrived."""
     return {slot.name: tensor_checksum(slot.view(buffer)) for slot in slots}
 
 
 class BucketWriter:
-    """The trainer's side. `buffer` uint8 [bytes] on the device of the transport."""
+    """The trainer's side of the transfer. `buffer` uint8 [bytes] on the device of the transport."""
 
     def __init__(self, buffer: Tensor, dtype: torch.dtype):
         self.buffer, self.dtype = buffer, dtype
 
     def buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[Slot]]:
-        """Copies tensors in, cast to the engine's dtype; each yielded bucket must be read before the next is asked
+        """Copy tensors in, cast to the engine's dtype; yield each full bucket, to be read before the next is asked
         for. The buffer must hold the largest tensor."""
         slots: list[Slot] = []
         end = 0

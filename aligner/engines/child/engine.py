@@ -1,10 +1,11 @@
-"""An engine in a child process, filled from the live trainer: what TensorRT-LLM's and vLLM's have in common.
+"""An engine in a child process, filled from the live trainer: the common code of TensorRT-LLM's and vLLM's engines.
 
   trainer's rank                                child (serve.py, the worker of each)
   ChildEngine  -- start(config.json) ---------> an engine with dummy weights
      begin_update, buckets, finish_update ----> each answered; the prefix cache is reset
      generate, logprobs ----------------------> requests with a seed each; scores of given tokens
-Whatever fails between begin_update and finish_update leaves an engine that refuses to generate.
+
+An error between begin_update and finish_update leaves an engine that refuses to generate.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ Start = Callable[[torch.device, str], tuple[ChildEnd, Any]]
 
 
 class ChildEngine(RolloutEngine):
-    """`RolloutEngine`. `max_seq_len`: prompt + response tokens where the section's `max_seq_len` is 0; `bucket_bytes`
-    bounds the transfer buffer (or the largest tensor does); `decode` is needed for stop strings only. The ranks of a
-    `group` are one engine: its first has the child, all are called together with the same arguments.
+    """A `RolloutEngine` in a child process. `max_seq_len`: prompt + response tokens where the section's `max_seq_len`
+    is 0. `bucket_bytes` bounds the transfer buffer, unless the largest tensor needs more. `decode` is needed for stop
+    strings only. The ranks of a `group` are one engine: its first has the child, all are called together with the same
+    arguments.
 
-    Subclasses say which package it is, what its process needs, and where logprobs come from."""
+    Subclasses name the package, give the environment of its process, and say where logprobs come from.
+    """
 
     name: str  # engine.name
     title: str  # of the package, in messages
@@ -93,30 +96,30 @@ class ChildEngine(RolloutEngine):
             self._channel = ChildChannel(child, connection, f"{self.title} engine")
         self._finalizer = weakref.finalize(self, _release, self._channel, memory, self._folder)
         try:
-            found = self._call("start", settings, limit="start_timeout_s")
+            description = self._call("start", settings, limit="start_timeout_s")
         except BaseException:
             self._finalizer()
             raise
-        self.described: dict[str, Any] = found
-        self.version, self._score_rows = found["version"], found["score_rows"]
+        self.described: dict[str, Any] = description
+        self.version, self._score_rows = description["version"], description["score_rows"]
 
     @classmethod
     def require(cls, config: EngineConfig) -> None:
-        """Raises AlignerError where the package cannot be there; what is there the child will tell."""
+        """Raise AlignerError where the package cannot be there; only the child knows whether it is."""
         assert config.child is not None, config.name
         interpreter(config.child.python, {}, config.child.KEY)
 
     def _variables(self) -> dict[str, str]:
-        """Of the child's environment."""
+        """Return variables to add to the child's environment."""
         return {}
 
     def _of_ranks[T](self, value: T) -> list[T]:
-        """The `value` of each rank of this engine. Collective over them."""
+        """Return the `value` of each rank of this engine. Collective over them."""
         return [value] if self._group is None else gathered(value, self._group)
 
     def _buffer(self, size: int) -> tuple[Tensor, Memory | None]:
-        """uint8 [size], and how others see it: of each rank its own on its GPU; on CPUs one for all, so that the other
-        ranks get one that only counts, and None."""
+        """Return uint8 [size] and the memory by which the child opens it. On GPUs each rank has its own. On CPUs all
+        share the first rank's; the others get a meta tensor, which only has a size, and None."""
         if self.device.type == "cuda":
             buffer = cuda_buffer(size, self.device)
             return buffer, CudaMemory.of(buffer)
@@ -126,7 +129,7 @@ class ChildEngine(RolloutEngine):
         return memory.tensor(), memory
 
     def _device_name(self) -> str:
-        """As CUDA_VISIBLE_DEVICES names it; "" of a CPU."""
+        """Return the device's name as in CUDA_VISIBLE_DEVICES; "" for a CPU."""
         if self.device.type != "cuda":
             return ""
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
@@ -134,14 +137,14 @@ class ChildEngine(RolloutEngine):
         return seen[index] if seen else str(index)
 
     def _process(self, device: torch.device, python: str) -> tuple[ChildEnd, Any]:
-        """A process that sees the devices of this engine's ranks alone, in their order, and computes on the cores of
-        all of them."""
+        """Start a process that sees only the devices of this engine's ranks, in their order, and computes on the
+        cores of all of them."""
         extra = dict(self._variables())
         devices, cores = self._places
         if device.type == "cuda":
             if len(set(devices)) < len(devices):
                 expected = f"ranks that see each other's devices; theirs are {', '.join(devices)}"
-                hint = "Let each rank see all of its node's (Slurm: no --gpus-per-task, --gpu-bind=none)."
+                hint = "Let each rank see all devices of its node (Slurm: no --gpus-per-task, --gpu-bind=none)."
                 raise ConfigError("engine.tensor_parallel", len(devices), expected, hint)
             extra["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         environ = clean_environment(os.environ, extra)
@@ -171,23 +174,23 @@ class ChildEngine(RolloutEngine):
     def _call(
         self, name: str, *arguments: Any, limit: str = "call_timeout_s", error: type = EngineError, progress=None
     ) -> Any:
-        """What the child answers, or its error, on every rank of the group."""
+        """Call the child; return its answer or raise its error on every rank of the group."""
         timeout_s, key = getattr(self.options, limit), f"{self.options.KEY}.{limit}"
-        told: list[Any] = [None, None]
+        answer: list[Any] = [None, None]
         try:
             if self._channel is not None:
-                told[0] = self._channel.call(
+                answer[0] = self._channel.call(
                     name, *arguments, timeout_s=timeout_s, key=key, error=error, progress=progress
                 )
         except BaseException as cause:
-            told[1] = cause if isinstance(cause, AlignerError) else error(str(cause))
+            answer[1] = cause if isinstance(cause, AlignerError) else error(str(cause))
             raise
         finally:
             if self._group is not None:
-                dist.broadcast_object_list(told, src=dist.get_global_rank(self._group, 0), group=self._group)
-        if told[1] is not None:
-            raise told[1]
-        return told[0]
+                dist.broadcast_object_list(answer, src=dist.get_global_rank(self._group, 0), group=self._group)
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]
 
     @property
     def weight_version(self) -> int:
@@ -219,15 +222,16 @@ class ChildEngine(RolloutEngine):
         self._call("finish", error=RefitError)
 
     def checksums(self) -> Mapping[str, int]:
-        """Of the tensors as they arrived in the child; what the engine made of them only the sentinel can tell."""
+        """Return the checksums of the tensors as they arrived in the child; only the sentinel can check the engine's
+        own."""
         if not self.checked:
-            raise ConfigError("refit.verify", "sentinel", "checksum, for the engine to hash what it gets")
+            raise ConfigError("refit.verify", "sentinel", "checksum, so that the engine hashes the tensors it receives")
         return self._call("checksums", error=RefitError)
 
     # ---- memory
 
     def sleep(self) -> None:
-        """Gives back the KV cache, and with `sleep_weights` the weights: then only an update, which may come before
+        """Release the KV cache, and with `sleep_weights` the weights. Then only an update, which may come before
         `wake`, makes the engine usable again."""
         if self.config.sleeps and not self._asleep:
             self._release([KV_CACHE, WEIGHTS] if self.options.sleep_weights else [KV_CACHE])
@@ -258,8 +262,11 @@ class ChildEngine(RolloutEngine):
         self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
         """See `RolloutEngine.generate`. With stop strings responses are generated to their limit and then cut.
-        Raises EngineError when the child ends, hangs or fails; ConfigError as the native engine does, and for what the
-        package does not serve. An exception of `progress` lets all requests go and is raised again."""
+
+        Raises EngineError when the child ends, hangs or fails; ConfigError as the native engine does, and for
+        sampling that the package does not support. An exception of `progress` cancels all requests and is raised
+        again.
+        """
         return self._generated(prompts, seeds, sampling, progress)
 
     def _generated(
@@ -271,32 +278,32 @@ class ChildEngine(RolloutEngine):
         asked: Any = None,
         begun: None = None,
     ) -> Generations:
-        """`generate` of this engine, whoever asked. Windows of decode steps (`begun`) are the native engine's."""
+        """`generate` of this engine alone. `begun` is unused: only the native engine has windows of decode steps."""
         self._ledger.require()
         assert not self._asleep, "generate() on a sleeping engine: wake() it first"
         assert len(prompts) == len(seeds), f"{len(prompts)} prompts, but seeds for {len(seeds)}"
         if sampling.stop and self._decode is None:
-            raise ConfigError("sampling.stop", sampling.stop, "no stop strings: this engine was given no decoder")
+            raise ConfigError("sampling.stop", sampling.stop, "no stop strings: this engine has no decoder")
         pairs = [(p, s) for p, own in zip(prompts, seeds, strict=True) for s in own]
         requests = [(list(map(int, p)), int(s) & (1 << 63) - 1) for p, s in pairs]
         if not requests:
             return self._result([], sampling)
         self._check_room(max(len(p) for p, _ in requests), sampling)
-        told = None if progress is None else lambda done: progress(done, len(requests))
-        rows = self._call("generate", requests, sampling, limit="generate_timeout_s", progress=told)
+        report = None if progress is None else lambda done: progress(done, len(requests))
+        rows = self._call("generate", requests, sampling, limit="generate_timeout_s", progress=report)
         if rows is None:
             raise EngineError("the requests were aborted")
         rows = [self._cut(row, sampling) for row in rows]
         return self._result(self._scored([p for p, _ in requests], rows, sampling), sampling)
 
     def _scored(self, prompts: list[list[int]], rows: list[Row], sampling: SamplingParams) -> list[Row]:
-        """With all logprobs: by a second forward where the sampler gave none that can be used."""
+        """Return the rows with all logprobs: by a second forward where the sampler gave none that can be used."""
         lacking = [i for i, row in enumerate(rows) if row[3] is None and (row[1] is None or sampling.truncates)]
         scores = self._scores([([*prompts[i], *rows[i][0]], len(prompts[i])) for i in lacking], sampling)
-        found = dict(zip(lacking, scores, strict=True))
+        scored = dict(zip(lacking, scores, strict=True))
         out = []
         for i, (tokens, cut, reason, full) in enumerate(rows):
-            again, again_cut = found.get(i, (cut if full is None else full, cut))
+            again, again_cut = scored.get(i, (cut if full is None else full, cut))
             out.append((tokens, again_cut if cut is None else cut, reason, again))
         return out
 
@@ -312,17 +319,17 @@ class ChildEngine(RolloutEngine):
             raise ConfigError("engine.kv_cache_bytes", self.config.cache_bytes, expected)
 
     def _cache_bytes(self, row: int) -> int:
-        """The least that holds a row of so many tokens."""
+        """Return the smallest cache that holds a row of so many tokens."""
         return -(-row // self.block) * self.block * self.position_bytes
 
     @property
     def position_bytes(self) -> int:
-        """Of a token in the KV cache of one rank."""
+        """The bytes of a token in the KV cache of one rank."""
         heads = self.cfg.num_kv_heads // (1 if self._group is None else self._group.size())
         return 2 * self.cfg.num_layers * heads * self.cfg.kv_channels * self.dtype.itemsize
 
     def _cut(self, row: Row, sampling: SamplingParams) -> Row:
-        """The row up to the token that completes its first stop string."""
+        """Return the row up to the token that completes its first stop string."""
 
         def stopped(count: int) -> bool:
             text = self._decode(tokens[:count])
@@ -364,20 +371,20 @@ class ChildEngine(RolloutEngine):
         return out
 
     def decoded(self, tokens: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """(int64, float32) [B, count]: the likeliest tokens after each row, found one by one, and their logprobs as the
-        sampler tells them. Of this engine alone, as `logprobs`, which runs no decode step."""
+        """Return (int64, float32) [B, count]: the likeliest tokens after each row, decoded one by one, and their
+        logprobs from the sampler. Runs on this engine alone, as `logprobs` does, which runs no decode step."""
         prompts = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-        found = self._generated(prompts, [[0]] * len(prompts), SamplingParams(count, temperature=0.0))
-        return found.tokens, found.logprobs
+        generations = self._generated(prompts, [[0]] * len(prompts), SamplingParams(count, temperature=0.0))
+        return generations.tokens, generations.logprobs
 
     def _scores(
         self, rows: list[tuple[list[int], int]], sampling: SamplingParams
     ) -> list[tuple[list[float], list[float]]]:
-        """As many rows in a call as the worker takes together: a call has its time-out."""
-        n, found = self._score_rows, []
+        """Score the rows, in calls of as many as the worker takes together: each call has its time limit."""
+        n, scores = self._score_rows, []
         for i in range(0, len(rows), n):
-            found += self._call("score", rows[i : i + n], sampling)
-        return found
+            scores += self._call("score", rows[i : i + n], sampling)
+        return scores
 
 
 def _release(channel: ChildChannel | None, memory: Memory | None, folder: tempfile.TemporaryDirectory) -> None:

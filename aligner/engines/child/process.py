@@ -1,4 +1,4 @@
-"""A child process with a clean environment, and calls to it that end: with an answer, its error, or a time-out."""
+"""A child process with a clean environment, and calls to it that end: with an answer, an error or a time-out."""
 
 from __future__ import annotations
 
@@ -19,41 +19,42 @@ from typing import Any, Protocol
 from aligner.cluster.env import checkout
 from aligner.errors import AlignerError, ConfigError, EngineError, RefitError
 
-# A child that inherits these takes itself for a rank of the job: MPI_Init would join it, or hang.
+# A child that inherits these believes it is a rank of the job: MPI_Init would join it, or hang.
 LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMI2_", "PMIX_", "PRTE_", "OPAL_", "MPI_", "MPICH_", "I_MPI_", "HYDRA_", "HYDI_")
 LAUNCHER_PREFIXES += ("SLURM_", "SBATCH_", "SRUN_", "MV2_", "PALS_", "ALPS_", "TORCHELASTIC_", "ALIGNER_", "FLUX_")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_NAMES += ("ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "PMIX_RANK")
 _LAST_WORDS = 2000  # characters of the child's output in an error
-END_S = 60.0  # for a process to end that has closed its connection, or was told to; a busy machine is slow at that
+END_S = 60.0  # for a process to end after it has closed its connection, or was asked to; a busy machine is slow
 
 
 def clean_environment(environ: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without the launcher's variables, with `extra`."""
+    """Return `environ` without the launcher's variables, with `extra`."""
     kept = {k: v for k, v in environ.items() if not k.startswith(LAUNCHER_PREFIXES) and k not in LAUNCHER_NAMES}
     return kept | dict(extra)
 
 
 def interpreter(python: str, environ: Mapping[str, str], section: str) -> tuple[str, dict[str, str]]:
-    """The executable and its environment: of this Python, or of another (a relative path: also from the checkout's
-    root) that finds this package and none else of ours. Raises ConfigError of the engine's section."""
+    """Return the executable and its environment. An empty `python` is this Python. Another one (a relative path may
+    also start at the checkout's root) finds this package and no other of ours. Raises ConfigError of the engine's
+    section."""
     if not python:
         return sys.executable, dict(environ)
     root = Path(__file__).resolve().parents[3]
-    found = shutil.which(python) or shutil.which(checkout() / python)
-    if found is None:
+    executable = shutil.which(python) or shutil.which(checkout() / python)
+    if executable is None:
         hint = "launchers/engine_env.sh vllm makes one for engine=vllm."
         raise ConfigError(f"{section}.python", python, "the path of a Python interpreter", hint)
     own = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     kept = {name: value for name, value in environ.items() if name not in own}
-    return str(found), kept | {"PYTHONPATH": str(root)}
+    return str(executable), kept | {"PYTHONPATH": str(root)}
 
 
 class ChildEnd(Protocol):
-    """What a `ChildChannel` must know of the other end."""
+    """The other end of a `ChildChannel`."""
 
     def ended(self) -> str:
-        """How it ended, or "" while it runs."""
+        """Return how it ended, or "" while it runs."""
         ...
 
     def last_words(self) -> str: ...
@@ -90,8 +91,8 @@ class ChildProcess:
 def spawn(
     worker: str, environ: Mapping[str, str], python: str = "", section: str = "", cores: Iterable[int] = ()
 ) -> tuple[ChildProcess, Connection]:
-    """A process that serves `worker` (module:class; `python`: see `interpreter`), and this end of the connection to it.
-    Its output goes to a temporary file. `cores`: that it may use, also beyond this process's."""
+    """Start a process that serves `worker` (module:class; `python`: see `interpreter`); return it and this end of
+    the connection. Its output goes to a temporary file. `cores`: those it may use, also beyond this process's."""
     executable, environ = interpreter(python, environ, section)
     ours, theirs = socket.socketpair()
     handle, log = tempfile.mkstemp(prefix="aligner-engine-", suffix=".log")
@@ -109,7 +110,7 @@ def spawn(
         os.close(handle)
         theirs.close()
     if cores := set(cores):
-        with contextlib.suppress(OSError):  # a system that gives it none of them: it keeps this process's
+        with contextlib.suppress(OSError):  # the system allows none of them: it keeps this process's
             os.sched_setaffinity(process.pid, cores)
     return ChildProcess(process, Path(log)), Connection(ours.detach())
 
@@ -130,8 +131,8 @@ class ChildChannel:
         error: type[EngineError] | type[RefitError] = EngineError,
         progress: Callable[[int], None] | None = None,
     ) -> Any:
-        """Raises `error` when the child is gone or does not answer within `timeout_s` (config key `key`), else the
-        child's own error."""
+        """Call `name(*arguments)` in the child. Raises `error` when the child is gone or does not answer within
+        `timeout_s` (config key `key`), else the child's own error."""
         if self.broken:
             raise error(self.broken)
         try:
@@ -155,7 +156,7 @@ class ChildChannel:
                     continue
                 try:
                     progress(value)
-                except BaseException as cause:  # a stop of the run: the child lets its requests go, then it goes on
+                except BaseException as cause:  # a stop of the run, raised once the child has cancelled its requests
                     interruption = cause
                     self.connection.send(("abort", ()))
                 continue
@@ -165,12 +166,12 @@ class ChildChannel:
                 raise self._failed(name, value, error)
             return value
 
-    def _failed(self, name: str, told: AlignerError, error: type[AlignerError]) -> AlignerError:
-        """What the child has raised, as it is to be raised here."""
-        if isinstance(told, ConfigError):
-            return told
-        kind = type(told) if isinstance(told, EngineError | RefitError) else error
-        return kind(f"{self.title}: {name} failed: {told}")
+    def _failed(self, name: str, cause: AlignerError, error: type[AlignerError]) -> AlignerError:
+        """Return the child's error as it is raised here."""
+        if isinstance(cause, ConfigError):
+            return cause
+        kind = type(cause) if isinstance(cause, EngineError | RefitError) else error
+        return kind(f"{self.title}: {name} failed: {cause}")
 
     def _gone(self, name: str) -> str:
         deadline = time.monotonic() + END_S
@@ -189,7 +190,7 @@ class ChildChannel:
         return f"Its last words:\n{self.child.last_words() or '(none)'}"
 
     def close(self) -> None:
-        """Ask it to leave, then make it."""
+        """Ask the child to leave, then make it."""
         if not self.broken:
             self.broken = f"{self.title} was closed"
             with contextlib.suppress(OSError):

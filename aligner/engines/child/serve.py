@@ -1,4 +1,4 @@
-"""The process around one engine: answers the trainer's calls until it is told to close, or left alone.
+"""The process around one engine: answers the trainer's calls until it is asked to close, or the trainer is gone.
 
     python -m aligner.engines.child.serve DESCRIPTOR MODULE:WORKER
 
@@ -22,12 +22,12 @@ from aligner.loading import for_good
 
 
 def _orphaned(parent: int) -> bool:
-    """A process that the trainer forked may hold its end of the connection open after the trainer is gone."""
+    """Return whether the trainer is gone. A process that it forked may hold its end of the connection open."""
     return os.getppid() != parent
 
 
 class Abort:
-    """Watches the connection while requests run: an `abort`, or the trainer's end, lets all of them go."""
+    """A watch on the connection while requests run: an `abort`, or the end of the trainer, cancels all of them."""
 
     def __init__(self, connection: Connection):
         self.connection, self.asked, self.orphaned = connection, False, False
@@ -55,7 +55,7 @@ class Abort:
                         continue
                     raise EOFError
                 self.connection.recv()  # nothing but `abort` comes while a call runs
-            except Exception as error:  # also what cannot be read: nobody would listen any more
+            except Exception as error:  # also an unreadable message: nobody would listen any more
                 if not isinstance(error, EOFError | OSError):
                     traceback.print_exc()
                 self.orphaned = True
@@ -65,7 +65,7 @@ class Abort:
 
 
 def _let_go(futures: list) -> None:
-    """All of them, whatever the package says to it."""
+    """Cancel all requests; print the package's errors."""
     for future in list(futures):
         try:
             future.abort()
@@ -74,8 +74,8 @@ def _let_go(futures: list) -> None:
 
 
 def serve(connection: Connection, make_worker: Callable[..., Any]) -> None:
-    """`start(*arguments)`, the first call, makes the worker (a later one: another in its place); others are methods.
-    Returns when told to close, or when the trainer is gone."""
+    """Answer calls. The first one, `start(*arguments)`, makes the worker (a later one replaces it); others are
+    methods. Returns after `close`, or when the trainer is gone."""
     worker, abort = None, Abort(connection)
     while not abort.orphaned:
         try:
@@ -101,8 +101,8 @@ def serve(connection: Connection, make_worker: Callable[..., Any]) -> None:
                 answer = getattr(worker, name)(*arguments)
         except Exception as error:  # whatever the package raises: the trainer decides
             traceback.print_exc()
-            told = error if isinstance(error, AlignerError) else AlignerError(f"{type(error).__name__}: {error}")
-            _answer(connection, "error", told)
+            cause = error if isinstance(error, AlignerError) else AlignerError(f"{type(error).__name__}: {error}")
+            _answer(connection, "error", cause)
             continue
         _answer(connection, "ok", answer)
     if worker is not None:

@@ -1,4 +1,4 @@
-"""What the workers of all engines in child processes share: the buffer of the transfer, and when weights count."""
+"""The common base of the workers of engines in child processes: the buffer of the transfer, and when weights count."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ class Settings:
     pad_id: int
     checksums: bool
     tensor_parallel: int = 1
-    block: int = 0  # tokens of a block of the KV cache, where it is to be said
-    lasting: bool = False  # what a bucket brought stays in the memory until the update has ended
+    block: int = 0  # tokens of a block of the KV cache, where the package needs it
+    lasting: bool = False  # a bucket stays in the memory until the update has ended
 
     @property
     def max_num_tokens(self) -> int:
-        """In one forward."""
+        """Tokens of one forward pass."""
         return max(8192, self.max_seq_len, self.max_batch)
 
 
 class BaseWorker(ABC):
-    """`whole`: the engine holds one complete set of weights."""
+    """A worker around one engine. `whole`: the engine holds one complete set of weights."""
 
     def __init__(self, settings: Settings):
         self.settings, self.whole = settings, False
         self._checksums: dict[str, int] = {}
 
     def bucket(self, slots: list[Slot]) -> int:
-        """Its number of tensors, once they are no longer needed in the memory."""
+        """Take one bucket; return its number of tensors once they are no longer needed in the memory."""
         self._checksums |= self.take(slots)
         return len(slots)
 
     @abstractmethod
     def take(self, slots: list[Slot]) -> dict[str, int]:
-        """Loads the tensors of one bucket; returns their checksums, or none where they are not asked for."""
+        """Load the tensors of one bucket; return their checksums, or none where they are not asked for."""
 
     def checksums(self) -> dict[str, int]:
         return self._checksums
@@ -79,50 +79,50 @@ class BaseWorker(ABC):
             raise EngineError(f"token {beyond[0]} was generated: the vocabulary has {self.settings.vocab_size}")
 
     def _row(self, output: Any, with_logprobs: bool = True) -> Row:
-        """A request's end as the packages tell it: `token_ids`, `finish_reason`, `logprobs`."""
+        """Return a finished request as a row; `output` has the packages' `token_ids`, `finish_reason`, `logprobs`."""
         tokens, reason = list(output.token_ids), output.finish_reason
         if reason not in _REASONS:
             raise EngineError(f"a request ended with finish_reason={reason!r}: expected stop or length")
         self._in_vocabulary(tokens)
-        found = None
+        logprobs = None
         if with_logprobs:
             if len(output.logprobs or ()) != len(tokens):
                 raise EngineError(f"{len(tokens)} tokens came with {len(output.logprobs or ())} logprobs")
-            found = _logprobs(output.logprobs, tokens)
-        return tokens, found, _REASONS[reason], None
+            logprobs = _logprobs(output.logprobs, tokens)
+        return tokens, logprobs, _REASONS[reason], None
 
 
 class LocalWorker(BaseWorker):
-    """Of an engine that computes in this process, on one device."""
+    """A worker of an engine that computes in this process, on one device."""
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
         self.buffer = settings.memories[0].tensor()
 
     def take(self, slots: list[Slot]) -> dict[str, int]:
-        found = checksums(slots, self.buffer) if self.settings.checksums else {}
+        sums = checksums(slots, self.buffer) if self.settings.checksums else {}
         self.load({slot.name: slot.view(self.buffer) for slot in slots})
         self._synchronize()
-        return found
+        return sums
 
     @abstractmethod
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """The tensors of one bucket, views of the buffer."""
+        """Load the tensors of one bucket, views of the buffer."""
 
     def _synchronize(self) -> None:
         if self.buffer.is_cuda:
             torch.cuda.synchronize()
 
     def _give_back(self) -> None:
-        """What this process has freed, to the trainer, which shares the device."""
+        """Return freed memory to the trainer, which shares the device."""
         gc.collect()
         if self.buffer.is_cuda:
             torch.cuda.empty_cache()
 
 
 def _logprobs(entries: list, tokens: list[int]) -> list[float] | None:
-    """Some packages give a number per token, others a table from token to its logprob; in some versions it holds the
-    likeliest token alone, which need not be the sampled one: then None."""
+    """Return the logprob of each token. Some packages give a number per token, others a table from token to its
+    logprob. In some versions it holds the likeliest token alone, which need not be the sampled one: then None."""
     if any(not isinstance(entry, float) and token not in entry for entry, token in zip(entries, tokens, strict=True)):
         return None
     pairs = zip(entries, tokens, strict=True)

@@ -17,7 +17,7 @@ _PRODUCT_ELEMENTS = 1 << 23  # of the intermediate product; more rows are done i
 
 
 class Behind(NamedTuple):
-    """Where the M = P x T tokens of a prefill stand, whose rows' first positions are staged already."""
+    """The positions of the M = P x T tokens of a prefill whose rows' first positions are staged already."""
 
     rows: Tensor  # int64 [M]
     positions: Tensor  # int64 [M]
@@ -25,8 +25,9 @@ class Behind(NamedTuple):
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: ScoreRule) -> Tensor:
-    """Causal. q [P, T, heads, d], k [P, T, kv_heads, d], v [P, T, kv_heads, e], right-padded -> [P, T, heads * e].
-    `mask` bool [T, T]: what a query sees instead of all keys up to its own; or [P, 1, T, T'] of other keys.
+    """Return causal attention. q [P, T, heads, d], k [P, T, kv_heads, d], v [P, T, kv_heads, e], right-padded -> [P, T,
+    heads * e]. `mask` bool [T, T]: the keys that a query sees, instead of all up to its own; or [P, 1, T, T'] of other
+    keys.
 
     Right padding needs no mask: a padded key comes after every real query.
     """
@@ -37,7 +38,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scor
 
 
 def rotate(x: Tensor, rope: Tensor, neighbours: bool) -> None:
-    """In place: x float32 [M, heads, d] times rope complex64 [M, 1, d / 2], which pairs neighbours or halves."""
+    """Rotate in place: x float32 [M, heads, d] times rope complex64 [M, 1, d / 2], which pairs neighbours or halves."""
     if neighbours:
         torch.view_as_complex(x.unflatten(2, (-1, 2))).mul_(rope)
         return
@@ -48,7 +49,8 @@ def rotate(x: Tensor, rope: Tensor, neighbours: bool) -> None:
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scratch: Scratch, scores: ScoreRule) -> Tensor:
-    """q [n, heads, d], k and v [n, kv_heads, T, d], mask float32 [n, 1, 1, T] (0 or -inf) -> [n, heads * d]."""
+    """Return attention of one new token per row: q [n, heads, d], k and v [n, kv_heads, T, d], mask float32 [n, 1,
+    1, T] (0 or -inf) -> [n, heads * d]."""
     (n, heads, d), (scale, softcap, sinks) = q.shape, scores
     groups, length = k.shape[1], k.shape[2]
     q, scale = q.unflatten(1, (groups, heads // groups)), scale or d**-0.5
@@ -74,9 +76,9 @@ def _by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sc
     n, groups, share, d = q.shape
     length = k.shape[2]
     out = scratch.take("attention", n, groups, share, d)
-    part = max(1, _PRODUCT_ELEMENTS // (groups * share * length * d))
-    for a in range(0, n, part):
-        b = min(n, a + part)
+    chunk = max(1, _PRODUCT_ELEMENTS // (groups * share * length * d))
+    for a in range(0, n, chunk):
+        b = min(n, a + chunk)
         product = scratch.take("product", b - a, groups, share, length, d)
         torch.mul(q[a:b, :, :, None], k[a:b, :, None], out=product)
         scores = torch.add(mask[a:b], product.sum(-1, dtype=torch.float32), alpha=scale)

@@ -13,8 +13,9 @@ from aligner.engines.native.scratch import Scratch
 
 
 class SlotCache:
-    """kv [layer, plane, slot, kv_head, position, head_dim]. There are two planes, keys and values; with latent
-    attention one, of one head: what keys and values are made of. `memories`: of layers without attention."""
+    """The KV cache [layer, plane, slot, kv_head, position, head_dim]. The two planes are keys and values. Latent
+    attention has one plane of one head, from which keys and values are computed. `memories`: of layers without
+    attention."""
 
     def __init__(
         self,
@@ -38,16 +39,18 @@ class SlotCache:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row, whatever its length."""
+        """The bytes of a row that do not depend on its length."""
         return self.memories.row_bytes if self.memories else 0
 
     def resize(
         self, slots: int, positions: int, staged: int = 0, budget_bytes: int = 1 << 62, prompts: int = 0
     ) -> None:
-        """Shape the cache for one generation, in which at most `staged` positions of prompts wait for slots, of at most
-        `prompts` prompts where there are memories. Memory is kept between generations and grows when it must, but never
-        beyond the budget: what an earlier generation took for its slots may not add up with what this one takes for its
-        prompts."""
+        """Shape the cache for one generation. At most `staged` positions of prompts wait for slots, of at most
+        `prompts` prompts where there are memories.
+
+        Memory is kept between generations and grows when it must, but never beyond the budget: an earlier
+        generation's memory for slots may not add up with this one's for prompts.
+        """
         size = self.kv.element_size()
         wanted = {"slots": slots * positions, "staged": staged}
         held = {name: self._scratch.size(name) * size for name in wanted}
@@ -60,7 +63,7 @@ class SlotCache:
         self.kv = self._scratch.take("slots", self.layers, self.planes, slots, self.kv_heads, positions, self.head_dim)
 
     def stage(self, prompts: int, positions: int) -> Tensor:
-        """Room for the keys and values of prefilled prompts until their rows get slots."""
+        """Return space for the keys and values of prefilled prompts until their rows get slots."""
         shape = (self.layers, self.planes, prompts, self.kv_heads, positions, self.head_dim)
         self.staged = self.staged.new_empty(0)
         self.staged = self._scratch.take("staged", *shape)
@@ -69,7 +72,7 @@ class SlotCache:
         return self.staged
 
     def stage_held(self, prompt: int, slot: int, length: int) -> None:
-        """The first `length` positions of staged prompt `prompt` are those of a slot."""
+        """Copy the first `length` positions of a slot to staged prompt `prompt`."""
         self.staged[:, :, prompt, :, :length].copy_(self.kv[:, :, slot, :, :length])
 
     def admit(self, prompt: int, length: int, first: int, count: int) -> None:
@@ -80,8 +83,8 @@ class SlotCache:
             self.memories.admit(prompt, first, count)
 
     def places(self, positions: Tensor) -> Tensor:
-        """Where the next keys and values of slots [0, n) belong, for `write`: int64 [n * planes * kv_head]. The same
-        for every layer, so it is computed once per step."""
+        """Return the indices of the next keys and values of slots [0, n) for `write`: int64 [n * planes * kv_head].
+        They are the same for every layer, so they are computed once per step."""
         slots, groups, length = self.kv.shape[2:5]
         n = len(positions)
         planes = torch.arange(self.planes, device=positions.device)[:, None] * (slots * groups * length)
@@ -90,11 +93,11 @@ class SlotCache:
         return (rows[:, None] + heads.flatten()).flatten()
 
     def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
-        """kv [n, planes * kv_head, head_dim]: keys, then values, of one new token per slot [0, n)."""
+        """Write kv [n, planes * kv_head, head_dim]: keys, then values, of one new token per slot [0, n)."""
         self.kv[layer].view(-1, self.head_dim).index_copy_(0, places, kv.reshape(-1, self.head_dim))
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Slots `source` -> slots `target` (int64 [m] each), the first `length` positions."""
+        """Copy the first `length` positions of slots `source` to slots `target` (int64 [m] each)."""
         view = self.kv[:, :, :, :, :length]
         view[:, :, target] = view[:, :, source]
         if self.memories:

@@ -1,11 +1,11 @@
 """The native engine: continuous batching over a slot cache, one readable step.
 
-step:  decode  logits for every row that is running: slots [0, n)
+step:  decode  logits for every running row: slots [0, n)
        admit   waiting prompts are prefilled, each once, and their keys and values copied to their rows' slots
        sample  one token for every row, new and old
        settle  write the tokens down, let finished rows leave, move the last rows into the gaps
 
-In slots that no running row needs lie rows that have ended and may go on (`prefixes.py`).
+Slots that no running row needs hold ended rows that may continue (`prefixes.py`).
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _SCORED_LOGITS = 1 << 25  # logits held at once by `logprobs`
 
 @dataclass
 class EngineStats:
-    """Of the last `generate`."""
+    """Counts of the last `generate`."""
 
     steps: int = 0
     prefilled_prompts: int = 0
     prompt_tokens: int = 0  # of these
-    held_tokens: int = 0  # of those, from rows that were kept: the others were computed
+    held_tokens: int = 0  # of the prompt tokens, copied from rows that were kept: the others were computed
     decoded_rows: int = 0  # rows summed over decode steps: response tokens less one per sample, if none is wasted
 
 
 class NativeEngine(RolloutEngine):
-    """`RolloutEngine` in plain PyTorch. `decode` (token ids -> text) is needed for stop strings only.
+    """A `RolloutEngine` in plain PyTorch. `decode` (token ids -> text) is needed for stop strings only.
 
-    With a `group` its ranks are one engine: each holds a share of every layer, and all of them are called together with
-    the same arguments and return the same. `reports_routing`: generations of a model with experts tell which of them
-    computed each token.
+    With a `group` its ranks are one engine: each holds a share of every layer, and all of them are called together
+    with the same arguments and return the same. `reports_routing`: generations of a model with experts name the
+    experts that computed each token.
     """
 
     can = ENGINES["native"].can
@@ -90,7 +90,7 @@ class NativeEngine(RolloutEngine):
             raise ConfigError("engine.cuda_graphs", True, f"false on device {self.device.type}")
         captures = on_gpu and config.captures_of(model.moe.num_experts)
         self.graphs = DecodeGraphs(self.model, CudaRecorder()) if captures else None
-        # what a recurrent state has been, and how a token was routed, is not kept
+        # earlier recurrent states, and the routes of tokens, are not kept
         self.keeps_rows = memories is None and self.routes is None
         self.stats = EngineStats()
         self._ledger = UpdateLedger(self.model.shapes)
@@ -117,14 +117,16 @@ class NativeEngine(RolloutEngine):
         if self.device.type == "cuda":  # copies are queued: the caller may overwrite its buffers after this returns
             torch.cuda.synchronize(self.device)
 
-    def place(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
-        """See `RolloutEngine.place`. Copies into it are on the current stream, as the engine's own work."""
+    def weight_view(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
+        """See `RolloutEngine.weight_view`. Copies into it are on the current stream, as the engine's own work."""
         tensor = self.model.tensors.get(name)
         if tensor is not None:
             low, high = self.model.interval(tensor)
             if not low <= start < stop <= high:
                 raise RefitError(f"{name} [{start}:{stop}] came, but this engine's rank holds [{low}:{high}]")
-        return self.model.part(tensor, start, stop, afresh) if self._ledger.accept_part(name, start, stop) else None
+        return (
+            self.model.shard_view(tensor, start, stop, afresh) if self._ledger.accept_part(name, start, stop) else None
+        )
 
     def finish_update(self) -> None:
         for name, tensor in self.model.tensors.items():
@@ -132,7 +134,7 @@ class NativeEngine(RolloutEngine):
         self._ledger.finish()
 
     def checksums(self) -> dict[str, int]:
-        """Collective over the engine's ranks."""
+        """Return the checksums of the whole tensors. Collective over the engine's ranks."""
         if self.peers.size == 1:
             return {name: tensor_checksum(view) for name, view in self.model.views.items()}
         return self.model.checksums()
@@ -177,8 +179,8 @@ class NativeEngine(RolloutEngine):
     def serve(
         self, pool: PromptPool, asked: list[tuple[int, int] | None], finished: Finished, sampling: SamplingParams
     ) -> Generations:
-        """Samples of what `pool` gives, in the order in which it is taken, by this rank alone. `finished` is told of
-        each; the pool notes in `asked` as what. Raises what `generate` raises."""
+        """Return samples of the prompts of `pool`, by this rank alone, in the order in which they are taken. Calls
+        `finished` for each; the pool notes its (prompt, sample) in `asked`. Raises the errors of `generate`."""
         assert self.peers.size == 1, "several ranks would have to take the same"
         self.finished = finished
         try:
@@ -196,18 +198,19 @@ class NativeEngine(RolloutEngine):
         asked: Sequence[tuple[int, int] | None] | None = None,
         begun: Sequence[int] | None = None,
     ) -> Generations:
-        """`generate`; samples of prompts that come from `pool` follow, in the order in which they are taken. `asked`:
-        which (prompt, sample) a row is to `finished`, None if it is of another rank. A sample ends with the token whose
-        logits are not finite, with logprob NaN.
+        """Generate; samples of prompts from `pool` follow, in the order in which they are taken. `asked`: the (prompt,
+        sample) with which `finished` is called for a row, None if it is of another rank. A sample ends with the token
+        whose logits are not finite, with logprob NaN.
 
-        `begun`, or a `pool` of it, makes it a window of `engine.window` decode steps: of each prompt's tokens so many
-        are the response already, of its one sample. Prompts get slots in their order. What has not ended then is told
-        as it stands, with length 0 if it had no slot; logprobs are 0 of tokens that were there.
+        `begun`, or a windowed `pool`, limits the call to `engine.window` decode steps. It counts the tokens of each
+        prompt that belong to the response of its one sample already. Prompts get slots in their order. Unfinished
+        samples are returned as they are, with length 0 if they had no slot; logprobs of tokens that were there
+        before are 0.
         """
         self._ledger.require()
         assert not self._asleep, "generate() on a sleeping engine: wake() it first"
         if sampling.stop and self._decode is None:
-            raise ConfigError("sampling.stop", sampling.stop, "no stop strings: this engine was given no decoder")
+            raise ConfigError("sampling.stop", sampling.stop, "no stop strings: this engine has no decoder")
         unit = 1 if self.graphs is None else REACH  # graphs are of one shape of the cache
         routes, token_bytes = self.routes, self.cache.token_bytes
         token_bytes += 0 if routes is None else routes.token_bytes
@@ -232,32 +235,32 @@ class NativeEngine(RolloutEngine):
             self.cache.resize(plan.prefixes.slots, plan.positions, plan.chunk_tokens, budget, plan.chunk_prompts)
             if routes is not None:
                 routes.resize(plan.slots, plan.positions)
-            while (not plan.window or self.stats.steps < plan.window) and self._goes_on(plan, batch):
+            while (not plan.window or self.stats.steps < plan.window) and self._unfinished(plan, batch):
                 before = batch.finished
                 moves = self.step(plan, batch, sampling)
                 if plan.pool is not None:
-                    plan.pool.heard(batch.said)
+                    plan.pool.heard(batch.last_tokens)
                 if batch.finished != before:
                     if progress:
                         progress(batch.finished, plan.rows)
                     self._leave(plan, batch, asked, moves)
         return batch.result(self.weight_version)
 
-    def _goes_on(self, plan: GenerationPlan, batch: Batch) -> bool:
+    def _unfinished(self, plan: GenerationPlan, batch: Batch) -> bool:
         with torch.inference_mode(False):
             plan.refill(batch.active)
             batch.make_room(plan.rows)
         return batch.finished < plan.rows
 
     def step(self, plan: GenerationPlan, batch: Batch, sampling: SamplingParams) -> list[tuple[int, int]]:
-        """One token for every running row; see the top of this file. Returns which slots are to move, (from, to)."""
+        """Decode one token for every running row; see the top of this file. Return the slots to move, (from, to)."""
         running, logits = batch.active, []
         if running:
             asked = *batch.inputs(running), self.cache, batch.longest(running)
             # graphs are not for experts
             logits = [self.graphs.decode(*asked) if self.graphs else self.model.decode(*asked, self.routes)]
             self.stats.decoded_rows += running
-        logits += self._admit(plan, batch)  # not before: graphs write to free slots
+        logits += self._admit(plan, batch)  # after decoding: graphs write to free slots
         batch.sample(logits[0] if len(logits) == 1 else torch.cat(logits), sampling)
         self.stats.steps += 1
         return batch.settle(self._stop_strings(batch, sampling))
@@ -265,13 +268,14 @@ class NativeEngine(RolloutEngine):
     def _leave(
         self, plan: GenerationPlan, batch: Batch, asked: Sequence[tuple[int, int] | None], moves: list[tuple[int, int]]
     ) -> None:
-        """Tell of rows that have ended. Those that may go on change places with what moves into their slots."""
+        """Call `finished` for rows that have ended. Those that may continue swap slots with the rows that replace
+        them."""
         length, gaps = batch.longest(batch.active), dict(moves)
-        for row, slot, *told in batch.ended() if self.finished is not None else ():
+        for row, slot, *outputs in batch.ended() if self.finished is not None else ():
             if (whose := asked[row]) is not None:
-                self.finished(*whose, *told)
-            if self._keeps(plan) and plan.pool.goes_on(row):
-                length = max(length, plan.prefixes.keep(row, told[0], slot))
+                self.finished(*whose, *outputs)
+            if self._keeps(plan) and plan.pool.may_continue(row):
+                length = max(length, plan.prefixes.keep(row, outputs[0], slot))
                 moves += [(gaps[slot], slot)] if slot in gaps else []
         self._move(moves, length)
 
@@ -279,7 +283,7 @@ class NativeEngine(RolloutEngine):
         return plan.pool is not None and plan.pool.in_turns and self.keeps_rows
 
     def _move(self, moves: list[tuple[int, int]], length: int) -> None:
-        """The first `length` positions of slots, (from, to) each."""
+        """Move the first `length` positions of slots, (from, to) each."""
         if moves:
             source, target = torch.tensor(moves, device=self.device).unbind(1)
             self.cache.move(source, target, length)
@@ -287,7 +291,7 @@ class NativeEngine(RolloutEngine):
                 self.routes.move(source, target, length)
 
     def _admit(self, plan: GenerationPlan, batch: Batch) -> list[Tensor]:
-        """Give free slots to waiting rows; float32 logits [new rows, V] of their first tokens, in slot order."""
+        """Give free slots to waiting rows; return float32 logits [new rows, V] of their first tokens, in slot order."""
         logits = []
         while plan.wants_rows(batch.active):
             if not plan.staged:
@@ -303,14 +307,14 @@ class NativeEngine(RolloutEngine):
                     self.routes.admit(prompt.staged_at, prompt.length, batch.active, count)
                 rows = batch.add(prompt, first, count)
                 if self._keeps(plan):
-                    plan.prefixes.given |= dict.fromkeys(rows, tuple(prompt.tokens[: prompt.length - prompt.begun]))
+                    plan.prefixes.prompts |= dict.fromkeys(rows, tuple(prompt.tokens[: prompt.length - prompt.begun]))
                 taken += [prompt.staged_at] * count
             logits.append(self._staged_logits[torch.tensor(taken, device=self.device)])
         return logits
 
     def _prefill(self, plan: GenerationPlan, chunk: list) -> None:
-        """All of its prompts; or, where they begin with rows that were kept, as many tokens of each as one of them
-        needs, so that none is padded."""
+        """Prefill the chunk's prompts. Where they begin with rows that were kept, compute as many tokens of each as
+        the longest remainder needs, so that none is padded."""
         width = max(p.length for p in chunk)
         new = max(p.length - (p.held.length if p.held else 0) for p in chunk)
         held = [max(0, p.length - new) for p in chunk]
@@ -333,10 +337,11 @@ class NativeEngine(RolloutEngine):
         self.stats.held_tokens += sum(held)
 
     def _stop_strings(self, batch: Batch, sampling: SamplingParams) -> Tensor | None:
-        """bool [active]: the text of the last tokens holds a stop string. Python over rows, so only where asked for.
+        """Return bool [active]: the text of the last tokens holds a stop string. Python over rows, so only where asked
+        for.
 
-        A token is at least one byte of text, hence the number of tokens that can hold a stop string; the spare ones
-        absorb what decoders do to the first token of a text.
+        A token is at least one byte of text: this bounds the number of tokens that can hold a stop string. The spare
+        ones absorb the changes that decoders make to the first token of a text.
         """
         if not sampling.stop:
             return None

@@ -1,12 +1,13 @@
 """All engines of a job behind one call: requests of every rank are spread over the replicas by their expected cost.
 
     gather    every rank's requests to every rank
-    assign    to replicas: where they came from if that is even enough, else the costliest first to the least loaded
-    generate  each replica its queue; one that runs dry takes chunks of another's (not in a deterministic run)
+    assign    to replicas: those of their own ranks if that is even enough, else the costliest first to the least loaded
+    generate  each replica its queue; one whose queue is empty takes chunks of another's (not in a deterministic run)
     return    samples to the ranks that asked
 
-A sample depends on its prompt and its seed, so who generates it changes nothing but the rounding of other batch sizes.
-Every rank has an engine and asks, or the last ranks of a job have the engines and the others ask (`remote.py`).
+A sample depends on its prompt and its seed, so the choice of the replica changes only the rounding of other batch
+sizes. Either every rank has an engine and asks, or the last ranks of a job have the engines and the others ask
+(`remote.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from aligner.ops.packing.routing import widened
 from aligner.ops.reduce import gathered
 from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
 
-ENOUGH = 0.98  # requests stay with their rank's replica if the replicas' costs are that even (mean over largest)
+ENOUGH = 0.98  # evenness of the replicas' costs (mean over largest) from which requests stay with their rank's replica
 
 
 class SeededPrompt(NamedTuple):
@@ -40,19 +41,19 @@ class SeededPrompt(NamedTuple):
     number: int  # in that rank's list
     prompt: Sequence[int]
     seeds: Sequence[int]
-    begun: int | None = None  # in a window (`engine.window`): so many tokens of `prompt` are of the response
+    begun: int | None = None  # in a window (`engine.window`): tokens of `prompt` that are of the response
 
 
 def expected_costs(requests: Sequence[SeededPrompt], limit: int, model: ModelConfig) -> list[float]:
-    """Operations of each: its samples, as if each ended half-way to the limit. No memory of earlier lengths: a run that
-    is resumed must spread its prompts as one that was not."""
+    """Return the operations of each request: its samples, as if each ended half-way to the limit. Earlier lengths
+    are not used: a resumed run must spread its prompts as an uninterrupted one does."""
     lengths = torch.tensor([len(r.prompt) + limit / 2 for r in requests])
     samples = torch.tensor([float(len(r.seeds)) for r in requests])
     return (row_costs(lengths, model) * samples).tolist()
 
 
 def assign(costs: Sequence[float], home: Sequence[int], replicas: int) -> list[list[int]]:
-    """Numbers of the requests of each replica, ascending. `home`: the replica of the rank that asks."""
+    """Return the indices of each replica's requests, ascending. `home`: the replica of the rank that asks."""
     parts: list[list[int]] = [[] for _ in range(replicas)]
     for i, replica in enumerate(home):
         parts[replica].append(i)
@@ -63,12 +64,13 @@ def assign(costs: Sequence[float], home: Sequence[int], replicas: int) -> list[l
         best = min(range(replicas), key=lambda r: (loads[r], r != home[i], r))
         parts[best].append(i)
         loads[best] += costs[i]
-    return [sorted(part) for part in parts]
+    return [sorted(share) for share in parts]
 
 
 @dataclass
 class Queues(PromptPool):
-    """The requests of all replicas in chunks, each taken once by whoever increments the counter of its queue."""
+    """The requests of all replicas in chunks. Each is taken once, by the replica that increments its queue's
+    counter."""
 
     chunks: list[list[list[SeededPrompt]]]  # by replica
     replica: int
@@ -82,17 +84,18 @@ class Queues(PromptPool):
     own_left: bool = True
 
     def wants(self, active: int, slots: int) -> bool:
-        """Of its own queue whenever an eighth of the slots is free, of another's once half of them are: a replica that
-        has only just begun is not robbed of what it is about to take."""
+        """Return whether to take more. A replica takes from its own queue whenever an eighth of the slots is free,
+        from another's once half of them are, so that it does not take the first work of a replica that has only just
+        begun."""
         return active * 8 <= slots * 7 if self.own_left else active * 2 <= slots
 
     def take(self) -> list[Wanted] | None:
-        found = [self._claim() if self.group is None or self.group.rank() == 0 else None]
+        claim = [self._claim() if self.group is None or self.group.rank() == 0 else None]
         if self.group is not None:
-            dist.broadcast_object_list(found, src=dist.get_global_rank(self.group, 0), group=self.group)
-        if found[0] is None:
+            dist.broadcast_object_list(claim, src=dist.get_global_rank(self.group, 0), group=self.group)
+        if claim[0] is None:
             return None
-        victim, number = found[0]
+        victim, number = claim[0]
         self.own_left = victim == self.replica
         self.stolen += victim != self.replica
         chunk = self.chunks[victim][number]
@@ -101,7 +104,7 @@ class Queues(PromptPool):
         return [Wanted(request.prompt, request.seeds) for request in chunk]
 
     def _claim(self) -> tuple[int, int] | None:
-        """(replica, number of its chunk); None if every queue is empty, which it then stays."""
+        """Return (replica, index of its chunk); None if every queue is empty, which it then stays."""
         number = self._count(self.replica, 1) - 1 if self.own_left else len(self.chunks[self.replica])
         if number < len(self.chunks[self.replica]):
             return self.replica, number
@@ -114,11 +117,11 @@ class Queues(PromptPool):
             if number < len(self.chunks[victim]):
                 return victim, number
 
-    def _count(self, replica: int, more: int) -> int:
-        return self.store.add(self._key(self.call, replica), more)
+    def _count(self, replica: int, amount: int) -> int:
+        return self.store.add(self._key(self.call, replica), amount)
 
     def forget_last(self) -> None:
-        """Delete the counters of the call before, which nobody reads any more."""
+        """Delete the counters of the call before, which are not read any more."""
         for replica in range(len(self.chunks)):
             self.store.delete_key(self._key(self.call - 1, replica))
 
@@ -128,8 +131,8 @@ class Queues(PromptPool):
 
 @dataclass(frozen=True)
 class Fleet:
-    """Who asks and who generates: of `group` (None: the world) the ranks from `first` on have engines, of `width` ranks
-    each. With `first` 0 every rank asks, else those before it."""
+    """The ranks that ask and the ranks that generate. In `group` (None: the world) the ranks from `first` on have
+    engines, of `width` ranks each. With `first` 0 every rank asks, else those before it."""
 
     width: int
     first: int = 0
@@ -145,39 +148,39 @@ class Fleet:
 
     @property
     def replicas(self) -> int:
-        """Among which requests are shared out."""
+        """The number of replicas that share the requests."""
         return (self.size - self.first) // self.width
 
     @property
     def replica(self) -> int:
-        """Of this rank, which generates."""
+        """The replica of this rank, which generates."""
         return (self.rank - self.first) // self.width
 
     def home(self, rank: int) -> int:
-        """The replica that a rank's requests go to if that is even enough."""
+        """Return the replica that a rank's requests go to if that is even enough."""
         return rank * self.replicas // self.first if self.first else rank // self.width
 
     def gather(self, prompts: TokenLists, seeds: SeedLists, begun: Sequence[int] | None = None) -> list[SeededPrompt]:
-        """All ranks' requests on every rank. Collective, as `deliver` is."""
+        """Return all ranks' requests on every rank. Collective, as `deliver` is."""
         counts = [None] * len(prompts) if begun is None else begun
         own: list[tuple] = [(list(p), list(s), b) for p, s, b in zip(prompts, seeds, counts, strict=True)]
         everyone = gathered(own, self.group)
-        return [SeededPrompt(home, i, *one) for home, found in enumerate(everyone) for i, one in enumerate(found)]
+        return [SeededPrompt(home, i, *one) for home, rows in enumerate(everyone) for i, one in enumerate(rows)]
 
     def deliver(
-        self, mine: list[SeededPrompt], generations: Generations, wanted: list[int], cut: bool, moved: bool = True
+        self, requests: list[SeededPrompt], generations: Generations, wanted: list[int], cut: bool, moved: bool = True
     ) -> Generations:
-        """Samples of `mine` (request-major) to the ranks that asked; this rank's, in the order of its requests, which
-        have `wanted` samples each. Not `moved`: every rank has its own already."""
+        """Send samples of `requests` (request-major) to the ranks that asked; return this rank's, in the order of
+        its requests, which have `wanted` samples each. Not `moved`: every rank has its own already."""
         rank, width, routing = self.rank, self.width, generations.routing
         longest = torch.tensor([generations.tokens.shape[1], 0 if routing is None else routing.shape[1]])
         if moved:
             dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.group)
-        table = _pack(mine, generations, int(longest[0]))
+        table = _pack(requests, generations, int(longest[0]))
         routing = None if routing is None else widened(routing, int(longest[1]))
-        homes = torch.tensor([r.home for r in mine for _ in r.seeds], dtype=torch.int64)
+        homes = torch.tensor([r.home for r in requests for _ in r.seeds], dtype=torch.int64)
         if moved:
-            # of a replica's ranks, all of which have the samples, one sends; to itself if it asks
+            # all ranks of a replica have the samples; one of them sends, to itself if it asks
             lead = self.first + (rank - self.first) // width * width
             here = (homes >= lead) & (homes < lead + width)
             sends = torch.where(here, homes, lead + homes % width) == rank
@@ -190,13 +193,13 @@ class Fleet:
         order = starts[table[:, 0]] + table[:, 1]
         assert len(order) == int(starts[-1]), f"{len(order)} samples came back of {int(starts[-1])}"
         back = order.argsort()
-        found = _unpack(table[back], cut, generations.weight_version)
-        return replace(found, routing=None if routing is None else routing[back])
+        own = _unpack(table[back], cut, generations.weight_version)
+        return replace(own, routing=None if routing is None else routing[back])
 
 
 class Replicated:
-    """Makes an engine's `generate` one that every rank of the world calls together, each with requests of its own: a
-    replica, which all its `tensor_parallel` ranks stand for, gets its part of all of them."""
+    """A mix-in that makes `generate` a call of every rank of the world together, each with its own requests. Each
+    replica, of `tensor_parallel` ranks that all stand for it, gets a share of them."""
 
     tensor_parallel: int
     cfg: ModelConfig
@@ -204,29 +207,29 @@ class Replicated:
     def generate(
         self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
-        """See `RolloutEngine.generate`; raises what it raises, on every rank, but for logits that are not finite: on
-        those that asked."""
+        """See `RolloutEngine.generate`. Raises its errors on every rank, but those of logits that are not finite
+        only on the ranks that asked."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return super().generate(prompts, seeds, sampling, progress)  # type: ignore[misc]
         fleet = Fleet(self.tensor_parallel)
         requests = fleet.gather(prompts, seeds)
         with raised_together(EngineError):  # the others wait for this replica's samples
-            mine, generations, moved = self.work(fleet, requests, sampling, progress)
-        return require_finite(fleet.deliver(mine, generations, [len(s) for s in seeds], sampling.truncates, moved))
+            served, generations, moved = self.work(fleet, requests, sampling, progress)
+        return require_finite(fleet.deliver(served, generations, [len(s) for s in seeds], sampling.truncates, moved))
 
     def work(
         self, fleet: Fleet, requests: list[SeededPrompt], sampling: SamplingParams, progress: Progress | None = None
     ) -> tuple[list[SeededPrompt], Generations, bool]:
-        """This replica's part of all requests, its samples, and whether any rank's are generated elsewhere. Collective
-        over the ranks with engines, which are the world."""
+        """Return this replica's share of all requests, its samples, and whether any rank's are generated elsewhere.
+        Collective over the ranks with engines, which are the world."""
         costs = expected_costs(requests, sampling.max_response_tokens, self.cfg)
         homes = [fleet.home(r.home) for r in requests]
         parts = assign(costs, homes, fleet.replicas)
-        mine, generations, shared = self._part(fleet, requests, costs, parts, sampling, progress)
-        moved = fleet.first > 0 or shared or any(homes[i] != r for r, part in enumerate(parts) for i in part)
-        return mine, generations, moved
+        own, generations, shared = self._generate_share(fleet, requests, costs, parts, sampling, progress)
+        moved = fleet.first > 0 or shared or any(homes[i] != r for r, share in enumerate(parts) for i in share)
+        return own, generations, moved
 
-    def _part(
+    def _generate_share(
         self,
         fleet: Fleet,
         requests: list[SeededPrompt],
@@ -235,16 +238,16 @@ class Replicated:
         sampling: SamplingParams,
         progress: Progress | None,
     ) -> tuple[list[SeededPrompt], Generations, bool]:
-        """What this replica took of the requests, its samples, and whether it may be of another's part."""
-        mine = [requests[i] for i in parts[fleet.replica]]
-        prompts, seeds = [r.prompt for r in mine], [r.seeds for r in mine]
-        begun, asked = [r.begun for r in mine] if windowed(requests) else None, _asked(mine, fleet.rank)
-        return mine, self._generated(prompts, seeds, sampling, progress, asked=asked, begun=begun), False
+        """Return the requests that this replica took, its samples, and whether it may have taken another's requests."""
+        own = [requests[i] for i in parts[fleet.replica]]
+        prompts, seeds = [r.prompt for r in own], [r.seeds for r in own]
+        begun, asked = [r.begun for r in own] if windowed(requests) else None, _asked(own, fleet.rank)
+        return own, self._generated(prompts, seeds, sampling, progress, asked=asked, begun=begun), False
 
 
 class FleetEngine(Replicated, NativeEngine):
     """This rank's native engine, one of a fleet. `steal`: whether replicas take work from each other while they
-    generate: of one engine of a job, whose counters are the job's."""
+    generate. Only one engine of a job may do so: the counters are the job's."""
 
     steal = False
     _calls = 0
@@ -254,7 +257,7 @@ class FleetEngine(Replicated, NativeEngine):
     def cfg(self) -> ModelConfig:
         return self.model.cfg
 
-    def _part(
+    def _generate_share(
         self,
         fleet: Fleet,
         requests: list[SeededPrompt],
@@ -264,15 +267,15 @@ class FleetEngine(Replicated, NativeEngine):
         progress: Progress | None,
     ) -> tuple[list[SeededPrompt], Generations, bool]:
         self.stolen = 0
-        if not self.steal or len(parts) == 1 or windowed(requests):  # a window's samples do not hang on the clock
-            return super()._part(fleet, requests, costs, parts, sampling, progress)
-        # from the common queues: what this replica took, in the order in which it took it
+        if not self.steal or len(parts) == 1 or windowed(requests):  # a window's samples must not depend on timing
+            return super()._generate_share(fleet, requests, costs, parts, sampling, progress)
+        # this replica takes from the common queues; its samples are in the order in which it took them
         chunks = []
-        for part in parts:
-            queue = [requests[i] for i in sorted(part, key=lambda i: (-costs[i], i))]
+        for share in parts:
+            queue = [requests[i] for i in sorted(share, key=lambda i: (-costs[i], i))]
             chunks.append(_chunks(queue, max(1, self.config.max_batch // 8)))
         replica = dist.get_rank() // self.tensor_parallel
-        rows = [sum(len(requests[i].seeds) for i in part) for part in parts]
+        rows = [sum(len(requests[i].seeds) for i in share) for share in parts]
         self._calls += 1
         queues = Queues(
             longest=max((len(r.prompt) for r in requests), default=1),
@@ -293,7 +296,7 @@ class FleetEngine(Replicated, NativeEngine):
 
 
 def _asked(requests: Sequence[SeededPrompt], rank: int) -> list[tuple[int, int] | None]:
-    """(number of the request, sample) of each of their rows that `rank` asked for, None of the others."""
+    """Return (number of the request, sample) of each row that `rank` asked for, None for the others."""
     return [(r.number, i) if r.home == rank else None for r in requests for i in range(len(r.seeds))]
 
 
@@ -302,7 +305,7 @@ def windowed(requests: Sequence[SeededPrompt]) -> bool:
 
 
 def _chunks(queue: list[SeededPrompt], rows: int) -> list[list[SeededPrompt]]:
-    """In order, of about `rows` samples each."""
+    """Return the queue in order, in chunks of about `rows` samples each."""
     chunks: list[list[SeededPrompt]] = []
     size = rows
     for request in queue:
@@ -314,9 +317,9 @@ def _chunks(queue: list[SeededPrompt], rows: int) -> list[list[SeededPrompt]]:
     return chunks
 
 
-def _pack(mine: list[SeededPrompt], g: Generations, width: int) -> Tensor:
-    """int64 [N, 4 + k * width]: request, sample, length, reason, tokens and the bits of logprobs."""
-    keys = torch.tensor([[r.number, i] for r in mine for i in range(len(r.seeds))], dtype=torch.int64).view(-1, 2)
+def _pack(requests: list[SeededPrompt], g: Generations, width: int) -> Tensor:
+    """Return int64 [N, 4 + k * width]: request, sample, length, reason, tokens and the bits of logprobs."""
+    keys = torch.tensor([[r.number, i] for r in requests for i in range(len(r.seeds))], dtype=torch.int64).view(-1, 2)
     floats = [g.logprobs] if g.full_logprobs is None else [g.logprobs, g.full_logprobs]
     bits = [f.contiguous().view(torch.int32).long() for f in floats]
     wide = [torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in (g.tokens, *bits)]
@@ -334,14 +337,15 @@ def _unpack(table: Tensor, cut: bool, version: int) -> Generations:
 
 
 def nothing(cut: bool, version: int, routing: Tensor | None) -> Generations:
-    """Of a rank without an engine; `routing` of no rows, if the engines report it."""
+    """Return the samples of a rank without an engine: none. `routing` of no rows, if the engines report it."""
     none = torch.zeros(0, 0)
     long = torch.zeros(0, dtype=torch.int64)
     return Generations(none.long(), long, none, long.clone(), version, none.clone() if cut else None, routing)
 
 
 def _exchange(rows: Tensor, homes: Tensor, fleet: Fleet) -> Tensor:
-    """Rows [n, ...] to the ranks `homes`; what comes, by sending rank. As bytes: gloo does not know every dtype."""
+    """Send rows [n, ...] to the ranks `homes`; return the received ones by sending rank. As bytes: gloo does not
+    know every dtype."""
     table = rows.flatten(1).view(torch.uint8)
     counts = torch.bincount(homes, minlength=fleet.size)
     matrix = [torch.empty_like(counts) for _ in range(fleet.size)]

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: the hundreds of small kernels of a step are launched at once (`engine.cuda_graphs`).
 
-A graph replays the same kernels on the same addresses, so it is made for one number of rows and one reach (positions
-that attention looks at), both rounded up, and a cache that stays where it is. Its first step runs as it is, the second
-is recorded; both have the rounded shapes, so that a run that is resumed, whose graphs are new, computes the same.
+A graph replays the same kernels on the same addresses. So it is made for one number of rows and one reach (positions
+that attention looks at), both rounded up, and one cache in memory. Its first step runs directly, the second is
+recorded. Both have the rounded shapes, so that a resumed run, whose graphs are new, computes the same.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ REACH = 128  # positions that a cache grows by
 
 
 def rounded_reach(longest: int, capacity: int) -> int:
-    """Up to a multiple of a quarter of the power of two above: attention reads no row beyond its end, but that of
-    latent heads, which only a mask hides from it."""
+    """Round up to a multiple of a quarter of the power of two above. Attention reads no row beyond its end, except
+    for latent heads, where only a mask hides the rest."""
     unit = max(REACH, 1 << max(0, (longest - 1).bit_length() - 2))
     return min(capacity, -(-longest // unit) * unit)
 
 
 def rounded_rows(rows: int, slots: int) -> int:
-    """Up to a multiple of a sixteenth of the power of two above, at least of 8, at most the slots: little more than is
-    needed, and few graphs for a generation."""
+    """Round up to a multiple of a sixteenth of the power of two above, at least of 8, at most to the slots. That
+    wastes few rows, and needs few graphs for a generation."""
     unit = max(8, 1 << max(0, (rows - 1).bit_length() - 4))
     return min(slots, -(-rows // unit) * unit)
 
 
 class GraphRecorder(Protocol):
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
-        """What replays the step's operations on the memory that they use now."""
+        """Record a step; return a function that replays its operations on the memory that they use now."""
         ...
 
     def forget(self) -> None:
-        """All that was recorded is gone."""
+        """Forget everything that was recorded."""
         ...
 
 
 class CudaRecorder:
-    """Graphs share one pool of memory for their intermediates: they run one after the other, and leave their result
-    elsewhere."""
+    """A recorder whose graphs share one pool of memory for their intermediates: they run one after the other, and
+    leave their result elsewhere."""
 
     def __init__(self) -> None:
         self.forget()
@@ -62,35 +62,36 @@ class CudaRecorder:
 
 
 class DecodeGraphs:
-    """`NativeModel.decode` for rows in slots [0, n), for caches with free slots behind them: those are written to."""
+    """`NativeModel.decode` as graphs, for rows in slots [0, n). The cache needs free slots behind them: those are
+    written to."""
 
     def __init__(self, model: NativeModel, record: GraphRecorder):
         self.model, self._record = model, record
         self._graphs: dict[tuple[int, int], Callable[[], None] | None] = {}  # None: ran once
-        self._place: tuple = ()
+        self._memory: tuple = ()
         self._inputs = torch.empty(0, dtype=torch.int64)
         self._logits = torch.empty(0)  # float32 [slots, V], of the last step
 
     @property
     def held_bytes(self) -> int:
-        """Without what graphs keep for their intermediates, which the device's allocator knows."""
+        """The bytes of inputs and logits; the device's allocator counts the graphs' intermediates."""
         return self._inputs.nbytes + self._logits.nbytes
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache, longest: int) -> Tensor:
         """See `NativeModel.decode`; the result lives until the next call."""
         slots, capacity = cache.kv.shape[2], cache.kv.shape[4]
         self.model.extend_rotations(capacity)
-        place = cache.kv.data_ptr(), cache.kv.shape, self.model.rotations_at
-        if self._place != place:
+        memory = cache.kv.data_ptr(), cache.kv.shape, self.model.rotations_at
+        if self._memory != memory:
             self.clear()
-            self._place, device = place, tokens.device
+            self._memory, device = memory, tokens.device
             self._inputs = torch.zeros(2, slots, dtype=torch.int64, device=device)
             self._logits = torch.empty(slots, self.model.cfg.vocab_size, device=device)
         n, rows = len(tokens), rounded_rows(len(tokens), slots)
         self._inputs[0, :n].copy_(tokens)
         self._inputs[1, :n].copy_(positions)
         self._inputs[0, n:rows] = 0
-        self._inputs[1, n:rows] = capacity - 1  # of a slot that nobody runs in: no row that goes on reaches so far
+        self._inputs[1, n:rows] = capacity - 1  # in a slot without a running row: no row that continues reaches so far
         reach = rounded_reach(longest, capacity)
 
         def step() -> None:
@@ -108,7 +109,8 @@ class DecodeGraphs:
         return self._logits[:n]
 
     def _recorded(self, step: Callable[[], None]) -> Callable[[], None]:
-        """With intermediates in the graphs' own memory: those of other calls are replaced when they must grow."""
+        """Record with intermediates in the graphs' own memory: those of other calls are replaced when they must
+        grow."""
         scratch, self.model.scratch = self.model.scratch, Scratch(self.model.device, self.model.dtype)
         try:
             return self._record(step)
@@ -116,7 +118,7 @@ class DecodeGraphs:
             self.model.scratch = scratch
 
     def clear(self) -> None:
-        """Forget all graphs: after this the cache and the weights may go."""
+        """Forget all graphs: afterwards the cache and the weights may be released."""
         self._graphs.clear()
         self._record.forget()
-        self._place, self._inputs, self._logits = (), self._inputs.new_empty(0), self._logits.new_empty(0)
+        self._memory, self._inputs, self._logits = (), self._inputs.new_empty(0), self._logits.new_empty(0)

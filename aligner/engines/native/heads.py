@@ -1,7 +1,7 @@
-"""Attention of plain heads: queries, keys, values and, in some families, gates of what the queries find.
+"""Attention of plain heads: queries, keys, values and, in some families, gates of attention's output.
 
 Inside each head the two halves that rotary embeddings pair are stored interleaved, (x_0, x_{d/2}, x_1, ...), so that
-the rotation is one complex product in place. Queries and keys are permuted alike, which no dot product sees.
+the rotation is one complex product in place. Queries and keys are permuted alike, which changes no dot product.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PlainHeads:
         self.local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
         self.scores = ScoreRule(attention.scale, attention.softcap)
         layers = cfg.layers_of("attention")
-        self.place, count = {layer: i for i, layer in enumerate(layers)}, len(layers)
+        self.index, count = {layer: i for i, layer in enumerate(layers)}, len(layers)
         made = self.rotated + self.groups + (self.heads if traits.gated_attention else 0)
         width, hidden = made * self.head_dim, cfg.hidden_size
         self.qkv = kit.matrices(count, width, hidden)
@@ -40,7 +40,7 @@ class PlainHeads:
         self.out = kit.matrices(count, hidden, self.heads * cfg.value_channels)
         self.out_bias = kit.empty(count, hidden) if cfg.output_bias else None
         self.sinks = kit.empty(count, self.heads) if traits.sinks else None
-        # of wide ones, one over all query heads of a token and one over its key heads
+        # wide norms: one over all query heads of a token and one over its key heads
         norms = (self.rotated * self.head_dim,) if traits.wide_qk_norm else (2, self.head_dim)
         self.qk_norm = kit.empty(count, *norms) if cfg.qk_norm or traits.wide_qk_norm else None
         wide_sizes = [heads * share * self.head_dim for heads in (self.heads, self.groups)]
@@ -49,76 +49,77 @@ class PlainHeads:
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """Of each position: planes, heads, numbers of a head."""
+        """The cache's planes, heads, and numbers of a head, for each position."""
         return 2, self.groups, self.head_dim
 
     def matrices(self) -> Mapping[str, Sequence[Tensor]]:
         return {"qkv": self.qkv, "out": self.out}
 
     def out_of(self, layer: int) -> Product:
-        place = self.place[layer]
-        return self.kit.packs["out", place], of(self.out_bias, place)
+        index = self.index[layer]
+        return self.kit.packs["out", index], of(self.out_bias, index)
 
     def views(self) -> dict[str, Tensor]:
-        return {name: view for layer in self.place for name, view in self._views(layer)}
+        return {name: view for layer in self.index for name, view in self._views(layer)}
 
     def _views(self, layer: int) -> list[tuple[str, Tensor]]:
-        at, i, found = f"model.layers.{layer}.self_attn.", self.place[layer], []
+        at, i, views = f"model.layers.{layer}.self_attn.", self.index[layer], []
         parts = [n * self.head_dim for n in (self.heads, self.groups, self.groups)]
         for kind, buffer in (("weight", self.qkv), ("bias", self.qkv_bias)):
             if buffer is not None:
                 q, k, v = buffer[i][: sum(parts)].split(parts)
                 q = self._with_gates(buffer[i]) if self.traits.gated_attention else self._halves(q)
-                found += [(f"q_proj.{kind}", q), (f"k_proj.{kind}", self._halves(k)), (f"v_proj.{kind}", v)]
+                views += [(f"q_proj.{kind}", q), (f"k_proj.{kind}", self._halves(k)), (f"v_proj.{kind}", v)]
         if self.qk_norm is not None:
             rows = self.qk_norm[i].split(parts[:2]) if self.traits.wide_qk_norm else self.qk_norm[i]
-            found += [(f"{x}_norm.weight", self._halves(row)) for x, row in zip("qk", rows, strict=True)]
-        found += [("o_proj.weight", self.out[i])]
-        found += [] if self.out_bias is None else [("o_proj.bias", self.out_bias[i])]
-        found += [] if self.sinks is None else [("sinks", self.sinks[i])]
-        return [(at + name, view) for name, view in found]
+            views += [(f"{x}_norm.weight", self._halves(row)) for x, row in zip("qk", rows, strict=True)]
+        views += [("o_proj.weight", self.out[i])]
+        views += [] if self.out_bias is None else [("o_proj.bias", self.out_bias[i])]
+        views += [] if self.sinks is None else [("sinks", self.sinks[i])]
+        return [(at + name, view) for name, view in views]
 
     def _halves(self, t: Tensor) -> Tensor:
-        """[heads * d, ...] as it is stored -> row-major in Hugging Face's order: the strided view [heads, 2, d/2, ...]
-        where halves are interleaved."""
+        """Return [heads * d, ...] as it is stored -> row-major in Hugging Face's order: the strided view [heads, 2,
+        d/2, ...] where halves are interleaved."""
         if not self.interleaves:
             return t
         return t.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2)
 
     def _with_gates(self, t: Tensor) -> Tensor:
-        """[queries, keys, values, gates] -> [heads, 2, d, ...]: each head's queries, then its gates."""
+        """Return [queries, keys, values, gates] -> [heads, 2, d, ...]: each head's queries, then its gates."""
         each = self.head_dim * t.stride(0)
         strides = each, (self.rotated + self.groups) * each, *t.stride()
         return t.as_strided((self.heads, 2, self.head_dim, *t.shape[1:]), strides, t.storage_offset())
 
-    # ---- what it computes
+    # ---- computation
 
     def prefill(self, layer: int, y: Tensor, prompts: Prompts) -> Tensor:
-        """y [P * T, hidden] -> [P * T, heads * d]; keys and values go to the staged ones, if there are such."""
+        """Return y [P * T, hidden] -> [P * T, heads * d]; keys and values are written to the staged ones, if there
+        are any."""
         heads = self._heads(layer, y, prompts.rope).view(prompts.rows, prompts.length, -1, self.head_dim)
-        (q, k, v, gates), place, staged = self._parts(heads), self.place[layer], prompts.staged
+        (q, k, v, gates), index, staged = self._parts(heads), self.index[layer], prompts.staged
         if prompts.behind is not None:
-            for part, new in zip(staged[place], (k, v), strict=True):
-                part[prompts.behind.rows, :, prompts.behind.positions] = new.flatten(0, 1)
-            k, v = staged[place].transpose(2, 3)
+            for plane, new in zip(staged[index], (k, v), strict=True):
+                plane[prompts.behind.rows, :, prompts.behind.positions] = new.flatten(0, 1)
+            k, v = staged[index].transpose(2, 3)
         elif staged is not None:
-            staged[place, 0].copy_(k.transpose(1, 2))
-            staged[place, 1].copy_(v.transpose(1, 2))
+            staged[index, 0].copy_(k.transpose(1, 2))
+            staged[index, 1].copy_(v.transpose(1, 2))
         seen = prompts.near if self.local[layer] and prompts.near is not None else prompts.causal
-        return _gated(prefill_attention(q, k, v, seen, self._scores(place)), gates).flatten(0, 1)
+        return _gated(prefill_attention(q, k, v, seen, self._scores(index)), gates).flatten(0, 1)
 
     def decode(self, layer: int, y: Tensor, step: DecodeStep) -> Tensor:
-        """y [n, hidden] -> [n, heads * d]; keys and values go to the cache."""
-        heads, place = self._heads(layer, y, step.rope), self.place[layer]
-        step.cache.write(place, step.places, heads[:, self.heads : self.rotated + self.groups])
+        """Return y [n, hidden] -> [n, heads * d]; keys and values are written to the cache."""
+        heads, index = self._heads(layer, y, step.rope), self.index[layer]
+        step.cache.write(index, step.places, heads[:, self.heads : self.rotated + self.groups])
         gates = self._parts(heads)[3]
         return _gated(self._attended(layer, heads[:, : self.heads], step), gates)
 
     def _attended(self, layer: int, queries: Tensor, step: DecodeStep) -> Tensor:
-        """queries [n, heads, d] -> [n, heads * d]."""
-        place, local = self.place[layer], self.local[layer]
-        keys, values = step.cache.kv[place, :, : len(queries), :, : step.longest]
-        scores = self._scores(place)
+        """Return queries [n, heads, d] -> [n, heads * d]."""
+        index, local = self.index[layer], self.local[layer]
+        keys, values = step.cache.kv[index, :, : len(queries), :, : step.longest]
+        scores = self._scores(index)
         if step.fused:
             from aligner.ops.kernels.decode import attend  # imports Triton
 
@@ -127,29 +128,29 @@ class PlainHeads:
         seen = step.near if local and step.near is not None else step.mask
         return decode_attention(queries, keys, values, seen, self.kit.scratch, scores)
 
-    def _scores(self, place: int) -> ScoreRule:
-        return self.scores._replace(sinks=of(self.sinks, place))
+    def _scores(self, index: int) -> ScoreRule:
+        return self.scores._replace(sinks=of(self.sinks, index))
 
     def _parts(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """[..., heads, d] -> queries, keys, values, gates."""
+        """Return [..., heads, d] -> queries, keys, values, gates."""
         q, k, v, gates = heads.tensor_split([self.heads, self.rotated, self.rotated + self.groups], dim=-2)
         return q, k, v, gates if self.traits.gated_attention else None
 
     def _heads(self, layer: int, y: Tensor, rope: Tensor) -> Tensor:
-        """Queries, keys, values and, in some families, gates [M, heads + 2 kv_heads (+ heads), d], in a buffer that the
-        next layer uses again."""
-        place = self.place[layer]
-        heads = self.kit.product("qkv", place, y, of(self.qkv_bias, place)).view(len(y), -1, self.head_dim)
+        """Return queries, keys, values and, in some families, gates [M, heads + 2 kv_heads (+ heads), d], in a
+        buffer that the next layer uses again."""
+        index = self.index[layer]
+        heads = self.kit.product("qkv", index, y, of(self.qkv_bias, index)).view(len(y), -1, self.head_dim)
         self._norm_and_rotate(layer, heads[:, : self.rotated], rope[-1 if self.local[layer] else 0])
         return heads
 
     def _norm_and_rotate(self, layer: int, qk: Tensor, rope: Tensor) -> None:
-        """In place on the query and key heads [M, rotated, d]; the rotation is done in float32."""
-        y = qk if self.qk_norm is None else self._normed(self.qk_norm[self.place[layer]], qk)
+        """Normalise and rotate the query and key heads [M, rotated, d] in place; the rotation is done in float32."""
+        y = qk if self.qk_norm is None else self._normed(self.qk_norm[self.index[layer]], qk)
         if self.turns[layer]:
             y = y.float()
-            part = y[..., : self.kit.cfg.rotary_dim]
-            rotate(part, rope, self.interleaves or self.traits.interleaved_rotary)
+            turned = y[..., : self.kit.cfg.rotary_dim]
+            rotate(turned, rope, self.interleaves or self.traits.interleaved_rotary)
         if y.data_ptr() != qk.data_ptr():
             qk.copy_(y)
 
@@ -162,10 +163,10 @@ class PlainHeads:
         return F.rms_norm(y, (self.head_dim,), None, self.kit.cfg.norm_eps) * weight
 
     def _normed_wide(self, weight: Tensor, qk: Tensor) -> Tensor:
-        """Queries, and keys, each over all heads of a token, on whatever ranks they are."""
+        """Normalise queries, and keys, each over all heads of a token on all ranks."""
         y = qk.float()
         squares, parts = y.square().sum(-1), [self.heads, self.groups]
-        sums = self.kit.peers.add(torch.stack([part.sum(1) for part in squares.split(parts, 1)], 1))
+        sums = self.kit.peers.add(torch.stack([shard.sum(1) for shard in squares.split(parts, 1)], 1))
         factors = (sums / self._wide_sizes + self.kit.cfg.norm_eps).rsqrt()[:, self._head_kind]  # [M, rotated]
         return (y * factors[..., None] * weight.view(-1, self.head_dim)).to(qk.dtype)
 

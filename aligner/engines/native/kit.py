@@ -1,11 +1,11 @@
-"""What the blocks of a native model share, and what a pass of it tells them.
+"""The common tools of a native model's blocks, and the inputs of a pass.
 
-A block has the weights of its kind in all layers that are of it. It makes its buffers, names the views into them, and
-computes its part of a pass:
+A block has the weights of its kind in all layers that have that kind. It makes its buffers, names the views into them,
+and computes its share of a pass:
 
     matrices   of its products, by name, one for each of its layers: packed for their kernels (`packs.py`)
     views      Hugging Face name -> view into its buffers whose elements are in Hugging Face's order
-    out        of a layer: the matrix and the bias of its last product, which the model adds to what a layer reads
+    out        of a layer: the matrix and the bias of its last product, which the model adds to the layer's input
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Product = tuple[Tensor, Tensor | None]  # matrix and bias
 
 
 class Prompts(NamedTuple):
-    """Of a prefill of P rows of T tokens, of which `behind` says where they stand if others are staged before them."""
+    """The inputs of a prefill of P rows of T tokens. `behind` has their positions if others are staged before them."""
 
     rows: int
     length: int
     rope: Tensor  # complex64 [K, P * T, 1, rotary_dim / 2]
     causal: Tensor | None  # bool [P, 1, T, staged positions], with `behind`
-    near: Tensor | None  # the same, or [T, T], of layers that see their neighbours alone; None: as all
+    near: Tensor | None  # the same, or [T, T], of layers with a local window; None: as all
     staged: Tensor | None  # [layer, plane, P, kv_head, T, d]
     behind: Behind | None
     real: Tensor | None  # bool [P, T]: tokens that are no padding
@@ -50,10 +50,11 @@ class Prompts(NamedTuple):
 
 @dataclass
 class DecodeStep:
-    """Of a decode step of slots [0, n), at positions below `longest`. A mask is made when a layer first asks for it."""
+    """The inputs of a decode step of slots [0, n), at positions below `longest`. A mask is made when a layer first
+    asks for it."""
 
     longest: int
-    window: int  # of layers that see their neighbours alone; 0: there are none
+    window: int  # of layers with a local window; 0: there are none
     positions: Tensor  # int64 [n]
     fused: bool  # attention of plain heads is one kernel (`ops/kernels/decode.py`), which needs no mask
     cache: SlotCache
@@ -62,12 +63,12 @@ class DecodeStep:
 
     @cached_property
     def mask(self) -> Tensor:
-        """float32 [n, 1, 1, longest], 0 or -inf."""
+        """The causal mask, float32 [n, 1, 1, longest], 0 or -inf."""
         return self._hidden(torch.arange(self.longest, device=self.positions.device) > self.positions[:, None])
 
     @cached_property
     def near(self) -> Tensor | None:
-        """The same, of layers that see their neighbours alone; None: as all."""
+        """The mask of layers with a local window; None: as all."""
         seen = nearby(self.positions, self.longest, self.window)
         return None if seen is None else self._hidden(~seen)
 
@@ -76,7 +77,8 @@ class DecodeStep:
 
 
 def nearby(query: Tensor, keys: int, window: int) -> Tensor | None:
-    """bool [M, keys]: what queries at positions int64 [M] see in layers with this window; None: all up to their own."""
+    """Return bool [M, keys]: the keys that queries at positions int64 [M] see in layers with this window; None: all
+    up to their own."""
     if not window or keys <= window:
         return None
     key = torch.arange(keys, device=query.device)
@@ -84,7 +86,7 @@ def nearby(query: Tensor, keys: int, window: int) -> Tensor | None:
 
 
 class Kit:
-    """The model's shape, its place among `peers`, and its products."""
+    """The model's shape, this rank's place among `peers`, and the products of its matrices."""
 
     packs: Packs  # of all blocks' matrices, once they are made
 
@@ -98,9 +100,9 @@ class Kit:
     def matrices(self, layers: int, rows: int, columns: int) -> Sequence[Tensor]:
         return matrices(layers, rows, columns, dtype=self.dtype, device=self.device)
 
-    def product(self, name: str, place: int, y: Tensor, bias: Tensor | None) -> Tensor:
-        """y W^T + bias, perhaps in a buffer that the next layer uses again."""
-        weight = self.packs[name, place]
+    def product(self, name: str, index: int, y: Tensor, bias: Tensor | None) -> Tensor:
+        """Return y W^T + bias, perhaps in a buffer that the next layer uses again."""
+        weight = self.packs[name, index]
         if weight.is_mkldnn:
             return packed_linear(y, weight, bias)
         return product_into(self.scratch.take(name, len(y), len(weight)), y, weight.t(), bias)
@@ -112,5 +114,5 @@ class Kit:
         return F.rms_norm(x, size, weight, eps)
 
 
-def of(biases: Tensor | None, place: int) -> Tensor | None:
-    return None if biases is None else biases[place]
+def of(biases: Tensor | None, index: int) -> Tensor | None:
+    return None if biases is None else biases[index]

@@ -1,9 +1,10 @@
 """Multi-head latent attention of the native engine (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-What is kept of a position is the normalised latent vector c, of which all heads' plain keys and values are made, and
-the rotated key that the heads share: kv_rank + rotary_dim numbers, the same on every rank of an engine. Prompts make
-their keys and values of them. A new token does not: with a head's plain key K c and value V c, its scores are (K^T q) c
-and its result V (sum of weights times c), so that the cache is read as it is, by all heads alike.
+The cache keeps of a position the normalised latent vector c, from which all heads' plain keys and values are
+computed, and the rotated key that the heads share: kv_rank + rotary_dim numbers, the same on every rank of an
+engine. Prompts compute keys and values from them. A new token does not: with a head's plain key K c and value V c,
+its scores are (K^T q) c and its result V (sum of weights times c), so that the cache is read as it is, by all heads
+alike.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from aligner.ops.kernels.scored_attention import ScoreRule
 
 
 class LatentHeads:
-    """Weights of all layers, of this rank's heads, and what attention makes with them."""
+    """This rank's heads of latent attention in all layers: their weights and computation."""
 
     def __init__(self, kit: Kit):
         cfg, heads = kit.cfg, kit.cfg.num_heads // kit.peers.size
@@ -41,12 +42,12 @@ class LatentHeads:
 
     @property
     def width(self) -> int:
-        """Numbers that are kept of a position."""
+        """The numbers that are kept of a position."""
         return self.shape.kv_rank + self.shape.rotary_dim
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """Of each position: planes, heads, numbers of a head."""
+        """The cache's planes, heads, and numbers of a head, for each position."""
         return 1, 1, self.width
 
     def matrices(self) -> Mapping[str, Sequence[Tensor]]:
@@ -59,15 +60,21 @@ class LatentHeads:
         return {name: view for layer in range(self.kit.cfg.num_layers) for name, view in self._views(layer).items()}
 
     def _views(self, layer: int) -> dict[str, Tensor]:
-        found = {"o_proj": self.out, "kv_a_proj_with_mqa": self.down, "kv_a_layernorm": self.norm, "kv_b_proj": self.up}
+        buffers = {
+            "o_proj": self.out,
+            "kv_a_proj_with_mqa": self.down,
+            "kv_a_layernorm": self.norm,
+            "kv_b_proj": self.up,
+        }
         if self.query_down is None:
-            found["q_proj"] = self.query_up
+            buffers["q_proj"] = self.query_up
         else:
-            found |= {"q_a_proj": self.query_down, "q_a_layernorm": self.query_norm, "q_b_proj": self.query_up}
-        return {f"model.layers.{layer}.self_attn.{name}.weight": buffer[layer] for name, buffer in found.items()}
+            buffers |= {"q_a_proj": self.query_down, "q_a_layernorm": self.query_norm, "q_b_proj": self.query_up}
+        return {f"model.layers.{layer}.self_attn.{name}.weight": buffer[layer] for name, buffer in buffers.items()}
 
     def prefill(self, layer: int, y: Tensor, prompts: Prompts) -> Tensor:
-        """y [P * T, hidden] -> [P * T, heads * value_dim]; what is kept goes to the staged ones, if there are such."""
+        """Return y [P * T, hidden] -> [P * T, heads * value_dim]; kept numbers are written to the staged ones, if
+        there are any."""
         rope, rows, behind = prompts.rope[0], prompts.rows, prompts.behind
         staged = None if prompts.staged is None else prompts.staged[layer, 0, :, 0]  # [P, T, width]
         latent, (plain, rotated) = self.shape, self._queries(layer, y, rope)
@@ -86,33 +93,34 @@ class LatentHeads:
         return prefill_attention(q, k, v, seen, ScoreRule(self.scale)).flatten(0, 1)
 
     def decode(self, layer: int, y: Tensor, step: DecodeStep) -> Tensor:
-        """y [n, hidden] -> [n, heads * value_dim]; what is kept goes to the cache."""
+        """Return y [n, hidden] -> [n, heads * value_dim]; kept numbers are written to the cache."""
         query, kept = self._absorbed(layer, y, step.rope[0])
         step.cache.write(layer, step.places, kept[:, None])
         seen = step.cache.kv[layer, 0, : len(y), 0, : step.longest]
         return self._attended(layer, query, seen, step.mask[:, 0])
 
     def _absorbed(self, layer: int, y: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """y [n, hidden] -> queries of what is kept [n, heads, width], and what to keep [n, width]."""
+        """Return y [n, hidden] -> queries of kept numbers [n, heads, width], and the numbers to keep [n, width]."""
         plain, rotated = self._queries(layer, y, rope)
         keys, _ = self._ups(layer)
         query = torch.bmm(plain.transpose(0, 1), keys).transpose(0, 1)
         return torch.cat([query, rotated], 2), self._kept(layer, y, rope)
 
     def _attended(self, layer: int, query: Tensor, kept: Tensor, mask: Tensor) -> Tensor:
-        """query [n, heads, width], kept [n, T, width], mask float32 [n, 1, T] (0 or -inf) -> [n, heads * value_dim]."""
+        """Return query [n, heads, width], kept [n, T, width], mask float32 [n, 1, T] (0 or -inf) -> [n, heads *
+        value_dim]."""
         scores = torch.add(mask, torch.matmul(query, kept.transpose(1, 2)).float(), alpha=self.scale)
-        found = torch.matmul(scores.softmax(-1).to(kept.dtype), kept[..., : self.shape.kv_rank])
+        mixed = torch.matmul(scores.softmax(-1).to(kept.dtype), kept[..., : self.shape.kv_rank])
         _, values = self._ups(layer)
-        return torch.bmm(found.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1).flatten(1)
+        return torch.bmm(mixed.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def _ups(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K [heads, plain_dim, kv_rank] and V [heads, value_dim, kv_rank]."""
+        """Return K [heads, plain_dim, kv_rank] and V [heads, value_dim, kv_rank]."""
         both = self.up[layer].unflatten(0, (self.heads, -1))
         return both.split([self.shape.plain_dim, self.shape.value_dim], 1)
 
     def _queries(self, layer: int, y: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """[M, heads, plain_dim] and, rotated, [M, heads, rotary_dim]."""
+        """Return [M, heads, plain_dim] and, rotated, [M, heads, rotary_dim]."""
         if self.query_down is not None:
             y = F.linear(y, self.query_down[layer])
             y = F.rms_norm(y, y.shape[1:], self.query_norm[layer], LATENT_EPS)
@@ -126,7 +134,7 @@ class LatentHeads:
         return torch.cat([c, self._rotated(shared[:, None], rope)[:, 0]], 1)
 
     def _rotated(self, x: Tensor, rope: Tensor) -> Tensor:
-        """In float32, whatever the dtype."""
+        """Return x rotated in float32, in its own dtype."""
         turned = x.float() if x.dtype != torch.float32 else x.clone()
         rotate(turned, rope, self.shape.neighbours)
         return turned.to(x.dtype)

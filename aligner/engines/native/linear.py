@@ -1,5 +1,5 @@
-"""The native engine's layers of linear attention (`ops/kernels/delta_rule.py`), and what they remember of running rows:
-for each slot one matrix for each head and the last inputs of the mixing, however long the row is."""
+"""The native engine's layers of linear attention (`ops/kernels/delta_rule.py`), and their memories of running rows:
+for each slot one matrix for each head and the last inputs of the mixing, for a row of any length."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from aligner.ops.kernels.delta_rule import by_head, delta_rule, delta_step, gate
 
 
 class Memories:
-    """Of each row the state of the rule in every linear layer [H, dk, dv] and the last K - 1 inputs of its mixing, in
-    float32: [linear layer, slot, ...] of running rows, and of prompts that wait for slots."""
+    """The memories of rows: the state of the rule in every linear layer [H, dk, dv] and the last K - 1 inputs of its
+    mixing, in float32, [linear layer, slot, ...]. Both of running rows, and of prompts that wait for slots."""
 
     def __init__(self, cfg: ModelConfig, share: int, device: torch.device):
         linear = cfg.linear
@@ -33,7 +33,7 @@ class Memories:
         return self._scratch.held_bytes
 
     def needs(self, slots: int, prompts: int) -> int:
-        """Bytes, with what is held anyway, of so many rows and waiting prompts."""
+        """Return the bytes of so many rows and waiting prompts, including the memory that is held already."""
         wanted = {"slots": slots, "staged": prompts}
         per = {"state": math.prod(self.state), "inputs": math.prod(self.inputs)}
         held = self._scratch.size
@@ -54,12 +54,12 @@ class Memories:
         return state, self._scratch.take(f"inputs of {where}", self.layers, rows, *self.inputs)
 
     def admit(self, prompt: int, first: int, count: int) -> None:
-        """Slots [first, first + count) are rows of staged prompt `prompt`."""
+        """Copy staged prompt `prompt` into slots [first, first + count)."""
         for slots, staged in zip(self.slots, self.staged, strict=True):
             slots[:, first : first + count].copy_(staged[:, prompt : prompt + 1])
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Slots `source` -> slots `target` (int64 [m] each)."""
+        """Copy slots `source` to slots `target` (int64 [m] each)."""
         for slots in self.slots:
             slots[:, target] = slots[:, source]
 
@@ -73,8 +73,8 @@ class Memories:
 
 
 class LinearLayers:
-    """Of all linear layers this rank's share of the heads, from a layer's normed input to what its last product
-    takes."""
+    """This rank's share of the heads of all linear layers, from a layer's normed input to the input of its last
+    product."""
 
     def __init__(self, kit: Kit):
         cfg, share, rank = kit.cfg, kit.peers.size, kit.peers.rank
@@ -96,10 +96,10 @@ class LinearLayers:
         return {}
 
     def views(self) -> dict[str, Tensor]:
-        found = {}
+        views = {}
         for layer, i in self.index.items():
             at, width = f"model.layers.{layer}.linear_attn.", self.linear.gated_width
-            found |= {
+            views |= {
                 at + "in_proj_qkvz.weight": self.into[i, :, :width],
                 at + "in_proj_ba.weight": self.into[i, :, width:],
                 at + "conv1d.weight": self.conv[i],
@@ -108,14 +108,14 @@ class LinearLayers:
                 at + "norm.weight": self.norm[i],
                 at + "out_proj.weight": self.out[i],
             }
-        return found
+        return views
 
     def out_of(self, layer: int) -> Product:
         return self.out[self.index[layer]], None
 
     def prefill(self, layer: int, y: Tensor, prompts: Prompts) -> Tensor:
-        """y [P * T, hidden] -> [P * T, H * dv]; what rows are to remember, behind their last real tokens, goes to the
-        staged part of `prompts.memories` if given."""
+        """Return y [P * T, hidden] -> [P * T, H * dv]. The rows' memories behind their last real tokens are written
+        to the staged ones of `prompts.memories` if given."""
         y, real, memories = y.view(prompts.rows, prompts.length, -1), prompts.real, prompts.memories
         i = self.index[layer]
         mixed, gate = self._split(y @ self.into[i].flatten(0, 1).t())
@@ -124,23 +124,23 @@ class LinearLayers:
             decay, beta = decay * real[..., None], beta * real[..., None]
         out, state = delta_rule(query, key, value, decay, beta)
         if memories is not None:
-            kept, inputs = (part[i] for part in memories.staged)
+            kept, inputs = (staged[i] for staged in memories.staged)
             kept.copy_(state)
             inputs.copy_(self._last_inputs(mixed, real))
         return gated_norm(out, gate, self.norm[i], self.eps).flatten(2).flatten(0, 1)
 
     def decode(self, layer: int, y: Tensor, step: DecodeStep) -> Tensor:
-        """y [n, hidden] of one new token for each of slots [0, n), whose memories change -> [n, H * dv]."""
+        """Return y [n, hidden] of one new token for each of slots [0, n) -> [n, H * dv]; their memories change."""
         i = self.index[layer]
-        state, inputs = (part[i, : len(y)] for part in step.cache.memories.slots)
+        state, inputs = (slots[i, : len(y)] for slots in step.cache.memories.slots)
         mixed, gate = self._split((y @ self.into[i].flatten(0, 1).t())[:, None])
-        given = prepared(mixed, *self._weights(i), self.linear, inputs)
+        rule_inputs = prepared(mixed, *self._weights(i), self.linear, inputs)
         inputs.copy_(torch.cat([inputs[:, 1:], self._channels(mixed)], 1))
-        out = delta_step(*(x.squeeze(1) for x in given), state)
+        out = delta_step(*(x.squeeze(1) for x in rule_inputs), state)
         return gated_norm(out, gate.squeeze(1), self.norm[i], self.eps).flatten(1)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, G * width] -> (channels and numbers [B, T, G, ...], gates [B, T, H, dv])."""
+        """Return [B, T, G * width] -> (channels and numbers [B, T, G, ...], gates [B, T, H, dv])."""
         linear = self.linear
         heads = projected.unflatten(2, (self.heads, -1))
         gate = heads[..., linear.mixed_width : linear.gated_width].unflatten(3, (linear.values_per_key, -1))
@@ -154,7 +154,7 @@ class LinearLayers:
         return by_head(self.conv[i], self.linear)[self.own], self.log_rate[i], self.bias[i]
 
     def _last_inputs(self, mixed: Tensor, real: Tensor | None) -> Tensor:
-        """[P, K - 1, channels]: of each row's last K - 1 real tokens; 0 before its first."""
+        """Return [P, K - 1, channels]: each row's last K - 1 real tokens; 0 before its first."""
         channels, count = self._channels(mixed), self.linear.conv - 1
         padded = torch.cat([channels.new_zeros(len(channels), count, channels.shape[2]), channels], 1)
         length = channels.shape[1] if real is None else real.sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""A native engine from a Hugging Face folder, for tools that have no trainer beside it."""
+"""A native engine from a Hugging Face folder, for tools without a trainer."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def engine_from_folder(
     pad_id: int,
     decode: Decode | None = None,
 ) -> NativeEngine:
-    """Weight version 0. Raises CheckpointError or ConfigError if the folder holds no model of a known family."""
+    """Return an engine with weight version 0. Raises CheckpointError or ConfigError if the folder holds no model of
+    a known family."""
     engine = NativeEngine(config_from_hf(folder), config, device=device, dtype=dtype, pad_id=pad_id, decode=decode)
     fill(engine, folder)
     return engine
 
 
 def fill(engine: NativeEngine, folder: Path) -> None:
-    """With the folder's weights, as version 0; of several ranks that are one engine each reads all. Raises
-    CheckpointError if the folder holds more or less than the engine's model."""
+    """Fill the engine with the folder's weights, as version 0. Of several ranks that are one engine each reads all.
+    Raises CheckpointError if the folder holds other tensors than the engine's model."""
     tensors = open_hf(folder)
     names = check_folder(tensors, engine.model.cfg)
     engine.begin_update(0)

@@ -1,4 +1,4 @@
-"""What a token meets behind attention: one MLP for all, or experts of which a router chooses some."""
+"""The layers behind attention: one MLP for all tokens, or experts of which a router chooses some."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DenseMlp:
     def __init__(self, kit: Kit):
         cfg = kit.cfg
         self.kit, layers, ffn = kit, cfg.layers_of("dense"), cfg.ffn_hidden_size // kit.peers.size
-        self.place, count = {layer: i for i, layer in enumerate(layers)}, len(layers)
+        self.index, count = {layer: i for i, layer in enumerate(layers)}, len(layers)
         self.gate_up = kit.matrices(count, 2 * ffn, cfg.hidden_size)
         self.down = kit.matrices(count, cfg.hidden_size, ffn)
         self.gate_up_bias = kit.empty(count, 2 * ffn) if cfg.mlp_bias else None
@@ -38,8 +38,8 @@ class DenseMlp:
         return {"gate_up": self.gate_up, "down": self.down}
 
     def out_of(self, layer: int) -> Product:
-        place = self.place[layer]
-        return self.kit.packs["down", place], of(self.down_bias, place)
+        index = self.index[layer]
+        return self.kit.packs["down", index], of(self.down_bias, index)
 
     def views(self) -> dict[str, Tensor]:
         views = {}
@@ -47,15 +47,15 @@ class DenseMlp:
             ("weight", self.gate_up, self.down),
             ("bias", self.gate_up_bias, self.down_bias),
         ):
-            for layer, i in self.place.items() if gate_up is not None else ():
+            for layer, i in self.index.items() if gate_up is not None else ():
                 at, (gate, up) = f"model.layers.{layer}.mlp.", gate_up[i].chunk(2)
                 views |= {f"{at}gate_proj.{kind}": gate, f"{at}up_proj.{kind}": up, f"{at}down_proj.{kind}": down[i]}
         return views
 
     def __call__(self, layer: int, y: Tensor) -> Tensor:
-        """y [M, hidden] -> [M, ffn], what the last product takes."""
-        place = self.place[layer]
-        gate, up = self.kit.product("gate_up", place, y, of(self.gate_up_bias, place)).chunk(2, dim=1)
+        """Return y [M, hidden] -> [M, ffn], the input of the last product."""
+        index = self.index[layer]
+        gate, up = self.kit.product("gate_up", index, y, of(self.gate_up_bias, index)).chunk(2, dim=1)
         silu = self.kit.cfg.traits.activation == "silu"
         return (F.silu(gate, inplace=True) if silu else F.gelu(gate, approximate="tanh")).mul_(up)
 
@@ -66,7 +66,7 @@ class ExpertMlp:
     def __init__(self, kit: Kit):
         cfg, share = kit.cfg, kit.peers.size
         self.kit, self.traits, layers = kit, cfg.traits, cfg.layers_of("sparse")
-        self.place, count, hidden = {layer: i for i, layer in enumerate(layers)}, len(layers), cfg.hidden_size
+        self.index, count, hidden = {layer: i for i, layer in enumerate(layers)}, len(layers), cfg.hidden_size
         experts, ffn, biased = cfg.moe.num_experts, cfg.expert_ffn // share, cfg.traits.expert_bias
         self.router = kit.empty(count, experts, hidden)
         self.router_bias = kit.empty(count, experts) if biased else None
@@ -85,7 +85,7 @@ class ExpertMlp:
         return {}
 
     def views(self) -> dict[str, Tensor]:
-        """Named by the family's table, which has one row for all experts of a layer."""
+        """Return the views, named by the family's table, which has one row for all experts of a layer."""
         halves = self.gate_up.unflatten(2, (2, -1)).flatten(1, 2)  # gate and up of every expert
         parts = {"router.weight": self.router[:, None], "experts.gate_up": halves, "experts.down": self.down}
         if self.traits.expert_bias:
@@ -101,41 +101,41 @@ class ExpertMlp:
             parts["shared_experts.gate_weight"] = self.shared_gate[:, None]
         views = {}
         for spec in family_table(self.kit.cfg):
-            at, _, part = spec.canonical.partition(".mlp.")
-            if part in parts:
-                views |= zip(spec.hf, parts[part][self.place[int(at.rpartition(".")[2])]], strict=True)
+            at, _, kind = spec.canonical.partition(".mlp.")
+            if kind in parts:
+                views |= zip(spec.hf, parts[kind][self.index[int(at.rpartition(".")[2])]], strict=True)
         return views
 
     def __call__(self, layer: int, y: Tensor, routes: Tensor | None) -> Tensor:
-        """y [M, hidden] -> what each row's experts make of it, of this rank's share; all rows of an expert in one
-        product. Which they are goes to `routes` [M, layer, top_k] if given."""
-        moe, place = self.kit.cfg.moe, self.place[layer]
+        """Return y [M, hidden] -> this rank's share of the output of each row's experts; all rows of an expert in
+        one product. The experts' numbers are written to `routes` [M, layer, top_k] if given."""
+        moe, index = self.kit.cfg.moe, self.index[layer]
         if self.score_bias is None:
-            routing = route(y, self.router[place], moe.top_k, moe.norm_topk_prob, of(self.router_bias, place))
+            routing = route(y, self.router[index], moe.top_k, moe.norm_topk_prob, of(self.router_bias, index))
         else:
-            routing = route_by_groups(y, self.router[place], self.score_bias[place], moe)
+            routing = route_by_groups(y, self.router[index], self.score_bias[index], moe)
         if routes is not None:
-            routes[:, place] = routing.experts
+            routes[:, index] = routing.experts
         pairs = sort_pairs(routing.experts, moe.num_experts)
-        mixed = grouped_linear(expand(y, pairs), self.gate_up[place], pairs.counts)
+        mixed = grouped_linear(expand(y, pairs), self.gate_up[index], pairs.counts)
         if self.gate_up_bias is not None:
-            mixed = add_bias(mixed, self.gate_up_bias[place], pairs.counts)
+            mixed = add_bias(mixed, self.gate_up_bias[index], pairs.counts)
         if self.traits.clamped_gate:
             mixed = clamped_gate(mixed)
         else:
             gate, up = mixed.chunk(2, dim=1)
             mixed = F.silu(gate, inplace=True).mul_(up)
-        out = grouped_linear(mixed, self.down[place], pairs.counts)
+        out = grouped_linear(mixed, self.down[index], pairs.counts)
         if self.down_bias is not None and self.kit.peers.rank == 0:  # of all ranks' sum
-            out = add_bias(out, self.down_bias[place], pairs.counts)
-        return self._shared(place, y, combine(out, pairs, routing.weights))
+            out = add_bias(out, self.down_bias[index], pairs.counts)
+        return self._shared(index, y, combine(out, pairs, routing.weights))
 
-    def _shared(self, place: int, y: Tensor, out: Tensor) -> Tensor:
-        """With what the experts that all tokens share add to it."""
+    def _shared(self, index: int, y: Tensor, out: Tensor) -> Tensor:
+        """Add the output of the experts that all tokens share."""
         if self.shared_gate_up is None:
             return out
-        gate, up = F.linear(y, self.shared_gate_up[place]).chunk(2, dim=1)
+        gate, up = F.linear(y, self.shared_gate_up[index]).chunk(2, dim=1)
         hidden = F.silu(gate).mul_(up)
         if self.shared_gate is not None:
-            hidden *= F.linear(y, self.shared_gate[place]).sigmoid()
-        return out.addmm_(hidden, self.shared_down[place].t())
+            hidden *= F.linear(y, self.shared_gate[index]).sigmoid()
+        return out.addmm_(hidden, self.shared_down[index].t())

@@ -1,4 +1,4 @@
-"""The decoder that only infers: blocks with fused weights, composed as the family's table says; no autograd."""
+"""The decoder that only infers: blocks with fused weights, composed by the family's table; no autograd."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ NORMS = BEFORE, BEFORE_MLP, BEHIND, BEHIND_MLP = (
     "mlp.post_layernorm",
 )
 Mixer = PlainHeads | LatentHeads | LinearLayers
-Mix = Callable[[Mixer, int, Tensor], Tensor]  # (mixer, layer, normalised hidden states [M, H]) -> what its `out` takes
+Mix = Callable[
+    [Mixer, int, Tensor], Tensor
+]  # (mixer, layer, normalised hidden states [M, H]) -> the input of its `out`
 
 
 class NativeModel:
@@ -53,7 +55,7 @@ class NativeModel:
         self.embedding = kit.empty(tokens, cfg.hidden_size)
         self.head = self.embedding if cfg.tie_embeddings else kit.empty(tokens, cfg.hidden_size)
         table = {spec.canonical for spec in family_table(cfg)}
-        # of those that the family has: which row
+        # the norms that the family has, in the order of rows
         self.norm_rows = [name for name in NORMS if f"decoder.layers.0.{name}.weight" in table]
         self.norms = kit.empty(cfg.num_layers, len(self.norm_rows), cfg.hidden_size)
         self.final_norm = kit.empty(cfg.hidden_size)
@@ -66,7 +68,7 @@ class NativeModel:
         self._embedding_factor = embedding_factor(cfg, dtype)
 
     def _compose(self) -> None:
-        """The blocks of the family, and which of them each layer goes through."""
+        """Make the blocks of the family, and map each layer to those that it goes through."""
         cfg, kit = self.cfg, self.kit
         heads = LatentHeads(kit) if cfg.latent.kv_rank else PlainHeads(kit)
         self.cached = heads.cached
@@ -98,7 +100,7 @@ class NativeModel:
 
     @property
     def views(self) -> dict[str, Tensor]:
-        """To read and to write weights, until rows are computed again."""
+        """The views to read and to write weights through, until rows are computed again."""
         self.packs.unpack()
         return self._views
 
@@ -108,7 +110,7 @@ class NativeModel:
         return self.packs.held_bytes + sum(storage.nbytes() for storage in storages.values())
 
     def _hf_views(self) -> dict[str, Tensor]:
-        """Hugging Face name -> view into the fused buffers whose elements are in Hugging Face's order."""
+        """Return Hugging Face name -> view into the fused buffers whose elements are in Hugging Face's order."""
         views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
         if not self.cfg.tie_embeddings:
             views["lm_head.weight"] = self.head
@@ -121,19 +123,19 @@ class NativeModel:
         return views
 
     def load(self, name: str, tensor: Tensor) -> None:
-        """A whole tensor, of which this rank keeps its share."""
+        """Load this rank's share of a whole tensor."""
         view, spec = self.views[name], self.tensors[name]
         low, high = self.interval(spec)
         tensor = tensor.narrow(spec.axis, low, high - low)
         view.copy_(tensor.detach().reshape(view.shape), non_blocking=True)
 
     def interval(self, tensor: HfTensor) -> tuple[int, int]:
-        """The entries of `tensor.axis` that this rank holds."""
+        """Return the entries of `tensor.axis` that this rank holds."""
         return self.intervals[tensor.name]
 
-    def part(self, tensor: HfTensor, start: int, stop: int, afresh: bool = False) -> Tensor:
-        """A view of entries [start, stop), which this rank holds; elements in Hugging Face's order. With `afresh` it
-        may have any content, and so may what lies beside it."""
+    def shard_view(self, tensor: HfTensor, start: int, stop: int, afresh: bool = False) -> Tensor:
+        """Return a view of entries [start, stop), which this rank holds; elements in Hugging Face's order. With
+        `afresh` it may have any content, and so may its neighbours."""
         self.packs.open(tensor.name, afresh)
         view, (low, high) = self._views[tensor.name], self.interval(tensor)
         if tensor.axis:
@@ -142,7 +144,8 @@ class NativeModel:
         return view[(start - low) // each : (stop - low) // each]
 
     def checksums(self) -> dict[str, int]:
-        """Of the whole tensors; every rank hashes its share, replicated ones are hashed by the first."""
+        """Return the checksums of the whole tensors. Each rank hashes its share; the first hashes replicated
+        tensors."""
         halves = torch.zeros(len(self.tensors), 2, dtype=torch.int64)
         for row, (name, tensor) in zip(halves, self.tensors.items(), strict=True):
             low, high = self.interval(tensor)
@@ -152,7 +155,7 @@ class NativeModel:
         return dict(zip(self.tensors, sum_halves(halves, self.peers.group), strict=True))
 
     def release(self) -> None:
-        """Give back all memory; the model is of no use afterwards."""
+        """Release all memory; the model cannot be used afterwards."""
         self.scratch.clear()
         self._views.clear()
         self.packs.clear()
@@ -162,18 +165,18 @@ class NativeModel:
     # ---- forward
 
     def rotations(self, positions: Tensor, longest: int) -> Tensor:
-        """complex64 [K, M, 1, rotary_dim / 2] for positions int64 [M] below `longest`: of all layers, or of global
-        and of local ones."""
+        """Return complex64 [K, M, 1, rotary_dim / 2] for positions int64 [M] below `longest`: of all layers, or of
+        global and of local ones."""
         self.extend_rotations(longest)
         return self._rope[:, positions, None]
 
     @property
     def rotations_at(self) -> int:
-        """The address of their table."""
+        """The address of the table of rotations."""
         return self._rope.data_ptr()
 
     def extend_rotations(self, longest: int) -> None:
-        """Make the table of rotations long enough for positions below `longest`."""
+        """Extend the table of rotations to positions below `longest`."""
         if self._rope.dim() == 1 or self._rope.shape[1] < longest:
             longest = max(longest, 2 * self._rope.shape[1] if self._rope.dim() > 1 else 0)
             kinds = (False, True) if self.cfg.attention.local_rope_base else (False,)
@@ -191,11 +194,12 @@ class NativeModel:
         lengths: Tensor | None = None,
         held: Tensor | None = None,
     ) -> Tensor:
-        """tokens int64 [P, T] right-padded -> normalised hidden states [P, T, hidden].
+        """Return tokens int64 [P, T] right-padded -> normalised hidden states [P, T, hidden].
 
-        Keys and values go to staged [layer, plane, P, kv_head, T, d] if given, each token's experts to routes [P, T,
-        layer, top_k]; what linear layers remember behind the `lengths` int64 [P] of the rows to the staged `memories`.
-        With `held` int64 [P] (not for linear layers) the tokens are those behind so many, which are staged already.
+        Keys and values are written to staged [layer, plane, P, kv_head, T, d] if given, each token's experts to
+        routes [P, T, layer, top_k]. The memories of linear layers behind the `lengths` int64 [P] of the rows are
+        written to the staged `memories`. With `held` int64 [P] (not for linear layers) the tokens follow so many
+        that are staged already.
         """
         rows, length = tokens.shape
         prompts = self._prompts(rows, length, staged, memories, lengths, held)
@@ -240,8 +244,9 @@ class NativeModel:
         routes: Routes | None = None,
         fused: bool = False,
     ) -> Tensor:
-        """One token per slot [0, n): tokens, positions int64 [n], all positions < longest -> float32 logits [n, V].
-        `fused`: attention by one kernel, which is for a GPU; its launch alone costs the host more than torch's few."""
+        """Return float32 logits [n, V] of one token per slot [0, n): tokens, positions int64 [n], all positions <
+        longest. `fused`: attention by one kernel, which is for a GPU; its launch alone costs the host more than
+        torch's few."""
         n = len(tokens)
         places, window = cache.places(positions), self.cfg.attention.window
         step = DecodeStep(longest, window, positions, fused, cache, places, self.rotations(positions, longest))
@@ -256,7 +261,7 @@ class NativeModel:
         return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [..., V] on every rank."""
+        """Return float32 logits [..., V] on every rank."""
         logits = scaled_logits(linear(hidden, self.packs["head", 0]), self.cfg.scales)
         return self.peers.join(logits, self.cfg.vocab_size).float()
 
@@ -264,13 +269,13 @@ class NativeModel:
         if self.peers.size == 1:
             return self.embedding[tokens]
         local = tokens - self.first_token
-        mine = (local >= 0) & (local < len(self.embedding))
-        rows = self.embedding[local.where(mine, 0)] if len(self.embedding) else self.embedding.new_zeros(1, 1)
-        return self.peers.add(rows.expand(len(tokens), self.cfg.hidden_size) * mine[:, None])
+        own = (local >= 0) & (local < len(self.embedding))
+        rows = self.embedding[local.where(own, 0)] if len(self.embedding) else self.embedding.new_zeros(1, 1)
+        return self.peers.add(rows.expand(len(tokens), self.cfg.hidden_size) * own[:, None])
 
     def _forward(self, tokens: Tensor, mix: Mix, routes: Tensor | None = None) -> Tensor:
-        """tokens int64 [M] -> [M, hidden] after the final norm; their experts to routes [M, layer, top_k] if given.
-        Large intermediates live in scratch buffers."""
+        """Return tokens int64 [M] -> [M, hidden] after the final norm; write their experts to routes [M, layer,
+        top_k] if given. Large intermediates are in scratch buffers."""
         x = self._embed(tokens)
         if self._embedding_factor != 1:
             x *= self._embedding_factor
@@ -286,12 +291,12 @@ class NativeModel:
         return self.kit.norm(x, self.final_norm)
 
     def _normed(self, x: Tensor, layer: int, name: str) -> Tensor:
-        """As it is in families without this norm."""
+        """Return x normalised, or unchanged in families without this norm."""
         return self.kit.norm(x, self.norms[layer, self.norm_rows.index(name)]) if name in self.norm_rows else x
 
     def _add(self, x: Tensor, y: Tensor, product: Product, layer: int, norm: str) -> Tensor:
-        """x [M, hidden] + y weight^T + bias, of all ranks' shares of y and weight; in some families normalised first,
-        or times a factor. Perhaps in place of x."""
+        """Return x [M, hidden] + y weight^T + bias, summed over all ranks' shares of y and weight. Some families
+        normalise the sum first, or scale it. Perhaps in place of x."""
         scale, (weight, bias) = self.cfg.scales.residual, product
         if self.peers.size == 1 and not self.cfg.traits.post_norms and scale == 1:
             x = add_linear(x, y, weight)

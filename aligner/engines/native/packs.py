@@ -17,18 +17,19 @@ At = tuple[str, int]  # name and layer
 
 
 def matrices(layers: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Sequence[Tensor]:
-    """Zeros, one behind the other, unless they will be packed: then each in memory of its own."""
+    """Return zeros in one block, unless they will be packed: then each in memory of its own."""
     if worth_packing(torch.empty(1, dtype=dtype, device=device).expand(rows, columns)):
         return [zeros(rows, columns, dtype=dtype, device=device) for _ in range(layers)]
     return zeros(layers, rows, columns, dtype=dtype, device=device).unbind()
 
 
 class Packs:
-    """Of `plain` matrices [n, k] by name, one for each layer; each that is worth packing has a storage of its own.
+    """The `plain` matrices [n, k] by name, one for each layer, and their packed forms. Each that is worth packing has a
+    storage of its own.
 
-    Plain ones stay the same tensors over the same storage, which alone is emptied when they are packed, but for those
-    that are read `also_plain`. Packed ones stay where they are while all are written afresh, and go when plain ones are
-    read or written in part. `views` of plain ones are what others know by name.
+    Plain ones stay the same tensors over the same storage, which is emptied when they are packed, except for those
+    that are read `also_plain`. Packed ones stay in place while all are written afresh, and are freed when plain ones
+    are read or written in shards. `views` of plain ones are their names outside.
     """
 
     def __init__(
@@ -46,20 +47,20 @@ class Packs:
         assert all(self._plain[at].untyped_storage().nbytes() == self._plain[at].nbytes for at in self._worth)
         storages = {self._plain[at].untyped_storage().data_ptr(): at for at in self._worth}
         places = {name: view.untyped_storage().data_ptr() for name, view in views.items()}
-        self._places = {name: storages[place] for name, place in places.items() if place in storages}
+        self._places = {name: storages[address] for name, address in places.items() if address in storages}
 
     def __getitem__(self, at: At) -> Tensor:
-        """The matrix, in the layout that rows are computed with, once `pack` has been called."""
+        """Return the matrix, in the layout that rows are computed with, once `pack` has been called."""
         assert at not in self._outdated, at
         return self._packed[at] if at in self._packed else self._plain[at]
 
     @property
     def held_bytes(self) -> int:
-        """Of what is packed."""
+        """The bytes of the packed matrices."""
         return sum(matrix.nbytes for matrix in self._packed.values())
 
     def pack(self) -> None:
-        """Before rows are computed."""
+        """Pack the matrices, before rows are computed."""
         new, freed = [], 0
         for at in self._worth:
             if at in self._packed and at not in self._outdated:
@@ -76,22 +77,23 @@ class Packs:
                 if before is None and plain.nbytes <= KEPT:
                     freed += plain.nbytes
             if freed > KEPT:
-                give_back_freed_memory()  # packed ones take as much; weights that come afresh would find it, if any do
+                give_back_freed_memory()  # packed ones take as much; only weights written afresh would reuse it
                 freed = 0
         _ask_for_large_pages(new)
 
     def unpack(self) -> None:
-        """Before plain ones are read. Their bits are what they were."""
+        """Unpack all matrices, before plain ones are read. Their bits are unchanged."""
         for at in list(self._packed):
             self._open(at)
 
     def open(self, name: str, afresh: bool) -> None:
-        """Before the view `name` is written or read; if its whole matrix is written `afresh`, that has any content."""
+        """Unpack the matrix of view `name`, before it is written or read. If the whole matrix is written `afresh`,
+        it may have any content."""
         if name in self._places:
             self._open(self._places[name], afresh)
 
     def _open(self, at: At, afresh: bool = False) -> None:
-        """The plain one is there afterwards. A packed one goes last: where memory is short, the next call finds it."""
+        """Restore the plain matrix. The packed one is freed last: where memory is short, the next call still has it."""
         if at in self._emptied:
             plain = self._plain[at]
             plain.untyped_storage().resize_(plain.nbytes)
@@ -111,7 +113,7 @@ class Packs:
 
 
 def _ask_for_large_pages(packed: Sequence[Tensor]) -> None:
-    """They mostly lie one behind the other, and few of them fill such pages by themselves."""
+    """Ask for large pages for adjacent matrices together: few fill such pages alone."""
     places = sorted(map(place_of, packed))
     while places:
         start, stop = places.pop(0)

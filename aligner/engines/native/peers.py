@@ -1,4 +1,4 @@
-"""The ranks that share one engine, and the two things they tell each other in a forward pass.
+"""The ranks that share one engine, and their two collectives of a forward pass.
 
 Both give every rank the same bits, so all of them sample the same tokens and no rank needs to lead.
 """
@@ -13,7 +13,7 @@ from aligner.ops.reduce import of_each_rank
 
 
 class Peers:
-    """`group` None: this rank alone."""
+    """The ranks of one engine. `group` None: this rank alone."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group if group is not None and group.size() > 1 else None
@@ -21,8 +21,8 @@ class Peers:
         self.rank = 0 if self.group is None else self.group.rank()
 
     def add(self, x: Tensor) -> Tensor:
-        """The sum over ranks. On CPU in the order of ranks, so that a row's sum does not depend on where in a batch it
-        stands, as it does in a ring's."""
+        """Return the sum over ranks. On CPU in the order of ranks, so that a row's sum does not depend on its index
+        in the batch, as it does in a ring's."""
         if self.group is None:
             return x
         if x.device.type == "cuda":
@@ -30,12 +30,12 @@ class Peers:
             dist.all_reduce(x, group=self.group)
             return x
         first, *rest = of_each_rank(x, self.group)
-        for part in rest:
-            first += part
+        for other in rest:
+            first += other
         return first
 
     def join(self, x: Tensor, total: int) -> Tensor:
-        """[..., n of this rank] -> [..., total]; every rank but the last ones has ceil(total / size)."""
+        """Return [..., n of this rank] -> [..., total]; every rank but the last ones has ceil(total / size)."""
         if self.group is None:
             return x
         width = -(-total // self.size)

@@ -1,7 +1,7 @@
-"""Rows that have ended and may go on: their keys and values stay in free slots of the cache as long as no row that runs
-needs these, and a prompt that begins with them is prefilled from there on.
+"""Ended rows that may continue: their keys and values stay in free slots of the cache until a running row needs these,
+and a prompt that begins with them is prefilled from there on.
 
-Found by content, a block of tokens at a time. Where there is no room for all, the pool says which one is forgotten.
+Rows are matched by content, a block of tokens at a time. When slots run out, the pool chooses the row to forget.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ BLOCK = 16  # tokens
 
 
 class Prefix(NamedTuple):
-    """The first `length` tokens of a prompt are those of `row`."""
+    """A prompt's first `length` tokens, which are those of `row`."""
 
     row: int
     length: int
@@ -28,7 +28,7 @@ class Held(NamedTuple):
 @dataclass
 class Prefixes:
     slots: int
-    given: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the prompts of running rows
+    prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of running rows
     _rows: dict[int, Held] = field(default_factory=dict)  # the oldest first
     _blocks: dict[int, list[int]] = field(default_factory=dict)  # hash of the first blocks -> rows that have them
 
@@ -39,18 +39,18 @@ class Prefixes:
     def longest(self) -> int:
         return max((len(held.tokens) for held in self._rows.values()), default=0)
 
-    def keep(self, row: int, said: Sequence[int], slot: int) -> int:
-        """What the row was given and has `said` lies in this slot, but for its last token, which was never fed. Returns
-        how many tokens these are."""
-        held = Held((*self.given.pop(row), *said[:-1]), slot)
+    def keep(self, row: int, response: Sequence[int], slot: int) -> int:
+        """Keep a row whose prompt and `response`, but for its last token, which was never fed, are in this slot.
+        Return their number of tokens."""
+        held = Held((*self.prompts.pop(row), *response[:-1]), slot)
         self._rows[row] = held
         for block in _blocks(held.tokens):
             self._blocks.setdefault(block, []).append(row)
         return len(held.tokens)
 
     def find(self, tokens: Sequence[int]) -> Prefix | None:
-        """The longest, which leaves at least a token, if it is at least half of the prompt: otherwise it would save
-        little, and chunks of prompts with and without one have other shapes."""
+        """Return the longest prefix that leaves at least a token, if it is at least half of the prompt. A shorter
+        one would save little, and chunks of prompts with and without a prefix have other shapes."""
         if not self._rows:
             return None
         prompt, length, rows = tuple(tokens[:-1]), 0, []
@@ -58,18 +58,18 @@ class Prefixes:
             if block not in self._blocks:
                 break
             length, rows = length + BLOCK, self._blocks[block]
-        found = [Prefix(row, _common(self._rows[row].tokens, prompt, length)) for row in rows]
-        best = max(found, key=lambda prefix: prefix.length, default=Prefix(0, 0))
+        prefixes = [Prefix(row, _common(self._rows[row].tokens, prompt, length)) for row in rows]
+        best = max(prefixes, key=lambda prefix: prefix.length, default=Prefix(0, 0))
         return best if 2 * best.length >= len(tokens) else None
 
     def used(self, prefix: Prefix) -> None:
-        """A row that another one goes on with is not needed any more."""
+        """Forget a row that another one continues."""
         if prefix.row in self._rows and len(self._rows[prefix.row].tokens) == prefix.length:
             self._forget(prefix.row)
 
     def make_way(self, stop: int, least: Callable[[Sequence[int]], int]) -> list[tuple[int, int]]:
-        """Rows run in slots [0, stop) from now on: what is kept there leaves for others, (from, to) each. Where there
-        are none it is forgotten what is `least` needed of rows, the one that ended first before the others."""
+        """Free slots [0, stop) for running rows; return the moves of kept rows, (from, to) each. Without free slots,
+        forget the row that `least` chooses; it gets them in the order in which they ended."""
         while len(self._rows) > self.slots - stop:
             self._forget(least(list(self._rows)))
         free = set(range(stop, self.slots)) - {held.slot for held in self._rows.values()}
@@ -90,15 +90,15 @@ class Prefixes:
 
 
 def _blocks(tokens: tuple[int, ...]) -> list[int]:
-    """Of each whole block a hash of it and of all before it."""
-    found = [0]
+    """Return for each whole block a hash of it and of all before it."""
+    hashes = [0]
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        found.append(hash((found[-1], tokens[start : start + BLOCK])))
-    return found[1:]
+        hashes.append(hash((hashes[-1], tokens[start : start + BLOCK])))
+    return hashes[1:]
 
 
 def _common(held: tuple[int, ...], prompt: tuple[int, ...], length: int) -> int:
-    """How many of the first tokens are the same, where hashes say that `length` are."""
+    """Return how many of the first tokens are the same, where hashes say that `length` are."""
     if held[:length] != prompt[:length]:
         return 0
     while length < min(len(held), len(prompt)) and held[length] == prompt[length]:

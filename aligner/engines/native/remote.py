@@ -1,4 +1,4 @@
-"""The native engines of other ranks, as a rank of the trainer sees them: every call is one of all trainer's ranks."""
+"""The native engines of other ranks, as seen by a trainer's rank. All trainer ranks make every call together."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def fleet_of(bridge: Bridge) -> Fleet:
 
 
 class RemoteEngine(RolloutEngine):
-    """`RolloutEngine` on the last ranks of the job, `tensor_parallel` to a replica. Weights come by the refit's plan
-    (`order_update`), never as whole tensors. `reports_routing`: the model, if they do."""
+    """A `RolloutEngine` on the last ranks of the job, `tensor_parallel` to a replica. Weights come by the refit's
+    plan (`order_update`), never as whole tensors. `reports_routing`: the model, if they report routing."""
 
     can = Capabilities(in_place=True, apart=True)
 
@@ -36,10 +36,10 @@ class RemoteEngine(RolloutEngine):
         self.bridge, self.tensor_parallel, self.dtype = bridge, tensor_parallel, dtype
         self._routing = None if reports_routing is None else no_routing(reports_routing)
         self.weight_version = -1
-        self._flight: Callable[[], Any] | None = None  # what they generate
+        self._flight: Callable[[], Any] | None = None  # waits for the samples in generation
 
     def _order(self, name: str, *arguments: Any) -> None:
-        """After what they generate, if they do."""
+        """Give an order after waiting for the samples in generation, if any."""
         if self._flight is not None:
             self._flight()
         self.bridge.order(name, *arguments)
@@ -51,7 +51,7 @@ class RemoteEngine(RolloutEngine):
     # --- weights
 
     def order_update(self, version: int, hold: bool) -> None:
-        """The engines take part in a refit from now on. With `hold` they keep what they have (a test hook)."""
+        """Let the engines take part in a refit. With `hold` they keep their weights (a test hook)."""
         self._order("refit", version, hold)
         if not hold:
             self._pending, self.weight_version = version, -1
@@ -63,10 +63,10 @@ class RemoteEngine(RolloutEngine):
         raise RefitError("engines on other ranks take their weights by the plan, shard by shard")
 
     def finish_update(self) -> None:
-        self.weight_version = self._pending  # as far as is known: the next answer tells
+        self.weight_version = self._pending  # assumed until the next answer
 
     def checksums(self) -> Mapping[str, int]:
-        """Those of the first replica; -1 where another one disagrees."""
+        """Return the checksums of the first replica; -1 where another one disagrees."""
         self._order("checksums")
         first, *others = [answer.value for answer in self._answers()]
         return {name: value if all(o.get(name) == value for o in others) else -1 for name, value in first.items()}
@@ -76,7 +76,7 @@ class RemoteEngine(RolloutEngine):
     def generate(
         self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
     ) -> Generations:
-        """See `RolloutEngine.generate`; raises what it raises on any rank, on every rank. Without `progress`."""
+        """See `RolloutEngine.generate`. Raises the errors of any rank on every rank. `progress` is not called."""
         return self.order(prompts, seeds, sampling)()
 
     def order(
@@ -86,13 +86,13 @@ class RemoteEngine(RolloutEngine):
         self._order("generate", sampling)
         with self.bridge.contact():
             self.fleet.gather(prompts, seeds, begun)
-        # once: after an error they answer with it again
+        # cached: after an error they would answer with it again
         self._flight = flight = cache(partial(self._delivered, [len(s) for s in seeds], sampling.truncates))
         return lambda: require_finite(flight())
 
     def play(self, requests: Sequence[Any]) -> Callable[[], list[Any]]:
-        """As `order`, of what the engines' ranks make of all ranks' requests by `Server.play`: each one's part of it
-        for this rank."""
+        """Order all ranks' requests from the engines' ranks (`Server.play`); return, as `order` does, a function
+        that gives each engine rank's results for this rank."""
         self._order("play")
         with self.bridge.contact():
             gathered(list(requests), self.bridge.group)
@@ -102,8 +102,8 @@ class RemoteEngine(RolloutEngine):
     def _delivered(self, wanted: list[int], cut: bool) -> Generations:
         self._deliver()
         with self.bridge.contact():
-            mine = nothing(cut, self.weight_version, self._routing)
-            return self.fleet.deliver([], mine, wanted, cut)
+            none = nothing(cut, self.weight_version, self._routing)
+            return self.fleet.deliver([], none, wanted, cut)
 
     def _played(self) -> list[Any]:
         self._deliver()
@@ -111,7 +111,7 @@ class RemoteEngine(RolloutEngine):
             return dealt([None] * self.bridge.group.size(), self.bridge.group)[self.bridge.trainers :]
 
     def _deliver(self) -> None:
-        """Have them give what came of their last order; raises what they raised."""
+        """Have the engines send the results of their last order; raise their errors."""
         self._flight = None
         self.bridge.order("deliver")
         self._answers()
@@ -130,7 +130,7 @@ class RemoteEngine(RolloutEngine):
         return [tuple(answer.value) for answer in self._answers()[:: self.tensor_parallel]]
 
     def _answers(self) -> list[Answer]:
-        found = self.bridge.answers()
-        versions = {answer.version for answer in found}
+        answers = self.bridge.answers()
+        versions = {answer.version for answer in answers}
         self.weight_version = versions.pop() if len(versions) == 1 else -1
-        return found
+        return answers

@@ -1,4 +1,4 @@
-"""Picking tokens: temperature, top-k, top-p, min-p, greedy, with one uniform number per row and step."""
+"""Sampling of tokens: temperature, top-k, top-p, min-p, greedy, with one uniform number per row and step."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ class Picked(NamedTuple):
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """float64 [n] in [0, 1): a hash of (seed, position), int64 [n] each, with 53 random bits.
+    """Return float64 [n] in [0, 1): a hash of (seed, position), int64 [n] each, with 53 random bits.
 
-    Counter-based, so a row's numbers depend on nothing but its own seed and position: not on the batch, the order,
-    the rank or the device. The seed is mixed first: seeds s and s + golden would otherwise share their streams.
+    Counter-based, so a row's numbers depend only on its own seed and position: not on the batch, the order, the rank
+    or the device. The seed is mixed first: seeds s and s + golden would otherwise share their streams.
     """
     x = mix64_(mix64_(seeds.clone()).add_((positions + 1) * GOLDEN))
     return ((x >> 11) & ((1 << 53) - 1)).double().mul_(2.0**-53)
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingParams) -> Picked:
-    """logits float32 [n, V] (overwritten); seeds, positions int64 [n].
+    """Sample from logits float32 [n, V] (overwritten); seeds, positions int64 [n].
 
-    Greedy (temperature 0) reports logprobs of the untempered distribution: those of a point mass say nothing.
-    Ids from `sampling.vocabulary` on are never sampled. Without cuts the logprobs still are those of the distribution
-    over all ids, which is the trainer's: the two stay comparable.
-    Where logits are not finite (NaN, or all infinite) the token means nothing and its logprob is NaN: to find that out
-    here would be to wait for the device in every step. `schedule.Batch` ends the row with the flags that it copies
-    anyway; `engines.base.require_finite` refuses the samples.
+    Greedy (temperature 0) reports logprobs of the untempered distribution: those of a point mass carry no
+    information. Ids from `sampling.vocabulary` on are never sampled. Without cuts the logprobs still are those of
+    the distribution over all ids, which is the trainer's: the two stay comparable. Where logits are not finite (NaN,
+    or all infinite) the token means nothing and its logprob is NaN. Checking that here would wait for the device in
+    every step. `schedule.Batch` ends the row with the flags that it copies anyway; `engines.base.require_finite`
+    refuses the samples.
     """
     rows = max(1, _LOGIT_ELEMENTS // logits.shape[1])
     if len(logits) <= rows:
         return _sample(logits, seeds, positions, sampling)
     cut = [t.split(rows) for t in (logits, seeds, positions)]
-    parts = [_sample(*part, sampling) for part in zip(*cut, strict=True)]
+    parts = [_sample(*rows_cut, sampling) for rows_cut in zip(*cut, strict=True)]
     return Picked(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
 
 
@@ -73,8 +73,9 @@ def _at(table: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _invert(probs: Tensor, u: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds u x the total: never one of probability 0. Sums of blocks
-    find the block, and a cumulative sum within it the token: one of all tokens is slow in float64, and sequential."""
+    """Return the first token whose cumulative probability exceeds u x the total: never one of probability 0. Sums of
+    blocks select the block, a cumulative sum within it the token: one over all tokens is slow in float64, and
+    sequential."""
     whole = probs.shape[1] // BLOCK * BLOCK
     sums = [probs[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1, dtype=torch.float64)] if whole else []
     if whole < probs.shape[1]:
@@ -87,19 +88,19 @@ def _invert(probs: Tensor, u: Tensor) -> Tensor:
     inside = places < probs.shape[1]
     within = probs.gather(1, places.clamp(max=probs.shape[1] - 1)).double().mul_(inside).cumsum(-1)
     tokens = (block * BLOCK + _first_above(within, threshold)).squeeze(1)
-    return tokens.clamp_(max=probs.shape[1] - 1)  # what is not finite exceeds nothing
+    return tokens.clamp_(max=probs.shape[1] - 1)  # NaN exceeds nothing
 
 
 def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
-    """int64 [n, 1]: the first of each row [n, m] that exceeds its threshold [n, 1], else the last that adds something:
-    another order of the same sums may differ in the last bit."""
+    """Return int64 [n, 1]: the first of each row [n, m] that exceeds its threshold [n, 1], else the last that adds
+    something: another order of the same sums may differ in the last bit."""
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).clamp_(max=cumulative.shape[1] - 1)
     return torch.searchsorted(cumulative, threshold, right=True).minimum(last)
 
 
 def picked_logprobs(logits: Tensor, picked: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """float32 [n] twice, of tokens that another sampler picked from logits [n, V], int64 [n]: of the tempered full
-    distribution, and of the one that was sampled from."""
+    """Return float32 [n] twice, of tokens that another sampler picked from logits [n, V], int64 [n]: logprobs of the
+    tempered full distribution, and of the one that was sampled from."""
     logits = logits / (sampling.temperature or 1.0)
     full = _at(logits, picked) - logits.logsumexp(-1)
     if not sampling.truncates:
@@ -109,9 +110,10 @@ def picked_logprobs(logits: Tensor, picked: Tensor, sampling: SamplingParams) ->
 
 
 def cut_logits(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """-inf outside top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024), in this order.
+    """Set logits to -inf outside top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024), in this
+    order.
 
-    Tokens keep their places: a near-tie that falls the other way in the sort moves no other token's interval.
+    Tokens keep their indices: a near-tie that falls the other way in the sort moves no other token's interval.
     """
     if 0 < sampling.top_k < logits.shape[1]:
         smallest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]

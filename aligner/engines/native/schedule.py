@@ -1,4 +1,5 @@
-"""Who gets a slot when (`GenerationPlan`, on the host) and where every running row stands (`Batch`, on the device)."""
+"""Admission of prompts to slots (`GenerationPlan`, on the host) and state of the running rows (`Batch`, on the
+device)."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ ROW, SEED, POSITION, COUNT, TOKEN = range(5)  # the rows of Batch.state
 
 
 class Wanted(NamedTuple):
-    """Samples of one prompt; `begun`: so many of its tokens are the response of its one sample already."""
+    """Samples of one prompt; `begun`: the number of its tokens that are the response of its one sample already."""
 
     tokens: Sequence[int]
     seeds: Sequence[int]
@@ -34,10 +35,10 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What rows take of the cache."""
+    """The memory that rows take in the cache."""
 
     token_bytes: int  # keys and values of one position
-    row_bytes: int = 0  # of a row, in a slot or waiting for one, whatever its length
+    row_bytes: int = 0  # of a row of any length, in a slot or waiting for one
     unit: int = 1  # a slot's positions are a multiple of it if the budget allows it
 
 
@@ -60,9 +61,9 @@ class Waiting:
 
 @dataclass
 class PromptPool(ABC):
-    """Where further prompts come from while a generation runs; see `fleet.Queues`."""
+    """A source of further prompts while a generation runs; see `fleet.Queues`."""
 
-    in_turns = False  # prompts may begin with what rows before them were given and have said: those are kept
+    in_turns = False  # prompts may begin with prompt and response of earlier rows: those are kept
     windowed = False  # for `engine.window` decode steps
 
     longest: int  # of its prompts, in tokens
@@ -71,22 +72,22 @@ class PromptPool(ABC):
 
     @abstractmethod
     def wants(self, active: int, slots: int) -> bool:
-        """Whether to take more, with `active` rows running and no prompt waiting."""
+        """Return whether to take more, with `active` rows running and no prompt waiting."""
 
     @abstractmethod
     def take(self) -> list[Wanted] | None:
-        """None if there will never be more."""
+        """Return the next prompts, None if there will never be more."""
 
-    def goes_on(self, row: int) -> bool:
-        """Whether a row that has ended, by its number among those taken, may be the beginning of a prompt."""
+    def may_continue(self, row: int) -> bool:
+        """Return whether a row that has ended, by its number among those taken, may be the beginning of a prompt."""
         return self.in_turns
 
     def least(self, rows: Sequence[int]) -> int:
-        """Which of these, in the order in which they ended, is forgotten where there is no room for all."""
+        """Return the row to forget where there is no room for all; `rows` are in the order in which they ended."""
         return rows[0]
 
-    def heard(self, said: Callable[[], tuple[list[int], list[int]]]) -> None:  # noqa: B027 (most need not hear)
-        """After each step. `said`: the rows that go on, and the token of each, copied from the device."""
+    def heard(self, last_tokens: Callable[[], tuple[list[int], list[int]]]) -> None:  # noqa: B027 (most need not hear)
+        """Hear of a step. `last_tokens` copies from the device the rows that continue, and the token of each."""
 
 
 @dataclass
@@ -106,26 +107,25 @@ class GenerationPlan:
     def refill(self, active: int) -> None:
         """Take from the pool what it wants to give."""
         while self.pool is not None and self.pool.wants(active + self._pending(), self.slots):
-            found = self.pool.take()
-            if found is None:
+            wanted = self.pool.take()
+            if wanted is None:
                 self.pool = None
                 break
-            more, rows = _queue(found, self.rows)
-            self.waiting = _in_order([*self.waiting, *more], self.window)
+            new, rows = _queue(wanted, self.rows)
+            self.waiting = _in_order([*self.waiting, *new], self.window)
             self.rows += rows
 
     def _pending(self) -> int:
         return sum(len(w.seeds) - w.started for w in (*self.waiting, *self.staged))
 
     def wants_rows(self, active: int) -> bool:
-        """Admit in batches of an eighth of the slots: a prefill and a copy per finished row would cost more than the
-        short wait of a free slot."""
+        """Return whether to admit rows: in batches of an eighth of the slots, as a prefill and a copy per finished
+        row would cost more than the short wait of a free slot."""
         free = self.slots - active
         return bool(free and (self.staged or self.waiting)) and (active == 0 or free * 8 >= self.slots)
 
     def next_chunk(self) -> list[Waiting]:
-        """The next prompts to prefill together, either all with a prefix that was kept or all without one; they become
-        the staged ones."""
+        """Stage and return the next prompts to prefill together, either all with a kept prefix or all without one."""
         width = most = 0
         for prompt in islice(self.waiting, self.chunk_prompts):
             width = max(width, prompt.length)
@@ -145,7 +145,7 @@ class GenerationPlan:
         return chunk
 
     def take(self, free: int) -> tuple[Waiting, int, int]:
-        """Up to `free` samples of the first staged prompt: (prompt, first sample, how many)."""
+        """Return up to `free` samples of the first staged prompt: (prompt, first sample, how many)."""
         prompt = self.staged[0]
         first, count = prompt.started, min(free, len(prompt.seeds) - prompt.started)
         prompt.started += count
@@ -161,7 +161,7 @@ def plan_generation(
     room: CacheUse,
     pool: PromptPool | None = None,
 ) -> GenerationPlan:
-    """Slots and prefill size within `engine.kv_cache_bytes`; of a window if `config` has one."""
+    """Plan slots and prefill size within `engine.kv_cache_bytes`; for a window if `config` has one."""
     waiting, rows = _queue(wanted)
     prompt, expected, count = max((w.length - w.begun for w in waiting), default=1), rows, len(waiting)
     if pool is not None:
@@ -169,36 +169,36 @@ def plan_generation(
     longest = prompt  # tokens that are read at once
     whole = positions = prompt + sampling.max_response_tokens - 1
     needed = positions + longest
-    if config.window:  # what pauses is read again, also when it lacks a token only: told before there is one
+    if config.window:  # paused rows are read again, even if they lack a token only: required before there are any
         needed = 2 * whole
         longest = whole if pool is not None else max((w.length for w in waiting), default=1)
         most = (w.length + min(config.window, sampling.max_response_tokens - w.begun) for w in waiting)
         positions = whole if pool is not None else max(most, default=2) - 1
-    budget, more = config.cache_bytes // room.token_bytes, -(-room.row_bytes // room.token_bytes)  # in positions
-    if needed + 2 * more > budget:
-        least = (needed + 2 * more) * room.token_bytes
+    budget, extra = config.cache_bytes // room.token_bytes, -(-room.row_bytes // room.token_bytes)  # in positions
+    if needed + 2 * extra > budget:
+        least = (needed + 2 * extra) * room.token_bytes
         raise ConfigError(
             "engine.kv_cache_bytes",
             config.cache_bytes,
             f"at least {least} bytes for one row of {longest} prompt tokens and "
             f"{sampling.max_response_tokens} response tokens in phase generate",
         )
-    row, positions = positions + 1, min(-(-positions // room.unit) * room.unit, budget - longest - 2 * more)
-    each = longest + more  # of a prompt, padded
-    chunk = max(each, min(_PREFILL_TOKENS * each // longest, budget // 4, budget - positions - more, each * count))
-    fits = max(1, min(expected, (budget - chunk) // (positions + more)))
+    row, positions = positions + 1, min(-(-positions // room.unit) * room.unit, budget - longest - 2 * extra)
+    each = longest + extra  # of a prompt, padded
+    chunk = max(each, min(_PREFILL_TOKENS * each // longest, budget // 4, budget - positions - extra, each * count))
+    fits = max(1, min(expected, (budget - chunk) // (positions + extra)))
     slots = min(config.max_batch, fits)
-    prefixes = Prefixes(fits if pool is not None and pool.in_turns and not more else slots)
+    prefixes = Prefixes(fits if pool is not None and pool.in_turns and not extra else slots)
     queue = _in_order(waiting, config.window)
     plan = GenerationPlan(rows, slots, row, positions, chunk, queue, deque(), prefixes, pool, window=config.window)
-    if more:
+    if extra:
         plan.chunk_prompts = chunk // each
         plan.chunk_tokens = plan.chunk_prompts * longest
     return plan
 
 
 def _queue(wanted: Sequence[Wanted], first_row: int = 0) -> tuple[list[Waiting], int]:
-    """(those that have samples, the number of these)."""
+    """Return (prompts that have samples, number of samples)."""
     waiting, rows = [], 0
     for tokens, seeds, begun in wanted:
         assert len(tokens), f"prompt {len(waiting)} is empty"
@@ -214,10 +214,10 @@ def _in_order(waiting: Sequence[Waiting], window: int) -> deque[Waiting]:
 
 class EndedRow(NamedTuple):
     row: int
-    slot: int  # where it lies if it changes places with what moves into its slot
+    slot: int  # after it swaps slots with the row that moves into its own
     tokens: list[int]
     logprobs: list[float]  # of these
-    stopped: bool  # by itself
+    stopped: bool  # by a stop token or stop string
 
 
 class Batch:
@@ -241,13 +241,13 @@ class Batch:
         self._reasons = torch.full_like(self._lengths, LENGTH)
         self._broken = torch.zeros(0, dtype=torch.bool, device=device)  # of the active rows: the last logits are NaN
         self._ended = self._lengths[:0]  # rows that left in the last `settle`
-        self._ended_at: list[int] = []  # their slots, if what moves there changes places with them
+        self._ended_at: list[int] = []  # their slots, after swapping with the rows that move there
         self._routes = routes
         self._routing: list[tuple[Tensor, Tensor]] = []  # (rows that have ended, theirs), on the CPU
 
     def add(self, prompt: Waiting, first: int, count: int) -> range:
-        """Samples [first, first + count) of the prompt take the next slots; their first token is sampled next. Returns
-        their rows."""
+        """Give samples [first, first + count) of the prompt the next slots; their first token is sampled next.
+        Return their rows."""
         new = slice(self.active, self.active + count)
         row = prompt.first_row + first
         seeds = prompt.seeds[first : first + count]
@@ -262,14 +262,14 @@ class Batch:
         return range(row, row + count)
 
     def make_room(self, rows: int) -> None:
-        """Output for `rows` samples in all; and for half as many again, where they come one by one."""
+        """Make room for the output of `rows` samples in all, and for half as many again, where they come one by one."""
         self._rows = rows
         if rows <= len(self._lengths):
             return
-        more = rows + rows // 2 - len(self._lengths)
+        missing = rows + rows // 2 - len(self._lengths)
 
         def longer(t: Tensor, value: int = 0) -> Tensor:
-            return torch.cat([t, t.new_full((more, *t.shape[1:]), value)])
+            return torch.cat([t, t.new_full((missing, *t.shape[1:]), value)])
 
         self._tokens, self._logprobs, self._lengths = (longer(t) for t in (self._tokens, self._logprobs, self._lengths))
         self._full = None if self._full is None else longer(self._full)
@@ -279,11 +279,11 @@ class Batch:
         return self.state[TOKEN, :running], self.state[POSITION, :running]
 
     def longest(self, rows: int) -> int:
-        """One more than the largest position among slots [0, rows)."""
+        """Return one more than the largest position among slots [0, rows)."""
         return int(self._positions[:rows].max()) + 1 if rows else 0
 
     def sample(self, logits: Tensor, sampling: SamplingParams) -> None:
-        """A token for every active row from logits [active, V], written to state and output."""
+        """Sample a token for every active row from logits [active, V]; write it to state and output."""
         state = self.state[:, : self.active]
         row, count = state[ROW], state[COUNT]
         picked = sample(logits, state[SEED], count, sampling)
@@ -297,18 +297,18 @@ class Batch:
         self._positions[: self.active] += 1
 
     def tails(self, width: int) -> Iterator[list[int]]:
-        """The last `width` response tokens of every active row, on the host."""
+        """Yield the last `width` response tokens of every active row, on the host."""
         rows, counts = self.state[ROW, : self.active], self.state[COUNT, : self.active].tolist()
         for tokens, count in zip(self._tokens[rows].tolist(), counts, strict=True):
             yield tokens[max(0, count - width) : count]
 
-    def said(self) -> tuple[list[int], list[int]]:
-        """The active rows and their last tokens, on the host."""
+    def last_tokens(self) -> tuple[list[int], list[int]]:
+        """Return the active rows and their last tokens, on the host."""
         rows, tokens = self.state[[ROW, TOKEN], : self.active].tolist()
         return rows, tokens
 
     def settle(self, stopped: Tensor | None) -> list[tuple[int, int]]:
-        """Finished rows leave; the last active rows move into their slots. Returns these (from, to).
+        """Let finished rows leave; move the last active rows into their slots. Return these moves (from, to).
 
         Copying the flags to the host is the step's one synchronisation with the device: how many rows remain decides
         the shapes of the next step, and whether there is one.
@@ -344,16 +344,16 @@ class Batch:
         return moves
 
     def ended(self) -> Iterator[EndedRow]:
-        """The rows that left in the last `settle`, on the host."""
+        """Yield the rows that left in the last `settle`, on the host."""
         columns = self._tokens, self._logprobs, self._lengths, self._reasons
-        told = (column[self._ended].tolist() for column in columns)
+        lists = (column[self._ended].tolist() for column in columns)
         for row, slot, tokens, logprobs, length, reason in zip(
-            self._ended.tolist(), self._ended_at, *told, strict=True
+            self._ended.tolist(), self._ended_at, *lists, strict=True
         ):
             yield EndedRow(row, slot, tokens[:length], logprobs[:length], reason == STOP)
 
     def result(self, version: int) -> Generations:
-        """CPU tensors, rows cut to the longest response."""
+        """Return CPU tensors, rows cut to the longest response."""
         rows = self._rows
         width = int(self._lengths[:rows].max()) if rows else 0
 

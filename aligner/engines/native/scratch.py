@@ -11,11 +11,11 @@ from aligner.cluster.pages import ask_for_large_pages
 
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """torch.zeros, on a CPU in large pages: for what every step reads."""
-    found = torch.empty(shape, dtype=dtype, device=device)
-    if found.device.type == "cpu":
-        ask_for_large_pages(found.data_ptr(), found.data_ptr() + found.nbytes)
-    return found.zero_()
+    """Return torch.zeros, on a CPU in large pages: for memory that every step reads."""
+    buffer = torch.empty(shape, dtype=dtype, device=device)
+    if buffer.device.type == "cpu":
+        ask_for_large_pages(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes)
+    return buffer.zero_()
 
 
 class Scratch:
@@ -24,9 +24,9 @@ class Scratch:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """[shape] with any finite content; valid until the next `take` of the same name.
+        """Return [shape] with any finite content; valid until the next `take` of the same name.
 
-        Never raw memory: attention gives weight 0 to what lies beyond a row, and 0 x NaN would still be NaN.
+        Never raw memory: attention gives weight 0 to entries beyond a row, and 0 x NaN would still be NaN.
         """
         size = math.prod(shape)
         flat = self._flat.get(name)
@@ -40,7 +40,7 @@ class Scratch:
         return sum(flat.nbytes for flat in self._flat.values())
 
     def size(self, name: str) -> int:
-        """Elements held under this name."""
+        """Return the number of elements held under this name."""
         return self._flat[name].numel() if name in self._flat else 0
 
     def clear(self) -> None:

@@ -52,8 +52,8 @@ class PlacedVllmEngine(VllmEngine):
     def _settings(self, memories: list[Memory]) -> Settings:
         return replace(super()._settings(memories), lasting=True)
 
-    def place(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
-        """See `RolloutEngine.place`."""
+    def weight_view(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
+        """See `RolloutEngine.weight_view`."""
         if not self._ledger.accept_part(name, start, stop):
             return None
         return self._slots[name].view(self._writer.buffer).narrow(self._tensors[name].axis, start, stop - start)

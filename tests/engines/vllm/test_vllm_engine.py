@@ -83,7 +83,7 @@ def test_parts_that_are_written_in_place_equal_whole_tensors():
     for tensor in hf_tensors(LLAMA):
         whole, middle = held[tensor.name], tensor.length // 2
         for a, b in ((middle, tensor.length), (0, middle)):
-            engine.place(tensor.name, a, b).copy_(whole.narrow(tensor.axis, a, b - a))
+            engine.weight_view(tensor.name, a, b).copy_(whole.narrow(tensor.axis, a, b - a))
     engine.finish_update()
     check_logprobs(model, PROMPTS, 1, engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6)))
 
