@@ -64,13 +64,13 @@ class Turns(PromptPool):
         if play.open:
             self.waiting.append(play)
 
-    def goes_on(self, row: int) -> bool:
+    def may_continue(self, row: int) -> bool:
         play, turn = self.taken[row]
         return play.open and turn == len(play.turns) - 1
 
     def least(self, rows: Sequence[int]) -> int:
         """One that does not go on any more; else by counts the last, for those before it go on before it."""
-        past = [row for row in rows if not self.goes_on(row)]
+        past = [row for row in rows if not self.may_continue(row)]
         return past[0] if past else rows[-1 if self.counted else 0]
 
     def _listen(self) -> None:

@@ -134,7 +134,7 @@ class EngineContract:
             return getattr(type(engine), name, None) is not getattr(RolloutEngine, name)
 
         assert isinstance(engine, RolloutEngine)
-        assert engine.can.in_place == does("place") and engine.can.serves == does("serve")
+        assert engine.can.in_place == does("weight_view") and engine.can.serves == does("serve")
         assert engine.can.own_process == does("decoded") and engine.can.computes_here == does("held_bytes")
         assert not engine.can.tells_finished or engine.finished is None
 

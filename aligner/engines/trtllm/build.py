@@ -1,4 +1,4 @@
-"""Builds the TensorRT engine of a config.json, in memory, so that every parameter of it can be replaced by name."""
+"""Building of the TensorRT engine of a config.json, in memory, so that every parameter can be replaced by name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from aligner.engines.child.worker import Settings
 from aligner.engines.trtllm.layout import EngineParameter
 from aligner.errors import EngineError
 
-# attribute of TensorRT-LLM's config -> key of config.json. Its reader goes by `transformers`, whose releases have moved
-# the rotary keys: a base that is not found becomes a default, and the model is another
+# attribute of TensorRT-LLM's config -> key of config.json. Its reader follows `transformers`, whose releases have moved
+# the rotary keys: a base that is not found becomes a default, and the model is another one
 _CONFIG = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -32,8 +32,8 @@ _CONFIG = {
 
 
 def build_runner(settings: Settings, targets: Mapping[str, EngineParameter]) -> tuple[Any, set[str]]:
-    """A `ModelRunner` with random weights, and the names of the constants that its engine lists with the parameters.
-    Raises EngineError, before it builds, where the package understands the model otherwise."""
+    """Return a `ModelRunner` with random weights, and the names of the constants that its engine lists with the
+    parameters. Raises EngineError, before it builds, where the package reads the model differently."""
     from tensorrt_llm.builder import BuildConfig, KVCacheType, build
     from tensorrt_llm.models import MODEL_MAP
     from tensorrt_llm.runtime import ModelRunner
@@ -89,22 +89,22 @@ def _plugins() -> Any:
 
 def _same_config(config: Any, raw: Mapping[str, Any]) -> None:
     for name, key in _CONFIG.items():
-        found, wanted = getattr(config, name, None), raw[key]
-        if isinstance(wanted, dict) and isinstance(found, dict):
-            found = {k: found.get(k) for k in wanted}  # it may have added to them
-        if found != wanted:
-            raise EngineError(f"TensorRT-LLM reads {name}={found!r} from config.json: expected {key}={wanted!r}")
+        actual, wanted = getattr(config, name, None), raw[key]
+        if isinstance(wanted, dict) and isinstance(actual, dict):
+            actual = {k: actual.get(k) for k in wanted}  # the package may have added keys
+        if actual != wanted:
+            raise EngineError(f"TensorRT-LLM reads {name}={actual!r} from config.json: expected {key}={wanted!r}")
 
 
 def _same_parameters(parameters: Mapping[str, Any], targets: Mapping[str, EngineParameter]) -> set[str]:
-    """The names of constants: rotary tables."""
+    """Return the names of constants: rotary tables."""
     constants = {name for name, parameter in parameters.items() if parameter.is_buffer}
-    found = {name: tuple(p.shape) for name, p in parameters.items() if name not in constants}
+    shapes = {name: tuple(p.shape) for name, p in parameters.items() if name not in constants}
     wanted = {name: target.shape for name, target in targets.items()}
     wrong = [
-        f"{name}: {found.get(name, 'missing')} (expected {wanted.get(name, 'none')})"
-        for name in sorted(found.keys() | wanted.keys())
-        if found.get(name) != wanted.get(name)
+        f"{name}: {shapes.get(name, 'missing')} (expected {wanted.get(name, 'none')})"
+        for name in sorted(shapes.keys() | wanted.keys())
+        if shapes.get(name) != wanted.get(name)
     ]
     if wrong:
         raise EngineError(f"TensorRT-LLM's model has other parameters: {listed(wrong)}")

@@ -16,7 +16,8 @@ from aligner.engines.trtllm.torch_backend import TrtllmEngine
 
 
 class TrtllmBuiltEngine(TrtllmEngine):
-    """`RolloutEngine`. See `TrtllmEngine`; the time the build takes is part of `engine.trtllm.start_timeout_s`."""
+    """A `RolloutEngine` on TensorRT engines. See `TrtllmEngine`; the build counts in
+    `engine.trtllm.start_timeout_s`."""
 
     name, worker = NAME, "aligner.engines.trtllm.built_worker:EngineWorker"
     block = 1  # its KV cache is not paged

@@ -1,14 +1,15 @@
-"""What `engine.name=trtllm_engine` needs of TensorRT-LLM, per version: as `torch_api`, for the TensorRT engine path.
+"""The symbols of TensorRT-LLM that `engine.name=trtllm_engine` needs, per version: as `torch_api`, for the TensorRT
+engine path.
 
 Read from its sources; nothing here has been run against a real package. `python -m aligner.engines.trtllm.built_api`
-prints the comparison with what is installed as JSON, on its last line.
+prints the comparison with the installed package as JSON, on its last line.
 
-What differs or surprises:
+Differences and surprises:
   use_fused_mlp   of PluginConfig, on by default: the MLP then has one parameter, fused_fc = [gate; fc]. A property over
                   `_use_fused_mlp` in older versions, a pydantic field later, where setting the old name does nothing
   rotary tables   are named parameters (`is_buffer`) of the engine: it lists them as refittable. They are constants
   min_length      1 by default: masks the logit of end_id in the first step without asking whether there is one
-  refit           the engine keeps what is not supplied, and says nothing
+  refit           the engine silently keeps parameters that are not supplied
 """
 
 from __future__ import annotations
@@ -73,13 +74,13 @@ NOT_RUN = (
     "building an engine, and how long that takes",
     "the names a real engine lists for refitting, and what a refit changes",
     "CUDA IPC between trainer and child",
-    "generation: stop words, seeds, what follows the end of a row",
+    "generation: stop words, seeds, tokens after the end of a row",
     "logprobs against the trainer's (the sentinel does that in every run)",
 )
 
 
 def version_row(version: str) -> Version:
-    """The row of an installed version. Raises ConfigError for one that is not in the table or is refused."""
+    """Return the row of an installed version. Raises ConfigError for one that is not in the table or is refused."""
     return require_row(version, VERSIONS, NAME)
 
 

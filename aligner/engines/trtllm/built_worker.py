@@ -1,8 +1,8 @@
 """One TensorRT engine of TensorRT-LLM (up to 1.2) in its process: built at the start, refitted, run by `ModelRunner`.
 
-It is built from config.json and random weights: nothing that a trainer's values have in common (norms of ones, a tied
-head) can be folded into the plan. A refit gives TensorRT every parameter by name, from host memory, and takes effect at
-once, or not at all: until then the engine runs with what it had, and `whole` keeps anyone from asking it to.
+It is built from config.json and random weights: no regularity of a trainer's values (norms of ones, a tied head) can
+be folded into the plan. A refit gives TensorRT every parameter by name, from host memory, and takes effect at once,
+or not at all. Until then the engine keeps its old weights, and `whole` keeps callers from using it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from aligner.types import LENGTH, STOP, SamplingParams
 
 
 class EngineWorker(LocalWorker):
-    """One method per call, as `torch_worker.Worker`."""
+    """A worker with one method per call, as `torch_worker.Worker`."""
 
     def __init__(self, settings: Settings):
         import tensorrt_llm
@@ -47,8 +47,8 @@ class EngineWorker(LocalWorker):
         self.staged = {t.name: torch.empty(t.shape, dtype=dtype, pin_memory=pinned) for t in self.layout.values()}
         self.sources: dict[str, list[tuple[EngineParameter, Part]]] = {}
         for target in self.layout.values():
-            for part in target.parts:
-                self.sources.setdefault(part.source, []).append((target, part))
+            for rows in target.parts:
+                self.sources.setdefault(rows.source, []).append((target, rows))
 
     def describe(self) -> dict[str, Any]:
         return {"version": self.version, "partial": True, "score_rows": self.settings.max_batch}
@@ -63,29 +63,29 @@ class EngineWorker(LocalWorker):
         self._compare(set(self.refitter.get_all_weights()) - self.constants, "it lists")
         self._open = {name: len(target.parts) for name, target in self.layout.items()}
 
-    def _compare(self, found: set[str], what: str) -> None:
-        """The engine would keep what it had of a parameter that it is not given, and say nothing."""
-        missing, extra = sorted(set(self.layout) - found), sorted(found - set(self.layout))
+    def _compare(self, present: set[str], what: str) -> None:
+        """Check that all parameters are there: the engine would silently keep the old values of a missing one."""
+        missing, extra = sorted(set(self.layout) - present), sorted(present - set(self.layout))
         if missing or extra:
             self.refitter = None
-            told = [f"{word} {listed(names)}" for word, names in (("lacks", missing), ("also", extra)) if names]
+            differences = [f"{word} {listed(names)}" for word, names in (("lacks", missing), ("also", extra)) if names]
             raise RefitError(
-                f"the engine's parameters are not those of model.family={self.cfg.family}: {what} {len(found)}, "
-                f"{len(self.layout)} are delivered; {'; '.join(told)}"
+                f"the engine's parameters are not those of model.family={self.cfg.family}: {what} {len(present)}, "
+                f"{len(self.layout)} are delivered; {'; '.join(differences)}"
             )
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         if self.refitter is None:
             raise RefitError("a bucket came outside of an update")
         for source, tensor in tensors.items():
-            for target, part in self.sources[source]:
-                self.staged[target.name][part.start : part.stop].copy_(tensor)
+            for target, rows in self.sources[source]:
+                self.staged[target.name][rows.start : rows.stop].copy_(tensor)
                 self._open[target.name] -= 1
                 if not self._open[target.name]:
                     self._set(target)
 
     def _set(self, target: EngineParameter) -> None:
-        """TensorRT reads it when the refit is carried out."""
+        """Hand a parameter to TensorRT, which reads it when the refit is carried out."""
         staged, trt = self.staged[target.name], self.trt
         dtype = {torch.float32: trt.DataType.FLOAT, torch.bfloat16: trt.DataType.BF16}[staged.dtype]
         weights = trt.Weights(dtype, staged.data_ptr(), staged.numel())
@@ -104,14 +104,15 @@ class EngineWorker(LocalWorker):
             raise RefitError(f"TensorRT has combined parameters and lacks {listed(sorted(missing))}")
         self._synchronize()
         if not refitter.refit_cuda_engine():
-            raise RefitError("refit_cuda_engine failed: what the engine holds is unknown")
+            raise RefitError("refit_cuda_engine failed: the engine's weights are unknown")
         self._synchronize()
         self.whole = True
 
     # ---- memory
 
     def sleep(self, tags: list[str]) -> None:
-        """The KV cache is allocated anew by each call of the runtime; between calls its session holds the last one."""
+        """Release the KV cache. Each call of the runtime allocates it anew; its session holds the last one between
+        calls."""
         assert tags == [KV_CACHE], tags
         session = self.runner.session
         session.buffer, session.buffer_allocated, self.awake = None, False, False
@@ -126,7 +127,8 @@ class EngineWorker(LocalWorker):
     def generate(
         self, requests: list[tuple[list[int], int]], sampling: SamplingParams, progress: Progress, aborted: Abort
     ) -> list[Row] | None:
-        """A row per (prompt, seed); None if it was aborted. Rows of a chunk are decoded together, to the last's end."""
+        """Return a row per (prompt, seed); None if it was aborted. Rows of a chunk are decoded together, to the
+        last's end."""
         self._ready()
         done: list[Row] = []
         with aborted.watching([]):
@@ -139,7 +141,7 @@ class EngineWorker(LocalWorker):
         return done
 
     def _chunks(self, lengths: list[int], new: int) -> Iterator[range]:
-        """Neighbouring rows whose keys and values (for the longest row of them) and prompt tokens have room."""
+        """Yield neighbouring rows whose prompt tokens, keys and values (for the longest row of them) fit."""
         cfg = self.cfg
         position = (
             2 * cfg.num_layers * cfg.num_kv_heads * cfg.kv_channels * getattr(torch, self.settings.dtype).itemsize
@@ -178,7 +180,7 @@ class EngineWorker(LocalWorker):
         return rows
 
     def _run(self, prompts: list[list[int]], arguments: dict[str, Any], **hooks: Any) -> tuple[Tensor, list[int]]:
-        """int64 [n, T], prompts and what was generated, on the CPU; and where each row ends."""
+        """Return int64 [n, T], prompts and generated tokens, on the CPU; and the end of each row."""
         from tensorrt_llm.runtime import SamplingConfig
 
         out = self.runner.generate(
@@ -191,14 +193,15 @@ class EngineWorker(LocalWorker):
     def score(
         self, rows: list[tuple[list[int], int]], sampling: SamplingParams
     ) -> list[tuple[list[float], list[float]]]:
-        """Per (tokens, first): logprobs of tokens[first:] given those before, of the tempered full distribution and of
-        the one that `sampling` samples from. They are generated again, prescribed, as they were the first time."""
+        """Return, per (tokens, first), logprobs of tokens[first:] given those before, of the tempered full
+        distribution and of the one that `sampling` samples from. The tokens are generated again, prescribed, as they
+        were the first time."""
         self._ready()
         new = max((len(tokens) - first for tokens, first in rows), default=0)
-        found: list[tuple[list[float], list[float]]] = []
+        scores: list[tuple[list[float], list[float]]] = []
         for chunk in self._chunks([first for _, first in rows], new):
-            found += self._score([rows[i] for i in chunk], sampling)
-        return found
+            scores += self._score([rows[i] for i in chunk], sampling)
+        return scores
 
     def _score(
         self, rows: list[tuple[list[int], int]], sampling: SamplingParams

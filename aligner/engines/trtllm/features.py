@@ -1,7 +1,7 @@
-"""What some releases of TensorRT-LLM have and others have not, and what for. Data.
+"""Features that only some releases of TensorRT-LLM have, and their use. Data.
 
 Read from its sources; nothing here has been run against a real package. Release candidates of one version differ, so
-what a package can do is looked for in it.
+features are looked for in the package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _tags(name: str) -> str:
 
 @dataclass(frozen=True)
 class Feature:
-    """What some packages have. `use`: what it is for; `without`: what happens where it is missing."""
+    """A feature of some packages. `use`: its purpose; `without`: the behaviour where it is missing."""
 
     use: str
     without: str
@@ -45,7 +45,7 @@ class Feature:
 _MEMORY = tuple(f"tensorrt_llm._torch.virtual_memory:{name}_with_tag" for name in ("release", "materialize"))
 FEATURES = {
     "sleep_config": Feature(
-        "sleep beside CUDA graphs, of all memory but the weights; other memory than the cache's keeps what it holds",
+        "sleep beside CUDA graphs, of all memory but the weights; only the cache loses its content",
         "enable_sleep",
         (*_MEMORY, "tensorrt_llm.llmapi.llm_args:SleepConfig", _tags("KV_CACHE")),
         {ARGS: ("sleep_config",), "tensorrt_llm.llmapi.llm_args:SleepConfig": ("restore_modes",)},
@@ -74,7 +74,7 @@ FEATURES = {
         tuple(f"{LOADER}.{step}_update_weights" for step in ("begin", "finalize", "abort")),
     ),
     "finalize": Feature(
-        "what CUDA graphs read keeps its place when weights are finalised", "the hooks of each module alone", (REFIT,)
+        "finalised weights keep the addresses that CUDA graphs read", "the hooks of each module alone", (REFIT,)
     ),
     "balancer": Feature(
         "experts that are placed by load get their new weights",

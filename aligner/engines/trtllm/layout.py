@@ -5,7 +5,7 @@ Tensors arrive by their Hugging Face names; each fills rows of one parameter:
   mlp.fc, mlp.gate  gate_proj and up_proj: GatedMLP computes proj(silu(fc(x)) * gate(x)), so that its "gate" is the
                     factor without the activation
   lm_head           of a model with tied embeddings: the embedding, once more
-The vocabulary is not padded: TensorRT-LLM pads it to a multiple of its ranks, of which there is one.
+The vocabulary is not padded: TensorRT-LLM pads it to a multiple of its ranks, here one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aligner.families.table import family_table
 from aligner.models.params import ParamSpec, to_hf
 
 _LAYER = "transformer.layers.{layer}."
-# canonical name -> TensorRT-LLM's, one for each parameter that its Hugging Face tensors make up
+# canonical name -> TensorRT-LLM's names, one for each parameter made of its Hugging Face tensors
 NAMES = {
     "embedding.word_embeddings.weight": ("transformer.vocab_embedding.weight",),
     "decoder.final_layernorm.weight": ("transformer.ln_f.weight",),
@@ -55,8 +55,8 @@ class EngineParameter:
 
 
 def layout(cfg: ModelConfig) -> dict[str, EngineParameter]:
-    """Every parameter by TensorRT-LLM's name. KeyError for a family with a row that has no name there."""
-    found: dict[str, EngineParameter] = {}
+    """Return every parameter by TensorRT-LLM's name. Raises KeyError for a family with a row that has no name there."""
+    parameters: dict[str, EngineParameter] = {}
     for spec in family_table(cfg):
         _, _, inner = spec.canonical.partition("decoder.layers.")
         layer, _, row = inner.partition(".")
@@ -64,15 +64,15 @@ def layout(cfg: ModelConfig) -> dict[str, EngineParameter]:
         sources = _grouped(spec, len(names))
         for name, own in zip(names, sources, strict=True):
             target = _target(name.format(layer=layer), spec, own, cfg)
-            found[target.name] = target
+            parameters[target.name] = target
     if cfg.tie_embeddings:
-        table = found["transformer.vocab_embedding.weight"]
-        found["lm_head.weight"] = EngineParameter("lm_head.weight", table.shape, table.parts)
-    return found
+        table = parameters["transformer.vocab_embedding.weight"]
+        parameters["lm_head.weight"] = EngineParameter("lm_head.weight", table.shape, table.parts)
+    return parameters
 
 
 def _grouped(spec: ParamSpec, parameters: int) -> list[tuple[str, ...]]:
-    """The Hugging Face names of each parameter: all of one, or one of each."""
+    """Return the Hugging Face names of each parameter: all of one, or one of each."""
     return [spec.hf] if parameters == 1 else [(name,) for name in spec.hf]
 
 

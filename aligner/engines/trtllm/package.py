@@ -1,4 +1,4 @@
-"""What a Python package has: as it is installed, or as its sources say, which need not be importable here.
+"""The symbols of a Python package: as it is installed, or by its sources, which need not be importable here.
 
 A symbol is "module:attribute.attribute". Of several, between "|", one is enough: upstream has moved it.
 """
@@ -20,13 +20,13 @@ class Package(Protocol):
     def has(self, symbol: str) -> bool: ...
 
     def accepts(self, symbol: str) -> set[str]:
-        """Names that a callable, a dataclass or a pydantic model takes, or has as properties; none if it is not
-        there."""
+        """Return the names that a callable, a dataclass or a pydantic model takes, or has as properties; none if it
+        does not exist."""
         ...
 
 
 def resolve(symbol: str) -> Any:
-    """The object that is imported for it. Raises ImportError or AttributeError."""
+    """Import and return a symbol's object. Raises ImportError or AttributeError."""
     *others, last = symbol.split("|")
     for one in others:
         try:
@@ -34,27 +34,27 @@ def resolve(symbol: str) -> Any:
         except (ImportError, AttributeError):
             continue
     module, _, path = last.partition(":")
-    found = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
+    target = importlib.import_module(module)
+    for name in path.split("."):
+        target = getattr(target, name)
+    return target
 
 
-def accepted(thing: Any) -> set[str]:
+def accepted(target: Any) -> set[str]:
     """See `Package.accepts`."""
-    fields = getattr(thing, "model_fields", None)
+    fields = getattr(target, "model_fields", None)
     if fields is not None:
         return set(fields)
     properties = (
-        {name for name, value in vars(thing).items() if isinstance(value, property)}
-        if inspect.isclass(thing)
+        {name for name, value in vars(target).items() if isinstance(value, property)}
+        if inspect.isclass(target)
         else set()
     )
-    return set(inspect.signature(thing).parameters) | properties
+    return set(inspect.signature(target).parameters) | properties
 
 
 class Installed:
-    """In this interpreter. Importing it may take hold of a GPU, MPI and much time."""
+    """A package of this interpreter. Importing it may occupy a GPU, start MPI and take long."""
 
     def __init__(self, name: str):
         self.version = importlib.import_module(name).__version__
@@ -73,12 +73,12 @@ class Installed:
             return set()
 
 
-Named = tuple[str, ast.AST]  # a module, and what is defined in it
+Named = tuple[str, ast.AST]  # a module, and a definition in it
 
 
 class Sources:
-    """In a folder: an unpacked wheel or a checkout. Nothing of it is run. What is only made while it runs (attributes
-    of `self`, `setattr`, modules of other languages) is not seen."""
+    """A package in a folder: an unpacked wheel or a checkout. None of it is run. Names that are only made while it
+    runs (attributes of `self`, `setattr`, modules of other languages) are not seen."""
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.name = folder, name
@@ -88,8 +88,8 @@ class Sources:
         return self._find(symbol) is not None
 
     def accepts(self, symbol: str) -> set[str]:
-        found = self._find(symbol)
-        return set() if found is None else self._taken(*found)
+        definition = self._find(symbol)
+        return set() if definition is None else self._taken(*definition)
 
     def _version(self) -> str:
         for module in (f"{self.name}.version", f"{self.name}._version", self.name):
@@ -100,7 +100,7 @@ class Sources:
 
     @cache  # noqa: B019 (one object for one run)
     def _body(self, module: str) -> list[ast.stmt]:
-        """The statements of a module, also those under `if` and `try`; none if it is not there."""
+        """Return the statements of a module, also those under `if` and `try`; none if it does not exist."""
         path = self.folder.joinpath(*module.split("."))
         for file in (path / "__init__.py", path.with_suffix(".py")):
             if file.is_file():
@@ -111,28 +111,28 @@ class Sources:
         for one in symbol.split("|"):
             module, _, path = one.partition(":")
             first, *rest = path.split(".")
-            found = self._in_module(module, first)
+            definition = self._in_module(module, first)
             for name in rest:
-                found = None if found is None else self._member(*found, name)
-            if found is not None:
-                return found
+                definition = None if definition is None else self._member(*definition, name)
+            if definition is not None:
+                return definition
         return None
 
     def _in_module(self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> Named | None:
-        """What `name` is in a module, where it is defined."""
+        """Return the definition of `name` in a module, where it is defined."""
         if (module, name) in seen:
             return None
         seen |= {(module, name)}
-        found: Named | None = None
+        definition: Named | None = None
         for node in self._body(module):  # the last definition counts
             if isinstance(node, ast.ImportFrom):
-                found = self._imported(module, node, name, seen) or found
+                definition = self._imported(module, node, name, seen) or definition
             elif _defines(node, name):
-                found = self._followed(module, node, name, seen)
-        return found
+                definition = self._followed(module, node, name, seen)
+        return definition
 
     def _followed(self, module: str, node: ast.AST, name: str, seen: frozenset[tuple[str, str]]) -> Named:
-        """`A = B` is B, where that is known."""
+        """Follow `A = B` to B, where that is known."""
         value = getattr(node, "value", None)
         if isinstance(value, ast.Name) and value.id != name:
             return self._in_module(module, value.id, seen) or (module, node)
@@ -152,22 +152,22 @@ class Sources:
         return None
 
     def _member(self, module: str, node: ast.AST, name: str) -> Named | None:
-        """Of a class, its own or inherited."""
+        """Return a class's member, its own or inherited."""
         if not isinstance(node, ast.ClassDef):
             return None
         for inner in reversed(list(_statements(node.body))):
             if _defines(inner, name):
                 return module, inner
         for base in self._bases(module, node):
-            if (found := self._member(*base, name)) is not None:
-                return found
+            if (member := self._member(*base, name)) is not None:
+                return member
         return None
 
     def _bases(self, module: str, node: ast.ClassDef) -> Iterator[Named]:
         for base in node.bases:
             name = base.value if isinstance(base, ast.Subscript) else base
-            if isinstance(name, ast.Name) and (found := self._in_module(module, name.id)) is not None:
-                yield found
+            if isinstance(name, ast.Name) and (definition := self._in_module(module, name.id)) is not None:
+                yield definition
 
     def _taken(self, module: str, node: ast.AST) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -175,17 +175,17 @@ class Sources:
             return {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
         if not isinstance(node, ast.ClassDef):
             return set()
-        found: set[str] = set()
+        names: set[str] = set()
         for inner in _statements(node.body):
             if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
-                found.add(inner.target.id)  # a field of a dataclass or a pydantic model
+                names.add(inner.target.id)  # a field of a dataclass or a pydantic model
             elif isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
-                found |= self._taken(module, inner) - {"self"}
+                names |= self._taken(module, inner) - {"self"}
             elif isinstance(inner, ast.FunctionDef) and any(_named(d, "property") for d in inner.decorator_list):
-                found.add(inner.name)
+                names.add(inner.name)
         for base in self._bases(module, node):
-            found |= self._taken(*base)
-        return found
+            names |= self._taken(*base)
+        return names
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

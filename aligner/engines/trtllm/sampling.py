@@ -1,4 +1,4 @@
-"""This project's sampling parameters in TensorRT-LLM's words, one by one, and what its logprobs are of."""
+"""This project's sampling parameters in TensorRT-LLM's terms, one by one, and the distribution of its logprobs."""
 
 from __future__ import annotations
 
@@ -17,38 +17,39 @@ RESCORE, RAW, PROCESSED = "rescore", "raw", "processed"
 
 
 def sampling_arguments(sampling: SamplingParams, row: Version, features: Container[str], pad_id: int) -> dict[str, Any]:
-    """Keyword arguments of `tensorrt_llm.SamplingParams`, without `seed`. `stop` is not among them: the engine has no
-    tokenizer, so its caller cuts the responses. Every parameter is given: their defaults (32 tokens, greedy where
-    nothing is said) are not ours. Raises ConfigError on what this version would ignore.
+    """Return keyword arguments of `tensorrt_llm.SamplingParams`, without `seed`. `stop` is not among them: the engine
+    has no tokenizer, so its caller cuts the responses. Every parameter is given: their defaults (32 tokens, greedy) are
+    not ours. Raises ConfigError on parameters that this version would ignore.
 
     The last stop token, a chat's end where there is one, is `end_id` as well: some samplers look at that alone (see
-    `ended`)."""
+    `ended`).
+    """
     if sampling.min_p and not row.min_p:
         expected = f"0 with TensorRT-LLM {row.prefix}, whose default sampler ignores it"
-        raise ConfigError("sampling.min_p", sampling.min_p, expected, "1.4 and engine.name=native know it.")
-    found = _distribution(sampling) | {
+        raise ConfigError("sampling.min_p", sampling.min_p, expected, "1.4 and engine.name=native support it.")
+    arguments = _distribution(sampling) | {
         "end_id": sampling.stop_token_ids[-1] if sampling.stop_token_ids else NO_END_ID,
         "pad_id": pad_id,
         "max_tokens": sampling.max_response_tokens,
         "stop_token_ids": list(sampling.stop_token_ids) or None,
-        "include_stop_str_in_output": True,  # of stop tokens too: without it they are cut off
-        "logprobs": 1,  # some versions know 0 or 1 only; some give the likeliest token and not the sampled one
+        "include_stop_str_in_output": True,  # of stop tokens too: otherwise they are cut off
+        "logprobs": 1,  # some versions accept 0 or 1 only; some give the likeliest token and not the sampled one
         "detokenize": False,
     }
     if "plain_logprobs" in features:
-        found |= {"logprobs": 0, "logprobs_simple_format": True}  # of the sampled token alone, a number
+        arguments |= {"logprobs": 0, "logprobs_simple_format": True}  # of the sampled token alone, a number
     if sampling.min_p and sampling.temperature:
-        found["min_p"] = sampling.min_p
+        arguments["min_p"] = sampling.min_p
     if logprob_source(sampling, features) == PROCESSED:
-        found["logprobs_mode"] = "PROCESSED"  # the child turns it into the package's own constant
-    return found
+        arguments["logprobs_mode"] = "PROCESSED"  # the child turns it into the package's own constant
+    return arguments
 
 
 def ended(
     tokens: list[int], logprobs: list[float] | None, reason: int, stops: Sequence[int]
 ) -> tuple[list[int], list[float] | None, int]:
-    """A response that ends with its stop token, whatever the sampler makes of stop tokens: one may go on after those
-    that are not `end_id`, another leaves `end_id` out (then without logprobs)."""
+    """Return a response that ends with its stop token. Samplers treat stop tokens differently: one may continue
+    after those that are not `end_id`, another leaves `end_id` out (then without logprobs)."""
     at = next((i + 1 for i, token in enumerate(tokens) if token in stops), 0)
     if at:
         return tokens[:at], None if logprobs is None else logprobs[:at], STOP
@@ -58,20 +59,22 @@ def ended(
 
 
 def _distribution(sampling: SamplingParams) -> dict[str, Any]:
-    """What both runtimes call by the same names. 0 turns top-k off."""
+    """Return the parameters with the same names in both runtimes. 0 turns top-k off."""
     if sampling.temperature == 0:
         return {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
 
 
 def runner_arguments(sampling: SamplingParams, seeds: Sequence[int]) -> dict[str, Any]:
-    """Keyword arguments of `tensorrt_llm.runtime.SamplingConfig` for one row per seed; its own defaults are greedy
-    (`top_k=1`, `top_p=0`), 20 tokens, one seed for all. Raises ConfigError on what its kernels would clip.
+    """Return keyword arguments of `tensorrt_llm.runtime.SamplingConfig` for one row per seed. Its own defaults are
+    greedy (`top_k=1`, `top_p=0`), 20 tokens, one seed for all. Raises ConfigError on values that its kernels would
+    clip.
 
-    No end id, as above: here it also fills what comes after the end. With one, `min_length` (1 by default) masks the
-    logit of that id, which for an id that is none lies outside the row: so 0."""
+    No end id, as above: here it also fills the tokens after the end. With one, `min_length` (1 by default) masks the
+    logit of that id, which for an invalid id is outside the row: so 0.
+    """
     if sampling.top_k > TOP_K_MAX:
-        expected = f"at most {TOP_K_MAX} with engine.name=trtllm_engine, whose kernels go no further"
+        expected = f"at most {TOP_K_MAX} with engine.name=trtllm_engine, the limit of its kernels"
         raise ConfigError("sampling.top_k", sampling.top_k, expected)
     return _distribution(sampling) | {
         "end_id": NO_END_ID,
@@ -89,8 +92,8 @@ def runner_arguments(sampling: SamplingParams, seeds: Sequence[int]) -> dict[str
 
 
 def _stop_words(tokens: Sequence[int], rows: int) -> Any:
-    """int32 [rows, 2, n] (numpy: a list would need a tokenizer): the words' tokens one after another, and where each
-    word ends. Every word here is one token."""
+    """Return int32 [rows, 2, n] (numpy: a list would need a tokenizer): the words' tokens one after another, and the
+    end of each word. Every word here is one token."""
     if not tokens:
         return None
     words = torch.tensor([list(tokens), list(range(1, len(tokens) + 1))], dtype=torch.int32)
@@ -98,9 +101,9 @@ def _stop_words(tokens: Sequence[int], rows: int) -> Any:
 
 
 def logprob_source(sampling: SamplingParams, features: Container[str]) -> str:
-    """RAW: the sampler's logprobs of the untempered distribution are the ones wanted. PROCESSED: those of the
-    sampled-from one, where a version gives them. RESCORE: neither, or two kinds are wanted: a forward over the finished
-    rows gives them."""
+    """Return the source of logprobs. RAW: the sampler's logprobs of the untempered distribution are the ones wanted.
+    PROCESSED: those of the sampled-from one, where a version gives them. RESCORE: neither, or two kinds are wanted:
+    a forward over the finished rows gives them."""
     if sampling.truncates:
         return RESCORE
     if sampling.temperature in (0, 1):

@@ -1,7 +1,7 @@
-"""What happens at each step of TensorRT-LLM's Python runtime: logprobs are taken, a token may be prescribed.
+"""Hooks into the steps of TensorRT-LLM's Python runtime, which take logprobs and may prescribe tokens.
 
-The runtime calls a logits processor before it picks tokens. Its own logprobs are not used: what they are of depends on
-the sampler's kernel. A processor is a plain callable here; nothing of the package is needed.
+The runtime calls a logits processor before it picks tokens. Its own logprobs are not used: their distribution
+depends on the sampler's kernel. A processor is a plain callable here; nothing of the package is needed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Watch:
         self._noted: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, step: int, ids: Tensor, scores: Tensor) -> Tensor:
-        """ids int [n, T], prompts and the tokens so far, right-padded; scores [n, V], returned as the object it is: the
-        engine writes the next step's into it, whatever is returned."""
+        """Note the logprobs of the tokens picked last. ids int [n, T], prompts and the tokens so far, right-padded.
+        Returns `scores` [n, V] itself: the engine writes the next step's scores into that object in any case."""
         if step:
             self._note(ids, step - 1)
         self._logits = scores[:, : self.vocab_size].float().clone()  # the sampler overwrites it
@@ -34,19 +34,19 @@ class Watch:
 
     def _note(self, ids: Tensor, step: int) -> None:
         at = torch.tensor(self.lengths, device=ids.device)[:, None] + step
-        # a row that has ended goes on with an id that is none
+        # a row that has ended continues with an invalid id
         picked = ids.gather(1, at.clamp(max=ids.shape[1] - 1)).long().clamp(0, self.vocab_size - 1)
         self._noted.append(picked_logprobs(self._logits, picked[:, 0], self.sampling))
 
     def logprobs(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """float32 [n, steps] twice: of the sampled-from distribution, of the full one. `ids` as at the end."""
+        """Return float32 [n, steps] twice: of the sampled-from distribution, of the full one. `ids` as at the end."""
         self._note(ids, len(self._noted))
         full, cut = (torch.stack(column, dim=1).cpu() for column in zip(*self._noted, strict=True))
         return cut, full
 
 
 class Prescribed(Watch):
-    """Makes the engine pick `wanted` int64 [n, steps], whatever it holds likely."""
+    """A logits processor that makes the engine pick `wanted` int64 [n, steps] at any probability."""
 
     def __init__(self, lengths: list[int], wanted: Tensor, sampling: SamplingParams, vocab_size: int):
         super().__init__(lengths, sampling, vocab_size)

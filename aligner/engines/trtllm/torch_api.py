@@ -1,18 +1,18 @@
-"""What this project needs of TensorRT-LLM: symbols, arguments, and what they mean. Data.
+"""The symbols and arguments of TensorRT-LLM that this project needs, and their meaning. Data.
 
 Read from its sources; nothing here has been run against a real package. `aligner doctor engine=trtllm` compares the
-table with what is installed: `python -m aligner.engines.trtllm.torch_api` prints that comparison as JSON, on its last
-line. With `--source DIR` it compares the sources in DIR (an unpacked wheel, a checkout) without importing them, and
-prints for people.
+table with the installed package: `python -m aligner.engines.trtllm.torch_api` prints that comparison as JSON, on its
+last line. With `--source DIR` it compares the sources in DIR (an unpacked wheel, a checkout) without importing them,
+and prints for people.
 
-Release candidates of one version differ, so what a package can do is looked for, feature by feature. Where a signature
-does not tell, the version does:
+Release candidates of one version differ, so features are looked for in the package one by one. Where a signature does
+not tell, the version does:
   logprobs_mode   RAW (default: of the untempered distribution) or PROCESSED (of the sampled one): pull request 9675
   logprobs        1: of the likeliest token, later of that and the sampled one (pull request 9374 asked for it)
   seed            honoured per request by the default sampler (TorchSampler) since pull request 17172, ignored before
   min_p           honoured by that sampler since pull request 16590, ignored before
-  sleep           `enable_sleep`, later `sleep_config`, which also says what becomes of released memory. The type of the
-                  tags has moved between modules; their names, which are what both functions take, have not
+  sleep           `enable_sleep`, later `sleep_config`, which also says whether released memory is restored. The type of
+                  the tags has moved between modules; their names, which both functions take, have not
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True)
 class Version:
-    """`prefix`: of the version string. `refused`: why the engine does not run on it."""
+    """A version of the table. `prefix`: of the version string. `refused`: why the engine does not run on it."""
 
     prefix: str
     symbols: tuple[str, ...] = _SYMBOLS
     arguments: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: _ARGUMENTS
     )  # symbol -> what it must accept
-    request_seeds: bool = False  # SamplingParams.seed decides a sample, whatever runs beside it
+    request_seeds: bool = False  # a sample depends on SamplingParams.seed alone, not on other requests
     min_p: bool = False
     refused: str = ""
 
@@ -91,13 +91,13 @@ NOT_RUN = (
     "partial reloads, finalising and the prefix cache on a GPU",
     "CUDA IPC between trainer and child",
     "release and return of memory",
-    "which tokens end a response, and whether they are part of it",
+    "which tokens end a response, and whether they belong to it",
     "logprobs of a real sampler against the trainer's (the sentinel does that in every run)",
 )
 
 
 def version_row(version: str) -> Version:
-    """The row of an installed version. Raises ConfigError for one that is not in the table or is refused."""
+    """Return the row of an installed version. Raises ConfigError for one that is not in the table or is refused."""
     return require_row(version, VERSIONS, "trtllm")
 
 
@@ -117,7 +117,7 @@ def find_row(version: str, table: Sequence[Version] = VERSIONS) -> Version | Non
 
 @dataclass
 class Findings:
-    """What a package has of a row of the table."""
+    """The symbols and features of a package, compared with a row of the table."""
 
     version: str = ""
     row: str = ""  # "" where the version is not in the table: then compared with the newest row
@@ -135,49 +135,50 @@ def compare(
     wanted: Iterable[str] = FEATURES,
     package: Package | None = None,
 ) -> Findings:
-    """Of `package`, else of the installed one, which is imported: do that in a process of its own, without the
-    launcher's variables. A version that is not in the table is compared with the last row that is not refused."""
-    found = Findings(not_run=list(not_run))
+    """Compare `package`, else the installed one, with the table. The installed one is imported: do that in a
+    separate process, without the launcher's variables. A version that is not in the table is compared with the last
+    row that is not refused."""
+    findings = Findings(not_run=list(not_run))
     try:
         package = package or Installed(NAME)
     except Exception as error:  # a broken CUDA or MPI underneath raises anything; it is the finding
-        found.error = f"{type(error).__name__}: {error}"
-        return found
-    found.version = package.version
-    row = find_row(found.version, table)
-    found.row = row.prefix if row else ""
+        findings.error = f"{type(error).__name__}: {error}"
+        return findings
+    findings.version = package.version
+    row = find_row(findings.version, table)
+    findings.row = row.prefix if row else ""
     row = row or [v for v in table if not v.refused][-1]
-    found.refused = row.refused
+    findings.refused = row.refused
     for symbol in row.symbols:
-        (found.present if package.has(symbol) else found.missing).append(symbol)
+        (findings.present if package.has(symbol) else findings.missing).append(symbol)
     for symbol, names in row.arguments.items():
         has = package.accepts(symbol)
         for name in names:
-            (found.present if name in has else found.missing).append(f"{symbol}({name})")
-    found.features = {name: FEATURES[name].of(package) for name in wanted}
-    return found
+            (findings.present if name in has else findings.missing).append(f"{symbol}({name})")
+    findings.features = {name: FEATURES[name].of(package) for name in wanted}
+    return findings
 
 
-def report(found: Findings) -> str:
-    """For people, a line for each feature and each thing that is missing."""
-    if found.refused:
-        known = f"refused: {found.refused}"
+def report(findings: Findings) -> str:
+    """Return a report for people, a line for each feature and each missing symbol."""
+    if findings.refused:
+        known = f"refused: {findings.refused}"
     else:
-        known = f"compared with the table's {found.row or 'newest, for it is not in the table'}"
-    lines = [f"TensorRT-LLM {found.version or '(no version found)'}, {known}"]
-    for name, there in found.features.items():
+        known = f"compared with the table's {findings.row or 'newest row, as the version is not in it'}"
+    lines = [f"TensorRT-LLM {findings.version or '(no version found)'}, {known}"]
+    for name, there in findings.features.items():
         feature = FEATURES[name]
         lines.append(
             f"  {name:<19} {'yes' if there else 'no '}  {feature.use}" + f"; without: {feature.without}" * (not there)
         )
-    lines += [f"  missing: {symbol}" for symbol in found.missing] or ["  nothing that is always needed is missing"]
+    lines += [f"  missing: {symbol}" for symbol in findings.missing] or ["  nothing that is always needed is missing"]
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """1 where something that is always needed is missing from `--source`, or it is refused."""
+    """Print the comparison; return 1 where a required symbol is missing from `--source`, or the version is refused."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__spec__.name}", description="What TensorRT-LLM has of the table."
+        prog=f"python -m {__spec__.name}", description="Compare TensorRT-LLM with the table."
     )
     parser.add_argument(
         "--source", type=Path, metavar="DIR", help=f"the folder that holds {NAME}/, instead of importing it"
@@ -188,9 +189,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if not (source / NAME / "__init__.py").is_file():
         parser.error(f"--source {source}: expected a folder that holds {NAME}/__init__.py")
-    found = compare(package=Sources(source, NAME))
-    print(report(found))
-    return int(bool(found.missing or found.refused))
+    findings = compare(package=Sources(source, NAME))
+    print(report(findings))
+    return int(bool(findings.missing or findings.refused))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
   TrtllmEngine  -- start(config.json) --------> LLM(load_format="dummy")
      begin_update, buckets, finish_update ----> pre-reload, partial reloads (each answered), finalise, reset prefixes
      generate, logprobs ----------------------> requests with a seed each; context logits
-Whatever fails between begin_update and finish_update leaves an engine that refuses to generate. Requests of all ranks
-are spread over the engines.
+
+An error between begin_update and finish_update leaves an engine that refuses to generate. Requests of all ranks are
+spread over the engines.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from aligner.errors import MissingExtraError
 
 
 def require_package(python: str = "", name: str = "trtllm") -> None:
-    """Raises MissingExtraError where TensorRT-LLM is not installed, ConfigError where there is no such `python`; what
-    that one has the child will tell."""
+    """Raise MissingExtraError where TensorRT-LLM is not installed, ConfigError where there is no such `python`. Only
+    the child can check the packages of another `python`."""
     if python:
         interpreter(python, {}, TrtllmConfig.KEY)
     elif importlib.util.find_spec("tensorrt_llm") is None:
@@ -33,15 +34,15 @@ def require_package(python: str = "", name: str = "trtllm") -> None:
 
 
 class TrtllmEngine(Replicated, ChildEngine):
-    """See `ChildEngine` and `Replicated`."""
+    """TensorRT-LLM's PyTorch backend. See `ChildEngine` and `Replicated`."""
 
     name, title = "trtllm", "TensorRT-LLM"
     worker = "aligner.engines.trtllm.torch_worker:Worker"
     block = 32
     find_row = staticmethod(version_row)
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, **more: Any):
-        super().__init__(model, config, **more)
+    def __init__(self, model: ModelConfig, config: EngineConfig, **options: Any):
+        super().__init__(model, config, **options)
         self.tensor_parallel = config.tensor_parallel
         self.row: Version = self.find_row(self.version)
 

@@ -1,7 +1,7 @@
-"""One TensorRT-LLM engine, in the process that it runs in: what each call of the trainer does to it.
+"""One TensorRT-LLM engine, in the process that it runs in: the trainer's calls to it.
 
-The engine runs in this process (TLLM_WORKER_USE_SINGLE_PROCESS=1): that is how its executor, and with it the weights,
-can be reached under MPI.
+The engine runs in this process (TLLM_WORKER_USE_SINGLE_PROCESS=1): so its executor, and with it the weights, can be
+reached under MPI.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from aligner.types import SamplingParams
 
 
 def engine_arguments(settings: Settings, has: Container[str]) -> dict[str, Any]:
-    """Keyword arguments of `tensorrt_llm.LLM`."""
+    """Return keyword arguments of `tensorrt_llm.LLM`."""
     from tensorrt_llm.llmapi import CudaGraphConfig, KvCacheConfig
 
     graphs = CudaGraphConfig(max_batch_size=settings.max_batch, enable_padding=True) if settings.cuda_graphs else None
-    found = {
+    arguments = {
         "model": settings.folder,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -48,8 +48,8 @@ def engine_arguments(settings: Settings, has: Container[str]) -> dict[str, Any]:
         "allreduce_strategy": "NCCL",
     }
     if settings.sleep:
-        found |= _sleep_argument(has, settings.sleep_weights, settings.cuda_graphs)
-    return found
+        arguments |= _sleep_argument(has, settings.sleep_weights, settings.cuda_graphs)
+    return arguments
 
 
 def _sleep_argument(has: Container[str], weights: bool, graphs: bool) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _sleep_argument(has: Container[str], weights: bool, graphs: bool) -> dict[st
         raise ConfigError("engine.trtllm.sleep_weights", True, expected)
     if "sleep_config" not in has:
         if "enable_sleep" not in has:
-            expected = f"false with TensorRT-LLM {__version__}, which has no way to sleep that is known here"
+            expected = f"false with TensorRT-LLM {__version__}, whose way to sleep is not supported"
             raise ConfigError("engine.sleep", True, expected)
         if graphs:
             expected = f"false with engine.sleep and TensorRT-LLM {__version__}, whose graphs do not survive it"
@@ -76,8 +76,9 @@ def _sleep_argument(has: Container[str], weights: bool, graphs: bool) -> dict[st
 
 
 def memory_tags(tags: list[str], has: Container[str]) -> list[str]:
-    """With the KV cache all other memory that has a tag goes, but weights (a draft model's too): workspaces, pools of
-    graphs. Where sleep has no config, tags of other memory may be those of weights."""
+    """Return the tags of memory to release. With the KV cache all other memory that has a tag goes (workspaces,
+    pools of graphs), but weights, a draft model's too, stay. Where sleep has no config, tags of other memory may be
+    those of weights."""
     if "sleep_config" not in has or KV_CACHE not in tags:
         return tags
     every = [kind.value for kind in resolve(TAGS)]
@@ -85,7 +86,7 @@ def memory_tags(tags: list[str], has: Container[str]) -> list[str]:
 
 
 class Worker(LocalWorker):
-    """One method per call."""
+    """A worker with one method per call."""
 
     def __init__(self, settings: Settings):
         import tensorrt_llm
@@ -106,18 +107,18 @@ class Worker(LocalWorker):
         self.partial = "allow_partial_loading" in inspect.signature(self.model.load_weights).parameters
         self._collected: dict[str, Tensor] = {}
         self._begun = False
-        self._away: list[str] = []  # tags of memory that sleep has given back
+        self._away: list[str] = []  # tags of memory that sleep has released
         super().__init__(settings)
 
     def describe(self) -> dict[str, Any]:
-        found = {"version": self.api.__version__, "partial": self.partial, "score_rows": 1}
-        return found | {"features": sorted(self.features)}
+        description = {"version": self.api.__version__, "partial": self.partial, "score_rows": 1}
+        return description | {"features": sorted(self.features)}
 
     # ---- weights
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        """A part of an update, while no request runs. Where it fails, the loader forgets what it has of the update."""
+        """Run one step of an update, while no request runs. If it fails, the loader forgets the update so far."""
         with self.executor.control_action():
             try:
                 yield
@@ -127,7 +128,7 @@ class Worker(LocalWorker):
 
     def _abort(self) -> None:
         if self._begun and "update_hooks" in self.features:
-            with suppress(Exception):  # what made it fail is the cause to tell
+            with suppress(Exception):  # the first error is the cause to report
                 self.loader.abort_update_weights()
         self._begun = False
 
@@ -142,7 +143,7 @@ class Worker(LocalWorker):
         self._collected, self._checksums = {}, {}
         with self._updating():
             self._return(cache=False)
-            self._abort()  # an update that was given up
+            self._abort()  # an abandoned update
             if "update_hooks" in self.features:
                 self.loader.begin_update_weights()
             self._begun = True
@@ -171,9 +172,9 @@ class Worker(LocalWorker):
         self.whole, self._begun = True, False
 
     def _finalize(self) -> None:
-        """What was loaded takes effect, where graphs and kernels read it."""
+        """Put the loaded weights into effect, where graphs and kernels read them."""
         if "finalize" in self.features:
-            resolve(REFIT)(SimpleNamespace(engine=self.executor))  # it asks for nothing else of its worker
+            resolve(REFIT)(SimpleNamespace(engine=self.executor))  # it needs nothing else of its worker
         else:
             if "update_hooks" in self.features:
                 self.loader.finalize_update_weights()
@@ -201,11 +202,11 @@ class Worker(LocalWorker):
         with self.executor.control_action():
             self._return(cache=KV_CACHE in tags)
             if KV_CACHE in tags:
-                self.executor.reset_prefix_cache()  # what its blocks held is gone
+                self.executor.reset_prefix_cache()  # the contents of its blocks are gone
             self._synchronize()
 
     def _return(self, cache: bool) -> None:
-        """All memory that is away; but for the cache's, which an update can do without, unless `cache`."""
+        """Return all released memory, the cache's only with `cache`: an update does not need it."""
         from tensorrt_llm._torch.virtual_memory import materialize_with_tag
 
         if back := [tag for tag in self._away if cache or tag != KV_CACHE]:
@@ -217,8 +218,8 @@ class Worker(LocalWorker):
     def generate(
         self, requests: list[tuple[list[int], int]], sampling: SamplingParams, progress: Progress, aborted: Abort
     ) -> list[Row] | None:
-        """A row per (prompt, seed); None if it was aborted. Logprobs are None where the sampler's are not the ones
-        wanted, or are not of the sampled tokens."""
+        """Return a row per (prompt, seed); None if it was aborted. Logprobs are None where the sampler's are not the
+        ones wanted, or are not of the sampled tokens."""
         self._require()
         arguments = sampling_arguments(sampling, self.row, self.features, self.settings.pad_id)
         if "logprobs_mode" in arguments:
@@ -243,8 +244,8 @@ class Worker(LocalWorker):
     def score(
         self, rows: list[tuple[list[int], int]], sampling: SamplingParams
     ) -> list[tuple[list[float], list[float]]]:
-        """Per (tokens, first): logprobs of tokens[first:] given those before, of the tempered full distribution and of
-        the one that `sampling` samples from."""
+        """Return, per (tokens, first), logprobs of tokens[first:] given those before, of the tempered full
+        distribution and of the one that `sampling` samples from."""
         self._require()
         return [self._score(tokens, first, sampling) for tokens, first in rows]
 

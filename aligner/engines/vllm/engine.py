@@ -26,26 +26,27 @@ VARIABLES = {
 
 
 class VllmEngine(Replicated, ChildEngine):
-    """See `ChildEngine` and `Replicated`."""
+    """vLLM. See `ChildEngine` and `Replicated`."""
 
     name, title = "vllm", "vLLM"
     worker = "aligner.engines.vllm.worker:VllmWorker"
     block = 32
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, *, device: torch.device | str, **more: Any):
+    def __init__(self, model: ModelConfig, config: EngineConfig, *, device: torch.device | str, **options: Any):
         if config.sleeps and torch.device(device).type == "cpu":
-            raise ConfigError("engine.sleep", True, "false on a CPU, where vLLM cannot give memory back")
-        super().__init__(model, config, device=device, **more)
+            raise ConfigError("engine.sleep", True, "false on a CPU, where vLLM cannot release memory")
+        super().__init__(model, config, device=device, **options)
         self.tensor_parallel = config.tensor_parallel
 
     def _settings(self, memories: list[Memory]) -> Settings:
-        """vLLM wants room for the longest row that it may be asked for: shorter ones are, where its cache is small."""
+        """Return the settings. vLLM wants room for the longest row of `max_seq_len`: that is shorter where its cache
+        is small."""
         fits = (self.config.cache_bytes // (self.block * self.position_bytes) - 1) * self.block - 1
-        found = super()._settings(memories)
-        return replace(found, max_seq_len=min(found.max_seq_len, max(fits, 1)), block=self.block)
+        settings = super()._settings(memories)
+        return replace(settings, max_seq_len=min(settings.max_seq_len, max(fits, 1)), block=self.block)
 
     def _cache_bytes(self, row: int) -> int:
-        """With the token that follows a row that is scored, and a block that vLLM keeps for itself."""
+        """Add the token that follows a row that is scored, and a block that vLLM keeps for itself."""
         return super()._cache_bytes(row + 1) + self.block * self.position_bytes
 
     def _variables(self) -> dict[str, str]:

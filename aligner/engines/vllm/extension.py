@@ -1,6 +1,6 @@
-"""What a refit does in vLLM's workers, one process for each rank of the engine: methods that it adds to their class.
+"""Refit methods that are added to the class of vLLM's workers, one process for each rank of the engine.
 
-vLLM lays a layer's weights out for its kernels, and on a CPU frees what it was given: they are only replaced through
+vLLM lays a layer's weights out for its kernels, and on a CPU frees the originals. So they are only replaced through
 its reload, which collects a layer's tensors, lays them out again and copies them to where the kernels read them.
 """
 
@@ -17,13 +17,13 @@ from aligner.errors import RefitError
 
 
 class Extension:
-    """Names are prefixed: the worker's class has many of its own."""
+    """Methods for vLLM's worker class. Their names are prefixed: that class has many of its own."""
 
     aligner_loading = False
 
     def aligner_open(self, memories: list[Memory], lasting: bool) -> None:
-        """Where the trainer's tensors come: of each rank, or the same one for all. `lasting`: what comes stays there
-        until the update has ended."""
+        """Open the memory of the trainer's tensors: one for each rank, or the same one for all. `lasting`: tensors
+        stay there until the update has ended."""
         memory = memories[self.rank]
         self.aligner_buffer = memory.tensor(self.model_runner.device.index or 0)
         self.aligner_lasting = lasting
@@ -34,7 +34,7 @@ class Extension:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         with set_current_vllm_config(self.vllm_config):
-            if self.aligner_loading:  # what an update that was given up has left would count as loaded
+            if self.aligner_loading:  # tensors of an abandoned update would count as loaded
                 finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
             initialize_layerwise_reload(self.model_runner.get_model())
         if self.model_runner.device.type == "cpu":
@@ -42,21 +42,23 @@ class Extension:
         self.aligner_loading = True
 
     def aligner_take(self, slots: list[Slot], hashed: bool) -> dict[str, int]:
-        """Checksums of the tensors as they arrived here, if they are `hashed` and no other rank has the same memory."""
+        """Load a bucket; return checksums of the tensors as they arrived, if they are `hashed` and no other rank has
+        the same memory."""
         from vllm.config import set_current_vllm_config
 
         if not self.aligner_loading:
             raise RefitError("a bucket came outside of an update")
-        found = checksums(slots, self.aligner_buffer) if hashed and self.aligner_hashes else {}
+        sums = checksums(slots, self.aligner_buffer) if hashed and self.aligner_hashes else {}
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(self._aligner_tensors(slots))
         if self.aligner_buffer.is_cuda:
             torch.cuda.synchronize()
-        return found
+        return sums
 
     def _aligner_tensors(self, slots: list[Slot]) -> Iterator[tuple[str, Tensor]]:
-        """One after the other. vLLM keeps them until a layer has all of its own, perhaps in a later bucket: where the
-        next bucket takes their place, they are copies. Where it does not, it copies a rank's share to the device."""
+        """Yield one tensor after the other. vLLM keeps them until a layer has all of its own, perhaps in a later
+        bucket. If the next bucket overwrites them, they are copies; otherwise vLLM copies a rank's share to the
+        device."""
         for slot in slots:
             tensor = slot.view(self.aligner_buffer)
             yield slot.name, tensor if self.aligner_lasting else tensor.to(self.model_runner.device, copy=True)
@@ -79,13 +81,14 @@ class Extension:
         self.aligner_loading = False
 
     def aligner_temper(self, temperature: float) -> None:
-        """Logprobs of prompts are of the distribution tempered by it from now on."""
+        """Temper the distribution of the logprobs of prompts from now on."""
         plain = type(self.model_runner.sampler).compute_logprobs
         self.model_runner.sampler.compute_logprobs = lambda logits: plain(logits / temperature)
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:
-    """Experts are padded and packed for their kernel together with its making only, not when weights come again."""
+    """Let experts be padded and packed again. vLLM does both only when it makes their kernel, not when weights are
+    reloaded."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -93,8 +96,8 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def _pack_tied_head(model: torch.nn.Module) -> None:
-    """A head that shares the embedding's weight gets no tensor of its own in a reload, and goes on with the copy that
-    was packed for its product before."""
+    """Pack a tied head again. A head that shares the embedding's weight gets no tensor of its own in a reload, and
+    would keep the old copy that was packed for its product."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     head = getattr(model, "lm_head", None)

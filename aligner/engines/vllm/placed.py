@@ -1,4 +1,5 @@
-"""A vLLM engine that takes its weights by the refit's plan: on a rank of its own, where whole tensors never come."""
+"""A vLLM engine that takes its weights by the refit's plan: on a rank that only generates, which gets no whole
+tensors."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ from aligner.models.shards import hf_tensors
 
 
 class PlacedVllmEngine(VllmEngine):
-    """Filled in place: parts of tensors come in any order, so the buffer that the child reads holds the whole model, in
-    host memory on a GPU too. Each rank of an engine of several writes its share of it. The child reads it at the end,
-    `bucket_bytes` in a call, from where it lies: each of its ranks copies what it needs of a tensor to its device."""
+    """A `VllmEngine` that is filled in place. Shards of tensors come in any order, so the buffer that the child
+    reads holds the whole model, in host memory even with a GPU. Each rank of an engine writes its share of it. The
+    child reads it at the end, `bucket_bytes` in a call, in place: each of its ranks copies its share of a tensor to
+    its device."""
 
     def __init__(
         self,
@@ -31,7 +33,7 @@ class PlacedVllmEngine(VllmEngine):
         *,
         dtype: torch.dtype,
         bucket_bytes: int = 256 << 20,
-        **more: Any,
+        **options: Any,
     ):
         self._bucket_bytes = bucket_bytes
         self._tensors = {tensor.name: tensor for tensor in hf_tensors(model)}
@@ -40,7 +42,7 @@ class PlacedVllmEngine(VllmEngine):
         for name, shape in expected_hf_shapes(model).items():
             self._slots[name] = Slot(name, shape, dtype, end)
             end = aligned(end + prod(shape) * dtype.itemsize)
-        super().__init__(model, config, dtype=dtype, bucket_bytes=end, **more)
+        super().__init__(model, config, dtype=dtype, bucket_bytes=end, **options)
         self.can = replace(self.can, in_place=True)
 
     def _buffer(self, size: int) -> tuple[Tensor, Memory | None]:
@@ -70,7 +72,7 @@ class PlacedVllmEngine(VllmEngine):
         self._finish()
 
     def _buckets(self) -> Iterator[list[Slot]]:
-        """Of at most `bucket_bytes`, or of one tensor."""
+        """Yield buckets of at most `bucket_bytes`, or of one tensor."""
         bucket: list[Slot] = []
         for slot in self._slots.values():
             if bucket and slot.start + slot.nbytes - bucket[0].start > self._bucket_bytes:

@@ -1,4 +1,4 @@
-"""This project's sampling parameters in vLLM's words, one by one."""
+"""This project's sampling parameters in vLLM's terms, one by one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from aligner.types import SamplingParams
 
 
 def sampling_arguments(sampling: SamplingParams) -> dict[str, Any]:
-    """Keyword arguments of `vllm.SamplingParams`, without `seed`. `stop` is not among them: the engine has no
+    """Return keyword arguments of `vllm.SamplingParams`, without `seed`. `stop` is not among them: the engine has no
     tokenizer, so its caller cuts the responses. Every parameter is given: defaults (16 tokens, the end of a text as
-    config.json has it) are not ours."""
+    in config.json) are not ours."""
     cut = sampling if sampling.truncates else SamplingParams(1)  # vLLM ignores cuts of greedy sampling too
     return {
         "max_tokens": sampling.max_response_tokens,

@@ -1,4 +1,4 @@
-"""One vLLM engine, in the process that it runs in: what each call of the trainer does to it.
+"""One vLLM engine, in the process that it runs in: the trainer's calls to it.
 
 The engine's core runs in this process; its workers too, or, with several ranks, in processes of their own.
 """
@@ -22,13 +22,13 @@ from aligner.loading import for_good
 from aligner.types import SamplingParams
 
 _TAGS = {KV_CACHE: "kv_cache", WEIGHTS: "weights"}
-# of a device that vLLM wants to find free at its start: all else on it is the trainer's, and the cache has its own size
+# share of a device that must be free when vLLM starts: the rest is the trainer's, and the cache has its own size
 _FREE = 0.01
 _EXTENSION = "aligner.engines.vllm.extension.Extension"
 
 
 def engine_arguments(settings: Settings) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM`."""
+    """Return keyword arguments of `vllm.LLM`."""
     return {
         "model": settings.folder,
         "load_format": "dummy",
@@ -55,22 +55,22 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
 @cache
 @for_good()
 def import_vllm() -> Any:
-    """Raises ConfigError where it is missing or another version than the one that this was written with."""
+    """Import vLLM. Raises ConfigError where it is missing or of another minor version than the supported one."""
     try:
         import vllm
     except ImportError as error:
         hint = f"launchers/engine_env.sh vllm makes one. {error}"
         raise ConfigError(f"{VllmConfig.KEY}.python", sys.executable, "an interpreter with vLLM", hint) from error
     if not same_minor(vllm.__version__):
-        found = f"Installed is {vllm.__version__}; launchers/engine_env.sh vllm makes an environment with it."
-        raise ConfigError("engine.name", "vllm", f"vLLM {VERSION}", found)
+        remedy = f"Installed is {vllm.__version__}; launchers/engine_env.sh vllm makes an environment with it."
+        raise ConfigError("engine.name", "vllm", f"vLLM {VERSION}", remedy)
     vllm.LLM  # noqa: B018 (imported, with nearly all of the package, when it is asked for)
     return vllm
 
 
 def import_architectures(api: Any, folder: str) -> None:
-    """Import what the config.json of `folder` names, on a CPU: vLLM would look at it in a process of its own, so as not
-    to begin CUDA here, which takes as long again as its own start."""
+    """Import the architectures in the config.json of `folder`, on a CPU. Otherwise vLLM inspects them in a separate
+    process, to avoid starting CUDA here, which takes as long again as its own start."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -81,7 +81,7 @@ def import_architectures(api: Any, folder: str) -> None:
 
 
 class VllmWorker(BaseWorker):
-    """One method per call."""
+    """A worker with one method per call."""
 
     def __init__(self, settings: Settings):
         self.api = import_vllm()
@@ -92,7 +92,7 @@ class VllmWorker(BaseWorker):
         self._requests, self._temperature = 0, 1.0
 
     def _rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """What each rank of the engine returns."""
+        """Call a method on each rank of the engine; return their results."""
         return self.engine.collective_rpc(method, args=arguments)
 
     def describe(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class VllmWorker(BaseWorker):
         self._rpc("aligner_begin")
 
     def take(self, slots: list[Slot]) -> dict[str, int]:
-        first, *others = [found for found in self._rpc("aligner_take", slots, self.settings.checksums) if found] or [{}]
+        first, *others = [sums for sums in self._rpc("aligner_take", slots, self.settings.checksums) if sums] or [{}]
         for other in others:
             if wrong := [name for name, value in first.items() if other[name] != value]:
                 raise RefitError(f"the ranks of the engine got other numbers of {listed(wrong)}")
@@ -124,7 +124,7 @@ class VllmWorker(BaseWorker):
             self.whole = False
             self.engine.sleep(level=2)
         else:
-            self.engine.sleep(level=0)  # nothing is scheduled from now on, which the release asks for
+            self.engine.sleep(level=0)  # stop scheduling first, as the release requires
             self.engine.release_kv_cache_memory()
 
     def wake(self, tags: list[str]) -> None:
@@ -135,7 +135,7 @@ class VllmWorker(BaseWorker):
     def generate(
         self, requests: list[tuple[list[int], int]], sampling: SamplingParams, progress: Progress, aborted: Abort
     ) -> list[Row] | None:
-        """A row per (prompt, seed); None if it was aborted."""
+        """Return a row per (prompt, seed); None if it was aborted."""
         self._require()
         make, common = self.api.SamplingParams, sampling_arguments(sampling)
         asked = [(prompt, make(**common, seed=seed)) for prompt, seed in requests]
@@ -146,7 +146,7 @@ class VllmWorker(BaseWorker):
     def _run(
         self, asked: list[tuple[list[int], Any]], progress: Progress, aborted: Abort | None = None
     ) -> list[Any] | None:
-        """Outputs in the order of `asked`; None if it was aborted."""
+        """Return outputs in the order of `asked`; None if it was aborted."""
         names = [str(self._requests + i) for i in range(len(asked))]
         self._requests += len(asked)
         done: dict[str, Any] = {}
@@ -155,7 +155,7 @@ class VllmWorker(BaseWorker):
                 self.engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
             while self.engine.has_unfinished_requests():
                 before = len(done)
-                done |= {found.request_id: found for found in self.engine.step() if found.finished}
+                done |= {output.request_id: output for output in self.engine.step() if output.finished}
                 if aborted is not None and aborted.asked:
                     return None
                 if len(done) > before:
@@ -168,8 +168,8 @@ class VllmWorker(BaseWorker):
     def score(
         self, rows: list[tuple[list[int], int]], sampling: SamplingParams
     ) -> list[tuple[list[float], list[float]]]:
-        """Per (tokens, first): logprobs of tokens[first:] given those before, of the tempered full distribution
-        (twice: of the one that was cut the sampler has told)."""
+        """Return, per (tokens, first), logprobs of tokens[first:] given those before, of the tempered full
+        distribution (twice: those of the cut one came from the sampler)."""
         self._require()
         temperature = sampling.temperature or 1.0
         if temperature != self._temperature:
@@ -177,12 +177,12 @@ class VllmWorker(BaseWorker):
             self._temperature = temperature
         one = self.api.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         outputs = self._run([(tokens, one) for tokens, _ in rows], lambda done: None)
-        found = []
+        scores = []
         for output, (tokens, first) in zip(outputs, rows, strict=True):
             entries = output.prompt_logprobs[first:]
             full = [entry[token].logprob for entry, token in zip(entries, tokens[first:], strict=True)]
-            found.append((full, full))
-        return found
+            scores.append((full, full))
+        return scores
 
     def close(self) -> None:
         self.engine.engine_core.shutdown()
