@@ -29,20 +29,20 @@ COMMANDS = {
     "rehearse": "run ranks of a job here, without its GPUs, and refuse what would fail there",
     "import": "turn a Hugging Face folder into a sharded checkpoint",
     "export": "turn a checkpoint into a Hugging Face folder",
-    "sample": "answer prompts, and make files to train on of the answers: run stage=sample",
+    "sample": "sample answers to prompts, and write training files of them: run stage=sample",
     "eval": "evaluate a trained model on held-out rows",
     "chat": "talk to a trained model",
     "serve": "serve a trained model to this machine, by OpenAI's chat API",
     "serve-rm": "serve a trained reward model over HTTP, for reward `http`",
-    "replay": "execute a step of a run again, and compare it with what the run wrote down",
-    "bisect": "name the first step, sample, token and tensor at which two runs part",
+    "replay": "execute a recorded step of a run again, and compare the results",
+    "bisect": "find the first step, sample, token and tensor at which two runs differ",
     "report": "write report.html of one or more runs",
     "board": "show runs in the browser, on this machine alone",
-    "doctor": "check this machine and a config before a run; `doctor sandbox`: where programs by models run",
+    "doctor": "check this machine and a config before a run; `doctor sandbox`: where models' programs run",
     "keys": "list config keys with type, default and meaning",
 }
-OF_A_STAGE = ("run", "launch", "submit", "plan", "rehearse", "sample")  # what the stage does not read does nothing
-ALONE = ("eval", "chat", "serve")  # compute in this process, which is no rank
+OF_A_STAGE = ("run", "launch", "submit", "plan", "rehearse", "sample")  # keys that the stage does not read are refused
+ALONE = ("eval", "chat", "serve")  # compute in this process, which is no rank of a job
 OF_A_FOLDER = ("eval", "chat", "serve", "serve-rm")  # take a run folder alone, as run.dir=FOLDER
 METAVARS = dict.fromkeys(("report", *OF_A_FOLDER), "RUN_DIR | KEY=VALUE")
 EXAMPLES = """overrides (Hydra syntax) go anywhere after the subcommand:
@@ -79,13 +79,13 @@ def parser() -> argparse.ArgumentParser:
         if name == "board":
             sub = subs.add_parser(name, help=text, description=text)
             sub.add_argument(
-                "overrides", nargs="*", metavar="FOLDER", help="of runs, or of folders of runs; none: runs"
+                "overrides", nargs="*", metavar="FOLDER", help="of runs, or of folders of runs; default: runs"
             )
             sub.add_argument("--port", type=int, default=8080, help="0: any that is free; default 8080")
             continue
         if name == "keys":
             sub = subs.add_parser(name, help=text, description=text)
-            sub.add_argument("overrides", nargs="*", metavar="SECTION", help="optim, model.moe, ...; none: all keys")
+            sub.add_argument("overrides", nargs="*", metavar="SECTION", help="optim, model.moe, ...; default: all keys")
             continue
         sub = subs.add_parser(
             name, help=text, description=text, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -112,15 +112,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 for a failure, 2 for bad input, 130 when interrupted; in a batch job NO_RESTART for
-    what would fail again. Without `argv` that of this process, which ends then."""
+    """Run a command; return the exit code: 0, 1 for a failure, 2 for bad input, 130 when interrupted; in a batch job
+    NO_RESTART for errors that would come again. Without `argv`, use that of this process, which ends then."""
     top = parser()
     args, rest = top.parse_known_args(argv)
     args.last, args.begun = argv is None, ""
     flags = [text for text in rest if text.startswith("-")]
     if flags:
         top.error(f"unknown option: {' '.join(flags)}{_as_a_key(flags[0])}")
-    args.overrides += rest  # overrides that stood behind an option
+    args.overrides += rest  # overrides behind an option
     if args.command in ALONE:
         from aligner.cluster.threads import reserve
 
@@ -135,20 +135,20 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except Exception:  # recorded for the launcher, then Python reports it as ever
+    except Exception:  # recorded for the launcher, then reported by Python
         from aligner.cluster import failure
 
         failure.record(traceback.format_exc(), 1)
         raise
     finally:
-        if args.begun:  # last of all: it takes a while, and who ends the ranks waits for the cause only some seconds
+        if args.begun:  # last: it takes a while, and the launcher waits for the cause only some seconds
             from aligner.tools.report import write_after
 
             write_after([args.begun])
 
 
 def _as_a_key(flag: str) -> str:
-    """Tell how a setting is written that was given as an option: `--learning_rate`. Empty for an unknown one."""
+    """Return how to write a setting that was given as an option (`--learning_rate`). Empty for an unknown one."""
     from aligner.config.names import known_elsewhere
 
     name = flag.lstrip("-").partition("=")[0]
@@ -157,12 +157,12 @@ def _as_a_key(flag: str) -> str:
 
 
 def _in_job(command: str) -> bool:
-    """Whether a batch script reads the exit code of this run."""
+    """Return whether a batch script reads the exit code of this run."""
     return command in ("run", "launch", "sample") and ("SLURM_JOB_ID" in os.environ or "ALIGNER_BATCH" in os.environ)
 
 
 def _say(error: AlignerError, code: int, trace: str | None) -> None:
-    """One line on stderr (a rank's own log beyond rank 0), and a note for the launcher."""
+    """Print one line on stderr (a rank's own log beyond rank 0), and write a note for the launcher."""
     from aligner.cluster import failure
 
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
@@ -173,7 +173,7 @@ def _say(error: AlignerError, code: int, trace: str | None) -> None:
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """Compose the config, and settle by it how this process will import Megatron."""
+    """Compose the config, and set from it how this process will import Megatron."""
     cfg = _composed(args)
     loading.kernels = cfg.model.kernels
     if args.command in OF_A_STAGE and args.frozen is None and cfg.model.init != "random":
@@ -182,8 +182,8 @@ def _config(args: argparse.Namespace) -> Config:
 
 
 def _composed(args: argparse.Namespace) -> Config:
-    """The composed config; or a run's frozen one with overrides on top: --frozen, and the run folder of eval, chat,
-    serve and serve-rm."""
+    """Return the composed config, or a run's frozen one with overrides on top: --frozen, and the run folder of eval,
+    chat, serve and serve-rm."""
     with for_good():
         from aligner.config.freeze import FILE_NAME, load_frozen
         from aligner.config.resolve import compose, compose_over
@@ -197,7 +197,7 @@ def _composed(args: argparse.Namespace) -> Config:
     if frozen is None:
         return (compose_run if runs else compose)(args.overrides, config_dir=args.config_dir)
     base = load_frozen(frozen)
-    if not args.overrides:  # so with all ranks
+    if not args.overrides:  # the case of all ranks of a job
         return base
     cfg = compose_over(base, args.overrides)
     if runs:
@@ -206,7 +206,7 @@ def _composed(args: argparse.Namespace) -> Config:
 
 
 def _check_shape(args: argparse.Namespace, cfg: Config) -> None:
-    """Refuse keys of the model's shape that contradict the folder of `model.init`, if that is there yet."""
+    """Refuse keys of the model's shape that contradict the folder of `model.init`, if it exists already."""
     from aligner.config.unread import shape_asked
 
     keys, preset = shape_asked(args.overrides, args.config_dir)
@@ -219,7 +219,7 @@ def _check_shape(args: argparse.Namespace, cfg: Config) -> None:
 
 
 def _print_config(args: argparse.Namespace) -> int:
-    """--cfg: show the config instead of doing anything with it."""
+    """Print the config for --cfg."""
     from aligner.config.freeze import to_yaml
 
     if args.command == "report":
@@ -312,7 +312,7 @@ def _submit(args: argparse.Namespace) -> int:
         from aligner.rehearse.command import check
 
     if not (args.frozen or args.multirun):
-        _config(args)  # for its checks of the model's shape
+        _config(args)  # to check the model's shape
     return submit.main(args, check)
 
 
@@ -338,7 +338,7 @@ def _convert(args: argparse.Namespace) -> int:
     from aligner.cluster.env import rank_env
 
     if args.overrides:
-        raise ConfigError("FOLDER", args.overrides[0], "nothing behind the two folders but options")
+        raise ConfigError("FOLDER", args.overrides[0], "only options after the two folders")
     if args.command == "export":
         args.source = args.source.removeprefix("run.dir=")
     if not args.ranks:
@@ -380,8 +380,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _take_folder(args: argparse.Namespace) -> str:
-    """Find the run folder among the overrides, alone or as run.dir=FOLDER; one that stands alone becomes run.dir. Empty
-    where none is named."""
+    """Find the run folder among the overrides, alone or as run.dir=FOLDER; one that stands alone becomes run.dir.
+    Empty where none is named."""
     from aligner.config.resolve import quoted
 
     folders = _take_folders(args)
@@ -403,7 +403,7 @@ def _serve_rm(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     folders = _take_folders(args)
     if args.overrides or args.frozen or not folders:
-        cfg = _config(args)  # looked at even where folders are named: a wrong key is an error
+        cfg = _config(args)  # composed even where folders are named: a wrong key is an error
         folders = folders or [cfg.run.dir]
     from aligner.tools import report
 
@@ -431,7 +431,7 @@ def _bisect(args: argparse.Namespace) -> int:
 
 
 def _take_folders(args: argparse.Namespace) -> list[str]:
-    """What stands among the overrides without being one."""
+    """Remove and return the folders among the overrides."""
     folders = [text for text in args.overrides if "=" not in text or Path(text).is_dir()]
     args.overrides = [text for text in args.overrides if text not in folders]
     return folders
@@ -479,11 +479,11 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 
 
 def entry() -> None:
-    """The `aligner` command. Like `python -m aligner` it finds modules in the current folder."""
+    """Run the `aligner` command. Like `python -m aligner` it finds modules in the current folder."""
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
     code = main()
-    if code == INTERRUPTED:  # as a shell expects it: what Ctrl-C has not ended makes its loops go on
+    if code == INTERRUPTED:  # as a shell expects: otherwise its loops continue after Ctrl-C
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

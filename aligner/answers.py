@@ -1,10 +1,10 @@
-"""Every answer from outside (tools, environments, judges, servers), in the run folder: read first when a rollout is
-made again.
+"""The log of every answer from outside (tools, environments, judges, servers), in the run folder: read first when a
+rollout is made again.
 
 <run.dir>/answers/step-00000013-rank-00000.jsonl, made with the first answer and appended to: a line is a checksum, a
 blank, and JSON [key, number of the question, hash of the question, answer]. The key has the seed of the sample's
-request, which no other sample of the run has. A line that does not have its checksum, as one cut off by a kill, is
-none, which rank 0 says. Files of rollouts that no checkpoint can be resumed before are deleted.
+request, which no other sample of the run has. A line without its checksum, as one cut off by a kill, is ignored,
+which rank 0 reports. Files of rollouts that no checkpoint can be resumed before are deleted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from aligner.files import write_whole
 
 FOLDER = "answers"  # in the run folder
 NAME = re.compile(r"step-(\d{8,18})-rank-(\d{5,})\.jsonl", re.ASCII)
-Answer = dict[str, Any]  # with the entry "failed", one of CAUSES, where there was none
+Answer = dict[str, Any]  # with the entry "failed", one of CAUSES, instead of an answer
 CAUSES = ("raised", "hung", "died")  # of a failure: by the code, out of time, the process ended
 
 
@@ -35,20 +35,20 @@ class AnswerLog:
     def __init__(self, folder: Path, rank: int):
         self.folder, self.rank = folder, rank
         self._step = 0
-        self._before: set[int] | None = None  # rollouts that were asked about before this start
+        self._before: set[int] | None = None  # rollouts with answers from before this start
         self._known: dict[tuple[str, int, str], Answer] = {}
         self._file: TextIO | None = None
         self._lock = threading.Lock()
 
     def begin(self, step: int) -> None:
-        """Questions are of this rollout from now on; what any rank had asked in it before this start is known."""
+        """Begin a rollout: later questions belong to it. The answers to any rank from before this start are loaded."""
         if step == self._step:
             return
         self.close()
         self._step, self._known = step, {}
         if self._before is None:
             self._before = self._earlier()
-        for path in self._files(step, step) if step in self._before else ():  # not what others are writing
+        for path in self._files(step, step) if step in self._before else ():  # not files that other ranks are writing
             self._read(path)
 
     def _read(self, path: Path) -> None:
@@ -59,31 +59,31 @@ class AnswerLog:
             print(f"warning: {path}: {error.strerror}: its answers are asked again", file=sys.stderr, flush=True)
             return
         for line in lines:
-            if (said := _sound(line)) is None:
+            if (entry := _sound(line)) is None:
                 damaged += 1
             else:
-                key, number, asked, answer = said
+                key, number, asked, answer = entry
                 self._known.setdefault((key, number, asked), answer)
         if damaged and self.rank == 0:
             what = f"{damaged} line{'s' * (damaged > 1)} without the right checksum"
-            print(f"warning: {path}: {what}: what it answered is asked again", file=sys.stderr, flush=True)
+            print(f"warning: {path}: {what}: their questions are asked again", file=sys.stderr, flush=True)
 
     def of(self, step: int) -> AnswerLog:
-        """The log of this rollout: another one where several are under way."""
+        """Return the log of this rollout: another one where several are under way."""
         if step == self._step:
             return self
-        found = AnswerLog(self.folder, self.rank)
+        log = AnswerLog(self.folder, self.rank)
         if self._before is None:
             self._before = self._earlier()
-        found._before = self._before
-        found.begin(step)
-        return found
+        log._before = self._before
+        log.begin(step)
+        return log
 
     def find(self, key: str, number: int, question: Mapping[str, Any]) -> Answer | None:
         return self._known.get((key, number, _digest(json.dumps(question))))
 
     def write(self, key: str, number: int, question: Mapping[str, Any], answer: Answer) -> None:
-        """By any thread."""
+        """Write an answer. Any thread may call this."""
         assert self._step, "begin() first"
         path = self._path()
         text = json.dumps([key, number, _digest(json.dumps(question)), answer])
@@ -97,18 +97,19 @@ class AnswerLog:
             raise WriteError(f"{path}: answers from outside cannot be kept: {error}. Free space") from None
 
     def forget_failures(self, first: int | None = None) -> None:
-        """Of this rollout, which is given up because of them, or from the `first` on, and of later ones, where engines
-        are ahead: the next start shall ask again. What they still write is lost."""
+        """Forget the failures of this rollout, which ends because of them, or of rollouts from the `first` on, and
+        of later ones, where engines are ahead. So the next start asks again. Later answers to this log are lost."""
         self.close()
         for path in self._files(self._step if first is None else first) if self.rank == 0 else ():
-            kept = [line for line in _lines(path) if (said := _sound(line)) and "failed" not in said[-1]]
+            kept = [line for line in _lines(path) if (entry := _sound(line)) and "failed" not in entry[-1]]
             write_whole(path, "".join(f"{line}\n" for line in kept)) if kept else path.unlink(missing_ok=True)
         self._step = 0
 
     def drop(self, first: int) -> None:
-        """No start goes through rollouts before the `first` any more. On rank 0; what cannot be deleted stays."""
+        """Delete files of rollouts before the `first`, which no start needs any more. On rank 0; files that cannot
+        be deleted stay."""
         for path in self._files(0, first - 1) if self.rank == 0 else ():
-            for name in (path.name, f".{path.name}.tmp"):  # the latter of a kill in `forget_failures`
+            for name in (path.name, f".{path.name}.tmp"):  # the second one is left by a kill in `forget_failures`
                 with suppress(OSError):
                     path.with_name(name).unlink(missing_ok=True)
 
@@ -118,29 +119,31 @@ class AnswerLog:
             self._file = None
 
     def clear(self) -> None:
-        """For a run that does not continue what was logged here."""
+        """Delete the log, for a run that does not continue it."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self) -> Path:
         return self.folder / f"step-{self._step:08d}-rank-{self.rank:05d}.jsonl"
 
     def _earlier(self) -> set[int]:
-        """Says, by rank 0, what else lies there."""
-        found = {path.name: int(NAME.fullmatch(path.name)[1]) for path in self._files(0)}  # type: ignore[index]
-        others = sorted(name for name in _listed(self.folder) - found.keys() if not name.startswith("."))
+        """Return the rollouts with files from before this start; report other files, on rank 0."""
+        steps = {path.name: int(NAME.fullmatch(path.name)[1]) for path in self._files(0)}  # type: ignore[index]
+        others = sorted(name for name in _listed(self.folder) - steps.keys() if not name.startswith("."))
         if others and self.rank == 0:
-            print(f"{self.folder}: ignored {len(others)} that are no log, as {others[0]!r:.80}", file=sys.stderr)
-        return set(found.values())
+            print(
+                f"{self.folder}: ignored {len(others)} files that are no logs, first {others[0]!r:.80}", file=sys.stderr
+            )
+        return set(steps.values())
 
     def _files(self, first: int, last: int | None = None) -> list[Path]:
-        """Of the rollouts from the `first` to the `last`, or to the newest."""
-        found = []
+        """Return the files of the rollouts from the `first` to the `last`, or to the newest."""
+        paths = []
         for name in sorted(_listed(self.folder)):
             match, path = NAME.fullmatch(name), self.folder / name
             if match and first <= int(match[1]) <= (int(match[1]) if last is None else last):
                 with suppress(OSError):  # gone since
-                    found += [path] if stat.S_ISREG(path.lstat().st_mode) else []
-        return found
+                    paths += [path] if stat.S_ISREG(path.lstat().st_mode) else []
+        return paths
 
 
 def _listed(folder: Path) -> set[str]:
@@ -151,7 +154,7 @@ def _listed(folder: Path) -> set[str]:
 
 
 def _appended(path: Path) -> TextIO:
-    """Raises OSError."""
+    """Open a file to append. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torn = path.exists() and not path.read_bytes().endswith(b"\n")
     file = path.open("a", encoding="utf-8")
@@ -164,7 +167,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _sound(line: str) -> list[Any] | None:
-    """What it says: key, number, hash of the question, answer."""
+    """Return a line's key, number, hash of the question, and answer; None if its checksum differs."""
     digest, _, text = line.partition(" ")
     return json.loads(text) if digest == _digest(text) else None
 

@@ -1,4 +1,4 @@
-"""Threads that others wait for: none of them ends without a word."""
+"""Threads that others wait for: when one ends, its waiters get an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class AwaitedThread(threading.Thread):
-    """A daemon that runs `work`, and owes others what futures are for. Once it has ended, however it did, those that
+    """A daemon that runs `work` and owes others the results of futures. Once it has ended in any way, futures that
     are not done raise RuntimeError."""
 
     def __init__(self, name: str, work: Callable[[], object]):
@@ -35,7 +35,7 @@ class AwaitedThread(threading.Thread):
         over = RuntimeError(f"the thread `{self.name}` has ended")
         try:
             self._work()
-        except BaseException as cause:  # also one that wants to leave the program: it would leave its waiters behind
+        except BaseException as cause:  # also SystemExit: its waiters must not be left behind
             over = RuntimeError(f"the thread `{self.name}` has ended by {type(cause).__name__}: {cause}")
             over.__cause__ = cause
         with self._lock:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-NO_RESTART = 93  # what a batch job's ranks end with when starting them again would fail in the same way
+NO_RESTART = 93  # exit code of a batch job's ranks when starting them again would fail in the same way
 
 
 class AlignerError(Exception):
-    """Base of every error a user can cause or act upon. `exit_code` is what the process ends with; in a batch job
+    """Base of every error that a user can cause or act upon. `exit_code` is the process's; in a batch job it is
     NO_RESTART unless `transient`: starting again may help."""
 
     exit_code = 1
     transient = False
 
     def __reduce__(self):
-        """Ranks tell each other their errors by pickle, which would call a class with the message alone."""
+        """Pickle the state too: ranks send their errors to each other, and unpickling would call a class with the
+        message alone."""
         return _again, (type(self), self.args, self.__dict__)
 
 
@@ -65,7 +66,7 @@ class RewardPathError(RewardError):
 
 
 class EnvironmentCodeError(AlignerError):
-    """A tool or environment cannot be imported, or says too little of itself for a model to call it: bad input."""
+    """A tool or environment cannot be imported, or describes itself too little for a model to call it: bad input."""
 
     exit_code = 2
 
@@ -77,13 +78,13 @@ class EnvironmentFailedError(AlignerError):
 
 
 class SandboxError(AlignerError):
-    """A sandbox broke, or the machine stood still: that says nothing of the program in it."""
+    """A sandbox broke, or the machine stalled: that shows nothing about the program in it."""
 
     transient = True
 
 
 class PeerError(AlignerError):
-    """A message that claims to come from a rank of this job does not: somebody else reaches its ports."""
+    """A message that claims to come from a rank of this job does not: a stranger reaches the job's ports."""
 
     transient = True
 
@@ -102,7 +103,7 @@ class EngineError(AlignerError):
 
 
 class MismatchError(AlignerError):
-    """The engine's logprobs of a rollout left the gate `mismatch.stop_above`."""
+    """The engine's logprobs of a rollout differ from the trainer's by more than the gate `mismatch.stop_above`."""
 
 
 class OutOfMemoryError(AlignerError):
@@ -110,7 +111,7 @@ class OutOfMemoryError(AlignerError):
 
 
 class MemoryLimitError(AlignerError):
-    """A phase used more than `memory.limit` allows; told on every rank, after a whole step."""
+    """A phase used more than `memory.limit` allows; raised on every rank, after a whole step."""
 
 
 class CheckpointError(AlignerError):
@@ -126,7 +127,7 @@ class ViewError(AlignerError):
 
 
 class WriteError(AlignerError):
-    """The run folder cannot be written: a full disk, a file system that is away."""
+    """The run folder cannot be written: a full disk, a file system that is not mounted."""
 
     transient = True
 
@@ -136,7 +137,7 @@ class LayoutError(ConfigError):
 
 
 class MissingExtraError(AlignerError):
-    """A package is not installed; `extra` brings it, "" if it is no optional one."""
+    """A package is not installed; `extra` installs it, "" if it belongs to no extra."""
 
     exit_code = 2
 

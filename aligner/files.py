@@ -1,5 +1,5 @@
-"""Files that are written whole or not at all, and flushed to the disk where that is asked for; and where the package's
-own are."""
+"""Files that are written whole or not at all, and flushed to the disk on request; and the folder of the package's
+own files."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from aligner.errors import ConfigError
 
 
 def conf_dir() -> Path:
-    """The folder of the project's own config files: beside the package, or where an installation puts it."""
-    places = [
+    """Return the folder of the project's own config files: beside the package, or as installed."""
+    candidates = [
         Path(__file__).resolve().parents[1] / "conf",
         Path(sys.prefix) / "share/aligner/conf",
         Path(sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))) / "share/aligner/conf",
     ]
-    for place in places:
-        if (place / "config.yaml").is_file():
-            return place
-    raise ConfigError("conf", str(places[0]), "the folder with aligner's config files", "Reinstall aligner.")
+    for folder in candidates:
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError("conf", str(candidates[0]), "the folder with aligner's config files", "Reinstall aligner.")
 
 
 def file_hash(path: str | Path) -> str:
-    """SHA-256 in hexadecimal."""
+    """Return the SHA-256 in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_whole(path: Path, text: str, durable: bool = True) -> None:
-    """Another process finds the old text or the new one, never a part; if `durable` a power cut leaves one of them,
-    too. Raises OSError."""
+    """Write a file: another process sees the old text or the new one, never a mixture. If `durable`, that holds
+    after a power cut too. Raises OSError."""
     aside = path.with_name(f".{path.name}.tmp")
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -67,8 +67,8 @@ def fsync_folder(folder: Path) -> None:
 
 
 class HashedFile:
-    """A context manager: written beside `path`, flushed to the disk and renamed when left in order; `sha256` is known
-    then. Raises OSError."""
+    """A context manager for a file that is written beside `path`, flushed to the disk and renamed when left without
+    an error; `sha256` is known then. Raises OSError."""
 
     def __init__(self, path: Path):
         self.path, self.sha256, self.bytes = path, "", 0

@@ -1,8 +1,8 @@
-"""JSON that others wrote, or an earlier run: read with types, so that damage is an error of one line.
+"""Typed reading of JSON that others wrote, or an earlier run, so that damage is an error of one line.
 
-A reader asks a `JsonObject` for what it needs by name and kind. What is absent, of another kind or out of range is told
-with the file, the place in it, the value and what was expected. Nothing in such a file is executed. For Python 3.7 too:
-the host's own, outside of containers, reads with it.
+A reader asks a `JsonObject` for values by name and kind. An error for an absent value, one of another kind or out of
+range has the file, the position in it, the value and the expectation. Nothing in such a file is executed. Runs on
+Python 3.7 too: the host's own Python, outside of containers, reads with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from aligner.errors import AlignerError
 
 MAX_BYTES = 256 << 20  # of a file that is read whole; the index of the largest models has some megabytes
-MAX_DEPTH = 100  # deeper ones end the interpreter's recursion where they are copied or written again
+MAX_DEPTH = 100  # deeper ones exceed the interpreter's recursion limit where they are copied or written again
 REQUIRED: Any = object()  # the default of a value that must be there
 _SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 
@@ -26,35 +26,36 @@ if TYPE_CHECKING:
 
 
 def parse_json(text: str | bytes, where: str, error: Error, *, line: int = 0, nan: bool = False) -> Any:
-    """`where` names the file; `line` is that of `text` in it, 0 for a whole file. `nan`: NaN and infinities may occur.
+    """Parse JSON. `where` names the file; `line` is that of `text` in it, 0 for a whole file. `nan`: NaN and infinities
+    may occur.
 
-    Raises `error` also for keys that come twice, half surrogate pairs, and nesting deeper than MAX_DEPTH.
+    Raises `error` also for duplicate keys, half surrogate pairs, and nesting deeper than MAX_DEPTH.
     """
-    place = f"{where}:{line}" if line else where
+    position = f"{where}:{line}" if line else where
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
         value = (_ANY if nan else _FINITE).decode(text)
     except json.JSONDecodeError as cause:
-        at = place if line else f"{where}:{cause.lineno}"
+        at = position if line else f"{where}:{cause.lineno}"
         raise error(f"{at}: not valid JSON ({cause.msg} at character {cause.colno}: {_shown(cause)})") from None
     except RecursionError:
-        raise error(f"{place}: expected JSON nested at most {MAX_DEPTH} deep") from None
+        raise error(f"{position}: expected JSON nested at most {MAX_DEPTH} deep") from None
     except ValueError as cause:  # not UTF-8, or of the hooks
-        raise error(f"{place}: not valid JSON ({cause})") from None
+        raise error(f"{position}: not valid JSON ({cause})") from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
-        raise error(f"{place}: expected JSON nested at most {MAX_DEPTH} deep")
+        raise error(f"{position}: expected JSON nested at most {MAX_DEPTH} deep")
     if _SURROGATE.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as cause:
             half = cause.object[cause.start]
-            raise error(f"{place}: expected Unicode text, found {half!r}, one half of a surrogate pair") from None
+            raise error(f"{position}: expected Unicode text, found {half!r}, one half of a surrogate pair") from None
     return value
 
 
 def read_json(path: Path, error: Error, *, nan: bool = False) -> Any:
-    """The value in a file. Raises `error` naming it."""
+    """Return the value in a file. Raises `error` naming it."""
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
@@ -66,20 +67,20 @@ def read_json(path: Path, error: Error, *, nan: bool = False) -> Any:
 
 
 def read_record(path: Path, error: Error, *, nan: bool = False) -> JsonObject:
-    """The JSON object in a file. Raises `error` naming it."""
+    """Return the JSON object in a file. Raises `error` naming it."""
     return record(read_json(path, error, nan=nan), str(path), error)
 
 
 def record(value: Any, where: str, error: Error) -> JsonObject:
-    """Raises `error` if the value is no JSON object."""
+    """Return the value as a `JsonObject`. Raises `error` if it is no JSON object."""
     if not isinstance(value, dict):
         raise error(f"{where}: expected a JSON object, found {_short(value)}")
     return JsonObject(value, where, error)
 
 
 class JsonObject:
-    """The fields of a JSON object. A null is an absent value. Methods raise `error` naming `where` and the field; those
-    with a default give it where the value is absent."""
+    """The fields of a JSON object. A null is an absent value. Methods raise `error` naming `where` and the field;
+    those with a default return it where the value is absent."""
 
     def __init__(self, fields: dict[str, Any], where: str, error: Error, prefix: str = ""):
         self.fields, self.where, self.error, self.prefix = fields, where, error, prefix
@@ -106,7 +107,7 @@ class JsonObject:
         return value
 
     def number(self, key: str, default: Any = REQUIRED, above: float = -math.inf) -> Any:
-        """A finite float."""
+        """Return a finite float."""
         value = self._value(key, default)
         if value is default:
             return default
@@ -142,7 +143,7 @@ class JsonObject:
         return value
 
     def record(self, key: str, default: Any = REQUIRED) -> Any:
-        """The JSON object below `key`, as a Record."""
+        """Return the JSON object below `key`, as a JsonObject."""
         value = self._typed(key, default, dict, "a JSON object")
         return value if value is default else JsonObject(value, self.where, self.error, f"{self.prefix}{key}.")
 
@@ -172,7 +173,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """A finite one, as JSON has it: no boolean, no text, and none beyond all floats."""
+    """Return whether this is a finite JSON number: no boolean, no text, and none beyond all floats."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -195,12 +196,12 @@ def _shown(cause: json.JSONDecodeError) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise ValueError(f"the key {twice!r} comes twice")
-    return found
+    return fields
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -210,7 +211,7 @@ def _no_constant(name: str) -> NoReturn:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is beyond all numbers")
+        raise ValueError(f"{text} is too large for a float")
     return value
 
 
@@ -220,7 +221,7 @@ _FINITE = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constan
 
 
 def _depth(value: Any) -> int:
-    """Of lists and objects inside each other. Without recursion."""
+    """Return the nesting depth of lists and objects. Without recursion."""
     deepest, waiting = 0, [(value, 1)]
     while waiting:
         item, depth = waiting.pop()

@@ -1,4 +1,4 @@
-"""Imports that stay to the end of the process, and what must be known before them."""
+"""Imports that stay to the end of the process, and settings that must be known before them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from aligner.errors import ConfigError
 
 TORCH = (2, 11)  # the lower bound of setup.py
-kernels = "auto"  # `model.kernels` of this process: the first import of Megatron goes by it (aligner/megatron)
+kernels = "auto"  # `model.kernels` of this process: the first import of Megatron depends on it (aligner/megatron)
 
 
 @contextmanager
 def for_good() -> Iterator[None]:
-    """What is made within is never looked through for garbage: while torch and Megatron load, at each later full
-    collection, and at the exit, that took a third of the CPU time of a process that starts and ends. Where nothing is
-    imported nothing stays: a process that comes by again would keep all its garbage of the meantime."""
+    """Exempt modules imported within from garbage collection. Otherwise torch and Megatron, at each later full
+    collection and at the exit, take a third of the CPU time of a process that starts and ends. If nothing is
+    imported, nothing is exempted: a process that calls this again would keep all its garbage of the meantime."""
     loaded = len(sys.modules)
     gc.disable()
     try:
@@ -30,18 +30,18 @@ def for_good() -> Iterator[None]:
 
 
 def new_enough(version: str) -> bool:
-    """Whether a version of torch will do: 2.13.0+cu130, 2.12.0a0+5aff3928d8.nv26.05."""
+    """Return whether a version of torch is supported: 2.13.0+cu130, 2.12.0a0+5aff3928d8.nv26.05."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= TORCH
 
 
 def check_torch() -> None:
-    """Raise ConfigError for a torch that is too old, before its slow import. A missing one fails there by itself."""
+    """Raise ConfigError for a torch that is too old, before its slow import. A missing one fails at the import."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        found = version("torch")
+        installed = version("torch")
     except PackageNotFoundError:
         return
-    if not new_enough(found):
+    if not new_enough(installed):
         hint = "Images keep their own torch: the base of slurm/container/Dockerfile has one that fits."
-        raise ConfigError("torch", found, f"{TORCH[0]}.{TORCH[1]} or later", hint)
+        raise ConfigError("torch", installed, f"{TORCH[0]}.{TORCH[1]} or later", hint)

@@ -1,7 +1,7 @@
-"""Functions and classes of the user's own, found by a path in the config:
+"""Import of the user's own functions and classes by a path in the config:
 
-module:name            imported as Python would
-path/to/file.py:name   of the current folder, or of those that come with the package: examples/sums.py
+module:name imported as Python would path/to/file.py:name from the current folder, or from the package's own files:
+examples/sums.py
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from aligner.errors import AlignerError
 from aligner.files import conf_dir
 
 
-def load(path: str, key: str, what: str, error: type[AlignerError], more: str = "") -> Callable[..., Any]:
-    """The callable at `path`, which `key` has in the config; `what` it is to be, and `more` it could be, in a message.
-    Raises `error` if it cannot be imported, whatever importing raises."""
-    place, colon, name = path.rpartition(":")
-    if not colon or not place or not name:
-        raise error(f"{key}={path!r}: expected module:{what}, path.py:{what}{more}")
+def load(path: str, key: str, expected: str, error: type[AlignerError], others: str = "") -> Callable[..., Any]:
+    """Import the callable at `path`, the value of `key` in the config. The message names `expected`, and in `others`
+    other accepted forms. Raises `error` if it cannot be imported, for any error of the import."""
+    source, colon, name = path.rpartition(":")
+    if not colon or not source or not name:
+        raise error(f"{key}={path!r}: expected module:{expected}, path.py:{expected}{others}")
     try:
-        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except BaseException as cause:  # importing runs the user's code, which may raise anything, or call sys.exit
         raise error(
-            f"{key}={path!r}: expected an importable {what}, "
-            f"but importing {place} raised {type(cause).__name__}: {cause}"
+            f"{key}={path!r}: expected an importable {expected}, "
+            f"but importing {source} raised {type(cause).__name__}: {cause}"
         ) from cause
-    found = getattr(module, name, None)
-    if not callable(found):
-        kind = inspect.isclass if what == "Class" else inspect.isfunction
+    target = getattr(module, name, None)
+    if not callable(target):
+        kind = inspect.isclass if expected == "Class" else inspect.isfunction
         names = ", ".join(n for n, v in vars(module).items() if kind(v) and not n.startswith("_"))
-        raise error(f"{key}={path!r}: expected a {what} `{name}` in {place}, which has {names or 'none'}")
-    return found
+        raise error(f"{key}={path!r}: expected a {expected} `{name}` in {source}, which has {names or 'none'}")
+    return target
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -48,7 +48,9 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # it may import its neighbours; behind all else, so that nothing is shadowed
+        sys.path.append(
+            str(path.parent)
+        )  # the file may import its neighbours; last, so that no other module is shadowed
     name = f"aligner_user_{path.stem}_{abs(hash(str(path))):x}"
     if name in sys.modules:
         return sys.modules[name]

@@ -46,16 +46,16 @@ TOOL = str(Path(__file__).with_name("wait_tool.py")) + ":wait"
 class Talk:
     """A trajectory with the attributes of `rollout.play.Play` that `Turns` reads."""
 
-    place: int
+    group: int
     session: Session
-    given: Any
+    next_prompt: Any
     turns: list[list[int]] = field(default_factory=list)
     asked: Any = None
-    said = ()  # of a turn that pauses
+    paused_tokens = ()  # of a turn that pauses
 
     @property
-    def read(self) -> tuple[int, ...]:
-        return self.given.tokens
+    def input_tokens(self) -> tuple[int, ...]:
+        return self.next_prompt.tokens
 
     @property
     def open(self) -> bool:
@@ -101,28 +101,28 @@ def played(
         talk.turns.append(tokens)
         progress.advance(task)
         if talk.open:
-            wait_s = random.Random(f"{talk.place} {len(talk.turns)}").uniform(LEAST_S, MOST_S) if slow else 0.0
+            wait_s = random.Random(f"{talk.group} {len(talk.turns)}").uniform(LEAST_S, MOST_S) if slow else 0.0
             calls = [{"name": "wait", "arguments": {"seconds": wait_s}}]
             talk.asked = pool.ask(talk.session, "turn", calls=calls)
 
     def hear(talk: Talk) -> None:
         answer, talk.asked = talk.asked.result(), None
         assert answer["value"]["texts"] == ["done"], answer
-        answer_tokens = some(vocabulary, TOLD, talk.place, len(talk.turns))
-        talk.given = Given((*talk.given.tokens, *talk.turns[-1], *answer_tokens))
+        told = some(vocabulary, TOLD, talk.group, len(talk.turns))
+        talk.next_prompt = Given((*talk.next_prompt.tokens, *talk.turns[-1], *told))
 
     ready: list[Any] = [
         Talk(i, Session(str(i), 0, {}, logged=False), Given(some(vocabulary, PROMPT, i))) for i in range(talks)
     ]
     longest = PROMPT + (TURNS - 1) * (MOST + TOLD)
-    seed = lambda talk: 1000 * talk.place + len(talk.turns)  # noqa: E731
+    seed = lambda talk: 1000 * talk.group + len(talk.turns)  # noqa: E731
     turns = Turns(longest, talks, talks, ready, hear, say, seed, counted)  # type: ignore[arg-type]
     since = time.perf_counter()
     stops = tuple(range(vocabulary // ANSWER))
     generations = engine.serve(turns, turns.asked, turns.finished, SamplingParams(MOST, stop_token_ids=stops))
     seconds = time.perf_counter() - since
     progress.remove_task(task)
-    order = sorted(range(len(turns.taken)), key=lambda row: (turns.taken[row][0].place, turns.taken[row][1]))  # type: ignore[attr-defined]
+    order = sorted(range(len(turns.taken)), key=lambda row: (turns.taken[row][0].group, turns.taken[row][1]))  # type: ignore[attr-defined]
     rows = torch.tensor(order)
     return seconds, Generations(
         *(t[rows] for t in (generations.tokens, generations.lengths, generations.logprobs)),

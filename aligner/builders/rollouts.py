@@ -89,10 +89,10 @@ def _watched(job: Job, source: Rollouts) -> Rollouts:
 def _schedule(job: Job, requests: Requests, player: Player, model: ShardedModel) -> Schedule:
     """What a checkpoint needs of it is there, and what none needs is deleted."""
     cfg = job.cfg
-    everyone = replace(requests, mine=range(requests.slots)) if cfg.engine.window else requests
+    everyone = replace(requests, own_slots=range(requests.slots)) if cfg.engine.window else requests
     when = cfg.engine.lag, cfg.engine.window, cfg.run.steps
     version = lambda: model.step_count  # noqa: E731
-    schedule = Schedule(*when, everyone, requests.mine, player, version, job.layout.pgs.dp, _store(job))
+    schedule = Schedule(*when, everyone, requests.own_slots, player, version, job.layout.pgs.dp, _store(job))
 
     def forget(step: int) -> None:
         folder = Path(cfg.run.dir) / "checkpoints"

@@ -205,7 +205,7 @@ class RecordedEngine(RolloutEngine):
 
 
 def _stacked(rows: list[Tensor], width: int) -> Tensor:
-    """[N] of scalars, or [N, width] of rows right-padded with 0."""
+    """Return [N] of scalars, or [N, width] of rows right-padded with 0."""
     if rows and not rows[0].dim():
         return torch.stack(rows)
     out = torch.zeros(len(rows), width, dtype=rows[0].dtype if rows else torch.float32)

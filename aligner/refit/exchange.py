@@ -1,9 +1,8 @@
 """Run a refit plan: what a rank holds itself is copied once, straight into its engine; the rest travels in buckets.
 
-Two messages to send and two to receive are on the way at most, in buffers that are given back at the end: while one is
-on the wire the next is packed and the one before unpacked. A rank that fails goes on until its peers have what they
-wait for (and the commit then fails everywhere); a rank that is gone or stuck is waited for no longer than the time
-limit.
+At most two messages to send and two to receive are under way, in buffers that are freed at the end: while one is on
+the wire, the next is packed and the one before unpacked. A rank that fails continues until its peers have their
+messages; the commit then fails everywhere. A rank that is gone or stuck is waited for up to the time limit.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 @dataclass
 class Exchange:
-    """This rank's part of `plan`, a list of steps found once. `wire` is the dtype of what travels."""
+    """This rank's share of `plan`, a list of steps computed once. `wire` is the dtype of the messages."""
 
     factored: ClassVar[bool] = False  # it moves whole weights
     plan: Plan
@@ -36,15 +35,15 @@ class Exchange:
     wire: torch.dtype
     timeout_s: float
     group: dist.ProcessGroup | None = None
-    lasting: bool = field(default=True, init=False)  # parameters stay where they are from one run to the next
-    cause: str = field(default="", init=False)  # what went wrong here first
-    wire_bytes: int = field(default=0, init=False)  # that came from other ranks in the last run
+    lasting: bool = field(default=True, init=False)  # parameters keep their addresses from one run to the next
+    cause: str = field(default="", init=False)  # the first error of this rank
+    wire_bytes: int = field(default=0, init=False)  # received from other ranks in the last run
 
     def __post_init__(self) -> None:
         self.steps = list(self.plan.steps(self.rank))
         self._views: dict[
             TensorPart, tuple[tuple[int, int], Tensor, Tensor]
-        ] = {}  # of local parts: addresses, target, source
+        ] = {}  # of local spans: addresses, target, source
         trainer, rank = self.plan.trainer, self.rank
         self._inside = trainer.replica_of(rank) is not None
         self._tensor_rank = trainer.tensor_rank(rank) if self._inside else 0
@@ -52,39 +51,39 @@ class Exchange:
 
     @property
     def received_bytes(self) -> int:
-        """Of one run, written into this rank's engine by other ranks."""
+        """The bytes of one run that other ranks write into this rank's engine."""
         return sum(message.bytes for _, message in self.steps if message is not None)
 
     @property
     def copied_bytes(self) -> int:
-        """Of one run, from this rank's trainer to this rank's engine."""
-        return sum(self._numel(part) for part in self.plan.local.get(self.rank, ())) * self.wire.itemsize
+        """The bytes of one run from this rank's trainer to this rank's engine."""
+        return sum(self._numel(span) for span in self.plan.local.get(self.rank, ())) * self.wire.itemsize
 
     @property
     def largest_share_bytes(self) -> int:
-        """Of one run, the most that others write into a rank's engine."""
+        """The most bytes of one run that others write into a rank's engine."""
         return self.plan.largest_share_bytes()
 
     @property
     def buffer_bytes(self) -> int:
-        """Held while the messages of one run travel."""
+        """The bytes held while the messages of one run travel."""
         return 2 * sum(map(self._largest_bytes, (0, 1)))
 
     def _largest_bytes(self, side: int) -> int:
-        """Of a message to send (side 0) or to receive (1)."""
+        """Return the bytes of the largest message to send (side 0) or to receive (1)."""
         return max((step[side].bytes for step in self.steps if step[side] is not None), default=0)
 
     def __call__(self, parameters: Mapping[str, Tensor], engine: RolloutEngine | None, cause: str = "") -> None:
-        """`parameters`: canonical name -> this rank's shard, empty on a rank without the trainer. With a `cause` its
-        engine is left alone, and the others get what they wait for. Collective.
+        """Exchange the weights. `parameters`: canonical name -> this rank's shard, empty on a rank without the trainer.
+        With a `cause` this rank's engine is left alone, and the others get their messages. Collective.
 
         Failures of this rank's trainer or engine are kept in `cause`: raising here would leave the others waiting.
         Raises RefitError if the others cannot be reached.
         """
         self.cause, self.wire_bytes = cause, 0
-        for part in self.plan.local.get(self.rank, ()):
+        for span in self.plan.local.get(self.rank, ()):
             assert engine is not None, f"rank {self.rank} is to fill an engine that it does not have"
-            self._copy(part, parameters, engine)
+            self._copy(span, parameters, engine)
         try:
             if self.steps:
                 self._travel(parameters, engine)
@@ -92,82 +91,82 @@ class Exchange:
             raise RefitError(self.cause or self._lost(error)) from error
 
     def commit(self) -> None:
-        """A run has succeeded on every rank: the next one is like it."""
+        """Note that a run has succeeded on every rank: the next one is like it."""
 
-    def source(self, part: TensorPart, parameters: Mapping[str, Tensor]) -> Tensor:
-        """A part of a Hugging Face tensor as a view into this rank's shard."""
-        trainer, tensor = self.plan.trainer, self.plan.tensors[part.tensor]
+    def source(self, span: TensorPart, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Return a span of a Hugging Face tensor as a view into this rank's shard."""
+        trainer, tensor = self.plan.trainer, self.plan.tensors[span.tensor]
         first, _ = tensor.interval(trainer.tensor, self._tensor_rank) if tensor.sharded else (0, 0)
         experts = tensor.spec.shape[0] // trainer.expert * self._expert_rank if tensor.spec.experts else 0
-        return tensor.view(parameters[tensor.spec.canonical].detach(), first, experts, part.start, part.stop)
+        return tensor.view(parameters[tensor.spec.canonical].detach(), first, experts, span.start, span.stop)
 
-    def _numel(self, part: TensorPart) -> int:
-        return (part.stop - part.start) * self.plan.tensors[part.tensor].entry_words(self.wire.itemsize)
+    def _numel(self, span: TensorPart) -> int:
+        return (span.stop - span.start) * self.plan.tensors[span.tensor].entry_words(self.wire.itemsize)
 
-    def _as_words(self, part: TensorPart, x: Tensor) -> Tensor:
-        """What travels of a part: its numbers, which a copy turns into `wire`, but of what stays float32 its bits."""
-        return x.view(self.wire) if self.plan.tensors[part.tensor].spec.float32 else x
+    def _as_words(self, span: TensorPart, x: Tensor) -> Tensor:
+        """Return a span's numbers, which a copy turns into `wire`; of tensors that stay float32 their bits."""
+        return x.view(self.wire) if self.plan.tensors[span.tensor].spec.float32 else x
 
     def _note(self, error: Exception) -> None:
         self.cause = self.cause or str(error)
 
-    def _copy(self, part: TensorPart, parameters: Mapping[str, Tensor], engine: RolloutEngine) -> None:
-        """From this rank's shard into its engine. Views are kept for as long as both stay where they are: for a small
-        model, making them takes longer than the copy."""
+    def _copy(self, span: TensorPart, parameters: Mapping[str, Tensor], engine: RolloutEngine) -> None:
+        """Copy a span from this rank's shard into its engine. Views are kept while both addresses stay the same: for
+        a small model, making them takes longer than the copy."""
         if self.cause:
             return
         try:
-            tensor = self.plan.tensors[part.tensor]
-            view = self._place(part, engine)
+            tensor = self.plan.tensors[span.tensor]
+            view = self._target(span, engine)
             if view is None:
                 return
             if not self.lasting:
-                copy_elements(view, self.source(part, parameters))
+                copy_elements(view, self.source(span, parameters))
                 return
             where = view.data_ptr(), parameters[tensor.spec.canonical].data_ptr()
-            known = self._views.get(part)
+            known = self._views.get(span)
             if known is None or known[0] != where:
-                known = self._views[part] = where, *aligned(view, self.source(part, parameters))
+                known = self._views[span] = where, *aligned(view, self.source(span, parameters))
             known[1].copy_(known[2], non_blocking=True)
         except (RefitError, RuntimeError) as error:
             self._note(error)
 
-    # ---- what travels
+    # ---- messages
 
     def pack(self, message: Message, buffer: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-        """What to send, in `buffer`, which has room for it."""
+        """Return the message in `buffer`, which is large enough for it."""
         words = buffer[: message.bytes // self.wire.itemsize]
         if self.cause:
             return words
         try:
-            blocks = words.split([self._numel(part) for part in message.parts])
-            for part, block in zip(message.parts, blocks, strict=True):
-                copy_elements(block, self._as_words(part, self.source(part, parameters)))
+            blocks = words.split([self._numel(span) for span in message.parts])
+            for span, block in zip(message.parts, blocks, strict=True):
+                copy_elements(block, self._as_words(span, self.source(span, parameters)))
         except RuntimeError as error:
             self._note(error)
         return words
 
     def unpack(self, message: Message, words: Tensor, engine: RolloutEngine | None) -> None:
-        """Write what came into the engine."""
+        """Write a received message into the engine."""
         assert engine is not None, f"rank {self.rank} has no engine for what it receives"
         self.wire_bytes += message.bytes
         if self.cause:
             return
         try:
-            views = [self._view(part, engine) for part in message.parts]
-            sizes = [self._numel(part) for part in message.parts]
+            views = [self._view(span, engine) for span in message.parts]
+            sizes = [self._numel(span) for span in message.parts]
             for view, block in zip(views, words.split(sizes), strict=True):
                 if view is not None:
                     copy_elements(view, block)
         except (RefitError, RuntimeError) as error:
             self._note(error)
 
-    def _place(self, part: TensorPart, engine: RolloutEngine) -> Tensor | None:
-        return engine.weight_view(self.plan.tensors[part.tensor].name, part.start, part.stop, True)
+    def _target(self, span: TensorPart, engine: RolloutEngine) -> Tensor | None:
+        return engine.weight_view(self.plan.tensors[span.tensor].name, span.start, span.stop, True)
 
-    def _view(self, part: TensorPart, engine: RolloutEngine) -> Tensor | None:
-        view = self._place(part, engine)
-        return None if view is None else self._as_words(part, view)
+    def _view(self, span: TensorPart, engine: RolloutEngine) -> Tensor | None:
+        view = self._target(span, engine)
+        return None if view is None else self._as_words(span, view)
 
     # ---- the wire
 
@@ -209,8 +208,8 @@ class Exchange:
         return [torch.empty(numel, dtype=self.wire, device=self.device) for _ in range(2)]
 
     def _lost(self, error: Exception) -> str:
-        told = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         peers = {m.target for m, _ in self.steps if m} | {m.source for _, m in self.steps if m}
         one_of = ", ".join(map(str, sorted(peers)))
         lost = f"a rank (one of {one_of}) has ended, or does not answer within refit.timeout_s={self.timeout_s:g}"
-        return f"weights did not arrive: {lost} ({told})"
+        return f"weights did not arrive: {lost} ({reason})"

@@ -18,14 +18,14 @@ from aligner.models.small_files import carry, exported_config, write_generation
 from aligner.ops.agree import by_rank_0
 from aligner.refit.stream import WeightStream
 
-EXTRA_FILE = "aligner.json"  # what config.json has no place for: a reward model's bias and scale
+EXTRA_FILE = "aligner.json"  # values without a key in config.json: a reward model's bias and scale
 
 
 def export_hf(
     model: ShardedModel, folder: Path, tokenizer, extra: dict[str, Any] | None = None, origin: Path | None = None
 ) -> Path:
-    """Weights, config.json and tokenizer, loadable with `from_pretrained`; with the generation config, the model card
-    and unknown keys of config.json of `origin`. Collective; rank 0 writes.
+    """Write weights, config.json and tokenizer, loadable with `from_pretrained`. From `origin` come the generation
+    config, the model card and unknown keys of config.json. Collective; rank 0 writes.
 
     Raises WriteError on every rank if the folder cannot be written.
     """
@@ -53,21 +53,21 @@ def export_hf(
     else:
         for _ in stream:
             pass
-    if told := by_rank_0(lambda: error):
-        raise WriteError(told)
+    if failure := by_rank_0(lambda: error):
+        raise WriteError(failure)
     return folder
 
 
 def read_extra(folder: Path) -> dict[str, Any]:
-    """What `export_hf` wrote beside the model; empty for folders of other origin."""
+    """Return the content of `EXTRA_FILE`; empty for folders of other origin."""
     path = folder / EXTRA_FILE
     if not path.is_file():
         return {}
-    found = read_record(path, CheckpointError)
+    content = read_record(path, CheckpointError)
     for name in ("bias", "std"):
-        found.number(name, None)
-    found.text("separator", "")  # a process reward model's
-    found.texts("attributes", [])
+        content.number(name, None)
+    content.text("separator", "")  # a process reward model's
+    content.texts("attributes", [])
     for name in ("biases", "stds"):
-        found.numbers(name, [])
-    return found.fields
+        content.numbers(name, [])
+    return content.fields

@@ -1,10 +1,10 @@
-"""Adapters' factors to engines in the place of merged weights (`refit.adapters=factors`).
+"""Adapters' factors to engines in place of merged weights (`refit.adapters=factors`).
 
-The frozen weights travel once, in the trainer's dtype; of the matrices that have adapters each rank of an engine keeps
-its share beside the weights that it computes with. From then on A and B alone travel, to every rank of an engine all of
-them, and it merges its share anew: W + scale B A in float32, rounded once. Products of other shapes may round
-differently, so B A is made as the trainer's rank makes it, its shard's in one call, and cut afterwards: an engine holds
-to the bit what merged weights would have been.
+The frozen weights travel once, in the trainer's dtype. Of the matrices that have adapters each rank of an engine
+keeps its share beside the weights that it computes with. From then on only A and B travel: every rank of an engine
+gets all of them and merges its share anew, W + scale B A in float32, rounded once. Products of other shapes may
+round differently, so B A is computed as on the trainer's rank, its shard's in one call, and cut afterwards. So an
+engine holds bit-for-bit the merged weights.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from aligner.refit.plan import EngineGrid, Plan, TensorPart
 
 
 class Share:
-    """Of some tensors what one rank of an engine has, in memory of its own, where an exchange places it
-    (`RolloutEngine.weight_view`); what others are placed in is `rest`."""
+    """One engine rank's share of some tensors, in memory of its own, which an exchange writes as an engine's
+    (`RolloutEngine.weight_view`). Views of other tensors come from `rest`."""
 
     def __init__(self, tensors: Sequence[HfTensor], engines: EngineGrid, rank: int, like: Tensor):
         self.tensor_parallel = engines.tensor
-        place = engines.ranks.index(rank) % engines.tensor
+        index = engines.ranks.index(rank) % engines.tensor
         self.rest: RolloutEngine | None = None
-        self.bounds = {t.name: t.interval(engines.tensor, place) for t in tensors}
+        self.bounds = {t.name: t.interval(engines.tensor, index) for t in tensors}
         self._axes, self.held = {t.name: t.axis for t in tensors}, {}
         for t in tensors:
             low, high = self.bounds[t.name]
@@ -46,41 +46,41 @@ class Share:
         self._ledger.begin(0)
 
     def weight_view(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
-        """Never afresh: what is merged lies beside what is not."""
+        """See `RolloutEngine.weight_view`. `afresh` is ignored: merged tensors are written beside others."""
         if name not in self.held:
             assert self.rest is not None, name
             return self.rest.weight_view(name, start, stop)
-        return self.part(name, start, stop) if self._ledger.accept_part(name, start, stop) else None
+        return self.view(name, start, stop) if self._ledger.accept_part(name, start, stop) else None
 
-    def part(self, name: str, start: int, stop: int) -> Tensor:
+    def view(self, name: str, start: int, stop: int) -> Tensor:
         return self.held[name].narrow(self._axes[name], start - self.bounds[name][0], stop - start)
 
     def faults(self) -> str:
-        """What did not come as it should; empty if all did."""
+        """Return the faults of the tensors that came; empty if there are none."""
         for name, bounds in self.bounds.items():
             self._ledger.settle_parts(name, *bounds)
         return self._ledger.faults()
 
 
 class Merger:
-    """On a rank of an engine: its share of the frozen matrices that have adapters, all factors, and their sum."""
+    """A rank of an engine's share of the frozen matrices that have adapters, all factors, and their sum."""
 
     def __init__(self, whole: Exchange, factors: Exchange, cfg: ModelConfig):
         like = torch.empty(0, dtype=whole.wire, device=whole.device)
-        use_fast_products(like.device, like.dtype)  # those of the trainer, where none is in this process
+        use_fast_products(like.device, like.dtype)  # the trainer's products, where this process has no trainer
         self.cfg, self.trainer, self.sites = cfg, whole.plan.trainer, sites(cfg)
         self._of_base: dict[str, list[HfTensor]] = {site.base.canonical: [] for site in self.sites}
         others = []
         for t in whole.plan.tensors:
             self._of_base.get(t.spec.canonical, others).append(t)
         engines, rank = whole.plan.engine, whole.rank
-        self.base = Share([t for found in self._of_base.values() for t in found], engines, rank, like)
+        self.base = Share([t for tensors in self._of_base.values() for t in tensors], engines, rank, like)
         self.factors = Share(factors.plan.tensors, factors.plan.engine, rank, like)
-        place = engines.ranks.index(rank) % engines.tensor
-        self._others = {t.name: t.interval(engines.tensor, place) for t in others}
+        index = engines.ranks.index(rank) % engines.tensor
+        self._others = {t.name: t.interval(engines.tensor, index) for t in others}
 
     def keep(self, engine: RolloutEngine) -> None:
-        """What no adapter changes is in its place since it travelled: it counts as written."""
+        """Count the tensors without adapters as written: they are unchanged since they travelled."""
         for name, (low, high) in self._others.items():
             if low < high:
                 engine.weight_view(name, low, high)
@@ -102,7 +102,7 @@ class Merger:
             view = engine.weight_view(t.name, start, stop)
             if view is None:
                 continue
-            base = self.base.part(t.name, start, stop)
+            base = self.base.view(t.name, start, stop)
             first, _ = t.interval(self.trainer.tensor, rank)
             out = t.view(product, first, experts, start, stop).reshape(base.shape) + base.float()
             rows = self.factors.held.get(f"{t.name.removesuffix('.weight')}.{MAGNITUDE}")
@@ -111,11 +111,11 @@ class Merger:
             copy_elements(view, out.to(base.dtype))
 
     def _experts(self, spec: ParamSpec) -> int:
-        """Of a rank of the trainer; 0 if there are none."""
+        """Return the number of experts of a rank of the trainer; 0 if there are none."""
         return spec.shape[0] // self.trainer.expert if spec.experts else 0
 
     def _wanted(self, site: AdaptedMatrix, rank: int, expert_rank: int) -> Iterator[tuple[HfTensor, int, int]]:
-        """Parts of this rank's tensors that are in a shard of the trainer."""
+        """Yield the spans of this rank's tensors that are in a shard of the trainer."""
         for t in self._of_base[site.base.canonical]:
             if site.base.experts and t.expert // self._experts(site.base) != expert_rank:
                 continue
@@ -124,7 +124,7 @@ class Merger:
                 yield t, max(low, first), min(high, last)
 
     def _change(self, site: AdaptedMatrix, rank: int, expert_rank: int) -> Tensor:
-        """scale B A of a shard of the trainer, float32, in the shape that the matrix has there."""
+        """Return scale B A of a shard of the trainer, float32, in the shape of the matrix there."""
         tensor, shape = self.trainer.tensor, list(site.base.shape)
 
         def own(spec: ParamSpec) -> Tensor:
@@ -132,17 +132,17 @@ class Merger:
             cut = split_tp(spec, full, tensor, rank)
             return cut.chunk(self.trainer.expert)[expert_rank] if spec.experts else cut
 
-        found = {target.index: (own(target.a), own(target.b)) for target in site.targets}
+        factors = {target.index: (own(target.a), own(target.b)) for target in site.targets}
         if site.base.tp_axis is not None:
             shape[site.base.tp_axis] //= tensor
         if site.base.experts:
             shape[0] = self._experts(site.base)
-        return change(*joined(found, *site.rows(self.cfg, tensor)), self.cfg.lora.scale).view(shape)
+        return change(*joined(factors, *site.rows(self.cfg, tensor)), self.cfg.lora.scale).view(shape)
 
 
 class FactorExchange:
-    """Called like an `Exchange`, which it does twice: `whole` once, of the weights without adapters, and `factors` at
-    every run. The trainer's parameters are `SplitWeights`."""
+    """An exchange of factors, called like an `Exchange`. It runs two: `whole` once, of the weights without adapters,
+    and `factors` at every run. The trainer's parameters are `SplitWeights`."""
 
     factored = True
 
@@ -156,7 +156,7 @@ class FactorExchange:
 
     @property
     def plan(self) -> Plan:
-        """Of all weights of the engines."""
+        """The plan of all weights of the engines."""
         return self.whole.plan
 
     @property
@@ -167,12 +167,12 @@ class FactorExchange:
     def device(self) -> torch.device:
         return self.whole.device
 
-    def source(self, part: TensorPart, parameters: Mapping[str, Tensor]) -> Tensor:
-        return self.whole.source(part, parameters)
+    def source(self, span: TensorPart, parameters: Mapping[str, Tensor]) -> Tensor:
+        return self.whole.source(span, parameters)
 
     @property
     def received_bytes(self) -> int:
-        """Of the last run, as what follows."""
+        """The bytes of the last run, as in the properties below."""
         return sum(exchange.received_bytes for exchange in self._ran)
 
     @property
@@ -211,9 +211,9 @@ class FactorExchange:
         exchange(parameters, share, self.cause)
         self.cause = exchange.cause
         if share is not None and not self.cause and (faults := share.faults()):
-            self.cause = f"what the engine is to merge did not come as it should: {faults}"
+            self.cause = f"the tensors to merge did not arrive complete: {faults}"
 
     def commit(self) -> None:
-        """A run has succeeded on every rank: from now on factors alone travel. Until then, and after a failure, the
-        weights that the engines keep may be torn."""
+        """Note that a run has succeeded on every rank: from now on only factors travel. Before that, and after a
+        failure, the weights that the engines keep may be incomplete."""
         self._based = True

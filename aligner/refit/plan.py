@@ -1,11 +1,13 @@
-"""Who sends which part of which tensor to whom, and when. Pure: layouts and tensors in, transfers out; the same on
-every rank.
+"""The transfers of a refit: who sends which span of which tensor to whom, and when. Pure: layouts and tensors in,
+transfers out; the same on every rank.
 
 A rank of the trainer holds shards of canonical parameters, a rank of an engine shards of Hugging Face tensors. Each
-part of an engine's shard comes from one trainer's shard: from this very rank where it holds it (no wire, no bucket),
-else from the rank of its own replica of the trainer, else from the holder that has least to send. What one rank sends
-another goes in messages of at most `bucket_bytes`, and messages in rounds in which a rank sends one and receives one,
-so that buffers are few and their size is known.
+span of an engine's shard comes from one trainer's shard. The source is this very rank where it holds the shard (no
+wire, no bucket), else the rank of its own replica of the trainer. Failing both, it is the holder that has least to
+send.
+
+One rank's spans for another go in messages of at most `bucket_bytes`. Messages go in rounds, in which a rank sends
+one and receives one, so that buffers are few and their size is known.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class TrainerGrid:
     pipeline: int = 1
     context: int = 1
     data: int = 1
-    expert: int = 1  # of the context x data ranks, so many neighbours share the experts
+    expert: int = 1  # neighbours among the context x data ranks that share the experts
     first: int = 0  # its lowest global rank
 
     @property
@@ -39,7 +41,7 @@ class TrainerGrid:
 
     @property
     def replicas(self) -> int:
-        """Ranks of one pipeline stage with the same tensor shard, if there are no experts."""
+        """The number of ranks of one pipeline stage with the same tensor shard, if there are no experts."""
         return self.context * self.data
 
     def rank(self, stage: int, replica: int, tensor_rank: int) -> int:
@@ -56,7 +58,7 @@ class TrainerGrid:
         return (rank - self.first) // self.tensor % self.replicas % self.expert
 
     def stages(self, tensor: HfTensor) -> tuple[int, ...]:
-        """Stages that send a tensor: of a tied embedding the first, not the copy on the last."""
+        """Return the stages that send a tensor: of a tied embedding the first, not the copy on the last."""
         name, last = tensor.spec.canonical, self.pipeline - 1
         if name.startswith("decoder.layers."):
             return (int(name.split(".")[2]) // (self.layers // self.pipeline),)
@@ -80,7 +82,7 @@ class EngineGrid:
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """[start, stop) along the axis of a tensor, as it lies in the shard of a trainer's tensor rank."""
+    """Entries [start, stop) along the axis of a tensor, within the shard of a trainer's tensor rank."""
 
     tensor: int  # number in the list of tensors
     start: int
@@ -100,14 +102,14 @@ class Plan:
     tensors: tuple[HfTensor, ...]
     trainer: TrainerGrid
     engine: EngineGrid
-    local: dict[int, tuple[TensorPart, ...]]  # rank -> what it copies to its own engine
+    local: dict[int, tuple[TensorPart, ...]]  # rank -> spans that it copies to its own engine
     rounds: tuple[tuple[Message, ...], ...]  # in each a rank sends at most one message and receives at most one
     owned: dict[
         int, tuple[TensorPart, ...]
-    ]  # rank -> parts it answers for: every element of the model once, over all ranks
+    ]  # rank -> spans that it hashes: every element of the model once, over all ranks
 
     def steps(self, rank: int) -> Iterator[tuple[Message | None, Message | None]]:
-        """(message to send, message to receive) of every round in which `rank` has one."""
+        """Yield (message to send, message to receive) of every round in which `rank` has one."""
         for messages in self.rounds:
             send = next((m for m in messages if m.source == rank), None)
             receive = next((m for m in messages if m.target == rank), None)
@@ -115,7 +117,7 @@ class Plan:
                 yield send, receive
 
     def largest_share_bytes(self) -> int:
-        """The most that any rank receives."""
+        """Return the most bytes that any rank receives."""
         shares: dict[int, int] = defaultdict(int)
         for message in (m for messages in self.rounds for m in messages):
             shares[message.target] += message.bytes
@@ -126,7 +128,8 @@ class Plan:
 def plan_refit(
     trainer: TrainerGrid, engine: EngineGrid, tensors: tuple[HfTensor, ...], item_bytes: int, bucket_bytes: int
 ) -> Plan:
-    """`item_bytes`: of one element on its way. Raises LayoutError if a layout cannot share a tensor."""
+    """Return the plan. `item_bytes`: of one element on its way. Raises LayoutError if a layout cannot share a
+    tensor."""
     if trainer.layers % trainer.pipeline:
         raise LayoutError("parallel.pipeline", trainer.pipeline, f"a divisor of {trainer.layers} layers")
     routes = _Routes(trainer, engine)
@@ -138,23 +141,23 @@ def plan_refit(
                 continue
             key = routes.key(tensor, shard)
             owned[routes.holders(key)[0]].append(TensorPart(number, low, high))
-            parts = {}  # engine's tensor rank -> what it lacks of this shard
-            for place in range(engine.tensor):
-                start, stop = tensor.interval(engine.tensor, place)
+            parts = {}  # engine's tensor rank -> its span of this shard
+            for engine_rank in range(engine.tensor):
+                start, stop = tensor.interval(engine.tensor, engine_rank)
                 start, stop = max(start, low), min(stop, high)
                 if start < stop:
-                    parts[place] = TensorPart(number, start, stop)
+                    parts[engine_rank] = TensorPart(number, start, stop)
             routes.send(key, parts, tensor.entry_numel)
 
     @cache
     def cut(parts: tuple[TensorPart, ...]) -> list[tuple[tuple[TensorPart, ...], int]]:
-        words = sum((part.stop - part.start) * tensors[part.tensor].entry_words(item_bytes) for part in parts)
+        words = sum((span.stop - span.start) * tensors[span.tensor].entry_words(item_bytes) for span in parts)
         return list(_messages(parts, tensors, item_bytes, message_bytes(words * item_bytes, bucket_bytes)))
 
     messages = []
     for (source, target), parts in sorted(routes.wire.items()):
-        messages += enumerate(Message(source, target, *found) for found in cut(tuple(parts)))
-    frozen = [{rank: tuple(parts) for rank, parts in found.items()} for found in (routes.local, owned)]
+        messages += enumerate(Message(source, target, *cut_parts) for cut_parts in cut(tuple(parts)))
+    frozen = [{rank: tuple(spans) for rank, spans in by_rank.items()} for by_rank in (routes.local, owned)]
     return Plan(tensors, trainer, engine, frozen[0], _rounds(messages), frozen[1])
 
 
@@ -162,8 +165,8 @@ Key = tuple[tuple[int, ...], int, int]  # stages, tensor shard (-1: all alike) a
 
 
 class _LeastLoaded:
-    """Of some ranks the one that has least to send, of equals the lowest. Loads only grow: an entry of the heap that is
-    out of date comes too early, never too late, and is then put right."""
+    """A chooser of the rank that has least to send, of equals the lowest. Loads only grow: an outdated entry of the
+    heap comes too early, never too late, and is then corrected."""
 
     def __init__(self, ranks: Sequence[int], load: Mapping[int, int]):
         self._load, self._heap = load, [(load[rank], rank) for rank in ranks]
@@ -178,8 +181,8 @@ class _LeastLoaded:
 
 
 class _Routes:
-    """From which rank every rank with an engine gets a shard. Tensors with the same holders go the same routes, but for
-    choices between ranks, which are made one by one."""
+    """The source rank of every shard for every rank with an engine. Tensors with the same holders take the same
+    routes, except for choices between ranks, which are made one by one."""
 
     def __init__(self, trainer: TrainerGrid, engine: EngineGrid):
         self.trainer, self.engine = trainer, engine
@@ -190,7 +193,7 @@ class _Routes:
         self._routes: dict[tuple[Key, tuple[int, ...]], list[tuple]] = {}
 
     def key(self, tensor: HfTensor, shard: int) -> Key:
-        """What is the same for all tensors that the same ranks hold."""
+        """Return a key that is the same for all tensors that the same ranks hold."""
         share = tensor.expert // (tensor.spec.shape[0] // self.trainer.expert) if tensor.spec.experts else -1
         return self.trainer.stages(tensor), shard if tensor.sharded else -1, share
 
@@ -207,72 +210,73 @@ class _Routes:
         return self._holders[key]
 
     def send(self, key: Key, parts: Mapping[int, TensorPart], entry_numel: int) -> None:
-        """`parts` of one shard, by engine's tensor rank, to all engines."""
+        """Send `parts` of one shard, by engine's tensor rank, to all engines."""
         wanted = key, tuple(parts)
         if wanted not in self._routes:
             self._routes[wanted] = list(self._find(*wanted))
         load = self._load
-        for target, place, source, choose in self._routes[wanted]:
-            part = parts[place]
+        for target, engine_rank, source, choose in self._routes[wanted]:
+            span = parts[engine_rank]
             if source == target:
-                self.local[target].append(part)
+                self.local[target].append(span)
                 continue
             if choose is not None:
                 source = choose()
-            load[source] += (part.stop - part.start) * entry_numel
-            self.wire[source, target].append(part)
+            load[source] += (span.stop - span.start) * entry_numel
+            self.wire[source, target].append(span)
 
-    def _find(self, key: Key, places: tuple[int, ...]) -> Iterator[tuple[int, int, int, _LeastLoaded | None]]:
-        """(target, its tensor rank, source or -1, what chooses one then), in the order of targets: a rank itself where
-        it holds the shard, else one of the target's own replica of the trainer, else one of all holders."""
-        ranks, trainer, wanted = self.holders(key), self.trainer, set(places)
+    def _find(self, key: Key, engine_ranks: tuple[int, ...]) -> Iterator[tuple[int, int, int, _LeastLoaded | None]]:
+        """Yield (target, its tensor rank, source or -1, the chooser then), in the order of targets. The source is
+        the target itself where it holds the shard, else a rank of its own replica of the trainer, else one of all
+        holders."""
+        ranks, trainer, wanted = self.holders(key), self.trainer, set(engine_ranks)
         known, near = set(ranks), defaultdict(list)
         for rank in ranks:
             near[trainer.replica_of(rank)].append(rank)
         choices: dict[int | None, _LeastLoaded] = {}  # by replica; None: of all
         for number, target in enumerate(self.engine.ranks):
-            place, home = number % self.engine.tensor, trainer.replica_of(target)
-            if place not in wanted:
+            engine_rank, home = number % self.engine.tensor, trainer.replica_of(target)
+            if engine_rank not in wanted:
                 continue
-            found, home = (near[home], home) if home in near else (ranks, None)
-            if target in known or len(found) == 1:
-                yield target, place, target if target in known else found[0], None
+            candidates, home = (near[home], home) if home in near else (ranks, None)
+            if target in known or len(candidates) == 1:
+                yield target, engine_rank, target if target in known else candidates[0], None
                 continue
             if home not in choices:
-                choices[home] = _LeastLoaded(found, self._load)
-            yield target, place, -1, choices[home]
+                choices[home] = _LeastLoaded(candidates, self._load)
+            yield target, engine_rank, -1, choices[home]
 
 
 def _messages(
     parts: Sequence[TensorPart], tensors: Sequence[HfTensor], item_bytes: int, bucket_bytes: int
 ) -> Iterator[tuple[tuple[TensorPart, ...], int]]:
-    """(parts, bytes) of each message: parts in order; one that does not fit whole is cut at its quantum. A quantum
-    larger than a bucket goes alone."""
-    found: list[TensorPart] = []
+    """Yield (parts, bytes) of each message: parts in order; one that does not fit whole is cut at its quantum. A
+    quantum larger than a bucket travels alone."""
+    message: list[TensorPart] = []
     filled = 0
-    for part in parts:
-        tensor, start = tensors[part.tensor], part.start
+    for span in parts:
+        tensor, start = tensors[span.tensor], span.start
         quantum, entry_bytes = tensor.quantum, tensor.entry_words(item_bytes) * item_bytes
-        while start < part.stop:
+        while start < span.stop:
             fits = (bucket_bytes - filled) // (entry_bytes * quantum) * quantum
-            whole = (part.stop - start) * entry_bytes <= bucket_bytes  # not cut: it waits for the next bucket
-            if fits < min(part.stop - start, quantum) or (whole and fits < part.stop - start):
-                if found:
-                    yield tuple(found), filled
-                    found, filled = [], 0
+            whole = (span.stop - start) * entry_bytes <= bucket_bytes  # not cut: it waits for the next bucket
+            if fits < min(span.stop - start, quantum) or (whole and fits < span.stop - start):
+                if message:
+                    yield tuple(message), filled
+                    message, filled = [], 0
                     continue
                 fits = max(fits, quantum)
-            stop = min(part.stop, start + fits)
-            found.append(TensorPart(part.tensor, start, stop))
+            stop = min(span.stop, start + fits)
+            message.append(TensorPart(span.tensor, start, stop))
             filled += (stop - start) * entry_bytes
             start = stop
-    if found:
-        yield tuple(found), filled
+    if message:
+        yield tuple(message), filled
 
 
 def _rounds(messages: list[tuple[int, Message]]) -> tuple[tuple[Message, ...], ...]:
-    """Every message in the first round in which its two ranks are free, neighbours first: with equal shares each round
-    is a rotation, in which every rank sends and receives."""
+    """Put every message into the first round in which its two ranks are free, neighbours first: with equal shares
+    each round is a rotation, in which every rank sends and receives."""
     ranks = {rank for _, m in messages for rank in (m.source, m.target)}
     world = max(ranks, default=0) + 1
     sends: dict[int, int] = defaultdict(int)
@@ -284,11 +288,12 @@ def _rounds(messages: list[tuple[int, Message]]) -> tuple[tuple[Message, ...], .
         while len(rounds) <= turn:
             rounds.append([])
         rounds[turn].append(message)
-    return tuple(tuple(found) for found in rounds)
+    return tuple(tuple(messages_of_round) for messages_of_round in rounds)
 
 
 def buckets(sizes_bytes: Sequence[int], limit_bytes: int) -> list[range]:
-    """Consecutive tensors whose bytes sum to at most `limit_bytes`; a larger tensor is a bucket of its own."""
+    """Return ranges of consecutive tensors whose bytes sum to at most `limit_bytes`; a larger tensor is a bucket of
+    its own."""
     parts, start, total = [], 0, 0
     for i, size in enumerate(sizes_bytes):
         if i > start and total + size > limit_bytes:

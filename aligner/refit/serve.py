@@ -1,4 +1,5 @@
-"""A rank that only generates: it does what the trainer's ranks order (`engines/bridge.py`), one after the other."""
+"""The loop of a rank that only generates: it carries out the orders of the trainer's ranks (`engines/bridge.py`),
+one after the other."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class OrderServer:
-    """`phase`, `memory`: what each order and the work in it run in, named as the trainer's phases. `settle` is called
-    after each generation. `play` makes trajectories: of the requests of each rank of the job this one's part, for each
-    of them. What is raised by the engine, `play`, `memory` or `settle` is the trainer's ranks' to raise."""
+    """A generation rank's side of the orders. `phase`, `memory`: contexts of each order and its work, named as the
+    trainer's phases. `settle` is called after each generation. `play` makes trajectories: this rank's share of the
+    requests of each rank of the job, for each of them. Errors of the engine, `play`, `memory` and `settle` are
+    raised on the trainer's ranks."""
 
     def __init__(
         self,
@@ -42,11 +44,12 @@ class OrderServer:
     ):
         self.bridge, self.engine, self.plan, self.config = bridge, engine, plan, config
         self.phase, self.memory, self.settle, self.play = phase, memory, settle, play
-        self._work: Callable[[], Callable[[], object]]  # what the trainer's ranks ordered last
-        self._done: Callable[[], object] | AlignerError  # gives them what came of it
+        self._work: Callable[[], Callable[[], object]]  # the last order of the trainer's ranks
+        self._done: Callable[[], object] | AlignerError  # delivers its results to them
 
     def __call__(self) -> bool:
-        """Serve until the dismissal; whether the trainer's ranks ended well. Raises EngineError when they are lost."""
+        """Serve until the dismissal; return whether the trainer's ranks ended well. Raises EngineError when they are
+        lost."""
         orders: Mapping[str, Callable[..., None]] = {
             "plan": self._plan,
             "refit": self._refit,
@@ -65,21 +68,21 @@ class OrderServer:
             orders[name](*arguments)
 
     def _plan(self) -> None:
-        """The trainer's ranks tell whether they hold what it expects."""
+        """Plan the refit. The trainer's ranks report whether they hold the expected tensors."""
         with self.phase("refit"):
             self.exchange = self.plan()
             with suppress(RefitError), self.bridge.contact():
                 fail_together("", self.bridge.group)
 
     def _refit(self, version: int, hold: bool) -> None:
-        """The other half of `Refit`. A failure that all know of is the trainer's to act upon."""
+        """Run the other half of `Refit`. The trainer handles a failure that all know of."""
         group, cause = self.bridge.group, ""
         with self.phase("refit"), self.memory("refit"):
             with telling_the_others(self.bridge):
                 if not hold:
                     cause = self._load(version)
-                told = [bool(cause), 0 if hold else self.exchange.wire_bytes]
-                failed, _ = largest(told, self.exchange.device, self.config.timeout_s, group)
+                status = [bool(cause), 0 if hold else self.exchange.wire_bytes]
+                failed, _ = largest(status, self.exchange.device, self.config.timeout_s, group)
             if failed:
                 with suppress(RefitError):
                     fail_together(cause, group)
@@ -87,7 +90,7 @@ class OrderServer:
                 self.exchange.commit()
 
     def _load(self, version: int) -> str:
-        """What went wrong, if anything did. Raises RefitError where the trainer's ranks cannot be reached."""
+        """Load the weights; return the error, if any. Raises RefitError where the trainer's ranks cannot be reached."""
         cause = ""
         try:
             self.engine.begin_update(version)
@@ -121,15 +124,15 @@ class OrderServer:
             self.bridge.answer(within, self._version)
 
     def _generate(self, sampling: SamplingParams) -> None:
-        """The trainer's ranks may train meanwhile: they ask for what came of it (`_deliver`)."""
+        """Generate. The trainer's ranks may train meanwhile: they ask for the samples later (`_deliver`)."""
         with self.phase("generate"):
             with self.bridge.contact():
                 requests = fleet_of(self.bridge).gather([], [])
 
             def work() -> Callable[[], object]:
                 fleet = fleet_of(self.bridge)
-                mine, generations, _ = self.engine.work(fleet, requests, sampling)
-                return partial(fleet.deliver, mine, generations, [], sampling.truncates)
+                served, generations, _ = self.engine.work(fleet, requests, sampling)
+                return partial(fleet.deliver, served, generations, [], sampling.truncates)
 
             self._work = work
             self._do()
@@ -154,12 +157,12 @@ class OrderServer:
     def _deliver(self) -> None:
         done = self._done
 
-        def told() -> None:
+        def outcome() -> None:
             if isinstance(done, AlignerError):
                 raise done
 
         with self.phase("generate"):
-            if self.bridge.answer(told, self._version) and not isinstance(done, AlignerError):
+            if self.bridge.answer(outcome, self._version) and not isinstance(done, AlignerError):
                 with self.bridge.contact():
                     done()
 

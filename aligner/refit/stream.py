@@ -29,11 +29,11 @@ class WeightStream:
         return family_table(self.model.cfg, self.model.head.kind, self.model.head.outputs)
 
     def _stage_names(self) -> list[list[str]]:
-        """Per pipeline stage, the canonical names it sends; asked once, at construction."""
+        """Return the canonical names that each pipeline stage sends; asked once, at construction."""
         model = self.model
         named = set(model.weights())
-        mine = [spec.canonical for spec in self.table() if spec.canonical in named]
-        return gathered(mine, model.layout.pgs.pp)
+        own = [spec.canonical for spec in self.table() if spec.canonical in named]
+        return gathered(own, model.layout.pgs.pp)
 
     def _local(self) -> Iterator[tuple[str, Tensor]]:
         model = self.model
@@ -41,7 +41,7 @@ class WeightStream:
             yield from to_hf(spec, full, model.cfg).items()
 
     def __iter__(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Buckets of (Hugging Face name, full tensor). Collective over tensor and pipeline ranks."""
+        """Yield buckets of (Hugging Face name, full tensor). Collective over tensor and pipeline ranks."""
         if self.model.layout.pipeline == 1:
             yield from self._group(self._local())
             return
@@ -61,7 +61,7 @@ class WeightStream:
             yield bucket
 
     def _broadcast(self, stage: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """One stage's tensors, through flat buffers of at most `bucket_bytes`, from its owner to all stages."""
+        """Yield one stage's tensors, through flat buffers of at most `bucket_bytes`, from its owner to all stages."""
         model, group = self.model, self.model.layout.pgs.pp
         source = dist.get_global_rank(group, stage)
         shapes = expected_hf_shapes(model.cfg, model.head.kind, model.head.outputs)
@@ -72,14 +72,14 @@ class WeightStream:
         sizes = [torch.Size(shapes[name]).numel() * kept[name].itemsize for name in names]
         room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         local = self._local() if model.layout.pp_rank == stage else iter(())
-        for part in buckets(room, self.bucket_bytes):
-            flat = torch.empty(sum(room[i] for i in part), dtype=torch.uint8, device=model.device)
-            blocks = zip(part, flat.split([room[i] for i in part]), strict=True)
+        for bucket in buckets(room, self.bucket_bytes):
+            flat = torch.empty(sum(room[i] for i in bucket), dtype=torch.uint8, device=model.device)
+            blocks = zip(bucket, flat.split([room[i] for i in bucket]), strict=True)
             views = [b[: sizes[i]].view(kept[names[i]]).view(shapes[names[i]]) for i, b in blocks]
             if model.layout.pp_rank == stage:
-                for i, view in zip(part, views, strict=True):
+                for i, view in zip(bucket, views, strict=True):
                     name, tensor = next(local)
                     assert name == names[i], (name, names[i])
                     view.copy_(tensor)
             dist.broadcast(flat, src=source, group=group)
-            yield [(names[i], view) for i, view in zip(part, views, strict=True)]
+            yield [(names[i], view) for i, view in zip(bucket, views, strict=True)]

@@ -1,8 +1,8 @@
 """Move the trainer's weights into this rank's engine, and commit.
 
-An engine that can be written in place gets its parts by the plan of `plan.py`: from shard to shard, nothing gathered.
-Another gets whole tensors, gathered over tensor ranks and broadcast over pipeline stages. Every rank runs it together;
-whatever fails on one rank stops all of them, with the first cause.
+An engine that can be written in place gets its shards by the plan of `plan.py`, directly and without a gather. Any
+other engine gets whole tensors, gathered over tensor ranks and broadcast over pipeline stages. Every rank runs the
+refit together; an error on one rank stops all of them, with the first cause.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ CAUSE_KEY = "aligner/refit/cause"  # in the store that all ranks share
 
 
 class Refit:
-    """Callable once per rollout: afterwards this rank's engine holds the trainer's weights and their version."""
+    """A weight sync, called once per rollout: afterwards this rank's engine holds the trainer's weights and their
+    version."""
 
     def __init__(self, model: ShardedModel, engine: RolloutEngine, config: RefitConfig, skip: bool = False):
         self.model, self.engine, self.config = model, engine, config
@@ -63,7 +64,7 @@ class Refit:
             self.stream = WeightStream(model, config.bucket_bytes)
 
     def _plan(self, engine: RolloutEngine) -> Exchange | FactorExchange:
-        """Engines stand on the trainer's ranks or on those after them, neighbours sharing one."""
+        """Plan the exchange. Engines are on the trainer's ranks or on those after them, neighbours sharing one."""
         model, layout = self.model, self.model.layout
         self._group = None if self._bridge is None else self._bridge.group  # of all ranks with weights
         trainer = trainer_grid(model)
@@ -81,17 +82,19 @@ class Refit:
         return exchange
 
     def __call__(self, again: bool = False) -> ScalarMetrics:
-        """`again`: also if the engines hold this version already (for measurements)."""
+        """Sync the weights. `again`: also if the engines hold this version already (for measurements)."""
         start, self._cause = time.perf_counter(), ""
         current = self._current() and not again
         with telling_the_others(self._bridge):
             moved, wired = (0, 0) if current else self._transfer()
-            group = None if current else self._group  # engines elsewhere are not asked where nothing is to be done
+            group = (
+                None if current else self._group
+            )  # engines on other ranks take no exchange_of if nothing is to be done
             seconds = time.perf_counter() - start
             if seconds > self.config.timeout_s and not self._cause:
                 self._cause = f"it took {seconds:.1f} s, more than refit.timeout_s={self.config.timeout_s:g}"
-            told = [bool(self._cause), wired]
-            failed, most = largest(told, self.model.device, self.config.timeout_s, group)
+            status = [bool(self._cause), wired]
+            failed, most = largest(status, self.model.device, self.config.timeout_s, group)
         if failed:
             fail_together(self._cause, group)
         self._held = self.model.step_count
@@ -106,13 +109,13 @@ class Refit:
         }
 
     def _current(self) -> bool:
-        """Whether the engines hold this very version (an evaluation between two rollouts, a rollout after one): then no
-        byte moves. The same on every rank: a version is held after a commit of all."""
+        """Return whether the engines hold this very version (an evaluation between two rollouts, a rollout after
+        one): then nothing is sent. The same on every rank: a version is held after a commit of all."""
         return self.model.step_count == self._held == self.engine.weight_version
 
     def _transfer(self) -> tuple[int, int]:
-        """Bytes that were written into this rank's engine (if it has none: the fullest rank's with one), and how many
-        came to this rank from others."""
+        """Return the bytes written into this rank's engine (without one: into the fullest rank's), and the bytes
+        that came to this rank from others."""
         version, self._held = self.model.step_count, -1
         self._hold = self.skip and self.engine.weight_version >= 0
         if self._bridge is not None:
@@ -143,14 +146,15 @@ class Refit:
     def _trainer_checksums(
         self, exchange: Exchange | FactorExchange, parameters: Mapping[str, Tensor]
     ) -> dict[str, int]:
-        """Of all tensors, in the engine's dtype: every rank hashes the parts it answers for, the sums are of all."""
+        """Return the checksums of all tensors in the engine's dtype: each rank hashes the spans it owns; sums are
+        over all."""
         tensors = exchange.plan.tensors
         halves = torch.zeros(len(tensors), 2, dtype=torch.int64)  # sums of the low and of the high 32 bits
-        for part in exchange.plan.owned.get(exchange.rank, ()):
-            kept = dtype_of(tensors[part.tensor].spec, self.engine.dtype)
-            block = exchange.source(part, parameters).to(kept)
-            value = tensors[part.tensor].checksum(block, part.start, part.stop)
-            halves[part.tensor] += torch.tensor([value & 0xFFFFFFFF, value >> 32])
+        for span in exchange.plan.owned.get(exchange.rank, ()):
+            kept = dtype_of(tensors[span.tensor].spec, self.engine.dtype)
+            block = exchange.source(span, parameters).to(kept)
+            value = tensors[span.tensor].checksum(block, span.start, span.stop)
+            halves[span.tensor] += torch.tensor([value & 0xFFFFFFFF, value >> 32])
         return {t.name: value for t, value in zip(tensors, sum_halves(halves), strict=True)}
 
     def _streamed(self) -> tuple[int, int]:
@@ -167,7 +171,7 @@ class Refit:
         return moved, moved if gathered else 0
 
     def _ask(self, action: Callable, *arguments) -> None:
-        """One call of the engine, unless it keeps its weights or has refused an earlier one."""
+        """Call the engine, unless it keeps its weights or has refused an earlier call."""
         if self._hold or self._cause:
             return
         try:
@@ -191,11 +195,11 @@ def planned(
     config: RefitConfig,
     bridge: Bridge | None = None,
 ) -> Exchange | FactorExchange:
-    """This rank's part of the plan. `dtypes`: of trainer and engine; the smaller one travels, but where engines merge
-    the trainer's, which is what merged weights are rounded to."""
+    """Return this rank's exchange. `dtypes`: of trainer and engine. The smaller one travels; but where engines
+    merge, the trainer's does, to which merged weights are rounded."""
     rank, group = (dist.get_rank(), None) if bridge is None else (bridge.rank, bridge.group)
 
-    def part(engines: EngineGrid, tensors: tuple[HfTensor, ...], wire: torch.dtype) -> Exchange:
+    def exchange_of(engines: EngineGrid, tensors: tuple[HfTensor, ...], wire: torch.dtype) -> Exchange:
         plan = plan_refit(trainer, engines, tensors, wire.itemsize, config.bucket_bytes)
         return Exchange(plan, rank, device, wire, config.timeout_s, group)
 
@@ -203,44 +207,45 @@ def planned(
         with bridge.contact():
             dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL wants all in a group's first call
     if config.adapters == "merged":
-        return part(engines, hf_tensors(model), min(dtypes, key=lambda dtype: dtype.itemsize))
-    whole = part(engines, hf_tensors(model), dtypes[0])
-    factors = part(EngineGrid(engines.ranks), factor_tensors(model), dtypes[0])  # every engine's rank gets all of them
+        return exchange_of(engines, hf_tensors(model), min(dtypes, key=lambda dtype: dtype.itemsize))
+    whole = exchange_of(engines, hf_tensors(model), dtypes[0])
+    factors = exchange_of(
+        EngineGrid(engines.ranks), factor_tensors(model), dtypes[0]
+    )  # every engine's rank gets all of them
     return on_demand("refit.adapters=factors")(whole, factors, model)
 
 
 def any_rank(flag: bool, device: torch.device, timeout_s: float, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether `flag` is true on any rank. Raises RefitError if one does not answer in time. Collective."""
+    """Return whether `flag` is true on any rank. Raises RefitError if one does not answer in time. Collective."""
     return bool(largest([flag], device, timeout_s, group)[0])
 
 
 def largest(
     values: list[int], device: torch.device, timeout_s: float, group: dist.ProcessGroup | None = None
 ) -> list[int]:
-    """Of each the largest of any rank. Raises RefitError if one does not answer in time. Collective."""
+    """Return, for each value, the largest of any rank. Raises RefitError if one does not answer in time. Collective."""
     if dist.get_world_size(group) == 1:
         return values
-    told, limit = torch.tensor(values, dtype=torch.int64, device=device), datetime.timedelta(seconds=timeout_s)
+    largest_of, limit = torch.tensor(values, dtype=torch.int64, device=device), datetime.timedelta(seconds=timeout_s)
     try:
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(limit)
+        dist.all_reduce(largest_of, op=dist.ReduceOp.MAX, group=group, async_op=True).wait(limit)
     except RuntimeError as error:  # of torch.distributed
         raise RefitError(f"not all ranks answered within {timeout_s:g} s: {str(error).splitlines()[0]}") from error
-    return told.tolist()
+    return largest_of.tolist()
 
 
 @contextmanager
 def telling_the_others(bridge: Bridge | None = None) -> Iterator[None]:
-    """What is raised here is written down for the ranks that will wait for this one in vain: what they then raise tells
-    the first cause."""
+    """Write an error down for the ranks that will wait for this one in vain, so that they raise the first cause."""
     try:
         yield
     except BaseException as error:
-        told = f"refit failed on rank {dist.get_rank() if bridge is None else bridge.rank}: {error}"
+        cause = f"refit failed on rank {dist.get_rank() if bridge is None else bridge.rank}: {error}"
         with suppress(RuntimeError):  # the store lives on rank 0, which may be gone
             store = dist.distributed_c10d._get_default_store() if bridge is None else bridge.store
-            told = store.compare_set(CAUSE_KEY, "", told).decode()
+            cause = store.compare_set(CAUSE_KEY, "", cause).decode()
         if isinstance(error, RefitError):
-            raise RefitError(told) from error
+            raise RefitError(cause) from error
         raise
 
 

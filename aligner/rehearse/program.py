@@ -163,7 +163,7 @@ def _rollouts() -> None:
             tokens = array("i", range(row * width, row * width + width))
             tokens = array("i", (torch.frombuffer(tokens, dtype=torch.int32) % 200 + 5).tolist())
             tokens[-1] = self.tokenizer.eos_token_id
-            play.turns = [Turn(play.given.tokens, tokens, zeros, zeros if cut else None, versions)]
+            play.turns = [Turn(play.next_prompt.tokens, tokens, zeros, zeros if cut else None, versions)]
             play.begun, play.stop = None, Stop.ANSWER
         return plays
 

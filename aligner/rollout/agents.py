@@ -1,6 +1,6 @@
-"""Trajectories of agents: what is asked of the model comes from a program, over OpenAI's chat API, request by request.
+"""Trajectories of agents: the requests to the model come from a program, over OpenAI's chat API, one by one.
 
-A request is a turn. Its messages are compared with what the engine has seen and said: an answer that the agent repeats
+A request is a turn. Its messages are compared with the earlier prompts and answers: an answer that the agent repeats
 stands for the engine's own tokens.
 """
 
@@ -34,68 +34,68 @@ BUDGETS = {
 
 @dataclass(eq=False)
 class AgentPlay(Play):
-    cut: bool = False  # the last answer met the token limit
-    request: ChatRequest | None = None  # that the engine answers next
-    dialogue: Dialogue | None = None  # with the tools of that; None where the template does not render them
-    echoes: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the agent was told -> as templates get it
+    cut: bool = False  # the last answer reached the token limit
+    request: ChatRequest | None = None  # to be answered next
+    dialogue: Dialogue | None = None  # with the tools of `request`; None where the template does not render them
+    echoes: dict[str, dict[str, Any]] = field(default_factory=dict)  # message to the agent -> message for templates
 
     def end(self) -> None:
-        """As `Play.end`."""
+        """End the trajectory as `Play.end` does."""
         super().end()
         self.echoes, self.request = {}, None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A dialogue has the tokenizer: it is not for another process."""
+        """Return the state without the dialogue: it has the tokenizer, which is not for another process."""
         return super().__getstate__() | {"dialogue": None}
 
 
 class Dialogues:
-    """Of a tokenizer, with the tools of each request; the last `KEPT` are known again."""
+    """The dialogues of a tokenizer, with the tools of each request; the last `KEPT` are cached."""
 
     def __init__(self, make: Callable[[Tools], Dialogue]):
         self._made = lru_cache(KEPT)(lambda tools: make(json.loads(tools)))
 
     def of(self, tools: Tools) -> Dialogue:
-        """Raises ConfigError where the template does not render them."""
+        """Return the dialogue with these tools. Raises ConfigError where the template does not render them."""
         return self._made(json.dumps(tools))
 
 
 @dataclass
 class Said:
-    """An answer as its request wants it."""
+    """An answer in the form that its request wants."""
 
     tokens: list[int]
-    text: str  # without what ended it
+    text: str  # without its stop token or stop string
     beside: str  # the calls
     calls: list[Call]
     reason: str
 
 
-def said(dialogue: Dialogue, request: ChatRequest, tokens: list[int], stopped: bool, ends: set[int]) -> Said:
-    """`max_tokens` and `stop` of a request shorten what the engine, which has limits of its own, has said: a sample's
-    beginning is what a sample of that length would be. `ends`: the stop tokens."""
+def parse_answer(dialogue: Dialogue, request: ChatRequest, tokens: list[int], stopped: bool, ends: set[int]) -> Said:
+    """Parse an answer; `max_tokens` and `stop` of its request shorten the engine's tokens, which has limits of its
+    own. A sample's beginning is what a sample of that length would be. `ends`: the stop tokens."""
     decoded, kept = dialogue.decode, tokens[: request.max_tokens]
     if request.stop:  # with the token that completes it, as the engine's own stop strings
         ended = lambda n: any(stop in decoded(kept[:n]) for stop in request.stop)  # noqa: E731
         kept = kept[: 1 + bisect_left(range(1, len(kept) + 1), True, key=ended)]
     text, whole = decoded(kept), len(kept) == len(tokens)
-    places = [place for stop in request.stop if (place := text.find(stop)) >= 0]
+    places = [start for stop in request.stop if (start := text.find(stop)) >= 0]
     if places:
         text = text[: min(places)]
     elif kept[-1] in ends:
         text = decoded(kept[:-1])
     stopped = bool(places) or (stopped and whole)
-    beside, found = dialogue.read(text) if stopped and request.calls else (text, [])
-    reason = "tool_calls" if any(call.name for call in found) else "stop" if stopped else "length"
-    return Said(kept, text, beside, found, reason)
+    beside, calls = dialogue.read(text) if stopped and request.calls else (text, [])
+    reason = "tool_calls" if any(call.name for call in calls) else "stop" if stopped else "length"
+    return Said(kept, text, beside, calls, reason)
 
 
-def message_of(found: Said, first: int = 0) -> dict[str, Any]:
-    """As templates and rewards have it. Its calls are numbered from `first`. One that cannot be read is text."""
-    calls = [call.message(first + i) for i, call in enumerate(found.calls) if call.name]
+def message_of(answer: Said, first: int = 0) -> dict[str, Any]:
+    """Return the message for templates and rewards. Its calls are numbered from `first`. An unreadable call is text."""
+    calls = [call.message(first + i) for i, call in enumerate(answer.calls) if call.name]
     if not calls:
-        return {"role": "assistant", "content": spoken(found.text)}
-    return {"role": "assistant", "content": found.beside, "tool_calls": calls}
+        return {"role": "assistant", "content": spoken(answer.text)}
+    return {"role": "assistant", "content": answer.beside, "tool_calls": calls}
 
 
 @dataclass
@@ -105,22 +105,22 @@ class AgentPlayer(TurnPlayer):
     kind: ClassVar[type[Play]] = AgentPlay
 
     def _reset(self, play: AgentPlay, sampling: SamplingParams) -> None:
-        told = request_sampling(sampling) | {"model": MODEL, "max_tokens": sampling.max_response_tokens}
+        sampling_fields = told_sampling(sampling) | {"model": MODEL, "max_tokens": sampling.max_response_tokens}
         session, messages = play.session, play.messages
         row = {"seed": session.seed, "row": session.row, "messages": messages}
-        play.asked = self.pool.ask(session, "reset", **row, sampling=told)
+        play.asked = self.pool.ask(session, "reset", **row, sampling=sampling_fields)
 
     def _opened(self, play: AgentPlay, value: dict[str, Any]) -> None:
         if "end" in value:
-            play.stop, play.failure = Stop.FAILED, "raised: the agent came to its end without a request"
+            play.stop, play.failure = Stop.FAILED, "raised: the agent ended without a request"
             return
         messages, what = self._taken(play, value), "environment.agent: a first request has a prompt"
         if not self._opens(play, messages, what):
             return
-        if (given := play.dialogue and play.dialogue.try_begin(messages)) is None:
+        if (next_prompt := play.dialogue and play.dialogue.try_begin(messages)) is None:
             self._end(play, Stop.TEMPLATE)
         else:
-            self._open(play, messages, given, what)
+            self._open(play, messages, next_prompt, what)
 
     def _next(self, play: AgentPlay, value: dict[str, Any], sampling: SamplingParams) -> None:
         if "end" in value:
@@ -135,7 +135,7 @@ class AgentPlayer(TurnPlayer):
             self._go_on(play, play.dialogue, sampling)
 
     def _taken(self, play: AgentPlay, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """The messages of a request; the model's own are those that its tokens stand for."""
+        """Return the messages of a request; the model's own are those of its tokens."""
         play.request = ChatRequest(**value["request"])
         play.late += value["late"]
         try:
@@ -147,23 +147,23 @@ class AgentPlayer(TurnPlayer):
     def _answered(self, play: AgentPlay, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
         request, dialogue = play.request, play.dialogue
         assert request is not None and dialogue is not None
-        found = said(dialogue, request, tokens, stopped, set(self.sampling.stop_token_ids))
-        play.cut = not stopped and len(found.tokens) == len(tokens)
-        logprobs = logprobs[: len(found.tokens)]
+        answer = parse_answer(dialogue, request, tokens, stopped, set(self.sampling.stop_token_ids))
+        play.cut = not stopped and len(answer.tokens) == len(tokens)
+        logprobs = logprobs[: len(answer.tokens)]
         first = len(play.turns) * 100  # of its calls in the trajectory
-        play.turns.append(Turn(play.given.tokens, found.tokens, logprobs))
-        play.wrong += sum(not call.name for call in found.calls)
-        message = message_of(found, first)
-        play.messages = [*play.messages, dialogue.answer_message(found.text, found.beside, found.calls, first)]
+        play.turns.append(Turn(play.next_prompt.tokens, answer.tokens, logprobs))
+        play.wrong += sum(not call.name for call in answer.calls)
+        message = message_of(answer, first)
+        play.messages = [*play.messages, dialogue.said(answer.text, answer.beside, answer.calls, first)]
         play.told.append(message)
         play.echoes[_key(message)] = play.messages[-1]
-        pieces = [self.tokenizer.decode([token]) for token in found.tokens]
-        reply = Reply(message, found.reason, play.given.tokens, found.tokens, logprobs, pieces)
+        pieces = [self.tokenizer.decode([token]) for token in answer.tokens]
+        reply = Reply(message, answer.reason, play.next_prompt.tokens, answer.tokens, logprobs, pieces)
         body = reply.body(request, f"chatcmpl-{play.session.key}-{len(play.turns)}")
         play.asked = self.pool.ask(play.session, "turn", body=body)
 
     def _end(self, play: AgentPlay, stop: Stop) -> None:
-        """By a budget: the agent may still come to a result."""
+        """End the trajectory by a budget: the agent may still return a result."""
         play.stop = stop
         code = "context_length_exceeded" if stop == Stop.TOKENS else f"budget_of_{stop}"
         why = f"no further answer in this trajectory: {BUDGETS[stop]}"
@@ -171,11 +171,12 @@ class AgentPlayer(TurnPlayer):
 
 
 def agent_player(make: Callable[[Tools], Dialogue]) -> Callable[..., AgentPlayer]:
-    """`make`: of a request's tools."""
+    """Return a maker of agent players. `make` makes the dialogue of a request's tools."""
     return partial(AgentPlayer, dialogues=Dialogues(make))
 
 
 def _key(message: dict[str, Any]) -> str:
-    """By what a message of the model's is known again: the names of its calls, which are its own, or its text."""
+    """Return the key by which a message of the model is recognised: the ids of its calls, which are its own, or its
+    text."""
     calls = [call["id"] for call in message.get("tool_calls", ())]
     return json.dumps([message["role"], calls or message["content"]])

@@ -18,12 +18,13 @@ from aligner.ops.packing.routing import widened
 from aligner.ops.reduce import of_each_rank
 from aligner.types import ScalarMetrics, TrainBatch
 
-ENOUGH = 0.98  # rows stay where they are if the ranks' costs are that even (mean over largest)
+ENOUGH = 0.98  # evenness of the ranks' costs (mean over largest) from which rows stay on their ranks
 
 
 @dataclass
 class Balancer:
-    """Deals the rows of a minibatch to the ranks of `group` by their cost in `model`; all ranks hold equally many."""
+    """A balancer that deals the rows of a minibatch to the ranks of `group` by their cost in `model`; all ranks hold
+    equally many."""
 
     model: ModelConfig
     group: dist.ProcessGroup
@@ -32,7 +33,7 @@ class Balancer:
     _after: list[float] = field(default_factory=list)
 
     def __call__(self, minibatch: TrainBatch) -> TrainBatch:
-        """Collective over `group`."""
+        """Return this rank's rows of the balanced minibatch. Collective over `group`."""
         ranks = self.group.size()
         if ranks == 1:
             self._note(1.0, 1.0)
@@ -54,22 +55,23 @@ class Balancer:
         self._after.append(after)
 
     def metrics(self) -> ScalarMetrics:
-        """batch/balance (mean cost of the ranks over the largest; 1: nobody waits) of the minibatches since the last
-        call, and what it would have been without an exchange."""
-        found = {
+        """Return batch/balance (mean cost of the ranks over the largest; 1: no rank waits) of the minibatches since
+        the last call, and batch/balance_before, its value without an exchange."""
+        metrics = {
             name: sum(values) / len(values)
             for name, values in (("batch/balance", self._after), ("batch/balance_before", self._before))
             if values
         }
         self._before, self._after = [], []
-        return found
+        return metrics
 
 
 def _exchange(minibatch: TrainBatch, parts: list[list[int]], width: int, group: dist.ProcessGroup) -> TrainBatch:
-    """Rows by their number over all ranks (rank-major, equally many each) -> this rank's part, in ascending order."""
+    """Exchange rows, given by their number over all ranks (rank-major, equally many each); return this rank's share,
+    in ascending order."""
     count, me = len(minibatch.lengths), group.rank()
-    mine = range(me * count, (me + 1) * count)
-    sent = [[row - mine.start for row in part if row in mine] for part in parts]
+    own = range(me * count, (me + 1) * count)
+    sent = [[row - own.start for row in share if row in own] for share in parts]
     received = [sum(rank * count <= row < (rank + 1) * count for row in parts[me]) for rank in range(group.size())]
     order = torch.tensor([row for rows in sent for row in rows], dtype=torch.int64)
 

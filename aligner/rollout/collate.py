@@ -13,14 +13,14 @@ from aligner.types import STOP, Generations, RolloutBatch, Sample
 
 
 def join_generations(parts: Sequence[Generations]) -> Generations:
-    """Rows of several ranks, in rank order. All must carry the same weight version."""
-    versions = {part.weight_version for part in parts}
+    """Join the rows of several ranks, in rank order. All must have the same weight version."""
+    versions = {generations.weight_version for generations in parts}
     assert len(versions) == 1, f"samples of several weight versions in one rollout: {sorted(versions)}"
     return joined(parts)
 
 
 def collate(samples: list[Sample], generations: Generations, slots: Tensor, pad_id: int) -> RolloutBatch:
-    """B samples -> right-padded rows [B, T]. `slots` int64 [B]: the global prompt slot of each sample.
+    """Return B samples as right-padded rows [B, T]. `slots` int64 [B]: the global prompt slot of each sample.
 
     Rewards are NaN and every sample invalid until they are scored.
     """

@@ -35,7 +35,7 @@ class EvaluatedAnswers(NamedTuple):
 
     @property
     def maxima(self) -> dict[str, float]:
-        """Function -> its best score; -inf where it gave none."""
+        """The best score of each function; -inf where it gave none."""
         return {name: max(known_scores(values), default=-math.inf) for name, values in self.components.items()}
 
 
@@ -43,7 +43,7 @@ def judge(samples: Sequence[Sample], rewards: RewardPipeline, config: EvalConfig
     """Score answers (prompt-major, `config.samples` each) by the reward functions."""
     components = rewards.functions(samples)
     full = config.full_score - 1e-6
-    able = able_to_give(config.full_score, rewards) or list(components)  # a penalty does not say what is right
+    able = able_to_give(config.full_score, rewards) or list(components)  # a penalty does not recognise correct answers
     correct, totals = [], []
     for i in range(len(samples)):
         known = [components[name][i] for name in able if components[name][i] is not None]
@@ -67,19 +67,19 @@ def judge(samples: Sequence[Sample], rewards: RewardPipeline, config: EvalConfig
 
 
 def known_scores(component: Component) -> list[float]:
-    """Of the answers that a function applies to and could score."""
+    """Return the scores of answers that a function applies to and could score."""
     return [value for value in component if value is not None and not math.isnan(value)]
 
 
 def able_to_give(full_score: float, rewards: RewardPipeline) -> list[str]:
-    """The functions whose `best_score`, where they name one, is not below it."""
+    """Return the functions whose `best_score`, where they name one, is not below `full_score`."""
     return [r.name for r, _ in rewards.rewards if getattr(r, "best_score", math.inf) >= full_score - 1e-6]
 
 
 def never_full(accuracy: float, maxima: Mapping[str, float], full_score: float, rewards: RewardPipeline) -> list[str]:
-    """A warning for each function that leaves the accuracy at 0: it cannot give full score, and none can; or it gave it
-    to no answer while others did. `maxima`: function -> its best score of this evaluation."""
-    hint = "Name in eval.functions what says that an answer is right, or read eval/<function>/mean."
+    """Return a warning for each function that leaves the accuracy at 0. Either no function can give full score, or
+    one gave it to no answer while others did. `maxima`: function -> its best score of this evaluation."""
+    hint = "List in eval.functions only functions that recognise correct answers, or read eval/<function>/mean."
     able = able_to_give(full_score, rewards)
     if not able and rewards.rewards:
         return [f"WARNING: eval/accuracy is always 0: no function can give eval.full_score={full_score:g}. {hint}"]
@@ -109,12 +109,13 @@ class Evaluator:
     warned: bool = False  # that a function's scores leave the accuracy at 0
 
     def __call__(self) -> ScalarMetrics:
-        """`eval/accuracy`, `eval/reward`, `eval/<function>/mean`, `eval/response_tokens`, `eval/eos_fraction`, with
-        k > 1 samples `eval/pass_at_k` (any of the k is right). Warns once where a function leaves the accuracy at 0.
+        """Evaluate; return `eval/accuracy`, `eval/reward`, `eval/<function>/mean`, `eval/response_tokens`,
+        `eval/eos_fraction`, with k > 1 samples `eval/pass_at_k` (any of the k is right). Warns once where a function
+        leaves the accuracy at 0.
 
         With a reward model also `eval/model_score` (its mean score) and `eval/model_right` (the fraction it scores
-        above its `middle`: its mean, or even odds): where that grows and the accuracy does not, the policy exploits the
-        model. Collective.
+        above its `middle`: its mean, or even odds). Where that grows and the accuracy does not, the policy exploits
+        the model. Collective.
         """
         with self.timers("refit"):
             self.refit()
@@ -147,10 +148,11 @@ class Evaluator:
         return self.player.samples(requests, self.sampling)
 
     def _model_opinion(self, samples: list[Sample]) -> Sums:
-        """The model is shared by tensor and pipeline ranks: they score their samples together, the first one counts."""
+        """Return the reward model's metrics. Tensor and pipeline ranks share the model: they score their samples
+        together, and the first one counts."""
         assert self.reward_model is not None
         peers = self.layout.peers
-        scores = self.reward_model([sample for part in gathered(samples, peers) for sample in part])
+        scores = self.reward_model([sample for own in gathered(samples, peers) for sample in own])
         if peers.rank() != 0:
             return {"eval/model_score": (0.0, 0.0), "eval/model_right": (0.0, 0.0)}
         n = float(len(scores))

@@ -1,10 +1,10 @@
-"""Whole groups on their way into a rollout batch, and who still needs one when groups are filtered.
+"""Whole groups of a rollout batch, and the slots that still need one when groups are filtered.
 
 Dynamic sampling (DAPO, arXiv:2503.14476) replaces prompts whose samples all have the same reward. A rollout has
-`prompts` slots, a contiguous share of them on every data-parallel rank, and the samples of a slot never leave its rank.
-In each round every open slot, in ascending order, gets the next prompt of the stream, again and again while the round
-has no more than `prompts` of them; it keeps the first whose group is not all equal. Only which slots were filled goes
-between ranks. So a slot's prompt depends on the stream and on rewards alone, not on the number of ranks.
+`prompts` slots, a contiguous share of them on every data-parallel rank, and the samples of a slot never leave its
+rank. In each round every open slot, in ascending order, gets the next prompt of the stream, repeatedly while the
+round has at most `prompts` of them. A slot keeps the first group that is not all equal. Ranks exchange only the
+numbers of filled slots. So a slot's prompt depends on the stream and on rewards alone, not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Groups:
     generations: Generations
     samples: list[Sample]
     components: dict[str, Component] = field(default_factory=dict)  # scores of the samples
-    begun: dict[int, Early] = field(default_factory=dict)  # scores on their way, by place among this peer's samples
+    begun: dict[int, Early] = field(default_factory=dict)  # scores under way, by index among this peer's samples
 
     @property
     def size(self) -> int:
@@ -43,10 +43,10 @@ class Groups:
     def prompts(self) -> list[Prompt]:
         return [sample.prompt for sample in self.samples[:: self.size or 1]]
 
-    def take(self, places: Sequence[int]) -> Groups:
-        rows = [place * self.size + i for place in places for i in range(self.size)]
+    def take(self, indices: Sequence[int]) -> Groups:
+        rows = [index * self.size + i for index in indices for i in range(self.size)]
         return Groups(
-            [self.slots[i] for i in places],
+            [self.slots[i] for i in indices],
             self.generations.select(torch.tensor(rows, dtype=torch.int64)),
             [self.samples[row] for row in rows],
             {name: [column[row] for row in rows] for name, column in self.components.items()},
@@ -55,10 +55,10 @@ class Groups:
 
 def join_groups(parts: Sequence[Groups]) -> Groups:
     return Groups(
-        [slot for part in parts for slot in part.slots],
-        join_generations([part.generations for part in parts]),
-        [sample for part in parts for sample in part.samples],
-        {name: [v for part in parts for v in part.components[name]] for name in parts[0].components},
+        [slot for groups in parts for slot in groups.slots],
+        join_generations([groups.generations for groups in parts]),
+        [sample for groups in parts for sample in groups.samples],
+        {name: [v for groups in parts for v in groups.components[name]] for name in parts[0].components},
     )
 
 
@@ -68,13 +68,13 @@ def by_slot(groups: Groups) -> Groups:
 
 @dataclass
 class Refill:
-    """Which slots are open, on every rank alike; what was generated and dropped so far."""
+    """The open slots, the same on every rank; counts of generated and dropped prompts so far."""
 
     prompts: int
     group: int
     rounds_allowed: int
     ranks: dist.ProcessGroup | None = None  # data-parallel
-    each_function: bool = False  # a group is all equal only if it is in the scores of every reward function (gdpo)
+    each_function: bool = False  # a group is all equal only if the scores of every reward function are (gdpo)
     rounds: int = 0
     generated: int = 0
     accepted: int = 0  # groups that are not all equal; some find their slot filled
@@ -84,9 +84,9 @@ class Refill:
         self.open = list(range(self.prompts))
 
     def wanted(self) -> list[int]:
-        """The slots to generate for in the next round, in the order in which they take prompts from the stream.
+        """Return the slots to generate for in the next round, in the order in which they take prompts from the stream.
 
-        Raises RewardError after the last round that is allowed.
+        Raises RewardError after the last allowed round.
         """
         if self.rounds == self.rounds_allowed:
             dropped = self.generated - self.accepted
@@ -100,34 +100,34 @@ class Refill:
         return self.open * max(1, self.prompts // len(self.open))
 
     def keep(self, groups: Groups, scores: Scores) -> Groups:
-        """Of this round's groups those that fill a slot of this rank. Collective over `ranks`."""
+        """Return the groups of this round that fill a slot of this rank. Collective over `ranks`."""
         rewards = by_function(scores) if self.each_function else torch.tensor(scores.total, dtype=torch.float64)
         valid = torch.tensor(scores.valid, dtype=torch.bool)
         number = torch.arange(len(groups.slots)).repeat_interleave(self.group)
         good = learnable(rewards, number, valid).view(len(groups.slots), self.group).any(1).tolist()
         first: dict[int, int] = {}
-        for place, slot in enumerate(groups.slots):
-            if good[place]:
-                first.setdefault(slot, place)
+        for index, slot in enumerate(groups.slots):
+            if good[index]:
+                first.setdefault(slot, index)
         self._tell(
             list(first), len(groups.slots), sum(good), [v for v, ok in zip(scores.raw, scores.valid, strict=True) if ok]
         )
         return groups.take(list(first.values()))
 
     def _tell(self, filled: list[int], generated: int, accepted: int, raw: list[float]) -> None:
-        """Add this rank's round to what all ranks know."""
-        told: Tensor = torch.zeros(self.prompts + 4, dtype=torch.float64)
-        told[filled] = 1
-        told[self.prompts :] = torch.tensor([generated, accepted, sum(raw), len(raw)], dtype=torch.float64)
-        *slots, generated_, accepted_, total, count = sum_over(told, self.ranks).tolist()
+        """Add this rank's round to the state of all ranks."""
+        counts: Tensor = torch.zeros(self.prompts + 4, dtype=torch.float64)
+        counts[filled] = 1
+        counts[self.prompts :] = torch.tensor([generated, accepted, sum(raw), len(raw)], dtype=torch.float64)
+        *slots, generated_, accepted_, total, count = sum_over(counts, self.ranks).tolist()
         self.open = [slot for slot in self.open if not slots[slot]]
         self.generated += int(generated_)
         self.accepted += int(accepted_)
         self.reward = self.reward[0] + total, self.reward[1] + count
 
     def metrics(self) -> ScalarMetrics:
-        """filter/*: rounds, prompts generated, dropped (all equal or invalid), surplus (their slot was filled); and the
-        mean reward of all samples, as `reward/mean` is of those that were kept."""
+        """Return filter/*: rounds, prompts generated, dropped (all equal or invalid), surplus (their slot was
+        filled); and the mean reward of all samples, as `reward/mean` is of kept ones."""
         return {
             "filter/rounds": float(self.rounds),
             "filter/generated_prompts": float(self.generated),

@@ -37,12 +37,12 @@ from aligner.types import LabelTargets, ScalarMetrics, StepTargets, TrainBatch
 STATISTICS_ROWS = 2048  # rows (pairs) of the training set that fix a reward model's bias
 
 
-def _mine(model, dataset: Sequence, limit: int) -> list:
-    """This data-parallel rank's share of the first `limit` rows (0: all)."""
-    return [dataset[i] for i in _places(model, dataset, limit)]
+def _own_rows(model, dataset: Sequence, limit: int) -> list:
+    """Return this data-parallel rank's share of the first `limit` rows (0: all)."""
+    return [dataset[i] for i in _own_indices(model, dataset, limit)]
 
 
-def _places(model, dataset: Sequence, limit: int) -> range:
+def _own_indices(model, dataset: Sequence, limit: int) -> range:
     count = min(limit, len(dataset)) if limit else len(dataset)
     layout = model.layout
     if model.exchanges and count < layout.data:
@@ -51,13 +51,13 @@ def _places(model, dataset: Sequence, limit: int) -> range:
 
 
 def _none_or(items: list, batch: TrainBatch) -> TrainBatch:
-    """`batch`; no row of it, but of its columns, where there are more ranks than rows and so no `items`."""
+    """Return `batch`, or its columns without rows where there are more ranks than rows and so no `items`."""
     return batch if items else batch.select(torch.zeros(0, dtype=torch.int64))
 
 
 def held_out_loss(policy: Policy, dataset: Sequence[SftItem], limit: int) -> ScalarMetrics:
-    """eval/loss: mean negative log-likelihood per loss-carrying token, nats."""
-    items = _mine(policy.model, dataset, limit)
+    """Return eval/loss: mean negative log-likelihood per loss-carrying token, nats."""
+    items = _own_rows(policy.model, dataset, limit)
     total, count = 0.0, 0.0
     if items:
         batch = apart(collate_sft(items, 0))
@@ -67,9 +67,9 @@ def held_out_loss(policy: Policy, dataset: Sequence[SftItem], limit: int) -> Sca
 
 
 def pair_accuracy(model: RewardModel, dataset: Sequence, limit: int, pairwise: bool) -> ScalarMetrics:
-    """eval/accuracy (chosen above rejected; a tie is half right), eval/loss (no centre term) and eval/margin; for
-    regression eval/loss."""
-    items = _mine(model.model, dataset, limit)
+    """Return eval/accuracy (chosen above rejected; a tie is half right), eval/loss (no centre term) and eval/margin;
+    for regression eval/loss."""
+    items = _own_rows(model.model, dataset, limit)
     batch = (collate_preference if pairwise else collate_scored)(items, 0) if items else None
     scores = model.raw_scores(batch) if batch is not None else torch.zeros(0, 1)
     if not pairwise:
@@ -83,8 +83,8 @@ def pair_accuracy(model: RewardModel, dataset: Sequence, limit: int, pairwise: b
 
 
 def step_accuracy(model: ProcessRewardModel, dataset: Sequence, limit: int) -> ScalarMetrics:
-    """eval/loss and eval/accuracy (of the labelled steps: the likelier side is the right one) per step."""
-    items = _mine(model.model, dataset, limit)
+    """Return eval/loss and eval/accuracy (of the labelled steps: the likelier side is the right one) per step."""
+    items = _own_rows(model.model, dataset, limit)
     loss, right, count = 0.0, 0.0, 0.0
     if items:
         batch = collate_steps(items, 0)
@@ -103,10 +103,10 @@ def held_out_pairs(
     limit: int,
     reading: Callable[[], AbstractContextManager],
 ) -> ScalarMetrics:
-    """eval/accuracy (the chosen answer has the larger reward; a tie is half right), eval/margin (of the rewards) and
-    eval/loss (no NLL, no weights of rows; losses that sort do it with these pairs). The models are read within
-    `reading`; without `reference` the rows have its logprobs, or there are none."""
-    items, group = _mine(policy.model, dataset, limit), policy.model.layout.pgs.dp
+    """Return eval/accuracy (the chosen answer has the larger reward; a tie is half right), eval/margin (of the
+    rewards) and eval/loss (no NLL, no weights of rows; losses that sort do it with these pairs). The models are read
+    within `reading`. Without `reference` the rows have its logprobs, or there are none."""
+    items, group = _own_rows(policy.model, dataset, limit), policy.model.layout.pgs.dp
     batch = _none_or(items, collate_pairs(items or [dataset[0]], 0))
     known = batch.of(LabelTargets)
     with reading():
@@ -118,8 +118,8 @@ def held_out_pairs(
     answers, labels = measure(own, known.ref_logprobs, batch.loss_mask, cfg.ld_alpha), Labels.of(known.labels, cfg)
     chosen, rejected = rewards(answers, labels, cfg)
     names = ("accuracy", "margin", "loss")
-    found = [agreement(chosen, rejected), chosen - rejected, total(pair_losses(answers, labels, cfg), cfg)]
-    means = {f"eval/{name}": (float(x.sum()), float(len(x))) for name, x in zip(names, found, strict=True)}
+    columns = [agreement(chosen, rejected), chosen - rejected, total(pair_losses(answers, labels, cfg), cfg)]
+    means = {f"eval/{name}": (float(x.sum()), float(len(x))) for name, x in zip(names, columns, strict=True)}
     return reduce_metrics(means, {}, group)
 
 
@@ -132,12 +132,15 @@ def held_out_answers(
     limit: int,
     reading: Callable[[], AbstractContextManager],
 ) -> ScalarMetrics:
-    """eval/accuracy (of all couples of a desirable answer and another, the first has the larger reward; a tie is half
-    right), eval/margin (mean reward of the desirable answers less that of the others), eval/loss and eval/kl (z0, of
-    these rows). `arrange` gives the rows their mismatched answers."""
-    places, group = _places(policy.model, dataset, limit), policy.model.layout.pgs.dp
+    """Return the metrics of held-out labelled answers. `arrange` gives the rows their mismatched answers.
+
+    eval/accuracy: of all couples of a desirable answer and another, the first has the larger reward; a tie is half
+    right. eval/margin: mean reward of the desirable answers less that of the others. eval/loss and eval/kl (z0): of
+    these rows.
+    """
+    indices, group = _own_indices(policy.model, dataset, limit), policy.model.layout.pgs.dp
     count = min(limit or len(dataset), len(dataset))
-    items = arrange([dataset[i] for i in range(count)], places) if arrange else [dataset[i] for i in places]
+    items = arrange([dataset[i] for i in range(count)], indices) if arrange else [dataset[i] for i in indices]
     batch = _none_or(items, collate_unpaired(items or [dataset[0]], 0))
     with reading():
         answers, mismatched = with_reference(batch, reference)
@@ -145,8 +148,8 @@ def held_out_answers(
         own = policy.logprobs(answers, answers.loss_mask)
     everyone = torch.zeros(2, count, dtype=torch.float64)
     known = answers.of(LabelTargets)
-    everyone[0, places] = log_ratios(own, known.ref_logprobs, answers.loss_mask).double()
-    everyone[1, places] = known.labels[:, 0].double()
+    everyone[0, indices] = log_ratios(own, known.ref_logprobs, answers.loss_mask).double()
+    everyone[1, indices] = known.labels[:, 0].double()
     ratios, desirable = sum_over(everyone, group)
     chosen, rejected = ratios[desirable == 1], ratios[desirable == 0]
     return {
@@ -158,14 +161,14 @@ def held_out_answers(
 
 
 def score_statistics(model: RewardModel, dataset: Sequence, pairwise: bool) -> list[tuple[float, float]]:
-    """(mean, standard deviation) of each output on the training set's first rows."""
-    items, outputs = _mine(model.model, dataset, STATISTICS_ROWS), model.model.head.outputs
+    """Return (mean, standard deviation) of each output on the training set's first rows."""
+    items, outputs = _own_rows(model.model, dataset, STATISTICS_ROWS), model.model.head.outputs
     scores = torch.zeros(0, outputs, dtype=torch.float64)
     if items:
         scores = model.raw_scores((collate_preference if pairwise else collate_scored)(items, 0)).double()
     count, columns = float(len(scores)), range(outputs)
     sums = {f"mean {k}": (float(scores[:, k].sum()), count) for k in columns}
     sums |= {f"square {k}": (float(scores[:, k].square().sum()), count) for k in columns}
-    found = reduce_metrics(sums, {}, model.model.layout.pgs.dp)
-    means = [found[f"mean {k}"] for k in columns]
-    return [(mean, max(found[f"square {k}"] - mean**2, 1e-12) ** 0.5) for k, mean in enumerate(means)]
+    averages = reduce_metrics(sums, {}, model.model.layout.pgs.dp)
+    means = [averages[f"mean {k}"] for k in columns]
+    return [(mean, max(averages[f"square {k}"] - mean**2, 1e-12) ** 0.5) for k, mean in enumerate(means)]

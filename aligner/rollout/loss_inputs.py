@@ -1,4 +1,4 @@
-"""From a scored rollout to what the losses need: token rewards, loss mask, minibatches; and the KL coefficient."""
+"""Inputs of the losses from a scored rollout: token rewards, loss mask, minibatches; and the KL coefficient."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from aligner.types import PolicyTargets, RolloutBatch, ScalarMetrics, TensorBatc
 
 @dataclass
 class KLController:
-    """beta, fixed or adaptive (Ziegler et al. 2019): beta *= 1 + clip(KL/target - 1, -0.2, 0.2) x samples /
-    horizon, with KL the rollout's `metric`."""
+    """The KL coefficient beta, fixed or adaptive (Ziegler et al. 2019): beta *= 1 + clip(KL/target - 1, -0.2, 0.2) x
+    samples / horizon, with KL the rollout's `metric`."""
 
     config: KLConfig
     coef: float = field(init=False)
 
     @property
     def metric(self) -> str:
-        """Mean over sequences of k1's mean, or of its sum, over a sequence's tokens."""
+        """The name of the KL metric: mean over sequences of k1's mean, or of its sum, over a sequence's tokens."""
         return f"kl/ref_k1_{self.config.controller.measure}"
 
     def __post_init__(self) -> None:
@@ -57,8 +57,9 @@ class KLController:
 
 
 def set_token_rewards(rollout: RolloutBatch, cfg: AlgorithmConfig, kl_coef: float, response_limit: int) -> None:
-    """Fill `token_rewards` (reward at the last response token, overlong shaping, KL per token where it belongs in the
-    reward) and `loss_mask` (response tokens of valid samples, less truncated ones where configured)."""
+    """Fill `token_rewards` and `loss_mask`. The rewards are those of the last response token, with overlong shaping,
+    and the KL per token where it belongs in the reward. The mask has the response tokens of valid samples, less
+    truncated ones where configured."""
     lengths = rollout.response_mask.sum(1)
     scores = shaped_rewards(rollout.rewards.nan_to_num(), lengths, rollout.finished, cfg.overlong, response_limit)
     kl = None
@@ -72,15 +73,15 @@ def set_token_rewards(rollout: RolloutBatch, cfg: AlgorithmConfig, kl_coef: floa
 
 
 def shuffle_within_groups(rollout: RolloutBatch, scores: Scores, seed: int) -> None:
-    """The control experiment (`debug.shuffle_rewards`): the same rewards, and their components in `scores`, given to
+    """Run the control experiment (`debug.shuffle_rewards`): give the rewards, and their components in `scores`, to
     random samples of their group."""
     for slot in rollout.group.unique().tolist():
         rows = (rollout.group == slot).nonzero().flatten()
         generator = torch.Generator().manual_seed(derive(seed, "control", slot))
-        given = rows[torch.randperm(len(rows), generator=generator)]
-        rollout.rewards[rows], rollout.valid[rows] = rollout.rewards[given], rollout.valid[given]
+        shuffled = rows[torch.randperm(len(rows), generator=generator)]
+        rollout.rewards[rows], rollout.valid[rows] = rollout.rewards[shuffled], rollout.valid[shuffled]
         for column in scores.components.values():
-            values = [column[i] for i in given.tolist()]
+            values = [column[i] for i in shuffled.tolist()]
             for i, value in zip(rows.tolist(), values, strict=True):
                 column[i] = value
 
@@ -88,47 +89,56 @@ def shuffle_within_groups(rollout: RolloutBatch, scores: Scores, seed: int) -> N
 def minibatches(
     rollout: RolloutBatch, batch: BatchConfig, seed: int, epoch: int, balancer: Balancer
 ) -> Iterator[TrainBatch]:
-    """This rank's rows of each minibatch of one epoch. The global minibatch has the same members for any number of
-    data-parallel ranks (`ops/packing/minibatches.py`); `balancer` decides which rank computes which of them."""
+    """Yield this rank's rows of each minibatch of one epoch. The global minibatch has the same members for any
+    number of data-parallel ranks (`ops/packing/minibatches.py`); `balancer` decides which rank computes which of
+    them."""
     count = batch.prompts * batch.group // (batch.minibatch_samples or batch.prompts * batch.group)
     seed = derive(seed, "epoch", epoch)
     keys = row_keys(rollout, batch.group, seed)
     for rows in minibatch_rows(rollout.group, batch.group, count, seed):
-        part = rollout.select(rows)
-        payloads = _payloads(part, keys[rows])
-        mine = TrainBatch(part.tokens, part.lengths, part.loss_mask, payloads, routing=part.routing, forks=part.forks)
-        yield balancer(mine)
-
-
-def _payloads(part: RolloutBatch, keys: Tensor) -> list[TensorBatch]:
-    """What the losses of policy and critic need; a critic may learn before there are advantages."""
-    found: list[TensorBatch] = []
-    if part.advantages is not None:
-        policy = PolicyTargets(
-            advantages=part.advantages,
-            old_logprobs=part.old_logprobs,
-            ref_logprobs=part.ref_logprobs,
-            token_weights=part.token_weights,
-            rollout_logprobs=part.rollout_logprobs,
-            response_mask=part.response_mask if part.old_logprobs is None else None,
-            row_keys=keys,
-            versions=part.versions,
+        selected = rollout.select(rows)
+        payloads = _payloads(selected, keys[rows])
+        minibatch = TrainBatch(
+            selected.tokens,
+            selected.lengths,
+            selected.loss_mask,
+            payloads,
+            routing=selected.routing,
+            forks=selected.forks,
         )
-        found.append(policy)
-    if part.values is not None and part.returns is not None:
-        found.append(ValueTargets(part.returns, part.values))
-    return found
+        yield balancer(minibatch)
+
+
+def _payloads(rows: RolloutBatch, keys: Tensor) -> list[TensorBatch]:
+    """Return the inputs of the policy's and the critic's losses; a critic may learn before there are advantages."""
+    payloads: list[TensorBatch] = []
+    if rows.advantages is not None:
+        policy = PolicyTargets(
+            advantages=rows.advantages,
+            old_logprobs=rows.old_logprobs,
+            ref_logprobs=rows.ref_logprobs,
+            token_weights=rows.token_weights,
+            rollout_logprobs=rows.rollout_logprobs,
+            response_mask=rows.response_mask if rows.old_logprobs is None else None,
+            row_keys=keys,
+            versions=rows.versions,
+        )
+        payloads.append(policy)
+    if rows.values is not None and rows.returns is not None:
+        payloads.append(ValueTargets(rows.returns, rows.values))
+    return payloads
 
 
 def row_keys(rollout: RolloutBatch, group: int, seed: int) -> Tensor:
-    """int64 [B] >= 0: a hash of the seed, the row's prompt slot and its place in the group, whatever rank it is on."""
+    """Return int64 [B] >= 0: a hash of the seed, the row's prompt slot and its index in the group, on any rank the
+    same."""
     numbers = rollout.group.numpy() * group + places(rollout.group, group)
     return torch.from_numpy((scatter(seed, numbers) >> np.uint64(1)).astype(np.int64))
 
 
 def sample_rows(rollout: RolloutBatch, scores: Scores, n: int) -> list[SampleRow]:
-    """n samples for people, two of a group, from groups over all of this rank's part; with the reward and the advantage
-    of the last response token."""
+    """Return n samples for people, two of a group, from groups over all rows of this rank; with the reward and the
+    advantage of the last response token."""
     groups: dict[int, list[int]] = {}
     for i, slot in enumerate(rollout.group.tolist()):
         groups.setdefault(slot, []).append(i)
@@ -152,40 +162,40 @@ def _sample_row(rollout: RolloutBatch, scores: Scores, i: int) -> SampleRow:
     )
 
 
-def _trajectory(found: Trajectory, rollout: RolloutBatch, i: int) -> dict[str, Any]:
+def _trajectory(trajectory: Trajectory, rollout: RolloutBatch, i: int) -> dict[str, Any]:
     trained = rollout.loss_mask is None or bool(rollout.loss_mask[i].any())
     runs = [len(list(run)) for made, run in groupby(rollout.response_mask[i].tolist()) if made]
-    return shown_turns(found, runs if trained else [0] * len(runs))
+    return shown_turns(trajectory, runs if trained else [0] * len(runs))
 
 
-def shown_turns(found: Trajectory, counts: Sequence[int] = ()) -> dict[str, Any]:
-    """What was said and answered behind the prompt; `counts`: of each answer the tokens that are trained on."""
-    tokens, rewards = iter(counts), iter(found.turn_rewards)
-    told: list[dict[str, Any]] = []
-    for message in found.messages:
+def shown_turns(trajectory: Trajectory, counts: Sequence[int] = ()) -> dict[str, Any]:
+    """Return the messages behind the prompt; `counts`: the number of each answer's tokens that are trained on."""
+    tokens, rewards = iter(counts), iter(trajectory.turn_rewards)
+    turns: list[dict[str, Any]] = []
+    for message in trajectory.messages:
         calls = [call["function"] for call in message.get("tool_calls", ())]
         texts = [message["content"], *(f"{call['name']}({json.dumps(call['arguments'])})" for call in calls)]
-        told.append({"role": message["role"], "text": "\n".join(filter(None, texts))})
+        turns.append({"role": message["role"], "text": "\n".join(filter(None, texts))})
         if message["role"] == "assistant":
-            told[-1]["tokens"] = next(tokens, None)
-    for one, after in zip(told, [*told[1:], None], strict=True):  # a turn's reward stands behind what its calls gave
+            turns[-1]["tokens"] = next(tokens, None)
+    for one, after in zip(turns, [*turns[1:], None], strict=True):  # a turn's reward is on the last result of its calls
         if "tokens" not in one and (after is None or "tokens" in after):
             one["reward"] = next(rewards, None)
-    return {"stop": found.stop.value, "failure": found.failure, "reward": found.reward, "turns": told}
+    return {"stop": trajectory.stop.value, "failure": trajectory.failure, "reward": trajectory.reward, "turns": turns}
 
 
 def average(stats: Sequence[ScalarMetrics]) -> ScalarMetrics:
-    """Metrics of several minibatches as one: the mean of those that have one (not NaN), or the largest of those named
-    `*_max`."""
-    found = {}
+    """Average the metrics of several minibatches: the mean of those that have one (not NaN), or the largest of those
+    named `*_max`."""
+    averages = {}
     for name in stats[0] if stats else ():
         values = [s[name] for s in stats if not math.isnan(s[name])] or [math.nan]
-        found[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
-    return found
+        averages[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return averages
 
 
 def total_tokens(rollout: RolloutBatch, group: dist.ProcessGroup) -> float:
-    """Response tokens over all data-parallel ranks."""
+    """Return the number of response tokens over all data-parallel ranks."""
     count: Tensor = rollout.response_mask.sum()
     if group.size() > 1:
         dist.all_reduce(count, group=group)

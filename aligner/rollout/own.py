@@ -18,17 +18,17 @@ from aligner.types import ScalarMetrics, TeacherNumbers, TrainBatch
 
 @dataclass
 class OwnAnswers:
-    """The same answers to the same prompts with the same weights, on every layout and after a resume: seeds follow from
-    step and row, as those of rollouts do."""
+    """Minibatches of own answers. The same prompts and weights give the same answers on every layout and after a
+    resume: seeds follow from step and row, as those of rollouts do."""
 
     weights: Weights
     requests: Requests
     player: Player
     ranks: dist.ProcessGroup  # data-parallel
-    told_by: ToldBy  # of a prompt's columns
+    told_by: ToldBy  # number of a prompt's teacher, by the prompt's columns
 
     def next(self, step: int) -> tuple[TrainBatch, ScalarMetrics]:
-        """This rank's rows, their answers in the loss mask."""
+        """Return this rank's rows, their answers in the loss mask."""
         metrics = self.weights()
         self.requests.begin(step)
         groups = self.player(self.requests.take(range(self.requests.slots)))
@@ -41,8 +41,8 @@ class OwnAnswers:
             "response/finished": (float(rows.finished.sum()), count),
         }
         metrics |= reduce_metrics(means, {}, self.ranks) | self.requests.stream.metrics()
-        found = TrainBatch(rows.tokens, rows.lengths, loss_mask=rows.response_mask)
+        minibatch = TrainBatch(rows.tokens, rows.lengths, loss_mask=rows.response_mask)
         numbers = [self.told_by(sample.prompt.fields, f"prompt {sample.prompt.id}") for sample in rows.samples]
         if None not in numbers:
-            found = found.beside(TeacherNumbers(torch.tensor(numbers)))
-        return found, metrics
+            minibatch = minibatch.beside(TeacherNumbers(torch.tensor(numbers)))
+        return minibatch, metrics

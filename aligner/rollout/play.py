@@ -1,4 +1,4 @@
-"""A sample on its way, and the row that it becomes."""
+"""A sample that is being generated, and its conversion to a row."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from aligner.environments.pool import Session
 
 DTYPES = {"i": torch.int32, "f": torch.float32}  # of arrays of tokens and versions, and of logprobs
-OPEN_ENDS = (Stop.ANSWER, Stop.DONE)  # the trajectory has come to its own end; by all others it was cut
+OPEN_ENDS = (Stop.ANSWER, Stop.DONE)  # the trajectory ended naturally; all other stops cut it
 
 
 @dataclass(eq=False)
 class Play:
-    """Its state between turns; of a single answer, which has no `session`, the one turn is all."""
+    """The state of one sample between turns. Single-turn samples have one turn and no `session`."""
 
-    place: int  # of its request among those that are generated together, or the number of its group
+    group: int  # number of its group, or of its request among those generated together
     index: int  # in its group
     seed: int  # of its request
     prompt: Prompt
-    given: Given
+    next_prompt: Given  # for the engine
     session: Session | None = None
-    messages: list[dict[str, Any]] = field(default_factory=list)  # as the template gets them
-    told: list[dict[str, Any]] = field(default_factory=list)  # behind the prompt, as rewards get them
-    turns: list[Turn] = field(default_factory=list)  # of the last one only tokens may be there yet
-    begun: Turn | None = None  # of the next one, where it pauses
+    messages: list[dict[str, Any]] = field(default_factory=list)  # in the form for the template
+    told: list[dict[str, Any]] = field(default_factory=list)  # behind the prompt, in the form for rewards
+    turns: list[Turn] = field(default_factory=list)  # the last one may have only tokens yet
+    begun: Turn | None = None  # of the next one, where the sample is paused
     calls: list[Call] = field(default_factory=list)  # in the last answer
     asked: Future[Answer] | None = None
     stop: Stop | None = None
@@ -46,84 +46,87 @@ class Play:
     score: float | None = None
     seconds: float = 0.0
     retried: int = 0
-    wrong: int = 0  # calls that told the model an error
-    late: int = 0  # requests of an agent that came before the one before them was answered
+    wrong: int = 0  # calls whose result was an error
+    late: int = 0  # requests of an agent that came before the previous one was answered
     rollout: int = 0  # of its request
-    waits: int = 0  # where it pauses, its place among those that wait for tools, from 1; 0: it does not
-    ended: int = 0  # the number of the order in which it did; 0: it has not, or nobody counts
+    waits: int = 0  # of a paused sample, its number among those that wait for tools, from 1; 0: it does not wait
+    ended: int = 0  # the number of the order in which it ended; 0: it has not, or orders are not counted
 
     @property
     def open(self) -> bool:
         return self.stop is None
 
     @property
-    def said(self) -> Sequence[int]:
-        """Of the answer that pauses."""
+    def paused_tokens(self) -> Sequence[int]:
+        """The tokens so far of the paused response."""
         return () if self.begun is None else self.begun.output
 
     @property
-    def read(self) -> tuple[int, ...]:
-        """What the engine begins with."""
-        return (*self.given.tokens, *self.said)
+    def input_tokens(self) -> tuple[int, ...]:
+        """The tokens that the engine begins with."""
+        return (*self.next_prompt.tokens, *self.paused_tokens)
 
     def end(self) -> None:
-        """Drop what nobody asks of an ended trajectory: it is stored, and goes to other ranks."""
+        """Drop state that an ended trajectory does not need: it is stored, and sent to other ranks."""
         self.messages = []
         if self.session is not None:
             self.session.asked = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """In another process nobody waits for what was `asked`."""
+        """Return the state without the future `asked`, which no other process waits for."""
         return self.__dict__ | {"asked": None}
 
 
-def grown(begun: Turn | None, prompt: Sequence[int], found: Generations, row: int) -> Turn:
-    """An answer to `prompt` that paused, or none yet, and what row `row` of `found` has behind it."""
+def grown(begun: Turn | None, prompt: Sequence[int], generations: Generations, row: int) -> Turn:
+    """Return the response to `prompt`, begun or not, extended by row `row` of `generations`."""
     begun = begun or Turn(prompt, array("i"), array("f"), None, array("i"))
-    more = slice(len(begun.output), max(len(begun.output), int(found.lengths[row])))
+    new = slice(len(begun.output), max(len(begun.output), int(generations.lengths[row])))
     full = None
-    if found.full_logprobs is not None:
-        full = (begun.full or array("f")) + _array("f", found.full_logprobs[row, more])
-    routing = found.routing
-    if routing is not None:  # of all that was read, too
-        routing = routing[row, : len(prompt) + more.stop].clone()  # of its own: a view is pickled with all rows
+    if generations.full_logprobs is not None:
+        full = (begun.full or array("f")) + _array("f", generations.full_logprobs[row, new])
+    routing = generations.routing
+    if routing is not None:  # also of the tokens that were read
+        routing = routing[row, : len(prompt) + new.stop].clone()  # a copy: a view is pickled with all rows
     return Turn(
         prompt,
-        begun.output + _array("i", found.tokens[row, more]),
-        begun.logprobs + _array("f", found.logprobs[row, more]),
+        begun.output + _array("i", generations.tokens[row, new]),
+        begun.logprobs + _array("f", generations.logprobs[row, new]),
         full,
-        begun.versions + array("i", [found.weight_version]) * (more.stop - more.start),
+        begun.versions + array("i", [generations.weight_version]) * (new.stop - new.start),
         routing,
     )
 
 
 def _array(kind: str, row: Tensor) -> array:
-    """Without a look at each number."""
+    """Convert a row without a loop over its numbers."""
     return array(kind, row.to(DTYPES[kind]).numpy().tobytes())
 
 
 def by_prompt(plays: Iterable[Play]) -> list[list[Play]]:
-    """Those of a request that the engine is given the same next, which it reads once; one that pauses by itself."""
-    found: dict[tuple[int, tuple[int, ...], int], list[Play]] = {}
+    """Return the samples of a request together that have the same next prompt, which the engine reads once. A paused
+    sample is alone."""
+    together: dict[tuple[int, tuple[int, ...], int], list[Play]] = {}
     for play in plays:
-        found.setdefault((play.place, play.given.tokens, play.index if play.said else -1), []).append(play)
-    return list(found.values())
+        together.setdefault((play.group, play.next_prompt.tokens, play.index if play.paused_tokens else -1), []).append(
+            play
+        )
+    return list(together.values())
 
 
 @dataclass
 class Response:
-    """What stands behind a sample's prompt, token by token. Of a single answer `made` and `forks` are None."""
+    """A sample's tokens behind the prompt. Single-turn samples have no `made` and `forks`."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
     full: Sequence[float] | None
     versions: Sequence[int]
     made: Sequence[bool] | None = None  # whether the policy generated it
-    forks: Sequence[int] | None = None  # number of the trajectory's row that it is in, each rendered anew
+    forks: Sequence[int] | None = None  # number of the trajectory's row that a token is in; each row is rendered anew
 
 
 def response_of(play: Play) -> Response:
-    """A trajectory's rows end to end, without the prompt of the first."""
+    """Return a trajectory's rows end to end, without the prompt of the first."""
     if play.session is None:
         (turn,) = play.turns
         return Response(turn.output, turn.logprobs, turn.full, turn.versions or ())
@@ -140,5 +143,5 @@ def response_of(play: Play) -> Response:
 
 
 def oldest_version(plays: Iterable[Play], default: int) -> int:
-    """Of the weights that made any of their tokens."""
+    """Return the oldest version of the weights that made any of their tokens."""
     return min((min(turn.versions) for play in plays for turn in play.turns if turn.versions), default=default)

@@ -1,5 +1,5 @@
-"""Requests -> samples: what the engine is asked for each, and what it answers. A sample of `Player` is one answer; one
-of `TurnPlayer` (`rollout/turns.py`) goes on with tools and environments.
+"""Generation of samples for requests: the engine's prompts, and its responses. A sample of `Player` is one response;
+one of `TurnPlayer` (`rollout/turns.py`) continues with tools and environments.
 
 Samples of a request stay together. Each tensor, context and pipeline peer generates for its share of the requests.
 """
@@ -31,8 +31,8 @@ from aligner.rollout.sharing import share
 from aligner.run.timers import Timers
 from aligner.types import LENGTH, STOP, Generations, Sample, SamplingParams, Stop, Sums, Trajectory
 
-Score = Callable[[Sample], Early]  # begins to score a sample that has ended while others are generated
-Together = Sequence[Sequence[Play]]  # samples that the engine is given the same for, and reads once
+Score = Callable[[Sample], Early]  # starts to score an ended sample while others are generated
+Together = Sequence[Sequence[Play]]  # samples with the same prompt, which the engine reads once
 
 
 @dataclass
@@ -49,45 +49,45 @@ class Player:
     def __call__(
         self, requests: Sequence[Request], sampling: SamplingParams | None = None, score: Score | None = None
     ) -> Groups:
-        """One group for each request, all at once. Raises EngineError on every rank. Collective over the peers, and
-        over the world where one fails."""
+        """Return one group for each request, generated all at once. Raises EngineError on every rank. Collective
+        over the peers, and over the world where one fails."""
         plays = self.fresh_of(range(len(requests)), requests)
         with self.timers("generate"):
-            mine = self._share(by_prompt(plays))
-            plays = self._gathered(self._played(mine, sampling or self.sampling, score))
+            own = self._share(by_prompt(plays))
+            plays = self._gathered(self._played(own, sampling or self.sampling, score))
         return self.ended(requests, plays, sampling=sampling)
 
     def samples(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
-        """Of requests that no other rank shares. Collective over the world."""
+        """Return samples of requests that no other rank shares. Collective over the world."""
         plays = self.fresh_of(range(len(requests)), requests)
         self._played(by_prompt(plays), sampling)
-        self.take_sums()  # which are of rollouts alone
+        self.take_sums()  # the sums count rollouts only
         return self.ended(requests, plays, sampling=sampling).samples
 
-    # --- of a schedule, which orders what is generated
+    # --- for a schedule, which orders the generation
 
     def fresh(self, request: Request, number: int) -> list[Play]:
-        """Its samples, of the group of this `number`, of which nothing is generated."""
+        """Return the samples of a request, in the group of this `number`, before any generation."""
         prompt = request.prompt
-        given = Given(prompt.text, prompt.tokens)
-        return [Play(number, i, seed, prompt, given) for i, seed in enumerate(request.seeds)]
+        prompt_tokens = Given(prompt.text, prompt.tokens)
+        return [Play(number, i, seed, prompt, prompt_tokens) for i, seed in enumerate(request.seeds)]
 
     def fresh_of(self, numbers: Iterable[int], requests: Iterable[Request]) -> list[Play]:
-        """As `fresh`, of each number and request."""
+        """Return `fresh` of each number and request."""
         return [play for number, one in zip(numbers, requests, strict=True) for play in self.fresh(one, number)]
 
     def go_on(
         self, together: Together, sampling: SamplingParams | None = None, score: Score | None = None
     ) -> Callable[[], list[Play]]:
-        """Have the engines go on with these, to their ends or through a window. What is returned waits for what they
-        become, on every peer, and raises EngineError on every rank. Engines on other ranks work meanwhile; with others
-        nothing is left to wait for. Collective, as that is."""
-        mine, sampling = self._share(together), sampling or self.sampling
+        """Let the engines continue these samples, to their ends or through a window. Return a function that waits
+        for them, on every peer, and raises EngineError on every rank. Engines on other ranks work meanwhile; with
+        others there is nothing left to wait for. Collective, as the function is."""
+        own, sampling = self._share(together), sampling or self.sampling
         if self.engine.bridge is not None:
             with raised_together(EngineError):
-                answer = self._ordered(mine, sampling)
-            return lambda: self._gathered(self._arrived(mine, answer, sampling))
-        plays = self._gathered(self._played(mine, sampling, score))
+                answer = self._ordered(own, sampling)
+            return lambda: self._gathered(self._arrived(own, answer, sampling))
+        plays = self._gathered(self._played(own, sampling, score))
         return lambda: plays
 
     def ended(
@@ -97,7 +97,7 @@ class Player:
         version: int | None = None,
         sampling: SamplingParams | None = None,
     ) -> Groups:
-        """The groups of `requests`, whose samples these are. `version`: of the oldest weights, if that is known."""
+        """Return the groups of `requests`, of ended samples. `version`: of the oldest weights, if that is known."""
         sampling = sampling or self.sampling
         if version is None:
             version = oldest_version(plays, self.engine.weight_version)
@@ -125,21 +125,21 @@ class Player:
         return Groups([request.slot for request in requests], generations, samples, begun=early)
 
     def take_sums(self) -> Sums:
-        """Since the last call, of this rank's engine; the same names on every rank."""
+        """Return sums since the last call, of this rank's engine; the same names on every rank."""
         return {}
 
-    # --- what samples of several turns have otherwise
+    # --- different for samples of several turns
 
     def _played(self, together: Together, sampling: SamplingParams, score: Score | None = None) -> list[Play]:
-        """By this rank, to their ends."""
+        """Generate on this rank, to the ends of the samples."""
         with raised_together(EngineError), self._scoring(together, score):
             generations = self.engine.generate(*_asked(together), sampling)
         return self._filled(together, generations)
 
     def _ordered(self, together: Together, sampling: SamplingParams) -> Callable[[], Any]:
-        """Of engines on other ranks."""
-        said = [len(same[0].said) for same in together] if self.window else None
-        return self.engine.order(*_asked(together), sampling, said)
+        """Order samples from engines on other ranks."""
+        begun = [len(same[0].paused_tokens) for same in together] if self.window else None
+        return self.engine.order(*_asked(together), sampling, begun)
 
     def _arrived(self, together: Together, answer: Callable[[], Any], sampling: SamplingParams) -> list[Play]:
         with raised_together(EngineError):
@@ -154,18 +154,18 @@ class Player:
     def _share[Item](self, items: Sequence[Item]) -> Sequence[Item]:
         return items if self.peers is None else items[share(len(items), self.peers.size(), self.peers.rank())]
 
-    def _gathered(self, mine: list[Play]) -> list[Play]:
-        """All peers' parts."""
+    def _gathered(self, own: list[Play]) -> list[Play]:
+        """Return the samples of all peers."""
         if self.peers is None or self.peers.size() == 1:
-            return mine
-        return [play for part in gathered(mine, self.peers) for play in part]
+            return own
+        return [play for peers_own in gathered(own, self.peers) for play in peers_own]
 
     @staticmethod
     def _filled(together: Together, generations: Generations, limit: int = 0) -> list[Play]:
-        """With their answers; with a `limit` those that are shorter and have not stopped pause."""
+        """Add the responses to the samples; with a `limit`, shorter ones that have not stopped pause."""
         plays, reasons = [play for same in together for play in same], generations.finish_reason.tolist()
         for row, play in enumerate(plays):
-            turn = grown(play.begun, play.given.tokens, generations, row)
+            turn = grown(play.begun, play.next_prompt.tokens, generations, row)
             stopped = reasons[row] == STOP
             if stopped or len(turn.output) >= limit:
                 play.turns, play.begun, play.stop = [turn], None, Stop.ANSWER if stopped else Stop.LENGTH
@@ -176,7 +176,7 @@ class Player:
     def _generations(
         self, plays: Sequence[Play], responses: Sequence[Response], version: int, cut: bool
     ) -> Generations:
-        """What is behind the prompts, N samples; a part that was rendered anew follows the one before it."""
+        """Return the tokens behind the prompts of N samples; a row that was rendered anew follows the one before it."""
 
         def columns(name: str, dtype: torch.dtype) -> torch.Tensor | None:
             rows = [getattr(response, name) for response in responses]
@@ -198,7 +198,7 @@ class Player:
 
     @contextmanager
     def _scoring(self, together: Together, score: Score | None) -> Iterator[None]:
-        """Samples that end while the engine generates are scored at once, if it tells."""
+        """Score samples as soon as they end, if the engine reports that."""
         self._early = {}
         if score is None or not self.engine.can.tells_finished:
             yield
@@ -215,7 +215,7 @@ class Player:
         self.engine.finished = finished
         try:
             yield
-        except BaseException:  # nobody will read them
+        except BaseException:  # the scores will not be read
             for scores in self._early.values():
                 for one in scores.values():
                     one.cancel()
@@ -225,5 +225,5 @@ class Player:
 
 
 def _asked(together: Together) -> tuple[list[tuple[int, ...]], list[list[int]]]:
-    """The prompt of each, and the seeds of its samples."""
-    return [same[0].read for same in together], [[play.seed for play in same] for same in together]
+    """Return the prompt of each request, and the seeds of its samples."""
+    return [same[0].input_tokens for same in together], [[play.seed for play in same] for same in together]

@@ -1,9 +1,9 @@
-"""Recorded rollouts: one safetensors file for a whole rollout, whatever the layout that generated it.
+"""Recorded rollouts: one safetensors file for a whole rollout of any layout.
 
-Tensors: the fields of `RolloutBatch` that were set when the rollout came, its `Scores` under `scores/`, and what the
-step found beside them (logprobs of the trainer, advantages, ...) under `trained/`; rows are group-major, tokens int32.
-Metadata: one entry `header`, JSON: `format`, `version`, and the fields of `Header`; the same step gives the same bytes.
-Not recorded: the prompts' other columns (`Prompt.fields`), which nothing reads after the scores.
+Tensors: the fields of `RolloutBatch` that were set when the rollout came, its `Scores` under `scores/`, and the
+fields that the step added (logprobs of the trainer, advantages, ...) under `trained/`; rows are group-major, tokens
+int32. Metadata: one entry `header`, JSON: `format`, `version`, and the fields of `Header`; the same step gives the
+same bytes. Not recorded: the prompts' other columns (`Prompt.fields`), which are not read after the scores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TRAINED = "trained/"
 
 @dataclass(frozen=True)
 class Origin:
-    """What a recording and the run that trains on it must share; the last two may differ (a warning)."""
+    """The properties that a recording and the run that trains on it must share; the last two may differ (a warning)."""
 
     tokenizer: str  # hash of the vocabulary
     vocab_size: int
@@ -75,8 +75,8 @@ class Recording:
 def write_recording(
     path: Path, rollout: RolloutBatch, scores: Scores, origin: Origin, step: int, trained: Collection[str] = ()
 ) -> None:
-    """Write a whole rollout, of whose fields the step has found those named `trained`; the file is there complete or
-    not at all. Raises OSError."""
+    """Write a whole rollout; the step has added its fields named `trained`. The file is complete or not there.
+    Raises OSError."""
     order = torch.argsort(rollout.group, stable=True)
     samples = [rollout.samples[i] for i in order.tolist()]
     rollout = rollout.select(order)
@@ -102,29 +102,29 @@ def _score_tensors(scores: Scores) -> dict[str, Tensor]:
     def column(values: list) -> Tensor:
         return torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)
 
-    found = {"total": column(scores.total), "raw": column(scores.raw)}
-    found |= {name: torch.tensor(getattr(scores, name), dtype=torch.bool) for name in ("valid", "clipped")}
-    return found | {f"components/{name}": column(values) for name, values in scores.components.items()}
+    columns = {"total": column(scores.total), "raw": column(scores.raw)}
+    columns |= {name: torch.tensor(getattr(scores, name), dtype=torch.bool) for name in ("valid", "clipped")}
+    return columns | {f"components/{name}": column(values) for name, values in scores.components.items()}
 
 
 def read_header(path: Path) -> Header:
-    """Raises DataError if the file is no recorded rollout, or of another format version."""
+    """Read the header. Raises DataError if the file is no recorded rollout, or of another format version."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: cannot be read as a recorded rollout ({error})") from None
     where = f"{path}: header"
-    found = record(parse_json(metadata.get("header", "{}"), where, DataError), where, DataError)
-    if found.fields.pop("format", None) != FORMAT:
+    content = record(parse_json(metadata.get("header", "{}"), where, DataError), where, DataError)
+    if content.fields.pop("format", None) != FORMAT:
         raise DataError(f"{path}: expected a recorded rollout (debug.record), a safetensors file of format {FORMAT}")
-    version = found.fields.pop("version", None)
+    version = content.fields.pop("version", None)
     if version != VERSION:
         raise DataError(f"{path}: format version {version}: expected {VERSION}. Record it again with this version")
-    found.need(*(f.name for f in fields(Header)))
-    found.record("origin").need(*(f.name for f in fields(Origin) if f.default is dataclasses.MISSING))
+    content.need(*(f.name for f in fields(Header)))
+    content.record("origin").need(*(f.name for f in fields(Origin) if f.default is dataclasses.MISSING))
     try:
-        header = from_plain(Header, found.fields, "header", Header)
+        header = from_plain(Header, content.fields, "header", Header)
     except ConfigError as error:
         raise DataError(f"{path}: {error}") from None
     for prompt in header.prompts:
@@ -137,8 +137,8 @@ def read_header(path: Path) -> Header:
 
 
 def read_recording(path: Path, slots: range | None = None, whole: bool = True) -> Recording:
-    """The rollout, or its rows of these prompt slots, trimmed to the longest of them. Raises DataError, also where a
-    `whole` rollout is expected and the file has less."""
+    """Return the rollout, or its rows of these prompt slots, trimmed to the longest of them. Raises DataError, also
+    where a `whole` rollout is expected and the file has less."""
     header = read_header(path)
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
@@ -164,7 +164,7 @@ def read_recording(path: Path, slots: range | None = None, whole: bool = True) -
 
 
 def _check_columns(path: Path, header: Header, tensors: dict[str, Tensor]) -> None:
-    """What belongs together has one length, and numbers point to what is there."""
+    """Check that columns have the same length, and that numbers are in range."""
     rows, width = len(header.responses), 0
     needed = {"tokens": 2, "lengths": 1, "group": 1, "finished": 1, "response_mask": 2, "sample_index": 1}
     needed |= {f"scores/{name}": 1 for name in ("total", "raw", "valid", "clipped")}
@@ -222,7 +222,7 @@ def _samples(rollout: RolloutBatch, header: Header, indices: list[int], rows: li
 def gather_rollout(
     rollout: RolloutBatch, scores: Scores, layout: Layout, pad_id: int
 ) -> tuple[RolloutBatch, Scores] | None:
-    """The whole rollout on global rank 0, None elsewhere. Collective over the data-parallel ranks."""
+    """Return the whole rollout on global rank 0, None elsewhere. Collective over the data-parallel ranks."""
     if layout.peers.rank() != 0:  # tensor, context and pipeline peers hold the same samples
         return None
     parts: list[tuple[RolloutBatch, Scores]] = [(rollout, scores)]
@@ -233,19 +233,21 @@ def gather_rollout(
         if received is None:
             return None
         parts = received
-    return join_rollouts([part for part, _ in parts], pad_id), join_scores([part for _, part in parts])
+    return join_rollouts([one for one, _ in parts], pad_id), join_scores([one for _, one in parts])
 
 
 def join_rollouts(parts: list[RolloutBatch], pad_id: int) -> RolloutBatch:
-    """Rows of several ranks below each other, padded to the longest."""
-    return dataclasses.replace(joined(parts, pad_id), samples=[s for part in parts for s in part.samples])
+    """Join the rows of several ranks, padded to the longest."""
+    return dataclasses.replace(joined(parts, pad_id), samples=[s for batch in parts for s in batch.samples])
 
 
 def join_scores(parts: list[Scores]) -> Scores:
     def column(name: str) -> list:
-        return [value for part in parts for value in getattr(part, name)]
+        return [value for scores in parts for value in getattr(scores, name)]
 
-    components = {name: [v for part in parts for v in part.components[name]] for name in parts[0].components}
+    components = {
+        name: [v for rank_scores in parts for v in rank_scores.components[name]] for name in parts[0].components
+    }
     return Scores(column("total"), column("raw"), components, column("valid"), column("clipped"))
 
 
@@ -262,15 +264,17 @@ class Recorder:
     _came: tuple[RolloutBatch, RolloutBatch, Scores] | None = field(default=None, init=False)
 
     def next(self, step: int) -> Rollout:
-        """What the source gives."""
-        found = self.source.next(step)
+        """Return the source's rollout."""
+        rollout = self.source.next(step)
         # the step changes these (debug.shuffle_rewards, mismatch.correction)
-        came = dataclasses.replace(found.batch, rewards=found.batch.rewards.clone(), valid=found.batch.valid.clone())
-        self._came = came, found.batch, copy.deepcopy(found.scores)
-        return found
+        came = dataclasses.replace(
+            rollout.batch, rewards=rollout.batch.rewards.clone(), valid=rollout.batch.valid.clone()
+        )
+        self._came = came, rollout.batch, copy.deepcopy(rollout.scores)
+        return rollout
 
     def keep(self, step: int) -> None:
-        """The step is done. Raises AlignerError on every rank if the file cannot be written."""
+        """Write the rollout after its step. Raises AlignerError on every rank if the file cannot be written."""
         if self._came is None:
             return
         (came, done, scores), self._came, cause = self._came, None, ""

@@ -1,4 +1,4 @@
-"""Before GPU time is spent: can the reward functions score every row that may come up?"""
+"""Check of rows before GPU time is spent: can the reward functions score every row that may come up?"""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ LISTED = 10
 def check_rows(
     rewards: RewardPipeline, prompts: PromptDataset | PromptMixture, count: int, say: Callable[[str], None]
 ) -> None:
-    """The first `count` rows. Collective over the world: each rank reads a share. Raises DataError, which lists the
-    rows that cannot be scored, on every rank."""
+    """Check the first `count` rows. Collective over the world: each rank reads a share. Raises DataError, which
+    lists the rows that cannot be scored, on every rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     with raised_together(RewardError):
-        found = rewards.unreadable(prompts, range(rank, count, world), say)
-    refuse({i: why for part in gathered(found) for i, why in part.items()}, prompts, count)
+        unreadable = rewards.unreadable(prompts, range(rank, count, world), say)
+    refuse({i: why for own in gathered(unreadable) for i, why in own.items()}, prompts, count)
 
 
 def refuse(unreadable: Mapping[int, str], prompts: PromptDataset | PromptMixture, count: int) -> None:
-    """DataError where there is any; `unreadable` by row."""
+    """Raise DataError if any row is unreadable; `unreadable`: row -> reason."""
     if not unreadable:
         return
     rows = [f"{prompts.where(i)}: {unreadable[i]}" for i in sorted(unreadable)]
-    more = f"; and {len(rows) - LISTED} more" if len(rows) > LISTED else ""
+    others = f"; and {len(rows) - LISTED} more" if len(rows) > LISTED else ""
     raise DataError(
         f"{prompts.report.key}: {len(rows)} of {count} rows cannot be scored by reward.functions. "
-        f"{'; '.join(rows[:LISTED])}{more}"
+        f"{'; '.join(rows[:LISTED])}{others}"
     )

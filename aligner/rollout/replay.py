@@ -21,34 +21,36 @@ from aligner.run.timers import Timers
 
 
 def find_recordings(path: str) -> list[Path]:
-    """The files behind `debug.train_only`: a file, a folder of them, or a run folder; in the order of their steps."""
-    place = Path(path).expanduser()
-    folder = place / FOLDER if (place / FOLDER).is_dir() else place
-    found = [place] if place.is_file() else sorted(folder.glob("step-*.safetensors"))
-    if not found:
+    """Return the files of `debug.train_only`: a file, a folder of them, or a run folder; in the order of their
+    steps."""
+    location = Path(path).expanduser()
+    folder = location / FOLDER if (location / FOLDER).is_dir() else location
+    files = [location] if location.is_file() else sorted(folder.glob("step-*.safetensors"))
+    if not files:
         expected = "a recorded rollout, a folder with step-*.safetensors, or a run folder (debug.record writes them)"
         raise ConfigError("debug.train_only", path, expected)
-    return found
+    return files
 
 
-def check_origin(path: Path, header: Header, mine: Origin) -> str:
-    """Raise DataError where the recording cannot be trained on by this run; a warning where it only looks odd."""
+def check_origin(path: Path, header: Header, own: Origin) -> str:
+    """Check that this run can train on the recording, else raise DataError. Return a warning where it only looks
+    odd."""
     there = header.origin
-    if (there.tokenizer, there.vocab_size) != (mine.tokenizer, mine.vocab_size):
+    if (there.tokenizer, there.vocab_size) != (own.tokenizer, own.vocab_size):
         raise DataError(
             f"{path}: recorded with another tokenizer or vocabulary (tokenizer {there.tokenizer}, model.vocab_size "
-            f"{there.vocab_size}): expected tokenizer {mine.tokenizer}, model.vocab_size {mine.vocab_size}"
+            f"{there.vocab_size}): expected tokenizer {own.tokenizer}, model.vocab_size {own.vocab_size}"
         )
-    if (there.prompts, there.group) != (mine.prompts, mine.group):
+    if (there.prompts, there.group) != (own.prompts, own.group):
         raise DataError(
-            f"{path}: {there.prompts} prompts x {there.group} samples: expected batch.prompts={mine.prompts} x "
-            f"batch.group={mine.group}"
+            f"{path}: {there.prompts} prompts x {there.group} samples: expected batch.prompts={own.prompts} x "
+            f"batch.group={own.group}"
         )
-    if there.temperature != mine.temperature:
+    if there.temperature != own.temperature:
         raise DataError(
-            f"{path}: sampled at temperature {there.temperature:g}: expected sampling.temperature={mine.temperature:g}"
+            f"{path}: sampled at temperature {there.temperature:g}: expected sampling.temperature={own.temperature:g}"
         )
-    odd = [name for name in ("model", "stage") if getattr(there, name) != getattr(mine, name)]
+    odd = [name for name in ("model", "stage") if getattr(there, name) != getattr(own, name)]
     return f"warning: {path} was recorded by another {' and another '.join(odd)}" if odd else ""
 
 
@@ -56,18 +58,18 @@ def _check_routing(path: Path, model: ModelConfig) -> None:
     wanted = no_routing(model)
     with safe_open(str(path), framework="pt", device="cpu") as file:
         there = "routing" in file.keys()  # noqa: SIM118 (no mapping)
-        found = file.get_slice("routing").get_shape()[2:] if there else []
-    if found != list(wanted.shape[2:]):
-        shape = f"{found[0]} layers x {found[1]} experts" if len(found) == 2 else "none"
+        routing_shape = file.get_slice("routing").get_shape()[2:] if there else []
+    if routing_shape != list(wanted.shape[2:]):
+        shape = f"{routing_shape[0]} layers x {routing_shape[1]} experts" if len(routing_shape) == 2 else "none"
         expected = f"{wanted.shape[2]} layers x {wanted.shape[3]} experts for each token (mismatch.replay_routing)"
         raise DataError(f"{path}: routing: {shape}: expected {expected}. Record it with that key, by the native engine")
 
 
-def check_recording(path: Path, mine: Origin, routed: ModelConfig | None) -> str:
-    """As `check_origin`, also of the experts that tokens are to go to."""
+def check_recording(path: Path, own: Origin, routed: ModelConfig | None) -> str:
+    """Check the origin (`check_origin`), and with `routed` also the recorded experts of tokens."""
     if routed is not None:
         _check_routing(path, routed)
-    return check_origin(path, read_header(path), mine)
+    return check_origin(path, read_header(path), own)
 
 
 def _check_experts(path: Path, routing: Tensor, model: ModelConfig) -> None:
@@ -81,14 +83,14 @@ def _check_experts(path: Path, routing: Tensor, model: ModelConfig) -> None:
 
 @dataclass
 class RecordedSource:
-    """The rollout of each step from a file, of any data-parallel size: each rank takes the prompts that it would have
-    generated for itself."""
+    """The rollout of each step from a file, for any data-parallel size: each rank takes the prompts that it would
+    have generated itself."""
 
     files: Mapping[int, Path]
     layout: Layout
     prompts: int
     version: Callable[[], int]  # of the policy's weights
-    routed: ModelConfig | None = None  # the model, if its tokens go where the recorded engine sent them
+    routed: ModelConfig | None = None  # the model, if its tokens go to the recorded experts
     timers: Timers = field(default_factory=Timers)
 
     @classmethod
@@ -96,28 +98,28 @@ class RecordedSource:
         cls,
         path: str,
         steps: int,
-        mine: Origin,
+        own: Origin,
         layout: Layout,
         version: Callable[[], int],
         say: Callable[[str], None],
         routed: ModelConfig | None = None,
     ) -> RecordedSource:
-        """Of these the i-th in the order of their steps is the rollout of step i. Each is checked before training.
-        Raises ConfigError and DataError."""
+        """Open recordings: the i-th in the order of their steps is the rollout of step i. Each is checked before
+        training. Raises ConfigError and DataError."""
         files = find_recordings(path)
         if steps > len(files):
             expected = f"at most the {len(files)} recorded rollouts of debug.train_only={path}"
             raise ConfigError("run.steps", steps, expected)
         for file in files[:steps]:
-            if odd := check_recording(file, mine, routed):
+            if odd := check_recording(file, own, routed):
                 say(odd)
-        return cls(dict(enumerate(files, 1)), layout, mine.prompts, version, routed)
+        return cls(dict(enumerate(files, 1)), layout, own.prompts, version, routed)
 
     def next(self, step: int) -> Rollout:
-        """This rank's part of the step's recording, as `RolloutSource.next` gives it."""
+        """Return this rank's share of the step's recording, as `RolloutSource.next` does."""
         with self.timers("read"):
-            mine = share(self.prompts, self.layout.data, self.layout.dp_rank)
-            recording = read_recording(self.files[step], range(mine.start, mine.stop))
+            own = share(self.prompts, self.layout.data, self.layout.dp_rank)
+            recording = read_recording(self.files[step], range(own.start, own.stop))
             if self.routed is None:
                 recording.rollout.routing = None
             else:
@@ -128,8 +130,8 @@ class RecordedSource:
 
 @dataclass
 class Replayed:
-    """Rollouts that another run has recorded; those of the steps before are the source's, whose prompts go on where it
-    was asked last: it is not asked again."""
+    """A source of rollouts that another run has recorded. Earlier steps are the source's, whose prompts continue
+    after its last rollout: it is not called again."""
 
     source: Rollouts
     recorded: RecordedSource

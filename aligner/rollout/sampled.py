@@ -1,7 +1,7 @@
-"""The file of all samples of a run, as it grows with each batch, and the files made of it at the end.
+"""The file of all samples of a run, which grows with each batch, and the files made of it at the end.
 
-<run.dir>/sampled/all.jsonl     every sample, prompt by prompt in the order of the data
-<run.dir>/sampled/best.jsonl    ... see rollout/select.py
+<run.dir>/sampled/all.jsonl every sample, prompt by prompt in the order of the data <run.dir>/sampled/best.jsonl ...
+see rollout/select.py
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ FOLDER, ALL = "sampled", "all.jsonl"
 def make_records(
     groups: Groups, scores: Scores, rewards: Sequence[float], prompts: Sequence[select.Text], column: str
 ) -> list[Record]:
-    """One for each sample: the columns of its prompt's row, then ours. `prompts`: what stood in the row of each group,
-    of which the model saw the tokens."""
-    found = []
+    """Return a record for each sample: the columns of its prompt's row, then new ones. `prompts`: the prompt in the
+    row of each group, which the model saw as tokens."""
+    records = []
     for i, sample in enumerate(groups.samples):
         fields = dict(sample.prompt.fields)
         own = answer_of(fields)
@@ -45,12 +45,12 @@ def make_records(
             "finished": sample.finished,
             "scores": {name: finite(values[i]) for name, values in scores.components.items()},
         }
-        found.append(record | ({} if own is None else {"reference": own}))
-    return found
+        records.append(record | ({} if own is None else {"reference": own}))
+    return records
 
 
 def answer_of(fields: Mapping[str, Any]) -> select.Text | None:
-    """The answer that the row of a prompt has itself."""
+    """Return the answer in the row of a prompt itself."""
     messages = fields.get("messages")
     if messages:
         return messages[-1:] if messages[-1]["role"] == "assistant" else None
@@ -58,15 +58,15 @@ def answer_of(fields: Mapping[str, Any]) -> select.Text | None:
 
 
 class Sampled:
-    """all.jsonl: what a checkpoint knows of it is there for good; what a killed run wrote beyond is written again. On
-    rank 0 alone."""
+    """The file all.jsonl. Records that a checkpoint counts are permanent; a killed run's later ones are written
+    again. On rank 0 alone."""
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / FOLDER / ALL
         self.bytes, self._digest = 0, hashlib.sha256()
 
     def append(self, records: Sequence[Record]) -> None:
-        """Raises WriteError."""
+        """Append records. Raises WriteError."""
         text = "".join(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,8 +82,8 @@ class Sampled:
         self._digest.update(text)
 
     def finish(self, cfg: SampleConfig, rewards: bool) -> dict[str, int]:
-        """Write the other files, each whole or not at all, and delete those of an earlier config; rows by name. Raises
-        WriteError."""
+        """Write the other files, each whole or not at all, and delete those of an earlier config; return their
+        numbers of rows by name. Raises WriteError."""
         makers, counts = select.files(cfg, rewards), {}
         for name in ("best.jsonl", "pairs.jsonl", "labels.jsonl"):
             path = self.path.with_name(name)
@@ -111,7 +111,7 @@ class Sampled:
         return {"bytes": self.bytes, "sha256": self._digest.hexdigest()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError where the file has not what it had."""
+        """Load the state. Raises CheckpointError where the file has lost content."""
         digest, left = hashlib.sha256(), state["bytes"]
         if self.path.exists():
             with self.path.open("rb") as file:

@@ -28,7 +28,7 @@ from aligner.rollout.sharing import share
 from aligner.rollout.source import Weights
 from aligner.types import STOP, ScalarMetrics, Sums
 
-BEFORE = -2  # in the seeds of requests round r is rollout -2 - r: those that train count from 1, evaluation is -1
+BEFORE = -2  # in the seeds of requests round r is rollout -2 - r; training rollouts count from 1, evaluation is -1
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Samples:
     player: Player
     score: Scorer
     prompts: PromptDataset
-    rows: Sequence[PromptRow]  # that the prompts were made of, by Prompt.id
+    rows: Sequence[PromptRow]  # of the prompts, by Prompt.id
     layout: Layout
     cfg: Config
     _placed: bool = False  # the weights in the engine
@@ -47,9 +47,9 @@ class Samples:
         return -(-len(self.prompts) // self.cfg.batch.prompts)
 
     def next(self, step: int) -> tuple[list[Record], ScalarMetrics]:
-        """The records of all ranks, on global rank 0, elsewhere none; and metrics. Collective."""
+        """Return the records of all ranks on global rank 0, elsewhere none; and metrics. Collective."""
         if not self._placed:
-            self.weights()  # a restart shall not show in the metrics: the refit's are not told
+            self.weights()  # a restart must not show in the metrics: the refit's are not reported
         self._placed, rewards = True, self.score.rewards
         rewards.begin(step)
         groups = self.score(self.player(self._requests(step), score=rewards.score_early))
@@ -63,22 +63,22 @@ class Samples:
         return self._gathered(records), metrics
 
     def slots(self, step: int) -> range:
-        """The prompts of a batch, in the order of the data; the last batch may have fewer."""
+        """Return the prompts of a batch, in the order of the data; the last batch may have fewer."""
         size = self.cfg.batch.prompts
         return range(len(self.prompts))[(step - 1) * size : step * size]
 
     def _requests(self, step: int) -> list[Request]:
-        """This rank's."""
+        """Return this rank's requests."""
         batch = self.slots(step)
-        mine = batch[share(len(batch), self.layout.data, self.layout.dp_rank)]
-        return [Request(slot, self.prompts[slot], self._seeds(self.prompts[slot].id)) for slot in mine]
+        own = batch[share(len(batch), self.layout.data, self.layout.dp_rank)]
+        return [Request(slot, self.prompts[slot], self._seeds(self.prompts[slot].id)) for slot in own]
 
     def _seeds(self, row: int) -> list[int]:
         rollout = BEFORE - self.cfg.stage.sample.round
         return [request_seed(self.cfg.seed, rollout, row, i) for i in range(self.cfg.batch.group)]
 
     def _shaped(self, groups: Groups, scores: Scores) -> list[float]:
-        """Rewards as they are compared: less what algorithm.overlong takes off."""
+        """Return the rewards that are compared: less the penalty of algorithm.overlong."""
         overlong, limit = self.cfg.algorithm.overlong, self.cfg.sampling.max_response_tokens
         if not overlong.shapes:
             return scores.total
@@ -91,11 +91,11 @@ class Samples:
         parts: list | None = [None] * self.layout.data if self.layout.dp_rank == 0 else None
         group = self.layout.pgs.dp
         dist.gather_object(records, parts, dst=dist.get_global_rank(group, 0), group=group)
-        return [record for part in parts or () for record in part]
+        return [record for own in parts or () for record in own]
 
 
 def measured(groups: Groups, scores: Scores, compared: Sequence[float], ranks: dist.ProcessGroup) -> ScalarMetrics:
-    """reward/*, response/*, and sample/best: the mean over prompts of the largest reward."""
+    """Return reward/*, response/*, and sample/best: the mean over prompts of the largest reward."""
     count, size = float(len(groups.samples)), groups.size or 1
     means: Sums = {
         "response/tokens_mean": (float(groups.generations.lengths.sum()), count),

@@ -1,20 +1,20 @@
-"""When rollouts are generated: `engine.lag` steps ahead of the training on them, to their ends or a window of decode
-steps at a time (`engine.window`).
+"""The schedule of rollouts: generated `engine.lag` steps before they are trained on, to their ends or a window of
+decode steps at a time (`engine.window`).
 
-    before step k: what is in flight lands -> weights after step k - 1 to the engines -> while fewer groups are ready
-                   than a rollout has, another order, which the trainer waits for -> the first that are ready are taken
-                   -> what is due by then is ordered -> the groups are scored and trained on, while the engines generate
+    before step k: wait for the order in flight -> weights after step k - 1 to the engines -> while fewer groups are
+                   ready than a rollout has, give another order and wait for it -> take the first ready groups -> give
+                   the order that is due -> score and train on the groups, while the engines generate
 
 Without windows an order is one rollout, to its end: rollout k has the weights after step k - 1 - lag, and those before
 the first step where there is no such step. With lag 0 that is a synchronous step. With windows an order is so many
-decode steps of every replica. What has not ended then pauses: its tokens stay, with logprobs and the version of each,
-and the next window reads them again with its own weights. Groups are taken in the order of (order in which the last
-sample ended, number), and at most lag + 1 rollouts of them are in flight. So everything follows from counts: no sample
-hangs on how long something took, and prompts and seeds are those without a lag.
+decode steps of every replica. Samples that have not ended then pause: their tokens stay, with logprobs and the version
+of each, and the next window reads them again with its own weights. Groups are taken in the order of (order in which the
+last sample ended, number), and at most lag + 1 rollouts of them are in flight. So everything follows from counts: no
+sample depends on timing, and prompts and seeds are those without a lag.
 
 Without windows a data-parallel rank has the groups of its own slots; with windows all ranks have all in flight. Each
-order is stored as it lands (`rollout/store.py`). A checkpoint names the last one, which has all that is in flight then;
-those that were stored since are found again, so none is generated twice.
+order is stored as it lands (`rollout/store.py`). A checkpoint names the last one, which has all that is in flight
+then. A resumed run reads orders stored after that too, so no sample is generated twice.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from aligner.types import SamplingParams, ScalarMetrics
 
 @dataclass
 class Schedule:
-    """All methods but those of the state are collective over the trainer's ranks."""
+    """A schedule of rollouts. All methods but those of the state are collective over the trainer's ranks."""
 
     lag: int
     window: int  # decode steps of each; 0: orders are of whole rollouts
-    steps: int  # of the run: none is generated for later ones
+    steps: int  # of the run: no rollout is generated for later ones
     requests: Requests  # of this rank's slots; with windows of all
-    mine: range  # slots of this data-parallel rank
+    own_slots: range  # of this data-parallel rank
     player: Player
     version: Callable[[], int]  # of the policy's weights
     ranks: dist.ProcessGroup  # data-parallel
     store: Store | None = None  # None: nothing is stored
-    passed: Callable[[int], None] = lambda step: None  # called with each step that the next one follows
+    passed: Callable[[int], None] = lambda step: None  # called with each finished step before the next one
     metrics: ScalarMetrics = field(default_factory=dict, init=False)  # of the last step
-    _order: int = field(default=0, init=False)  # number of the last one
+    _order: int = field(default=0, init=False)  # number of the last order
     _made_by: int = field(default=0, init=False)  # the version of its weights
-    _name: str = field(default="", init=False)  # of what it generates, in messages
+    _name: str = field(default="", init=False)  # of the order, in messages
     _rollouts: int = field(default=-1, init=False)  # that were admitted; -1: not known before the first step
     _prompts: dict[int, list[int]] = field(default_factory=dict, init=False)  # rows of rollouts in flight, by number
     _groups: dict[int, Request] = field(default_factory=dict, init=False)  # in flight, by number
     _orders: dict[int, int] = field(default_factory=dict, init=False)  # step -> the last order in it
     _whole: int = field(default=0, init=False)  # the step of the last whole checkpoint
-    _answer: Callable[[], list[Play]] | None = field(default=None, init=False)  # of the engines, which are waited for
+    _answer: Callable[[], list[Play]] | None = field(default=None, init=False)  # waits for the engines
     _unstored: dict[int, str] = field(default_factory=dict, init=False)  # order -> why it is not stored
     _oldest: int = field(default=1, init=False)  # rollout of a group that was in flight at the last step
     _named: list[int] | None = field(default=None, init=False)  # groups that the checkpoint resumed from has in flight
@@ -77,7 +77,9 @@ class Schedule:
         if self._named is not None:
             self._restore(step, self._named)
         elif self._rollouts < 0 and step > 1 and self.lag:
-            self._warn("the checkpoint does not say what was in flight: it is generated anew, with the weights of now")
+            self._warn(
+                "the checkpoint does not list the samples in flight: they are generated again, with the current weights"
+            )
         self._land()
         if step > 1:
             self._orders[step - 1] = self._order
@@ -85,8 +87,8 @@ class Schedule:
         self._rollouts = max(self._rollouts, step - 1)
 
     def __call__(self, step: int, score: Score | None = None) -> Groups:
-        """The rollout of `step`, unscored. `land` comes before, and the weights."""
-        size, before = len(self.requests.mine), self._order
+        """Return the rollout of `step`, unscored. Call `land` and sync the weights first."""
+        size, before = len(self.requests.own_slots), self._order
         groups = None
         while groups is None:
             with self.player.timers("generate"):
@@ -114,8 +116,8 @@ class Schedule:
     def at_once(
         self, requests: list[Request], sampling: SamplingParams | None = None, score: Score | None = None
     ) -> Groups:
-        """What these requests give, in an order of its own beside those of rollouts, of which none is in flight."""
-        assert not self.lag, "what is generated next must not depend on scores"
+        """Return the groups of these requests, by a separate order while no rollout is in flight."""
+        assert not self.lag, "the next prompts must not depend on scores"
         kept, numbers = self._flight, [request.seeds[0] for request in requests]  # no other request has them
         plays = self.player.fresh_of(numbers, requests)
         self._flight = InFlight(len(requests[0].seeds) if requests else 1, numbers, plays)
@@ -131,8 +133,9 @@ class Schedule:
     # --- checkpoints
 
     def secure(self, step: int) -> None:
-        """What a checkpoint of `step` names is generated and stored. Raises EngineError or SaveError on every rank."""
-        if self.lag:  # else what a failed engine owes is of a later step
+        """Generate and store everything that a checkpoint of `step` names. Raises EngineError or SaveError on every
+        rank."""
+        if self.lag:  # without a lag, an open order of a failed engine belongs to a later step
             self._land()
         named = self._orders.setdefault(step, self._order)  # a step that failed may have given orders since
         if self._order in self._unstored and self._flight.numbers:
@@ -143,15 +146,15 @@ class Schedule:
         fail_together(cause, SaveError)
 
     def forget(self, step: int, kept: list[int]) -> None:
-        """None before `step` is resumed from, but for the checkpoints of the steps `kept`."""
+        """Forget orders before `step`, from which no run is resumed any more, except from the steps `kept`."""
         self._whole = step
         self._orders = {number: order for number, order in self._orders.items() if number in kept or number >= step}
         if step in self._orders and self.store is not None:
             self.store.drop(self._orders[step], set(self._orders.values()) if self.lag else ())
 
     def give_up(self, step: int) -> int:
-        """Forget all that is in flight, also what is stored of it, in a run that ends with the rollout of `step`: the
-        next start generates it anew. Returns the first rollout that this concerns."""
+        """Forget all samples in flight, and delete the stored ones, in a run that ends with the rollout of `step`:
+        the next start generates them again. Return the first rollout that this concerns."""
         self._land()
         self._flight = self._fresh(self._flight.numbers)
         if self.store is not None:
@@ -159,7 +162,7 @@ class Schedule:
         return self._oldest
 
     def state_dict(self) -> dict[str, Any]:
-        last = max(self._orders, default=0)  # none between is resumed from once its checkpoint is whole
+        last = max(self._orders, default=0)  # no run is resumed from steps between once this checkpoint is whole
         return {
             "window": self._order,
             "version": self._made_by,
@@ -179,7 +182,8 @@ class Schedule:
     # --- orders
 
     def _give_order(self, step: int, score: Score | None = None) -> None:
-        """The next one: admitted, and read if it is stored, else ordered if there is something to generate."""
+        """Give the next order: admit groups, read their samples if they are stored, else order them if there are
+        any."""
         if self.window:
             while self._rollouts < self.steps and len(self._flight.numbers) <= self.lag * self.requests.slots:
                 self._admit()
@@ -189,7 +193,7 @@ class Schedule:
         self._start(f"window {self._order + 1}" if self.window else f"rollout {self._rollouts}", score=score)
 
     def _start(self, name: str, sampling: SamplingParams | None = None, score: Score | None = None) -> None:
-        """`name`: of what is generated, in messages."""
+        """Start an order. `name`: of the order, in messages."""
         self._order, self._made_by, self._name = self._order + 1, self.version(), name
         if self.store is not None:
             stored = self.store.read(self._order, self._made_by, self._flight)
@@ -198,21 +202,21 @@ class Schedule:
                 return
         together = by_prompt(self._flight.open())
         if self.window and not together:
-            if self._flight.numbers:  # all are ready: what was taken of them is to be known
+            if self._flight.numbers:  # all are ready: the store must know which were taken
                 self._keep(self._flight)
             return
-        if self.window:  # all ranks have all: each generates its share
+        if self.window:  # all ranks have all samples: each generates its share
             together = together[share(len(together), self.ranks.size(), self.ranks.rank())]
         self._answer = self.player.go_on(together, sampling, score)
 
     def _admit(self) -> None:
-        """The groups of the next rollout."""
+        """Admit the groups of the next rollout."""
         self._rollouts += 1
         self._prompts[self._rollouts] = self.requests.stream.take(self.requests.slots).tolist()
         self._flight = self._flight.add(self._fresh(self._known(self._rollouts)))
 
     def _known(self, rollout: int) -> list[int]:
-        """The numbers of its groups, whose requests are made."""
+        """Make the requests of a rollout; return the numbers of its groups."""
         self.requests.begin(rollout)
         size = self.requests.slots
         made = self.requests.made(range(size), self._prompts[rollout])
@@ -221,48 +225,48 @@ class Schedule:
         return numbers
 
     def _in_flight(self) -> list[int]:
-        """The numbers of all ranks' groups."""
+        """Return the numbers of all ranks' groups."""
         if self.window:
             return self._flight.numbers
         size = self.requests.slots
         return [(rollout - 1) * size + slot for rollout in self._prompts for slot in range(size)]
 
     def _fresh(self, numbers: list[int]) -> InFlight:
-        """Groups of which nothing is generated."""
+        """Return groups before any generation."""
         plays = self.player.fresh_of(numbers, [self._groups[number] for number in numbers])
         return InFlight(self.requests.group, numbers, plays)
 
     def _landed(self) -> bool:
-        """Wait for the engines, if they generate; whether they did."""
+        """Wait for the engines, if they generate; return whether they did."""
         if self._answer is None:
             return False
         with during(self._name):
             plays = self._answer()
         self._answer = None
         if self.window:
-            plays = [play for part in gathered(plays, self.ranks) for play in part]
+            plays = [play for own in gathered(plays, self.ranks) for play in own]
         self._flight.update(plays, self._order)
         return True
 
     def _land(self, timer: str = WAIT) -> None:
-        """Wait for the engines, if they generate, and store what they did."""
+        """Wait for the engines, if they generate, and store their samples."""
         if self._answer is not None:
             with self.player.timers(timer):
                 self._landed()
             self._keep(self._flight)
 
-    def _take(self, places: list[int]) -> Groups:
-        """This rank's slots of the groups at `places`, which are no longer in flight."""
+    def _take(self, indices: list[int]) -> Groups:
+        """Return this rank's slots of the groups at `indices`, which are no longer in flight."""
         self._oldest = self._flight.numbers[0] // self.requests.slots + 1
-        taken = self._flight.take(places)
-        self._flight = self._flight.take(sorted(set(range(len(self._flight.numbers))) - set(places)))
+        taken = self._flight.take(indices)
+        self._flight = self._flight.take(sorted(set(range(len(self._flight.numbers))) - set(indices)))
         requests = [self._groups.pop(number) for number in taken.numbers]
         left = {number // self.requests.slots + 1 for number in self._groups}
         self._prompts = {rollout: rows for rollout, rows in self._prompts.items() if rollout in left}
         version = oldest_version(taken.plays, self._made_by)
         if self.window:
-            requests = [replace(requests[slot], slot=slot) for slot in self.mine]
-            taken = taken.take(self.mine)
+            requests = [replace(requests[slot], slot=slot) for slot in self.own_slots]
+            taken = taken.take(self.own_slots)
         return self.player.ended(requests, taken.plays, version)
 
     def _measured(self, waited: int) -> ScalarMetrics:
@@ -272,14 +276,16 @@ class Schedule:
             "window/waited_for": float(waited),
             "window/groups_in_flight": float(len(flight.numbers)),
             "window/groups_ready": float(len(flight.ready())),
-            "window/samples_paused": float(sum(play.open and bool(play.turns or play.said) for play in flight.plays)),
+            "window/samples_paused": float(
+                sum(play.open and bool(play.turns or play.paused_tokens) for play in flight.plays)
+            ),
         }
 
-    # --- what is stored
+    # --- storage
 
     def _keep(self, flight: InFlight) -> None:
-        """Store what the last order left in flight. A failure is reported where it happens, and by a checkpoint that
-        needs what was not stored."""
+        """Store the samples that the last order left in flight. A failure is reported here, and raised by a
+        checkpoint that needs these samples."""
         self._unstored.pop(self._order, None)
         if self.store is None:
             return
@@ -291,12 +297,13 @@ class Schedule:
             print(f"warning: {self._name} is not stored: {error}", file=sys.stderr, flush=True)
 
     def _restore(self, step: int, numbers: list[int]) -> None:
-        """What the checkpoint has in flight, before `step`. What is not stored begins again, which is reported."""
+        """Restore the samples in flight at the checkpoint, before `step`. Missing ones begin again, which is
+        reported."""
         self._named = None
-        if not self._goes_on(step, numbers):
+        if not self._continues(step, numbers):
             self._warn(
-                f"{len(numbers)} groups were in flight at the checkpoint, of another batch.prompts, engine.lag or "
-                "engine.window: left out"
+                f"{len(numbers)} groups were in flight at the checkpoint, with another batch.prompts, engine.lag "
+                "or engine.window: they are left out"
             )
             self._rollouts, self._prompts = -1, {}
             return
@@ -311,15 +318,16 @@ class Schedule:
             self._flight = stored
         elif numbers:
             if self.store is not None:
-                self.store.delete_after(self._order)  # of what is lost
+                self.store.delete_after(self._order)  # later orders of the lost samples
             self._warn(
-                f"{len(numbers)} groups were in flight at the checkpoint, and are not in "
-                f"{self.store.folder if self.store else 'the run folder'} as this run (engine.lag, engine.window) has "
-                "left them: they are generated anew, with the weights of now"
+                f"{len(numbers)} groups were in flight at the checkpoint, but "
+                f"{self.store.folder if self.store else 'the run folder'} does not have them with this engine.lag and "
+                "engine.window: they are generated again, with the current weights"
             )
 
-    def _goes_on(self, step: int, numbers: list[int]) -> bool:
-        """Whether what was in flight is what may be: without windows whole rollouts, none later than the lag allows."""
+    def _continues(self, step: int, numbers: list[int]) -> bool:
+        """Return whether these groups may be in flight: without windows whole rollouts, none later than the lag
+        allows."""
         if any(len(rows) != self.requests.slots for rows in self._prompts.values()):
             return False
         if self.window:
@@ -329,4 +337,4 @@ class Schedule:
     @staticmethod
     def _warn(what: str) -> None:
         if dist.get_rank() == 0:
-            print(f"WARNING: {what}. The run does not repeat one that was not stopped", flush=True)
+            print(f"WARNING: {what}. Results may differ from those of a run that was not stopped", flush=True)

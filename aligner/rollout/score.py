@@ -1,4 +1,4 @@
-"""Groups -> scored groups: reward functions run on one share per peer, models on all samples by all peers."""
+"""Scores of groups: reward functions run on one share per peer, models on all samples by all peers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Scorer:
     timers: Timers = field(default_factory=Timers)
 
     def __call__(self, groups: Groups) -> Groups:
-        """The same with their scores. Functions see the samples that this peer has generated, less those begun. Raises
-        RewardError on every rank. Collective over the peers, and over the world where one fails."""
+        """Return the groups with their scores. Functions score the samples that this peer has generated, except
+        those begun. Raises RewardError on every rank. Collective over the peers, and over the world where one fails."""
         peers, samples, size = self.peers, groups.samples, groups.size
-        mine = share(len(groups.slots), peers.size(), peers.rank())
+        own = share(len(groups.slots), peers.size(), peers.rank())
         with self.timers("score"):
             with raised_together(RewardError):
-                components = self._functions(samples[mine.start * size : mine.stop * size], groups.begun)
+                components = self._functions(samples[own.start * size : own.stop * size], groups.begun)
             self._stop_at_failures(components)
             if peers.size() > 1:
                 pieces = gathered(components, peers)
@@ -42,27 +42,27 @@ class Scorer:
         return groups
 
     def _functions(self, samples: Sequence[Sample], begun: Mapping[int, Early]) -> dict[str, Component]:
-        """Of trajectories whose environment failed there is nothing to score: NaN, which makes them invalid."""
+        """Score samples. Trajectories whose environment failed get NaN, which makes them invalid."""
         sound = [i for i, s in enumerate(samples) if s.trajectory is None or not s.trajectory.failure]
         if len(sound) == len(samples):
             return self.rewards.functions(samples, begun)
-        found = self.rewards.functions([samples[i] for i in sound])
-        scores = {name: dict(zip(sound, column, strict=True)) for name, column in found.items()}
+        components = self.rewards.functions([samples[i] for i in sound])
+        scores = {name: dict(zip(sound, column, strict=True)) for name, column in components.items()}
         return {name: [known.get(i, math.nan) for i in range(len(samples))] for name, known in scores.items()}
 
-    def _stop_at_failures(self, mine: dict[str, Component]) -> None:
-        """Raises RewardError where functions could not score too many samples of the rollout. Collective."""
+    def _stop_at_failures(self, own: dict[str, Component]) -> None:
+        """Raise RewardError where functions could not score too many samples of the rollout. Collective."""
         if not self.rewards.may_fail:
             return
-        found = gathered((*self.rewards.failed(mine), max(map(len, mine.values()))))
-        failed, scored = (sum(each[place] for each in found) for place in (0, 2))
+        counts = gathered((*self.rewards.failed(own), max(map(len, own.values()))))
+        failed, scored = (sum(each[column] for each in counts) for column in (0, 2))
         limit = self.rewards.config.max_invalid_fraction
         if failed > max(1, limit * scored):
-            cause = next(cause for _, cause, _ in found if cause)
+            cause = next(cause for _, cause, _ in counts if cause)
             self.rewards.forget_failures()
             expected = f"expected at most reward.max_invalid_fraction={limit:g} of them"
             raise RewardError(f"{failed} of {scored} samples of a rollout could not be scored: {expected}. {cause}")
 
     def combined(self, groups: Groups, update: bool) -> Scores:
-        """`update`: the running statistics of reward.normalize see them."""
+        """Combine the scores. `update`: update the running statistics of reward.normalize."""
         return self.rewards.combine(groups.components, len(groups.samples), update=update)

@@ -1,6 +1,5 @@
-"""From a prompt's samples with their rewards to rows that other stages train on: the best answers (best-of-n, RAFT,
-rejection sampling), pairs (iterative DPO, SPIN), labels (KTO). A sample is a record of `rollout/sampled.py`.
-"""
+"""Rows for other stages from a prompt's samples with their rewards: the best answers (best-of-n, RAFT, rejection
+sampling), pairs (iterative DPO, SPIN), labels (KTO). A sample is a record of `rollout/sampled.py`."""
 
 from __future__ import annotations
 
@@ -14,18 +13,18 @@ Text = str | list[dict[str, Any]]
 
 
 def usable(group: Sequence[Record], cfg: SampleConfig) -> list[Record]:
-    """Answers that say something and came to an end: a cut one would be learned with the end that it lacks."""
+    """Return finished answers that are not empty: a model would learn to stop where a cut one does."""
     return [one for one in group if one[cfg.column].strip() and (one["finished"] or cfg.unfinished)]
 
 
 def ranked(group: Sequence[Record], cfg: SampleConfig) -> list[Record]:
-    """Different usable answers that have a reward, the best first; of equal rewards, and of equal answers, the sample
-    drawn first comes first."""
+    """Return different usable answers that have a reward, the best first; of equal rewards, and of equal answers,
+    the sample drawn first comes first."""
     known = [one for one in usable(group, cfg) if one["reward"] is not None]
-    found: dict[str, Record] = {}
+    answers: dict[str, Record] = {}
     for one in sorted(known, key=lambda one: -one["reward"]):
-        found.setdefault(one[cfg.column], one)
-    return list(found.values())
+        answers.setdefault(one[cfg.column], one)
+    return list(answers.values())
 
 
 def best(group: Sequence[Record], cfg: SampleConfig) -> list[Record]:
@@ -34,11 +33,13 @@ def best(group: Sequence[Record], cfg: SampleConfig) -> list[Record]:
 
 
 def pairs(group: Sequence[Record], cfg: SampleConfig) -> list[Record]:
-    """The best answer against the worst, if their rewards differ by more than the margin asked for; or the row's own
+    """Return the best answer against the worst, if their rewards differ by more than the margin; or the row's own
     answer against each different one."""
     if cfg.pairs == "answers":
         own = group[0]["reference"]
-        others = {one[cfg.column]: one for one in usable(group, cfg) if one[cfg.column].strip() != _said(own).strip()}
+        others = {
+            one[cfg.column]: one for one in usable(group, cfg) if one[cfg.column].strip() != _text_of(own).strip()
+        }
         return [_about(one) | {"chosen": own, "rejected": text} for text, one in others.items()]
     known = ranked(group, cfg)
     if not known or not known[0]["reward"] - known[-1]["reward"] > cfg.margin_above:
@@ -64,17 +65,17 @@ def labels(group: Sequence[Record], cfg: SampleConfig) -> list[Record]:
 
 
 def files(cfg: SampleConfig, rewards: bool) -> dict[str, Callable[[Sequence[Record], SampleConfig], list[Record]]]:
-    """What is written, and how the rows are made."""
-    found = {"best.jsonl": best} if rewards else {}
+    """Return the files to write, and the function that makes the rows of each."""
+    makers = {"best.jsonl": best} if rewards else {}
     if rewards or cfg.pairs == "answers":
-        found["pairs.jsonl"] = pairs
-    return found | ({"labels.jsonl": labels} if cfg.labels else {})
+        makers["pairs.jsonl"] = pairs
+    return makers | ({"labels.jsonl": labels} if cfg.labels else {})
 
 
 def _about(record: Record) -> Record:
-    """What a row says of its prompt."""
+    """Return the fields of a record about its prompt."""
     return {name: record[name] for name in ("prompt", "tools", "row") if name in record}
 
 
-def _said(answer: Text) -> str:
+def _text_of(answer: Text) -> str:
     return answer if isinstance(answer, str) else answer[-1]["content"]

@@ -1,4 +1,4 @@
-"""Turns for an engine that admits prompts between its decode steps: nobody waits for another trajectory's tool."""
+"""Turns for an engine that admits prompts between its decode steps: no trajectory waits for another one's tool."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from aligner.rollout.play import Play, by_prompt
 
 @dataclass
 class Turns(PromptPool):
-    """`hear` takes the answer of a play's tools, `say` what the engine has said. A play is open until it has a `stop`;
-    in `asked` as long as its tools work.
+    """A pool of turns. `hear` takes the answer of a sample's tools, `say` the engine's response. A sample is open until
+    it has a `stop`, and has `asked` while its tools work.
 
-    `counted`: which play goes on when depends on their numbers alone, never on when an answer comes. As long as half of
-    the open plays are with the engine, or as many as it takes, it goes on with these; then the play that has waited the
-    longest is heard, and waited for where its tools are late. In a window, `waiting` goes on from the one before."""
+    `counted`: the order of samples depends on their numbers alone, never on the time of an answer. While half of the
+    open samples, or a full batch of them, are with the engine, it continues these. Otherwise the sample that has
+    waited longest continues, and its tools are waited for if necessary. In a window, `waiting` continues from the
+    window before.
+    """
 
     ready: list[Play]
     hear: Callable[[Play], None]
@@ -26,15 +28,15 @@ class Turns(PromptPool):
     seed: Callable[[Play], int]
     counted: bool
     windowed: bool = False
-    taken: list[tuple[Play, int]] = field(default_factory=list)  # of each row of the engine, play and turn
-    asked: list[tuple[int, int] | None] = field(default_factory=list)  # of each row what `finished` is told: its number
+    taken: list[tuple[Play, int]] = field(default_factory=list)  # sample and turn of each row of the engine
+    asked: list[tuple[int, int] | None] = field(default_factory=list)  # what each row gives `finished`: its number
     waiting: list[Play] = field(default_factory=list)  # for tools, in the order in which they were asked
-    begun: dict[int, Turn] = field(default_factory=dict)  # what rows began with, of those that had paused
+    begun: dict[int, Turn] = field(default_factory=dict)  # the turns so far of rows that had paused
 
     in_turns = True
 
     def wants(self, active: int, slots: int) -> bool:
-        """Whenever a prompt is there; with nothing else to do, when the first tool has answered."""
+        """Return whether a prompt is ready. If there is nothing else to do, wait for the first tool's answer."""
         if self.counted:
             while self.waiting and self._few(active + len(self.ready), slots):
                 self._hear(self.waiting[:1])
@@ -49,14 +51,17 @@ class Turns(PromptPool):
         return busy < slots and busy < len(self.waiting)
 
     def take(self) -> list[Wanted]:
-        found, self.ready = by_prompt(self.ready), []
-        for play in (play for same in found for play in same):
+        together, self.ready = by_prompt(self.ready), []
+        for play in (play for same in together for play in same):
             row = len(self.taken)
             self.asked.append((row, 0))
             self.taken.append((play, len(play.turns)))
-            if play.said:
+            if play.paused_tokens:
                 self.begun[row] = play.begun
-        return [Wanted(same[0].read, [self.seed(play) for play in same], len(same[0].said)) for same in found]
+        return [
+            Wanted(same[0].input_tokens, [self.seed(play) for play in same], len(same[0].paused_tokens))
+            for same in together
+        ]
 
     def finished(self, number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
         play = self.taken[number][0]
@@ -69,7 +74,8 @@ class Turns(PromptPool):
         return play.open and turn == len(play.turns) - 1
 
     def least(self, rows: Sequence[int]) -> int:
-        """One that does not go on any more; else by counts the last, for those before it go on before it."""
+        """Return a row that does not continue; else by counts the last one, because those before it continue before
+        it."""
         past = [row for row in rows if not self.may_continue(row)]
         return past[0] if past else rows[-1 if self.counted else 0]
 

@@ -1,4 +1,4 @@
-"""How ranks share the samples of a rollout, and what an engine's failure says."""
+"""Shares of the samples of a rollout, and the context in an engine's error."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from aligner.errors import EngineError
 
 
 def share(count: int, parts: int, index: int) -> slice:
-    """The `index`-th of `parts` contiguous shares of `count` things, sizes differing by at most one."""
+    """Return the `index`-th of `parts` contiguous shares of `count` elements, sizes differing by at most one."""
     return slice(count * index // parts, count * (index + 1) // parts)
 
 
 @contextmanager
 def during(what: str) -> Iterator[None]:
-    """What the engines did that fail within, on every rank."""
+    """Name in an EngineError, on every rank, the work of the engines during it."""
     try:
         yield
     except EngineError as error:

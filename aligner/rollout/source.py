@@ -1,4 +1,4 @@
-"""The way of a rollout, one step after the other:
+"""The source of rollouts, one step after the other:
 
     weights -> prompts -> requests -> generations -> scores -> groups kept -> batch
 
@@ -34,7 +34,7 @@ from aligner.types import STOP, RolloutBatch, Sample, ScalarMetrics, Stop
 
 
 class Rollout(NamedTuple):
-    """This rank's part of a rollout, its metrics so far, and the scores with components."""
+    """This rank's share of a rollout, its metrics so far, and the scores with components."""
 
     batch: RolloutBatch
     metrics: ScalarMetrics
@@ -42,28 +42,28 @@ class Rollout(NamedTuple):
 
 
 class Rollouts(Protocol):
-    """Where a stage's rollouts come from."""
+    """A source of a stage's rollouts."""
 
     def next(self, step: int) -> Rollout: ...
 
 
 @dataclass
 class Hashed:
-    """A source whose rollouts the chain of hashes sees."""
+    """A source whose rollouts go into the chain of hashes."""
 
     source: Rollouts
     seen: Seen
 
     def next(self, step: int) -> Rollout:
-        """What the source gives."""
-        found = self.source.next(step)
-        self.seen.rollout(found.batch)
-        return found
+        """Return the source's rollout."""
+        rollout = self.source.next(step)
+        self.seen.rollout(rollout.batch)
+        return rollout
 
 
 @dataclass
 class Weights:
-    """The trainer's weights in the engine, and the proof that they are there."""
+    """The trainer's weights in the engine, and their verification."""
 
     refit: Refit
     verifier: Verifier
@@ -82,7 +82,7 @@ class Weights:
 
 @dataclass
 class RolloutSource:
-    """Of the engine."""
+    """A source of rollouts from the engine."""
 
     weights: Weights
     requests: Requests
@@ -117,7 +117,7 @@ class RolloutSource:
         return Rollout(batch, metrics, scores)
 
     def _check_failures(self, step: int, samples: list[Sample], metrics: ScalarMetrics) -> None:
-        """Raises EnvironmentFailedError on every rank."""
+        """Raise EnvironmentFailedError on every rank if all trajectories failed."""
         if metrics["environment/failed"] == 1.0:
             first = samples[0].trajectory
             assert first is not None
@@ -128,13 +128,13 @@ class RolloutSource:
             )
 
     def _filtered(self, step: int, early: Score | None) -> tuple[Groups, ScalarMetrics]:
-        """Rounds of generation until every slot has a group with different rewards; see `rollout/groups.py`."""
+        """Generate rounds until every slot has a group with different rewards; see `rollout/groups.py`."""
         requests, kept, each = self.requests, [], self.algorithm.advantage == "gdpo"
         requests.begin(step)
         refill = Refill(requests.slots, requests.group, self.algorithm.filter_rounds, self.ranks, each)
         while refill.open:
             groups = self.score(self.schedule.at_once(requests.take(refill.wanted()), score=early))
-            # the running statistics of reward.normalize see what is kept, once
+            # the running statistics of reward.normalize see kept groups only, once
             kept.append(refill.keep(groups, self.score.combined(groups, update=False)))
         kept = [groups for groups in kept if groups.slots] or kept[:1]  # a round may have none of this rank's
         return by_slot(join_groups(kept)), refill.metrics()
@@ -149,11 +149,11 @@ class RolloutSource:
         return batch, scores
 
     def _greedy_rewards(self, groups: Groups) -> Tensor:
-        """float32 [N]: the shaped reward of each prompt's greedy response, NaN where it has no score (ReMax)."""
+        """Return float32 [N]: the shaped reward of each prompt's greedy response, NaN where it has no score (ReMax)."""
         greedy = replace(self.player.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         # a seed of its own is its key in the log of answers
         requests = [Request(slot, prompt, [slot]) for slot, prompt in zip(groups.slots, groups.prompts, strict=True)]
-        found = self.score(self.schedule.at_once(requests, greedy))
-        rewards = torch.tensor(self.score.combined(found, update=False).total, dtype=torch.float32)
-        ends, limit = found.generations, self.player.sampling.max_response_tokens
+        greedy_groups = self.score(self.schedule.at_once(requests, greedy))
+        rewards = torch.tensor(self.score.combined(greedy_groups, update=False).total, dtype=torch.float32)
+        ends, limit = greedy_groups.generations, self.player.sampling.max_response_tokens
         return shaped_rewards(rewards, ends.lengths, ends.finish_reason == STOP, self.algorithm.overlong, limit)

@@ -1,4 +1,4 @@
-"""The numbers a rollout reports, reduced over data-parallel ranks in one message."""
+"""The metrics of a rollout, reduced over data-parallel ranks in one message."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from aligner.types import PolicyTargets, RolloutBatch, Sample, ScalarMetrics, St
 
 
 def by_function(scores: Scores) -> Tensor:
-    """float64 [B, K], NaN where a function does not apply."""
+    """Return float64 [B, K], NaN where a function does not apply."""
     columns = [[math.nan if v is None else v for v in column] for column in scores.components.values()]
     return torch.tensor(columns, dtype=torch.float64).reshape(len(columns), -1).T
 
 
 def compared(rollout: RolloutBatch, scores: Scores, algorithm: AlgorithmConfig) -> Tensor:
-    """What the samples of a group differ in, for them to train: their shaped rewards [B], where there are some; with
-    gdpo, which standardises each function's scores by themselves, those."""
+    """Return the numbers that must differ within a group for it to train: the shaped rewards [B] if there are any;
+    with gdpo, which standardises each function's scores separately, those scores."""
     if algorithm.advantage == "gdpo":
         return by_function(scores)
     return rollout.rewards.nan_to_num() if rollout.token_rewards is None else rollout.token_rewards.sum(1)
@@ -37,10 +37,10 @@ def compared(rollout: RolloutBatch, scores: Scores, algorithm: AlgorithmConfig) 
 def rollout_metrics(
     rollout: RolloutBatch, scores: Scores, algorithm: AlgorithmConfig, group: dist.ProcessGroup
 ) -> ScalarMetrics:
-    """reward/*, response/*, advantage/*, mismatch/* and, with a reference, kl/ref_* of a whole rollout.
+    """Return reward/*, response/*, advantage/*, mismatch/* and, with a reference, kl/ref_* of a whole rollout.
 
-    Needs loss_mask to be set. advantage/* only where there are advantages; mismatch/* of the trainer and kl/ref_* only
-    where there are old_logprobs, else the policy's update has them.
+    Needs loss_mask to be set. advantage/* only where there are advantages; mismatch/* of the trainer and kl/ref_*
+    only where there are old_logprobs, else the policy's update has them.
     """
     count, tokens = float(len(rollout.lengths)), rollout.response_mask.sum(1)
     degenerate, groups = count_degenerate(compared(rollout, scores, algorithm), rollout.group, rollout.valid)
@@ -55,7 +55,7 @@ def rollout_metrics(
     means |= weight_sums(rollout.response_mask, rollout.token_weights)
     means["mismatch/rejected_fraction"] = (0.0 if rollout.rejected is None else rollout.rejected.sum(), count)
     means |= scores.metric_sums()
-    if len(rollout.lengths) > groups:  # with one sample for each prompt nothing is compared, so nothing degenerate
+    if len(rollout.lengths) > groups:  # with one sample for each prompt no group is degenerate
         means["reward/degenerate_groups"] = (degenerate, groups)
     means |= {
         "response/tokens_mean": (tokens.sum(), count),
@@ -70,23 +70,23 @@ def rollout_metrics(
     return finish_mismatch(finish_metrics(reduce_metrics(means, maxima, group)))
 
 
-def trainer_sums(found: RolloutBatch | PolicyTargets, old_logprobs: Tensor, loss_mask: Tensor) -> tuple[dict, dict]:
-    """(means, maxima) as in `LossOutput` of what the policy's logprobs before the update say: mismatch/* and, with a
+def trainer_sums(rows: RolloutBatch | PolicyTargets, old_logprobs: Tensor, loss_mask: Tensor) -> tuple[dict, dict]:
+    """Return (means, maxima), as in `LossOutput`, of the policy's logprobs before the update: mismatch/* and, with a
     reference, kl/ref_*."""
-    means, maxima = mismatch_sums(old_logprobs, found.rollout_logprobs, found.response_mask)
-    if found.ref_logprobs is not None:
-        means |= reference_kl_sums(old_logprobs, found.ref_logprobs, loss_mask)
+    means, maxima = mismatch_sums(old_logprobs, rows.rollout_logprobs, rows.response_mask)
+    if rows.ref_logprobs is not None:
+        means |= reference_kl_sums(old_logprobs, rows.ref_logprobs, loss_mask)
     return means, maxima
 
 
 def staleness_metrics(rollout: RolloutBatch, version: int, group: dist.ProcessGroup | None) -> ScalarMetrics:
-    """staleness/{mean,max}: optimizer steps between the weights that made a response token and the policy's, `version`.
-    Where tokens of a sample have several: also `staleness/oldest_mean`, the mean over samples of their oldest token's,
-    and `staleness/q1_mean` ... `q4_mean`, the mean over the tokens of each quarter of the samples, the shortest
-    first: what finishes first is short, and what is long is old."""
+    """Return staleness/{mean,max}: optimizer steps between the weights that made a response token and the policy's,
+    `version`. Where tokens of a sample have several: also `staleness/oldest_mean`, the mean over samples of their
+    oldest token's, and `staleness/q1_mean` ... `q4_mean`, the mean over the tokens of each quarter of the samples,
+    the shortest first: samples that finish first are short, and long ones are old."""
     if rollout.versions is None:
-        behind = float(version - rollout.weight_version)
-        return {"staleness/mean": behind, "staleness/max": behind}
+        lag = float(version - rollout.weight_version)
+        return {"staleness/mean": lag, "staleness/max": lag}
     on = rollout.response_mask.bool()
     age = torch.where(on, version - rollout.versions, 0).double()
     tokens, total, oldest = on.sum(1).double(), age.sum(1), age.amax(1)
@@ -101,7 +101,8 @@ def staleness_metrics(rollout: RolloutBatch, version: int, group: dist.ProcessGr
 
 
 def value_metrics(rollout: RolloutBatch, group: dist.ProcessGroup) -> ScalarMetrics:
-    """critic/{value_mean,return_mean,explained_variance} of a whole rollout, from the values before the update."""
+    """Return critic/{value_mean,return_mean,explained_variance} of a whole rollout, from the values before the
+    update."""
     assert rollout.values is not None and rollout.returns is not None and rollout.loss_mask is not None
     sums = explained_variance_sums(rollout.values, rollout.returns, rollout.loss_mask)
     sums = torch.cat([sums, (rollout.values.double() * rollout.loss_mask).sum()[None]])
@@ -116,20 +117,20 @@ def value_metrics(rollout: RolloutBatch, group: dist.ProcessGroup) -> ScalarMetr
 
 
 def trajectory_sums(samples: Sequence[Sample]) -> tuple[Sums, dict[str, float]]:
-    """stop/<reason>, environment/*: sums to be divided and maxima, of samples of which some may be no trajectories."""
-    found = [sample.trajectory for sample in samples if sample.trajectory is not None]
-    n = float(len(found))
-    sums = {f"stop/{stop}": (float(sum(t.stop == stop for t in found)), n) for stop in Stop}
+    """Return stop/<reason>, environment/*: sums to be divided and maxima. Some samples may be no trajectories."""
+    trajectories = [sample.trajectory for sample in samples if sample.trajectory is not None]
+    n = float(len(trajectories))
+    sums = {f"stop/{stop}": (float(sum(t.stop == stop for t in trajectories)), n) for stop in Stop}
     sums |= {
-        f"environment/failed_{cause}": (float(sum(t.failure.startswith(f"{cause}:") for t in found)), n)
+        f"environment/failed_{cause}": (float(sum(t.failure.startswith(f"{cause}:") for t in trajectories)), n)
         for cause in CAUSES
     }
     sums |= {
-        "environment/failed": (float(sum(bool(t.failure) for t in found)), n),
-        "environment/turns_mean": (float(sum(t.turns for t in found)), n),
-        "environment/rows_mean": (float(sum(t.rows for t in found)), n),
-        "environment/call_errors": (float(sum(t.wrong for t in found)), n),
-        "environment/retried": (float(sum(t.retried for t in found)), n),
-        "environment/late": (float(sum(t.late for t in found)), n),
+        "environment/failed": (float(sum(bool(t.failure) for t in trajectories)), n),
+        "environment/turns_mean": (float(sum(t.turns for t in trajectories)), n),
+        "environment/rows_mean": (float(sum(t.rows for t in trajectories)), n),
+        "environment/call_errors": (float(sum(t.wrong for t in trajectories)), n),
+        "environment/retried": (float(sum(t.retried for t in trajectories)), n),
+        "environment/late": (float(sum(t.late for t in trajectories)), n),
     }
-    return sums, {"environment/turns_max": float(max((t.turns for t in found), default=0))}
+    return sums, {"environment/turns_max": float(max((t.turns for t in trajectories), default=0))}

@@ -1,11 +1,11 @@
-"""Samples that are generated and not trained on yet, in memory and in the run folder: a start generates none twice.
+"""Samples that are generated and not trained on yet, in memory and in the run folder: no start generates any twice.
 
 <run.dir>/pending_rollouts/step-00000013/
-    part-00000-of-00002.safetensors   what a data-parallel rank has of it: the turns of each sample, the rest as JSON
-    part-00000-of-00002.json          written last, behind its own checksum: that of the part, its groups, the version
+    part-00000-of-00002.safetensors   a data-parallel rank's share: the turns of each sample, the rest as JSON
+    part-00000-of-00002.json          written last, behind its own checksum: that of the share, its groups, the version
 
-A number is one of the schedule's orders to the engines (`rollout/schedule.py`). Storing takes no message between ranks;
-what is stored may be read on any number of data-parallel ranks.
+A number is one of the schedule's orders to the engines (`rollout/schedule.py`). Storing takes no message between
+ranks; stored samples may be read on any number of data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -40,67 +40,69 @@ from aligner.types import Stop
 FOLDER = "pending_rollouts"  # in the run folder
 NAME = re.compile(r"step-(\d{8,18})", re.ASCII)
 PART = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
-Manifest = list[dict[str, Any]]  # the parts' descriptions, by data-parallel rank
+Manifest = list[dict[str, Any]]  # the descriptions of the shares, by data-parallel rank
 COLUMNS = {"given": "i", "output": "i", "logprobs": "f", "full": "f", "versions": "i"}  # of all turns, end to end
-OTHERS = "other groups"  # why what is stored is not read, and not reported
+OTHERS = "other groups"  # why stored samples are not read, without a report
 JSON, ROUTING = "samples", "routing"  # tensors beside the columns: uint8, and that of all turns, end to end
-OPENED = ("tokens", "text", "messages")  # of a prompt, what an environment's reset may change
+OPENED = ("tokens", "text", "messages")  # of a prompt; an environment's reset may change these
 # of trajectories
 STATE = ("messages", "told", "failure", "rewards", "score", "seconds", "retried", "wrong", "waits", "late")
 
 
 @dataclass
 class InFlight:
-    """Samples that were ordered, `size` of them to each of the groups `numbers`, which ascend."""
+    """Ordered samples, `size` of them to each of the groups `numbers`, which ascend."""
 
     size: int
     numbers: list[int]
     plays: list[Play]
 
     def ready(self) -> list[int]:
-        """Places of the groups that are whole, in the order in which they are trained on."""
+        """Return the indices of the whole groups, in the order in which they are trained on."""
         last = {}
-        for place in range(len(self.numbers)):
-            ends = [play.ended for play in self._of(place)]
+        for index in range(len(self.numbers)):
+            ends = [play.ended for play in self._of(index)]
             if all(ends):
-                last[place] = max(ends)
-        return sorted(last, key=lambda place: (last[place], place))
+                last[index] = max(ends)
+        return sorted(last, key=lambda index: (last[index], index))
 
     def open(self) -> list[Play]:
-        """Those that have not ended; of each group first those that pause in an answer."""
+        """Return the samples that have not ended; of each group first those that are paused in a response."""
         plays = []
-        for place in range(len(self.numbers)):
-            plays += sorted((play for play in self._of(place) if not play.ended), key=lambda play: not play.said)
+        for index in range(len(self.numbers)):
+            plays += sorted(
+                (play for play in self._of(index) if not play.ended), key=lambda play: not play.paused_tokens
+            )
         return plays
 
-    def take(self, places: Sequence[int]) -> InFlight:
-        numbers = [self.numbers[place] for place in places]
-        return InFlight(self.size, numbers, [play for place in places for play in self._of(place)])
+    def take(self, indices: Sequence[int]) -> InFlight:
+        numbers = [self.numbers[index] for index in indices]
+        return InFlight(self.size, numbers, [play for index in indices for play in self._of(index)])
 
     def add(self, other: InFlight) -> InFlight:
         return InFlight(self.size, self.numbers + other.numbers, self.plays + other.plays)
 
     def update(self, plays: Iterable[Play], order: int) -> None:
-        """By what these have become in the order of this number."""
-        by_key = {(play.place, play.index): play for play in plays}
-        self.plays = [by_key.get((play.place, play.index), play) for play in self.plays]
+        """Replace samples by their states after the order of this number."""
+        by_key = {(play.group, play.index): play for play in plays}
+        self.plays = [by_key.get((play.group, play.index), play) for play in self.plays]
         for play in by_key.values():
             play.ended = 0 if play.open else order
 
-    def _of(self, place: int) -> list[Play]:
-        return self.plays[place * self.size : (place + 1) * self.size]
+    def _of(self, index: int) -> list[Play]:
+        return self.plays[index * self.size : (index + 1) * self.size]
 
 
 @dataclass(frozen=True)
 class Store:
-    """`shared`: all data-parallel ranks have the same samples, which global rank 0 writes for them. Else each writes
-    its own, by the first of the ranks that have them."""
+    """The store of samples. `shared`: all data-parallel ranks have the same samples, and global rank 0 writes them.
+    Else each rank's samples are written by the first of its peers."""
 
     folder: Path
     key: str  # hash of everything that the rollouts of this run depend on, but for the layout
     layout: Layout
     shared: bool = False
-    other_key: str = ""  # the same, of the config before it had the model's true shape
+    other_key: str = ""  # the same, of the config without the model's true shape
 
     def of(self, number: int) -> Path:
         return self.folder / f"step-{number:08d}"
@@ -109,15 +111,15 @@ class Store:
         return sorted(int(match[1]) for path in self.folder.glob("step-*") if (match := NAME.fullmatch(path.name)))
 
     def others(self) -> list[str]:
-        """What lies there and is no rollout."""
+        """Return the names of other files in the folder."""
         return sorted(path.name for path in self.folder.glob("*") if not NAME.fullmatch(path.name))
 
     def write(self, number: int, version: int, flight: InFlight) -> None:
-        """This rank's part, if it has one to write. Raises OSError."""
+        """Write this rank's share, if it has one to write. Raises OSError."""
         if dist.get_rank() != 0 if self.shared else self.layout.peers.rank() != 0:
             return
-        part, parts = (0, 1) if self.shared else (self.layout.dp_rank, self.layout.data)
-        path = self.of(number) / f"part-{part:05d}-of-{parts:05d}.safetensors"
+        share, parts = (0, 1) if self.shared else (self.layout.dp_rank, self.layout.data)
+        path = self.of(number) / f"part-{share:05d}-of-{parts:05d}.safetensors"
         write_samples(path, flight)
         fsync_file(path)
         description = {"key": self.key, "weight_version": version, "file": path.name, "sha256": file_hash(path)}
@@ -126,21 +128,21 @@ class Store:
         fsync_folder(path.parent)
 
     def read(self, number: int, version: int, fresh: InFlight) -> InFlight | None:
-        """`fresh`, whose samples have not begun, as this run stored them with these weights. None on every rank if one
-        of them is not there or damaged; damage is reported. Collective."""
+        """Return `fresh`, whose samples have not begun, as this run stored them with these weights. None on every
+        rank if one of them is missing or damaged; damage is reported. Collective."""
         manifest: Manifest | None = by_rank_0(lambda: self._manifest(number, version))
         if manifest is None:
             return None
         plays: dict[int, list[Play]] = {}
         cause = ""
         try:
-            for part in manifest:
-                held = set(part["groups"])
-                if wanted := [place for place, group in enumerate(fresh.numbers) if group in held]:
-                    path = self.of(number) / part["file"]
-                    if file_hash(path) != part["sha256"]:
+            for description in manifest:
+                held = set(description["groups"])
+                if wanted := [index for index, group in enumerate(fresh.numbers) if group in held]:
+                    path = self.of(number) / description["file"]
+                    if file_hash(path) != description["sha256"]:
                         raise DataError(f"{path}: damaged: its checksum is not the one of its description")
-                    plays |= read_samples(path, part["groups"], fresh.take(wanted))
+                    plays |= read_samples(path, description["groups"], fresh.take(wanted))
         except (DataError, OSError) as error:
             cause = str(error)
         if not cause and plays.keys() != set(fresh.numbers):
@@ -155,14 +157,14 @@ class Store:
         return None
 
     def _manifest(self, number: int, version: int) -> Manifest | None:
-        """The description of what is whole, of this run and weights. Whatever else lies there is deleted, before anyone
-        writes; damage is reported."""
+        """Return the descriptions of a whole order of this run and these weights. Anything else is deleted before
+        new files are written; damage is reported."""
         try:
             manifest = _read_manifest(self.of(number))
         except DataError as error:
             _report(number, str(error))
             manifest = None
-        ours = manifest is not None and all("groups" in part for part in manifest)
+        ours = manifest is not None and all("groups" in description for description in manifest)
         if ours and manifest[0]["key"] in (self.key, self.other_key) and manifest[0]["weight_version"] == version:
             return manifest
         self.delete(number)
@@ -178,14 +180,14 @@ class Store:
                     self.delete(later)
 
     def drop(self, number: int, needed: Collection[int] = ()) -> None:
-        """The checkpoint behind this number is complete: delete what was stored up to it, but for those `needed`."""
+        """Delete orders up to this number, whose checkpoint is complete, except for those `needed`."""
         if dist.get_rank() == 0:
             for earlier in self.numbers():
                 if earlier <= number and earlier not in needed:
                     self.delete(earlier)
 
     def clear(self) -> None:
-        """For a start that does not continue what was stored here."""
+        """Delete all stored samples, for a start that does not continue them."""
         if dist.get_rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -195,7 +197,7 @@ def _report(number: int, why: str) -> None:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Raises DataError if it is not what was written."""
+    """Read a description. Raises DataError if it is damaged."""
     try:
         digest, _, text = path.read_text(encoding="utf-8").partition("\n")
     except (OSError, ValueError) as error:
@@ -210,8 +212,8 @@ def _sha256(text: str) -> str:
 
 
 def _read_manifest(folder: Path) -> Manifest | None:
-    """The descriptions of all parts, None where one is missing: a kill while they were written. Raises DataError where
-    one is damaged, or of another making than the first."""
+    """Return the descriptions of all shares, None where one is missing: the run was killed while writing. Raises
+    DataError where one is damaged, or of another run or other weights than the first."""
     parts: dict[int, dict[str, Any]] = {}
     expected = 0
     for path in folder.glob("part-*.json"):
@@ -223,16 +225,19 @@ def _read_manifest(folder: Path) -> Manifest | None:
         return None
     manifest = [parts[i] for i in range(expected)]
     first = manifest[0]
-    if any((part["key"], part["weight_version"]) != (first["key"], first["weight_version"]) for part in manifest):
+    if any(
+        (description["key"], description["weight_version"]) != (first["key"], first["weight_version"])
+        for description in manifest
+    ):
         raise DataError(f"{folder}: its parts are of different runs or weights")
     return manifest
 
 
-# --- the file of a part
+# --- the file of a share
 
 
 def write_samples(path: Path, flight: InFlight) -> None:
-    """Raises OSError."""
+    """Write the samples. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     columns, routing = {name: array(kind) for name, kind in COLUMNS.items()}, list[Tensor]()
     rest = json.dumps([_rest(play, columns, routing) for play in flight.plays]).encode()
@@ -242,7 +247,7 @@ def write_samples(path: Path, flight: InFlight) -> None:
 
 
 def read_samples(path: Path, groups: Sequence[int], wanted: InFlight) -> dict[int, list[Play]]:
-    """Group -> its samples, of a file of `groups`; `wanted` has them as they began. Raises DataError."""
+    """Return group -> its samples, from a file of `groups`; `wanted` has them as they began. Raises DataError."""
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if not tensors.keys() >= {*COLUMNS, JSON}:
@@ -251,9 +256,9 @@ def read_samples(path: Path, groups: Sequence[int], wanted: InFlight) -> dict[in
     rest = json.loads(tensors[JSON].numpy().tobytes())
     began = dict(zip(wanted.numbers, range(len(wanted.numbers)), strict=True))
     plays: dict[int, list[Play]] = {}
-    for place, group in enumerate(groups):
+    for index, group in enumerate(groups):
         for i in range(wanted.size):
-            one = rest[place * wanted.size + i]
+            one = rest[index * wanted.size + i]
             if group in began:
                 plays.setdefault(group, []).append(_play(wanted.plays[began[group] * wanted.size + i], one, reader))
             else:
@@ -262,7 +267,7 @@ def read_samples(path: Path, groups: Sequence[int], wanted: InFlight) -> dict[in
 
 
 class _Reader:
-    """The columns of a file, from their beginnings on."""
+    """A reader of a file's columns, from their beginnings on."""
 
     def __init__(self, tensors: dict[str, Tensor]):
         self.columns = {name: array(kind) for name, kind in COLUMNS.items()}
@@ -280,18 +285,25 @@ class _Reader:
         return None if self.routing is None else self.routing[self.at[ROUTING] - count : self.at[ROUTING]]
 
     def skip(self, rest: dict[str, Any]) -> None:
-        for number, (_, given, output, full) in enumerate(rest["turns"]):
-            counts = {"given": given, "output": output, "logprobs": output, "versions": output, "full": full * output}
+        for number, (_, prompt_count, output, full) in enumerate(rest["turns"]):
+            counts = {
+                "given": prompt_count,
+                "output": output,
+                "logprobs": output,
+                "versions": output,
+                "full": full * output,
+            }
             counts[ROUTING] = rest["routed"][number] if "routed" in rest else 0
             for name, count in counts.items():
                 self.at[name] += count
 
 
 def _rest(play: Play, columns: dict[str, array], routing: list[Tensor]) -> dict[str, Any]:
-    """`columns` get its tokens: of what was given for a turn that which is not at the beginning of the turn before."""
+    """Return a sample's state as JSON, and append its tokens to `columns`: of each turn's prompt only the suffix
+    after the prefix shared with the turn before."""
     turns, before, sizes = play.turns, play.prompt.tokens, []
     if play.open:
-        turns = [*turns, play.begun or Turn(play.given.tokens, (), ())]
+        turns = [*turns, play.begun or Turn(play.next_prompt.tokens, (), ())]
     for turn in turns:
         kept = common(before, turn.prompt)
         sizes.append([kept, len(turn.prompt) - kept, len(turn.output), turn.full is not None])
@@ -307,7 +319,7 @@ def _rest(play: Play, columns: dict[str, array], routing: list[Tensor]) -> dict[
     if play.session is None:
         return rest
     rest |= {name: getattr(play, name) for name in STATE}
-    rest |= {"prompt": {name: getattr(play.prompt, name) for name in OPENED}, "given": play.given.text}
+    rest |= {"prompt": {name: getattr(play.prompt, name) for name in OPENED}, "given": play.next_prompt.text}
     return rest | {"calls": [asdict(call) for call in play.calls], "asked": play.session.asked}
 
 
@@ -316,19 +328,21 @@ def _play(play: Play, rest: dict[str, Any], reader: _Reader) -> Play:
     opened |= {name: tuple(opened[name]) for name in ("tokens", "messages") if opened.get(name) is not None}
     prompt, turns = replace(play.prompt, **opened), list[Turn]()
     before = prompt.tokens
-    for number, (kept, given, output, full) in enumerate(rest["turns"]):
-        read = (*before[:kept], *reader.next("given", given))
-        said, logprobs = reader.next("output", output), reader.next("logprobs", output)
+    for number, (kept, prompt_count, output, full) in enumerate(rest["turns"]):
+        read = (*before[:kept], *reader.next("given", prompt_count))
+        output_tokens, logprobs = reader.next("output", output), reader.next("logprobs", output)
         whole, versions = reader.next("full", output) if full else None, reader.next("versions", output)
         routing = reader.next_routing(rest["routed"][number]) if "routed" in rest else None
-        turns.append(Turn(read, said, logprobs, whole, versions, routing))
-        before = (*read, *said)
-    stop, given_next, begun = Stop(rest["stop"]) if rest["stop"] else None, play.given, None
+        turns.append(Turn(read, output_tokens, logprobs, whole, versions, routing))
+        before = (*read, *output_tokens)
+    stop, next_prompt, begun = Stop(rest["stop"]) if rest["stop"] else None, play.next_prompt, None
     if stop is None:
         last = turns.pop()
-        given_next = Given(rest.get("given", play.given.text), tuple(last.prompt))
+        next_prompt = Given(rest.get("given", play.next_prompt.text), tuple(last.prompt))
         begun = last if last.output else None
-    began = replace(play, prompt=prompt, turns=turns, given=given_next, begun=begun, stop=stop, ended=rest["ended"])
+    began = replace(
+        play, prompt=prompt, turns=turns, next_prompt=next_prompt, begun=begun, stop=stop, ended=rest["ended"]
+    )
     if play.session is None:
         return began
     calls, session = [Call(**call) for call in rest["calls"]], replace(play.session, asked=rest["asked"])

@@ -1,14 +1,14 @@
-"""Requests -> trajectories of several turns: the model answers, its calls go to tools and environment, and what they
-give is appended, until one of `Stop`.
+"""Trajectories of several turns: the model answers, its calls go to tools and environment, and their results are
+appended, until one of `Stop`.
 
-The trajectories of a rank go on together. In rounds: the engine generates a turn of all that are still open, and the
-tools of those that have answered work meanwhile. Or, where an engine can, each turn is admitted when it is there.
+The trajectories of a rank run together. In rounds the engine generates a turn of all that are still open, and the tools
+of those that have answered work meanwhile. Where an engine can, each turn is admitted when its prompt is ready instead.
 
-Ranks that only generate play them for the trainer's ranks, of a group always the same rank. In windows a trajectory
-pauses: its environment stays as it is there. The trainer's ranks have the rest of what it is (`rollout/store.py`); with
-that any rank can go on, and makes an environment anew out of the questions that it was asked. Turns of windows are
-admitted by counts (`Turns.counted`), of decode steps alone: what waits for its tools when a window ends waits in the
-next one, behind those that have waited longer.
+Ranks that only generate play them for the trainer's ranks, a group always on the same rank. In windows a trajectory
+pauses: its environment stays there. The trainer's ranks have the rest of its state (`rollout/store.py`). With that
+any rank can continue it, and rebuilds an environment by asking it the same questions again. Turns of windows are
+admitted by counts (`Turns.counted`), of decode steps alone: a trajectory that waits for its tools when a window ends
+waits in the next one, behind those that have waited longer.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from aligner.types import STOP, Generations, SamplingParams, Stop, Sums, Traject
 
 @dataclass(frozen=True)
 class Outside:
-    """What trajectories meet."""
+    """The surroundings of trajectories."""
 
     pool: Pool
     dialogue: Dialogue
     cfg: EnvironmentConfig
     longest_prompt: int
-    scores: bool  # there is a reward to ask the environment for
+    scores: bool  # the environment is asked for a reward
 
 
 class Pace(Enum):
@@ -64,12 +64,16 @@ class Pace(Enum):
 
 @dataclass
 class TurnPlayer(Player):
-    """Nothing is scored before all trajectories have ended."""
+    """A player of trajectories. None is scored before all have ended."""
 
     outside: Outside = field(kw_only=True)
     pace: Pace = field(default=Pace.ROUNDS, kw_only=True)
-    _prompt_tokens: list[int] = field(default_factory=lambda: [0, 0], init=False)  # that the engine had kept; in all
-    _paused: dict[str, tuple[Session, Future[Answer] | None]] = field(default_factory=dict, init=False)  # here, by key
+    _prompt_tokens: list[int] = field(
+        default_factory=lambda: [0, 0], init=False
+    )  # of prompts: kept by the engine; in all
+    _paused: dict[str, tuple[Session, Future[Answer] | None]] = field(
+        default_factory=dict, init=False
+    )  # on this rank, by key
     _logs: dict[int, AnswerLog] = field(default_factory=dict, init=False)  # of rollouts under way
 
     turned: ClassVar[bool] = True
@@ -79,20 +83,20 @@ class TurnPlayer(Player):
         self.pool, self.dialogue, self.cfg = self.outside.pool, self.outside.dialogue, self.outside.cfg
 
     def fresh(self, request: Request, number: int) -> list[Play]:
-        """As `Player.fresh`."""
+        """See `Player.fresh`."""
         return [self._play(number, i, request) for i in range(len(request.seeds))]
 
     def serve(self, asked: Sequence[Sequence[Play]]) -> list[list[Play]]:
-        """On a rank that only generates: of what each rank of the job asks for, the groups of this one by their
-        numbers, as far as they come in an order. In rounds collective over these ranks."""
+        """Run the groups of this rank, by their numbers, of the requests of each rank of the job, as far as they
+        come in an order. On ranks that only generate. In rounds collective over these ranks."""
         ranks, rank = dist.get_world_size(), dist.get_rank()
-        mine = [[play for play in own if play.place % ranks == rank] for own in asked]
-        plays = [play for own in mine for play in own]
-        self._run(sorted(plays, key=lambda play: (play.place, not play.said, play.index)), self.sampling)
-        return mine
+        served = [[play for play in own if play.group % ranks == rank] for own in asked]
+        plays = [play for own in served for play in own]
+        self._run(sorted(plays, key=lambda play: (play.group, not play.paused_tokens, play.index)), self.sampling)
+        return served
 
     def take_sums(self) -> Sums:
-        """As `Player.take_sums`."""
+        """See `Player.take_sums`."""
         (held, tokens), self._prompt_tokens = self._prompt_tokens, [0, 0]
         served = self.pace != Pace.ROUNDS
         return {"engine/prefix_cache_hit_rate": (float(held), float(tokens))} if served else {}
@@ -103,21 +107,21 @@ class TurnPlayer(Player):
         return plays
 
     def _ordered(self, together: Together, sampling: SamplingParams) -> Callable[[], Any]:
-        """`serve` makes them."""
+        """Order the samples, which `serve` makes."""
         assert sampling == self.sampling
         return self.engine.play([play for same in together for play in same])  # type: ignore[attr-defined]
 
     def _arrived(self, together: Together, answer: Callable[[], Any], sampling: SamplingParams) -> list[Play]:
         with raised_together(EngineError):
-            return [play for part in answer() for play in part]
+            return [play for own in answer() for play in own]
 
     def _all_raise(self, kind: type[AlignerError]) -> AbstractContextManager[None]:
-        """The trainer's ranks raise what any that only generates does: such a one waits for no other."""
+        """Raise an error on all trainer ranks. A generation rank raises it alone: it waits for no other one."""
         alone = self.peers is None and self.pace != Pace.ROUNDS
         return nullcontext() if alone else raised_together(kind)
 
     def _run(self, plays: list[Play], sampling: SamplingParams) -> None:
-        """This rank's, by its engine, to their ends or through a window."""
+        """Run this rank's trajectories by its engine, to their ends or through a window."""
         with self._all_raise(DataError):
             self._take_up(plays)
             self._begin([play for play in plays if play.session and not play.session.asked], sampling)
@@ -133,7 +137,7 @@ class TurnPlayer(Player):
         self._leave(plays, waiting)
 
     def _take_up(self, plays: Sequence[Play]) -> None:
-        """Those that paused here have their environments still; of others these are made when they are needed."""
+        """Attach environments: trajectories that paused on this rank have theirs; others get one when they need it."""
         for rollout in self._logs.keys() - {play.rollout for play in plays}:
             self._logs.pop(rollout).close()
         for play in plays:
@@ -154,8 +158,8 @@ class TurnPlayer(Player):
             else:
                 self.pool.forget(play.session)
                 play.end()
-        for place, play in enumerate(waiting, 1):
-            play.waits = place
+        for number, play in enumerate(waiting, 1):
+            play.waits = number
 
     def _turns(self, plays: Sequence[Play], sampling: SamplingParams) -> Turns:
         going = [play for play in plays if play.open]
@@ -174,11 +178,11 @@ class TurnPlayer(Player):
         )
 
     def _served(self, turns: Turns, sampling: SamplingParams) -> None:
-        """By this rank's engine alone, which takes a prompt when it is there."""
+        """Run by this rank's engine alone, which takes a prompt when it is ready."""
         if not turns.rows:
             return
-        found = self.engine.serve(turns, turns.asked, turns.finished, sampling)
-        self._fill(turns.taken, found, turns.begun)
+        generations = self.engine.serve(turns, turns.asked, turns.finished, sampling)
+        self._fill(turns.taken, generations, turns.begun)
         self._prompt_tokens[0] += self.engine.stats.held_tokens
         self._prompt_tokens[1] += self.engine.stats.prompt_tokens
 
@@ -200,20 +204,20 @@ class TurnPlayer(Player):
             answer, play.asked = play.asked.result(), None
             if self._works(play, answer):
                 self._opened(play, answer["value"])
-        self._heard(plays, sampling)  # of those that have ended already
+        self._heard(plays, sampling)  # samples that have ended already
 
     def _reset(self, play: Play, sampling: SamplingParams) -> None:
         play.asked = self.pool.ask(play.session, "reset", seed=play.session.seed, row=play.session.row)
 
-    def _play(self, place: int, index: int, request: Request) -> Play:
+    def _play(self, number: int, index: int, request: Request) -> Play:
         prompt, seed = request.prompt, request.seeds[index]
         assert prompt.messages is not None
         group = derive(request.seeds[0], "environment") & 0x7FFFFFFF  # as numpy and random take it
         row = {name: value for name, value in prompt.fields.items() if name not in ("messages", "tools")}
         session = Session(str(seed), group, row, logged=request.rollout > 0)
         messages = list(prompt.messages)
-        given = self.dialogue.resume(messages, prompt.tokens)
-        return self.kind(place, index, seed, prompt, given, session, messages, rollout=request.rollout)
+        next_prompt = self.dialogue.resume(messages, prompt.tokens)
+        return self.kind(number, index, seed, prompt, next_prompt, session, messages, rollout=request.rollout)
 
     def _opened(self, play: Play, opening: list[dict[str, Any]]) -> None:
         if not opening:
@@ -224,77 +228,81 @@ class TurnPlayer(Player):
             play.stop, play.failure = Stop.TEMPLATE, f"template: {error}"
             return
         if self._opens(play, messages, "environment.path: reset made a prompt"):
-            if (given := self.dialogue.try_begin(messages)) is None:
+            if (next_prompt := self.dialogue.try_begin(messages)) is None:
                 play.stop, play.failure = Stop.TEMPLATE, "template: the chat template does not render what reset made"
             else:
-                self._open(play, messages, given, "environment.path: reset made a prompt")
+                self._open(play, messages, next_prompt, "environment.path: reset made a prompt")
 
     def _opens(self, play: Play, messages: list[dict[str, Any]], what: str) -> bool:
-        """Whether it is worth the tokenizer's time."""
+        """Return whether a prompt is short enough to tokenize."""
         size, limit = characters(messages), CHARS * self.outside.longest_prompt
         if size > limit:
             self._too_long(play, f"{what} of {size} characters")
         return size <= limit
 
-    def _open(self, play: Play, messages: list[dict[str, Any]], given: Given, what: str) -> None:
-        """With another prompt than the row's."""
-        if len(given.tokens) > self.outside.longest_prompt:
-            self._too_long(play, f"{what} of {len(given.tokens)} tokens")
+    def _open(self, play: Play, messages: list[dict[str, Any]], next_prompt: Given, what: str) -> None:
+        """Begin with another prompt than the row's."""
+        if len(next_prompt.tokens) > self.outside.longest_prompt:
+            self._too_long(play, f"{what} of {len(next_prompt.tokens)} tokens")
             return
-        play.messages, play.given = messages, given
-        play.prompt = replace(play.prompt, tokens=given.tokens, text=given.text, messages=tuple(messages))
+        play.messages, play.next_prompt = messages, next_prompt
+        play.prompt = replace(play.prompt, tokens=next_prompt.tokens, text=next_prompt.text, messages=tuple(messages))
 
     def _too_long(self, play: Play, what: str) -> None:
-        """It has no answer that could be learned from."""
+        """End a trajectory that has no response to learn from."""
         expected = f"expected at most data.max_prompt_tokens={self.outside.longest_prompt}"
         play.stop, play.failure = Stop.PROMPT, f"prompt: {what}: {expected}"
 
     def _round(self, plays: list[Play], sampling: SamplingParams) -> None:
-        """An answer of each; questions to tools and environments are on their way when it is there."""
+        """Generate a response of each; questions to tools and environments are under way at its end."""
         together = by_prompt(plays)
         seeds = [[self._seed(play) for play in p] for p in together]
         rows = [(play, len(play.turns)) for p in together for play in p]
         with raised_together(EngineError), self._listening(together):
-            found = self.engine.generate([p[0].given.tokens for p in together], seeds, sampling)
-        lengths, reasons = found.lengths.tolist(), found.finish_reason.tolist()
+            generations = self.engine.generate([p[0].next_prompt.tokens for p in together], seeds, sampling)
+        lengths, reasons = generations.lengths.tolist(), generations.finish_reason.tolist()
         for i, (play, number) in enumerate(rows):
             if len(play.turns) == number:
-                tokens, logprobs = (column[i, : lengths[i]].tolist() for column in (found.tokens, found.logprobs))
+                tokens, logprobs = (
+                    column[i, : lengths[i]].tolist() for column in (generations.tokens, generations.logprobs)
+                )
                 self._answered(play, tokens, logprobs, reasons[i] == STOP)
-        self._fill(rows, found)
+        self._fill(rows, generations)
 
     @staticmethod
     def _seed(play: Play) -> int:
         return derive(play.seed, len(play.turns)) if play.turns else play.seed
 
     @staticmethod
-    def _fill(rows: list[tuple[Play, int]], found: Generations, begun: Mapping[int, Turn] | None = None) -> None:
-        """What is to be told of the tokens of turns, by play and number; those that have not ended pause. `begun`: rows
-        of turns that had paused before."""
+    def _fill(rows: list[tuple[Play, int]], generations: Generations, begun: Mapping[int, Turn] | None = None) -> None:
+        """Complete the turns, by sample and number, from the generations; samples that have not ended pause.
+        `begun`: rows of turns that had paused before."""
         for row, (play, number) in enumerate(rows):
             turn = play.turns[number] if number < len(play.turns) else None
-            said = grown((begun or {}).get(row), turn.prompt if turn else play.given.tokens, found, row)
+            whole = grown((begun or {}).get(row), turn.prompt if turn else play.next_prompt.tokens, generations, row)
             if turn is not None:
                 count = len(turn.output)
-                full = None if said.full is None else said.full[:count]
-                play.turns[number] = Turn(turn.prompt, turn.output, said.logprobs[:count], full, said.versions[:count])
-            elif said.output:
-                play.begun = said
+                full = None if whole.full is None else whole.full[:count]
+                play.turns[number] = Turn(
+                    turn.prompt, turn.output, whole.logprobs[:count], full, whole.versions[:count]
+                )
+            elif whole.output:
+                play.begun = whole
 
     @contextmanager
     def _listening(self, together: list[list[Play]]) -> Iterator[None]:
         if not self.engine.can.tells_finished:
             yield
             return
-        self.engine.finished = lambda number, index, *told: self._answered(together[number][index], *told)
+        self.engine.finished = lambda number, index, *output: self._answered(together[number][index], *output)
         try:
             yield
         finally:
             self.engine.finished = None
 
     def _answered(self, play: Play, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
-        """Take an answer, and ask for what it calls, or for the score of a trajectory that it ends."""
-        play.turns.append(Turn(play.given.tokens, tokens, logprobs))
+        """Take an answer; ask for the results of its calls, or for the score of a trajectory that it ends."""
+        play.turns.append(Turn(play.next_prompt.tokens, tokens, logprobs))
         play.begun = None
         ends = stopped and tokens[-1] in self.sampling.stop_token_ids
         text = self.dialogue.decode(tokens[:-1] if ends else tokens)
@@ -314,7 +322,7 @@ class TurnPlayer(Player):
         play.asked = self.pool.ask(play.session, "score") if self.outside.scores and not play.failure else None
 
     def _hear(self, play: Play, sampling: SamplingParams) -> None:
-        """What tools or environment gave, once it is there: the trajectory goes on, or comes to its end."""
+        """Take the answer of tools or environment, once it is there: the trajectory continues, or ends."""
         assert play.asked is not None
         answer, play.asked = play.asked.result(), None
         if not self._works(play, answer):
@@ -325,13 +333,13 @@ class TurnPlayer(Player):
             self._next(play, answer["value"], sampling)
 
     def _next(self, play: Play, value: dict[str, Any], sampling: SamplingParams) -> None:
-        texts, said = iter(value["texts"]), []
+        texts, results = iter(value["texts"]), []
         for number, call in enumerate(play.calls):
             text = next(texts) if call.name else f"error: {call.fault}"
-            said.append(self.dialogue.result(call, number, text))
+            results.append(self.dialogue.result(call, number, text))
         play.wrong += value["wrong"] + sum(not call.name for call in play.calls)
-        play.messages += said
-        play.told += said
+        play.messages += results
+        play.told += results
         play.rewards.append(value["reward"] or 0.0)
         if value["done"]:
             self._end(play, Stop.DONE)
@@ -345,22 +353,22 @@ class TurnPlayer(Player):
         elif cfg.max_seconds and play.seconds > cfg.max_seconds:
             self._end(play, Stop.SECONDS)
         elif characters(play.messages) > CHARS * (self.outside.longest_prompt + cfg.max_tokens):
-            self._end(play, Stop.TOKENS)  # which is not worth the tokenizer's time
-        elif (given := dialogue.follow(play.given, play.turns[-1].output, play.messages)) is None:
+            self._end(play, Stop.TOKENS)  # too long to tokenize
+        elif (next_prompt := dialogue.follow(play.next_prompt, play.turns[-1].output, play.messages)) is None:
             self._end(play, Stop.TEMPLATE)
-        elif self._tokens_behind(play, given) + sampling.max_response_tokens > cfg.max_tokens:
+        elif self._tokens_behind(play, next_prompt) + sampling.max_response_tokens > cfg.max_tokens:
             self._end(play, Stop.TOKENS)
         else:
-            play.given = given
+            play.next_prompt = next_prompt
 
     @staticmethod
-    def _tokens_behind(play: Play, given: Given) -> int:
-        """The prompt, if the engine is given this next."""
-        rows = rows_of([*play.turns, Turn(given.tokens, (), ())])
+    def _tokens_behind(play: Play, next_prompt: Given) -> int:
+        """Return the number of tokens behind the prompt, if this is the next one."""
+        rows = rows_of([*play.turns, Turn(next_prompt.tokens, (), ())])
         return sum(len(row.tokens) for row in rows) - len(play.prompt.tokens)
 
     def _works(self, play: Play, answer: Answer) -> bool:
-        """Whether it is an answer and no failure, which ends the trajectory."""
+        """Note an answer; return whether it is no failure, which ends the trajectory."""
         play.seconds += answer["seconds"]
         play.retried += answer["retried"]
         if "failed" in answer:
@@ -369,20 +377,20 @@ class TurnPlayer(Player):
 
     def _trajectory(self, play: Play, forks: Sequence[int] | None) -> Trajectory:
         turns, score, gamma = len(play.turns), play.score, self.cfg.gamma
-        if score is not None:  # the environment's last word is of the last turn
+        if score is not None:  # the environment's score counts at the last turn
             score = gamma ** max(0, turns - 1) * score + sum(gamma**k * r for k, r in enumerate(play.rewards))
         assert play.stop is not None
         effort = play.seconds, play.retried, play.wrong, forks[-1] + 1 if forks else 0
-        told, rewards = tuple(play.told), tuple(play.rewards)
-        return Trajectory(told, play.stop, turns, score, play.failure, *effort, rewards, play.late)
+        messages, rewards = tuple(play.told), tuple(play.rewards)
+        return Trajectory(messages, play.stop, turns, score, play.failure, *effort, rewards, play.late)
 
 
 def characters(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Of their texts."""
+    """Return the number of characters of the texts."""
     texts = (message.get("content") or "" for message in messages)
     return sum(len(text if isinstance(text, str) else str(text)) for text in texts)
 
 
 def kind_of_player(cfg: EnvironmentConfig, make: Callable[[Tools], Dialogue]) -> Callable[..., TurnPlayer]:
-    """`make`: of the tools of a request, where an agent makes them."""
+    """Return the class of player. `make` makes the dialogue of a request's tools, where an agent sends them."""
     return on_demand("environment.agent")(make) if cfg.agent else TurnPlayer

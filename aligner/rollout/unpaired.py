@@ -1,4 +1,4 @@
-"""Answers with labels, and the mismatched answers beside them: what the reference says of them, and z0."""
+"""Answers with labels and mismatched answers: the reference's logprobs, and z0."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from aligner.types import LabelTargets, TrainBatch
 
 
 def with_reference(rows: TrainBatch, reference: Reference | None) -> tuple[TrainBatch, TrainBatch]:
-    """Rows as of `collate_unpaired` -> (the answers, the mismatched ones or no row), both with ref_logprobs: of the
-    rows where they are stored, of the others by `reference`."""
+    """Return the answers, and the mismatched ones or no row, of rows as of `collate_unpaired`. Both have
+    ref_logprobs: the stored ones, or those of `reference`."""
     known = rows.of(LabelTargets)
     other = known.labels[:, 1] == 1
     unit = 2 if other.any() else 1  # adjacent rows with one prompt
@@ -27,8 +27,8 @@ def with_reference(rows: TrainBatch, reference: Reference | None) -> tuple[Train
 
 
 def zero_point(policy: Policy, mismatched: TrainBatch) -> float:
-    """z0: the mean log-ratio of all ranks' mismatched answers, at least 0; 0 if there are none. Collective over
-    data-parallel ranks, which may have different numbers of rows."""
+    """Return z0: the mean log-ratio of all ranks' mismatched answers, at least 0; 0 if there are none. Collective
+    over data-parallel ranks, which may have different numbers of rows."""
     logprobs, group = policy.logprobs(mismatched, mismatched.loss_mask), policy.model.layout.pgs.dp
     each = log_ratios(logprobs, mismatched.of(LabelTargets).ref_logprobs, mismatched.loss_mask).double()
     total, count = sum_over(torch.tensor([each.sum(), len(each)], dtype=torch.float64), group).tolist()

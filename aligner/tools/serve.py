@@ -33,7 +33,7 @@ from aligner.data.tokenizer import sampled_with
 from aligner.engines.native.schedule import PromptPool, Wanted
 from aligner.environments.openai_api import SAMPLED, ApiError, ChatRequest, Reply, check_model, nowhere, require_server
 from aligner.errors import AlignerError, ConfigError
-from aligner.rollout.agents import Dialogues, message_of, said
+from aligner.rollout.agents import Dialogues, message_of, parse_answer
 from aligner.tools.generate import Answerer, dialogue_of, model_folder, sampling_of
 from aligner.types import SamplingParams
 
@@ -199,11 +199,11 @@ class Served:
         except RuntimeError as error:  # of a thread that has ended
             raise ApiError(str(error), code="engine", status=503) from None
         tokenizer = self.desk.model.tokenizer
-        generated = said(dialogue, request, words, stopped, set(self.sampling.stop_token_ids))
-        pieces = [tokenizer.decode([token]) for token in generated.tokens]
-        shown_logprobs = logprobs[: len(generated.tokens)]
-        message = message_of(generated, number * 100 % 100_000)  # ids of calls differ from those of the previous answer
-        reply = Reply(message, generated.reason, tokens, generated.tokens, shown_logprobs, pieces)
+        found = parse_answer(dialogue, request, words, stopped, set(self.sampling.stop_token_ids))
+        pieces = [tokenizer.decode([token]) for token in found.tokens]
+        told = logprobs[: len(found.tokens)]
+        message = message_of(found, number * 100 % 100_000)  # ids of calls are not those of the answer before
+        reply = Reply(message, found.reason, tokens, found.tokens, told, pieces)
         return reply.body(request, name)
 
     def _prompt(self, request: ChatRequest) -> tuple[Dialogue, tuple[int, ...]]:

@@ -52,7 +52,7 @@ class Talks(PromptPool):
         if turn + 1 < TURNS:
             self.ready.append((talk, turn + 1))
 
-    def goes_on(self, row):
+    def may_continue(self, row):
         talk, turn = self.taken[row]
         return turn + 1 < TURNS and (talk, turn + 1) not in self.taken
 
@@ -158,7 +158,7 @@ def test_the_longest_prefix_is_found_and_slots_are_never_shared():
         assert len(taken) == len(rows) and all(stop <= slot < 9 for slot in taken)
         free = [slot for slot in range(stop, 9) if slot not in taken]
         if free:
-            prefixes.given[row] = given
+            prefixes.prompts[row] = given
             assert prefixes.keep(row, (1, 2), free[0]) == len(given) + 1
             rows[row] = (*given, 1)
 

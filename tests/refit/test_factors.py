@@ -148,6 +148,6 @@ def test_a_torn_update_is_of_no_use_and_the_next_one_mends_it(ranks, name):
         assert later[0] == later[1] < whole / 3
         *refused, lost = found["messages"]
         assert refused == ["refit failed on rank 1: no memory left"] * 2
-        told = "did not come as it should: missing: model.layers.1.mlp.up_proj.lora_B.weight"
+        told = "did not arrive complete: missing: model.layers.1.mlp.up_proj.lora_B.weight"
         assert lost.startswith("refit failed on rank 1: ") and lost.endswith(told)
     assert other["versions"] == [-1, 0, 1]

@@ -113,12 +113,12 @@ def refused():
     """The engine holds other parts of the weights than the plan sends."""
     from aligner.engines.native.engine import NativeEngine
 
-    place = NativeEngine.place
+    view = NativeEngine.weight_view
 
     def planted(self, name, start, stop, *afresh):
-        return place(self, name, start + 1, stop + 1, *afresh)
+        return view(self, name, start + 1, stop + 1, *afresh)
 
-    NativeEngine.place = planted
+    NativeEngine.weight_view = planted
 
 
 refused_beside = refused

@@ -12,7 +12,7 @@ from aligner.data.tokenizer import train_tokenizer
 from aligner.environments.limits import MAX_REQUEST
 from aligner.environments.openai_api import ChatRequest
 from aligner.environments.pool import Pool
-from aligner.rollout.agents import AgentPlayer, Dialogues, message_of, said
+from aligner.rollout.agents import AgentPlayer, Dialogues, message_of, parse_answer
 from aligner.rollout.collate import collate
 from aligner.rollout.requests import Request
 from aligner.rollout.statistics import trajectory_sums
@@ -146,7 +146,7 @@ def test_requests_shorten_an_answer_to_what_they_asked_for(tokenizer):
     def shortened(text, stopped=True, **more):
         request = ChatRequest("policy", [dict(QUESTION[0])], **more)
         tokens = tokenizer.encode(text) + ([tokenizer.eos_token_id] if stopped else [])
-        return said(dialogue, request, tokens, stopped, {tokenizer.eos_token_id})
+        return parse_answer(dialogue, request, tokens, stopped, {tokenizer.eos_token_id})
 
     whole = shortened("one. two")
     assert (whole.text, whole.reason, tokenizer.decode(whole.tokens)) == ("one. two", "stop", "one. two<eos>")

@@ -150,7 +150,7 @@ def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart
     plays = [play for request in requests for play in playing.fresh(request, request.slot)]
     talks = [
         Talk(
-            play.place,
+            play.group,
             play.index,
             play.seed,
             random.Random(play.session.seed),
@@ -171,8 +171,8 @@ def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart
             playing = generator()
             found = pickle.loads(pickle.dumps(found))
         slow.window(window)
-        by_key = {(play.place, play.index): play for play in found}
-        plays = [by_key.get((play.place, play.index), play) for play in plays]
+        by_key = {(play.group, play.index): play for play in found}
+        plays = [by_key.get((play.group, play.index), play) for play in plays]
         for play, talk in zip(plays, talks, strict=True):
             made = [*play.turns, *([play.begun] if play.begun else [])]
             assert [[tuple(t.prompt), list(t.output), list(t.versions)] for t in made] == [

@@ -20,9 +20,9 @@ class Engine:
         self.answer, self.told, self.steps, self.waits = answer, [], 0, threading.Event()
         self.turns = Turns(1, plays, plays, [], self.hear, self.say, lambda play: play.number, counted)
         for number in range(plays):
-            given, state = SimpleNamespace(tokens=(number,)), {"place": 0, "open": True, "asked": None}
-            state |= {"said": (), "read": given.tokens}
-            self.turns.ready.append(SimpleNamespace(number=number, turns=[], given=given, **state))
+            given, state = SimpleNamespace(tokens=(number,)), {"group": 0, "open": True, "asked": None}
+            state |= {"paused_tokens": (), "input_tokens": given.tokens}
+            self.turns.ready.append(SimpleNamespace(number=number, turns=[], next_prompt=given, **state))
 
     def say(self, play, tokens, logprobs, stopped):
         play.turns.append(tokens)
@@ -54,7 +54,7 @@ class Engine:
             for row in [row for row, left in running.items() if not left]:
                 del running[row]
                 self.turns.finished(row, 0, [0], [0.0], True)
-                assert self.turns.goes_on(row) == self.turns.taken[row][0].open
+                assert self.turns.may_continue(row) == self.turns.taken[row][0].open
 
 
 def late(play):
@@ -99,4 +99,4 @@ def test_what_is_needed_least_is_forgotten_first(counted, last):
     assert turns.least([0, 1, 2, 3]) == last and turns.least([2]) == 2
     turns.taken.append((turns.taken[2][0], 1))
     turns.finished(4, 0, [0], [0.0], True)
-    assert not turns.goes_on(2) and turns.goes_on(4) and turns.least([0, 1, 2, 3, 4]) == 2
+    assert not turns.may_continue(2) and turns.may_continue(4) and turns.least([0, 1, 2, 3, 4]) == 2

@@ -46,10 +46,10 @@ def trajectories():
     more = {"prompt": opened, "turns": [first], "messages": [{"role": "assistant", "content": "x"}], "rewards": [0.1]}
     one, two, three = (replace(p, session=replace(p.session, asked=asked), **more) for p in fresh[:3])
     second = said((*opened.tokens, 3, 2, 11), 6, full=False)
-    paused = replace(one, given=Given("a b go x", second.prompt), begun=second)
+    paused = replace(one, next_prompt=Given("a b go x", second.prompt), begun=second)
     waits = replace(two, calls=[Call("roll", {"n": 2}), Call(fault="no JSON")], waits=3, seconds=0.1, retried=1)
-    waits.given = Given("a b go", opened.tokens)
-    anew = replace(three, given=Given("z", (1, 2)), wrong=1)
+    waits.next_prompt = Given("a b go", opened.tokens)
+    anew = replace(three, next_prompt=Given("z", (1, 2)), wrong=1)
     failed = replace(fresh[3], stop=Stop.FAILED, failure="hung: no answer", ended=2)
     return fresh, [paused, waits, anew, failed]
 

@@ -278,7 +278,7 @@ class ChildEngine(RolloutEngine):
         asked: Any = None,
         begun: None = None,
     ) -> Generations:
-        """`generate` of this engine alone. `begun` is unused: only the native engine has windows of decode steps."""
+        """Generate on this engine alone. `begun` is unused: only the native engine has windows of decode steps."""
         self._ledger.require()
         assert not self._asleep, "generate() on a sleeping engine: wake() it first"
         assert len(prompts) == len(seeds), f"{len(prompts)} prompts, but seeds for {len(seeds)}"

@@ -187,10 +187,10 @@ class ChildChannel:
         return self.broken
 
     def _words(self) -> str:
-        return f"Its last words:\n{self.child.last_words() or '(none)'}"
+        return f"Its last output:\n{self.child.last_words() or '(none)'}"
 
     def close(self) -> None:
-        """Ask the child to leave, then make it."""
+        """Ask the child to end, then end it."""
         if not self.broken:
             self.broken = f"{self.title} was closed"
             with contextlib.suppress(OSError):

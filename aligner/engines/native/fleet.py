@@ -85,7 +85,7 @@ class Queues(PromptPool):
 
     def wants(self, active: int, slots: int) -> bool:
         """Return whether to take more. A replica takes from its own queue whenever an eighth of the slots is free,
-        from another's once half of them are, so that it does not take the first work of a replica that has only just
+        from another's once half of them are. So it does not take the first work of a replica that has only just
         begun."""
         return active * 8 <= slots * 7 if self.own_left else active * 2 <= slots
 

@@ -172,5 +172,5 @@ class PlainHeads:
 
 
 def _gated(out: Tensor, gates: Tensor | None) -> Tensor:
-    """out [..., heads * d], gates [..., heads, d]."""
+    """Return out [..., heads * d] times the sigmoid of gates [..., heads, d], if there are any."""
     return out if gates is None else out * gates.flatten(-2).sigmoid()

@@ -1,10 +1,11 @@
 """Multi-head latent attention of the native engine (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-The cache keeps of a position the normalised latent vector c, from which all heads' plain keys and values are
-computed, and the rotated key that the heads share: kv_rank + rotary_dim numbers, the same on every rank of an
-engine. Prompts compute keys and values from them. A new token does not: with a head's plain key K c and value V c,
-its scores are (K^T q) c and its result V (sum of weights times c), so that the cache is read as it is, by all heads
-alike.
+The cache keeps two things of a position: the normalised latent vector c, from which all heads' plain keys and values
+are computed, and the rotated key that the heads share. These are kv_rank + rotary_dim numbers, the same on every rank
+of an engine. Prompts compute keys and values from them.
+
+A new token does not. With a head's plain key K c and value V c, its scores are (K^T q) c and its result is V (sum of
+weights times c). So all heads read the cache as it is.
 """
 
 from __future__ import annotations

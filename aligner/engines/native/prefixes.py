@@ -1,5 +1,5 @@
-"""Ended rows that may continue: their keys and values stay in free slots of the cache until a running row needs these,
-and a prompt that begins with them is prefilled from there on.
+"""Ended rows that may continue. Their keys and values stay in free slots of the cache until a running row needs these.
+A prompt that begins with them is prefilled from there on.
 
 Rows are matched by content, a block of tokens at a time. When slots run out, the pool chooses the row to forget.
 """

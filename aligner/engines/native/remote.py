@@ -91,7 +91,7 @@ class RemoteEngine(RolloutEngine):
         return lambda: require_finite(flight())
 
     def play(self, requests: Sequence[Any]) -> Callable[[], list[Any]]:
-        """Order all ranks' requests from the engines' ranks (`Server.play`); return, as `order` does, a function
+        """Order all ranks' requests from the engines' ranks (`OrderServer.play`); return, as `order` does, a function
         that gives each engine rank's results for this rank."""
         self._order("play")
         with self.bridge.contact():

@@ -105,7 +105,7 @@ class GenerationPlan:
     window: int = 0  # decode steps after which rows pause; 0: they do not
 
     def refill(self, active: int) -> None:
-        """Take from the pool what it wants to give."""
+        """Take prompts from the pool while it offers some."""
         while self.pool is not None and self.pool.wants(active + self._pending(), self.slots):
             wanted = self.pool.take()
             if wanted is None:

@@ -96,7 +96,7 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def _pack_tied_head(model: torch.nn.Module) -> None:
-    """Pack a tied head again. A head that shares the embedding's weight gets no tensor of its own in a reload, and
+    """Pack a tied head again. A head that shares the embedding's weight gets no tensor of its own in a reload. It
     would keep the old copy that was packed for its product."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 

@@ -108,7 +108,7 @@ class VllmWorker(BaseWorker):
         first, *others = [sums for sums in self._rpc("aligner_take", slots, self.settings.checksums) if sums] or [{}]
         for other in others:
             if wrong := [name for name, value in first.items() if other[name] != value]:
-                raise RefitError(f"the ranks of the engine got other numbers of {listed(wrong)}")
+                raise RefitError(f"the ranks of the engine received different values of {listed(wrong)}")
         return first
 
     def finish(self) -> None:

@@ -200,7 +200,7 @@ def test_ranks_that_got_other_numbers_are_told():
     worker.engine = SimpleNamespace(collective_rpc=lambda name, args: answers)
     assert worker.bucket([None] * 2) == 2 and worker.checksums() == {"a": 1, "b": 2}
     answers[1] = {"a": 1, "b": 3}
-    with pytest.raises(RefitError, match="the ranks of the engine got other numbers of b"):
+    with pytest.raises(RefitError, match="the ranks of the engine received different values of b"):
         worker.bucket([None] * 2)
     answers[1] = {}
     assert worker.bucket([None] * 2) == 2  # one memory for all

@@ -152,7 +152,7 @@ def test_one_of_several_replicas_is_asked_as_a_native_one_is(monkeypatch):
     engine.tensor_parallel, engine._ledger = 1, UpdateLedger({})
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     with pytest.raises(RefitError, match="no complete weights"):
-        engine._part(Fleet(1), [], [], [[]], SamplingParams(1), None)
+        engine._generate_share(Fleet(1), [], [], [[]], SamplingParams(1), None)
 
 
 class Recorder:
