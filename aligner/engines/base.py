@@ -168,13 +168,13 @@ class UpdateLedger:
         self._complete = False
         self._pending: int | None = None
         self._seen: set[str] = set()
-        self._parts: dict[str, list[tuple[int, int]]] = {}  # of tensors that come in shards
+        self._shards: dict[str, list[tuple[int, int]]] = {}  # of tensors that come in shards
         self._faults: dict[str, list[str]] = {}
 
     def begin(self, version: int) -> None:
         """Begin an update, abandoning an unfinished one. Only a complete update makes the engine usable again."""
         self._pending, self._complete = version, False
-        self._seen, self._parts, self._faults = set(), {}, {}
+        self._seen, self._shards, self._faults = set(), {}, {}
 
     def accept(self, name: str, shape: Sequence[int]) -> bool:
         """Note a tensor; return whether it may be copied. `finish` reports the fault."""
@@ -187,11 +187,11 @@ class UpdateLedger:
         self._seen.add(name)
         return True
 
-    def accept_part(self, name: str, start: int, stop: int) -> bool:
-        """Note a shard; return whether it may be copied. `settle_parts` notes missing and overlapping ones."""
+    def accept_shard(self, name: str, start: int, stop: int) -> bool:
+        """Note a shard; return whether it may be copied. `settle_shards` notes missing and overlapping ones."""
         if not self._knows(name):
             return False
-        self._parts.setdefault(name, []).append((start, stop))
+        self._shards.setdefault(name, []).append((start, stop))
         return True
 
     def _knows(self, name: str) -> bool:
@@ -199,16 +199,16 @@ class UpdateLedger:
             raise RefitError(f"tensor {name!r} came outside begin_update and finish_update")
         return name in self.expected or self._fault("unknown", name)
 
-    def settle_parts(self, name: str, start: int, stop: int) -> None:
+    def settle_shards(self, name: str, start: int, stop: int) -> None:
         """Check that the shards of tensor `name` cover [start, stop), each entry once; call before `finish`."""
-        parts, at = self._parts.pop(name, []), start
-        if parts == [(start, stop)] and name not in self._seen:  # the common case
+        shards, at = self._shards.pop(name, []), start
+        if shards == [(start, stop)] and name not in self._seen:  # the common case
             self._seen.add(name)
             return
-        parts.sort()
-        if not parts and start < stop:
+        shards.sort()
+        if not shards and start < stop:
             return  # missing, or it came whole
-        for a, b in parts:
+        for a, b in shards:
             if a != at:
                 self._fault("doubled" if a < at else "incomplete", f"{name} [{min(a, at)}:{max(a, at)}]")
                 break

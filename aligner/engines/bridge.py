@@ -135,7 +135,7 @@ class Bridge:
     # --- the side of the generation ranks
 
     def next_order(self) -> tuple[str, tuple[Any, ...]]:
-        """Wait for the next order and come to it; return (name, arguments). A rank that is counted as lost gets its
+        """Wait for the next order and come to it; return (name, arguments). An order that is not carried out is a
         dismissal. Raises EngineError when the trainer's rank 0 is gone, PeerError when a stranger's order is in its
         place."""
         self._orders += 1

@@ -5,7 +5,7 @@ moment.
     come    a rank that generates, for an order
     absent  the trainer's rank 0 waits for them; a rank that does not come is lost once its heartbeat stops or it
             reports a failure
-    admit   by rank 0: whether the order is carried out, because all have come
+    admit   by rank 0: the order is carried out if all have come
 
 Until a rank comes, one of its threads writes a heartbeat to the store that all ranks share.
 """

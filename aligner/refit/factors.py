@@ -50,7 +50,7 @@ class Share:
         if name not in self.held:
             assert self.rest is not None, name
             return self.rest.weight_view(name, start, stop)
-        return self.view(name, start, stop) if self._ledger.accept_part(name, start, stop) else None
+        return self.view(name, start, stop) if self._ledger.accept_shard(name, start, stop) else None
 
     def view(self, name: str, start: int, stop: int) -> Tensor:
         return self.held[name].narrow(self._axes[name], start - self.bounds[name][0], stop - start)
@@ -58,7 +58,7 @@ class Share:
     def faults(self) -> str:
         """Return the faults of the tensors that came; empty if there are none."""
         for name, bounds in self.bounds.items():
-            self._ledger.settle_parts(name, *bounds)
+            self._ledger.settle_shards(name, *bounds)
         return self._ledger.faults()
 
 

@@ -116,7 +116,7 @@ class TurnPlayer(Player):
             return [play for own in answer() for play in own]
 
     def _all_raise(self, kind: type[AlignerError]) -> AbstractContextManager[None]:
-        """Raise an error on all trainer ranks. A generation rank raises it alone: it waits for no other one."""
+        """Raise errors on all ranks that share the work. A generation rank outside rounds shares none: it raises alone."""
         alone = self.peers is None and self.pace != Pace.ROUNDS
         return nullcontext() if alone else raised_together(kind)
 

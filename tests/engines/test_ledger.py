@@ -16,8 +16,8 @@ def shares(lacking: int) -> list[str]:
     for short in (rank == lacking, False):
         ledger.begin(1)
         for name in ("w", "b"):
-            ledger.accept_part(name, 4 * rank, 4 * rank + 4 - short)
-            ledger.settle_parts(name, 4 * rank, 4 * rank + 4)
+            ledger.accept_shard(name, 4 * rank, 4 * rank + 4 - short)
+            ledger.settle_shards(name, 4 * rank, 4 * rank + 4)
         try:
             ledger.finish(lambda: told.append("loaded"))
         except RefitError as error:

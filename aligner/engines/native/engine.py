@@ -125,12 +125,12 @@ class NativeEngine(RolloutEngine):
             if not low <= start < stop <= high:
                 raise RefitError(f"{name} [{start}:{stop}] came, but this engine's rank holds [{low}:{high}]")
         return (
-            self.model.shard_view(tensor, start, stop, afresh) if self._ledger.accept_part(name, start, stop) else None
+            self.model.shard_view(tensor, start, stop, afresh) if self._ledger.accept_shard(name, start, stop) else None
         )
 
     def finish_update(self) -> None:
         for name, tensor in self.model.tensors.items():
-            self._ledger.settle_parts(name, *self.model.interval(tensor))
+            self._ledger.settle_shards(name, *self.model.interval(tensor))
         self._ledger.finish()
 
     def checksums(self) -> dict[str, int]:

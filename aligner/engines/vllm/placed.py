@@ -56,14 +56,14 @@ class PlacedVllmEngine(VllmEngine):
 
     def weight_view(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
         """See `RolloutEngine.weight_view`."""
-        if not self._ledger.accept_part(name, start, stop):
+        if not self._ledger.accept_shard(name, start, stop):
             return None
         return self._slots[name].view(self._writer.buffer).narrow(self._tensors[name].axis, start, stop - start)
 
     def finish_update(self) -> None:
         rank = 0 if self._group is None else self._group.rank()
         for name, tensor in self._tensors.items():
-            self._ledger.settle_parts(name, *tensor.interval(self.tensor_parallel, rank))
+            self._ledger.settle_shards(name, *tensor.interval(self.tensor_parallel, rank))
         self._ledger.finish(self._load)  # not before every rank has written
 
     def _load(self) -> None:
