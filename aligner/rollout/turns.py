@@ -116,7 +116,7 @@ class TurnPlayer(Player):
             return [play for own in answer() for play in own]
 
     def _all_raise(self, kind: type[AlignerError]) -> AbstractContextManager[None]:
-        """Raise errors on all ranks that share the work. A generation rank outside rounds shares none: it raises alone."""
+        """Raise errors on all ranks that share the work. A generation rank outside rounds raises alone."""
         alone = self.peers is None and self.pace != Pace.ROUNDS
         return nullcontext() if alone else raised_together(kind)
 
