@@ -130,9 +130,7 @@ class AnswerLog:
         steps = {path.name: int(NAME.fullmatch(path.name)[1]) for path in self._files(0)}  # type: ignore[index]
         others = sorted(name for name in _listed(self.folder) - steps.keys() if not name.startswith("."))
         if others and self.rank == 0:
-            print(
-                f"{self.folder}: ignored {len(others)} files that are no logs, first {others[0]!r:.80}", file=sys.stderr
-            )
+            print(f"{self.folder}: ignored {len(others)} other files, first {others[0]!r:.80}", file=sys.stderr)
         return set(steps.values())
 
     def _files(self, first: int, last: int | None = None) -> list[Path]:

@@ -48,9 +48,7 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     if str(path.parent) not in sys.path:
-        sys.path.append(
-            str(path.parent)
-        )  # the file may import its neighbours; last, so that no other module is shadowed
+        sys.path.append(str(path.parent))  # the file may import its neighbours; last, so that none is shadowed
     name = f"aligner_user_{path.stem}_{abs(hash(str(path))):x}"
     if name in sys.modules:
         return sys.modules[name]

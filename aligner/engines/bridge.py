@@ -115,9 +115,8 @@ class Bridge:
         for rank, answer in zip(self.engines, answers, strict=True):
             if answer.error:
                 kind = getattr(errors, answer.error)
-                raise kind.__new__(
-                    kind, f"on rank {rank}: {answer.text}"
-                )  # some errors take other arguments than a text
+                # not by `kind(...)`: some errors take other arguments than a text
+                raise kind.__new__(kind, f"on rank {rank}: {answer.text}")
         return answers
 
     def dismiss(self, well: bool) -> None:

@@ -87,9 +87,7 @@ class Refit:
         current = self._current() and not again
         with telling_the_others(self._bridge):
             moved, wired = (0, 0) if current else self._transfer()
-            group = (
-                None if current else self._group
-            )  # engines on other ranks take no exchange_of if nothing is to be done
+            group = None if current else self._group  # engines on other ranks are not asked if nothing is to be done
             seconds = time.perf_counter() - start
             if seconds > self.config.timeout_s and not self._cause:
                 self._cause = f"it took {seconds:.1f} s, more than refit.timeout_s={self.config.timeout_s:g}"
@@ -209,9 +207,8 @@ def planned(
     if config.adapters == "merged":
         return exchange_of(engines, hf_tensors(model), min(dtypes, key=lambda dtype: dtype.itemsize))
     whole = exchange_of(engines, hf_tensors(model), dtypes[0])
-    factors = exchange_of(
-        EngineGrid(engines.ranks), factor_tensors(model), dtypes[0]
-    )  # every engine's rank gets all of them
+    # every engine's rank gets all of them
+    factors = exchange_of(EngineGrid(engines.ranks), factor_tensors(model), dtypes[0])
     return on_demand("refit.adapters=factors")(whole, factors, model)
 
 

@@ -159,10 +159,8 @@ class Verifier:
             pairs.append((logprobs, wanted))
             before = [self._known(one) for one in own]
             if any(len(values) > 1 for values in before):  # the prompt's pass makes the first token
-                after_first, now = (
-                    torch.cat([x[i, 1 : len(b)] for i, b in enumerate(before)]) for x in (logprobs, wanted)
-                )
-                steps.append((after_first, now, torch.cat([values[1:] for values in before])))
+                own, now = (torch.cat([x[i, 1 : len(b)] for i, b in enumerate(before)]) for x in (logprobs, wanted))
+                steps.append((own, now, torch.cat([values[1:] for values in before])))
         self.generated = current
         return self._verdict("sentinel, generated tokens", pairs, steps)
 

@@ -96,16 +96,9 @@ def minibatches(
     seed = derive(seed, "epoch", epoch)
     keys = row_keys(rollout, batch.group, seed)
     for rows in minibatch_rows(rollout.group, batch.group, count, seed):
-        selected = rollout.select(rows)
-        payloads = _payloads(selected, keys[rows])
-        minibatch = TrainBatch(
-            selected.tokens,
-            selected.lengths,
-            selected.loss_mask,
-            payloads,
-            routing=selected.routing,
-            forks=selected.forks,
-        )
+        own = rollout.select(rows)
+        payloads = _payloads(own, keys[rows])
+        minibatch = TrainBatch(own.tokens, own.lengths, own.loss_mask, payloads, routing=own.routing, forks=own.forks)
         yield balancer(minibatch)
 
 

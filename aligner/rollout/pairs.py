@@ -23,15 +23,10 @@ def best_and_worst(rollout: RolloutBatch, group: int) -> TrainBatch:
     best = each.masked_fill(~known, -torch.inf).argmax(1, keepdim=True)
     worst = each.masked_fill(~known, torch.inf).argmin(1, keepdim=True)
     rows = torch.cat([order.gather(1, best), order.gather(1, worst)], 1).flatten()
-    row_rewards = rewards[rows]
-    margin = row_rewards[0::2] - row_rewards[1::2]
+    kept = rewards[rows]
+    margin = kept[0::2] - kept[1::2]
     pair = known.any(1) & (margin > 0)
-    per_row = [
-        margin.repeat_interleave(2),
-        row_rewards,
-        torch.ones_like(row_rewards),
-        pair.to(row_rewards.dtype).repeat_interleave(2),
-    ]
+    per_row = [margin.repeat_interleave(2), kept, torch.ones_like(kept), pair.to(kept.dtype).repeat_interleave(2)]
     taken, labels = rollout.select(rows), torch.stack(per_row, 1)
     forks = taken.forks if taken.forks is not None and taken.forks.any() else None
     pairs = TrainBatch(

@@ -107,9 +107,8 @@ def by_prompt(plays: Iterable[Play]) -> list[list[Play]]:
     sample is alone."""
     together: dict[tuple[int, tuple[int, ...], int], list[Play]] = {}
     for play in plays:
-        together.setdefault((play.group, play.next_prompt.tokens, play.index if play.paused_tokens else -1), []).append(
-            play
-        )
+        key = play.group, play.next_prompt.tokens, play.index if play.paused_tokens else -1
+        together.setdefault(key, []).append(play)
     return list(together.values())
 
 

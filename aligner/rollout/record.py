@@ -245,9 +245,7 @@ def join_scores(parts: list[Scores]) -> Scores:
     def column(name: str) -> list:
         return [value for scores in parts for value in getattr(scores, name)]
 
-    components = {
-        name: [v for rank_scores in parts for v in rank_scores.components[name]] for name in parts[0].components
-    }
+    components = {name: [v for own in parts for v in own.components[name]] for name in parts[0].components}
     return Scores(column("total"), column("raw"), components, column("valid"), column("clipped"))
 
 
@@ -266,11 +264,10 @@ class Recorder:
     def next(self, step: int) -> Rollout:
         """Return the source's rollout."""
         rollout = self.source.next(step)
+        batch = rollout.batch
         # the step changes these (debug.shuffle_rewards, mismatch.correction)
-        came = dataclasses.replace(
-            rollout.batch, rewards=rollout.batch.rewards.clone(), valid=rollout.batch.valid.clone()
-        )
-        self._came = came, rollout.batch, copy.deepcopy(rollout.scores)
+        came = dataclasses.replace(batch, rewards=batch.rewards.clone(), valid=batch.valid.clone())
+        self._came = came, batch, copy.deepcopy(rollout.scores)
         return rollout
 
     def keep(self, step: int) -> None:

@@ -77,9 +77,7 @@ class Schedule:
         if self._named is not None:
             self._restore(step, self._named)
         elif self._rollouts < 0 and step > 1 and self.lag:
-            self._warn(
-                "the checkpoint does not list the samples in flight: they are generated again, with the current weights"
-            )
+            self._warn("the checkpoint lists no samples in flight: they are generated again, with the current weights")
         self._land()
         if step > 1:
             self._orders[step - 1] = self._order
@@ -276,9 +274,7 @@ class Schedule:
             "window/waited_for": float(waited),
             "window/groups_in_flight": float(len(flight.numbers)),
             "window/groups_ready": float(len(flight.ready())),
-            "window/samples_paused": float(
-                sum(play.open and bool(play.turns or play.paused_tokens) for play in flight.plays)
-            ),
+            "window/samples_paused": float(sum(p.open and bool(p.turns or p.paused_tokens) for p in flight.plays)),
         }
 
     # --- storage

@@ -37,9 +37,7 @@ def pairs(group: Sequence[Record], cfg: SampleConfig) -> list[Record]:
     answer against each different one."""
     if cfg.pairs == "answers":
         own = group[0]["reference"]
-        others = {
-            one[cfg.column]: one for one in usable(group, cfg) if one[cfg.column].strip() != _text_of(own).strip()
-        }
+        others = {one[cfg.column]: one for one in usable(group, cfg) if one[cfg.column].strip() != _text(own).strip()}
         return [_about(one) | {"chosen": own, "rejected": text} for text, one in others.items()]
     known = ranked(group, cfg)
     if not known or not known[0]["reward"] - known[-1]["reward"] > cfg.margin_above:
@@ -77,5 +75,5 @@ def _about(record: Record) -> Record:
     return {name: record[name] for name in ("prompt", "tools", "row") if name in record}
 
 
-def _text_of(answer: Text) -> str:
+def _text(answer: Text) -> str:
     return answer if isinstance(answer, str) else answer[-1]["content"]

@@ -58,10 +58,9 @@ class Turns(PromptPool):
             self.taken.append((play, len(play.turns)))
             if play.paused_tokens:
                 self.begun[row] = play.begun
-        return [
-            Wanted(same[0].input_tokens, [self.seed(play) for play in same], len(same[0].paused_tokens))
-            for same in together
-        ]
+        firsts = [same[0] for same in together]
+        seeds = [[self.seed(play) for play in same] for same in together]
+        return [Wanted(p.input_tokens, own, len(p.paused_tokens)) for p, own in zip(firsts, seeds, strict=True)]
 
     def finished(self, number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
         play = self.taken[number][0]

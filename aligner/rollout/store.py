@@ -70,9 +70,7 @@ class InFlight:
         """Return the samples that have not ended; of each group first those that are paused in a response."""
         plays = []
         for index in range(len(self.numbers)):
-            plays += sorted(
-                (play for play in self._of(index) if not play.ended), key=lambda play: not play.paused_tokens
-            )
+            plays += sorted((p for p in self._of(index) if not p.ended), key=lambda play: not play.paused_tokens)
         return plays
 
     def take(self, indices: Sequence[int]) -> InFlight:
@@ -225,10 +223,7 @@ def _read_manifest(folder: Path) -> Manifest | None:
         return None
     manifest = [parts[i] for i in range(expected)]
     first = manifest[0]
-    if any(
-        (description["key"], description["weight_version"]) != (first["key"], first["weight_version"])
-        for description in manifest
-    ):
+    if any((one["key"], one["weight_version"]) != (first["key"], first["weight_version"]) for one in manifest):
         raise DataError(f"{folder}: its parts are of different runs or weights")
     return manifest
 
@@ -285,14 +280,8 @@ class _Reader:
         return None if self.routing is None else self.routing[self.at[ROUTING] - count : self.at[ROUTING]]
 
     def skip(self, rest: dict[str, Any]) -> None:
-        for number, (_, prompt_count, output, full) in enumerate(rest["turns"]):
-            counts = {
-                "given": prompt_count,
-                "output": output,
-                "logprobs": output,
-                "versions": output,
-                "full": full * output,
-            }
+        for number, (_, prompt, output, full) in enumerate(rest["turns"]):
+            counts = {"given": prompt, "output": output, "logprobs": output, "versions": output, "full": full * output}
             counts[ROUTING] = rest["routed"][number] if "routed" in rest else 0
             for name, count in counts.items():
                 self.at[name] += count
@@ -335,14 +324,12 @@ def _play(play: Play, rest: dict[str, Any], reader: _Reader) -> Play:
         routing = reader.next_routing(rest["routed"][number]) if "routed" in rest else None
         turns.append(Turn(read, output_tokens, logprobs, whole, versions, routing))
         before = (*read, *output_tokens)
-    stop, next_prompt, begun = Stop(rest["stop"]) if rest["stop"] else None, play.next_prompt, None
+    stop, upcoming, begun = Stop(rest["stop"]) if rest["stop"] else None, play.next_prompt, None
     if stop is None:
         last = turns.pop()
-        next_prompt = Given(rest.get("given", play.next_prompt.text), tuple(last.prompt))
+        upcoming = Given(rest.get("given", play.next_prompt.text), tuple(last.prompt))
         begun = last if last.output else None
-    began = replace(
-        play, prompt=prompt, turns=turns, next_prompt=next_prompt, begun=begun, stop=stop, ended=rest["ended"]
-    )
+    began = replace(play, prompt=prompt, turns=turns, next_prompt=upcoming, begun=begun, stop=stop, ended=rest["ended"])
     if play.session is None:
         return began
     calls, session = [Call(**call) for call in rest["calls"]], replace(play.session, asked=rest["asked"])

@@ -68,12 +68,8 @@ class TurnPlayer(Player):
 
     outside: Outside = field(kw_only=True)
     pace: Pace = field(default=Pace.ROUNDS, kw_only=True)
-    _prompt_tokens: list[int] = field(
-        default_factory=lambda: [0, 0], init=False
-    )  # of prompts: kept by the engine; in all
-    _paused: dict[str, tuple[Session, Future[Answer] | None]] = field(
-        default_factory=dict, init=False
-    )  # on this rank, by key
+    _prompt_tokens: list[int] = field(default_factory=lambda: [0, 0], init=False)  # kept by the engine; in all
+    _paused: dict[str, tuple[Session, Future[Answer] | None]] = field(default_factory=dict, init=False)  # here, by key
     _logs: dict[int, AnswerLog] = field(default_factory=dict, init=False)  # of rollouts under way
 
     turned: ClassVar[bool] = True
@@ -263,9 +259,8 @@ class TurnPlayer(Player):
         lengths, reasons = generations.lengths.tolist(), generations.finish_reason.tolist()
         for i, (play, number) in enumerate(rows):
             if len(play.turns) == number:
-                tokens, logprobs = (
-                    column[i, : lengths[i]].tolist() for column in (generations.tokens, generations.logprobs)
-                )
+                columns = generations.tokens, generations.logprobs
+                tokens, logprobs = (column[i, : lengths[i]].tolist() for column in columns)
                 self._answered(play, tokens, logprobs, reasons[i] == STOP)
         self._fill(rows, generations)
 
@@ -282,10 +277,8 @@ class TurnPlayer(Player):
             whole = grown((begun or {}).get(row), turn.prompt if turn else play.next_prompt.tokens, generations, row)
             if turn is not None:
                 count = len(turn.output)
-                full = None if whole.full is None else whole.full[:count]
-                play.turns[number] = Turn(
-                    turn.prompt, turn.output, whole.logprobs[:count], full, whole.versions[:count]
-                )
+                full, logprobs = None if whole.full is None else whole.full[:count], whole.logprobs[:count]
+                play.turns[number] = Turn(turn.prompt, turn.output, logprobs, full, whole.versions[:count])
             elif whole.output:
                 play.begun = whole
 

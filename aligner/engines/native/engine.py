@@ -124,9 +124,8 @@ class NativeEngine(RolloutEngine):
             low, high = self.model.interval(tensor)
             if not low <= start < stop <= high:
                 raise RefitError(f"{name} [{start}:{stop}] came, but this engine's rank holds [{low}:{high}]")
-        return (
-            self.model.shard_view(tensor, start, stop, afresh) if self._ledger.accept_shard(name, start, stop) else None
-        )
+        accepted = self._ledger.accept_shard(name, start, stop)
+        return self.model.shard_view(tensor, start, stop, afresh) if accepted else None
 
     def finish_update(self) -> None:
         for name, tensor in self.model.tensors.items():

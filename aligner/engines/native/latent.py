@@ -61,17 +61,12 @@ class LatentHeads:
         return {name: view for layer in range(self.kit.cfg.num_layers) for name, view in self._views(layer).items()}
 
     def _views(self, layer: int) -> dict[str, Tensor]:
-        buffers = {
-            "o_proj": self.out,
-            "kv_a_proj_with_mqa": self.down,
-            "kv_a_layernorm": self.norm,
-            "kv_b_proj": self.up,
-        }
+        named = {"o_proj": self.out, "kv_a_proj_with_mqa": self.down, "kv_a_layernorm": self.norm, "kv_b_proj": self.up}
         if self.query_down is None:
-            buffers["q_proj"] = self.query_up
+            named["q_proj"] = self.query_up
         else:
-            buffers |= {"q_a_proj": self.query_down, "q_a_layernorm": self.query_norm, "q_b_proj": self.query_up}
-        return {f"model.layers.{layer}.self_attn.{name}.weight": buffer[layer] for name, buffer in buffers.items()}
+            named |= {"q_a_proj": self.query_down, "q_a_layernorm": self.query_norm, "q_b_proj": self.query_up}
+        return {f"model.layers.{layer}.self_attn.{name}.weight": buffer[layer] for name, buffer in named.items()}
 
     def prefill(self, layer: int, y: Tensor, prompts: Prompts) -> Tensor:
         """Return y [P * T, hidden] -> [P * T, heads * value_dim]; kept numbers are written to the staged ones, if

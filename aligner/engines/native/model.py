@@ -35,9 +35,8 @@ NORMS = BEFORE, BEFORE_MLP, BEHIND, BEHIND_MLP = (
     "mlp.post_layernorm",
 )
 Mixer = PlainHeads | LatentHeads | LinearLayers
-Mix = Callable[
-    [Mixer, int, Tensor], Tensor
-]  # (mixer, layer, normalised hidden states [M, H]) -> the input of its `out`
+# (mixer, layer, normalised hidden states [M, H]) -> the input of its `out`
+Mix = Callable[[Mixer, int, Tensor], Tensor]
 
 
 class NativeModel:
