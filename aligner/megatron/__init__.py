@@ -29,9 +29,9 @@ logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CU
 
 
 def _import_without_extras() -> None:
-    """The first import of Megatron, on a CPU without things that took most of a process's start: it decorates its fused
-    functions with torch.compile, which imports the compiler at once though none of them is called here, and it imports
-    wandb and TensorBoard for a timer that is not used."""
+    """Import Megatron for the first time, on a CPU without the slow parts of its start. It decorates fused functions
+    with torch.compile, which imports the compiler although none of them is called here. It imports wandb and
+    TensorBoard for a timer that is not used."""
     if torch.cuda.is_available():
         import megatron.core.extensions.transformer_engine
 
@@ -49,8 +49,8 @@ def _import_without_extras() -> None:
 
 
 def _keep_compiler_out() -> None:
-    """torch's optimizers import the compiler in order to be left alone by it, another second; on a CPU they are used as
-    they were before they were wrapped for that."""
+    """Use torch's optimizers on a CPU as they were before they were wrapped for the compiler. The wrapper imports the
+    compiler, which takes another second."""
     from torch.optim import Adam, Optimizer
 
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):

@@ -41,7 +41,7 @@ from aligner.ops.packing.pack import Final, Packing, Segment, Times
 
 @dataclass(frozen=True)
 class Stream:
-    """What attention must know of a micro-batch; Megatron hands it through as `packed_seq_params`."""
+    """Attention's view of a micro-batch, as it passes through Megatron as `packed_seq_params`."""
 
     packing: Packing
     cos: Tensor  # [N, 1, head_dim / 2]
@@ -112,8 +112,8 @@ class StreamAttention(SelfAttention):
 
 
 def residual_adder(scale: float) -> Callable:
-    """In place of Megatron's bias-dropout-add after attention and the MLP; there is neither, but for some families a
-    factor."""
+    """Return what replaces Megatron's bias-dropout-add after attention and the MLP. There is neither bias nor
+    dropout, but some families have a factor `scale`."""
 
     def add_residual(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
         def add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -189,8 +189,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scores: S
 
 
 def _flash_takes(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether flash attention does: on CUDA the only fused kernel for fewer heads of keys than of queries. The others
-    need them repeated, and backward keeps the copies."""
+    """Return whether flash attention takes them. On CUDA it is the only fused kernel for fewer key heads than query
+    heads. The other kernels need the keys repeated, and backward keeps the copies."""
     return mask is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
 
 
@@ -223,8 +223,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class WideNorm(SharedVector):
-    """Root-mean-square norm over all heads of a token, of which a tensor rank has a share (OLMo 2,
-    arXiv:2501.00656)."""
+    """Root-mean-square norm over all heads of a token; a tensor rank has a share of them (OLMo 2, arXiv:2501.00656)."""
 
     def __init__(self, config: TransformerConfig, size: int, group: dist.ProcessGroup):
         super().__init__(config, size, 1.0, group)

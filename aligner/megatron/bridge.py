@@ -1,7 +1,7 @@
-"""Conversions of families that have no table here, by Megatron-Bridge where it is installed.
+"""Conversions by Megatron-Bridge, where it is installed, for families that have no table here.
 
-What comes of it is a checkpoint for programs built on Megatron-Bridge; the stages of this project train the families of
-`families/` only.
+The result is a checkpoint for programs built on Megatron-Bridge. The stages of this project train only the families
+of `families/`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def has_bridge() -> bool:
 
 
 def is_bridged(folder: Path) -> bool:
-    """Whether `import_folder` made it."""
+    """Return whether `import_folder` made `folder`."""
     return (folder / NOTE).is_file()
 
 
 def import_folder(source: Path, target: Path, world_size: int) -> None:
-    """The Hugging Face folder `source` as a checkpoint of Megatron-Bridge's below `target`. Raises ConfigError."""
+    """Import the Hugging Face folder `source` as a checkpoint of Megatron-Bridge below `target`. Raises ConfigError."""
     _alone(world_size)
     if target.exists():
         raise ConfigError("FOLDER", str(target), "a folder that does not exist yet")
@@ -38,7 +38,7 @@ def import_folder(source: Path, target: Path, world_size: int) -> None:
 
 
 def export_folder(source: Path, target: Path, world_size: int) -> None:
-    """What `import_folder` made, or what was trained from it in its place, as a Hugging Face folder. Raises
+    """Export the folder that `import_folder` made, or that was trained in its place, as a Hugging Face folder. Raises
     ConfigError, CheckpointError."""
     _alone(world_size)
     if not has_bridge():

@@ -40,8 +40,9 @@ PLAIN_MAIN = "fp32_param"  # in files of earlier versions, if the optimizer was 
 
 
 def weight_state(model: ShardedModel) -> dict[str, Any]:
-    """Tensors by name. Not the `_extra_state` of modules: TransformerEngine unpickles its own, which only float8
-    needs, and other modules, that read the same checkpoint, have none. Of a model with adapters what is trained."""
+    """Return tensors by name; of a model with adapters only the trained ones. `_extra_state` of modules is left out:
+    only float8 needs TransformerEngine's, which it unpickles, and other modules that read the checkpoint have none.
+    """
     if model.adapted is not None:
         return _trained(model)
     state = model.module.sharded_state_dict(metadata={"dp_cp_group": model.layout.pgs.dp_cp})
@@ -57,7 +58,7 @@ def _trained(model: ShardedModel) -> dict[str, Any]:
 
 
 def own_state(model: ShardedModel) -> dict[str, Any]:
-    """What this rank writes of a model and its optimizer."""
+    """Return what this rank writes of a model and its optimizer."""
     state: dict[str, Any] = {"model": weight_state(model), "step_count": model.step_count}
     if model.optimizer is not None:
         give_state(model.optimizer)  # a policy that waits for its critic to warm up has not stepped yet
@@ -92,7 +93,7 @@ class ModelSave:
             self._arguments[1] = [_copied(bucket) for bucket in buckets] if copy and on_host else buckets
 
     def write(self) -> None:
-        """Write and hash this rank's files. What fails is told by `finish`."""
+        """Write and hash this rank's files. `finish` raises what fails here."""
         if self._request.async_fn is None:  # this rank holds nothing that another one does not write
             return
         self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
@@ -113,7 +114,7 @@ class ModelSave:
         dist.gather_object(self.hashes, parts, dst=0)
         if parts is None:
             return
-        files = {name: digest for part in parts for name, digest in (part or {}).items()}
+        files = {name: digest for hashes in parts for name, digest in (hashes or {}).items()}
         for path in self.folder.iterdir():
             files.setdefault(path.name, file_hash(path))
         content = {"algorithm": "sha256", "files": files}  # in Megatron's format: `load_model` has it checked
@@ -135,9 +136,10 @@ def save_model(model: ShardedModel, folder: Path) -> None:
 
 
 def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, with_head: bool = True) -> None:
-    """Load what `save_model` wrote, on any layout; without its head, for a model that has another one. Collective.
-    Learning rates, weight decay, betas and eps stay those of the model's own config. An average of the weights that the
-    folder lacks begins with those of the folder.
+    """Load what `save_model` wrote, on any layout. Without `with_head` the model keeps its own head. Collective.
+
+    Learning rates, weight decay, betas and eps stay those of the model's own config. If the folder has no average of
+    the weights, the average begins with the folder's weights.
 
     Raises CheckpointError naming the folder, the same on all ranks.
     """
@@ -154,17 +156,17 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
                 state["ema"] = model.ema.shards(state["model"])
         if not with_head:
             state["model"].pop("output_layer.weight", None)  # only the last pipeline stage has it
-        mine, told = _read_once(model, state["model"])
-        state["model"] = _parts(mine)
+        read_here, copied = _read_once(model, state["model"])
+        state["model"] = _parts(read_here)
         loaded = dist_checkpointing.load(state, str(folder), strict=StrictHandling.ASSUME_OK_UNEXPECTED)
     except (OSError, RuntimeError, ValueError, KeyError, dist_checkpointing.core.CheckpointingException) as cause:
         error = f"cannot load checkpoint {folder}: {cause}"
     except CheckpointException as cause:  # a BaseException
         error = f"cannot load checkpoint {folder}: {_first_failure(cause)}"
-    fail_together(error, CheckpointError)  # before copies wait to be told what the first of them could not read
-    if mine:  # else Megatron has nothing at this key
+    fail_together(error, CheckpointError)  # before copies wait for what the first of them could not read
+    if read_here:  # else Megatron has nothing at this key
         model.module.load_state_dict(loaded["model"], strict=False)
-    for tensor, copies in told:
+    for tensor, copies in copied:
         tell_copies(tensor, copies)
     if with_optimizer:  # whose shards have been read into their places
         model.step_count = int(loaded["step_count"])
@@ -178,25 +180,25 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
 def _read_once(
     model: ShardedModel, state: dict[str, Any]
 ) -> tuple[dict[str, Any], list[tuple[Tensor, dist.ProcessGroup]]]:
-    """What this rank reads of weights that all data-parallel copies want: the first of them everything. And the
-    tensors, in which Megatron puts others while it loads, with the group that is told each."""
+    """Return what this rank reads of weights that all data-parallel copies need: everything on the first copy. Also
+    return each tensor, in which Megatron replaces others while it loads, with the group that receives it."""
     groups = {name: model.layout.copies(not getattr(item.data, "allreduce", True)) for name, item in state.items()}
-    mine = {name: item for name, item in state.items() if groups[name].rank() == 0}
-    return mine, [(item.data, groups[name]) for name, item in state.items()]
+    read_here = {name: item for name, item in state.items() if groups[name].rank() == 0}
+    return read_here, [(item.data, groups[name]) for name, item in state.items()]
 
 
 def _parts(state: dict[str, Any]) -> dict[str, Any]:
-    """Of gate and up, which Megatron reads one by one and puts together again, the views that are read into: else a
-    copy of all of them would stand beside the weights."""
-    found = {name: item for name, item in state.items() if not isinstance(item, ShardedTensorFactory)}
-    for name in state.keys() - found.keys():
-        found |= {f"{name}/{i}": part for i, part in enumerate(nested_values(state[name].build()))}
-    return found
+    """Split gate and up, which Megatron reads one by one and joins again, into the views that are read into.
+    Otherwise a copy of all of them would lie beside the weights."""
+    entries = {name: item for name, item in state.items() if not isinstance(item, ShardedTensorFactory)}
+    for name in state.keys() - entries.keys():
+        entries |= {f"{name}/{i}": view for i, view in enumerate(nested_values(state[name].build()))}
+    return entries
 
 
 def merge_adapters(model: ShardedModel, folder: Path, lora: LoraConfig, with_head: bool) -> None:
-    """Adapters of another run, as `save_model` wrote them, into the weights that they were trained beside. Collective.
-    Raises CheckpointError."""
+    """Merge adapters of another run, as `save_model` wrote them, into the weights that they were trained with.
+    Collective. Raises CheckpointError."""
     config = replace(model.cfg, lora=lora)
     round_base(model.module, config)
     model.adapted = attach(model.module, config, model.layout, model.head, seed=0)
@@ -206,8 +208,9 @@ def merge_adapters(model: ShardedModel, folder: Path, lora: LoraConfig, with_hea
 
 
 def _verified(folder: Path) -> set[str]:
-    """Which of PLAIN_MAIN and EMA a checkpoint has, whose files are what was written: rank 0 reads the index and the
-    objects, each rank its share of the files. Collective. Raises CheckpointError, the same on all ranks."""
+    """Return which of PLAIN_MAIN and EMA a checkpoint has, after checking its files against their checksums. Rank 0
+    reads the index and the objects, each rank its share of the files. Collective. Raises CheckpointError, the same on
+    all ranks."""
 
     def check() -> tuple[set[str], dict[str, str]]:
         index = check_before_loading(folder)
@@ -226,7 +229,7 @@ def _verified(folder: Path) -> set[str]:
 
 
 def _wrong_file(folder: Path, hashes: dict[str, str]) -> str:
-    """Of this rank's share of the files: each is hashed by one rank alone."""
+    """Return an error for the first wrong file in this rank's share, or "". Each file is hashed by one rank."""
     for name in sorted(hashes)[dist.get_rank() :: dist.get_world_size()]:
         if file_hash(folder / name) != hashes[name]:
             return f"cannot load checkpoint {folder}: {name} does not have the checksum of {INTEGRITY_FNAME}"
@@ -234,7 +237,7 @@ def _wrong_file(folder: Path, hashes: dict[str, str]) -> str:
 
 
 def _first_failure(error: CheckpointException) -> str:
-    if not error.failures:  # of a failed write only rank 0 is told the causes
+    if not error.failures:  # only rank 0 knows the causes of a failed write
         return "another rank failed"
     rank, (cause, _) = min(error.failures.items())
     return f"{cause!r} on rank {rank}"

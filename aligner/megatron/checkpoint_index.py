@@ -1,8 +1,8 @@
-"""What says where the blocks of a sharded checkpoint lie, read without executing anything of it.
+"""Index of a sharded checkpoint, read without executing any of its code.
 
 `.metadata` is a pickle, and so is each object beside the tensors: whoever made the folder could have any function
-called. Here a pickle may name the classes of torch's and Megatron's checkpoints and nothing else. Megatron reads the
-same files again in its own way, so they are checked before it does.
+called. Here a pickle may name only the classes of torch's and Megatron's checkpoints. Megatron reads the same files
+again in its own way, so they are checked first.
 """
 
 from __future__ import annotations
@@ -75,22 +75,22 @@ def _is_dtype(name: str) -> bool:
 
 
 def read_index(folder: Path) -> Metadata:
-    """`.metadata`. Raises CheckpointError, also for classes that a checkpoint does not need, which are named."""
+    """Read `.metadata`. Raises CheckpointError, also for classes that a checkpoint does not need, which it names."""
     path = folder / INDEX
     try:
         with path.open("rb") as file:
-            found = _Unpickler(file).load()
+            index = _Unpickler(file).load()
     except _DAMAGE as error:
         raise CheckpointError(f"cannot load checkpoint {folder}: {INDEX}: {error}") from None
-    if not _is_index(found):
+    if not _is_index(index):
         raise CheckpointError(f"cannot load checkpoint {folder}: {INDEX}: expected tensors and their places")
-    return found
+    return index
 
 
-def _is_index(found: Any) -> bool:
-    if not isinstance(found, Metadata):
+def _is_index(index: Any) -> bool:
+    if not isinstance(index, Metadata):
         return False
-    tensors, places = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
+    tensors, places = getattr(index, "state_dict_metadata", None), getattr(index, "storage_data", None)
     if not isinstance(tensors, dict) or not isinstance(places, dict):
         return False
     return all(isinstance(k, str) and _is_item(v) for k, v in tensors.items()) and all(
@@ -99,7 +99,7 @@ def _is_index(found: Any) -> bool:
 
 
 def _is_item(item: Any) -> bool:
-    """An object, or a tensor in blocks of as many dimensions."""
+    """Return whether it is an object, or a tensor in blocks of as many dimensions."""
     if not isinstance(item, TensorStorageMetadata):
         return isinstance(item, BytesStorageMetadata)
     properties, blocks = getattr(item, "properties", None), getattr(item, "chunks", None)
@@ -115,7 +115,7 @@ def _is_size(size: Any) -> bool:
 
 
 def _is_place(info: Any) -> bool:
-    """In a file of the checkpoint's own folder, as it is (no compression)."""
+    """Return whether it is an uncompressed range in a file of the checkpoint's own folder."""
     path, offset, length = (getattr(info, name, None) for name in ("relative_path", "offset", "length"))
     return (
         isinstance(info, _StorageInfo)
@@ -129,18 +129,20 @@ def _is_place(info: Any) -> bool:
 
 
 def noted_checksums(folder: Path, index: Metadata) -> dict[str, str]:
-    """File -> SHA-256 of `integrity.json`, which must have all files that the index names, and the index. Raises
+    """Read file -> SHA-256 from `integrity.json`, which must have the index and all files that it names. Raises
     CheckpointError."""
     files = read_record(folder / INTEGRITY, CheckpointError).text_map("files")
     needed = {INDEX, *(info.relative_path for info in index.storage_data.values())}
     if needed - files.keys():
         missing = ", ".join(sorted(needed - files.keys()))
-        raise CheckpointError(f"{folder / INTEGRITY}: expected a checksum of every file, found none of {missing}")
+        raise CheckpointError(
+            f"{folder / INTEGRITY}: expected a checksum of every file, but there is none of {missing}"
+        )
     return files
 
 
 def check_before_loading(folder: Path) -> Metadata:
-    """Everything that Megatron reads with a plain `pickle.load`, or as JSON that it trusts; gives `.metadata`. Raises
+    """Check everything that Megatron reads with a plain `pickle.load` or as trusted JSON. Returns `.metadata`. Raises
     CheckpointError."""
     read_record(folder / FORMAT_FILE, CheckpointError).text("sharded_backend")
     index = read_index(folder)
@@ -158,7 +160,7 @@ def _check_object(folder: Path, key: str, info: _StorageInfo | None) -> None:
 
 
 def read_stored(folder: Path, info: _StorageInfo, key: str) -> Any:
-    """A block or an object, which can be no more than tensors and plain values. Raises CheckpointError."""
+    """Read a block or an object, which can hold only tensors and plain values. Raises CheckpointError."""
     try:
         with (folder / info.relative_path).open("rb") as file:
             view = _create_file_view(file, info.offset, info.length)

@@ -59,21 +59,21 @@ class Place:
 
 
 def places_of(cfg: ModelConfig, head: Head, dtype: torch.dtype) -> dict[str, Place]:
-    """By canonical name, where the parameters of a model of this shape lie. Collective (process groups)."""
+    """Return where the parameters of a model of this shape lie, by canonical name. Collective (process groups)."""
     layout, meta = build_layout(ParallelConfig()), torch.device("meta")
     with meta:
         model = build_model(cfg, layout, head, dtype, meta)
     state = model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp})
     own = {id(p): name for name, p in local_parameters(model).items()}
-    found = {}
+    places = {}
     for name, parameter in model.named_parameters():
         item = state[name]
         if isinstance(item, ShardedTensorFactory):  # gate and up, which it splits
             item = next(x for x in _leaves(item.build()) if isinstance(x, ShardedTensor))
         layer = item.global_offset[0] if item.prepend_axis_num else None
-        found[own[id(parameter)]] = Place(item.key, tuple(item.global_shape), layer, item.dtype)
-    assert found.keys() == set(own.values()), found.keys() ^ set(own.values())
-    return found
+        places[own[id(parameter)]] = Place(item.key, tuple(item.global_shape), layer, item.dtype)
+    assert places.keys() == set(own.values()), places.keys() ^ set(own.values())
+    return places
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -87,7 +87,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Block:
-    """A block that was written: of tensor `key`, at `start` of its file."""
+    """A written block of tensor `key`, at `start` of its file."""
 
     key: str
     offsets: tuple[int, ...]
@@ -119,7 +119,7 @@ class BlockFile(HashedFile):
         self.blocks.append(block)
 
     def write(self, data: bytes | memoryview) -> int:
-        """For torch.save."""
+        """Write for torch.save."""
         try:
             return super().write(data)
         except OSError as error:
@@ -128,9 +128,9 @@ class BlockFile(HashedFile):
 
 
 def write_index(folder: Path, files: dict[str, list[Block]], places: dict[str, Place]) -> None:
-    """What makes the block files of `folder` a checkpoint: the step, `.metadata`, and Megatron's description of the
-    format."""
-    sizes = {place.key: place.size for place in places.values()}
+    """Write what makes the block files of `folder` a checkpoint: the step, `.metadata`, and Megatron's description of
+    the format."""
+    sizes = {entry.key: entry.size for entry in places.values()}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
     dtypes: dict[str, torch.dtype] = {}
@@ -143,11 +143,11 @@ def write_index(folder: Path, files: dict[str, list[Block]], places: dict[str, P
             chunks[b.key].append(ChunkStorageMetadata(offsets, shape))
             dtypes[b.key] = _DTYPES[b.dtype]
     tensors: dict[str, Any] = {}
-    for key, found in chunks.items():
-        covered, wanted = sum(c.sizes.numel() for c in found), torch.Size(sizes[key]).numel()
+    for key, blocks_written in chunks.items():
+        covered, wanted = sum(c.sizes.numel() for c in blocks_written), torch.Size(sizes[key]).numel()
         assert covered == wanted, f"{key}: {covered} of {wanted} elements were written"
         properties = TensorProperties(dtype=dtypes[key])
-        tensors[key] = TensorStorageMetadata(properties, torch.Size(sizes[key]), found)
+        tensors[key] = TensorStorageMetadata(properties, torch.Size(sizes[key]), blocks_written)
     assert chunks.keys() == sizes.keys(), chunks.keys() ^ sizes.keys()
     with (folder / COMMON_FILE).open("wb") as file:
         torch.save([{"step_count": 0}], file)
@@ -163,8 +163,8 @@ def write_index(folder: Path, files: dict[str, list[Block]], places: dict[str, P
 
 
 class Blocks:
-    """The tensors of a checkpoint, a region at a time. The block read last is kept, so that regions of one block, asked
-    for one after the other, read it once."""
+    """Tensors of a checkpoint, read a region at a time. The last block stays in memory, so successive regions of one
+    block read it once."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -184,7 +184,7 @@ class Blocks:
         return {info.relative_path for info in self.index.storage_data.values()}
 
     def region(self, key: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """[offsets, offsets + shape) of tensor `key`. Raises CheckpointError if it is not all there."""
+        """Return [offsets, offsets + shape) of tensor `key`. Raises CheckpointError if any of it is missing."""
         size = self.size(key)
         for chunk in self.index.state_dict_metadata[key].chunks:
             if (tuple(chunk.offsets), tuple(chunk.sizes)) == (offsets, shape):  # asked for once, as it is

@@ -27,7 +27,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_first(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[n, ...] of every rank -> [ranks * n, ...], rank-major; gradients are summed over ranks and split."""
+    """Gather [n, ...] of every rank to [ranks * n, ...], rank-major. Gradients are summed over ranks and split."""
     return _Gather.apply(x, group)
 
 
@@ -44,13 +44,13 @@ class _Sum(torch.autograd.Function):
 
 
 def sum_parts(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum over ranks of which each then computes the SAME loss from the sum: the gradient of a part is that of the
-    sum, not `ranks` times it."""
+    """Sum over ranks that all compute the SAME loss from the sum. The gradient of a rank's part is that of the sum,
+    not `ranks` times it."""
     return x if group is None else _Sum.apply(x, group)
 
 
 def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x [ranks, ...]: part r goes to rank r; out[r] came from rank r."""
+    """Exchange x [ranks, ...]: x[r] goes to rank r, and out[r] came from rank r."""
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)
     return out
@@ -82,12 +82,12 @@ def _to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def tokens_to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Each [n, heads, d] (own tokens, all heads) -> [ranks * n, heads / ranks, d] (all tokens, own heads)."""
+    """Convert each [n, heads, d] (own tokens, all heads) to [ranks * n, heads / ranks, d] (all tokens, own heads)."""
     return [_Swap.apply(x, group, True) for x in tensors]
 
 
 def heads_to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The way back: [ranks * n, heads / ranks, d] -> [n, heads, d]."""
+    """Convert back: [ranks * n, heads / ranks, d] -> [n, heads, d]."""
     return _Swap.apply(x, group, False)
 
 
@@ -108,6 +108,6 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(x: Tensor, sent: list[int], got: list[int], group: dist.ProcessGroup) -> Tensor:
-    """x [sum(sent), ...]: the first sent[0] rows go to rank 0, the next to rank 1; the result [sum(got), ...] begins
-    with the got[0] rows of rank 0."""
+    """Send x [sum(sent), ...]: the first sent[0] rows go to rank 0, the next to rank 1. The result [sum(got), ...]
+    begins with the got[0] rows of rank 0."""
     return _AllToAll.apply(x, sent, got, group)

@@ -81,7 +81,8 @@ class DeltaNet(MegatronModule):
         return out, None if final is None else final.kept
 
     def _whole(self, weight: Tensor) -> Tensor:
-        """A weight that all tensor ranks have: each has the gradients of its own heads, which are summed."""
+        """Prepare a weight that all tensor ranks hold: each rank has the gradients of its own heads, which are
+        summed."""
         return copy_to_tensor_model_parallel_region(weight, group=self.pgs.tp)
 
     def _over_context(self, mixed: Tensor, stream: Stream) -> Tensor:
@@ -94,10 +95,10 @@ class DeltaNet(MegatronModule):
         (mixed,) = tokens_to_heads([mixed], group)
         return heads_to_tokens(self._segments(mixed, packing, group.rank()), group)
 
-    def _segments(self, mixed: Tensor, packing: Packing, part: int) -> Tensor:
-        """The rows of each segment in their padded shape. mixed [keys, G, ...] -> [N, H, dv]; of this rank's heads it
-        holds G, the `part`-th share. What a row's padding holds comes after it, and nobody reads it."""
-        weights = self._weights(part, mixed.shape[1])
+    def _segments(self, mixed: Tensor, packing: Packing, share: int) -> Tensor:
+        """Compute the rows of each segment in their padded shape. mixed [keys, G, ...] -> [N, H, dv]. G is the
+        `share`-th share of this rank's heads. A row's padding comes after it, and nobody reads its output."""
+        weights = self._weights(share, mixed.shape[1])
         if packing.q_index is None:
             return self._rows(mixed, packing.segments[0], weights)
         if packing.segments[0].k_index is None:
@@ -109,16 +110,16 @@ class DeltaNet(MegatronModule):
         outs = [self._rows(x, s, weights) for x, s in zip(parts, packing.segments, strict=True)]
         return kernels.collect(torch.cat(outs), packing.out_index)
 
-    def _weights(self, part: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """conv [G, channels, K] and, for its heads of values, A_log and dt_bias."""
+    def _weights(self, share: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return conv [G, channels, K] and, for its value heads, A_log and dt_bias."""
         values = heads * self.linear.values_per_key
-        first = self.pgs.tp.rank() * (self.linear.key_heads // self.pgs.tp.size()) + part * heads
+        first = self.pgs.tp.rank() * (self.linear.key_heads // self.pgs.tp.size()) + share * heads
         conv = by_head(self._whole(self.conv1d.weight), self.linear)[first : first + heads]
-        own = slice(part * values, (part + 1) * values)
+        own = slice(share * values, (share + 1) * values)
         return conv, self.A_log[own], self.dt_bias[own]
 
     def _rows(self, mixed: Tensor, segment: Segment, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """mixed [rows * k_width, G, ...] -> of the segment's queries [rows * q_width, H, dv]."""
+        """Compute mixed [rows * k_width, G, ...] -> the outputs [rows * q_width, H, dv] of the segment's queries."""
         rows = mixed.unflatten(0, (segment.rows, segment.k_width))
         out, _ = delta_rule(*prepared(rows, *weights, self.linear))
         if segment.q_start is not None or segment.q_width != segment.k_width:
@@ -133,7 +134,7 @@ class DeltaNet(MegatronModule):
             name: tensor for name, tensor in self.state_dict(prefix="", keep_vars=True).items() if "_proj" not in name
         }
         axes = {"A_log": 0, "dt_bias": 0}
-        found = checkpoint_entries(own, prefix, sharded_offsets, metadata, self.pgs.tp, axes)
+        entries = checkpoint_entries(own, prefix, sharded_offsets, metadata, self.pgs.tp, axes)
         for name in ("in_proj", "out_proj"):
-            found |= getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
-        return found
+            entries |= getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+        return entries

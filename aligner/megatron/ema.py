@@ -29,7 +29,7 @@ class Ema:
 
     def __init__(self, model: ShardedModel, decay: float):
         assert model.optimizer is not None, "a frozen model is its own average"
-        give_state(model.optimizer)  # `owned` tells of it
+        give_state(model.optimizer)  # `owned` reads it
         self.model, self.decay = model, decay
         self.means: list[Tensor] = [own.main.detach().clone() for own in owned(model.optimizer)]
 
@@ -40,22 +40,22 @@ class Ema:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """From the weights as they are."""
+        """Restart from the current weights."""
         for mean, own in zip(self.means, owned(self.model.optimizer), strict=True):
             mean.copy_(own.main)
 
     def shards(self, state: dict[str, Any]) -> dict[str, ShardedTensor]:
-        """This rank's part of the average, as views of it; `state`: the model's, by name."""
+        """Return this rank's part of the average, as views of it. `state` is the model's, by name."""
         both = zip(owned(self.model.optimizer), self.means, strict=True)
         return {str(i): piece for i, piece in enumerate(pieces(state, both, f"{EMA}."))}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the average for its weights (rounded to its dtype), and then its own again. Collective over
-        data-parallel ranks."""
+        """Use the average (rounded to the model's dtype) as the model's weights within the block, then restore its
+        own. Collective over data-parallel ranks."""
         owner = list(owned(self.model.optimizer))
         parts = [own.param.detach().view(-1)[own.start : own.start + own.main.numel()] for own in owner]
-        kept = [part.clone() for part in parts]
+        kept = [shard.clone() for shard in parts]
         self._put(parts, self.means)
         try:
             yield
@@ -63,7 +63,7 @@ class Ema:
             self._put(parts, kept)
 
     def _put(self, parts: list[Tensor], numbers: list[Tensor]) -> None:
-        for part, number in zip(parts, numbers, strict=True):
-            part.copy_(number.view(-1))
+        for shard, number in zip(parts, numbers, strict=True):
+            shard.copy_(number.view(-1))
         if is_distributed(self.model.optimizer):  # each has its share of the new weights, as after a step
             self.model.wrapped.start_param_sync()

@@ -1,5 +1,5 @@
-"""How evenly a model's routers spread the tokens of an optimizer step, over all ranks; and what their auxiliary loss
-must know of the step before it begins."""
+"""How evenly a model's routers spread the tokens of an optimizer step, over all ranks, and what their auxiliary loss
+needs to know of the step before it begins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aligner.types import ScalarMetrics, TrainBatch
 
 
 class ExpertLoad:
-    """Of the layers of this pipeline stage; without experts nothing happens."""
+    """The layers of this pipeline stage; without experts nothing happens."""
 
     def __init__(self, module: torch.nn.Module, moe: MoeConfig, layout: Layout):
         self.layers = [layer for layer in module.modules() if isinstance(layer, ExpertLayer)]
@@ -41,7 +41,7 @@ class ExpertLoad:
         for layer in self.layers:
             layer.tokens, layer.fractions, layer.peers = float(tokens), None, layout.pgs.cp
         if self.moe.aux_over == "minibatch":
-            if int(most) == 1:  # of every rank: it can tell as it goes
+            if int(most) == 1:  # of every rank: the pass itself sees the whole minibatch
                 for layer in self.layers:
                     layer.peers = layout.pgs.dp_cp
                 return
@@ -58,10 +58,12 @@ class ExpertLoad:
             layer.reset()
 
     def metrics(self) -> ScalarMetrics:
-        """moe/balance (largest load of an expert over the mean load; 1 is even) and moe/aux_loss (E * sum f_i P_i, 1
-        where even), means over layers, and moe/dropped (share of pairs that no expert computed), over the step. With
-        the engine's routing also moe/routing_differs: the share of (token, layer) that the routers themselves would
-        have sent to another set of experts. The same on every rank; collective over the world."""
+        """Return metrics of the step: means over layers, equal on every rank. Collective over the world.
+
+        moe/balance is the largest load of an expert over the mean load (1 is even), moe/aux_loss E * sum f_i P_i (1
+        where even). moe/dropped is the share of pairs that no expert computed. With the engine's routing
+        moe/routing_differs is the share of (token, layer) that the routers would have sent to another set of experts.
+        """
         if not self.moe.num_experts:
             return {}
         e, counted = self.moe.num_experts, self._counted()
@@ -78,12 +80,12 @@ class ExpertLoad:
         if self.layout.pipeline > 1:
             dist.all_reduce(sums, group=self.layout.pgs.pp)
         balance, aux, routed, computed, replayed, differ, layers = sums.tolist()
-        found = {"moe/balance": balance / layers, "moe/aux_loss": aux / layers, "moe/dropped": 1 - computed / routed}
-        return found | ({"moe/routing_differs": differ / replayed} if replayed else {})
+        scalars = {"moe/balance": balance / layers, "moe/aux_loss": aux / layers, "moe/dropped": 1 - computed / routed}
+        return scalars | ({"moe/routing_differs": differ / replayed} if replayed else {})
 
     def _counted(self) -> torch.Tensor:
-        """float64 [layers, E + E + 4]: pairs, sums of p, pairs routed, pairs computed, tokens with experts that were
-        given, those among them that are `rerouted`; over all ranks of the stage."""
+        """Return float64 [layers, E + E + 4] over all ranks of the stage. Columns: pairs, sums of p, pairs routed,
+        pairs computed, tokens with replayed experts, and those of them that are `rerouted`."""
         if not self.layers:  # a stage whose layers are all dense
             return torch.zeros(0, 2 * self.moe.num_experts + 4, dtype=torch.float64, device=self._device)
         counted = torch.stack([_row(layer) for layer in self.layers])

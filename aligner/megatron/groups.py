@@ -26,7 +26,7 @@ from aligner.megatron.rendezvous import meet
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this rank stands in one model's layout. Rank order, fastest first: tensor, context, data, pipeline."""
+    """This rank's position in one model's layout. Rank order, fastest first: tensor, context, data, pipeline."""
 
     tensor: int
     pipeline: int
@@ -68,7 +68,7 @@ class Layout:
         return dist.get_global_rank(self.pgs.pp, self.pipeline - 1)
 
     def copies(self, experts: bool) -> dist.ProcessGroup:
-        """The ranks that hold the same numbers as this one, of the parameters of experts or of the others."""
+        """Return the ranks that hold the same parameters as this one: those of experts, or all others."""
         return self.pgs.expt_dp if experts else self.pgs.dp_cp
 
 
@@ -110,19 +110,19 @@ def init_distributed(
 
 
 def _raise_file_limit() -> None:
-    """Schedulers leave a soft limit of 1,024: rank 0 serves the store to all ranks, a socket for each, and an
-    all-to-all of CPU tensors connects all ranks of its group."""
+    """Raise the soft limit of open files, which schedulers leave at 1,024. Rank 0 serves the store with one socket
+    per rank, and an all-to-all of CPU tensors connects all ranks of its group."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
 
 
 def split_world(last: int) -> tuple[dist.ProcessGroup, dist.Store, Seal]:
-    """Two worlds out of one: the `last` ranks, and those before them. What speaks to "the world" (the default group)
-    means its own from here on; in both, ranks are counted from 0. Returns the group and the store of all, and what
-    their messages are signed with. Collective.
+    """Split the world in two: the `last` ranks, and those before them. The default group becomes the rank's own
+    world, and ranks are counted from 0 in both. Returns the group and the store of all, and the seal of their
+    messages. Collective.
 
-    `new_group` makes a group of all ranks that a default group of fewer cannot have, so the world comes first and is
-    then replaced; torch has no public function for that.
+    `new_group` makes a group of all ranks that a smaller default group cannot have, so the world comes first and is
+    then replaced. torch has no public function for that.
     """
     everyone, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
     first = everyone.size() - last
@@ -145,8 +145,8 @@ _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of the world under ()
 
 
 def _group(ranks: list[int]) -> dist.ProcessGroup:
-    """The group of these ranks, made once whatever its roles: gloo keeps two threads for each group, which never sleep
-    long, and most axes of a layout have one rank. Collective: every rank asks in the same order."""
+    """Return the group of these ranks, made once for all its roles. gloo keeps two threads per group, which wake
+    often, and most axes of a layout have one rank. Collective: every rank asks in the same order."""
     if _groups.get(()) is not dist.group.WORLD:  # torch.distributed was started anew
         _groups.clear()
         _groups[()] = dist.group.WORLD
@@ -159,13 +159,12 @@ def _group(ranks: list[int]) -> dist.ProcessGroup:
 
 
 def _new_group(ranks: list[int]) -> dist.ProcessGroup:
-    """Its collectives wait as long as the world's: by itself torch gives each further group half an hour."""
+    """Make a group whose collectives wait as long as the world's. torch's default for a new group is half an hour."""
     return dist.new_group(ranks, timeout=_timeout[0])
 
 
 def neighbours(size: int) -> dist.ProcessGroup | None:
-    """The group of this rank and the others of its `size` consecutive ranks; None if that is this rank alone.
-    Collective."""
+    """Return the group of this rank and the others of its `size` consecutive ranks, None if it is alone. Collective."""
     if size == 1:
         return None
     groups = [_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]

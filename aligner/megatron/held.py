@@ -1,8 +1,8 @@
-"""A frozen base in 4 or 8 bits (QLoRA, arXiv:2305.14314): matrices of the layers are held as
-`ops/kernels/frozen.py` has them, and made dense for each product.
+"""Frozen base weights in 4 or 8 bits (QLoRA, arXiv:2305.14314). The layers' matrices are held as in
+`ops/kernels/frozen.py` and made dense for each product.
 
-In its place a matrix leaves a parameter of its shape without numbers (device meta): tables and plans see what they saw,
-and whoever reads it without `dense` fails.
+A held matrix leaves an empty parameter of its shape (device meta): tables and plans see what they saw before, and
+reading it without `dense` fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aligner.ops.kernels.frozen import BLOCK, Frozen, frozen_linear
 
 
 def check_held(cfg: ModelConfig, tensor: int) -> None:
-    """Raises LayoutError where tensor ranks would cut blocks, and so hold other numbers than one rank."""
+    """Check that tensor ranks cut no blocks, which would change the held numbers. Raises LayoutError."""
     if cfg.lora.quantize_base == "none" or tensor == 1:
         return
     for site in held_sites(cfg):
@@ -35,8 +35,8 @@ def check_held(cfg: ModelConfig, tensor: int) -> None:
 
 @torch.no_grad()
 def hold(model: GPTModel, cfg: ModelConfig) -> list[Frozen]:
-    """Hold the matrices of a stage whose weights are loaded; what is held."""
-    parameters, modules, found = local_parameters(model), local_modules(model), []
+    """Hold the matrices of a stage whose weights are loaded, and return them."""
+    parameters, modules, frozen = local_parameters(model), local_modules(model), []
     for site in held_sites(cfg):
         param = parameters.get(site.base.canonical)
         if param is None:
@@ -44,15 +44,15 @@ def hold(model: GPTModel, cfg: ModelConfig) -> list[Frozen]:
         module, empty = modules[site.module], torch.nn.Parameter(torch.empty_like(param, device="meta"), False)
         empty.__dict__.update(param.__dict__)  # Megatron's marks
         empty.held = Frozen.of(param, cfg.lora.quantize_base)
-        found.append(empty.held)
+        frozen.append(empty.held)
         setattr(module, site.base.canonical.rsplit(".", 1)[1], empty)
         if not site.base.experts:
             module._forward_impl = partial(_product, empty.held)
-    return found
+    return frozen
 
 
 def share_frozen(model: GPTModel, trunk: GPTModel) -> None:
-    """Give a stage the very parameters of `trunk`, held or not, but for the head: those of its own are freed."""
+    """Give a stage the very parameters of `trunk`, held or not, except for the head. Its own are freed."""
     theirs, their_modules, modules = local_parameters(trunk), local_modules(trunk), local_modules(model)
     for name in local_parameters(model).keys() - {OUTPUT}:
         module, attribute = name.rsplit(".", 1)
@@ -63,7 +63,7 @@ def share_frozen(model: GPTModel, trunk: GPTModel) -> None:
 
 @torch.no_grad()
 def round_base(model: GPTModel, cfg: ModelConfig) -> None:
-    """Give the matrices that `hold` would hold the numbers that it would."""
+    """Round the matrices that `hold` would hold to the values that it would hold."""
     parameters = local_parameters(model)
     for site in held_sites(cfg) if cfg.lora.quantize_base != "none" else ():
         param = parameters.get(site.base.canonical)
@@ -71,11 +71,11 @@ def round_base(model: GPTModel, cfg: ModelConfig) -> None:
             param.copy_(Frozen.of(param, cfg.lora.quantize_base).dense(param.dtype))
 
 
-def _product(held: Frozen, input: Tensor, weight: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
-    """In the place of Megatron's product with a frozen matrix, whose collectives it has."""
-    if how["sequence_parallel"]:
-        input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=how["tp_group"])
-    elif how["allreduce_dgrad"]:
-        input = copy_to_tensor_model_parallel_region(input, group=how["tp_group"])
+def _product(held: Frozen, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+    """Replace Megatron's product with a frozen matrix, with the same collectives."""
+    if options["sequence_parallel"]:
+        input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=options["tp_group"])
+    elif options["allreduce_dgrad"]:
+        input = copy_to_tensor_model_parallel_region(input, group=options["tp_group"])
     out = frozen_linear(input, held)
     return out if bias is None else out + bias

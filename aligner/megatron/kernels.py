@@ -1,8 +1,8 @@
 """Element-wise parts of a layer with few passes over memory.
 
-On a CPU these, not the matrix products, take most of a small model's step when left to autograd: every operation makes
-a tensor, and the backward of a split is a copy. Each function here is one node of the graph that writes straight to
-where its result belongs. They are equal to the plain formulas in their docstrings, forward and backward.
+On a CPU these, not the matrix products, take most of a small model's step when left to autograd: every operation
+makes a tensor, and the backward of a split is a copy. Each function here is one node of the graph that writes
+straight to its result. They equal the plain formulas in their docstrings, forward and backward.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019)."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019)."""
     if x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16):
         return _RMSNorm.apply(x, weight, eps)
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
@@ -65,12 +65,12 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up, x = [gate, up] along the last dimension (Shazeer 2020, arXiv:2002.05202)."""
+    """Return silu(gate) * up, x = [gate, up] along the last dimension (Shazeer 2020, arXiv:2002.05202)."""
     return _SwiGLU.apply(x)
 
 
 def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """activation(gate) * up, x = [gate, up] along the last dimension."""
+    """Return activation(gate) * up, x = [gate, up] along the last dimension."""
     gate, up = x.chunk(2, -1)
     return activation(gate) * up
 
@@ -109,8 +109,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Tensor:
-    """Rotary embedding (arXiv:2104.09864) of x [N, heads, d]: of its first r numbers, pairs (i, i + r/2), or neighbours
-    (2i, 2i + 1); cos, sin [N, 1, r/2]."""
+    """Apply rotary embedding (arXiv:2104.09864) to x [N, heads, d]. It rotates the first r numbers as pairs (i, i +
+    r/2), or with `neighbours` (2i, 2i + 1). cos, sin [N, 1, r/2]."""
     return _Rotate.apply(x, cos, sin, neighbours)
 
 
@@ -143,8 +143,8 @@ class _SplitAndRotate(torch.autograd.Function):
 def split_and_rotate(
     mixed: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mixed [N, kv_heads, q_per_kv + 2, d] (Megatron's order: the group's queries, its key, its value) -> query
-    [N, heads, d], key and value [N, kv_heads, d], query and key rotated as by `rotate`."""
+    """Split mixed [N, kv_heads, q_per_kv + 2, d] (Megatron's order: the group's queries, its key, its value). Returns
+    query [N, heads, d], key and value [N, kv_heads, d]; query and key are rotated as by `rotate`."""
     return _SplitAndRotate.apply(mixed, cos, sin, neighbours)
 
 
@@ -163,5 +163,5 @@ class _Collect(torch.autograd.Function):
 
 
 def collect(x: Tensor, index: Tensor) -> Tensor:
-    """x [G, ...] -> x[index], all of `index` different (so backward is a copy, not a sum)."""
+    """Return x[index] of x [G, ...]. All of `index` must differ, so backward is a copy, not a sum."""
     return _Collect.apply(x, index)

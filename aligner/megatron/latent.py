@@ -1,9 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) over the stream of tokens.
 
-Of a hidden state h: c = norm(W_dkv h), of which each head's plain key and value are made, and one rotated key r for all
-heads; queries of norm(W_dq h), or of h. Between the two column-parallel products and the row-parallel one a tensor rank
-has its share of the heads, as elsewhere. The products that make c, r and the queries' vector are small, and every
-tensor rank computes them whole; with sequence parallelism for its own tokens, so that what travels is c, not h.
+From a hidden state h: c = norm(W_dkv h), from which each head's plain key and value are made, and one rotated key r
+for all heads; queries from norm(W_dq h), or from h. Between the two column-parallel products and the row-parallel one
+a tensor rank has its share of the heads, as elsewhere. The products that make c, r and the queries' vector are small,
+and every tensor rank computes them whole. With sequence parallelism it does so for its own tokens, so c is sent, not
+h.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from aligner.ops.kernels.scored_attention import ScoreRule
 
 
 class SharedLinear(torch.nn.Module):
-    """A matrix [out, in] that every tensor rank has whole; its gradient is of the rank's own tokens with sequence
-    parallelism, and the same on all ranks without."""
+    """A matrix [out, in] that every tensor rank has whole. Its gradient comes from the rank's own tokens with
+    sequence parallelism; without, it is the same on all ranks."""
 
     def __init__(self, config: TransformerConfig, size: int, out: int):
         super().__init__()
@@ -43,8 +44,8 @@ class SharedLinear(torch.nn.Module):
 
 
 class LatentAttention(MegatronModule):
-    """In the place of Megatron's self-attention: hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> [N,
-    1, H], and no bias. Parameters have the names of Megatron's `MLASelfAttention`."""
+    """Replacement of Megatron's self-attention: hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> [N,
+    1, H], without bias. Parameters have the names of Megatron's `MLASelfAttention`."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, model: ModelConfig, pg_collection: Any, **_: Any):
         super().__init__(config)
@@ -75,7 +76,7 @@ class LatentAttention(MegatronModule):
         return self.linear_proj(context.reshape(len(context), 1, -1))[0], None
 
     def _queries(self, hidden: Tensor, stream: Stream) -> Tensor:
-        """[N, heads, plain_dim + rotary_dim]"""
+        """Return [N, heads, plain_dim + rotary_dim]."""
         if self.latent.query_rank:
             mixed, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
         else:
@@ -84,7 +85,7 @@ class LatentAttention(MegatronModule):
         return torch.cat([plain, self._rotate(rotary, stream)], 2)
 
     def _keys_and_values(self, hidden: Tensor, stream: Stream) -> tuple[Tensor, Tensor]:
-        """[N, heads, plain_dim + rotary_dim], [N, heads, value_dim]"""
+        """Return [N, heads, plain_dim + rotary_dim], [N, heads, value_dim]."""
         latent = self.latent
         c, rotary = self.linear_kv_down_proj(hidden).split([latent.kv_rank, latent.rotary_dim], 2)
         if self.sequence:

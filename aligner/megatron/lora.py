@@ -1,16 +1,16 @@
-"""Low-rank adapters of a sharded model: y = W x + scale B A x with W frozen (LoRA, arXiv:2106.09685); with DoRA
-(arXiv:2402.09353) each row of W + scale B A is brought to a norm of its own, which is trained.
+"""Low-rank adapters of a sharded model: y = W x + scale B A x with W frozen (LoRA, arXiv:2106.09685). With DoRA
+(arXiv:2402.09353) each row of W + scale B A is scaled to its own trained norm.
 
-Which matrices have them, and how tensor ranks share the factors, is the table of `models/adapters.py`. The products are
-made beside those of the frozen matrix, by a hook on its module. What crosses tensor ranks is A x, `rank` numbers a
-token; of factors that all ranks have whole
+The table of `models/adapters.py` says which matrices have adapters, and how tensor ranks share the factors. A hook on
+the module of the frozen matrix computes their products. A x crosses tensor ranks, `rank` numbers per token. Of
+factors that all ranks have whole
 
 - A of a column-parallel matrix sees all tokens on every rank, or its own with sequence parallelism;
 - B (and the magnitudes) of a row-parallel one meet the sum of all ranks' A x, or that of the rank's own tokens;
 
-so without sequence parallelism their gradients are the same on all ranks, and with it Megatron sums those of parameters
-marked `sequence_parallel`. Experts are addends of one tensor rank, theirs and their factors' gradients too,
-and those of magnitudes that all ranks have.
+so without sequence parallelism their gradients are the same on all ranks, and with it Megatron sums those of
+parameters marked `sequence_parallel`. Experts are addends of one tensor rank. So are the gradients of experts, of
+their factors, and of magnitudes that all ranks have.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from aligner.ops.seeds import derive
 
 
 class Factors(torch.nn.Module):
-    """Of one target, this rank's shards: a [rank, in], b [out, rank], with DoRA magnitude [out] in float32; of experts
-    a [E / ep, rank, in], b [E / ep, out, rank] and [E / ep, out]."""
+    """This rank's shards of one target's factors: a [rank, in], b [out, rank], with DoRA magnitude [out] in float32.
+    For experts a [E / ep, rank, in], b [E / ep, out, rank] and [E / ep, out]."""
 
     def __init__(self, a: Tensor, b: Tensor, magnitude: Tensor | None):
         super().__init__()
@@ -59,8 +59,8 @@ class Factors(torch.nn.Module):
 
 
 class Adapters(torch.nn.Module):
-    """Of one matrix, which may be several targets: one product with all their A, and one with their B, each in its own
-    rows and in its own columns."""
+    """Adapters of one matrix, which may be several targets. One product uses all their A, one all their B, each with
+    its own rows and columns."""
 
     def __init__(
         self, site: AdaptedMatrix, cfg: ModelConfig, layout: Layout, base: torch.nn.Parameter, source: WeightSource
@@ -91,12 +91,12 @@ class Adapters(torch.nn.Module):
             yield target.magnitude, factors.magnitude
 
     def named(self) -> Iterator[tuple[ParamSpec, torch.nn.Parameter]]:
-        """(row of the table, this rank's shard) of each factor."""
+        """Yield (row of the table, this rank's shard) of each factor."""
         for target in self.site.targets:
             yield from self._named(target, self.get_submodule(target.name))
 
     def _mark(self, spec: ParamSpec, param: torch.nn.Parameter) -> None:
-        """In Megatron's words, for its reductions and norms of gradients."""
+        """Set Megatron's marks, by which it reduces gradients and computes their norms."""
         if spec.experts:
             param.allreduce = False
         if spec.tp_axis is not None:
@@ -106,7 +106,7 @@ class Adapters(torch.nn.Module):
 
     @torch.no_grad()
     def sent(self) -> Iterator[tuple[str, Tensor]]:
-        """(canonical name, this rank's shard) of what an engine merges: of each target A, B and, in the place of the
+        """Yield (canonical name, this rank's shard) of what an engine merges: each target's A, B and, instead of the
         magnitudes, the factors of its rows. With DoRA collective over tensor ranks."""
         rows = self.row_factor() if self.has_magnitude else None
         for target in self.site.targets:
@@ -119,13 +119,14 @@ class Adapters(torch.nn.Module):
     # ---- the matrix
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A [k rank, in] and B [rows, k rank] of the whole matrix, whose product is B A in its own rows."""
-        found = {target.index: self.get_submodule(target.name) for target in self.site.targets}
-        return joined({index: (own.a, own.b) for index, own in found.items()}, self.groups, self.sizes)
+        """Return A [k rank, in] and B [rows, k rank] of the whole matrix, whose product is B A in its own rows."""
+        factors = {target.index: self.get_submodule(target.name) for target in self.site.targets}
+        return joined({index: (own.a, own.b) for index, own in factors.items()}, self.groups, self.sizes)
 
     @torch.no_grad()
     def merged(self, factor: Tensor | None = None) -> Tensor:
-        """W + scale B A, with DoRA times `row_factor`, in float32 and rounded once; this rank's shard in its shape."""
+        """Return W + scale B A, with DoRA times `row_factor`: this rank's shard in its shape, computed in float32 and
+        rounded once."""
         base, out = self.base, self._sum()
         if self.has_magnitude:
             out *= (self.row_factor() if factor is None else factor)[..., None]
@@ -140,19 +141,20 @@ class Adapters(torch.nn.Module):
         return product.add_(dense(self.base).float().view(product.shape))
 
     def row_factor(self) -> Tensor:
-        """float32 [rows], of experts [E / ep, rows]: magnitude / norm of the row, whose gradient is that of the
-        magnitude alone; 1 in rows of no target. Collective over tensor ranks that share the rows."""
+        """Return float32 [rows], of experts [E / ep, rows]: magnitude / norm of the row, or 1 in rows of no target.
+        Its gradient is that of the magnitude alone. Collective over tensor ranks that share the rows."""
         with torch.no_grad():
             norm = self._norm(self._sum())
         places = {target.index: self.get_submodule(target.name).magnitude for target in self.site.targets}
         norms = norm.unflatten(-1, (self.groups, -1)).split(self.sizes, -1)
         rows = [
-            torch.ones_like(part) if i not in places else places[i].view_as(part) / part for i, part in enumerate(norms)
+            torch.ones_like(norm_rows) if i not in places else places[i].view_as(norm_rows) / norm_rows
+            for i, norm_rows in enumerate(norms)
         ]
         return torch.cat(rows, -1).flatten(-2)
 
     def _norm(self, weight: Tensor) -> Tensor:
-        """float32 [rows], of experts [E / ep, rows], of a matrix whose rows tensor ranks may share."""
+        """Return float32 [rows], of experts [E / ep, rows], of a matrix whose rows tensor ranks may share."""
         squares = weight.detach().float().square().sum(-1).flatten(int(self.site.base.experts))
         if self.site.split == "in" and self.layout.tensor > 1:
             dist.all_reduce(squares, group=self.layout.pgs.tp)
@@ -164,7 +166,7 @@ class Adapters(torch.nn.Module):
     # ---- the products
 
     def add(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., in] and what the frozen matrix made of it, with a bias or not -> that of the adapted one."""
+        """Return the adapted matrix's output from x [..., in] and the frozen matrix's output, with a bias or not."""
         a, b = self.factors()
         h = linear(self._dropped(x).flatten(0, -2), a) * self.scale  # two dimensions: torch makes one product of them
         out = out + linear(self._across(h), b).view_as(out)
@@ -175,7 +177,7 @@ class Adapters(torch.nn.Module):
         return out if bias is None else out + bias
 
     def _across(self, h: Tensor) -> Tensor:
-        """A x of all tokens and all of the input, whose gradient comes from all rows."""
+        """Return A x of all tokens and all of the input; its gradient comes from all rows."""
         sequence, tp = self.layout.sequence, self.layout.pgs.tp
         if self.layout.tensor == 1 or self.site.split == "none":
             return h
@@ -191,7 +193,8 @@ class Adapters(torch.nn.Module):
         return dropout(x, self.dropout) if self.dropout and self.training else x
 
     def add_experts(self, x: Tensor, out: Tensor, sizes: Tensor) -> Tensor:
-        """x [M, in] by expert and the frozen matrices' addend of this tensor rank, [M, rows] -> that of the adapted."""
+        """Return the adapted matrices' addend [M, rows] from x [M, in] by expert and the frozen matrices' addend of
+        this tensor rank."""
         (a, b), columns = self.factors(), self.site.split == "out"
         a, b = (self._of_all(a), b) if columns else (a, self._of_all(b))
         h = grouped_linear(self._dropped(x), a, sizes) * self.scale
@@ -203,36 +206,37 @@ class Adapters(torch.nn.Module):
         return out + rows.to(out.dtype) * out
 
     def _of_all(self, whole: Tensor) -> Tensor:
-        """What all tensor ranks have whole, with the gradients of all their addends."""
+        """Return what all tensor ranks have whole, with the gradients of all their addends."""
         return copy_to_tensor_model_parallel_region(whole, group=self.layout.pgs.tp)
 
 
-def joined(found: Mapping[int, tuple[Tensor, Tensor]], groups: int, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """A and B of a whole matrix, which has `groups` of rows with `sizes` of each of its parts; `found`: those of the
-    parts that have some, by number."""
-    firsts, k = [a for a, _ in found.values()], len(found)
+def joined(pairs: Mapping[int, tuple[Tensor, Tensor]], groups: int, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Join A and B of a whole matrix, which has `groups` of rows, each with parts of `sizes`. `pairs` has A and B of
+    some parts, by number."""
+    firsts, k = [a for a, _ in pairs.values()], len(pairs)
     a = firsts[0] if k == 1 else torch.cat(firsts, -2)
     if k == len(sizes) == 1:
-        return a, found[0][1]
-    places, parts = {index: place for place, index in enumerate(found)}, []
+        return a, pairs[0][1]
+    places, parts = {index: position for position, index in enumerate(pairs)}, []
     for index, size in enumerate(sizes):
-        if index not in found:
-            part = a.new_zeros(*a.shape[:-2], groups * size, a.shape[-2])
+        if index not in pairs:
+            block = a.new_zeros(*a.shape[:-2], groups * size, a.shape[-2])
         else:
-            b, place = found[index][1], places[index]
+            b, position = pairs[index][1], places[index]
             rank = b.shape[-1]
-            part = pad(b, (place * rank, (k - 1 - place) * rank))
-        parts.append(part.unflatten(-2, (groups, size)))
+            block = pad(b, (position * rank, (k - 1 - position) * rank))
+        parts.append(block.unflatten(-2, (groups, size)))
     return a, torch.cat(parts, -2).flatten(-3, -2)
 
 
 def change(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """scale B A in float32."""
+    """Return scale B A in float32."""
     return (b.float() @ a.float()).mul_(scale)
 
 
 def _hook(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
-    """After a linear module's forward, which gives Megatron's pair of output and bias left to add, or the output."""
+    """Add the adapters' product after a linear module's forward, which returns Megatron's pair of output and bias, or
+    the output."""
     if not module.adapters.on:
         return None
     bias = None if getattr(module, "skip_bias_add", True) else module.bias
@@ -253,21 +257,21 @@ class AdaptedModel:
     start: list[Tensor] = field(default_factory=list)  # factors that were given, in the order of `named`
 
     def named(self) -> Iterator[tuple[ParamSpec, torch.nn.Parameter]]:
-        """(row of `adapter_table`, this rank's shard) of each factor, in the table's order."""
+        """Yield (row of `adapter_table`, this rank's shard) of each factor, in the table's order."""
         for adapters in self.adapters.values():
             yield from adapters.named()
 
     @torch.no_grad()
     def start_from(self, source: WeightSource) -> None:
-        """Take the factors of `source`, and keep them: `as_at_start` has them."""
+        """Copy the factors of `source`, and keep them for `as_at_start`."""
         for spec, param in self.named():
             param.copy_(own_shard(spec, source, self.layout))
             self.start.append(param.detach().clone())
 
     @contextmanager
     def as_at_start(self) -> Iterator[None]:
-        """Within, the model is what training began from, also after a resume: without adapters, or with those of
-        `start_from`."""
+        """Use the model from which training began within the block, also after a resume: without adapters, or with
+        those of `start_from`."""
         params = [param for _, param in self.named()] if self.start else []
         learnt = [param.data for param in params]
         try:
@@ -283,30 +287,30 @@ class AdaptedModel:
                 adapters.on = True
 
     def sharded_state(self, module: torch.nn.Module) -> dict[str, ShardedTensor]:
-        """Local name of each factor -> its place in a checkpoint, where it has its canonical name."""
+        """Return each factor's local name -> its shard in a checkpoint, where it has its canonical name."""
         names, layout = {id(p): name for name, p in module.named_parameters()}, self.layout
-        found = {}
+        shards = {}
         for spec, param in self.named():
             offsets = [(0, layout.ep_rank, layout.expert)] if spec.experts else []
             split = spec.tp_axis is not None
             if split:
                 offsets.append((spec.tp_axis, layout.tp_rank, layout.tensor))
             replica = (0, 0 if split else layout.tp_rank, layout.copies(spec.experts).rank())
-            found[names[id(param)]] = ShardedTensor.from_rank_offsets(
+            shards[names[id(param)]] = ShardedTensor.from_rank_offsets(
                 spec.canonical, param, *offsets, replica_id=replica
             )
-        return found
+        return shards
 
     def begin(self, step: int) -> None:
-        """What an optimizer step drops is told by the step and by whose tokens a rank has: tensor ranks, who see the
-        same ones, drop alike, and so does a resumed run. (Megatron seeds torch's generator by the tensor rank where
-        there is no GPU, and lets recomputed layers draw the same numbers again.)"""
+        """Seed dropout by the step and by whose tokens a rank has. Tensor ranks, who see the same tokens, drop alike,
+        and so does a resumed run. (Without a GPU Megatron seeds torch's generator by the tensor rank, and lets
+        recomputed layers draw the same numbers again.)"""
         if self.dropout_seed is not None:
             pgs = self.layout.pgs
             torch.manual_seed(derive(self.dropout_seed, "dropout", step, pgs.dp_cp.rank(), self.layout.pp_rank))
 
     def dissolve(self) -> None:
-        """Merge in place: the model is again what it was before `attach`, with other weights."""
+        """Merge in place: the model is again as before `attach`, with other weights."""
         for adapters in self.adapters.values():
             adapters.base.data.copy_(adapters.merged())
         for undo in self.undo:
@@ -314,22 +318,22 @@ class AdaptedModel:
 
     @torch.no_grad()
     def b_norm(self) -> float:
-        """The norm of all B of the model. Collective over its ranks."""
+        """Return the norm of all B of the model. Collective over its ranks."""
         layout, sums = self.layout, []
         for experts, group in ((False, layout.pgs.mp), (True, layout.pgs.tp_ep_pp)):
             own = [(spec, p) for spec, p in self.named() if spec.experts == experts and spec.canonical.endswith(".b")]
-            found = [p for spec, p in own if spec.tp_axis is not None or layout.tp_rank == 0]
+            counted = [p for spec, p in own if spec.tp_axis is not None or layout.tp_rank == 0]
             squares = torch.zeros((), dtype=torch.float64, device=self.device)
-            if found:
-                squares += torch.stack(torch._foreach_norm(found)).double().square().sum()
+            if counted:
+                squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
             dist.all_reduce(squares, group=group)
             sums.append(squares)
         return float(sum(sums).sqrt())
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """Canonical name -> this rank's shard as an engine or a file is to have it: merged where there are adapters, when
-    it is asked for; the matrix asked for last is kept. With DoRA collective over tensor ranks, when it is made."""
+    """Canonical name -> this rank's shard as an engine or a file needs it. Adapted matrices are merged on access; the
+    last one is kept. With DoRA construction is collective over tensor ranks."""
 
     def __init__(self, parameters: Mapping[str, Tensor], adapted: AdaptedModel):
         self._parameters, self._adapters = parameters, adapted.adapters
@@ -352,8 +356,8 @@ class MergedWeights(Mapping[str, Tensor]):
 
 
 class SplitWeights(Mapping[str, Tensor]):
-    """Canonical name -> this rank's shard of each frozen weight as it is without adapters, and of what changes it
-    (`Adapters.sent`). With DoRA collective over tensor ranks, when it is made."""
+    """Canonical name -> this rank's shard of each frozen weight without adapters, and of its adapters
+    (`Adapters.sent`). With DoRA construction is collective over tensor ranks."""
 
     def __init__(self, parameters: Mapping[str, Tensor], adapted: AdaptedModel):
         self._parameters = parameters
@@ -371,8 +375,8 @@ class SplitWeights(Mapping[str, Tensor]):
 
 
 def _first_factors(seed: int) -> WeightSource:
-    """A uniform in +-1 / sqrt(in), as kaiming_uniform(sqrt(5)) (and PEFT) has it, by seed and name alone, so that every
-    layout begins alike; B zero."""
+    """Return the source of first factors. A is uniform in +-1 / sqrt(in), as kaiming_uniform(sqrt(5)) (and PEFT); B
+    is zero. They depend on seed and name only, so that every layout begins alike."""
 
     def source(spec: ParamSpec) -> Tensor:
         if spec.canonical.endswith(".b"):
@@ -385,37 +389,40 @@ def _first_factors(seed: int) -> WeightSource:
 
 
 def check_adapters(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ConfigError where the model, or this machine, cannot have what `cfg.lora` says."""
+    """Check that the model and this machine support `cfg.lora`. Raises ConfigError."""
     experts = any(site.base.experts for site in sites(cfg))
     if experts and device.type == "cuda" and dtype == torch.bfloat16 and cfg.lora.rank % 8:
-        expected = "a multiple of 8 for adapters of experts in bfloat16 on a GPU, whose product wants whole 16 bytes"
+        expected = (
+            "a multiple of 8 for adapters of experts in bfloat16 on a GPU, whose product needs multiples of 16 bytes"
+        )
         raise ConfigError("model.lora.rank", cfg.lora.rank, expected)
 
 
 def attach(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, seed: int) -> AdaptedModel:
-    """Freeze a stage whose weights are loaded, but for a score head, and give it adapters. Before gradients have
-    buffers: frozen weights have none. Collective over tensor ranks. Raises ConfigError as `sites`."""
+    """Freeze a stage whose weights are loaded, except for a score head, and give it adapters. Call it before
+    gradients have buffers: frozen weights have none. Collective over tensor ranks. Raises ConfigError as `sites`."""
     undo: list[Callable[[], object]] = [partial(p.requires_grad_, p.requires_grad) for p in model.parameters()]
     model.requires_grad_(False)
     if head.kind == "score" and layout.is_last_stage:
         model.output_layer.requires_grad_(True)
-    parameters, modules, source, found = local_parameters(model), local_modules(model), _first_factors(seed), {}
+    parameters, modules, source, adapted = local_parameters(model), local_modules(model), _first_factors(seed), {}
     for site in sites(cfg):
         if site.base.canonical not in parameters:
             continue
-        module, place = modules[site.module], site.holder.rsplit(".", 1)[1]
+        module, attribute = modules[site.module], site.holder.rsplit(".", 1)[1]
         adapters = Adapters(site, cfg, layout, parameters[site.base.canonical], source)
-        setattr(module, place, adapters)
-        undo.append(partial(setattr, module, place, None))
+        setattr(module, attribute, adapters)
+        undo.append(partial(setattr, module, attribute, None))
         if not site.base.experts:
             undo.append(module.register_forward_hook(_hook).remove)
-        found[site.base.canonical] = adapters
+        adapted[site.base.canonical] = adapters
     if layout.is_first_stage and (layout.pipeline > 1 or cfg.recompute != "none"):
         undo.append(model.embedding.register_forward_hook(_ask_for_gradient).remove)
     device = next(p.device for p in model.parameters() if not p.is_meta)
-    return AdaptedModel(found, layout, device, seed if cfg.lora.dropout else None, undo)
+    return AdaptedModel(adapted, layout, device, seed if cfg.lora.dropout else None, undo)
 
 
 def _ask_for_gradient(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-    """Recomputed layers and pipeline stages tell by their input whether there is anything to learn."""
+    """Make the input require a gradient: by it recomputed layers and pipeline stages decide whether there is anything
+    to learn."""
     return output.detach().requires_grad_() if torch.is_grad_enabled() else None

@@ -46,7 +46,7 @@ logging.getLogger("megatron.core").setLevel(logging.ERROR)  # GPTModel logs its 
 
 @dataclass(frozen=True)
 class Head:
-    """What sits on the last hidden state: "lm" (vocabulary logits) or "score" (`outputs` float32 numbers per token)."""
+    """Layer on the last hidden state: "lm" (vocabulary logits) or "score" (`outputs` float32 numbers per token)."""
 
     kind: str = "lm"
     outputs: int = 1
@@ -57,12 +57,13 @@ def has_transformer_engine() -> bool:
 
 
 def uses_transformer_engine(cfg: ModelConfig) -> bool:
-    """Else the model is made of modules of our own."""
+    """Return whether the model uses TransformerEngine's modules; otherwise it is made of our own."""
     return cfg.kernels != "own" and has_transformer_engine() and not unfit_for_te(cfg)
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """auto: bfloat16 where the hardware multiplies it fast (CUDA; CPUs with bf16 units), else float32."""
+    """Return the dtype of `name`. auto: bfloat16 where the hardware multiplies it fast (CUDA; CPUs with bf16 units),
+    else float32."""
     if name == "auto":
         fast = torch.cuda.is_available() or cpu_has_bf16()
         return torch.bfloat16 if fast else torch.float32
@@ -141,7 +142,7 @@ def layer_spec(cfg: ModelConfig, config: TransformerConfig, layout: Layout) -> M
 
 
 def _own_layer(cfg: ModelConfig, kinds: tuple[str, ...], experts: partial | None) -> ModuleSpec:
-    """A layer of these kinds, of modules of our own."""
+    """Return a layer of these kinds, made of our own modules."""
     submodules = get_gpt_layer_local_submodules(normalization="RMSNorm")
     family, wide = cfg.traits, cfg.traits.wide_qk_norm
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm if family.pre_norms else IdentityOp
@@ -166,7 +167,7 @@ def _own_layer(cfg: ModelConfig, kinds: tuple[str, ...], experts: partial | None
 
 
 def _dense(kind: type[GatedMLP], has_bias: bool, *, config: TransformerConfig, **options: Any) -> GatedMLP:
-    """Megatron has one flag for the biases of attention's output and of the MLP."""
+    """Make an MLP with its own flag for biases: Megatron has one for those of attention's output and of the MLP."""
     return kind.as_mlp_submodule(config=with_fields(config, add_bias_linear=has_bias), **options)
 
 
@@ -193,13 +194,14 @@ class ScoreHead(torch.nn.Module):
 
 
 class StageModel(GPTModel):
-    """GPTModel whose checkpoint of tied embeddings asks its own process groups, where Megatron asks the global ones."""
+    """GPTModel that uses its own process groups for the checkpoint of tied embeddings, where Megatron uses the global
+    ones."""
 
     mixed_layers = False  # then each layer's parameters are tensors of their own in a checkpoint, else all layers' one
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        told = (metadata or {}) | {"non_homogeneous_layers": self.mixed_layers}
-        return super().sharded_state_dict(prefix, sharded_offsets, told)
+        marked = (metadata or {}) | {"non_homogeneous_layers": self.mixed_layers}
+        return super().sharded_state_dict(prefix, sharded_offsets, marked)
 
     def tie_embeddings_and_output_weights_state_dict(
         self, sharded_state_dict: dict, output_layer_weight_key: str, first_stage_word_emb_key: str, metadata: dict
@@ -218,7 +220,7 @@ class StageModel(GPTModel):
 
 
 def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ConfigError where the config asks for what this machine, or this model, cannot have."""
+    """Check that this machine and this model support what the config requests. Raises ConfigError."""
     check_te(cfg)
     if cfg.kernels == "te" and not has_transformer_engine():
         raise ConfigError("model.kernels", "te", "auto or own", f"TransformerEngine is not used here: {HERE.lacks}.")
@@ -227,13 +229,13 @@ def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def _with_plain_strides(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """[N, 1, H]: the axis of one of Megatron's transposed view has a stride for which torch makes N products with a
-    frozen matrix instead of one."""
+    """Give the output [N, 1, H] plain strides. In Megatron's transposed view the axis of one has a stride for which
+    torch makes N products with a frozen matrix instead of one."""
     return output.view(output.shape)
 
 
 def build_model(cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype, device: torch.device) -> StageModel:
-    """This rank's stage of the model, weights not yet set. `cfg.vocab_size` must be known."""
+    """Build this rank's stage of the model, weights not yet set. `cfg.vocab_size` must be known."""
     assert cfg.vocab_size > 0, "model.vocab_size must be resolved from the tokenizer first"
     check_kernels(cfg, dtype, device)
     use_fast_products(device, dtype)

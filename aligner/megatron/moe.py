@@ -1,19 +1,19 @@
 """Mixture-of-experts layers on the flat stream of tokens, with expert, tensor, context and pipeline parallelism.
 
-Megatron's own layer knows no stream: its statistics see padding where sequence or pipeline parallelism loses the mask,
-and its dispatchers do not all run without CUDA. The layer here takes the place of Megatron's MLP, and follows its rules
-for parameters (`allreduce`, `tensor_model_parallel`, the expert data-parallel group), so that gradient reductions,
+Megatron's own layer knows no stream: its statistics see padding where sequence or pipeline parallelism loses the
+mask, and its dispatchers do not all run without CUDA. The layer here replaces Megatron's MLP. It follows its rules
+for parameters (`allreduce`, `tensor_model_parallel`, the expert data-parallel group), so gradient reductions,
 optimizers and checkpoints are Megatron's.
 
 Expert parallelism: E experts over the ranks of `pgs.ep`, neighbours among the context- and data-parallel ranks. Every
-rank routes its own tokens and sends each to the ranks of its experts, with one all-to-all there and one back; no token
-is dropped. Tensor parallelism shards every expert's FFN: the ranks see the same tokens, route them alike, and compute
-addends. Everything between the two collectives of a tensor-parallel layer is then one rank's addend, also the gradient
-of the router.
+rank routes its own tokens. It sends each to the ranks of its experts, with one all-to-all there and one back; no
+token is dropped. Tensor parallelism shards every expert's FFN: the ranks see the same tokens, route them alike, and
+compute addends. Everything between the two collectives of a tensor-parallel layer is then one rank's addend, also the
+gradient of the router.
 
-Auxiliary loss of a layer (Fedus et al. 2021, arXiv:2101.03961, eq. 4, with the fractions of top-k pairs as in Megatron
-and Qwen): L = coef * E * sum_i f_i P_i, with f_i = pairs of expert i / (k T), held constant, P_i = sum_t p_ti / T. The
-sum over layers is added to the gradient, not to the reported loss. `aux_over` says whose tokens T are:
+Auxiliary loss of a layer (Fedus et al. 2021, arXiv:2101.03961, eq. 4, with the fractions of top-k pairs as in
+Megatron and Qwen): L = coef * E * sum_i f_i P_i, with f_i = pairs of expert i / (k T), held constant, P_i = sum_t
+p_ti / T. The sum over layers is added to the gradient, not to the reported loss. `aux_over` says whose tokens T are:
 
 - "minibatch": all of the optimizer step, on all ranks ("global batch", Qiu et al. 2025, arXiv:2501.11873), so the
   gradient does not depend on micro-batches or ranks. f is counted by a forward pass over the minibatch beforehand, or,
@@ -75,15 +75,15 @@ if TYPE_CHECKING:
 
 
 class StreamLayer(TransformerLayer):
-    """A layer whose MLP is told how often each token of the stream counts (`packed_seq_params.times`)."""
+    """A layer that passes its MLP how often each token of the stream counts (`packed_seq_params.times`)."""
 
     def _forward_mlp(self, hidden_states, inference_context=None, padding_mask=None, packed_seq_params=None):
         return super()._forward_mlp(hidden_states, inference_context, packed_seq_params.times, packed_seq_params)
 
 
 class Router(torch.nn.Module):
-    """weight [E, H] and, in some families, bias [E], the same on every rank; or `expert_bias` [E] of the choice alone,
-    float32 and changed by no gradient."""
+    """Router with weight [E, H] and, in some families, bias [E], the same on every rank. Other families have
+    `expert_bias` [E], which affects only the choice, in float32; no gradient changes it."""
 
     def __init__(self, config: TransformerConfig, num_experts: int, traits: Family):
         super().__init__()
@@ -95,7 +95,7 @@ class Router(torch.nn.Module):
 
 
 class ExpertBias(torch.nn.Module):
-    """`bias`, as Megatron calls what has no weight decay; `split`: tensor ranks share its last axis."""
+    """`bias`, Megatron's name for a parameter without weight decay; `split`: tensor ranks share its last axis."""
 
     def __init__(self, config: TransformerConfig, shape: tuple[int, ...], split: bool):
         super().__init__()
@@ -131,7 +131,7 @@ class Experts(torch.nn.Module):
         self.down_adapters: Adapters | None = None
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
-        """x [M, H] by expert, sizes int64 [E / ep] -> this tensor rank's addend [M, H]."""
+        """Compute x [M, H] by expert, sizes int64 [E / ep] -> this tensor rank's addend [M, H]."""
         mixed = _product(x, self.gate_up, self.gate_up_adapters, sizes)
         if not self.has_bias:
             return _product(self.gate(mixed), self.down, self.down_adapters, sizes)
@@ -142,22 +142,22 @@ class Experts(torch.nn.Module):
         return add_bias(_product(self.gate(mixed), self.down, self.down_adapters, sizes), bias, sizes)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        """Axis 0 is sharded over expert ranks, axis 2, where there is one, over tensor ranks, whatever Megatron puts
-        before them."""
-        layout, before, found = self.layout, len(sharded_offsets), {}
+        """Shard axis 0 over expert ranks and axis 2, where it exists, over tensor ranks, after any axes that Megatron
+        prepends."""
+        layout, before, shards = self.layout, len(sharded_offsets), {}
         for name, param in self.named_parameters():
             own, split = [(before, layout.ep_rank, layout.expert)], param.dim() > 2
             if split:
                 own.append((before + 2, layout.tp_rank, layout.tensor))
             replica = (0, 0 if split else layout.tp_rank, layout.copies(True).rank())
-            found[prefix + name] = ShardedTensor.from_rank_offsets(
+            shards[prefix + name] = ShardedTensor.from_rank_offsets(
                 prefix + name, param, *sharded_offsets, *own, replica_id=replica, prepend_axis_num=before
             )
-        return found
+        return shards
 
 
 def _product(x: Tensor, weight: Tensor, adapters: Adapters | None, sizes: Tensor) -> Tensor:
-    """x [M, in] by expert times weight [E / ep, ..., in] -> [M, out]."""
+    """Multiply x [M, in] by expert with weight [E / ep, ..., in] -> [M, out]."""
     held = held_by(weight)
     if held is None:
         out = grouped_linear(x, weight.flatten(1, -2), sizes)
@@ -168,8 +168,8 @@ def _product(x: Tensor, weight: Tensor, adapters: Adapters | None, sizes: Tensor
 
 
 class ExpertLayer(torch.nn.Module):
-    """Takes the place of Megatron's MLP: hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> the same
-    shape, and no bias. In some families one more MLP computes every token (`shared_experts`)."""
+    """Replacement of Megatron's MLP: hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> the same
+    shape, without bias. In some families one more MLP computes every token (`shared_experts`)."""
 
     def __init__(self, config: TransformerConfig, model: ModelConfig, layout: Layout, **unused: Any):
         super().__init__()
@@ -193,13 +193,13 @@ class ExpertLayer(torch.nn.Module):
         self.reset()
 
     def set_layer_number(self, number: int) -> None:
-        """Megatron tells: from 1, over all pipeline stages."""
+        """Take the layer's number, which Megatron counts from 1 over all pipeline stages."""
         layer, each = number - 1, self._stage_layers
         # among the layers with experts of this stage
         self.place = sum(i not in self.moe.dense_layers for i in range(layer // each * each, layer))
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Forget the counts."""
         self.pairs: Tensor | float = 0.0  # float64 [E]: pairs by expert, a token as often as it counts
         self.probs: Tensor | float = 0.0  # float64 [E]: sum of p over tokens
         self.routed, self.computed = 0, torch.zeros((), dtype=torch.int64)  # pairs sent off, pairs that experts got
@@ -207,7 +207,7 @@ class ExpertLayer(torch.nn.Module):
         self.replays: Tensor | None = None
 
     def forward(self, hidden: Tensor, padding_mask: Times, **unused: Any) -> tuple[Tensor, None]:
-        """`padding_mask` (Megatron's word) is `Packing.times`."""
+        """Compute the layer. `padding_mask` (Megatron's name) is `Packing.times`."""
         times, sequence, tp = padding_mask, self.layout.sequence, self.layout.pgs.tp
         x = hidden[:, 0]
         if sequence:
@@ -227,26 +227,26 @@ class ExpertLayer(torch.nn.Module):
         return out if self.shared_experts is None else out + self.shared_experts(hidden)[0], None
 
     def _mix(self, x: Tensor, times: Times) -> Tensor:
-        """x [n, H], every one a token -> this tensor rank's addend [n, H]."""
+        """Compute x [n, H], all of them tokens -> this tensor rank's addend [n, H]."""
         router, bias, tp = self.router.weight, self.router.bias, self.layout.pgs.tp
         if self.layout.tensor > 1:
             router = copy_to_tensor_model_parallel_region(router, group=tp)
             bias = None if bias is None else copy_to_tensor_model_parallel_region(bias, group=tp)
         replay = times.replay
-        given = None if replay is None else Chosen(replay.experts[self.place], replay.known)
+        replayed = None if replay is None else Chosen(replay.experts[self.place], replay.known)
         if self.router.expert_bias is None:
-            routing = route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias, given)
+            routing = route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias, replayed)
         else:
-            routing = route_by_groups(x, router, self.router.expert_bias, self.moe, given)
-        if given is not None and (self.counting or self._learns()):
-            both = torch.stack([given.known, given.known & rerouted(routing)]).double() @ times.count.double()
+            routing = route_by_groups(x, router, self.router.expert_bias, self.moe, replayed)
+        if replayed is not None and (self.counting or self._learns()):
+            both = torch.stack([replayed.known, replayed.known & rerouted(routing)]).double() @ times.count.double()
             self.replays = both if self.replays is None else self.replays + both
         pairs = sort_pairs(routing.experts, self.moe.num_experts)
         weights = self._balance(routing, times.count)
         return combine(self._compute(expand(x, pairs), pairs.counts), pairs, weights)
 
     def _compute(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [M, H] by expert, counts int64 [E] -> what the experts, wherever they are, make of it, in that order."""
+        """Compute x [M, H] by expert, counts int64 [E] -> the output of the experts, on any rank, in that order."""
         if self.layout.expert == 1:
             self._count_rows(len(x), counts.sum())
             return self.experts(x, counts)
@@ -255,7 +255,7 @@ class ExpertLayer(torch.nn.Module):
         theirs = torch.empty_like(counts)  # [from rank, own expert]
         dist.all_to_all_single(theirs, counts, group=group)
         self._count_rows(len(x), theirs.sum())
-        # the host must wait here, once in every layer and pass: how many tokens go where is what it tells the network
+        # the host must wait here, once in every layer and pass: the exchange needs the numbers of tokens per rank
         sent, got = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
         own = torch.arange(counts.shape[1], device=x.device).repeat(ranks)
         own = own.repeat_interleave(theirs.flatten(), output_size=sum(got))
@@ -274,7 +274,7 @@ class ExpertLayer(torch.nn.Module):
             self.routed, self.computed = self.routed + routed, self.computed + computed
 
     def _balance(self, routing: Routing, times: Tensor) -> Tensor:
-        """Count, and hang the auxiliary loss on the routing weights."""
+        """Count pairs, and attach the auxiliary loss to the routing weights."""
         if not (self.counting or self._learns()):
             return routing.weights
         chosen = torch.zeros(self.moe.num_experts, dtype=torch.float64, device=times.device)
@@ -292,11 +292,11 @@ class ExpertLayer(torch.nn.Module):
         return _AddLoss.apply(routing.weights, self.moe.aux_coef * loss / self.layout.tensor)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        found = checkpoint_entries(self.router, f"{prefix}router.", sharded_offsets, metadata, self.layout.pgs.tp)
+        entries = checkpoint_entries(self.router, f"{prefix}router.", sharded_offsets, metadata, self.layout.pgs.tp)
         for name in ("experts", "shared_experts"):
             if (module := getattr(self, name)) is not None:
-                found |= module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
-        return found
+                entries |= module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+        return entries
 
 
 class GatedShared(GatedMLP):
@@ -312,13 +312,13 @@ class GatedShared(GatedMLP):
         return out * torch.nn.functional.linear(hidden, self.gate_weight).sigmoid(), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        """Megatron's goes through the modules inside alone."""
+        """Add the gate, as Megatron's method covers only the modules inside."""
         gate = checkpoint_entries({"gate_weight": self.gate_weight}, prefix, sharded_offsets, metadata, self.tp_group)
         return super().sharded_state_dict(prefix, sharded_offsets, metadata) | gate
 
 
 class _AddLoss(torch.autograd.Function):
-    """x as it is; in backward, a loss is minimised as well."""
+    """x unchanged; backward minimises a loss as well."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""What a model holds on its device, and its way to host memory and back.
+"""Memory of a model on its device, moved to host memory and back.
 
 Gradients are freed and come back as zeros, by Megatron's own buffers (every optimizer step zeroes them first).
+
 Optimizer state and weights keep their bytes. Megatron's `offload_to_cpu` of optimizers is not used: it does not pin,
-and it gives float32 shards, which are views of the weights, a storage of their own. Here tensors stay the same objects
-over the same storage, which alone is emptied and filled again: views, process groups and checkpoints know nothing of
-it.
+and it gives float32 shards, which are views of the weights, a storage of their own. Here tensors stay the same
+objects over the same storage, which alone is emptied and filled again. Views, process groups and checkpoints notice
+nothing.
 
 On a CPU the bytes move to other host memory; on CUDA to pinned memory, with one synchronisation each way.
 """
@@ -24,7 +25,7 @@ KINDS = ("gradients", "optimizer", "weights")  # in the order in which they leav
 
 
 class FrozenMemory:
-    """Of weights that are only read. `leave` and `come_back` are without effect where a kind is away, or here, already.
+    """Memory of weights that are only read. `leave` and `come_back` do nothing where a kind is already away, or here.
     No collectives."""
 
     def __init__(self, device: torch.device, weights: Callable[[], Iterable[Tensor]], pin: bool = True):
@@ -38,11 +39,11 @@ class FrozenMemory:
         return ("weights",)
 
     def held_bytes(self, kind: str) -> int:
-        """On the device now."""
+        """Return the bytes on the device now."""
         return sum(storage.nbytes() for storage in self._storages(kind))
 
     def leave(self, kind: str) -> int:
-        """To host memory (gradients: to nowhere). Returns the bytes that are free now."""
+        """Offload to host memory (gradients: drop). Returns the freed bytes."""
         if kind in self.away or kind not in self.kinds():
             return 0
         storages = [storage for storage in self._storages(kind) if storage.resizable()]
@@ -62,7 +63,7 @@ class FrozenMemory:
         return size
 
     def come_back(self, kind: str) -> int:
-        """Returns the bytes that are taken again."""
+        """Restore from host memory. Returns the bytes in use again."""
         if kind not in self.away:
             return 0
         self.away.remove(kind)
@@ -74,8 +75,8 @@ class FrozenMemory:
         return sum(host.numel() for _, host in parked)
 
     def _storages(self, kind: str) -> list[torch.UntypedStorage]:
-        """Each once, those that are away with 0 bytes. (Memory that numpy has seen, on a CPU, is not ours to free: it
-        stays.)"""
+        """Return each storage once, those that are away with 0 bytes. (Memory that numpy has seen, on a CPU, is not
+        ours to free: it stays.)"""
         return list(_unique(self._weights()).values())
 
     def _host(self, kind: str, index: int, size: int) -> Tensor:
@@ -92,7 +93,7 @@ class FrozenMemory:
 
 
 class ModelMemory(FrozenMemory):
-    """Of a model, with what its optimizer holds where it has one."""
+    """Memory of a model and of its optimizer, if it has one."""
 
     def __init__(self, model: ShardedModel, pin: bool = True):
         super().__init__(model.device, self._parameters, pin)
@@ -122,8 +123,8 @@ class ModelMemory(FrozenMemory):
         return self.held_bytes(kind)
 
     def _parameters(self) -> Iterator[Tensor]:
-        """A model on another's trunk has what it does not share: every phase that reads it reads the other too
-        (`run/phases.py`)."""
+        """Yield the parameters, without those shared with another model's trunk: every phase that reads this model
+        reads the trunk's too (`run/phases.py`)."""
         trunk = self.model.trunk
         theirs = set() if trunk is None else set(trunk.module.parameters())
         yield from (p for p in self.model.module.parameters() if not p.is_meta and p not in theirs)
@@ -137,14 +138,14 @@ class ModelMemory(FrozenMemory):
             wrapped = self.model.wrapped
             return list(_unique(b.grad_data for b in wrapped.buffers + wrapped.expert_parallel_buffers).values())
         means = self.model.ema.means if self.model.ema is not None else []
-        found, weights = _unique(chain(_optimizer_tensors(self.model.optimizer), means)), _unique(self._parameters())
-        return [storage for key, storage in found.items() if key not in weights]
+        storages, weights = _unique(chain(_optimizer_tensors(self.model.optimizer), means)), _unique(self._parameters())
+        return [storage for key, storage in storages.items() if key not in weights]
 
 
 def _optimizer_tensors(optimizer) -> Iterator[Tensor]:
-    """Main parameters and moments; of float32 models the former are the weights. Counters of steps stay."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = part.optimizer
+    """Yield main parameters and moments; of float32 models the former are the weights. Counters of steps stay."""
+    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = member.optimizer
         if inner is None:  # a rank without parameters of this part
             continue
         for group in inner.param_groups:
@@ -154,12 +155,12 @@ def _optimizer_tensors(optimizer) -> Iterator[Tensor]:
 
 
 def _unique(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """By the identity of the storage, which has no address while it is empty."""
-    found = {}
+    """Return storages by their identity, as an empty storage has no address."""
+    storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        found.setdefault(storage._cdata, storage)
-    return found
+        storages.setdefault(storage._cdata, storage)
+    return storages
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -167,5 +168,5 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _quiet() -> warnings.catch_warnings:
-    """Megatron asks tensors for their typed storage, which torch calls deprecated at every first use."""
+    """Silence torch's deprecation warnings of typed storage, which Megatron requests of tensors."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -1,5 +1,4 @@
-"""What Megatron's optimizers hold of a model, parameter by parameter, whichever class they are of; and torch's Adam in
-one pass over memory."""
+"""State of Megatron's optimizers by parameter, for all of their classes; and torch's Adam in one pass over memory."""
 
 from __future__ import annotations
 
@@ -28,74 +27,76 @@ class Owned:
 
 
 def is_distributed(optimizer: MegatronOptimizer) -> bool:
-    return any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
+    return any(isinstance(member, DistributedOptimizer) for member in _parts(optimizer))
 
 
 def owned(optimizer: MegatronOptimizer) -> Iterator[Owned]:
-    """In the same order whenever it is asked for. `give_state` first."""
-    for part in _parts(optimizer):
-        alone = isinstance(part, DistributedOptimizer)
-        for param, main in _mains(part):
-            start = part._get_model_param_range_map(param)["param"].start if alone else 0
-            state = part.optimizer.state[main]
+    """Yield each parameter's numbers in a fixed order. Call `give_state` first."""
+    for member in _parts(optimizer):
+        alone = isinstance(member, DistributedOptimizer)
+        for param, main in _mains(member):
+            start = member._get_model_param_range_map(param)["param"].start if alone else 0
+            state = member.optimizer.state[main]
             yield Owned(param, start, main, {name: state[name] for name in MOMENTS}, alone)
 
 
 def give_state(optimizer: MegatronOptimizer) -> None:
-    """An Adam that never stepped has no moments to save or to load into: give it those its first step would make."""
-    for part in _parts(optimizer):
-        for _, main in _mains(part):
-            state = part.optimizer.state[main]
+    """Give an Adam that never stepped the moments that its first step would make, so that they can be saved or
+    loaded."""
+    for member in _parts(optimizer):
+        for _, main in _mains(member):
+            state = member.optimizer.state[main]
             if not state:
                 state.update({name: torch.zeros_like(main) for name in MOMENTS})
-                if _is_torch_adam(part):
+                if _is_torch_adam(member):
                     state["step"] = torch.zeros((), device=main.device)
 
 
 def set_step(optimizer: MegatronOptimizer, count: int) -> None:
-    """torch's Adam counts the steps of each parameter, in tensors of its own; TransformerEngine's and Apex's of each
-    group."""
-    for part in _parts(optimizer):
-        if _is_torch_adam(part):
-            for state in part.optimizer.state.values():
+    """Set the count of steps. torch's Adam counts the steps of each parameter in its own tensors, TransformerEngine's
+    and Apex's those of each group."""
+    for member in _parts(optimizer):
+        if _is_torch_adam(member):
+            for state in member.optimizer.state.values():
                 state["step"].fill_(count)
         else:
-            for group in part.optimizer.param_groups:
+            for group in member.optimizer.param_groups:
                 group["step"] = count
 
 
 def fuse(optimizer: MegatronOptimizer) -> None:
-    """torch's Adam in one pass over weights, gradients and moments, not in ten (3.5 times faster on a CPU); Adam of
-    TransformerEngine and Apex, which Megatron takes where it finds them, is fused anyway. Once, after construction."""
-    for part in filter(_is_torch_adam, _parts(optimizer)):
-        for group in part.optimizer.param_groups:
+    """Make torch's Adam pass once over weights, gradients and moments instead of ten times (3.5 times faster on a
+    CPU). Adam of TransformerEngine and Apex, which Megatron prefers, is always fused. Call it once, after
+    construction."""
+    for member in filter(_is_torch_adam, _parts(optimizer)):
+        for group in member.optimizer.param_groups:
             group["fused"] = True
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Those that hold something: a rank may have no parameters of one of them."""
+    """Return the optimizers that hold something: a rank may have no parameters of one of them."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if part.optimizer is not None]
+    return [member for member in parts if member.optimizer is not None]
 
 
-def _mains(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """(the model's parameter, its float32 weights), which are the keys of the inner optimizer's state."""
-    if isinstance(part, DistributedOptimizer):
+def _mains(member: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (the model's parameter, its float32 weights), which are the keys of the inner optimizer's state."""
+    if isinstance(member, DistributedOptimizer):
         pairs = (
-            (part.model_fp32_groups, part.shard_fp32_groups),
-            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            (member.model_fp32_groups, member.shard_fp32_groups),
+            (member.model_float16_groups, member.shard_fp32_from_float16_groups),
         )
-    elif isinstance(part, Float16OptimizerWithFloat16Params):
+    elif isinstance(member, Float16OptimizerWithFloat16Params):
         pairs = (
-            (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups),
-            (part.float16_groups, part.fp32_from_float16_groups),
+            (member.fp32_from_fp32_groups, member.fp32_from_fp32_groups),
+            (member.float16_groups, member.fp32_from_float16_groups),
         )
     else:
-        groups = [group["params"] for group in part.param_groups]
+        groups = [group["params"] for group in member.param_groups]
         pairs = ((groups, groups),)
     for params, mains in pairs:
         yield from zip(chain.from_iterable(params), chain.from_iterable(mains), strict=True)
 
 
-def _is_torch_adam(part: MegatronOptimizer) -> bool:
-    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+def _is_torch_adam(member: MegatronOptimizer) -> bool:
+    return isinstance(member.optimizer, torch.optim.Adam | torch.optim.AdamW)

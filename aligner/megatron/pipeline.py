@@ -1,8 +1,8 @@
 """Pipeline messages whose shapes every stage knows.
 
-Micro-batches are as long as their rows. Megatron's way with that (`variable_seq_lengths`) asks the neighbour for every
-shape: two more messages, and a host that waits for the device, at each exchange. But all stages pack the same rows, so
-each finds the shape of what comes by packing them, which it has to do anyway.
+Micro-batches are as long as their rows. For that Megatron (`variable_seq_lengths`) sends every shape ahead: two more
+messages at each exchange, and a host that waits for the device. Here all stages pack the same rows, so each knows the
+shape of the next message from the packing it needs anyway.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from torch import Tensor
 from aligner.megatron.groups import Layout
 from aligner.types import TrainBatch
 
-Prepared = tuple[TrainBatch, Any]  # a micro-batch with its `packing`, and what attention must know of it
+Prepared = tuple[TrainBatch, Any]  # a micro-batch with its `packing`, and attention's view of it
 
 
 class Pipeline(P2PCommunicator):
-    """Megatron's exchanges for its schedule without interleaving, and the iterator from which its forward steps take
-    what is `prepared`: a stage receives each micro-batch just before it computes it, and gradients in the same
-    order."""
+    """Megatron's exchanges for its schedule without interleaving, and the iterator that feeds its forward steps what
+    is `prepared`. A stage receives each micro-batch just before it computes it, and gradients in the same order."""
 
     def __init__(self, layout: Layout, config: TransformerConfig, prepared: Iterator[Prepared]):
         super().__init__(layout.pgs.pp, config)
@@ -40,7 +39,7 @@ class Pipeline(P2PCommunicator):
         return self._ready.popleft()
 
     def _coming(self) -> list[tuple[int, int, int]]:
-        """The shape of the next micro-batch, which is prepared for it."""
+        """Prepare the next micro-batch and return its shape."""
         self._ready.append(next(self._prepared))
         tokens = self._ready[-1][0].packing.tokens
         self._owed.append((tokens // self._shares, 1, self.config.hidden_size))

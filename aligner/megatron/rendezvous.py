@@ -1,9 +1,9 @@
-"""Where the ranks of a job meet, so that nobody else gets a word in.
+"""Rendezvous of the ranks of a job, closed to everybody else.
 
-The store of torch.distributed takes orders from whoever connects, and its object collectives unpickle what comes, which
-executes code. So the store listens where only ranks are, as far as that is known; ranks prove to each other that they
-know the job's secret before the first collective; and every object carries a signature that is checked before it is
-unpickled. Who reaches the ports can still disturb a run, and change numbers on their way: docs/security.md.
+The store of torch.distributed takes orders from whoever connects, and its object collectives unpickle what comes,
+which executes code. So the store listens only where ranks are, as far as that is known. Before the first collective
+ranks prove to each other that they know the job's secret. Every object carries a signature that is checked before it
+is unpickled. Who reaches the ports can still disturb a run, and change numbers on their way: docs/security.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HELLO, MET, PROOF, WELCOME = (f"aligner/meet/{name}" for name in ("hello", "met"
 
 
 def meet(env: RankEnv, timeout_s: float, secret: bytes) -> tuple[dist.Store, Seal]:
-    """The store of all ranks, and the key of this start. Raises PeerError where somebody there does not know
+    """Return the store of all ranks, and the seal of this start. Raises PeerError if another party does not know
     `secret`."""
     timeout = datetime.timedelta(seconds=timeout_s)
     rank, world, address, port = env.rank, env.world_size, env.master_addr, env.master_port
@@ -49,18 +49,19 @@ def meet(env: RankEnv, timeout_s: float, secret: bytes) -> tuple[dist.Store, Sea
 
 
 def _listen(address: str, port: int) -> int | None:
-    """A socket on the interface of that address alone. None for a name, which hosts may take for different addresses:
-    torch then listens on all interfaces, as where it cannot be bound, or says why it cannot."""
+    """Open a socket on the interface of that address alone. None for a name, which hosts may resolve to different
+    addresses, and where it cannot be bound. torch then listens on all interfaces, or says why it cannot."""
     with suppress(ValueError, OSError):
         family = socket.AF_INET if ipaddress.ip_address(address).version == 4 else socket.AF_INET6
         return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN).detach()
     return None
 
 
-def shake_hands(store: dist.Store, rank: int, world: int, secret: bytes, place: str) -> Seal:
-    """Each rank sends a random number; the key is of the secret and all of them; each proves that it has the key."""
-    mine = secrets.token_bytes(NONCE_BYTES)
-    store.set(f"{HELLO}/{rank}", mine)
+def shake_hands(store: dist.Store, rank: int, world: int, secret: bytes, origin: str) -> Seal:
+    """Exchange a random number per rank. The key derives from the secret and all of them, and each rank proves that
+    it has the key."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    store.set(f"{HELLO}/{rank}", nonce)
     if rank == 0:
         store.set(MET, b"".join(store.multi_get([f"{HELLO}/{r}" for r in range(world)])))
     met = store.get(MET)
@@ -72,20 +73,20 @@ def shake_hands(store: dist.Store, rank: int, world: int, secret: bytes, place: 
         if unknown:
             raise PeerError(
                 f"rank {unknown[0]} of {world} does not know this job's secret: expected one run.dir (or {VARIABLE}) "
-                f"on all nodes, and nobody else at MASTER_ADDR={place}"
+                f"on all nodes, and nobody else at MASTER_ADDR={origin}"
             )
         store.set(WELCOME, seal.mac(b"", "welcome"))
-    fresh = met[rank * NONCE_BYTES : (rank + 1) * NONCE_BYTES] == mine and len(met) == world * NONCE_BYTES
+    fresh = met[rank * NONCE_BYTES : (rank + 1) * NONCE_BYTES] == nonce and len(met) == world * NONCE_BYTES
     if not fresh or not seal.signed(store.get(WELCOME), b"", "welcome"):
         raise PeerError(
-            f"who answers at MASTER_ADDR={place} does not know this job's secret: expected one run.dir (or {VARIABLE}) "
+            f"the process at MASTER_ADDR={origin} does not know this job's secret: expected one run.dir (or {VARIABLE}) "
             "on all nodes, and nobody else there"
         )
     return seal
 
 
 def seal_objects(seal: Seal) -> None:
-    """The objects of torch's object collectives, everybody's in this process, are signed from here on."""
+    """Sign the objects of torch's object collectives, for all of this process, from now on."""
 
     class Pickler:
         def __init__(self, file: BytesIO):

@@ -1,5 +1,4 @@
-"""What Megatron must be told of modules of our own: which parameters tensor ranks share, and how a checkpoint cuts
-them."""
+"""Megatron's marks for modules of our own: which parameters tensor ranks share, and how a checkpoint splits them."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 
 def mark_shared(param: torch.nn.Parameter, axis: int = 0) -> None:
-    """Each tensor rank has a share of this axis."""
+    """Mark that each tensor rank has a share of this axis."""
     param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, axis, 1
 
 
@@ -27,15 +26,16 @@ def checkpoint_entries(
     group: dist.ProcessGroup,
     axes: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """A module's tensors, or those given by name, for a checkpoint. `axes`: of those that the tensor ranks of `group`
-    share, the axis; every rank has the others whole. Megatron's own modules ask the global process groups instead."""
+    """Return a module's tensors, or those named in `own`, for a checkpoint. `axes` has the axis of each tensor that
+    the tensor ranks of `group` share; every rank has the others whole. Megatron's own modules use the global process
+    groups."""
     tensors = own.state_dict(prefix="", keep_vars=True) if isinstance(own, torch.nn.Module) else own
     groups = {"tp_group": group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
     return make_sharded_tensors_for_checkpoint(dict(tensors), prefix, dict(axes or {}), offsets, **groups)
 
 
 def with_fields(config: TransformerConfig, **fields: Any) -> TransformerConfig:
-    """A copy for one kind of module, with other values; Megatron's checks of a new config do not run again."""
+    """Return a copy for one kind of module, with other values. Megatron's checks of a new config do not run again."""
     own = copy.copy(config)
     for name, value in fields.items():
         setattr(own, name, value)

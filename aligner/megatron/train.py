@@ -1,10 +1,9 @@
-"""A sharded model that can run forward passes and optimizer steps: Megatron's schedules, DDP and optimizer behind
-two calls.
+"""A sharded model that runs forward passes and optimizer steps: Megatron's schedules, DDP and optimizer behind two
+calls.
 
 The one rule of loss scale lives here. A loss function returns its micro-batch's share of the minibatch loss, already
-divided by the denominator of the WHOLE minibatch (over all data-parallel ranks). Micro-batches and ranks then
-simply add:
-`calculate_per_token_loss` turns Megatron's own rescaling off, and `_finalize` never passes it a token count.
+divided by the denominator of the WHOLE minibatch (over all data-parallel ranks). Micro-batches and ranks then simply
+add: `calculate_per_token_loss` turns Megatron's own rescaling off, and `_finalize` never passes it a token count.
 """
 
 from __future__ import annotations
@@ -61,25 +60,25 @@ LossFunction = Callable[[Tensor, TrainBatch], LossOutput]
 
 @dataclass
 class CountedPackedSeqParams(PackedSeqParams):
-    """Megatron's words for a packed micro-batch, with `Packing.times` for a model with experts."""
+    """Megatron's description of a packed micro-batch, with `Packing.times` for a model with experts."""
 
     times: Times | None = None
 
 
 def packed_rows(packing: Packing, longest: int, times: Times | None) -> PackedSeqParams:
-    """What TransformerEngine's attention must know of a micro-batch whose longest row has so many tokens."""
+    """Return what TransformerEngine's attention needs of a micro-batch whose longest row has `longest` tokens."""
     ends = torch.nn.functional.pad(packing.lengths.cumsum(0), (1, 0)).int()
     sizes = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
     return CountedPackedSeqParams(qkv_format="thd", **sizes, times=times)
 
 
 def last_hidden(hidden_states: Tensor, **unused) -> Tensor:
-    """Megatron's hook in place of its output layer: [N, 1, H] as they are."""
+    """Return [N, 1, H] unchanged: Megatron's hook in place of its output layer."""
     return hidden_states
 
 
 def _finalize(model, num_tokens=None, pg_collection=None, force_all_reduce=False) -> None:
-    """Megatron's gradient reductions without its division by a token count: denominators are in the loss."""
+    """Reduce gradients as Megatron does, without its division by a token count: denominators are in the loss."""
     finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=bool(force_all_reduce))
 
 
@@ -102,9 +101,12 @@ class ShardedModel:
         restore: Callable[[ShardedModel], None] | None = None,
         factors: WeightSource | None = None,
     ):
-        """`restore` loads weights over those of `source`; `seed`: of adapters, which a model with `optim` has if
-        `cfg.lora` says so, unless they start with these `factors`. `source` may be a model with adapters: its frozen
-        parameters are this one's too, and a score head starts at zero."""
+        """Build the model and load its weights.
+
+        `restore` loads weights over those of `source`. `seed` is that of adapters, which a model with `optim` has if
+        `cfg.lora` says so, unless they start with `factors`. If `source` is a model with adapters, this one shares its
+        frozen parameters, and a score head starts at zero.
+        """
         self.cfg, self.layout, self.head, self.device, self.dtype = cfg, layout, head, device, dtype
         self.module = build_model(cfg, layout, head, dtype, device)
         self.trunk = source if isinstance(source, ShardedModel) else None  # whose frozen weights these are
@@ -149,14 +151,14 @@ class ShardedModel:
         return self.layout.expert > 1 and bool(self.cfg.moe.num_experts)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Canonical name -> this rank's shard as engines and files are to have it, with adapters merged. Collective
+        """Return canonical name -> this rank's shard as engines and files need it, with adapters merged. Collective
         over tensor ranks."""
         named = self._own_weights()
         return named if self.adapted is None else MergedWeights(named, self.adapted)
 
     def split_weights(self) -> Mapping[str, Tensor]:
-        """Likewise of a model with adapters: the frozen weights, and the factors that change them. Collective over
-        tensor ranks."""
+        """Return the same of a model with adapters: the frozen weights, and the factors that change them. Collective
+        over tensor ranks."""
         assert self.adapted is not None, "a model without adapters has weights alone"
         return SplitWeights(self._own_weights(), self.adapted)
 
@@ -201,7 +203,7 @@ class ShardedModel:
         return optimizer
 
     def _prepare(self, micro_batch: TrainBatch) -> tuple[TrainBatch, Stream | PackedSeqParams]:
-        """A micro-batch on the device with its `packing`, and what attention must know of it."""
+        """Return a micro-batch on the device with its `packing`, and what attention needs of it."""
         batch = micro_batch.trim()
         packing, window = self._pack(batch), self.cfg.attention.window
         near = windowed(packing, window).additive(self.dtype) if window else None
@@ -246,7 +248,7 @@ class ShardedModel:
         return packing
 
     def _round(self, count: int) -> int:
-        """Of which number `count` tokens should be a multiple."""
+        """Return the number of which `count` tokens should be a multiple."""
         # ranks that compute a row together must agree, whatever processors they have
         alone = self.layout.tensor * self.layout.context * self.layout.pipeline == 1
         return shape_step(count, self.device, self.dtype) if alone else 1
@@ -267,11 +269,12 @@ class ShardedModel:
         beside: Sequence[Tensor] = (),
         numbers: int = 3,
     ) -> Tensor:
-        """`read(logits [n, V_local], targets [n], ...) -> [n, ...]` of all predictions, as [B, T, ...] on every context
-        rank (index t: of tokens[t]; 0 where the token before it is not `wanted`). `read` gets of each [B, T, ...] in
-        `beside` what stands at its predictions, [n, ...]. No more logits, with the softmax and the gradient made of
-        them (`numbers` float32 for each), than `budget_bytes` exist at a time: they are made in parts, and if more than
-        one, again in backward.
+        """Apply `read(logits [n, V_local], targets [n], ...) -> [n, ...]` to all predictions. Returns [B, T, ...] on
+        every context rank (index t: of tokens[t]; 0 where the token before it is not `wanted`). `read` also gets, of
+        each [B, T, ...] in `beside`, the entries at its predictions, [n, ...].
+
+        Logits, with the softmax and the gradient made of them (`numbers` float32 for each), take at most
+        `budget_bytes` at a time. They are made in parts, and if more than one, again in backward.
 
         hidden [N, H] of the last stage (a 1/TP share with sequence parallelism; [K, H] with a `Final`).
         """
@@ -282,7 +285,7 @@ class ShardedModel:
         others = [batch.tokens, *beside]
         others = [x.flatten(0, 1).index_select(0, batch.packing.targets) for x in others]
 
-        def part(hidden: Tensor, targets: Tensor, *beside: Tensor) -> Tensor:
+        def read_chunk(hidden: Tensor, targets: Tensor, *beside: Tensor) -> Tensor:
             return read(scaled_logits(torch.nn.functional.linear(hidden, weight), scales), targets, *beside)
 
         scales = self.cfg.scales
@@ -290,17 +293,18 @@ class ShardedModel:
         step = max(1, budget_bytes // (4 * numbers * len(weight)))
         parts = list(zip(*(x.split(step) for x in (hidden, *others)), strict=True))
         if len(parts) == 1 or not torch.is_grad_enabled():
-            found = [part(*p) for p in parts]
+            outputs = [read_chunk(*p) for p in parts]
         else:
-            found = [checkpoint(part, *p, use_reentrant=False) for p in parts]
-        return self._everywhere(batch.packing.predictions(found[0] if len(found) == 1 else torch.cat(found)))
+            outputs = [checkpoint(read_chunk, *p, use_reentrant=False) for p in parts]
+        return self._everywhere(batch.packing.predictions(outputs[0] if len(outputs) == 1 else torch.cat(outputs)))
 
     def over_hidden(self, hidden: Tensor, batch: TrainBatch) -> Tensor:
-        """What `over_logits` makes logits of, [B, T, H] likewise."""
+        """Return the hidden states from which `over_logits` makes logits, [B, T, H] likewise."""
         return self._everywhere(batch.packing.predictions(self._predicting(hidden, batch)))
 
     def _predicting(self, hidden: Tensor, batch: TrainBatch) -> Tensor:
-        """Of the pairs, or of all tokens of the stream, with sequence parallelism from all tensor ranks."""
+        """Return the hidden states of the pairs, or of all tokens of the stream, with sequence parallelism from all
+        tensor ranks."""
         if self.layout.sequence:
             group = self.layout.pgs.tp
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
@@ -313,7 +317,8 @@ class ShardedModel:
         return self.module.shared_embedding_or_output_weight() if tied else self.module.output_layer.weight
 
     def to_rows(self, x: Tensor, packing: Packing, shift: bool) -> Tensor:
-        """x [N, ...] of this rank's stream -> [B, T, ...] on every context rank, with `Packing.to_rows`' shift."""
+        """Return x [N, ...] of this rank's stream as [B, T, ...] on every context rank, with the shift of
+        `Packing.to_rows`."""
         return self._everywhere(packing.to_rows(x, shift))
 
     def _everywhere(self, rows: Tensor) -> Tensor:
@@ -343,17 +348,17 @@ class ShardedModel:
         if self.layout.pipeline == 1:
             return self._schedule(**arguments)
         pipeline = Pipeline(self.layout, self.module.config, arguments["data_iterator"])
-        found = self._schedule(**arguments | {"data_iterator": pipeline, "p2p_communicator": pipeline})
+        outputs = self._schedule(**arguments | {"data_iterator": pipeline, "p2p_communicator": pipeline})
         self.module.set_input_tensor([None])  # else the stage keeps what it received last, with its gradient
-        return found
+        return outputs
 
     @torch.no_grad()
     def forward(
         self, micro_batches: Sequence[TrainBatch], read: Callable[[Tensor, TrainBatch], Tensor]
     ) -> list[Tensor]:
-        """`read(head output, micro-batch)` of every micro-batch, without gradient; empty on all but the last stage.
-
-        With `exchanges` collective over data-parallel ranks too; they may pass different numbers of micro-batches."""
+        """Return `read(head output, micro-batch)` of every micro-batch, without gradient; empty on all but the last
+        stage. With `exchanges` collective over data-parallel ranks too; they may pass different numbers of
+        micro-batches."""
 
         def collect(output: Tensor, batch: TrainBatch, non_loss_data: bool) -> Tensor:
             return read(output, batch)
@@ -367,26 +372,27 @@ class ShardedModel:
             self.wrapped.train(was_training)
 
     def _dummies(self, count: int) -> list[TrainBatch]:
-        """Micro-batches of one short row, which this rank lacks if others that it exchanges tokens with have more."""
+        """Return micro-batches of one short row, as many as this rank has fewer than others that it exchanges tokens
+        with."""
         row = TrainBatch(torch.zeros(1, 2, dtype=torch.int64), torch.tensor([2]), torch.zeros(1, 0))
         return [row] * (self._most(count)[0] - count)
 
     def _most(self, *counts: int) -> list[int]:
-        """The largest of each count of the ranks that this one exchanges tokens with. On the CPU: nobody waits for the
-        device."""
+        """Return the largest of each count over the ranks that this one exchanges tokens with. It runs on the CPU:
+        nobody waits for the device."""
         if not self.exchanges:
             return list(counts)
         return max_over(torch.tensor(counts), self.layout.pgs.dp).tolist()
 
     def _look(self, micro_batches: Sequence[TrainBatch]) -> None:
-        """A forward pass for its side effects."""
+        """Run a forward pass for its side effects."""
         self._run(micro_batches, lambda output, batch, non_loss_data: None, forward_only=True, non_loss=True)
 
     def step(self, micro_batches: Sequence[TrainBatch], loss: LossFunction) -> ScalarMetrics:
-        """Forward, backward and one optimizer step over this rank's micro-batches of one minibatch.
+        """Run forward, backward and one optimizer step over this rank's micro-batches of one minibatch.
 
-        Returns the reduced `means` and `maxima` of the loss function, `loss`, `grad_norm` and `lr`, the same on
-        every rank. Raises AlignerError on every rank if the gradient is not finite.
+        Returns the reduced `means` and `maxima` of the loss function, `loss`, `grad_norm` and `lr`, the same on every
+        rank. Raises AlignerError on every rank if the gradient is not finite.
         """
         assert self.optimizer is not None, "this model was built without an optimizer"
         most, least = self._most(len(micro_batches), -len(micro_batches))
@@ -433,20 +439,21 @@ class ShardedModel:
         return metrics[0]
 
     def broadcast_from_last_stage(self, tensor: Tensor) -> Tensor:
-        """Give every pipeline stage the last stage's `tensor` (other stages pass one of the same shape and dtype)."""
+        """Broadcast the last stage's `tensor` to every pipeline stage (other stages pass one of the same shape and
+        dtype)."""
         if self.layout.pipeline > 1:
             dist.broadcast(tensor, src=self.layout.last_stage_rank, group=self.layout.pgs.pp)
         return tensor
 
 
 def reduce_outputs(outputs: list[LossOutput], group: dist.ProcessGroup) -> ScalarMetrics:
-    """Means as sum of numerators over sum of denominators (0/0 is NaN), maxima by max, over micro-batches and
-    `group`. Micro-batches of different losses tell different ones; each kind is on every rank."""
+    """Reduce over micro-batches and `group`: means as sum of numerators over sum of denominators (0/0 is NaN), maxima
+    by max. Micro-batches of different losses have different names; each kind is on every rank."""
     means = list(dict.fromkeys(name for out in outputs for name in out.means))
     maxima = list(dict.fromkeys(name for out in outputs for name in out.maxima))
     zero = torch.zeros((), device=outputs[0].loss.device)
     none, least = (zero, zero), zero - math.inf
-    rows = [[out.loss.float()] + [part.float() for n in means for part in out.means.get(n, none)] for out in outputs]
+    rows = [[out.loss.float()] + [term.float() for n in means for term in out.means.get(n, none)] for out in outputs]
     sums = torch.stack([torch.stack(row) for row in rows]).sum(0)
     each = [[out.maxima.get(n, least).float() for n in maxima] for out in outputs]
     tops = torch.stack([torch.stack(row) for row in each]).amax(0) if maxima else None

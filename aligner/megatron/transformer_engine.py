@@ -1,6 +1,5 @@
 """Whether this process has TransformerEngine. Megatron imports it wherever it is installed, and fails with one that
-does not load: it is tried before Megatron is, and hidden where it does not serve.
-"""
+does not load. So it is imported before Megatron, and hidden if that fails."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ HERE = Presence("Megatron is not imported yet")
 
 
 def load(megatron: Callable[[], None]) -> None:
-    """Call `megatron`, which imports it, with TransformerEngine; without it where that fails."""
+    """Call `megatron`, which imports it, with TransformerEngine; without it if that fails."""
     settle(loading.kernels)
     try:
         megatron()

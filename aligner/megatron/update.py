@@ -1,5 +1,5 @@
-"""Between the last gradient and the new weights, without Apex or TransformerEngine: Megatron's own way reads the norm
-of each tensor by itself from the device, writes the scaled gradients twice, and copies what has nowhere to go."""
+"""The step from the last gradient to the new weights, without Apex or TransformerEngine. Megatron reads the norm of
+each tensor separately from the device, writes the scaled gradients twice, and copies what has nowhere to go."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @functools.cache
 def use_few_passes() -> None:
-    """In place of Megatron's functions where it would take those, for good; the same numbers come out. Idempotent."""
+    """Replace Megatron's own functions, where it would use those, for good. The numbers stay the same. Idempotent."""
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = norm_of_all
     if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
@@ -27,22 +27,23 @@ def use_few_passes() -> None:
 
 
 def no_norms_apart(optimizer: MegatronOptimizer) -> None:
-    """No parameter here has a norm of its own (as Megatron's of multi-token prediction have). Megatron would ask all
-    ranks, once for each optimizer: a pipeline stage whose layers are all dense has one less than a stage with experts,
-    which would wait for its answer for ever."""
+    """Note that no parameter here has its own norm (as Megatron's of multi-token prediction have). Megatron would ask
+    all ranks, once for each optimizer. A pipeline stage whose layers are all dense has one less than a stage with
+    experts, which would wait for ever."""
     optimizer._has_grad_norm_group_cache = dict.fromkeys(SEPARATE_GRAD_NORM_GROUPS, False)
 
 
 def norm_of_all(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], per_tensor: bool, *unused: Any
 ) -> tuple[Tensor, None]:
-    """float32 [1], of all tensors of all lists; `amp_C.multi_tensor_l2norm`'s signature."""
+    """Return the norm, float32 [1], of all tensors of all lists; `amp_C.multi_tensor_l2norm`'s signature."""
     norms = torch._foreach_norm([tensor for tensors in tensor_lists for tensor in tensors])
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
 
 def scale_all(chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float) -> None:
-    """The tensors of the first list times `scale`, into those of the second; `amp_C.multi_tensor_scale`'s signature."""
+    """Write the tensors of the first list times `scale` into those of the second; `amp_C.multi_tensor_scale`'s
+    signature."""
     source, target = tensor_lists
     if any(a is not b for a, b in zip(source, target, strict=True)):
         torch._foreach_copy_(target, source)
@@ -51,8 +52,8 @@ def scale_all(chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Te
 
 
 def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """For the distributed optimizer, whose shard of a buffer is a view of it: where a group has one rank, that is all
-    of it, and gloo would copy it to itself (three times in a step)."""
+    """Skip a collective of the distributed optimizer where a group has one rank. Its shard of a buffer is then a view
+    of all of it, and gloo would copy it to itself (three times in a step)."""
 
     @functools.wraps(collective)
     def call(output: Tensor, input_: Tensor, *args: Any, group: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from aligner.megatron.sharing import checkpoint_entries
 
 
 class _NormedOutput:
-    """Before a module's class: its output is normalised before it is added to the residual stream."""
+    """Base of a module whose output is normalised before it is added to the residual stream."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
@@ -31,12 +31,12 @@ class NormedAttention(_NormedOutput, StreamAttention):
 
 class NormedMLP(_NormedOutput, GatedMLP):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        """Megatron's asks the global process groups which ranks have copies of the norm."""
+        """Add the norm with this model's process groups; Megatron's method uses the global ones."""
         at = f"{prefix}post_layernorm."
         norm = checkpoint_entries(self.post_layernorm, at, sharded_offsets, metadata, self.tp_group)
         return super().sharded_state_dict(prefix, sharded_offsets, metadata) | norm
 
 
 def scale_embeddings(embedding: torch.nn.Module, factor: float) -> None:
-    """Multiply what the module gives."""
+    """Multiply the module's output."""
     embedding.register_forward_hook(lambda module, inputs, output: output * factor)

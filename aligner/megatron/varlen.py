@@ -20,7 +20,7 @@ LARGEST_HEAD = 256
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, rows: Ragged, scale: float | None) -> Tensor:
-    """query [queries, heads, d], key and value [keys, kv_heads, d] -> [queries, heads, d]."""
+    """Compute attention: query [queries, heads, d], key and value [keys, kv_heads, d] -> [queries, heads, d]."""
     from torch.nn.attention.varlen import varlen_attn
 
     if rows.order is not None:
@@ -46,7 +46,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rows: Ragged, scale: float
 
 @functools.cache
 def _grouped(fewer_keys: bool) -> dict[str, bool]:
-    """Versions of torch that do not ask for it take fewer heads of keys than of queries as they are."""
+    """Return the option for fewer key heads than query heads. Versions of torch without the option always accept
+    them."""
     from torch.nn.attention.varlen import varlen_attn
 
     asked = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -54,7 +55,7 @@ def _grouped(fewer_keys: bool) -> dict[str, bool]:
 
 
 def check(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ConfigError where the kernel is missing or would refuse this model."""
+    """Check that the kernel exists and accepts this model. Raises ConfigError."""
     reason = _missing(device) or _refused(cfg, dtype)
     if reason:
         raise ConfigError("model.varlen_attention", True, f"false: {reason}")
@@ -63,9 +64,9 @@ def check(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
 def _missing(device: torch.device) -> str:
     if device.type != "cuda":
         return f"it needs a CUDA device, and this is {device.type}"
-    found = torch.cuda.get_device_capability(device)
-    if found < CAPABILITY:
-        return f"it needs compute capability {CAPABILITY[0]}.{CAPABILITY[1]}, and this GPU has {found[0]}.{found[1]}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        return f"it needs compute capability {CAPABILITY[0]}.{CAPABILITY[1]}, and this GPU has {capability[0]}.{capability[1]}"
     return _missing_in_torch()
 
 

@@ -1,8 +1,8 @@
-"""What weights a model has, told by one number for each tensor that is the same on every layout.
+"""One number for each tensor of a model's weights, the same on every layout.
 
-A rank hashes what of a checkpoint it would write first (`megatron/checkpoint.py`), at its place in the whole tensor; so
-the sums over ranks know nothing of tensor, pipeline, expert and data parallelism. Of a model with adapters these are
-hashed; the weights beside them do not change.
+A rank hashes what it would write first of a checkpoint (`megatron/checkpoint.py`), at its position in the whole
+tensor. So the sums over ranks do not depend on tensor, pipeline, expert and data parallelism. Of a model with
+adapters only these are hashed, as the other weights do not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import canonical_name, first_layer
 from aligner.ops.kernels.hashes import odd_numbers, part_hash
 
-ROW, COLUMN = 1, 2  # what odd numbers are drawn for
+ROW, COLUMN = 1, 2  # purposes for which odd numbers are drawn
 
 
 @dataclass
@@ -32,7 +32,7 @@ class _Piece:
 
 
 class WeightHashes:
-    """Of this rank's share; the weights stay where they are as long as the model lives, so views of them are kept."""
+    """Hashes of this rank's share. Views of the weights are kept, as weights stay in place while the model lives."""
 
     def __init__(self, model: ShardedModel):
         first = first_layer(model.module)
@@ -45,16 +45,16 @@ class WeightHashes:
         self.names = list(dict.fromkeys(piece.name for piece in self.pieces))
 
     def __call__(self) -> dict[str, Tensor]:
-        """Name -> int64 [], on the device: what this rank's part of the tensor adds to its hash. No messages."""
-        found: dict[str, Tensor] = {}
+        """Return name -> int64 [], on the device: what this rank's part of the tensor adds to its hash. No messages."""
+        sums: dict[str, Tensor] = {}
         for piece in self.pieces:
             own = part_hash(piece.data, piece.rows, piece.columns)
-            found[piece.name] = found[piece.name] + own if piece.name in found else own
-        return found
+            sums[piece.name] = sums[piece.name] + own if piece.name in sums else own
+        return sums
 
 
 def _piece(name: str, leaf: ShardedTensor, vocab_size: int) -> _Piece:
-    """The row of an element is its place along all axes but the last one."""
+    """Return a piece. The row of an element is its position along all axes but the last one."""
     data, shape = leaf.data.detach(), leaf.global_shape
     if leaf.allow_shape_mismatch:  # the vocabulary, padded with as many rows as tensor ranks need
         data = data[: max(0, vocab_size - leaf.global_offset[0])]
@@ -62,7 +62,7 @@ def _piece(name: str, leaf: ShardedTensor, vocab_size: int) -> _Piece:
     places = [np.arange(start, start + size) for start, size in zip(leaf.global_offset, local, strict=True)]
     strides = [prod(shape[i + 1 : -1]) for i in range(len(shape) - 1)]
     rows = np.zeros(1, dtype=np.int64)
-    for place, stride in zip(places, strides, strict=False):
-        rows = (rows[:, None] + place * stride).reshape(-1)
+    for index, stride in zip(places, strides, strict=False):
+        rows = (rows[:, None] + index * stride).reshape(-1)
     numbers = (odd_numbers(what, where).to(data.device) for what, where in ((ROW, rows), (COLUMN, places[-1])))
     return _Piece(name, data, *numbers)

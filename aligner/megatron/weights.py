@@ -33,7 +33,7 @@ WeightSource = Callable[[ParamSpec], Tensor]  # spec -> full canonical tensor (t
 
 
 def canonical_name(name: str, first_layer: int) -> str:
-    """The canonical name of a stage's parameter `name`; `first_layer` is the global index of its layer 0."""
+    """Return the canonical name of a stage's parameter `name`; `first_layer` is the global index of its layer 0."""
     for fused, plain in FUSED_NORMS.items():
         if name.endswith(fused):
             name = name.removesuffix(fused) + plain
@@ -49,14 +49,14 @@ def first_layer(model: GPTModel) -> int:
 
 
 def local_modules(model: GPTModel) -> dict[str, torch.nn.Module]:
-    """canonical name -> this rank's module that has parameters of its own."""
+    """Return canonical name -> this rank's module that has parameters of its own."""
     first = first_layer(model)
     own = ((name, module) for name, module in model.named_modules() if list(module.parameters(recurse=False)))
     return {canonical_name(f"{name}.", first).removesuffix("."): module for name, module in own}
 
 
 def local_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """canonical name -> this rank's parameter (its tensor-parallel shard), without those of adapters."""
+    """Return canonical name -> this rank's parameter (its tensor-parallel shard), without those of adapters."""
     first = first_layer(model)
     named = {canonical_name(name, first): p for name, p in model.named_parameters() if "adapters." not in name}
     if model.share_embeddings_and_output_weights and not model.pre_process and OUTPUT in named:
@@ -66,8 +66,8 @@ def local_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
 
 @torch.no_grad()
 def load_weights(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, source: WeightSource) -> None:
-    """Set every parameter of this stage from `source`; a parameter without a spec is an error of the table. Files are
-    read once for all data-parallel copies: by the first, which tells the others. Collective over these."""
+    """Set every parameter of this stage from `source`; a parameter without a spec is an error of the table. The first
+    data-parallel copy reads the files and sends to the others. Collective over the copies."""
     named = local_parameters(model)
     table = {spec.canonical: spec for spec in family_table(cfg, head.kind, head.outputs)}
     unknown = sorted(set(named) - set(table))
@@ -85,13 +85,13 @@ def load_weights(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, 
 
 
 def tell_copies(tensor: Tensor, copies: dist.ProcessGroup) -> None:
-    """All of `copies` get what the first of them has. Collective over these."""
+    """Broadcast the first copy's tensor to all of `copies`. Collective over these."""
     if copies.size() > 1:
         dist.broadcast(tensor.detach(), group=copies, group_src=0)
 
 
 def own_shard(spec: ParamSpec, source: WeightSource, layout: Layout) -> Tensor:
-    """What this rank has of a tensor of `source`."""
+    """Return this rank's shard of a tensor of `source`."""
     if isinstance(source, HfSource):
         share = spec.shape[0] // layout.expert if spec.experts else 0
         return source.shard(spec, Shard(layout.tensor, layout.tp_rank, layout.ep_rank * share, share))
@@ -100,9 +100,9 @@ def own_shard(spec: ParamSpec, source: WeightSource, layout: Layout) -> Tensor:
 
 
 def random_source(cfg: ModelConfig, seed: int) -> WeightSource:
-    """Gaussian weights that depend on seed and name alone, never on the layout. Norms multiply by 1, biases are 0;
-    projections into the residual stream are scaled by 1/sqrt(2 x layers) (GPT-2). Linear attention forgets as in
-    transformers' random models."""
+    """Return a source of Gaussian weights that depend on seed and name only, never on the layout. Norms multiply by
+    1, biases are 0; projections into the residual stream are scaled by 1/sqrt(2 x layers) (GPT-2). Linear attention
+    forgets as in transformers' random models."""
 
     def source(spec: ParamSpec) -> Tensor:
         if spec.canonical.endswith("norm.weight"):
@@ -126,8 +126,8 @@ def random_source(cfg: ModelConfig, seed: int) -> WeightSource:
 def gather_weights(
     table: Iterable[ParamSpec], named: Mapping[str, Tensor], layout: Layout
 ) -> Iterator[tuple[ParamSpec, Tensor]]:
-    """(spec, full canonical tensor) of every row whose shard is among those `named`, in table order, all-gathered over
-    tensor and expert ranks. Collective over `layout.pgs.tp_ep`."""
+    """Yield (spec, full canonical tensor) of every row whose shard is among those `named`, in table order,
+    all-gathered over tensor and expert ranks. Collective over `layout.pgs.tp_ep`."""
     for spec in table:
         if spec.canonical not in named:
             continue

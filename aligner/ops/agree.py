@@ -1,10 +1,10 @@
-"""What all ranks of a job must know alike: that one of them failed, and what they read.
+"""Agreement of all ranks of a job: that one of them failed, and what they read.
 
-Of what they read rank 0 decides, the others look until they see the same.
+Rank 0 decides what they read; the others look until they see the same.
 
-Ranks on other nodes may see another folder at one path: a file system that is not shared, or one that is and keeps
-what it once knew of a folder for up to a minute. Ranks of one node ask the same kernel: of a folder, one of them looks
-for all, or a start of 1,000 ranks would read every file 1,000 times.
+Ranks on other nodes may see another folder at one path: a file system that is not shared, or a shared one that caches
+a folder's contents for up to a minute. Ranks of one node ask the same kernel. One of them looks at a folder for all,
+or a start of 1,000 ranks would read every file 1,000 times.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from aligner.errors import AlignerError, ViewError
 from aligner.ops.reduce import first_cause, gathered
 
-WAIT_S, EVERY_S = 90.0, 0.5  # NFS keeps attributes of folders for 60 s, unless told otherwise
-View = Mapping[str, str]  # what was looked at -> what was found there
+WAIT_S, EVERY_S = 90.0, 0.5  # NFS keeps attributes of folders for 60 s by default
+View = Mapping[str, str]  # name of an entry -> its content or hash
 ABSENT = "absent"
 
 
@@ -38,7 +38,7 @@ def fail_together(
 
 @contextmanager
 def raised_together(kind: type[AlignerError]) -> Iterator[None]:
-    """An error of this `kind` within is raised on every rank, so that all of them stop (and save) instead of waiting
+    """Raise an error of this `kind` within the block on every rank, so that all stop (and save) instead of waiting
     for the one that failed, which raises its own. Collective over the world."""
     error: AlignerError | None = None
     try:
@@ -51,44 +51,45 @@ def raised_together(kind: type[AlignerError]) -> Iterator[None]:
 
 
 def by_rank_0[T](work: Callable[[], T]) -> T:
-    """What `work()` gives on rank 0, on every rank; an AlignerError or OSError that it raises there is raised on all of
+    """Return `work()` of rank 0 on every rank. An AlignerError or OSError that it raises there is raised on all of
     them. Collective over the world, if there is one."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
-    told: list = [None, None]
+    outcome: list = [None, None]
     if dist.get_rank() == 0:
         try:
-            told[0] = work()
+            outcome[0] = work()
         except (AlignerError, OSError) as error:
-            told[1] = error
-    dist.broadcast_object_list(told, src=0)
-    if told[1] is not None:
-        raise told[1]
-    return told[0]
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 def node() -> str:
-    """This machine, the same for all its ranks and no others."""
+    """Return a name of this machine, equal on its ranks and on no others."""
     return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}"
 
 
 def _first_of_its_node() -> bool:
-    """Rank 0 always is. Collective over the world, if there is one."""
+    """Return whether this rank is the first of its node; rank 0 always is. Collective over the world, if there is
+    one."""
     nodes = gathered(node())
     return len(nodes) == 1 or nodes.index(nodes[dist.get_rank()]) == dist.get_rank()
 
 
 def same_view(path: Path | str, look: Callable[[], View], by_node: bool = False) -> View:
-    """What `look()` finds at `path`, once every rank finds the same as rank 0; ranks that do not look again for
-    `WAIT_S`. With `by_node` the first rank of each node looks, for what depends on the node alone: a `path` that is the
-    same on all ranks. Collective over the world, if there is one.
+    """Return what `look()` sees at `path`, once every rank sees the same as rank 0. Ranks that do not, look again for
+    `WAIT_S`. With `by_node` the first rank of each node looks, for what depends on the node only: `path` must be
+    equal on all ranks. Collective over the world, if there is one.
 
-    Raises ViewError on every rank, naming the first rank that differs, path, and what differs; what `look` raises on
-    rank 0 is raised on all.
+    Raises ViewError on every rank, naming the first rank that differs, the path, and the difference. Errors of `look`
+    on rank 0 are raised on all.
     """
-    found, cause = _look(look) if not by_node or _first_of_its_node() else (None, "")
-    path, wanted = by_rank_0(lambda: (path, found if found is not None else look()))
-    cause, deadline = _difference(wanted, found, cause), time.monotonic() + WAIT_S
+    view, cause = _look(look) if not by_node or _first_of_its_node() else (None, "")
+    path, wanted = by_rank_0(lambda: (path, view if view is not None else look()))
+    cause, deadline = _difference(wanted, view, cause), time.monotonic() + WAIT_S
     while cause and time.monotonic() < deadline:
         time.sleep(EVERY_S)
         cause = _difference(wanted, *_look(look))
@@ -99,19 +100,19 @@ def same_view(path: Path | str, look: Callable[[], View], by_node: bool = False)
 
 
 def _look(look: Callable[[], View]) -> tuple[View | None, str]:
-    """What is found, or None and why there is nothing."""
+    """Return the view, or None and why there is none."""
     try:
         return look(), ""
     except (AlignerError, OSError) as error:
         return None, str(error)
 
 
-def _difference(wanted: View, found: View | None, cause: str) -> str:
-    """The first thing that this rank finds otherwise; "" if there is none."""
-    if found is None:
+def _difference(wanted: View, view: View | None, cause: str) -> str:
+    """Return the first difference of this rank's view from the wanted one, or ""."""
+    if view is None:
         return cause
-    for name in [*wanted, *(name for name in found if name not in wanted)]:
-        there, here = wanted.get(name, ABSENT), found.get(name, ABSENT)
+    for name in [*wanted, *(name for name in view if name not in wanted)]:
+        there, here = wanted.get(name, ABSENT), view.get(name, ABSENT)
         if there != here:
             return f"{name} is {here}, on rank 0 {there}"
     return ""

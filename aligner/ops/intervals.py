@@ -12,10 +12,9 @@ METHOD = f"{LEVEL:.0%}, percentiles of {RESAMPLES} bootstrap resamples"
 
 
 def bootstrap(numerators: Sequence[float], denominators: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """The interval of sum(numerators) / sum(denominators), float [N] each: units (prompts, pairs, rows) are drawn with
-    replacement, so that what belongs to one unit stays together. (Efron 1979, percentile method.) Where all units are
-    equal, the interval is a point, whatever N. Draws of units that all have denominator 0 say nothing and are left
-    out."""
+    """Return the interval of sum(numerators) / sum(denominators), float [N] each, by the percentile method (Efron
+    1979). Units (prompts, pairs, rows) are drawn with replacement, so that each unit stays together. If all units are
+    equal, the interval is a point, whatever N. Draws of units that all have denominator 0 are left out."""
     top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     generator, count = np.random.default_rng(seed), len(top)
     means = np.empty(RESAMPLES)

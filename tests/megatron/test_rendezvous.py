@@ -144,7 +144,7 @@ def test_a_rank_that_does_not_know_the_secret_is_named():
 
 def test_a_store_that_is_somebody_elses_is_left():
     _, rank = meet([b"guess", b"secret"])
-    assert isinstance(rank, PeerError) and "who answers at MASTER_ADDR=here does not know this job's secret" in str(
+    assert isinstance(rank, PeerError) and "the process at MASTER_ADDR=here does not know this job's secret" in str(
         rank
     )
 

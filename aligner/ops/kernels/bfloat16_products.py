@@ -17,7 +17,7 @@ from torch import Tensor
 @functools.cache
 def widen_bfloat16_products() -> torch.library.Library | None:
     """Let this process' `mm`, `bmm`, `addmm` and `baddbmm` of bfloat16 tensors on the CPU compute in float32, for
-    good. None, and nothing done, where the CPU has instructions for bfloat16."""
+    good. Returns None, and changes nothing, if the CPU has instructions for bfloat16."""
     if not _slow_here():
         return None
     library = torch.library.Library("aten", "IMPL")
@@ -35,7 +35,7 @@ def _slow_here() -> bool:
 
 
 def widened(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of such tensors are better made in float32."""
+    """Return whether products of such tensors are faster in float32."""
     return dtype == torch.bfloat16 and device.type == "cpu" and _slow_here()
 
 

@@ -16,13 +16,13 @@ CHUNK_TOKENS = 4096
 def log_square_sum(
     logits: Tensor, *, temperature: float = 1.0, vocab_size: int, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """log sum_v p_v^2 with p = softmax(logits / temperature), float32 [N] (float64 of float64).
+    """Return log sum_v p_v^2 with p = softmax(logits / temperature), float32 [N] (float64 of float64).
 
     logits [N, V_local], sharded over `group` by columns as in `token_logprobs`: a softmax over all ranks, its squares
-    summed by them. No more than CHUNK_TOKENS rows exist in float32 at a time.
+    summed by them. At most CHUNK_TOKENS rows exist in float32 at a time.
     """
     group, _, columns = own_columns(logits, vocab_size, group)
-    return torch.cat([_chunk(part[:, :columns], temperature, group) for part in logits.split(CHUNK_TOKENS)])
+    return torch.cat([_chunk(chunk[:, :columns], temperature, group) for chunk in logits.split(CHUNK_TOKENS)])
 
 
 def _chunk(logits: Tensor, temperature: float, group: dist.ProcessGroup | None) -> Tensor:

@@ -1,7 +1,7 @@
-"""Attention of one new token per row against the cache, as one kernel: each row reads its own positions and no more.
+"""Attention of one new token per row against the cache, as one kernel. Each row reads only its own positions.
 
 Flash decoding (Dao et al. 2023): where rows and heads are too few to fill the GPU, several programs share a row's
-positions, and a second kernel adds up what they found.
+positions, and a second kernel adds up their results.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def _attend(
     VALUE_WIDE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    row, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row, group, program = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     end = tl.minimum(tl.load(positions + row) + 1, length)
     begin = tl.maximum(end - WINDOW, 0) if WINDOW else end * 0
     span = tl.cdiv(tl.cdiv(end - begin, PARTS), STEP) * STEP
-    low = begin + part * span
+    low = begin + program * span
     high = tl.minimum(end, low + span)
 
     head, column, value_column = tl.arange(0, HEADS), tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
@@ -73,12 +73,12 @@ def _attend(
     value += row * value_row + group * value_head
     top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    found = tl.zeros([HEADS, VALUE_WIDE], tl.float32)
+    mixed = tl.zeros([HEADS, VALUE_WIDE], tl.float32)
     for first in range(low, high, STEP):
-        place = first + tl.arange(0, STEP)
-        seen = place < high
+        position = first + tl.arange(0, STEP)
+        seen = position < high
         keys = tl.load(
-            key + place[None, :] * key_step + column[:, None], mask=seen[None, :] & inside[:, None], other=0.0
+            key + position[None, :] * key_step + column[:, None], mask=seen[None, :] & inside[:, None], other=0.0
         )
         scores = tl.dot(queries, keys, input_precision="ieee" if EXACT else "tf32") * scale
         if CAPPED:
@@ -88,34 +88,36 @@ def _attend(
         weights = tl.exp(scores - higher[:, None])
         kept = tl.exp(top - higher)
         values = tl.load(
-            value + place[:, None] * value_step + value_column[None, :],
+            value + position[:, None] * value_step + value_column[None, :],
             mask=seen[:, None] & value_inside[None, :],
             other=0.0,
         )
         total = total * kept + tl.sum(weights, 1)
         product = tl.dot(weights.to(values.dtype), values, input_precision="ieee" if EXACT else "tf32")
-        found = found * kept[:, None] + product
+        mixed = mixed * kept[:, None] + product
         top = higher
     both = real[:, None] & value_inside[None, :]
-    place = row * SHARE * tl.num_programs(1) + heads
+    position = row * SHARE * tl.num_programs(1) + heads
     if PARTS == 1:
         if SINKS:
             sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32)
             higher = tl.maximum(top, sink)
-            found = found * tl.exp(top - higher)[:, None]
+            mixed = mixed * tl.exp(top - higher)[:, None]
             total = total * tl.exp(top - higher) + tl.exp(sink - higher)
-        found = found / total[:, None]
-        tl.store(out + place[:, None] * VALUE_WIDTH + value_column[None, :], found.to(out.dtype.element_ty), mask=both)
+        mixed = mixed / total[:, None]
+        tl.store(
+            out + position[:, None] * VALUE_WIDTH + value_column[None, :], mixed.to(out.dtype.element_ty), mask=both
+        )
     else:
-        place = place * PARTS + part
-        tl.store(out + place[:, None] * VALUE_WIDTH + value_column[None, :], found, mask=both)
-        tl.store(tops + place, top, mask=real)
-        tl.store(sums + place, total, mask=real)
+        position = position * PARTS + program
+        tl.store(out + position[:, None] * VALUE_WIDTH + value_column[None, :], mixed, mask=both)
+        tl.store(tops + position, top, mask=real)
+        tl.store(sums + position, total, mask=real)
 
 
 @triton.jit
 def _join(
-    found,  # what several parts of `_attend` give
+    mixed,  # results of several parts of `_attend`
     tops,
     sums,
     sinks,
@@ -126,8 +128,8 @@ def _join(
     VALUE_WIDE: tl.constexpr,
 ):
     row, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    place, column = (row * heads + head) * PARTS + tl.arange(0, PARTS), tl.arange(0, VALUE_WIDE)
-    each, total = tl.load(tops + place), tl.load(sums + place)
+    position, column = (row * heads + head) * PARTS + tl.arange(0, PARTS), tl.arange(0, VALUE_WIDE)
+    each, total = tl.load(tops + position), tl.load(sums + position)
     top = tl.max(each, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
@@ -137,13 +139,13 @@ def _join(
     if SINKS:
         total += tl.exp(sink - top)
     inside = column < VALUE_WIDTH
-    parts = tl.load(found + place[:, None] * VALUE_WIDTH + column[None, :], mask=inside[None, :], other=0.0)
+    parts = tl.load(mixed + position[:, None] * VALUE_WIDTH + column[None, :], mask=inside[None, :], other=0.0)
     joined = tl.sum(parts * weights[:, None], 0) / total
     tl.store(out + (row * heads + head) * VALUE_WIDTH + column, joined.to(out.dtype.element_ty), mask=inside)
 
 
 def parts_for(programs: int, length: int) -> int:
-    """How many programs share the positions of a row: a power of two."""
+    """Return how many programs share the positions of a row: a power of two."""
     parts = 1
     while programs * parts < PROGRAMS and length >= 2 * parts * LEAST:
         parts *= 2
@@ -158,16 +160,16 @@ def attend(
     scores: ScoreRule,
     window: int = 0,
 ) -> Tensor:
-    """query [n, heads, d], key [n, kv_heads, T, d], value [n, kv_heads, T, e], the last dimension of each dense ->
-    [n, heads, e] in the dtype of `query`. Row i, whose new token stands at `positions` [i] (int64 [n] on the device),
-    sees the positions up to that, with a `window` the last so many; none beyond T."""
+    """Compute query [n, heads, d], key [n, kv_heads, T, d], value [n, kv_heads, T, e] -> [n, heads, e] in the dtype
+    of `query`. The last dimension of each is dense. Row i, whose new token is at `positions` [i] (int64 [n] on the
+    device), sees the positions up to it, with `window` only the last `window`, and none beyond T."""
     (n, heads, width), (groups, length), value_width = query.shape, key.shape[1:3], value.shape[3]
     columns = max(16, triton.next_power_of_2(width))
     share, parts = heads // groups, parts_for(n * groups, min(length, window or length))
     out = query.new_empty(n, heads, value_width)
-    found, tops, sums = out, out, out  # the last two are not used by one part
+    mixed, tops, sums = out, out, out  # the last two are not used by one part
     if parts > 1:
-        found = query.new_empty(n, heads, parts, value_width, dtype=torch.float32)
+        mixed = query.new_empty(n, heads, parts, value_width, dtype=torch.float32)
         tops, sums = (query.new_empty(n, heads, parts, dtype=torch.float32) for _ in range(2))
     wide: dict[str, Any] = {"SINKS": scores.sinks is not None, "PARTS": parts, "VALUE_WIDTH": value_width}
     wide["VALUE_WIDE"] = max(16, triton.next_power_of_2(value_width))
@@ -178,7 +180,7 @@ def attend(
         value,
         positions,
         sinks,
-        found,
+        mixed,
         tops,
         sums,
         length,
@@ -200,5 +202,5 @@ def attend(
         num_stages=STAGES,
     )
     if parts > 1:
-        _join[n, heads](found, tops, sums, sinks, out, **wide, num_warps=1 if value_width <= 128 else 4)
+        _join[n, heads](mixed, tops, sums, sinks, out, **wide, num_warps=1 if value_width <= 128 else 4)
     return out

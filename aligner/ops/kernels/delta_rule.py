@@ -1,10 +1,11 @@
-"""The gated delta rule (Gated DeltaNet: Yang, Kautz & Hatamizadeh 2024, arXiv:2412.06464): attention whose memory of a
-row is one matrix for each head, however long the row is.
+"""The gated delta rule (Gated DeltaNet: Yang, Kautz & Hatamizadeh 2024, arXiv:2412.06464): attention whose memory of
+a row is one matrix for each head, however long the row is.
 
     S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T        o_t = S_t^T q_t
 
-g <= 0 forgets, beta in (0, 1) says how far the value that k recalls moves to v. Queries and keys are made unit vectors
-here, queries then divided by sqrt(dk), as in Qwen3-Next. All is done in float32 (in float64 where that comes in).
+g <= 0 forgets; beta in (0, 1) says how far the value that k recalls moves to v. Queries and keys become unit vectors
+here, and queries are divided by sqrt(dk), as in Qwen3-Next. Everything is computed in float32 (in float64 of float64
+input).
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ def delta_rule(
     state: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Rows in order. query, key [B, T, G, dk], value [B, T, H, dv] (heads of a key are neighbours), decay (g) and beta
-    [B, T, H], state [B, H, dk, dv] before the first token (None: 0) -> ([B, T, H, dv] of value's dtype, state behind
-    the last). A token with g = 0 and beta = 0 leaves the state as it is.
+    """Compute rows in order. query, key [B, T, G, dk], value [B, T, H, dv] (heads of a key are neighbours), decay (g)
+    and beta [B, T, H], state [B, H, dk, dv] before the first token (None: 0) -> ([B, T, H, dv] of value's dtype,
+    state after the last). A token with g = 0 and beta = 0 leaves the state unchanged.
 
-    By chunks, with products of matrices inside (section 3.3): what the tokens of a chunk write depends on what those
-    before them wrote, which is a triangular system; from chunk to chunk goes the state alone.
+    Rows are computed in chunks, with products of matrices inside (section 3.3). What the tokens of a chunk write
+    depends on what those before them wrote, which is a triangular system. Only the state passes from chunk to chunk.
     """
     dtype, (batch, length, heads, width) = value.dtype, value.shape
     q, k, v = _wide(query, key, value)
@@ -67,8 +68,8 @@ def delta_rule(
 
 
 def delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """One token for each row: query, key [n, G, dk], value [n, H, dv], decay and beta [n, H] -> [n, H, dv]; `state`
-    [n, H, dk, dv] is changed in place."""
+    """Compute one token for each row: query, key [n, G, dk], value [n, H, dv], decay and beta [n, H] -> [n, H, dv].
+    `state` [n, H, dk, dv] is changed in place."""
     q, k, v = _wide(query, key, value)
     state.mul_(decay.exp()[..., None, None])
     change = (v - (k[..., None, :] @ state).squeeze(-2)) * beta[..., None]
@@ -77,7 +78,7 @@ def delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
 
 
 def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In the dtype of the computation, heads of queries and keys repeated for their values' heads."""
+    """Return them in the dtype of the computation, heads of queries and keys repeated for their values' heads."""
     wide = torch.promote_types(value.dtype, torch.float32)
     times = value.shape[-2] // key.shape[-2]
     q, k = (x.to(wide) for x in (query, key))
@@ -87,40 +88,41 @@ def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def causal_mix(x: Tensor, weight: Tensor, before: Tensor | None = None) -> Tensor:
-    """SiLU of each channel's last K inputs, weighted: x [B, T, C], weight [C, K], the last for the token itself;
-    `before` [B, K - 1, C]: the inputs ahead of the first (None: 0) -> [B, T, C]."""
+    """Return SiLU of each channel's last K inputs, weighted: x [B, T, C], weight [C, K], the last for the token
+    itself -> [B, T, C]. `before` [B, K - 1, C] has the inputs ahead of the first (None: 0)."""
     past = x.new_zeros(len(x), weight.shape[1] - 1, x.shape[2]) if before is None else before.to(x.dtype)
     inputs = torch.cat([past, x], 1).transpose(1, 2)
     return F.silu(F.conv1d(inputs, weight[:, None], groups=len(weight))).transpose(1, 2)
 
 
 def gates(beta: Tensor, step: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """(g, beta) in float32 of projections [..., H] with the heads' parameters [H]: g = -exp(log_rate) softplus(step +
-    bias)."""
+    """Return (g, beta) in float32 of projections [..., H] with the heads' parameters [H]: g = -exp(log_rate)
+    softplus(step + bias)."""
     wide = torch.promote_types(step.dtype, torch.float32)
     return -log_rate.to(wide).exp() * F.softplus(step.to(wide) + bias), beta.to(wide).sigmoid()
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x, gate [..., dv]: root-mean-square norm of x with weight [dv], times SiLU(gate); rounded before the weight and
-    at the end, as in transformers."""
+    """Return the root-mean-square norm of x [..., dv] with weight [dv], times SiLU(gate), gate [..., dv]. It is
+    rounded before the weight and at the end, as in transformers."""
     normed = F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
     return (weight * normed * F.silu(gate.float())).to(x.dtype)
 
 
 def by_head(conv: Tensor, linear: LinearConfig) -> Tensor:
-    """conv [channels, 1, K], queries of all heads, then keys, then values -> [G, `mixed_width`, K]: the channels of a
-    key head together."""
+    """Reorder conv [channels, 1, K], queries of all heads, then keys, then values -> [G, `mixed_width`, K]: the
+    channels of a key head together."""
     keys = linear.key_heads * linear.key_head_dim
     parts = conv.squeeze(1).split([keys, keys, linear.value_heads * linear.value_head_dim])
-    return torch.cat([part.unflatten(0, (linear.key_heads, -1)) for part in parts], 1)
+    return torch.cat([kind.unflatten(0, (linear.key_heads, -1)) for kind in parts], 1)
 
 
 def prepared(
     mixed: Tensor, conv: Tensor, log_rate: Tensor, bias: Tensor, linear: LinearConfig, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `delta_rule` takes, of a layer's projections: mixed [B, T, G, channels of a key head, then two numbers for
-    each head of its values], conv [G, channels, K], log_rate and bias [H]; `before` as of `causal_mix`."""
+    """Return the arguments of `delta_rule` from a layer's projections: mixed [B, T, G, channels of a key head, then
+    two numbers for each head of its values], conv [G, channels, K], log_rate and bias [H]. `before` is as in
+    `causal_mix`."""
     heads, dk, times = mixed.shape[2], linear.key_head_dim, linear.values_per_key
     channels, forward, step = mixed.split([linear.mixed_width, times, times], -1)
     x = causal_mix(channels.flatten(2), conv.flatten(0, 1), before).unflatten(2, (heads, -1))

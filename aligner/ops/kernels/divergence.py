@@ -7,7 +7,8 @@ p is the teacher, q the student, softmax(logits / temperature) each, sums over t
     mixed       beta KL(p, q) + (1 - beta) KL(q, p)
     jsd         beta KL(p, M) + (1 - beta) KL(q, M), M = beta p + (1 - beta) q          (GKD, arXiv:2306.13649)
 
-A jsd is 0 at beta 0 and 1, not a KL: jsd / beta -> KL(p, q) for beta -> 0, jsd / (1 - beta) -> KL(q, p) for beta -> 1.
+A jsd is 0 at beta 0 and 1, not a KL: jsd / beta -> KL(p, q) for beta -> 0, jsd / (1 - beta) -> KL(q, p) for beta ->
+1.
 
 No softmax is stored: forward and backward walk over the tokens in chunks, and backward computes a chunk's again.
 """
@@ -34,32 +35,32 @@ class Divergence:
 
     @property
     def forward_share(self) -> float:
-        """Of KL(p, q), the rest being KL(q, p); not of jsd."""
+        """The share of KL(p, q), the rest being KL(q, p); not of jsd."""
         return {"forward_kl": 1.0, "reverse_kl": 0.0, "mixed": self.beta}[self.kind]
 
     def mixture(self, logp: Tensor, logq: Tensor) -> Tensor:
-        """log M of jsd."""
+        """Return log M of jsd."""
         return torch.logaddexp(logp + math.log(self.beta), logq + math.log1p(-self.beta))
 
     def terms(self, logp: Tensor, logq: Tensor) -> Tensor:
-        """What the sum is of; logprobs of any shape, finite. Differentiable in logq."""
+        """Return the terms of the sum, from finite logprobs of any shape. Differentiable in logq."""
         if self.kind == "jsd":
             logm = self.mixture(logp, logq)
             return self.beta * logp.exp() * (logp - logm) + (1 - self.beta) * logq.exp() * (logq - logm)
-        share, found = self.forward_share, torch.zeros_like(logq)
+        share, terms = self.forward_share, torch.zeros_like(logq)
         if share:
-            found = found + share * logp.exp() * (logp - logq)
-        return found + (1 - share) * logq.exp() * (logq - logp) if share < 1 else found
+            terms = terms + share * logp.exp() * (logp - logq)
+        return terms + (1 - share) * logq.exp() * (logq - logp) if share < 1 else terms
 
     def centred(self, logp: Tensor, logq: Tensor) -> Tensor | None:
-        """w in the gradient below; None where it has none."""
+        """Return w in the gradient below; None where it has none."""
         if self.kind == "jsd":
             return logq - self.mixture(logp, logq)
         return logq - logp if self.forward_share < 1 else None
 
 
 class Divergences(NamedTuple):
-    """Each [N], float32 (float64 of float64), equal on all ranks of the group."""
+    """Tensors [N], float32 (float64 of float64), equal on all ranks of the group."""
 
     value: Tensor
     kl: Tensor  # KL(p, q), without gradient, as the rest
@@ -76,7 +77,8 @@ def divergences(
     group: dist.ProcessGroup | None = None,
     chunk_tokens: int = 4096,
 ) -> Divergences:
-    """student [N, V_local], teacher [N, >= the columns of V_local below vocab_size], sharded as in `token_logprobs`.
+    """Compute divergences. student [N, V_local], teacher [N, >= the columns of V_local below vocab_size], sharded as
+    in `token_logprobs`.
 
     With s = 1 / temperature, dKL(p, q)/dlogit_j = s (q_j - p_j). The others are, with w = log q - log p (jsd: log q -
     log M) and c = sum q w, s q_j (w_j - c), for jsd times 1 - beta.
@@ -130,7 +132,8 @@ class _Divergences(torch.autograd.Function):
 def _logprobs(
     student: Tensor, teacher: Tensor, at: slice, shard: VocabularyShard, lses: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of both [n, columns], finite (a probability of 0 has a logprob that is far away), and log-sum-exps [2, n]."""
+    """Return logprobs of both [n, columns] and log-sum-exps [2, n]. Logprobs are finite: that of a probability of 0
+    is very low."""
     both = shard.tempered(student, at), shard.tempered(teacher, at)
     if lses is None:
         lses = log_sum_exp(both, shard)

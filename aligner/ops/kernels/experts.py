@@ -1,8 +1,9 @@
-"""Mixtures of experts: who computes which token, and the matrix products of all experts at once.
+"""Mixtures of experts: the routing of tokens, and the matrix products of all experts at once.
 
-A token's router logits z give p = softmax(z) over all experts; the k experts of largest p compute it, weighted by their
-p, which `normalise` divides by their sum (Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021, arXiv:2101.03961).
-A *pair* is one token with one of its experts. Pairs are sorted by expert, so that an expert's tokens lie together.
+A token's router logits z give p = softmax(z) over all experts. The k experts of largest p compute it, weighted by
+their p, which `normalise` divides by their sum (Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021,
+arXiv:2101.03961). A *pair* is one token with one of its experts. Pairs are sorted by expert, so that an expert's
+tokens lie together.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class Routing(NamedTuple):
     probs: Tensor  # float32 [N, E], sums to 1
     weights: Tensor  # float32 [N, k]
     experts: Tensor  # int64 [N, k]
-    own: Tensor  # int64 [N, k]: those of largest p, which `experts` are unless others were given
+    own: Tensor  # int64 [N, k]: those of largest p; equal to `experts` unless others were chosen
 
 
 class Chosen(NamedTuple):
-    """Experts that somebody else chose, for some of the tokens."""
+    """Experts that the engine chose, for some of the tokens."""
 
     experts: Tensor  # integers [N, k]
     known: Tensor  # bool [N]
@@ -40,44 +41,45 @@ def route(
     top_k: int,
     normalise: bool,
     bias: Tensor | None = None,
-    given: Chosen | None = None,
+    chosen_before: Chosen | None = None,
 ) -> Routing:
-    """hidden [N, H], router [E, H], bias [E]. In float32 whatever the dtype: a token near a tie of two experts should
-    fall on the same side in the trainer and in the engine. Normalised weights are a softmax over the chosen logits
-    alone: the same number, and an expert that was not chosen has a gradient of exactly 0, not one of rounding, of which
-    Adam would make a step.
+    """Route hidden [N, H] with router [E, H], bias [E]. It computes in float32 whatever the dtype, so that a token
+    near a tie of two experts falls on the same side in the trainer and in the engine. Normalised weights are a
+    softmax over the chosen logits only. The number is the same, and an expert that was not chosen has a gradient of
+    exactly 0, not one of rounding, of which Adam would make a step.
 
-    Experts that are `given` take the place of those of largest p, and are weighted by this router's p: it learns as if
-    it had chosen them (arXiv:2510.11370)."""
+    Experts `chosen_before` replace those of largest p, and are weighted by this router's p: it learns as if it had
+    chosen them (arXiv:2510.11370).
+    """
     logits = torch.nn.functional.linear(hidden.float(), router.float(), None if bias is None else bias.float())
     probs = logits.softmax(-1)
     chosen, own = logits.topk(top_k, dim=-1)
     experts = own
-    if given is not None:
-        experts = given.experts.long().where(given.known[:, None], own)
+    if chosen_before is not None:
+        experts = chosen_before.experts.long().where(chosen_before.known[:, None], own)
         chosen = logits.gather(-1, experts)
     return Routing(probs, chosen.softmax(-1) if normalise else probs.gather(-1, experts), experts, own)
 
 
 def rerouted(routing: Routing) -> Tensor:
-    """bool [N]: the router itself would have sent the token to another set of experts."""
+    """Return bool [N]: whether the router itself would have sent the token to another set of experts."""
     return (routing.experts.sort(-1).values != routing.own.sort(-1).values).any(-1)
 
 
 def route_by_groups(
-    hidden: Tensor, router: Tensor, bias: Tensor, moe: MoeConfig, given: Chosen | None = None
+    hidden: Tensor, router: Tensor, bias: Tensor, moe: MoeConfig, chosen_before: Chosen | None = None
 ) -> Routing:
-    """hidden [N, H], router [E, H], bias float32 [E]. DeepSeek-V3's (arXiv:2412.19437, section 2.1.2): scores s =
-    sigmoid(z) of each expert alone. `bias` is added for the choice: of `moe.groups` groups the `top_groups` with the
-    largest sums of their two best, and of their experts the k best. Weights are those of s, without the bias, divided
-    by their sum if `norm_topk_prob`, times `moe.scale`. `probs` is s divided by its sum over all experts; `given` as in
-    `route`."""
+    """Route hidden [N, H] with router [E, H], bias float32 [E], as DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
+    Scores are s = sigmoid(z) of each expert alone. `bias` is added for the choice: the `top_groups` of `moe.groups`
+    groups with the largest sums of their two best, and the k best of their experts. Weights are those of s, without
+    the bias, divided by their sum if `norm_topk_prob`, times `moe.scale`. `probs` is s divided by its sum over all
+    experts. `chosen_before` is as in `route`."""
     scores = torch.nn.functional.linear(hidden.float(), router.float()).sigmoid()
-    found = (scores.detach() + bias).unflatten(1, (moe.groups, -1))
-    best = found.topk(2, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
+    scored = (scores.detach() + bias).unflatten(1, (moe.groups, -1))
+    best = scored.topk(2, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
     closed = torch.ones(best.shape[0], moe.groups, dtype=torch.bool, device=best.device).scatter_(1, best, False)
-    own = found.masked_fill(closed[..., None], -torch.inf).flatten(1).topk(moe.top_k, dim=-1).indices
-    experts = own if given is None else given.experts.long().where(given.known[:, None], own)
+    own = scored.masked_fill(closed[..., None], -torch.inf).flatten(1).topk(moe.top_k, dim=-1).indices
+    experts = own if chosen_before is None else chosen_before.experts.long().where(chosen_before.known[:, None], own)
     weights = scores.gather(1, experts)
     if moe.norm_topk_prob:
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
@@ -92,7 +94,7 @@ class Pairs(NamedTuple):
 
 
 def sort_pairs(experts: Tensor, num_experts: int) -> Pairs:
-    """experts int64 [N, k]."""
+    """Sort the pairs of experts int64 [N, k] by expert."""
     by_expert, order = experts.reshape(-1).sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
@@ -102,7 +104,7 @@ def sort_pairs(experts: Tensor, num_experts: int) -> Pairs:
 
 
 def balance_loss(mean_probs: Tensor, fractions: Tensor) -> Tensor:
-    """E * sum_i f_i P_i (Fedus et al. 2021, eq. 4 without alpha): 1 where load and probability are even.
+    """Return E * sum_i f_i P_i (Fedus et al. 2021, eq. 4 without alpha): 1 where load and probability are even.
 
     f_i, the fraction of pairs of expert i, is a constant; P_i is the mean of p_i over tokens. [..., E] each -> [...].
     """
@@ -124,12 +126,12 @@ class _Expand(torch.autograd.Function):
 
 
 def expand(x: Tensor, pairs: Pairs) -> Tensor:
-    """x [N, H] -> the token of each pair [N * k, H], by expert. The gradient is a sum of k, in a fixed order."""
+    """Expand x [N, H] -> the token of each pair [N * k, H], by expert. The gradient is a sum of k, in a fixed order."""
     return _Expand.apply(x, pairs.order, pairs.inverse, pairs.top_k)
 
 
 def combine(x: Tensor, pairs: Pairs, weights: Tensor) -> Tensor:
-    """What the experts computed for each pair [N * k, H], by expert -> its weighted sum for each token [N, H]."""
+    """Combine the experts' output for each pair [N * k, H], by expert -> its weighted sum for each token [N, H]."""
     n, k = weights.shape
     x = spread(x, pairs.inverse, pairs.order).view(n, k, x.shape[1])
     return torch.bmm(weights.to(x.dtype)[:, None], x)[:, 0]
@@ -141,9 +143,9 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.sizes = sizes
         out = x.new_empty(len(x), weight.shape[1])
-        for part, w, y in zip(x.split(sizes), weight, out.split(sizes), strict=True):
-            if len(part):
-                product_into(y, part, w.t())
+        for rows, w, y in zip(x.split(sizes), weight, out.split(sizes), strict=True):
+            if len(rows):
+                product_into(y, rows, w.t())
         return out
 
     @staticmethod
@@ -157,15 +159,16 @@ class _GroupedLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:  # frozen
             return d_x, None, None
         d_weight = torch.zeros_like(weight)
-        for d_w, g, part in zip(d_weight, grad.split(ctx.sizes), x.split(ctx.sizes), strict=True):
-            if len(part):
-                product_into(d_w, g.t(), part)
+        for d_w, g, rows in zip(d_weight, grad.split(ctx.sizes), x.split(ctx.sizes), strict=True):
+            if len(rows):
+                product_into(d_w, g.t(), rows)
         return d_x, d_weight, None
 
 
 def grouped_linear(x: Tensor, weight: Tensor, sizes: Sequence[int] | Tensor) -> Tensor:
-    """The first sizes[0] rows of x [M, I] times weight[0]^T, the next sizes[1] rows times weight[1]^T, ...; weight
-    [E, O, I] -> [M, O]. On CUDA in bfloat16, `sizes` may be a tensor there: one kernel (torch's `grouped_mm`)."""
+    """Multiply the first sizes[0] rows of x [M, I] with weight[0]^T, the next sizes[1] rows with weight[1]^T, ...;
+    weight [E, O, I] -> [M, O]. On CUDA in bfloat16, `sizes` may be a tensor there: one kernel (torch's `grouped_mm`).
+    """
     if x.device.type == "cuda" and x.dtype == torch.bfloat16:
         ends = torch.as_tensor(sizes, device=x.device).cumsum(0).int()
         return torch.nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
@@ -191,12 +194,12 @@ class _EachRow(torch.autograd.Function):
 
 
 def each_row(values: Tensor, sizes: Tensor, rows: int) -> Tensor:
-    """values [E, O] -> of each row's expert, [rows, O]; sizes int64 [E] sums to `rows`."""
+    """Expand values [E, O] -> those of each row's expert, [rows, O]; sizes int64 [E] sums to `rows`."""
     return _EachRow.apply(values, sizes, rows)
 
 
 def add_bias(x: Tensor, bias: Tensor, sizes: Tensor) -> Tensor:
-    """x [M, O] by expert + the bias of each row's expert; bias [E, O], sizes int64 [E] sums to M."""
+    """Add the bias of each row's expert to x [M, O] by expert; bias [E, O], sizes int64 [E] sums to M."""
     return x + each_row(bias, sizes, len(x))
 
 
@@ -225,6 +228,6 @@ def _clamped(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def clamped_gate(x: Tensor) -> Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate), x = [gate, up] along the last dimension, the gate at most the limit, up
-    within it on both sides (gpt-oss, arXiv:2508.10925). Only x is kept for backward."""
+    """Return (up + 1) * gate * sigmoid(alpha * gate), x = [gate, up] along the last dimension, with the gate at most
+    the limit and up within it on both sides (gpt-oss, arXiv:2508.10925). Only x is kept for backward."""
     return _ClampedGate.apply(x)

@@ -1,10 +1,10 @@
-"""Matrices that never change, held in 4 or 8 bits, and products with them.
+"""Constant matrices held in 4 or 8 bits, and products with them.
 
-Each row is cut into blocks of 64 numbers (the last may be shorter) with one float32 scale, the largest magnitude in it:
-so a row, and a shard of whole blocks of it, is held alike wherever it stands. `int8` and `fp8` (E4M3) divide by the
-scale and round; `nf4` (QLoRA, Dettmers et al. 2023, arXiv:2305.14314, appendix E) takes the nearest of 16 quantiles of
-a normal distribution, two to a byte, the earlier number in the upper half. The bits are those of bitsandbytes' blocks
-of 64, whose kernel makes numbers of `nf4` on CUDA where it is installed.
+Each row is cut into blocks of 64 numbers (the last may be shorter) with one float32 scale, the largest magnitude in
+it. So a row, and a shard of whole blocks of it, is held alike at any position. `int8` and `fp8` (E4M3) divide by the
+scale and round. `nf4` (QLoRA, Dettmers et al. 2023, arXiv:2305.14314, appendix E) takes the nearest of 16 quantiles
+of a normal distribution, two to a byte, the earlier number in the upper half. The bits are those of bitsandbytes'
+blocks of 64, whose kernel decodes `nf4` on CUDA where it is installed.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _BOUNDS = (NF4[:-1] + NF4[1:]) / 2
 
 
 def held_bytes(rows: int, columns: int, kind: str) -> int:
-    """What `Frozen` holds of such a matrix."""
+    """Return the bytes that `Frozen` holds of such a matrix."""
     blocks = -(-columns // BLOCK)
     return rows * (blocks * SCALE_BYTES + (-(-columns // 2) if kind == "nf4" else columns))
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """Of a matrix of this shape, whose dimensions but the last are R together: codes uint8 [R, C / 2] (nf4) or 8-bit
-    numbers [R, C], scales float32 [R, blocks]."""
+    """A held matrix, whose dimensions except the last are R together: codes uint8 [R, C / 2] (nf4) or 8-bit numbers
+    [R, C], scales float32 [R, blocks]."""
 
     kind: str
     shape: torch.Size
@@ -65,7 +65,7 @@ class Frozen:
         return self.codes.nbytes + self.scales.nbytes
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The matrix that is held, rounded once to `dtype`."""
+        """Return the held matrix, rounded once to `dtype`."""
         columns = self.shape[-1]
         if self.kind == "nf4" and self.codes.is_cuda and columns % BLOCK == 0 and has_bitsandbytes():
             return _by_bitsandbytes(self, dtype)
@@ -79,7 +79,7 @@ class Frozen:
 
 
 def dense(weight: Tensor) -> Tensor:
-    """The numbers of a parameter, which may be held: then it has none, and who holds them in `held`."""
+    """Return a parameter's numbers. A held one is empty, and its attribute `held` has them."""
     held = held_by(weight)
     return weight if held is None else held.dense(weight.dtype)
 
@@ -93,14 +93,14 @@ def has_bitsandbytes() -> bool:
 
 
 def _codes(scaled: Tensor, kind: str) -> Tensor:
-    """scaled [R, C] in [-1, 1]."""
+    """Return the codes of scaled [R, C] in [-1, 1]."""
     if kind == "int8":
         return (scaled * _TOP[kind]).round_().to(torch.int8)
     if kind == "fp8":
         return (scaled * _TOP[kind]).to(torch.float8_e4m3fn)
-    found = torch.bucketize(scaled.contiguous(), _BOUNDS.to(scaled.device)).to(torch.uint8)
-    found = torch.nn.functional.pad(found, (0, scaled.shape[1] % 2))
-    return found[:, 0::2] << 4 | found[:, 1::2]
+    codes = torch.bucketize(scaled.contiguous(), _BOUNDS.to(scaled.device)).to(torch.uint8)
+    codes = torch.nn.functional.pad(codes, (0, scaled.shape[1] % 2))
+    return codes[:, 0::2] << 4 | codes[:, 1::2]
 
 
 def _by_bitsandbytes(held: Frozen, dtype: torch.dtype) -> Tensor:
@@ -111,7 +111,7 @@ def _by_bitsandbytes(held: Frozen, dtype: torch.dtype) -> Tensor:
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """Between forward and backward what is held stays, not the dense matrix."""
+    """Product that keeps the held matrix between forward and backward, not the dense one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, held: Frozen) -> Tensor:
@@ -125,6 +125,6 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 def frozen_linear(x: Tensor, held: Frozen) -> Tensor:
-    """x [..., I] times the held matrix [O, I], transposed -> [..., O], made dense for the product and again in
-    backward."""
+    """Multiply x [..., I] with the held matrix [O, I], transposed -> [..., O]. It is made dense for the product and
+    again in backward."""
     return _FrozenLinear.apply(x, held)

@@ -29,17 +29,20 @@ def token_logprobs(
     chunk_tokens: int = 4096,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log_softmax(logits / temperature)[targets] and, if asked, the entropy of that distribution (else None).
+    """Return log_softmax(logits / temperature)[targets] and, with `entropy`, the entropy of that distribution (else
+    None).
 
     logits [N, V_local], targets int64 [N] -> [N], [N]: the caller has shifted, row n predicts targets[n]. Rank r of
-    `group` holds the columns [r * V_local, (r+1) * V_local) of the vocabulary; columns at or beyond `vocab_size` are
-    padding: they have probability 0 and get gradient 0. `chunk_tokens` bounds the rows that exist in float32 at a time;
-    on a CPU they are fewer where nothing is exchanged, so that one pass over a chunk finds it in the cache of the last.
+    `group` holds the columns [r * V_local, (r+1) * V_local) of the vocabulary. Columns at or beyond `vocab_size` are
+    padding: they have probability 0 and get gradient 0. `chunk_tokens` bounds the rows that exist in float32 at a
+    time. On a CPU without exchange they are fewer, so that each pass over a chunk finds it in the cache.
+
     Results are float32 (float64 for float64 logits) and equal on all ranks of `group`; each rank must pass the same
     gradient back, and gets that of its own columns.
 
-    With z = logits / temperature and p = softmax(z):
-    entropy H = -sum_j p_j log p_j;  dlogp_i/dz_j = [i = j] - p_j;  dH/dz_j = -p_j (log p_j + H).
+    With z = logits / temperature and p = softmax(z): entropy H = -sum_j p_j log p_j; dlogp_i/dz_j = [i = j] - p_j;
+    dH/dz_j = -p_j (log p_j + H).
+
     Sharded softmax as in Megatron-LM (arXiv:1909.08053, section 3): one max and one sum all-reduce per chunk.
     """
     assert logits.shape[:1] == targets.shape, (logits.shape, targets.shape)
@@ -50,7 +53,8 @@ def token_logprobs(
 def own_columns(
     logits: Tensor, vocab_size: int, group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, int, int]:
-    """(`group` if it has several ranks, the vocabulary id of this rank's first column, how many are no padding)."""
+    """Return (`group` if it has several ranks, the vocabulary id of this rank's first column, how many are no
+    padding)."""
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     width = logits.shape[-1]
     assert ranks * width >= vocab_size, f"{ranks} shards of {width} columns hold less than vocab_size={vocab_size}"
@@ -78,8 +82,8 @@ class VocabularyShard:
         group: dist.ProcessGroup | None,
         chunk_tokens: int = 4096,
     ) -> VocabularyShard:
-        """Of logits [N, V_local], with the `ids` of the vocabulary that are asked for, if any; as `token_logprobs` says
-        of its arguments."""
+        """Return the shard of logits [N, V_local], and check the vocabulary `ids` that are read, if any. Arguments
+        are as in `token_logprobs`."""
         assert logits.dim() == 2, logits.shape
         assert temperature > 0, f"temperature {temperature}: logprobs need one above 0"
         group, offset, columns = own_columns(logits, vocab_size, group)
@@ -102,25 +106,25 @@ class VocabularyShard:
         return (slice(a, min(a + self.step, tokens)) for a in range(0, tokens, self.step))
 
     def tempered(self, logits: Tensor, at: slice) -> Tensor:
-        """z [n, columns]; may be a view of the logits, so never write to it."""
+        """Return z [n, columns]; it may be a view of the logits, so never write to it."""
         z = logits[at, : self.columns].to(self.dtype)
         return z if self.temperature == 1 else z / self.temperature
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each target [n], clamped into this shard, and whether it is in this shard [n]."""
+        """Return each target's column [n], clamped into this shard, and whether it is in this shard [n]."""
         column = targets - self.offset
         here = (column >= 0) & (column < self.columns)
         return column.clamp(0, max(self.columns - 1, 0)), here
 
 
 def less(z: Tensor, by: Tensor, logits: Tensor) -> Tensor:
-    """z [n, columns] - by [n], to be written to: in z itself where that is a copy of the logits, not a view."""
+    """Return z [n, columns] - by [n], to be written to: in z itself if that is a copy of the logits, not a view."""
     owned = z.untyped_storage()._cdata != logits.untyped_storage()._cdata
     return z.sub_(by[:, None]) if owned else z - by[:, None]
 
 
 def log_sum_exp(tensors: tuple[Tensor, ...], shard: VocabularyShard) -> Tensor:
-    """[tensors, n] over all columns of the group."""
+    """Return the log-sum-exp [tensors, n] over all columns of the group."""
     if shard.group is None:
         return torch.stack([z.logsumexp(-1) for z in tensors])
     # a shard can be all padding, with no column to take the maximum of
@@ -180,7 +184,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _whole(z: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """One fused log-softmax: the fast way where this process has all columns. The caller does not keep z."""
+    """Compute one fused log-softmax: the fast way if this process has all columns. The caller does not keep z."""
     logp = torch.log_softmax(z, -1)
     del z
     lp = logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
@@ -193,8 +197,8 @@ def _whole(z: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | 
 def _sharded(
     z: Tensor, targets: Tensor, shard: VocabularyShard, entropy: bool, logits: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """logprob, entropy and log-sum-exp [n]: with m the global maximum, reduces sum e^(z-m), z_target - m and
-    sum e^(z-m) (z-m) together."""
+    """Return logprob, entropy and log-sum-exp [n]. With m the global maximum, it reduces sum e^(z-m), z_target - m
+    and sum e^(z-m) (z-m) together."""
     # a shard can be all padding, with no column to take the maximum of
     m = z.amax(-1) if shard.columns else z.new_full(targets.shape, -torch.inf)
     m = max_over(m, shard.group)

@@ -17,8 +17,8 @@ SMALLEST = 1 << 22  # multiplications of a product; below, starting oneDNN costs
 
 @functools.cache
 def use_onednn_products() -> torch.library.Library | None:
-    """Let this process' `mm`, `addmm` and `addmm_` of float32 tensors on the CPU be oneDNN's, for good. None, and
-    nothing done, where MKL is no slower."""
+    """Let this process' `mm`, `addmm` and `addmm_` of float32 tensors on the CPU be oneDNN's, for good. Returns None,
+    and changes nothing, where MKL is no slower."""
     if not onednn_leads():
         return None
     library = torch.library.Library("aten", "IMPL")
@@ -29,13 +29,13 @@ def use_onednn_products() -> torch.library.Library | None:
 
 
 def has_avx512() -> bool:
-    """Whether it can use these instructions here."""
+    """Return whether this machine can use these instructions."""
     return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 @functools.cache
 def onednn_leads() -> bool:
-    """Whether its float32 products are the faster ones here."""
+    """Return whether oneDNN's float32 products are the faster ones here."""
     processor = Path("/proc/cpuinfo")
     return (
         has_avx512()
@@ -46,7 +46,8 @@ def onednn_leads() -> bool:
 
 
 def onednn_product(a: Tensor, b: Tensor) -> Tensor | None:
-    """a [m, k] b [k, n], row by row in memory; None where it is not worth while here, or no product of matrices."""
+    """Multiply a [m, k] b [k, n], row by row in memory; None if oneDNN is not faster here, or it is no product of
+    matrices."""
     if not (a.dtype == b.dtype == torch.float32 and a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0]):
         return None
     (m, k), n = a.shape, b.shape[1]
@@ -63,12 +64,13 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x, copied if neither it nor its transpose is contiguous: oneDNN has no fast kernel for a part of a matrix."""
+    """Return x, copied if neither it nor its transpose is contiguous: oneDNN has no fast kernel for a part of a
+    matrix."""
     return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
 
 
 def add_product(out: Tensor, base: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
-    """out = beta base + alpha a b, by oneDNN where it is worth while. `out` may be `base` [m, n] or [n]."""
+    """Compute out = beta base + alpha a b, by oneDNN where it is faster. `out` may be `base` [m, n] or [n]."""
     product = onednn_product(a, b) if beta == alpha == 1 else None
     if product is None:
         return torch.addmm(base, a, b, beta=beta, alpha=alpha, out=out)

@@ -1,8 +1,8 @@
-"""Products x W^T on a CPU whose matrix is laid out beforehand as oneDNN's kernels read it.
+"""Products x W^T on a CPU whose matrix is packed beforehand as oneDNN's kernels read it.
 
-oneDNN lays a matrix out in every call otherwise: for few rows that is up to half of the time (benchmarks/log.md).
-The bits are the same. A single row is computed as one of two, as oneDNN has other kernels for it, which sum in another
-order: so a row is the same whatever rows it is computed with.
+Otherwise oneDNN packs a matrix in every call: for few rows that is up to half of the time (benchmarks/log.md).
+The bits are the same. A single row is computed as one of two, as oneDNN has other kernels for it, which sum in
+another order. So a row is the same whatever rows it is computed with.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROWS = 16  # for which it is laid out; it serves any number
 
 
 def worth_packing(matrix: Tensor) -> bool:
-    """Whether products with such a matrix [n, k] are oneDNN's on this machine, and faster when it is laid out."""
+    """Return whether products with such a matrix [n, k] are oneDNN's on this machine, and faster when it is packed."""
     if matrix.device.type != "cpu" or matrix.numel() < SMALLEST:
         return False
     if matrix.dtype == torch.bfloat16:
@@ -32,19 +32,19 @@ def worth_packing(matrix: Tensor) -> bool:
 
 
 def pack(matrix: Tensor) -> Tensor:
-    """For `packed_linear` and `packed_linear_add` alone; `to_dense` gives the matrix back, with the same bits."""
+    """Pack a matrix for `packed_linear` and `packed_linear_add`. `to_dense` returns the matrix, with the same bits."""
     return torch.ops.mkldnn._reorder_linear_weight.default(matrix, _ROWS)
 
 
 def place_of(packed: Tensor) -> tuple[int, int]:
-    """The addresses of its first byte, and of the one behind its last."""
+    """Return the addresses of its first byte, and of the one after its last."""
     start = torch.ops.mkldnn.data_ptr(packed)
     return start, start + torch.ops.mkldnn._nbytes(packed)
 
 
 def pack_over(packed: Tensor, matrix: Tensor) -> Tensor:
-    """`pack` a matrix of the same shape and dtype where another one is, which it takes the place of; elsewhere if it is
-    laid out in another way, as it may be with other numbers of threads."""
+    """`pack` a matrix of the same shape and dtype over another one. If its layout differs, as it may with other
+    numbers of threads, return it elsewhere."""
     new = pack(matrix)
     layouts = [torch.ops.mkldnn._get_mkldnn_serialized_md(x) for x in (packed, new)]
     if not torch.equal(*layouts):
@@ -55,12 +55,12 @@ def pack_over(packed: Tensor, matrix: Tensor) -> Tensor:
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [m, k] W^T + bias [n], rounded once. Without autograd."""
+    """Return x [m, k] W^T + bias [n], rounded once. Without autograd."""
     return torch.ops.mkldnn._linear_pointwise.default(_rows(x), packed, bias, "none", [], "")[: len(x)]
 
 
 def packed_linear_add(base: Tensor, x: Tensor, packed: Tensor) -> Tensor:
-    """base [m, n] + x [m, k] W^T, rounded once. Without autograd."""
+    """Return base [m, n] + x [m, k] W^T, rounded once. Without autograd."""
     return torch.ops.mkldnn._linear_pointwise.binary(_rows(x), _rows(base), packed, None, "add")[: len(x)]
 
 

@@ -1,10 +1,10 @@
-"""Attention by torch's fused kernels, and where scores are changed between product and softmax, which those cannot do:
-soft-capping (Gemma 2, arXiv:2408.00118, section 2).
+"""Attention by torch's fused kernels; and by blocks where scores change between product and softmax, which those
+cannot do: soft-capping (Gemma 2, arXiv:2408.00118, section 2).
 
 Scores exist for a block of queries at a time, and are made again in backward.
 
-Sinks (gpt-oss, arXiv:2508.10925; Xiao et al. 2023, arXiv:2309.17453) need no kernel of their own: a score of each head
-that joins the softmax is that of one more key, whose value is 0 (`sink_attention`).
+Sinks (gpt-oss, arXiv:2508.10925; Xiao et al. 2023, arXiv:2309.17453) need no kernel of their own: a score of each
+head that joins the softmax is that of one more key, whose value is 0 (`sink_attention`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK = 1 << 24  # scores at a time
 
 
 class ScoreRule(NamedTuple):
-    """What becomes of the products of queries and keys before the softmax."""
+    """Changes of the products of queries and keys before the softmax."""
 
     scale: float | None = None  # their factor; None: 1 / sqrt(d)
     softcap: float = 0.0  # 0: none
@@ -31,7 +31,7 @@ class ScoreRule(NamedTuple):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: ScoreRule) -> Tensor:
-    """By the function below that can do it: shapes and `mask` as in `scored_attention`."""
+    """Call the function below that supports `scores`: shapes and `mask` as in `scored_attention`."""
     if scores.softcap:
         return scored_attention(query, key, value, mask, scores.scale, scores.softcap)
     if scores.sinks is not None:
@@ -40,12 +40,12 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap): about x where that is small, and within cap."""
+    """Return cap * tanh(x / cap): about x where that is small, and within cap."""
     return cap * torch.tanh(x / cap)
 
 
 def scaled_logits(logits: Tensor, scales: ScalesConfig) -> Tensor:
-    """Logits of any shape, as the family's authors scale and cap them."""
+    """Scale and cap logits of any shape as the family's authors do."""
     if scales.logits != 1:
         logits = logits / scales.logits
     return capped(logits, scales.logits_softcap) if scales.logits_softcap else logits
@@ -54,9 +54,9 @@ def scaled_logits(logits: Tensor, scales: ScalesConfig) -> Tensor:
 def scored_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, softcap: float
 ) -> Tensor:
-    """query [B, heads, n, d], key and value [B, kv_heads, m, d] -> [B, heads, n, d] in their dtype, softmax in float32.
-    `mask` that can be expanded to [B, 1, n, m]: bool (what a query sees), or added to the scores; None: causal, the
-    last query sees all keys. `scale`: None for 1 / sqrt(d)."""
+    """Compute query [B, heads, n, d], key and value [B, kv_heads, m, d] -> [B, heads, n, d] in their dtype, softmax
+    in float32. `mask` that can be expanded to [B, 1, n, m]: bool (what a query sees), or added to the scores; None:
+    causal, the last query sees all keys. `scale`: None for 1 / sqrt(d)."""
     batch, heads, n, d = query.shape
     scale, step = scale or d**-0.5, max(1, BLOCK // (batch * heads * key.shape[2]))
 
@@ -83,8 +83,8 @@ def scored_attention(
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None) -> Tensor:
-    """torch's, with a shape and `mask` as in `scored_attention`; values may have another width, as the result then
-    has."""
+    """Call torch's kernel, with a shape and `mask` as in `scored_attention`. Values may have another width, which the
+    result then has."""
     n, m, grouped = query.shape[2], key.shape[2], query.shape[1] != key.shape[1]
     if mask is None and n != m:
         from torch.nn.attention.bias import causal_lower_right  # imports the compiler: a second of every start
@@ -106,7 +106,7 @@ SHORT = 256  # keys of a row
 
 
 class _Short(torch.autograd.Function):
-    """torch's fused kernel of a CPU, forward in bfloat16 and backward in float32: of short rows its small products in
+    """torch's fused kernel of a CPU, forward in bfloat16 and backward in float32. Of short rows its small products in
     bfloat16 take 2 to 7 times as long, and oneDNN compiles a kernel for each new length."""
 
     @staticmethod
@@ -134,9 +134,9 @@ SINK_WIDTH = 8  # numbers by which heads grow: fused kernels want multiples of 8
 def sink_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, sinks: Tensor
 ) -> Tensor:
-    """As `scored_attention`, with `sinks` [heads] in place of a cap. The first of the keys is the sink's: its products
-    with the queries of a head are the head's sink. Without a mask a query that nobody reads comes first as well, so
-    that the others still see the keys up to their own."""
+    """Compute `scored_attention` with `sinks` [heads] in place of a cap. The first of the keys is the sink's: its
+    products with the queries of a head are the head's sink. Without a mask a query that nobody reads comes first as
+    well, so that the others still see the keys up to their own."""
     d, value_width, causal = query.shape[3], value.shape[3], mask is None
     scale = scale or d**-0.5
     own = sinks.to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)

@@ -1,4 +1,4 @@
-"""Copy rows to other places. The backward is a copy, too, and not a sum."""
+"""Copies of rows to other positions. The backward is a copy, too, and not a sum."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Spread(torch.autograd.Function):
 
 
 def spread(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """x [N, ...] -> x[index] [G, ...] where x[index][inverse] = x: a permutation and its inverse, or more cells than
-    rows. Cells of G that are not in `inverse` hold copies of something: nothing may depend on them (their gradient is
-    taken for 0)."""
+    """Return x[index] [G, ...] of x [N, ...], where x[index][inverse] = x: a permutation and its inverse, or more
+    cells than rows. Cells of G that are not in `inverse` hold arbitrary copies: nothing may depend on them (their
+    gradient is taken for 0)."""
     return _Spread.apply(x, index, inverse)

@@ -19,10 +19,11 @@ HIGHEST = -1e-6  # of the log-mass of k tokens: what is left of 1 in float32 is 
 def top_logprobs(
     logits: Tensor, k: int, *, temperature: float = 1.0, vocab_size: int, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The k largest log_softmax(logits / temperature), descending, and their ids: float32 (float64), int64 [N, k].
+    """Return the k largest log_softmax(logits / temperature), descending, and their ids: float32 (float64), int64 [N,
+    k].
 
-    logits [N, V_local], sharded as in `token_logprobs`: each rank's k largest, and of those the k largest; no rank sees
-    a whole row. Without gradient.
+    logits [N, V_local], sharded as in `token_logprobs`: each rank's k largest, and of those the k largest; no rank
+    sees a whole row. Without gradient.
     """
     assert 1 <= k <= vocab_size, f"the {k} most likely of {vocab_size} tokens"
     shard = VocabularyShard.of(logits, None, temperature, vocab_size, group)
@@ -44,7 +45,7 @@ def top_logprobs(
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[n, k] of every rank -> [n, ranks * k]."""
+    """Gather [n, k] of every rank -> [n, ranks * k]."""
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, -1)
@@ -59,7 +60,8 @@ def logprobs_at(
     group: dist.ProcessGroup | None = None,
     chunk_tokens: int = 4096,
 ) -> Tensor:
-    """log_softmax(logits / temperature) of `ids` int64 [N, k] -> [N, k]: `token_logprobs` of several tokens each."""
+    """Return log_softmax(logits / temperature) of `ids` int64 [N, k] -> [N, k]: `token_logprobs` of several tokens
+    each."""
     shard = VocabularyShard.of(logits, ids, temperature, vocab_size, group, chunk_tokens)
     return _LogprobsAt.apply(logits, ids, shard)
 
@@ -67,18 +69,18 @@ def logprobs_at(
 class _LogprobsAt(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, ids: Tensor, shard: VocabularyShard):
-        found = torch.zeros(ids.shape, dtype=shard.dtype, device=logits.device)
+        logprobs = torch.zeros(ids.shape, dtype=shard.dtype, device=logits.device)
         lse = torch.zeros(len(logits), dtype=shard.dtype, device=logits.device)
         for at in shard.chunks(len(logits)):
             z = shard.tempered(logits, at)
             lse[at] = log_sum_exp((z,), shard)[0]
             if shard.columns:
                 column, here = shard.local(ids[at])
-                found[at] = torch.where(here, z.gather(-1, column), 0.0)
-        found = sum_over(found, shard.group) - lse[:, None]
+                logprobs[at] = torch.where(here, z.gather(-1, column), 0.0)
+        logprobs = sum_over(logprobs, shard.group) - lse[:, None]
         ctx.shard = shard
         ctx.save_for_backward(logits, ids, lse)
-        return found
+        return logprobs
 
     @staticmethod
     @once_differentiable
@@ -95,11 +97,11 @@ class _LogprobsAt(torch.autograd.Function):
 
 
 def bucketed(logp: Tensor, logq: Tensor, outside: str) -> tuple[Tensor, Tensor]:
-    """Logprobs of the k tokens [N, k] by teacher and student -> of what a divergence compares.
+    """Convert logprobs of the k tokens [N, k] by teacher and student to those that a divergence compares.
 
     tail         [N, k + 1]: one more for all the others together, log(1 - sum)
     renormalise  [N, k]: as if there were no others
-    zero         [N, k]: the teacher as if there were no others, the student as it is. The sum of forward_kl is then
+    zero         [N, k]: the teacher as if there were no others, the student unchanged. The sum of forward_kl is then
                  KL(teacher on its k tokens, student), never negative; it is -log of the mass of the k tokens, not 0,
                  where both are the same. Likewise NeMo-RL's `zero_outside_topk` (its forward KL)
     """
@@ -113,7 +115,7 @@ def bucketed(logp: Tensor, logq: Tensor, outside: str) -> tuple[Tensor, Tensor]:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 - e^x) of x < 0, precise at both ends (Maechler 2012)."""
+    """Return log(1 - e^x) of x < 0, precise at both ends (Maechler 2012)."""
     near = x > -math.log(2)
     # `where` has gradients on both sides: the other side's argument must be harmless
     return torch.where(

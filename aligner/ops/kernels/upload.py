@@ -12,19 +12,20 @@ ALIGNMENT = 256  # of a tensor's first byte, as CUDA's allocator gives it
 
 
 def upload[T](item: T, device: torch.device) -> T:
-    """The same dataclass or list (of such) with its tensors on `device`, those that are the same tensor still the same.
+    """Return the same dataclass or list (of such) with its tensors on `device`; equal tensors stay one tensor.
 
-    CUDA takes each tensor from memory that is not pinned by a copy of its own, and lets the host wait for what the
-    device does before it. A micro-batch has some thirty: they go in one copy from a pinned buffer, and nobody waits."""
-    found: dict[int, Tensor] = {}
-    _mapped(item, lambda tensor: found.setdefault(id(tensor), tensor))
-    tensors = list(found.values())
+    CUDA copies each unpinned tensor separately, and the host waits for the device's earlier work. A micro-batch has
+    some thirty: they go in one copy from a pinned buffer, and nobody waits.
+    """
+    unique: dict[int, Tensor] = {}
+    _mapped(item, lambda tensor: unique.setdefault(id(tensor), tensor))
+    tensors = list(unique.values())
     if device.type == "cuda":
         buffer, places = packed(tensors, pin=True)
         moved = unpacked(buffer.to(device, non_blocking=True), tensors, places)
     else:
         moved = [tensor.to(device) for tensor in tensors]
-    there = dict(zip(found, moved, strict=True))
+    there = dict(zip(unique, moved, strict=True))
     return _mapped(item, lambda tensor: there[id(tensor)])
 
 
@@ -39,7 +40,7 @@ def _mapped[T](item: T, change: Callable[[Tensor], Tensor]) -> T:
 
 
 def packed(tensors: Sequence[Tensor], pin: bool = False) -> tuple[Tensor, list[int]]:
-    """Their bytes in one buffer (uint8, on the CPU), and where each begins."""
+    """Return their bytes in one buffer (uint8, on the CPU), and where each begins."""
     places, size = [], 0
     for tensor in tensors:
         places.append(size)
@@ -51,8 +52,8 @@ def packed(tensors: Sequence[Tensor], pin: bool = False) -> tuple[Tensor, list[i
 
 
 def unpacked(buffer: Tensor, like: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
-    """Tensors with the shapes and dtypes of `like` in a buffer that `packed` made, wherever it is now."""
+    """Return tensors with the shapes and dtypes of `like` in a buffer that `packed` made, on any device."""
     return [
-        buffer[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for tensor, place in zip(like, places, strict=True)
+        buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, start in zip(like, places, strict=True)
     ]
