@@ -79,7 +79,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """Check the files of the manifest. Raises CheckpointError naming the first file that does not match its checksum."""
+    """Check the manifest's files. Raises CheckpointError naming the first that does not match its checksum."""
     try:
         files = read_record(folder / MANIFEST, CheckpointError).text_map("files")
         wrong = next((name for name, digest in files.items() if file_hash(folder / name) != digest), None)

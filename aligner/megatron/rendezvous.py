@@ -79,8 +79,8 @@ def shake_hands(store: dist.Store, rank: int, world: int, secret: bytes, origin:
     fresh = met[rank * NONCE_BYTES : (rank + 1) * NONCE_BYTES] == nonce and len(met) == world * NONCE_BYTES
     if not fresh or not seal.signed(store.get(WELCOME), b"", "welcome"):
         raise PeerError(
-            f"the process at MASTER_ADDR={origin} does not know this job's secret: expected one run.dir (or {VARIABLE}) "
-            "on all nodes, and nobody else there"
+            f"the process at MASTER_ADDR={origin} does not know this job's secret: expected one run.dir "
+            f"(or {VARIABLE}) on all nodes, and nobody else there"
         )
     return seal
 

@@ -64,9 +64,9 @@ def check(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
 def _missing(device: torch.device) -> str:
     if device.type != "cuda":
         return f"it needs a CUDA device, and this is {device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < CAPABILITY:
-        return f"it needs compute capability {CAPABILITY[0]}.{CAPABILITY[1]}, and this GPU has {capability[0]}.{capability[1]}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < CAPABILITY:
+        return f"it needs compute capability {CAPABILITY[0]}.{CAPABILITY[1]}, and this GPU has {major}.{minor}"
     return _missing_in_torch()
 
 

@@ -12,21 +12,21 @@ from torch import Tensor
 
 
 def sum_over(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum of `x` over `group`, in place where there is one. No gradient flows through it."""
+    """Sum `x` over `group`, in place if there is one. No gradient flows through it."""
     if group is not None:
         dist.all_reduce(x, op=dist.ReduceOp.SUM, group=group)
     return x
 
 
 def max_over(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Maximum of `x` over `group`, in place where there is one. No gradient flows through it."""
+    """Take the maximum of `x` over `group`, in place if there is one. No gradient flows through it."""
     if group is not None:
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
     return x
 
 
 def sum_halves(halves: Tensor, group: dist.ProcessGroup | None = None) -> list[int]:
-    """Sums of 64-bit numbers over ranks (of the world if no `group` is given), modulo 2^64; `halves` int64 [n, 2] holds
+    """Sum 64-bit numbers over ranks (of the world if no `group` is given), modulo 2^64. `halves` int64 [n, 2] holds
     the low and the high 32 bits, so that nothing overflows."""
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(halves, group=group)
@@ -34,36 +34,36 @@ def sum_halves(halves: Tensor, group: dist.ProcessGroup | None = None) -> list[i
 
 
 def of_each_rank(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """The `x` of each rank of `group`, which all have one of this shape. No gradient flows through it."""
+    """Return the `x` of each rank of `group`; all have one of this shape. No gradient flows through it."""
     if group is None or group.size() == 1:
         return [x]
-    found = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(found, x.contiguous(), group=group)
-    return found
+    tensors = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(tensors, x.contiguous(), group=group)
+    return tensors
 
 
 def gathered[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The `value` of each rank (of the world if no `group` is given), on every rank."""
+    """Return the `value` of each rank (of the world if no `group` is given), on every rank."""
     size = group.size() if group is not None else dist.get_world_size() if dist.is_initialized() else 1
-    found = [value] * size
+    values = [value] * size
     if size > 1:
-        dist.all_gather_object(found, value, group=group)
-    return found
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def dealt[T](parts: Sequence[T], group: dist.ProcessGroup) -> list[T]:
-    """`parts[r]` of each rank to rank r; what came, by sending rank."""
-    sent = [pickle.dumps(part) for part in parts]
+    """Send `parts[r]` of each rank to rank r. Returns the received ones, by sending rank."""
+    sent = [pickle.dumps(message) for message in parts]
     sizes = torch.tensor([len(data) for data in sent])
     received = [int(each[group.rank()]) for each in of_each_rank(sizes, group)]
     whole, out = bytearray(b"".join(sent)), torch.empty(sum(received), dtype=torch.uint8)
     dist.all_to_all_single(out, torch.frombuffer(whole, dtype=torch.uint8), received, sizes.tolist(), group=group)
-    return [pickle.loads(part.numpy().tobytes()) for part in out.split(received)]
+    return [pickle.loads(message.numpy().tobytes()) for message in out.split(received)]
 
 
 def first_cause(cause: str, group: dist.ProcessGroup | None = None) -> tuple[int, str] | None:
-    """(rank, text) of the lowest rank (of the world if no `group` is given) whose `cause` is not empty, on every rank;
-    None if all are."""
+    """Return (rank, text) of the lowest rank (of the world if no `group` is given) whose `cause` is not empty, on
+    every rank; None if all are."""
     return next(((rank, text) for rank, text in enumerate(gathered(cause, group)) if text), None)
 
 

@@ -12,9 +12,9 @@ from aligner.config.sections.model.config import ModelConfig
 
 
 def row_costs(lengths: Tensor, model: ModelConfig) -> Tensor:
-    """float64 [B]: operations of a forward pass by row of n tokens, per layer (of mixed ones on average): 2 P n for the
-    matrix products with P parameters (the output layer's spread over the layers), 2 n^2 A for causal attention over
-    heads of A = heads x head_dim numbers in all (scores and weighted sums, half of the square)."""
+    """Return float64 [B]: operations of a forward pass by row of n tokens, per layer (of mixed ones on average). They
+    are 2 P n for the matrix products with P parameters (the output layer's spread over the layers). Causal attention
+    over heads of A = heads x head_dim numbers in all adds 2 n^2 A (scores and weighted sums, half of the square)."""
     n, h, wide, latent = lengths.double(), model.hidden_size, model.num_heads * model.kv_channels, model.latent
     out = model.num_heads * model.value_channels
     if latent.kv_rank:
@@ -23,7 +23,7 @@ def row_costs(lengths: Tensor, model: ModelConfig) -> Tensor:
         projections = h * vectors + ups + h * out
     else:
         projections = 2 * h * wide + 2 * h * model.num_kv_heads * model.kv_channels
-    # what computes a token
+    # matrices that compute a token
     sparse = 3 * h * (model.expert_ffn * model.moe.top_k + model.moe.shared_ffn_hidden_size) + h * model.moe.num_experts
     share = len(model.layers_of("sparse")) / model.num_layers
     mlp = 3 * h * model.ffn_hidden_size * (1 - share) + sparse * share
@@ -32,20 +32,20 @@ def row_costs(lengths: Tensor, model: ModelConfig) -> Tensor:
 
 
 def deal(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Numbers of the rows of each part, ascending; the parts have equally many rows (or differ by one).
+    """Return the numbers of the rows of each part, ascending. The parts have equally many rows (or differ by one).
 
-    Largest first, each to the cheapest part that still has room, then exchanges between the costliest and the cheapest
-    part while one helps. Greedy scheduling as in Graham 1969 (doi:10.1137/0117039), with equal numbers.
+    Largest first, each to the cheapest part that still has room, then exchanges between the costliest and the
+    cheapest part while one helps. Greedy scheduling as in Graham 1969 (doi:10.1137/0117039), with equal numbers.
     """
     assert 1 <= parts <= len(costs), (parts, len(costs))
     room = [len(costs) // parts + (i < len(costs) % parts) for i in range(parts)]
     chosen: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0.0, i) for i in range(parts)]
     for row in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, part = heapq.heappop(heap)
-        chosen[part].append(row)
-        if len(chosen[part]) < room[part]:
-            heapq.heappush(heap, (load + costs[row], part))
+        load, cheapest = heapq.heappop(heap)
+        chosen[cheapest].append(row)
+        if len(chosen[cheapest]) < room[cheapest]:
+            heapq.heappush(heap, (load + costs[row], cheapest))
     _exchange(costs, chosen)
     return [sorted(rows) for rows in chosen]
 
@@ -70,6 +70,7 @@ def _exchange(costs: Sequence[float], parts: list[list[int]]) -> None:
 
 
 def balance(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> float:
-    """Mean cost of the parts over the largest: 1 is perfect; 1 - balance is the share of time the others wait."""
+    """Return the mean cost of the parts over the largest: 1 is perfect, and 1 - balance is the share of time the
+    others wait."""
     loads = [sum(costs[row] for row in rows) for rows in parts]
     return sum(loads) / (len(loads) * max(loads)) if loads and max(loads) > 0 else 1.0

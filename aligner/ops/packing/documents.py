@@ -1,4 +1,4 @@
-"""Rows of several documents -> a row for each: it neither sees the others nor counts its positions from theirs."""
+"""Rows of several documents -> a row for each. It neither sees the others nor counts its positions from theirs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from aligner.types import RolloutBatch, TrainBatch
 
 @dataclass(frozen=True)
 class Whole:
-    """The rows that parts were taken from, and `back` int64 [B, T]: where each token's value stands among the
-    flattened ones of the parts; that of padding, one behind the last."""
+    """The rows that parts were taken from. `back` int64 [B, T] is the index of each token's value among the flattened
+    ones of the parts; that of padding is one past the last."""
 
     rows: RolloutBatch | TrainBatch
     back: Tensor
@@ -23,8 +23,8 @@ class Whole:
 
 
 def apart(batch: TrainBatch) -> TrainBatch:
-    """A stretch of equal numbers in `documents` [B, T] becomes a row of its own, right-padded with 0. Only tensors [B,
-    T, ...] may be there beside the lengths. A batch without `documents` stays as it is."""
+    """Split each stretch of equal numbers in `documents` [B, T] into its own row, right-padded with 0. The batch may
+    have only tensors [B, T, ...] besides the lengths. One without `documents` is returned unchanged."""
     if batch.documents is None:
         return batch
     count, width = batch.tokens.shape
@@ -37,16 +37,16 @@ def apart(batch: TrainBatch) -> TrainBatch:
         if name == "lengths":
             return lengths
         assert values.shape[:2] == (count, width), f"{name} {tuple(values.shape)}: expected a value for each token"
-        found = values.flatten(0, 1)[index]
-        found[~filled] = 0
-        return found
+        cut = values.flatten(0, 1)[index]
+        cut[~filled] = 0
+        return cut
 
     return replace(batch.mapped(taken), documents=None)
 
 
 def forks_apart(rows: RolloutBatch | TrainBatch, mask: Tensor) -> TrainBatch:
-    """A row for each of the `forks` of a trajectory, with what a model reads of it; a loss finds the rows as they are
-    in `whole`. `mask` [B, T] is the loss mask."""
+    """Return a row for each of the `forks` of a trajectory, with what a model reads of it. A loss finds the original
+    rows in `whole`. `mask` [B, T] is the loss mask."""
     wanted = rows.wanted if isinstance(rows, TrainBatch) else None
     batch = TrainBatch(rows.tokens, rows.lengths, mask, wanted=wanted, routing=rows.routing, documents=rows.forks)
     parts = apart(batch)
@@ -54,12 +54,12 @@ def forks_apart(rows: RolloutBatch | TrainBatch, mask: Tensor) -> TrainBatch:
 
 
 def together(values: Tensor, batch: TrainBatch) -> Tensor:
-    """Values [rows of `apart(batch)`, t, ...] back in the places of the batch's tokens, [B, T, ...]."""
+    """Return values [rows of `apart(batch)`, t, ...] at the positions of the batch's tokens, [B, T, ...]."""
     return values if batch.documents is None else _taken(values, _back(batch, values.shape[1]))
 
 
 def _begins(batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    """Both bool [B, T]: the first tokens of documents, and all that are no padding."""
+    """Return two bool [B, T]: the first tokens of documents, and all tokens that are no padding."""
     assert batch.documents is not None
     real = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
     begins = real.clone()
@@ -68,7 +68,7 @@ def _begins(batch: TrainBatch) -> tuple[Tensor, Tensor]:
 
 
 def _spans(batch: TrainBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each document its row, its first column and its length, int64 [documents]."""
+    """Return each document's row, first column and length, int64 [documents]."""
     row, start = _begins(batch)[0].nonzero(as_tuple=True)
     ends = torch.cat([start[1:], start.new_zeros(1)])
     last = torch.cat([row[1:] != row[:-1], row.new_ones(1, dtype=torch.bool)])
@@ -76,7 +76,7 @@ def _spans(batch: TrainBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _back(batch: TrainBatch, width: int) -> Tensor:
-    """`Whole.back`, documents being right-padded to `width`."""
+    """Return `Whole.back` for documents right-padded to `width`."""
     begins, real = _begins(batch)
     row, start, _ = _spans(batch)
     number = begins.flatten().cumsum(0).view_as(begins) - 1

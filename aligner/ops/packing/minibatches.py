@@ -1,13 +1,15 @@
-"""Which rows of a rollout make which minibatch, without asking other ranks.
+"""Assignment of a rollout's rows to minibatches, without messages to other ranks.
 
 The members of a global minibatch must not depend on the number of data-parallel ranks, and every rank must have the
 same number of rows in each minibatch. Both follow from dealing rows by their prompt slot:
 
 With group size G and M minibatches, cut the prompt slots of the rollout into blocks of k = M / gcd(M, G) consecutive
-slots, the smallest number whose k * G rows deal out evenly. Shuffle the rows of each block by a seed of (epoch, block)
-and deal them round-robin: k * G / M rows to every minibatch. So a row's minibatch depends on its slot, its place in its
-group and the epoch alone. A rank with n prompts gets equal parts exactly if its slots are whole blocks; for contiguous
-slices of n prompts per rank, starting at a multiple of n, that is: M divides n * G, the rows of a rank.
+slots, the smallest number whose k * G rows deal out evenly. Shuffle the rows of each block by a seed of (epoch,
+block) and deal them round-robin: k * G / M rows to every minibatch. So a row's minibatch depends only on its slot,
+its position in its group and the epoch. A rank with n prompts gets equal parts exactly if its slots are whole blocks.
+For contiguous slices of n prompts per rank, starting at a multiple of n, that is: M divides n * G, the rows of a
+rank.
+
 (Dealing within single prompts would be simpler, but with G < M it would repeat the same minibatches in every epoch.)
 """
 
@@ -23,40 +25,41 @@ from aligner.errors import ConfigError
 
 
 def minibatch_rows(groups: Tensor, group_size: int, minibatches: int, epoch_seed: int) -> list[Tensor]:
-    """Split this rank's rows into `minibatches` equal parts; each an ascending int64 [B / minibatches] of row numbers.
+    """Split this rank's rows into `minibatches` equal parts; each an ascending int64 [B / minibatches] of row
+    numbers.
 
-    groups int64 [B]: the global prompt slot of each local row; a slot's `group_size` rows are all here, in the order of
-    their sample index. epoch_seed: a new one for each rollout and epoch, the same on all ranks, in [0, 2^64).
+    groups int64 [B]: the global prompt slot of each local row; a slot's `group_size` rows are all here, in the order
+    of their sample index. epoch_seed: a new one for each rollout and epoch, the same on all ranks, in [0, 2^64).
     Raises ConfigError if the parts would not be equal.
     """
     slots = groups.detach().cpu().numpy()
-    place = places(groups, group_size)
+    position = places(groups, group_size)
     if len(slots) % minibatches:
         raise _uneven(len(slots), group_size, minibatches)
     per_block = minibatches // math.gcd(minibatches, group_size)
     block = slots // per_block
-    inside = (slots % per_block) * group_size + place
-    part = np.empty(len(slots), dtype=np.int64)
+    inside = (slots % per_block) * group_size + position
+    minibatch = np.empty(len(slots), dtype=np.int64)
     for b in np.unique(block):
         # raw bits, not Generator.permutation: numpy promises a stable stream for the former only
         draws = np.random.Philox(key=np.array([epoch_seed, b], dtype=np.uint64)).random_raw(per_block * group_size)
         dealt = np.empty(len(draws), dtype=np.int64)
         dealt[np.argsort(draws, kind="stable")] = np.arange(len(draws)) % minibatches
         rows = block == b
-        part[rows] = dealt[inside[rows]]
-    if len(set(np.bincount(part, minlength=minibatches).tolist())) > 1:
+        minibatch[rows] = dealt[inside[rows]]
+    if len(set(np.bincount(minibatch, minlength=minibatches).tolist())) > 1:
         raise _uneven(len(slots), group_size, minibatches)
-    return [torch.from_numpy(np.flatnonzero(part == m)) for m in range(minibatches)]
+    return [torch.from_numpy(np.flatnonzero(minibatch == m)) for m in range(minibatches)]
 
 
 def places(groups: Tensor, group_size: int) -> np.ndarray:
-    """int64 [B]: the place of each row among the rows of its slot. groups as in `minibatch_rows`."""
+    """Return int64 [B]: the position of each row among the rows of its slot. groups as in `minibatch_rows`."""
     slots = groups.detach().cpu().numpy()
-    found, counts = np.unique(slots, return_counts=True)
+    labels, counts = np.unique(slots, return_counts=True)
     assert (counts == group_size).all(), f"rows per prompt slot {sorted(set(counts.tolist()))}, group={group_size}"
-    place = np.empty(len(slots), dtype=np.int64)
-    place[np.argsort(slots, kind="stable")] = np.tile(np.arange(group_size), len(found))
-    return place
+    position = np.empty(len(slots), dtype=np.int64)
+    position[np.argsort(slots, kind="stable")] = np.tile(np.arange(group_size), len(labels))
+    return position
 
 
 def _uneven(rows: int, group_size: int, minibatches: int) -> ConfigError:

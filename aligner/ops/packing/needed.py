@@ -1,6 +1,8 @@
-"""Leave out what nobody reads: logits that no loss asks for; and in the last layer, for the tokens of a row
-before the first and after the last one that is read (a prompt; for a reward model all but the last token), everything
-behind the product that makes queries, keys and values."""
+"""Leave out what nobody reads: logits that no loss uses, and parts of the last layer.
+
+In the last layer, for the tokens of a row before the first and after the last one that is read (a prompt; for a
+reward model all but the last token), everything after the product that makes queries, keys and values is left out.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,18 @@ def any_count(count: int) -> int:
 
 
 def predicting(mask: Tensor) -> Tensor:
-    """mask [B, T] of tokens -> bool [B, T], the tokens before them: those that predict them."""
+    """Return bool [B, T]: the tokens before those of mask [B, T], which predict them."""
     return torch.nn.functional.pad(mask[:, 1:] > 0, (0, 1))
 
 
 def last_tokens(lengths: Tensor, width: int) -> Tensor:
-    """bool [B, width]: the last token of each row."""
+    """Return bool [B, width]: the last token of each row."""
     return torch.arange(width) == lengths[:, None] - 1
 
 
 def without_unread(packing: Packing, wanted: Tensor, step: Callable[[int], int] = any_count) -> Packing:
-    """The same stream without the pairs of tokens that are not `wanted`: bool [B, T], True where a token's output is
-    read. One pair stays where none is, so that a loss has something to hang on. The first is repeated, for nobody,
+    """Return the same stream without the pairs of tokens that are not `wanted`: bool [B, T], True where a token's
+    output is read. If none is wanted, one pair stays, so that a loss has a graph. The first is repeated, for nobody,
     until their count n is a multiple of `step(n)`."""
     count = len(packing.targets)
     keep = torch.zeros(count + 1, dtype=torch.bool)
@@ -51,29 +53,29 @@ def without_unread(packing: Packing, wanted: Tensor, step: Callable[[int], int] 
 
 
 def _renumber(grid: Tensor, keep: Tensor, size: int) -> Tensor:
-    """A grid over n rows, as one over those that are kept (bool [n]) in `size` rows."""
+    """Convert a grid over n rows to one over those that are kept (bool [n]) in `size` rows."""
     count = torch.tensor([size])
     return torch.cat([(keep.cumsum(0) - 1).where(keep, count), count])[grid]
 
 
 def narrowed(packing: Packing, wanted: Tensor, step: Callable[[int], int] = any_count) -> Packing:
-    """What `without_unread` gave, with a `Final`: of each row the tokens from the first wanted one to the last one, and
-    of some rows as many before them as make their count n a multiple of `step(n)`, if there are. Not where that would
-    save little. Only for whole rows: without context parallelism."""
+    """Add a `Final` to the result of `without_unread`: the tokens of each row from the first wanted one to the last
+    one. Some rows add tokens before them, so that their count n is a multiple of `step(n)`, if there are enough. It
+    is left out where it would save little. Only for whole rows: without context parallelism."""
     size, own = packing.tokens, packing.lengths
     read = torch.zeros(size + 1, dtype=torch.bool)
     read[packing.here[wanted.flatten()]] = True
     read = read[:size]
     read[0] |= ~read.any()
-    row, place = torch.repeat_interleave(own), torch.arange(size)
-    first = torch.full_like(own, size).scatter_reduce(0, row, place.where(read, size), "amin")
-    last = torch.full_like(own, -1).scatter_reduce(0, row, place.where(read, -1), "amax")
+    row, position = torch.repeat_interleave(own), torch.arange(size)
+    first = torch.full_like(own, size).scatter_reduce(0, row, position.where(read, size), "amin")
+    last = torch.full_like(own, -1).scatter_reduce(0, row, position.where(read, -1), "amax")
     room = (first - own.cumsum(0) + own).where(last >= first, 0)
     read_count = int((last - first + 1).clamp_min(0).sum())
     lacking = -read_count % step(read_count)
     if lacking <= int(room.sum()):
         first = first - (lacking - room.cumsum(0) + room).clamp_min(0).minimum(room)
-    keep = (place >= first[row]) & (place <= last[row])
+    keep = (position >= first[row]) & (position <= last[row])
     if int(keep.sum()) > WORTH * size:
         return packing
     kept, number = keep.nonzero().flatten(), keep.cumsum(0) - 1

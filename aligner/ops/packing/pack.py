@@ -1,8 +1,8 @@
-"""Where every token of a micro-batch stands once the rows lie end to end, and which context-parallel rank has it.
+"""Layout of a micro-batch's rows end to end: the position of every token, and which context-parallel rank has it.
 
-A model computes on a flat stream of N tokens: the rows of a micro-batch [B, T] one after the other, without the padding
-between them. With context parallelism a row of length L is padded to 2C equal chunks (C ranks), and rank i has chunks
-i and 2C-1-i of every row: causal attention then costs every rank the same ("zigzag", as in Megatron and
+A model computes on a flat stream of N tokens: the rows of a micro-batch [B, T] one after the other, without the
+padding between them. With context parallelism a row of length L is padded to 2C equal chunks (C ranks), and rank i
+has chunks i and 2C-1-i of every row. Causal attention then costs every rank the same ("zigzag", as in Megatron and
 TransformerEngine).
 
 Losses never see the stream. `to_rows` puts what was computed for each token back to [B, T].
@@ -34,7 +34,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Final:
-    """The tokens of a stream whose outputs are read, K of its N: the last layer computes these alone, against the keys
+    """The tokens of a stream whose outputs are read, K of its N. The last layer computes only these, against the keys
     of all (`ops/packing/needed.py`)."""
 
     kept: Tensor  # int64 [K], in the stream
@@ -46,16 +46,16 @@ class Final:
 
 @dataclass(frozen=True)
 class Times:
-    """Which of a stream's N tokens stand for cells of the micro-batch, and for how many: for several where rows share
-    their beginning, for none where it is padding."""
+    """How many cells of the micro-batch each of a stream's N tokens stands for: several where rows share their
+    beginning, none where it is padding."""
 
     real: Tensor | None  # int64 [n]; None: all
     count: Tensor  # float32 [n]
-    replay: RoutingReplay | None = None  # the experts of these tokens, if the engine's are to be taken
+    replay: RoutingReplay | None = None  # the engine's experts of these tokens, if they are replayed
 
     @classmethod
     def of(cls, each: Tensor) -> Times:
-        """each float32 [N]: 0 for padding. The host must know how many are not 0: make it there."""
+        """Make it of float32 [N], 0 for padding. The host must know how many are not 0: create `each` there."""
         real = each.nonzero().flatten()
         return cls(None, each) if len(real) == len(each) else cls(real, each[real])
 
@@ -64,18 +64,18 @@ class Times:
 class Packing:
     """The stream of one rank. N tokens, of which some are padding; B x T is the micro-batch.
 
-    A grid is int64 [B * T]: for each cell of the micro-batch the row of what was computed that belongs there, or one
-    past the last row where there is nothing (padding, another rank's). With `final` a stream's outputs are of the kept
-    tokens, and `here`, `before` and `outputs` number those.
+    A grid is int64 [B * T]: for each cell of the micro-batch the row of the computed output that belongs there, or
+    one past the last row where there is none (padding, another rank's). With `final` a stream's outputs are of the
+    kept tokens, and `here`, `before` and `outputs` number those.
     """
 
     rows: int  # B
     width: int  # T
-    source: Tensor  # int64 [N]: which token of tokens.view(-1) stands here
+    source: Tensor  # int64 [N]: which token of tokens.view(-1) is here
     positions: Tensor  # int64 [N]: its position in its row
     here: Tensor  # grid over the stream: the token itself
     before: Tensor  # grid over the stream: the token before it, which predicts it
-    # What is computed for pairs (token, token that it predicts), M of them. None: one for each token of the stream.
+    # Outputs computed for pairs (token, token that it predicts), M of them. None: one for each token of the stream.
     # Rows that share their beginning differ in what its last token predicts.
     outputs: Tensor | None  # int64 [M]: the token, in the stream
     targets: Tensor  # int64 [M or N]: which token of tokens.view(-1) it predicts (itself at the end of a row)
@@ -93,15 +93,16 @@ class Packing:
         return len(self.source)
 
     def to_rows(self, x: Tensor, shift: bool) -> Tensor:
-        """x [N, ...] -> [B, T, ...], 0 where this rank has nothing. `shift`: index t gets what was computed at the
-        token BEFORE it (the value of the state before it)."""
+        """Convert x [N, ...] -> [B, T, ...], 0 where this rank has nothing. `shift`: index t gets what was computed
+        at the token BEFORE it (the value of the state before it)."""
         return self._spread(x, self.before if shift else self.here)
 
     def times(self) -> Times:
         return Times.of(torch.bincount(self.here, minlength=self.tokens + 1)[: self.tokens].float())
 
     def predictions(self, x: Tensor) -> Tensor:
-        """x [M, ...] of the pairs -> [B, T, ...]: index t gets what was computed for its prediction (its logprob)."""
+        """Convert x [M, ...] of the pairs -> [B, T, ...]: index t gets what was computed for its prediction (its
+        logprob)."""
         return self._spread(x, self.predicted)
 
     def _spread(self, x: Tensor, grid: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ class Packing:
         return padded.index_select(0, grid).view(self.rows, self.width, *x.shape[1:])
 
     def additive(self, dtype: torch.dtype) -> Packing:
-        """With masks to add to scores of `dtype` (0 or -inf): made once here, not in every layer."""
+        """Return it with masks to add to scores of `dtype` (0 or -inf): made once here, not in every layer."""
         final = None if self.final is None else _additive(self.final, dtype)
         return _additive(replace(self, final=final), dtype)
 
@@ -139,11 +140,11 @@ def pack(
 
     Rows are padded alike until N is a multiple of `multiple` (sequence parallelism splits the stream evenly); with
     `padded` every row is padded to `width` first. `over_heads`: attention sees the tokens of all context ranks (and a
-    share of the heads), so its segments are whole rows. `share`: the tokens [B, T] (on the CPU); a row that begins like
-    a row before it (a group's samples: with their prompt) then has only the rest of its tokens in the stream. Results
-    are the same, for less work. Not with padding or context parallelism. `routing` [B, T, layers, k]: experts that
-    tokens go to, and must have in common to be shared. `ragged`: rows in place of segments (`ops/packing/ragged.py`),
-    without masks and so as long as they like.
+    share of the heads), so its segments are whole rows. `share`: the tokens [B, T] (on the CPU). A row that begins
+    like a row before it (a group's samples: with their prompt) then has only the rest of its tokens in the stream.
+    Results are the same, for less work. Not with padding or context parallelism. `routing` [B, T, layers, k]: the
+    tokens' experts, which shared tokens must have in common. `ragged`: rows of any length in place of segments
+    (`ops/packing/ragged.py`), without masks.
     """
     shared, masks = None, not ragged
     if share is not None and not padded and context == 1:
@@ -200,14 +201,15 @@ def _pack_rows(
 
 
 def _padded(lengths: Tensor, count: int) -> Tensor:
-    """With `count` more, from all rows alike: attention's cost grows with the square of a row's length."""
-    each, more = divmod(count, len(lengths))
-    return lengths + each + (torch.arange(len(lengths)) >= len(lengths) - more)
+    """Add `count` to the lengths, evenly over all rows: attention's cost grows with the square of a row's length."""
+    each, rest = divmod(count, len(lengths))
+    return lengths + each + (torch.arange(len(lengths)) >= len(lengths) - rest)
 
 
 @dataclass(frozen=True)
 class _Places:
-    """chunk [B]: tokens of each chunk of a row; start [B]: where a row begins in a rank's stream of `size` tokens."""
+    """Positions of rows in streams. chunk [B]: tokens of each chunk of a row; start [B]: where a row begins in a
+    rank's stream of `size` tokens."""
 
     chunk: Tensor
     start: Tensor
@@ -215,7 +217,7 @@ class _Places:
     size: int
 
     def of(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Where positions [n, k] of `rows` [n] stand in the streams of all ranks, one after the other."""
+        """Return the indices of positions [n, k] of `rows` [n] in the streams of all ranks, one after the other."""
         chunk, start = self.chunk[rows, None], self.start[rows, None]
         if self.context == 1:
             return start + positions
@@ -234,23 +236,24 @@ SMALL_MASK = 1 << 22  # cells of a mask that is cheap to have: one for all layer
 
 
 def length_classes(*lengths: Tensor) -> list[Tensor]:
-    """Row numbers by length class, three classes to a doubling: attention computes less than 1.6 times what rows of
-    one length would need. Of several lengths (of a row's queries, of its keys) by all of them."""
+    """Return row numbers by length class, three classes to a doubling: attention computes less than 1.6 times what
+    rows of one length would need. With several lengths (of a row's queries, of its keys) classes are by all of them.
+    """
     classes = (3 * torch.log2(torch.stack(lengths).clamp_min(16).double())).ceil()
     _, number = classes.unique(dim=1, return_inverse=True)
     return [(number == n).nonzero().flatten() for n in range(int(number.max()) + 1)]
 
 
 def assign_cells(out_index: Tensor, index: Tensor, real: Tensor, done: int) -> Tensor:
-    """Write to `out_index` where attention puts each query: those of a segment, `index` [rows, q_width], come to the
-    cells from `done` on, as far as they are `real` and not padding. Returns the flat index."""
+    """Write to `out_index` where attention puts each query: those of a segment, `index` [rows, q_width], that are
+    `real` and not padding get the cells from `done` on. Returns the flat index."""
     index, cells = index.flatten(), real.flatten().nonzero().flatten()
     out_index[index[cells]] = done + cells
     return index
 
 
 def _whole_rows(places: _Places) -> tuple[list[Segment], Tensor | None, Tensor | None]:
-    """Segments of whole rows, queries and keys in the same places; indices into the streams of all ranks."""
+    """Return segments of whole rows, queries and keys at the same indices, which point into the streams of all ranks."""
     lengths = places.chunk * (2 * places.context if places.context > 1 else 1)
     if places.context == 1 and int(lengths.min()) == int(lengths.max()):
         return [Segment(len(lengths), int(lengths[0]), int(lengths[0]), None, None)], None, None
@@ -268,7 +271,8 @@ def _whole_rows(places: _Places) -> tuple[list[Segment], Tensor | None, Tensor |
 
 
 def _halves(places: _Places, rank: int, masks: bool) -> tuple[list[Segment], Tensor, Tensor]:
-    """This rank's two chunks of each row as queries, each against the row from its beginning as keys."""
+    """Return segments with this rank's two chunks of each row as queries, each against the row from its beginning as
+    keys."""
     segments, indices, cells = [], [], torch.empty(places.size, dtype=torch.int64)
     done = 0
     for rows in length_classes(places.chunk):
@@ -300,10 +304,11 @@ SHARED_MASK = 1 << 28  # of a segment: its queries see the shared beginning and 
 def shared_beginnings(
     tokens: Tensor, lengths: Tensor, masks: bool, routing: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """(leader, shared), int64 [B] each: row i begins with the first shared[i] tokens of row leader[i] <= i (itself: 0).
+    """Return (leader, shared), int64 [B] each: row i begins with the first shared[i] tokens of row leader[i] <= i
+    (itself: 0).
 
     A row follows the leader of the row before it if it has at least SHORTEST tokens and a quarter of its length in
-    common with that row. None if less than a tenth of all tokens would be saved.
+    common with that row. Returns None if less than a tenth of all tokens would be saved.
     """
     count = len(lengths)
     position = torch.arange(tokens.shape[1])
@@ -327,8 +332,8 @@ def shared_beginnings(
 
 
 def _pairs(cells: Tensor, filled: Tensor, shared: Tensor, leader: Tensor) -> tuple[Tensor, Tensor]:
-    """(bool [B, T]: whether the cell has a pair of its own, int64 [B, T]: number of its pair), of (token, token that it
-    predicts)."""
+    """Return (bool [B, T]: whether the cell has its own pair, int64 [B, T]: number of its pair), of (token, token
+    that it predicts)."""
     # one pair for each cell that no earlier row has: of a leader all, of others from the first own token on
     fresh = filled & (cells >= shared[:, None].clamp_min(1))
     number = torch.full_like(cells, int(fresh.sum()))
@@ -348,15 +353,15 @@ def _pack_shared(lengths: Tensor, width: int, multiple: int, leader: Tensor, sha
     real = positions < lengths[row]
     cells = torch.arange(width).expand(len(lengths), width)
 
-    def place(rows: Tensor, positions: Tensor) -> Tensor:
-        """Where positions [n, k] of `rows` [n] stand in the stream."""
+    def stream_index(rows: Tensor, positions: Tensor) -> Tensor:
+        """Return the indices of positions [n, k] of `rows` [n] in the stream."""
         first = leader[rows, None]
         inside = positions < shared[rows, None]
         return torch.where(inside, start[first] + positions, start[rows, None] + positions - shared[rows, None])
 
     everything = torch.arange(len(lengths))
     filled = cells < lengths[:, None]
-    here = place(everything, cells).where(filled, size)
+    here = stream_index(everything, cells).where(filled, size)
     before = torch.full_like(here, size)
     before[:, 1:] = here[:, :-1].where(filled[:, 1:], size)
     fresh, number = _pairs(cells, filled, shared, leader)
@@ -369,11 +374,11 @@ def _pack_shared(lengths: Tensor, width: int, multiple: int, leader: Tensor, sha
             rows = chosen[inside]
             q_width = int(own[rows].max())
             query = torch.arange(q_width).expand(len(rows), q_width)
-            mine = query < own[rows, None]
-            index = assign_cells(out_index, start[rows, None] + query.where(mine, 0), mine, done)
+            real_query = query < own[rows, None]
+            index = assign_cells(out_index, start[rows, None] + query.where(real_query, 0), real_query, done)
             k_width = int((shared + own)[rows].max())
             key = torch.arange(k_width).expand(len(rows), k_width)
-            k_index = place(rows, key.where(key < (shared + own)[rows, None], 0)).flatten()
+            k_index = stream_index(rows, key.where(key < (shared + own)[rows, None], 0)).flatten()
             seen = None
             if followers and masks:
                 seen = key[:, None, None, :] <= (shared[rows, None] + query)[:, None, :, None]

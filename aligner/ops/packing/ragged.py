@@ -1,5 +1,5 @@
-"""Rows for attention that takes any lengths: the queries of all rows end to end, likewise their keys, where each row
-ends, and not one padded cell (FlashAttention-2, arXiv:2307.08691, as `torch.nn.attention.varlen`)."""
+"""Rows for attention that takes any lengths: the queries of all rows end to end, likewise their keys, and where each
+row ends, without padded cells (FlashAttention-2, arXiv:2307.08691, as `torch.nn.attention.varlen`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ragged:
-    """Keys of a row are its positions from the first to that of its last query, and its queries the last ones of them:
-    a causal mask aligned at the lower right corner is right for every row."""
+    """Keys of a row are its positions from the first to that of its last query, and its queries the last ones of
+    them. A causal mask aligned at the lower right corner is right for every row."""
 
-    order: Tensor | None  # int64 [queries]: which query stands here; None: they are as in the stream
-    back: Tensor | None  # int64 [queries]: the way back
+    order: Tensor | None  # int64 [queries]: which query is here; None: they are as in the stream
+    back: Tensor | None  # int64 [queries]: the inverse of `order`
     k_index: Tensor | None  # int64 [keys] into the keys; None: they are where the queries are
     cu_q: Tensor  # int32 [rows + 1]: where each row's queries begin, and the end
     cu_k: Tensor
@@ -29,17 +29,17 @@ class Ragged:
 
     @property
     def sight(self) -> tuple[int, int]:
-        """Keys that a query sees to its left and to its right, besides itself; -1: all."""
+        """The keys that a query sees to its left and to its right, besides itself; -1: all."""
         return (self.window - 1 if 0 < self.window < self.max_k else -1), 0
 
 
 def in_rows(spans):
-    """A `Packing` (before its `additive`) or `Final` with its rows in place of its segments."""
+    """Return a `Packing` (before its `additive`) or `Final` with its rows in place of its segments."""
     return replace(spans, segments=[], q_index=None, out_index=None, ragged=_rows(spans))
 
 
 def _rows(spans: Packing | Final) -> Ragged:
-    """The rows of all segments, in the order in which their queries stand in the stream."""
+    """Return the rows of all segments, in the order of their queries in the stream."""
     if spans.q_index is None:
         (segment,) = spans.segments
         ends = torch.arange(segment.rows + 1, dtype=torch.int32) * segment.q_width
@@ -48,9 +48,9 @@ def _rows(spans: Packing | Final) -> Ragged:
     real[spans.out_index] = True  # every query of the stream has one cell, and padded cells none
     sizes = [s.rows * s.q_width for s in spans.segments]
     queries, keys = [], []
-    for segment, index, mine in zip(spans.segments, spans.q_index.split(sizes), real.split(sizes), strict=True):
-        count = mine.view(segment.rows, -1).sum(1)
-        queries += index[mine].split(count.tolist())
+    for segment, index, filled in zip(spans.segments, spans.q_index.split(sizes), real.split(sizes), strict=True):
+        count = filled.view(segment.rows, -1).sum(1)
+        queries += index[filled].split(count.tolist())
         if segment.k_index is not None:
             seen = count if segment.q_start is None else count + segment.q_start
             places = segment.k_index.view(segment.rows, -1)
@@ -74,5 +74,5 @@ def _rows(spans: Packing | Final) -> Ragged:
 
 
 def _ends(parts: list[Tensor]) -> tuple[Tensor, int]:
-    lengths = [len(part) for part in parts]
+    lengths = [len(rows) for rows in parts]
     return torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths)

@@ -1,7 +1,7 @@
-"""Which experts the rollout engine sent each token to, on the way to the trainer that does the same (rollout routing
-replay, arXiv:2510.11370).
+"""The engine's choice of experts for each token, on the way to the trainer, which repeats it (rollout routing replay,
+arXiv:2510.11370).
 
-`routing` [B, T, layers, top_k] stands beside `tokens` [B, T]: of the layers with experts, and of all tokens but the
+`routing` [B, T, layers, top_k] lies beside `tokens` [B, T]. It covers the layers with experts, and all tokens but the
 last of each row, which no engine is fed and which predicts nothing. There, and on padding, it is 0.
 """
 
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
 
 
 def routing_dtype(num_experts: int) -> torch.dtype:
-    """The smallest that holds their numbers."""
+    """Return the smallest dtype that holds the experts' numbers."""
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
 def no_routing(model: ModelConfig) -> Tensor:
-    """Of no rows."""
+    """Return the routing of no rows."""
     layers = len(model.layers_of("sparse"))
     return torch.empty(0, 0, layers, model.moe.top_k, dtype=routing_dtype(model.moe.num_experts))
 
 
 def widened(t: Tensor, width: int, value: int = 0) -> Tensor:
-    """[B, T, ...] -> [B, width, ...], cut or padded."""
+    """Cut or pad [B, T, ...] -> [B, width, ...]."""
     missing = width - t.shape[1]
     return torch.nn.functional.pad(t, (*(0, 0) * (t.dim() - 2), 0, missing), value=value) if missing else t
 
 
 @dataclass(frozen=True)
 class RoutingReplay:
-    """The choices for the n tokens of a stream that are not padding, in the layers of this pipeline stage."""
+    """Expert choices for the n tokens of a stream that are not padding, in the layers of this pipeline stage."""
 
     experts: Tensor  # uint8 or int16 [layers, n, k]
     known: Tensor  # bool [n]; False: the last token of a row, which goes where the trainer's router sends it
 
     @classmethod
     def of(cls, packing: Packing, routing: Tensor, lengths: Tensor, real: Tensor | None) -> RoutingReplay:
-        """routing [B, T, layers, k] and lengths int64 [B] of the micro-batch, `real` as in `Times`."""
+        """Make it of routing [B, T, layers, k] and lengths int64 [B] of the micro-batch, `real` as in `Times`."""
         source, positions = packing.source, packing.positions
         if real is not None:
             source, positions = source[real], positions[real]

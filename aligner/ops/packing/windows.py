@@ -11,8 +11,8 @@ from aligner.ops.packing.pack import Packing, Segment
 
 
 def windowed(packing: Packing, window: int) -> Packing:
-    """The same stream, before `Packing.additive`, for a layer with this window. Costs a mask of q_width x k_width for
-    each segment with longer rows, for each of its rows if they start at different positions."""
+    """Return the same stream, before `Packing.additive`, for a layer with this window. It costs a mask of q_width x
+    k_width for each segment with longer rows, for each of its rows if they start at different positions."""
     final = packing.final
     return replace(_near(packing, window), final=None if final is None else _near(final, window))
 

@@ -12,7 +12,7 @@ from aligner.ops.reduce import max_over
 
 @torch.no_grad()
 def greedy_hits(logits: Tensor, targets: Tensor, *, vocab_size: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """float32 [N]: 1 where the target has the largest logit of its row (ties count).
+    """Return float32 [N]: 1 where the target has the largest logit of its row (ties count).
 
     logits [N, V_local], sharded over `group` by columns as in `token_logprobs`; targets int64 [N].
     """
@@ -21,8 +21,8 @@ def greedy_hits(logits: Tensor, targets: Tensor, *, vocab_size: int, group: dist
     logits = logits[:, :columns]
     best = logits.amax(-1).float() if columns else torch.full(targets.shape, low, device=logits.device)
     local = targets - offset
-    mine = (local >= 0) & (local < columns)
+    here = (local >= 0) & (local < columns)
     picked = logits.gather(-1, local.clamp(0, max(columns - 1, 0))[..., None])[..., 0].float() if columns else best
-    target = torch.where(mine, picked, low)
+    target = torch.where(here, picked, low)
     best, target = max_over(torch.stack([best, target]), group)
     return (target >= best).float()

@@ -3,9 +3,10 @@
 All functions see the rows of one rank; all rows of a group are on one rank. Shared shapes: scores [B], the sum of a
 sample's token rewards; group int64 [B], any labels; valid bool [B]; result float32 [B]. Invalid scores may be NaN.
 
-Exactly 0 for invalid samples, and in all but `remax` for the samples of a group without gradient: degenerate (all valid
-scores equal) or with fewer than two valid samples. Sums are in float64: a baseline should not depend on the order in
-which rows or ranks add. `ranks` is the data-parallel process group, for what is taken over the whole rollout.
+Results are exactly 0 for invalid samples, and in all but `remax` for the samples of a group without gradient:
+degenerate (all valid scores equal) or with fewer than two valid samples. Sums are in float64: a baseline should not
+depend on the order in which rows or ranks add. `ranks` is the data-parallel process group, for what is taken over the
+whole rollout.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ GDPO_EPS = 1e-4
 
 
 def group_mean_std(scores: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, std (ddof=1) and number of the valid samples of each row's group, as float64 [B] rows.
+    """Return mean, std (ddof=1) and number of the valid samples of each row's group, as float64 [B] rows.
 
-    std is exactly 0 where all valid scores of the group are equal, and where fewer than two are valid. A group without
-    valid samples has mean 0.
+    std is exactly 0 where all valid scores of the group are equal, and where fewer than two are valid. A group
+    without valid samples has mean 0.
     """
     _, slot = torch.unique(group, return_inverse=True)
     valid = valid.bool()
@@ -41,7 +42,7 @@ def group_mean_std(scores: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor
 
 
 def _per_group(x: Tensor, slot: Tensor) -> Tensor:
-    """Sum of x [B] over the rows of each row's group, [B]."""
+    """Return the sum of x [B] over the rows of each row's group, [B]."""
     return torch.zeros_like(x).index_add(0, slot, x)[slot]
 
 
@@ -50,15 +51,15 @@ def _where_learnable(std: Tensor, valid: Tensor, advantage: Tensor) -> Tensor:
 
 
 def learnable(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-    """bool [B]: valid, and the valid scores of the sample's group are not all equal; of scores [B, K], NaN where the
-    k-th does not apply to the sample, those of some column."""
+    """Return bool [B]: valid, and the valid scores of the sample's group are not all equal. Scores [B, K] (NaN where
+    the k-th does not apply to the sample) count if those of some column differ."""
     columns = scores[:, None] if scores.dim() == 1 else scores
     stds = [group_mean_std(column, group, valid.bool() & ~column.isnan())[1] for column in columns.unbind(1)]
     return (torch.stack(stds).amax(0) > 0) & valid.bool()
 
 
 def count_degenerate(scores: Tensor, group: Tensor, valid: Tensor) -> tuple[int, int]:
-    """(groups without gradient, all groups) among these rows; scores as of `learnable`."""
+    """Return (groups without gradient, all groups) among these rows; scores as in `learnable`."""
     total = torch.unique(group).numel()
     return total - torch.unique(group[learnable(scores, group, valid)]).numel(), total
 
@@ -69,7 +70,7 @@ def _standardised(scores: Tensor, group: Tensor, valid: Tensor, eps: float) -> T
 
 
 def grpo(scores: Tensor, group: Tensor, valid: Tensor, eps: float = 1e-6) -> Tensor:
-    """(s - mean_G) / (std_G + eps), std with ddof=1. TRL's eps is 1e-4, OpenRLHF's 1e-9.
+    """Return (s - mean_G) / (std_G + eps), std with ddof=1. TRL's eps is 1e-4, OpenRLHF's 1e-9.
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.
     """
@@ -77,14 +78,14 @@ def grpo(scores: Tensor, group: Tensor, valid: Tensor, eps: float = 1e-6) -> Ten
 
 
 def dr_grpo(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-    """s - mean_G; also the baseline of REINFORCE++-baseline. Source: "Understanding R1-Zero-like training",
+    """Return s - mean_G; also the baseline of REINFORCE++-baseline. Source: "Understanding R1-Zero-like training",
     arXiv:2503.20783; arXiv:2501.03262."""
     mean, std, _ = group_mean_std(scores, group, valid)
     return _where_learnable(std, valid, scores.double() - mean).float()
 
 
 def rloo(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-    """s_i - mean of the group's other valid samples = (s_i - mean_G) * n / (n - 1).
+    """Return s_i - mean of the group's other valid samples = (s_i - mean_G) * n / (n - 1).
 
     Source: "Back to basics", arXiv:2402.14740.
     """
@@ -93,7 +94,8 @@ def rloo(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 
 
 def remax(scores: Tensor, greedy: Tensor, valid: Tensor) -> Tensor:
-    """s - s(greedy response of the same prompt). greedy [B], NaN where the greedy response has no score: then 0.
+    """Return s - s(greedy response of the same prompt). greedy [B], NaN where the greedy response has no score: then
+    0.
 
     No group is compared, so groups of one or of equal scores have an advantage too. Source: ReMax, arXiv:2310.10505.
     """
@@ -102,9 +104,10 @@ def remax(scores: Tensor, greedy: Tensor, valid: Tensor) -> Tensor:
 
 
 def opo(scores: Tensor, group: Tensor, valid: Tensor, lengths: Tensor) -> Tensor:
-    """s - sum(len * s) / sum(len) over the group's valid samples; lengths [B], response tokens.
+    """Return s - sum(len * s) / sum(len) over the group's valid samples; lengths [B], response tokens.
 
-    The baseline of least variance where the gradient's norm grows with the length. Source: OPO, arXiv:2505.23585.
+    It is the baseline of least variance where the gradient's norm grows with the length. Source: OPO,
+    arXiv:2505.23585.
     """
     _, slot = torch.unique(group, return_inverse=True)
     _, std, _ = group_mean_std(scores, group, valid)
@@ -115,10 +118,10 @@ def opo(scores: Tensor, group: Tensor, valid: Tensor, lengths: Tensor) -> Tensor
 
 
 def gpg(scores: Tensor, group: Tensor, valid: Tensor, ranks: dist.ProcessGroup | None = None) -> Tensor:
-    """(s - mean_G) * n / n_learnable: groups of the rollout (all ranks), and those of them with std > 0.
+    """Return (s - mean_G) * n / n_learnable: groups of the rollout (all ranks), and those of them with std > 0.
 
-    A group counts if it has a valid sample. The factor is the paper's alpha = B / (B - M): degenerate groups are in the
-    loss's denominator and have no gradient. Source: GPG, arXiv:2504.02546.
+    A group counts if it has a valid sample. The factor is the paper's alpha = B / (B - M): degenerate groups are in
+    the loss's denominator and have no gradient. Source: GPG, arXiv:2504.02546.
     """
     mean, std, _ = group_mean_std(scores, group, valid)
     counts = [torch.unique(group[valid.bool()]).numel(), torch.unique(group[std > 0]).numel()]
@@ -134,10 +137,12 @@ def gdpo(
     eps: float = 1e-6,
     ranks: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """x = sum_k w_k grpo(component k); (x - mean) / (std + 1e-4) over the valid samples of the rollout (all ranks).
+    """Compute x = sum_k w_k grpo(component k); return (x - mean) / (std + 1e-4) over the valid samples of the rollout
+    (all ranks).
 
-    components [B, K], NaN where component k does not apply to the sample: it is then in neither that component's group
-    nor the sample's sum. std with ddof=1. A group is degenerate if it is in every component.
+    components [B, K], NaN where component k does not apply to the sample: it is then in neither that component's
+    group nor the sample's sum. std with ddof=1. A group is degenerate if it is in every component.
+
     Source: GDPO, arXiv:2601.05242; the constant is TRL's.
     """
     x = torch.zeros(len(group), dtype=torch.float64, device=components.device)
@@ -153,7 +158,8 @@ def gdpo(
 
 
 def pass_at_k(scores: Tensor, group: Tensor, valid: Tensor, by_std: bool = False, eps: float = 1e-6) -> Tensor:
-    """s_(1) - s_(2) for the best sample of the group, 0 for the others; with `by_std` divided by (std_G + eps).
+    """Return s_(1) - s_(2) for the best sample of the group, 0 for the others; with `by_std` divided by (std_G +
+    eps).
 
     Source: "Optimizing language models for inference time objectives using RL", arXiv:2503.19595.
     """

@@ -23,9 +23,10 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_
 
 
 def denominator(mask: Tensor, kind: str, length: int = 0, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The minibatch's denominator, a float32 scalar: mask [B, T] of all this rank's rows, summed over `group`.
+    """Return the minibatch's denominator, a float32 scalar: mask [B, T] of all this rank's rows, summed over `group`.
 
-    `length` (tokens) is the constant of `seq_mean_token_sum_norm` and unused by the others. 0 if nothing is masked in.
+    `length` (tokens) is the constant of `seq_mean_token_sum_norm` and unused by the others. 0 if nothing is masked
+    in.
     """
     assert kind in AGGREGATIONS, f"aggregation {kind!r}"
     on = mask.bool()
@@ -38,7 +39,8 @@ def denominator(mask: Tensor, kind: str, length: int = 0, group: dist.ProcessGro
 
 
 def aggregate(per_token: Tensor, mask: Tensor, kind: str, denominator: Tensor) -> Tensor:
-    """This micro-batch's share of the minibatch loss, a scalar: per_token and mask [b, T], from `denominator()`.
+    """Return this micro-batch's share of the minibatch loss, a scalar: per_token and mask [b, T], from
+    `denominator()`.
 
     A denominator of 0 gives loss 0.
     """

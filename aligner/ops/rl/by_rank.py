@@ -1,12 +1,12 @@
-"""What the preference losses that sort take of other pairs (Melnyk et al. 2024, arXiv:2406.05882).
+"""Values of other pairs that the sorting preference losses need (Melnyk et al. 2024, arXiv:2406.05882).
 
 Over all pairs of the minibatch on all ranks, x_(k) the k-th smallest of x:
 
     aot           mean over k of l(beta (u_(k) - v_(k))), u = s_c - s_r of the policy's logprobs, v of the reference's
     aot_unpaired  mean over k of l(beta (a_(k) - b_(k))), a = g of the chosen, b = g of the rejected answers
 
-A sort moves gradients as it moves values: a number of rank k has the gradient that l has to it while what stands at
-rank k on the other side is constant. With those constants, computed before the update, each pair has a loss of its own,
+A sort moves gradients as it moves values: the number of rank k has the gradient that l has to it while the number of
+rank k on the other side is constant. With those constants, computed before the update, each pair has its own loss,
 and micro-batches add up.
 """
 
@@ -23,28 +23,31 @@ from aligner.types import LabelTargets, TrainBatch
 
 
 def at_rank(x: Tensor, others: Tensor) -> Tensor:
-    """Of each number of `x` [N] the one of `others` [N] that has its rank; equal numbers rank in their order."""
+    """Return for each number of `x` [N] the one of `others` [N] that has its rank; equal numbers rank in their order."""
     return others.sort().values[x.argsort(stable=True).argsort()]
 
 
 def with_partners(batch: TrainBatch, logprobs: Tensor, c: PreferenceConfig, group: dist.ProcessGroup | None) -> Tensor:
-    """labels [2B, 3 or 4] with the columns of `Labels.of` that `c.by_rank` reads, float32 [2B, 6]: counts, the shift of
-    aot, the number that aot_unpaired compares the row's with. logprobs [2B, T] are those of this rank's `batch` by the
-    policy before the update. Collective over `group`, whose ranks may have different numbers of pairs.
+    """Return labels [2B, 3 or 4] with the columns of `Labels.of` that `c.by_rank` reads, float32 [2B, 6]: counts, the
+    shift of aot, and the number that aot_unpaired compares with the row's. logprobs [2B, T] are those of this rank's
+    `batch` by the policy before the update. Collective over `group`, whose ranks may have different numbers of pairs.
 
-    The shift is v_i - v_(k), k the rank of u_i: u_i - v_(k) is h_i, which is built token by token, and this."""
+    The shift is v_i - v_(k), k the rank of u_i: u_i - v_(k) is h_i, which is built token by token, plus the shift.
+    """
     known, name = batch.of(LabelTargets), c.by_rank[0]
     labels = Labels.of(known.labels, c)
     own, reference = logprobs.double(), known.ref_logprobs.double()  # type: ignore[union-attr]
     sides = ((own, None), (reference, None), (own, reference))
     u, v, d = (terms(measure(x, other, batch.loss_mask, c.ld_alpha), labels, name, c) for x, other in sides)
     parts = gathered(torch.stack([u.h, v.h, d.chosen, d.rejected, labels.counts.double()]), group)
-    before = sum(part.shape[1] for part in parts[: group.rank() if group is not None else 0])
+    before = sum(pairs.shape[1] for pairs in parts[: group.rank() if group is not None else 0])
     everyone = torch.cat(parts, 1)
     on = everyone[4] > 0
     policy, theirs, chosen, rejected = everyone[:4, on]
-    found = torch.zeros(3, len(on), dtype=everyone.dtype)
-    found[:, on] = torch.stack([theirs - at_rank(policy, theirs), at_rank(chosen, rejected), at_rank(rejected, chosen)])
-    shift, *partners = found[:, before : before + len(labels.counts)]
+    counterparts = torch.zeros(3, len(on), dtype=everyone.dtype)
+    counterparts[:, on] = torch.stack(
+        [theirs - at_rank(policy, theirs), at_rank(chosen, rejected), at_rank(rejected, chosen)]
+    )
+    shift, *partners = counterparts[:, before : before + len(labels.counts)]
     columns = labels.counts.repeat_interleave(2), shift.repeat_interleave(2), torch.stack(partners, 1).flatten()
     return torch.cat([known.labels[:, :3], torch.stack(columns, 1).to(known.labels.dtype)], 1)

@@ -13,11 +13,11 @@ NOISE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, noise: float = NOISE[torch.float32]) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from tokens the policy sampled, [..., T] -> [..., T] float32.
+    """Estimate KL(policy || reference) per token from tokens the policy sampled, [..., T] -> [..., T] float32.
 
-    d = logprobs - ref_logprobs:  k1 = d;  k2 = d^2 / 2;  k3 = exp(-d) - 1 + d, with d clamped to +-20 and the result
-    to +-10;  abs = |d|, by `magnitude`. `k1+` and `k3+` have the value of k1 and k3 and the gradient of k2, which is
-    that of the true KL in expectation (the gradient of k1 has expectation 0). Source: J. Schulman, "Approximating KL
+    d = logprobs - ref_logprobs: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, with d clamped to +-20 and the result to
+    +-10; abs = |d|, by `magnitude`. `k1+` and `k3+` have the value of k1 and k3 and the gradient of k2, which is that
+    of the true KL in expectation (the gradient of k1 has expectation 0). Source: J. Schulman, "Approximating KL
     divergence" (2020); straight-through forms as in verl.
     """
     policy = logprobs if logprobs.element_size() >= 4 else logprobs.float()
@@ -29,9 +29,10 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, noise: f
 
 
 def magnitude(d: Tensor, noise: float) -> Tensor:
-    """|d| of log-ratios, with the gradient sign(d) * clip(|d| / noise - 1, 0, 1): none up to `noise`, all from twice.
+    """Return |d| of log-ratios, with the gradient sign(d) * clip(|d| / noise - 1, 0, 1): none up to `noise`, all from
+    twice.
 
-    Where policy and reference are the same, d is what rounding left, of either sign, and the gradient of |d| would be
+    Where policy and reference are the same, d is a rounding error, of either sign, and the gradient of |d| would be
     that of noise: another one in each layout. The derivative at 0 is 0 in the published code, too (torch's abs in
     verl's kl_cov), which meets it wherever both logprobs come from the same pass. The value is |d| everywhere.
     """
@@ -54,8 +55,9 @@ def _plain(d: Tensor, estimator: str, noise: float) -> Tensor:
 
 @torch.no_grad()
 def reference_kl_sums(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Numerators and denominators (`LossOutput.means`) of KL(policy || reference) over the tokens in mask, all [B, T]:
-    `kl/ref_k1` and `kl/ref_k3` by token; by sequence with tokens the mean and the sum of k1 over its tokens."""
+    """Return numerators and denominators (`LossOutput.means`) of KL(policy || reference) over the tokens in mask, all
+    [B, T]: `kl/ref_k1` and `kl/ref_k3` by token; by sequence with tokens the mean and the sum of k1 over its tokens.
+    """
     on = mask.bool()
     d = torch.where(on, (logprobs.double() - ref_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), 0.0)
     k3 = torch.where(on, torch.exp(-d) - 1 + d, 0.0)
@@ -69,7 +71,7 @@ def reference_kl_sums(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> d
 
 
 def adapt_kl_coef(coef: float, kl: float, target: float, samples: int, horizon: int) -> float:
-    """coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon), after a rollout of `samples` samples.
+    """Return coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon), after a rollout of `samples` samples.
 
     Proportional controller in log space of Ziegler et al., arXiv:1909.08593.
     """

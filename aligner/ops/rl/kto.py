@@ -18,33 +18,33 @@ from aligner.config.sections.kto import KtoConfig
 
 
 def mismatched(prompts: Sequence[Hashable]) -> list[int] | None:
-    """Of each sample, by the prompts of all, the number of the nearest earlier one with another prompt; the last is
-    earlier than the first. None if all have one prompt."""
+    """Return for each sample, by the prompts of all, the number of the nearest earlier one with another prompt; the
+    last is earlier than the first. None if all have one prompt."""
     count = len(prompts)
     changes = [i for i in range(count) if prompts[i] != prompts[i - 1]]
     if not changes:
         return None
-    found = [0] * count
-    for place in range(changes[0], changes[0] + count):
-        i, before = place % count, (place - 1) % count
-        found[i] = before if prompts[before] != prompts[i] else found[before]
-    return found
+    partners = [0] * count
+    for index in range(changes[0], changes[0] + count):
+        i, before = index % count, (index - 1) % count
+        partners[i] = before if prompts[before] != prompts[i] else partners[before]
+    return partners
 
 
 def log_ratios(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-    """D of each row, float32 [B]; logprobs, reference, mask [B, T]."""
+    """Return D of each row, float32 [B]; logprobs, reference, mask [B, T]."""
     return torch.where(mask.bool(), logprobs - reference.to(logprobs.dtype), 0.0).sum(1)
 
 
 def sample_losses(ratios: Tensor, desirable: Tensor, z0: float, c: KtoConfig) -> Tensor:
-    """Of each sample; ratios (D) and desirable (1 or 0) float32 [B]."""
+    """Return the loss of each sample; ratios (D) and desirable (1 or 0) float32 [B]."""
     weights = desirable * c.desirable_weight + (1 - desirable) * c.undesirable_weight
     return weights * torch.sigmoid(-c.beta * (2 * desirable - 1) * (ratios - z0))
 
 
 def above(chosen: Tensor, rejected: Tensor) -> float:
-    """The share of all couples of a number of `chosen` [n] and one of `rejected` [m] where the first is larger; a tie
-    counts half. NaN if one is empty."""
+    """Return the share of all couples of a number of `chosen` [n] and one of `rejected` [m] where the first is
+    larger; a tie counts half. NaN if one is empty."""
     below = rejected.sort().values
     wins = torch.searchsorted(below, chosen) + torch.searchsorted(below, chosen, right=True)
     return float(wins.double().mean() / 2 / len(rejected)) if len(rejected) else math.nan

@@ -1,4 +1,4 @@
-"""How far the engine's distribution is from the trainer's, measured on the sampled tokens, and what to do about it.
+"""Distance of the engine's distribution from the trainer's, measured on the sampled tokens, and its corrections.
 
 r = old probability / rollout probability = exp(old_logprobs - rollout_logprobs), of the full tempered distribution on
 both sides: top-p, top-k and min-p are not undone. Log-ratios are clamped to +-20 before exp.
@@ -23,18 +23,18 @@ def mismatch_sums(
     mask: Tensor,
     current_logprobs: Tensor | None = None,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """(means, maxima) as in `LossOutput`: sum numerators and denominators over ranks and divide, take the maxima, then
-    `finish_mismatch`.
+    """Return (means, maxima) as in `LossOutput`: sum numerators and denominators over ranks and divide, take the
+    maxima, then `finish_mismatch`.
 
-    All [B, T]; log r = old_logprobs - rollout_logprobs.
-    `token_mult_prob_error` = mean exp|log r| (1 is perfect), `logprob_abs_mean` = mean |log r|,
-    `logprob_abs_max` = max |log r| (0 without tokens), `gen_kl` = mean k3 of KL(engine || trainer) = r - 1 - log r,
-    `prob_correlation` (after `finish_mismatch`) = Pearson's over the probabilities of the sampled tokens.
-    Source of the first and the KL: NeMo-RL's token_mult_prob_error and gen_kl_error.
+    All [B, T]; log r = old_logprobs - rollout_logprobs. `token_mult_prob_error` = mean exp|log r| (1 is perfect),
+    `logprob_abs_mean` = mean |log r|, `logprob_abs_max` = max |log r| (0 without tokens), `gen_kl` = mean k3 of
+    KL(engine || trainer) = r - 1 - log r, `prob_correlation` (after `finish_mismatch`) = Pearson's over the
+    probabilities of the sampled tokens. Source of the first and the KL: NeMo-RL's token_mult_prob_error and
+    gen_kl_error.
 
     old_logprobs are by the trainer with the weights the engine had. Where the policy is ahead of those,
-    `current_logprobs` are its own: `staleness/logprob_abs_mean` and `staleness/kl` (k3 of KL(old || current)) keep that
-    apart from the mismatch; None says it is not ahead.
+    `current_logprobs` are its own: `staleness/logprob_abs_mean` and `staleness/kl` (k3 of KL(old || current)) are
+    kept apart from the mismatch. None: it is not ahead.
     """
     on = mask.bool()
     old, rollout = old_logprobs.float(), rollout_logprobs.float()
@@ -60,8 +60,8 @@ def mismatch_sums(
 
 @torch.no_grad()
 def cut_sums(rollout_logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """`mismatch/cut_logprob_mean`: of the engine's logprobs in the distribution that was sampled from, where top-p,
-    top-k or min-p cut, minus those in the full one; that is -log of the probability kept. All [B, T]."""
+    """Return `mismatch/cut_logprob_mean`: the engine's logprobs in the distribution that was sampled from, cut by
+    top-p, top-k or min-p, minus those in the full one. That is -log of the probability kept. All [B, T]."""
     on = mask.bool()
     kept = torch.where(on, sampled_logprobs.double() - rollout_logprobs.double(), 0.0)
     return {"mismatch/cut_logprob_mean": (kept.sum(), on.sum().double())}
@@ -69,15 +69,16 @@ def cut_sums(rollout_logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -
 
 @torch.no_grad()
 def worst_token(a: Tensor, b: Tensor, mask: Tensor) -> tuple[float, int, int]:
-    """(|a - b|, row, column) of the masked token of [B, T] where they differ most; a NaN is the largest of all."""
+    """Return (|a - b|, row, column) of the masked token of [B, T] where they differ most; a NaN is the largest of
+    all."""
     gap = torch.where(mask.bool(), (a - b).abs().nan_to_num(nan=torch.inf), 0.0)
     row, column = divmod(int(gap.argmax()), gap.shape[1])
     return float(gap[row, column]), row, column
 
 
 def weight_sums(mask: Tensor, weights: Tensor | None) -> dict[str, tuple[Tensor, Tensor]]:
-    """`weight_mean` over response tokens and `weight_zero_fraction` (tokens left out) of a correction's weights, None:
-    all 1. Both [B, T]."""
+    """Return `weight_mean` over response tokens and `weight_zero_fraction` (tokens left out) of a correction's
+    weights, None: all 1. Both [B, T]."""
     on = mask.bool()
     weights = torch.ones_like(mask) if weights is None else weights
     kept = torch.where(on, weights.double(), 0.0)
@@ -88,8 +89,8 @@ def weight_sums(mask: Tensor, weights: Tensor | None) -> dict[str, tuple[Tensor,
 
 
 def finish_mismatch(metrics: dict[str, float]) -> dict[str, float]:
-    """Reduced metrics with the moments of the probabilities turned into `mismatch/prob_correlation`: NaN where one
-    side's do not vary. Others pass unchanged."""
+    """Return reduced metrics with the moments of the probabilities turned into `mismatch/prob_correlation`: NaN where
+    one side's do not vary. Others pass unchanged."""
     left = {name: value for name, value in metrics.items() if not name.startswith("mismatch/moment_")}
     if len(left) == len(metrics):
         return left
@@ -110,7 +111,7 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 
 @torch.no_grad()
 def tis_token(log_ratio: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """Truncated importance sampling per token: min(r, cap), float32 [B, T], 1 where mask is 0.
+    """Return truncated importance sampling weights per token: min(r, cap), float32 [B, T], 1 where mask is 0.
 
     Source: "Your efficient RL framework secretly brings you off-policy RL training" (Yao et al. 2025).
     """
@@ -119,7 +120,8 @@ def tis_token(log_ratio: Tensor, mask: Tensor, cap: float) -> Tensor:
 
 @torch.no_grad()
 def tis_sequence(log_ratio: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """min(product of the row's r, cap) on each of its tokens, float32 [B, T], 1 where mask is 0. Source: as above."""
+    """Return min(product of the row's r, cap) on each of its tokens, float32 [B, T], 1 where mask is 0. Source: as
+    above."""
     on = mask.bool()
     product = _ratio(torch.where(on, log_ratio.double(), 0.0).sum(1, keepdim=True))
     return torch.where(on, product.clamp_max(cap), 1.0)
@@ -127,15 +129,16 @@ def tis_sequence(log_ratio: Tensor, mask: Tensor, cap: float) -> Tensor:
 
 @torch.no_grad()
 def icepop(log_ratio: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
-    """r inside [low, high] and 0 outside, float32 [B, T], 1 where mask is 0. Source: "Every step evolves" (Ling team,
-    arXiv:2510.18855), IcePop."""
+    """Return r inside [low, high] and 0 outside, float32 [B, T], 1 where mask is 0. Source: "Every step evolves"
+    (Ling team, arXiv:2510.18855), IcePop."""
     r = _ratio(log_ratio)
     return torch.where(mask.bool(), torch.where((r >= low) & (r <= high), r, 0.0), 1.0)
 
 
 @torch.no_grad()
 def geometric_mask(log_ratio: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
-    """bool [B], the samples to keep: exp(mean over the row of log r) inside [low, high]. Rows without tokens stay."""
+    """Return bool [B], the samples to keep: exp(mean over the row of log r) inside [low, high]. Rows without tokens
+    stay."""
     on = mask.bool()
     mean = torch.where(on, log_ratio.double(), 0.0).sum(1) / on.sum(1).clamp_min(1)
     return (mean >= math.log(low)) & (mean <= math.log(high))
@@ -143,7 +146,7 @@ def geometric_mask(log_ratio: Tensor, mask: Tensor, low: float, high: float) -> 
 
 @torch.no_grad()
 def veto(log_ratio: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
-    """bool [B], the samples to keep: every token's r inside [low, high]. Rows without tokens stay."""
+    """Return bool [B], the samples to keep: every token's r inside [low, high]. Rows without tokens stay."""
     inside = (log_ratio.double() >= math.log(low)) & (log_ratio.double() <= math.log(high))
     return (inside | ~mask.bool()).all(1)
 
