@@ -1,8 +1,8 @@
 """One complete type per phase of the pipeline: Prompt -> Generations -> Sample -> RolloutBatch -> TrainBatch ->
 LossOutput.
 
-Every per-token tensor is [B, T] and index t speaks of tokens[:, t]; index 0 has no logprob.
-Rows are right-padded: prompt, response, padding. With causal attention no attention mask is needed then.
+Every per-token tensor is [B, T], and index t belongs to tokens[:, t]; index 0 has no logprob. Rows are right-padded:
+prompt, response, padding. With causal attention no attention mask is needed then.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Prompt:
 
     id: int  # stable row number in its dataset; part of every request seed
     tokens: tuple[int, ...]
-    text: str  # what the model sees, special tokens included
+    text: str  # the model's input, special tokens included
     fields: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns: answer, entry, ...
     messages: tuple[dict[str, Any], ...] | None = None  # the conversation it was rendered from; None: a plain text
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the engine picks tokens. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off."""
+    """Rules by which the engine samples tokens. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off."""
 
     max_response_tokens: int
     temperature: float = 1.0
@@ -38,7 +38,7 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    vocabulary: int = 0  # ids from here on, of embeddings that no token of the tokenizer has, are never sampled; 0: all
+    vocabulary: int = 0  # ids from here on, of embeddings without a token, are never sampled; 0: all
     special: str = "keep"  # special tokens in the texts of answers: keep, strip
 
     @property
@@ -51,27 +51,27 @@ STOP, LENGTH = 0, 1  # Generations.finish_reason codes: a stop token or string w
 
 
 class TensorBatch:
-    """All tensor fields have the same rows."""
+    """Batch whose tensor fields have the same rows."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, those of payloads too."""
-        found: dict[str, Tensor] = {}
-        self.mapped(found.setdefault)
-        return found
+        """Return all tensors by name, those of payloads too."""
+        tensors: dict[str, Tensor] = {}
+        self.mapped(tensors.setdefault)
+        return tensors
 
     def mapped(self, change: Callable[[str, Tensor], Tensor]):
-        """The same batch, its payloads too, with `change(name, tensor)` for each tensor."""
-        found: dict[str, Any] = {}
+        """Return the same batch, its payloads too, with `change(name, tensor)` for each tensor."""
+        changed: dict[str, Any] = {}
         for name in (f.name for f in fields(self)):  # type: ignore[arg-type]
             value = getattr(self, name)
             if hasattr(value, "shape"):
-                found[name] = change(name, value)
+                changed[name] = change(name, value)
             elif name == "payloads":
-                found[name] = [payload.mapped(change) for payload in value]
-        return replace(self, **found)
+                changed[name] = [payload.mapped(change) for payload in value]
+        return replace(self, **changed)
 
     def select(self, rows: Tensor):
-        """The same batch with only these rows (int64 [n])."""
+        """Return the same batch with only these rows (int64 [n])."""
         return self.mapped(lambda _, t: t.index_select(0, rows.to(t.device)))
 
     def trim(self):
@@ -90,10 +90,10 @@ class TensorBatch:
 
 @dataclass
 class Generations(TensorBatch):
-    """What an engine returns, column by column: N = prompts x samples rows, prompt-major.
+    """Output of an engine, column by column: N = prompts x samples rows, prompt-major.
 
     The stop token is part of the response (and has a logprob). A stop string ends the response with the token that
-    completes it. What stands behind the prompt of a trajectory is a response of several turns.
+    completes it. The tokens after the prompt of a trajectory are a response of several turns.
     """
 
     tokens: Tensor  # int64 [N, R], right-padded with 0
@@ -104,7 +104,7 @@ class Generations(TensorBatch):
     full_logprobs: Tensor | None = None  # float32 [N, R], of the tempered full distribution, if top-p/top-k/min-p cut
     routing: Tensor | None = None  # uint8 or int16 [N, P + R, layers, top_k]: ops/packing/routing.py; of prompts too
     made: Tensor | None = None  # bool [N, R] tokens that the policy generated; None: all
-    forks: Tensor | None = None  # int64 [N, R] number of the trajectory's part that a token is in; None: the prompt's
+    forks: Tensor | None = None  # int64 [N, R] number of the trajectory's segment with the token; None: the prompt's
     versions: Tensor | None = None  # int64 [N, R] of the weights of each token; None: weight_version
 
 
@@ -112,45 +112,45 @@ class Stop(StrEnum):
     """Why a trajectory ended."""
 
     ANSWER = "answer"  # the model called no tool
-    DONE = "done"  # the environment is
-    LENGTH = "length"  # an answer was cut by the token limit
+    DONE = "done"  # the environment is done
+    LENGTH = "length"  # a response was cut by the token limit
     TURNS = "turns"  # environment.max_turns; likewise of tokens and seconds
     TOKENS = "tokens"
     SECONDS = "seconds"
-    TEMPLATE = "template"  # the chat template refuses to go on from the answer
-    PROMPT = "prompt"  # what environment or agent opened with is longer than data.max_prompt_tokens
-    FAILED = "failed"  # a tool or the environment, again and again
+    TEMPLATE = "template"  # the chat template refuses to continue from the response
+    PROMPT = "prompt"  # the opening of environment or agent is longer than data.max_prompt_tokens
+    FAILED = "failed"  # a tool or the environment failed repeatedly
 
 
 @dataclass(frozen=True)
 class Trajectory:
     """A sample of several turns."""
 
-    messages: tuple[dict[str, Any], ...]  # behind the prompt: the model's, and what its calls gave
+    messages: tuple[dict[str, Any], ...]  # after the prompt: the model's, and the results of its calls
     stop: Stop
-    turns: int  # answers
+    turns: int  # responses of the model
     reward: float | None = None  # the environment's, of all turns
-    failure: str = ""  # of tools or environment: cause and text. Its sample is invalid
-    seconds: float = 0.0  # that they took
-    retried: int = 0  # questions to them that were asked again
+    failure: str = ""  # of tools or environment: cause and text. It makes the sample invalid
+    seconds: float = 0.0  # spent in tools and environment
+    retried: int = 0  # calls to them that were repeated
     wrong: int = 0  # calls whose result was an error
-    rows: int = 1  # parts; each but the first was rendered anew
+    rows: int = 1  # segments; each but the first was rendered anew
     turn_rewards: tuple[float, ...] = ()  # after each turn that called tools
-    late: int = 0  # requests of an agent that came before the one before them was answered
+    late: int = 0  # requests of an agent that came before its previous one was answered
 
 
 @dataclass
 class Sample:
-    """One response with its prompt: what a Reward sees. Of a trajectory, the response is the last answer."""
+    """One response with its prompt, as a Reward sees it. Of a trajectory, the response is the last turn."""
 
     prompt: Prompt
     index: int  # 0 .. group-1
     response: str  # decoded, special tokens and stop token removed
-    tokens: tuple[int, ...]  # response tokens; of a trajectory, all behind the prompt
-    finished: bool  # ended by a stop token or string, not by the limit; a trajectory: by itself, not by a budget
+    tokens: tuple[int, ...]  # response tokens; of a trajectory, all after the prompt
+    finished: bool  # ended by a stop token or string, not by the limit; a trajectory: not by a budget
     weight_version: int = 0
     trajectory: Trajectory | None = None  # None: of one turn
-    seed: int | None = None  # of its request, which no other sample of the run has; None: it is of no rollout
+    seed: int | None = None  # of its request, unique in the run; None: it is of no rollout
 
 
 @dataclass
@@ -179,20 +179,20 @@ class RolloutBatch(TensorBatch):
     rejected: Tensor | None = None  # bool [B] made invalid by `mismatch.correction`
     greedy_rewards: Tensor | None = None  # float32 [B] shaped reward of the prompt's greedy response (remax)
     routing: Tensor | None = None  # [B, T, layers, top_k] the engine's experts (`mismatch.replay_routing`)
-    forks: Tensor | None = None  # int64 [B, T] numbers of a trajectory's parts, each rendered anew; None: one
+    forks: Tensor | None = None  # int64 [B, T] numbers of a trajectory's segments, each rendered anew; None: one
     versions: Tensor | None = None  # int64 [B, T] of the weights that made each token; None: weight_version
 
 
 @dataclass
 class PolicyTargets(TensorBatch):
-    """What a policy loss compares the policy with: each float32 [B, T] unless said otherwise."""
+    """Tensors that a policy loss compares the policy with: each float32 [B, T] unless said otherwise."""
 
     advantages: Tensor
-    old_logprobs: Tensor | None = None  # None: the update finds them
+    old_logprobs: Tensor | None = None  # None: the update computes them
     ref_logprobs: Tensor | None = None
-    token_weights: Tensor | None = None  # factors of the policy loss; denominators do not know them
+    token_weights: Tensor | None = None  # factors of the policy loss, not of its denominators
     rollout_logprobs: Tensor | None = None  # by the engine (dppo)
-    response_mask: Tensor | None = None  # set where old_logprobs are None: those the update finds are to be compared
+    response_mask: Tensor | None = None  # set where old_logprobs are None: the update computes and compares them
     chosen: Tensor | None = None  # 1 on tokens chosen by covariance (clip_cov, kl_cov)
     row_keys: Tensor | None = None  # int64 [B] >= 0, a hash of rollout, epoch and sample, for random choices
     versions: Tensor | None = None  # int64 [B, T] of the engine's weights (`algorithm.old_logprobs=proxy`)
@@ -200,7 +200,7 @@ class PolicyTargets(TensorBatch):
 
 @dataclass
 class ValueTargets(TensorBatch):
-    """What a value loss compares the critic with, float32 [B, T]."""
+    """Tensors that a value loss compares the critic with, float32 [B, T]."""
 
     returns: Tensor
     values: Tensor  # before the update
@@ -208,7 +208,7 @@ class ValueTargets(TensorBatch):
 
 @dataclass
 class LabelTargets(TensorBatch):
-    """What is known of whole rows: of answers, or of both answers of a pair."""
+    """Labels of whole rows: of answers, or of both answers of a pair."""
 
     labels: Tensor  # float32 [B] or [B, K]: margins, attribute scores, or both with rewards of pairs
     ref_logprobs: Tensor | None = None  # float32 [B, T] by the frozen reference
@@ -216,14 +216,15 @@ class LabelTargets(TensorBatch):
 
 @dataclass
 class StepTargets(TensorBatch):
-    """What is known of the steps of answers."""
+    """Labels of the steps of answers."""
 
     step_labels: Tensor  # float32 [B, T], read where the loss mask is 1
 
 
 @dataclass
 class TeacherTargets(TensorBatch):
-    """What a teacher predicts tokens from, [B, T, H]; or [B, T, k] its k top logprobs and the ids (int64) of those."""
+    """Hidden states [B, T, H] from which a teacher predicts tokens; or its k top logprobs [B, T, k] and their ids
+    (int64)."""
 
     teacher: Tensor
     teacher_ids: Tensor | None = None
@@ -231,47 +232,47 @@ class TeacherTargets(TensorBatch):
 
 @dataclass
 class TeacherNumbers(TensorBatch):
-    """Who teaches which row, where there are several teachers."""
+    """Number of each row's teacher, where there are several teachers."""
 
     told_by: Tensor  # int64 [B]
 
 
 @dataclass
 class PtxRows(TensorBatch):
-    """Nothing but that the rows are of `ptx.data`, which have a loss of their own."""
+    """Mark of rows of `ptx.data`, which have a loss of their own."""
 
 
 @dataclass
 class TrainBatch(TensorBatch):
-    """Rows as one forward of a model reads them, and a payload for each loss that they are for."""
+    """Rows for one forward pass of a model, and a payload for each loss that they are for."""
 
     tokens: Tensor  # int64 [B, T]
     lengths: Tensor  # int64 [B]
     loss_mask: Tensor  # float32 [B, T]
     payloads: list[TensorBatch] = field(default_factory=list)  # one of a kind
     wanted: Tensor | None = None  # bool [B, T] tokens whose output is read; None: all
-    routing: Tensor | None = None  # [B, T, layers, top_k] the experts to take; None: those of the model's own routers
+    routing: Tensor | None = None  # [B, T, layers, top_k] the experts to use; None: the choice of the model's routers
     documents: Tensor | None = None  # int64 [B, T] numbers of a row's documents, which see only themselves; None: one
-    forks: Tensor | None = None  # likewise of a trajectory's parts; losses see all of it as one row
-    packing: Any = None  # ops.packing.Packing: where its tokens stand in the model's stream, once a model has it
+    forks: Tensor | None = None  # likewise of a trajectory's segments; losses see all of it as one row
+    packing: Any = None  # ops.packing.Packing: positions of its tokens in the model's stream, once a model has it
     whole: Any = None  # ops.packing.documents.Whole: the rows whose forks became rows, for a model
 
     def find[P: TensorBatch](self, kind: type[P]) -> P | None:
-        """The payload of this kind, if there is one."""
+        """Return the payload of this kind, if there is one."""
         return next((payload for payload in self.payloads if isinstance(payload, kind)), None)
 
     def of[P: TensorBatch](self, kind: type[P]) -> P:
-        """The payload of this kind, which has to be there."""
-        found = self.find(kind)
-        assert found is not None, f"rows without {kind.__name__}"
-        return found
+        """Return the payload of this kind, which must exist."""
+        payload = self.find(kind)
+        assert payload is not None, f"rows without {kind.__name__}"
+        return payload
 
     def without(self, *kinds: type[TensorBatch]) -> TrainBatch:
-        """The rows less the payloads of these kinds."""
+        """Return the rows without the payloads of these kinds."""
         return replace(self, payloads=[payload for payload in self.payloads if not isinstance(payload, kinds)])
 
     def beside(self, *payloads: TensorBatch) -> TrainBatch:
-        """The rows with these payloads in place of others of their kinds."""
+        """Return the rows with these payloads in place of others of their kinds."""
         kept = self.without(*map(type, payloads))
         return replace(kept, payloads=[*kept.payloads, *payloads])
 
@@ -280,8 +281,8 @@ class TrainBatch(TensorBatch):
 class LossOutput:
     """A loss already divided by its minibatch denominator, so that micro-batches and data-parallel ranks add up.
 
-    `means`: name -> (numerator, denominator), summed over micro-batches and ranks, then divided.
-    `maxima`: name -> value, reduced by max.
+    `means`: name -> (numerator, denominator), summed over micro-batches and ranks, then divided. `maxima`: name ->
+    value, reduced by max.
     """
 
     loss: Tensor
@@ -289,9 +290,11 @@ class LossOutput:
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
     def detached(self) -> LossOutput:
-        """The numbers alone. Kept with its graph until the step ends, the loss of a micro-batch would keep what a
-        pipeline stage received for it, and the gradient of that."""
-        means = {name: (part.detach(), whole.detach()) for name, (part, whole) in self.means.items()}
+        """Return only the numbers. Kept with its graph until the step ends, the loss of a micro-batch would keep what
+        a pipeline stage received for it, and its gradient."""
+        means = {
+            name: (numerator.detach(), denominator.detach()) for name, (numerator, denominator) in self.means.items()
+        }
         return LossOutput(self.loss.detach(), means, {name: value.detach() for name, value in self.maxima.items()})
 
 

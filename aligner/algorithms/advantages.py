@@ -1,5 +1,5 @@
-"""From a rollout's token rewards to its advantages, by `algorithm.advantage`: formulas are in `ops/rl/advantages.py`
-and `ops/rl/token_advantages.py`."""
+"""Advantages from a rollout's token rewards, by `algorithm.advantage`. Formulas are in `ops/rl/advantages.py` and
+`ops/rl/token_advantages.py`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from aligner.types import RolloutBatch
 
 
 def group_advantages(rollout: RolloutBatch, scores: Scores, cfg: Config, ranks: dist.ProcessGroup) -> Tensor:
-    """The advantages of stage grpo, float32 [B, T]: exactly 0 on tokens of invalid samples and, where samples of a
-    prompt are compared, of groups without gradient, also after whitening. Needs token_rewards. Collective over the
-    data-parallel `ranks`."""
+    """Return the advantages of stage grpo, float32 [B, T]. They are exactly 0 on tokens of invalid samples and, where
+    samples of a prompt are compared, of groups without gradient, also after whitening. Needs token_rewards.
+    Collective over the data-parallel `ranks`."""
     algorithm, mask = cfg.algorithm, _valid_tokens(rollout)
     if algorithm.advantage == "reinforce_pp":
         tokens, learns = return_to_go(rollout.token_rewards, mask, algorithm.gamma), rollout.valid
@@ -39,15 +39,16 @@ def group_advantages(rollout: RolloutBatch, scores: Scores, cfg: Config, ranks: 
 def critic_advantages(
     rollout: RolloutBatch, algorithm: AlgorithmConfig, ranks: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) of stage ppo, each float32 [B, T]; the returns are of the advantages before whitening.
-    Needs token_rewards and values. Collective over the data-parallel `ranks`."""
+    """Return (advantages, returns) of stage ppo, each float32 [B, T]; the returns are from the advantages before
+    whitening. Needs token_rewards and values. Collective over the data-parallel `ranks`."""
     mask = _valid_tokens(rollout)
     advantages, returns = gae(rollout.token_rewards, rollout.values, mask, algorithm.gamma, algorithm.lam)
     return (_whitened(advantages, mask, algorithm, ranks) if algorithm.whiten else advantages), returns
 
 
 def _valid_tokens(rollout: RolloutBatch) -> Tensor:
-    """Whitening sees loss-masked (overlong) samples, as group statistics do, and no invalid ones."""
+    """Return the mask for whitening: with loss-masked (overlong) samples, as in group statistics, without invalid
+    ones."""
     return rollout.response_mask * rollout.valid[:, None]
 
 
@@ -84,10 +85,10 @@ def _per_sample(
 
 
 def reward_weights(components: dict[str, Component], cfg: RewardConfig, environment: float = 1.0) -> list[float]:
-    """Of the reward functions."""
+    """Return the weights of the reward functions."""
     known = {f.name or f.path.rpartition(":")[2]: f.weight for f in cfg.functions} | {"model": cfg.model_weight}
     known |= {judge.name: judge.weight for judge in cfg.judges} | {"environment": environment}
     for name in components:
-        if name not in known:  # a function whose own name is not the one it is found by
+        if name not in known:  # a function whose own name is not the configured one
             raise ConfigError("reward.functions[].name", "", f"a name ({name!r}) for the function, with gdpo")
     return [known[name] for name in components]

@@ -1,4 +1,4 @@
-"""What an update's ratio is to where nobody computed the logprobs before it (`algorithm.old_logprobs`)."""
+"""Reference point of an update's ratio where nobody computed the logprobs before it (`algorithm.old_logprobs`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Anchor:
     now: int = 0  # and of the update
 
     def __call__(self, targets: PolicyTargets, logprobs: Tensor) -> PolicyTargets:
-        """Those of a micro-batch with `old_logprobs`, from the update's own `logprobs` [B, T], and with the weights of
-        `mismatch.correction`, which need them."""
+        """Return a micro-batch's targets with `old_logprobs`, from the update's own `logprobs` [B, T], and with the
+        weights of `mismatch.correction`, which need them."""
         if self.way == "engine":
             return replace(targets, old_logprobs=targets.rollout_logprobs)
         old = logprobs  # with auto this is the only update: they are the logprobs before it

@@ -1,8 +1,8 @@
-"""Checks of what must hold exactly before anything was learned (`debug.first_step_checks`): each names its worst value.
+"""Checks of what must hold exactly before any update (`debug.first_step_checks`); each names its worst value.
 
-KL of the policy to itself 0; policy = reference before the first update; ratio 1 in the first, on-policy update; a
-reward model with a zero head loses ln 2; a preference loss is what it is where policy and reference agree; a student
-that is its own teacher has nothing to learn.
+KL of the policy to itself is 0. Policy = reference before the first update. The ratio is 1 in the first, on-policy
+update. A reward model with a zero head loses ln 2. A preference loss has its value for equal policy and reference. A
+student that is its own teacher has nothing to learn.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ PAIR_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the loss, rel
 
 @dataclass
 class FirstStepChecks:
-    """`before_update` and `after_update` do their checks in their first call and nothing later; nothing at all unless
-    `wanted`. They raise AlignerError on every rank."""
+    """Checks that run in the first call of `before_update` and of `after_update` only, and only if `wanted`. They
+    raise AlignerError on every rank."""
 
     wanted: bool
     _before: bool = False
     _after: bool = False
 
     def before_update(self, rollout: RolloutBatch, policy: Policy, reference: Reference | None) -> None:
-        """Collective. Needs old_logprobs, and ref_logprobs with a reference."""
+        """Check the logprobs before the update. Collective. Needs old_logprobs, and ref_logprobs with a reference."""
         if not self.wanted or self._before:
             return
         self._before = True
@@ -55,7 +55,7 @@ class FirstStepChecks:
         fail_together(cause, AlignerError, form="{cause} (rank {rank})")
 
     def after_update(self, stats: ScalarMetrics, dtype: torch.dtype) -> None:
-        """`stats` of the policy's first update: its loss was computed before its optimizer step."""
+        """Check `stats` of the policy's first update: its loss was computed before its optimizer step."""
         if not self.wanted or self._after:
             return
         self._after = True
@@ -71,7 +71,8 @@ class FirstStepChecks:
             )
 
     def after_reward_update(self, stats: ScalarMetrics, expected: float) -> None:
-        """`stats` of the first update of a reward model with a zero head; expected: mean softplus of the margins."""
+        """Check `stats` of the first update of a reward model with a zero head; expected: mean softplus of the
+        margins."""
         if not self.wanted or self._after:
             return
         self._after = True
@@ -83,8 +84,8 @@ class FirstStepChecks:
                 )
 
     def after_preference_update(self, stats: ScalarMetrics, expected: Mapping[str, float], dtype: torch.dtype) -> None:
-        """`stats` of the first update by preference losses, whose values `expected` has for equal policy and reference,
-        by metric."""
+        """Check `stats` of the first update by preference losses. `expected` has their values for equal policy and
+        reference, by metric."""
         if not self.wanted or self._after:
             return
         self._after = True
@@ -98,21 +99,21 @@ class FirstStepChecks:
                 )
 
     def after_distillation(self, stats: ScalarMetrics, dtype: torch.dtype) -> None:
-        """`stats` of the first update of a student that starts as its teacher."""
+        """Check `stats` of the first update of a student that starts as its teacher."""
         if not self.wanted or self._after:
             return
         self._after = True
-        found, limit = stats["distill/divergence"], PAIR_TOLERANCE[dtype]
-        if not abs(found) <= limit:
+        divergence, limit = stats["distill/divergence"], PAIR_TOLERANCE[dtype]
+        if not abs(divergence) <= limit:
             raise AlignerError(
-                f"debug.first_step_checks: distill/divergence={found:.6g} at the first update of a student that is its "
-                f"own teacher: expected 0 within {limit:g}. Usual causes: dropout, positions of packed rows"
+                f"debug.first_step_checks: distill/divergence={divergence:.6g} at the first update of a student that "
+                f"is its own teacher: expected 0 within {limit:g}. Usual causes: dropout, positions of packed rows"
             )
 
 
 def zero_head_loss(pairs: TrainBatch, margin: bool, group: dist.ProcessGroup) -> float:
-    """What a reward model whose scores are all 0 loses: -logsigma(-margin), averaged over the ranks' pairs; ln 2
-    without margins. Rows 2i are the chosen ones."""
+    """Return the loss of a reward model whose scores are all 0: -logsigma(-margin), averaged over the ranks' pairs;
+    ln 2 without margins. Rows 2i are the chosen ones."""
     none = torch.zeros(len(pairs.lengths) // 2, dtype=torch.float64)
     margins = pairs.of(LabelTargets).labels[0::2].double() if margin else none
     each = torch.nn.functional.softplus(margins)
@@ -121,7 +122,7 @@ def zero_head_loss(pairs: TrainBatch, margin: bool, group: dist.ProcessGroup) ->
 
 
 def _differ(what: str, rollout: RolloutBatch, a: Tensor | None, b: Tensor, limit: float) -> str:
-    """What is wrong with two logprobs [B, T] of the same tokens, "" if nothing."""
+    """Return the error of two logprobs [B, T] of the same tokens, "" if they agree."""
     assert a is not None
     if not a.numel():
         return ""

@@ -31,13 +31,14 @@ def policy_loss(
     anchor: Anchor = Anchor(),  # noqa: B008 (frozen)
     dtype: torch.dtype = torch.float32,
 ) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
-    """The configured policy loss, plus KL in the loss and minus the entropy bonus where configured.
+    """Return the configured policy loss, plus KL in the loss and minus the entropy bonus where configured.
 
-    Without old_logprobs `anchor` makes them of those of this pass, and the metrics that compare the policy with engine
-    and reference come from here. `dtype` is the model's: its rounding is what |log r| has no gradient for.
+    Without old_logprobs `anchor` derives them from those of this pass, and the metrics that compare the policy with
+    engine and reference come from here. `dtype` is the model's: |log r| has no gradient within its rounding.
 
-    What is of the whole minibatch, over all ranks of `group`, is computed here, before it is cut into micro-batches:
-    the denominator, and for clip_cov and kl_cov the tokens, which are noted in its `PolicyTargets`.
+    What depends on the whole minibatch, over all ranks of `group`, is computed here, before it is cut into
+    micro-batches: the denominator, and for clip_cov and kl_cov the chosen tokens, which are stored in its
+    `PolicyTargets`.
     """
     if cfg.policy_loss in ("clip_cov", "kl_cov"):
         minibatch.of(PolicyTargets).chosen = _choose(minibatch, cfg, group)
@@ -70,7 +71,7 @@ def policy_loss(
 
 
 def _choose(minibatch: TrainBatch, cfg: AlgorithmConfig, group: dist.ProcessGroup) -> Tensor:
-    """float32 [B, T]: the tokens of the minibatch that clip_cov drops or kl_cov holds back."""
+    """Return float32 [B, T]: the tokens of the minibatch that clip_cov drops or kl_cov holds back."""
     mask, targets = minibatch.loss_mask, minibatch.of(PolicyTargets)
     cov = covariance(targets.advantages, targets.old_logprobs, mask, group)
     keys = token_keys(targets.row_keys, mask.shape[1])

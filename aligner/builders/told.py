@@ -23,7 +23,7 @@ from aligner.roles.teacher import Teacher
 from aligner.types import TeacherTargets
 
 
-def tell_ahead(job: Job, train: Any) -> tuple[Told | Mixture, int]:
+def store_targets(job: Job, train: Any) -> tuple[Told | Mixture, int]:
     """The training set with what the teacher said of its rows, in `algorithm.distill.store`, and how many tokens that
     is about: what is not there yet is computed, by a model that is gone afterwards. Collective. Raises ConfigError
     where there is none to compute it."""
@@ -101,9 +101,9 @@ def _compute(teacher: Teacher, told: Told, missing: list[int]) -> None:
     for turn in range(0, len(missing), layout.data):
         mine = missing[turn + layout.dp_rank : turn + layout.dp_rank + 1]
         if not mine:  # ranks that share experts call together
-            teacher.tell(no_rows())
+            teacher.add_targets(no_rows())
             continue
-        batch = teacher.tell(collate_sft([told.dataset[row] for row in told.rows(mine[0])], 0))
+        batch = teacher.add_targets(collate_sft([told.dataset[row] for row in told.rows(mine[0])], 0))
         on, said = batch.loss_mask.bool(), batch.of(TeacherTargets)
         if leads:
             content = {"logprobs": said.teacher[on], "ids": said.teacher_ids[on].int()}

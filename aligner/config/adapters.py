@@ -1,4 +1,4 @@
-"""What adapters (`model.lora`) decide of a reference."""
+"""Rules that adapters (`model.lora`) impose on a reference."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ if TYPE_CHECKING:
 
 
 def reference_rules(key: str, others: str = "model|stored") -> tuple[Rule, ...]:
-    """Against a reference that is not what training starts from; `others`: its values with weights of their own."""
+    """Return the rules against a reference that differs from the start of training; `others`: its values with weights
+    of their own."""
     return rules(f"""
 model.lora.quantize_base!=none {key}={others} => {key}
-    | the policy's own model with model.lora.quantize_base: training starts from what is held
+    | the policy's own model with model.lora.quantize_base: training starts from the quantized weights
 model.lora.init {key}={others} => {key}
     | the policy's own model with model.lora.init: training starts from that adapter, which no other has
 """)
 
 
 def shares_weights(cfg: Config) -> bool:
-    """Whether the reference, if there is one, is the policy's own model."""
+    """Return whether the reference, if there is one, is the policy's own model."""
     wants_copy = cfg.stage.name in ("dpo", "online_dpo") and cfg.algorithm.preference.reference == "model"
     return cfg.model.lora.rank > 0 and not wants_copy

@@ -12,8 +12,8 @@ from aligner.errors import ConfigError
 
 
 def all_finite(section: Any, key: str = "") -> None:
-    """Of a config and its sections. A limit may be infinite: never reached; free dictionaries are their readers'
-    business."""
+    """Check that all numbers of a config and its sections are finite. A limit may be infinite: never reached. Free
+    dictionaries are checked by their readers."""
     limit = key.endswith(("above", "below"))
     if isinstance(section, float) and not math.isfinite(section) and not (limit and math.isinf(section)):
         raise ConfigError(key, section, "a finite number")
@@ -31,7 +31,7 @@ def one_of(key: str, value: Any, allowed: tuple) -> None:
 
 
 def different(names: list[str], alone: str = "") -> bool:
-    """Whether there are some, each once, and the name `alone` without others."""
+    """Return whether there are names, each once, and the name `alone` only without others."""
     return bool(names) and len(set(names)) == len(names) and (alone not in names or len(names) == 1)
 
 
@@ -55,7 +55,7 @@ def exists(key: str, path: str) -> None:
 
 
 def hub_hint(key: str, path: str) -> str:
-    """What to do with a name of the Hub in place of a path; empty for what does not look like one."""
+    """Return advice for a name of the Hub in place of a path; "" for other texts."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) or path.endswith(DATA_FILES):
         return ""
     kind = "--repo-type dataset " if key.startswith("data.") else ""

@@ -1,4 +1,4 @@
-"""What follows from a config: numbers of ranks and samples, what is evaluated, which forward passes are needed."""
+"""Values that follow from a config: numbers of ranks and samples, evaluations, and the needed forward passes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def undecided(cfg: Config) -> bool:
-    """Whether a number that the run goes by is still `auto`."""
+    """Return whether a number that the run needs is still `auto`."""
     cache = cfg.engine.kv_cache_bytes == AUTO and generates(cfg)
     return cache or cfg.batch.sizes_itself or cfg.batch.logprob_tokens == AUTO
 
 
 def generates(cfg: Config) -> bool:
-    """Whether the run has an engine."""
+    """Return whether the run has an engine."""
     rollouts = STAGES[cfg.stage.name].rollouts and not cfg.debug.train_only
     return rollouts or cfg.algorithm.distill.on_policy > 0 or bool(evaluation_functions(cfg))
 
@@ -30,48 +30,48 @@ def data_parallel(cfg: Config, world_size: int) -> int:
 
 
 def nodes_told(trainers: int, engines: int, per_node: int, engine_nodes: int = 0) -> str:
-    """What the nodes of so many ranks are for. The `engines` are the last of them, or have nodes of their own; empty
-    without any, and on one node."""
+    """Describe the purposes of the nodes of so many ranks. The `engines` are the last ranks, or have nodes of their
+    own. Returns "" without any, and on one node."""
     train, rest = divmod(trainers, per_node)
     both = bool(rest) and not engine_nodes
     only = engine_nodes or -(-(trainers + engines) // per_node) - train - both
     if not engines or train + both + only == 1:
         return ""
     counts = {"training": train, "engines": only, "both": int(both)}
-    told = [f"{number} for {what}" for what, number in counts.items() if number]
+    phrases = [f"{number} for {what}" for what, number in counts.items() if number]
     reason = f" (engine.ranks={engines} is no multiple of {per_node})" if both else ""
-    return f"nodes: {', '.join(told)}{reason}"
+    return f"nodes: {', '.join(phrases)}{reason}"
 
 
 def minibatch_samples(cfg: Config) -> int:
-    """Samples of one optimizer step over all ranks; batch.minibatch_samples=0 means the whole rollout."""
+    """Return the samples of one optimizer step over all ranks; batch.minibatch_samples=0 means the whole rollout."""
     return cfg.batch.minibatch_samples or cfg.batch.prompts * cfg.batch.group
 
 
 def response_limit(cfg: Config) -> int:
-    """Tokens behind a prompt at most; of a trajectory all of them, whoever wrote them."""
+    """Return the most tokens after a prompt; of a trajectory all of them, generated or not."""
     return cfg.environment.max_tokens if cfg.environment.on else cfg.sampling.max_response_tokens
 
 
 def response_limits(cfg: Config) -> dict[str, int]:
-    """What cuts responses, by key: first the limit of all their tokens."""
+    """Return the limits of responses, by key: first the limit of all their tokens."""
     one, env = {"sampling.max_response_tokens": cfg.sampling.max_response_tokens}, cfg.environment
     return {"environment.max_tokens": env.max_tokens, "environment.max_turns": env.max_turns} | one if env.on else one
 
 
 def evaluation_functions(cfg: Config) -> list[RewardFunctionConfig]:
-    """What judges generated answers to the rows of data.eval; empty where none are to be generated."""
+    """Return the functions that score generated answers to the rows of data.eval; [] if none are generated."""
     wanted = cfg.eval.generate and cfg.data.eval and STAGES[cfg.stage.name].answers
     return (cfg.eval.functions or cfg.reward.functions) if wanted else []
 
 
 def recorded_steps(cfg: Config) -> int:
-    """Whose rollouts are kept as files: so many, the last ones."""
+    """Return for how many of the last steps rollouts are recorded as files."""
     return cfg.debug.record or (cfg.run.steps if cfg.debug.rollout_only else 0)
 
 
 def batch_arithmetic(cfg: Config, world_size: int) -> str:
-    """How samples become minibatches and micro-batches, with this config's numbers."""
+    """Describe how samples become minibatches and micro-batches, with this config's numbers."""
     dp, b = data_parallel(cfg, world_size), cfg.batch
     stage = STAGES[cfg.stage.name]
     if not stage.rollouts:
@@ -97,9 +97,9 @@ def _micro_batches(cfg: Config, total: int, dp: int) -> str:
 
 
 def old_logprobs_in_update(cfg: Config) -> bool:
-    """Whether the policy's update itself gives its old logprobs (`algorithm.old_logprobs`). With auto, if it is the
-    only optimizer step of its rollout, so that they are what its own forward pass finds, and nothing asks for them
-    earlier."""
+    """Return whether the policy's update itself gives its old logprobs (`algorithm.old_logprobs`). With auto it does
+    if it is the only optimizer step of its rollout, so that its own forward pass computes them, and if nothing needs
+    them earlier."""
     a, b = cfg.algorithm, cfg.batch
     if a.old_logprobs != "auto":
         return a.old_logprobs in ("engine", "proxy")
@@ -108,7 +108,7 @@ def old_logprobs_in_update(cfg: Config) -> bool:
 
 
 def asks_old_logprobs(cfg: Config) -> str:
-    """The key that needs the policy's logprobs before the update, empty if none does."""
+    """Return the key that needs the policy's logprobs before the update, "" if none does."""
     a, methods = cfg.algorithm, set(cfg.mismatch.methods) - {"none"}
     asked = {
         "mismatch.correction": not methods <= set(WEIGHING),  # the update can weigh tokens, and reject none

@@ -1,5 +1,5 @@
-"""The table of rollout engines, as data: what each one can do, and why not. Config, `plan`, builders and the matrix in
-docs/reference/support.md read it, without torch. A new engine is an entry here."""
+"""Table of rollout engines, as data: the capabilities of each one, and the reasons for those it lacks. Config,
+`plan`, builders and the matrix in docs/engine.md read it, without torch. A new engine is an entry here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _can(meaning: str) -> bool:
-    """A capability, with its words in docs/reference/support.md."""
+    """Declare a capability, with its words in docs/engine.md."""
     return field(default=False, metadata={"meaning": meaning})
 
 
@@ -43,9 +43,9 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """`made_by`: module:class, imported where a run asks for the engine; `made_apart_by`: on ranks of its own, if that
-    is another. `section`: of `engine`, its options. `reasons`: capability -> why it is lacking, after "with
-    engine.name=NAME". `check`: raises ConfigError for a model or a run that it does not serve."""
+    """Entry of an engine. `made_by`: module:class, imported where a run uses the engine; `made_apart_by`: on ranks of
+    its own, if that differs. `section`: of `engine`, its options. `reasons`: capability -> why it is lacking, after
+    "with engine.name=NAME". `check`: raises ConfigError for a model or a run that the engine does not support."""
 
     can: Capabilities
     made_by: str
@@ -121,12 +121,12 @@ NAMES = tuple(ENGINES)
 
 
 def able(capability: str) -> str:
-    """The names of the engines that can, for a message: "native or vllm"."""
+    """Return the names of the engines with a capability, for a message: "native or vllm"."""
     return " or ".join(name for name, entry in ENGINES.items() if getattr(entry.can, capability))
 
 
 def matrix() -> str:
-    """The capabilities as a Markdown table."""
+    """Return the capabilities as a Markdown table."""
     lines = [f"| | {' | '.join(f'`{name}`' for name in ENGINES)} |", f"|---|{'---|' * len(ENGINES)}"]
     for one in fields(Capabilities):
         cells = ("yes" if getattr(entry.can, one.name) else "" for entry in ENGINES.values())

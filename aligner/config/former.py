@@ -1,5 +1,5 @@
-"""Keys that were removed or renamed, in what an earlier version wrote: a frozen config.yaml, a checkpoint's definition,
-a command line."""
+"""Removed and renamed keys, in files of an earlier version (a frozen config.yaml, a checkpoint's definition) and on a
+command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aligner.errors import ConfigError
 
 @dataclass(frozen=True)
 class Removed:
-    without: Any  # the value that says what is the case without the key, which is passed over
+    without: Any  # the value that means the same as no key; it is ignored
     reason: str
     instead: str = "Leave the key out."
 
@@ -22,12 +22,12 @@ REMOVED = {
     "engine.spares": Removed(
         0,
         "it was removed, as it worked under `aligner launch` alone: srun ends a job with the first rank that fails",
-        "Leave the key out; a run that lost an engine goes on from its last checkpoint when it is started again.",
+        "Leave the key out; a run that lost an engine resumes from its last checkpoint when you start it again.",
     ),
     "refit.skip_unchanged": Removed(
         False,
         "it was removed, as finding what changed took 2.4 to 2.9 times as long as sending everything",
-        "Leave the key out; engine.tensor_parallel and refit.adapters=factors make what is sent smaller.",
+        "Leave the key out; engine.tensor_parallel and refit.adapters=factors reduce what is sent.",
     ),
     "refit.transport": Removed(
         "messages",
@@ -36,7 +36,7 @@ REMOVED = {
 }
 
 
-# sections that had to be as another one, which is now read in their place
+# sections that had to equal another one, which is now read instead
 COPIES = {"critic.parallel": "parallel"}
 RENAMED = {
     "engine.vllm.sleep": "engine.sleep",
@@ -50,19 +50,19 @@ MOVED = {"aligner.tools.sums": "examples/sums.py", "aligner.tools.calculator": "
 
 
 def moved(path: str) -> str:
-    """Where `module:name` is now."""
+    """Return the current place of `module:name`."""
     module, colon, name = path.rpartition(":")
     return f"{MOVED.get(module, module)}{colon}{name}"
 
 
 def copied(key: str) -> str:
-    """The key that is read in the place of this one, of a section that had to be as another; empty: none."""
-    found = (f"{other}{key.removeprefix(gone)}" for gone, other in COPIES.items() if f"{key}.".startswith(f"{gone}."))
-    return next(found, "")
+    """Return the key that is read instead of this one, of a section that had to equal another; "" if there is none."""
+    keys = (f"{other}{key.removeprefix(gone)}" for gone, other in COPIES.items() if f"{key}.".startswith(f"{gone}."))
+    return next(keys, "")
 
 
 def passed_over(key: str, value: Any) -> bool:
-    """Whether `key` was removed and `value` says what is the case without it. Raises ConfigError for another value."""
+    """Return whether `key` was removed and `value` means the same as no key. Raises ConfigError for another value."""
     removed = REMOVED.get(key)
     if removed is not None and value != removed.without:
         raise ConfigError(key, value, f"no value but {removed.without!r}: {removed.reason}", removed.instead)
@@ -70,13 +70,13 @@ def passed_over(key: str, value: Any) -> bool:
 
 
 def current(data: Mapping[str, Any]) -> dict[str, Any]:
-    """An earlier version's config, nested, with the keys of now."""
+    """Return an earlier version's config, nested, with the current keys."""
     kept = _kept(data)
     for key, other in COPIES.items():
         owner, _, name = key.partition(".")
         copy = kept[owner].pop(name, None) if isinstance(kept.get(owner), dict) else None
         if copy is not None and copy != kept.get(other):
-            raise ConfigError(key, copy, f"the same as {other}, which is read in its place", "Leave the key out.")
+            raise ConfigError(key, copy, f"the same as {other}, which is read instead", "Leave the key out.")
     engine = kept.get("engine")
     if isinstance(engine, dict) and engine.get("name") in ENGINES:
         for key in RENAMED:
@@ -89,7 +89,7 @@ def current(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kept(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Without the keys that were removed."""
+    """Return the data without removed keys."""
     kept = {}
     for name, value in data.items():
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):

@@ -1,4 +1,4 @@
-"""The resolved config as a file in the run folder: every rank and every requeue reads that one."""
+"""The resolved config as a file in the run folder, which every rank and every requeue reads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from aligner.errors import ConfigError
 from aligner.foreign import MAX_DEPTH
 
 FILE_NAME = "config.yaml"
-PENDING_NAME = "config.pending.yaml"  # of a start in a used folder that may still be refused; its lock's owner's
-_NOT_HASHED = ("dir", "name", "resume", "accept_changes")  # of `run`: they do not change what it computes
+PENDING_NAME = (
+    "config.pending.yaml"  # of a start in a used folder that may still be refused; owned by the holder of the lock
+)
+_NOT_HASHED = ("dir", "name", "resume", "accept_changes")  # of `run`: they do not change its results
 
 
 # libyaml's are ten times as fast; PyYAML may be built without it. It refuses halves of surrogate pairs, which Python
@@ -38,7 +40,8 @@ class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
 
 
 def _text(dumper: _Dumper | _OwnDumper, text: str) -> yaml.ScalarNode:
-    """PyYAML writes Unicode's line breaks as they are and then reads a blank; quoted and escaped they survive."""
+    """Represent a text with Unicode's line breaks quoted. PyYAML writes them plainly and then reads a blank; quoted
+    and escaped they survive."""
     style = '"' if any(c in text for c in "\x85\u2028\u2029\ufeff") else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -48,7 +51,7 @@ for _kind in (_OwnDumper, _Dumper):
 
 
 def to_yaml(cfg: Config) -> str:
-    """The resolved config, keys in the schema's order. Long strings stay on one line."""
+    """Return the resolved config, keys in the schema's order. Long strings stay on one line."""
     data, how = asdict(cfg), {"sort_keys": False, "allow_unicode": True, "width": 10**6}
     try:
         return yaml.dump(data, Dumper=_Dumper, **how)
@@ -57,8 +60,9 @@ def to_yaml(cfg: Config) -> str:
 
 
 def from_yaml(text: str | bytes) -> Any:
-    """What `to_yaml` wrote, or somebody else. Raises yaml.YAMLError, with PyYAML's own words, which say more; also for
-    aliases, by which a short file stands for a long one, and for what is nested so deep that libyaml would crash."""
+    """Read what `to_yaml` or a person wrote. Raises yaml.YAMLError, with PyYAML's own message, which is more precise.
+    It also raises for aliases, by which a short file stands for a long one, and for nesting so deep that libyaml
+    would crash."""
     try:
         return _load(text, _LOADER)
     except yaml.YAMLError:
@@ -77,7 +81,8 @@ def _load(text: str | bytes, loader: Any) -> Any:
 
 
 def freeze(cfg: Config, folder: Path | str, name: str = FILE_NAME) -> Path:
-    """Write `folder`/config.yaml (or `name`), atomically: another rank sees the old file or the new one, never a half.
+    """Write `folder`/config.yaml (or `name`), atomically: another rank sees the old file or the new one, never a
+    half.
 
     Raises ConfigError for run.dir if the folder cannot be made or written (permissions, a full disk).
     """
@@ -98,28 +103,28 @@ def freeze(cfg: Config, folder: Path | str, name: str = FILE_NAME) -> Path:
 
 
 def freeze_start(cfg: Config) -> Path:
-    """Into run.dir. A folder that was used before keeps its config.yaml until its checkpoints have been accepted
-    (`Run.steps`)."""
+    """Freeze the config into run.dir. A folder that was used before keeps its config.yaml until its checkpoints have
+    been accepted (`Run.steps`)."""
     used = (Path(cfg.run.dir) / FILE_NAME).exists()
     return freeze(cfg, cfg.run.dir, PENDING_NAME if used else FILE_NAME)
 
 
 def job_file(cfgs: Sequence[Config]) -> str:
-    """What a job's config is called in its run folder, an array's in each one: by content, so that several jobs of one
-    folder, waiting or requeued, each go on with their own."""
+    """Return the name of a job's config in its run folder, an array's in each one. It depends on the content, so that
+    several jobs of one folder, waiting or requeued, each resume with their own."""
     digest = hashlib.sha256("".join(map(to_yaml, cfgs)).encode()).hexdigest()
     return f"config.{digest[:12]}.yaml"
 
 
 def accept(folder: Path | str) -> None:
-    """The run goes on with its pending config, if there is one: it becomes the folder's config.yaml."""
+    """Make the pending config, if there is one, the folder's config.yaml, as the run resumes with it."""
     pending = Path(folder) / PENDING_NAME
     if pending.exists():
         pending.rename(Path(folder) / FILE_NAME)
 
 
 def refuse(folder: Path | str) -> None:
-    """A start that came to nothing: the next one shall not take its pending config for its own."""
+    """Remove the pending config of a failed start, so that the next start does not use it."""
     (Path(folder) / PENDING_NAME).unlink(missing_ok=True)
 
 
@@ -143,7 +148,7 @@ def load_frozen(path: Path | str) -> Config:
 
 
 def config_hash(cfg: Config) -> str:
-    """12 hex digits of SHA-256 over the config, without what does not change the result (run.dir, run.name,
+    """Return 12 hex digits of SHA-256 over the config, without keys that do not change the result (run.dir, run.name,
     run.resume, logging)."""
     data = asdict(cfg)
     del data["logging"]
@@ -153,9 +158,9 @@ def config_hash(cfg: Config) -> str:
 
 
 def rollout_key(cfg: Config) -> str:
-    """12 hex digits of SHA-256 over what the rollouts of a run depend on, as far as it is not the default: all that
-    changes what is generated, how it is scored (the reward functions' files included) or how the weights get there, but
-    neither the layout nor how batches are cut and when samples are scored."""
+    """Return 12 hex digits of SHA-256 over all that the rollouts of a run depend on and that is not the default. That
+    is all that changes what is generated, how it is scored (the reward functions' files included) or how the weights
+    get there. The layout, the cutting of batches and the time of scoring are not in it."""
     known = leaves()
     data = {key: value for key, value in flat(cfg) if known[key].facts.rollouts is not False}
     changed = {key: value for key, value in data.items() if value != known[key].default}
@@ -163,12 +168,12 @@ def rollout_key(cfg: Config) -> str:
 
 
 def reward_code(cfg: Config) -> bytes:
-    """The files of the reward functions that are named by file; empty if there are none."""
+    """Return the files of the reward functions that are named by file; b"" if there are none."""
     return _code([function.path for function in cfg.reward.functions])
 
 
 def environment_code(cfg: Config) -> bytes:
-    """Likewise of tools and environment."""
+    """Return the files of tools and environment likewise."""
     env = cfg.environment
     return _code([*env.tools, env.path, *([f"{word}:" for word in env.command[1:]] or [env.agent])])
 
@@ -178,13 +183,14 @@ def _code(paths: Sequence[str]) -> bytes:
     return b"".join(file.read_bytes() for file in files if file.is_file())
 
 
-def _short_hash(data: dict[str, Any], more: bytes = b"") -> str:
+def _short_hash(data: dict[str, Any], code: bytes = b"") -> str:
     text = json.dumps(_canonical(data), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode() + more).hexdigest()[:12]
+    return hashlib.sha256(text.encode() + code).hexdigest()[:12]
 
 
 def _canonical(value: Any) -> Any:
-    """JSON sorts keys only if they are of one type; free dictionaries may hold others below their first level."""
+    """Return a value that JSON can sort: it sorts keys only if they are of one type, and free dictionaries may mix
+    types below their first level."""
     if isinstance(value, dict):
         return {k if isinstance(k, str) else repr(k): _canonical(v) for k, v in value.items()}
     return [_canonical(v) for v in value] if isinstance(value, list) else value

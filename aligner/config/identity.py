@@ -1,7 +1,7 @@
-"""What makes a run this run: compared with its checkpoint at every start.
+"""Identity of a run, compared with its checkpoint at every start.
 
-A run's definition is flat: config keys, and hashes of what its paths lead to ("content of data.train"). Each key of the
-schema declares what a new value means for a run that goes on.
+A run's definition is flat: config keys, and hashes of the contents of its paths ("content of data.train"). Each key
+of the schema declares what a new value means for a resumed run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aligner.config.schema import Config
 from aligner.config.stages import STAGES
 
 CONTENT = "content of "  # before the key of a path
-# paths whose content may change; one of a reward function that raised has to be mended before the run goes on
+# paths whose content may change; a reward function that raised must be repaired before the run resumes
 _OTHER_CONTENT = ("data.eval", "environment", "reward.functions")
 
 
@@ -35,7 +35,7 @@ class Change:
 
 @cache
 def effect_of(key: str) -> str:
-    """What a new value of `key`, or another content, means for a run that goes on."""
+    """Return what a new value of `key`, or another content, means for a resumed run."""
     if key.startswith(CONTENT):
         path = key.removeprefix(CONTENT)
         return REPORT if any(path == known or path.startswith(f"{known}.") for known in _OTHER_CONTENT) else REFUSE
@@ -43,29 +43,29 @@ def effect_of(key: str) -> str:
 
 
 def definition(cfg: Config, contents: Mapping[str, str]) -> dict[str, Any]:
-    """Flat and as JSON gives it back. `contents`: key of a path -> hash of what is there."""
+    """Return the definition, flat and as JSON returns it. `contents`: key of a path -> hash of what is there."""
     stage = cfg.stage.name
 
     counts = {REFUSE: reads, REPORT: uses, IGNORE: lambda stage, key: False}
-    found = {key: value for key, value in flat(cfg) if counts[effect_of(key)](stage, key)}
-    found |= {f"{CONTENT}{key}": digest for key, digest in contents.items()}
-    return json.loads(json.dumps(found))
+    values = {key: value for key, value in flat(cfg) if counts[effect_of(key)](stage, key)}
+    values |= {f"{CONTENT}{key}": digest for key, digest in contents.items()}
+    return json.loads(json.dumps(values))
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """What differs, in the schema's order. A key that was not there had its default: an earlier version knew none. Keys
-    that are there no longer, and those that the stage does not read, say nothing."""
+    """Return the differences, in the schema's order. A key that was missing had its default, as an earlier version
+    did not know it. Removed keys, and keys that the stage does not read, make no difference."""
     defaults = dict(flat(Config()))
-    found = []
+    differences = []
     for key in [*now, *(key for key in was if key not in now and key.startswith(CONTENT))]:
         there, here = (_essence(key, side[key] if key in side else defaults.get(key)) for side in (was, now))
         if there != here:
-            found.append(Change(key, there, here, effect_of(key)))
-    return found
+            differences.append(Change(key, there, here, effect_of(key)))
+    return differences
 
 
 def flat(cfg: Config) -> Iterator[tuple[str, Any]]:
-    """Dotted key -> value as plain data; of an element of a list only what defines it."""
+    """Yield dotted key -> value as plain data; of an element of a list only what defines it."""
     for key in leaves():
         if "[]" not in key:
             value: Any = cfg
@@ -77,7 +77,7 @@ def flat(cfg: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _essence(key: str, value: Any) -> Any:
-    """Sections in a list without what means nothing (where a path is), what is as by default, and former keys."""
+    """Return sections in a list without fields that do not matter (the location of a path), defaults and former keys."""
     if isinstance(value, list):
         return [_essential(f"{key}[]", element) if isinstance(element, dict) else element for element in value]
     return value
@@ -96,19 +96,19 @@ def _essential(prefix: str, element: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def reads(stage: str, key: str) -> bool:
-    """Whether what this stage trains depends on a key."""
+    """Return whether a key affects what this stage trains."""
     return _read(key, STAGES[stage].purposes | {f"stage.{stage}"})
 
 
 @cache
 def uses(stage: str, key: str) -> bool:
-    """Whether this stage reads a key at all: its training, or its evaluation."""
+    """Return whether this stage reads a key at all: its training, or its evaluation."""
     evaluation = {"evaluation"} if STAGES[stage].answers else set()
     return _read(key, STAGES[stage].purposes | {f"stage.{stage}"} | evaluation)
 
 
 def _read(key: str, purposes: set[str]) -> bool:
-    """Of a section: whether any of its keys is read; of what is within a key: whether that is."""
+    """Return whether a key is read; of a section: any of its keys; within a key: that key."""
     known = leaves()
     within = [name for name in known if f"{name}.".startswith(f"{key}.")]
     around = [name for name in known if f"{key}.".startswith(f"{name}.")]

@@ -1,5 +1,5 @@
-"""A key of the config says everything about itself where it is declared: default, meaning, values, what a new value
-means for a run that goes on, whether stored rollouts depend on it, and for what it is read.
+"""Keys of the config. Each declares its own facts: default, meaning, values, the effect of a new value on a resumed
+run, whether stored rollouts depend on it, and which stages read it.
 
 Validation, docs/reference/keys.md, the board's form, the identity check of a resume, the rollout key and the refusal of
 unread keys are derived from this.
@@ -18,7 +18,7 @@ from aligner.config.checks import AUTO
 from aligner.config.rule import Rule, value_of
 from aligner.errors import ConfigError
 
-# what a new value means for a run that goes on from a checkpoint
+# what a new value means for a run that resumes from a checkpoint
 REFUSE = "refuse"  # unless run.accept_changes
 REPORT = "report"  # taken over, in one line
 IGNORE = "ignore"  # taken over, unmentioned
@@ -26,26 +26,26 @@ IGNORE = "ignore"  # taken over, unmentioned
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a key, or of a section for all its keys. None and "" mean: as the section around it."""
+    """Facts of a key, or of a section for all its keys. None and "" mean: as the section around it."""
 
     meaning: str = ""
     choices: tuple[Any, ...] = ()  # of a text, or of each element of a list
-    joined: str = ""  # what stands between several choices in one text
+    joined: str = ""  # separator of several choices in one text
     least: float | None = None  # of a number, or of each element of a list
     most: float | None = None
     above: float | None = None
     below: float | None = None
-    off: float | None = None  # a number outside the bounds that is right as well
+    off: float | None = None  # a number outside the bounds that is valid as well
     entries: tuple[str, ...] = ()  # of a mapping; the bounds are of their values
     auto: bool = False  # "auto", or an integer within the bounds; without bounds true or false
     valid: tuple[Callable[[Any], bool], str] | None = None  # a further check, and what it expects
     resume: str = ""  # REFUSE, REPORT, IGNORE
     rollouts: bool | None = None  # whether stored rollouts depend on it
     read_for: tuple[str, ...] | None = None  # stages with one of these purposes read it; (): all do
-    like: str = ""  # of a section: that whose keys it has as well; what is said of it here is said of all its keys
+    like: str = ""  # of a section: another one with the same keys; these facts then override those of its keys
 
     def within(self, around: Facts) -> Facts:
-        """With what the section around says of all its keys."""
+        """Return these facts, completed by those of the section around."""
         return replace(
             self,
             resume=self.resume or around.resume,
@@ -56,7 +56,7 @@ class Facts:
 
     @property
     def range(self) -> str:
-        """As `>= 0` or `in (0, 1]`; empty without bounds."""
+        """Bounds as `>= 0` or `in (0, 1]`; empty without bounds."""
         low = self.least if self.above is None else self.above
         high = self.most if self.below is None else self.below
         if high is None:
@@ -65,7 +65,7 @@ class Facts:
 
     @property
     def expected(self) -> str:
-        """What a single value has to be."""
+        """Expected form of a single value."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         if self.auto:
@@ -73,7 +73,7 @@ class Facts:
         return f"a number {self.range}" + (f", or {self.off} for off" if self.off is not None else "")
 
     def check(self, key: str, value: Any) -> None:
-        """Raises ConfigError."""
+        """Check a value. Raises ConfigError."""
         if self.entries:
             for name, one in value.items():
                 if name not in self.entries:
@@ -103,7 +103,7 @@ class Facts:
 
 
 def key(default: Any, meaning: str, **facts: Any) -> Any:
-    """A field of a section; `facts` are those of `Facts`. Lists and mappings are copied for each section."""
+    """Return a field of a section; `facts` are those of `Facts`. Lists and mappings are copied for each section."""
     metadata = {"facts": Facts(meaning, **facts)}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=metadata)
@@ -111,7 +111,7 @@ def key(default: Any, meaning: str, **facts: Any) -> Any:
 
 
 def section(kind: type, **facts: Any) -> Any:
-    """A field that is a section, with what its keys have in common."""
+    """Return a field that is a section, with the facts that its keys share."""
     return field(default_factory=kind, metadata={"facts": Facts(**facts)})
 
 
@@ -120,20 +120,20 @@ def facts_of(f: Field) -> Facts:
 
 
 class Section:
-    """Base of the dataclasses of the schema: checks each value by itself when it is made, then the rules between its
+    """Base of the dataclasses of the schema. It checks each value when a section is made, then the rules between its
     keys, whose names are within the section."""
 
     # without annotations, which would make them keys
     KEY = ""  # dotted
     RULES = tuple[Rule, ...]()
-    WORDS = MappingProxyType[str, str]({})  # property -> what a message calls it
+    WORDS = MappingProxyType[str, str]({})  # property -> its name in messages
 
-    def __init_subclass__(cls, key: str = "", **more: Any) -> None:
-        super().__init_subclass__(**more)
+    def __init_subclass__(cls, key: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
         cls.KEY = key or cls.KEY
 
     def __post_init__(self) -> None:
-        """Raises ConfigError."""
+        """Check the section. Raises ConfigError."""
         for f in fields(self):
             facts, value = facts_of(f), getattr(self, f.name)
             if facts.auto and isinstance(value, str):  # an interpolation gives texts

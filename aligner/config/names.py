@@ -1,7 +1,7 @@
-"""What other trainers call a key, for who types their name: TRL and Hugging Face, veRL, OpenRLHF, NeMo-RL.
+"""Other trainers' names of keys, for users who type them: TRL and Hugging Face, veRL, OpenRLHF, NeMo-RL.
 
 A name is looked up whole and then without its first parts: `actor_rollout_ref.rollout.n`, `rollout.n`, `n`. An answer
-is a key, or with `=` a setting; where it depends on the stage a mapping, whose "" is for all other stages.
+is a key, or with `=` a setting. Where it depends on the stage it is a mapping, whose "" is for all other stages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _ROLLOUTS = ("grpo", "ppo", "online_dpo", "sample")
 
 
 def _rollouts(key: str, other: str) -> dict[str, str]:
-    """`key` for stages that generate, `other` for those that read rows."""
+    """Return `key` for stages that generate, `other` for those that read rows."""
     return dict.fromkeys(_ROLLOUTS, key) | {"": other}
 
 
@@ -186,7 +186,7 @@ NAMES |= {name: key for key, names in _BY_STAGE for name in names.split()}
 
 
 def known_elsewhere(name: str, stage: str = "") -> str:
-    """Our key, or setting, for another trainer's name; "" where none is known."""
+    """Return our key, or setting, for another trainer's name; "" if none is known."""
     parts = name.lstrip("-+").replace("-", "_").lower().split(".")
     for first in range(len(parts)):
         answer = NAMES.get(".".join(parts[first:]))

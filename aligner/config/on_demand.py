@@ -1,5 +1,5 @@
-"""What is imported only where the configuration asks for it: the core does not contain it. A new extension is a row
-here; a new engine, one of `config/engines.py`."""
+"""Modules that are imported only where the configuration needs them: the core does not contain them. A new extension
+is a row here; a new engine, one of `config/engines.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aligner.config.engines import ENGINES
 from aligner.config.quantization import quantized
 from aligner.config.schema import Config
 
-# what is asked for -> module:name, and whether the ranks of a run with this configuration need it
+# feature -> module:name, and whether the ranks of a run with this configuration need it
 ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "auto": ("aligner.builders.sizes:decide", undecided),
     "engine.ranks": ("aligner.builders.serving:serve", lambda cfg: cfg.engine.ranks > 0),
@@ -34,18 +34,18 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
 
 
 def imported(path: str) -> Any:
-    """By `module:name`."""
+    """Import by `module:name`."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
-def on_demand(asked: str) -> Any:
-    """What `ON_DEMAND` has for this."""
-    return imported(ON_DEMAND[asked][0])
+def on_demand(feature: str) -> Any:
+    """Import what `ON_DEMAND` has for this feature."""
+    return imported(ON_DEMAND[feature][0])
 
 
 def demanded(cfg: Config) -> list[str]:
-    """Modules that all ranks of this run need, engines that any of them does."""
+    """Return the modules that all ranks of this run need, engines that any of them does."""
     asked = [path for path, wanted in ON_DEMAND.values() if wanted(cfg)]
     if generates(cfg):
         entry = ENGINES[cfg.engine.name]

@@ -1,6 +1,6 @@
-"""What the schema offers: dotted names, their types, the nearest name to a wrong one, and plain data <-> dataclass.
+"""Options of the schema: dotted names, their types, the nearest name to a wrong one, and plain data <-> dataclass.
 
-Everything is read off the dataclasses of `schema.py` and its sections, so a new field needs no entry here.
+Everything is read from the dataclasses of `schema.py` and its sections, so a new field needs no entry here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REUSED = {"critic": ("optim",), "ptx": ("data",)}
 
 @functools.cache
 def hints(cls: type) -> dict[str, Any]:
-    """Field name -> resolved type of a schema dataclass, in field order."""
+    """Return field name -> resolved type of a schema dataclass, in field order."""
     return get_type_hints(cls)
 
 
@@ -53,7 +53,7 @@ class Leaf:
 
 @functools.cache
 def leaves(root: type = Config) -> dict[str, Leaf]:
-    """Dotted key -> what the schema declares, in its order. Elements of a list are `name[].key`."""
+    """Return dotted key -> its declaration in the schema, in order. Elements of a list are `name[].key`."""
 
     def walk(cls: type, prefix: str, around: Facts) -> Iterator[tuple[str, Leaf]]:
         for f in fields(cls):
@@ -70,7 +70,7 @@ def leaves(root: type = Config) -> dict[str, Leaf]:
 
 @functools.cache
 def all_keys(root: type = Config) -> tuple[str, ...]:
-    """Every dotted key of the schema `root`, sections included, in its order. List elements are `name[].key`."""
+    """Return every dotted key of the schema `root`, sections included, in order. List elements are `name[].key`."""
     names = (
         ".".join(words[:n]) for key in leaves(root) for words in [key.split(".")] for n in range(1, len(words) + 1)
     )
@@ -78,16 +78,16 @@ def all_keys(root: type = Config) -> tuple[str, ...]:
 
 
 def key_type(key: str) -> Any | None:
-    """The type behind a dotted key, None where there is no such key.
+    """Return the type of a dotted key, None if there is no such key.
 
-    Goes through lists by number (`reward.functions.0.weight`) and through free dictionaries by any name.
+    It goes through lists by number (`reward.functions.0.weight`) and through free dictionaries by any name.
     """
     kind: Any = Config
-    for part in re.sub(r"\[(\d*)\]", lambda m: "." + (m[1] or "0"), key).split("."):
+    for word in re.sub(r"\[(\d*)\]", lambda m: "." + (m[1] or "0"), key).split("."):
         if is_dataclass(kind):
-            kind = hints(kind).get(part)
+            kind = hints(kind).get(word)
         elif get_origin(kind) is list:
-            kind = get_args(kind)[0] if part.isdigit() else None
+            kind = get_args(kind)[0] if word.isdigit() else None
         elif get_origin(kind) is dict:
             kind = get_args(kind)[1]
         elif kind is not Any:
@@ -98,13 +98,13 @@ def key_type(key: str) -> Any | None:
 
 
 def in_free_dict(key: str) -> bool:
-    """Whether the key is an entry of a free dictionary (`data.columns.prompt`), which may be new."""
+    """Return whether the key is an entry of a free dictionary (`data.columns.prompt`), which may be new."""
     parts = key.split(".")
     return any(get_origin(key_type(".".join(parts[:n]))) is dict for n in range(1, len(parts)))
 
 
 def type_name(kind: Any) -> str:
-    """A type in a user's words."""
+    """Return a type's name for users."""
     plain = {int: "an integer", float: "a number", bool: "true or false", str: "a string", Any: "any value"}
     plain |= {Auto: "an integer or auto", Switch: "true, false or auto"}
     if kind in plain:
@@ -117,32 +117,31 @@ def type_name(kind: Any) -> str:
 
 
 def nearest(key: str, root: type = Config, stage: str = "", reads: Callable[[str], bool] | None = None) -> str | None:
-    """The valid dotted name (of a Config also group) that a wrong one most likely meant, or a setting of it: a slip of
-    the keyboard, the end of a longer name, another trainer's name for `stage`, the same last part, what looks alike.
-    `reads`: which keys may be suggested.
-    """
+    """Return the valid dotted name (of a Config also group) that a wrong one most likely meant, or a setting of it.
+    It tries a typing error, the end of a longer name, another trainer's name for `stage`, the same last part, and
+    similar spelling. `reads` says which keys may be suggested."""
     names = [n for n in dict.fromkeys((*all_keys(root), *(GROUPS if root is Config else ()))) if not reads or reads(n)]
     slip = difflib.get_close_matches(key, names, n=1, cutoff=0.9)
     parts = key.split(".")
     ends = [end for n in range(1, len(parts)) if (end := ".".join(parts[n:])) in names]
-    found = [*slip, *ends] or _elsewhere(key, names, stage)
-    if found:
-        return found[0]
+    matches = [*slip, *ends] or _elsewhere(key, names, stage)
+    if matches:
+        return matches[0]
     leaf = parts[-1]
     same_leaf = [n for n in names if n.rsplit(".", 1)[-1] == leaf]
     same_leaf = [n for n in same_leaf if (owner := n.partition(".")[0]) not in REUSED or owner in parts] or same_leaf
-    found = difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(
+    matches = difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0) or difflib.get_close_matches(
         key, names, n=1, cutoff=0.5
     )
-    if found:
-        return found[0]
+    if matches:
+        return matches[0]
     leaves = {n.rsplit(".", 1)[-1]: n for n in reversed(names)}  # the first of equal leaves wins
     close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)
     return leaves[close[0]] if close else None
 
 
 def _elsewhere(key: str, names: Sequence[str], stage: str) -> list[str]:
-    """What another trainer's name means, in the same owner's section where there is one."""
+    """Return the meaning of another trainer's name, in the same owner's section if there is one."""
     *above, leaf = key.split(".")
     alike = difflib.get_close_matches(leaf, NAMES, n=1, cutoff=0.9)
     setting = known_elsewhere(key, stage) or known_elsewhere(".".join([*above, *alike]) if alike else "", stage)
@@ -153,13 +152,13 @@ def _elsewhere(key: str, names: Sequence[str], stage: str) -> list[str]:
 
 
 def rekeyed(error: ConfigError, prefix: str) -> ConfigError:
-    """The error of a section that is used in a second place (`critic.optim`), under that place's name."""
+    """Return the error of a section that is used in a second place (`critic.optim`), with that place in its key."""
     return type(error)(f"{prefix}.{error.key}", error.value, error.expected)
 
 
 def from_plain(kind: Any, data: Any, key: str = "", root: type = Config) -> Any:
-    """Plain data (of a YAML file) as `kind`; checks types exactly and refuses unknown keys. Missing keys get defaults.
-    `root` is the schema whose names are suggested.
+    """Convert plain data (of a YAML file) to `kind`. It checks types exactly, refuses unknown keys, and fills in
+    defaults. `root` is the schema whose names are suggested.
 
     Raises UnknownKeyError, or ConfigError naming key, value and expected type.
     """

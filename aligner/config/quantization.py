@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from aligner.config.schema import Config
 
 KINDS = ("none", "int8", "fp8")
-CORRECTION = "tis_token"  # `mismatch.correction` with a quantised engine, or one that lags
-# `refit.tolerance` with one, if it is 0: mean |logprob difference| on the sentinel prompts, about ten times what was
-# measured (docs/quantization.md)
+CORRECTION = "tis_token"  # `mismatch.correction` with a quantised engine, or with lag
+# `refit.tolerance` with one, if it is 0: mean |logprob difference| on the sentinel prompts, about ten times the
+# measured one (docs/quantization.md)
 TOLERANCE = {"int8": 0.05, "fp8": 0.2}
 
 
@@ -21,9 +21,9 @@ def quantized(cfg: Config) -> bool:
 
 
 def settle(cfg: Config) -> None:
-    """Give `mismatch.correction=auto` and `refit.tolerance=0` their values, and `algorithm.old_logprobs=auto` its own
-    for an engine that lags: a ratio to the policy before the step never leaves 1 in a rollout's only update, so that
-    nothing but the weight's cap would hold it (docs/ahead.md has what both learn)."""
+    """Settle `mismatch.correction=auto` and `refit.tolerance=0`, and `algorithm.old_logprobs=auto` for an engine with
+    lag. There a ratio to the policy before the step never leaves 1 in a rollout's only update, so only the weight's
+    cap would limit it (docs/ahead.md compares both)."""
     a = cfg.algorithm
     if cfg.mismatch.correction == "auto":
         stale = cfg.engine.lag and not quantized(cfg) and old_logprobs_in_update(cfg)
@@ -36,7 +36,7 @@ def settle(cfg: Config) -> None:
 
 
 def describe(cfg: Config, by: str) -> str:
-    """Lines for the start of a run; `by`: whose functions quantise."""
+    """Return lines for the start of a run; `by`: whose functions quantise."""
     kind, correction = cfg.engine.quantization, cfg.mismatch.correction
     text = (
         f"engine.quantization={kind}: emulated, by {by}: rollouts and evaluations come from weights rounded to {kind} "

@@ -1,5 +1,5 @@
-"""Every key with its type, default and meaning, as the schema declares them. docs/reference/keys.md is this as a page.
-Imports no torch."""
+"""Every key with its type, default and meaning, as the schema declares them. `docs/keys.md` is this as a page. It
+imports no torch."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Key:
 
     @property
     def values(self) -> str:
-        """What is allowed."""
+        """Allowed values."""
         choices = ", ".join(choice or '""' for choice in self.choices)
         kind = choices if self.kind == "text" and choices else f"{self.kind}: {choices}" if choices else self.kind
         return f"{kind} {self.range}".rstrip()
 
 
 def keys(root: type = Config, whole: bool = False) -> Iterator[Key]:
-    """In the schema's order, sections followed by their keys. `whole`: with the keys of sections that are like others,
-    or of the model's shape, which are else one entry, `section.*`."""
+    """Yield keys in the schema's order, sections followed by their keys. Sections that are like others, or of the
+    model's shape, are one entry, `section.*`, unless `whole`."""
     for meaning, group in groupby(leaves(root).items(), lambda item: "" if whole else _in_short(*item)):
         if meaning:
             yield Key(f"{next(group)[0].rpartition('.')[0]}.*", "section", "", meaning)
@@ -50,13 +50,13 @@ def keys(root: type = Config, whole: bool = False) -> Iterator[Key]:
 
 
 def _in_short(name: str, leaf: Leaf) -> str:
-    """What stands for all keys of its section; empty: each is an entry."""
+    """Return the one text for all keys of its section; "" if each is an entry."""
     if leaf.facts.like and ("[]" in name or not leaf.facts.like.endswith("[]")):  # else the list of what is like others
         return f"The keys of `{leaf.facts.like}`, with the same defaults."
     if not name.startswith("model.") or f"{name}.".startswith(tuple(f"model.{key}." for key in RUNS)):
         return ""
     section = name.rpartition(".")[0]
-    return f"Of the model's shape: from config.json, or a file of conf/model (`python -m aligner keys {section}`)."
+    return f"Model's shape: from config.json or a file of conf/model. List: `python -m aligner keys {section}`."
 
 
 def _key(name: str, leaf: Leaf) -> Key:
@@ -66,7 +66,7 @@ def _key(name: str, leaf: Leaf) -> Key:
 
 
 def page() -> str:
-    """`docs/reference/keys.md`: a table for each top section."""
+    """Return `docs/keys.md`: a table for each top section."""
     out, section = [HEAD], None
     for key in keys():
         top = key.name.partition(".")[0] if "." in key.name else ""
@@ -80,7 +80,7 @@ def page() -> str:
 
 
 def listing(sections: Sequence[str]) -> str:
-    """A line for each key of these sections, or of all. Raises UnknownKeyError."""
+    """Return a line for each key of these sections, or of all. Raises UnknownKeyError."""
     every = list(keys(whole=bool(sections)))
     for section in sections:
         if section not in all_keys():

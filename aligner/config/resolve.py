@@ -1,7 +1,7 @@
-"""From the command line's overrides to a typed `Config`, through Hydra's compose API.
+"""Composition of the command line's overrides into a typed `Config`, through Hydra's compose API.
 
-The structured schema is merged first, so that Hydra checks every key and type of every YAML file; Hydra's errors are
-translated into ours, which name the key, the value and what was expected.
+The structured schema is merged first, so that Hydra checks every key and type of every YAML file. Hydra's errors
+become ours, which name the key, the value and the expected value.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def compose(overrides: list[str], *, config_dir: str | None = None) -> Config:
             raise _translated(error, parsed) from None
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
-            place = f"{mark.name}, line {mark.line + 1}" if mark else "a config file"
-            raise ConfigError("config file", place, "valid YAML", str(getattr(error, "problem", error))) from None
+            location = f"{mark.name}, line {mark.line + 1}" if mark else "a config file"
+            raise ConfigError("config file", location, "valid YAML", str(getattr(error, "problem", error))) from None
     return _typed(node, parsed)
 
 
 def compose_over(base: Config, overrides: list[str]) -> Config:
-    """A frozen config with values changed. Groups are already chosen there, so only `key=value` is allowed."""
+    """Change values of a frozen config. Groups are already chosen there, so only `key=value` is allowed."""
     with hydra(), _stage_known(lambda: base.stage.name):
         parsed = single(overrides)
     # Entries are set as they are: a frozen string may contain `${`, which must not become an interpolation.
@@ -80,7 +80,8 @@ def compose_over(base: Config, overrides: list[str]) -> Config:
 
 
 def sweep(overrides: list[str]) -> list[list[str]]:
-    """Every job of a multirun: `a=1,2 b=range(0,3)` -> six lists of overrides, the last override varying fastest."""
+    """Return every job of a multirun: `a=1,2 b=range(0,3)` -> six lists of overrides, the last override varying
+    fastest."""
     with hydra():
         parsed = [_checked(o) for o in _parse(overrides)]
         try:
@@ -92,7 +93,7 @@ def sweep(overrides: list[str]) -> list[list[str]]:
 
 
 def job_labels(jobs: list[list[str]]) -> list[str]:
-    """Names of the jobs of a sweep for their folders: number and what varies."""
+    """Return names of the jobs of a sweep for their folders: number and varying overrides."""
     common = set.intersection(*map(set, jobs))
     varied = (",".join(text for text in job if text not in common) for job in jobs)
     return [f"{i}_{re.sub(r'[^\w.,=+-]+', '_', text)[:120]}".rstrip("_") for i, text in enumerate(varied)]
@@ -100,8 +101,8 @@ def job_labels(jobs: list[list[str]]) -> list[str]:
 
 @cache
 def _chosen(choices: tuple[str, ...]) -> bytes:
-    """The composed files of these choices of groups' options, as a pickle, from which a copy is made three times as
-    fast as by `deepcopy`. Hydra sets values on top of them, after the last file."""
+    """Compose the files of these choices of groups' options into a pickle, whose copy is three times as fast as
+    `deepcopy`. Hydra sets values on top of them, after the last file."""
     return pickle.dumps(hydra_compose("config", overrides=list(choices)))
 
 
@@ -112,22 +113,22 @@ def _store_schema() -> None:
 
 @contextmanager
 def _stage_known(stage: Callable[[], str]) -> Iterator[None]:
-    """Unknown keys within are told with the nearest key that this stage reads."""
+    """Add to an UnknownKeyError raised within the block the nearest key that this stage reads."""
     try:
         yield
     except UnknownKeyError as error:
-        place = str(error).partition(error.hint)[2]
+        location = str(error).partition(error.hint)[2]
         name = stage()
         near = _nearest(error.key, name)
         again = UnknownKeyError(error.key, near)
         key = (near or "").partition("=")[0]
         unread = bool(name and key) and key not in GROUPS and not uses(name, key)
-        again.args = (f"{again}{f' Stage {name} does not read it.' if unread else ''}{place}",)
+        again.args = (f"{again}{f' Stage {name} does not read it.' if unread else ''}{location}",)
         raise again from None
 
 
 def _nearest(key: str, stage: str) -> str | None:
-    """Of keys with the same last part one that the stage reads, if there is one."""
+    """Return a key with the same last part that the stage reads, if there is one."""
     anywhere = nearest(key, stage=stage)
     if not stage or anywhere is None or anywhere in GROUPS or uses(stage, anywhere):
         return anywhere
@@ -136,13 +137,13 @@ def _nearest(key: str, stage: str) -> str | None:
 
 
 def _stage_of(overrides: list[str], config_dir: str | None) -> str:
-    """Which stage the overrides choose, whatever else is wrong with them; "" where that is not to be told."""
+    """Return the stage that the overrides choose, despite other errors in them; "" if it cannot be determined."""
     groups = "|".join((*GROUPS, "hydra.searchpath"))
     try:
         parsed = _parse([text for text in overrides if re.match(rf"\??\+?({groups})=", text)])
         choices, _ = searched([o for o in parsed if chooses(o)], config_dir)
         name = str(OmegaConf.select(pickle.loads(_chosen.__wrapped__(choices)), "stage.name"))
-    except Exception:  # the error that is told is another one
+    except Exception:  # the caller reports another error
         return ""
     return name if name in STAGES else ""
 
@@ -156,21 +157,21 @@ def hydra() -> Iterator[None]:
 
 def _parse(overrides: list[str]) -> list[Override]:
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    found = []
+    overrides_parsed = []
     for text in overrides:
         try:
             marked = text.startswith("?")
             parsed = parser.parse_overrides([text[marked:]])
-            found += [replace(o, input_line=f"?{o.input_line}") for o in parsed] if marked else parsed
+            overrides_parsed += [replace(o, input_line=f"?{o.input_line}") for o in parsed] if marked else parsed
         except OverrideParseException as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError("override", text, "key=value, as Hydra reads it", _how_to_quote(text) or reason) from None
-    return found
+    return overrides_parsed
 
 
 def _how_to_quote(text: str) -> str:
-    """How to write a value with characters that Hydra's grammar and the shell have other uses for; "" if that is not
-    what is wrong."""
+    """Return advice on writing a value with characters that Hydra's grammar and the shell use otherwise; "" if that
+    is not the error."""
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key) or value[:1] in ("[", "{", '"', "'"):
         return ""
@@ -178,7 +179,7 @@ def _how_to_quote(text: str) -> str:
 
 
 def single(overrides: list[str]) -> list[Override]:
-    """The overrides of one job: parsed, checked, none of them a sweep."""
+    """Return the overrides of one job: parsed, checked, none of them a sweep."""
     parsed = [_checked(o) for o in _parse(overrides)]
     for override in parsed:
         if override.is_sweep_override():
@@ -188,12 +189,12 @@ def single(overrides: list[str]) -> list[Override]:
 
 
 def _leaves(override: Override) -> Iterator[Override]:
-    """The keys of a section one by one: in the mapping of a whole one Hydra takes no new entries of free
+    """Yield the keys of a section one by one: in a mapping of the whole section Hydra takes no new entries of free
     dictionaries."""
     key, value = override.key_or_group, override._value
     if isinstance(value, dict) and is_dataclass(key_type(key)):
-        for name, part in value.items():
-            yield from _leaves(_checked(replace(override, key_or_group=f"{key}.{name}", _value=part)))
+        for name, entry in value.items():
+            yield from _leaves(_checked(replace(override, key_or_group=f"{key}.{name}", _value=entry)))
     else:
         yield override
 
@@ -211,15 +212,13 @@ def _checked(override: Override) -> Override:
     if key in REMOVED and passed_over(key, override.value()):
         return override
     if copied(key):
-        raise ConfigError(
-            key, override.value(), f"no such key: {copied(key)} is read in its place", "Leave the key out."
-        )
+        raise ConfigError(key, override.value(), f"no such key: {copied(key)} is read instead", "Leave the key out.")
     if key in RENAMED:
         return _checked(replace(override, key_or_group=RENAMED[key]))
     if key_type(key) is None:
         raise UnknownKeyError(key, nearest(key))
     if key == "algorithm" and isinstance(override._value, str | QuotedString):
-        expected = "algorithm.<key>=<value>: stage=NAME brings what a stage's own differs in"
+        expected = "algorithm.<key>=<value>: stage=NAME sets a stage's own defaults"
         raise ConfigError(key, override.value(), expected)
     if override.is_delete():
         raise ConfigError(key, "~", "a value: keys of the schema cannot be deleted")
@@ -227,20 +226,21 @@ def _checked(override: Override) -> Override:
 
 
 def chooses(override: Override) -> bool:
-    """Whether it chooses files: an option of a group, or where further groups are. Others set values."""
+    """Return whether it chooses files: an option of a group, or the folders of further groups. Others set values."""
     key = override.key_or_group
     return key == "hydra.searchpath" or (key in GROUPS and not isinstance(override.value(), dict))
 
 
 def _value(override: Override) -> Override:
-    """Free dictionaries take new entries, and `+key=` of an existing key means `key=`."""
+    """Return the override as a change, or an addition for free dictionaries, which take new entries. `+key=` of an
+    existing key means `key=`."""
     key = override.key_or_group
     free = in_free_dict(key) or get_origin(key_type(key)) is dict
     return replace(override, type=OverrideType.FORCE_ADD if free else OverrideType.CHANGE)
 
 
 def searched(choices: Sequence[Override], config_dir: str | None) -> tuple[tuple[str, ...], list[Path]]:
-    """These choices as Hydra reads them, and the user's folders in which it looks for their files."""
+    """Return these choices as Hydra reads them, and the user's folders in which it looks for their files."""
     texts = tuple(str(o.input_line).removeprefix("?") for o in choices)
     places = [text for o in choices if o.key_or_group == "hydra.searchpath" for text in o.value()]
     if config_dir is not None:
@@ -253,7 +253,7 @@ def searched(choices: Sequence[Override], config_dir: str | None) -> tuple[tuple
 
 
 def quoted(text: str) -> str:
-    """The text as a quoted string of Hydra's override grammar, whatever is in it."""
+    """Return any text as a quoted string of Hydra's override grammar."""
     escaped = re.sub(r'(\\*)"', r'\1\1\\"', re.sub(r"\\+$", lambda m: m[0] * 2, text))
     return '"' + re.sub(r"(\\*)\$\{", r"\1\1\\${", escaped) + '"'
 
@@ -274,7 +274,7 @@ def _typed(node: DictConfig, overrides: list[Override]) -> Config:
 
 
 def _check_reused(node: DictConfig) -> None:
-    """Raises the ConfigError of a section that is used in a second place, with that place in its key."""
+    """Raise the ConfigError of a section that is used in a second place, with that place in its key."""
     for owner, section in ((owner, name) for owner, names in REUSED.items() for name in names):
         try:
             OmegaConf.to_object(node[owner][section])
@@ -283,7 +283,7 @@ def _check_reused(node: DictConfig) -> None:
 
 
 def _escaped(value: Any) -> Any:
-    """The same dataclass with `${` written so that OmegaConf leaves it alone."""
+    """Return the same dataclass with `${` escaped for OmegaConf."""
     if is_dataclass(value):
         return replace(value, **{f.name: _escaped(getattr(value, f.name)) for f in fields(value)})
     if isinstance(value, list):
@@ -299,14 +299,14 @@ def _one_value(override: Override) -> ConfigError:
 
 
 def _translated(error: Exception, overrides: list[Override]) -> ConfigError:
-    """Hydra's or OmegaConf's error in our words."""
+    """Translate Hydra's or OmegaConf's error into ours."""
     if isinstance(error, MissingConfigException):
         return _missing(error)
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
     where = re.match(r"In '([^']*)'", str(error))
-    place = f" (in {where.group(1)}.yaml)" if where else ""
+    location = f" (in {where.group(1)}.yaml)" if where else ""
     if cause is None:
         text = " ".join(str(o.input_line) for o in overrides)
         return ConfigError("overrides", text, "a valid config", " ".join(str(error).split()))
@@ -314,13 +314,13 @@ def _translated(error: Exception, overrides: list[Override]) -> ConfigError:
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and key_type(key) is None:
         if key in REMOVED:
             expected = f"no such key: {REMOVED[key].reason}"
-            return ConfigError(key, _offending(cause, key, overrides), expected, place.strip())
+            return ConfigError(key, _offending(cause, key, overrides), expected, location.strip())
         unknown = UnknownKeyError(key, RENAMED.get(key) or copied(key) or nearest(key))
-        unknown.args = (f"{unknown}{place}",)
+        unknown.args = (f"{unknown}{location}",)
         return unknown
     if isinstance(cause, ValidationError):
-        return ConfigError(key, _offending(cause, key, overrides), type_name(key_type(key)), place.strip())
-    reason = str(cause.msg or cause).splitlines()[0] + place
+        return ConfigError(key, _offending(cause, key, overrides), type_name(key_type(key)), location.strip())
+    reason = str(cause.msg or cause).splitlines()[0] + location
     for override in overrides:  # an interpolation may surface in another key that uses this one
         if "${" in str(override.input_line):
             return ConfigError(override.key_or_group, override.value(), "a value that resolves", reason)
@@ -338,7 +338,7 @@ def _full_key(error: OmegaConfBaseException) -> str:
 
 
 def _offending(error: OmegaConfBaseException, key: str, overrides: list[Override]) -> Any:
-    """The value a user wrote: from the override where there is one, else from OmegaConf's message."""
+    """Return the value that a user wrote: from the override if there is one, else from OmegaConf's message."""
     for override in reversed(overrides):
         if override.key_or_group == key:
             return override.value()
@@ -349,7 +349,7 @@ def _offending(error: OmegaConfBaseException, key: str, overrides: list[Override
 
 
 def _missing(error: MissingConfigException) -> ConfigError:
-    """A group has no such option, or a file asks for one that is not there."""
+    """Return the error for a group without such an option, or a file that names a missing one."""
     path, hint = str(error.missing_cfg_file or ""), ""
     group = next((group for group in GROUPS if path.startswith(f"{group}/")), "")
     name = path.removeprefix(f"{group}/")

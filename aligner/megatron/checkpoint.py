@@ -32,7 +32,7 @@ from aligner.megatron.lora import attach
 from aligner.megatron.optimizer_state import give_state, set_step
 from aligner.megatron.shards import optimizer_shards, weight_shards
 from aligner.megatron.train import ShardedModel
-from aligner.megatron.weights import tell_copies
+from aligner.megatron.weights import broadcast_to_copies
 from aligner.ops.agree import by_rank_0, fail_together
 
 MAIN = "param"  # the files' name for float32 copies of bfloat16 weights
@@ -167,7 +167,7 @@ def load_model(model: ShardedModel, folder: Path, with_optimizer: bool = True, w
     if read_here:  # else Megatron has nothing at this key
         model.module.load_state_dict(loaded["model"], strict=False)
     for tensor, copies in copied:
-        tell_copies(tensor, copies)
+        broadcast_to_copies(tensor, copies)
     if with_optimizer:  # whose shards have been read into their places
         model.step_count = int(loaded["step_count"])
         set_step(model.optimizer, model.step_count)

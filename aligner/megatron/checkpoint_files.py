@@ -27,7 +27,7 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted(checkpoints)
 
 
-def tell_without_state(folder: Path) -> None:
+def warn_without_state(folder: Path) -> None:
     """Print a line for each folder that has a checkpoint's name but no state.json."""
     for path in sorted(folder.glob("step-*")):
         if NAME.fullmatch(path.name) and not (path / "state.json").exists():
@@ -39,7 +39,7 @@ def find_checkpoint(path: Path) -> Path:
     if (path / "state.json").exists():
         return path
     for folder in (path, path / "checkpoints"):
-        tell_without_state(folder)
+        warn_without_state(folder)
         checkpoints = complete_checkpoints(folder)
         if checkpoints:
             return checkpoints[-1][1]

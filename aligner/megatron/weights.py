@@ -81,10 +81,10 @@ def load_weights(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, 
             assert shard.shape == named[name].shape, (name, tuple(shard.shape), tuple(named[name].shape))
             named[name].copy_(shard)
         if reads:
-            tell_copies(named[name], copies)
+            broadcast_to_copies(named[name], copies)
 
 
-def tell_copies(tensor: Tensor, copies: dist.ProcessGroup) -> None:
+def broadcast_to_copies(tensor: Tensor, copies: dist.ProcessGroup) -> None:
     """Broadcast the first copy's tensor to all of `copies`. Collective over these."""
     if copies.size() > 1:
         dist.broadcast(tensor.detach(), group=copies, group_src=0)

@@ -8,7 +8,7 @@ from aligner.config.sections.optim import OptimConfig
 
 
 def lr_at(step: int, cfg: OptimConfig, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (0-based) out of `total_steps`.
+    """Return the learning rate of optimizer step `step` (0-based) out of `total_steps`.
 
     Warm-up: lr * (step + 1) / warmup_steps while step < warmup_steps. Then lr until decay_from * total_steps (or the
     end of warm-up, if later), then linear or cosine decay that reaches min_lr at total_steps and stays there.

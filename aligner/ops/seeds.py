@@ -1,4 +1,4 @@
-"""Seeds by hashing what a random choice is FOR, never where it happens: no rank, no world size, no call order."""
+"""Seeds by hashing the PURPOSE of a random choice, never its rank, world size or order of calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def derive(seed: int, *words: int | str) -> int:
-    """A seed in [0, 2^63) from a seed and any words; the same on every machine and in every process.
+    """Derive a seed in [0, 2^63) from a seed and any words; the same on every machine and in every process.
 
     BLAKE2b over the words with their types and lengths, so that ("a", "b") and ("ab",) or 1 and "1" differ.
     """
@@ -20,12 +20,13 @@ def derive(seed: int, *words: int | str) -> int:
 
 
 def request_seed(seed: int, rollout: int, prompt_id: int, index: int) -> int:
-    """Seed of sample `index` of a prompt in a rollout: `derive(seed, "request", rollout, prompt_id, index)`."""
+    """Return the seed of sample `index` of a prompt in a rollout: `derive(seed, "request", rollout, prompt_id,
+    index)`."""
     return derive(seed, "request", rollout, prompt_id, index)
 
 
 def request_seeds(seed: int, rollout: int, prompt_ids: Sequence[int], group: int) -> list[list[int]]:
-    """`request_seed` for samples 0 .. group-1 of each prompt, one list per prompt."""
+    """Return `request_seed` for samples 0 .. group-1 of each prompt, one list per prompt."""
     stem = hashlib.blake2b(b"".join(map(_encode, (seed, "request", rollout))), digest_size=8)
     indices = [_encode(i) for i in range(group)]
     rows = []
@@ -42,8 +43,8 @@ def request_seeds(seed: int, rollout: int, prompt_ids: Sequence[int], group: int
 
 
 def scatter(seed: int | np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """uint64 hash of each pair of a seed and a number (uint64, broadcast): element number + 1 of splitmix64's stream
-    for the seed. For what is too much for `derive`, such as every token of a rollout."""
+    """Hash each pair of a seed and a number to uint64 (broadcast): element number + 1 of splitmix64's stream for the
+    seed. Use it where `derive` is too slow, such as for every token of a rollout."""
     with np.errstate(over="ignore"):  # arithmetic is modulo 2^64
         z = np.asarray(seed, dtype=np.uint64) + (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(
             0x9E3779B97F4A7C15

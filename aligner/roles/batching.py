@@ -1,4 +1,4 @@
-"""From rows to micro-batches, by count or by a budget of tokens; and forward passes that keep the row order."""
+"""Micro-batches of rows, by count or by a budget of tokens; and forward passes that keep the row order."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def rows_by_tokens(lengths: Tensor, budget: int, unit: int = 1) -> list[Tensor]:
             start = i
     parts.append(order[start:])
     offsets = torch.arange(unit)
-    return [(part[:, None] * unit + offsets).reshape(-1) for part in parts]
+    return [(units[:, None] * unit + offsets).reshape(-1) for units in parts]
 
 
 def packed_rows(lengths: Tensor, budget: int, unit: int = 1, at_least: int = 1) -> list[Tensor]:
-    """Split rows into the fewest micro-batches, but `at_least` so many, of at most `budget` tokens each, of equal
+    """Split rows into the fewest micro-batches (but `at_least` that many) of at most `budget` tokens each, of equal
     numbers of units and nearly equal tokens. A unit longer than the budget counts as one that fills it.
 
     Same arguments and result as `rows_by_tokens`.
@@ -55,7 +55,7 @@ def packed_rows(lengths: Tensor, budget: int, unit: int = 1, at_least: int = 1) 
 
 
 def split(lengths: Tensor, batch: BatchConfig, budget: int, unit: int = 1, at_least: int = 1) -> list[Tensor]:
-    """Rows of each micro-batch of at most `budget` tokens, padded or not as `batch.packing` says."""
+    """Return the rows of each micro-batch of at most `budget` tokens, padded or packed by `batch.packing`."""
     if batch.packing:
         return packed_rows(lengths, budget, unit, at_least)
     return rows_by_tokens(lengths, budget, unit)
@@ -64,8 +64,9 @@ def split(lengths: Tensor, batch: BatchConfig, budget: int, unit: int = 1, at_le
 def micro_batches(
     minibatch: TrainBatch, batch: BatchConfig, unit: int = 1, group: dist.ProcessGroup | None = None
 ) -> list[TrainBatch]:
-    """The micro-batches of this rank's rows, by `batch.micro_batch_tokens` if set, else `batch.micro_batch_samples`
-    units. With packing, the data-parallel ranks of `group` get equally many. Documents, and forks, become rows."""
+    """Return the micro-batches of this rank's rows, by `batch.micro_batch_tokens` if set, else
+    `batch.micro_batch_samples` units. With packing, the data-parallel ranks of `group` get equally many. Documents,
+    and forks, become rows."""
     if not batch.micro_batch_tokens:
         parts = list(torch.arange(len(minibatch.lengths)).split(batch.micro_batch_rows * unit))
     else:
@@ -75,13 +76,13 @@ def micro_batches(
             if most > len(parts):
                 parts = split(minibatch.lengths, batch, batch.micro_batch_tokens, unit, at_least=most)
     chosen = [minibatch.select(rows) for rows in parts]
-    return [apart(part) if part.forks is None else forks_apart(part, part.loss_mask) for part in chosen]
+    return [apart(rows) if rows.forks is None else forks_apart(rows, rows.loss_mask) for rows in chosen]
 
 
 def batch_metrics(parts: list[TrainBatch], batch: BatchConfig) -> ScalarMetrics:
-    """batch/{micro_batches,padding_fraction} of this rank: the share of the computed tokens that are no tokens."""
-    real = sum(int(part.lengths.sum()) for part in parts)
-    padded = sum(len(part.lengths) * int(part.lengths.max()) for part in parts)
+    """Return batch/{micro_batches,padding_fraction} of this rank: the share of the computed tokens that are padding."""
+    real = sum(int(micro_batch.lengths.sum()) for micro_batch in parts)
+    padded = sum(len(micro_batch.lengths) * int(micro_batch.lengths.max()) for micro_batch in parts)
     return {
         "batch/micro_batches": float(len(parts)),
         "batch/padding_fraction": 0.0 if batch.packing else 1 - real / padded,
@@ -89,7 +90,7 @@ def batch_metrics(parts: list[TrainBatch], batch: BatchConfig) -> ScalarMetrics:
 
 
 def no_rows() -> TrainBatch:
-    """For a rank that has none and takes part in a pass because others exchange tokens with it."""
+    """Return an empty batch for a rank without rows that takes part in a pass as others exchange tokens with it."""
     return TrainBatch(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0), torch.zeros(0, 1))
 
 
@@ -105,12 +106,12 @@ def forward_rows(
     beyond: tuple[int, ...] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """`read(head output, micro-batch) -> [b, t]` over all rows without gradient, back in row order as `dtype` [B,
-    T] ([B, columns] if told), the columns a micro-batch lacks being 0; or of [b, t, ...] what is `beyond`, too.
-    `wanted`, `routing`: see TrainBatch. `unit` consecutive rows stay in one micro-batch.
+    """Return `read(head output, micro-batch) -> [b, t]` over all rows without gradient, in row order as `dtype` [B,
+    T] ([B, columns] if set). Columns that a micro-batch lacks are 0. With `beyond`, `read` gives [b, t, *beyond].
 
-    Every rank that shares the rows gets the result. Data-parallel ranks may pass different numbers of rows, also none;
-    if the model `exchanges`, all of them call this.
+    `wanted`, `routing`: see TrainBatch. `unit` consecutive rows stay in one micro-batch. Every rank that shares the
+    rows gets the result. Data-parallel ranks may pass different numbers of rows, also none; if the model `exchanges`,
+    all of them call this.
     """
     count, width = len(rows.tokens), columns or rows.tokens.shape[1]
     if not count:
@@ -120,7 +121,7 @@ def forward_rows(
     parts = split(rows.lengths, batch, batch.logprob_budget, unit)
     none = torch.zeros(count, 0)
     all_rows = TrainBatch(rows.tokens, rows.lengths, loss_mask=none, wanted=wanted, routing=routing)
-    outputs = model.forward([all_rows.select(part) for part in parts], read)
+    outputs = model.forward([all_rows.select(indices) for indices in parts], read)
     result, done = torch.zeros(count, width, *beyond, dtype=dtype, device=model.device), 0
     for output in outputs:  # in the order of the micro-batches: where rows belong is known on the host
         cut = min(output.shape[1], width)

@@ -20,8 +20,8 @@ ValueLoss = Callable[[Tensor, TrainBatch], LossOutput]  # (values [B,T], micro-b
 
 @dataclass
 class Critic:
-    """values = (head output - bias) / scale: a critic that starts from a reward model speaks in that model's centred,
-    scaled scores from its first step on."""
+    """Value model: values = (head output - bias) / scale. A critic that starts from a reward model uses that model's
+    centred, scaled scores from its first step."""
 
     model: ShardedModel
     batch: BatchConfig
@@ -29,12 +29,13 @@ class Critic:
     scale: float = 1.0
 
     def _values(self, output: Tensor, batch: TrainBatch) -> Tensor:
-        """values[:, t] = head(hidden[:, t-1]): the state BEFORE tokens[t]. output [N, 1] -> [B, T], index 0 is 0."""
+        """Return values[:, t] = head(hidden[:, t-1]): the state BEFORE tokens[t]. output [N, 1] -> [B, T], index 0 is
+        0."""
         return self.model.to_rows((output[:, 0].float() - self.bias) / self.scale, batch.packing, shift=True)
 
     def values(self, rows: RolloutBatch | TrainBatch, mask: Tensor | None = None) -> Tensor:
-        """float32 [B, T] on the CPU of every rank: the value of the state before each token in `mask` [B, T], the rest
-        may be 0; None: before every token."""
+        """Return float32 [B, T] on the CPU of every rank: the value of the state before each token in `mask` [B, T],
+        the rest may be 0; None: before every token."""
         if rows.forks is not None:
             parts = forks_apart(rows, torch.ones(rows.tokens.shape) if mask is None else mask)
             return parts.whole.join(self.values(parts, parts.loss_mask))

@@ -1,4 +1,4 @@
-"""Where a model starts from: its shape, its weights and its tokenizer, by `model.init`."""
+"""Starting point of a model: its shape, its weights and its tokenizer, by `model.init`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from aligner.models.slices import HfSource
 from aligner.ops.agree import by_rank_0, same_view
 from aligner.refit.export import read_extra
 
-SOURCE = "source"  # what `aligner import` puts beside the checkpoint: the small files of the imported folder
-# keys that were there before others came: a checkpoint's identity has them, and of the others what is not the default,
-# so that old checkpoints stay what they are
+SOURCE = "source"  # where `aligner import` puts the small files of the imported folder, beside the checkpoint
+# keys of the first versions: a checkpoint's identity has them, and of later ones those that are not the default,
+# so that the identity of old checkpoints does not change
 _OLD = {
     "rope_scaling": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position"),
     "attention": ("window", "global_every", "local_rope_base", "query_scale_dim"),
@@ -45,7 +45,8 @@ _OLD = {
 
 @dataclass
 class InitialModel:
-    """`config` has its true shape and vocabulary; `checkpoint` is loaded over `source` if set."""
+    """Initial state of a model. `config` has its true shape and vocabulary; `checkpoint` is loaded over `source` if
+    set."""
 
     config: ModelConfig
     tokenizer: Any
@@ -58,9 +59,9 @@ class InitialModel:
     content: str = "random"  # or a hash of what the folder holds (docs/checkpoints.md)
 
     def source(self, head: Head) -> WeightSource:
-        """Weights for a model with this head; a score head that the folder lacks starts at zero. Collective over the
-        world: rank 0 opens all files, others those that they read. Raises CheckpointError where the folder holds more
-        or less than its config.json says."""
+        """Return weights for a model with this head; a score head that the folder lacks starts at zero. Collective
+        over the world: rank 0 opens all files, others those that they read. Raises CheckpointError if the folder
+        holds more or less than its config.json says."""
         random = random_source(self.config, self.seed)
         if self.folder is None:
             return random
@@ -74,17 +75,17 @@ class InitialModel:
 
     @property
     def weights(self) -> str:
-        """What tells them from others, for adapters that were trained beside them."""
+        """An identity of the weights, for adapters that were trained with them."""
         if self.content != "random":
             return self.content
         return f"random, seed {self.seed}, model.init_std {self.config.init_std:g}"
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What belongs to the weights beside them: a reward model's bias and std."""
+        """Extra values that belong to the weights: a reward model's bias and std."""
         folders = [folder.parent for folder, _ in reversed(self.adapters)]
         folders += [self.folder, self.checkpoint and self.checkpoint.parent, self.origin if self.imported else None]
-        return next((found for folder in folders if folder and (found := read_extra(folder))), {})
+        return next((extra for folder in folders if folder and (extra := read_extra(folder))), {})
 
     @property
     def has_scores(self) -> bool:
@@ -98,30 +99,30 @@ class InitialModel:
 
 
 def resolve(cfg: ModelConfig, init: str, seed: int, key: str = "model.init") -> InitialModel:
-    """Find shape, weights and tokenizer of `init`: "random", a Hugging Face folder, a run folder or a checkpoint."""
+    """Resolve shape, weights and tokenizer of `init`: "random", a Hugging Face folder, a run folder or a checkpoint."""
     if init == "random":
         if not cfg.tokenizer:
             raise ConfigError("model.tokenizer", "", "a Hugging Face tokenizer folder when model.init=random")
         return _with_tokenizer(InitialModel(cfg, None, seed=seed), cfg.tokenizer)
-    place, state = by_rank_0(lambda: _find(Path(init).expanduser(), key))
+    folder, state = by_rank_0(lambda: _find(Path(init).expanduser(), key))
     if state is not None:
-        return _from_checkpoint(cfg, place, state, seed)
-    seen = same_view(place, lambda: folder_view(place), by_node=True)
-    config = for_run(config_from_hf(place), cfg)
-    initial = InitialModel(config, None, folder=place, origin=place, seed=seed, content=digest(seen))
-    return _with_tokenizer(initial, cfg.tokenizer or str(place))
+        return _from_checkpoint(cfg, folder, state, seed)
+    seen = same_view(folder, lambda: folder_view(folder), by_node=True)
+    config = for_run(config_from_hf(folder), cfg)
+    initial = InitialModel(config, None, folder=folder, origin=folder, seed=seed, content=digest(seen))
+    return _with_tokenizer(initial, cfg.tokenizer or str(folder))
 
 
 def find_shape(cfg: ModelConfig, init: str) -> ModelConfig:
-    """The shape alone, in this process. Raises ConfigError, CheckpointError."""
-    place, state = _find(Path(init).expanduser(), "model.init")
+    """Return the shape only, in this process. Raises ConfigError, CheckpointError."""
+    folder, state = _find(Path(init).expanduser(), "model.init")
     if state is None:
-        return for_run(config_from_hf(place), cfg)
+        return for_run(config_from_hf(folder), cfg)
     return for_run(from_plain(ModelConfig, state["identity"].get("model"), "model"), cfg)
 
 
 def _find(path: Path, key: str) -> tuple[Path, dict[str, Any] | None]:
-    """A Hugging Face folder and None, or a checkpoint and its state.json. Raises ConfigError, CheckpointError."""
+    """Return a Hugging Face folder, None, or a checkpoint and its state.json. Raises ConfigError, CheckpointError."""
     if (path / "hf" / "config.json").exists():  # a finished run
         return path / "hf", None
     if (path / "config.json").exists():
@@ -135,7 +136,7 @@ def _find(path: Path, key: str) -> tuple[Path, dict[str, Any] | None]:
 
 
 def _from_checkpoint(cfg: ModelConfig, checkpoint: Path, state: dict[str, Any], seed: int) -> InitialModel:
-    """A run folder without an export, or one of its checkpoints: the shape is in its state.json."""
+    """Resolve a run folder without an export, or one of its checkpoints: the shape is in its state.json."""
     seen = same_view(checkpoint, lambda: view(checkpoint), by_node=True)
     identity = state["identity"]
     try:
@@ -143,31 +144,31 @@ def _from_checkpoint(cfg: ModelConfig, checkpoint: Path, state: dict[str, Any], 
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint / 'state.json'}: identity.{error}") from None
     run_config = load_frozen(checkpoint.parent.parent / "config.yaml")
-    part = "model" if identity["stage"] == "rm" else "policy"
+    role = "model" if identity["stage"] == "rm" else "policy"
     if identity.get("lora"):
         return _merged(
-            dataclasses.replace(config, tokenizer=cfg.tokenizer), run_config, checkpoint / part, identity["lora"], seen
+            dataclasses.replace(config, tokenizer=cfg.tokenizer), run_config, checkpoint / role, identity["lora"], seen
         )
     origin = checkpoint.parent.parent / SOURCE
     imported = origin.is_dir()
     if not imported:
         origin = _small_files(Path(run_config.model.init).expanduser())
     tokenizer = cfg.tokenizer or run_config.model.tokenizer or str(origin)
-    initial = InitialModel(config, None, None, checkpoint / part, origin, imported, seed, content=digest(seen))
+    initial = InitialModel(config, None, None, checkpoint / role, origin, imported, seed, content=digest(seen))
     return _with_tokenizer(initial, tokenizer)
 
 
 def _merged(
     config: ModelConfig, run: Config, folder: Path, adapters: dict[str, Any], seen: dict[str, str]
 ) -> InitialModel:
-    """What a run with adapters had in `model.init`, and its adapters. Raises CheckpointError if that is no more what
-    they were trained beside."""
+    """Resolve the `model.init` of a run with adapters, and add its adapters. Raises CheckpointError if the weights
+    there are not those with which the adapters were trained."""
     like = dataclasses.replace(config, tokenizer=config.tokenizer or run.model.tokenizer, init_std=run.model.init_std)
     initial = resolve(like, run.model.init, run.seed)
     if initial.weights != adapters["frozen weights"][0]:
         raise CheckpointError(
-            f"checkpoint {folder.parent} holds adapters alone, and model.init={run.model.init} of their run is no more "
-            f"what they were trained beside: {adapters['frozen weights'][0]} then, {initial.weights} now"
+            f"checkpoint {folder.parent} holds only adapters, and model.init={run.model.init} of their run "
+            f"has no longer the weights they were trained with: {adapters['frozen weights'][0]} then, {initial.weights} now"
         )
     rank, scale = adapters["rank"], adapters["scale"]
     how = {"targets": adapters["targets"], "dora": adapters["dora"]}
@@ -179,9 +180,9 @@ def _merged(
 
 
 def _small_files(init: Path) -> Path:
-    """Where the tokenizer and the like of a run's `model.init` lie."""
+    """Return the folder of the tokenizer and other small files of a run's `model.init`."""
     run = init.parent.parent if (init / "state.json").exists() else init
-    return next((run / part for part in ("hf", SOURCE) if (run / part).is_dir()), run)
+    return next((run / name for name in ("hf", SOURCE) if (run / name).is_dir()), run)
 
 
 def _with_tokenizer(model: InitialModel, folder: str) -> InitialModel:
@@ -194,14 +195,14 @@ def _with_tokenizer(model: InitialModel, folder: str) -> InitialModel:
 
 
 def shape_of(cfg: ModelConfig) -> dict[str, Any]:
-    """The fields that make two models' weights exchangeable: the identity of a checkpoint."""
+    """Return the fields that make two models' weights exchangeable: the identity of a checkpoint."""
     shape = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in (*OF_THE_RUN, "init_std")}
     sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "linear": LinearConfig()}
     sections |= {"scales": ScalesConfig(), "rope_scaling": RopeScalingConfig()}
     for name, plain in sections.items():
-        found, usual = shape.pop(name), dataclasses.asdict(plain)
-        kept = {key: found[key] for key in found if key in _OLD.get(name, ()) or found[key] != usual[key]}
-        if found != usual or name == "rope_scaling":
+        values, usual = shape.pop(name), dataclasses.asdict(plain)
+        kept = {key: values[key] for key in values if key in _OLD.get(name, ()) or values[key] != usual[key]}
+        if values != usual or name == "rope_scaling":
             shape[name] = {key: value for key, value in kept.items() if key != "factors"}
     if not shape["mlp_bias"]:
         del shape["mlp_bias"]

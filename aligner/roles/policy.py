@@ -1,4 +1,4 @@
-"""The policy and its frozen reference: what an algorithm asks for logprobs and for an update."""
+"""The policy and its frozen reference, which give an algorithm logprobs and updates."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from aligner.types import LossOutput, PolicyTargets, PtxRows, RolloutBatch, Scal
 
 
 class TokenOutputs(NamedTuple):
-    """What a loss sees of the model: numbers per token, all [B, T], index t speaks of tokens[:, t]."""
+    """Numbers per token of the model's output, for a loss. All [B, T]; index t belongs to tokens[:, t]."""
 
     logprobs: Tensor
     entropy: Tensor | None
-    hits: Tensor | None  # 1 where the most likely token is the one that stands there
+    hits: Tensor | None  # 1 where the most likely token is the actual one
     log_squares: Tensor | None = None  # log sum_v p_v^2, without gradient
 
 
@@ -43,11 +43,12 @@ class Policy:
     entropy: bool = True  # of every token, for the metric and the bonus
     hits: bool = False
     log_squares: bool = False
-    ptx: Ptx | None = None  # rows that every update learns beside its own
-    replays: ClassVar[bool] = True  # sends tokens to the experts of the engine's choice, where rows tell them
+    ptx: Ptx | None = None  # rows that every update learns in addition to its own
+    replays: ClassVar[bool] = True  # sends tokens to the engine's choice of experts, where rows have it
 
     def _outputs(self, hidden: Tensor, batch: TrainBatch, update: bool) -> TokenOutputs:
-        """Last hidden states of this rank's stream -> [B, T] each; but for an `update` only logprobs."""
+        """Return [B, T] tensors from the last hidden states of this rank's stream; only logprobs unless it is an
+        `update`."""
         entropy, hits, log_squares = (update and on for on in (self.entropy, self.hits, self.log_squares))
         where = {
             "vocab_size": self.model.cfg.vocab_size,
@@ -56,17 +57,17 @@ class Policy:
 
         def read(logits: Tensor, targets: Tensor) -> Tensor:
             lp, h = token_logprobs(logits, targets, temperature=self.temperature, entropy=entropy, **where)
-            found = [lp, h, greedy_hits(logits, targets, **where) if hits else None]
-            found += [log_square_sum(logits, temperature=self.temperature, **where)] if log_squares else []
-            return torch.stack([x for x in found if x is not None], 1)
+            outputs = [lp, h, greedy_hits(logits, targets, **where) if hits else None]
+            outputs += [log_square_sum(logits, temperature=self.temperature, **where)] if log_squares else []
+            return torch.stack([x for x in outputs if x is not None], 1)
 
         logprobs, *others = self.model.over_logits(hidden, batch, read, self.batch.logits_bytes).unbind(-1)
         return TokenOutputs(logprobs, *(others.pop(0) if on else None for on in (entropy, hits, log_squares)))
 
     def logprobs(self, rows: RolloutBatch | TrainBatch, mask: Tensor | None = None, unit: int = 1) -> Tensor:
-        """float32 [B, T] logprobs under the current weights, on the CPU of every rank: of the tokens in `mask` [B, T],
-        the rest may be 0; None: of every token. Index 0 is 0. `unit` consecutive rows stay together: what they begin
-        with may be computed once."""
+        """Return float32 [B, T] logprobs under the current weights, on the CPU of every rank: of the tokens in `mask`
+        [B, T], the rest may be 0; None: of every token. Index 0 is 0. `unit` consecutive rows stay together, so that
+        a common beginning may be computed once."""
         if rows.forks is not None:
             parts = forks_apart(rows, torch.ones(rows.tokens.shape) if mask is None else mask)
             # parts, unlike the rows of a unit, begin with different tokens
@@ -77,17 +78,17 @@ class Policy:
         return forward_rows(self.model, rows, self.batch, read, wanted=wanted, routing=routing, unit=unit)
 
     def update(self, minibatch: TrainBatch, loss: PolicyLoss, unit: int = 1) -> ScalarMetrics:
-        """One optimizer step over this rank's rows of a minibatch; `unit` consecutive ones (2: a pair) stay in one
-        micro-batch. `ptx` adds micro-batches of its rows, which `loss` and its numbers do not see."""
+        """Take one optimizer step over this rank's rows of a minibatch; `unit` consecutive ones (2: a pair) stay in
+        one micro-batch. `ptx` adds micro-batches of its rows, which `loss` and its numbers do not see."""
         ptx, plain = self.ptx, replace(self, temperature=1.0)
 
         def from_hidden(hidden: Tensor, batch: TrainBatch) -> LossOutput:
             if ptx is not None and batch.find(PtxRows) is not None:
                 return ptx.loss(plain._outputs(hidden, batch, update=False).logprobs, batch)
-            found = self._outputs(hidden, batch, update=True)
+            outputs = self._outputs(hidden, batch, update=True)
             if batch.whole is None:
-                return loss(found, batch)
-            return loss(TokenOutputs(*(None if x is None else batch.whole.join(x) for x in found)), batch.whole.rows)
+                return loss(outputs, batch)
+            return loss(TokenOutputs(*(None if x is None else batch.whole.join(x) for x in outputs)), batch.whole.rows)
 
         targets = minibatch.find(PolicyTargets)
         compared = None if targets is None else targets.response_mask
@@ -109,10 +110,11 @@ class Reference(Policy):
 
     @torch.no_grad()
     def follow(self, policy: Policy, share: float) -> None:
-        """weights <- share * the policy's + (1 - share) * own, in float32, rounded once. Both have the same layout."""
+        """Update weights <- share * the policy's + (1 - share) * own, in float32, rounded once. Both have the same
+        layout."""
         theirs = dict(policy.model.module.named_parameters()) | dict(policy.model.module.named_buffers())
-        mine = dict(self.model.module.named_parameters()) | dict(self.model.module.named_buffers())
-        for name, own in mine.items():
+        owned = dict(self.model.module.named_parameters()) | dict(self.model.module.named_buffers())
+        for name, own in owned.items():
             own.copy_(torch.lerp(own.float(), theirs[name].float(), share))
 
     def update(self, minibatch: TrainBatch, loss: PolicyLoss, unit: int = 1) -> ScalarMetrics:
@@ -120,7 +122,7 @@ class Reference(Policy):
 
 
 class AdapterReference(Reference):
-    """The policy's own model as training began with it: its weights are frozen, and its adapters can be left out."""
+    """The policy's own model at the start of training: its weights are frozen, and its adapters can be left out."""
 
     def logprobs(self, rows: RolloutBatch | TrainBatch, mask: Tensor | None = None, unit: int = 1) -> Tensor:
         assert self.model.adapted is not None, "a model whose weights are all trained"

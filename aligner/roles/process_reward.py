@@ -1,4 +1,4 @@
-"""The process reward model: how good each step of an answer is, in training (stage rm) and as a `Reward`."""
+"""The process reward model: the quality of each step of an answer, in training (stage rm) and as a `Reward`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OVER = {"min": lambda steps: steps.min(), "product": lambda steps: steps.prod()}
 
 @dataclass
 class ProcessRewardModel:
-    """The head's only output at the token that ends a step is the logit of its being right."""
+    """Model whose only output at the token that ends a step is the logit of the step being right."""
 
     main_thread: ClassVar[bool] = True  # its collectives may not run in a reward worker's thread
     middle: ClassVar[float] = 0.5
@@ -29,20 +29,21 @@ class ProcessRewardModel:
     model: ShardedModel
     batch: BatchConfig
     encoder: StepEncoder
-    over: str = "min"  # of OVER: what an answer gets of its steps' probabilities
+    over: str = "min"  # of OVER: how an answer's score follows from its steps' probabilities
     name: str = "model"
 
     def _logits(self, output: Tensor, batch: TrainBatch) -> Tensor:
-        """output [N, 1] -> [B, T]."""
+        """Convert output [N, 1] -> [B, T]."""
         return self.model.to_rows(output[:, 0].float(), batch.packing, shift=False)
 
     def logits(self, rows: TrainBatch) -> Tensor:
-        """float32 [B, T] on the CPU of every rank: at the tokens in `loss_mask`, the rest may be 0."""
+        """Return float32 [B, T] on the CPU of every rank: at the tokens in `loss_mask`, the rest may be 0."""
         return forward_rows(self.model, rows, self.batch, self._logits, wanted=rows.loss_mask > 0)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """The `Reward` protocol: in [0, 1], 0 for an answer without steps. Collective like `RewardModel`."""
-        found = [0.0] * len(samples)
+        """Score samples by the `Reward` protocol: in [0, 1], 0 for an answer without steps. Collective like
+        `RewardModel`."""
+        scores = [0.0] * len(samples)
         rows, ends, places = [], [], []
         for i, sample in enumerate(samples):
             if steps := self.encoder.steps_of(sample.response):
@@ -52,18 +53,18 @@ class ProcessRewardModel:
                 places.append(i)
         if not rows:
             self.logits(no_rows())
-            return found
+            return scores
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         mask = torch.zeros(tokens.shape)
         for row, last in zip(mask, ends, strict=True):
             row[last] = 1.0
         logits = self.logits(TrainBatch(tokens, torch.tensor([len(row) for row in rows]), mask))
         for i, row, last in zip(places, logits, ends, strict=True):
-            found[i] = float(OVER[self.over](row[last].double().sigmoid()))
-        return found
+            scores[i] = float(OVER[self.over](row[last].double().sigmoid()))
+        return scores
 
     def update(self, minibatch: TrainBatch, loss: StepsLoss) -> ScalarMetrics:
-        """One optimizer step."""
+        """Take one optimizer step."""
         minibatch = replace(minibatch, wanted=minibatch.loss_mask > 0)
         parts = micro_batches(minibatch, self.batch, group=self.model.layout.pgs.dp)
         stats = self.model.step(parts, lambda output, batch: loss(self._logits(output, batch), batch))

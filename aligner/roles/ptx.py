@@ -26,17 +26,17 @@ class Ptx:
     _tokens: Tensor | None = None  # that are learned in this step, over all ranks
 
     def next(self) -> TrainBatch:
-        """This rank's rows of the next step."""
+        """Return this rank's rows of the next step."""
         batch = self.batches.next()
         self._tokens = denominator(batch.loss_mask, "token_mean", group=self.layout.pgs.dp)
         return replace(batch.beside(PtxRows()), wanted=predicting(batch.loss_mask))
 
     def loss(self, logprobs: Tensor, batch: TrainBatch) -> LossOutput:
-        """Of a micro-batch; `logprobs` [B, T] at temperature 1, whatever the rollouts' is."""
+        """Return the loss of a micro-batch; `logprobs` [B, T] at temperature 1, whatever the rollouts' is."""
         nll = aggregate(-logprobs, batch.loss_mask, "token_mean", self._tokens)
         means = {LOSS: (-(logprobs.detach() * batch.loss_mask).sum(), batch.loss_mask.sum())}
         return LossOutput(self.coef * nll, means)
 
     def apart(self, stats: ScalarMetrics) -> ScalarMetrics:
-        """The numbers of a step, `loss` being the stage's own again."""
+        """Return the numbers of a step, with `loss` as the stage's own again."""
         return stats | {"loss": stats["loss"] - self.coef * stats[LOSS]}

@@ -19,13 +19,14 @@ ScoreLoss = Callable[[Tensor, TrainBatch], LossOutput]  # (scores [B,K], micro-b
 
 
 def last_token_scores(model: ShardedModel, output: Tensor, batch: TrainBatch) -> Tensor:
-    """The head at the last non-padding token (EOS where the response ended). output [N, K] -> float32 [B, K]."""
+    """Return the head's output at the last non-padding token (EOS where the response ended). output [N, K] -> float32
+    [B, K]."""
     rows = torch.arange(len(batch.lengths), device=output.device)
     return model.to_rows(output.float(), batch.packing, shift=False)[rows, batch.lengths - 1]
 
 
 class Mixed(NamedTuple):
-    """An output's part in a score."""
+    """Share of an output in a score."""
 
     output: int
     weight: float
@@ -35,10 +36,11 @@ class Mixed(NamedTuple):
 
 @dataclass
 class RewardModel:
-    """`bias` is the mean score on the training set: scores leave here centred. `scale` divides them (1 = none)."""
+    """Model of whole samples' scores. `bias` is the mean score on the training set: scores are returned centred.
+    `scale` divides them (1 = none)."""
 
     main_thread: ClassVar[bool] = True  # its collectives may not run in a reward worker's thread
-    middle: ClassVar[float] = 0.0  # scores above it speak for an answer
+    middle: ClassVar[float] = 0.0  # scores above it are in favour of an answer
 
     model: ShardedModel
     batch: BatchConfig
@@ -48,7 +50,7 @@ class RewardModel:
     mix: tuple[Mixed, ...] = ()  # of a model of several attributes; empty: the first output alone
 
     def raw_scores(self, rows: RolloutBatch | TrainBatch) -> Tensor:
-        """float32 [B, K] on the CPU of every rank, neither centred nor scaled."""
+        """Return float32 [B, K] on the CPU of every rank, neither centred nor scaled."""
         return forward_rows(
             self.model,
             rows,
@@ -59,15 +61,15 @@ class RewardModel:
         )
 
     def scores(self, rows: RolloutBatch | TrainBatch) -> Tensor:
-        """float32 [B]: the first output, or the weighted sum of several, each centred and scaled."""
+        """Return float32 [B]: the first output, or the weighted sum of several, each centred and scaled."""
         raw = self.raw_scores(rows)
         if not self.mix:
             return (raw[:, 0] - self.bias) / self.scale
         return sum(one.weight * (raw[:, one.output] - one.bias) / one.scale for one in self.mix)  # type: ignore
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """The `Reward` protocol. Collective over the model's tensor and pipeline ranks: all pass the same samples; if
-        the model `exchanges`, over all ranks: others pass their own, or none."""
+        """Score samples by the `Reward` protocol. Collective over the model's tensor and pipeline ranks: all pass the
+        same samples. If the model `exchanges`, it is collective over all ranks: others pass their own, or none."""
         if not samples:
             self.scores(no_rows())
             return []
@@ -77,7 +79,7 @@ class RewardModel:
         return self.scores(TrainBatch(tokens, lengths, torch.zeros(len(samples), 0))).tolist()
 
     def update(self, minibatch: TrainBatch, loss: ScoreLoss, unit: int) -> ScalarMetrics:
-        """One optimizer step; `unit` consecutive rows (2: the pair) stay in one micro-batch."""
+        """Take one optimizer step; `unit` consecutive rows (2: the pair) stay in one micro-batch."""
         minibatch = replace(minibatch, wanted=last_tokens(minibatch.lengths, minibatch.tokens.shape[1]))
         parts = micro_batches(minibatch, self.batch, unit, self.model.layout.pgs.dp)
         stats = self.model.step(

@@ -31,8 +31,8 @@ WIDE = 7  # float32 numbers of a logit in a divergence: logits, logprobs and ter
 
 @dataclass
 class Teacher:
-    """Its logits are never stored: what they are made of is, hidden states, or the logprobs of the most likely tokens
-    (`DistillConfig.top_k`)."""
+    """Teacher model. Its logits are never stored, but what they are made of: hidden states, or the logprobs of the
+    most likely tokens (`DistillConfig.top_k`)."""
 
     model: ShardedModel
     batch: BatchConfig
@@ -40,100 +40,100 @@ class Teacher:
     vocab_size: int  # of the tokens that teacher and student share
     student: Layout | None = None  # that the rows are dealt to, where it is another layout
 
-    def tell(self, rows: TrainBatch) -> TrainBatch:
-        """The rows, with what the teacher says of the tokens in their loss mask. Collective over the peers, or with
-        another layout over the world."""
+    def add_targets(self, rows: TrainBatch) -> TrainBatch:
+        """Return the rows with the teacher's targets for the tokens in their loss mask. Collective over the peers, or
+        with another layout over the world."""
         if self.student is None:
-            return self._told(rows)
+            return self._with_targets(rows)
         everyone, first = gathered(rows, self.student)
-        mine, count, layout = len(rows.lengths), len(everyone.lengths), self.model.layout
-        edges = [count * rank // layout.data for rank in range(layout.data + 1)]
+        row_count, total, layout = len(rows.lengths), len(everyone.lengths), self.model.layout
+        edges = [total * rank // layout.data for rank in range(layout.data + 1)]
         own = everyone.select(torch.arange(*edges[layout.dp_rank : layout.dp_rank + 2]))
-        told = self._told(own).of(TeacherTargets)
+        targets = self._with_targets(own).of(TeacherTargets)
 
-        def spread(part: Tensor) -> Tensor:
-            found = []
+        def spread(shard: Tensor) -> Tensor:
+            blocks = []
             for rank in range(layout.data):
                 low, high = edges[rank : rank + 2]
                 own = rank == layout.dp_rank
-                block = part if own else part.new_empty(high - low, *part.shape[1:])
+                block = shard if own else shard.new_empty(high - low, *shard.shape[1:])
                 block = block.to(self.model.device).contiguous()
                 dist.broadcast(block, dist.get_global_rank(layout.pgs.dp, rank), group=layout.pgs.dp)
-                start, end = (min(max(edge - low, 0), high - low) for edge in (first, first + mine))
-                found.append(block[start:end, : rows.tokens.shape[1]].cpu())
-            return torch.cat(found)
+                start, end = (min(max(edge - low, 0), high - low) for edge in (first, first + row_count))
+                blocks.append(block[start:end, : rows.tokens.shape[1]].cpu())
+            return torch.cat(blocks)
 
-        ids = None if told.teacher_ids is None else spread(told.teacher_ids)
-        return rows.beside(TeacherTargets(spread(told.teacher), ids))
+        ids = None if targets.teacher_ids is None else spread(targets.teacher_ids)
+        return rows.beside(TeacherTargets(spread(targets.teacher), ids))
 
-    def _told(self, rows: TrainBatch) -> TrainBatch:
+    def _with_targets(self, rows: TrainBatch) -> TrainBatch:
         parts = apart(rows)
         wanted = predicting(parts.loss_mask)
         if not self.cfg.top_k:
             shape, dtype = (self.model.cfg.hidden_size,), self.model.dtype
-            found = forward_rows(
+            outputs = forward_rows(
                 self.model, parts, self.batch, self.model.over_hidden, wanted=wanted, beyond=shape, dtype=dtype
             )
-            return rows.beside(TeacherTargets(together(found, rows)))
-        found = forward_rows(self.model, parts, self.batch, self._top, wanted=wanted, beyond=(2, self.cfg.top_k))
-        logprobs, ids = together(found, rows).unbind(2)
+            return rows.beside(TeacherTargets(together(outputs, rows)))
+        outputs = forward_rows(self.model, parts, self.batch, self._top, wanted=wanted, beyond=(2, self.cfg.top_k))
+        logprobs, ids = together(outputs, rows).unbind(2)
         return rows.beside(TeacherTargets(logprobs, ids.long()))
 
     def _top(self, hidden: Tensor, batch: TrainBatch) -> Tensor:
-        """[B, T, 2, k]: logprobs and ids, which float32 holds exactly up to 16 M."""
+        """Return [B, T, 2, k]: logprobs and ids, which float32 holds exactly up to 16 M."""
         group = self.model.layout.pgs.tp if self.model.layout.tensor > 1 else None
 
         def read(logits: Tensor, targets: Tensor) -> Tensor:
-            found = top_logprobs(
+            most_likely = top_logprobs(
                 logits, self.cfg.top_k, temperature=self.cfg.temperature, vocab_size=self.vocab_size, group=group
             )
-            return torch.stack([x.float() for x in found], 1)
+            return torch.stack([x.float() for x in most_likely], 1)
 
         return self.model.over_logits(hidden, batch, read, self.batch.logits_bytes)
 
     def head(self, student: ShardedModel) -> TeacherHead:
-        """The rows of its output matrix for the student's share of the vocabulary. Collective over the world."""
-        mine, theirs = student.layout, self.model.layout
+        """Return the rows of its output matrix for the student's share of the vocabulary. Collective over the world."""
+        layout, theirs = student.layout, self.model.layout
         shard = torch.empty(
             -(-self.model.cfg.vocab_size // theirs.tensor),
             self.model.cfg.hidden_size,
             dtype=self.model.dtype,
             device=self.model.device,
         )
-        width = -(-student.cfg.vocab_size // mine.tensor)
-        first = mine.tp_rank * width
+        width = -(-student.cfg.vocab_size // layout.tensor)
+        first = layout.tp_rank * width
         last = min(first + width, self.vocab_size)
-        found = []
+        shards = []
         for rank in range(theirs.tensor):  # fastest in the order of ranks, pipeline stages slowest
             if theirs.is_last_stage and theirs.tp_rank == rank:
                 shard = self.model.head_weight.detach().clone()
             source = rank + dist.get_world_size() // theirs.pipeline * (theirs.pipeline - 1)
             dist.broadcast(shard, source)
             low, high = (min(max(edge - rank * len(shard), 0), len(shard)) for edge in (first, max(first, last)))
-            found.append(shard[low:high].clone())
-        return TeacherHead(torch.cat(found), self.model.cfg.scales)
+            shards.append(shard[low:high].clone())
+        return TeacherHead(torch.cat(shards), self.model.cfg.scales)
 
 
-def tell(teachers: Sequence[Teacher], rows: TrainBatch) -> TrainBatch:
-    """The rows, each with what its own teacher says of it, who passes over no others; narrower hidden states end with
-    zeros. Collective as `Teacher.tell`, also of ranks where a teacher has no rows."""
+def add_targets(teachers: Sequence[Teacher], rows: TrainBatch) -> TrainBatch:
+    """Return the rows, each with its own teacher's targets. A teacher processes only its own rows; narrower hidden
+    states are padded with zeros. Collective as `Teacher.add_targets`, also of ranks where a teacher has no rows."""
     numbers = rows.find(TeacherNumbers)
     if numbers is None:
-        return teachers[0].tell(rows)
-    width, found = max(t.cfg.top_k or t.model.cfg.hidden_size for t in teachers), {}
+        return teachers[0].add_targets(rows)
+    width, columns = max(t.cfg.top_k or t.model.cfg.hidden_size for t in teachers), {}
     for number, teacher in enumerate(teachers):
         own = (numbers.told_by == number).nonzero()[:, 0]
-        told = teacher.tell(rows.select(own)).of(TeacherTargets)
+        targets = teacher.add_targets(rows.select(own)).of(TeacherTargets)
         for name in ("teacher", "teacher_ids")[: 1 + bool(teacher.cfg.top_k)]:
-            part = getattr(told, name)
-            whole = found.setdefault(name, part.new_zeros(*rows.tokens.shape, width))
-            whole[own, :, : part.shape[2]] = part
-    return rows.beside(TeacherTargets(**found))
+            tensor = getattr(targets, name)
+            whole = columns.setdefault(name, tensor.new_zeros(*rows.tokens.shape, width))
+            whole[own, :, : tensor.shape[2]] = tensor
+    return rows.beside(TeacherTargets(**columns))
 
 
 def gathered(rows: TrainBatch, layout: Layout) -> tuple[TrainBatch, int]:
-    """The rows of all data-parallel ranks in their order, with what a forward pass needs of them, and where this rank's
-    begin. Collective."""
+    """Return the rows of all data-parallel ranks in their order, with what a forward pass needs of them, and the
+    index of this rank's first row. Collective."""
     parts: list = [None] * layout.data
     names = ("tokens", "loss_mask", *(("documents",) if rows.documents is not None else ()))
     dist.all_gather_object(parts, (rows.lengths, [getattr(rows, name) for name in names]), group=layout.pgs.dp)
@@ -152,34 +152,34 @@ class TeacherHead(NamedTuple):
     scales: ScalesConfig
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H or more] -> [n, columns]"""
+        """Compute hidden [n, H or more] -> [n, columns]."""
         hidden = hidden[:, : self.weight.shape[1]]
         return scaled_logits(torch.nn.functional.linear(hidden, self.weight), self.scales)
 
 
 def logits_of(heads: Sequence[TeacherHead], hidden: Tensor, told_by: Tensor | None = None) -> Tensor:
-    """hidden [n, H] -> [n, columns], by the head whose number `told_by` [n] says."""
+    """Compute hidden [n, H] -> [n, columns], by the head whose number is in `told_by` [n]."""
     if told_by is None:
         return heads[0].logits(hidden)
     own = [(told_by == number).nonzero()[:, 0] for number in range(len(heads))]
-    found = torch.cat([head.logits(hidden[rows]) for head, rows in zip(heads, own, strict=True)])
-    return torch.empty_like(found).index_copy_(0, torch.cat(own), found)
+    logits = torch.cat([head.logits(hidden[rows]) for head, rows in zip(heads, own, strict=True)])
+    return torch.empty_like(logits).index_copy_(0, torch.cat(own), logits)
 
 
 class StudentOutputs(NamedTuple):
-    """Numbers per token, all [B, T], index t speaks of tokens[:, t]. Two have a gradient, divergence and logprobs."""
+    """Numbers per token, all [B, T]; index t belongs to tokens[:, t]. Divergence and logprobs have a gradient."""
 
     divergence: Tensor
     kl: Tensor  # KL(teacher, student)
     entropy: Tensor  # of the teacher
     agreement: Tensor  # 1 where the most likely token of the one is that of the other
     logprobs: Tensor | None  # with sft_coef
-    mass: Tensor | None  # with top_k: what the teacher gives its k tokens
+    mass: Tensor | None  # with top_k: the teacher's probability of its k tokens
 
 
 @dataclass
 class Student(Policy):
-    """A policy that learns what teachers told of its rows; with `heads` from their hidden states, else from their most
+    """A policy that learns from teachers' targets for its rows: with `heads` from hidden states, else from their most
     likely tokens."""
 
     cfg: DistillConfig | None = None
@@ -202,10 +202,10 @@ class Student(Policy):
             theirs = logits_of(self.heads, hidden, *told_by)
             if theirs.shape[1] < logits.shape[1]:  # columns that no token has
                 theirs = torch.nn.functional.pad(theirs, (0, logits.shape[1] - theirs.shape[1]))
-            found = divergences(logits, theirs, divergence, **tempered)
+            divergence_terms = divergences(logits, theirs, divergence, **tempered)
             best = top_logprobs(theirs, 1, **shared)[1]
             hits = greedy_hits(logits, best[:, 0], **shared)
-            return torch.stack([*found, hits, *likely(logits, targets)], 1)
+            return torch.stack([*divergence_terms, hits, *likely(logits, targets)], 1)
 
         def top(logits: Tensor, targets: Tensor, logprobs: Tensor, ids: Tensor) -> Tensor:
             compared = bucketed(logprobs, logprobs_at(logits, ids, **tempered), cfg.outside)
@@ -221,6 +221,6 @@ class Student(Policy):
         else:
             told_by = [] if numbers is None else [numbers.told_by[:, None].expand_as(batch.tokens)]
             how = {"read": whole, "beside": (told.teacher, *told_by), "numbers": WIDE}
-        found = list(self.model.over_logits(hidden, batch, budget_bytes=self.batch.logits_bytes, **how).unbind(-1))
-        always, rest = found[:4], found[4:]
+        outputs = list(self.model.over_logits(hidden, batch, budget_bytes=self.batch.logits_bytes, **how).unbind(-1))
+        always, rest = outputs[:4], outputs[4:]
         return StudentOutputs(*always, rest.pop(0) if cfg.sft_coef else None, rest.pop(0) if cfg.top_k else None)

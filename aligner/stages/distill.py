@@ -15,7 +15,7 @@ from aligner.config.sections.distill import KEY, DistillConfig
 from aligner.config.stage import Stage
 from aligner.errors import ConfigError
 
-if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+if __package__ == "aligner.stages":  # the configuration, which reads only STAGE, must not wait for torch
     import torch.distributed as dist
 
     from aligner.algorithms.first_step import FirstStepChecks
@@ -26,12 +26,12 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
     from aligner.builders.own import make_own_answers
     from aligner.builders.runs import finish, make_run, saved_first
     from aligner.builders.teachers import make_student, make_teachers
-    from aligner.builders.told import tell_ahead
+    from aligner.builders.told import store_targets
     from aligner.config.schema import Config
     from aligner.data.batches import BatchSource
     from aligner.data.collate import collate_sft
     from aligner.ops.rl.aggregate import aggregate, denominator
-    from aligner.roles.teacher import Student, StudentOutputs, Teacher, tell
+    from aligner.roles.teacher import Student, StudentOutputs, Teacher, add_targets
     from aligner.rollout.own import OwnAnswers
     from aligner.run.loop import Run
     from aligner.types import LossOutput, TrainBatch
@@ -62,7 +62,7 @@ def check(cfg: Config) -> None:
 
 
 def passes(cfg: Config) -> dict[str, float]:
-    """Of several teachers each reads an equal share of the rows."""
+    """Return the passes of each model. Each of several teachers reads an equal share of the rows."""
     return {"teacher": 1.0, "teachers": 1 / max(1, len(cfg.algorithm.distill.teachers))}
 
 
@@ -89,13 +89,13 @@ def main(job: Job) -> None:
     if own.on_policy:
         prompts = make_training_set(job, partial(make_prompts, job, told_by=own.told_by))
     if own.store:
-        train, vocab_size = tell_ahead(job, train)
+        train, vocab_size = store_targets(job, train)
     if train is None:
         settle_steps(job, prompts, "sequences")
     else:
         batches = make_batches(job, train, collate_sft)
         state["data"] = batches.stream
-    if own.store and not cfg.run.steps:  # the files were what was wanted
+    if own.store and not cfg.run.steps:  # only the files were needed
         return
     if not own.store:
         teachers = make_teachers(job)
@@ -103,11 +103,11 @@ def main(job: Job) -> None:
     student = make_student(job, vocab_size, teachers)
     if own.on_policy:
         refit = make_refit(job, student.model)
-        answers, more = make_own_answers(job, student, refit, prompts, cfg.batch.sequences)
-        state |= more
+        answers, answer_state = make_own_answers(job, student, refit, prompts, cfg.batch.sequences)
+        state |= answer_state
     run = make_run(job, {"policy": student.model}, state, make_answer_evaluation(job, student, refit))
     same = bool(teachers) and all(job.built.contents[f"{KEY}.{name}"] == job.initial.content for name in own.models())
-    nothing_to_learn = same and own.outside != "zero"  # its own k tokens alone are more to learn
+    nothing_to_learn = same and own.outside != "zero"  # only its own k tokens are more to learn
     checks = FirstStepChecks(cfg.debug.first_step_checks and nothing_to_learn)
     with saved_first(run):
         distill(run, student, teachers, batches, answers, own, checks)
@@ -129,7 +129,7 @@ def distill(
         batch, metrics = answers.next(step) if own else (batches.next(), batches.metrics())
         if teachers:
             with run.timers("logprobs"):
-                batch = tell(teachers, batch)
+                batch = add_targets(teachers, batch)
         with run.timers("update"):
             stats = student.update(batch, distill_loss(batch, cfg, group))
         if fresh:
@@ -141,8 +141,8 @@ def distill(
 def distill_loss(
     minibatch: TrainBatch, cfg: DistillConfig, group: dist.ProcessGroup
 ) -> Callable[[StudentOutputs, TrainBatch], LossOutput]:
-    """The mean divergence over the masked tokens of the whole minibatch, and `sft_coef` times their mean negative
-    log-likelihood."""
+    """Return the mean divergence over the masked tokens of the whole minibatch, plus `sft_coef` times their mean
+    negative log-likelihood."""
     tokens = denominator(minibatch.loss_mask, "token_mean", group=group)
 
     def loss(out: StudentOutputs, batch: TrainBatch) -> LossOutput:
@@ -150,16 +150,16 @@ def distill_loss(
         each = out.divergence
         if out.logprobs is not None:
             each = each - cfg.sft_coef * out.logprobs
-        found = {
+        values = {
             "distill/loss": each,
             "distill/divergence": out.divergence,
             "distill/kl": out.kl,
             "distill/teacher_entropy": out.entropy,
             "distill/agreement": out.agreement,
         }
-        found |= {"distill/nll": -out.logprobs} if out.logprobs is not None else {}
-        found |= {"distill/top_k_mass": out.mass} if out.mass is not None else {}
-        means = {name: ((x.detach() * mask).sum(), count) for name, x in found.items()}
+        values |= {"distill/nll": -out.logprobs} if out.logprobs is not None else {}
+        values |= {"distill/top_k_mass": out.mass} if out.mass is not None else {}
+        means = {name: ((x.detach() * mask).sum(), count) for name, x in values.items()}
         return LossOutput(aggregate(each, mask, "token_mean", tokens), means)
 
     return loss

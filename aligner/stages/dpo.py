@@ -13,7 +13,7 @@ from aligner.config.rule import rules
 from aligner.config.sections.preference import KEY, PreferenceConfig
 from aligner.config.stage import Stage
 
-if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+if __package__ == "aligner.stages":  # the configuration, which reads only STAGE, must not wait for torch
     import torch
     import torch.distributed as dist
     from torch import Tensor
@@ -125,7 +125,7 @@ def learn(
     cfg: PreferenceConfig,
     checks: FirstStepChecks,
 ) -> ScalarMetrics:
-    """One optimizer step on this rank's pairs, whatever they came from."""
+    """Take one optimizer step on this rank's pairs, whatever their source."""
     group, fresh = policy.model.layout.pgs.dp, policy.model.step_count == 0
     if reference:
         with run.timers("logprobs"):
@@ -146,7 +146,7 @@ def learn(
 def dpo_loss(
     minibatch: TrainBatch, cfg: PreferenceConfig, group: dist.ProcessGroup
 ) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
-    """The weighted losses of the pairs, averaged over all ranks' pairs, and `nll_coef` times the negative
+    """Return the weighted losses of the pairs, averaged over all ranks' pairs, plus `nll_coef` times the negative
     log-likelihood of the chosen answers. Rows 2i are chosen, 2i + 1 rejected."""
     counts = Labels.of(minibatch.of(LabelTargets).labels, cfg).counts
     pairs = denominator(counts[:, None], "token_mean", group=group).clamp_min(1)
@@ -160,28 +160,28 @@ def dpo_loss(
         each = total(losses, cfg) * labels.weight * labels.counts
         if out.log_squares is not None:
             each = each * likelihood_weights(out.logprobs, out.log_squares, batch.loss_mask)
-        found = each.sum() / pairs
+        loss_sum = each.sum() / pairs
         count = labels.counts.sum()
         means = {f"dpo/loss/{name}": ((x.detach() * labels.counts).sum(), count) for name, x in losses.items()}
         if cfg.nll_coef:
             mask = batch.loss_mask[0::2] * labels.counts[:, None]
             nll = aggregate(-out.logprobs[0::2], mask, cfg.nll_aggregation, chosen)
-            found = found + cfg.nll_coef * nll
+            loss_sum = loss_sum + cfg.nll_coef * nll
             means["dpo/nll"] = (-(out.logprobs[0::2].detach() * mask).sum(), mask.sum())
         if known.ref_logprobs is not None:
             mask = batch.loss_mask * labels.counts.repeat_interleave(2)[:, None]
             means["kl"] = ((kl_estimate(out.logprobs.detach(), known.ref_logprobs, "k2") * mask).sum(), mask.sum())
-        return LossOutput(found, means | pair_metrics(answers, labels, batch, cfg))
+        return LossOutput(loss_sum, means | pair_metrics(answers, labels, batch, cfg))
 
     return loss
 
 
 def pair_metrics(answers: PairLogprobs, labels: Labels, batch: TrainBatch, cfg: PreferenceConfig) -> Sums:
-    """Means over pairs, without gradient."""
+    """Return means over pairs, without gradient."""
     chosen, rejected = rewards(answers, labels, cfg)
     lengths, means = (answers.chosen_tokens, answers.rejected_tokens), (answers.chosen_mean, answers.rejected_mean)
     logps = means if cfg.over_mean(cfg.loss[0]) else (means[0] * lengths[0], means[1] * lengths[1])
-    found = {
+    values = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margins": chosen - rejected,
@@ -192,13 +192,13 @@ def pair_metrics(answers: PairLogprobs, labels: Labels, batch: TrainBatch, cfg: 
         "length/rejected": lengths[1],
         "preference/equal_answers": (batch.tokens[0::2] == batch.tokens[1::2]).all(1).float(),
     }
-    return {name: ((x * labels.counts).sum(), labels.counts.sum()) for name, x in found.items()}
+    return {name: ((x * labels.counts).sum(), labels.counts.sum()) for name, x in values.items()}
 
 
 def losses_at_start(batch: TrainBatch, cfg: PreferenceConfig, group: dist.ProcessGroup) -> dict[str, float]:
-    """Metric -> its mean over all ranks' pairs where policy and reference are the same."""
+    """Return metric -> its mean over all ranks' pairs where policy and reference are equal."""
     labels = Labels.of(batch.of(LabelTargets).labels.double(), cfg)
     each = start_losses(labels, cfg)
     sums = torch.stack([(x * labels.counts).sum() for x in each.values()] + [labels.counts.sum()])
-    *found, count = sum_over(sums, group).tolist()
-    return {f"dpo/loss/{name}": x / count for name, x in zip(each, found, strict=True)} if count else {}
+    *losses, count = sum_over(sums, group).tolist()
+    return {f"dpo/loss/{name}": x / count for name, x in zip(each, losses, strict=True)} if count else {}

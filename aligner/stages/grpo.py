@@ -9,7 +9,7 @@ from aligner.config.rule import rules
 from aligner.config.sections.algorithm import GROUP_BASELINES, OTHER_BASELINES
 from aligner.config.stage import Stage
 
-if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+if __package__ == "aligner.stages":  # the configuration, which reads only STAGE, must not wait for torch
     import torch
 
     from aligner.algorithms.advantages import group_advantages

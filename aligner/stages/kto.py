@@ -16,7 +16,7 @@ from aligner.config.sections.kto import KEY, KtoConfig
 from aligner.config.stage import Stage
 from aligner.errors import DataError
 
-if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+if __package__ == "aligner.stages":  # the configuration, which reads only STAGE, must not wait for torch
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -47,7 +47,8 @@ def beside(cfg: Config) -> tuple[str, ...]:
 
 
 def passes(cfg: Config) -> dict[str, float]:
-    """The policy reads the mismatched answers, the reference also the rows themselves where they are not stored."""
+    """Return the passes of each model. The policy reads the mismatched answers, the reference also the rows
+    themselves unless they are stored."""
     kto = cfg.algorithm.kto
     mismatched = float(kto.kl == "minibatch")
     return {"policy": mismatched, "reference": mismatched + (kto.reference == "model")}
@@ -78,7 +79,7 @@ def main(job: Job) -> None:
     cfg, kto_cfg = job.cfg, job.cfg.algorithm.kto
     train = make_training_set(job, partial(make_unpaired, job))
     held_out = make_unpaired(job, cfg.data.eval, "data.eval", cfg.data) if cfg.data.eval else None
-    job.say(tell_labels(train, kto_cfg, cfg.data.weight_by == "tokens"))
+    job.say(describe_labels(train, kto_cfg, cfg.data.weight_by == "tokens"))
     if held_out is not None:
         first = held_out.desirable[: cfg.eval.prompts or None]
         what = f"the first {len(first)} rows (eval.prompts={cfg.eval.prompts}) of data.eval={cfg.data.eval}"
@@ -99,16 +100,16 @@ def main(job: Job) -> None:
     finish(job, run, policy.model)
 
 
-def tell_labels(train: UnpairedDataset | Mixture, cfg: KtoConfig, by_tokens: bool = False) -> str:
-    """The shares of labels and their weights, for the log; `by_tokens`: weights of sources are of their tokens. Raises
-    DataError if there is one label only."""
+def describe_labels(train: UnpairedDataset | Mixture, cfg: KtoConfig, by_tokens: bool = False) -> str:
+    """Return a line for the log with the shares of labels and their weights; `by_tokens`: weights of sources are of
+    their tokens. Raises DataError if there is only one label."""
     parts = list(train.parts.values()) if isinstance(train, Mixture) else [train]
     weights = np.asarray(train.weights if isinstance(train, Mixture) else [1.0])
     if by_tokens:
-        weights = weights / [part.lengths.mean() for part in parts]
-    share = float(np.average([part.desirable.mean() for part in parts], weights=weights))
+        weights = weights / [source.lengths.mean() for source in parts]
+    share = float(np.average([source.desirable.mean() for source in parts], weights=weights))
     why = "nothing would hold the policy back from giving all answers the same"
-    _both_labels(share, ", ".join(part.report.key for part in parts), why)
+    _both_labels(share, ", ".join(source.report.key for source in parts), why)
     ratio = cfg.desirable_weight * share / (cfg.undesirable_weight * (1 - share))
     low, high = BALANCED
     text = f"{share:.3g} of the answers are desirable, by weight {ratio:.3g} times the others"
@@ -157,7 +158,7 @@ def kto(
 def kto_loss(
     minibatch: TrainBatch, z0: float, cfg: KtoConfig, group: dist.ProcessGroup
 ) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
-    """The losses of the answers, averaged over all ranks' answers; weights are no part of the denominator."""
+    """Return the losses of the answers, averaged over all ranks' answers; weights are not in the denominator."""
     answers = len(minibatch.lengths) * group.size()
 
     def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:
@@ -181,12 +182,12 @@ def kto_loss(
 
 
 def losses_at_start(batch: TrainBatch, cfg: KtoConfig, group: dist.ProcessGroup) -> dict[str, float]:
-    """Metric -> its value where policy and reference are the same; not of a label that no rank's rows have."""
+    """Return metric -> its value where policy and reference are equal; not of a label that no rank's rows have."""
     labels = batch.of(LabelTargets).labels
     count = float(sum_over(labels[:, 0].double().sum(), group)), len(labels) * group.size()
-    found = {}
+    losses = {}
     if count[0]:
-        found["kto/loss/chosen"] = cfg.desirable_weight / 2
+        losses["kto/loss/chosen"] = cfg.desirable_weight / 2
     if count[0] < count[1]:
-        found["kto/loss/rejected"] = cfg.undesirable_weight / 2
-    return found
+        losses["kto/loss/rejected"] = cfg.undesirable_weight / 2
+    return losses

@@ -11,7 +11,7 @@ from aligner.config.rule import rules
 from aligner.config.stage import Stage
 from aligner.config.stages import dpo
 
-if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+if __package__ == "aligner.stages":  # the configuration, which reads only STAGE, must not wait for torch
     from aligner.algorithms.first_step import FirstStepChecks
     from aligner.builders.job import Job
     from aligner.builders.models import make_preference_models, make_reward_model
@@ -68,7 +68,7 @@ def main(job: Job) -> None:
 def online_dpo(run: Run, rollouts: Rollouts, policy: Policy, reference: Reference | None, cfg: Config) -> None:
     group, samples = policy.model.layout.pgs.dp, cfg.batch.prompts * cfg.batch.group
     preference, limit = cfg.algorithm.preference, response_limit(cfg)
-    # pairs do not ask how they came about: the losses are of the models themselves, as in dpo
+    # the losses are at temperature 1, as in dpo, whatever the pairs were sampled at
     policy, reference = replace(policy, temperature=1.0), reference and replace(reference, temperature=1.0)
     checks = FirstStepChecks(cfg.debug.first_step_checks and preference.reference != "none")
     for step in run.steps():

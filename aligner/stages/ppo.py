@@ -13,7 +13,7 @@ from itertools import count, islice
 from aligner.config.rule import rules
 from aligner.config.stage import Stage
 
-if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+if __package__ == "aligner.stages":  # the configuration, which reads only STAGE, must not wait for torch
     import torch.distributed as dist
     from torch import Tensor
 
@@ -138,9 +138,8 @@ def ppo(
 
 
 def pretrain(run: Run, rollout: RolloutBatch, critic: Critic, cfg: Config, balancer: Balancer) -> ScalarMetrics:
-    """Fit the critic to what followed (returns with lambda 1) on one rollout, `critic.pretrain_steps` times; then its
-    `values` are those that it has learned. A critic that knows nothing would mislead the policy's first steps: VAPO,
-    arXiv:2504.05118."""
+    """Fit the critic to the returns with lambda 1 of one rollout, `critic.pretrain_steps` times, then recompute its
+    `values`. An untrained critic would mislead the policy's first steps: VAPO, arXiv:2504.05118."""
     group, stats = critic.model.layout.pgs.dp, []
     _, rollout.returns = critic_advantages(rollout, replace(cfg.algorithm, lam=1.0), group)
     before = value_metrics(rollout, group)
@@ -162,7 +161,7 @@ def pretrain(run: Run, rollout: RolloutBatch, critic: Critic, cfg: Config, balan
 def value_loss(
     minibatch: TrainBatch, clip: float, group: dist.ProcessGroup, kind: str = "token_mean", response_limit: int = 0
 ) -> Callable[[Tensor, TrainBatch], LossOutput]:
-    """Clipped squared error of the returns, aggregated (`kind`) over the whole minibatch."""
+    """Return the clipped squared error of the returns, aggregated (`kind`) over the whole minibatch."""
     total = denominator(minibatch.loss_mask, kind, response_limit, group)
 
     def loss(values: Tensor, batch: TrainBatch) -> LossOutput:

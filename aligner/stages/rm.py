@@ -11,7 +11,7 @@ from functools import partial
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.config.stage import Stage
 
-if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+if __package__ == "aligner.stages":  # the configuration, which reads only STAGE, must not wait for torch
     import torch
     import torch.distributed as dist
     from torch import Tensor
@@ -74,7 +74,7 @@ def main(job: Job) -> None:
 
 
 def process(job: Job) -> None:
-    """A head that says of each step of an answer whether it is right (Lightman et al. 2023)."""
+    """Train a head that predicts for each step of an answer whether it is right (Lightman et al. 2023)."""
     cfg, loss = job.cfg, job.cfg.algorithm.reward_loss
     batches = make_batches(job, make_training_set(job, partial(make_steps, job)), collate_steps)
     model, evaluation = make_step_scorer(job), None
@@ -92,7 +92,8 @@ def process(job: Job) -> None:
 
 
 def steps_loss(minibatch: TrainBatch, group: dist.ProcessGroup) -> Callable[[Tensor, TrainBatch], LossOutput]:
-    """Cross-entropy of the labelled steps: their sum over the minibatch on all ranks, divided by their number."""
+    """Return the cross-entropy of the labelled steps: their sum over the minibatch on all ranks, divided by their
+    number."""
     total = denominator(minibatch.loss_mask, "token_mean", group=group)
 
     def loss(logits: Tensor, batch: TrainBatch) -> LossOutput:
@@ -123,7 +124,7 @@ def rm(run: Run, model: RewardModel, batches: BatchSource, cfg: AlgorithmConfig,
 def preference_loss(
     pairs: int, cfg: AlgorithmConfig, group: dist.ProcessGroup
 ) -> Callable[[Tensor, TrainBatch], LossOutput]:
-    """Bradley-Terry over `pairs` of this rank (rows 2i chosen, 2i+1 rejected), averaged over all ranks' pairs."""
+    """Return Bradley-Terry over this rank's `pairs` (rows 2i chosen, 2i+1 rejected), averaged over all ranks' pairs."""
     total = pairs * group.size()
     rm = cfg.reward_loss
 
@@ -138,7 +139,7 @@ def preference_loss(
 
 
 def attribute_loss(samples: int, group: dist.ProcessGroup) -> Callable[[Tensor, TrainBatch], LossOutput]:
-    """Squared error of the attribute scores, averaged over the samples of all ranks."""
+    """Return the squared error of the attribute scores, averaged over the samples of all ranks."""
     total = samples * group.size()
 
     def loss(scores: Tensor, batch: TrainBatch) -> LossOutput:

@@ -5,7 +5,7 @@ refit -> generate -> score -> logprobs -> metrics, samples, recordings
 
 from __future__ import annotations
 
-if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+if __package__ == "aligner.stages":  # the configuration, which reads only STAGE, must not wait for torch
     from aligner.builders.job import Job
     from aligner.builders.models import make_policy, make_reward_model
     from aligner.builders.rollouts import find_prompts, make_rollouts
@@ -21,7 +21,7 @@ if __package__ == "aligner.stages":  # the configuration, which reads STAGE alon
 
 
 def main(job: Job) -> None:
-    """Nothing is saved, resumed or exported: a second start begins with the first rollout."""
+    """Run rollouts without saving, resuming or exporting: a second start begins with the first rollout."""
     refuse_checkpoints(job)
     prompts = find_prompts(job)
     policy = make_policy(job, 0)

@@ -13,7 +13,7 @@ from aligner.config.key import Section, key
 from aligner.config.rule import rules
 from aligner.config.stage import Stage
 
-if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+if __package__ == "aligner.stages":  # the configuration, which reads only STAGE, must not wait for torch
     from aligner.builders.job import Job
     from aligner.builders.models import make_reward_model
     from aligner.builders.runs import make_run, saved_first
@@ -36,24 +36,26 @@ def _free(column: str) -> bool:
 
 @dataclass
 class SampleConfig(Section, key=KEY):
-    """Of `batch.group` answers to each prompt, which ones become rows of which file (docs/how-to/sample.md)."""
+    """Choice of answers, among the `batch.group` to each prompt, for each file of rows (docs/sample.md)."""
 
-    best: int = key(1, "Different answers of a prompt in best.jsonl, by reward. 0: all.", least=0)
+    best: int = key(1, "Number of different answers per prompt in best.jsonl, by reward. 0: all.", least=0)
     reward_above: float = key(
         -math.inf,
-        "Only answers with a larger reward are in best.jsonl. A finite one also makes labels.jsonl, those being the "
-        "good ones.",
+        "Write only answers with a larger reward to best.jsonl. A finite value also writes labels.jsonl, which labels "
+        "them true.",
     )
     pairs: str = key(
         "rewards",
-        "Pairs of pairs.jsonl. rewards: the best against the worst answer; answers: the row's own against samples.",
+        "Source of pairs in pairs.jsonl. rewards: best and worst answer; answers: the row's own answer and samples.",
         choices=("rewards", "answers"),
     )
-    margin_above: float = key(0.0, "Only rewards that differ by more make a pair; equal ones never do.", least=0)
-    unfinished: bool = key(False, "Use answers that sampling.max_response_tokens has cut, too.")
-    column: str = key("completion", "Column of all.jsonl and best.jsonl with the answer.", valid=(_free, _NAME))
+    margin_above: float = key(
+        0.0, "Least difference of rewards in a pair, exclusive. Equal rewards never make a pair.", least=0
+    )
+    unfinished: bool = key(False, "Use also answers that sampling.max_response_tokens cut.")
+    column: str = key("completion", "Name of the answer's column in all.jsonl and best.jsonl.", valid=(_free, _NAME))
     round: int = key(
-        0, "Part of the seeds: another one draws other samples (launchers/iterate.sh counts from 1).", least=0
+        0, "Number in all seeds: another round draws other samples (launchers/iterate.sh counts from 1).", least=0
     )
 
     @property
@@ -106,6 +108,6 @@ def sample(run: Run, samples: Samples, sampled: Sampled) -> None:
 
 
 def sample_row(record: Record, column: str) -> SampleRow:
-    """For people to read."""
+    """Return a row of the sample table."""
     reward = float("nan") if record["reward"] is None else record["reward"]
     return SampleRow(str(record["prompt"]), record[column], reward, 0.0, record["finished"], record["scores"])

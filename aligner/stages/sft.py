@@ -10,7 +10,7 @@ from functools import partial
 
 from aligner.config.stage import Stage
 
-if __package__ == "aligner.stages":  # the configuration, which reads STAGE alone, waits for no torch
+if __package__ == "aligner.stages":  # the configuration, which reads only STAGE, must not wait for torch
     import torch.distributed as dist
 
     from aligner.builders.answers import make_answer_evaluation
@@ -49,7 +49,7 @@ def sft(run: Run, policy: Policy, batches: BatchSource) -> None:
 
 
 def sft_loss(minibatch: TrainBatch, group: dist.ProcessGroup) -> Callable[[TokenOutputs, TrainBatch], LossOutput]:
-    """Mean negative log-likelihood of the masked tokens of the whole minibatch."""
+    """Return the mean negative log-likelihood of the masked tokens of the whole minibatch."""
     tokens = denominator(minibatch.loss_mask, "token_mean", group=group)
 
     def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:

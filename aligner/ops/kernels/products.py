@@ -44,5 +44,5 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_linear(base: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Return base + x W^T, rounded once, of a plain or a packed matrix; perhaps in place of `base`. Without autograd."""
+    """Return base + x W^T, rounded once, of a plain or packed matrix; perhaps in place of `base`. Without autograd."""
     return packed_linear_add(base, x, weight) if weight.is_mkldnn else base.addmm_(x, weight.t())

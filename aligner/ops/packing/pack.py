@@ -46,7 +46,7 @@ class Final:
 
 @dataclass(frozen=True)
 class Times:
-    """How many cells of the micro-batch each of a stream's N tokens stands for: several where rows share their
+    """Number of cells of the micro-batch for which each of a stream's N tokens stands: several where rows share their
     beginning, none where it is padding."""
 
     real: Tensor | None  # int64 [n]; None: all
@@ -253,7 +253,7 @@ def assign_cells(out_index: Tensor, index: Tensor, real: Tensor, done: int) -> T
 
 
 def _whole_rows(places: _Places) -> tuple[list[Segment], Tensor | None, Tensor | None]:
-    """Return segments of whole rows, queries and keys at the same indices, which point into the streams of all ranks."""
+    """Return segments of whole rows, queries and keys at the same indices into the streams of all ranks."""
     lengths = places.chunk * (2 * places.context if places.context > 1 else 1)
     if places.context == 1 and int(lengths.min()) == int(lengths.max()):
         return [Segment(len(lengths), int(lengths[0]), int(lengths[0]), None, None)], None, None

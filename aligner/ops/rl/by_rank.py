@@ -23,7 +23,7 @@ from aligner.types import LabelTargets, TrainBatch
 
 
 def at_rank(x: Tensor, others: Tensor) -> Tensor:
-    """Return for each number of `x` [N] the one of `others` [N] that has its rank; equal numbers rank in their order."""
+    """Return for each number of `x` [N] the one of `others` [N] of its rank; equal numbers rank in their order."""
     return others.sort().values[x.argsort(stable=True).argsort()]
 
 

@@ -1,4 +1,5 @@
-"""Policy losses per token; `ops/rl/aggregate.py` turns them into one number. Of whole sequences: `sequence_loss.py`.
+"""Policy losses per token; `ops/rl/aggregate.py` turns them into one number. Those of whole sequences are in
+`sequence_loss.py`.
 
 All tensors are [B, T]; lr = clamp(logprobs - old_logprobs, -20, 20), r = exp(lr).
 """
@@ -25,7 +26,7 @@ def ppo(
     clip_high: float,
     dual_clip: float = 0.0,
 ) -> PolicyTerm:
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); where A < 0 and dual_clip = c > 0: min(that, -A c).
+    """Return max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); where A < 0 and dual_clip = c > 0: min(that, -A c).
 
     Sources: arXiv:1707.06347, equation 7; separate bounds DAPO, arXiv:2503.14476; dual clip arXiv:1912.09729.
     """
@@ -40,7 +41,7 @@ def ppo(
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor) -> PolicyTerm:
-    """-A * logprobs; ratio 1, nothing clipped. Also GPG's loss (arXiv:2504.02546).
+    """Return -A * logprobs; ratio 1, nothing clipped. Also GPG's loss (arXiv:2504.02546).
 
     Source: Williams 1992, doi:10.1007/BF00992696.
     """
@@ -50,7 +51,8 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> PolicyTerm:
 
 
 def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, ratio_cap: float) -> PolicyTerm:
-    """-sg(min(r, ratio_cap)) * A * logprobs: a capped token keeps its gradient. ratio_cap is a raw ratio, about 5.
+    """Return -sg(min(r, ratio_cap)) * A * logprobs: a capped token keeps its gradient. ratio_cap is a raw ratio,
+    about 5.
 
     Source: CISPO of MiniMax-M1, arXiv:2506.13585, without a lower bound.
     """
@@ -60,7 +62,8 @@ def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, ratio_cap:
 
 
 def sapo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> PolicyTerm:
-    """-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg: a soft gate in place of the clip.
+    """Return -A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg: a soft gate in place of the
+    clip.
 
     Its gradient at r = 1 is REINFORCE's. Source: SAPO, arXiv:2511.20347.
     """
@@ -74,11 +77,11 @@ def sapo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, tau_pos: fl
 def dppo(
     logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, limit: float, penalty: float
 ) -> PolicyTerm:
-    """-A exp(lr), lr = clamp(logprobs - rollout_logprobs, -20, 20), dropped where A > 0 and pi - mu > limit or A < 0
-    and pi - mu < -limit; plus penalty * (logprobs - rollout_logprobs)^2 on all tokens.
+    """Return -A exp(lr), lr = clamp(logprobs - rollout_logprobs, -20, 20), dropped where A > 0 and pi - mu > limit or
+    A < 0 and pi - mu < -limit; plus penalty * (logprobs - rollout_logprobs)^2 on all tokens.
 
-    pi = exp(logprobs) and mu = exp(rollout_logprobs) are probabilities: a bound of the divergence rather than of the
-    ratio. Source: DPPO, arXiv:2602.04879 (binary total variation); the penalty is prime-rl's.
+    pi = exp(logprobs) and mu = exp(rollout_logprobs) are probabilities: the bound is on the divergence rather than on
+    the ratio. Source: DPPO, arXiv:2602.04879 (binary total variation); the penalty is prime-rl's.
     """
     a = advantages.float()
     moved = (logprobs.float().exp() - rollout_logprobs.float().exp()).detach()
@@ -97,8 +100,8 @@ def clip_cov(
     clip_high: float,
     dual_clip: float = 0.0,
 ) -> PolicyTerm:
-    """`ppo` without the tokens that `ops.covariance.choose_random` chose (1 there, 0 elsewhere). They are of all tokens
-    within the bounds, as in the paper; veRL leaves out those that the clip holds already.
+    """Return `ppo` without the tokens that `ops.covariance.choose_random` chose (1 there, 0 elsewhere). They are
+    drawn from all tokens within the bounds, as in the paper; veRL leaves out those that the clip holds already.
 
     Source: Clip-Cov of "The entropy mechanism of RL for reasoning language models", arXiv:2505.22617.
     """
@@ -109,8 +112,9 @@ def clip_cov(
 def kl_cov(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, chosen: Tensor, coef: float, noise: float
 ) -> PolicyTerm:
-    """-A r, plus coef |lr| on the chosen tokens; nothing is clipped. |lr| has no gradient within the `noise` of two
-    forward passes (`magnitude`): so in a rollout's first update there is none. Source: KL-Cov, arXiv:2505.22617."""
+    """Return -A r, plus coef |lr| on the chosen tokens; nothing is clipped. |lr| has no gradient within the `noise`
+    of two forward passes (`magnitude`), so it has none in a rollout's first update. Source: KL-Cov, arXiv:2505.22617.
+    """
     lr = log_ratio(logprobs, old_logprobs)
     loss = -advantages.float() * lr.exp() + torch.where(chosen.bool(), coef * magnitude(lr, noise), 0.0)
     none = torch.zeros_like(lr, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What every policy loss returns, and the ratio they share."""
+"""Result of every policy loss, and the ratio they share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aligner.ops.rl.kl import LOG_RATIO_LIMIT
 
 
 class PolicyTerm(NamedTuple):
-    """Nothing here is masked yet: the caller masks and aggregates. Only `per_token` has a gradient."""
+    """Unmasked terms of a policy loss: the caller masks and aggregates. Only `per_token` has a gradient."""
 
     per_token: Tensor  # float32 [B, T], to be minimised
     ratio: Tensor  # float32 [B, T], policy now / policy before the update
@@ -20,7 +20,7 @@ class PolicyTerm(NamedTuple):
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """clamp(logprobs - old_logprobs, -20, 20), float32 [B, T]."""
+    """Return clamp(logprobs - old_logprobs, -20, 20), float32 [B, T]."""
     return (logprobs.float() - old_logprobs.float()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -28,13 +28,13 @@ def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 def interpolated_logprobs(
     logprobs: Tensor, rollout_logprobs: Tensor, versions: Tensor, before: int, now: int
 ) -> Tensor:
-    """Log-linear stand-in for the policy's logprobs at weight version `before`, float32 [B, T]:
+    """Return a log-linear approximation of the policy's logprobs at weight version `before`, float32 [B, T]:
 
         rollout_logprobs + a (logprobs - rollout_logprobs), a = (before - versions) / (now - versions), 1 at 0/0
 
-    of the policy at version `now` and the engine at `versions` (int64 [B, T], versions <= before <= now). So it is
-    `logprobs` in the first update of a step, and later `rollout_logprobs` of a token whose weights were those before
-    the step. Source: A-3PO, arXiv:2512.06547.
+    from the policy at version `now` and the engine at `versions` (int64 [B, T], versions <= before <= now). So it is
+    `logprobs` in the first update of a step. In later ones it is `rollout_logprobs` of a token whose weights were
+    those before the step. Source: A-3PO, arXiv:2512.06547.
     """
     behind, apart = before - versions, now - versions
     share = torch.where(apart > 0, behind / apart.clamp_min(1), 1.0)

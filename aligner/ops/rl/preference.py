@@ -10,7 +10,7 @@ With m the mask of an answer's tokens, n their number, and chosen c, rejected r:
     h   = g_c - g_r;  z = beta h - gamma - margin
 
 Every row is a function of these and has no other state, so its gradient to an answer is one number per answer. The
-rows aot and aot_unpaired are functions of all pairs of the minibatch; what they take of the others is constant
+rows aot and aot_unpaired are functions of all pairs of the minibatch; the values of other pairs are constants
 (ops/rl/by_rank.py).
 """
 
@@ -42,7 +42,7 @@ class PairLogprobs(NamedTuple):
 
 
 class Partners(NamedTuple):
-    """What the rows that sort take of other pairs, float32 [B]: `with_partners`."""
+    """Values of other pairs for the losses that sort, float32 [B]: `with_partners`."""
 
     shift: Tensor  # added to h, it makes the difference between policy and reference at one rank
     of_chosen: Tensor  # g of the rejected answer that has the chosen one's rank
@@ -50,7 +50,7 @@ class Partners(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """What the data says of each pair, float32 [B]."""
+    """Labels of each pair in the data, float32 [B]."""
 
     margin: Tensor
     gap: Tensor  # reward of the chosen answer less that of the rejected one
@@ -60,8 +60,8 @@ class Labels(NamedTuple):
 
     @classmethod
     def of(cls, labels: Tensor, c: PreferenceConfig) -> Labels:
-        """labels [2B, 3] of `collate_pairs`: margin, reward, weight of rows chosen, rejected, chosen, ...; [2B, 4] with
-        `counts` where some are no pairs; [2B, 6] of `with_partners`."""
+        """Make it of labels [2B, 3] of `collate_pairs`: margin, reward, weight of rows chosen, rejected, chosen, ...;
+        [2B, 4] with `counts` where some are no pairs; [2B, 6] of `with_partners`."""
         margin = labels[0::2, 0] if c.margin else torch.zeros_like(labels[0::2, 0])
         counts = labels[0::2, 3] if labels.shape[1] > 3 else torch.ones_like(margin)
         partners = Partners(labels[0::2, 4], labels[0::2, 5], labels[1::2, 5]) if labels.shape[1] > 4 else None
@@ -69,7 +69,7 @@ class Labels(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a row of the table is a function of, float32 [B]."""
+    """Arguments of a row of the table, float32 [B]."""
 
     chosen: Tensor  # g
     rejected: Tensor
@@ -88,7 +88,7 @@ Row = Callable[[Terms, PreferenceConfig], Tensor]
 
 
 def measure(logprobs: Tensor, reference: Tensor | None, mask: Tensor, ld_alpha: float = 1.0) -> PairLogprobs:
-    """logprobs, reference, mask [2B, T], rows chosen, rejected, chosen, ... Every row has a token in the mask."""
+    """Sum logprobs, reference, mask [2B, T], rows chosen, rejected, chosen, ... Every row has a token in the mask."""
     on = mask.bool()
     logprobs = torch.where(on, logprobs, 0.0)
     ratios = logprobs if reference is None else torch.where(on, logprobs - reference.to(logprobs.dtype), 0.0)
@@ -101,7 +101,7 @@ def measure(logprobs: Tensor, reference: Tensor | None, mask: Tensor, ld_alpha: 
 
 
 def phi(d: Tensor, c: PreferenceConfig) -> Tensor:
-    """The log-ratio as `f_divergence` sees it; 0 at 0, with slope 1 (js: 1/2)."""
+    """Return phi of the log-ratio by `f_divergence`; 0 at 0, with slope 1 (js: 1/2)."""
     if c.f_divergence == "forward_kl":
         return -torch.expm1((-d).clamp(max=MOST))
     if c.f_divergence == "js":
@@ -113,7 +113,7 @@ def phi(d: Tensor, c: PreferenceConfig) -> Tensor:
 
 
 def terms(answers: PairLogprobs, labels: Labels, name: str, c: PreferenceConfig) -> Terms:
-    """What the row `name` sees."""
+    """Return the arguments of the row `name`."""
     chosen, rejected = (phi(d, c) for d in answers[:2])
     if c.over_mean(name):
         chosen, rejected = chosen / answers.chosen_tokens, rejected / answers.rejected_tokens
@@ -123,41 +123,41 @@ def terms(answers: PairLogprobs, labels: Labels, name: str, c: PreferenceConfig)
 
 
 def pair_losses(answers: PairLogprobs, labels: Labels, c: PreferenceConfig) -> dict[str, Tensor]:
-    """Each entry of `c.loss` -> float32 [B], not weighted."""
+    """Return each entry of `c.loss` -> float32 [B], not weighted."""
     return {name: TABLE[name](terms(answers, labels, name, c), c) for name in c.loss}
 
 
 def start_losses(labels: Labels, c: PreferenceConfig) -> dict[str, Tensor]:
-    """`pair_losses` where policy and reference are the same; not of rows without a reference."""
+    """Return `pair_losses` where policy and reference are equal; not of rows without a reference."""
     zero, one = torch.zeros_like(labels.margin), torch.ones_like(labels.margin)
     labels = labels._replace(partners=Partners(zero, zero, zero))
-    found = pair_losses(PairLogprobs(zero, zero, one, one, -one, -one), labels, c)
-    return {name: x for name, x in found.items() if name not in OF_MEANS}
+    losses = pair_losses(PairLogprobs(zero, zero, one, one, -one, -one), labels, c)
+    return {name: x for name, x in losses.items() if name not in OF_MEANS}
 
 
 def total(losses: dict[str, Tensor], c: PreferenceConfig) -> Tensor:
-    """The weighted sum of `pair_losses`, float32 [B]."""
+    """Return the weighted sum of `pair_losses`, float32 [B]."""
     parts = [weight * losses[name] for name, weight in c.weighted().items()]
     return torch.stack(parts).sum(0)
 
 
 def rewards(answers: PairLogprobs, labels: Labels, c: PreferenceConfig) -> tuple[Tensor, Tensor]:
-    """beta g of the chosen and of the rejected answers [B] as the first entry of `c.loss` sees them, without gradient;
-    their order is whether the policy prefers as the data does."""
+    """Return beta g of the chosen and of the rejected answers [B] for the first entry of `c.loss`, without gradient.
+    Their order is whether the policy prefers as the data does."""
     t = terms(answers, labels, c.loss[0], c)
     pair = (t.chosen_mean, t.rejected_mean) if c.loss[0] in OF_MEANS else (t.chosen, t.rejected)
     return c.beta * pair[0].detach(), c.beta * pair[1].detach()
 
 
 def agreement(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """1 where the chosen answer has the larger number, 1/2 where they are equal."""
+    """Return 1 where the chosen answer has the larger number, 1/2 where they are equal."""
     return ((chosen - rejected).sign() + 1) / 2
 
 
 def likelihood_weights(logprobs: Tensor, log_squares: Tensor, mask: Tensor) -> Tensor:
-    """WPO's weight of each pair, float32 [B], no gradient: e^(mean over the tokens of log p_t - log sum_v p_v^2) of the
-    chosen answer times that of the rejected one. logprobs, log_squares, mask [2B, T]. Source: arXiv:2406.11827, sampled
-    alignment."""
+    """Return WPO's weight of each pair, float32 [B], no gradient: e^(mean over the tokens of log p_t - log sum_v
+    p_v^2) of the chosen answer times that of the rejected one. logprobs, log_squares, mask [2B, T]. Source:
+    arXiv:2406.11827, sampled alignment."""
     on = mask.bool()
     each = torch.where(on, (logprobs - log_squares).detach(), 0.0).sum(1) / on.sum(1)
     return (each[0::2] + each[1::2]).exp()
@@ -167,72 +167,73 @@ def likelihood_weights(logprobs: Tensor, log_squares: Tensor, mask: Tensor) -> T
 
 
 def _sigmoid(t: Terms, c: PreferenceConfig) -> Tensor:
-    """DPO, arXiv:2305.18290, equation 7; with label smoothing cDPO."""
+    """Return DPO's loss, arXiv:2305.18290, equation 7; with label smoothing cDPO."""
     return _smoothed(t.z, c)
 
 
 def _robust(t: Terms, c: PreferenceConfig) -> Tensor:
-    """Unbiased under a share e of flipped labels, arXiv:2403.00409. Unbounded below."""
+    """Return a loss that is unbiased under a share e of flipped labels, arXiv:2403.00409. Unbounded below."""
     e = c.label_smoothing
     return ((1 - e) * softplus(-t.z) - e * softplus(t.z)) / (1 - 2 * e)
 
 
 def _hinge(t: Terms, c: PreferenceConfig) -> Tensor:
-    """SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657."""
+    """Return the loss of SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657."""
     return torch.relu(1 - t.z)
 
 
 def _ipo(t: Terms, c: PreferenceConfig) -> Tensor:
-    """arXiv:2310.12036 (there of sums; `length` says)."""
+    """Return IPO's loss, arXiv:2310.12036 (there of sums; here by `length`)."""
     return (t.h - 1 / (2 * c.beta)).square()
 
 
 def _exo_pair(t: Terms, c: PreferenceConfig) -> Tensor:
-    """Reverse KL to the smoothed label, arXiv:2402.00856."""
+    """Return the reverse KL to the smoothed label, arXiv:2402.00856."""
     e = c.label_smoothing or 1e-3
     return _reverse(t.z, math.log(1 - e), math.log(e))
 
 
 def _nca_pair(t: Terms, c: PreferenceConfig) -> Tensor:
-    """arXiv:2402.05369, K = 2."""
+    """Return NCA's loss, arXiv:2402.05369, K = 2."""
     chosen, rejected = c.beta * t.chosen, c.beta * t.rejected
     return softplus(-chosen) + 0.5 * softplus(chosen) + 0.5 * softplus(rejected)
 
 
 def _bco_pair(t: Terms, c: PreferenceConfig) -> Tensor:
-    """arXiv:2404.04656 with a reward shift of 0."""
+    """Return BCO's loss, arXiv:2404.04656, with a reward shift of 0."""
     return softplus(-c.beta * t.chosen) + softplus(c.beta * t.rejected)
 
 
 def _sppo_hard(t: Terms, c: PreferenceConfig) -> Tensor:
-    """arXiv:2405.00675 with certain preferences."""
+    """Return SPPO's loss, arXiv:2405.00675, with certain preferences."""
     half = 1 / (2 * c.beta)
     return (t.chosen - half).square() + (t.rejected + half).square()
 
 
 def _apo_zero(t: Terms, c: PreferenceConfig) -> Tensor:
-    """Chosen up, rejected down, arXiv:2408.06266."""
+    """Move chosen up and rejected down, arXiv:2408.06266."""
     return torch.sigmoid(-c.beta * t.chosen) + torch.sigmoid(c.beta * t.rejected)
 
 
 def _apo_down(t: Terms, c: PreferenceConfig) -> Tensor:
-    """For a model that is better than its chosen answers, arXiv:2408.06266."""
+    """Return APO's loss for a model that is better than its chosen answers, arXiv:2408.06266."""
     return torch.sigmoid(c.beta * t.chosen) + torch.sigmoid(-c.beta * t.h)
 
 
 def _discopop(t: Terms, c: PreferenceConfig) -> Tensor:
-    """Log-ratio modulated loss, arXiv:2406.08414. e^-z w as one exponent: apart they are inf * 0 for z << 0."""
+    """Return the log-ratio modulated loss, arXiv:2406.08414. e^-z w is one exponent: separately they are inf * 0 for
+    z << 0."""
     w = torch.sigmoid(t.z / c.tau)
     return softplus(-t.z) * (1 - w) + (logsigmoid(t.z / c.tau) - t.z).clamp(max=MOST).exp()
 
 
 def _orpo(t: Terms, c: PreferenceConfig) -> Tensor:
-    """Odds ratio of the mean logprobs, arXiv:2403.07691; its NLL is `nll_coef`."""
+    """Return the odds ratio loss of the mean logprobs, arXiv:2403.07691; its NLL is `nll_coef`."""
     return c.beta * softplus(_log_odds(t.rejected_mean) - _log_odds(t.chosen_mean))
 
 
 def _alphapo(t: Terms, c: PreferenceConfig) -> Tensor:
-    """SimPO with another shape of reward, arXiv:2501.03884."""
+    """Return SimPO's loss with another shape of reward, arXiv:2501.03884."""
 
     def shaped(mean: Tensor) -> Tensor:
         a = c.alphapo_alpha
@@ -242,30 +243,31 @@ def _alphapo(t: Terms, c: PreferenceConfig) -> Tensor:
 
 
 def _rpo_bwd_kl(t: Terms, c: PreferenceConfig) -> Tensor:
-    """KL of the preference by the rewards to the policy's, arXiv:2406.11704 (Reward-aware Preference Optimization)."""
+    """Return the KL of the rewards' preference to the policy's, arXiv:2406.11704 (Reward-aware Preference
+    Optimization)."""
     p = torch.sigmoid(t.target)
     return p * (logsigmoid(t.target) - logsigmoid(t.z)) + (1 - p) * (logsigmoid(-t.target) - logsigmoid(-t.z))
 
 
 def _rpo_fwd_kl(t: Terms, c: PreferenceConfig) -> Tensor:
-    """And of the policy's to it."""
+    """Return the KL of the policy's preference to the rewards'."""
     return _reverse(t.z, logsigmoid(t.target), logsigmoid(-t.target))
 
 
 def _rpo_sq(t: Terms, c: PreferenceConfig) -> Tensor:
-    """(beta h - rpo_scale * gap)^2."""
+    """Return (beta h - rpo_scale * gap)^2."""
     return (c.beta * t.h - t.target).square()
 
 
 def _aot(t: Terms, c: PreferenceConfig) -> Tensor:
-    """Alignment by optimal transport of distributions of h, arXiv:2406.05882."""
+    """Align the distributions of h by optimal transport, arXiv:2406.05882."""
     assert t.partners is not None, "of a whole minibatch"
     return _smoothed(c.beta * (t.h + t.partners.shift), c)
 
 
 def _aot_unpaired(t: Terms, c: PreferenceConfig) -> Tensor:
-    """And of those of chosen and rejected answers. A couple is the chosen answer's in the value and each one's in its
-    gradient, which may be computed apart from the other's."""
+    """Align the distributions of chosen and rejected answers. The value is by the chosen answer's couple. The
+    gradient is each answer's own, which may be computed apart from the other's."""
     assert t.partners is not None, "of a whole minibatch"
     chosen = _smoothed(c.beta * (t.chosen - t.partners.of_chosen), c)
     rejected = _smoothed(c.beta * (t.partners.of_rejected - t.rejected), c)
@@ -273,21 +275,21 @@ def _aot_unpaired(t: Terms, c: PreferenceConfig) -> Tensor:
 
 
 def _smoothed(z: Tensor, c: PreferenceConfig) -> Tensor:
-    """-logsigmoid(z), and of -z for the share of labels that is wrong."""
+    """Return -logsigmoid(z), and of -z for the share of labels that is wrong."""
     e = c.label_smoothing
     return (1 - e) * softplus(-z) + e * softplus(z)
 
 
 def _reverse(z: Tensor, log_yes: Tensor | float, log_no: Tensor | float) -> Tensor:
-    """KL(Bernoulli(sigmoid(z)) || Bernoulli(e^log_yes))."""
+    """Return KL(Bernoulli(sigmoid(z)) || Bernoulli(e^log_yes))."""
     q = torch.sigmoid(z)
     return q * (logsigmoid(z) - log_yes) + (1 - q) * (logsigmoid(-z) - log_no)
 
 
 def _log_odds(x: Tensor) -> Tensor:
-    """log(p / (1 - p)) of p = e^x; log(1 - e^x) the way that is exact on its side of -ln 2."""
+    """Return log(p / (1 - p)) of p = e^x; log(1 - e^x) in the form that is exact on its side of -ln 2."""
     x = x.clamp(max=SURE)
-    near = x > -math.log(2)  # each branch sees only what it is good for, or its gradient would be NaN * 0
+    near = x > -math.log(2)  # each branch gets only values in its range, or its gradient would be NaN * 0
     close, far = torch.where(near, x, -1.0), torch.where(near, -1.0, x)
     return x - torch.where(near, torch.log(-torch.expm1(close)), torch.log1p(-torch.exp(far)))
 

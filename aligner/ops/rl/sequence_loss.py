@@ -1,7 +1,7 @@
-"""Policy losses whose ratio is a whole response's. Rows are never split, so a micro-batch is all they need.
+"""Policy losses whose ratio is a whole response's. Rows are never split, so a micro-batch is enough.
 
-All [B, T]; mask is 1 on the tokens that count. Both are meant for the aggregation `seq_mean_token_mean`, the mean over
-sequences.
+All [B, T]; mask is 1 on the tokens that count. Both are meant for the aggregation `seq_mean_token_mean`, the mean
+over sequences.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from aligner.ops.rl.policy_term import PolicyTerm, log_ratio
 def gspo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
 ) -> PolicyTerm:
-    """max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), with the ratio of the sequence, s = exp(mean_t log r_t).
+    """Return max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), with the ratio of the sequence, s = exp(mean_t log
+    r_t).
 
-    s stands on each token as sg(s) * exp(logprobs - sg(logprobs)): the value is the sequence's and the gradient each
-    token's own, so that A may differ between tokens. Bounds of 3e-4 and 4e-4 are typical. Each log r_t is within +-20;
-    veRL limits log s at 10, TRL nothing: the limit keeps exp finite and is not met otherwise.
-    Source: GSPO, arXiv:2507.18071 (GSPO-token).
+    s is on each token as sg(s) * exp(logprobs - sg(logprobs)): the value is the sequence's and the gradient each
+    token's own, so that A may differ between tokens. Bounds of 3e-4 and 4e-4 are typical. Each log r_t is within
+    +-20; veRL limits log s at 10, TRL nothing: the limit keeps exp finite and is not met otherwise. Source: GSPO,
+    arXiv:2507.18071 (GSPO-token).
     """
     on, a = mask.bool(), advantages.float()
     s = _mean(log_ratio(logprobs, old_logprobs).detach(), on).exp()
@@ -33,12 +34,12 @@ def gspo(
 def gmpo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
 ) -> PolicyTerm:
-    """-A exp(mean_t s min(s lr_t, s clip(lr_t, -clip_low, clip_high))), s = sign(A), on every token of the row.
+    """Return -A exp(mean_t s min(s lr_t, s clip(lr_t, -clip_low, clip_high))), s = sign(A), on every token of the
+    row.
 
-    The bounds are of the log-ratio. A is the row's: the advantages must be constant over its tokens. Weights of tokens
-    (engine against trainer) multiply this term, so a response has their mean; veRL takes the geometric mean, by which
-    a token of weight 0 would take its response out.
-    Source: GMPO, arXiv:2507.20673.
+    The bounds are on the log-ratio. A is the row's: the advantages must be constant over its tokens. Weights of
+    tokens (engine against trainer) multiply this term, so a response has their mean. veRL takes the geometric mean,
+    by which a token of weight 0 would remove its response. Source: GMPO, arXiv:2507.20673.
     """
     on = mask.bool()
     lr = log_ratio(logprobs, old_logprobs)
@@ -51,5 +52,5 @@ def gmpo(
 
 
 def _mean(x: Tensor, on: Tensor) -> Tensor:
-    """Mean over a row's masked tokens, [B, 1]; 0 for a row without any."""
+    """Return the mean over a row's masked tokens, [B, 1]; 0 for a row without any."""
     return torch.where(on, x, 0.0).sum(1, keepdim=True) / on.sum(1, keepdim=True).clamp_min(1)

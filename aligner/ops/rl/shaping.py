@@ -1,4 +1,4 @@
-"""What a response's length and end do to its reward."""
+"""Changes of a response's reward by its length and end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from aligner.config.sections.algorithm import OverlongConfig
 
 
 def soft_overlong(lengths: Tensor, limit: float, cache: float) -> Tensor:
-    """0 up to limit - cache; ((limit - cache) - len) / cache, down to -1 at limit; -1 beyond. float32 [B].
+    """Return 0 up to limit - cache; ((limit - cache) - len) / cache, down to -1 at limit; -1 beyond. float32 [B].
 
     lengths [B], response tokens; limit and cache > 0, in tokens. Source: DAPO, arXiv:2503.14476.
     """
@@ -16,7 +16,7 @@ def soft_overlong(lengths: Tensor, limit: float, cache: float) -> Tensor:
 
 
 def shaped_rewards(rewards: Tensor, lengths: Tensor, finished: Tensor, cfg: OverlongConfig, limit: int) -> Tensor:
-    """rewards less `penalty` where the response does not end in EOS, plus `soft_overlong` with a cache of
+    """Subtract `penalty` from rewards of responses that do not end in EOS, and add `soft_overlong` with a cache of
     `soft_fraction` of the limit. All [B]; lengths and limit in response tokens."""
     shaped = rewards - cfg.penalty * (~finished).float()
     return shaped + soft_overlong(lengths, limit, cfg.soft_fraction * limit) if cfg.soft_fraction else shaped

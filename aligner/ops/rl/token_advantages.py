@@ -10,7 +10,8 @@ from aligner.ops.reduce import sum_over
 
 
 def token_rewards(scores: Tensor, response_mask: Tensor, kl: Tensor | None, coef: float) -> Tensor:
-    """Rewards per token, float32 [B, T]: scores [B] at the row's last response token, minus coef * kl on each one.
+    """Return rewards per token, float32 [B, T]: scores [B] at the row's last response token, minus coef * kl on each
+    one.
 
     response_mask [B, T], kl [B, T] or None (no penalty). A row without response tokens gets 0 everywhere.
     """
@@ -22,16 +23,17 @@ def token_rewards(scores: Tensor, response_mask: Tensor, kl: Tensor | None, coef
 
 
 def broadcast(advantage: Tensor, mask: Tensor) -> Tensor:
-    """The sample's advantage [B] on each of its masked tokens, float32 [B, T]."""
+    """Return the sample's advantage [B] on each of its masked tokens, float32 [B, T]."""
     return torch.where(mask.bool(), advantage.float()[:, None], 0.0)
 
 
 @torch.no_grad()
 def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation, (advantages, returns), each float32 [B, T] and 0 where mask is 0.
+    """Estimate advantages by GAE: (advantages, returns), each float32 [B, T] and 0 where mask is 0.
 
     token_rewards, values, mask [B, T]; values[:, t] is the value of the state before tokens[:, t].
-    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  returns = A + V. Beyond a row's last
+
+    delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; returns = A + V. Beyond a row's last
     masked token V and A are 0. Where mask is 0 between masked tokens (tool output) V_{t+1} and A_{t+1} pass through
     unchanged, so that the tokens on both sides are neighbours. Source: arXiv:1506.02438, equation 16.
     """
@@ -51,7 +53,7 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
 
 
 def return_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_{t+1}, float32 [B, T], 0 where mask is 0; tool output is passed over as in `gae`.
+    """Return G_t = r_t + gamma G_{t+1}, float32 [B, T], 0 where mask is 0; tool output is skipped as in `gae`.
 
     With -beta k1 in the token rewards, and whitened, this is the advantage of REINFORCE++, arXiv:2501.03262.
     """
@@ -62,7 +64,8 @@ def return_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 def whiten(
     x: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None, shift_mean: bool = True, ddof: int = 0
 ) -> Tensor:
-    """(x - mu) * rsqrt(var + 1e-8) over all masked entries of all ranks of `group`; 0 where mask is 0; float32 [B, T].
+    """Return (x - mu) * rsqrt(var + 1e-8) over all masked entries of all ranks of `group`; 0 where mask is 0; float32
+    [B, T].
 
     var has n - ddof in its denominator. Without `shift_mean`, mu is added back after scaling (as TRL and verl do).
     """

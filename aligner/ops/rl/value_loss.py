@@ -1,4 +1,4 @@
-"""The critic's loss, and how much of the returns it explains."""
+"""The critic's loss, and the share of the returns' variance that it explains."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class ValueTerm(NamedTuple):
-    """Not masked yet: the caller masks and aggregates."""
+    """Unmasked terms of the value loss: the caller masks and aggregates."""
 
     per_token: Tensor  # float32 [B, T], to be minimised
     clipped: Tensor  # bool [B, T], the clipped branch is the larger one: no gradient
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> ValueTerm:
-    """0.5 * max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), all [B, T]; clip 0 is off.
+    """Return 0.5 * max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), all [B, T]; clip 0 is off.
 
     Source: OpenAI baselines' ppo2; "What matters in on-policy RL", arXiv:2006.05990.
     """
@@ -33,7 +33,8 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 
 @torch.no_grad()
 def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """float64 [5]: n, sum r, sum r^2, sum (r-v), sum (r-v)^2 over masked tokens; add these over ranks and batches."""
+    """Return float64 [5]: n, sum r, sum r^2, sum (r-v), sum (r-v)^2 over masked tokens. Add these over ranks and
+    batches."""
     on = mask.bool()
     r = torch.where(on, returns.double(), 0.0)
     error = torch.where(on, returns.double() - values.double(), 0.0)
@@ -41,8 +42,8 @@ def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Te
 
 
 def explained_variance(sums: Tensor) -> float:
-    """1 - Var(r - v) / Var(r) from `explained_variance_sums`: 1 is perfect, 0 is no better than a constant, below 0
-    worse than that. 0 where the returns do not vary."""
+    """Return 1 - Var(r - v) / Var(r) from `explained_variance_sums`: 1 is perfect, 0 is no better than a constant,
+    below 0 worse than that. 0 where the returns do not vary."""
     n, r, r2, e, e2 = sums.tolist()
     if n < 1:
         return 0.0
