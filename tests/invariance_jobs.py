@@ -247,7 +247,7 @@ def learner(cfg: DistillConfig, sharded, mine: TrainBatch, batch: BatchConfig) -
     )
     student = Student(sharded, batch, cfg=cfg, vocab_size=model.vocab_size)
     student.heads = [] if cfg.top_k else [teacher.head(sharded)]
-    return student, teacher.tell(mine)
+    return student, teacher.add_targets(mine)
 
 
 def frozen(sharded, batch: BatchConfig) -> Reference:

@@ -1,1 +1,1 @@
-"""How `build` makes what a stage needs; with it, the only place that picks concrete classes."""
+"""Construction of what a stage needs; with `build`, the only place that picks concrete classes."""

@@ -14,12 +14,12 @@ from aligner.models.peft import KEY, read_adapter
 from aligner.ops.agree import same_view
 from aligner.refit.export import EXTRA_FILE
 
-BASE = "base"  # in EXTRA_FILE beside an adapter of ours: what tells the weights it was trained beside from others
+BASE = "base"  # in EXTRA_FILE beside an adapter of ours: identity of the weights it was trained with
 
 
 def initial_factors(job: Job) -> WeightSource:
-    """Collective over the world. Raises ConfigError, CheckpointError for an adapter that does not
-    belong to the model of `model.init`, or differs from what `model.lora` says."""
+    """Return the factors of `model.lora.init`. Collective over the world. Raises ConfigError, CheckpointError for an
+    adapter that does not belong to the model of `model.init`, or differs from `model.lora`."""
     init, cfg = job.cfg.model.lora.init, job.initial.config
     folder = Path(init).expanduser()
     job.built.contents[KEY] = digest(same_view(folder, lambda: folder_view(folder), by_node=True))
@@ -30,7 +30,7 @@ def initial_factors(job: Job) -> WeightSource:
 
 
 def _check_base(job: Job, folder: Path) -> None:
-    """Of a folder that `aligner export` wrote; those of others only tell by shapes."""
+    """Check the base weights of an adapter from `aligner export`; other folders are checked only by shapes."""
     if not (folder / EXTRA_FILE).is_file():
         return
     base = read_record(folder / EXTRA_FILE, CheckpointError).text(BASE)

@@ -1,4 +1,4 @@
-"""From a job to the evaluation of stages that learn from answers."""
+"""Evaluation of stages that learn from answers, from a job."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def make_answer_evaluation(job: Job, policy: Policy, refit: Refit | None = None) -> Evaluate | None:
-    """The loss on data.eval, and what the reward functions say of answers to its rows, by the engine of `refit` if the
-    stage has one."""
+    """Return the evaluation: the loss on data.eval, and the reward functions' scores of answers to its rows, by the
+    engine of `refit` if the stage has one."""
     cfg = job.cfg
     if not cfg.data.eval:
         return None

@@ -1,4 +1,4 @@
-"""From a job to its rows of stages that compare or rate answers."""
+"""Rows of stages that compare or rate answers, from a job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aligner.data.unpaired import UnpairedDataset
 
 
 def make_pairs(job: Job, path: str, key: str, data: DataConfig) -> PairDataset:
-    """Read what stage dpo learns."""
+    """Read the pairs that stage dpo learns."""
     preference = job.cfg.algorithm.preference
     key_of_loss = "algorithm.preference.loss"
     columns = dict.fromkeys(("chosen_reward", "rejected_reward"), key_of_loss) if preference.rewards else {}
@@ -22,12 +22,12 @@ def make_pairs(job: Job, path: str, key: str, data: DataConfig) -> PairDataset:
 
 
 def make_unpaired(job: Job, path: str, key: str, data: DataConfig) -> UnpairedDataset:
-    """Read what stage kto learns."""
+    """Read the answers that stage kto learns."""
     return _reported(job, UnpairedDataset(unpaired_rows(rows_of(job, path, key), data), job.tokenizer, data, key))
 
 
 def make_rated(job: Job, path: str, key: str, data: DataConfig) -> PreferenceDataset | ScoredDataset:
-    """Read what a reward model learns: pairs, or answers with scores."""
+    """Read the rows that a reward model learns: pairs, or answers with scores."""
     loss, rows = job.cfg.algorithm.reward_loss, rows_of(job, path, key)
     if loss.kind != "bradley_terry":
         return _reported(job, ScoredDataset(scored_rows(rows, data, loss.attributes), job.tokenizer, data, key))
@@ -36,7 +36,7 @@ def make_rated(job: Job, path: str, key: str, data: DataConfig) -> PreferenceDat
 
 
 def make_steps(job: Job, path: str, key: str, data: DataConfig) -> StepsDataset:
-    """Read what a process reward model learns: answers whose steps are labelled."""
+    """Read the rows that a process reward model learns: answers whose steps are labelled."""
     loss, rows = job.cfg.algorithm.reward_loss, step_rows(rows_of(job, path, key), data)
     return _reported(job, StepsDataset(rows, job.tokenizer, data, loss.separator, loss.last_step_only, key))
 

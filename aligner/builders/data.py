@@ -1,4 +1,4 @@
-"""From a job to its rows, prompts and batches."""
+"""Rows, prompts and batches, from a job."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ PTX = "ptx.data"  # a section like `data`
 
 
 def rows_of(job: Job, path: str, key: str) -> Rows:
-    """The rows of a dataset, the same on every rank. Raises DataError, ViewError."""
-    found: list[Rows] = []
+    """Read the rows of a dataset, the same on every rank. Raises DataError, ViewError."""
+    datasets: list[Rows] = []
 
     def look() -> dict[str, str]:
-        found[:] = [read_rows(path, key)]
-        return {key: found[0].content()}
+        datasets[:] = [read_rows(path, key)]
+        return {key: datasets[0].content()}
 
     job.built.contents[key] = same_view(path, look)[key]
-    return found[0]
+    return datasets[0]
 
 
 def make_training_set[D](job: Job, build: Callable[[str, str, DataConfig], D], section: str = "data") -> D | Mixture:
-    """`build(path, key, data)` a dataset of <section>.train, or of each of <section>.sources to mix them."""
+    """Build a dataset by `build(path, key, data)` of <section>.train, or of each of <section>.sources to mix them."""
     data = _section(job, section)
     if not data.sources:
         return build(data.train, f"{section}.train", data)
@@ -49,7 +49,7 @@ def make_training_set[D](job: Job, build: Callable[[str, str, DataConfig], D], s
         source.label: build(source.path, f"{section}.sources.{source.label}", data.of(source))
         for source in data.sources
     }
-    prompts = all(isinstance(part, PromptDataset) for part in parts.values())
+    prompts = all(isinstance(dataset, PromptDataset) for dataset in parts.values())
     return (PromptMixture if prompts else Mixture)(parts, [source.weight for source in data.sources])
 
 
@@ -60,7 +60,7 @@ def _section(job: Job, section: str) -> DataConfig:
 def make_answers(
     job: Job, path: str, key: str, data: DataConfig, told_by: ToldBy = by_none
 ) -> SftDataset | TextDataset:
-    """What stage sft learns."""
+    """Read the answers that stage sft learns."""
     dataset = sft_dataset(rows_of(job, path, key), job.tokenizer, data, key, told_by)
     job.say_rows(dataset.report)
     return dataset
@@ -75,8 +75,8 @@ def make_prompts(job: Job, path: str, key: str, data: DataConfig, told_by: ToldB
 
 
 def settle_steps(job: Job, dataset: Sequence, key: str) -> None:
-    """Give run.steps the number that run.epochs means for the rows that were kept, of which a step takes as many as the
-    config says under `key`, and note how many there are."""
+    """Set run.steps by run.epochs and the number of kept rows, of which a step takes the number under `key`. Note how
+    many rows there are."""
     run, rows, taken = job.cfg.run, len(dataset), getattr(job.cfg.batch, key)
     job.built.rows[key] = rows
     if run.epochs:
@@ -86,7 +86,7 @@ def settle_steps(job: Job, dataset: Sequence, key: str) -> None:
 
 
 def in_shares(job: Job, dataset: Mixture, count: int) -> list:
-    """So many rows of a mixture, each source with its share."""
+    """Return `count` rows of a mixture, each source with its share."""
     return [dataset[int(row)] for row in make_stream(job, dataset, count).next()]
 
 
@@ -98,14 +98,14 @@ def make_stream(job: Job, dataset: Sequence, batch: int, section: str = "data") 
 
     if not isinstance(dataset, Mixture):
         return stream(dataset, "train")
-    streams = {name: stream(part, f"sources.{name}", name) for name, part in dataset.parts.items()}
+    streams = {name: stream(rows, f"sources.{name}", name) for name, rows in dataset.parts.items()}
     by_tokens = _section(job, section).weight_by == "tokens"
-    lengths = [part.lengths for part in dataset.parts.values()] if by_tokens else None
+    lengths = [rows.lengths for rows in dataset.parts.values()] if by_tokens else None
     return MixedStream(streams, dataset.weights, batch, section, lengths)
 
 
 def make_batches(job: Job, dataset: Any, collate: Callable[[Any, int], TrainBatch]) -> BatchSource:
-    """Settles run.steps."""
+    """Make the source of batches. Settles run.steps."""
     settle_steps(job, dataset, "sequences")
     return _dealt(job, dataset, make_stream(job, dataset, job.cfg.batch.sequences), collate)
 
@@ -116,7 +116,7 @@ def _dealt(job: Job, dataset: Any, stream: Stream, collate: Callable[[Any, int],
 
 
 def make_ptx(job: Job) -> Ptx:
-    """The rows of ptx.data; a checkpoint keeps the place in them."""
+    """Make the rows of ptx.data; a checkpoint keeps the position in them."""
     dataset = make_training_set(job, partial(make_answers, job), PTX)
     stream = make_stream(job, dataset, job.cfg.ptx.sequences, PTX)
     job.built.state["ptx"] = stream
@@ -125,6 +125,6 @@ def make_ptx(job: Job) -> Ptx:
 
 def make_sampling(job: Job, temperature: float, limit: int, plain: bool = False) -> SamplingParams:
     s = job.cfg.sampling
-    more = sampled_with(job.tokenizer) | {"special": s.special_tokens}
+    special = sampled_with(job.tokenizer) | {"special": s.special_tokens}
     cut = {} if plain else {"top_p": s.top_p, "top_k": s.top_k, "min_p": s.min_p}
-    return SamplingParams(limit, temperature, stop=tuple(s.stop), **more, **cut)
+    return SamplingParams(limit, temperature, stop=tuple(s.stop), **special, **cut)

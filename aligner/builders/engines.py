@@ -1,4 +1,4 @@
-"""From a frozen config to what generates: engine, refit, proof, evaluation; and ranks that only generate."""
+"""Engine, refit, its verification and evaluation, from a job; and ranks that only generate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from aligner.engines.native.fleet import FleetEngine
 
 SENTINEL_PROMPTS, SENTINEL_TOKENS = 8, 64
-SENTINEL_DECODED = 16  # tokens that engines in a process of their own generate after each of these prompts
+SENTINEL_DECODED = 16  # tokens that engines in a child process generate after each of these prompts
 
 
 def _engine(job: Job, model: ModelConfig) -> RolloutEngine:
@@ -74,7 +74,7 @@ def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
 
 
 def native_engine(job: Job, model: ModelConfig, tokenizer: Any, reports_routing: bool = False) -> FleetEngine:
-    """One without weights. Collective over the ranks that will call it together."""
+    """Make a native engine without weights. Collective over the ranks that will call it together."""
     return imported(ENGINES["native"].made_by)(
         model,
         job.cfg.engine,
@@ -122,22 +122,22 @@ def make_refit(job: Job, model: ShardedModel) -> Refit:
 
 
 def make_verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset | PromptMixture) -> Verifier:
-    """Sentinel rows: the first prompts of the training set; logprobs at temperature 1 on both sides. What is generated
-    after them is no longer than responses are: there is room for it."""
+    """Make the verifier with sentinel rows: the first prompts of the training set; logprobs at temperature 1 on both
+    sides. The tokens generated after them are no longer than responses, so there is room for them."""
     first = [prompts[i].tokens[:SENTINEL_TOKENS] for i in range(min(SENTINEL_PROMPTS, len(prompts)))]
     # a prompt of one token has no logprob to compare
     rows = [torch.tensor(row if len(row) > 1 else (*row, job.tokenizer.eos_token_id)) for row in first]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=job.tokenizer.pad_token_id)
     lengths = torch.tensor([len(row) for row in rows])
     plain = Policy(policy.model, policy.batch, temperature=1.0)
-    power = POWER * (3 if quantized(job.cfg) else 1)  # its noise is that of the rounding, and not of zero mean
+    power = POWER * (3 if quantized(job.cfg) else 1)  # its noise is the rounding's, whose mean is not zero
     trainer = lambda t, n: plain.logprobs(TrainBatch(t, n, torch.zeros(len(n), 0)))  # noqa: E731
     decoded = min(SENTINEL_DECODED, job.cfg.sampling.max_response_tokens) if job.cfg.engine.child else 0
     return Verifier(refit, tokens, lengths, trainer, power=power, decoded=decoded)
 
 
 def make_answer_evaluator(job: Job, model: ShardedModel, refit: Refit | None) -> Evaluator | None:
-    """Of a stage that learns from answers, with a `refit` of its own or none yet."""
+    """Make the evaluator of a stage that learns from answers, with its own `refit` or none yet."""
     return make_evaluator(job, refit or make_refit(job, model))
 
 

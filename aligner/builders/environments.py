@@ -1,4 +1,4 @@
-"""From a job to its tools and environments, and what generates with them."""
+"""Tools, environments and players of trajectories, from a job."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from aligner.types import SamplingParams
 
 
 def find_tools(cfg: Config, tokenizer: Any) -> Tooling:
-    """Load what prompts tell the model of. Raises EnvironmentCodeError, ConfigError."""
-    found = load_tools(cfg.environment)
-    if not (found.scores or cfg.reward.functions):
+    """Load the tools that prompts describe to the model. Raises EnvironmentCodeError, ConfigError."""
+    tooling = load_tools(cfg.environment)
+    if not (tooling.scores or cfg.reward.functions):
         expected = "at least one function: environment.path has neither get_reward nor turn_reward"
         raise ConfigError("reward.functions", [], expected)
-    tools = schemas(found)
-    return Tooling(tools, _dialogue(cfg, tokenizer, tools), found.scores)
+    tools = schemas(tooling)
+    return Tooling(tools, _dialogue(cfg, tokenizer, tools), tooling.scores)
 
 
 def _dialogue(cfg: Config, tokenizer: Any, tools: Tools) -> Dialogue:

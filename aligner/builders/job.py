@@ -1,4 +1,4 @@
-"""A job: the config, this rank, and what every stage needs of both."""
+"""A job: the config, this rank, and the common needs of all stages."""
 
 from __future__ import annotations
 
@@ -46,48 +46,50 @@ from aligner.run.watchdog import Watchdog
 if TYPE_CHECKING:
     from aligner.engines.bridge import Bridge
 
-POLICY = "policy"  # whose engine the ranks ask for rollouts
-LAST_WORDS_S = 60.0  # that it may take to end a child that is late, and to say so
+POLICY = "policy"  # role whose engine generates rollouts
+LAST_WORDS_S = 60.0  # for ending a late child and reporting it
 
 
 @dataclass(frozen=True)
 class Tooling:
-    """What prompts tell the model that it may call."""
+    """Tools that prompts describe to the model."""
 
     schemas: list[dict[str, Any]]
-    dialogue: Dialogue  # with them
+    dialogue: Dialogue  # with these tools
     scores: bool  # whether the environment rewards
 
 
 @dataclass(frozen=True)
 class Built:
-    """What builders note of what they build, for the run that they build last. Nothing is taken back but a model that
-    is gone."""
+    """Notes of builders on what they build, for the run that they build last. Nothing is removed except a model that
+    is freed."""
 
-    models: dict[str, ShardedModel] = field(default_factory=dict)  # by role, for the memory's turns
+    models: dict[str, ShardedModel] = field(default_factory=dict)  # by role, for `PhaseMemory`
     engines: dict[str, RolloutEngine] = field(default_factory=dict)  # POLICY's; judges' with weights of their own
-    state: dict[str, Stateful] = field(default_factory=dict)  # that checkpoints keep beside the stage's own
-    on_step: list[Callable[[int], None]] = field(default_factory=list)  # called with the step that is done
-    on_save: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of one to be written
+    state: dict[str, Stateful] = field(default_factory=dict)  # kept in checkpoints besides the stage's own
+    on_step: list[Callable[[int], None]] = field(default_factory=list)  # called with the finished step
+    on_save: list[Callable[[int], None]] = field(
+        default_factory=list
+    )  # called with the step of a checkpoint to be written
     on_commit: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of a whole checkpoint
-    frozen: list[str] = field(default_factory=list)  # of each model with adapters: what its other weights are
-    contents: dict[str, str] = field(default_factory=dict)  # key of a path -> hash of what this run finds there
-    rows: dict[str, int] = field(default_factory=dict)  # key of `batch`, how many a step takes -> how many there are
+    frozen: list[str] = field(default_factory=list)  # of each model with adapters: the identity of its other weights
+    contents: dict[str, str] = field(default_factory=dict)  # key of a path -> hash of its content in this run
+    rows: dict[str, int] = field(default_factory=dict)  # key of `batch` with the rows of a step -> number of rows
 
 
 class Terminal:
-    """What a job says there, on rank 0."""
+    """Output of a job on the terminal, by rank 0."""
 
     def __init__(self, rank: int, tokenizer: Any, template_arguments: Mapping[str, Any]):
         self.rank, self.tokenizer, self.template_arguments = rank, tokenizer, template_arguments
-        self._described = False  # what the chat template shows
+        self._described = False  # whether the chat template has been described
 
     def say(self, text: object) -> None:
         if self.rank == 0:
             print(text, flush=True)
 
     def say_rows(self, report: DataReport) -> None:
-        """What became of a data set's rows; before the first that has conversations, what the chat template shows."""
+        """Print the report of a data set's rows. Before the first with conversations, describe the chat template."""
         if report.conversations and not self._described:
             self._described = True
             for line in describe(self.tokenizer, self.template_arguments):
@@ -97,7 +99,7 @@ class Terminal:
 
 @dataclass(frozen=True)
 class Job:
-    """What every stage needs: the config, this rank, and the policy-to-be with its layout and tokenizer."""
+    """Common needs of all stages: the config, this rank, and the initial policy with its layout and tokenizer."""
 
     cfg: Config
     env: RankEnv
@@ -124,7 +126,7 @@ class Job:
 
     @cached_property
     def tooling(self) -> Tooling | None:
-        """Before prompts are made. Raises EnvironmentCodeError, ConfigError."""
+        """Tools and environment, made before prompts. Raises EnvironmentCodeError, ConfigError."""
         return on_demand("environment")(self.cfg, self.tokenizer) if self.cfg.environment.on else None
 
     def say(self, text: object) -> None:
@@ -135,8 +137,8 @@ class Job:
 
 
 def start(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> Job:
-    """Join the other ranks, find the model and its tokenizer, and check what only they can tell. Who gets a job leaves
-    the others when it is done. With `signals` it is a run's, which notes its start."""
+    """Join the other ranks, resolve the model and its tokenizer, and check what depends on them. The caller leaves
+    the other ranks when the job is done. With `signals` it is a run's, which notes its start."""
     if cfg.engine.child is not None:
         imported(ENGINES[cfg.engine.name].made_by).require(cfg.engine)
     if not cfg.engine.can.several_nodes:
@@ -157,7 +159,8 @@ def start(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> Job:
 
 
 def _timeout_s(cfg: Config) -> float:
-    """Of collectives: in one, ranks wait for what another rank's child does, or for word that it is too late."""
+    """Return the timeout of collectives: in one, ranks wait for another rank's child, or for the report that it is
+    late."""
     child = cfg.engine.child
     return cfg.cluster.timeout_s if child is None else max(cfg.cluster.timeout_s, child.longest_s + LAST_WORDS_S)
 
@@ -173,7 +176,7 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device, signals: StopSignal
     torch.manual_seed(derive(cfg.seed, "torch"))
     if cfg.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-        # on CUDA torch calls the engine's cumulative sums nondeterministic, and would refuse them
+        # on CUDA torch considers the engine's cumulative sums nondeterministic, and would refuse them
         torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
     initial = resolve(cfg.model, cfg.model.init, cfg.seed)
     use_chat_template(initial.tokenizer, cfg.data)
@@ -210,7 +213,7 @@ def _noted(cfg: Config, env: RankEnv, device: torch.device, initial: InitialMode
 
 
 def _deadline(cfg: Config, env: RankEnv) -> Deadline:
-    """Rank 0 asks when the allocation ends."""
+    """Return the end of the allocation, which rank 0 reads."""
     end_s = allocation_end(cfg.cluster) if env.rank == 0 else None
     return Deadline(None if end_s is None else uptime_s() + end_s - time.time(), margin_s=cfg.cluster.margin_s)
 

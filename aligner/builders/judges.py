@@ -1,4 +1,4 @@
-"""From a job to models that judge by words: over HTTP, with the run's engine, or with one of their own."""
+"""Models that judge in words, from a job: over HTTP, with the run's engine, or with their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aligner.rollout.replies import EngineReplies
 
 
 def make_judges(job: Job) -> list[tuple[Judge | EndpointJudge, float]]:
-    """With their weights. Raises ConfigError."""
+    """Make the judges with their weights. Raises ConfigError."""
     judges: list[tuple[Judge | EndpointJudge, float]] = []
     asks: dict[str, EngineReplies] = {}
     for judge in job.cfg.reward.judges:
@@ -41,18 +41,18 @@ def _over_http(judge: JudgeConfig) -> EndpointJudge:
 
 
 def _own_replies(job: Job) -> EngineReplies:
-    """Of the run's engine, which is made after this."""
+    """Return replies of the run's engine, which is made after this."""
     return EngineReplies(
         lambda: job.built.engines[POLICY], job.tokenizer, job.layout.peers, job.initial.config.max_position
     )
 
 
 def _frozen(job: Job, judge: JudgeConfig) -> EngineReplies:
-    """Of another model, in a native engine of its own on the ranks that train. Raises ConfigError."""
+    """Return replies of another model, in its own native engine on the ranks that train. Raises ConfigError."""
     path, key = judge.model, f"reward.judges.{judge.name}.model"
     try:
         initial = resolve(replace(job.cfg.model, tokenizer="", lora=LoraConfig()), path, job.cfg.seed, key=key)
-    except DataError as error:  # it speaks of model.tokenizer
+    except DataError as error:  # it names model.tokenizer
         raise ConfigError(key, path, "a folder with the model's tokenizer", str(error)) from error
     if initial.folder is None or initial.adapters:
         raise ConfigError(key, path, "a Hugging Face folder, or a run that has exported one (`aligner export`)")

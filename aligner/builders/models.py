@@ -1,4 +1,4 @@
-"""From a job to its models in their roles: policy, reference, reward model, critic."""
+"""Models in their roles, from a job: policy, reference, reward model, critic."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def make_model(
     layout: Layout | None = None,
     trunk: ShardedModel | None = None,
 ) -> ShardedModel:
-    """With `optim` a model to train for `steps` optimizer steps, else a frozen one, on the job's layout unless told.
-    Its adapters, if it has some, start with these `factors`; its other weights are those of `trunk`, if given."""
+    """Make a model to train for `steps` optimizer steps with `optim`, else a frozen one, on `layout` or the job's
+    layout. Its adapters, if it has some, start with `factors`; its other weights are those of `trunk`, if set."""
     batch, source, layout = job.cfg.batch, trunk or initial.source(head), layout or job.layout
     rows = {"packed": batch.packing, "share": batch.share_prompts}
     rows |= {"seed": job.cfg.seed, "restore": None if trunk else partial(_restore, initial), "factors": factors}
@@ -52,7 +52,7 @@ def make_model(
 
 
 def _initial_factors(job: Job) -> WeightSource | None:
-    """Of the adapter that training starts from."""
+    """Return the factors of the adapter that training starts from."""
     return on_demand("model.lora.init")(job) if job.cfg.model.lora.init else None
 
 
@@ -65,12 +65,12 @@ def _restore(initial: InitialModel, model: ShardedModel) -> None:
 
 
 def _temperature(cfg: Config) -> float:
-    """Of the policy's distribution while it learns."""
+    """Return the temperature of the policy's distribution while it learns."""
     return cfg.sampling.temperature if cfg.stage.name in ROLLOUT_STAGES else 1.0
 
 
 def make_policy(job: Job, steps: int, **outputs: bool) -> Policy:
-    """`outputs`: which of the policy's an update finds (`Policy`)."""
+    """Make the policy. `outputs`: those that an update computes (`Policy`)."""
     optim = None if job.cfg.debug.rollout_only else job.cfg.optim
     model = job.built.models["policy"] = make_model(job, job.initial, Head(), optim, steps, _initial_factors(job))
     if optim is not None and job.cfg.ema.decay:
@@ -80,14 +80,14 @@ def make_policy(job: Job, steps: int, **outputs: bool) -> Policy:
 
 
 def make_sampler(job: Job) -> Policy:
-    """A policy that gives its weights to an engine, and never changes."""
+    """Make a policy that gives its weights to an engine, and never changes."""
     model = job.built.models["policy"] = make_model(job, job.initial, Head(), None, 0)
     return Policy(model, job.cfg.batch, _temperature(job.cfg))
 
 
 def make_reference(job: Job, policy: Policy | None = None) -> Reference:
-    """Of the model that training starts with: its own copy or, where all that the `policy` trains are adapters, the
-    policy's model without them."""
+    """Make the reference of the initial model: its own copy or, if the `policy` trains only adapters, the policy's
+    model without them."""
     if policy is not None and policy.model.adapted is not None:
         return AdapterReference(policy.model, policy.batch, policy.temperature)
     model = job.built.models["reference"] = make_model(job, job.initial, Head(), None, 0)
@@ -95,7 +95,7 @@ def make_reference(job: Job, policy: Policy | None = None) -> Reference:
 
 
 def make_preference_models(job: Job) -> tuple[Policy, Reference | None, dict[str, ShardedModel]]:
-    """The policy, the reference where one is asked each step, and the models that change: those of a checkpoint."""
+    """Make the policy, the reference if one runs at each step, and the models that change, for checkpoints."""
     preference = job.cfg.algorithm.preference
     policy = make_policy(job, job.cfg.run.steps, entropy=False, log_squares=preference.wpo)
     models = {"policy": policy.model}
@@ -108,7 +108,7 @@ def make_preference_models(job: Job) -> tuple[Policy, Reference | None, dict[str
 
 
 def _scorer(job: Job, path: str, key: str) -> InitialModel:
-    """The shape and weights of a reward model; it must share the policy's tokenizer."""
+    """Resolve the shape and weights of a reward model; it must share the policy's tokenizer."""
     like = dataclasses.replace(job.cfg.model, tokenizer="")
     initial = resolve(like, path, job.cfg.seed, key=key)
     job.built.contents[key] = initial.content
@@ -129,7 +129,7 @@ def make_reward_model(job: Job) -> RewardModel | ProcessRewardModel | None:
         raise ConfigError("reward.model", path, "a reward model: a run of stage rm, or a folder with score.weight")
     separator = initial.extra.get("separator")
     if not initial.extra:
-        job.say(f"reward.model={path}: no {EXTRA_FILE} says the mean of its scores: they are not centred")
+        job.say(f"reward.model={path}: no {EXTRA_FILE} has the mean of its scores: they are not centred")
     mix = _mix(job, initial)
     outputs = max(1, len(initial.extra.get("attributes") or ()))
     model = job.built.models["reward"] = make_model(job, initial, Head("score", outputs), None, 0)
@@ -141,7 +141,7 @@ def make_reward_model(job: Job) -> RewardModel | ProcessRewardModel | None:
 
 
 def _mix(job: Job, initial: InitialModel) -> tuple[Mixed, ...]:
-    """What reward.model_attributes says of the outputs of a reward model of several attributes."""
+    """Return the outputs and weights by reward.model_attributes, of a reward model of several attributes."""
     weights, extra, key = job.cfg.reward.model_attributes, initial.extra, "reward.model_attributes"
     names = list(extra.get("attributes") or ())
     for name in weights:
@@ -149,20 +149,20 @@ def _mix(job: Job, initial: InitialModel) -> tuple[Mixed, ...]:
             known = ", ".join(names) or "none: it was trained on pairs or steps"
             raise ConfigError(key, name, f"attributes of reward.model, which has {known}")
     if weights and "biases" not in extra:
-        raise ConfigError(key, dict(weights), "a reward model that says the mean of each attribute: train it anew")
+        raise ConfigError(key, dict(weights), "a reward model that stores the mean of each attribute: train it anew")
     scales = extra["stds"] if weights and job.cfg.reward.model_standardize else [1.0] * len(names)
     places = {name: names.index(name) for name in weights}
     return tuple(Mixed(k, weights[name], extra["biases"][k], scales[k]) for name, k in places.items())
 
 
 def _centring(job: Job, initial: InitialModel) -> tuple[float, float]:
-    """(bias, scale) of a reward model's scores."""
+    """Return (bias, scale) of a reward model's scores."""
     extra = initial.extra
     return extra.get("bias", 0.0), extra.get("std", 1.0) if job.cfg.reward.model_standardize else 1.0
 
 
 def make_scorer(job: Job, outputs: int) -> RewardModel:
-    """The model of `model.init` with a head of so many scores, to be trained."""
+    """Make the model of `model.init` with a head of `outputs` scores, to be trained."""
     how = job.cfg.optim, job.cfg.run.steps, _initial_factors(job)
     model = make_model(job, job.initial, Head("score", outputs), *how)
     job.built.models["policy"] = model
@@ -170,14 +170,14 @@ def make_scorer(job: Job, outputs: int) -> RewardModel:
 
 
 def make_step_scorer(job: Job) -> ProcessRewardModel:
-    """Likewise with one score for each step."""
+    """Make the same with one score for each step."""
     model = make_scorer(job, 1).model
     return ProcessRewardModel(model, job.cfg.batch, StepEncoder(job.tokenizer, job.cfg.algorithm.reward_loss.separator))
 
 
 def make_critic(job: Job, steps: int, policy: Policy) -> Critic:
-    """From `critic.init`, by default the reward model; it then speaks in the reward model's centred, scaled scores. Or
-    on the frozen weights of the `policy`."""
+    """Make the critic from `critic.init`, by default the reward model, whose centred, scaled scores it then uses. Or
+    put it on the frozen weights of the `policy`."""
     if job.cfg.critic.trunk == "policy":
         how = job.cfg.critic.optim, steps
         model = job.built.models["critic"] = make_model(job, job.initial, Head("score"), *how, trunk=policy.model)

@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step: where it computes, what it trains, how long, and what it writes."""
+"""Report of a run before its first step: where it computes, what it trains, how long, and what it writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aligner.megatron.transformer_engine import HERE
 
 
 def opening(job: Job, models: Mapping[str, ShardedModel]) -> Iterable[str]:
-    """Lines for the terminal; `models` are those that a checkpoint has."""
+    """Yield lines for the terminal; `models` are those that a checkpoint has."""
     cfg, dtype = job.cfg, _name(job.dtype)
     yield f"{job.device.type}, {dtype}: {_sizes(job, models)}"
     if job.env.world_size > 1:
@@ -29,7 +29,7 @@ def _layout(job: Job) -> str:
     cfg = job.cfg
     layout = f"{job.layout.data} x tensor {cfg.parallel.tensor} x pipeline {cfg.parallel.pipeline}"
     shared = f", experts over {cfg.parallel.expert}" if job.initial.config.moe.num_experts else ""
-    engines = f"; {cfg.engine.ranks} more ranks generate" if cfg.engine.ranks else ""
+    engines = f"; {cfg.engine.ranks} ranks only generate" if cfg.engine.ranks else ""
     return f"{_ranks(job)}: data {layout} x context {cfg.parallel.context}{shared}{engines}"
 
 
@@ -41,13 +41,13 @@ def _sizes(job: Job, models: Mapping[str, ShardedModel]) -> str:
     shape = job.initial.config
     if not models:
         return f"{parameters(shape):,} parameters, none of them trained"
-    found = []
+    models_text = []
     for role, model in models.items():
         kind, outputs = ("score", model.head.outputs) if model.head.kind == "score" else ("lm", 1)
         count = f"{parameters(model.cfg, kind, outputs):,} parameters"
-        trained = "adapters alone are trained" if model.adapted is not None else "all trained"
-        found.append(f"{role} {count}, {trained if model.optim is not None else 'none of them trained'}")
-    return "; ".join(found)
+        trained = "only adapters trained" if model.adapted is not None else "all trained"
+        models_text.append(f"{role} {count}, {trained if model.optim is not None else 'none of them trained'}")
+    return "; ".join(models_text)
 
 
 def _ranks(job: Job) -> str:
@@ -78,7 +78,7 @@ def _files(cfg: Config, ranks: int) -> Iterable[str]:
     if ranks > 1:
         yield "logs/ (of the other ranks)"
     if cfg.logging.jsonl:
-        yield "report.html at its end"
+        yield "report.html at the end"
 
 
 def _warnings(job: Job, dtype: str) -> Iterable[str]:
@@ -94,18 +94,18 @@ def _warnings(job: Job, dtype: str) -> Iterable[str]:
     if learns and 0 < cfg.run.steps <= warmup:
         yield (
             f"WARNING: run.steps={cfg.run.steps} are all within critic.warmup_steps={warmup}: the critic learns, and "
-            "the policy stays as it is"
+            "the policy does not change"
         )
 
 
 def _stored(job: Job) -> str:
-    """The dtype of the weights in the folder of model.init, as its config.json has it; empty where nothing says it."""
+    """Return the dtype of the weights in the folder of model.init, by its config.json; "" if unknown."""
     folder: Path | None = job.initial.folder
     if folder is None:
         return ""
     try:
         raw = read_record(folder / "config.json", AlignerError)
-        found = raw.fields.get("dtype") or raw.fields.get("torch_dtype")
+        dtype = raw.fields.get("dtype") or raw.fields.get("torch_dtype")
     except AlignerError:
         return ""
-    return found if found in ("float32", "bfloat16") else ""
+    return dtype if dtype in ("float32", "bfloat16") else ""

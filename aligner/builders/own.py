@@ -1,4 +1,4 @@
-"""From a job to the answers of the model that learns, unscored."""
+"""Unscored answers of the model that learns, from a job."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from aligner.run.checkpoints import Stateful
 def make_own_answers(
     job: Job, policy: Policy, refit: Refit, prompts: PromptDataset | PromptMixture, count: int
 ) -> tuple[OwnAnswers, dict[str, Stateful]]:
-    """Of the policy, to `count` rows of the training set at a time, and what of it a checkpoint keeps."""
+    """Make the source of the policy's answers, to `count` rows of the training set at a time, and its state for
+    checkpoints."""
     cfg, layout = job.cfg, job.layout
     verifier, stream = make_verifier(job, refit, policy, prompts), make_stream(job, prompts, count)
     sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
-    mine = range(count)[share(count, layout.data, layout.dp_rank)]
+    own_slots = range(count)[share(count, layout.data, layout.dp_rank)]
     answers = OwnAnswers(
         Weights(refit, verifier, job.timers),
-        Requests(prompts, stream, 1, count, mine, cfg.seed),
+        Requests(prompts, stream, 1, count, own_slots, cfg.seed),
         Player(refit.engine, job.tokenizer, sampling, layout.peers, job.timers),
         layout.pgs.dp,
         cfg.algorithm.distill.told_by,

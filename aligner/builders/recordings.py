@@ -1,4 +1,4 @@
-"""From a job to recorded rollouts: those that it learns from, and those that it writes."""
+"""Recorded rollouts, from a job: those that it learns from, and those that it writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aligner.run.rows import file_name
 
 
 def make_recorded(job: Job, model: ShardedModel) -> RecordedSource:
-    """In the place of an engine's. Raises ConfigError, DataError."""
+    """Make the source of recorded rollouts, instead of an engine's. Raises ConfigError, DataError."""
     cfg = job.cfg
     where = cfg.debug.train_only, cfg.run.steps, _origin(job), job.layout
     routed = model.cfg if cfg.mismatch.replay_routing else None
@@ -29,7 +29,7 @@ def make_recorded(job: Job, model: ShardedModel) -> RecordedSource:
 
 
 def make_replayed(job: Job, source: Rollouts, model: ShardedModel) -> Replayed:
-    """Of the recorded rollouts those without a gap behind them: none may be asked of the source after one. Raises
+    """Make the source of recorded rollouts without a gap after them: after one the source must generate all. Raises
     DataError."""
     folder, files = Path(job.cfg.debug.replay) / FOLDER, {}
     routed = model.cfg if job.cfg.mismatch.replay_routing else None

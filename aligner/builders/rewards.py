@@ -1,4 +1,4 @@
-"""From a job to its rewards: functions, a reward model, judges."""
+"""Rewards, from a job: functions, a reward model, judges."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ def _sum_over_data_ranks(job: Job, values: list[float]) -> list[float]:
 
 
 def make_rewards(job: Job, model: RewardModel | ProcessRewardModel | None) -> RewardPipeline:
-    found: list[tuple[Any, float]] = [
+    weighted: list[tuple[Any, float]] = [
         (load_function(function, i), function.weight) for i, function in enumerate(job.cfg.reward.functions)
     ]
     if model is not None:
-        found.append((model, job.cfg.reward.model_weight))
+        weighted.append((model, job.cfg.reward.model_weight))
     if job.tooling and job.tooling.scores:
-        found.append((EnvironmentReward(), job.cfg.environment.weight))
+        weighted.append((EnvironmentReward(), job.cfg.environment.weight))
     if job.cfg.reward.judges:
-        found += on_demand("reward.judges")(job)
+        weighted += on_demand("reward.judges")(job)
     if job.cfg.run.resume != "auto" and job.env.rank == 0:
         job.answers.clear()
-    outside = job.cfg.environment.on or any(hasattr(reward, "keep_answers") for reward, _ in found)
+    outside = job.cfg.environment.on or any(hasattr(reward, "keep_answers") for reward, _ in weighted)
     answers = job.answers if outside else None
     if outside and job.env.rank == 0:
         job.built.on_commit.append(lambda _: job.answers.drop(_first_rollout(job)))
-    return RewardPipeline(found, job.cfg.reward, partial(_sum_over_data_ranks, job), answers)
+    return RewardPipeline(weighted, job.cfg.reward, partial(_sum_over_data_ranks, job), answers)
 
 
 def _first_rollout(job: Job) -> int:
-    """The first that a start may go through, whichever checkpoint it resumes from: of windows one that was in flight
-    then. 0: not known."""
+    """Return the first rollout that a start may need, whichever checkpoint it resumes from; with windows one that was
+    in flight then. 0: unknown."""
     step, path = complete_checkpoints(Path(job.cfg.run.dir) / "checkpoints")[0]
     try:
         state = record(read_state(path)["state"], str(path), CheckpointError)
         groups = state.record("clock").integers("groups") if "clock" in state else []
     except CheckpointError as error:
-        job.say(f"warning: {error}: answers from outside stay")
+        job.say(f"warning: {error}: stored answers of tools and judges are kept")
         return 0
     return min([step, *(number // job.cfg.batch.prompts for number in groups)]) + 1

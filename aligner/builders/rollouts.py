@@ -1,4 +1,4 @@
-"""From a job to its source of rollouts: an engine's, stored and recorded where that is asked for, or recordings."""
+"""Source of rollouts, from a job: an engine's, stored and recorded if configured, or recordings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from aligner.run.checkpoints import Stateful
 
 
 def find_prompts(job: Job) -> PromptDataset | PromptMixture | None:
-    """What is answered; None where recordings are. Settles run.steps."""
+    """Make the prompts; None if recordings are used. Settles run.steps."""
     cfg = job.cfg
     if cfg.debug.train_only:
         if cfg.run.epochs:
@@ -53,7 +53,7 @@ def make_rollouts(
     reward_model: RewardModel | ProcessRewardModel | None,
     prompts: PromptDataset | PromptMixture | None,
 ) -> tuple[Rollouts, dict[str, Stateful], Evaluator | None]:
-    """The source of rollouts, those of its parts that a checkpoint keeps, and what evaluates between them."""
+    """Make the source of rollouts, its state for checkpoints, and the evaluator that runs between them."""
     cfg = job.cfg
     if prompts is None:
         return _watched(job, on_demand("debug.train_only")(job, policy.model)), {}, None
@@ -63,13 +63,13 @@ def make_rollouts(
     refit = make_refit(job, policy.model)
     verifier = make_verifier(job, refit, policy, prompts)
     stream, layout, count = make_stream(job, prompts, cfg.batch.prompts), job.layout, cfg.batch.prompts
-    mine = range(count)[share(count, layout.data, layout.dp_rank)]
+    own_slots = range(count)[share(count, layout.data, layout.dp_rank)]
     sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
     if cfg.environment.on:
         player = on_demand("environment, to play in")(job, refit.engine, sampling)
     else:
         player = Player(refit.engine, job.tokenizer, sampling, layout.peers, job.timers, cfg.engine.window)
-    requests = Requests(prompts, stream, cfg.batch.group, count, mine, cfg.seed)
+    requests = Requests(prompts, stream, cfg.batch.group, count, own_slots, cfg.seed)
     schedule = _schedule(job, requests, player, policy.model)
     scorer = Scorer(rewards, layout.peers, job.timers)
     weights = Weights(refit, verifier, job.timers)
@@ -81,13 +81,14 @@ def make_rollouts(
 
 
 def _watched(job: Job, source: Rollouts) -> Rollouts:
-    """By the chain of hashes, and by who records."""
+    """Return the source, observed by the chain of hashes and by the recorder."""
     source = Hashed(source, job.seen)
     return on_demand("debug.record")(job, source) if recorded_steps(job.cfg) else source
 
 
 def _schedule(job: Job, requests: Requests, player: Player, model: ShardedModel) -> Schedule:
-    """What a checkpoint needs of it is there, and what none needs is deleted."""
+    """Make the schedule. Checkpoints secure the stored rollouts that they need, and those that none needs are
+    deleted."""
     cfg = job.cfg
     everyone = replace(requests, own_slots=range(requests.slots)) if cfg.engine.window else requests
     when = cfg.engine.lag, cfg.engine.window, cfg.run.steps
@@ -100,14 +101,13 @@ def _schedule(job: Job, requests: Requests, player: Player, model: ShardedModel)
 
     job.built.on_save.append(schedule.secure)
     job.built.on_commit.append(forget)
-    if not cfg.checkpoint.every:  # none is on its way before the end: all that was stored would stay until then
+    if not cfg.checkpoint.every:  # there is no checkpoint before the end: everything stored would stay until then
         schedule.passed = forget
     return schedule
 
 
 def _store(job: Job) -> Store | None:
-    """Where rollouts are stored until checkpoints make them useless, if any may need them; empty where this start
-    continues nothing."""
+    """Return the store of rollouts, if a checkpoint may need any. It is empty if this start resumes nothing."""
     cfg = job.cfg
     # config.yaml has the model's true shape, the config that a run began with may have a default one
     key, other = (

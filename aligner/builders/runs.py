@@ -1,4 +1,4 @@
-"""A stage's run: what its checkpoints hold and must share, its metrics, and what is saved when it fails or ends."""
+"""A stage's run: the content and identity of its checkpoints, its metrics, and what is saved when it fails or ends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from aligner.run.starts import versions
 def make_run(
     job: Job, models: Mapping[str, ShardedModel], state: Mapping[str, Stateful], evaluate: Evaluate | None = None
 ) -> Run:
-    """`models` are saved with their optimizers, by these names, and `state` with them."""
+    """Make the run. `models` are saved with their optimizers, by these names, and `state` with them."""
     cfg, run_dir = job.cfg, Path(job.cfg.run.dir)
     alarms = Alarms(response_limits(cfg), cfg.critic.warmup_steps)
     checkpoints = Checkpoints(
@@ -81,21 +81,21 @@ def make_run(
 
 
 def _accepted(job: Job) -> None:
-    """Note the start in a folder that is this run's by now. Its config.yaml gets what the config alone did not say: the
-    true shape of the model, and the steps that run.epochs means."""
+    """Note the start in a folder that is this run's now. Its config.yaml gets what the config did not contain: the
+    true shape of the model, and the steps of run.epochs."""
     folder = job.cfg.run.dir
     if (Path(folder) / FILE_NAME).is_file():
         kept = load_frozen(folder)
-        found = dataclasses.replace(kept, model=job.initial.config, run=copy(kept.run))
+        settled = dataclasses.replace(kept, model=job.initial.config, run=copy(kept.run))
         if kept.run.epochs:
-            found.run.steps = job.cfg.run.steps
-        if found != kept:
-            freeze(found, folder)
+            settled.run.steps = job.cfg.run.steps
+        if settled != kept:
+            freeze(settled, folder)
     job.start.accepted()
 
 
 def _facts(job: Job, checkpoints: Checkpoints) -> dict[str, Any]:
-    """What the numbers of this run are made of; rank 0's."""
+    """Return the facts on which the numbers of this run depend; on rank 0."""
     if job.env.rank:
         return {}
     ranks = {"ranks": job.env.world_size, "device": job.device.type, "dtype": str(job.dtype).removeprefix("torch.")}
@@ -118,7 +118,8 @@ def _identity(job: Job) -> dict[str, Any]:
 
 
 def _adapters(job: Job) -> dict[str, Any] | None:
-    """What a checkpoint of adapters goes with: the weights that they were trained beside, and how both are joined."""
+    """Return what a checkpoint of adapters belongs to: the weights that they were trained with, and how both are
+    merged."""
     lora = job.cfg.model.lora
     if not job.built.frozen:
         return None
@@ -129,7 +130,7 @@ def _adapters(job: Job) -> dict[str, Any] | None:
 
 
 def _definition(job: Job) -> dict[str, Any]:
-    """What this run is made of, the same on every rank. Raises ViewError."""
+    """Return the definition of this run, the same on every rank. Raises ViewError."""
     cfg, tokenizer, code = job.cfg, job.tokenizer, reward_code(job.cfg)
     contents = {"model.init": job.initial.content}
     contents["model.tokenizer"] = digest((tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.pad_token_id))
@@ -137,16 +138,16 @@ def _definition(job: Job) -> dict[str, Any]:
         contents["reward.functions"] = hashlib.sha256(code).hexdigest()[:16]
     if code := environment_code(cfg):
         contents["environment"] = hashlib.sha256(code).hexdigest()[:16]
-    found = definition(cfg, contents | job.built.contents)
-    mine = {key: json.dumps(value) for key, value in (found | _identity(job)).items()}
-    same_view(cfg.run.dir, lambda: mine)
-    return found
+    defined = definition(cfg, contents | job.built.contents)
+    view = {key: json.dumps(value) for key, value in (defined | _identity(job)).items()}
+    same_view(cfg.run.dir, lambda: view)
+    return defined
 
 
 @contextmanager
 def saved_first(run: Run) -> Iterator[None]:
-    """A reward or an engine that fails in the middle of a run, or the gate, costs nothing: the last whole step is saved
-    before the run ends."""
+    """Save the last complete step before the run ends with an error of a reward, an engine or the refit's
+    verification within the block."""
     try:
         yield
     except SHARED as error:
@@ -155,13 +156,13 @@ def saved_first(run: Run) -> Iterator[None]:
 
 
 def together(*measures: Evaluate | None) -> Evaluate | None:
-    """One evaluation of several, of which some may not be wanted."""
+    """Combine several evaluations, some of which may be None."""
     wanted = [measure for measure in measures if measure is not None]
     return (lambda: {name: value for measure in wanted for name, value in measure().items()}) if wanted else None
 
 
 def refuse_checkpoints(job: Job) -> None:
-    """A folder that has some belongs to a run that trains. Raises ConfigError."""
+    """Refuse a folder with checkpoints, which belongs to a run that trains. Raises ConfigError."""
     run_dir = Path(job.cfg.run.dir)
     if complete_checkpoints(run_dir / "checkpoints"):
         hint = f"To generate from one: model.init={run_dir}, and a new run.dir."
@@ -169,7 +170,7 @@ def refuse_checkpoints(job: Job) -> None:
 
 
 def finish(job: Job, run: Run, model: ShardedModel, extra: dict[str, Any] | None = None) -> None:
-    """After the last step: the export. `extra` belongs to the weights, beside them and in the last checkpoint."""
+    """Export after the last step. `extra` belongs to the weights, stored with them and in the last checkpoint."""
     if extra is not None:
         run.checkpoints.describe(run.step, EXTRA_FILE, extra)
     if job.cfg.run.export:

@@ -1,4 +1,4 @@
-"""From a job to the samples that stage sample writes."""
+"""Samples that stage sample writes, from a job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aligner.rollout.source import Weights
 
 
 def make_samples(job: Job, reward_model: RewardModel | None) -> tuple[Samples, Sampled]:
-    """What makes them, and the files that keep them."""
+    """Make their source, and the files that keep them."""
     cfg, peers = job.cfg, job.layout.peers
     policy, rewards = make_sampler(job), make_rewards(job, reward_model)
     rows = prompt_rows(rows_of(job, cfg.data.train, "data.train"), cfg.data)
@@ -47,7 +47,7 @@ def make_samples(job: Job, reward_model: RewardModel | None) -> tuple[Samples, S
 
 
 def _check_answers(prompts: PromptDataset) -> None:
-    """For stage.sample.pairs=answers. Raises DataError for the first row that has none."""
+    """Check answers for stage.sample.pairs=answers. Raises DataError for the first row without one."""
     for i in range(len(prompts)):
         if not answer_of(prompts[i].fields):
             expected = "an answer to the prompt, in the last turn of `messages` or in the column `completion`"

@@ -1,4 +1,4 @@
-"""From a job to a rank that only generates."""
+"""A rank that only generates, from a job."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def serve(job: Job) -> int:
-    """Do what the trainer's ranks order, to their end; returns the exit code."""
+    """Do what the trainer's ranks order, until they end; returns the exit code."""
     cfg, bridge, model = job.cfg, job.bridge, job.initial.config
     assert bridge is not None
     bridge.signal = lambda: job.boundary.signals.received

@@ -1,5 +1,5 @@
-"""Numbers in place of `auto`: what the run had before, else what this job's memory allows. Every rank gets the same,
-and the run's record keeps them, so that each further start computes the same bit by bit."""
+"""Values for `auto`: those of the run's previous start, else those that this job's memory allows. Every rank gets the
+same. The run's record keeps them, so that each further start computes the same bit-for-bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 
 def decide(cfg: Config, env: RankEnv, device: torch.device) -> str:
-    """Set in `cfg` what is `auto`. Returns a line that tells it; empty where nothing was. Collective over the world."""
+    """Set the keys that are `auto` in `cfg`. Returns a line about it; "" if there were none. Collective over the
+    world."""
     if not undecided(cfg):
         return ""
     each = gathered(memory_bytes(device, env.local_world_size))
@@ -34,29 +35,29 @@ def decide(cfg: Config, env: RankEnv, device: torch.device) -> str:
     def chosen() -> Config:
         earlier = _earlier(cfg)
         known = cfg if earlier is None else taken_over(cfg, earlier)
-        kernels = "te" if uses_transformer_engine(cfg.model) else "own"  # the first share no prompts, and need more
-        found = sized(replace(known, model=replace(known.model, kernels=kernels)), env.world_size, room)
-        _keep(found)
-        return found
+        kernels = "te" if uses_transformer_engine(cfg.model) else "own"  # te shares no prompts, and needs more
+        settled = sized(replace(known, model=replace(known.model, kernels=kernels)), env.world_size, room)
+        _keep(settled)
+        return settled
 
-    found = by_rank_0(chosen)
-    cfg.batch, cfg.engine = found.batch, found.engine
-    return _line(found)
+    settled = by_rank_0(chosen)
+    cfg.batch, cfg.engine = settled.batch, settled.engine
+    return _line(settled)
 
 
 def memory_bytes(device: torch.device, local_ranks: int) -> int:
-    """Memory of a rank: its GPU's, or its share of the machine's or the container's."""
+    """Return the memory of a rank: its GPU's, or its share of the machine's or the container's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in map(Path, LIMITS):
         text = path.read_text().strip() if path.is_file() else ""
-        found += [int(text)] if text.isdecimal() else []
-    return min(found) // local_ranks
+        limits += [int(text)] if text.isdecimal() else []
+    return min(limits) // local_ranks
 
 
 def _earlier(cfg: Config) -> Config | None:
-    """The record of the run that goes on, else of the one whose checkpoint it begins with."""
+    """Return the record of the resumed run, else of the one whose checkpoint it begins with."""
     if cfg.run.resume == "never":
         return None
     folders = [Path(cfg.run.dir)]
@@ -70,13 +71,13 @@ def _earlier(cfg: Config) -> Config | None:
     return None
 
 
-def _keep(found: Config) -> None:
+def _keep(sizes: Config) -> None:
     """Write the sizes into this start's config.yaml, if it has one."""
-    folder = Path(found.run.dir)
+    folder = Path(sizes.run.dir)
     name = next((name for name in (PENDING_NAME, FILE_NAME) if (folder / name).is_file()), "")
     if name:
         record = load_frozen(folder / name)
-        record.batch, record.engine = found.batch, found.engine
+        record.batch, record.engine = sizes.batch, sizes.engine
         freeze(record, folder, name)
 
 

@@ -1,4 +1,4 @@
-"""Turn a frozen config into a run of its stage. This room alone picks concrete classes."""
+"""Run of a frozen config's stage. Only this room picks concrete classes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from aligner.run.watchdog import Watchdog
 
 
 def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> int:
-    """Build and run the configured stage to its end, or to the step at which it is asked to stop; returns the exit
-    code. Raises AlignerError."""
+    """Build and run the configured stage to its end, or to the step of a stop request; returns the exit code. Raises
+    AlignerError."""
     if cfg.run.resume == "never" and restarted():
         cfg.run.resume = "auto"  # `never` was for the first start of the job
     run_dir = Path(cfg.run.dir).absolute()
@@ -43,10 +43,10 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
         job.say(stopped)
         well = True
     except AlignerError as error:
-        _tell(job, error)
+        _report(job, error)
         raise
     except Exception as error:
-        _tell(job, error)
+        _report(job, error)
         job.watchdog.ask_for_stacks(repr(error))
         raise
     finally:
@@ -59,6 +59,6 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
     return 0
 
 
-def _tell(job: Job, error: Exception) -> None:
+def _report(job: Job, error: Exception) -> None:
     if job.bridge is not None:
         job.bridge.tell(error)

@@ -1,5 +1,5 @@
-"""Reference logprobs of whole datasets, computed once before training and kept in the run folder: while the policy
-trains there is no second model."""
+"""Reference logprobs of whole datasets, computed once before training and kept in the run folder: no second model
+runs while the policy trains."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from aligner.rollout.sharing import share
 from aligner.types import TrainBatch
 
 Collate = Callable[[Sequence, int], TrainBatch]
-ITEMS = 1024  # of all ranks, computed between two looks at the data
+ITEMS = 1024  # of all ranks, computed per pass over the data
 
 
 def store_reference(job: Job, train: Answers | Mixture, held_out: Answers | None, collate: Collate) -> None:
-    """Give each of their datasets the logprobs of its tokens by the model of `model.init`: from <run.dir>/reference, if
-    they were computed for the same weights, tokens and dtype; else computed, with a model that is gone afterwards, and
-    written there. `collate` makes a batch of items. Collective."""
+    """Give each dataset the logprobs of its tokens by the model of `model.init`. They come from <run.dir>/reference,
+    if they were computed for the same weights, tokens and dtype. Otherwise they are computed by a model that is freed
+    afterwards, and written there. `collate` makes a batch of items. Collective."""
     parts = list(train.parts.values()) if isinstance(train, Mixture) else [train]
-    datasets: dict[str, Answers] = {f"train-{i}": part for i, part in enumerate(parts)}
+    datasets: dict[str, Answers] = {f"train-{i}": dataset_part for i, dataset_part in enumerate(parts)}
     datasets |= {"eval": held_out} if held_out is not None else {}
     reference = None
     for name, dataset in datasets.items():
         file, key = Path(job.cfg.run.dir) / "reference" / f"{name}.safetensors", _key(job, dataset)
-        found = _read(file, key) if job.env.rank == 0 else None
-        known = torch.tensor(int(found is not None), device=job.device)
+        stored = _read(file, key) if job.env.rank == 0 else None
+        known = torch.tensor(int(stored is not None), device=job.device)
         dist.broadcast(known, 0)
         if known:
-            values = torch.zeros(dataset.tokens, device=job.device) if found is None else found.to(job.device)
+            values = torch.zeros(dataset.tokens, device=job.device) if stored is None else stored.to(job.device)
             dist.broadcast(values, 0)
         else:
             reference = reference or make_reference(job)
@@ -54,7 +54,8 @@ def store_reference(job: Job, train: Answers | Mixture, held_out: Answers | None
 
 
 def _key(job: Job, dataset: Answers) -> str:
-    """Changes with whatever the numbers depend on: weights, and the tokens that template and limits left."""
+    """Return a key that changes with all that the numbers depend on: weights, and the tokens after template and
+    limits."""
     initial = job.initial
     digest = hashlib.sha256(repr((initial.content, initial.seed, shape_of(initial.config), str(job.dtype))).encode())
     digest.update(dataset.digest())
@@ -62,7 +63,7 @@ def _key(job: Job, dataset: Answers) -> str:
 
 
 def _read(file: Path, key: str) -> Tensor | None:
-    """None where there is no whole file of this key."""
+    """Return the logprobs, None if there is no complete file of this key."""
     if not file.is_file():
         return None
     try:
@@ -78,18 +79,20 @@ def _write(file: Path, key: str, values: Tensor) -> None:
 
 
 def _compute(reference: Reference, dataset: Answers, collate: Collate) -> Tensor:
-    """float32 [dataset.tokens], 0 outside the answers, the same on all ranks."""
-    layout, found = reference.model.layout, torch.zeros(dataset.tokens)
+    """Return float32 [dataset.tokens], 0 outside the answers, the same on all ranks."""
+    layout, logprobs = reference.model.layout, torch.zeros(dataset.tokens)
     for first in range(0, len(dataset), ITEMS):
         items = range(first, min(first + ITEMS, len(dataset)))
-        mine = items[share(len(items), layout.data, layout.dp_rank)]
-        if not mine:  # ranks that share experts call together
+        own_items = items[share(len(items), layout.data, layout.dp_rank)]
+        if not own_items:  # ranks that share experts call together
             reference.logprobs(no_rows())
             continue
-        batch = collate([dataset[i] for i in mine], 0)
+        batch = collate([dataset[i] for i in own_items], 0)
         each = reference.logprobs(batch, batch.loss_mask, dataset.rows) * batch.loss_mask
         inside = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
-        found[dataset.span(mine[0], mine[-1] + 1)] = each[inside]  # items next to each other, row after row
-    found = found.to(reference.model.device)
-    dist.all_reduce(found, group=layout.pgs.dp)
-    return found
+        logprobs[dataset.span(own_items[0], own_items[-1] + 1)] = each[
+            inside
+        ]  # items next to each other, row after row
+    logprobs = logprobs.to(reference.model.device)
+    dist.all_reduce(logprobs, group=layout.pgs.dp)
+    return logprobs

@@ -1,4 +1,4 @@
-"""From a job to a student and its teacher."""
+"""A student and its teachers, from a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aligner.roles.teacher import Student, Teacher
 
 
 def make_student(job: Job, vocab_size: int, teachers: Sequence[Teacher]) -> Student:
-    """Of teachers, or of stored numbers, which are of the first `vocab_size` tokens."""
+    """Make the student of teachers, or of stored logprobs, which cover the first `vocab_size` tokens."""
     cfg, policy = job.cfg.algorithm.distill, make_policy(job, job.cfg.run.steps)
     student = Student(policy.model, policy.batch, ptx=policy.ptx, cfg=cfg, vocab_size=vocab_size)
     student.heads = [] if cfg.top_k else [teacher.head(student.model) for teacher in teachers]
@@ -28,7 +28,7 @@ def make_student(job: Job, vocab_size: int, teachers: Sequence[Teacher]) -> Stud
 
 
 def make_teachers(job: Job) -> list[Teacher]:
-    """All on one layout, in the order of `algorithm.distill.teachers`."""
+    """Make the teachers on one layout, in the order of `algorithm.distill.teachers`."""
     initial, shared = find_teachers(job)
     cfg = job.cfg.algorithm.distill
     parallel, other = cfg.layout(job.cfg.parallel), None
@@ -39,15 +39,15 @@ def make_teachers(job: Job) -> list[Teacher]:
             expected = f"tensor*pipeline of the teacher * parallel.context={product} to divide the {world} ranks"
             raise LayoutError(f"{KEY}.tensor", cfg.tensor, f"{expected}, with parallel.expert")
         other = build_layout(parallel)
-    found = []
+    teachers = []
     for name, each in zip(cfg.models(), initial, strict=True):
         model = job.built.models[name] = make_model(job, each, Head(), None, 0, layout=other)
-        found.append(Teacher(model, job.cfg.batch, cfg, shared, job.layout if other else None))
-    return found
+        teachers.append(Teacher(model, job.cfg.batch, cfg, shared, job.layout if other else None))
+    return teachers
 
 
 def find_teachers(job: Job) -> tuple[list[InitialModel], int]:
-    """And how many tokens their vocabularies share with the student's."""
+    """Resolve the teachers. Also return how many tokens their vocabularies share with the student's."""
     cfg = job.cfg.algorithm.distill
     initial = [_teacher(job, path, f"{KEY}.{name}") for name, path in cfg.models().items()]
     shared = min(each.config.vocab_size for each in (*initial, job.initial))
@@ -57,7 +57,7 @@ def find_teachers(job: Job) -> tuple[list[InitialModel], int]:
 
 
 def _teacher(job: Job, path: str, key: str) -> InitialModel:
-    """Of any shape, with the student's tokenizer. Raises ConfigError."""
+    """Resolve a teacher of any shape, with the student's tokenizer. Raises ConfigError."""
     initial = resolve(dataclasses.replace(job.cfg.model, tokenizer=""), path, job.cfg.seed, key=key)
     job.built.contents[key] = initial.content
     validate_model(
@@ -69,8 +69,10 @@ def _teacher(job: Job, path: str, key: str) -> InitialModel:
         validate_on_gpu(job.cfg, initial.config)
     if initial.has_scores:
         raise ConfigError(key, path, "a language model: this one has a head of scores")
-    mine, theirs = job.tokenizer.get_vocab(), initial.tokenizer.get_vocab()
-    if mine != theirs:
-        found = f"{len(theirs)} tokens there, {len(mine)} here, {len(mine.items() & theirs.items())} of them the same"
-        raise ConfigError(key, path, "a teacher with the student's tokenizer: distributions are over its tokens", found)
+    own, other = job.tokenizer.get_vocab(), initial.tokenizer.get_vocab()
+    if own != other:
+        difference = f"{len(other)} tokens there, {len(own)} here, {len(own.items() & other.items())} of them the same"
+        raise ConfigError(
+            key, path, "a teacher with the student's tokenizer: distributions are over its tokens", difference
+        )
     return initial

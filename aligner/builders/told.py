@@ -1,5 +1,5 @@
-"""A teacher's most likely tokens of whole datasets, computed once and kept in a folder that runs share: while a student
-trains there is no teacher. Every rank computes a share, in any layout; what is there already is not computed again."""
+"""A teacher's most likely tokens of whole datasets, computed once and kept in a folder that runs share: no teacher
+runs while a student trains. Every rank computes a share, in any layout; existing files are not computed again."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ from aligner.types import TeacherTargets
 
 
 def store_targets(job: Job, train: Any) -> tuple[Told | Mixture, int]:
-    """The training set with what the teacher said of its rows, in `algorithm.distill.store`, and how many tokens that
-    is about: what is not there yet is computed, by a model that is gone afterwards. Collective. Raises ConfigError
-    where there is none to compute it."""
+    """Return the training set with the teacher's targets for its rows, from `algorithm.distill.store`, and the number
+    of tokens that they cover. Missing files are computed, by a model that is freed afterwards. Collective. Raises
+    ConfigError if no teacher is set to compute them."""
     parts = train.parts if isinstance(train, Mixture) else {"": train}
-    found, teacher, cfg, most = {}, None, job.cfg.algorithm.distill, 0
-    for name, part in parts.items():
-        told, vocab_size = _place(job, part)
-        missing = by_rank_0(told.missing)
+    stores, teacher, cfg, most = {}, None, job.cfg.algorithm.distill, 0
+    for name, dataset in parts.items():
+        store, vocab_size = _store_of(job, dataset)
+        missing = by_rank_0(store.missing)
         if missing and not cfg.teacher:
-            many = f"{len(missing)} of {len(told.blocks)} files"
-            raise ConfigError(f"{KEY}.teacher", "", f"the teacher, to compute {many} that {told.folder} lacks")
+            many = f"{len(missing)} of {len(store.blocks)} files"
+            raise ConfigError(f"{KEY}.teacher", "", f"the teacher, to compute {many} that {store.folder} lacks")
         if missing:
-            job.say(f"{part.report.key}: {len(missing)} of {len(told.blocks)} files of the teacher's are computed")
+            job.say(f"{dataset.report.key}: {len(missing)} of {len(store.blocks)} files of the teacher's are computed")
             teacher = teacher or replace(make_teachers(job)[0], student=None)  # rows are dealt to its own layout
-            _compute(teacher, told, missing)
+            _compute(teacher, store, missing)
         if vocab_size > job.initial.config.vocab_size:
             expected = f"files of at most the student's {job.initial.config.vocab_size} tokens"
-            raise ConfigError(f"{KEY}.store", str(told.folder), expected, f"{vocab_size} there.")
-        same_view(told.folder, lambda told=told: {"files that are missing": str(told.missing())})
-        job.say(f"{part.report.key}: the teacher's {cfg.top_k} most likely tokens from {told.folder}")
-        job.built.contents[f"{KEY}.store{name and f'.{name}'}"] = told.folder.name
-        found[name], most = told, max(most, vocab_size)
+            raise ConfigError(f"{KEY}.store", str(store.folder), expected, f"{vocab_size} there.")
+        same_view(store.folder, lambda store=store: {"files that are missing": str(store.missing())})
+        job.say(f"{dataset.report.key}: the teacher's {cfg.top_k} most likely tokens from {store.folder}")
+        job.built.contents[f"{KEY}.store{name and f'.{name}'}"] = store.folder.name
+        stores[name], most = store, max(most, vocab_size)
     job.built.models.pop("teacher", None)
     job.built.contents.pop(f"{KEY}.teacher", None)  # the stores' say it
-    return Mixture(found, train.weights) if isinstance(train, Mixture) else found[""], most
+    return Mixture(stores, train.weights) if isinstance(train, Mixture) else stores[""], most
 
 
-def _place(job: Job, part: Any) -> tuple[Told, int]:
-    """Where the files of a dataset are, or will be, and the tokens that they are of."""
+def _store_of(job: Job, dataset: Any) -> tuple[Told, int]:
+    """Return the stored targets of a dataset, complete or not, and the number of tokens that they cover."""
     cfg = job.cfg.algorithm.distill
     store = Path(cfg.store).expanduser().absolute()
     known = {
-        "data": by_rank_0(lambda: digest(part)),
-        "rows": len(part),
+        "data": by_rank_0(lambda: digest(dataset)),
+        "rows": len(dataset),
         "tokenizer": tokenizer_hash(job),
         "top_k": cfg.top_k,
         "temperature": cfg.temperature,
     }
     if not cfg.teacher:
-        folder, manifest = by_rank_0(lambda: _found(store, known))
-        return Told(part, folder, cfg.top_k), manifest["vocab_size"]
+        folder, manifest = by_rank_0(lambda: _fitting(store, known))
+        return Told(dataset, folder, cfg.top_k), manifest["vocab_size"]
     (initial,), vocab_size = find_teachers(job)
     manifest = known | {"teacher": initial.content, "dtype": str(job.dtype), "vocab_size": vocab_size}
     folder = store / key_of(manifest)
@@ -74,11 +74,11 @@ def _place(job: Job, part: Any) -> tuple[Told, int]:
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
     by_rank_0(begin)
-    return Told(part, folder, cfg.top_k), vocab_size
+    return Told(dataset, folder, cfg.top_k), vocab_size
 
 
-def _found(store: Path, known: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """The one folder that fits. Raises ConfigError, which says what the others differ in."""
+def _fitting(store: Path, known: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Return the one folder that fits. Raises ConfigError, which names the differences of the others."""
     there = manifests(store)
     fit = [(folder, m) for folder, m in there.items() if all(m.get(k) == v for k, v in known.items())]
     if len(fit) == 1:
@@ -94,17 +94,17 @@ def _found(store: Path, known: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]
     raise ConfigError(f"{KEY}.store", str(store), expected, "; ".join(others[:5]) or "Nothing is there.")
 
 
-def _compute(teacher: Teacher, told: Told, missing: list[int]) -> None:
-    """Each data-parallel rank takes every so many-th file."""
+def _compute(teacher: Teacher, store: Told, missing: list[int]) -> None:
+    """Compute files of targets. Each data-parallel rank takes every `layout.data`-th file."""
     layout = teacher.model.layout
     leads = (layout.tp_rank, layout.pgs.cp.rank(), layout.pp_rank) == (0, 0, 0)
     for turn in range(0, len(missing), layout.data):
-        mine = missing[turn + layout.dp_rank : turn + layout.dp_rank + 1]
-        if not mine:  # ranks that share experts call together
+        own_block = missing[turn + layout.dp_rank : turn + layout.dp_rank + 1]
+        if not own_block:  # ranks that share experts call together
             teacher.add_targets(no_rows())
             continue
-        batch = teacher.add_targets(collate_sft([told.dataset[row] for row in told.rows(mine[0])], 0))
-        on, said = batch.loss_mask.bool(), batch.of(TeacherTargets)
+        batch = teacher.add_targets(collate_sft([store.dataset[row] for row in store.rows(own_block[0])], 0))
+        on, targets = batch.loss_mask.bool(), batch.of(TeacherTargets)
         if leads:
-            content = {"logprobs": said.teacher[on], "ids": said.teacher_ids[on].int()}
-            save_whole(told.path(mine[0]), content, {"key": told.folder.name})
+            content = {"logprobs": targets.teacher[on], "ids": targets.teacher_ids[on].int()}
+            save_whole(store.path(own_block[0]), content, {"key": store.folder.name})

@@ -77,7 +77,7 @@ def flat(cfg: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _essence(key: str, value: Any) -> Any:
-    """Return sections in a list without fields that do not matter (the location of a path), defaults and former keys."""
+    """Return sections in a list without irrelevant fields (the location of a path), defaults and former keys."""
     if isinstance(value, list):
         return [_essential(f"{key}[]", element) if isinstance(element, dict) else element for element in value]
     return value

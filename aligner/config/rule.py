@@ -1,7 +1,8 @@
 """Rules between keys, as a table of text: `CONDITION => KEY REQUIREMENT | reason | hint`.
 
-Where the condition holds, each key (several with commas) has to be so; else an error names key and value, and expects
-the requirement in words and the reason. A condition is terms separated by spaces, or alternatives of such with `or`:
+Where the condition holds, each key (several with commas) must meet the requirement. Otherwise an error names key and
+value, and expects the requirement in words and the reason. A condition is terms separated by spaces, or alternatives
+of such with `or`:
 
     engine.lag                  on: not 0, false or empty          !engine.lag       off
     engine.name=native|vllm     one of these, `=` alone: empty     engine.name!=vllm none of these
@@ -9,9 +10,9 @@ the requirement in words and the reason. A condition is terms separated by space
     model.num_heads%parallel.tensor    a multiple                  batch.a/batch.b   a divisor
     mismatch.methods~veto|icepop       a list with one of these    !a.b~x            with none
 
-A requirement is the end of such a term, or `off`; without one what the condition says is refused. Names are dotted
-keys, properties of sections, or what the `look` of who checks knows. In reasons `{name}` is a value, `{name=}` both,
-and `{~}` those of the first `~` that are there.
+A requirement is the end of such a term, or `off`; without one the condition itself is refused. Names are dotted keys,
+properties of sections, or names that the checker's `look` resolves. In reasons `{name}` is a value, `{name=}` name
+and value, and `{~}` those of the first `~` that are present.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Rule:
     hint: str = ""
 
     def check(self, look: Look, words: Mapping[str, str], full: Callable[[str], str]) -> None:
-        """Raises ConfigError, or LayoutError for what ranks share. `words`: what a message calls a number that is no
-        key; `full`: a name as the key that it comes from."""
+        """Check the rule. Raises ConfigError, or LayoutError for keys that divide ranks. `words`: the name in a
+        message of a number that is no key; `full`: a name -> the key that it comes from."""
         if any(all(holds(term, look) for term in terms.split()) for terms in self.when) and not self._kept(look):
             expected = _filled(self._demand(words, full) + self._reason(look), look)
             kind = LayoutError if self._of_ranks else ConfigError
@@ -55,7 +56,7 @@ class Rule:
         return self.key.startswith("parallel.") or bool(re.match(r"\W+(ranks|parallel|engine.tensor)", self.must))
 
     def _demand(self, words: Mapping[str, str], full: Callable[[str], str]) -> str:
-        """The requirement for people: "at most model.max_position={model.max_position}"."""
+        """Return the requirement for people: "at most model.max_position={model.max_position}"."""
         if not self.must or self.must == _OFF:
             return self.must
         _, _, how, right = _term(f"key{self.must}")
@@ -73,7 +74,7 @@ class Rule:
 
 
 def rules(text: str, **lists: Sequence[str]) -> tuple[Rule, ...]:
-    """Of a table, with `$name` for these `lists`. Lines that begin with a blank go on with a rule."""
+    """Read the rules of a table, with `$name` for these `lists`. Lines that begin with a blank continue a rule."""
     lines = (" ".join(line.split()) for line in re.split(r"\n(?=\S)", text.strip()))
     return tuple(rule for line in lines for rule in _read(line, lists))
 
@@ -91,7 +92,7 @@ def _read(line: str, lists: Mapping[str, Sequence[str]]) -> list[Rule]:
 
 
 def value_of(section: Any, name: str) -> Any:
-    """A section's key or property by its dotted name; entries that a mapping lacks are empty."""
+    """Return a section's key or property by its dotted name; entries that a mapping lacks are empty."""
     for word in name.split("."):
         section = section.get(word, "") if isinstance(section, Mapping) else getattr(section, word)
     return section
@@ -110,7 +111,7 @@ def _term(term: str) -> tuple[str, str, str, str]:
 
 
 def _compare(name: str, end: str, look: Look) -> bool:
-    """Whether the value is as the `end` of a term says."""
+    """Return whether the value meets the `end` of a term."""
     _, _, how, right = _term(f"key{end}")
     value = look(name)
     if how in ("=", "!="):

@@ -1,5 +1,5 @@
-"""The rules between keys of several sections, the model's shape and the number of ranks, by topic and in the order in
-which they are looked at. Those within a section are beside its keys (`RULES`), a stage's in its file."""
+"""Rules between keys of several sections, the model's shape and the number of ranks, by topic and in the order of
+checking. Rules within a section are beside its keys (`RULES`), a stage's in its file."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ checkpoint.best_by_evaluation !holds_out => checkpoint.metric
     | for stage {stage.name}, which has nothing to compare
 debug.rollout_only => run.resume =auto|never | with debug.rollout_only: name the checkpoint in model.init
 debug.rollout_only => ema.decay, ptx.coef =0
-    | with debug.rollout_only, which trains nothing: it is of a policy that learns
+    | with debug.rollout_only, which trains nothing: it needs a policy that learns
 stage.its.scores or !stage.its.trains => ema.decay, ptx.coef =0
-    | with stage {stage.name}: it is of a policy that learns
+    | with stage {stage.name}: it needs a policy that learns
 !learns => model.lora.init =
     | where nothing is trained: adapters come with training. Merge it into a folder for model.init
 model.lora.rank stage.its.rollouts => model.lora.dropout =0
-    | for stage {stage.name}: what is dropped in an update was there in the engine's samples
-debug.train_only evaluates => eval.generate =false | with debug.train_only: no engine is there to answer data.eval
+    | for stage {stage.name}: updates would drop values that the engine's samples used
+debug.train_only evaluates => eval.generate =false | with debug.train_only: no engine runs that could answer data.eval
 """),
     "engines": rules(
         """
@@ -56,9 +56,9 @@ engine.ranks !engine.can.apart => engine.name
 engine.ranks => engine.quantization =none
     | with {engine.ranks=}: whole tensors are quantised, and those ranks get shards
 engine.ranks => debug.record_answers =false | with {engine.ranks=}
-!engine.lag => engine.window =0 | without engine.lag: samples that go on with newer weights are of older ones
+!engine.lag => engine.window =0 | without engine.lag: samples that continue with newer weights began with older ones
 !engine.ranks => engine.lag =0
-    | without engine.ranks: on the trainer's ranks engines take turns with it, and nothing overlaps
+    | without engine.ranks: engines on the trainer's ranks wait for it, so nothing overlaps
 stage.its.pairs or !learns => engine.lag =0
     | but for stages grpo and ppo, which correct for older weights, and without debug.rollout_only
 engine.lag => algorithm.filter_groups =false | with {engine.lag=}: what is generated next would depend on scores
@@ -72,7 +72,7 @@ engine.window !engine.can.windows => engine.name | {able.windows} with {engine.w
 engine.window => mismatch.replay_routing =false
     | with {engine.window=}: a paused sample's tokens are routed by newer weights
 engine.window => environment.agent =
-    | with {engine.window=}: a program that asks by itself cannot be begun again where it paused
+    | with {engine.window=}: an agent's program cannot resume where it paused
 engine.window environment.on => engine.tensor_parallel =1
     | with {engine.window=} and {environment.key}: turns are taken between decode steps, not in rounds
 """,
@@ -83,7 +83,7 @@ engine.window environment.on => engine.tensor_parallel =1
 !learns => refit.adapters =merged
     | with a stage that trains nothing, or debug.rollout_only: adapters come with training
 !engine.can.merges_adapters => refit.adapters =merged
-    | with {engine.name=}: the {able.merges_adapters} engine alone merges
+    | with {engine.name=}: only engine {able.merges_adapters} merges
 engine.quantization!=none => refit.adapters =merged
     | with {engine.quantization=}, which is of merged weights, given whole
 debug.record_answers => refit.adapters =merged | with debug.record_answers, whose engine is given whole weights
@@ -91,7 +91,7 @@ debug.record_answers => refit.adapters =merged | with debug.record_answers, whos
     "routing": rules("""
 !stage.its.rollouts => mismatch.replay_routing =false | for stage {stage.name}: {stages.rollouts} have an engine
 !engine.can.routing !debug.train_only => mismatch.replay_routing =false
-    | with {engine.name=}, which does not tell the experts of its tokens: {able.routing} does
+    | with {engine.name=}, which does not report the experts of its tokens: {able.routing} does
 """),
     "ranks": rules("""
 !engine.ranks => world size %ranks.grid | | Change --ranks or the layout.
@@ -116,7 +116,7 @@ model.moe.num_experts parallel.expert>1 batch.micro_batch_tokens => batch.packin
 """),
     "engine's model": rules("""
 generates !engine.can.repeats => run.deterministic =false
-    | with {engine.name=}{engine.why.repeats} | engine.name=native repeats bit by bit.
+    | with {engine.name=}{engine.why.repeats} | engine.name=native repeats bit-for-bit.
 engine.can.computes_here engine.cuda_graphs=true model.moe.num_experts => engine.cuda_graphs =false
     | with experts: how many rows one gets is not known ahead
 """),
@@ -144,7 +144,7 @@ model.moe.num_experts half generates engine.can.computes_here => model.expert_ff
         """
 => sampling.temperature >0 | for stage {stage.name}
 algorithm.advantage=$BASELINES => batch.group >=2 | : {algorithm.advantage} compares the samples of a prompt
-algorithm.filter_groups => batch.group >=2 | with algorithm.filter_groups: equal to what?
+algorithm.filter_groups => batch.group >=2 | with algorithm.filter_groups, which compares the samples of a prompt
 algorithm.advantage=gdpo => reward.clip, reward.normalize off
     | with algorithm.advantage=gdpo, which sees the reward's components alone
 algorithm.policy_loss=dppo mismatch.methods~$WEIGHING => mismatch.correction
@@ -169,11 +169,11 @@ reward.pairwise => batch.group >=2 | with a pairwise judge, which compares the s
 !@environment => environment.agent, environment.path, environment.tools =
     | for stage {stage.name}: {stages.environment} have trajectories
 environment.on => environment.max_tokens >=sampling.max_response_tokens | : a first answer has to fit
-environment.on => reward.model = | with {environment.key}: it knows answers of one turn
-environment.on => reward.local_judges = | with {environment.key}: it knows answers of one turn
-environment.on => mismatch.replay_routing =false | with {environment.key}: it knows answers of one turn
+environment.on => reward.model = | with {environment.key}: it supports only answers of one turn
+environment.on => reward.local_judges = | with {environment.key}: it supports only answers of one turn
+environment.on => mismatch.replay_routing =false | with {environment.key}: it supports only answers of one turn
 environment.on => algorithm.advantage !=remax
-    | with {environment.key}: its greedy answers would meet environments of their own
+    | with {environment.key}: its greedy answers would need environments of their own
 """),
     "ptx": rules("ptx.coef => ptx.sequences %ranks.data"),
     # of a stage that does not train, ranks may have shares of any size
@@ -196,8 +196,9 @@ _SHOWN["data.source_paths"] = "data.sources"
 
 @dataclass(frozen=True)
 class Subject:
-    """What the table is asked about. `model`: a shape found in a folder, in place of the config's, said to be that of
-    `key`; of a `scorer` (reward model, critic, teacher), which may be dense beside a policy with experts."""
+    """Values that the rules of the table look up. `model`: a shape from a folder, in place of the config's, reported
+    under `key`. `scorer`: it is that of a reward model, critic or teacher, which may be dense beside a policy with
+    experts."""
 
     cfg: Config
     ranks: int = 0
@@ -206,19 +207,20 @@ class Subject:
     scorer: bool = False
 
     def check(self, *topics: str) -> None:
-        """`stage`: the rules of the stage. Raises ConfigError, or LayoutError, for the first one that is broken."""
+        """Check topics; `stage`: the rules of the stage. Raises ConfigError, or LayoutError, for the first broken
+        one."""
         for topic in topics:
             for rule in self.stage.rules if topic == "stage" else TABLE[topic]:
                 rule.check(self.look, WORDS, self._full)
 
     def _full(self, name: str) -> str:
-        """The key that a name in a rule comes from."""
+        """Return the key that a name in a rule comes from."""
         experts = "moe.ffn_hidden_size" if self.shape.moe.ffn_hidden_size else "ffn_hidden_size"
         name = f"model.{experts}" if name == "model.expert_ffn" else _SHOWN.get(name, name)
         return f"{self.key}.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
     def look(self, name: str) -> Any:
-        """The value behind a name in a rule."""
+        """Return the value of a name in a rule."""
         if name in FACTS:
             return FACTS[name](self)
         if name.startswith("@"):  # whether the stage reads a key
@@ -243,7 +245,7 @@ class Subject:
 
     @property
     def step(self) -> tuple[str, int]:
-        """The key of the rows of an optimizer step, and how many there are."""
+        """The key of the rows of an optimizer step, and their number."""
         batch = self.cfg.batch
         if self.stage.pairs or not self.stage.rollouts:
             name = "prompts" if self.stage.pairs else "sequences"
@@ -255,7 +257,7 @@ def _longest(s: Subject) -> int:
     return longest_row(s.shape.rope_scaling, s.shape.max_position)
 
 
-FACTS: dict[str, Callable[[Subject], Any]] = {  # what follows from several keys
+FACTS: dict[str, Callable[[Subject], Any]] = {  # values derived from several keys
     "scorer": lambda s: s.scorer,
     "generates": lambda s: s.generates,
     "evaluates": lambda s: evaluation_functions(s.cfg),
@@ -275,7 +277,7 @@ FACTS: dict[str, Callable[[Subject], Any]] = {  # what follows from several keys
     "ranks.heads": lambda s: s.cfg.parallel.tensor * s.cfg.parallel.context,
     "ranks.experts": lambda s: (s.ranks - s.cfg.engine.ranks) // (s.cfg.parallel.tensor * s.cfg.parallel.pipeline),
     "ranks.data": lambda s: data_parallel(s.cfg, s.ranks),
-    "ranks.rows": lambda s: 8,  # CUDA's product of all experts, in bfloat16, wants rows of whole 16 bytes
+    "ranks.rows": lambda s: 8,  # CUDA's product of all experts, in bfloat16, needs rows of multiples of 16 bytes
     "ranks.tensor_rows": lambda s: 8 * s.cfg.parallel.tensor,
     "ranks.engine_rows": lambda s: 8 * s.cfg.engine.tensor_parallel,
     "batch.samples": lambda s: s.cfg.batch.prompts * s.cfg.batch.group,
@@ -286,7 +288,7 @@ FACTS: dict[str, Callable[[Subject], Any]] = {  # what follows from several keys
     "model.limit": lambda s: "" if _longest(s) == s.shape.max_position else "rope_scaling.original_",
     "model.room": lambda s: _longest(s) - s.cfg.data.max_prompt_tokens,
 }
-WORDS = {  # what a message calls a number that is no key
+WORDS = {  # the names in messages of numbers that are no keys
     "ranks.all": "the {ranks.all} ranks of the job",
     "ranks.engines": "the {ranks.engines} ranks that generate",
     "ranks.train": "the {ranks.train} ranks that train",

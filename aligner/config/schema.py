@@ -1,5 +1,5 @@
-"""The typed config. A section is its keys, their types, defaults, meanings and checks in one file of `sections/`; what
-needs several sections is in `validate.py`. Imports no torch."""
+"""The typed config. A section is its keys, their types, defaults, meanings and checks in one file of `sections/`;
+checks of several sections are in `validate.py`. It imports no torch."""
 
 from __future__ import annotations
 
@@ -57,10 +57,12 @@ StageConfig = make_dataclass(
 
 @dataclass
 class Config(Section):
-    seed: int = key(0, "Seed of all random choices: each is derived from it by what it is for.", least=0, resume=REFUSE)
+    seed: int = key(
+        0, "Seed of all random choices. Each choice derives its own from it, by purpose.", least=0, resume=REFUSE
+    )
     run: RunConfig = section(RunConfig, resume=REPORT, rollouts=False)
     stage: StageConfig = section(StageConfig, resume=REFUSE)
-    model: ModelConfig = section(ModelConfig, resume=IGNORE)  # but for some keys: the identity of checkpoints has it
+    model: ModelConfig = section(ModelConfig, resume=IGNORE)  # except some keys: the identity of checkpoints has them
     parallel: ParallelConfig = section(ParallelConfig, resume=REPORT, rollouts=False)
     optim: OptimConfig = section(OptimConfig, resume=REPORT, read_for=("training",))
     ema: EmaConfig = section(EmaConfig, resume=REPORT, read_for=("training",))
@@ -96,5 +98,5 @@ engine.can.replays => debug.record_answers =false | with engine.name=recorded
         super().__post_init__()
         settle(self)
         preference = self.algorithm.preference
-        if preference.reference == "auto":  # what is left out cannot follow the policy
+        if preference.reference == "auto":  # adapters that are left out cannot follow the policy
             preference.reference = "adapter" if self.model.lora.rank and not preference.sync_every else "model"

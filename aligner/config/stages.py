@@ -1,5 +1,6 @@
 """The stages, each a file of `aligner/stages`, found by its name. The configuration imports it as
-`aligner.config.stages.NAME`, without what only a run needs (torch among it); a run, as `aligner.stages.NAME`."""
+`aligner.config.stages.NAME`, without a run's dependencies (such as torch); a run imports it as `aligner.stages.NAME`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Keys that somebody set and that the stage does not read: refused, because they would do nothing.
+"""Refusal of keys that a user set and that the stage does not read: they would do nothing.
 
-The project's own files never count, they are for all stages. `?` before an override says that it is for several
-stages: `?critic.optim.lr=1e-5` is read where it means something, and `?experiment=mine` is a recipe of that kind.
+The project's own files never count, as they are for all stages. `?` before an override marks it as for several
+stages: `?critic.optim.lr=1e-5` is read by stages that know it, and `?experiment=mine` is such a recipe.
 """
 
 from __future__ import annotations
@@ -28,37 +28,41 @@ from aligner.files import conf_dir
 
 
 def compose_run(overrides: list[str], *, config_dir: str | None = None) -> Config:
-    """`compose`, for a command that runs the stage. Raises ConfigError also for what the stage does not read."""
+    """Call `compose` for a command that runs the stage. Raises ConfigError also for keys that the stage does not
+    read."""
     cfg = compose(overrides, config_dir=config_dir)
     refuse_unread(cfg, overrides, config_dir)
     return cfg
 
 
 def refuse_unread(cfg: Config, overrides: Sequence[str], config_dir: str | None = None) -> None:
-    """Raise ConfigError for the first key that these overrides set, or files of the user's that they choose, and that
-    the config's stage does not read; or where both run.steps and run.epochs say how long it is."""
-    stage, given = cfg.stage.name, dict(set_by_user(overrides, config_dir))
-    for key, (value, file) in given.items():
+    """Raise ConfigError for the first key that these overrides, or the user's files that they choose, set and that
+    the config's stage does not read; or if both run.steps and run.epochs set its length."""
+    stage, settings = cfg.stage.name, dict(set_by_user(overrides, config_dir))
+    for key, (value, file) in settings.items():
         if not uses(stage, key) and key_type(key) is not None:
             raise _unread(stage, key, value, file)
-    steps, file = given.get("run.steps", (None, ""))
-    _, file_of_epochs = given.get("run.epochs", (None, ""))
-    if cfg.run.epochs and steps is not None and (file_of_epochs or not file):  # typed epochs outdo a file's steps
+    steps, file = settings.get("run.steps", (None, ""))
+    _, file_of_epochs = settings.get("run.epochs", (None, ""))
+    if (
+        cfg.run.epochs and steps is not None and (file_of_epochs or not file)
+    ):  # epochs on the command line override a file's steps
         expected = f"no value with run.epochs={cfg.run.epochs:g}, from which it follows"
-        raise ConfigError("run.steps", steps, expected, "To go by steps: run.epochs=0.")
+        raise ConfigError("run.steps", steps, expected, "To count steps: run.epochs=0.")
 
 
 def shape_asked(overrides: Sequence[str], config_dir: str | None = None) -> tuple[dict[str, Any], str]:
-    """The keys of the model's shape that were set, with their values, but for those in a preset; and its name."""
-    given = {k: v for k, (v, file) in set_by_user(overrides, config_dir) if Path(file).parent.name != "model"}
+    """Return the keys of the model's shape that were set, with their values, except those in a preset; and the
+    preset's name."""
+    settings = {k: v for k, (v, file) in set_by_user(overrides, config_dir) if Path(file).parent.name != "model"}
     others = tuple(f"model.{name}." for name in RUNS)
-    keys = [key for key in given if key.startswith("model.") and not f"{key}.".startswith(others)]
+    keys = [key for key in settings if key.startswith("model.") and not f"{key}.".startswith(others)]
     presets = [text.partition("=")[2] for text in overrides if text.startswith(("model=", "+model="))]
-    return {key: given[key] for key in keys}, presets[-1] if presets else ""
+    return {key: settings[key] for key in keys}, presets[-1] if presets else ""
 
 
 def set_by_user(overrides: Sequence[str], config_dir: str | None = None) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """key -> its value, and the file where it stands ("" on the command line)."""
+    """Yield key -> its value, and its file ("" for the command line)."""
     with hydra():
         parsed = single(list(overrides))
         yield from _in_files([o for o in parsed if chooses(o)], config_dir)
@@ -72,16 +76,16 @@ def _shared(override: Override) -> bool:
 
 
 def _in_files(choices: Sequence[Override], config_dir: str | None) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """What stands in the files that these choices lead to, but for the project's own."""
+    """Yield the settings in the files of these choices, except the project's own."""
     texts, folders = searched(choices, config_dir)
     if not folders:
         return
     loader = GlobalHydra.instance().config_loader()
-    found = loader.compute_defaults_list("config", list(texts), RunMode.RUN).defaults
+    files = loader.compute_defaults_list("config", list(texts), RunMode.RUN).defaults
     marked = [f"{o.key_or_group}/{o.value()}" for o in choices if _shared(o)]
-    for file in found:
+    for file in files:
         path = next((p for f in folders if (p := f / f"{file.config_path}.yaml").is_file()), None)
-        if path is None or (conf_dir() / f"{file.config_path}.yaml").is_file() or _below(file, found, marked):
+        if path is None or (conf_dir() / f"{file.config_path}.yaml").is_file() or _below(file, files, marked):
             continue
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(content, dict):
@@ -92,7 +96,7 @@ def _in_files(choices: Sequence[Override], config_dir: str | None) -> Iterator[t
 
 
 def _below(file: ResultDefault, files: Sequence[ResultDefault], marked: Sequence[str]) -> bool:
-    """Whether it is one of the marked files, or is there because of one."""
+    """Return whether it is one of the marked files, or included by one."""
     parents = {f.config_path: f.parent for f in files if f.config_path != f.parent}
     path: str | None = file.config_path
     while path:
@@ -112,7 +116,8 @@ def _leaves(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _may_be_meant(name: str, key: str) -> bool:
-    """Whether a key may be suggested for another one: of a section that is used twice, only to who named that place."""
+    """Return whether a key may be suggested for another one: a key of a section that is used twice, only if that
+    place was named."""
     owner = name.partition(".")[0]
     return name not in GROUPS and (owner not in REUSED or owner == key.partition(".")[0])
 

@@ -1,5 +1,5 @@
-"""What needs several sections of the config, or the number of ranks: nothing is written before it passes. The rules are
-in `rules.py`; here is when they are looked at, and what needs files."""
+"""Checks that need several sections of the config, or the number of ranks: nothing is written before they pass. The
+rules are in `rules.py`; here is their order, and the checks of files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aligner.errors import ConfigError
 
 
 def validate(cfg: Config, world_size: int) -> None:
-    """Raise ConfigError (LayoutError for what does not divide by the ranks) for the first thing that cannot work."""
+    """Raise ConfigError (LayoutError for sizes that do not divide by the ranks) for the first error."""
     stage, subject = STAGES[cfg.stage.name], Subject(cfg, world_size)
     _paths(cfg)
     subject.check("without effect", "engines", "factors", "routing", "ranks")
@@ -28,7 +28,7 @@ def validate(cfg: Config, world_size: int) -> None:
 
 
 def validate_layout(cfg: Config, world_size: int) -> None:
-    """The part of `validate` that asks whether sizes divide, for a job on GPUs; needs no files."""
+    """Check whether sizes divide, for a job on GPUs: the part of `validate` that needs no files."""
     subject = Subject(cfg, world_size)
     subject.check("ranks")
     validate_model(cfg, cfg.model)
@@ -37,7 +37,7 @@ def validate_layout(cfg: Config, world_size: int) -> None:
 
 
 def validate_engines(cfg: Config, world_size: int) -> None:
-    """The part that asks where engines stand, and whether they may work while the trainer does."""
+    """Check the ranks of engines, and whether they may work while the trainer does: a part of `validate`."""
     Subject(cfg, world_size).check("engines")
 
 
@@ -65,7 +65,7 @@ def _paths(cfg: Config) -> None:
 
 def _judges(cfg: Config) -> None:
     for judge in cfg.reward.judges:
-        assert judge.text  # which may be a file's, and wrong
+        assert judge.text  # it may be in a file, and invalid
         deadline_s, limit_s = judge.endpoint.deadline_s, cfg.reward.timeout_s
         if judge.endpoint.base_url and deadline_s >= limit_s:
             key = f"reward.judges.{judge.name}.endpoint.deadline_s"

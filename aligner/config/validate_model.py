@@ -11,8 +11,8 @@ from aligner.errors import LayoutError
 
 
 def validate_model(cfg: Config, model: ModelConfig, scorer: bool = False) -> None:
-    """What concerns a model's shape: `cfg.model`, or the shape found in the folder that `model.init` names (that of a
-    `scorer`: a reward model or critic, which may be dense beside a policy with experts)."""
+    """Check a model's shape: `cfg.model`, or the shape in the folder of `model.init`. With `scorer` it is that of a
+    reward model or critic, which may be dense beside a policy with experts."""
     if model is cfg.model and cfg.model.init != "random":
         return
     subject, entry = Subject(cfg, model=model, scorer=scorer), ENGINES[cfg.engine.name]
@@ -26,17 +26,18 @@ def validate_model(cfg: Config, model: ModelConfig, scorer: bool = False) -> Non
 
 
 def validate_on_gpu(cfg: Config, model: ModelConfig) -> None:
-    """What a CPU does not mind."""
+    """Check what only a GPU requires."""
     Subject(cfg, model=model).check("on a GPU")
 
 
 def validate_shares(cfg: Config, model: ModelConfig, key: str = "model") -> None:
-    """Of a native engine's ranks."""
+    """Check the shares of a native engine's ranks."""
     Subject(cfg, model=model, key=key).check("shares")
 
 
 def check_node(cfg: Config, node: range, world_size: int) -> None:
-    """A child process reaches the devices of its own node: all ranks of a replica must be on this one, or none."""
+    """Check that all ranks of a replica are on this node, or none: a child process reaches only its own node's
+    devices."""
     width = cfg.engine.tensor_parallel
     for first in range(world_size - cfg.engine.ranks if cfg.engine.ranks else 0, world_size, width):
         last = first + width - 1

@@ -168,7 +168,8 @@ def _merged(
     if initial.weights != adapters["frozen weights"][0]:
         raise CheckpointError(
             f"checkpoint {folder.parent} holds only adapters, and model.init={run.model.init} of their run "
-            f"has no longer the weights they were trained with: {adapters['frozen weights'][0]} then, {initial.weights} now"
+            f"no longer has the weights they were trained with: {adapters['frozen weights'][0]} then, "
+            f"{initial.weights} now"
         )
     rank, scale = adapters["rank"], adapters["scale"]
     how = {"targets": adapters["targets"], "dora": adapters["dora"]}

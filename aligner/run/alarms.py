@@ -1,4 +1,4 @@
-"""Signs that a run is going wrong, each told once, in one line, with the likely cause."""
+"""Alarms: signs that a run goes wrong, each reported once, in one line, with the likely cause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXTS = {
     "clip_fraction": "policy/clip_fraction={value:.3g} is above 0.4: the policy moves too far within one rollout. Lower"
     " optim.lr or batch.epochs, or raise batch.minibatch_samples; a mismatch of engine and trainer looks the same",
     "degenerate": "all groups are degenerate: every sample of a prompt has the same reward, {effect}."
-    " The task is too hard or too easy, or the reward function does not tell answers apart",
+    " The task is too hard or too easy, or the reward function does not distinguish answers",
     "no_eos": "no response ends in EOS: all are cut by {cuts}. The limit is too low, or"
     " the model never learned to stop (chat template, stop tokens)",
     "length": "response/tokens_mean={value:.4g} is at the limit {limit}: raise the limit,"
@@ -33,20 +33,21 @@ TEXTS = {
     " data.shuffle=true, raise batch.sequences, or look for more answers of the other label",
     "unmatched": "kto/unmatched={value:.3g}: the samples of several minibatches in a row answer one prompt each, so"
     " nothing is mismatched and z0 is 0. Set data.shuffle=true or raise batch.sequences, or set algorithm.kto.kl=none",
-    "window_small": "window/waited_for={value:.3g}: each step waits for windows after the one that ran beside the last:"
+    "window_small": "window/waited_for={value:.3g}: each step waits for windows after the one that ran during the last:"
     " engine.window={window:.0f} is too small. About {fits:.0f} fits",
-    "window_large": "no sample pauses: all that are in flight end before their window does, and engines stand idle. At"
+    "window_large": "no sample pauses: all samples in flight end before their window, and engines idle. At"
     " most the longest response, {fits:.0f}, fits engine.window={window:.0f}, or a larger engine.lag",
     "hacking": "reward/mean rose from {reward_then:.3g} to {reward:.3g} while eval/accuracy fell from {best:.3g} to"
-    " {value:.3g}: the policy may exploit the reward. Raise algorithm.kl.coef, or mend the reward",
+    " {value:.3g}: the policy may exploit the reward. Raise algorithm.kl.coef, or repair the reward",
 }
 
 
 class Alarms:
-    """`check` once per step, on rank 0, with the step's reduced metrics. A NaN or missing metric raises no alarm."""
+    """Alarms of a run. Call `check` once per step, on rank 0, with the step's reduced metrics. A NaN or missing
+    metric raises no alarm."""
 
     def __init__(self, limits: Mapping[str, int] | None = None, critic_warmup_steps: int = 0):
-        """`limits`: what cuts responses, by key; the first one their tokens."""
+        """Take `limits`: the limits of responses, by key; the first one is that of their tokens."""
         self.limits, self.critic_warmup_steps = limits or {}, critic_warmup_steps
         self._fired: list[str] = []
         self._streaks: dict[str, int] = {}
@@ -55,11 +56,11 @@ class Alarms:
         self._evals: list[list[float]] = []  # [eval/accuracy, mean reward since the evaluation before]
 
     def check(self, metrics: Mapping[str, float | None], step: int) -> list[str]:
-        """The alarms that go off now, each at most once in a run (also across resumes, by state_dict)."""
+        """Return the alarms raised now, each at most once in a run (also across resumes, by state_dict)."""
         known = {name: float(v) for name, v in metrics.items() if v is not None and math.isfinite(v)}
         limits, lines = [f"{key}={value}" for key, value in self.limits.items()], []
         critic = "critic/explained_variance" in metrics
-        effect = "which the critic's values alone tell apart" if critic else "so there is no gradient"
+        effect = "so only the critic's values differ" if critic else "so there is no gradient"
         texts = {"effect": effect, "cuts": " or ".join(limits), "limit": limits[0] if limits else ""}
         for name, values in self._signs(known, step):
             if name not in self._fired:
@@ -82,14 +83,14 @@ class Alarms:
         self._evals = [list(pair) for pair in state["evals"]]
 
     def _signs(self, known: dict[str, float], step: int) -> list[tuple[str, dict[str, float]]]:
-        found: list[tuple[str, dict[str, float]]] = []
+        raised: list[tuple[str, dict[str, float]]] = []
 
         def sign(name: str, metric: str, bad: bool, streak: int = 1, **values: float) -> None:
             if metric not in known:
                 return
             self._streaks[name] = self._streaks.get(name, 0) + 1 if bad else 0
             if self._streaks[name] >= streak:
-                found.append((name, {"value": known[metric], **values}))
+                raised.append((name, {"value": known[metric], **values}))
 
         entropy = known.get("policy/entropy")
         if entropy is not None and len(self._entropies) < STREAK:
@@ -118,10 +119,10 @@ class Alarms:
         idle = paused == 0 and window > known.get("response/tokens_max", math.inf)
         fits["fits"] = known.get("response/tokens_max", 0.0)
         sign("window_large", "window/samples_paused", idle, STREAK, **fits)
-        return found + self._hacking(known)
+        return raised + self._hacking(known)
 
     def _hacking(self, known: dict[str, float]) -> list[tuple[str, dict[str, float]]]:
-        """Two evaluations in a row clearly below the best one, at a higher reward than the best one had."""
+        """Check for two evaluations in a row clearly below the best one, at a higher reward than the best one had."""
         if "reward/mean" in known:
             self._rewards.append(known["reward/mean"])
         if "eval/accuracy" not in known or not self._rewards:

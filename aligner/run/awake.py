@@ -1,4 +1,4 @@
-"""A clock that stands still while this process is stopped: by SIGSTOP, in a suspended job, on a laptop that sleeps."""
+"""A clock that stops while this process is stopped: by SIGSTOP, in a suspended job, on a laptop that sleeps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import threading
 import time
 
 LATE = 4  # of the time between two ticks: more than a busy machine makes them late
-BUSY = 0.1  # of a delay: a process that has computed so much of it was not stopped
+BUSY = 0.1  # of a delay: a process that computed for that share was not stopped
 
 
 class AwakeClock:
-    """`now` in seconds. While `ticking`, somebody calls it at least every `every_s`; who comes much later, without that
-    this process has used its cores, was stopped meanwhile. Safe in threads."""
+    """Clock with `now` in seconds. While `ticking`, somebody calls it at least every `every_s`. If a call comes much
+    later, and this process has not used its cores, it was stopped meanwhile. Safe in threads."""
 
     def __init__(self, every_s: float):
         self.every_s, self.ticking, self.asleep_s = every_s, False, 0.0

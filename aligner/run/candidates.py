@@ -1,5 +1,5 @@
-"""Which checkpoints a start may go on from, and where the others go: nothing is deleted. On rank 0 alone, as ranks that
-list a folder for themselves may see different ones."""
+"""Choice of the checkpoint from which a start resumes, and folders for the others: nothing is deleted. It runs only
+on rank 0, as ranks that list a folder separately may see different ones."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from aligner.megatron.checkpoint_files import (
     complete_checkpoints,
     find_checkpoint,
     remove_unfinished,
-    tell_without_state,
+    warn_without_state,
 )
 from aligner.run.metrics import unwritable
 
 
 def candidates_for(folder: Path, resume: str) -> list[Path]:
-    """What to resume in the `checkpoints` folder of a run, best first. Others go where nobody takes them for this
-    run's."""
+    """Return the checkpoints to resume from in the `checkpoints` folder of a run, best first. Others are moved, so
+    that nobody takes them for this run's."""
     remove_unfinished(folder)
     if resume == "never":
         _set_aside(folder)
         return []
-    tell_without_state(folder)
+    warn_without_state(folder)
     candidates = [path for _, path in reversed(complete_checkpoints(folder))]
     if resume == "auto":
         return candidates
@@ -35,7 +35,8 @@ def candidates_for(folder: Path, resume: str) -> list[Path]:
 
 
 def keep_damaged(damaged: Sequence[Path]) -> None:
-    """They may neither be resumed nor count as the last few, or they would outlive whole ones."""
+    """Rename damaged checkpoints, so that they are neither resumed nor count among the last few, which would delete
+    complete ones."""
     for old in damaged:
         kept = old.with_name(f"damaged-{old.name}")
         shutil.rmtree(kept, ignore_errors=True)
@@ -44,7 +45,7 @@ def keep_damaged(damaged: Sequence[Path]) -> None:
 
 
 def _abandon_after(folder: Path, chosen: Path) -> None:
-    """Going back to an earlier checkpoint of this run: later ones may neither be resumed nor count as the last."""
+    """Rename checkpoints later than the chosen one of this run: they are neither resumed nor count as the last."""
     for _, path in complete_checkpoints(folder):
         if path.name > chosen.name:
             _keep_as(folder, path, path.with_name(f"abandoned-{path.name}"))
@@ -52,7 +53,7 @@ def _abandon_after(folder: Path, chosen: Path) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """A fresh start in a used folder: older checkpoints must not be taken for this run's when it resumes."""
+    """Rename the folder before a fresh start: older checkpoints must not be taken for this run's when it resumes."""
     if complete_checkpoints(folder):
         number = 1
         while (kept := folder.with_name(f"checkpoints.old-{number}")).exists():

@@ -35,7 +35,7 @@ from aligner.run.candidates import candidates_for, keep_damaged
 from aligner.run.changes import AnotherRunError, check_identity, compare, note, reordered
 from aligner.run.retention import Retention
 
-# states that checkpoints lack which are of earlier versions, or of runs without a stream or a lag
+# states that checkpoints of earlier versions, or of runs without a stream or a lag, may lack
 DISPENSABLE = ("sentinel", "ptx", "ahead", "clock")
 
 
@@ -45,14 +45,14 @@ class Stateful(Protocol):
 
 
 class SaveError(CheckpointError):
-    """A checkpoint could not be written: a full disk, a file system that is away."""
+    """A checkpoint could not be written: a full disk, or a file system that is unavailable."""
 
     transient = True
 
 
 @dataclass
 class _Writing:
-    """A checkpoint that is not one yet."""
+    """A checkpoint that is being written."""
 
     step: int
     aside: Path
@@ -67,7 +67,7 @@ class _Writing:
     rank: int = field(default_factory=dist.get_rank)  # the thread may outlive the group that knows it
 
     def write(self) -> None:
-        """This rank's files; no messages to other ranks."""
+        """Write this rank's files; no messages to other ranks."""
         try:
             for model in self.models:
                 model.write()
@@ -79,7 +79,7 @@ class _Writing:
         self.seconds = self.now() - self.started_s
 
     def write_aside(self) -> None:
-        """In a thread, of whose end `finish` hears, whatever it is: it makes no checkpoint of half a one."""
+        """Write in a thread. `finish` sees any error, and makes no checkpoint of half a one."""
         try:
             self.write()
         except BaseException as error:
@@ -87,7 +87,7 @@ class _Writing:
 
 
 class Checkpoints:
-    """Saves and restores one run. All methods are collective over the world."""
+    """Checkpoints of one run. All methods are collective over the world."""
 
     def __init__(
         self,
@@ -99,14 +99,14 @@ class Checkpoints:
         definition: Mapping[str, Any] | None = None,
         accept_changes: bool = False,
     ):
-        """`identity`: what a checkpoint must share; `definition`: what may be changed (config/identity.py)."""
+        """Take `identity`: what a checkpoint must share; `definition`: what may change (config/identity.py)."""
         self.folder, self.config = run_dir / "checkpoints", config
         self.retention = Retention(self.folder, config)
         self.models, self.state, self.identity = dict(models), dict(state), dict(identity)
         self.definition, self.accept_changes = definition, accept_changes
-        self.last_saved = -1  # the step given to `save` last, or restored
+        self.last_saved = -1  # the step saved last, or restored
         self.committed = 0  # the newest step that a restart would find
-        self.seconds = 0.0  # that the last save took from its beginning until everything was written
+        self.seconds = 0.0  # of the last save, from its beginning until everything was written
         self.now: Callable[[], float] = time.perf_counter
         self._writing: _Writing | None = None
         self.on_save: list[Callable[[int], None]] = []  # called first on every rank with the step to be saved
@@ -115,9 +115,9 @@ class Checkpoints:
     def save(
         self, step: int, metrics: Mapping[str, float], states: Mapping[str, Any] | None = None, wait: bool = True
     ) -> None:
-        """Write step's checkpoint; what was there before stays until the new one is whole. `states` replaces the
-        current ones of `self.state`. Without `wait` it is written while training goes on, from a copy in host memory,
-        and is no checkpoint before `finish`. An earlier one that is still being written is finished first."""
+        """Write step's checkpoint; an existing one stays until the new one is complete. `states` replaces the current
+        ones of `self.state`. Without `wait` it is written while training continues, from a copy in host memory, and is
+        no checkpoint before `finish`. An earlier one that is still being written is finished first."""
         self.finish()
         started_s = self.now()
         for prepare in self.on_save:
@@ -160,7 +160,7 @@ class Checkpoints:
         return self._writing is not None
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, on all ranks, and make it one. Collective over the world.
+        """Wait for the checkpoint that is being written, on all ranks, and complete it. Collective over the world.
         Raises SaveError on every rank if any of them could not write."""
         if self._writing is None:
             return
@@ -175,8 +175,8 @@ class Checkpoints:
         self.seconds = now.seconds + self.now() - finish_s
         if dist.get_rank() == 0:
             self.retention.delete_old()
-        for tell in self.on_commit:
-            tell(now.step)
+        for notify in self.on_commit:
+            notify(now.step)
 
     def _commit(self, now: _Writing) -> None:
         if dist.get_rank():
@@ -188,8 +188,8 @@ class Checkpoints:
         fsync_folder(self.folder)
 
     def _together[T](self, aside: Path, work: Callable[[], T]) -> T:
-        """`work()`; an OSError or RuntimeError of any rank becomes a SaveError on all of them. It keeps no trace of its
-        cause, whose frames may hold open files of a full disk."""
+        """Return `work()`; an OSError or RuntimeError of any rank becomes a SaveError on all of them. It keeps no
+        trace of its cause, whose frames may hold open files of a full disk."""
         error, result = "", None
         try:
             result = work()
@@ -207,7 +207,8 @@ class Checkpoints:
             raise
 
     def describe(self, step: int, name: str, content: Mapping[str, Any]) -> None:
-        """A small file that is known only once the run is done, for the checkpoint of its last step if it has one."""
+        """Add a small file whose content is known only at the end of the run to the checkpoint of its last step, if
+        there is one."""
         folder = self.folder / f"step-{step:08d}"
 
         def write() -> None:
@@ -219,10 +220,10 @@ class Checkpoints:
         self._together(folder.with_suffix(".tmp"), write)
 
     def restore(self, resume: str) -> int:
-        """Load what `run.resume` asks for; returns the step to continue after, 0 if there is nothing to resume.
+        """Load what `run.resume` names; return the step to continue after, 0 if there is nothing to resume.
 
-        With `auto` a damaged newest checkpoint is reported loudly and the one before it is used. A path outside
-        this run is where the run starts; once it has checkpoints of its own, those are continued.
+        With `auto` a damaged newest checkpoint is reported, and the one before it is used. A path outside this run is
+        where the run starts; once it has checkpoints of its own, those are continued.
         """
         candidates = by_rank_0(lambda: candidates_for(self.folder, resume))
         for i, path in enumerate(candidates):
@@ -251,13 +252,13 @@ class Checkpoints:
         return 0
 
     def _read(self, path: Path) -> dict[str, Any]:
-        """state.json, read and checked by rank 0 for all; the other nodes see the same folder."""
+        """Read state.json, checked by rank 0 for all; the other nodes see the same folder."""
         content = by_rank_0(lambda: read_checked(path))
         same_view(path, lambda: view(path), by_node=True)
         return content
 
     def _load(self, path: Path, content: Mapping[str, Any], anew: Sequence[str]) -> None:
-        """States named in `anew` begin as they are."""
+        """Load a checkpoint; states named in `anew` are not loaded."""
         missing = [name for name in self.state if name not in content["state"] and name not in DISPENSABLE]
         if missing:
             raise CheckpointError(
@@ -275,7 +276,8 @@ class Checkpoints:
 
 
 def _fresh_folder(aside: Path, models: Iterable[str]) -> None:
-    """With all that ranks write into: a rank that failed at this later would leave the others waiting for it."""
+    """Make the folder with all folders that ranks write into: a rank that failed at this later would leave the others
+    waiting."""
     if dist.get_rank() == 0:
         shutil.rmtree(aside, ignore_errors=True)
         for name in ("rng", *models):
@@ -284,7 +286,7 @@ def _fresh_folder(aside: Path, models: Iterable[str]) -> None:
 
 def _io_message(folder: Path, cause: BaseException) -> str:
     code = getattr(cause, "errno", None) or getattr(cause.__cause__, "errno", None)
-    # writers in threads hand over no errno: a disk without room for another megabyte tells as much
+    # writers in threads report no errno: a disk with less than a megabyte free shows the same
     full = code == errno.ENOSPC or (folder.exists() and shutil.disk_usage(folder).free < 1 << 20)
     hint = " (no space left)" if full else ""
     advice = "Earlier checkpoints are untouched; free space or change run.dir"

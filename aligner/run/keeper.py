@@ -1,6 +1,5 @@
 """A small process beside a rank that notices what no thread of the rank can: a call in C that never releases the GIL,
-so that no Python code runs. Standard library only: the process runs this file alone.
-"""
+so that no Python code runs. It needs only the standard library: the process runs this file alone."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ LEFT_TO_THE_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
 
 class Keeper:
-    """Sends this process SIGPROF once it has computed without a `beat` for `limit_s` seconds of the clock, on however
-    many cores. It ends with this process."""
+    """Process that sends this one SIGPROF once it has computed without a `beat` for `limit_s` seconds of wall time,
+    on any number of cores. It ends with this process."""
 
     def __init__(self, limit_s: float):
         command = [sys.executable, "-S", "-P", __file__, str(os.getpid()), str(limit_s)]
@@ -40,7 +39,7 @@ class Keeper:
 
 
 def keep(rank: int, limit_s: float) -> None:
-    """What the process does, with the beats on its standard input."""
+    """Run the process, with the beats on its standard input."""
     for number in LEFT_TO_THE_RANK:
         signal.signal(number, signal.SIG_IGN)
     tick_s = min(TICK_S, limit_s / 8)
@@ -60,7 +59,7 @@ def keep(rank: int, limit_s: float) -> None:
 
 
 def _computed_s(pid: int) -> float:
-    """Seconds of all threads on all cores."""
+    """Return seconds of all threads on all cores."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,4 +1,4 @@
-"""A run as ranks on this machine, for who starts one: `aligner launch`, and the quick start."""
+"""A run as ranks on this machine, for `aligner launch` and the quick start."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from aligner.run.starts import COMMAND, command_line
 
 
 def imports(cfg: Config) -> list[str]:
-    """Modules that every rank of a run needs, and that start no threads: those that may be imported once for all."""
-    found = ["aligner.config.resolve", "aligner.builders.stage", f"aligner.stages.{cfg.stage.name}"]
-    return [*found, *demanded(cfg), "transformers.models.auto.tokenization_auto"]
+    """Return modules that every rank of a run needs, and that start no threads: those that may be imported once for
+    all."""
+    modules = ["aligner.config.resolve", "aligner.builders.stage", f"aligner.stages.{cfg.stage.name}"]
+    return [*modules, *demanded(cfg), "transformers.models.auto.tokenization_auto"]
 
 
 def launch_run(cfg: Config, ranks: int, freeze: Callable[[], Path], command: Sequence[str], last: bool = False) -> int:
-    """The exit code. `freeze` writes the config, once nobody else is in the run's folder. `command`: what was asked
-    for; `last`: as of StopSignals. Raises ConfigError."""
+    """Launch ranks and return the exit code. `freeze` writes the config, once nobody else is in the run's folder.
+    `command` is the user's; `last` as in StopSignals. Raises ConfigError."""
     if ranks < 1:
         raise ConfigError("--ranks", ranks, "a number >= 1")
     os.environ[COMMAND] = command_line(command)
     validate(cfg, ranks)  # before processes start, so that the message comes once
     run_dir = Path(cfg.run.dir)
     proof = [run_dir / name for name in (DONE, STOPPED)]
-    more = {"imports": imports(cfg), "proof": proof, "last": last}
+    options = {"imports": imports(cfg), "proof": proof, "last": last}
     with RunLock(run_dir):
-        return launch(freeze(), ranks, run_dir, threads=cfg.cluster.threads, **more)
+        return launch(freeze(), ranks, run_dir, threads=cfg.cluster.threads, **options)

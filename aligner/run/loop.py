@@ -1,4 +1,4 @@
-"""What every stage shares between its steps: resume, metrics, samples, alarms, evaluation, checkpoints, early stop.
+"""The common part of all stages between steps: resume, metrics, samples, alarms, evaluation, checkpoints, early stop.
 
 A recipe reads `for step in run.steps(): ...; run.finish(step, metrics)` and nothing else of this.
 """
@@ -39,12 +39,12 @@ from aligner.types import ScalarMetrics, TrainBatch
 
 Evaluate = Callable[[], ScalarMetrics]
 EVALUATION_SHOWN = 6  # numbers of the last one, on the terminal
-# failures that all ranks meet together, and that leave the models whole
+# failures that all ranks see together, and that leave the models intact
 SHARED = (RewardError, MismatchError, MemoryLimitError, EngineError, EnvironmentFailedError)
 
 
 class Run:
-    """Steps are counted from 1; a checkpoint of step n is taken after n whole steps."""
+    """A run's steps, counted from 1; a checkpoint of step n is taken after n complete steps."""
 
     def __init__(
         self,
@@ -64,18 +64,18 @@ class Run:
         # without training there is nothing to save
         self.saves = not cfg.debug.rollout_only and self.whole
         self.timers = Timers()
-        self.accepted: Callable[[], None] = lambda: None  # told once the folder is this run's
+        self.accepted: Callable[[], None] = lambda: None  # called once the folder is this run's
         self.memory: PhaseMemory | None = None
         self.chain: Chain | None = None
-        self.facts: Mapping[str, Any] = {}  # what computes, for it
-        self.on_step: list[Callable[[int], None]] = []  # called on every rank with the step that is done
+        self.facts: Mapping[str, Any] = {}  # facts about the computation, for the chain
+        self.on_step: list[Callable[[int], None]] = []  # called on every rank with the finished step
         self.last_eval: ScalarMetrics = {}
         self.stopped: str | None = None  # why the stage ended before run.steps
         self.step = 0
         checkpoints.state["run"] = self
         self._bar: ProgressBar | None = None
         self._step_start_s = 0.0
-        self._before: dict[str, Any] = {}  # the small states after the last whole step
+        self._before: dict[str, Any] = {}  # the small states after the last complete step
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_eval": self.last_eval, "stopped": self.stopped}
@@ -84,8 +84,8 @@ class Run:
         self.last_eval, self.stopped = dict(state["last_eval"]), state["stopped"]
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do. Resumes first; evaluates before the first step if evaluation is on; saves at the
-        end. Raises StopRequested, after saving, where the run is asked to stop."""
+        """Yield the steps still to do. Resumes first; evaluates before the first step if evaluation is on; saves at
+        the end. Raises StopRequested, after saving, if the run is asked to stop."""
         try:
             self.step = self.checkpoints.restore(self.config.resume)
         except AnotherRunError:
@@ -101,7 +101,7 @@ class Run:
                 truncate_jsonl(self.dir / name, self.step)
             saved, saves_s = read_progress(self.dir)
             self.boundary.deadline.saves_s.extend(saves_s)
-            self._tell_lost(saved)
+            self._warn_lost(saved)
             if self.step:
                 print(f"resumed at step {self.step} of {self.config.steps}", flush=True)
         if self.chain is not None:
@@ -109,25 +109,23 @@ class Run:
                 self.chain.begin(self.step, self.facts)
         total = self.last
         with ProgressBar(total, self.step, self.stage, self.rank, self.logging.progress) as self._bar:
-            if found := self._evaluate_if_due():
-                self._record(self.step, found | self.timers.take())
-            self._tell_progress()
-            while self._go_on() and self.step < total and not self.stopped:
+            if evaluation := self._evaluate_if_due():
+                self._record(self.step, evaluation | self.timers.take())
+            self._write_progress()
+            while self._settle() and self.step < total and not self.stopped:
                 self._step_start_s = time.perf_counter()
                 self._before = self._states()
                 yield self.step + 1
             self._end()
 
-    def _tell_lost(self, saved: int) -> None:
-        """A checkpoint that was committed and is not found: deleted, or not to be seen yet on this node."""
+    def _warn_lost(self, saved: int) -> None:
+        """Warn of a checkpoint that was committed and is missing: deleted, or not visible yet on this node."""
         if self.config.resume == "auto" and saved > self.step:
-            found = (
-                f"the newest one that can be used here is of step {self.step}" if self.step else "there is none here"
-            )
-            print(f"WARNING: {PROGRESS} knows a checkpoint of step {saved}: {found}", flush=True)
+            newest = f"the newest usable one here is of step {self.step}" if self.step else "there is none here"
+            print(f"WARNING: {PROGRESS} names a checkpoint of step {saved}: {newest}", flush=True)
 
-    def _go_on(self) -> bool:
-        """At a step boundary, on all ranks: True, or StopRequested after everything is saved."""
+    def _settle(self) -> bool:
+        """Settle at a step boundary, on all ranks. Returns True, or raises StopRequested after everything is saved."""
         reason, writing = self.boundary.settle(self.checkpoints.writing)
         if self.checkpoints.unfinished and not writing:
             self._complete()
@@ -136,19 +134,19 @@ class Run:
                 self._save({})
                 self.logger.log(self.step, self.timers.take())
             self._complete()
-            self._tell_progress()
+            self._write_progress()
             if self.rank == 0:
                 write_json(self.dir / STOPPED, {"step": self.step, "reason": reason})
             self.logger.close()
             raise StopRequested(f"{self.stage} stopped at step {self.step} of {self.config.steps}: {reason}")
         return True
 
-    def _tell_progress(self) -> None:
+    def _write_progress(self) -> None:
         if self.rank == 0:
             # for the batch script and people who watch
-            told = {"step": self.step, "steps": self.config.steps, "saved": self.checkpoints.committed}
-            told["saves_s"] = [round(s, 3) for s in self.boundary.deadline.saves_s]
-            write_json(self.dir / PROGRESS, told)
+            content = {"step": self.step, "steps": self.config.steps, "saved": self.checkpoints.committed}
+            content["saves_s"] = [round(s, 3) for s in self.boundary.deadline.saves_s]
+            write_json(self.dir / PROGRESS, content)
 
     def _end(self) -> None:
         if self.evaluate and self.whole and self.last_eval.get("_step") != self.step:
@@ -157,14 +155,14 @@ class Run:
             self._save({})
             self.logger.log(self.step, self.timers.take())
         self._complete()
-        self._tell_progress()
-        if measured := _told(self.last_eval):
+        self._write_progress()
+        if measured := _summary(self.last_eval):
             self._bar.write(f"evaluation at step {self.last_eval['_step']}: {measured}")
         if self.stopped and self.rank == 0 and self._bar:
             self._bar.write(f"{self.stage} stopped early at step {self.step}: {self.stopped}")
 
     def finish_batch(self, step: int, metrics: ScalarMetrics, batch: TrainBatch, ranks: int) -> None:
-        """Close a step on this rank's rows, of which each of so many data-parallel ranks has about as many tokens."""
+        """Close a step on this rank's rows, where each of `ranks` data-parallel ranks has about as many tokens."""
         if self.chain is not None:
             self.chain.seen.rows(batch)
         self.finish(step, metrics, tokens=float(batch.lengths.sum()) * ranks, rows=len(batch.lengths) * ranks)
@@ -178,31 +176,31 @@ class Run:
         with self.timers("record"):
             if self.chain is not None:
                 self.chain.close(step, metrics)
-            for tell in self.on_step:
-                tell(step)
-        found, failure = {}, None
+            for notify in self.on_step:
+                notify(step)
+        evaluation, failure = {}, None
         try:
-            found = self._evaluate_if_due()
-        except SHARED as error:  # the step is whole without: it is saved with its record, and a resume evaluates
+            evaluation = self._evaluate_if_due()
+        except SHARED as error:  # the step is complete without it: it is saved with its record, and a resume evaluates
             failure = error
-        metrics = metrics | found | self._spent(tokens, rows)
+        metrics = metrics | evaluation | self._spent(tokens, rows)
         self._record(step, metrics, samples)
         self._before = self._states()
         if failure is not None:
             raise failure
         if self.memory is not None:
             self.memory.check(metrics)
-        # after the record: a checkpoint of step n means that step n stands in metrics.jsonl
+        # after the record: a checkpoint of step n means that step n is in metrics.jsonl
         every = self.checkpoints.config.every
         if self.saves and every and step % every == 0:
             self._save(metrics, wait=not self.checkpoints.config.async_save)
             self.logger.log(step, self.timers.take())
-        self._tell_progress()
+        self._write_progress()
         assert self._bar is not None, "finish() outside of steps()"
         self._bar.update(step, metrics)
 
     def _spent(self, tokens: float, rows: int) -> ScalarMetrics:
-        """Seconds and memory of the step that ends, and its throughput."""
+        """Return seconds and memory of the step that ends, and its throughput."""
         seconds = time.perf_counter() - self._step_start_s
         spent = self.timers.take() | {"time/step_s": seconds}
         if tokens:
@@ -213,7 +211,7 @@ class Run:
         return spent | (self.memory.take() if self.memory is not None else {})
 
     def _record(self, step: int, metrics: ScalarMetrics, samples: Sequence[SampleRow] = ()) -> None:
-        """Metrics, alarms and samples of a step, to files and terminal."""
+        """Write metrics, alarms and samples of a step to files and terminal."""
         self.logger.log(step, metrics)
         if self.rank:
             return
@@ -226,21 +224,22 @@ class Run:
                 print_samples(step, samples, self.logging.samples_shown)
 
     def _evaluate_if_due(self) -> ScalarMetrics:
-        """After so many steps, unless this step was resumed from a checkpoint that was saved behind its evaluation."""
+        """Evaluate after `run.eval_every` steps, unless this step was resumed from a checkpoint that was saved after
+        its evaluation."""
         every = self.config.eval_every
         if not (self.evaluate and every) or self.step % every or self.last_eval.get("_step") == self.step:
             return {}
-        found = self._evaluate()
+        evaluation = self._evaluate()
         if self.step:
-            self._check_stop(found)
-        return found
+            self._check_stop(evaluation)
+        return evaluation
 
     def _evaluate(self) -> ScalarMetrics:
         assert self.evaluate is not None
         with self.timers("eval"):
-            found = self.evaluate()
-        self.last_eval = dict(found) | {"_step": self.step}
-        return found
+            evaluation = self.evaluate()
+        self.last_eval = dict(evaluation) | {"_step": self.step}
+        return evaluation
 
     def _check_stop(self, metrics: ScalarMetrics) -> None:
         rule = self.config.stop
@@ -263,7 +262,7 @@ class Run:
         self._note_seconds()
 
     def _complete(self) -> None:
-        """The checkpoint that was written meanwhile, if any, becomes one."""
+        """Complete the checkpoint that was written meanwhile, if any."""
         if self.checkpoints.unfinished:
             with self.timers("save"):
                 self.checkpoints.finish()
@@ -273,8 +272,8 @@ class Run:
         self.boundary.deadline.saves_s.append(self.checkpoints.seconds)
 
     def save_after(self, error: Exception) -> None:
-        """One of `SHARED`: save the last whole step, with the small states as they were then, so that a resumed run
-        repeats the failed step exactly."""
+        """Save the last complete step after one of `SHARED`, with the small states of that time, so that a resumed
+        run repeats the failed step exactly."""
         self._complete()
         if self.saves and self.step > self.checkpoints.last_saved and self.step > 0:
             self._save({}, self._before)
@@ -286,8 +285,8 @@ class Run:
         return Path(self.config.dir)
 
 
-def _told(evaluation: ScalarMetrics) -> str:
-    """The numbers of an evaluation, those that say most first; empty without one."""
-    found = {k: v for k, v in evaluation.items() if k.startswith("eval/") and isinstance(v, int | float)}
-    names = sorted(found, key=lambda name: (HEADLINE.index(name) if name in HEADLINE else len(HEADLINE), name))
-    return ", ".join(f"{name} {found[name]:.4g}" for name in names[:EVALUATION_SHOWN])
+def _summary(evaluation: ScalarMetrics) -> str:
+    """Return the numbers of an evaluation, the most important first; "" without one."""
+    numbers = {k: v for k, v in evaluation.items() if k.startswith("eval/") and isinstance(v, int | float)}
+    names = sorted(numbers, key=lambda name: (HEADLINE.index(name) if name in HEADLINE else len(HEADLINE), name))
+    return ", ".join(f"{name} {numbers[name]:.4g}" for name in names[:EVALUATION_SHOWN])

@@ -1,4 +1,4 @@
-"""How much memory this process has used: in all, and between two moments."""
+"""Memory use of this process: in total, and between two moments."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:  # the quick start's own process has no torch
     import torch
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_highest = 0  # VmHWM before it was set back
+_highest = 0  # VmHWM before it was reset
 
 
 def peak_rss_bytes() -> int:
-    """The most resident memory this program has had.
+    """Return the largest resident memory of this program.
 
-    From VmHWM where there is /proc: `getrusage` gives a program the peak of the process that started it, if larger
-    (Linux keeps it over exec).
+    It comes from VmHWM where there is /proc: `getrusage` gives a program the peak of the process that started it, if
+    larger (Linux keeps it over exec).
     """
     if _STATUS.is_file():
         return max(_highest, _status_bytes("VmHWM:"))
@@ -32,8 +32,9 @@ def _status_bytes(name: str) -> int:
 
 
 class PeakMeter:
-    """The most memory in use between `start` and `stop`: of the GPU, as torch has allocated it there; without one, the
-    resident memory of the process (Linux; where its mark cannot be set back, and elsewhere, what `stop` finds)."""
+    """Meter of the largest memory in use between `start` and `stop`: of the GPU, by torch's allocations. Without a
+    GPU it is the resident memory of the process (Linux; if its mark cannot be reset, and elsewhere, the value at
+    `stop`)."""
 
     def __init__(self, device: torch.device):
         self.device = device

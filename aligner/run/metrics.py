@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases. Only rank 0 writes."""
+"""Destinations of metrics: metrics.jsonl, TensorBoard, Weights & Biases. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aligner.errors import AlignerError, ConfigError, MissingExtraError, WriteEr
 from aligner.files import write_whole
 from aligner.foreign import parse_json, record
 
-# what says most of how a run goes, the first that it has first
+# the most telling metrics of a run, in order
 HEADLINE = (
     "eval/accuracy",
     "eval/loss",
@@ -35,7 +35,7 @@ HEADLINE = (
 
 
 def finite(value: Any) -> Any:
-    """A number as JSON has it: NaN and infinities become null; tensors and numpy scalars become Python numbers."""
+    """Convert a number for JSON: NaN and infinities become null; tensors and numpy scalars become Python numbers."""
     if value is None or isinstance(value, bool | int | str):
         return value
     value = float(value)
@@ -43,12 +43,12 @@ def finite(value: Any) -> Any:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a file; a last line torn by a crash is left out. No file: no records."""
+    """Read all complete records of a file; a last line torn by a crash is left out. No file: no records."""
     return list(each_jsonl(path))
 
 
 def each_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """`read_jsonl`, a record in memory at a time."""
+    """Yield what `read_jsonl` reads, one record in memory at a time."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -56,7 +56,7 @@ def each_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def jsonl_records(lines: Iterable[bytes], where: str) -> Iterator[dict[str, Any]]:
-    """As `read_jsonl`, of the lines of a file."""
+    """Yield the records of a file's lines, as `read_jsonl`."""
     rest = iter(lines)
     for number, line in enumerate(rest, 1):
         if not line.strip(b" \r\n\t\0"):
@@ -82,7 +82,7 @@ def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def truncate_jsonl(path: Path, step: int) -> None:
-    """Drop the records later than `step`, and a torn last line: what a resumed run will write again."""
+    """Drop the records later than `step`, and a torn last line: a resumed run will write them again."""
     if not path.exists():
         return
     kept = [row for row in read_jsonl(path) if record(row, str(path), AlignerError).integer("step", low=-1) <= step]
@@ -90,7 +90,7 @@ def truncate_jsonl(path: Path, step: int) -> None:
 
 
 def rewrite_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """The file's content becomes these records. Raises AlignerError as `append_jsonl`."""
+    """Replace the file's content by these records. Raises AlignerError as `append_jsonl`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _replace(path, records)
@@ -99,7 +99,8 @@ def rewrite_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _replace(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """The file's content becomes these records: at any moment, also of a power cut, the old ones or the new ones."""
+    """Replace the file's content by these records. At any moment, also after a power cut, it has the old ones or the
+    new ones."""
     write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
@@ -108,12 +109,12 @@ def unwritable(path: Path, cause: OSError) -> WriteError:
 
 
 class MetricsLogger:
-    """One record per step: {"step", "wall_time" (seconds since the epoch), <metric>: number or null}.
+    """Logger with one record per step: {"step", "wall_time" (seconds since the epoch), <metric>: number or null}.
 
     Steps do not go back; a second `log` of the same step joins its record. Call `resume_at` before the first `log`.
 
-    To join, the record is cut off and written again. What will stand there lies in `metrics.joined.jsonl` until it
-    does, so that neither a kill nor a full disk in between loses the record; `resume_at` puts it back.
+    To join, the record is cut off and written again. Until then its new content is in `metrics.joined.jsonl`, so that
+    neither a kill nor a full disk in between loses the record; `resume_at` restores it.
     """
 
     def __init__(self, run_dir: str | Path, config: LoggingConfig, config_for_wandb: dict[str, Any], rank: int):
@@ -186,7 +187,7 @@ class MetricsLogger:
         self._last = record
 
     def _mend(self) -> None:
-        """Put back the record that was cut off and never written."""
+        """Restore the record that was cut off and never written."""
         records = read_jsonl(self._path)
         last = record(records[-1], str(self._path), AlignerError).integer("step", low=-1) if records else -1
         joined = self._cut_off()
@@ -198,7 +199,7 @@ class MetricsLogger:
             raise unwritable(self._path, cause) from cause
 
     def _cut_off(self) -> dict[str, Any] | None:
-        """The record; what else is there is told."""
+        """Return the cut-off record. Other content is reported."""
         try:
             *_, last = [None, *read_jsonl(self._joined)]
             if last is not None:
@@ -217,7 +218,7 @@ class MetricsLogger:
 
 
 def _start_wandb(run_dir: Path, config: LoggingConfig, full_config: dict[str, Any]) -> Any:
-    """A W&B run whose id is kept in the run folder, so that a requeued job continues it. None when disabled.
+    """Start a W&B run whose id is kept in the run folder, so that a requeued job continues it. None when disabled.
 
     Mode offline writes below the run folder and needs neither account nor network.
     """

@@ -1,4 +1,4 @@
-"""Engine against trainer: the correction of a rollout, and the gate (a warning above one bound, a stop above
+"""Mismatch of engine and trainer: the correction of a rollout, and the gate (a warning above one bound, a stop above
 another)."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from aligner.types import RolloutBatch, ScalarMetrics
 
 def correct_mismatch(rollout: RolloutBatch, config: MismatchConfig) -> None:
     """Apply `mismatch.correction`: set `token_weights` (TIS, IcePop), or `rejected` and make those samples invalid
-    (geometric mask, veto). After the logprobs and before token rewards and advantages: a rejected sample may be part
-    of no baseline, std, loss or denominator."""
-    if config.methods == ["none"] or rollout.old_logprobs is None:  # without them the update weighs
+    (geometric mask, veto). Call it after the logprobs and before token rewards and advantages: a rejected sample may
+    be in no baseline, std, loss or denominator."""
+    if config.methods == ["none"] or rollout.old_logprobs is None:  # without them the update sets the weights
         return
     log_ratio, mask = rollout.old_logprobs - rollout.rollout_logprobs, rollout.response_mask
     rollout.token_weights = token_weights(log_ratio, mask, config)
@@ -31,7 +31,7 @@ def correct_mismatch(rollout: RolloutBatch, config: MismatchConfig) -> None:
 
 
 def token_weights(log_ratio: Tensor, mask: Tensor, config: MismatchConfig) -> Tensor | None:
-    """float32 [B, T], None where `mismatch.correction` has no weights. A row's depend on that row alone."""
+    """Return float32 [B, T], None if `mismatch.correction` has no weights. A row's weights depend only on that row."""
     for name in config.methods:
         if name in WEIGHTS:
             return WEIGHTS[name](log_ratio, mask, **config.bounds(name))
@@ -55,12 +55,13 @@ def check_mismatch(metrics: ScalarMetrics, rollout: RolloutBatch, config: Mismat
 
 
 def worst_sample(rollout: RolloutBatch) -> str:
-    """The sample of all ranks with the largest |old - rollout| logprob, with its tokens. Collective over the world."""
+    """Describe the sample of all ranks with the largest |old - rollout| logprob, with its tokens. Collective over the
+    world."""
     return max(gathered(_worst_here(rollout)), key=lambda worst: worst[0])[1]  # the lowest rank of equals
 
 
 def _worst_here(rollout: RolloutBatch) -> tuple[float, str]:
-    """(size, description); a NaN is the largest of all. (-1, ...) without samples."""
+    """Return (size, description); a NaN is the largest of all. (-1, ...) without samples."""
     if not len(rollout.tokens):
         return -1.0, "no rank has samples"
     assert rollout.old_logprobs is not None

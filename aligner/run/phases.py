@@ -1,10 +1,10 @@
-"""Training and generation take turns on one device: what must be on it in which phase, and what each phase used.
+"""Phases of training and generation on one device: what must be on it in each phase, and what each phase used.
 
     refit -> verify -> generate -> score -> logprobs -> update -> save, eval (refit, generate, score) -> refit ...
 
-Entering a phase first sends away what it does not use, then fetches what it needs, so that the two never add up. Which
-phases exist is told by the timers (`Timers.around`); those without a rule change nothing. An engine that is not asked
-to sleep is always awake.
+Entering a phase first offloads what it does not use, then restores what it needs, so that the two never add up. The
+timers name the phases (`Timers.around`); those without a rule change nothing. An engine that never sleeps is always
+awake.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ TRAINED, SCORED = ("policy", "critic"), ("policy", "critic", "reference", "teach
 
 @dataclass(frozen=True)
 class PhaseNeeds:
-    """`after`: the phases that may come directly before (None: any). `weights`: roles whose weights it reads; others'
-    leave, unless it `keeps` what it finds. `engine`: awake, asleep, or "" for as it is."""
+    """Needs of a phase. `after`: the phases that may come directly before (None: any). `weights`: roles whose weights
+    it reads. Others leave, unless it `keeps` the current state. `engine`: awake, asleep, or "" for unchanged."""
 
     after: tuple[str, ...] | None = None
     weights: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ RULES = {
     "export_ema": PhaseNeeds(weights=("policy",), optimizer=True, within=("",)),
 }
 METERED = ("refit", "generate", "score", "logprobs", "update", "eval", "save")
-# what makes a phase smaller, besides memory.offload
+# keys that reduce a phase's memory, besides memory.offload
 KEYS = {
     "refit": "refit.bucket_bytes",
     "generate": "engine.kv_cache_bytes or engine.max_batch",
@@ -65,13 +65,13 @@ KEYS = {
     "logprobs": "batch.logprob_tokens or batch.logits_bytes",
     "update": "batch.micro_batch_tokens, batch.micro_batch_samples or batch.logits_bytes, or set model.recompute=full",
     "eval": "engine.kv_cache_bytes or batch.logprob_tokens",
-    "save": "what a rank holds: parallel.tensor, parallel.pipeline and optim.distributed share it among more",
+    "save": "a rank's share: parallel.tensor, parallel.pipeline and optim.distributed divide it among more ranks",
 }
 ON_CPU = {"save": ", or set checkpoint.async_save=false"}  # from a GPU a save copies to host memory in any case
 
 
 class PhaseMemory:
-    """Of this rank. `phase` is the timers' `around`; `take` and `check` are collective."""
+    """Memory of this rank by phase. `phase` is the timers' `around`; `take` and `check` are collective."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class PhaseMemory:
         kv_cache_bytes: int = 0,
         judges: bool = False,
     ):
-        """`models` by role: policy (whatever is trained), critic, reference, reward, judge.<number>, teacher (or
-        teachers.<name>). `judges`: the engine is asked while samples are scored. Raises ConfigError for a limit below
+        """Take `models` by role: policy (the trained model), critic, reference, reward, judge.<number>, teacher (or
+        teachers.<name>). `judges`: the engine answers while samples are scored. Raises ConfigError for a limit below
         what its phase holds before it does anything."""
         self.config, self.device, self.models, self.engine = config, device, dict(models), engine
         self.kv_cache_bytes = kv_cache_bytes  # at most
@@ -91,9 +91,9 @@ class PhaseMemory:
         tight = device.type == "cuda" or bool(config.offload) or any(map(config.limit_of, METERED))
         self.sleeps = config.sleep == "always" or (config.sleep == "auto" and tight)
         self.awake = True
-        self.rank: int | None = None  # of this process, where it is not the world's
-        self.now = ""  # the innermost phase entered last of those that do not keep what they find
-        self._open: list[str] = []  # those that run
+        self.rank: int | None = None  # of this process, if it differs from the world's
+        self.now = ""  # the innermost phase entered last that does not keep the state before it
+        self._open: list[str] = []  # phases that run now
         self._meter = PeakMeter(device)
         self._peaks: dict[str, int] = {}
         self._moved_bytes, self._moving_s = 0, 0.0
@@ -103,7 +103,8 @@ class PhaseMemory:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """`name`: of the timers, with those around it (`eval/generate`). Raises OutOfMemoryError."""
+        """Enter a phase. `name` is the timers' name, with the phases around it (`eval/generate`). Raises
+        OutOfMemoryError."""
         leaf, outer = name.rpartition("/")[2], name.partition("/")[0]
         rule = RULES.get(leaf)
         metered = name == outer and outer in METERED
@@ -122,7 +123,7 @@ class PhaseMemory:
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
-            raise OutOfMemoryError(self._told(leaf, outer, error)) from error
+            raise OutOfMemoryError(self._explained(leaf, outer, error)) from error
         finally:
             if metered:
                 self._peaks[outer] = max(self._peaks.get(outer, 0), self._meter.stop())
@@ -136,12 +137,12 @@ class PhaseMemory:
         if not rule.keeps:
             self._send_away(rule)
         needed = self._needed(rule)
-        # beside reward functions alone it is left as it is
+        # with reward functions only, it is left unchanged
         self._set_engine("asleep" if leaf == "score" and needed and not self.judges else rule.engine)
         for role, kind in needed:
             self._moved_bytes += self.models[role].come_back(kind)
         self._moving_s += time.perf_counter() - start
-        if not rule.keeps:  # else generation may go on after it as before it
+        if not rule.keeps:  # otherwise generation may continue after it as before it
             self.now = leaf
 
     def _needed(self, rule: PhaseNeeds) -> list[tuple[str, str]]:
@@ -170,13 +171,13 @@ class PhaseMemory:
     # --- the contract
 
     def held_bytes(self) -> dict[str, int]:
-        """What is on the device now, by owner."""
-        found = {
+        """Return what is on the device now, by owner."""
+        held = {
             f"{role} {kind}": memory.held_bytes(kind) for role, memory in self.models.items() for kind in memory.kinds()
         }
         if self.engine is not None:
-            found |= {f"engine {name}": size for name, size in self.engine.held_bytes().items()}
-        return found
+            held |= {f"engine {name}": size for name, size in self.engine.held_bytes().items()}
+        return held
 
     def _check_limits(self) -> None:
         for phase in METERED:
@@ -186,13 +187,13 @@ class PhaseMemory:
                 raise ConfigError(
                     f"memory.limit.{phase}_bytes",
                     limit,
-                    f"at least {sum(least.values())}, which the phase begins with: {_listed(least)}",
+                    f"at least {sum(least.values())}, which the phase holds at its start: {_listed(least)}",
                     f"Raise it, or lower {self._smaller(phase)}, or add to memory.offload.",
                 )
 
     def _least(self, phase: str) -> dict[str, int]:
-        """What is there while `phase` runs, before anything is computed. The optimizer's state comes with the first
-        step; a cache counts with its whole budget."""
+        """Return what is on the device while `phase` runs, before it computes. The optimizer's state comes with the
+        first step; a cache counts with its whole budget."""
         rule, held = RULES[phase], self.held_bytes()
         needed = {f"{role} {kind}" for role, kind in self._needed(rule)}
         movable = {f"{role} {kind}" for role in self.models for kind in self.config.offload}
@@ -203,20 +204,19 @@ class PhaseMemory:
         return {name: n for name, n in least.items() if n}
 
     def take(self, alone: bool = False) -> ScalarMetrics:
-        """`memory/<phase>_peak_bytes`, the largest of all ranks (or of this one `alone`), and what was moved by this
-        one, since the last take."""
+        """Return `memory/<phase>_peak_bytes`, the largest of all ranks (or of this one `alone`), and the bytes that
+        this one moved, since the last take."""
         peaks = torch.tensor([self._peaks.get(phase, 0) for phase in METERED], dtype=torch.int64, device=self.device)
         if dist.get_world_size() > 1 and not alone:
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-        found = {f"memory/{p}_peak_bytes": float(n) for p, n in zip(METERED, peaks.tolist(), strict=True) if n}
+        metrics = {f"memory/{p}_peak_bytes": float(n) for p, n in zip(METERED, peaks.tolist(), strict=True) if n}
         if self.config.offload:
-            found |= {"memory/moved_bytes": float(self._moved_bytes), "memory/moving_s": self._moving_s}
+            metrics |= {"memory/moved_bytes": float(self._moved_bytes), "memory/moving_s": self._moving_s}
         self._peaks, self._moved_bytes, self._moving_s = {}, 0, 0.0
-        return found
+        return metrics
 
     def check(self, metrics: ScalarMetrics) -> None:
-        """Raise MemoryLimitError on every rank, or warn, where a phase of these (reduced) metrics was over its
-        limit."""
+        """Raise MemoryLimitError on every rank, or warn, if a phase of these (reduced) metrics exceeded its limit."""
         for phase in METERED:
             peak, limit = metrics.get(f"memory/{phase}_peak_bytes", 0.0), self.config.limit_of(phase)
             if not limit or peak <= limit:
@@ -233,7 +233,7 @@ class PhaseMemory:
     def _smaller(self, phase: str) -> str:
         return KEYS[phase] + (ON_CPU.get(phase, "") if self.device.type == "cpu" else "")
 
-    def _told(self, leaf: str, outer: str, error: BaseException) -> str:
+    def _explained(self, leaf: str, outer: str, error: BaseException) -> str:
         key = f"memory.limit.{outer}_bytes={self.config.limit_of(outer)}" if outer in METERED else "no memory.limit"
         which = leaf if leaf in KEYS else outer
         hint = f"lower {self._smaller(which)}" if which in KEYS else "use a smaller model"
@@ -244,12 +244,13 @@ class PhaseMemory:
         return (
             f"out of memory in phase {leaf}{f' of {outer}' if outer != leaf else ''} on rank {rank} "
             f"({self.device}, {key}, engine.kv_cache_bytes={self.kv_cache_bytes}). Held: {_listed(self.held_bytes())}. "
-            f"To fit, {hint}. It said: {str(error).splitlines()[0][:300]}"
+            f"To fit, {hint}. Cause: {str(error).splitlines()[0][:300]}"
         )
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """torch has a class for a GPU's; the CPU's is a RuntimeError with these words."""
+    """Return whether memory is exhausted. torch has a class for a GPU's error; the CPU's is a RuntimeError with these
+    words."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""A progress bar with the time left and the numbers that matter, on rank 0 only."""
+"""A progress bar with the remaining time and the main numbers, only on rank 0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-# metric -> the short name shown. In this order; a stage shows those that it has, of several of one name the last.
+# metric -> short name, in this order. A stage shows those that it has; of several with one name the last.
 SHOWN = {
     "policy/loss": "loss",
     "sft/loss": "loss",
@@ -34,8 +34,8 @@ SHOWN = {
 
 
 class ProgressBar:
-    """A tqdm bar on a terminal; elsewhere (a Slurm log) one plain line at the first and last step and whenever
-    `every_s` seconds have passed, because carriage returns make such logs unreadable.
+    """Progress bar: tqdm on a terminal. Elsewhere (a Slurm log) it is one plain line at the first and last step and
+    whenever `every_s` seconds have passed, because carriage returns make such logs unreadable.
 
     A metric that is not measured in every step (eval/accuracy) keeps its last value.
     """
@@ -61,7 +61,7 @@ class ProgressBar:
             self._bar = tqdm(total=total, initial=initial, desc=desc, file=self.file, dynamic_ncols=True)
 
     def update(self, done: int, metrics: Mapping[str, Any]) -> None:
-        """`done` steps of `total` are complete; `metrics` are those of the last one."""
+        """Show that `done` steps of `total` are complete; `metrics` are those of the last one."""
         if not self.on:
             return
         for name, short in SHOWN.items():

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay: the last `checkpoint.keep_last`, and the best `keep_best` by `metric`. On rank 0."""
+"""Retention of a run's checkpoints: the last `checkpoint.keep_last`, the best `keep_best` by `metric`. On rank 0."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from aligner.megatron.checkpoint_files import complete_checkpoints, read_state, 
 class Retention:
     def __init__(self, folder: Path, config: CheckpointConfig):
         self.folder, self.config = folder, config
-        self._told_metric = False  # that a checkpoint has no value of `config.metric`
-        self._told: set[Path] = set()  # old checkpoints that trouble was told of
+        self._warned_metric = False  # that a checkpoint has no value of `config.metric`
+        self._warned: set[Path] = set()  # old checkpoints with a reported problem
 
     def expect_metric(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Say once that a checkpoint without the metric cannot be among the best. A save beside the steps has none."""
+        """Warn once that a checkpoint without the metric cannot be among the best. A save between steps has none."""
         name = self.config.metric
-        if not self.config.keep_best or not metrics or metrics.get(name) is not None or self._told_metric:
+        if not self.config.keep_best or not metrics or metrics.get(name) is not None or self._warned_metric:
             return
         near = ", ".join(difflib.get_close_matches(name, metrics, n=3, cutoff=0.3))
-        hint = f" Near it: {near}." if near else ""
+        hint = f" Similar: {near}." if near else ""
         print(f"WARNING: checkpoint.metric={name}: not measured at step {step}, for keep_best.{hint}", flush=True)
-        self._told_metric = True
+        self._warned_metric = True
 
     def delete_old(self) -> None:
-        """Delete the others. Nothing here ends a run, whose new checkpoint is whole: what cannot be read or deleted is
-        told, once."""
-        found = complete_checkpoints(self.folder)
-        keep = {path for _, path in found[-self.config.keep_last :]}
+        """Delete the others. No error here ends a run, whose new checkpoint is complete: what cannot be read or
+        deleted is reported once."""
+        checkpoints = complete_checkpoints(self.folder)
+        keep = {path for _, path in checkpoints[-self.config.keep_last :]}
         if self.config.keep_best:
             sign = 1 if self.config.metric.endswith("loss") else -1
-            scored = [(sign * m, -step, path) for step, path in found if (m := self._metric(path)) is not None]
+            scored = [(sign * m, -step, path) for step, path in checkpoints if (m := self._metric(path)) is not None]
             keep |= {path for _, _, path in sorted(scored)[: self.config.keep_best]}  # of equals the newest
-        for _, path in found:
+        for _, path in checkpoints:
             if path not in keep:
                 try:
                     remove_whole(path)
@@ -52,6 +52,6 @@ class Retention:
         return value
 
     def _warn(self, path: Path, text: str) -> None:
-        if path not in self._told:
-            self._told.add(path)
+        if path not in self._warned:
+            self._warned.add(path)
             print(f"WARNING: {text}", flush=True)

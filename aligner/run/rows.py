@@ -1,7 +1,6 @@
-"""The rows of a supervised stage's last steps as files (`debug.record`), each of all data-parallel ranks:
-<run.dir>/rows/step-00000001.safetensors with `tokens` int32 [N, T], `lengths`, `loss_mask` and, where rows have them,
-`labels` and `told_by`.
-"""
+"""Rows of a supervised stage's last steps as files (`debug.record`), each of all data-parallel ranks:
+<run.dir>/rows/step-00000001.safetensors with `tokens` int32 [N, T], `lengths`, `loss_mask` and, if rows have them,
+`labels` and `told_by`."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def file_name(step: int) -> str:
 
 
 def delete_but(folder: Path, steps: range) -> None:
-    """Recordings of other steps. Later ones are of a start that this one has taken back."""
+    """Delete recordings of other steps. Later ones are of a start that this one replaces."""
     for path in folder.glob("step-*.safetensors"):
         match = NAME.fullmatch(path.name)
         if match and int(match[1]) not in steps and path.is_file():
@@ -44,34 +43,34 @@ class RowRecorder:
     layout: Layout
 
     def keep(self, step: int) -> None:
-        """The step is done. Collective. Raises AlignerError on every rank if the file cannot be written."""
+        """Record a finished step. Collective. Raises AlignerError on every rank if the file cannot be written."""
         batch, self.seen.batch, cause = self.seen.batch, None, ""
         if batch is None:
             return
-        path, mine = self.folder / file_name(step), batch.tensors()
-        parts = self._gathered({name: mine[name].cpu() for name in COLUMNS if name in mine})
+        path, columns = self.folder / file_name(step), batch.tensors()
+        parts = self._gathered({name: columns[name].cpu() for name in COLUMNS if name in columns})
         if parts:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                save_whole(path, {name: _below([part[name] for part in parts]) for name in parts[0]}, {})
+                save_whole(path, {name: _below([shard[name] for shard in parts]) for name in parts[0]}, {})
                 delete_but(self.folder, range(step - self.count + 1, step + 1))
             except OSError as error:
                 cause = f"cannot write {path} (debug.record): {error}. Free space or change run.dir"
         fail_together(cause, AlignerError)
 
-    def _gathered(self, mine: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Of all data-parallel ranks on the first rank of all, none elsewhere."""
+    def _gathered(self, local: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Gather the columns of all data-parallel ranks on the first rank; [] elsewhere."""
         group = self.layout.pgs.dp
         if self.layout.peers.rank() or group.size() == 1:
-            return [] if self.layout.peers.rank() else [mine]
-        found: list | None = [None] * group.size() if group.rank() == 0 else None
-        dist.gather_object(mine, found, dst=dist.get_global_rank(group, 0), group=group)
-        return found or []
+            return [] if self.layout.peers.rank() else [local]
+        of_ranks: list | None = [None] * group.size() if group.rank() == 0 else None
+        dist.gather_object(local, of_ranks, dst=dist.get_global_rank(group, 0), group=group)
+        return of_ranks or []
 
 
 def _below(parts: list[Tensor]) -> Tensor:
-    """One below the other, the narrower padded with 0; integers as int32."""
-    width = max(part.shape[1] if part.dim() > 1 else 0 for part in parts)
-    wide = [torch.nn.functional.pad(part, (0, width - part.shape[1])) if width else part for part in parts]
-    found = torch.cat(wide)
-    return found if found.is_floating_point() else found.to(torch.int32)
+    """Concatenate rows, the narrower padded with 0; integers as int32."""
+    width = max(column.shape[1] if column.dim() > 1 else 0 for column in parts)
+    wide = [torch.nn.functional.pad(column, (0, width - column.shape[1])) if width else column for column in parts]
+    joined = torch.cat(wide)
+    return joined if joined.is_floating_point() else joined.to(torch.int32)

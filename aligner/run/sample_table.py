@@ -27,12 +27,12 @@ class SampleRow:
     advantage: float
     finished: bool  # ended by a stop token, not by the limit
     scores: Mapping[str, float | None] = field(default_factory=dict)  # of each reward function, unweighted
-    columns: Mapping[str, Any] = field(default_factory=dict)  # the row's others: the reference answer, for one
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns, such as the reference answer
     trajectory: Mapping[str, Any] | None = None  # of several turns: stop, failure, reward, turns with role and text
 
     def record(self) -> dict[str, Any]:
-        """For JSON; NaN (an invalid reward) becomes null."""
-        more = {} if self.trajectory is None else {"trajectory": self._told(self.trajectory)}
+        """Return a record for JSON; NaN (an invalid reward) becomes null."""
+        several_turns = {} if self.trajectory is None else {"trajectory": self._plain(self.trajectory)}
         return {
             "prompt": self.prompt,
             "response": self.response,
@@ -41,17 +41,17 @@ class SampleRow:
             "finished": self.finished,
             "scores": {name: finite(value) for name, value in self.scores.items()},
             "columns": {name: plain(value) for name, value in self.columns.items()},
-            **more,
+            **several_turns,
         }
 
     @staticmethod
-    def _told(trajectory: Mapping[str, Any]) -> dict[str, Any]:
+    def _plain(trajectory: Mapping[str, Any]) -> dict[str, Any]:
         turns = [turn | {"text": plain(turn["text"], limit=20_000)} for turn in trajectory["turns"]]
         return {**trajectory, "reward": finite(trajectory["reward"]), "turns": turns}
 
 
 def plain(value: Any, limit: int = 2000) -> Any:
-    """A column's value as JSON has it: texts and numbers as they are, anything else as text, cut to `limit`."""
+    """Return a column's value for JSON: numbers unchanged, texts and anything else as text, cut to `limit`."""
     if value is None or isinstance(value, bool | int | float):
         return finite(value)
     text = value if isinstance(value, str) else str(value)
@@ -59,13 +59,13 @@ def plain(value: Any, limit: int = 2000) -> Any:
 
 
 def printable(text: str, limit: int = 400) -> str:
-    """At most `limit` characters, line breaks kept, other control characters as escapes."""
+    """Return at most `limit` characters, line breaks kept, other control characters as escapes."""
     cut = text if len(text) <= limit else text[:limit] + " ..."
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in cut)
 
 
 def print_samples(step: int, rows: Sequence[SampleRow], n: int, console: Console | None = None) -> None:
-    """A table of the first n rows."""
+    """Print a table of the first n rows."""
     if n <= 0 or not rows:
         return
     table = Table(title=f"samples of step {step}", show_lines=True, title_justify="left")

@@ -1,7 +1,7 @@
 """starts.jsonl: what ran, where and how it ended; a record for each start of a run, and one for its end.
 
-Only rank 0 writes. Of the environment nothing is recorded; home folder and user name are left out of the command, and
-so are the values of overrides whose names speak of keys, tokens, secrets or passwords.
+Only rank 0 writes. Nothing of the environment is recorded. Home folder and user name are left out of the command, and
+so are the values of overrides whose names contain key, token, secret or password.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     import torch
 
 FILE = "starts.jsonl"
-FAILED = "logs/failed_start.log"  # why the last start before the first of these came to nothing
-COMMAND = "ALIGNER_COMMAND"  # for ranks: what the user typed at their launcher
-PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "tensorrt-llm")
+FAILED = "logs/failed_start.log"  # error of the last start that failed before the first record
+COMMAND = "ALIGNER_COMMAND"  # for ranks: the user's command to their launcher
+PACKAGES = ("aligner", "torch", "megatron-core", "transformers", "transformer-engine", "tensorrt-llm")
 GIT_S = 10.0
 HIDDEN = "<hidden>"
 _SECRET = re.compile(
@@ -47,21 +47,21 @@ _KEYS = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-)[\w-]{16,}")  # as ser
 
 
 class Start:
-    """This start of a run. Nothing is written before `accepted`: what is refused leaves a used folder as it was."""
+    """This start of a run. Nothing is written before `accepted`: a refused start leaves a used folder unchanged."""
 
     def __init__(self, run_dir: str | Path, rank: int, record: dict[str, Any]):
         self.path, self.rank, self.record = Path(run_dir) / FILE, rank, record
         self.begun = False
 
     def accepted(self) -> None:
-        """The folder is this run's from here on."""
+        """Record the start: the folder is this run's from now on."""
         if self.rank == 0:
             rewrite_jsonl(self.path, [*read_jsonl(self.path), self.record])
             self.begun = True
 
     @contextmanager
     def ends(self) -> Iterator[None]:
-        """Whatever happens inside, how it ended is written behind it."""
+        """Record how the block ended, in any case."""
         result = "done"
         try:
             yield
@@ -72,25 +72,25 @@ class Start:
             if self.begun:
                 try:
                     append_jsonl(self.path, [{"ended": now(), "result": result}])
-                except WriteError as cause:  # how a run ended does not depend on this line
+                except WriteError as cause:  # the run's result does not depend on this line
                     print(f"warning: {cause}", file=sys.stderr)
 
 
 def note_failed(run_dir: str | Path, error: BaseException) -> None:
-    """A first start that came to nothing, for those who look at the folder. A used one stays as it was."""
+    """Note a first start that failed, for people who look at the folder. A used folder is not changed."""
     folder = Path(run_dir)
     if (folder / FILE).exists():
         return
-    with suppress(OSError):  # the error is told anyway
+    with suppress(OSError):  # the error is reported anyway
         (folder / FAILED).parent.mkdir(parents=True, exist_ok=True)
         (folder / FAILED).write_text(f"{now()}\nerror: {redacted(str(error) or repr(error))}\n", encoding="utf-8")
 
 
 def start_record(ranks: int, device: torch.device, **facts: Any) -> dict[str, Any]:
-    """What there is to know at the start of a run, with further `facts`."""
+    """Return the record of a run's start, with further `facts`."""
     commit, dirty = git_state(checkout())
-    told = os.environ.get(COMMAND) if LAUNCHED in os.environ else None
-    command = told or command_line(sys.argv[1:])
+    typed = os.environ.get(COMMAND) if LAUNCHED in os.environ else None
+    command = typed or command_line(sys.argv[1:])
     return {
         "started": now(),
         "command": command,
@@ -105,21 +105,23 @@ def start_record(ranks: int, device: torch.device, **facts: Any) -> dict[str, An
 
 
 def last_start_ns(run_dir: str | Path) -> int:
-    """When a start or an end was last recorded in the folder (nanoseconds of its file system's clock), 0 for never."""
+    """Return when a start or an end was last recorded in the folder (nanoseconds of its file system's clock), 0 for
+    never."""
     path = Path(run_dir) / FILE
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def stopped_by_hand(run_dir: str | Path) -> bool:
-    """Whether the run has saved and stopped for a Ctrl-C: no success, or a shell's loop over runs would go on."""
+    """Return whether the run has saved and stopped for a Ctrl-C. That is no success, or a shell's loop over runs
+    would continue."""
     path = Path(run_dir) / STOPPED
     return path.exists() and read_record(path, AlignerError).text("reason", "") == signal.SIGINT.name
 
 
 def left_by_exit(cause: SystemExit) -> AlignerError:
-    """What to tell of code that ends the process in the middle of a run."""
-    place = traceback.extract_tb(cause.__traceback__)[-1]
-    where = f"{place.filename}:{place.lineno}"
+    """Return the error for code that ends the process in the middle of a run."""
+    frame = traceback.extract_tb(cause.__traceback__)[-1]
+    where = f"{frame.filename}:{frame.lineno}"
     return AlignerError(f"{where} left the run with sys.exit({cause.code!r}): expected a return, or an error")
 
 
@@ -128,12 +130,12 @@ def now() -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as a user would repeat it, without home folder, user name and secrets."""
+    """Return the command as a user would repeat it, without home folder, user name and secrets."""
     return shlex.join(["aligner", *(_anonymous(redacted(text)) for text in arguments)])
 
 
 def redacted(text: str) -> str:
-    """The text with HIDDEN in place of what follows a name such as `api_key` or `token` (not `max_tokens`)."""
+    """Return the text with HIDDEN in place of the value after a name such as `api_key` or `token` (not `max_tokens`)."""
     return _KEYS.sub(HIDDEN, _SECRET.sub(lambda m: f"{m['name']}{m['sep']}{HIDDEN}", text))
 
 
@@ -146,7 +148,8 @@ def _anonymous(text: str) -> str:
 
 
 def git_state(root: Path) -> tuple[str | None, bool | None]:
-    """(commit, whether files differ from it) of the checkout at `root`; (None, None) if it is none, or without git."""
+    """Return (commit, whether files differ from it) of the checkout at `root`; (None, None) if it is none, or without
+    git."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
@@ -155,7 +158,7 @@ def git_state(root: Path) -> tuple[str | None, bool | None]:
     try:
         top, _, commit = git("rev-parse", "--show-toplevel", "HEAD").rpartition("\n")
         if Path(top).resolve() != root.resolve():
-            return None, None  # a checkout of something else, which an installed aligner lies in
+            return None, None  # a checkout of something else, which contains an installed aligner
         return commit, bool(git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):
         return None, None
@@ -165,30 +168,30 @@ def git_state(root: Path) -> tuple[str | None, bool | None]:
 def versions() -> Mapping[str, str]:
     import torch
 
-    found = {"python": platform.python_version(), "aligner": VERSION}
+    versions_by_name = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions_by_name[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+        versions_by_name["cuda"] = torch.version.cuda
+    return versions_by_name
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Of rank 0's node."""
+    """Return the hardware of rank 0's node."""
     import psutil
     import torch
 
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
     }
     if device.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(device), "gpus": torch.cuda.device_count()}
-    return found
+        facts |= {"gpu": torch.cuda.get_device_name(device), "gpus": torch.cuda.device_count()}
+    return facts
 
 
 def _cpu_name() -> str:

@@ -1,8 +1,8 @@
-"""When a run has to leave: a signal, or the end of its allocation, noticed by all ranks at the same step boundary.
+"""Stopping a run: a signal, or the end of its allocation, noticed by all ranks at the same step boundary.
 
 The exit contract with a batch script: `DONE` in the run folder: the stage is finished. `STOPPED`: it stopped at a
-step boundary with everything saved, exit code 0, and is to be started again. Exit code `errors.NO_RESTART`: starting it
-again would fail in the same way. Any other code: it failed.
+step boundary with everything saved, exit code 0, and must be restarted. Exit code `errors.NO_RESTART`: a restart
+would fail in the same way. Any other code: it failed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from aligner.run.marker_files import PROGRESS
 from aligner.run.metrics import unwritable
 
 DEADLINE = 1000  # in place of a signal number
-SAVES = 5  # the last saves of which the longest counts
+SAVES = 5  # the number of last saves of which the longest counts
 
 
 class StopRequested(Exception):
@@ -41,9 +41,9 @@ class StopRequested(Exception):
 
 @dataclass
 class Deadline:
-    """The end of the allocation, as rank 0 sees it. `step_s` is the longest time from one step boundary to the next so
-    far (steps with an evaluation or a save in them included), `saves_s` are the last saves, those of earlier starts
-    included: one slow save is not remembered for ever."""
+    """The end of the allocation, as rank 0 sees it. `step_s` is the longest time from one step boundary to the next
+    so far (steps with an evaluation or a save in them included). `saves_s` are the last saves, including those of
+    earlier starts: one slow save is not remembered for ever."""
 
     end_s: float | None = None  # of `uptime_s`; None: no end
     margin_s: float = 60.0
@@ -55,23 +55,24 @@ class Deadline:
         return max(self.saves_s, default=0.0)
 
     def passed(self, now_s: float) -> bool:
-        """Whether another step and the save after it might not fit any more."""
+        """Return whether another step and the save after it might no longer fit."""
         return self.end_s is not None and now_s + self.step_s + self.save_s + self.margin_s > self.end_s
 
 
 @dataclass
 class Boundary:
-    """What the ranks settle between two steps: one all-reduce of three integers on the CPU (gloo, also on GPUs)."""
+    """Settlement of all ranks between two steps: one all-reduce of three integers on the CPU (gloo, also on GPUs)."""
 
     signals: StopSignals = field(default_factory=StopSignals)
     deadline: Deadline = field(default_factory=Deadline)
-    clock: Callable[[], float] = time.monotonic  # that tells how long a step takes
+    clock: Callable[[], float] = time.monotonic  # that measures steps
     _last_s: float | None = None
 
     def settle(self, writing: bool) -> tuple[str, bool]:
-        """(why to stop, "" for going on; whether any rank still writes a checkpoint). Collective over the world.
+        """Return (why to stop, "" to continue; whether any rank still writes a checkpoint). Collective over the
+        world.
 
-        The deadline does not count before the first step of a start: stopping there would lose what the start has cost,
+        The deadline does not count before the first step of a start: stopping there would lose the work of the start,
         and the next one would come no further.
         """
         now_s, first = self.clock(), self._last_s is None
@@ -79,22 +80,22 @@ class Boundary:
             self.deadline.step_s = max(self.deadline.step_s, now_s - self._last_s)
         self._last_s = now_s
         late = DEADLINE * (dist.get_rank() == 0 and not first and self.deadline.passed(uptime_s()))
-        told = torch.tensor([self.signals.received, late, writing], dtype=torch.int32)
+        flags = torch.tensor([self.signals.received, late, writing], dtype=torch.int32)
         if dist.get_world_size() > 1:
-            dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        number, late, writing_ = told.tolist()
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        number, late, writing_ = flags.tolist()
         reason = signal.Signals(number).name if number else ""
         return reason or ("the allocation ends soon" if late else ""), bool(writing_)
 
 
 def uptime_s() -> float:
-    """Seconds since the machine started, its sleep included: a clock that nobody sets (Linux)."""
+    """Return seconds since the machine started, its sleep included: a clock that nobody sets (Linux)."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def allocation_end(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> float | None:
-    """When this process will be killed, in seconds since the epoch: the earlier of `cluster.time_limit_s` after its
-    start and the end of its Slurm job; None without either."""
+    """Return when this process will be killed, in seconds since the epoch: the earlier of `cluster.time_limit_s`
+    after its start and the end of its Slurm job; None without either."""
     ends = [_job_end(environ)]
     if config.time_limit_s:
         ends.append(time.time() - process_age_s() + config.time_limit_s)
@@ -102,9 +103,9 @@ def allocation_end(config: ClusterConfig, environ: Mapping[str, str] = os.enviro
 
 
 def _job_end(environ: Mapping[str, str]) -> float | None:
-    told, job = environ.get("SLURM_JOB_END_TIME", ""), environ.get("SLURM_JOB_ID", "")
-    if told.isdecimal():
-        return float(told)
+    end, job = environ.get("SLURM_JOB_END_TIME", ""), environ.get("SLURM_JOB_ID", "")
+    if end.isdecimal():
+        return float(end)
     if not job or shutil.which("squeue", path=environ.get("PATH")) is None:
         return None
     try:
@@ -117,28 +118,28 @@ def _job_end(environ: Mapping[str, str]) -> float | None:
 
 
 def process_age_s() -> float:
-    """Seconds since this process began (Linux)."""
+    """Return seconds since this process began (Linux)."""
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22: ticks since boot
     return uptime_s() - started / os.sysconf("SC_CLK_TCK")
 
 
 def restarted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this is a job that Slurm has requeued: it continues, whatever its first start was told."""
+    """Return whether this is a job that Slurm has requeued: it resumes, whatever the options of its first start."""
     return environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 def read_progress(run_dir: Path) -> tuple[int, list[float]]:
-    """Of earlier starts the newest step that was committed and the seconds of the last saves, as far as a whole file
-    tells; else 0 and none."""
+    """Read the newest committed step of earlier starts and the seconds of the last saves; 0 and [] without a complete
+    file."""
     try:
-        told = read_record(run_dir / PROGRESS, AlignerError)
-        return told.integer("saved", 0), told.numbers("saves_s", [])
+        progress = read_record(run_dir / PROGRESS, AlignerError)
+        return progress.integer("saved", 0), progress.numbers("saves_s", [])
     except AlignerError:
         return 0, []
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a small file whole, with the time added. Raises WriteError."""
+    """Replace a small file atomically, with the time added. Raises WriteError."""
     content = {**content, "time": round(time.time(), 3)}
     try:
         write_whole(path, json.dumps(content) + "\n", durable=False)

@@ -8,22 +8,25 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class Timers:
-    """`with timers("generate"): ...` adds to this step's `time/generate_s`; `take()` hands the step's times over.
+    """Timers: `with timers("generate"): ...` adds to this step's `time/generate_s`; `take()` returns the step's
+    times.
 
-    A phase inside another is named by its path (`time/eval/generate_s`) and is part of the outer one's seconds, so the
-    phases without a slash are disjoint and add up. Used from the main thread only.
+    A phase inside another is named by its path (`time/eval/generate_s`) and is part of the outer one's seconds, so
+    the phases without a slash are disjoint and add up. Used from the main thread only.
 
     `synchronize` waits for the GPU at both ends of a phase. Off by default: kernels are launched asynchronously, and
-    waiting for them at each phase stalls the launch of the next. Without it, time on the GPU counts for the phase that
-    first needs a result, which is the phase itself wherever it ends by reading one (tokens, a loss).
+    waiting for them at each phase stalls the launch of the next. Without it, time on the GPU counts for the phase
+    that first needs a result, which is the phase itself if it ends by reading one (tokens, a loss).
     """
 
     def __init__(self, synchronize: bool = False):
         self.synchronize = synchronize
         self._seconds: dict[str, float] = {}
         self._path: list[str] = []
-        self.on_phase: Callable[[str], None] = lambda name: None  # told the phase that runs now, "" for none
-        self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # what a phase runs in
+        self.on_phase: Callable[[str], None] = lambda name: None  # called with the phase that runs now, "" for none
+        self.around: Callable[[str], AbstractContextManager[None]] = lambda name: (
+            nullcontext()
+        )  # context in which a phase runs
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -40,7 +43,8 @@ class Timers:
             self.on_phase("/".join(self._path))
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last take, by phase: {"time/generate_s": 1.5}. Running phases count in the next."""
+        """Return the seconds since the last take, by phase: {"time/generate_s": 1.5}. Running phases count in the
+        next."""
         taken = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         self._seconds = {}
         return taken

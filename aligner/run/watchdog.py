@@ -1,8 +1,8 @@
 """A thread on every rank that notices when a phase takes too long: it prints the Python stacks of all threads of all
-ranks, says which phase hangs, and ends the job.
+ranks, names the phase that hangs, and ends the job.
 
-The ranks that wait for the one that hangs are asked for their stacks through a file in the run folder, because their
-main threads sit in a collective: <run.dir>/watchdog/fired.json, and rank-0001.txt with the stacks of rank 1.
+The ranks that wait for the hanging one are asked for their stacks through a file in the run folder, because their
+main threads are in a collective: <run.dir>/watchdog/fired.json, and rank-0001.txt with the stacks of rank 1.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ GRACE_S = 4.0  # for the other ranks' stacks; a launcher ends them 5 s after the
 
 
 class Watchdog:
-    """`phase` is told of every change; `start` after the ranks have met (a file of an earlier attempt is gone then)."""
+    """Watchdog of this rank. Call `phase` at every change, and `start` after the ranks have met (files of an earlier
+    attempt are then gone)."""
 
     def __init__(self, limits: Mapping[str, float], run_dir: Path, rank: int, world_size: int, stuck_s: float = 600.0):
         self.limits, self.folder, self.rank, self.world_size = Limits(limits), run_dir / FOLDER, rank, world_size
         self.poll_s = min(POLL_S, max(0.05, self.limits.shortest / 4))
-        self.stuck_s = stuck_s  # this thread itself has not come to run for so long: something holds Python's lock
+        self.stuck_s = stuck_s  # this thread has not run for so long: something holds Python's lock
         self.clock = AwakeClock(self.poll_s)
         self._now = ("startup", self.clock.now())
         self._ended = threading.Event()
@@ -45,11 +46,11 @@ class Watchdog:
 
     @staticmethod
     def clear(run_dir: Path) -> None:
-        """By rank 0, before the ranks meet."""
+        """Remove files of an earlier attempt, on rank 0, before the ranks meet."""
         shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
 
     def phase(self, name: str) -> None:
-        """A phase begins, or with "" none runs."""
+        """Note that a phase begins, or with "" that none runs."""
         self._now = (name, self.clock.now())
 
     def start(self) -> None:
@@ -72,12 +73,13 @@ class Watchdog:
             self._keeper = None
 
     def ask_for_stacks(self, why: str) -> None:
-        """This rank fails for a reason that may lie with another one: let the others say where they are."""
+        """Ask the other ranks for their stacks: this rank fails for a reason that may lie with another one."""
         if self.world_size > 1 and self._thread is not None:
             self._claim({"rank": self.rank, "text": why})
 
     def _guarded(self, keeper: Keeper) -> None:
-        """Without it nobody would hear of a phase that hangs, and the keeper of no beat."""
+        """Run the thread. If it fails, end the process: otherwise nobody would notice a hanging phase, and the keeper
+        would get no beat."""
         try:
             self._watch(keeper)
         except BaseException:
@@ -88,11 +90,11 @@ class Watchdog:
 
     def _watch(self, keeper: Keeper) -> None:
         while not self._ended.wait(self.poll_s):
-            # a thread of C's, which needs no lock of Python's, tells; who ends the process counts the seconds in which
-            # it computes, for it may have been stopped
+            # a C thread, which needs no lock of Python's, prints the stacks; the keeper counts the seconds in which the
+            # process computes, as it may have been stopped
             faulthandler.dump_traceback_later(self.stuck_s, file=sys.__stderr__)
             keeper.beat()
-            now = self.clock.now()  # read first: of a phase that begins meanwhile no time has passed
+            now = self.clock.now()  # read first: a phase that begins meanwhile has used no time
             name, since = self._now
             key, limit_s = self.limits.of(name)
             where = f"in phase `{name or 'between phases'}` for {now - since:.0f} s ({key}={limit_s:g})"
@@ -100,19 +102,19 @@ class Watchdog:
                 self._fire(where)
             elif os.path.exists(self.folder / FIRED):  # unlike a Path's own: no error where the disk is away
                 self._dump()
-                if not self._ended.wait(2 * GRACE_S):  # whoever asked ends the job
+                if not self._ended.wait(2 * GRACE_S):  # the rank that asked ends the job
                     os._exit(EXIT_CODE)
                 return
 
     def _claim(self, content: dict) -> bool:
-        """Whether this rank is the first that fires."""
+        """Return whether this rank is the first that fires."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / FIRED).open("x", encoding="utf-8") as file:
                 json.dump(content | {"time": time.time()}, file)
         except FileExistsError:
             return False
-        except OSError as error:  # a full disk: the stacks of this rank have to do
+        except OSError as error:  # a full disk: only the stacks of this rank
             print(f"watchdog: {error}", file=sys.stderr, flush=True)
         return True
 
@@ -128,14 +130,14 @@ class Watchdog:
         os._exit(EXIT_CODE)
 
     def _who(self) -> str:
-        """Which rank hangs: one that gives no stacks, or one that is in no collective while others are. It need not be
-        this one, which may only be the first whose patience ends."""
+        """Describe the rank that hangs: one that gives no stacks, or one that is in no collective while others are.
+        It need not be this one, which may only be the first whose limit ends."""
         waits = {}
         for rank in range(self.world_size):
             path = self._stacks(rank)
             waits[rank] = _in_collective(path.read_text(errors="replace")) if path.exists() else None
-        silent = [rank for rank, found in waits.items() if found is None]
-        free = [rank for rank, found in waits.items() if found is False]
+        silent = [rank for rank, waiting in waits.items() if waiting is None]
+        free = [rank for rank, waiting in waits.items() if waiting is False]
         if silent:
             return f"{_ranks(silent)} gives no stacks, its process hangs or is stopped; rank {self.rank} is"
         if 0 < len(free) < self.world_size:
@@ -146,7 +148,7 @@ class Watchdog:
         return self.folder / f"rank-{rank:04d}.txt"
 
     def _dump(self) -> None:
-        """The stacks of all threads of this rank: to a file, for the rank that fired; beyond rank 0 to the log too."""
+        """Dump the stacks of all threads of this rank to a file, for the rank that fired, and to the log."""
         name, since = self._now
         path = self._stacks(self.rank)
         aside = path.with_suffix(".tmp")
@@ -164,7 +166,7 @@ class Watchdog:
 
 
 def _in_collective(stacks: str) -> bool:
-    """Whether the main thread, which the first line names, waits for other ranks."""
+    """Return whether the main thread, which the first line names, waits for other ranks."""
     head, _, rest = stacks.partition("\n")
     main = rest.partition(f"hread {head.rpartition(' ')[2]} (")[2].partition("\n\n")[0]
     return "torch/distributed/" in main

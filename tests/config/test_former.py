@@ -83,7 +83,7 @@ def test_the_layout_of_a_critic_is_the_policys(tmp_path):
     path.write_text(text.replace("\ncritic:\n", f"\ncritic:\n  parallel: {json.dumps(layout | {'tensor': 1})}\n"))
     with pytest.raises(ConfigError, match=r"critic\.parallel=.*the same as parallel"):
         load_frozen(path)
-    with pytest.raises(ConfigError, match=r"critic\.parallel\.tensor=2.*parallel\.tensor is read in its place"):
+    with pytest.raises(ConfigError, match=r"critic\.parallel\.tensor=2.*parallel\.tensor is read instead"):
         compose(["stage=ppo", "critic.parallel.tensor=2"])
 
 

@@ -9,7 +9,7 @@ import torch
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.distill import DistillConfig
 from aligner.config.sections.parallel import ParallelConfig
-from aligner.roles.teacher import Student, Teacher, tell
+from aligner.roles.teacher import Student, Teacher, add_targets
 from aligner.stages.distill import distill_loss
 from aligner.types import TeacherNumbers, TeacherTargets
 from tests.megatron.models import build
@@ -31,7 +31,7 @@ def told_of_rows(own: ParallelConfig, theirs: ParallelConfig, top_k: int) -> dic
     teacher = Teacher(model, BatchConfig(logprob_tokens=32), DistillConfig(top_k=top_k), cfg.vocab_size, other)
     edges = [7 * rank // layout.data for rank in range(layout.data + 1)]
     mine = range(*edges[layout.dp_rank : layout.dp_rank + 2])
-    rows = teacher.tell(batch(cfg, rows=7).select(torch.tensor(mine)).trim())
+    rows = teacher.add_targets(batch(cfg, rows=7).select(torch.tensor(mine)).trim())
     parts = [rows.of(TeacherTargets).teacher, *([rows.of(TeacherTargets).teacher_ids] if top_k else [])]
     found = {row: [x[i][rows.loss_mask[i].bool()] for x in parts] for i, row in enumerate(mine)}
     return {"rows": found, "head": teacher.head(student).weight, "tp": layout.tp_rank}
@@ -52,7 +52,7 @@ def told_by_two(own: ParallelConfig, theirs: ParallelConfig, top_k: int, batch_c
     edges = [7 * rank // layout.data for rank in range(layout.data + 1)]
     mine = range(*edges[layout.dp_rank : layout.dp_rank + 2])
     rows = rows.select(torch.tensor(mine))
-    alone, rows = [teacher.tell(rows) for teacher in teachers], tell(teachers, rows)
+    alone, rows = [teacher.add_targets(rows) for teacher in teachers], add_targets(teachers, rows)
     found, told = {}, rows.of(TeacherTargets)
     for i, row in enumerate(mine):
         theirs_alone = alone[int(rows.of(TeacherNumbers).told_by[i])].of(TeacherTargets)

@@ -19,14 +19,18 @@ POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg", "reinfor
 
 @dataclass
 class KLControllerConfig(Section, key="algorithm.kl.controller"):
-    kind: str = key("fixed", "fixed: kl.coef stays; adaptive: it follows the target.", choices=("fixed", "adaptive"))
+    kind: str = key(
+        "fixed",
+        "Whether the coefficient changes. fixed: kl.coef stays; adaptive: it follows the target.",
+        choices=("fixed", "adaptive"),
+    )
     target: float = key(
-        0.1, "Target of the k1 estimate in nats: per token for sequence_mean, per response for sequence_sum.", above=0
+        0.1, "Target of the k1 estimate, in nats per token (sequence_mean) or per response (sequence_sum).", above=0
     )
     horizon: int = key(10000, "Samples over which the coefficient adapts.", least=1)
     measure: str = key(
         "sequence_mean",
-        "KL that is held to the target: mean over sequences of the mean, or of the sum, over tokens.",
+        "KL that follows the target: mean over sequences of the mean, or of the sum, over tokens.",
         choices=("sequence_mean", "sequence_sum"),
     )
 
@@ -37,7 +41,9 @@ class KLConfig(Section, key="algorithm.kl"):
     estimator: str = key(
         "k1", "Estimator of the KL (docs/reference/algorithms.md).", choices=("k1", "k2", "k3", "abs", "k1+", "k3+")
     )
-    placement: str = key("none", "Where the KL goes.", choices=("none", "reward", "loss"))
+    placement: str = key(
+        "none", "Place of the KL: in no term, in the reward, or in the loss.", choices=("none", "reward", "loss")
+    )
     importance_weighted: bool = key(False, "Multiply the KL in the loss by the token's ratio.")
     controller: KLControllerConfig = section(KLControllerConfig)
 
@@ -47,12 +53,12 @@ class KLConfig(Section, key="algorithm.kl"):
 @dataclass
 class OverlongConfig(Section, key="algorithm.overlong"):
     mask_truncated: bool = key(
-        False, "Leave samples cut by the token limit out of loss and denominators, but not out of the baseline."
+        False, "Leave samples that the token limit cut out of loss and denominators. The baseline still counts them."
     )
-    penalty: float = key(0.0, "Subtracted from the reward of a sample that does not end in EOS.", least=0)
+    penalty: float = key(0.0, "Penalty, subtracted from the reward of a sample that does not end in EOS.", least=0)
     soft_fraction: float = key(
         0.0,
-        "Last fraction of sampling.max_response_tokens over which a penalty grows from 0 to -1. 0: off.",
+        "Last fraction of sampling.max_response_tokens, over which a penalty grows from 0 to -1. 0: off.",
         least=0,
         most=1,
     )
@@ -71,16 +77,16 @@ class SapoConfig(Section, key="algorithm.sapo"):
 
 @dataclass
 class DppoConfig(Section, key="algorithm.dppo"):
-    limit: float = key(0.2, "Largest |pi - mu|, probabilities of a token by policy and engine.", least=0, most=1)
+    limit: float = key(0.2, "Largest |pi - mu|, the probabilities of a token by policy and engine.", least=0, most=1)
     penalty: float = key(1e-3, "Factor of (log pi - log mu)^2 on every token.", least=0)
 
 
 @dataclass
 class CovConfig(Section, key="algorithm.cov"):
-    """clip_cov and kl_cov: tokens by the covariance of advantage and logprob over the minibatch."""
+    """Choice of tokens for clip_cov and kl_cov, by the covariance of advantage and logprob over the minibatch."""
 
     fraction: float = key(2e-4, "Fraction of the minibatch's tokens, at least one token.", least=0, most=1)
-    low: float = key(1.0, "Least covariance of the tokens that clip_cov takes.")
+    low: float = key(1.0, "Least covariance of the tokens that clip_cov drops.")
     high: float = key(5.0, "Largest covariance of these tokens.")
     kl_coef: float = key(1.0, "Factor of the KL of kl_cov.", least=0)
 
@@ -89,7 +95,7 @@ class CovConfig(Section, key="algorithm.cov"):
 
 @dataclass
 class RewardLossConfig(Section, key="algorithm.reward_loss"):
-    """Stage rm."""
+    """Keys of stage rm."""
 
     kind: str = key("bradley_terry", "Loss of a reward model.", choices=("bradley_terry", "regression", "process"))
     center_coef: float = key(0.0, "Factor of (chosen + rejected score) squared, which keeps scores near 0.", least=0)
@@ -97,7 +103,7 @@ class RewardLossConfig(Section, key="algorithm.reward_loss"):
     attributes: list[str] = key([], "Columns with the target scores, one output each (regression).")
     separator: str = key(
         "\n",
-        "Text behind each step of an answer, where its label stands (process).",
+        "Text after each step of an answer, where the step's label applies (process).",
         valid=(bool, "a text that ends a step"),
     )
     last_step_only: bool = key(False, "Learn only the last step's label of each row (process).")
@@ -108,24 +114,24 @@ class RewardLossConfig(Section, key="algorithm.reward_loss"):
 @dataclass
 class AlgorithmConfig(Section, key="algorithm"):
     advantage: str = key(
-        "grpo", "Estimator of advantages; gae is stage ppo's.", choices=("gae", *GROUP_BASELINES, *OTHER_BASELINES)
+        "grpo", "Estimator of advantages. gae: for stage ppo only.", choices=("gae", *GROUP_BASELINES, *OTHER_BASELINES)
     )
     group_eps: float = key(
-        1e-6, "Added to the group's std (grpo, gdpo, pass_at_k). TRL: 1e-4, OpenRLHF: 1e-9.", least=0
+        1e-6, "Constant added to the group's std (grpo, gdpo, pass_at_k). TRL: 1e-4, OpenRLHF: 1e-9.", least=0
     )
     pass_at_k_std: bool = key(False, "Divide by the group's std (pass_at_k).")
     policy_loss: str = key("ppo", "Loss of the policy (docs/reference/algorithms.md).", choices=POLICY_LOSSES)
     old_logprobs: str = key(
         "auto",
-        "What the ratio is to. auto: the policy before the step, by the update's own forward pass where that is enough "
-        "(there, with engine.lag, the engine); recompute: by another pass; engine: the engine's; proxy: between the "
-        "engine's and the update's own, by their versions.",
+        "Logprobs to which the ratio compares. auto: those of the policy before the step, from the update's own "
+        "forward pass if that suffices (then, with engine.lag, the engine's); recompute: from another pass; engine: "
+        "the engine's; proxy: between the engine's and the update's own, by their versions.",
         choices=("auto", "recompute", "engine", "proxy"),
         resume=REPORT,
     )
     aggregation: str = key(
         "token_mean",
-        "How the losses of tokens become one.",
+        "Aggregation of the tokens' losses.",
         choices=("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"),
     )
     clip_low: float = key(
@@ -147,13 +153,15 @@ class AlgorithmConfig(Section, key="algorithm"):
     whiten: bool = key(False, "Whiten advantages over the rollout.")
     whiten_shift: bool = key(True, "Subtract the mean when whitening.")
     whiten_ddof: int = key(0, "1: whiten by the unbiased variance.", choices=(0, 1))
-    entropy_coef: float = key(0.0, "Factor of the entropy that is added to the objective.")
+    entropy_coef: float = key(0.0, "Factor of the entropy bonus in the objective.")
     filter_groups: bool = key(
         False,
         "Dynamic sampling: replace prompts whose samples all have the same reward.",
         read_for=("trajectories",),
     )
-    filter_rounds: int = key(10, "Most rounds of generation for one rollout.", least=1, read_for=("trajectories",))
+    filter_rounds: int = key(
+        10, "Maximum rounds of generation for one rollout, with filter_groups.", least=1, read_for=("trajectories",)
+    )
     kl: KLConfig = section(KLConfig)
     overlong: OverlongConfig = section(OverlongConfig, read_for=("samples",))
     reward_loss: RewardLossConfig = section(RewardLossConfig, read_for=("reward_loss",))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from aligner.config.key import Section, key
 
-IDLE = "idle"  # a rank that only generates waits for the trainer's ranks, which have limits of their own
+IDLE = "idle"  # a rank that only generates waits for the trainer's ranks, which have their own limits
 
-WAIT = "wait"  # of the trainer's ranks for those that generate (engine.lag)
+WAIT = "wait"  # the trainer's ranks wait for those that generate (engine.lag)
 
 # seconds; until the first phase, in the phases of the metrics time/*_s, and in anything else
 SECONDS = {
@@ -27,15 +27,15 @@ SCALE = "scale"
 
 
 class Limits:
-    """Seconds that a phase may last before the run counts as hanging, 0: for ever. Of a phase within another
+    """Seconds that a phase may last before the run counts as hanging, 0: no limit. For a phase within another
     (eval/generate) the outer one's limit counts, anew for each."""
 
-    def __init__(self, given: Mapping[str, float]):
-        self.seconds = {name: given.get(name, given.get(SCALE, 1.0) * usual) for name, usual in SECONDS.items()}
+    def __init__(self, overrides: Mapping[str, float]):
+        self.seconds = {name: overrides.get(name, overrides.get(SCALE, 1.0) * usual) for name, usual in SECONDS.items()}
         self.shortest = min(filter(None, self.seconds.values()), default=0.0)  # 0 where there is none
 
     def of(self, phase: str) -> tuple[str, float]:
-        """(key, seconds) of a phase, by its name in the metrics."""
+        """Return (key, seconds) of a phase, by its name in the metrics."""
         if phase == IDLE:
             return "", 0.0
         name = f"{'generate' if phase == WAIT else phase.partition('/')[0]}_s"
@@ -45,22 +45,26 @@ class Limits:
 
 @dataclass
 class ClusterConfig(Section, key="cluster"):
-    backend: str = key("auto", "Library of collectives.", choices=("auto", "gloo", "nccl"))
+    backend: str = key("auto", "Library for collectives.", choices=("auto", "gloo", "nccl"))
     timeout_s: float = key(
-        1800.0, "Seconds that a collective may take; longer where an engine's child may (docs/resume.md).", above=0
+        1800.0, "Maximum seconds of a collective. An engine's child may extend it (docs/resume.md).", above=0
     )
-    threads: int = key(0, "Threads of a rank. 0: OMP_NUM_THREADS, else cores / local ranks.", least=0)
+    threads: int = key(0, "Threads per rank. 0: OMP_NUM_THREADS, else cores / local ranks.", least=0)
     signal: str = key(
-        "USR1", "Signal, besides TERM, to save at the next step boundary and stop.", choices=("USR1", "USR2", "HUP")
+        "USR1",
+        "Signal, besides TERM, on which to save at the next step boundary and stop.",
+        choices=("USR1", "USR2", "HUP"),
     )
     time_limit_s: float = key(
-        0.0, "Seconds from the start of the process before which to stop. 0: only Slurm's end counts.", least=0
+        0.0, "Seconds after the start of the process by which to stop. 0: only Slurm's time limit counts.", least=0
     )
-    margin_s: float = key(60.0, "Seconds to keep free before the end, beyond the longest step and save.", least=0)
+    margin_s: float = key(
+        60.0, "Seconds to keep free before the end, in addition to the longest step and save.", least=0
+    )
     watchdog: dict[str, float] = key(
         {},
-        "Seconds after which a phase counts as hanging, where they are others: {score_s: 600} (docs/resume.md); scale: "
-        "factor of the usual ones. 0: no limit.",
+        "Time limits of phases that differ from the default, in seconds: {score_s: 600} (docs/resume.md). scale: "
+        "factor of the defaults. 0: no limit.",
         entries=(SCALE, *SECONDS),
         least=0,
     )

@@ -21,12 +21,12 @@ RENDERING = {"messages", "tools", "chat_template", "add_generation_prompt", "tok
 
 @dataclass
 class SourceConfig(Section, key="data.sources[]"):
-    path: str = key("", "File or folder with rows, as data.train.", resume=IGNORE)
-    weight: float = key(1.0, "Share of the rows (data.weight_by), beside the other sources' weights.")
-    name: str = key("", "Name in metrics and errors. Empty: the file's, up to its first dot.")
+    path: str = key("", "File or folder with rows, like data.train.", resume=IGNORE)
+    weight: float = key(1.0, "Weight of the source's share (data.weight_by), relative to the other sources.")
+    name: str = key("", "Name in metrics and errors. Empty: the file's name up to its first dot.")
     format: str = key("", "Format of the rows. Empty: data.format.", choices=("", *DATA_FORMATS))
-    columns: dict[str, str] = key({}, "Our name -> the file's column name. Empty: data.columns.")
-    prompt_template: str = key("", "Format string that makes `prompt`. Empty: data.prompt_template.")
+    columns: dict[str, str] = key({}, "Map of our column names to the file's. Empty: data.columns.")
+    prompt_template: str = key("", "Format string that builds `prompt`. Empty: data.prompt_template.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,34 +47,30 @@ class SourceConfig(Section, key="data.sources[]"):
 class DataConfig(Section, key="data"):
     train: str = key("", "Training data: a file or folder of rows (docs/reference/data.md).", resume=IGNORE)
     sources: list[SourceConfig] = key(
-        [], "Several files or folders in fixed shares, in place of `train`; what a source lacks it has from here."
+        [], "Several files or folders in fixed shares, instead of `train`. They inherit unset keys from this section."
     )
-    weight_by: str = key(
-        "rows", "What the weights of `sources` are shares of.", choices=("rows", "tokens"), read_for=("training",)
-    )
+    weight_by: str = key("rows", "Unit of the shares of `sources`.", choices=("rows", "tokens"), read_for=("training",))
     eval: str = key("", "Held-out rows. Empty: no evaluation.", resume=IGNORE, read_for=("training",))
-    format: str = key(
-        "auto", "Format of the rows. auto: by their columns (docs/reference/data.md).", choices=DATA_FORMATS
-    )
-    columns: dict[str, str] = key({}, "Our name -> the file's column name.")
-    prompt_template: str = key("", "Python format string over the row's columns that makes a missing `prompt`.")
-    completion_template: str = key("", "The same for `completion`.")
+    format: str = key("auto", "Format of the rows. auto: detect by the columns (docs/data.md).", choices=DATA_FORMATS)
+    columns: dict[str, str] = key({}, "Map of our column names to the file's.")
+    prompt_template: str = key("", "Python format string over the row's columns that builds a missing `prompt`.")
+    completion_template: str = key("", "Python format string that builds a missing `completion`.")
     max_prompt_tokens: int = key(
-        512, "Most tokens of a prompt; longer ones: see overlong.", least=1, read_for=("generation", "evaluation")
+        512, "Maximum tokens of a prompt. Longer ones: see overlong.", least=1, read_for=("generation", "evaluation")
     )
-    max_tokens: int = key(1024, "Most tokens of prompt and response.", least=2, read_for=("rows",))
-    overlong: str = key("drop", "What to do with rows that are too long.", choices=("drop", "truncate"))
+    max_tokens: int = key(1024, "Maximum tokens of prompt and response.", least=2, read_for=("rows",))
+    overlong: str = key("drop", "Treatment of rows that are too long.", choices=("drop", "truncate"))
     empty_answers: str = key(
         "refuse",
-        "What to do with answers without text. refuse: end the start; drop: leave out their rows.",
+        "Treatment of answers without text. refuse: raise an error; drop: leave out their rows.",
         choices=("refuse", "drop"),
         read_for=("comparisons",),
     )
     shuffle: bool = key(True, "Shuffle the rows anew in each epoch.", read_for=("training",))
-    loss_on: str = key("assistant", "Which tokens to learn.", choices=("assistant", "all"), read_for=("likelihood",))
+    loss_on: str = key("assistant", "Tokens to learn.", choices=("assistant", "all"), read_for=("likelihood",))
     across_documents: bool = key(
         False,
-        "Let attention and positions go on over the documents of a row (format text).",
+        "Let attention and positions continue across the documents of a row (format text).",
         rollouts=False,
         read_for=("likelihood",),
     )
@@ -83,7 +79,7 @@ class DataConfig(Section, key="data"):
         "Chat template: auto (the tokenizer's), the name of a shipped one, or a file (docs/reference/data.md).",
         resume=IGNORE,
     )
-    template_arguments: dict[str, Any] = key({}, "Variables of the chat template: {enable_thinking: false}.")
+    template_arguments: dict[str, Any] = key({}, "Variables of the chat template, such as {enable_thinking: false}.")
 
     RULES = rules("sources => train = | with data.sources: rows come from one of the two")
 
@@ -103,11 +99,11 @@ class DataConfig(Section, key="data"):
 
     @property
     def formats(self) -> list[str]:
-        """Of the rows and of those of the sources."""
+        """Formats of the rows and of those of the sources."""
         return [self.format, *(source.format for source in self.sources)]
 
     def of(self, source: SourceConfig) -> DataConfig:
-        """How the rows of one source are read."""
+        """Return the config for reading the rows of one source."""
         return replace(
             self,
             train=source.path,

@@ -11,20 +11,20 @@ from aligner.config.rule import rules
 @dataclass
 class DebugConfig(Section, key="debug"):
     skip_refit: bool = key(
-        False, "Test hook: keep the engine's old weights; the next refit must notice.", resume=REPORT
+        False, "Keep the engine's old weights, as a test: the next refit must detect it.", resume=REPORT
     )
-    shuffle_rewards: bool = key(False, "Control experiment: permute rewards within each group.", resume=REFUSE)
+    shuffle_rewards: bool = key(False, "Permute rewards within each group, as a control experiment.", resume=REFUSE)
     record: int = key(
-        0, "Keep the last n rollouts, or batches of rows, in <run.dir>. 0: none (rollout_only: all).", least=0
+        0, "Number of last rollouts, or batches of rows, to record in <run.dir>. 0: none (rollout_only: all).", least=0
     )
-    record_answers: bool = key(False, "Write every answer of the engine to <run.dir>/answers.")
-    rollout_only: bool = key(False, "Generate, score, measure and record, without optimizer and update.")
-    train_only: str = key("", "A recorded rollout, or a folder of them, to train on in place of an engine's.")
-    replay: str = key("", "A run folder whose recorded rollouts to train on (`aligner replay`).")
+    record_answers: bool = key(False, "Write all output of the engine to <run.dir>/answers.")
+    rollout_only: bool = key(False, "Generate, score, measure and record, without updates.")
+    train_only: str = key("", "Recorded rollout, or folder of them, to train on instead of an engine's.")
+    replay: str = key("", "Run folder with recorded rollouts to train on (`aligner replay`).")
     until: int = key(
-        0, "Step after which to end, unsaved and without an evaluation (`aligner replay`). 0: run.steps.", least=0
+        0, "Last step of the run, which ends without save and evaluation (`aligner replay`). 0: run.steps.", least=0
     )
-    first_step_checks: bool = key(False, "Check before and at the first update what must hold exactly, or stop.")
+    first_step_checks: bool = key(False, "Check the exact identities of the first update, and stop if one fails.")
 
     RULES = rules("""
 train_only => rollout_only, record off

@@ -1,4 +1,4 @@
-"""The section `algorithm.distill`: what a student learns from a teacher's distributions, in stage distill."""
+"""The section `algorithm.distill`: how a student learns a teacher's distributions, in stage distill."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ def _inside(beta: float) -> bool:
 @dataclass
 class DistillConfig(Section, key=KEY):
     teacher: str = key(
-        "", "A Hugging Face folder, run folder or checkpoint, with the student's tokenizer.", resume=IGNORE
+        "", "Teacher: a Hugging Face folder, run folder or checkpoint with the student's tokenizer.", resume=IGNORE
     )
-    teachers: dict[str, str] = key({}, "Name -> folder, in place of `teacher`: rows name theirs.", resume=IGNORE)
-    teacher_column: str = key("teacher", "Column in which a row names its teacher, with `teachers`.")
+    teachers: dict[str, str] = key(
+        {}, "Map of names to folders, instead of `teacher`. Each row names its teacher.", resume=IGNORE
+    )
+    teacher_column: str = key("teacher", "Column with the name of the row's teacher, with `teachers`.")
     kind: str = key("forward_kl", "Divergence of teacher and student at each token of the answers.", choices=KINDS)
     beta: float = key(
         0.5, "Share of the forward KL (mixed), or of the teacher in the mixture (jsd).", valid=(_inside, _BETA)
@@ -36,22 +38,27 @@ class DistillConfig(Section, key=KEY):
     top_k: int = key(0, "Compare only the teacher's k likeliest tokens. 0: the whole vocabulary.", least=0)
     outside: str = key(
         "tail",
-        "What to do with other tokens, with top_k. tail: one more token stands for all of them; renormalise: there are "
-        "none; zero: the teacher never says them (forward_kl).",
+        "Treatment of all other tokens, with top_k. tail: one more token stands for all of them; renormalise: ignore "
+        "them; zero: the teacher's probability of them is 0 (forward_kl).",
         choices=("tail", "renormalise", "zero"),
     )
     tensor: int = key(0, "Ranks that share each matrix of the teacher. 0: parallel.tensor.", least=0, resume=REPORT)
     pipeline: int = key(0, "Ranks that share its layers. 0: parallel.pipeline.", least=0, resume=REPORT)
     store: str = key(
         "",
-        "Folder for the teacher's top_k logprobs of all rows, computed where it lacks them; training then needs no "
+        "Folder for the teacher's top_k logprobs of all rows. Missing ones are computed first. Training then needs no "
         "teacher.",
         resume=IGNORE,
     )
     on_policy: float = key(
-        0.0, "Share of the steps whose answers the student generates, to prompts of the same rows.", least=0, most=1
+        0.0,
+        "Share of the steps in which the student generates the answers, to prompts of the same rows.",
+        least=0,
+        most=1,
     )
-    sft_coef: float = key(0.0, "Factor of the negative log-likelihood of the answers, beside the divergence.", least=0)
+    sft_coef: float = key(
+        0.0, "Factor of the answers' negative log-likelihood, in addition to the divergence.", least=0
+    )
 
     RULES = rules("""
 kind!=forward_kl => outside =tail|renormalise
@@ -66,12 +73,12 @@ on_policy=1 => sft_coef =0 | with algorithm.distill.on_policy=1: a student does 
 """)
 
     def models(self) -> dict[str, str]:
-        """`teacher` or `teachers.<name>` -> folder."""
+        """Return `teacher` or `teachers.<name>` -> folder."""
         several = {f"teachers.{name}": path for name, path in self.teachers.items()}
         return several or ({"teacher": self.teacher} if self.teacher else {})
 
     def told_by(self, row: Mapping[str, Any], where: str) -> int | None:
-        """The place in `teachers` of the one that a row names; None without. Raises DataError."""
+        """Return the index in `teachers` of the one that a row names; None without. Raises DataError."""
         names, column = list(self.teachers), self.teacher_column
         if names and row.get(column) not in names:
             expected = f"the name of a teacher: {', '.join(names)} ({KEY}.teachers, {KEY}.teacher_column)"
@@ -79,11 +86,12 @@ on_policy=1 => sft_coef =0 | with algorithm.distill.on_policy=1: a student does 
         return names.index(row[column]) if names else None
 
     def layout(self, student: ParallelConfig) -> ParallelConfig:
-        """Of the teacher, on the same ranks."""
+        """Return the teacher's layout, on the same ranks."""
         tensor = self.tensor or student.tensor
         pipeline, sequence = self.pipeline or student.pipeline, student.sequence and tensor > 1
         return replace(student, tensor=tensor, pipeline=pipeline, sequence=sequence)
 
     def generates(self, step: int) -> bool:
-        """Whether the student answers in step 1, 2, ...: of the first n steps in `on_policy` * n, rounded down."""
+        """Return whether the student answers in step 1, 2, ...: of the first n steps in `on_policy` * n, rounded
+        down."""
         return floor(step * self.on_policy + 1e-9) > floor((step - 1) * self.on_policy + 1e-9)

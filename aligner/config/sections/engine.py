@@ -1,4 +1,4 @@
-"""The sections `engine` and `refit`: what generates, and how it gets the weights."""
+"""The sections `engine` and `refit`: the engine that generates, and how it gets the weights."""
 
 from __future__ import annotations
 
@@ -14,68 +14,70 @@ from aligner.config.sections.child import ChildConfig
 from aligner.config.sections.trtllm import TrtllmConfig
 from aligner.config.sections.vllm import VllmConfig
 
-CACHE_BYTES = 1 << 30  # in place of `auto`, where nothing is known of a machine
+CACHE_BYTES = 1 << 30  # for `auto`, if nothing is known about a machine
 
 
 @dataclass
 class EngineConfig(Section, key="engine"):
     name: str = key(
         "native",
-        "Engine that generates. recorded: `answers`, or debug.train_only, which sets this.",
+        "Engine that generates. recorded: replay `answers`, or debug.train_only, which sets it.",
         choices=NAMES,
     )
-    tensor_parallel: int = key(1, "Ranks of one replica.", least=1)
-    ranks: int = key(0, "Last ranks of the job that only generate. 0: engines stand on the trainer's ranks.", least=0)
+    tensor_parallel: int = key(1, "Ranks per replica.", least=1)
+    ranks: int = key(0, "Number of last ranks that only generate. 0: engines run on the trainer's ranks.", least=0)
     lag: int = key(
         0,
-        "Steps by which a rollout's weights lag, with `ranks`: rollout k has those after step k - 1 - lag, and is "
-        "generated while earlier ones are trained on.",
+        "Steps between a rollout's weights and its training, with `ranks`. Rollout k has the weights after step "
+        "k - 1 - lag, and is generated while earlier rollouts are trained on.",
         least=0,
         resume=REFUSE,
     )
     window: int = key(
         0,
-        "Decode steps after which samples pause and go on with newer weights, with `lag`. 0: one version each.",
+        "Decode steps after which samples pause and resume with newer weights, with `lag`. 0: one version each.",
         least=0,
         resume=REFUSE,
     )
     silent_s: float = key(
         60.0,
-        "Seconds without a sign of life after which a rank of `ranks` counts as lost.",
-        least=5,  # signs come every half second, where nothing is late
+        "Seconds without a heartbeat after which a rank of `ranks` counts as lost.",
+        least=5,  # heartbeats come every half second, if nothing is late
         rollouts=False,
     )
     kv_cache_bytes: Auto = key(
         AUTO,
-        "Bytes of a rank's KV cache. auto: on a GPU what `plan` leaves, on a CPU 1 GiB (docs/memory.md).",
+        "Bytes of a rank's KV cache. auto: on a GPU all that `plan` leaves free, on a CPU 1 GiB (docs/memory.md).",
         auto=True,
         least=1,
         rollouts=False,
     )
-    max_batch: int = key(512, "Rows decoded together.", least=1)
-    dtype: str = key("auto", "Type of the weights. auto: the trainer's.", choices=("auto", "float32", "bfloat16"))
+    max_batch: int = key(512, "Maximum rows decoded together.", least=1)
+    dtype: str = key("auto", "Data type of the weights. auto: the trainer's.", choices=("auto", "float32", "bfloat16"))
     quantization: str = key(
-        "none", "Type to which refits round the layers' matrices: emulated, which saves nothing.", choices=KINDS
+        "none",
+        "Type to which refits round the layers' matrices. It is emulated, and saves neither memory nor time.",
+        choices=KINDS,
     )
     cuda_graphs: Switch = key(
         AUTO,
-        "Capture decode steps as CUDA graphs (vllm: compile the model, too). auto: true of trtllm; of native on a GPU "
-        "where it can: without experts, engine.tensor_parallel=1.",
+        "Capture decode steps as CUDA graphs (vllm: also compile the model). auto: true for trtllm, and for native on "
+        "a GPU without experts and with engine.tensor_parallel=1.",
         auto=True,
     )
     sleep: Switch = key(
         AUTO,
-        "Give back the KV cache when the engine sleeps (`memory.sleep`). auto: false of vllm, which can on GPUs alone.",
+        "Release the KV cache when the engine sleeps (`memory.sleep`). auto: false for vllm, which needs a GPU for it.",
         auto=True,
         rollouts=False,
     )
-    answers: str = key("", "Folder that debug.record_answers wrote (engine.name=recorded).")
+    answers: str = key("", "Folder written by debug.record_answers, to replay (engine.name=recorded).")
     trtllm: TrtllmConfig = section(TrtllmConfig)
     vllm: VllmConfig = section(VllmConfig)
 
     @property
     def cache_bytes(self) -> int:
-        """`kv_cache_bytes` as far as it is known."""
+        """`kv_cache_bytes`, or a default for `auto`."""
         return CACHE_BYTES if isinstance(self.kv_cache_bytes, str) else self.kv_cache_bytes
 
     @property
@@ -95,8 +97,8 @@ class EngineConfig(Section, key="engine"):
         return self._decided("cuda_graphs") and not (unable and self.cuda_graphs == AUTO)
 
     def captures_of(self, experts: int) -> bool:
-        """`captures`, of a model with so many experts: of how many rows one gets is not known ahead where this process
-        computes."""
+        """Return `captures` of a model with so many experts. In this process the rows of an expert are not known
+        ahead."""
         return self.captures and not (self.can.computes_here and experts)
 
     @property
@@ -129,29 +131,30 @@ section=vllm !sleeps => vllm.sleep_weights =false | with engine.sleep={sleep}
 """)
 
 
-MESSAGES, FLOOR_BYTES = 8, 1 << 20  # at least so many messages for a pair of ranks, if they are no smaller than that
+MESSAGES, FLOOR_BYTES = 8, 1 << 20  # minimum messages for a pair of ranks, and minimum bytes of one
 
 
 def message_bytes(total_bytes: int, bucket_bytes: int) -> int:
-    """The most in one message of a refit, of all that one rank sends another: one is packed while another travels."""
+    """Return the most bytes of one message of a refit, from all that one rank sends another: one message is packed
+    while another is sent."""
     return min(bucket_bytes, max(FLOOR_BYTES, -(-total_bytes // MESSAGES)))
 
 
 @dataclass
 class RefitConfig(Section, key="refit"):
-    bucket_bytes: int = key(256 << 20, "Most bytes of one message between ranks.", least=1)
+    bucket_bytes: int = key(256 << 20, "Maximum bytes of one message between ranks.", least=1)
     verify: str = key(
         "sentinel",
-        "How a refit is verified. sentinel: logprobs of some prompts; checksum: also a hash of every tensor.",
+        "Verification of each refit. sentinel: logprobs of some prompts; checksum: also a hash of every tensor.",
         choices=("sentinel", "checksum"),
     )
     adapters: str = key(
         "merged",
-        "What travels of a policy with model.lora. merged: its weights; factors: the frozen weights once, then A and "
-        "B, which the engine merges.",
+        "What a refit sends of a policy with model.lora. merged: its weights; factors: the frozen weights once, then A "
+        "and B, which the engine merges.",
         choices=("merged", "factors"),
     )
-    timeout_s: float = key(600.0, "Seconds that ranks wait for each other.", above=0)
+    timeout_s: float = key(600.0, "Maximum seconds that ranks wait for each other.", above=0)
     tolerance: float = key(
-        0.0, "Largest mean |logprob difference| on the sentinel. 0: by dtype (1e-3 float32, 5e-2 bfloat16).", least=0
+        0.0, "Largest mean |logprob difference| on the sentinel prompts. 0: 1e-3 (float32), 5e-2 (bfloat16).", least=0
     )

@@ -1,4 +1,4 @@
-"""An entry of `reward.judges`: a question about answers, and how what is said to it becomes a score."""
+"""An entry of `reward.judges`: a question about answers, and how a reply becomes a score."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aligner.config.rule import rules
 from aligner.config.sections.servers import EndpointConfig
 from aligner.errors import ConfigError
 
-FIELDS = {"grade": ("response",), "pairwise": ("first", "second")}  # that a question must have
+FIELDS = {"grade": ("response",), "pairwise": ("first", "second")}  # fields that a question must have
 PATTERNS = {"grade": r"(\d+(?:\.\d+)?)", "pairwise": r"\b([AB])\b"}
 MEMBERS = {"grade": "score", "pairwise": "winner"}  # of a JSON object
 
@@ -21,36 +21,38 @@ MEMBERS = {"grade": "score", "pairwise": "winner"}  # of a JSON object
 class JudgeConfig(Section, key="reward.judges[]"):
     name: str = key("judge", "Name in metrics.")
     model: str = key(
-        "", "Folder of the model to ask, frozen, with its own tokenizer. Empty: the run's own engine.", resume=IGNORE
+        "", "Folder of a frozen judge model with its own tokenizer. Empty: the run's own engine.", resume=IGNORE
     )
     endpoint: EndpointConfig = section(EndpointConfig, resume=IGNORE)
     kind: str = key(
         "grade",
-        "grade: each response for itself; pairwise: the responses to a prompt against each other.",
+        "What a judge compares. grade: each response alone; pairwise: two responses to a prompt.",
         choices=tuple(FIELDS),
     )
     question: str = key(
-        "", "Question: a format string over {prompt}, the row's columns, and {response}, or {first} and {second}."
+        "",
+        "Question to the judge: a format string over {prompt}, the row's columns, and {response}, or {first} and "
+        "{second}.",
     )
     question_file: str = key("", "Text file with the question.", resume=IGNORE)
     weight: float = key(1.0, "Weight in the sum.")
     parse: str = key(
         "regex",
-        "What counts in the reply. regex: the last match of pattern; json: a member of the last JSON object; yesno "
+        "How to read the reply. regex: the last match of pattern; json: a member of the last JSON object; yesno "
         "(grade): the last yes or no, a score of 1 or 0.",
         choices=("regex", "json", "yesno"),
     )
     pattern: str = key(
         "",
-        "regex: the pattern; empty: a number (grade), or A or B (pairwise). json: name of the member; empty: score, or "
-        "winner.",
+        "Pattern (regex; empty: a number, or pairwise A or B), or name of the member (json; empty: score, or pairwise "
+        "winner).",
     )
-    scale: float = key(10.0, "Number that is a score of 1 (grade); scores are held within 0 and 1.", above=0)
+    scale: float = key(10.0, "Grade that is a score of 1 (grade). Scores are clamped to [0, 1].", above=0)
     opponents: int = key(
-        1, "Responses of the group, of those that follow, to compare each one with (pairwise). 0: all.", least=0
+        1, "Number of the group's following responses to compare each one with (pairwise). 0: all.", least=0
     )
-    votes: int = key(1, "Replies of an endpoint to each question, of which the mean counts.", least=1)
-    max_tokens: int = key(32, "Most tokens of a reply.", least=1)
+    votes: int = key(1, "Replies of an endpoint per question; their mean counts.", least=1)
+    max_tokens: int = key(32, "Maximum tokens of a reply.", least=1)
 
     RULES = rules("""
 kind!=grade => parse =regex|json | with kind {kind}
@@ -73,7 +75,7 @@ question => question_file = | beside question
             self.check_question("question", self.question)
 
     def check_question(self, name: str, text: str) -> None:
-        """Raises ConfigError."""
+        """Check a question. Raises ConfigError."""
         key, shown = f"reward.judges[].{name}", getattr(self, name)
         try:
             fields = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
@@ -95,7 +97,7 @@ question => question_file = | beside question
 
     @property
     def text(self) -> str:
-        """The question. Raises ConfigError where its file cannot be read."""
+        """The question. Raises ConfigError if its file cannot be read."""
         if not self.question_file:
             return self.question
         key = "reward.judges[].question_file"

@@ -1,4 +1,4 @@
-"""`algorithm.kto.*`: stage kto."""
+"""Keys of stage kto: `algorithm.kto.*`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ class KtoConfig(Section, key=KEY):
     undesirable_weight: float = key(1.0, "Weight of the loss of answers with label false.", above=0)
     kl: str = key(
         "minibatch",
-        "What log-ratios are compared with. minibatch: z0, their mean over mismatched answers of the "
-        "minibatch; none: 0.",
+        "Zero point of the log-ratios. minibatch: z0, their mean over mismatched answers of the minibatch; none: 0.",
         choices=("minibatch", "none"),
     )
     reference: str = key(
@@ -29,5 +28,5 @@ class KtoConfig(Section, key=KEY):
 
     @property
     def second_model(self) -> bool:
-        """Whether the reference is asked at each step: the mismatched answers depend on the order of the rows."""
+        """Whether the reference runs at each step: the mismatched answers depend on the order of the rows."""
         return self.reference == "model" or self.kl == "minibatch"

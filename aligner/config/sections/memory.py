@@ -1,4 +1,4 @@
-"""The section `memory`: what leaves the GPU while other phases run, and how much they may use."""
+"""The section `memory`: state moved off the GPU while other phases run, and limits of memory."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ LIMITED = tuple(f"{phase}_bytes" for phase in ("refit", "generate", "score", "lo
 
 @dataclass
 class MemoryConfig(Section, key="memory"):
-    offload: list[str] = key([], "What to move to host memory where no phase needs it.", choices=OFFLOADS)
-    pin: bool = key(True, "Page-lock the host memory of what is moved, where there is a GPU.")
+    offload: list[str] = key([], "State to offload to host memory while no phase needs it.", choices=OFFLOADS)
+    pin: bool = key(True, "Page-lock host memory of offloaded state, on a machine with a GPU.")
     sleep: str = key(
         "auto",
-        "Whether the engine gives its KV cache back while it does not generate. auto: on a GPU, and wherever something "
-        "is offloaded or limited (else fresh pages cost a CPU more than other phases gain).",
+        "Whether the engine releases its KV cache while it does not generate. auto: on a GPU, and wherever state is "
+        "offloaded or limited (otherwise fresh pages cost a CPU more than other phases gain).",
         choices=("auto", "always", "never"),
     )
     limit: dict[str, int] = key(
         {},
-        "Most bytes of a rank in phases, as {update_bytes: 60000000000}: of the GPU, as torch allocates them, else of "
-        "the process. The phases are those of the metrics memory/*_peak_bytes. 0: no limit.",
+        "Maximum bytes per rank by phase, such as {update_bytes: 60000000000}: torch's allocations on a GPU, else the "
+        "process's memory. The phases are those of the metrics memory/*_peak_bytes. 0: no limit.",
         entries=LIMITED,
         least=0,
     )
     on_excess: str = key(
         "stop",
-        "What to do when a phase exceeds its limit: stop after saving the step, or warn.",
+        "Reaction to a phase that exceeds its limit. stop: stop after saving the step; warn: warn.",
         choices=("stop", "warn"),
     )
 
     def limit_of(self, phase: str) -> int:
-        """0: none."""
+        """Return a phase's limit in bytes, 0 for none."""
         return self.limit.get(f"{phase}_bytes", 0)

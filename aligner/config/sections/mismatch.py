@@ -1,4 +1,4 @@
-"""The section `mismatch`: what to do about samples whose engine disagrees with the trainer."""
+"""The section `mismatch`: treatment of samples on which engine and trainer disagree."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ class MismatchConfig(Section, key="mismatch"):
     correction: str = key(
         "auto",
         "Correction of the mismatch of engine and trainer: none, or methods joined by +, at most one of which weighs "
-        "tokens. auto: tis_token with a quantised or lagging engine whose ratio is not to the engine, else none; the "
-        "frozen config has the choice.",
+        "tokens. auto: tis_token with quantization or lag, unless the ratio is to the engine, else none. The frozen "
+        "config has the choice.",
         choices=("auto", "none", *MISMATCH_BOUNDS),
         joined="+",
     )
     cap: float = key(0.0, "Largest weight of a token (tis_*). 0: the method's default.", least=0)
     low: float = key(
-        0.0, "Ratio below which tokens are left out (icepop, geometric_mask, veto). 0: the method's default.", least=0
+        0.0,
+        "Ratio below which tokens are left out (icepop) or samples (geometric_mask, veto). 0: the method's default.",
+        least=0,
     )
     high: float = key(0.0, "Ratio above which they are left out. 0: the method's default.", least=0)
     replay_routing: bool = key(
@@ -68,5 +70,5 @@ class MismatchConfig(Section, key="mismatch"):
         return ["none" if name.strip() == "auto" else name.strip() for name in self.correction.split("+")]
 
     def bounds(self, method: str) -> dict[str, float]:
-        """The bounds of one method, by argument name."""
+        """Return the bounds of one method, by argument name."""
         return {key: getattr(self, key) or value for key, value in MISMATCH_BOUNDS.get(method, {}).items()}

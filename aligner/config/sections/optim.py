@@ -20,7 +20,7 @@ class OptimConfig(Section, key="optim"):
     warmup_steps: int = key(0, "Steps in which the learning rate rises linearly from 0.", least=0)
     decay_from: float = key(0.0, "Fraction of the steps after which the decay begins.", least=0, most=1)
     weight_decay: float = key(0.01, "Weight decay of AdamW; norms and biases have none.", least=0)
-    betas: list[float] = key([0.9, 0.95], "The two betas of AdamW.", valid=(_two_betas, "two numbers in [0, 1)"))
+    betas: list[float] = key([0.9, 0.95], "Betas of AdamW, two numbers.", valid=(_two_betas, "two numbers in [0, 1)"))
     eps: float = key(1e-8, "Epsilon of AdamW.", above=0)
     clip_grad: float = key(1.0, "Largest norm of the gradient. 0: no clipping.", least=0)
     distributed: bool = key(True, "Shard the optimizer's state over data-parallel ranks.")
@@ -30,11 +30,11 @@ class OptimConfig(Section, key="optim"):
 
 @dataclass
 class EmaConfig(Section, key="ema"):
-    """An average of the policy's weights beside the last ones."""
+    """Keys of an average of the policy's weights, besides the last ones."""
 
     decay: float = key(
         0.0,
-        "Decay of the average of the policy's weights per optimizer step, as 0.999. 0: no average.",
+        "Decay of the average of the policy's weights per optimizer step, such as 0.999. 0: no average.",
         least=0,
         below=1,
     )

@@ -10,18 +10,18 @@ from aligner.config.rule import rules
 
 @dataclass
 class ParallelConfig(Section, key="parallel"):
-    """The ranks that are left share the data."""
+    """Sizes of the layout. The remaining ranks share the data."""
 
     tensor: int = key(1, "Ranks that share each matrix.", least=1)
     pipeline: int = key(1, "Ranks that share the layers.", least=1)
     context: int = key(1, "Ranks that share the tokens of a row.", least=1)
     context_mode: str = key(
         "allgather",
-        "How context ranks attend: gather keys and values, or swap tokens for heads.",
+        "Exchange of context ranks for attention: gather keys and values, or swap tokens for heads.",
         choices=("allgather", "alltoall"),
     )
-    expert: int = key(1, "Ranks, of the data- and context-parallel ones, that share the experts.", least=1)
-    sequence: bool = key(False, "Shard tokens over the tensor ranks between matrices.")
+    expert: int = key(1, "Ranks that share the experts, among the data- and context-parallel ones.", least=1)
+    sequence: bool = key(False, "Shard tokens over tensor ranks between matrices.")
 
     RULES = rules("tensor=1 => sequence =false | when parallel.tensor=1: it shards over tensor ranks")
 

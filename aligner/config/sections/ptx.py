@@ -14,7 +14,7 @@ class PtxConfig(Section, key="ptx"):
     coef: float = key(
         0.0, "Factor of the mean negative log-likelihood of ptx.data, added to the stage's loss. 0: off.", least=0
     )
-    sequences: int = key(8, "Rows of ptx.data in each optimizer step, over all ranks.", least=1)
+    sequences: int = key(8, "Rows of ptx.data per optimizer step, over all ranks.", least=1)
     data: DataConfig = section(DataConfig, like="data", read_for=("ptx",))
 
     RULES = rules("""

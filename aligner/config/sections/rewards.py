@@ -1,4 +1,4 @@
-"""The sections `reward` and `eval`: what scores samples, and what counts as right."""
+"""The sections `reward` and `eval`: functions and models that score samples, and the meaning of a right answer."""
 
 from __future__ import annotations
 
@@ -31,29 +31,34 @@ class RewardFunctionConfig(Section, key="reward.functions[]"):
 @dataclass
 class RewardConfig(Section, key="reward"):
     functions: list[RewardFunctionConfig] = key([], "Reward functions, added up.", read_for=SCORED)
-    judges: list[JudgeConfig] = key([], "Questions about answers, to the run's engine or a model.")
+    judges: list[JudgeConfig] = key([], "Judges: questions about answers, to the run's engine or a model.")
     model: str = key("", "Folder of a trained reward model (the `hf` folder of an rm run).", resume=IGNORE)
     model_weight: float = key(1.0, "Weight of the reward model in the sum.")
     model_standardize: bool = key(True, "Divide the model's centred score by its std on its own training set.")
     model_attributes: dict[str, float] = key(
-        {}, "Attribute -> its weight in the score, of a model of several. Empty: the first attribute alone."
+        {}, "Map of attributes to their weights in the score, for a model of several. Empty: only the first attribute."
     )
     model_steps: str = key(
-        "min", "How a process reward model's step probabilities become a score.", choices=("min", "product")
+        "min", "Aggregation of a process reward model's step probabilities.", choices=("min", "product")
     )
     timeout_s: float = key(
-        60.0, "Seconds for all functions on one rollout.", above=0, resume=IGNORE, rollouts=False, read_for=SCORED
+        60.0,
+        "Maximum seconds for all functions on one rollout.",
+        above=0,
+        resume=IGNORE,
+        rollouts=False,
+        read_for=SCORED,
     )
     max_invalid_fraction: float = key(
         0.02,
-        "Fraction of a rollout's samples above which unscored ones (a failing sandbox or server) stop the run.",
+        "Fraction of unscored samples in a rollout (a failing sandbox or server) above which the run stops.",
         least=0,
         resume=IGNORE,
         read_for=SCORED,
     )
     workers: int = key(
         4,
-        "Reward functions and chunks of samples scored at the same time.",
+        "Reward functions and chunks of samples scored concurrently.",
         least=1,
         resume=IGNORE,
         rollouts=False,
@@ -61,13 +66,13 @@ class RewardConfig(Section, key="reward"):
     )
     overlap: bool = key(
         True,
-        "Score samples while others are generated, where a function takes them one by one.",
+        "Score samples while others are generated, with functions that take them one by one.",
         resume=IGNORE,
         rollouts=False,
         read_for=SCORED,
     )
     clip: float = key(0.0, "Largest |reward| after normalisation. 0: no limit.", least=0)
-    normalize: bool = key(False, "Subtract the running mean, divide by the running std.")
+    normalize: bool = key(False, "Subtract the running mean of rewards, and divide by their running std.")
 
     RULES = rules("!model => model_attributes = | without reward.model")
 
@@ -87,7 +92,7 @@ class RewardConfig(Section, key="reward"):
 
     @property
     def own_judges(self) -> list[str]:
-        """Those that the run's own engine replies to."""
+        """The judges to which the run's own engine replies."""
         return [judge.name for judge in self.judges if judge.own]
 
     @property
@@ -105,16 +110,18 @@ class RewardConfig(Section, key="reward"):
 
 @dataclass
 class EvalConfig(Section, key="eval"):
-    prompts: int = key(512, "Most held-out rows of an evaluation. 0: all.", least=0, read_for=("training",))
-    generate: bool = key(True, "Generate answers and score them by the reward functions, in stages that have any.")
-    temperature: float = key(0.0, "Sampling temperature of these answers. 0: greedy.", least=0)
-    samples: int = key(1, "Answers to each row; more than 1 give pass@k.", least=1)
+    prompts: int = key(512, "Maximum held-out rows per evaluation. 0: all.", least=0, read_for=("training",))
+    generate: bool = key(
+        True, "Generate answers and score them by the reward functions, in stages with such functions."
+    )
+    temperature: float = key(0.0, "Sampling temperature of the answers. 0: greedy.", least=0)
+    samples: int = key(1, "Answers per row. More than 1 give pass@k.", least=1)
     functions: list[RewardFunctionConfig] = key(
         [],
-        "What counts as right: an answer that gets full score from every applicable function. Empty: reward.functions.",
+        "Functions that decide whether an answer is right: all that apply give full score. Empty: reward.functions.",
         like="reward.functions[]",
     )
-    full_score: float = key(1.0, "Score of a function, or more, that counts as full.")
-    max_response_tokens: int = key(0, "Most tokens of an answer. 0: sampling.max_response_tokens.", least=0)
+    full_score: float = key(1.0, "Least score of a function that counts as full.")
+    max_response_tokens: int = key(0, "Maximum tokens of an answer. 0: sampling.max_response_tokens.", least=0)
 
     RULES = rules("samples>1 => temperature >0 | with eval.samples={samples}: greedy answers are equal")

@@ -9,9 +9,9 @@ from aligner.config.key import IGNORE, Section, key, section
 
 @dataclass
 class StopConfig(Section, key="run.stop"):
-    """End the stage early."""
+    """Keys that end the stage early."""
 
-    metric: str = key("", "Evaluation metric that ends the stage once it reaches `above`. Empty: no early end.")
+    metric: str = key("", "Evaluation metric that ends the stage when it reaches `above`. Empty: no early end.")
     above: float = key(0.0, "Value of `metric` that ends the stage.")
 
 
@@ -19,27 +19,27 @@ class StopConfig(Section, key="run.stop"):
 class RunConfig(Section, key="run"):
     dir: str = key(
         "runs/${run.name}",
-        "Folder for everything that the run writes.",
+        "Folder for all output of the run.",
         valid=(bool, "a folder for the run"),
         resume=IGNORE,
     )
     name: str = key("${stage.name}", "Name in run.dir and on boards.", resume=IGNORE)
-    resume: str = key("auto", "Where to go on: auto, never, or a checkpoint folder.", resume=IGNORE)
+    resume: str = key("auto", "Checkpoint to resume from: auto, never, or a checkpoint folder.", resume=IGNORE)
     accept_changes: bool = key(
-        False, "Go on from a checkpoint although what defines the run has changed (docs/resume.md).", resume=IGNORE
+        False, "Resume from a checkpoint although the definition of the run changed (docs/resume.md).", resume=IGNORE
     )
-    deterministic: bool = key(False, "Decide nothing by the clock and use deterministic kernels.")
+    deterministic: bool = key(False, "Use deterministic kernels and make no decision by time.")
     steps: int = key(
-        100, "Optimizer steps of stages without rollouts; rollouts of ppo and grpo.", least=0, rollouts=True
+        100, "Number of steps: optimizer steps, or rollouts in stages with rollouts.", least=0, rollouts=True
     )
     epochs: float = key(
         0.0,
-        "Passes over the training rows or prompts, from which the steps follow. 0: run.steps counts.",
+        "Passes over the training rows or prompts, which determine the steps. 0: use run.steps.",
         least=0,
         read_for=("training",),
     )
-    eval_every: int = key(0, "Steps between two evaluations. 0: only at the end.", least=0, read_for=("training",))
-    samples_every: int = key(10, "Steps between two prints of the sample table. 0: never.", least=0)
+    eval_every: int = key(0, "Steps between evaluations. 0: only at the end.", least=0, read_for=("training",))
+    samples_every: int = key(10, "Steps between prints of the sample table. 0: never.", least=0)
     stop: StopConfig = section(StopConfig, read_for=("training",))
     export: bool = key(True, "Write a Hugging Face folder at the end.", read_for=("training",))
 

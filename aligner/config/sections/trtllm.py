@@ -1,4 +1,4 @@
-"""The section `engine.trtllm`, and what of a model TensorRT-LLM cannot serve here; `check_built`: its engines that are
+"""The section `engine.trtllm`, and the models that TensorRT-LLM does not serve here. `check_built` is for its engines
 built ahead, engine.name=trtllm_engine."""
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from aligner.config.schema import Config
     from aligner.config.sections.model.config import ModelConfig
 
-NOT_SERVED = {
-    "joined": "a family whose files keep each matrix by itself with engine.name=trtllm, which gets them so",
+_NOT_SERVED = {
+    "joined": "a family whose files keep each matrix separately with engine.name=trtllm, which receives them so",
     "linear": "a family without linear attention with engine.name=trtllm, where it was not tried",
-    "latent": "a family without latent attention with engine.name=trtllm: what it makes of such weights is unknown",
+    "latent": "a family without latent attention with engine.name=trtllm: its treatment of such weights is unknown",
 }
 
 
@@ -28,8 +28,8 @@ class TrtllmConfig(ChildConfig, key="engine.trtllm"):
 
 
 def check_model(cfg: Config, model: ModelConfig) -> None:
-    """Raises ConfigError for a model that TensorRT-LLM does not serve here."""
-    for trait, expected in NOT_SERVED.items():
+    """Check that TensorRT-LLM serves the model here. Raises ConfigError."""
+    for trait, expected in _NOT_SERVED.items():
         if getattr(model.traits, trait):
             raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
 
@@ -39,7 +39,7 @@ SERVED = "engine=trtllm and engine=native serve it."
 
 
 def check_built(cfg: Config, model: ModelConfig) -> None:
-    """Raises ConfigError for a model or a run that this engine does not serve."""
+    """Check that this engine serves the model and the run. Raises ConfigError."""
     if NAME not in model.traits.served_by:
         experts = "its layout of experts, one fused tensor for all of them, is not written"
         reason = experts if model.traits.moe else "its class in TensorRT-LLM was not read"
@@ -53,17 +53,17 @@ def check_built(cfg: Config, model: ModelConfig) -> None:
 
 
 def _beyond(model: ModelConfig) -> list[tuple[str, Any, Any]]:
-    """(key, value, what is served) of what the classes that were read do not have; windows have their own check."""
-    found = [entry for entry in unusual(model) if entry[0] != "attention.window"]
+    """Return (key, value, served value) of features that the engine's classes lack; windows have their own check."""
+    entries = [entry for entry in unusual(model) if entry[0] != "attention.window"]
     if model.output_bias:
-        found.append(("qkv_bias", True, False))
+        entries.append(("qkv_bias", True, False))
     if model.rope_scaling.type != "llama3":
-        found.append(("rope_scaling.type", model.rope_scaling.type, "llama3"))
-    return found
+        entries.append(("rope_scaling.type", model.rope_scaling.type, "llama3"))
+    return entries
 
 
 def check_window(model: ModelConfig, max_seq_len: int) -> None:
-    """Raises ConfigError where a sliding window would matter."""
+    """Check that no sliding window matters. Raises ConfigError."""
     window = model.attention.window
     if 0 < window < max_seq_len:
         expected = (

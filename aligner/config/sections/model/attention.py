@@ -1,4 +1,4 @@
-"""What differs between families in what a query sees, and how it is scaled and rotated: `model.attention.*`."""
+"""Attention patterns, scales and rotation that differ between families: `model.attention.*`."""
 
 from __future__ import annotations
 
@@ -11,52 +11,53 @@ from aligner.errors import ConfigError
 
 @dataclass
 class AttentionConfig(Section, key="model.attention"):
-    """A layer is local, where a query sees the last `window` tokens of its row, itself included, or global."""
+    """Kinds of layers. In a local layer a query sees the last `window` tokens of its row, itself included; other
+    layers are global."""
 
     window: int = key(
         0,
-        "Last tokens of its row, itself included, that a query sees in local layers. 0: all layers are global.",
+        "Number of a row's last tokens, itself included, that a query sees in local layers. 0: all layers are global.",
         least=0,
     )
     global_every: int = key(0, "With a window, layers n, 2n, ... are global. 0: none is.", least=0)
     local_rope_base: float = key(
-        0.0, "Base of the rotary frequencies of local layers, which are not scaled. 0: that of the others.", least=0
+        0.0, "Base of the rotary frequencies of local layers, which are not scaled. 0: as in global layers.", least=0
     )
     query_scale_dim: int = key(0, "Divide queries by the square root of this. 0: model.head_dim.", least=0)
-    global_layers: list[int] = key([], "Other global layers, counted from 0.")
+    global_layers: list[int] = key([], "Additional global layers, counted from 0.")
     nope_layers: list[int] = key([], "Layers, counted from 0, without positions (no rotation).")
     rotary_fraction: float = key(1.0, "Fraction of a head's numbers, from the first, to rotate.", least=0, most=1)
     multiplier: float = key(0.0, "Factor of scores. 0: 1 / sqrt(query_scale_dim).", least=0)
-    softcap: float = key(0.0, "Scores x become softcap * tanh(x / softcap). 0: they stay.", least=0)
+    softcap: float = key(0.0, "Cap of scores x, which become softcap * tanh(x / softcap). 0: off.", least=0)
 
     def is_local(self, layer: int) -> bool:
-        """Of layer 0, 1, ..."""
+        """Return whether layer 0, 1, ... is local."""
         regular = self.global_every and (layer + 1) % self.global_every == 0
         return self.window > 0 and not (regular or layer in self.global_layers)
 
     @property
     def scale(self) -> float | None:
-        """Of scores; None: 1 / sqrt(head_dim)."""
+        """The factor of scores; None: 1 / sqrt(head_dim)."""
         return self.multiplier or (self.query_scale_dim**-0.5 if self.query_scale_dim else None)
 
 
 @dataclass
 class ScalesConfig(Section, key="model.scales"):
-    """Numbers that some families multiply by between their modules."""
+    """Factors that some families apply between their modules."""
 
     embedding: float = key(1.0, "Factor of embeddings.", above=0)
-    residual: float = key(1.0, "Factor of what attention and the MLP add to the residual stream.", above=0)
+    residual: float = key(1.0, "Factor of attention's and the MLP's addition to the residual stream.", above=0)
     logits: float = key(1.0, "Divisor of logits.", above=0)
-    logits_softcap: float = key(0.0, "Logits z become softcap * tanh(z / softcap). 0: they stay.", least=0)
+    logits_softcap: float = key(0.0, "Cap of logits z, which become softcap * tanh(z / softcap). 0: off.", least=0)
 
 
 def layer_pattern(is_global: Sequence[bool]) -> dict[str, object]:
-    """The fields of `AttentionConfig` that say which layers are global, as short as they can be."""
-    found = [layer for layer, yes in enumerate(is_global) if yes]
-    every = found[0] + 1 if found else 0
-    if not found or found == list(range(every - 1, len(is_global), every)):
+    """Return the fields of `AttentionConfig` that say which layers are global, in the shortest form."""
+    layers = [layer for layer, yes in enumerate(is_global) if yes]
+    every = layers[0] + 1 if layers else 0
+    if not layers or layers == list(range(every - 1, len(is_global), every)):
         return {"global_every": every}
-    return {"global_layers": found}
+    return {"global_layers": layers}
 
 
 def check_layers(attention: AttentionConfig, layers: int) -> None:

@@ -19,7 +19,7 @@ from aligner.errors import ConfigError
 from aligner.families import FAMILIES
 from aligner.families.family import LAYERS, Family
 
-# what a run decides, whatever folder the weights come from
+# keys that the run decides, whatever folder the weights come from
 OF_THE_RUN = ("dtype", "recompute", "kernels", "varlen_attention", "tokenizer", "init", "lora")
 MOE_OF_THE_RUN = ("aux_coef", "aux_over")
 # all keys of `model` that are the run's; the others are of its shape
@@ -28,20 +28,20 @@ RUNS = (*OF_THE_RUN, *(f"moe.{name}" for name in MOE_OF_THE_RUN), "rope_scaling.
 
 @dataclass
 class ModelConfig(Section, key="model"):
-    family: str = key("llama", "`model_type` of config.json (docs/reference/support.md).", choices=tuple(FAMILIES))
+    family: str = key("llama", "Model family: `model_type` of config.json (docs/models.md).", choices=tuple(FAMILIES))
     num_layers: int = key(4, "Decoder layers.", least=1)
     hidden_size: int = key(128, "Width of the residual stream.", least=1)
     ffn_hidden_size: int = key(384, "Width of the gated MLP.", least=1)
     num_heads: int = key(4, "Query heads.", least=1)
-    num_kv_heads: int = key(4, "Heads of keys and values; a divisor of num_heads.", least=1)
-    head_dim: int = key(0, "Numbers of a head. 0: hidden_size / num_heads.", least=0)
-    vocab_size: int = key(0, "Rows of the embedding. 0: the tokenizer's.", least=0)
+    num_kv_heads: int = key(4, "Heads of keys and values. It must divide num_heads.", least=1)
+    head_dim: int = key(0, "Width of a head. 0: hidden_size / num_heads.", least=0)
+    vocab_size: int = key(0, "Rows of the embedding. 0: the tokenizer's size.", least=0)
     rope_base: float = key(10000.0, "Base of the rotary frequencies.", above=0)
     norm_eps: float = key(1e-6, "Epsilon of RMSNorm.")
-    max_position: int = key(4096, "Most tokens of a row.", least=1)
-    tie_embeddings: bool = key(True, "Let the embedding be the output layer.")
+    max_position: int = key(4096, "Maximum tokens of a row.", least=1)
+    tie_embeddings: bool = key(True, "Use the embedding as the output layer.")
     qk_norm: bool = key(False, "Normalise queries and keys.")
-    qkv_bias: bool = key(False, "Biases of queries, keys and values; in most such families also behind attention.")
+    qkv_bias: bool = key(False, "Biases of queries, keys and values. In most such families also after attention.")
     mlp_bias: bool = key(False, "Biases in the MLP.")
     rope_scaling: RopeScalingConfig = section(RopeScalingConfig)
     attention: AttentionConfig = section(AttentionConfig)
@@ -51,9 +51,9 @@ class ModelConfig(Section, key="model"):
     moe: MoeConfig = section(MoeConfig)
     lora: LoraConfig = section(LoraConfig)
     init_std: float = key(0.02, "Standard deviation of random weights.", resume=REFUSE)
-    init: str = key("random", "Where weights come from: random, a Hugging Face folder, a run folder, or a checkpoint.")
-    tokenizer: str = key("", "A Hugging Face tokenizer folder. Empty: the one in `model.init`.")
-    dtype: str = key("auto", "Type to compute in.", choices=("auto", "float32", "bfloat16"), resume=REPORT)
+    init: str = key("random", "Source of the weights: random, a Hugging Face folder, a run folder, or a checkpoint.")
+    tokenizer: str = key("", "Hugging Face tokenizer folder. Empty: the one in `model.init`.")
+    dtype: str = key("auto", "Data type of computation.", choices=("auto", "float32", "bfloat16"), resume=REPORT)
     recompute: str = key(
         "none",
         "Activations to recompute in the backward pass: none, or full (every layer's).",
@@ -62,12 +62,14 @@ class ModelConfig(Section, key="model"):
     )
     kernels: str = key(
         "auto",
-        "Modules to compute with: own, or TransformerEngine's. auto: te on a GPU, if it imports and knows the model.",
+        "Modules of the model: own, or te (TransformerEngine). auto: te on a GPU, if it loads and supports the model.",
         choices=KERNELS,
         resume=REPORT,
     )
     varlen_attention: bool = key(
-        False, "Attend over rows of any length in one call, without padding and masks, on CUDA.", resume=REPORT
+        False,
+        "Compute attention over rows of any length in one call, without padding and masks, on CUDA.",
+        resume=REPORT,
     )
 
     WORDS = MappingProxyType(
@@ -112,7 +114,7 @@ traits.linear => linear.key_heads >=1 | with model.family={family}
 
     @property
     def traits(self) -> Family:
-        """What is true of all models of its family."""
+        """Properties of all models of its family."""
         return FAMILIES[self.family]
 
     @property
@@ -152,8 +154,8 @@ traits.linear => linear.key_heads >=1 | with model.family={family}
         return self.num_heads * (2 if self.traits.gated_attention else 1) // self.num_kv_heads
 
     def layer_kinds(self, layer: int) -> tuple[str, ...]:
-        """Layer 0, 1, ... has the rows of the family's table that are of one of these kinds, or of none. Its MLP:
-        "dense", or "sparse" with experts. Before it: "attention", or "linear"."""
+        """Return the kinds of layer 0, 1, ...: it has the rows of the family's table that are of one of them, or of
+        none. Its MLP: "dense", or "sparse" with experts. Before it: "attention", or "linear"."""
         sparse = self.moe.num_experts and layer not in self.moe.dense_layers
         return "sparse" if sparse else "dense", "linear" if self.linear.is_linear(layer) else "attention"
 
@@ -172,14 +174,14 @@ traits.linear => linear.key_heads >=1 | with model.family={family}
 
 
 def for_run(shape: ModelConfig, run: ModelConfig) -> ModelConfig:
-    """A shape found in a folder, with what the run decides."""
+    """Return a folder's shape, with the keys that the run decides."""
     moe = replace(shape.moe, **{name: getattr(run.moe, name) for name in MOE_OF_THE_RUN})
     rope = replace(shape.rope_scaling, factors=run.rope_scaling.factors)
     return replace(shape, moe=moe, rope_scaling=rope, **{name: getattr(run, name) for name in OF_THE_RUN})
 
 
 def check_traits(model: ModelConfig) -> None:
-    """Raises ConfigError for a key that models of this family do not have."""
+    """Check that the model has no key that its family lacks. Raises ConfigError."""
     varies = model.traits.varies
     for name, value, plain in unusual(model):
         if name not in varies:
@@ -195,12 +197,12 @@ def check_traits(model: ModelConfig) -> None:
 
 
 def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
-    """(key, value, what it is in a plain model) of optional keys that are not plain."""
-    found: list[tuple[str, Any, Any]] = [("mlp_bias", model.mlp_bias, False)]
+    """Return (key, value, value in a plain model) of optional keys that differ from a plain model's."""
+    entries: list[tuple[str, Any, Any]] = [("mlp_bias", model.mlp_bias, False)]
     moe = {"dense_layers": [], "shared_ffn_hidden_size": 0, "groups": 1, "top_groups": 1, "scale": 1.0}
-    found += [(f"moe.{name}", getattr(model.moe, name), plain) for name, plain in moe.items()]
+    entries += [(f"moe.{name}", getattr(model.moe, name), plain) for name, plain in moe.items()]
     sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "linear": LinearConfig()}
-    for part, plain in (sections | {"scales": ScalesConfig()}).items():
-        mine, theirs = asdict(getattr(model, part)), asdict(plain)
-        found += [(f"{part}.{name}", mine[name], theirs[name]) for name in mine]
-    return [(name, value, plain) for name, value, plain in found if value != plain]
+    for name, plain in (sections | {"scales": ScalesConfig()}).items():
+        values, defaults = asdict(getattr(model, name)), asdict(plain)
+        entries += [(f"{name}.{key}", values[key], defaults[key]) for key in values]
+    return [(name, value, plain) for name, value, plain in entries if value != plain]

@@ -1,4 +1,4 @@
-"""Whose modules a model is made of: `model.kernels`."""
+"""Choice of a model's modules: `model.kernels`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ KERNELS = ("auto", "own", "te")
 
 
 def unfit_for_te(model: ModelConfig) -> str:
-    """What of this model TransformerEngine's modules, or Megatron's use of them, do not know; empty: nothing."""
+    """Return what TransformerEngine's modules, or Megatron's use of them, do not support of this model; "" if
+    nothing."""
     reasons = {
         f"the layers of model.family={model.family}": model.traits.own_layers,
         "adapters (model.lora)": bool(model.lora.rank) or model.lora.quantize_base != "none",
-        "a bias behind attention (model.qkv_bias)": model.output_bias,
+        "a bias after attention (model.qkv_bias)": model.output_bias,
         "biases in the MLP (model.mlp_bias)": model.mlp_bias,
-        "what model.attention asks for": model.attention != AttentionConfig(),
-        "what model.scales asks for": model.scales != ScalesConfig(),
+        "this model.attention": model.attention != AttentionConfig(),
+        "this model.scales": model.scales != ScalesConfig(),
         "layers of several kinds": model.mixed_layers,
         "this model.rope_scaling: only Llama 3.1's": not _rotates_as_llama(model.rope_scaling),
         "model.varlen_attention, which is another attention": model.varlen_attention,
@@ -37,7 +38,7 @@ def _rotates_as_llama(scaling: RopeScalingConfig) -> bool:
 
 
 def check_te(model: ModelConfig) -> None:
-    """Raises ConfigError where TransformerEngine is asked for, for a model that it cannot be."""
+    """Check that TransformerEngine, if it is set, supports the model. Raises ConfigError."""
     reason = unfit_for_te(model) if model.kernels == "te" else ""
     if reason:
-        raise ConfigError("model.kernels", "te", f"auto or own: TransformerEngine's modules do not know {reason}")
+        raise ConfigError("model.kernels", "te", f"auto or own: TransformerEngine's modules do not support {reason}")

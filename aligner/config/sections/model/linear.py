@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class LinearConfig(Section, key="model.linear"):
-    """Every layer is linear but for those that are said to have attention."""
+    """Keys of linear layers. Every layer is linear except those listed with attention."""
 
     key_heads: int = key(0, "Heads of keys. 0: no layer is linear.", least=0)
-    value_heads: int = key(0, "Heads of values and of outputs, a multiple of those of keys.", least=0)
-    key_head_dim: int = key(0, "Numbers of a head of queries and keys.", least=0)
-    value_head_dim: int = key(0, "Numbers of a head of values and outputs.", least=0)
-    conv: int = key(0, "Inputs that a token's channels are mixed of, its own included.", least=0)
-    attention_every: int = key(0, "Layers n, 2n, ... have attention. 0: none has.", least=0)
-    attention_layers: list[int] = key([], "Other layers with attention, counted from 0.")
+    value_heads: int = key(0, "Heads of values and outputs, a multiple of the heads of keys.", least=0)
+    key_head_dim: int = key(0, "Width of a head of queries and keys.", least=0)
+    value_head_dim: int = key(0, "Width of a head of values and outputs.", least=0)
+    conv: int = key(0, "Number of inputs that a token's channels mix, its own included.", least=0)
+    attention_every: int = key(0, "Interval of layers with attention: n, 2n, ... 0: none.", least=0)
+    attention_layers: list[int] = key([], "Additional layers with attention, counted from 0.")
 
     RULES = rules("""
 key_heads => value_heads, key_head_dim, value_head_dim, conv >=1
@@ -31,7 +31,7 @@ key_heads => value_heads %key_heads
 """)
 
     def is_linear(self, layer: int) -> bool:
-        """Of layer 0, 1, ..."""
+        """Return whether layer 0, 1, ... is linear."""
         regular = self.attention_every and (layer + 1) % self.attention_every == 0
         return self.key_heads > 0 and not (regular or layer in self.attention_layers)
 

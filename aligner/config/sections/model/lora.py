@@ -15,25 +15,25 @@ USUAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 @dataclass
 class LoraConfig(Section, key="model.lora"):
-    """Instead of a matrix W two small ones are trained: y = W x + scale B A x (docs/how-to/adapters.md)."""
+    """Keys of adapters. Instead of a matrix W two small ones are trained: y = W x + scale B A x (docs/lora.md)."""
 
-    rank: int = key(0, "Rows of A and columns of B. 0: no adapters, all weights are trained.", least=0)
-    alpha: float = key(32.0, "The scale is alpha / rank.", above=0)
+    rank: int = key(0, "Rows of A and columns of B. 0: train all weights, without adapters.", least=0)
+    alpha: float = key(32.0, "Numerator of the scale, alpha / rank.", above=0)
     dropout: float = key(0.0, "Dropout of the adapters' input in training.", least=0, most=0.99, resume=REFUSE)
     targets: list[str] = key(
         [*USUAL],
-        "Matrices by their names in Hugging Face's files. [all-linear]: all of the layers, but routers.",
+        "Matrices by their names in Hugging Face's files. [all-linear]: all of the layers except routers.",
         valid=(partial(different, alone=ALL_LINEAR), f"{ALL_LINEAR} alone, or names of matrices, each once, as q_proj"),
     )
     rslora: bool = key(False, "Scale by alpha / sqrt(rank) (arXiv:2312.03732).")
     quantize_base: str = key(
         "none",
-        "Type of the layers' frozen matrices, in fewer bits (QLoRA, arXiv:2305.14314).",
+        "Data type of the layers' frozen matrices, in fewer bits (QLoRA, arXiv:2305.14314).",
         choices=("none", "int8", "fp8", "nf4"),
     )
-    init: str = key("", "Folder of an adapter, as `peft` writes it, to start from. Empty: one that changes nothing.")
+    init: str = key("", "Folder of a `peft` adapter to start from. Empty: an adapter that changes nothing.")
     dora: bool = key(
-        False, "Also train the norm of each row of the matrix, apart from its direction (arXiv:2402.09353)."
+        False, "Train also the norm of each row of the matrix, separately from its direction (arXiv:2402.09353)."
     )
 
     RULES = rules("""

@@ -11,25 +11,27 @@ from aligner.errors import ConfigError
 
 @dataclass
 class MoeConfig(Section, key="model.moe"):
-    """A layer's MLP is `num_experts` gated MLPs, of which a router picks `top_k` for each token."""
+    """Keys of experts. A layer's MLP is `num_experts` gated MLPs, of which a router picks `top_k` for each token."""
 
-    num_experts: int = key(0, "Experts of a layer. 0: dense.", least=0)
-    top_k: int = key(2, "Experts of a token.", least=1)
+    num_experts: int = key(0, "Experts per layer. 0: dense.", least=0)
+    top_k: int = key(2, "Experts per token.", least=1)
     ffn_hidden_size: int = key(0, "Width of one expert. 0: model.ffn_hidden_size.", least=0)
-    norm_topk_prob: bool = key(True, "Let the weights of a token's experts sum to 1.")
+    norm_topk_prob: bool = key(True, "Normalise the weights of a token's experts to sum 1.")
     shared_ffn_hidden_size: int = key(
-        0, "Width of one more MLP, which computes every token of such a layer. 0: none.", least=0
+        0, "Width of an additional MLP for every token of such a layer. 0: none.", least=0
     )
-    groups: int = key(1, "Equal groups of experts, of which a token's come from some.", least=1)
+    groups: int = key(
+        1, "Number of equal groups of experts. A token's experts come from `top_groups` of them.", least=1
+    )
     top_groups: int = key(
-        1, "Number of groups for a token: those with the largest sums of their two best scores.", least=1
+        1, "Number of groups per token: those with the largest sums of their two best scores.", least=1
     )
     scale: float = key(1.0, "Factor of the weights of a token's experts.", above=0)
     dense_layers: list[int] = key([], "Layers, counted from 0, with one MLP of model.ffn_hidden_size instead.")
     aux_coef: float = key(0.0, "Factor of the load-balancing loss.", least=0, resume=REFUSE)
     aux_over: str = key(
         "minibatch",
-        "Tokens whose load that loss balances: of a minibatch (an extra forward pass) or a micro-batch.",
+        "Tokens whose load aux_coef balances: of a minibatch (an extra forward pass) or a micro-batch.",
         choices=("minibatch", "micro_batch"),
         resume=REFUSE,
     )

@@ -12,27 +12,27 @@ ROPE_TYPES = ("llama3", "linear", "dynamic", "yarn", "longrope")
 
 @dataclass
 class RopeScalingConfig(Section, key="model.rope_scaling"):
-    """config.json's `rope_type` and what belongs to it; factor 1 is no scaling (of longrope: none of its angles'
-    length). The model alone decides, but for `factors`."""
+    """Keys of scaled frequencies: config.json's `rope_type` and its parameters. Factor 1 is no scaling (of longrope:
+    no scaling of its angles' length). The model alone decides, except for `factors`."""
 
-    factor: float = key(1.0, "Factor of the context's length. 1: no scaling.", least=1)
-    low_freq_factor: float = key(1.0, "config.json's value (llama3).")
-    high_freq_factor: float = key(4.0, "config.json's value (llama3).")
-    original_max_position: int = key(8192, "Positions before the scaling (llama3, yarn, longrope).", least=1)
-    type: str = key("llama3", "config.json's `rope_type`.", choices=ROPE_TYPES)
+    factor: float = key(1.0, "Factor of the context length. 1: no scaling.", least=1)
+    low_freq_factor: float = key(1.0, "Value of config.json (llama3).")
+    high_freq_factor: float = key(4.0, "Value of config.json (llama3).")
+    original_max_position: int = key(8192, "Context length before the scaling (llama3, yarn, longrope).", least=1)
+    type: str = key("llama3", "Type of scaling: config.json's `rope_type`.", choices=ROPE_TYPES)
     attention_factor: float = key(
         0.0, "Factor of cosines and sines (yarn, longrope). 0: derived from the factor.", least=0
     )
     beta_fast: float = key(32.0, "Turns over the original context above which a frequency is kept (yarn).")
-    beta_slow: float = key(1.0, "Turns below which it is divided by the factor (yarn).")
+    beta_slow: float = key(1.0, "Turns below which a frequency is divided by the factor (yarn).")
     mscale: float = key(0.0, "Part of the derived attention factor, with mscale_all_dim (yarn).")
     mscale_all_dim: float = key(0.0, "Divisor of the derived attention factor (yarn).")
     truncate: bool = key(True, "End the ramp at whole dimensions (yarn).")
     short_factor: list[float] = key([], "Divisors of the frequencies, one for each (longrope).")
-    long_factor: list[float] = key([], "The same for long rows (longrope).")
+    long_factor: list[float] = key([], "Divisors of the frequencies for long rows (longrope).")
     factors: str = key(
         "auto",
-        "Which of the two lists to use (longrope). auto: long where model.max_position exceeds original_max_position.",
+        "List of divisors to use (longrope). auto: long if model.max_position exceeds original_max_position.",
         choices=("auto", "short", "long"),
         resume=REFUSE,
     )
@@ -43,7 +43,7 @@ class RopeScalingConfig(Section, key="model.rope_scaling"):
 
 
 def check_rope(scaling: RopeScalingConfig, rotary_dim: int) -> None:
-    """`rotary_dim` numbers of a head are rotated."""
+    """Check the scaling for `rotary_dim` rotated numbers of a head. Raises ConfigError."""
     if rotary_dim % 2 or not rotary_dim:
         raise ConfigError("model.attention.rotary_fraction", f"{rotary_dim} numbers of a head", "an even number")
     if scaling.type == "longrope":
@@ -55,7 +55,7 @@ def check_rope(scaling: RopeScalingConfig, rotary_dim: int) -> None:
 
 
 def longest_row(scaling: RopeScalingConfig, max_position: int) -> int:
-    """Tokens of a row for which the model's frequencies are right."""
+    """Return the tokens of a row for which the model's frequencies are right."""
     if scaling.type == "longrope" and scaling.factors == "short":
         return min(max_position, scaling.original_max_position)
     return max_position
