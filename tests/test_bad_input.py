@@ -87,14 +87,14 @@ CASES = {
         ["data.train={x}/liked.jsonl"],
         DataError,
         2,
-        ["data.train", "label true and answers with label false", "found true alone"],
+        ["data.train", "label true and answers with label false", "all are true"],
     ),
     "one label only in what is read of the held-out rows": (
         "kto",
         ["data.train={d}/labels.jsonl", "data.eval={d}/labels.jsonl", "eval.prompts=1"],
         DataError,
         2,
-        ["eval.prompts=1", "data.eval", "found true alone"],
+        ["eval.prompts=1", "data.eval", "all are true"],
     ),
     "empty answer with a label": (
         "kto",

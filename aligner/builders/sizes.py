@@ -65,7 +65,7 @@ def _earlier(cfg: Config) -> Config | None:
         start = Path(cfg.run.resume).expanduser().absolute()
         folders += [start, *start.parents[:3]]
     for folder in folders:
-        with suppress(AlignerError):  # there is none, or of a version with other keys
+        with suppress(AlignerError):  # no record, or one of a version with other keys
             if (folder / FILE_NAME).is_file() and not undecided(record := load_frozen(folder)):
                 return record
     return None

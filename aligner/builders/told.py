@@ -47,7 +47,7 @@ def store_targets(job: Job, train: Any) -> tuple[Told | Mixture, int]:
         job.built.contents[f"{KEY}.store{name and f'.{name}'}"] = store.folder.name
         stores[name], most = store, max(most, vocab_size)
     job.built.models.pop("teacher", None)
-    job.built.contents.pop(f"{KEY}.teacher", None)  # the stores' say it
+    job.built.contents.pop(f"{KEY}.teacher", None)  # the stores' contents include it
     return Mixture(stores, train.weights) if isinstance(train, Mixture) else stores[""], most
 
 

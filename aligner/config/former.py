@@ -21,7 +21,7 @@ class Removed:
 REMOVED = {
     "engine.spares": Removed(
         0,
-        "it was removed, as it worked under `aligner launch` alone: srun ends a job with the first rank that fails",
+        "it was removed, as it worked only under `aligner launch`: srun ends a job with the first rank that fails",
         "Leave the key out; a run that lost an engine resumes from its last checkpoint when you start it again.",
     ),
     "refit.skip_unchanged": Removed(

@@ -146,7 +146,7 @@ model.moe.num_experts half generates engine.can.computes_here => model.expert_ff
 algorithm.advantage=$BASELINES => batch.group >=2 | : {algorithm.advantage} compares the samples of a prompt
 algorithm.filter_groups => batch.group >=2 | with algorithm.filter_groups, which compares the samples of a prompt
 algorithm.advantage=gdpo => reward.clip, reward.normalize off
-    | with algorithm.advantage=gdpo, which sees the reward's components alone
+    | with algorithm.advantage=gdpo, which uses only the reward's components
 algorithm.policy_loss=dppo mismatch.methods~$WEIGHING => mismatch.correction
     | no weights with algorithm.policy_loss=dppo, whose ratio is to the engine already
 algorithm.old_logprobs=engine mismatch.methods~$WEIGHING => mismatch.correction

@@ -1,7 +1,7 @@
 """The only importer of megatron.core.
 
-Megatron and torch warn about what is normal here (no TransformerEngine, no Apex, no CUDA, their own deprecations); a
-user can do nothing about any of it, so those messages, and only those, are silenced before the first import.
+Megatron and torch warn about normal conditions (no TransformerEngine, no Apex, no CUDA, their own deprecations). A user
+cannot change them, so those messages, and only those, are silenced before the first import.
 """
 
 import logging

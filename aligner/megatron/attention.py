@@ -90,7 +90,7 @@ class StreamAttention(SelfAttention):
         return out if bias is None else out + bias, None if final is None else final.kept
 
     def _heads(self, hidden: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys, values and, in some families, gates of the outputs."""
+        """Return queries, keys, values and, in some families, gates of the outputs."""
         mixed, _ = self.linear_qkv(hidden)
         groups, d = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         mixed = mixed.view(len(mixed), groups, -1, d)
@@ -135,8 +135,8 @@ class NoCoreAttention(torch.nn.Module):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, stream: Stream, scores: ScoreRule) -> Tensor:
-    """Causal attention within rows. query [N, heads, d], key [N, kv_heads, d], value [N, kv_heads, e] -> [N, heads,
-    e]."""
+    """Compute causal attention within rows: query [N, heads, d], key [N, kv_heads, d], value [N, kv_heads, e] ->
+    [N, heads, e]."""
     if stream.group is None:
         return _segments(query, key, value, stream.packing, scores)
     if stream.over_heads:
@@ -150,8 +150,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, stream: Stream, scores: Sc
 
 
 def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing | Final, scores: ScoreRule) -> Tensor:
-    """Attention of each segment in its padded shape, or of all rows as they are (`ops/packing/ragged.py`). The queries
-    may be fewer than the keys (other ranks have them, or nobody reads them)."""
+    """Compute attention of each segment in its padded shape, or of all rows unpadded (`ops/packing/ragged.py`). Queries
+    may be fewer than keys (other ranks have them, or nobody reads them)."""
     if packing.ragged is not None:
         return varlen.attend(query, key, value, packing.ragged, scores.scale)
     n, heads, width = len(query), query.shape[1], value.shape[2]
@@ -173,8 +173,8 @@ def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing | Fina
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scores: ScoreRule) -> Tensor:
-    """[rows * width, heads, d] each (values may be of another width) -> [rows, q_width, heads, that width]. Padding
-    needs no mask of its own: a padded key comes after every real query, and nobody reads a padded query."""
+    """Compute [rows * width, heads, d] each (values may be of another width) -> [rows, q_width, heads, that width].
+    Padding needs no mask: a padded key comes after every real query, and nobody reads a padded query."""
     rows = segment.rows
     q = query.view(rows, segment.q_width, *query.shape[1:]).transpose(1, 2)
     k, v = (x.view(rows, segment.k_width, *x.shape[1:]).transpose(1, 2) for x in (key, value))
@@ -230,7 +230,7 @@ class WideNorm(SharedVector):
         self.size, self.eps = size, config.layernorm_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [N, size / tensor ranks]."""
+        """Norm x [N, size / tensor ranks]."""
         if self.group.size() == 1:
             return kernels.rms_norm(x, self.weight, self.eps)
         wide = x.float()

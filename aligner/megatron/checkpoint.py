@@ -70,20 +70,20 @@ def own_state(model: ShardedModel) -> dict[str, Any]:
 
 
 class ModelSave:
-    """One model's weights and optimizer on their way into `folder`: planned by all ranks together, written by each of
-    them alone (in any thread, without messages), finished by all together.
+    """One model's weights and optimizer on their way into `folder`: planned by all ranks together, written by each
+    rank separately (in any thread, without messages), finished by all together.
 
-    With `copy` nothing that is written changes when training goes on: this rank's share lies in host memory until
-    then. (From a GPU it is copied there in any case.)
+    With `copy` training may continue while it is written: this rank's share lies in host memory until then. (From a
+    GPU it is copied there in any case.)
     """
 
     def __init__(self, model: ShardedModel, folder: Path, copy: bool):
-        """Collective over the world. The folder is there. Raises OSError or RuntimeError."""
+        """Plan the save. Collective over the world. The folder exists. Raises OSError or RuntimeError."""
         self.folder = folder
         self.hashes: dict[str, str] = {}  # of the files that this rank has written
         state = own_state(model)
         # A plain queue spares the manager process that Megatron would spawn (20 s of imports on a laptop) for writers
-        # in other processes; one for each save, so that a failed one leaves nothing behind.
+        # in other processes; one for each save, so that a failed one leaves no results.
         filesystem_async._results_queue = queue.Queue()
         self._request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
         self._arguments = list(self._request.async_fn_args)

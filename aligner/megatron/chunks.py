@@ -187,7 +187,7 @@ class Blocks:
         """Return [offsets, offsets + shape) of tensor `key`. Raises CheckpointError if any of it is missing."""
         size = self.size(key)
         for chunk in self.index.state_dict_metadata[key].chunks:
-            if (tuple(chunk.offsets), tuple(chunk.sizes)) == (offsets, shape):  # asked for once, as it is
+            if (tuple(chunk.offsets), tuple(chunk.sizes)) == (offsets, shape):  # one whole block, read once
                 block, self._last = self._block(key, chunk), None
                 return block
         out, missing = torch.empty(shape, dtype=self.dtype(key)), torch.Size(shape).numel()

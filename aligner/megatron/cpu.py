@@ -24,7 +24,7 @@ _installed = False
 
 
 def install() -> bool:
-    """Redirect CUDA calls if there is no CUDA device. Returns whether the CPU stands in. Idempotent."""
+    """Redirect CUDA calls if there is no CUDA device. Returns whether the CPU replaces it. Idempotent."""
     global _installed
     if torch.cuda.is_available():
         return False
@@ -123,7 +123,7 @@ def _redirect_tensors() -> None:
     @functools.wraps(original_type)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original_type(self, *args, **kwargs)
-        # The optimizers ask for the type by name and know only CUDA's; nobody else is told this.
+        # The optimizers read the type by name and know only CUDA's; other callers get the true one.
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if isinstance(result, str) and caller.startswith("megatron.core"):
             return result.replace("torch.", "torch.cuda.", 1)

@@ -1,9 +1,9 @@
 """Linear attention over a flat stream of tokens (`ops/packing/pack.py`): Gated DeltaNet as in Qwen3-Next, in place of
 attention in some layers.
 
-Megatron-Core's own (`core/ssm/gated_delta_net`) runs on CUDA alone, with flash-linear-attention installed, and knows
+Megatron-Core's own (`core/ssm/gated_delta_net`) runs only on CUDA, with flash-linear-attention installed, and supports
 neither padded rows nor prompts that rows share. The module here has its names; a row's memory begins with its first
-token, wherever that stands in the stream.
+token, at any position in the stream.
 
 The tensors of a key head (query, key, values, gates, and the two numbers of each head of values) are neighbours, so
 tensor ranks have shares of the heads. Context parallelism as attention does it: "allgather": every rank gets the tokens
@@ -86,7 +86,7 @@ class DeltaNet(MegatronModule):
         return copy_to_tensor_model_parallel_region(weight, group=self.pgs.tp)
 
     def _over_context(self, mixed: Tensor, stream: Stream) -> Tensor:
-        """mixed [N, G, channels and numbers] of this rank's tokens -> [N, H, dv]."""
+        """Compute mixed [N, G, channels and numbers] of this rank's tokens -> [N, H, dv]."""
         packing, group = stream.packing, stream.group
         if group is None:
             return self._segments(mixed, packing, 0)

@@ -142,7 +142,7 @@ class Adapters(torch.nn.Module):
 
     def row_factor(self) -> Tensor:
         """Return float32 [rows], of experts [E / ep, rows]: magnitude / norm of the row, or 1 in rows of no target.
-        Its gradient is that of the magnitude alone. Collective over tensor ranks that share the rows."""
+        Its gradient is only the magnitude's. Collective over tensor ranks that share the rows."""
         with torch.no_grad():
             norm = self._norm(self._sum())
         places = {target.index: self.get_submodule(target.name).magnitude for target in self.site.targets}

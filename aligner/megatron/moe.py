@@ -1,6 +1,6 @@
 """Mixture-of-experts layers on the flat stream of tokens, with expert, tensor, context and pipeline parallelism.
 
-Megatron's own layer knows no stream: its statistics see padding where sequence or pipeline parallelism loses the
+Megatron's own layer does not support a stream: its statistics see padding where sequence or pipeline parallelism loses the
 mask, and its dispatchers do not all run without CUDA. The layer here replaces Megatron's MLP. It follows its rules
 for parameters (`allreduce`, `tensor_model_parallel`, the expert data-parallel group), so gradient reductions,
 optimizers and checkpoints are Megatron's.
@@ -112,7 +112,7 @@ def _mark(param: torch.nn.Parameter, split: bool) -> None:
 class Experts(torch.nn.Module):
     """This rank's experts, or its tensor-parallel share of them: gate_up [E / ep, 2, F / tp, H], down [E / ep, H, F /
     tp]. Gate and up are an axis of their own, so that every shard is a plain slice. In some families with biases
-    [E / ep, 2, F / tp] and [E / ep, H]; the latter is the same on all tensor ranks, of which the first adds it."""
+    [E / ep, 2, F / tp] and [E / ep, H]; the latter is the same on all tensor ranks, and the first adds it."""
 
     def __init__(self, config: TransformerConfig, model: ModelConfig, layout: Layout):
         super().__init__()
@@ -267,7 +267,7 @@ class ExpertLayer(torch.nn.Module):
         return all_to_all(x, got, sent, group)
 
     def _learns(self) -> bool:
-        return self.training and torch.is_grad_enabled()  # recomputed layers: the second time alone
+        return self.training and torch.is_grad_enabled()  # recomputed layers: only the second time
 
     def _count_rows(self, routed: int, computed: Tensor) -> None:
         if self.counting or self._learns():

@@ -49,7 +49,7 @@ def meet(env: RankEnv, timeout_s: float, secret: bytes) -> tuple[dist.Store, Sea
 
 
 def _listen(address: str, port: int) -> int | None:
-    """Open a socket on the interface of that address alone. None for a name, which hosts may resolve to different
+    """Open a socket on the interface of that address only. None for a name, which hosts may resolve to different
     addresses, and where it cannot be bound. torch then listens on all interfaces, or says why it cannot."""
     with suppress(ValueError, OSError):
         family = socket.AF_INET if ipaddress.ip_address(address).version == 4 else socket.AF_INET6

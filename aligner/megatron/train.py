@@ -139,7 +139,7 @@ class ShardedModel:
         else:
             self.wrapped = self._wrap(optim)
             self.optimizer = self._build_optimizer(optim)
-        # experts are balanced by every token, TransformerEngine's attention knows no fewer queries than keys, and in
+        # experts are balanced by every token, TransformerEngine's attention needs as many queries as keys, and in
         # the other layouts a row is on several ranks
         elsewhere = layout.context > 1 or layout.sequence or uses_transformer_engine(cfg)
         self._narrows = not (elsewhere or cfg.moe.num_experts)
@@ -159,7 +159,7 @@ class ShardedModel:
     def split_weights(self) -> Mapping[str, Tensor]:
         """Return the same of a model with adapters: the frozen weights, and the factors that change them. Collective
         over tensor ranks."""
-        assert self.adapted is not None, "a model without adapters has weights alone"
+        assert self.adapted is not None, "a model without adapters has no factors"
         return SplitWeights(self._own_weights(), self.adapted)
 
     def _own_weights(self) -> dict[str, torch.nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Modules of families whose layers Megatron's own cannot build: norms behind attention and MLP (Gemma 3,
+"""Modules of families whose layers Megatron's own cannot build: norms after attention and MLP (Gemma 3,
 arXiv:2503.19786), scaled embeddings."""
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def _refused(cfg: ModelConfig, dtype: torch.dtype) -> str:
     if cfg.linear.key_heads:
         return f"linear attention takes rows that are padded, which model.family={cfg.family} has"
     if cfg.traits.sinks:
-        return f"it knows no attention sinks, which model.family={cfg.family} has"
+        return f"it does not support attention sinks, which model.family={cfg.family} has"
     if cfg.latent.kv_rank:
         return "it takes keys and values of one width, and those of latent attention have two (model.latent)"
     if cfg.kv_channels % 8 or cfg.kv_channels > LARGEST_HEAD:

@@ -1,4 +1,4 @@
-"""Reductions over a process group, where None means: this process alone."""
+"""Reductions over a process group, where None means: only this process."""
 
 from __future__ import annotations
 

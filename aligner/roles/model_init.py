@@ -33,7 +33,7 @@ from aligner.models.slices import HfSource
 from aligner.ops.agree import by_rank_0, same_view
 from aligner.refit.export import read_extra
 
-SOURCE = "source"  # where `aligner import` puts the small files of the imported folder, beside the checkpoint
+SOURCE = "source"  # where `aligner import` puts the small files of the imported folder
 # keys of the first versions: a checkpoint's identity has them, and of later ones those that are not the default,
 # so that the identity of old checkpoints does not change
 _OLD = {

@@ -47,7 +47,7 @@ class RewardModel:
     bias: float = 0.0
     scale: float = 1.0
     name: str = "model"
-    mix: tuple[Mixed, ...] = ()  # of a model of several attributes; empty: the first output alone
+    mix: tuple[Mixed, ...] = ()  # of a model of several attributes; empty: only the first output
 
     def raw_scores(self, rows: RolloutBatch | TrainBatch) -> Tensor:
         """Return float32 [B, K] on the CPU of every rank, neither centred nor scaled."""

@@ -215,12 +215,12 @@ class Student(Policy):
             mass = logprobs.exp().sum(-1)
             return torch.stack([value, kl, entropy, hits, *likely(logits, targets), mass], 1)
 
-        told, numbers = batch.of(TeacherTargets), batch.find(TeacherNumbers)
+        known, numbers = batch.of(TeacherTargets), batch.find(TeacherNumbers)
         if cfg.top_k:
-            how = {"read": top, "beside": (told.teacher, told.teacher_ids)}
+            how = {"read": top, "beside": (known.teacher, known.teacher_ids)}
         else:
             told_by = [] if numbers is None else [numbers.told_by[:, None].expand_as(batch.tokens)]
-            how = {"read": whole, "beside": (told.teacher, *told_by), "numbers": WIDE}
+            how = {"read": whole, "beside": (known.teacher, *told_by), "numbers": WIDE}
         outputs = list(self.model.over_logits(hidden, batch, budget_bytes=self.batch.logits_bytes, **how).unbind(-1))
         always, rest = outputs[:4], outputs[4:]
         return StudentOutputs(*always, rest.pop(0) if cfg.sft_coef else None, rest.pop(0) if cfg.top_k else None)

@@ -95,7 +95,7 @@ class Chain:
             return
         records = (record(content, str(self.path), DataError) for content in read_jsonl(self.path))
         kept = [content.fields for content in records if content.integer("step") <= step]
-        while kept and "start" in kept[-1]:  # no step came behind it
+        while kept and "start" in kept[-1]:  # no step followed it
             kept.pop()
         rewrite_jsonl(self.path, kept)
         before, last = start_of(kept), kept[-1] if kept else {}

@@ -135,7 +135,7 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def redacted(text: str) -> str:
-    """Return the text with HIDDEN in place of the value after a name such as `api_key` or `token` (not `max_tokens`)."""
+    """Return the text with HIDDEN in place of the value after names such as `api_key` or `token` (not `max_tokens`)."""
     return _KEYS.sub(HIDDEN, _SECRET.sub(lambda m: f"{m['name']}{m['sep']}{HIDDEN}", text))
 
 

@@ -47,7 +47,7 @@ RULES = rules("""
 algorithm.distill.on_policy => sampling.temperature >0
     | with algorithm.distill.on_policy: answers to learn from are sampled
 algorithm.distill.teachers data.formats~text => data.format
-    | rows with answers, with algorithm.distill.teachers: documents go on from row to row
+    | rows with answers, with algorithm.distill.teachers: documents continue from row to row
 """)
 
 

@@ -83,7 +83,7 @@ def main(job: Job) -> None:
     if held_out is not None:
         first = held_out.desirable[: cfg.eval.prompts or None]
         what = f"the first {len(first)} rows (eval.prompts={cfg.eval.prompts}) of data.eval={cfg.data.eval}"
-        _both_labels(float(first.mean()), what, "no answer could be told from one of the other label")
+        _both_labels(float(first.mean()), what, "answers of the two labels could not be compared")
     if kto_cfg.reference == "stored":
         store_reference(job, train, held_out, collate_unpaired)
     arrange = partial(with_mismatched, limit=cfg.data.max_tokens) if kto_cfg.kl == "minibatch" else None
@@ -125,8 +125,8 @@ def describe_labels(train: UnpairedDataset | Mixture, cfg: KtoConfig, by_tokens:
 def _both_labels(share: float, what: str, why: str) -> None:
     if share in (0.0, 1.0):
         raise DataError(
-            f"{what}: expected answers with label true and answers with label false, found {str(share == 1).lower()} "
-            f"alone: {why}"
+            f"{what}: expected answers with label true and answers with label false, but all are "
+            f"{str(share == 1).lower()}: {why}"
         )
 
 

@@ -216,7 +216,7 @@ def test_a_source_may_have_one_label_if_the_others_have_both(tiny_data, tiny_run
     sources = [f"{{path: {tmp_path}/{name}.jsonl, weight: 1}}" for name in ("good", "bad")]
     start = [f"model.init={tiny_runs['sft']}", "data.train=''", "run.steps=1"]
     run(tiny_data, tmp_path / "x", *start, f"data.sources=[{','.join(sources)}]")
-    with pytest.raises(DataError, match="found false alone"):
+    with pytest.raises(DataError, match="all are false"):
         run(tiny_data, tmp_path / "y", *start, f"data.sources=[{sources[1]}]")
 
 

@@ -180,7 +180,7 @@ advantage=remax|gdpo kl.coef>0 kl.placement=reward => kl.placement
     | loss with algorithm.advantage={advantage}, which compares rewards without a KL term
 advantage=gdpo|pass_at_k => whiten =false | with algorithm.advantage={advantage}, which has a scale of its own
 advantage=gdpo => overlong.penalty, overlong.soft_fraction =0
-    | with algorithm.advantage=gdpo, which sees the reward's components alone | Use mask_truncated.
+    | with algorithm.advantage=gdpo, which uses only the reward's components | Use mask_truncated.
 """)
 
     @property

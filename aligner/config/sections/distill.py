@@ -67,7 +67,7 @@ kind!=forward_kl => outside =tail|renormalise
 teachers => teacher = | with algorithm.distill.teachers={teachers}: one for all rows, or one for each
 store => top_k >=1 | with algorithm.distill.store: whole vocabularies are not stored
 teachers => store =
-    | with algorithm.distill.teachers: give each a file of data.sources, and fill the store of that alone
+    | with algorithm.distill.teachers: give each a file of data.sources, and fill a store for it separately
 on_policy => store = | with algorithm.distill.on_policy: answers are new in each step
 on_policy=1 => sft_coef =0 | with algorithm.distill.on_policy=1: a student does not learn its own answers
 """)

@@ -57,10 +57,10 @@ class JudgeConfig(Section, key="reward.judges[]"):
     RULES = rules("""
 kind!=grade => parse =regex|json | with kind {kind}
 endpoint.base_url !endpoint.model => endpoint.model | the model's name at {endpoint.base_url}
-endpoint.base_url => model = | beside reward.judges[].endpoint.base_url
+endpoint.base_url => model = | with reward.judges[].endpoint.base_url
 !endpoint.temperature => votes =1
     | without reward.judges[].endpoint.temperature: replies to a question would be equal
-question => question_file = | beside question
+question => question_file = | with question
 """)
 
     def __post_init__(self) -> None:

@@ -298,7 +298,7 @@ def _halves(places: _Places, rank: int, masks: bool) -> tuple[list[Segment], Ten
 
 
 SHORTEST = 4  # tokens that are worth sharing
-SHARED_MASK = 1 << 28  # of a segment: its queries see the shared beginning and their own row, which a mask must say
+SHARED_MASK = 1 << 28  # of a segment: its queries see the shared beginning and their own row, which needs a mask
 
 
 def shared_beginnings(
@@ -318,7 +318,7 @@ def shared_beginnings(
     leader = torch.where(follows, 0, torch.arange(count)).cummax(0).values
     same = (tokens == tokens[leader]) & (position < lengths[:, None]) & (position < lengths[leader, None])
     if routing is not None:
-        known = position < lengths[leader, None] - 1  # of a row's last token it says nothing
+        known = position < lengths[leader, None] - 1  # a row's last token has no routing
         same &= known & (routing == routing[leader]).flatten(2).all(2)
     # at least one token is a row's own, so that it has a query
     shared = torch.minimum(same.cummin(1).values.sum(1), lengths - 1).where(follows, 0)

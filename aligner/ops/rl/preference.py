@@ -27,7 +27,7 @@ from torch.nn.functional import logsigmoid, softplus
 from aligner.config.sections.preference import OF_MEANS, PreferenceConfig
 
 MOST = 80.0  # of an exponent: e^80 is still far from float32's largest number, and from any healthy log-ratio
-SURE = -1e-6  # mean logprob of an answer that is as good as certain: odds beyond are not told apart (orpo)
+SURE = -1e-6  # mean logprob of an answer that is as good as certain: odds beyond are not distinguished (orpo)
 
 
 class PairLogprobs(NamedTuple):
