@@ -1,6 +1,6 @@
 """Mixture-of-experts layers on the flat stream of tokens, with expert, tensor, context and pipeline parallelism.
 
-Megatron's own layer does not support a stream: its statistics see padding where sequence or pipeline parallelism loses the
+Megatron's own layer supports no stream: its statistics see padding where sequence or pipeline parallelism loses the
 mask, and its dispatchers do not all run without CUDA. The layer here replaces Megatron's MLP. It follows its rules
 for parameters (`allreduce`, `tensor_model_parallel`, the expert data-parallel group), so gradient reductions,
 optimizers and checkpoints are Megatron's.

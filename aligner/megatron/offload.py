@@ -4,8 +4,8 @@ Gradients are freed and come back as zeros, by Megatron's own buffers (every opt
 
 Optimizer state and weights keep their bytes. Megatron's `offload_to_cpu` of optimizers is not used: it does not pin,
 and it gives float32 shards, which are views of the weights, a storage of their own. Here tensors stay the same
-objects over the same storage, and only its memory is emptied and filled again. Views, process groups and checkpoints notice
-nothing.
+objects over the same storage, and only its memory is emptied and filled
+again. Views, process groups and checkpoints notice nothing.
 
 On a CPU the bytes move to other host memory; on CUDA to pinned memory, with one synchronisation each way.
 """

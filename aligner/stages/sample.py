@@ -55,7 +55,9 @@ class SampleConfig(Section, key=KEY):
     unfinished: bool = key(False, "Use also answers that sampling.max_response_tokens cut.")
     column: str = key("completion", "Name of the answer's column in all.jsonl and best.jsonl.", valid=(_free, _NAME))
     round: int = key(
-        0, "Number in all seeds: another round draws other samples (launchers/iterate.sh counts from 1).", least=0
+        0,
+        "Round number, a part of all seeds: another round draws other samples (launchers/iterate.sh counts from 1).",
+        least=0,
     )
 
     @property

@@ -131,5 +131,5 @@ def test_adapters_whose_base_has_changed_are_no_start(data, half, tmp_path):
     run = stages.stage("sft", data, tmp_path / "run", *LORA, f"model.init={folder}", "run.steps=1", "run.export=false")
     config = folder / "config.json"
     config.write_text(config.read_text() + " ")
-    with pytest.raises(CheckpointError, match=r"holds adapters alone, and .* is no more what they were"):
+    with pytest.raises(CheckpointError, match=r"holds only adapters, and .* no longer has the weights they were"):
         stages.stage("sft", data, tmp_path / "next", f"model.init={run}", "run.steps=1")

@@ -51,7 +51,7 @@ def test_what_is_refused(override, message):
         ([*GRPO, "model=tiny"], "expected false for a model without experts"),
         (
             [*GRPO, "model=tiny_moe", "engine.name=trtllm"],
-            "expected false with engine.name=trtllm, which does not tell",
+            "expected false with engine.name=trtllm, which does not report",
         ),
         (
             [*GRPO, "model=tiny_moe", "engine={name: recorded, answers: conf}"],

@@ -157,7 +157,7 @@ def test_what_was_said_at_an_earlier_start_does_not_count():
     store = stores(1)[0]
     for key, value in recorded.items():
         store.set(key, value)
-    with pytest.raises(PeerError, match="who answers"):
+    with pytest.raises(PeerError, match="the process at MASTER_ADDR=here"):
         shake_hands(store, 1, 2, b"secret", "here")
 
 

@@ -259,9 +259,7 @@ def test_a_folder_without_its_state_is_told(tiny_data, half, tmp_path, capsys):
     stages.stage("sft", tiny_data, run, "run.steps=2", "run.export=false", "logging.progress=false")
     out = capsys.readouterr().out
     assert f"WARNING: {newest} has no state.json" in out and "resumed at step 1 of 2" in out
-    assert (
-        "WARNING: progress.json knows a checkpoint of step 2: the newest one that can be used here is of step 1" in out
-    )
+    assert "WARNING: progress.json names a checkpoint of step 2: the newest usable one here is of step 1" in out
     shutil.rmtree(run / "checkpoints")
     stages.stage("sft", tiny_data, run, "run.steps=2", "run.export=false", "logging.progress=false")
     assert "knows a checkpoint of step 2: there is none here" in capsys.readouterr().out

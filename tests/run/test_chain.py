@@ -68,7 +68,7 @@ def test_a_chain_that_was_changed_is_refused(run, tmp_path):
     alter(run, 0, start={"version": 2})
     with pytest.raises(DataError, match=r"format version 2: expected 1. Read it with the version that wrote it"):
         read_chain(run)
-    with pytest.raises(DataError, match=r"expected what each step of a run left; runs of earlier versions have none"):
+    with pytest.raises(DataError, match=r"expected a file with a record per step; runs of earlier versions have none"):
         read_chain(tmp_path)
     (run / FILE).write_text(original + '{"step": 3, "wei')  # a kill while it was written
     assert read_chain(run)[-1]["step"] == 2

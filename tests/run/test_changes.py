@@ -100,7 +100,7 @@ def test_what_defines_a_run_is_refused_unless_it_is_accepted(tiny_data, again, c
     out = capsys.readouterr().out
     key = message.split(" is ")[0]
     assert f"run.accept_changes: from step 2 on {key} " in out and "changed from step 2 on: run.steps 2 -> 3" in out
-    assert ("are taken from their first on" in out) == (what == "data")
+    assert ("start again with the first" in out) == (what == "data")
     (record,) = read_jsonl(run / "changes.jsonl")
     assert record["step"] == 2 and [c["key"] for c in record["accepted"]] == [key]
     state = json.loads((run / "checkpoints" / "step-00000003" / "state.json").read_text())["state"]
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(tiny_data, again, capsys)
     write_manifest(checkpoint)
     go_on(tiny_data, again, "run.steps=3", "seed=3")
     out = capsys.readouterr().out
-    assert out.count("changes are not noticed") == 1 and "resumed at step 2 of 3" in out
+    assert out.count("changes are not detected") == 1 and "resumed at step 2 of 3" in out
 
 
 def test_a_stream_whose_rows_may_be_others_begins_anew_and_no_other():

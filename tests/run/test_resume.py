@@ -390,7 +390,7 @@ def test_a_metric_that_is_not_measured_is_told_once(tmp_path, process_group, cap
         kept.save(step, {"reward/mean": 0.5, "sft/loss": 1.0})
     out = capsys.readouterr().out
     assert out.count("WARNING") == 1
-    assert "checkpoint.metric=reward/meen: not measured at step 2, for keep_best. Near it: reward/mean" in out
+    assert "checkpoint.metric=reward/meen: not measured at step 2, for keep_best. Similar: reward/mean" in out
 
 
 @pytest.mark.parametrize("trouble", ["undeletable", "immovable", "a link", "a link to nowhere", "damaged", "no state"])

@@ -82,7 +82,7 @@ def test_an_adapter_goes_with_its_base(run, tiny_data, tiny_runs, adapter, tmp_p
     copy = shutil.copytree(run, tmp_path / "run")
     frozen = (copy / "config.yaml").read_text()
     (copy / "config.yaml").write_text(frozen.replace(str(tiny_runs["sft"]), str(other)))
-    with pytest.raises(CheckpointError, match="no more what they were trained beside"):
+    with pytest.raises(CheckpointError, match="no longer has the weights they were trained with"):
         export(copy, tmp_path / "out", merge=True)
 
 

@@ -21,7 +21,7 @@ POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg", "reinfor
 class KLControllerConfig(Section, key="algorithm.kl.controller"):
     kind: str = key(
         "fixed",
-        "Whether the coefficient changes. fixed: kl.coef stays; adaptive: it follows the target.",
+        "Rule of the coefficient. fixed: kl.coef stays; adaptive: it follows the target.",
         choices=("fixed", "adaptive"),
     )
     target: float = key(

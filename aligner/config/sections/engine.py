@@ -150,7 +150,7 @@ class RefitConfig(Section, key="refit"):
     )
     adapters: str = key(
         "merged",
-        "What a refit sends of a policy with model.lora. merged: its weights; factors: the frozen weights once, then A "
+        "Content of a refit with model.lora. merged: the policy's weights; factors: the frozen weights once, then A "
         "and B, which the engine merges.",
         choices=("merged", "factors"),
     )

@@ -26,7 +26,7 @@ class JudgeConfig(Section, key="reward.judges[]"):
     endpoint: EndpointConfig = section(EndpointConfig, resume=IGNORE)
     kind: str = key(
         "grade",
-        "What a judge compares. grade: each response alone; pairwise: two responses to a prompt.",
+        "Kind of judgement. grade: each response alone; pairwise: two responses to a prompt.",
         choices=tuple(FIELDS),
     )
     question: str = key(
@@ -38,8 +38,8 @@ class JudgeConfig(Section, key="reward.judges[]"):
     weight: float = key(1.0, "Weight in the sum.")
     parse: str = key(
         "regex",
-        "How to read the reply. regex: the last match of pattern; json: a member of the last JSON object; yesno "
-        "(grade): the last yes or no, a score of 1 or 0.",
+        "Part of the reply that counts. regex: the last match of pattern; json: a member of the last JSON object; "
+        "yesno (grade): the last yes or no, a score of 1 or 0.",
         choices=("regex", "json", "yesno"),
     )
     pattern: str = key(

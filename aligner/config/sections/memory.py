@@ -18,7 +18,7 @@ class MemoryConfig(Section, key="memory"):
     pin: bool = key(True, "Page-lock host memory of offloaded state, on a machine with a GPU.")
     sleep: str = key(
         "auto",
-        "Whether the engine releases its KV cache while it does not generate. auto: on a GPU, and wherever state is "
+        "Release of the engine's KV cache while it does not generate. auto: on a GPU, and wherever state is "
         "offloaded or limited (otherwise fresh pages cost a CPU more than other phases gain).",
         choices=("auto", "always", "never"),
     )
@@ -31,7 +31,7 @@ class MemoryConfig(Section, key="memory"):
     )
     on_excess: str = key(
         "stop",
-        "Reaction to a phase that exceeds its limit. stop: stop after saving the step; warn: warn.",
+        "Reaction to a phase that exceeds its limit. stop: stop after saving the step; warn: only warn.",
         choices=("stop", "warn"),
     )
 
