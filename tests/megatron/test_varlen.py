@@ -141,7 +141,7 @@ CPU, HALF = torch.device("cpu"), torch.bfloat16
             {"family": "gpt_oss", "moe": MoeConfig(4, 2, 16)},
             HALF,
             (9, 0),
-            "it knows no attention sinks, which model.family=gpt_oss has",
+            "it does not support attention sinks, which model.family=gpt_oss has",
         ),
         ({"head_dim": 512}, HALF, (9, 0), "up to 256 numbers, and these have 512"),
         ({}, HALF, (9, 0), None),

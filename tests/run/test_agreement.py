@@ -262,6 +262,6 @@ def test_a_folder_without_its_state_is_told(tiny_data, half, tmp_path, capsys):
     assert "WARNING: progress.json names a checkpoint of step 2: the newest usable one here is of step 1" in out
     shutil.rmtree(run / "checkpoints")
     stages.stage("sft", tiny_data, run, "run.steps=2", "run.export=false", "logging.progress=false")
-    assert "knows a checkpoint of step 2: there is none here" in capsys.readouterr().out
+    assert "names a checkpoint of step 2: there is none here" in capsys.readouterr().out
     stages.stage("sft", tiny_data, run, "run.steps=2", "run.export=false", "logging.progress=false")
     assert "WARNING" not in capsys.readouterr().out

@@ -59,10 +59,10 @@ def alter(run, number, **change):
 def test_a_chain_that_was_changed_is_refused(run, tmp_path):
     original = (run / FILE).read_text()
     alter(run, 1, weights="0" * 8)
-    with pytest.raises(DataError, match=r"steps.jsonl: the record of step 1 is not the one that followed"):
+    with pytest.raises(DataError, match=r"steps.jsonl: the record of step 1 does not follow the one before"):
         read_chain(run)
     (run / FILE).write_text("".join(line for i, line in enumerate(original.splitlines(True)) if i != 1))
-    with pytest.raises(DataError, match=r"the record of step 2 is not the one that followed: .* one is lost"):
+    with pytest.raises(DataError, match=r"the record of step 2 does not follow the one before: .* one is lost"):
         read_chain(run)
     (run / FILE).write_text(original)
     alter(run, 0, start={"version": 2})

@@ -32,7 +32,7 @@ def test_where_what_how_long_and_to_where(tiny_data, tmp_path, capsys):
     record = json.loads((tmp_path / "starts.jsonl").read_text().splitlines()[0])
     assert line(out, "cpu, float32: ") == f"cpu, float32: policy {record['parameters']:,} parameters, all trained"
     assert line(out, "2 steps") == "2 steps of 8 rows: 0.5 epochs (4 steps an epoch of 32)"
-    files = f"writes to {tmp_path}: metrics.jsonl, tensorboard/, report.html at its end"
+    files = f"writes to {tmp_path}: metrics.jsonl, tensorboard/, report.html at the end"
     assert line(out, "writes to ") == files
     assert not [text for text in out if "WARNING" in text]
     assert "loss=" in err[-1] and "lr=0.003" in err[-1]

@@ -255,7 +255,7 @@ def test_what_helps_a_save_depends_on_where_its_copy_lies(world):
     for device, helps in (("cpu", True), ("cuda", False)):
         memory.device = torch.device(device)
         with (
-            pytest.raises(OutOfMemoryError, match=r"lower what a rank holds: parallel\.tensor") as caught,
+            pytest.raises(OutOfMemoryError, match=r"lower a rank's share: parallel\.tensor") as caught,
             timers("save"),
         ):
             raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -167,7 +167,7 @@ def test_a_label(sft, tmp_path):
 
 
 def test_runs_that_cannot_be_compared(tmp_path, sft, tiny_data):
-    with pytest.raises(DataError, match=r"steps.jsonl: expected what each step of a run left"):
+    with pytest.raises(DataError, match=r"steps.jsonl: expected a file with a record per step"):
         told(sft, tmp_path)
     short = stages.stage("sft", tiny_data, tmp_path / "run", *BARE, "run.steps=0")
     with pytest.raises(DataError, match="expected runs that have a step in common"):

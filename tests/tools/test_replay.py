@@ -129,7 +129,7 @@ def test_what_cannot_be_executed_again(run, tmp_path):
         prepare(folder, 6)
     with pytest.raises(ConfigError, match=r"--step=0: expected a step of .*: 1 to 5"):
         prepare(folder, 0)
-    with pytest.raises(DataError, match=r"steps.jsonl: expected what each step of a run left"):
+    with pytest.raises(DataError, match=r"steps.jsonl: expected a file with a record per step"):
         prepare(tmp_path, 1)
     with pytest.raises(ConfigError, match=r"parallel"):
         prepare(folder, 3, ["parallel.tensor=2"])
