@@ -105,7 +105,7 @@ class AgentPlayer(TurnPlayer):
     kind: ClassVar[type[Play]] = AgentPlay
 
     def _reset(self, play: AgentPlay, sampling: SamplingParams) -> None:
-        sampling_fields = told_sampling(sampling) | {"model": MODEL, "max_tokens": sampling.max_response_tokens}
+        sampling_fields = request_sampling(sampling) | {"model": MODEL, "max_tokens": sampling.max_response_tokens}
         session, messages = play.session, play.messages
         row = {"seed": session.seed, "row": session.row, "messages": messages}
         play.asked = self.pool.ask(session, "reset", **row, sampling=sampling_fields)
@@ -154,7 +154,7 @@ class AgentPlayer(TurnPlayer):
         play.turns.append(Turn(play.next_prompt.tokens, answer.tokens, logprobs))
         play.wrong += sum(not call.name for call in answer.calls)
         message = message_of(answer, first)
-        play.messages = [*play.messages, dialogue.said(answer.text, answer.beside, answer.calls, first)]
+        play.messages = [*play.messages, dialogue.answer_message(answer.text, answer.beside, answer.calls, first)]
         play.told.append(message)
         play.echoes[_key(message)] = play.messages[-1]
         pieces = [self.tokenizer.decode([token]) for token in answer.tokens]

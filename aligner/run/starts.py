@@ -28,7 +28,6 @@ from aligner.errors import AlignerError, WriteError
 from aligner.foreign import read_record
 from aligner.run.marker_files import STOPPED
 from aligner.run.metrics import append_jsonl, read_jsonl, rewrite_jsonl
-from aligner.version import VERSION
 
 if TYPE_CHECKING:
     import torch

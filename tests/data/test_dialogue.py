@@ -71,7 +71,7 @@ def play(dialogue, name, turns):
         found.append(Turn(given.tokens, output, [-1.0] * len(output)))
         beside, calls = read_calls(tokenizer.decode(output[:-1], skip_special_tokens=False), dialogue.calls)
         assert [(c.name, c.arguments) for c in calls] == [("add", json.loads(arguments))]
-        messages += [dialogue.said(text, beside, calls), dialogue.result(calls[0], 0, result)]
+        messages += [dialogue.answer_message(text, beside, calls), dialogue.result(calls[0], 0, result)]
         given = dialogue.follow(given, output, messages)
     return [*found, Turn(given.tokens, [], [])], messages
 

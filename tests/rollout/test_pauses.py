@@ -95,7 +95,7 @@ class Slow:
         stopped = tokens[-1] in STOPS
         text = self.dialogue.decode(tokens[:-1] if stopped else tokens)
         talk.calls = read_calls(text, "")[1] if stopped else []
-        talk.messages.append(self.dialogue.said(text, text, talk.calls))
+        talk.messages.append(self.dialogue.answer_message(text, text, talk.calls))
         if talk.calls:
             self.waiting.append(talk)
         else:
