@@ -6,7 +6,7 @@
 # Functions that they call:
 #   aligner_launcher STAGE [OPTION...] [KEY=VALUE...]   compose and freeze the config, then aligner_job
 #   aligner_job                                         run what the ALIGNER_* variables describe (cluster/render.py)
-# How a job ends (docs/failures.md): the run folder has DONE -> 0; STOPPED -> requeued, or 75 where nothing requeues;
+# How a job ends (docs/reference/exit-codes.md): the run folder has DONE -> 0; STOPPED -> requeued, or 75 where nothing requeues;
 # exit code 93 of the ranks -> dependants are cancelled; anything else -> triage, and that exit code.
 
 ALIGNER_ROOT="${ALIGNER_ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}"

@@ -110,7 +110,7 @@ def child_engine[E: ChildEngine](job: Job, model: ModelConfig, kind: type[E]) ->
             group=neighbours(cfg.engine.tensor_parallel),
         )
     if not engine.request_seeds:
-        job.say(f"TensorRT-LLM {engine.version}: samples do not follow their seeds (docs/trtllm.md)")
+        job.say(f"TensorRT-LLM {engine.version}: samples do not follow their seeds (docs/how-to/tensorrt-llm.md)")
         if cfg.run.deterministic:
             expected = f"false with TensorRT-LLM {engine.version}, whose sampler ignores the seeds of requests"
             raise ConfigError("run.deterministic", True, expected, "1.4 and engine.name=native follow them.")

@@ -1,4 +1,4 @@
-"""A job in numbers: models, grid, rows and engine, from a config or by hand (as the published runs of docs/plan.md)."""
+"""A job in numbers: models, grid, rows and engine, from a config or by hand (as the published runs in benchmarks)."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class InitialModel:
     imported: bool = False  # `checkpoint` has the weights of `origin`
     seed: int = 0
     adapters: tuple[tuple[Path, LoraConfig], ...] = ()  # checkpoints, to be merged into these weights one by one
-    content: str = "random"  # or a hash of what the folder holds (docs/checkpoints.md)
+    content: str = "random"  # or a hash of what the folder holds (docs/explanation/resume.md)
 
     def source(self, head: Head) -> WeightSource:
         """Return weights for a model with this head; a score head that the folder lacks starts at zero. Collective

@@ -17,7 +17,7 @@ from aligner.errors import ConfigError
 NAME, SIZE, LIMIT_S = "cuda ipc", 64, 300.0
 # prints what another process reads in the memory
 READ = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])).tensor().tolist())"
-HINT = "Containers need one IPC and PID namespace for both (docker: --ipc=host); see docs/engine.md."
+HINT = "Containers need one IPC and PID namespace for both (docker: --ipc=host); see docs/how-to/vllm.md."
 
 
 def ipc_checks(options: ChildConfig) -> Iterator[tuple[str, str, str]]:

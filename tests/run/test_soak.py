@@ -1,4 +1,4 @@
-"""The soak command: a few kills here, fifty by hand (docs/resume.md)."""
+"""The soak command: a few kills here, fifty by hand (docs/explanation/resume.md)."""
 
 import json
 import os

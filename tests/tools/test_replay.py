@@ -110,7 +110,7 @@ def test_another_layout_is_close(run, ranks, capsys):
 
 
 def test_bfloat16_rounds_more_on_another_layout(run, tmp_path):
-    """What docs/layouts.md allows a layout, and what it does not."""
+    """What docs/explanation/layouts.md allows a layout, and what it does not."""
     cases = [("float32", 1e-6, 0.0, 0), ("float32", 1e-4, 0.0, 1), ("float32", 0.0, 1e-4, 1)]
     cases += [("bfloat16", 3e-3, 3e-2, 0), ("bfloat16", 1e-2, 0.0, 1), ("bfloat16", 0.0, 0.1, 1)]
     start, step = ({k: v for k, v in found.items() if k != "chain"} for found in read_chain(run("sft"))[:2])
