@@ -2,7 +2,7 @@
 # The body that all launchers and all scripts of `aligner submit` share. A launcher starts its stage in three ways:
 #   sbatch -N 2 --ntasks-per-node=8 launchers/grpo.sbatch KEY=VALUE ...    site: ALIGNER_SITE, or by the cluster's name
 #   bash launchers/grpo.sbatch --ranks 2 KEY=VALUE ...                      no scheduler, on this machine
-#   python -m aligner submit --nodes 2 stage=grpo KEY=VALUE ...             with the site's flags; see docs/slurm.md
+#   python -m aligner submit --nodes 2 stage=grpo KEY=VALUE ...             with the site's flags; see docs/how-to/slurm.md
 # Functions that they call:
 #   aligner_launcher STAGE [OPTION...] [KEY=VALUE...]   compose and freeze the config, then aligner_job
 #   aligner_job                                         run what the ALIGNER_* variables describe (cluster/render.py)

@@ -1,7 +1,7 @@
 """Runs that the board starts, and a stop for any run on this machine. A run is a process of the user's own command line
 and outlives the board.
 
-A stop works as in docs/resume.md: SIGTERM, upon which the run saves at its next step boundary. Imports no torch.
+A stop works as in docs/how-to/resume.md: SIGTERM, upon which the run saves at its next step boundary. Imports no torch.
 """
 
 from __future__ import annotations

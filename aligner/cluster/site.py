@@ -78,7 +78,7 @@ class Site:
     exclusive: bool = False
     gpus_per_node: int = 0
     gpu: str = ""  # of aligner/plan/devices.py: a job that cannot fit its memory is refused; empty: not checked
-    rehearse: bool = False  # rehearse every job before it is submitted (docs/rehearse.md); needs `gpu`
+    rehearse: bool = False  # rehearse every job before it is submitted (docs/how-to/rehearse.md); needs `gpu`
     gpu_flag: str = "gpus-per-node"  # gpus-per-node, gres, none
     ranks_per_node: int = 0  # 0: one per GPU, or one
     cpus_per_rank: int = 0

@@ -1,5 +1,5 @@
 """Table of rollout engines, as data: the capabilities of each one, and the reasons for those it lacks. Config,
-`plan`, builders and the matrix in docs/engine.md read it, without torch. A new engine is an entry here."""
+`plan`, builders and the matrix in docs/reference/support.md read it, without torch. A new engine is an entry here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _can(meaning: str) -> bool:
-    """Declare a capability, with its words in docs/engine.md."""
+    """Declare a capability, with its words in docs/reference/support.md."""
     return field(default=False, metadata={"meaning": meaning})
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 KINDS = ("none", "int8", "fp8")
 CORRECTION = "tis_token"  # `mismatch.correction` with a quantised engine, or with lag
 # `refit.tolerance` with one, if it is 0: mean |logprob difference| on the sentinel prompts, about ten times the
-# measured one (docs/quantization.md)
+# measured one (benchmarks/notes-quantisation.md)
 TOLERANCE = {"int8": 0.05, "fp8": 0.2}
 
 
@@ -23,7 +23,7 @@ def quantized(cfg: Config) -> bool:
 def settle(cfg: Config) -> None:
     """Settle `mismatch.correction=auto` and `refit.tolerance=0`, and `algorithm.old_logprobs=auto` for an engine with
     lag. There a ratio to the policy before the step never leaves 1 in a rollout's only update, so only the weight's
-    cap would limit it (docs/ahead.md compares both)."""
+    cap would limit it (benchmarks/notes-ahead.md compares both)."""
     a = cfg.algorithm
     if cfg.mismatch.correction == "auto":
         stale = cfg.engine.lag and not quantized(cfg) and old_logprobs_in_update(cfg)

@@ -1,5 +1,5 @@
-"""Every key with its type, default and meaning, as the schema declares them. `docs/keys.md` is this as a page. It
-imports no torch."""
+"""Every key with its type, default and meaning, as the schema declares them. It is the page
+docs/reference/keys.md. Imports no torch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _key(name: str, leaf: Leaf) -> Key:
 
 
 def page() -> str:
-    """Return `docs/keys.md`: a table for each top section."""
+    """Return `docs/reference/keys.md`: a table for each top section."""
     out, section = [HEAD], None
     for key in keys():
         top = key.name.partition(".")[0] if "." in key.name else ""

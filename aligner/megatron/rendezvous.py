@@ -3,7 +3,8 @@
 The store of torch.distributed takes orders from whoever connects, and its object collectives unpickle what comes,
 which executes code. So the store listens only where ranks are, as far as that is known. Before the first collective
 ranks prove to each other that they know the job's secret. Every object carries a signature that is checked before it
-is unpickled. Who reaches the ports can still disturb a run, and change numbers on their way: docs/security.md.
+is unpickled. Who reaches the ports can still disturb a run, and change numbers on their way
+(docs/explanation/security.md).
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ def find_device(name: str, key: str = "--device") -> Device:
 @dataclass(frozen=True)
 class Assumptions:
     """Shares of the peaks and other numbers that no data sheet gives: one set for all models, layouts and devices. The
-    shares are the project's goals on a GPU (benchmarks/gpu), not measurements; docs/plan.md says how far published runs
-    are from them."""
+    shares are the project's goals on a GPU (benchmarks/gpu), not measurements; docs/how-to/plan.md says how far
+    published runs are from them."""
 
     matrix: float = 0.47  # of the peak: dense layers in training, logprobs and prefill, element-wise work included
     experts: float = 0.25  # likewise, products of experts: smaller matrices, uneven loads, permutations

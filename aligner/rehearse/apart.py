@@ -141,7 +141,7 @@ def _requests(collectives: Collectives) -> None:
 
     Fleet.gather, Fleet.deliver = gathered, delivered
     Player.__call__, Player.go_on = counted(Player.__call__), counted(Player.go_on)
-    FleetEngine._generate_share = Replicated._generate_share  # nobody is there to take chunks, or to take them from
+    FleetEngine._generate_share = Replicated._generate_share  # no other rank takes or gives chunks
 
 
 def _refit() -> None:

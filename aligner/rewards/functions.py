@@ -15,9 +15,9 @@ run concurrently on threads, and each call has its own event loop.
 
 The second is used when the function has a parameter `completions`. Prompts and completions are texts, or, if the row's
 prompt is a conversation, lists of messages. A completion is one assistant message, or with environments all messages
-of a trajectory (docs/environments.md). Each other parameter is the dataset column of that name (a list, None where a
-row lacks it), `completion_ids` (token lists), or an entry of args. Only the columns it names are passed, or all of
-them if it takes **keywords.
+of a trajectory (docs/reference/environments.md). Each other parameter is the dataset column of that name (a list, None
+where a row lacks it), `completion_ids` (token lists), or an entry of args. Only the columns it names are passed, or all
+of them if it takes **keywords.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ A process, not a thread: sympy on a model's text can compute 9^(9^9) inside one 
 and cannot be interrupted. The kernel's alarm, with its default action, then kills this process, also if its
 parent is gone. It imports math-verify late.
 
-The answer of a response is searched in this order (docs/rewards.md): after the last mark, behind "the answer is", and
-at its end, by math-verify. A reference is a letter of multiple choice, words, or mathematics.
+The answer of a response is searched in this order (docs/reference/rewards.md): after the last mark, behind "the
+answer is", and at its end, by math-verify. A reference is a letter of multiple choice, words, or mathematics.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def math(samples: Sequence[Sample], field: str = "answer", timeout_s: float = 5.
     """Return 1.0 if the response's final answer is mathematically equal to the row's, by math-verify; else 0.0.
 
     Reference answers: numbers, with a unit or without, LaTeX with or without dollars, `\\boxed{}`, gsm8k solutions that
-    end in `#### 42`, a letter of multiple choice, or words (docs/rewards.md). Each thread that scores owns a helper
-    process. A response that takes longer than `timeout_s` or kills the helper scores 0.0.
+    end in `#### 42`, a letter of multiple choice, or words (docs/reference/rewards.md). Each thread that scores owns a
+    helper process. A response that takes longer than `timeout_s` or kills the helper scores 0.0.
     """
     golds = [reference(sample.prompt, field) for sample in samples]
     return [

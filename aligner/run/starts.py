@@ -28,6 +28,7 @@ from aligner.errors import AlignerError, WriteError
 from aligner.foreign import read_record
 from aligner.run.marker_files import STOPPED
 from aligner.run.metrics import append_jsonl, read_jsonl, rewrite_jsonl
+from aligner.version import VERSION
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 FILE = "starts.jsonl"
 FAILED = "logs/failed_start.log"  # error of the last start that failed before the first record
 COMMAND = "ALIGNER_COMMAND"  # for ranks: the user's command to their launcher
-PACKAGES = ("aligner", "torch", "megatron-core", "transformers", "transformer-engine", "tensorrt-llm")
+PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "tensorrt-llm")
 GIT_S = 10.0
 HIDDEN = "<hidden>"
 _SECRET = re.compile(
@@ -167,7 +168,7 @@ def git_state(root: Path) -> tuple[str | None, bool | None]:
 def versions() -> Mapping[str, str]:
     import torch
 
-    versions_by_name = {"python": platform.python_version()}
+    versions_by_name = {"python": platform.python_version(), "aligner": VERSION}
     for name in PACKAGES:
         try:
             versions_by_name[name] = metadata.version(name)

@@ -36,7 +36,7 @@ def _free(column: str) -> bool:
 
 @dataclass
 class SampleConfig(Section, key=KEY):
-    """Choice of answers, among the `batch.group` to each prompt, for each file of rows (docs/sample.md)."""
+    """Choice of answers, among the `batch.group` to each prompt, for each file of rows (docs/how-to/sample.md)."""
 
     best: int = key(1, "Number of different answers per prompt in best.jsonl, by reward. 0: all.", least=0)
     reward_above: float = key(

@@ -1,7 +1,7 @@
 """`aligner import` and `aligner export`: Hugging Face folders to sharded checkpoints and back, with no model in memory.
 
 Ranks share the files of the result. None needs another's data, so any number of ranks works, and the result is the
-same. A rank holds one piece of one parameter at a time: the bound is in docs/models.md.
+same. A rank holds one piece of one parameter at a time: the bound is in docs/how-to/models.md.
 """
 
 from __future__ import annotations

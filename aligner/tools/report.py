@@ -1,6 +1,6 @@
 """report.html: the board's pages of one run, or of several side by side, in one file that needs no other.
 
-All texts of a model or a dataset stay text there; only the board's own scripts run (docs/board.md).
+All texts of a model or a dataset stay text there; only the board's own scripts run (docs/how-to/board.md).
 """
 
 from __future__ import annotations

@@ -199,11 +199,11 @@ class Served:
         except RuntimeError as error:  # of a thread that has ended
             raise ApiError(str(error), code="engine", status=503) from None
         tokenizer = self.desk.model.tokenizer
-        found = parse_answer(dialogue, request, words, stopped, set(self.sampling.stop_token_ids))
-        pieces = [tokenizer.decode([token]) for token in found.tokens]
-        told = logprobs[: len(found.tokens)]
-        message = message_of(found, number * 100 % 100_000)  # ids of calls are not those of the answer before
-        reply = Reply(message, found.reason, tokens, found.tokens, told, pieces)
+        answer = parse_answer(dialogue, request, words, stopped, set(self.sampling.stop_token_ids))
+        pieces = [tokenizer.decode([token]) for token in answer.tokens]
+        shown_logprobs = logprobs[: len(answer.tokens)]
+        message = message_of(answer, number * 100 % 100_000)  # ids of calls are not those of the answer before
+        reply = Reply(message, answer.reason, tokens, answer.tokens, shown_logprobs, pieces)
         return reply.body(request, name)
 
     def _prompt(self, request: ChatRequest) -> tuple[Dialogue, tuple[int, ...]]:

@@ -17,7 +17,8 @@ class BatchConfig(Section, key="batch"):
     minibatch_samples: int = key(0, "Samples per optimizer step. 0: the whole rollout.", least=0, read_for=("policy",))
     micro_batch_samples: Auto = key(
         AUTO,
-        "Rows per forward and backward pass of a rank. auto: set `micro_batch_tokens` by memory (docs/memory.md).",
+        "Rows per forward and backward pass of a rank. auto: set `micro_batch_tokens` by memory "
+        "(docs/how-to/memory.md).",
         auto=True,
         least=1,
         resume=REPORT,
@@ -36,7 +37,7 @@ class BatchConfig(Section, key="batch"):
     sequences: int = key(32, "Sequences (stages rm and dpo: pairs) per optimizer step.", least=1, read_for=("rows",))
     logprob_tokens: Auto = key(
         AUTO,
-        "Tokens per forward pass without gradient. auto: by memory (docs/memory.md).",
+        "Tokens per forward pass without gradient. auto: by memory (docs/how-to/memory.md).",
         auto=True,
         least=1,
         resume=REPORT,

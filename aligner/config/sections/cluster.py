@@ -47,7 +47,7 @@ class Limits:
 class ClusterConfig(Section, key="cluster"):
     backend: str = key("auto", "Library for collectives.", choices=("auto", "gloo", "nccl"))
     timeout_s: float = key(
-        1800.0, "Maximum seconds of a collective. An engine's child may extend it (docs/resume.md).", above=0
+        1800.0, "Maximum seconds of a collective. An engine's child may extend it (docs/how-to/resume.md).", above=0
     )
     threads: int = key(0, "Threads per rank. 0: OMP_NUM_THREADS, else cores / local ranks.", least=0)
     signal: str = key(
@@ -63,8 +63,8 @@ class ClusterConfig(Section, key="cluster"):
     )
     watchdog: dict[str, float] = key(
         {},
-        "Time limits of phases that differ from the default, in seconds: {score_s: 600} (docs/resume.md). scale: "
-        "factor of the defaults. 0: no limit.",
+        "Time limits of phases that differ from the default, in seconds: {score_s: 600} (docs/how-to/resume.md). "
+        "scale: factor of the defaults. 0: no limit.",
         entries=(SCALE, *SECONDS),
         least=0,
     )

@@ -51,7 +51,9 @@ class DataConfig(Section, key="data"):
     )
     weight_by: str = key("rows", "Unit of the shares of `sources`.", choices=("rows", "tokens"), read_for=("training",))
     eval: str = key("", "Held-out rows. Empty: no evaluation.", resume=IGNORE, read_for=("training",))
-    format: str = key("auto", "Format of the rows. auto: detect by the columns (docs/data.md).", choices=DATA_FORMATS)
+    format: str = key(
+        "auto", "Format of the rows. auto: detect by the columns (docs/reference/data.md).", choices=DATA_FORMATS
+    )
     columns: dict[str, str] = key({}, "Map of our column names to the file's.")
     prompt_template: str = key("", "Python format string over the row's columns that builds a missing `prompt`.")
     completion_template: str = key("", "Python format string that builds a missing `completion`.")

@@ -44,7 +44,7 @@ class EnvironmentConfig(Section, key="environment"):
     weight: float = key(1.0, "Weight of the environment's reward in the sum with reward.functions.")
     calls: str = key(
         "auto",
-        "Format of the model's tool calls (docs/environments.md). auto: detect by the template.",
+        "Format of the model's tool calls (docs/reference/environments.md). auto: detect by the template.",
         choices=("auto", *CALL_FORMATS),
     )
 

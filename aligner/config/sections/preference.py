@@ -27,7 +27,7 @@ class PreferenceConfig(Section, key=KEY):
 
     loss: list[str] = key(
         ["sigmoid"],
-        "Losses to add up: rows of the table in docs/preference.md.",
+        "Losses to add up: rows of the table in docs/how-to/preferences.md.",
         choices=LOSSES,
         valid=(different, f"one or several different of {', '.join(LOSSES)}"),
     )

@@ -26,7 +26,9 @@ class RunConfig(Section, key="run"):
     name: str = key("${stage.name}", "Name in run.dir and on boards.", resume=IGNORE)
     resume: str = key("auto", "Checkpoint to resume from: auto, never, or a checkpoint folder.", resume=IGNORE)
     accept_changes: bool = key(
-        False, "Resume from a checkpoint although the definition of the run changed (docs/resume.md).", resume=IGNORE
+        False,
+        "Resume from a checkpoint although the definition of the run changed (docs/how-to/resume.md).",
+        resume=IGNORE,
     )
     deterministic: bool = key(False, "Use deterministic kernels and make no decision by time.")
     steps: int = key(

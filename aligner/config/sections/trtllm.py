@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from aligner.config.schema import Config
     from aligner.config.sections.model.config import ModelConfig
 
-_NOT_SERVED = {
+NOT_SERVED = {
     "joined": "a family whose files keep each matrix separately with engine.name=trtllm, which receives them so",
     "linear": "a family without linear attention with engine.name=trtllm, where it was not tried",
     "latent": "a family without latent attention with engine.name=trtllm: its treatment of such weights is unknown",
@@ -29,7 +29,7 @@ class TrtllmConfig(ChildConfig, key="engine.trtllm"):
 
 def check_model(cfg: Config, model: ModelConfig) -> None:
     """Check that TensorRT-LLM serves the model here. Raises ConfigError."""
-    for trait, expected in _NOT_SERVED.items():
+    for trait, expected in NOT_SERVED.items():
         if getattr(model.traits, trait):
             raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
 

@@ -28,7 +28,9 @@ RUNS = (*OF_THE_RUN, *(f"moe.{name}" for name in MOE_OF_THE_RUN), "rope_scaling.
 
 @dataclass
 class ModelConfig(Section, key="model"):
-    family: str = key("llama", "Model family: `model_type` of config.json (docs/models.md).", choices=tuple(FAMILIES))
+    family: str = key(
+        "llama", "Model family: `model_type` of config.json (docs/how-to/models.md).", choices=tuple(FAMILIES)
+    )
     num_layers: int = key(4, "Decoder layers.", least=1)
     hidden_size: int = key(128, "Width of the residual stream.", least=1)
     ffn_hidden_size: int = key(384, "Width of the gated MLP.", least=1)

@@ -15,7 +15,7 @@ USUAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 @dataclass
 class LoraConfig(Section, key="model.lora"):
-    """Keys of adapters. Instead of a matrix W two small ones are trained: y = W x + scale B A x (docs/lora.md)."""
+    """Keys of adapters: instead of W two small matrices learn, y = W x + scale B A x (docs/how-to/adapters.md)."""
 
     rank: int = key(0, "Rows of A and columns of B. 0: train all weights, without adapters.", least=0)
     alpha: float = key(32.0, "Numerator of the scale, alpha / rank.", above=0)

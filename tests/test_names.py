@@ -1,0 +1,120 @@
+"""Names and docstrings follow docs/contributing/style.md, as far as a program can tell."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "aligner").rglob("*.py"))
+
+# they could stand for anything
+VAGUE = {"found", "told", "given", "mine", "said", "part", "more", "place"}
+SHORT = 3  # lines of a function in which they do no harm
+STORED = {("aligner/rollout/play.py", "told")}  # by that name in files of earlier versions
+
+# what a function's docstring does not begin with: it says first what the function does
+NO_VERBS = {
+    *(
+        "A",
+        "All",
+        "An",
+        "Any",
+        "As",
+        "At",
+        "Both",
+        "By",
+        "Each",
+        "Every",
+        "For",
+        "From",
+        "He",
+        "Her",
+        "His",
+        "How",
+        "If",
+    ),
+    *(
+        "In",
+        "It",
+        "Its",
+        "Of",
+        "On",
+        "One",
+        "She",
+        "Such",
+        "That",
+        "The",
+        "Their",
+        "These",
+        "They",
+        "This",
+        "Those",
+        "To",
+    ),
+    *("What", "When", "Where", "Whether", "Who", "Whose", "Why", "With", "Without"),
+}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def vague(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of bindings outside short functions."""
+    todo: list[tuple[ast.AST, bool]] = [(tree, False)]
+    while todo:
+        node, short = todo.pop()
+        if isinstance(node, Function):
+            short = node.body[-1].end_lineno - node.lineno < SHORT
+        names = []
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names = [node.id]
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names = [node.attr]
+        elif isinstance(node, ast.arg):
+            names = [node.arg]
+        elif isinstance(node, Function | ast.ClassDef):
+            names = [node.name.strip("_")]
+        if not short:
+            yield from ((node.lineno, name) for name in names if name in VAGUE)
+        todo += [(child, short) for child in ast.iter_child_nodes(node)]
+
+
+def verbless(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, first words) of docstrings of functions, but for properties, which are read as nouns."""
+    for node in ast.walk(tree):
+        if isinstance(node, Function) and (text := ast.get_docstring(node)):
+            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+            if not any("property" in name for name in decorators) and text.split()[0].strip("`,:") in NO_VERBS:
+                yield node.lineno, text[:60]
+
+
+def places(find, files=FILES) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{line}: {what}" for path in files for line, what in find(ast.parse(path.read_text()))
+    ]
+
+
+def test_no_name_could_stand_for_anything():
+    assert not places(vague)
+
+
+def test_docstrings_of_functions_begin_with_a_verb():
+    assert not places(verbless)
+
+
+@pytest.mark.parametrize(
+    ("code", "find", "count"),
+    [
+        ("def f(x):\n    a = 1\n    b = 2\n    found = x\n    return found", vague, 1),
+        ("def f(x):\n    found = x\n    return found", vague, 0),
+        ("def f(part):\n    a = 1\n    b = 2\n    return part", vague, 1),
+        ("class C:\n    told: int = 0", vague, 1),
+        ('def f():\n    """What it gives."""', verbless, 1),
+        ('def f():\n    """Return it."""', verbless, 0),
+        ('@property\ndef f():\n    """The answer."""', verbless, 0),
+    ],
+)
+def test_a_name_or_docstring_against_the_rules_is_seen(code, find, count):
+    assert len(list(find(ast.parse(code)))) == count
