@@ -35,7 +35,7 @@ class Capabilities:
     tensor_parallel: bool = _can("several ranks for a replica: `engine.tensor_parallel`")
     several_nodes: bool = _can("which may be on several nodes")
     request_seeds: bool = _can("a sample follows its own seed")
-    repeats: bool = _can("repeats bit by bit: `run.deterministic`")
+    repeats: bool = _can("repeats bit-for-bit: `run.deterministic`")
     cuda_graphs: bool = _can("decode steps as CUDA graphs: `engine.cuda_graphs`")
     sleep_weights: bool = _can("gives back its weights too: `sleep_weights`")
     prefix_reuse: bool = _can("a key for sharing prefixes: `prefix_reuse`")

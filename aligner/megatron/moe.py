@@ -196,7 +196,7 @@ class ExpertLayer(torch.nn.Module):
         """Take the layer's number, which Megatron counts from 1 over all pipeline stages."""
         layer, each = number - 1, self._stage_layers
         # among the layers with experts of this stage
-        self.place = sum(i not in self.moe.dense_layers for i in range(layer // each * each, layer))
+        self.position = sum(i not in self.moe.dense_layers for i in range(layer // each * each, layer))
 
     def reset(self) -> None:
         """Forget the counts."""
@@ -233,7 +233,7 @@ class ExpertLayer(torch.nn.Module):
             router = copy_to_tensor_model_parallel_region(router, group=tp)
             bias = None if bias is None else copy_to_tensor_model_parallel_region(bias, group=tp)
         replay = times.replay
-        replayed = None if replay is None else Chosen(replay.experts[self.place], replay.known)
+        replayed = None if replay is None else Chosen(replay.experts[self.position], replay.known)
         if self.router.expert_bias is None:
             routing = route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias, replayed)
         else:

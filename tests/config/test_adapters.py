@@ -5,7 +5,7 @@ import pytest
 from aligner.config.adapters import shares_weights
 from aligner.config.resolve import compose
 from aligner.plan.devices import DEVICES, Assumptions
-from aligner.plan.job import _parts, job_of
+from aligner.plan.job import _planned_models, job_of
 from aligner.plan.memory import plan_memory
 from aligner.plan.shapes import rank_parameters
 
@@ -38,7 +38,7 @@ def test_the_plan_has_no_memory_for_a_shared_reference():
                     *more,
                 ]
             )
-            found = {part.name: part.shared for part in _parts(cfg, cfg.model, 1)}
+            found = {part.name: part.shared for part in _planned_models(cfg, cfg.model, 1)}
             assert found["reference"] == bool(more), stage
 
 
