@@ -292,9 +292,7 @@ class LossOutput:
     def detached(self) -> LossOutput:
         """Return only the numbers. Kept with its graph until the step ends, the loss of a micro-batch would keep what
         a pipeline stage received for it, and its gradient."""
-        means = {
-            name: (numerator.detach(), denominator.detach()) for name, (numerator, denominator) in self.means.items()
-        }
+        means = {name: (above.detach(), below.detach()) for name, (above, below) in self.means.items()}
         return LossOutput(self.loss.detach(), means, {name: value.detach() for name, value in self.maxima.items()})
 
 

@@ -68,9 +68,7 @@ class Built:
     engines: dict[str, RolloutEngine] = field(default_factory=dict)  # POLICY's; judges' with weights of their own
     state: dict[str, Stateful] = field(default_factory=dict)  # kept in checkpoints besides the stage's own
     on_step: list[Callable[[int], None]] = field(default_factory=list)  # called with the finished step
-    on_save: list[Callable[[int], None]] = field(
-        default_factory=list
-    )  # called with the step of a checkpoint to be written
+    on_save: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of one to be written
     on_commit: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of a whole checkpoint
     frozen: list[str] = field(default_factory=list)  # of each model with adapters: the identity of its other weights
     contents: dict[str, str] = field(default_factory=dict)  # key of a path -> hash of its content in this run

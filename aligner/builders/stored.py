@@ -90,9 +90,7 @@ def _compute(reference: Reference, dataset: Answers, collate: Collate) -> Tensor
         batch = collate([dataset[i] for i in own_items], 0)
         each = reference.logprobs(batch, batch.loss_mask, dataset.rows) * batch.loss_mask
         inside = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
-        logprobs[dataset.span(own_items[0], own_items[-1] + 1)] = each[
-            inside
-        ]  # items next to each other, row after row
+        logprobs[dataset.span(own_items[0], own_items[-1] + 1)] = each[inside]  # neighbouring items, row after row
     logprobs = logprobs.to(reference.model.device)
     dist.all_reduce(logprobs, group=layout.pgs.dp)
     return logprobs

@@ -71,8 +71,6 @@ def _teacher(job: Job, path: str, key: str) -> InitialModel:
         raise ConfigError(key, path, "a language model: this one has a head of scores")
     own, other = job.tokenizer.get_vocab(), initial.tokenizer.get_vocab()
     if own != other:
-        difference = f"{len(other)} tokens there, {len(own)} here, {len(own.items() & other.items())} of them the same"
-        raise ConfigError(
-            key, path, "a teacher with the student's tokenizer: distributions are over its tokens", difference
-        )
+        hint = f"{len(other)} tokens there, {len(own)} here, {len(own.items() & other.items())} of them the same"
+        raise ConfigError(key, path, "a teacher with the student's tokenizer: distributions are over its tokens", hint)
     return initial

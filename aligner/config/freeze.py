@@ -20,9 +20,7 @@ from aligner.errors import ConfigError
 from aligner.foreign import MAX_DEPTH
 
 FILE_NAME = "config.yaml"
-PENDING_NAME = (
-    "config.pending.yaml"  # of a start in a used folder that may still be refused; owned by the holder of the lock
-)
+PENDING_NAME = "config.pending.yaml"  # of a start in a used folder that may still be refused; the lock holder's
 _NOT_HASHED = ("dir", "name", "resume", "accept_changes")  # of `run`: they do not change its results
 
 

@@ -57,9 +57,7 @@ StageConfig = make_dataclass(
 
 @dataclass
 class Config(Section):
-    seed: int = key(
-        0, "Seed of all random choices. Each choice derives its own from it, by purpose.", least=0, resume=REFUSE
-    )
+    seed: int = key(0, "Seed of all random choices. Each derives its own from it, by purpose.", least=0, resume=REFUSE)
     run: RunConfig = section(RunConfig, resume=REPORT, rollouts=False)
     stage: StageConfig = section(StageConfig, resume=REFUSE)
     model: ModelConfig = section(ModelConfig, resume=IGNORE)  # except some keys: the identity of checkpoints has them

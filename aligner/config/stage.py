@@ -55,9 +55,7 @@ class Stage:
     @property
     def purposes(self) -> set[str]:
         """The purposes for which it reads keys, except its evaluation."""
-        purposes = {"samples", "generation"} if self.rollouts else {"rows"}
+        named = {"samples", "generation"} if self.rollouts else {"rows"}
         if self.trains:
-            purposes |= (
-                {"training"} | ({"trajectories"} if self.rollouts else set()) | (set() if self.scores else {"ptx"})
-            )
-        return purposes | set(self.reads)
+            named |= {"training"} | ({"trajectories"} if self.rollouts else set()) | (set() if self.scores else {"ptx"})
+        return named | set(self.reads)

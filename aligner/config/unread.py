@@ -44,9 +44,7 @@ def refuse_unread(cfg: Config, overrides: Sequence[str], config_dir: str | None 
             raise _unread(stage, key, value, file)
     steps, file = settings.get("run.steps", (None, ""))
     _, file_of_epochs = settings.get("run.epochs", (None, ""))
-    if (
-        cfg.run.epochs and steps is not None and (file_of_epochs or not file)
-    ):  # epochs on the command line override a file's steps
+    if cfg.run.epochs and steps is not None and (file_of_epochs or not file):  # typed epochs override a file's steps
         expected = f"no value with run.epochs={cfg.run.epochs:g}, from which it follows"
         raise ConfigError("run.steps", steps, expected, "To count steps: run.epochs=0.")
 

@@ -135,9 +135,7 @@ def noted_checksums(folder: Path, index: Metadata) -> dict[str, str]:
     needed = {INDEX, *(info.relative_path for info in index.storage_data.values())}
     if needed - files.keys():
         missing = ", ".join(sorted(needed - files.keys()))
-        raise CheckpointError(
-            f"{folder / INTEGRITY}: expected a checksum of every file, but there is none of {missing}"
-        )
+        raise CheckpointError(f"{folder / INTEGRITY}: expected a checksum of every file, but {missing} have none")
     return files
 
 

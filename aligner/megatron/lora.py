@@ -148,8 +148,7 @@ class Adapters(torch.nn.Module):
         places = {target.index: self.get_submodule(target.name).magnitude for target in self.site.targets}
         norms = norm.unflatten(-1, (self.groups, -1)).split(self.sizes, -1)
         rows = [
-            torch.ones_like(norm_rows) if i not in places else places[i].view_as(norm_rows) / norm_rows
-            for i, norm_rows in enumerate(norms)
+            torch.ones_like(norm) if i not in places else places[i].view_as(norm) / norm for i, norm in enumerate(norms)
         ]
         return torch.cat(rows, -1).flatten(-2)
 
@@ -392,9 +391,7 @@ def check_adapters(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -
     """Check that the model and this machine support `cfg.lora`. Raises ConfigError."""
     experts = any(site.base.experts for site in sites(cfg))
     if experts and device.type == "cuda" and dtype == torch.bfloat16 and cfg.lora.rank % 8:
-        expected = (
-            "a multiple of 8 for adapters of experts in bfloat16 on a GPU, whose product needs multiples of 16 bytes"
-        )
+        expected = "a multiple of 8 for adapters of experts in bfloat16 on a GPU, whose product needs whole 16 bytes"
         raise ConfigError("model.lora.rank", cfg.lora.rank, expected)
 
 

@@ -167,9 +167,8 @@ def _merged(
     initial = resolve(like, run.model.init, run.seed)
     if initial.weights != adapters["frozen weights"][0]:
         raise CheckpointError(
-            f"checkpoint {folder.parent} holds only adapters, and model.init={run.model.init} of their run "
-            f"no longer has the weights they were trained with: {adapters['frozen weights'][0]} then, "
-            f"{initial.weights} now"
+            f"checkpoint {folder.parent} holds only adapters, and model.init={run.model.init} no longer has the "
+            f"weights they were trained with: {adapters['frozen weights'][0]} then, {initial.weights} now"
         )
     rank, scale = adapters["rank"], adapters["scale"]
     how = {"targets": adapters["targets"], "dora": adapters["dora"]}

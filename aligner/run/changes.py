@@ -62,17 +62,13 @@ def compare(path: Path, was: Mapping[str, Any] | None, now: Mapping[str, Any], a
 def reordered(changed: Sequence[Change]) -> list[str]:
     """Return the streams whose row numbers may mean other rows than before."""
     keys = [f"{change.key}." for change in changed if change.effect == REFUSE]
-    return [
-        name for name, parts in ROWS.items() if any(k.startswith(f"{data_key}.") for k in keys for data_key in parts)
-    ]
+    return [name for name, parts in ROWS.items() if any(k.startswith(f"{root}.") for k in keys for root in parts)]
 
 
 def note(run_dir: Path, path: Path, step: int, was: Mapping[str, Any] | None, changed: Sequence[Change]) -> None:
     """Print a line of reported changes, and one of accepted ones, and note them once in changes.jsonl. On rank 0."""
     if was is None:
-        print(
-            f"{path} has no definition of its run (an earlier version wrote it): changes are not detected", flush=True
-        )
+        print(f"{path} lacks its run's definition (an earlier version wrote it): changes are not detected", flush=True)
     accepted = [change for change in changed if change.effect == REFUSE]
     reported = [change for change in changed if change.effect == REPORT]
     if accepted:

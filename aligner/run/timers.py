@@ -24,9 +24,7 @@ class Timers:
         self._seconds: dict[str, float] = {}
         self._path: list[str] = []
         self.on_phase: Callable[[str], None] = lambda name: None  # called with the phase that runs now, "" for none
-        self.around: Callable[[str], AbstractContextManager[None]] = lambda name: (
-            nullcontext()
-        )  # context in which a phase runs
+        self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # of each phase
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

@@ -49,15 +49,11 @@ class SampleConfig(Section, key=KEY):
         "Source of pairs in pairs.jsonl. rewards: best and worst answer; answers: the row's own answer and samples.",
         choices=("rewards", "answers"),
     )
-    margin_above: float = key(
-        0.0, "Least difference of rewards in a pair, exclusive. Equal rewards never make a pair.", least=0
-    )
+    margin_above: float = key(0.0, "Difference of rewards that a pair must exceed. Equal ones make none.", least=0)
     unfinished: bool = key(False, "Use also answers that sampling.max_response_tokens cut.")
     column: str = key("completion", "Name of the answer's column in all.jsonl and best.jsonl.", valid=(_free, _NAME))
     round: int = key(
-        0,
-        "Round number, a part of all seeds: another round draws other samples (launchers/iterate.sh counts from 1).",
-        least=0,
+        0, "Number in all seeds: another round draws other samples (launchers/iterate.sh counts from 1).", least=0
     )
 
     @property

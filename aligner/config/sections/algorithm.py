@@ -20,9 +20,7 @@ POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg", "reinfor
 @dataclass
 class KLControllerConfig(Section, key="algorithm.kl.controller"):
     kind: str = key(
-        "fixed",
-        "Rule of the coefficient. fixed: kl.coef stays; adaptive: it follows the target.",
-        choices=("fixed", "adaptive"),
+        "fixed", "Rule of kl.coef. fixed: constant; adaptive: by the target.", choices=("fixed", "adaptive")
     )
     target: float = key(
         0.1, "Target of the k1 estimate, in nats per token (sequence_mean) or per response (sequence_sum).", above=0
@@ -41,9 +39,7 @@ class KLConfig(Section, key="algorithm.kl"):
     estimator: str = key(
         "k1", "Estimator of the KL (docs/reference/algorithms.md).", choices=("k1", "k2", "k3", "abs", "k1+", "k3+")
     )
-    placement: str = key(
-        "none", "Place of the KL: in no term, in the reward, or in the loss.", choices=("none", "reward", "loss")
-    )
+    placement: str = key("none", "Place of the KL: none, the reward or the loss.", choices=("none", "reward", "loss"))
     importance_weighted: bool = key(False, "Multiply the KL in the loss by the token's ratio.")
     controller: KLControllerConfig = section(KLControllerConfig)
 
@@ -159,9 +155,7 @@ class AlgorithmConfig(Section, key="algorithm"):
         "Dynamic sampling: replace prompts whose samples all have the same reward.",
         read_for=("trajectories",),
     )
-    filter_rounds: int = key(
-        10, "Maximum rounds of generation for one rollout, with filter_groups.", least=1, read_for=("trajectories",)
-    )
+    filter_rounds: int = key(10, "Maximum rounds of generation per rollout.", least=1, read_for=("trajectories",))
     kl: KLConfig = section(KLConfig)
     overlong: OverlongConfig = section(OverlongConfig, read_for=("samples",))
     reward_loss: RewardLossConfig = section(RewardLossConfig, read_for=("reward_loss",))

@@ -16,8 +16,7 @@ class CheckpointConfig(Section, key="checkpoint"):
     final: bool = key(True, "Save a checkpoint at the end.")
     async_save: bool = key(False, "Write checkpoints while training continues, from a copy in host memory.")
     rollouts: bool = key(
-        True,
-        "Store each finished rollout until a checkpoint contains its step, so that a resumed run does not repeat it.",
+        True, "Store each finished rollout until a checkpoint has its step, so that a resumed run does not repeat it."
     )
 
     @property

@@ -11,9 +11,7 @@ from aligner.config.key import Section, key
 class ChildConfig(Section):
     python: str = key("", "Python of an environment with the engine's package. Its torch may differ. Empty: this one.")
     start_timeout_s: float = key(
-        1800.0,
-        "Maximum seconds for the child to import its package, create the engine and capture CUDA graphs.",
-        above=0,
+        1800.0, "Maximum seconds for a child to import its package, create the engine and capture CUDA graphs.", above=0
     )
     call_timeout_s: float = key(
         300.0, "Maximum seconds per call: a bucket of weights, finalising, sleep, wake or logprobs.", above=0
@@ -22,9 +20,7 @@ class ChildConfig(Section):
     max_seq_len: int = key(
         0, "Maximum tokens of prompt and response. 0: data.max_prompt_tokens plus the longest response.", least=0
     )
-    sleep_weights: bool = key(
-        False, "Release also the weights on sleep, without a copy. Each sleep then needs a refit."
-    )
+    sleep_weights: bool = key(False, "Release the weights, too, without a copy. Each sleep then needs a refit.")
     prefix_reuse: bool = key(True, "Share a prompt's KV blocks among its samples.")
 
     @property

@@ -51,16 +51,12 @@ class ClusterConfig(Section, key="cluster"):
     )
     threads: int = key(0, "Threads per rank. 0: OMP_NUM_THREADS, else cores / local ranks.", least=0)
     signal: str = key(
-        "USR1",
-        "Signal, besides TERM, on which to save at the next step boundary and stop.",
-        choices=("USR1", "USR2", "HUP"),
+        "USR1", "Signal, besides TERM, to save at the next step boundary and stop.", choices=("USR1", "USR2", "HUP")
     )
     time_limit_s: float = key(
         0.0, "Seconds after the start of the process by which to stop. 0: only Slurm's time limit counts.", least=0
     )
-    margin_s: float = key(
-        60.0, "Seconds to keep free before the end, in addition to the longest step and save.", least=0
-    )
+    margin_s: float = key(60.0, "Seconds to keep free before the end, beyond the longest step and save.", least=0)
     watchdog: dict[str, float] = key(
         {},
         "Time limits of phases that differ from the default, in seconds: {score_s: 600} (docs/how-to/resume.md). "

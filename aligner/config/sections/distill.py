@@ -26,9 +26,7 @@ class DistillConfig(Section, key=KEY):
     teacher: str = key(
         "", "Teacher: a Hugging Face folder, run folder or checkpoint with the student's tokenizer.", resume=IGNORE
     )
-    teachers: dict[str, str] = key(
-        {}, "Map of names to folders, instead of `teacher`. Each row names its teacher.", resume=IGNORE
-    )
+    teachers: dict[str, str] = key({}, "Map of names to folders, for rows that name their teacher.", resume=IGNORE)
     teacher_column: str = key("teacher", "Column with the name of the row's teacher, with `teachers`.")
     kind: str = key("forward_kl", "Divergence of teacher and student at each token of the answers.", choices=KINDS)
     beta: float = key(
@@ -51,14 +49,9 @@ class DistillConfig(Section, key=KEY):
         resume=IGNORE,
     )
     on_policy: float = key(
-        0.0,
-        "Share of the steps in which the student generates the answers, to prompts of the same rows.",
-        least=0,
-        most=1,
+        0.0, "Share of the steps with answers that the student generates to the rows' prompts.", least=0, most=1
     )
-    sft_coef: float = key(
-        0.0, "Factor of the answers' negative log-likelihood, in addition to the divergence.", least=0
-    )
+    sft_coef: float = key(0.0, "Factor of the answers' negative log-likelihood, added to the divergence.", least=0)
 
     RULES = rules("""
 kind!=forward_kl => outside =tail|renormalise

@@ -56,9 +56,7 @@ class EngineConfig(Section, key="engine"):
     max_batch: int = key(512, "Maximum rows decoded together.", least=1)
     dtype: str = key("auto", "Data type of the weights. auto: the trainer's.", choices=("auto", "float32", "bfloat16"))
     quantization: str = key(
-        "none",
-        "Type to which refits round the layers' matrices. It is emulated, and saves neither memory nor time.",
-        choices=KINDS,
+        "none", "Type to which refits round the layers' matrices. Emulated: it saves no memory or time.", choices=KINDS
     )
     cuda_graphs: Switch = key(
         AUTO,

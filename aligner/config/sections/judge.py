@@ -30,9 +30,7 @@ class JudgeConfig(Section, key="reward.judges[]"):
         choices=tuple(FIELDS),
     )
     question: str = key(
-        "",
-        "Question to the judge: a format string over {prompt}, the row's columns, and {response}, or {first} and "
-        "{second}.",
+        "", "Question: a format string over {prompt}, the row's columns, and {response}, or {first} and {second}."
     )
     question_file: str = key("", "Text file with the question.", resume=IGNORE)
     weight: float = key(1.0, "Weight in the sum.")

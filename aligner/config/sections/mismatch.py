@@ -28,13 +28,13 @@ class MismatchConfig(Section, key="mismatch"):
         choices=("auto", "none", *MISMATCH_BOUNDS),
         joined="+",
     )
-    cap: float = key(0.0, "Largest weight of a token (tis_*). 0: the method's default.", least=0)
+    cap: float = key(0.0, "Largest weight of a token (tis_*). 0: the default.", least=0)
     low: float = key(
         0.0,
-        "Ratio below which tokens are left out (icepop) or samples (geometric_mask, veto). 0: the method's default.",
+        "Ratio below which tokens (icepop) or samples (geometric_mask, veto) are left out. 0: the default.",
         least=0,
     )
-    high: float = key(0.0, "Ratio above which they are left out. 0: the method's default.", least=0)
+    high: float = key(0.0, "Ratio above which they are left out. 0: the default.", least=0)
     replay_routing: bool = key(
         False,
         "Send the policy's tokens to the experts that the engine's routers chose (rollout routing replay).",

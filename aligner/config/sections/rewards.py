@@ -42,12 +42,7 @@ class RewardConfig(Section, key="reward"):
         "min", "Aggregation of a process reward model's step probabilities.", choices=("min", "product")
     )
     timeout_s: float = key(
-        60.0,
-        "Maximum seconds for all functions on one rollout.",
-        above=0,
-        resume=IGNORE,
-        rollouts=False,
-        read_for=SCORED,
+        60.0, "Maximum seconds of all functions per rollout.", above=0, resume=IGNORE, rollouts=False, read_for=SCORED
     )
     max_invalid_fraction: float = key(
         0.02,
@@ -111,9 +106,7 @@ class RewardConfig(Section, key="reward"):
 @dataclass
 class EvalConfig(Section, key="eval"):
     prompts: int = key(512, "Maximum held-out rows per evaluation. 0: all.", least=0, read_for=("training",))
-    generate: bool = key(
-        True, "Generate answers and score them by the reward functions, in stages with such functions."
-    )
+    generate: bool = key(True, "Generate answers and score them by the reward functions, in stages with some.")
     temperature: float = key(0.0, "Sampling temperature of the answers. 0: greedy.", least=0)
     samples: int = key(1, "Answers per row. More than 1 give pass@k.", least=1)
     functions: list[RewardFunctionConfig] = key(

@@ -97,7 +97,7 @@ def _attend(
         mixed = mixed * kept[:, None] + product
         top = higher
     both = real[:, None] & value_inside[None, :]
-    position = row * SHARE * tl.num_programs(1) + heads
+    cell = row * SHARE * tl.num_programs(1) + heads
     if PARTS == 1:
         if SINKS:
             sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32)
@@ -105,14 +105,12 @@ def _attend(
             mixed = mixed * tl.exp(top - higher)[:, None]
             total = total * tl.exp(top - higher) + tl.exp(sink - higher)
         mixed = mixed / total[:, None]
-        tl.store(
-            out + position[:, None] * VALUE_WIDTH + value_column[None, :], mixed.to(out.dtype.element_ty), mask=both
-        )
+        tl.store(out + cell[:, None] * VALUE_WIDTH + value_column[None, :], mixed.to(out.dtype.element_ty), mask=both)
     else:
-        position = position * PARTS + program
-        tl.store(out + position[:, None] * VALUE_WIDTH + value_column[None, :], mixed, mask=both)
-        tl.store(tops + position, top, mask=real)
-        tl.store(sums + position, total, mask=real)
+        cell = cell * PARTS + program
+        tl.store(out + cell[:, None] * VALUE_WIDTH + value_column[None, :], mixed, mask=both)
+        tl.store(tops + cell, top, mask=real)
+        tl.store(sums + cell, total, mask=real)
 
 
 @triton.jit

@@ -44,10 +44,8 @@ def with_partners(batch: TrainBatch, logprobs: Tensor, c: PreferenceConfig, grou
     everyone = torch.cat(parts, 1)
     on = everyone[4] > 0
     policy, theirs, chosen, rejected = everyone[:4, on]
-    counterparts = torch.zeros(3, len(on), dtype=everyone.dtype)
-    counterparts[:, on] = torch.stack(
-        [theirs - at_rank(policy, theirs), at_rank(chosen, rejected), at_rank(rejected, chosen)]
-    )
-    shift, *partners = counterparts[:, before : before + len(labels.counts)]
+    peers = torch.zeros(3, len(on), dtype=everyone.dtype)
+    peers[:, on] = torch.stack([theirs - at_rank(policy, theirs), at_rank(chosen, rejected), at_rank(rejected, chosen)])
+    shift, *partners = peers[:, before : before + len(labels.counts)]
     columns = labels.counts.repeat_interleave(2), shift.repeat_interleave(2), torch.stack(partners, 1).flatten()
     return torch.cat([known.labels[:, :3], torch.stack(columns, 1).to(known.labels.dtype)], 1)

@@ -69,9 +69,7 @@ class ModelConfig(Section, key="model"):
         resume=REPORT,
     )
     varlen_attention: bool = key(
-        False,
-        "Compute attention over rows of any length in one call, without padding and masks, on CUDA.",
-        resume=REPORT,
+        False, "Compute attention of rows of any length in one call, without padding and masks, on CUDA.", resume=REPORT
     )
 
     WORDS = MappingProxyType(

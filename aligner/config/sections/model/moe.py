@@ -20,9 +20,7 @@ class MoeConfig(Section, key="model.moe"):
     shared_ffn_hidden_size: int = key(
         0, "Width of an additional MLP for every token of such a layer. 0: none.", least=0
     )
-    groups: int = key(
-        1, "Number of equal groups of experts. A token's experts come from `top_groups` of them.", least=1
-    )
+    groups: int = key(1, "Number of equal groups of experts. A token uses `top_groups` of them.", least=1)
     top_groups: int = key(
         1, "Number of groups per token: those with the largest sums of their two best scores.", least=1
     )
