@@ -102,7 +102,7 @@ def test_sharegpt_with_tools():
         (talk(("human", "q"), ("function_call", "[7]")), r"of a function call, \{name, arguments\}"),
         (talk(*TURNS[:3]), r"expected `conversations` to end with an answer of the model"),
         ({"conversations": ["text"]}, r"conversations\[0\]: expected \{from, value\}, found 'text'"),
-        (talk(("system", "S"), *TURNS, system="T"), r"system='T': expected none beside"),
+        (talk(("system", "S"), *TURNS, system="T"), r"system='T': expected none with"),
         ({**ALPACA, "input": 7}, r"input='7': expected a string"),
         ({**ALPACA, "history": [["q"]]}, r"history\[0\]=.*expected a \[question, answer\] pair"),
         ({**ALPACA, "history": "q"}, r"history='q': expected a list"),
@@ -153,7 +153,7 @@ def test_conversations_of_roles_are_messages():
     for first in ([], [system("s")]):
         (found,) = sft_rows([{"conversations": [*first, *messages], "system": "s"}], DataConfig())
         assert found.messages == [system("s"), *messages]
-    with pytest.raises(DataError, match=r"row 1: system='s': expected none beside .* another system message"):
+    with pytest.raises(DataError, match=r"row 1: system='s': expected none with .* another system message"):
         sft_rows([{"conversations": [system("t"), *messages], "system": "s"}], DataConfig())
     with pytest.raises(DataError, match=r"row 1: expected messages of `conversations` with the strings `role`"):
         sft_rows([{"conversations": [user("q"), {"from": "gpt", "value": "a"}]}], DataConfig())
