@@ -22,7 +22,7 @@ def refused(call, *words, error=DataError):
         ('{"a": 1,\n"a": 2}', "'a' comes twice"),
         ('{"a": NaN}', "NaN is no number"),
         ('{"a": -Infinity}', "Infinity is no number"),
-        ('{"a": 1e999}', "1e999 is beyond"),
+        ('{"a": 1e999}', "1e999 is too large"),
         ("[" * 100_000, "nested at most"),
         ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested at most"),
         ('{"a": "\\ud800"}', "surrogate"),
