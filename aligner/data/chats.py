@@ -58,16 +58,14 @@ def check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Options) -> N
             raise ConfigError(f"data.template_arguments.{name}", value, expected)
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options, **keywords: Any
-) -> dict[str, list]:
+def render(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options, **args: Any) -> dict[str, list]:
     """Return `input_ids` of each chat, with return_assistant_tokens_mask=True also `assistant_masks`. Raises DataError
     that names the row which the template refuses."""
     columns: dict[str, list] = {"input_ids": [[]] * len(chats), "assistant_masks": [[]] * len(chats)}
     together: dict[str, list[int]] = {}
     for i, chat in enumerate(chats):  # a call of transformers takes one list of tools
         together.setdefault(json.dumps(chat.tools, default=str) if chat.tools else "", []).append(i)
-    settings = {"tokenize": True, "return_dict": True, "tokenizer_kwargs": {"verbose": False}, **options, **keywords}
+    settings = {"tokenize": True, "return_dict": True, "tokenizer_kwargs": {"verbose": False}, **options, **args}
     for places in together.values():
         batch = [chats[i] for i in places]
         messages, where = [chat.messages for chat in batch], [chat.where for chat in batch]

@@ -79,10 +79,8 @@ class Dialogue:
         texts = []
         for thought in ("", THOUGHT):
             answer = thought + written(self.calls, call.name, call.arguments or {})
-            turns = [
-                [self.answer_message(answer, thought, [call]), self.result(call, number, _RESULT)]
-                for number in range(2)
-            ]
+            message = self.answer_message(answer, thought, [call])
+            turns = [(message, self.result(call, number, _RESULT)) for number in range(2)]
             texts.append(self._try([_USER, *(message for turn in turns for message in turn)]) or "")
         return any(text.count(_RESULT) == 2 == text.count("an_argument") for text in texts)
 

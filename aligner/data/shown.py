@@ -132,12 +132,10 @@ def shown_calls(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], 
         whole = text([USER, {"role": "assistant", "content": thought, "tool_calls": [LOOK]}])
         if whole is None:
             continue
-        answer = (
-            whole[len(opening) :] if opening and whole.startswith(opening) else whole.rpartition(USER["content"])[2]
-        )
-        answer = answer.partition(tokenizer.decode([end]))[0] if end is not None else answer
-        kind = format_of(answer.removeprefix(thought), "look", {"at": "it 7"})
-        if kind or "it 7" in answer:
+        turn = whole[len(opening) :] if opening and whole.startswith(opening) else whole.rpartition(USER["content"])[2]
+        turn = turn.partition(tokenizer.decode([end]))[0] if end is not None else turn
+        kind = format_of(turn.removeprefix(thought), "look", {"at": "it 7"})
+        if kind or "it 7" in turn:
             return kind or OTHER  # a format's mark is not enough: other formats contain it
     return ""
 

@@ -80,12 +80,8 @@ class ToolWorker:
             room = max(0, room - len(texts[-1]))
         reward = await self._called(environment.turn_reward) if hasattr(environment, "turn_reward") else None
         wrong = sum(text.startswith("error: ") for text in texts)
-        return {
-            "texts": texts,
-            "wrong": wrong,
-            "reward": number(reward),
-            "done": bool(getattr(environment, "done", False)),
-        }
+        done = bool(getattr(environment, "done", False))
+        return {"texts": texts, "wrong": wrong, "reward": number(reward), "done": done}
 
     async def _call(self, environment: Any, name: str, arguments: dict[str, Any]) -> str:
         """Return the result of a call; for an invalid call its error."""

@@ -62,10 +62,7 @@ class Family:
     windows: Literal["", "every", "layers"] = ""  # layers with one, if config.json has sliding_window
     window_switch: bool = False  # config.json must say use_sliding_window
     default_window: int = 0  # for a config.json without sliding_window
-    default_global: tuple[str, int] = (
-        "",
-        0,
-    )  # without layer_types: key and default of n; each n-th layer is global
+    default_global: tuple[str, int] = ("", 0)  # without layer_types: key and default of n; each n-th is global
     # files may have further layers for multi-token prediction, which are not read; config.json's key of their number
     predicts_ahead: str = ""
     defaults: tuple[tuple[str, Any], ...] = ()  # for a config.json without other keys, if not DEFAULTS

@@ -324,24 +324,21 @@ def _family_of(raw: JsonObject, path: Path) -> Family:
 def float8_block(raw: JsonObject) -> tuple[int, int] | None:
     """Return the size of a block by config.json; None if it is not quantised in blocks. Raises ConfigError for another
     quantisation."""
-    quantisation = raw.record("quantization_config", None)
-    if quantisation is None or is_mxfp4(raw):
+    scheme = raw.record("quantization_config", None)
+    if scheme is None or is_mxfp4(raw):
         return None
     wanted = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
     optional = ("fmt", "activation_scheme", "scale_fmt")
-    other = {
-        k: quantisation.fields.get(k)
-        for k, v in wanted.items()
-        if quantisation.fields.get(k, v if k in optional else None) != v
-    }
-    if other or "weight_block_size" not in quantisation:
+    own = scheme.fields
+    other = {k: own.get(k) for k, v in wanted.items() if own.get(k, v if k in optional else None) != v}
+    if other or "weight_block_size" not in scheme:
         keys = ", ".join(f"{k}={v!r}" for k, v in (other or {"weight_block_size": None}).items())
         expected = "weights that are not quantised, or float8 in blocks (quant_method fp8, weight_block_size)"
         hint = f"Its quantization_config has {keys}; start from the unquantised weights."
         raise ConfigError("model.init", str(Path(raw.where).parent), expected, hint)
-    block = quantisation.integers("weight_block_size", low=1)
+    block = scheme.integers("weight_block_size", low=1)
     if len(block) != 2:
-        quantisation.refuse("weight_block_size", "two integers")
+        scheme.refuse("weight_block_size", "two integers")
     return block[0], block[1]
 
 

@@ -103,9 +103,7 @@ def norms(**names: str) -> tuple[ParamSpec, ...]:
         "behind_mlp": "mlp.post_layernorm",
     }
     others = tuple(row for row in COMMON if "{layer}" not in row.canonical or "layernorm" not in row.canonical)
-    return others + tuple(
-        layer(f"{canonical[position]}.weight", f"{hf}.weight", "hidden") for position, hf in names.items()
-    )
+    return others + tuple(layer(f"{canonical[at]}.weight", f"{hf}.weight", "hidden") for at, hf in names.items())
 
 
 def in_attention_layers(rows: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:

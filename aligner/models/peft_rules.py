@@ -22,12 +22,7 @@ _KNOWN = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("peft_version", "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"),
     *("lora_dropout", "megatron_core", "qalora_group_size", "runtime_config", "ephemeral_gpu_offload"),
-    *(
-        "loftq_config",
-        "eva_config",
-        "corda_config",
-        "lora_ga_config",
-    ),  # belong to an init_lora_weights, which is refused
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # of an init_lora_weights; refused there
 }
 _EMPTY = ("modules_to_save", "target_parameters", "layer_replication", "megatron_config")  # no effect if empty
 _SAME_BASE = (True, False, "gaussian", "orthogonal", "eva")  # init_lora_weights that do not change the base

@@ -69,14 +69,14 @@ class HfTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._parts or name in self._packed:
-            return self.read_slice(name, 0, 0, self.shape(name)[0])
+            return self.read(name, 0, 0, self.shape(name)[0])
         whole = self._read(name, lambda file: file.get_tensor(name))
         return whole if name not in self._scales else dequantised(name, whole, self._scale(name), self._block)
 
     def __contains__(self, name: object) -> bool:
         return name in self._files  # without reading it
 
-    def read_slice(self, name: str, axis: int, start: int, stop: int) -> Tensor:
+    def read(self, name: str, axis: int, start: int, stop: int) -> Tensor:
         """Read [start, stop) along `axis` (0 or 1), and only the needed scales."""
         if name in self._packed:
             return self._unpacked(self._packed[name], axis, start, stop)
@@ -93,16 +93,14 @@ class HfTensors(Mapping[str, Tensor]):
     def _unpacked(self, whole: FusedPart, axis: int, start: int, stop: int) -> Tensor:
         """Read a slice of a matrix in MXFP4, stored transposed with blocks along its last axis."""
         first = start // PACKED if axis else 0
-        matrix = whole if axis else whole.along(0, start, stop)
-        expert, _, rows = matrix.index
+        slab = whole if axis else whole.along(0, start, stop)
+        expert, _, rows = slab.index
         groups = slice(first, -(-stop // PACKED)) if axis else slice(None)
         bytes_, scales = (
-            self._read(
-                matrix.stored + end, lambda file, end=end: file.get_slice(matrix.stored + end)[expert, rows, groups]
-            )
+            self._read(slab.stored + end, lambda file, end=end: file.get_slice(slab.stored + end)[expert, rows, groups])
             for end in (BLOCKS, SCALES)
         )
-        numbers = unpacked(matrix.stored, bytes_, scales)
+        numbers = unpacked(slab.stored, bytes_, scales)
         return numbers[:, start - first * PACKED : stop - first * PACKED] if axis else numbers
 
     def shape(self, name: str) -> tuple[int, ...]:

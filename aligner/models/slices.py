@@ -59,7 +59,7 @@ def read_shard(spec: ParamSpec, tensors: HfTensors, cfg: ModelConfig, shard: Sha
             continue
         size = like.shape[axis]
         step = -(-size // pieces)
-        rows = tensors.read_slice(name, axis, *shard_interval(size, pieces, shard.rank))
+        rows = tensors.read(name, axis, *shard_interval(size, pieces, shard.rank))
         if rows.shape[axis] < step:  # the vocabulary is padded with zero rows
             rows = torch.cat([rows, rows.new_zeros(step - rows.shape[axis], *rows.shape[1:])])
         parts.append(rows)

@@ -201,15 +201,14 @@ class RewardPipeline:
     def score_early(self) -> Callable[[Sample], Early] | None:
         """A function that starts the independent scores of a sample while others are generated. None if nothing begins
         early."""
-        rewards = [reward for reward in self.rewards_of_threads if _per_sample(reward)] if self.config.overlap else []
+        early = [reward for reward in self.rewards_of_threads if _per_sample(reward)] if self.config.overlap else []
 
         def start(sample: Sample) -> Early:
             return {
-                reward.name: self.submit(reward, lambda reward=reward: scores_of(reward, [sample]))
-                for reward in rewards
+                reward.name: self.submit(reward, lambda reward=reward: scores_of(reward, [sample])) for reward in early
             }
 
-        return start if rewards else None
+        return start if early else None
 
     def take_late(self) -> dict[str, tuple[float, float]]:
         """Return reward/<name>/late -> (samples not scored in time, samples) of this rank since the last call.
