@@ -91,7 +91,7 @@ def _check_tied(tensors: HfTensors) -> None:
     same = tensors.shape(LM_HEAD) == shape
     for row in range(0, shape[0] if same else 0, ROWS):
         stop = min(shape[0], row + ROWS)
-        same = same and bool((tensors.read(LM_HEAD, 0, row, stop) == tensors.piece(EMBEDDING, 0, row, stop)).all())
+        same = same and bool((tensors.read(LM_HEAD, 0, row, stop) == tensors.read(EMBEDDING, 0, row, stop)).all())
     if not same:
         raise CheckpointError(
             f"{tensors.where}: {LM_HEAD} differs from {EMBEDDING}, although config.json says tie_word_embeddings=true: "

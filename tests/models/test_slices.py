@@ -24,11 +24,11 @@ CASES = {
 class Counting(HfTensors):
     """Counts the elements that were read."""
 
-    read = 0
+    counted = 0
 
     def _read(self, name, work):
         found = super()._read(name, work)
-        self.read += found.numel() if isinstance(found, torch.Tensor) else 0
+        self.counted += found.numel() if isinstance(found, torch.Tensor) else 0
         return found
 
 
@@ -44,12 +44,12 @@ def test_shards_are_read_and_rebuild_the_whole(name, tmp_path):
             for first in range(0, spec.shape[0], 2) if spec.experts else (0,):
                 for rank in range(tensor if spec.tp_axis is not None else 1):
                     shard = Shard(tensor, rank, first, 2 if spec.experts else 0)
-                    tensors.read = 0
+                    tensors.counted = 0
                     got = read_shard(spec, tensors, cfg, shard)
                     wanted = split_tp(spec, full, tensor, rank)
                     wanted = wanted[first : first + 2] if spec.experts else wanted
                     assert torch.equal(got, wanted), (spec.canonical, shard)
-                    assert tensors.read <= got.numel(), (spec.canonical, shard)
+                    assert tensors.counted <= got.numel(), (spec.canonical, shard)
                     for offsets, block in placed(spec, got, shard):
                         rebuilt[tuple(slice(o, o + n) for o, n in zip(offsets, block.shape, strict=True))] = block
             assert torch.equal(rebuilt, full), (spec.canonical, tensor)
