@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _as_a_key(flag: str) -> str:
     """Return how to write a setting that was given as an option (`--learning_rate`). Empty for an unknown one."""
-    from aligner.config.names import known_elsewhere
+    from aligner.config.foreign_names import known_elsewhere
 
     name = flag.lstrip("-").partition("=")[0]
     setting = known_elsewhere(name)
@@ -212,7 +212,7 @@ def _check_shape(args: argparse.Namespace, cfg: Config) -> None:
     keys, preset = shape_asked(args.overrides, args.config_dir)
     if keys or preset:
         with for_good():
-            from aligner.roles.asked_shape import check_shape
+            from aligner.roles.shape_check import check_shape
 
         if line := check_shape(cfg, keys, preset):
             print(line, file=sys.stderr, flush=True)
@@ -226,7 +226,7 @@ def _print_config(args: argparse.Namespace) -> int:
         _take_folders(args)
     cfg = _config(args)
     if cfg.model.init != "random":
-        from aligner.roles.asked_shape import with_real_shape
+        from aligner.roles.shape_check import with_real_shape
 
         cfg = with_real_shape(cfg)
     print(to_yaml(cfg), end="")

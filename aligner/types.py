@@ -255,7 +255,7 @@ class TrainBatch(TensorBatch):
     documents: Tensor | None = None  # int64 [B, T] numbers of a row's documents, which see only themselves; None: one
     forks: Tensor | None = None  # likewise of a trajectory's segments; losses see all of it as one row
     packing: Any = None  # ops.packing.Packing: positions of its tokens in the model's stream, once a model has it
-    whole: Any = None  # ops.packing.documents.Whole: the rows whose forks became rows, for a model
+    whole: Any = None  # ops.packing.documents.SourceRows: the rows whose forks became rows, for a model
 
     def find[P: TensorBatch](self, kind: type[P]) -> P | None:
         """Return the payload of this kind, if there is one."""

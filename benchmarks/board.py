@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from aligner.board import told
+from aligner.board import curves
 from aligner.board.runs import Board
 from aligner.config.freeze import to_yaml
 from aligner.config.resolve import compose
@@ -86,20 +86,20 @@ def main() -> None:
         board = Board([folder / "runs"])
         size = sum(run.series.path.stat().st_size for run in board.runs().values())
         print(f"{args.runs} runs of {args.steps} steps, {len(METRICS) + 2} metrics, {size / 2**30:.2f} GiB")
-        timed("first table of all runs", lambda: ask(board, told.table))
-        timed("metrics of 20 runs, until all is read", lambda: read_all(board, told.metrics, runs=some))
-        timed("6 curves of 20 runs", lambda: ask(board, told.curves, runs=some, metrics=CHARTS))
+        timed("first table of all runs", lambda: ask(board, curves.table))
+        timed("metrics of 20 runs, until all is read", lambda: read_all(board, curves.metrics, runs=some))
+        timed("6 curves of 20 runs", lambda: ask(board, curves.curves, runs=some, metrics=CHARTS))
         timed(
             "1 curve of 20 runs, 2,000 points",
-            lambda: ask(board, told.curves, runs=some, metrics=CHARTS[:1], points=2000),
+            lambda: ask(board, curves.curves, runs=some, metrics=CHARTS[:1], points=2000),
         )
-        timed("phases of 20 runs", lambda: ask(board, told.phases, runs=some))
-        timed("details of 20 runs, and where configs differ", lambda: ask(board, told.details, runs=some))
-        timed("table, until all is read", lambda: read_all(board, told.table))
-        timed("table again", lambda: ask(board, told.table))
+        timed("phases of 20 runs", lambda: ask(board, curves.phases, runs=some))
+        timed("details of 20 runs, and where configs differ", lambda: ask(board, curves.details, runs=some))
+        timed("table, until all is read", lambda: read_all(board, curves.table))
+        timed("table again", lambda: ask(board, curves.table))
         with (folder / "runs" / "run_1" / "metrics.jsonl").open("a") as file:
             file.write(line(args.steps, random.Random(1)))
-        timed("table after one more step of a run", lambda: ask(board, told.table))
+        timed("table after one more step of a run", lambda: ask(board, curves.table))
         shutil.rmtree(folder / "runs")
         large = folder / "large" / "run"
         large.mkdir(parents=True)
@@ -109,9 +109,9 @@ def main() -> None:
         board = Board([folder / "large"])
         size = (large / "metrics.jsonl").stat().st_size
         print(f"one metrics.jsonl of {size / 2**30:.2f} GiB")
-        timed("first table", lambda: ask(board, told.table))
-        timed("until all is read", lambda: read_all(board, told.table))
-        timed("all curves", lambda: ask(board, told.curves))
+        timed("first table", lambda: ask(board, curves.table))
+        timed("until all is read", lambda: read_all(board, curves.table))
+        timed("all curves", lambda: ask(board, curves.curves))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.fleet import FleetEngine
 from aligner.environments.pool import Pool, Session
 from aligner.environments.tools import load_tools, schemas
-from aligner.rollout.serving import Turns
+from aligner.rollout.turn_pool import Turns
 from aligner.types import Generations, SamplingParams
 from benchmarks.common import write_json
 from benchmarks.versus.workload import SIZES

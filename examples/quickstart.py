@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from aligner.cluster import nursery
+from aligner.cluster import fork_server
 from aligner.cluster.launch import STOPS
 from aligner.config.freeze import freeze_start
 from aligner.config.resolve import compose, quoted
@@ -29,7 +29,7 @@ from aligner.run.launched import imports, launch_run
 from aligner.run.marker_files import STOPPED
 from aligner.run.memory import peak_rss_bytes
 from aligner.run.metrics import read_jsonl
-from aligner.tools.apart import apart
+from aligner.tools.child_call import apart
 
 STAGES = ("sft", "rm_init", "rm", "grpo", "ppo")
 HERE = "examples.quickstart"
@@ -73,7 +73,7 @@ class Quickstart:
         self.begin()
         start = time.perf_counter()
         modules = {module: None for cfg in configs.values() for module in imports(cfg)}
-        with nursery.kept([*modules, *OWN_IMPORTS], dict(os.environ), STOPS):  # all stages share its imports
+        with fork_server.kept([*modules, *OWN_IMPORTS], dict(os.environ), STOPS):  # all stages share its imports
             code = self.stages(configs)
             if code:
                 return code

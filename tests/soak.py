@@ -63,7 +63,7 @@ from aligner.megatron.train import ShardedModel
 from aligner.refit import serve
 from aligner.refit.transfer import Refit
 from aligner.rollout.player import Player
-from aligner.rollout.sampled import Sampled
+from aligner.rollout.samples_file import Sampled
 from aligner.rollout.score import Scorer
 from aligner.rollout.store import Store
 from aligner.run.loop import Run

@@ -31,7 +31,7 @@ from aligner.families.hf_config import config_from_hf, hf_config
 from aligner.files import file_hash
 from aligner.megatron.checkpoint_files import read_checked, write_manifest
 from aligner.megatron.checkpoint_index import check_before_loading, noted_checksums
-from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, write_index
+from aligner.megatron.chunks import Block, BlockFile, Blocks, StorageLocation, write_index
 from aligner.models.folder_check import check_folder
 from aligner.models.params import expected_hf_shapes
 from aligner.models.safetensors_io import INDEX, SINGLE, open_hf, write_hf
@@ -182,7 +182,7 @@ def sharded(tmp_path_factory):
         for name, t in tensors.items():
             out.add(name, (0,) * t.dim(), t)
     blocks = [Block(b.key, b.offsets, b.shape, b.dtype, b.start, b.length) for b in out.blocks]
-    places = {n: Place(n, tuple(t.shape), None, t.dtype) for n, t in tensors.items()}
+    places = {n: StorageLocation(n, tuple(t.shape), None, t.dtype) for n, t in tensors.items()}
     write_index(folder, {"part-00000.distcp": blocks}, places)
     files = {path.name: file_hash(path) for path in folder.iterdir()}
     (folder / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": files}))

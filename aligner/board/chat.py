@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from aligner.board import own
+from aligner.board import safe_files
 from aligner.board.jobs import command, tail
 from aligner.board.runs import Board
 from aligner.config.freeze import FILE_NAME
@@ -48,9 +48,9 @@ def known(board: Board) -> dict[str, Model]:
     board's folders and directly in them. Reward models are left out."""
     models = {}
     for name, run in board.runs().items():
-        if own.within(run.folder, "hf") and _talks(run.folder / "hf"):
+        if safe_files.within(run.folder, "hf") and _talks(run.folder / "hf"):
             models[name] = Model(run.folder)
-        if own.within(run.folder, "checkpoints") and run.stage != "rm":
+        if safe_files.within(run.folder, "checkpoints") and run.stage != "rm":
             steps = sorted((run.folder / "checkpoints").glob("step-*[0-9]"))
             models |= {f"{name} {folder.name}": Model(folder, run.folder) for folder in steps}
     for root in board.folders:
@@ -63,13 +63,15 @@ def known(board: Board) -> dict[str, Model]:
 def _talks(folder: Path) -> bool:
     """Return whether the folder has a language model, by its config.json."""
     with suppress(OSError, AlignerError):
-        config = parse_json(own.content(folder, "config.json", own.CONFIG_BYTES), "config.json", AlignerError, nan=True)
+        config = parse_json(
+            safe_files.content(folder, "config.json", safe_files.CONFIG_BYTES), "config.json", AlignerError, nan=True
+        )
         return isinstance(config, dict) and "Classification" not in str(config.get("architectures"))
     return False
 
 
 @dataclass
-class Talk:
+class ServedModel:
     """A model that is served. For a checkpoint, its process is first the export of the model."""
 
     process: subprocess.Popen | None
@@ -146,13 +148,13 @@ class Talk:
 
 
 @dataclass
-class Talks:
+class ServedModels:
     """Open models by name. Calls come from several threads, and none waits for another one's start."""
 
-    by_name: dict[str, Talk] = field(default_factory=dict)
+    by_name: dict[str, ServedModel] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def open(self, name: str, model: Model) -> Talk:
+    def open(self, name: str, model: Model) -> ServedModel:
         """Return once the model answers. Raises AlignerError, also if it is closed meanwhile."""
         with self._lock:
             for ended in self.by_name.keys() - self.living():
@@ -160,7 +162,7 @@ class Talks:
             if name not in self.by_name:
                 if len(self.by_name) >= MOST:
                     raise AlignerError(f"{name!r}: expected at most {MOST} models at a time; close one first")
-                self.by_name[name] = Talk(None, tempfile.TemporaryDirectory(prefix="aligner-chat-"), model=model)
+                self.by_name[name] = ServedModel(None, tempfile.TemporaryDirectory(prefix="aligner-chat-"), model=model)
             talk = self.by_name[name]
         talk.url()
         return talk
@@ -246,7 +248,7 @@ def _event(data: bytes) -> JsonObject:
 
 # --- endpoints
 
-TALKS = Talks()  # of this process
+TALKS = ServedModels()  # of this process
 
 
 def talks(board: Board, request: JsonObject) -> Any:

@@ -40,7 +40,7 @@ _hydra = threading.Lock()  # its state is the process's
 
 
 @dataclass(frozen=True)
-class Wish:
+class RunForm:
     """Values of the form."""
 
     groups: dict[str, str] = field(default_factory=dict)  # options of the folders of conf/
@@ -55,7 +55,7 @@ class Wish:
     device: str = "h100"
 
     @classmethod
-    def read(cls, request: JsonObject) -> Wish:
+    def read(cls, request: JsonObject) -> RunForm:
         """Read the form's values. Raises ConfigError."""
         wish = from_plain(cls, request.fields, "", cls)
         one_of("command", wish.command, ("launch", "submit"))
@@ -107,7 +107,7 @@ def _written(value: Any) -> str:
     return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else repr(value)
 
 
-def composed(wish: Wish) -> Config:
+def composed(wish: RunForm) -> Config:
     """Resolve the config. Raises ConfigError."""
     with _hydra:
         return compose(wish.overrides())
@@ -130,11 +130,11 @@ def check(board: Board, request: JsonObject) -> dict[str, Any]:
     `error`: {"key", "text"} as the command would print it, or None; `base`: the values by key from the groups alone;
     `yaml`: the resolved config, where there is one; `unread`: keys that this stage does not read; `plan`: {"command",
     "table", "error"}."""
-    wish = Wish.read(request)
+    wish = RunForm.read(request)
     plan = {"command": _line("plan", *wish.plan_options(), *wish.overrides()), "table": "", "error": ""}
     answer: dict[str, Any] = {"command": _line(*wish.argv()), "base": {}, "yaml": "", "error": None, "unread": []}
     try:
-        answer["base"] = _by_key(composed(Wish(wish.groups)))
+        answer["base"] = _by_key(composed(RunForm(wish.groups)))
         cfg = composed(wish)
     except AlignerError as error:
         return answer | {"error": _error(error), "plan": plan}
@@ -169,7 +169,7 @@ def _error(error: AlignerError) -> dict[str, str]:
     return {"key": key, "text": f"error: {error}"}
 
 
-def _plan(wish: Wish, cfg: Config) -> dict[str, str]:
+def _plan(wish: RunForm, cfg: Config) -> dict[str, str]:
     """Return the plan's table, also beside the error for a job that does not fit, as in the terminal."""
     parser = argparse.ArgumentParser()
     plan_options.add_arguments(parser)

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aligner.board import own
-from aligner.board.compose import Wish, composed
+from aligner.board import safe_files
+from aligner.board.compose import RunForm, composed
 from aligner.board.runs import Board
 from aligner.cluster.lock import NAME as LOCK
 from aligner.cluster.lock import user_here
@@ -40,7 +40,7 @@ class Jobs:
     _dry: dict[str, list[str]] = field(default_factory=dict)  # the command that `dry` has shown, by its key
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def start(self, wish: Wish) -> dict[str, Any]:
+    def start(self, wish: RunForm) -> dict[str, Any]:
         """Run `launch` in the background with its output in the run's folder. Raises AlignerError for what it would
         refuse."""
         if wish.command != "launch":
@@ -68,7 +68,7 @@ class Jobs:
                 ) from None
         return self.status(folder)
 
-    def dry(self, wish: Wish) -> dict[str, str]:
+    def dry(self, wish: RunForm) -> dict[str, str]:
         """Return what `submit` would write and call; `key` is for `submit`."""
         if wish.command != "submit":
             raise ConfigError("command", wish.command, "submit: a run on this machine is started")
@@ -104,8 +104,8 @@ class Jobs:
         """Return a run's state. `code`: the exit code of a run that was started here; None while it runs, or if it was
         started elsewhere."""
         ours, log = self.started.get(folder), ""
-        with suppress(OSError), own.opened(folder, LOG) as file:
-            log = own.end(file)
+        with suppress(OSError), safe_files.opened(folder, LOG) as file:
+            log = safe_files.end(file)
         return {
             "folder": str(folder),
             "pid": self.pid(folder),
@@ -145,7 +145,7 @@ def _output(argv: Sequence[str]) -> str:
 def tail(path: Path) -> str:
     """Return the end of a log that this process wrote."""
     with path.open("rb") as file:
-        return own.end(file)
+        return safe_files.end(file)
 
 
 # --- endpoints
@@ -154,11 +154,11 @@ JOBS = Jobs()  # of this process
 
 
 def start(board: Board, request: JsonObject) -> Any:
-    return JOBS.start(Wish.read(request))
+    return JOBS.start(RunForm.read(request))
 
 
 def dry_run(board: Board, request: JsonObject) -> Any:
-    return JOBS.dry(Wish.read(request))
+    return JOBS.dry(RunForm.read(request))
 
 
 def submit(board: Board, request: JsonObject) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from aligner.board import samples, told
+from aligner.board import curves, samples
 from aligner.board.runs import Answer
 
 
@@ -21,9 +21,9 @@ class Page:
 
 
 REPORTED = {
-    "runs": Page({"runs": told.table, "details": told.details}, {"runs": {}, "details": {"report": True}}),
+    "runs": Page({"runs": curves.table, "details": curves.details}, {"runs": {}, "details": {"report": True}}),
     "curves": Page(
-        {"metrics": told.metrics, "curves": told.curves, "phases": told.phases},
+        {"metrics": curves.metrics, "curves": curves.curves, "phases": curves.phases},
         {"metrics": {}, "curves": {}, "phases": {}},
     ),
     "samples": Page(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from aligner.board import own
+from aligner.board import safe_files
 from aligner.board.query import Query, rounded
 from aligner.board.runs import read_settings
 from aligner.config.options import from_plain
@@ -47,7 +47,7 @@ NUMBERS = {
 
 def steps(folder: Path) -> list[int]:
     """Return the steps of a run whose rollouts exist."""
-    if not own.within(folder, FOLDER):
+    if not safe_files.within(folder, FOLDER):
         return []
     names = []
     with suppress(OSError):  # no folder, or one that is closed
@@ -75,7 +75,7 @@ class RecordedRollout:
         name = f"{FOLDER}/step-{step:08d}.safetensors"
         path = folder / name
         with _readable(path):
-            own.opened(folder, name).close()
+            safe_files.opened(folder, name).close()
             stat = path.stat()
             header, small = _small(path, stat.st_mtime_ns, stat.st_size)
             return cls(path, header, small, _decoder(folder))
@@ -155,7 +155,7 @@ class RecordedRollout:
 def _values(columns: Sequence[np.ndarray], made: np.ndarray) -> list[float | None]:
     """Return the first column, or its difference to the second."""
     shown = columns[0] - columns[1] if len(columns) > 1 else columns[0]
-    return [rounded(float(value)) if own else None for value, own in zip(shown, made, strict=True)]
+    return [rounded(float(value)) if safe_files else None for value, safe_files in zip(shown, made, strict=True)]
 
 
 @functools.lru_cache(8)

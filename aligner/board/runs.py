@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from aligner.board import own
+from aligner.board import safe_files
 from aligner.board.series import SO_FAR, STEP_S, Series, number
 from aligner.cluster import watch
 from aligner.cluster.lock import BEAT_S
@@ -84,7 +84,7 @@ class RunFolder:
     @property
     def config(self) -> str:
         with suppress(OSError):
-            return own.content(self.folder, "config.yaml", own.CONFIG_BYTES).decode(errors="replace")
+            return safe_files.content(self.folder, "config.yaml", safe_files.CONFIG_BYTES).decode(errors="replace")
         return ""
 
     def _read(self, name: str, read: Callable[[Path, str], Any], empty: Any) -> Any:
@@ -131,8 +131,8 @@ class RunFolder:
         """Ends of its newest logs by name, the newest last."""
         ends = {}
         for name in newest_logs(self.folder):
-            with suppress(OSError), own.opened(self.folder, name) as file:
-                ends[name] = own.end(file)
+            with suppress(OSError), safe_files.opened(self.folder, name) as file:
+                ends[name] = safe_files.end(file)
         return ends
 
     def state(self, jobs: dict[str, str]) -> str:
@@ -149,7 +149,7 @@ class RunFolder:
     @property
     def recorded(self) -> bool:
         """Whether the batch script's notes can be read."""
-        return self._read(ATTEMPTS, own.content, None) is not None or not os.path.lexists(self.folder / ATTEMPTS)
+        return self._read(ATTEMPTS, safe_files.content, None) is not None or not os.path.lexists(self.folder / ATTEMPTS)
 
     @property
     def job(self) -> str | None:
@@ -285,7 +285,7 @@ def newest_logs(folder: Path) -> list[str]:
 
 def _entries(folder: Path, name: str) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the entries of a folder in a run folder, with names relative to that, without links."""
-    if own.within(folder, name):
+    if safe_files.within(folder, name):
         with suppress(OSError), os.scandir(folder / name) as entries:
             for entry in itertools.islice(entries, ENTRIES):
                 with suppress(OSError):
@@ -305,16 +305,18 @@ def flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 def read_settings(folder: Path, name: str = "config.yaml") -> dict[str, Any]:
     """Read a config by dotted key. Raises OSError, AlignerError, and errors of PyYAML."""
-    return dict(flat(from_yaml(own.content(folder, name, own.CONFIG_BYTES)) or {}))
+    return dict(flat(from_yaml(safe_files.content(folder, name, safe_files.CONFIG_BYTES)) or {}))
 
 
 def _records(folder: Path, name: str) -> list[dict[str, Any]]:
-    return list(jsonl_records(own.content(folder, name).splitlines(keepends=True), str(folder / name)))
+    return list(jsonl_records(safe_files.content(folder, name).splitlines(keepends=True), str(folder / name)))
 
 
 def _fields(folder: Path, name: str) -> dict[str, Any]:
     where = str(folder / name)
-    return record(parse_json(own.content(folder, name), where, AlignerError, nan=True), where, AlignerError).fields
+    return record(
+        parse_json(safe_files.content(folder, name), where, AlignerError, nan=True), where, AlignerError
+    ).fields
 
 
 def _epoch(text: Any) -> float:

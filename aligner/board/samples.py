@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aligner.board import own, recorded
+from aligner.board import recorded, safe_files
 from aligner.board.query import Query, rounded
 from aligner.board.runs import Board, RunFolder
 from aligner.errors import AlignerError, DataError
@@ -69,7 +69,7 @@ class Table:
         """Return all rows, with those added since; read all again if the file was replaced, as after a resume."""
         with self._lock:
             try:
-                opened = own.opened(self.path.parent, self.path.name)
+                opened = safe_files.opened(self.path.parent, self.path.name)
             except OSError:
                 return []
             with opened as file:
@@ -96,7 +96,7 @@ class Table:
     def _rows(self, offsets: Sequence[RowOffset], query: Query) -> Iterator[dict[str, Any]]:
         if not offsets:  # and maybe no file
             return
-        with own.opened(self.path.parent, self.path.name) as file:
+        with safe_files.opened(self.path.parent, self.path.name) as file:
             for row_offset in offsets:
                 file.seek(row_offset.offset)
                 row = self._row(file.read(row_offset.size))
@@ -156,7 +156,7 @@ def sample_tokens(board: Board, request: JsonObject) -> Any:
 
 
 def _has(run: RunFolder) -> bool:
-    return own.within(run.folder, FILE) or bool(recorded.steps(run.folder))
+    return safe_files.within(run.folder, FILE) or bool(recorded.steps(run.folder))
 
 
 def _view(run: RunFolder, query: Query, step: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from aligner.board import own
+from aligner.board import safe_files
 from aligner.errors import AlignerError
 from aligner.foreign import parse_json, record
 
@@ -166,7 +166,7 @@ class Series:
     def look(self, budget: int) -> int:
         """Read further, about `budget` bytes, and the end; return how many were read. Raises nothing: see `damage`."""
         try:
-            with own.opened(self.path.parent, self.path.name) as file:
+            with safe_files.opened(self.path.parent, self.path.name) as file:
                 return self._look(file, budget)
         except FileNotFoundError:
             self.size = 0

@@ -13,7 +13,7 @@ from aligner.engines.base import RolloutEngine
 from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
 from aligner.errors import ConfigError
-from aligner.rollout.turns import Outside, Pace, TurnPlayer, kind_of_player
+from aligner.rollout.turns import TrajectoryContext, TurnAdmission, TurnPlayer, kind_of_player
 from aligner.types import SamplingParams
 
 
@@ -34,9 +34,9 @@ def _dialogue(cfg: Config, tokenizer: Any, tools: Tools) -> Dialogue:
 def make_turns(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> TurnPlayer:
     cfg, tooling = job.cfg, job.tooling
     assert tooling is not None
-    pool, pace = Pool(cfg.environment, tooling.schemas, job.answers), Pace.ROUNDS
+    pool, pace = Pool(cfg.environment, tooling.schemas, job.answers), TurnAdmission.ROUNDS
     if engine.can.serves and cfg.engine.tensor_parallel == 1:
-        pace = Pace.COUNTS if cfg.run.deterministic or cfg.engine.window else Pace.ANSWERS
+        pace = TurnAdmission.COUNTS if cfg.run.deterministic or cfg.engine.window else TurnAdmission.ANSWERS
     return kind_of_player(cfg.environment, partial(_dialogue, cfg, job.tokenizer))(
         engine,
         job.tokenizer,
@@ -44,6 +44,6 @@ def make_turns(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> Tur
         job.layout and job.layout.peers,
         job.timers,
         cfg.engine.window,
-        outside=Outside(pool, tooling.dialogue, cfg.environment, cfg.data.max_prompt_tokens, tooling.scores),
+        outside=TrajectoryContext(pool, tooling.dialogue, cfg.environment, cfg.data.max_prompt_tokens, tooling.scores),
         pace=pace,
     )

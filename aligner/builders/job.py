@@ -24,19 +24,19 @@ from aligner.config.on_demand import imported, on_demand
 from aligner.config.schema import Config
 from aligner.config.validate_model import check_node, validate_model, validate_on_gpu
 from aligner.data.dialogue import Dialogue
-from aligner.data.reading import DataReport
+from aligner.data.row_reader import DataReport
 from aligner.data.shipped_templates import use_chat_template
-from aligner.data.shown import describe
+from aligner.data.template_checks import describe
 from aligner.engines.base import RolloutEngine
 from aligner.families.table import parameters
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
-from aligner.megatron.held import check_held
 from aligner.megatron.lora import check_adapters
 from aligner.megatron.model import check_kernels, resolve_dtype
+from aligner.megatron.quantized_base import check_held
 from aligner.megatron.train import ShardedModel
 from aligner.ops.seeds import derive
 from aligner.roles.model_init import InitialModel, resolve
-from aligner.run.chain import Seen
+from aligner.run.chain import StepHashes
 from aligner.run.checkpoints import Stateful
 from aligner.run.starts import Start, start_record
 from aligner.run.stop import Boundary, Deadline, allocation_end, uptime_s
@@ -60,7 +60,7 @@ class Tooling:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildRecord:
     """Notes of builders on what they build, for the run that they build last. Nothing is removed except a model that
     is freed."""
 
@@ -75,7 +75,7 @@ class Built:
     rows: dict[str, int] = field(default_factory=dict)  # key of `batch` with the rows of a step -> number of rows
 
 
-class Terminal:
+class JobOutput:
     """Output of a job on the terminal, by rank 0."""
 
     def __init__(self, rank: int, tokenizer: Any, template_arguments: Mapping[str, Any]):
@@ -109,10 +109,10 @@ class Job:
     boundary: Boundary
     start: Start  # rank 0 of a run has a real one
     answers: AnswerLog  # of tools, environments, judges and servers
-    seen: Seen  # of this step
-    terminal: Terminal
+    seen: StepHashes  # of this step
+    terminal: JobOutput
     timers: Timers = field(default_factory=Timers)
-    built: Built = field(default_factory=Built)
+    built: BuildRecord = field(default_factory=BuildRecord)
 
     @property
     def tokenizer(self) -> Any:
@@ -200,8 +200,8 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device, signals: StopSignal
         Boundary() if signals is None else Boundary(signals, _deadline(cfg, env), watchdog.clock.now),
         Start("", 1, {}) if signals is None or env.rank else _noted(cfg, env, device, initial),
         AnswerLog(run_dir / FOLDER, env.rank),
-        Seen(counts=layout is not None and layout.peers.rank() == 0),
-        Terminal(env.rank, initial.tokenizer, cfg.data.template_arguments),
+        StepHashes(counts=layout is not None and layout.peers.rank() == 0),
+        JobOutput(env.rank, initial.tokenizer, cfg.data.template_arguments),
     )
 
 

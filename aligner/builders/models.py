@@ -26,7 +26,7 @@ from aligner.roles.critic import Critic
 from aligner.roles.model_init import InitialModel, resolve
 from aligner.roles.policy import AdapterReference, Policy, Reference
 from aligner.roles.process_reward import ProcessRewardModel
-from aligner.roles.reward_model import Mixed, RewardModel
+from aligner.roles.reward_model import AttributeWeight, RewardModel
 
 
 def make_model(
@@ -140,7 +140,7 @@ def make_reward_model(job: Job) -> RewardModel | ProcessRewardModel | None:
     return RewardModel(model, job.cfg.batch, *_centring(job, initial), mix=mix)
 
 
-def _mix(job: Job, initial: InitialModel) -> tuple[Mixed, ...]:
+def _mix(job: Job, initial: InitialModel) -> tuple[AttributeWeight, ...]:
     """Return the outputs and weights by reward.model_attributes, of a reward model of several attributes."""
     weights, extra, key = job.cfg.reward.model_attributes, initial.extra, "reward.model_attributes"
     names = list(extra.get("attributes") or ())
@@ -152,7 +152,7 @@ def _mix(job: Job, initial: InitialModel) -> tuple[Mixed, ...]:
         raise ConfigError(key, dict(weights), "a reward model that stores the mean of each attribute: train it anew")
     scales = extra["stds"] if weights and job.cfg.reward.model_standardize else [1.0] * len(names)
     places = {name: names.index(name) for name in weights}
-    return tuple(Mixed(k, weights[name], extra["biases"][k], scales[k]) for name, k in places.items())
+    return tuple(AttributeWeight(k, weights[name], extra["biases"][k], scales[k]) for name, k in places.items())
 
 
 def _centring(job: Job, initial: InitialModel) -> tuple[float, float]:

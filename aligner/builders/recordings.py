@@ -11,7 +11,7 @@ from aligner.models.fingerprint import file_fingerprint
 from aligner.ops.agree import same_view
 from aligner.roles.model_init import shape_of
 from aligner.rollout.record import FOLDER, Origin, Recorder
-from aligner.rollout.replay import RecordedSource, Replayed, check_recording
+from aligner.rollout.replay import RecordedSource, ReplayedRollouts, check_recording
 from aligner.rollout.source import Rollouts
 from aligner.run.rows import file_name
 
@@ -28,7 +28,7 @@ def make_recorded(job: Job, model: ShardedModel) -> RecordedSource:
     return source
 
 
-def make_replayed(job: Job, source: Rollouts, model: ShardedModel) -> Replayed:
+def make_replayed(job: Job, source: Rollouts, model: ShardedModel) -> ReplayedRollouts:
     """Make the source of recorded rollouts without a gap after them: after one the source must generate all. Raises
     DataError."""
     folder, files = Path(job.cfg.debug.replay) / FOLDER, {}
@@ -40,7 +40,7 @@ def make_replayed(job: Job, source: Rollouts, model: ShardedModel) -> Replayed:
         check_recording(path, _origin(job), routed)
         files[step] = path
     recorded = RecordedSource(files, job.layout, job.cfg.batch.prompts, lambda: model.step_count, routed, job.timers)
-    return Replayed(source, recorded)
+    return ReplayedRollouts(source, recorded)
 
 
 def make_recorder(job: Job, source: Rollouts) -> Recorder:

@@ -29,7 +29,7 @@ from aligner.rollout.requests import Requests
 from aligner.rollout.schedule import Schedule
 from aligner.rollout.score import Scorer
 from aligner.rollout.sharing import share
-from aligner.rollout.source import Hashed, Rollouts, RolloutSource, Weights
+from aligner.rollout.source import HashedRollouts, Rollouts, RolloutSource, Weights
 from aligner.rollout.store import FOLDER, Store
 from aligner.run.checkpoints import Stateful
 
@@ -82,7 +82,7 @@ def make_rollouts(
 
 def _watched(job: Job, source: Rollouts) -> Rollouts:
     """Return the source, observed by the chain of hashes and by the recorder."""
-    source = Hashed(source, job.seen)
+    source = HashedRollouts(source, job.seen)
     return on_demand("debug.record")(job, source) if recorded_steps(job.cfg) else source
 
 

@@ -15,8 +15,8 @@ from aligner.errors import DataError
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.player import Player
 from aligner.rollout.references import check_rows
-from aligner.rollout.sampled import Sampled, answer_of
 from aligner.rollout.samples import Samples
+from aligner.rollout.samples_file import Sampled, answer_of
 from aligner.rollout.score import Scorer
 from aligner.rollout.source import Weights
 

@@ -18,7 +18,7 @@ from aligner.run.phases import PhaseMemory
 
 if TYPE_CHECKING:
     from aligner.engines.native.fleet import FleetEngine
-    from aligner.engines.vllm.placed import PlacedVllmEngine
+    from aligner.engines.vllm.in_place import InPlaceVllmEngine
     from aligner.refit.factors import FactorExchange
 
 
@@ -49,7 +49,7 @@ def serve(job: Job) -> int:
     return 0 if well else 1
 
 
-def _engine(job: Job, model: ModelConfig) -> FleetEngine | PlacedVllmEngine:
+def _engine(job: Job, model: ModelConfig) -> FleetEngine | InPlaceVllmEngine:
     if job.cfg.engine.child is not None:
         return child_engine(job, model, imported(ENGINES[job.cfg.engine.name].made_apart_by))
     return policy_engine(job, model)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from aligner.cluster import failure, nursery, seal
+from aligner.cluster import failure, fork_server, seal
 from aligner.cluster.env import LAUNCHED
 from aligner.cluster.mpi import free_port
 from aligner.cluster.signals import AGAIN, CHOICES, catchable
@@ -33,7 +33,7 @@ TAIL_LINES = 30
 @dataclass
 class _Rank:
     number: int
-    process: subprocess.Popen | nursery.Child
+    process: subprocess.Popen | fork_server.Child
     log: Path | None  # None: the terminal
     failure_file: Path
 
@@ -131,7 +131,7 @@ def _start(
         stderr=output,
         stdin=subprocess.DEVNULL,
         process_group=0,  # a Ctrl-C reaches the ranks once, through us, not a second time from the terminal
-        preexec_fn=lambda: nursery.prepare(requests),
+        preexec_fn=lambda: fork_server.prepare(requests),
     )
     return _Rank(number, process, log, failure_file)
 
@@ -156,7 +156,7 @@ def _fork(
 ) -> None:
     """Start all ranks like `_start`, by forks. The fork server stands for rank 0 until they exist."""
     owns = [_own(number, shared, logs) for number in range(ranks)]
-    with nursery.lent(imports, shared, requests) as server:
+    with fork_server.lent(imports, shared, requests) as server:
         started.append(_Rank(0, server.process, *owns[0][1:]))
         try:
             children = server.children(command, [own[:2] for own in owns])

@@ -82,7 +82,7 @@ ENGINES = {
     "vllm": EngineEntry(
         Capabilities(**_SEEDED, apart=True, tensor_parallel=True, prefix_reuse=True),
         made_by="aligner.engines.vllm.engine:VllmEngine",
-        made_apart_by="aligner.engines.vllm.placed:PlacedVllmEngine",
+        made_apart_by="aligner.engines.vllm.in_place:InPlaceVllmEngine",
         section="vllm",
         by_default=(),
         check=vllm.check_model,

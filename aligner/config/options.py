@@ -13,9 +13,9 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from aligner.config.checks import Auto, Switch
-from aligner.config.former import current
+from aligner.config.foreign_names import NAMES, known_elsewhere
 from aligner.config.key import Facts, facts_of
-from aligner.config.names import NAMES, known_elsewhere
+from aligner.config.removed_keys import current
 from aligner.config.schema import Config
 from aligner.errors import ConfigError, UnknownKeyError
 

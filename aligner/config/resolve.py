@@ -30,9 +30,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from aligner.config.checks import all_finite
-from aligner.config.former import REMOVED, RENAMED, copied, passed_over
 from aligner.config.identity import uses
 from aligner.config.options import GROUPS, REUSED, all_keys, in_free_dict, key_type, nearest, rekeyed, type_name
+from aligner.config.removed_keys import REMOVED, RENAMED, copied, passed_over
 from aligner.config.schema import Config
 from aligner.config.stages import STAGES
 from aligner.errors import ConfigError, UnknownKeyError

@@ -195,7 +195,7 @@ _SHOWN["data.source_paths"] = "data.sources"
 
 
 @dataclass(frozen=True)
-class Subject:
+class RuleContext:
     """Values that the rules of the table look up. `model`: a shape from a folder, in place of the config's, reported
     under `key`. `scorer`: it is that of a reward model, critic or teacher, which may be dense beside a policy with
     experts."""
@@ -253,11 +253,11 @@ class Subject:
         return "batch.minibatch_samples", minibatch_samples(self.cfg)
 
 
-def _longest(s: Subject) -> int:
+def _longest(s: RuleContext) -> int:
     return longest_row(s.shape.rope_scaling, s.shape.max_position)
 
 
-FACTS: dict[str, Callable[[Subject], Any]] = {  # values derived from several keys
+FACTS: dict[str, Callable[[RuleContext], Any]] = {  # values derived from several keys
     "scorer": lambda s: s.scorer,
     "generates": lambda s: s.generates,
     "evaluates": lambda s: evaluation_functions(s.cfg),

@@ -16,8 +16,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 
+from aligner.config.foreign_names import known_elsewhere
 from aligner.config.identity import uses
-from aligner.config.names import known_elsewhere
 from aligner.config.options import GROUPS, REUSED, in_free_dict, key_type, nearest
 from aligner.config.resolve import chooses, compose, hydra, searched, single
 from aligner.config.schema import Config

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from aligner.config.checks import exists
 from aligner.config.identity import reads
-from aligner.config.rules import Subject
+from aligner.config.rules import RuleContext
 from aligner.config.schema import Config
 from aligner.config.stages import STAGES
 from aligner.config.validate_model import validate_model, validate_on_gpu
@@ -14,7 +14,7 @@ from aligner.errors import ConfigError
 
 def validate(cfg: Config, world_size: int) -> None:
     """Raise ConfigError (LayoutError for sizes that do not divide by the ranks) for the first error."""
-    stage, subject = STAGES[cfg.stage.name], Subject(cfg, world_size)
+    stage, subject = STAGES[cfg.stage.name], RuleContext(cfg, world_size)
     _paths(cfg)
     subject.check("without effect", "engines", "factors", "routing", "ranks")
     validate_model(cfg, cfg.model)
@@ -29,7 +29,7 @@ def validate(cfg: Config, world_size: int) -> None:
 
 def validate_layout(cfg: Config, world_size: int) -> None:
     """Check whether sizes divide, for a job on GPUs: the part of `validate` that needs no files."""
-    subject = Subject(cfg, world_size)
+    subject = RuleContext(cfg, world_size)
     subject.check("ranks")
     validate_model(cfg, cfg.model)
     validate_on_gpu(cfg, cfg.model)
@@ -38,7 +38,7 @@ def validate_layout(cfg: Config, world_size: int) -> None:
 
 def validate_engines(cfg: Config, world_size: int) -> None:
     """Check the ranks of engines, and whether they may work while the trainer does: a part of `validate`."""
-    Subject(cfg, world_size).check("engines")
+    RuleContext(cfg, world_size).check("engines")
 
 
 def _paths(cfg: Config) -> None:

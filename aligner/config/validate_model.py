@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aligner.config.engines import ENGINES
-from aligner.config.rules import Subject
+from aligner.config.rules import RuleContext
 from aligner.config.schema import Config
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.kernels import check_te
@@ -15,7 +15,7 @@ def validate_model(cfg: Config, model: ModelConfig, scorer: bool = False) -> Non
     reward model or critic, which may be dense beside a policy with experts."""
     if model is cfg.model and cfg.model.init != "random":
         return
-    subject, entry = Subject(cfg, model=model, scorer=scorer), ENGINES[cfg.engine.name]
+    subject, entry = RuleContext(cfg, model=model, scorer=scorer), ENGINES[cfg.engine.name]
     check_te(model)
     subject.check("layout")
     if not scorer:
@@ -27,12 +27,12 @@ def validate_model(cfg: Config, model: ModelConfig, scorer: bool = False) -> Non
 
 def validate_on_gpu(cfg: Config, model: ModelConfig) -> None:
     """Check what only a GPU requires."""
-    Subject(cfg, model=model).check("on a GPU")
+    RuleContext(cfg, model=model).check("on a GPU")
 
 
 def validate_shares(cfg: Config, model: ModelConfig, key: str = "model") -> None:
     """Check the shares of a native engine's ranks."""
-    Subject(cfg, model=model, key=key).check("shares")
+    RuleContext(cfg, model=model, key=key).check("shares")
 
 
 def check_node(cfg: Config, node: range, world_size: int) -> None:

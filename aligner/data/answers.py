@@ -8,7 +8,7 @@ import numpy as np
 
 from aligner.data.items import SftItem
 from aligner.data.ragged import FlatRows
-from aligner.data.reading import DataReport, TokenRows
+from aligner.data.row_reader import DataReport, TokenRows
 
 
 class Answers(TokenRows):

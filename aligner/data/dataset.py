@@ -14,7 +14,7 @@ from aligner.data.answers import Answers
 from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow
 from aligner.data.items import PairItem, PreferenceItem, ScoredItem, SftItem
 from aligner.data.ragged import FlatRows
-from aligner.data.reading import DataReport, Reading, TokenRows
+from aligner.data.row_reader import DataReport, RowReader, TokenRows
 from aligner.data.templates import encode_answers, encode_prompts, encode_sft, shipped_in_use
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
@@ -39,7 +39,7 @@ class SftDataset(TokenRows):
         data: DataConfig,
         key: str = "data.train",
     ):
-        reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
+        reading, limit = RowReader(rows, tokenizer, data, key), data.max_tokens
         super().__init__(reading.report)
         self._mask = FlatRows(np.uint8)
         self._told_by: list[int | None] = []
@@ -77,7 +77,7 @@ class PreferenceDataset:
         data: DataConfig,
         key: str = "data.train",
     ):
-        reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
+        reading, limit = RowReader(rows, tokenizer, data, key), data.max_tokens
         self.report = reading.report
         self._chosen, self._rejected = FlatRows(np.int32), FlatRows(np.int32)
         margins, equal, stop, fix = [], 0, stop_token_ids(tokenizer), data.chat_template == "auto"
@@ -128,7 +128,7 @@ class PairDataset(Answers):
         data: DataConfig,
         key: str = "data.train",
     ):
-        reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
+        reading, limit = RowReader(rows, tokenizer, data, key), data.max_tokens
         super().__init__(reading.report)
         numbers, equal, fix = [], 0, data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: (row.prompt, row.chosen, row.rejected)):
@@ -169,7 +169,7 @@ class ScoredDataset(TokenRows):
         data: DataConfig,
         key: str = "data.train",
     ):
-        reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
+        reading, limit = RowReader(rows, tokenizer, data, key), data.max_tokens
         super().__init__(reading.report)
         scores, stop, fix = [], stop_token_ids(tokenizer), data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: (row.prompt, row.completion)):
@@ -204,7 +204,7 @@ class PromptDataset(TokenRows):
         data: DataConfig,
         key: str = "data.train",
     ):
-        reading, limit = Reading(rows, tokenizer, data, key, "max_prompt_tokens"), data.max_prompt_tokens
+        reading, limit = RowReader(rows, tokenizer, data, key, "max_prompt_tokens"), data.max_prompt_tokens
         super().__init__(reading.report)
         self._rest = FlatRows(np.uint8)
         self._columns: dict[str, None] = {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aligner.data.chats import Chat
 from aligner.data.formats import Messages, Tools
 from aligner.data.rendering import THOUGHT, form_of, rendered_text, template_of
-from aligner.data.shown import OTHER, check_shown, shown_calls
+from aligner.data.template_checks import OTHER, check_shown, shown_calls
 from aligner.data.templates import encode_behind, encode_plain
 from aligner.data.tool_calls import MARKS, Call, read_calls, spoken, written
 from aligner.errors import ConfigError, DataError
@@ -26,7 +26,7 @@ _USER = {"role": "user", "content": "a question"}
 _RESULT = "a result 7"
 
 
-class Given(NamedTuple):
+class EnginePrompt(NamedTuple):
     """A prompt of the engine: the text of the template, and its tokens."""
 
     text: str
@@ -108,22 +108,22 @@ class Dialogue:
             return {"role": "user", "content": text}
         return {"role": "tool", "name": call.name, "content": text, "tool_call_id": call.message(number)["id"]}
 
-    def begin(self, messages: Messages) -> Given:
+    def begin(self, messages: Messages) -> EnginePrompt:
         """Render a new conversation. Raises DataError if the template refuses it, or omits content of a message."""
         check_shown(self.tokenizer, [Chat(messages, "a conversation", self.tools)], self.arguments)
         text = self._render(messages)
-        return Given(text, tuple(self._tokens(text)))
+        return EnginePrompt(text, tuple(self._tokens(text)))
 
-    def try_begin(self, messages: Messages) -> Given | None:
+    def try_begin(self, messages: Messages) -> EnginePrompt | None:
         """Render a program's request, which may have any form; None if the template refuses it."""
         text = self._try(messages)
-        return None if text is None else Given(text, tuple(self._tokens(text)))
+        return None if text is None else EnginePrompt(text, tuple(self._tokens(text)))
 
-    def resume(self, messages: Messages, tokens: Sequence[int]) -> Given:
+    def resume(self, messages: Messages, tokens: Sequence[int]) -> EnginePrompt:
         """Return the prompt of messages whose tokens are known, or those of their end."""
-        return Given(self._render(messages), tuple(tokens))
+        return EnginePrompt(self._render(messages), tuple(tokens))
 
-    def follow(self, previous: Given, output: Sequence[int], messages: Messages) -> Given | None:
+    def follow(self, previous: EnginePrompt, output: Sequence[int], messages: Messages) -> EnginePrompt | None:
         """Return the next prompt after `output`, when the conversation has grown to `messages`.
 
         The prompt is the previous tokens and the rest; without the end of `output` if the template renders that
@@ -138,9 +138,9 @@ class Dialogue:
                 decoded = self.decode(output[:kept])
                 if rest.startswith(decoded):
                     held = (*previous.tokens, *output[:kept])
-                    return Given(text, (*held, *self._behind(held[-1], rest[len(decoded) :])))
+                    return EnginePrompt(text, (*held, *self._behind(held[-1], rest[len(decoded) :])))
                 kept -= 1
-        return Given(text, tuple(self._tokens(text)))
+        return EnginePrompt(text, tuple(self._tokens(text)))
 
     def _behind(self, last: int, text: str) -> list[int]:
         """Return the tokens of a text behind this token: some tokenizers begin a new text differently."""

@@ -27,7 +27,7 @@ BLOCK = 1 << 20  # bytes unpacked at a time
 STRETCH = 1024  # rows read together in an iteration
 
 
-class FilePart(Sequence):
+class FileRows(Sequence):
     """The rows of one file. A subclass defines their number, and reads a range of them."""
 
     def read(self, start: int, stop: int) -> list[Row]:
@@ -44,7 +44,7 @@ class FilePart(Sequence):
             yield from self.read(start, min(start + STRETCH, len(self)))
 
 
-class Lines(FilePart):
+class Lines(FileRows):
     """A JSONL file. Raises DataError that names the line, when a line is read that is not a JSON object."""
 
     def __init__(self, file: Path, key: str):
@@ -88,7 +88,7 @@ class Lines(FilePart):
         return record(row, f"{self.key}: {self.file}:{number}", DataError).fields
 
 
-class ParquetRows(FilePart):
+class ParquetRows(FileRows):
     """A Parquet file, with one row group in memory at a time."""
 
     def __init__(self, file: Path, key: str):
@@ -124,7 +124,7 @@ class ParquetRows(FilePart):
         return rows
 
 
-class SavedRows(FilePart):
+class SavedRows(FileRows):
     """A folder written by `datasets.save_to_disk`, which the library maps into memory."""
 
     def __init__(self, root: Path, key: str):

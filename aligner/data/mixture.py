@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from aligner.data.dataset import PromptDataset
-from aligner.data.reading import DataReport
+from aligner.data.row_reader import DataReport
 from aligner.types import Prompt
 
 

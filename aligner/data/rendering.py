@@ -30,7 +30,7 @@ _NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 
 @dataclass(frozen=True)
-class Form:
+class TemplateForm:
     """The form of conversations that a template reads."""
 
     text: bool = False  # a call's arguments are JSON text
@@ -39,7 +39,7 @@ class Form:
     renamed: bool = False  # role `developer` is shown as `system`
 
 
-_forms: dict[tuple[str, str], Form] = {}  # by template and special tokens
+_forms: dict[tuple[str, str], TemplateForm] = {}  # by template and special tokens
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any], source: str) -> str:
@@ -98,7 +98,7 @@ def try_text(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **s
         return None
 
 
-def form_of(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
+def form_of(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForm:
     """Return the template's form, found by rendering small conversations."""
     key = template, repr(tokenizer.special_tokens_map)
     if key not in _forms:
@@ -106,7 +106,7 @@ def form_of(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
     return _forms[key]
 
 
-def _probed(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
+def _probed(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForm:
     def text(chat: Conversation, tools: Any = None) -> str | None:
         try:
             return tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, chat_template=template)
@@ -131,10 +131,10 @@ def _probed(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
     named_ids = shown is not None and "call00007" in shown and "look" not in shown
     developer, system = (text([{"role": role, "content": _VALUE}, USER]) or "" for role in ("developer", "system"))
     nine_ids = shown is not None and other_ids is None
-    return Form(wants_text, named_ids, nine_ids, _VALUE in system and _VALUE not in developer)
+    return TemplateForm(wants_text, named_ids, nine_ids, _VALUE in system and _VALUE not in developer)
 
 
-def in_form(conversation: Conversation, form: Form, source: str) -> list[dict[str, Any]]:
+def in_form(conversation: Conversation, form: TemplateForm, source: str) -> list[dict[str, Any]]:
     """Return the messages in the template's form. Raises DataError for arguments that are not a JSON object."""
     messages = [dict(message) for message in conversation]
     for number, message in enumerate(messages):
@@ -149,7 +149,7 @@ def in_form(conversation: Conversation, form: Form, source: str) -> list[dict[st
     return messages
 
 
-def _call(call: Any, form: Form, where: str) -> Any:
+def _call(call: Any, form: TemplateForm, where: str) -> Any:
     if not isinstance(call, Mapping):
         return call
     inner = call.get("function", call)
@@ -173,7 +173,7 @@ def _object(text: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _fit_ids(messages: list[dict[str, Any]], form: Form) -> None:
+def _fit_ids(messages: list[dict[str, Any]], form: TemplateForm) -> None:
     """Give calls ids that the template accepts, numbered through the conversation; results follow them."""
     names: dict[str, str] = {}
     waiting: list[str] = []

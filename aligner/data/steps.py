@@ -14,7 +14,7 @@ from aligner.config.sections.data import DataConfig
 from aligner.data.formats import StepsRow
 from aligner.data.items import StepsItem
 from aligner.data.ragged import FlatRows
-from aligner.data.reading import Reading, TokenRows
+from aligner.data.row_reader import RowReader, TokenRows
 from aligner.data.templates import encode_behind, encode_prompts
 from aligner.errors import ConfigError
 
@@ -60,7 +60,7 @@ class StepsDataset(TokenRows):
         key: str = "data.train",
     ):
         reading, limit, encoder = (
-            Reading(rows, tokenizer, data, key),
+            RowReader(rows, tokenizer, data, key),
             data.max_tokens,
             StepEncoder(tokenizer, separator),
         )

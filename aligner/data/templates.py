@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from aligner.data.answer_ends import AnswerEnds
 from aligner.data.chats import Chat, Options, marks_answers, render
-from aligner.data.ends import Ends
 from aligner.data.formats import SftRow, Text, Tools
 from aligner.data.rendering import USER, template_of
 from aligner.data.shipped_templates import answers_openings, shipped, shipped_template, training_template
-from aligner.data.shown import check_shown
+from aligner.data.template_checks import check_shown
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
 
@@ -176,7 +176,7 @@ def encode_answers(
     check_shown(tokenizer, whole, arguments)
     rendered_ids = render(tokenizer, whole, arguments)["input_ids"]
     replaced = _with_thoughts(tokenizer, whole, arguments) if fix and whole else {}
-    ends = Ends(tokenizer, stop_ids) if whole else None
+    ends = AnswerEnds(tokenizer, stop_ids) if whole else None
     for index, i in enumerate(chats):
         out[i] = ends.cut(replaced.get(index, rendered_ids[index]))
     return out
@@ -261,7 +261,7 @@ def _encode_chats(
         encoded = [(ids, [1] * len(ids)) for ids in render(tokenizer, chats, options)["input_ids"]]
     else:
         encoded = _masked(tokenizer, chats, options, fix)
-    ends = Ends(tokenizer, stop_token_ids(tokenizer)) if chats else None
+    ends = AnswerEnds(tokenizer, stop_token_ids(tokenizer)) if chats else None
     for chat, (ids, mask) in zip(chats, encoded, strict=True):
         ends.close(ids, mask, chat.messages[-1]["role"] == "assistant")
     return encoded

@@ -12,7 +12,7 @@ from aligner.data.dataset import SftDataset
 from aligner.data.formats import TextRow, ToldBy, TypedRows, by_none, sft_rows, text_rows
 from aligner.data.items import SftItem
 from aligner.data.ragged import FlatRows
-from aligner.data.reading import CHUNK, DataReport
+from aligner.data.row_reader import CHUNK, DataReport
 from aligner.data.templates import encode_documents
 from aligner.errors import DataError
 

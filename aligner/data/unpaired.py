@@ -11,7 +11,7 @@ from aligner.config.sections.data import DataConfig
 from aligner.data.answers import Answers
 from aligner.data.formats import SftRow, UnpairedRow
 from aligner.data.items import SftItem, UnpairedItem
-from aligner.data.reading import Reading
+from aligner.data.row_reader import RowReader
 from aligner.data.templates import encode_sft
 from aligner.ops.rl.kto import mismatched
 
@@ -34,7 +34,7 @@ class UnpairedDataset(Answers):
         data: DataConfig,
         key: str = "data.train",
     ):
-        reading, limit = Reading(rows, tokenizer, data, key), data.max_tokens
+        reading, limit = RowReader(rows, tokenizer, data, key), data.max_tokens
         super().__init__(reading.report)
         labels, fix = [], data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: (row.prompt, *(answer for _, answer, _ in row.answers))):

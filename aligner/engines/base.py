@@ -131,7 +131,7 @@ class RolloutEngine:
         raise NotImplementedError
 
 
-class EngineAround(RolloutEngine):
+class EngineWrapper(RolloutEngine):
     """An engine around another one. The inner engine does everything that a subclass does not override. It gets
     whole tensors and whole batches."""
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from aligner import errors
 from aligner.cluster.seal import Seal
 from aligner.engines.orders import decode, encode
-from aligner.engines.roll import POLL_S, RollCall
+from aligner.engines.roll_call import POLL_S, RollCall
 from aligner.errors import AlignerError, EngineError, PeerError
 from aligner.ops.agree import by_rank_0
 

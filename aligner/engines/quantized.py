@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from aligner.engines.base import EngineAround, RolloutEngine
+from aligner.engines.base import EngineWrapper, RolloutEngine
 from aligner.ops.kernels.checksum import tensor_checksum
 
 Quantize = Callable[[Tensor], Tensor]  # [rows, columns] -> the nearest values that can be held, in the same dtype
@@ -66,7 +66,7 @@ def quantized_engine(engine: RolloutEngine, kind: str, hashes: bool) -> tuple[Qu
     return QuantizedEngine(engine, quantize, hashes=hashes), by
 
 
-class QuantizedEngine(EngineAround):
+class QuantizedEngine(EngineWrapper):
     """`RolloutEngine` around another one. With `hashes` (`refit.verify=checksum`) a tensor has the checksum of the
     original if the engine holds exactly its quantised form, else the checksum of the engine's tensor."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aligner.config.engines import ENGINES
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.base import EngineAround, RolloutEngine, UpdateLedger
+from aligner.engines.base import EngineWrapper, RolloutEngine, UpdateLedger
 from aligner.errors import ConfigError, DataError, EngineError
 from aligner.families.table import family_table
 from aligner.foreign import parse_json, record
@@ -52,7 +52,7 @@ def recording(engine: RolloutEngine, run_dir: Path, rank: int) -> RecordingEngin
     return RecordingEngine(engine, run_dir / FOLDER, rank)
 
 
-class RecordingEngine(EngineAround):
+class RecordingEngine(EngineWrapper):
     """A `RolloutEngine` around another one that writes its answers to `folder`; `rank` keeps the files of ranks
     apart."""
 

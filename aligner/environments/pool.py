@@ -22,7 +22,7 @@ from typing import Any
 from aligner.answers import Answer, AnswerLog
 from aligner.awaited import AwaitedThread
 from aligner.config.sections.environment import EnvironmentConfig
-from aligner.environments.process import KILL_S, START_S, Failed, Process
+from aligner.environments.process import KILL_S, START_S, Process, QuestionFailed
 
 END_S = 1.0  # for workers to end before they are terminated
 _numbers = itertools.count()
@@ -96,7 +96,7 @@ class Pool:
                     value = await self._live(session, worker, number)
                     seconds += time.monotonic() - since
                     return {"value": value, "seconds": seconds, "retried": retried}
-                except Failed as failure:
+                except QuestionFailed as failure:
                     seconds += time.monotonic() - since
                     _leave(session)  # the state of its environment is unknown
                     if failure.blamed and retried == self.cfg.retries:
@@ -148,7 +148,7 @@ class _Worker:
 async def _forget(session: Session) -> None:
     process, name = session.process, session.name
     if process is not None and not process.gone:
-        with suppress(Failed):
+        with suppress(QuestionFailed):
             await process.ask({"op": "forget", "key": name}, process.cfg.timeout_s)
     _leave(session)
 

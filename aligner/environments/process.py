@@ -31,7 +31,7 @@ _REPLY = re.compile(rb'\{"id": (\d+)')
 _numbers = itertools.count()
 
 
-class Failed(Exception):
+class QuestionFailed(Exception):
     """A question that failed. blamed: this question was the cause. alone: repeat it while no other is open."""
 
     def __init__(self, cause: str, text: str, blamed: bool = True, alone: bool = False):
@@ -76,7 +76,7 @@ class Process(asyncio.SubprocessProtocol):
     async def ask(self, question: dict[str, Any], limit_s: float) -> Any:
         """Return the answer to a question. Raises Failed."""
         if self.gone:
-            raise Failed(*(self.over or ("died", self._end())), blamed=False)
+            raise QuestionFailed(*(self.over or ("died", self._end())), blamed=False)
         number, loop = next(_numbers), asyncio.get_running_loop()
         one = self._open[number] = _Open(loop.create_future())
         late = loop.call_later(limit_s + GRACE_S, self._late, limit_s)
@@ -87,7 +87,7 @@ class Process(asyncio.SubprocessProtocol):
             late.cancel()
             self._open.pop(number, None)
         if "cause" in reply:
-            raise Failed(reply["cause"], reply["text"])
+            raise QuestionFailed(reply["cause"], reply["text"])
         return reply["value"]
 
     def retire(self) -> bool:
@@ -105,7 +105,7 @@ class Process(asyncio.SubprocessProtocol):
         for one in self._open.values():
             if not one.answer.done():
                 alone = one in suspects
-                one.answer.set_exception(Failed(cause, text, blamed=alone and len(suspects) == 1, alone=alone))
+                one.answer.set_exception(QuestionFailed(cause, text, blamed=alone and len(suspects) == 1, alone=alone))
         self.terminate()
         if not self.ended.done():
             asyncio.get_running_loop().call_later(KILL_S, self.kill)

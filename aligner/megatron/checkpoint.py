@@ -27,9 +27,9 @@ from aligner.errors import CheckpointError
 from aligner.files import file_hash
 from aligner.megatron.checkpoint_index import check_before_loading, noted_checksums
 from aligner.megatron.ema import EMA
-from aligner.megatron.held import round_base
 from aligner.megatron.lora import attach
 from aligner.megatron.optimizer_state import give_state, set_step
+from aligner.megatron.quantized_base import round_base
 from aligner.megatron.shards import optimizer_shards, weight_shards
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import broadcast_to_copies

@@ -43,7 +43,7 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.
 
 
 @dataclass(frozen=True)
-class Place:
+class StorageLocation:
     """A canonical parameter in a checkpoint: tensor `key` of `size`, at `layer` of its first axis if there is one."""
 
     key: str
@@ -58,7 +58,7 @@ class Place:
         return tuple(inside) if self.layer is None else (1, *inside)
 
 
-def places_of(cfg: ModelConfig, head: Head, dtype: torch.dtype) -> dict[str, Place]:
+def places_of(cfg: ModelConfig, head: Head, dtype: torch.dtype) -> dict[str, StorageLocation]:
     """Return where the parameters of a model of this shape lie, by canonical name. Collective (process groups)."""
     layout, meta = build_layout(ParallelConfig()), torch.device("meta")
     with meta:
@@ -71,7 +71,7 @@ def places_of(cfg: ModelConfig, head: Head, dtype: torch.dtype) -> dict[str, Pla
         if isinstance(item, ShardedTensorFactory):  # gate and up, which it splits
             item = next(x for x in _leaves(item.build()) if isinstance(x, ShardedTensor))
         layer = item.global_offset[0] if item.prepend_axis_num else None
-        places[own[id(parameter)]] = Place(item.key, tuple(item.global_shape), layer, item.dtype)
+        places[own[id(parameter)]] = StorageLocation(item.key, tuple(item.global_shape), layer, item.dtype)
     assert places.keys() == set(own.values()), places.keys() ^ set(own.values())
     return places
 
@@ -127,7 +127,7 @@ class BlockFile(HashedFile):
             raise
 
 
-def write_index(folder: Path, files: dict[str, list[Block]], places: dict[str, Place]) -> None:
+def write_index(folder: Path, files: dict[str, list[Block]], places: dict[str, StorageLocation]) -> None:
     """Write what makes the block files of `folder` a checkpoint: the step, `.metadata`, and Megatron's description of
     the format."""
     sizes = {entry.key: entry.size for entry in places.values()}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from aligner.cluster.pages import keep_freed_memory
+from aligner.cluster.memory_pages import keep_freed_memory
 from aligner.errors import AlignerError
 
 TESTED_VERSIONS = ("0.19.2",)

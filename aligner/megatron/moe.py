@@ -53,7 +53,7 @@ from aligner.megatron.collectives import all_to_all
 from aligner.megatron.groups import Layout
 from aligner.megatron.sharing import checkpoint_entries, mark_shared, with_fields
 from aligner.ops.kernels.experts import (
-    Chosen,
+    ReplayedExperts,
     Routing,
     add_bias,
     balance_loss,
@@ -233,7 +233,7 @@ class ExpertLayer(torch.nn.Module):
             router = copy_to_tensor_model_parallel_region(router, group=tp)
             bias = None if bias is None else copy_to_tensor_model_parallel_region(bias, group=tp)
         replay = times.replay
-        replayed = None if replay is None else Chosen(replay.experts[self.position], replay.known)
+        replayed = None if replay is None else ReplayedExperts(replay.experts[self.position], replay.known)
         if self.router.expert_bias is None:
             routing = route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias, replayed)
         else:

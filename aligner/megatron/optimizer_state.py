@@ -16,7 +16,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Owned:
+class OptimizerShard:
     """Numbers [start, start + n) of the model's flat parameter `param` that this rank's optimizer updates."""
 
     param: Tensor
@@ -30,14 +30,14 @@ def is_distributed(optimizer: MegatronOptimizer) -> bool:
     return any(isinstance(member, DistributedOptimizer) for member in _parts(optimizer))
 
 
-def owned(optimizer: MegatronOptimizer) -> Iterator[Owned]:
+def owned(optimizer: MegatronOptimizer) -> Iterator[OptimizerShard]:
     """Yield each parameter's numbers in a fixed order. Call `give_state` first."""
     for member in _parts(optimizer):
         alone = isinstance(member, DistributedOptimizer)
         for param, main in _mains(member):
             start = member._get_model_param_range_map(param)["param"].start if alone else 0
             state = member.optimizer.state[main]
-            yield Owned(param, start, main, {name: state[name] for name in MOMENTS}, alone)
+            yield OptimizerShard(param, start, main, {name: state[name] for name in MOMENTS}, alone)
 
 
 def give_state(optimizer: MegatronOptimizer) -> None:

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from aligner.megatron.optimizer_state import Owned, is_distributed, owned
+from aligner.megatron.optimizer_state import OptimizerShard, is_distributed, owned
 
 Shape = tuple[int, ...]
 
@@ -57,7 +57,9 @@ def optimizer_shards(state: dict[str, Any], optimizer: MegatronOptimizer, main: 
     return {str(i): piece for i, piece in enumerate(shards)}
 
 
-def pieces(state: dict[str, Any], numbers: Iterable[tuple[Owned, Tensor]], prefix: str) -> Iterator[ShardedTensor]:
+def pieces(
+    state: dict[str, Any], numbers: Iterable[tuple[OptimizerShard, Tensor]], prefix: str
+) -> Iterator[ShardedTensor]:
     """Yield tensors parallel to what the optimizer owns, each in the boxes of its parameter, whose key gets a
     `prefix`."""
     items = _by_param(state)
@@ -84,7 +86,7 @@ def _by_param(state: dict[str, Any]) -> dict[int, tuple[str, ShardedTensor | Sha
 
 
 def _pieces(
-    item: ShardedTensor | ShardedTensorFactory, own: Owned, tensor: Tensor, prefix: str
+    item: ShardedTensor | ShardedTensorFactory, own: OptimizerShard, tensor: Tensor, prefix: str
 ) -> Iterator[ShardedTensor]:
     """Yield the boxes of what `own` has of a parameter, with the numbers of `tensor`. They lie in the whole tensor of
     which the parameter is a slice by `item` (or several slices, as gate and up are)."""

@@ -30,11 +30,11 @@ from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import sum_parts
 from aligner.megatron.expert_load import ExpertLoad
 from aligner.megatron.groups import Layout
-from aligner.megatron.held import hold, share_frozen
 from aligner.megatron.lora import AdaptedModel, MergedWeights, SplitWeights, attach
 from aligner.megatron.model import Head, build_model, uses_transformer_engine
 from aligner.megatron.optimizer_state import fuse
 from aligner.megatron.pipeline import Pipeline
+from aligner.megatron.quantized_base import hold, share_frozen
 from aligner.megatron.update import no_norms_apart, use_few_passes
 from aligner.megatron.weights import EMBEDDING, WeightSource, load_weights, local_parameters
 from aligner.models.rope import attention_factor, inverse_frequencies

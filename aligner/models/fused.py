@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class FusedPart:
+class FusedMatrix:
     """A matrix at `index` of the tensor `stored`, which has this shape; optionally transposed there."""
 
     stored: str
@@ -30,7 +30,7 @@ class FusedPart:
     index: tuple[int | slice, ...]
     transposed: bool = False
 
-    def along(self, axis: int, start: int, stop: int) -> FusedPart:
+    def along(self, axis: int, start: int, stop: int) -> FusedMatrix:
         """Return [start, stop) along an axis of the matrix."""
         axes = [i for i, at in enumerate(self.index) if isinstance(at, slice)]
         position = axes[::-1][axis] if self.transposed else axes[axis]
@@ -45,14 +45,14 @@ class FusedPart:
         return tensor.mT if self.transposed else tensor
 
 
-def parts_of(cfg: ModelConfig) -> dict[str, FusedPart]:
+def parts_of(cfg: ModelConfig) -> dict[str, FusedMatrix]:
     """Return the location of each matrix in the files of this model."""
     family = cfg.traits
     shapes = expected_hf_shapes(cfg) if family.joined else {}
     return _rows(family, shapes) | _experts(family, shapes, cfg.moe.num_experts)
 
 
-def _rows(family: Family, shapes: dict[str, Shape]) -> dict[str, FusedPart]:
+def _rows(family: Family, shapes: dict[str, Shape]) -> dict[str, FusedMatrix]:
     located = {}
     for fused, parts in family.fused:
         for name in (name for name in shapes if f".{parts[0]}." in name):
@@ -62,12 +62,12 @@ def _rows(family: Family, shapes: dict[str, Shape]) -> dict[str, FusedPart]:
             for matrix, count in zip(names, counts, strict=True):
                 rows = slice(first, first + count)
                 stored = name.replace(f".{parts[0]}.", f".{fused}.")
-                located[matrix] = FusedPart(stored, whole, (rows, *[slice(None)] * (len(whole) - 1)))
+                located[matrix] = FusedMatrix(stored, whole, (rows, *[slice(None)] * (len(whole) - 1)))
                 first += count
     return located
 
 
-def _experts(family: Family, shapes: dict[str, Shape], experts: int) -> dict[str, FusedPart]:
+def _experts(family: Family, shapes: dict[str, Shape], experts: int) -> dict[str, FusedMatrix]:
     positions = {matrix: (i, len(parts), name) for name, parts in family.stacked for i, matrix in enumerate(parts)}
     located = {}
     for name, shape in shapes.items():
@@ -77,7 +77,7 @@ def _experts(family: Family, shapes: dict[str, Shape], experts: int) -> dict[str
         position, count, stored = positions[match["matrix"]]
         *columns, last = reversed(shape)
         whole = (experts, *columns, count * last)
-        located[name] = FusedPart(
+        located[name] = FusedMatrix(
             match["before"] + stored,
             whole,
             (int(match["number"]), *[slice(None)] * len(columns), slice(position, None, count)),
@@ -86,7 +86,7 @@ def _experts(family: Family, shapes: dict[str, Shape], experts: int) -> dict[str
     return located
 
 
-def joined(tensors: Iterable[tuple[str, Tensor]], parts: Mapping[str, FusedPart]) -> Iterator[tuple[str, Tensor]]:
+def joined(tensors: Iterable[tuple[str, Tensor]], parts: Mapping[str, FusedMatrix]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors as files store them. `parts` is the result of `parts_of`.
 
     A fused tensor is yielded after its last matrix.

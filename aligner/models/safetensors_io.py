@@ -17,7 +17,7 @@ from aligner.errors import CheckpointError
 from aligner.families import FAMILIES
 from aligner.families.hf_config import config_from_hf, float8_block, is_mxfp4
 from aligner.foreign import read_record
-from aligner.models.fused import FusedPart, parts_of
+from aligner.models.fused import FusedMatrix, parts_of
 from aligner.models.quantised import (
     BLOCKS,
     BYTES,
@@ -44,7 +44,7 @@ class HfTensors(Mapping[str, Tensor]):
         self,
         files: dict[str, Path],
         block: tuple[int, int] | None = None,
-        parts: Mapping[str, FusedPart] | None = None,
+        parts: Mapping[str, FusedMatrix] | None = None,
         packed: bool = False,
     ):
         self.block = block
@@ -90,7 +90,7 @@ class HfTensors(Mapping[str, Tensor]):
         first = (start, 0) if axis == 0 else (0, start)
         return dequantised(name, stored, self._scale(name), self._block, *first)
 
-    def _unpacked(self, whole: FusedPart, axis: int, start: int, stop: int) -> Tensor:
+    def _unpacked(self, whole: FusedMatrix, axis: int, start: int, stop: int) -> Tensor:
         """Read a slice of a matrix in MXFP4, stored transposed with blocks along its last axis."""
         first = start // PACKED if axis else 0
         slab = whole if axis else whole.along(0, start, stop)
@@ -203,7 +203,7 @@ def open_hf(folder: str | Path) -> HfTensors:
     """
     folder = Path(folder)
     config, single, index = folder / "config.json", folder / SINGLE, folder / INDEX
-    block, parts, packed = None, dict[str, FusedPart](), False
+    block, parts, packed = None, dict[str, FusedMatrix](), False
     if config.is_file():
         raw = read_record(config, CheckpointError)
         block, packed = float8_block(raw), is_mxfp4(raw)

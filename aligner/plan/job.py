@@ -9,7 +9,7 @@ from pathlib import Path
 
 from aligner.config.adapters import shares_weights
 from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update, response_limit
-from aligner.config.rules import Subject
+from aligner.config.rules import RuleContext
 from aligner.config.schema import Config
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig, for_run
@@ -319,7 +319,7 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
     e = cfg.engine
     tensor = tensor or e.tensor_parallel
     size = 4 if e.dtype == "float32" else 2 if e.dtype == "bfloat16" else element
-    Subject(cfg).check("factors")
+    RuleContext(cfg).check("factors")
     in_turns = not cfg.environment.agent and tensor == 1
     if (e.ranks or gpus) % tensor:
         expected = f"a divisor of the {e.ranks or gpus} GPUs that generate"

@@ -13,7 +13,7 @@ LAST_LAYER_MASK, WORTH = 1 << 26, 0.9  # as in `ops/packing/needed.py`, which im
 
 
 @dataclass(frozen=True)
-class Reads:
+class ReadTokens:
     """Tokens of a micro-batch whose outputs are read, over context-parallel ranks."""
 
     pairs: float  # whose output is read, and logits made
@@ -21,7 +21,7 @@ class Reads:
     context: float  # tokens that one of the kept sees on average
 
 
-def reads(job: PlanJob, model: PlannedModel, tokens: float) -> Reads:
+def reads(job: PlanJob, model: PlannedModel, tokens: float) -> ReadTokens:
     """Count the tokens that are read. A reward model reads the last token of each row, every other model the token
     before each one of the response. TransformerEngine's attention computes every token: counted so where
     `model.kernels` asks for it."""
@@ -32,8 +32,8 @@ def reads(job: PlanJob, model: PlannedModel, tokens: float) -> Reads:
     elsewhere = grid.context > 1 or grid.sequence or model.shape.moe.num_experts or model.shape.kernels == "te"
     too_large = not model.shape.varlen_attention and pairs * rows.mean > LAST_LAYER_MASK
     if elsewhere or pairs > WORTH * tokens or too_large:
-        return Reads(pairs, tokens, rows.context)
-    return Reads(pairs, pairs, rows.read_seen or (rows.mean if last else rows.prompt_mean + each / 2))
+        return ReadTokens(pairs, tokens, rows.context)
+    return ReadTokens(pairs, pairs, rows.read_seen or (rows.mean if last else rows.prompt_mean + each / 2))
 
 
 def most_read(job: PlanJob, tokens: float, rows: float) -> float:

@@ -26,7 +26,7 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Again:
+class RereadCost:
     """Costs of reading a paused sample again."""
 
     prompt: float = 0.0  # tokens before the response
@@ -55,7 +55,7 @@ class _Clock:
 
     slots: int
     window: int
-    again: Again
+    again: RereadCost
     admitted: int = 0  # groups
     taken: int = 0
     waiting: deque[_Row] = field(default_factory=deque)
@@ -120,7 +120,7 @@ def clocked(
     slots: int,
     window: int,
     rest: float,
-    again: Again = Again(),
+    again: RereadCost = RereadCost(),
 ) -> Windows:
     """Simulate rollouts of (prompts, group) responses of these `lengths`; a step of training takes `rest` decode steps
     beside generation. New weights are not counted."""
@@ -176,6 +176,6 @@ def window_of(job: PlanJob, machine: Machine, phases: Mapping[str, PhaseTime]) -
     window = engine.window or max(1, round(rest))
     mean = rows.prompt_mean + rows.response_mean / 2
     read_s = job.policy.shape.num_layers * machine.layer_seconds(job.policy.shape, mean, mean / 2) / mean
-    again = Again(rows.prompt_mean, read_s / engine.tensor / job.replicas / each)
+    again = RereadCost(rows.prompt_mean, read_s / engine.tensor / job.replicas / each)
     fixed = engine.lag, round(slots * job.replicas), window, rest, again
     return each, clocked(rows.lengths.drawn(), rollout, *fixed)

@@ -19,7 +19,7 @@ from torch import Tensor
 from aligner.engines.base import RolloutEngine
 from aligner.errors import RefitError
 from aligner.models.shards import aligned, copy_elements
-from aligner.refit.plan import Message, Plan, TensorPart
+from aligner.refit.plan import Message, Plan, TensorSpan
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -42,7 +42,7 @@ class Exchange:
     def __post_init__(self) -> None:
         self.steps = list(self.plan.steps(self.rank))
         self._views: dict[
-            TensorPart, tuple[tuple[int, int], Tensor, Tensor]
+            TensorSpan, tuple[tuple[int, int], Tensor, Tensor]
         ] = {}  # of local spans: addresses, target, source
         trainer, rank = self.plan.trainer, self.rank
         self._inside = trainer.replica_of(rank) is not None
@@ -93,24 +93,24 @@ class Exchange:
     def commit(self) -> None:
         """Note that a run has succeeded on every rank: the next one is like it."""
 
-    def source(self, span: TensorPart, parameters: Mapping[str, Tensor]) -> Tensor:
+    def source(self, span: TensorSpan, parameters: Mapping[str, Tensor]) -> Tensor:
         """Return a span of a Hugging Face tensor as a view into this rank's shard."""
         trainer, tensor = self.plan.trainer, self.plan.tensors[span.tensor]
         first, _ = tensor.interval(trainer.tensor, self._tensor_rank) if tensor.sharded else (0, 0)
         experts = tensor.spec.shape[0] // trainer.expert * self._expert_rank if tensor.spec.experts else 0
         return tensor.view(parameters[tensor.spec.canonical].detach(), first, experts, span.start, span.stop)
 
-    def _numel(self, span: TensorPart) -> int:
+    def _numel(self, span: TensorSpan) -> int:
         return (span.stop - span.start) * self.plan.tensors[span.tensor].entry_words(self.wire.itemsize)
 
-    def _as_words(self, span: TensorPart, x: Tensor) -> Tensor:
+    def _as_words(self, span: TensorSpan, x: Tensor) -> Tensor:
         """Return a span's numbers, which a copy turns into `wire`; of tensors that stay float32 their bits."""
         return x.view(self.wire) if self.plan.tensors[span.tensor].spec.float32 else x
 
     def _note(self, error: Exception) -> None:
         self.cause = self.cause or str(error)
 
-    def _copy(self, span: TensorPart, parameters: Mapping[str, Tensor], engine: RolloutEngine) -> None:
+    def _copy(self, span: TensorSpan, parameters: Mapping[str, Tensor], engine: RolloutEngine) -> None:
         """Copy a span from this rank's shard into its engine. Views are kept while both addresses stay the same: for
         a small model, making them takes longer than the copy."""
         if self.cause:
@@ -161,10 +161,10 @@ class Exchange:
         except (RefitError, RuntimeError) as error:
             self._note(error)
 
-    def _target(self, span: TensorPart, engine: RolloutEngine) -> Tensor | None:
+    def _target(self, span: TensorSpan, engine: RolloutEngine) -> Tensor | None:
         return engine.weight_view(self.plan.tensors[span.tensor].name, span.start, span.stop, True)
 
-    def _view(self, span: TensorPart, engine: RolloutEngine) -> Tensor | None:
+    def _view(self, span: TensorSpan, engine: RolloutEngine) -> Tensor | None:
         view = self._target(span, engine)
         return None if view is None else self._as_words(span, view)
 

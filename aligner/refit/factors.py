@@ -23,7 +23,7 @@ from aligner.models.params import ParamSpec, assemble, dtype_of, split_tp
 from aligner.models.shards import HfTensor, copy_elements
 from aligner.ops.kernels.products import use_fast_products
 from aligner.refit.exchange import Exchange
-from aligner.refit.plan import EngineGrid, Plan, TensorPart
+from aligner.refit.plan import EngineGrid, Plan, TensorSpan
 
 
 class Share:
@@ -167,7 +167,7 @@ class FactorExchange:
     def device(self) -> torch.device:
         return self.whole.device
 
-    def source(self, span: TensorPart, parameters: Mapping[str, Tensor]) -> Tensor:
+    def source(self, span: TensorSpan, parameters: Mapping[str, Tensor]) -> Tensor:
         return self.whole.source(span, parameters)
 
     @property

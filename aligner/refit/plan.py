@@ -81,7 +81,7 @@ class EngineGrid:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPart:
+class TensorSpan:
     """Entries [start, stop) along the axis of a tensor, within the shard of a trainer's tensor rank."""
 
     tensor: int  # number in the list of tensors
@@ -93,7 +93,7 @@ class TensorPart:
 class Message:
     source: int
     target: int
-    parts: tuple[TensorPart, ...]
+    parts: tuple[TensorSpan, ...]
     bytes: int
 
 
@@ -102,10 +102,10 @@ class Plan:
     tensors: tuple[HfTensor, ...]
     trainer: TrainerGrid
     engine: EngineGrid
-    local: dict[int, tuple[TensorPart, ...]]  # rank -> spans that it copies to its own engine
+    local: dict[int, tuple[TensorSpan, ...]]  # rank -> spans that it copies to its own engine
     rounds: tuple[tuple[Message, ...], ...]  # in each a rank sends at most one message and receives at most one
     owned: dict[
-        int, tuple[TensorPart, ...]
+        int, tuple[TensorSpan, ...]
     ]  # rank -> spans that it hashes: every element of the model once, over all ranks
 
     def steps(self, rank: int) -> Iterator[tuple[Message | None, Message | None]]:
@@ -133,24 +133,24 @@ def plan_refit(
     if trainer.layers % trainer.pipeline:
         raise LayoutError("parallel.pipeline", trainer.pipeline, f"a divisor of {trainer.layers} layers")
     routes = _Routes(trainer, engine)
-    owned: dict[int, list[TensorPart]] = defaultdict(list)
+    owned: dict[int, list[TensorSpan]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
         for shard in range(trainer.tensor if tensor.sharded else 1):
             low, high = tensor.interval(trainer.tensor, shard)
             if low == high:
                 continue
             key = routes.key(tensor, shard)
-            owned[routes.holders(key)[0]].append(TensorPart(number, low, high))
+            owned[routes.holders(key)[0]].append(TensorSpan(number, low, high))
             parts = {}  # engine's tensor rank -> its span of this shard
             for engine_rank in range(engine.tensor):
                 start, stop = tensor.interval(engine.tensor, engine_rank)
                 start, stop = max(start, low), min(stop, high)
                 if start < stop:
-                    parts[engine_rank] = TensorPart(number, start, stop)
+                    parts[engine_rank] = TensorSpan(number, start, stop)
             routes.send(key, parts, tensor.entry_numel)
 
     @cache
-    def cut(parts: tuple[TensorPart, ...]) -> list[tuple[tuple[TensorPart, ...], int]]:
+    def cut(parts: tuple[TensorSpan, ...]) -> list[tuple[tuple[TensorSpan, ...], int]]:
         words = sum((span.stop - span.start) * tensors[span.tensor].entry_words(item_bytes) for span in parts)
         return list(_messages(parts, tensors, item_bytes, message_bytes(words * item_bytes, bucket_bytes)))
 
@@ -186,8 +186,8 @@ class _Routes:
 
     def __init__(self, trainer: TrainerGrid, engine: EngineGrid):
         self.trainer, self.engine = trainer, engine
-        self.local: dict[int, list[TensorPart]] = defaultdict(list)
-        self.wire: dict[tuple[int, int], list[TensorPart]] = defaultdict(list)
+        self.local: dict[int, list[TensorSpan]] = defaultdict(list)
+        self.wire: dict[tuple[int, int], list[TensorSpan]] = defaultdict(list)
         self._load: dict[int, int] = defaultdict(int)  # elements to send
         self._holders: dict[Key, tuple[int, ...]] = {}
         self._routes: dict[tuple[Key, tuple[int, ...]], list[tuple]] = {}
@@ -209,7 +209,7 @@ class _Routes:
             )
         return self._holders[key]
 
-    def send(self, key: Key, parts: Mapping[int, TensorPart], entry_numel: int) -> None:
+    def send(self, key: Key, parts: Mapping[int, TensorSpan], entry_numel: int) -> None:
         """Send `parts` of one shard, by engine's tensor rank, to all engines."""
         wanted = key, tuple(parts)
         if wanted not in self._routes:
@@ -248,11 +248,11 @@ class _Routes:
 
 
 def _messages(
-    parts: Sequence[TensorPart], tensors: Sequence[HfTensor], item_bytes: int, bucket_bytes: int
-) -> Iterator[tuple[tuple[TensorPart, ...], int]]:
+    parts: Sequence[TensorSpan], tensors: Sequence[HfTensor], item_bytes: int, bucket_bytes: int
+) -> Iterator[tuple[tuple[TensorSpan, ...], int]]:
     """Yield (parts, bytes) of each message: parts in order; one that does not fit whole is cut at its quantum. A
     quantum larger than a bucket travels alone."""
-    message: list[TensorPart] = []
+    message: list[TensorSpan] = []
     filled = 0
     for span in parts:
         tensor, start = tensors[span.tensor], span.start
@@ -267,7 +267,7 @@ def _messages(
                     continue
                 fits = max(fits, quantum)
             stop = min(span.stop, start + fits)
-            message.append(TensorPart(span.tensor, start, stop))
+            message.append(TensorSpan(span.tensor, start, stop))
             filled += (stop - start) * entry_bytes
             start = stop
     if message:

@@ -37,7 +37,7 @@ class UnheardError(Exception):
     """The end of the rank that should send before it has sent."""
 
 
-class Speech:
+class MessageLog:
     """Messages that this rank sends, into an existing file, and those of the rank that it `hears`. The latter are read
     from that rank's file as they come, until its record exists too. They are in order for each subject: a group, for
     objects that are broadcast."""
@@ -83,7 +83,7 @@ class Collectives:
         self.names: dict[str, str] = {}
         self._keys: dict[str, str] = {}
         self.rank = 0  # in the job
-        self.speech: Speech | None = None
+        self.speech: MessageLog | None = None
         device.collective = self.run
         self.device = device
         self._replace()

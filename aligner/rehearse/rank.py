@@ -27,8 +27,8 @@ from aligner.config.stages import STAGES
 from aligner.data.tokenizer import byte_tokenizer
 from aligner.files import write_whole
 from aligner.plan.devices import find_device
-from aligner.rehearse import apart, cuda, program, shortened
-from aligner.rehearse.collectives import SPOKEN, Collectives, Speech, UnheardError, join
+from aligner.rehearse import cuda, engine_ranks, program, shortened
+from aligner.rehearse.collectives import SPOKEN, Collectives, MessageLog, UnheardError, join
 from aligner.rehearse.device import RehearsedDevice
 from aligner.rehearse.record import RehearsalRecord
 from aligner.run.chain import code
@@ -49,7 +49,7 @@ def main(path: str) -> None:
     program.files_are_the_same()
     collectives = Collectives(device, record)
     program.install(device, collectives.name)
-    apart.install(collectives)
+    engine_ranks.install(collectives)
     shortened.install(record)
     for module in ("aligner.builders.stage", *(f"aligner.stages.{name}" for name in STAGES)):
         import_module(module)  # once, for all forks
@@ -107,7 +107,7 @@ def rehearse(case: dict[str, Any], device: RehearsedDevice, collectives: Collect
 
     torch.set_num_threads(1)  # makes the pools that a fork has lost, before two threads need them at once
     record, speaker = device.record, Path(case["speaker"])
-    collectives.rank, collectives.speech = case["rank"], Speech(out, case["hears"], speaker)
+    collectives.rank, collectives.speech = case["rank"], MessageLog(out, case["hears"], speaker)
     try:
         join(case["rank"], case["gpus"])
         cfg = load_frozen(case["config"])

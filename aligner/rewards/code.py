@@ -20,7 +20,7 @@ from aligner.errors import RewardError, SandboxError
 from aligner.rewards.code_blocks import programs
 from aligner.rewards.code_rows import Spec, Streams, check, tests_of
 from aligner.rewards.sandbox.run import Sandbox
-from aligner.rewards.sandbox.session import Ended
+from aligner.rewards.sandbox.session import RunEnd
 from aligner.types import Prompt, Sample
 
 PAUSES_S = (1.0, 5.0, 20.0)  # before each retry of a failed sandbox
@@ -138,12 +138,12 @@ class Code:
                         yield _verdict(ended)
 
 
-def _verdict(ended: Ended) -> Verdict:
+def _verdict(ended: RunEnd) -> Verdict:
     """Return the verdict of a run. A program that ends before it has answered is an ERROR."""
     return Verdict.ERROR if ended.how in ("exit", "protocol") else Verdict(ended.how)
 
 
-def _of_streams(test: Streams, ended: Ended) -> Verdict:
+def _of_streams(test: Streams, ended: RunEnd) -> Verdict:
     if ended.how != "exit" or ended.code:
         return _verdict(ended)
     return Verdict.PASSED if _words(ended.out) == _words(test.expected) else Verdict.WRONG

@@ -43,7 +43,7 @@ _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*(\S[^\n]*)")
 _COORDINATES = re.compile(r"(?<![\w\\^}$(\[])[(\[](?:[^()\[\]$\n,]{1,40},){1,9}[^()\[\]$\n,]{1,40}[)\]](?![$)\]])")
 
 
-class Known(NamedTuple):
+class ParsedReference(NamedTuple):
     """A parsed reference: a letter, words, or math-verify's candidates with the brackets around them. Other fields are
     empty."""
 
@@ -85,7 +85,7 @@ def read(text: str) -> list:
 
 
 @functools.lru_cache(maxsize=1024)  # the samples of a group have one reference
-def reference(gold: str) -> Known:
+def reference(gold: str) -> ParsedReference:
     """Parse a reference. Raises ValueError if it has no comparable answer."""
     from math_verify import parse
 
@@ -95,18 +95,18 @@ def reference(gold: str) -> Known:
         raise ValueError(f"the reference answer {gold!r} means that there is none")
     letter, rest = reference_letter(gold)
     if letter and (rest or not gold.strip().islower()):
-        beside = reference(rest) if rest else Known("", "", [], "", "")
+        beside = reference(rest) if rest else ParsedReference("", "", [], "", "")
         return beside._replace(letter=letter)
     text = gold_answer(gold)
     if is_words(text):
-        return Known("", words_of(text), [], "", text)
+        return ParsedReference("", words_of(text), [], "", text)
     try:
         candidates = parse(text, parsing_timeout=None) if "$" in text else read(text)
     except (MemoryError, RecursionError, OverflowError) as cause:
         raise ValueError(f"the reference answer {gold[:200]!r} is too large: {cause}") from cause
     if all(isinstance(candidate, str) for candidate in candidates):  # only the text itself: nothing was parsed
         raise ValueError(f"no mathematical expression found in the reference answer {gold[:200]!r}")
-    return Known(letter, "", candidates, brackets(text), text)
+    return ParsedReference(letter, "", candidates, brackets(text), text)
 
 
 def stated(response: str) -> tuple[str | None, str]:
@@ -137,7 +137,7 @@ def _as_formula(match: re.Match) -> str:
     return match[0] if words or not re.search(r"\d", match[0]) else f"${formula(match[0])}$"
 
 
-def score(known: Known, response: str) -> float:
+def score(known: ParsedReference, response: str) -> float:
     """Return 1.0 if the response's final answer equals the reference, else 0.0."""
     response = plain(response)
     if known.letter:
@@ -149,7 +149,7 @@ def score(known: Known, response: str) -> float:
     return float(equals(known, *stated(response)))
 
 
-def equals(known: Known, stated_answer: str | None, searched: str) -> bool:
+def equals(known: ParsedReference, stated_answer: str | None, searched: str) -> bool:
     from math_verify import parse
 
     if stated_answer is None:

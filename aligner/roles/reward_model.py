@@ -25,7 +25,7 @@ def last_token_scores(model: ShardedModel, output: Tensor, batch: TrainBatch) ->
     return model.to_rows(output.float(), batch.packing, shift=False)[rows, batch.lengths - 1]
 
 
-class Mixed(NamedTuple):
+class AttributeWeight(NamedTuple):
     """Share of an output in a score."""
 
     output: int
@@ -47,7 +47,7 @@ class RewardModel:
     bias: float = 0.0
     scale: float = 1.0
     name: str = "model"
-    mix: tuple[Mixed, ...] = ()  # of a model of several attributes; empty: only the first output
+    mix: tuple[AttributeWeight, ...] = ()  # of a model of several attributes; empty: only the first output
 
     def raw_scores(self, rows: RolloutBatch | TrainBatch) -> Tensor:
         """Return float32 [B, K] on the CPU of every rank, neither centred nor scaled."""

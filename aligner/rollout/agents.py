@@ -61,7 +61,7 @@ class Dialogues:
 
 
 @dataclass
-class Said:
+class ParsedAnswer:
     """An answer in the form that its request wants."""
 
     tokens: list[int]
@@ -71,7 +71,9 @@ class Said:
     reason: str
 
 
-def parse_answer(dialogue: Dialogue, request: ChatRequest, tokens: list[int], stopped: bool, ends: set[int]) -> Said:
+def parse_answer(
+    dialogue: Dialogue, request: ChatRequest, tokens: list[int], stopped: bool, ends: set[int]
+) -> ParsedAnswer:
     """Parse an answer; `max_tokens` and `stop` of its request shorten the engine's tokens, which has limits of its
     own. A sample's beginning is what a sample of that length would be. `ends`: the stop tokens."""
     decoded, kept = dialogue.decode, tokens[: request.max_tokens]
@@ -87,10 +89,10 @@ def parse_answer(dialogue: Dialogue, request: ChatRequest, tokens: list[int], st
     stopped = bool(places) or (stopped and whole)
     beside, calls = dialogue.read(text) if stopped and request.calls else (text, [])
     reason = "tool_calls" if any(call.name for call in calls) else "stop" if stopped else "length"
-    return Said(kept, text, beside, calls, reason)
+    return ParsedAnswer(kept, text, beside, calls, reason)
 
 
-def message_of(answer: Said, first: int = 0) -> dict[str, Any]:
+def message_of(answer: ParsedAnswer, first: int = 0) -> dict[str, Any]:
     """Return the message for templates and rewards. Its calls are numbered from `first`. An unreadable call is text."""
     calls = [call.message(first + i) for i, call in enumerate(answer.calls) if call.name]
     if not calls:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aligner.answers import Answer
-from aligner.data.dialogue import Given
+from aligner.data.dialogue import EnginePrompt
 from aligner.data.tool_calls import Call
 from aligner.ops.packing.turns import Row, Turn, rows_of
 from aligner.types import Generations, Prompt, Stop
@@ -32,7 +32,7 @@ class Play:
     index: int  # in its group
     seed: int  # of its request
     prompt: Prompt
-    next_prompt: Given  # for the engine
+    next_prompt: EnginePrompt  # for the engine
     session: Session | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)  # in the form for the template
     told: list[dict[str, Any]] = field(default_factory=list)  # behind the prompt, in the form for rewards

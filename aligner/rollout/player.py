@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from aligner.data.dialogue import Given
+from aligner.data.dialogue import EnginePrompt
 from aligner.data.tokenizer import decode_responses
 from aligner.engines.base import RolloutEngine
 from aligner.errors import EngineError
@@ -69,7 +69,7 @@ class Player:
     def fresh(self, request: Request, number: int) -> list[Play]:
         """Return the samples of a request, in the group of this `number`, before any generation."""
         prompt = request.prompt
-        prompt_tokens = Given(prompt.text, prompt.tokens)
+        prompt_tokens = EnginePrompt(prompt.text, prompt.tokens)
         return [Play(number, i, seed, prompt, prompt_tokens) for i, seed in enumerate(request.seeds)]
 
     def fresh_of(self, numbers: Iterable[int], requests: Iterable[Request]) -> list[Play]:

@@ -129,7 +129,7 @@ class RecordedSource:
 
 
 @dataclass
-class Replayed:
+class ReplayedRollouts:
     """A source of rollouts that another run has recorded. Earlier steps are the source's, whose prompts continue
     after its last rollout: it is not called again."""
 

@@ -22,7 +22,7 @@ from aligner.rewards.composite import Scores, finish_metrics
 from aligner.rollout.groups import Groups
 from aligner.rollout.player import Player
 from aligner.rollout.requests import Request
-from aligner.rollout.sampled import Record, make_records
+from aligner.rollout.samples_file import Record, make_records
 from aligner.rollout.score import Scorer
 from aligner.rollout.sharing import share
 from aligner.rollout.source import Weights

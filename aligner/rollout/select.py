@@ -1,5 +1,5 @@
 """Rows for other stages from a prompt's samples with their rewards: the best answers (best-of-n, RAFT, rejection
-sampling), pairs (iterative DPO, SPIN), labels (KTO). A sample is a record of `rollout/sampled.py`."""
+sampling), pairs (iterative DPO, SPIN), labels (KTO). A sample is a record of `rollout/samples_file.py`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from aligner.rollout.requests import Request, Requests
 from aligner.rollout.schedule import Schedule
 from aligner.rollout.score import Scorer
 from aligner.rollout.statistics import staleness_metrics, trajectory_sums
-from aligner.run.chain import Seen
+from aligner.run.chain import StepHashes
 from aligner.run.timers import Timers
 from aligner.types import STOP, RolloutBatch, Sample, ScalarMetrics, Stop
 
@@ -48,11 +48,11 @@ class Rollouts(Protocol):
 
 
 @dataclass
-class Hashed:
+class HashedRollouts:
     """A source whose rollouts go into the chain of hashes."""
 
     source: Rollouts
-    seen: Seen
+    seen: StepHashes
 
     def next(self, step: int) -> Rollout:
         """Return the source's rollout."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from aligner.data.dialogue import Given
+from aligner.data.dialogue import EnginePrompt
 from aligner.data.tool_calls import Call
 from aligner.errors import DataError
 from aligner.files import file_hash, fsync_file, fsync_folder, write_whole
@@ -327,7 +327,7 @@ def _play(play: Play, rest: dict[str, Any], reader: _Reader) -> Play:
     stop, upcoming, begun = Stop(rest["stop"]) if rest["stop"] else None, play.next_prompt, None
     if stop is None:
         last = turns.pop()
-        upcoming = Given(rest.get("given", play.next_prompt.text), tuple(last.prompt))
+        upcoming = EnginePrompt(rest.get("given", play.next_prompt.text), tuple(last.prompt))
         begun = last if last.output else None
     began = replace(play, prompt=prompt, turns=turns, next_prompt=upcoming, begun=begun, stop=stop, ended=rest["ended"])
     if play.session is None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from aligner.answers import Answer, AnswerLog
 from aligner.config.on_demand import on_demand
 from aligner.config.sections.environment import EnvironmentConfig
-from aligner.data.dialogue import Dialogue, Given
+from aligner.data.dialogue import Dialogue, EnginePrompt
 from aligner.data.formats import Tools
 from aligner.data.messages import read_messages
 from aligner.environments.limits import CHARS
@@ -39,12 +39,12 @@ from aligner.ops.seeds import derive
 from aligner.rollout.play import Play, by_prompt, grown
 from aligner.rollout.player import Player, Score, Together
 from aligner.rollout.requests import Request
-from aligner.rollout.serving import Turns
+from aligner.rollout.turn_pool import Turns
 from aligner.types import STOP, Generations, SamplingParams, Stop, Sums, Trajectory
 
 
 @dataclass(frozen=True)
-class Outside:
+class TrajectoryContext:
     """The surroundings of trajectories."""
 
     pool: Pool
@@ -54,7 +54,7 @@ class Outside:
     scores: bool  # the environment is asked for a reward
 
 
-class Pace(Enum):
+class TurnAdmission(Enum):
     """When a turn is admitted."""
 
     ROUNDS = "with a turn of all others"
@@ -66,8 +66,8 @@ class Pace(Enum):
 class TurnPlayer(Player):
     """A player of trajectories. None is scored before all have ended."""
 
-    outside: Outside = field(kw_only=True)
-    pace: Pace = field(default=Pace.ROUNDS, kw_only=True)
+    outside: TrajectoryContext = field(kw_only=True)
+    pace: TurnAdmission = field(default=TurnAdmission.ROUNDS, kw_only=True)
     _prompt_tokens: list[int] = field(default_factory=lambda: [0, 0], init=False)  # kept by the engine; in all
     _paused: dict[str, tuple[Session, Future[Answer] | None]] = field(default_factory=dict, init=False)  # here, by key
     _logs: dict[int, AnswerLog] = field(default_factory=dict, init=False)  # of rollouts under way
@@ -94,7 +94,7 @@ class TurnPlayer(Player):
     def take_sums(self) -> Sums:
         """See `Player.take_sums`."""
         (held, tokens), self._prompt_tokens = self._prompt_tokens, [0, 0]
-        served = self.pace != Pace.ROUNDS
+        served = self.pace != TurnAdmission.ROUNDS
         return {"engine/prefix_cache_hit_rate": (float(held), float(tokens))} if served else {}
 
     def _played(self, together: Together, sampling: SamplingParams, score: Score | None = None) -> list[Play]:
@@ -113,7 +113,7 @@ class TurnPlayer(Player):
 
     def _all_raise(self, kind: type[AlignerError]) -> AbstractContextManager[None]:
         """Raise errors on all ranks that share the work. A generation rank outside rounds raises alone."""
-        alone = self.peers is None and self.pace != Pace.ROUNDS
+        alone = self.peers is None and self.pace != TurnAdmission.ROUNDS
         return nullcontext() if alone else raised_together(kind)
 
     def _run(self, plays: list[Play], sampling: SamplingParams) -> None:
@@ -122,7 +122,7 @@ class TurnPlayer(Player):
             self._take_up(plays)
             self._begin([play for play in plays if play.session and not play.session.asked], sampling)
         waiting: Sequence[Play] = ()
-        if self.pace == Pace.ROUNDS:
+        if self.pace == TurnAdmission.ROUNDS:
             self._in_rounds(plays, sampling)
         else:
             with self._all_raise(EngineError):
@@ -168,7 +168,7 @@ class TurnPlayer(Player):
             hear=lambda play: self._hear(play, sampling),
             say=self._answered,
             seed=self._seed,
-            counted=self.pace == Pace.COUNTS,
+            counted=self.pace == TurnAdmission.COUNTS,
             windowed=self.window > 0,
             waiting=sorted((play for play in going if play.asked is not None), key=lambda play: play.waits),
         )
@@ -236,7 +236,7 @@ class TurnPlayer(Player):
             self._too_long(play, f"{what} of {size} characters")
         return size <= limit
 
-    def _open(self, play: Play, messages: list[dict[str, Any]], next_prompt: Given, what: str) -> None:
+    def _open(self, play: Play, messages: list[dict[str, Any]], next_prompt: EnginePrompt, what: str) -> None:
         """Begin with another prompt than the row's."""
         if len(next_prompt.tokens) > self.outside.longest_prompt:
             self._too_long(play, f"{what} of {len(next_prompt.tokens)} tokens")
@@ -355,7 +355,7 @@ class TurnPlayer(Player):
             play.next_prompt = next_prompt
 
     @staticmethod
-    def _tokens_behind(play: Play, next_prompt: Given) -> int:
+    def _tokens_behind(play: Play, next_prompt: EnginePrompt) -> int:
         """Return the number of tokens behind the prompt, if this is the next one."""
         rows = rows_of([*play.turns, Turn(next_prompt.tokens, (), ())])
         return sum(len(row.tokens) for row in rows) - len(play.prompt.tokens)

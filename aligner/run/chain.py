@@ -40,7 +40,7 @@ Record = dict[str, Any]
 
 
 @dataclass
-class Seen:
+class StepHashes:
     """Hashes of this rank's batches of a step. `counts`: no other rank has the same rows."""
 
     counts: bool = True
@@ -79,7 +79,9 @@ def _inside(batch: RolloutBatch | TrainBatch) -> torch.Tensor:
 class Chain:
     """Writer of the file, on rank 0. All methods are collective over the world."""
 
-    def __init__(self, run_dir: Path, rank: int, models: Mapping[str, ShardedModel], seen: Seen, device: torch.device):
+    def __init__(
+        self, run_dir: Path, rank: int, models: Mapping[str, ShardedModel], seen: StepHashes, device: torch.device
+    ):
         """Take `device`: where all ranks' sums are added, also of ranks whose weights others write."""
         self.path, self.rank, self.seen, self.device = run_dir / FILE, rank, seen, device
         self.weights = {name: WeightHashes(model) for name, model in models.items()}

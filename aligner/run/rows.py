@@ -16,7 +16,7 @@ from aligner.errors import AlignerError
 from aligner.megatron.groups import Layout
 from aligner.models.safetensors_io import save_whole
 from aligner.ops.agree import fail_together
-from aligner.run.chain import Seen
+from aligner.run.chain import StepHashes
 
 FOLDER = "rows"  # in the run folder
 NAME = re.compile(r"step-(\d{8,18})\.safetensors", re.ASCII)
@@ -37,7 +37,7 @@ def delete_but(folder: Path, steps: range) -> None:
 
 @dataclass
 class RowRecorder:
-    seen: Seen
+    seen: StepHashes
     folder: Path
     count: int  # steps
     layout: Layout

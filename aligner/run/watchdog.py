@@ -21,8 +21,8 @@ from pathlib import Path
 
 from aligner.cluster import failure
 from aligner.config.sections.cluster import Limits
-from aligner.run.awake import AwakeClock
-from aligner.run.keeper import Keeper
+from aligner.run.awake_clock import AwakeClock
+from aligner.run.gil_monitor import GilMonitor
 
 FOLDER, FIRED = "watchdog", "fired.json"
 EXIT_CODE = 1
@@ -42,7 +42,7 @@ class Watchdog:
         self._now = ("startup", self.clock.now())
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._keeper: Keeper | None = None
+        self._keeper: GilMonitor | None = None
 
     @staticmethod
     def clear(run_dir: Path) -> None:
@@ -57,7 +57,7 @@ class Watchdog:
         if self.limits.shortest:
             self.clock.start()
             faulthandler.register(signal.SIGPROF, file=sys.__stderr__, chain=True)  # of the keeper
-            self._keeper = Keeper(self.stuck_s)
+            self._keeper = GilMonitor(self.stuck_s)
             self._thread = threading.Thread(target=self._guarded, args=(self._keeper,), name="watchdog", daemon=True)
             self._thread.start()
 
@@ -77,7 +77,7 @@ class Watchdog:
         if self.world_size > 1 and self._thread is not None:
             self._claim({"rank": self.rank, "text": why})
 
-    def _guarded(self, keeper: Keeper) -> None:
+    def _guarded(self, keeper: GilMonitor) -> None:
         """Run the thread. If it fails, end the process: otherwise nobody would notice a hanging phase, and the keeper
         would get no beat."""
         try:
@@ -88,7 +88,7 @@ class Watchdog:
             failure.record(text, EXIT_CODE)
             os._exit(EXIT_CODE)
 
-    def _watch(self, keeper: Keeper) -> None:
+    def _watch(self, keeper: GilMonitor) -> None:
         while not self._ended.wait(self.poll_s):
             # a C thread, which needs no lock of Python's, prints the stacks; the keeper counts the seconds in which the
             # process computes, as it may have been stopped

@@ -23,16 +23,16 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.builders.data import make_answers, make_batches, make_prompts, make_training_set, settle_steps
     from aligner.builders.engines import make_refit
     from aligner.builders.job import Job
-    from aligner.builders.own import make_own_answers
+    from aligner.builders.own_answers import make_own_answers
     from aligner.builders.runs import finish, make_run, saved_first
+    from aligner.builders.stored_targets import store_targets
     from aligner.builders.teachers import make_student, make_teachers
-    from aligner.builders.told import store_targets
     from aligner.config.schema import Config
     from aligner.data.batches import BatchSource
     from aligner.data.collate import collate_sft
     from aligner.ops.rl.aggregate import aggregate, denominator
     from aligner.roles.teacher import Student, StudentOutputs, Teacher, add_targets
-    from aligner.rollout.own import OwnAnswers
+    from aligner.rollout.own_answers import OwnAnswers
     from aligner.run.loop import Run
     from aligner.types import LossOutput, TrainBatch
 

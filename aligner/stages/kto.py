@@ -26,8 +26,8 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.builders.data import make_batches, make_training_set
     from aligner.builders.job import Job
     from aligner.builders.models import make_policy, make_reference
+    from aligner.builders.reference_logprobs import store_reference
     from aligner.builders.runs import finish, make_run
-    from aligner.builders.stored import store_reference
     from aligner.config.schema import Config
     from aligner.data.batches import BatchSource
     from aligner.data.collate import collate_unpaired

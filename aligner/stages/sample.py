@@ -19,8 +19,8 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.builders.runs import make_run, saved_first
     from aligner.builders.samples import make_samples
     from aligner.ops.agree import by_rank_0
-    from aligner.rollout.sampled import Record, Sampled
     from aligner.rollout.samples import Samples
+    from aligner.rollout.samples_file import Record, Sampled
     from aligner.run.loop import Run
     from aligner.run.sample_table import SampleRow
 

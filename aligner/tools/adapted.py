@@ -18,7 +18,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import ConfigError
 from aligner.families.table import family_table
 from aligner.megatron.checkpoint_files import read_checked
-from aligner.megatron.chunks import Blocks, Place
+from aligner.megatron.chunks import Blocks, StorageLocation
 from aligner.megatron.model import Head
 from aligner.models.adapters import LORA_A, LORA_B, MAGNITUDE, adapter_table, held_sites
 from aligner.models.params import ParamSpec, dtype_of, to_hf
@@ -36,7 +36,7 @@ class Stored:
     """Weights of a checkpoint."""
 
     blocks: Blocks
-    where: Mapping[str, Place]
+    where: Mapping[str, StorageLocation]
     cfg: ModelConfig
 
     def dtype(self, spec: ParamSpec) -> torch.dtype:
@@ -98,7 +98,7 @@ class Merged:
     head: Head
 
     @classmethod
-    def of(cls, initial: InitialModel, head: Head, where: Mapping[str, Place]) -> Merged:
+    def of(cls, initial: InitialModel, head: Head, where: Mapping[str, StorageLocation]) -> Merged:
         cfg = initial.config
         adapters = [Adapter(folder, replace(cfg, lora=lora)) for folder, lora in initial.adapters]
         if initial.checkpoint is not None:

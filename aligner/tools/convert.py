@@ -31,11 +31,11 @@ from aligner.files import file_hash
 from aligner.megatron import bridge
 from aligner.megatron.checkpoint_files import FORMAT, find_checkpoint, write_manifest
 from aligner.megatron.checkpoint_index import INTEGRITY, noted_checksums
-from aligner.megatron.chunks import Block, BlockFile, Blocks, Place, places_of, write_index
+from aligner.megatron.chunks import Block, BlockFile, Blocks, StorageLocation, places_of, write_index
 from aligner.megatron.groups import init_distributed, leave_distributed
 from aligner.megatron.model import Head
 from aligner.models.folder_check import SCORE, check_folder
-from aligner.models.fused import FusedPart, joined, parts_of
+from aligner.models.fused import FusedMatrix, joined, parts_of
 from aligner.models.params import ParamSpec, hf_axis, to_hf
 from aligner.models.safetensors_io import INDEX, SINGLE, HfTensors, open_hf
 from aligner.models.safetensors_stream import SafetensorsFile
@@ -97,7 +97,7 @@ def _pieces(table: list[ParamSpec], tensors: HfTensors, tensor: int) -> Iterator
 def _as_run(
     out: Path,
     written: dict[str, tuple[str, Any]],
-    where: dict[str, Place],
+    where: dict[str, StorageLocation],
     source: Path,
     target: Path,
     cfg: ModelConfig,
@@ -202,7 +202,7 @@ def _exported(source: Path, role: str, merge: bool) -> tuple[Path, Path, Initial
 
 
 def _units(
-    table: list[ParamSpec], weights: Stored | Merged, parts: Mapping[str, FusedPart]
+    table: list[ParamSpec], weights: Stored | Merged, parts: Mapping[str, FusedMatrix]
 ) -> Iterator[tuple[tuple[ParamSpec, int], int]]:
     """Yield ((parameter, or one expert of it where files do not stack them; that expert's number), bytes as stored)."""
     for spec in table:
@@ -213,7 +213,7 @@ def _units(
             yield (one, expert), math.prod(one.shape) * size
 
 
-def _check_sizes(blocks: Blocks, table: list[ParamSpec], where: dict[str, Place]) -> None:
+def _check_sizes(blocks: Blocks, table: list[ParamSpec], where: dict[str, StorageLocation]) -> None:
     for spec in table:
         position = where[spec.canonical]
         size = blocks.size(position.key)

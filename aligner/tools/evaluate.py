@@ -42,7 +42,7 @@ SAMPLES = "eval_samples.jsonl"
 
 
 @dataclass
-class Found:
+class Evaluation:
     """Measurements: means over units (prompts, pairs, rows), and a record for each sample."""
 
     unit: str
@@ -69,7 +69,7 @@ def evaluate(cfg: Config) -> ScalarMetrics:
     stage = STAGES[cfg.stage.name]
     tools = load_tools(cfg.environment) if cfg.eval.generate else Tools()
     if is_scorer(folder) or not (stage.rollouts or stage.scores or functions):
-        measured = Found(*measure_rows(cfg, folder, is_scorer(folder)))
+        measured = Evaluation(*measure_rows(cfg, folder, is_scorer(folder)))
     elif functions or tools.scores:
         measured = _answers(cfg, folder, tools)
     else:
@@ -79,7 +79,7 @@ def evaluate(cfg: Config) -> ScalarMetrics:
     return _write(cfg, folder, measured)
 
 
-def _answers(cfg: Config, folder: Path, tools: Tools) -> Found:
+def _answers(cfg: Config, folder: Path, tools: Tools) -> Evaluation:
     """Measure accuracy and mean scores of generated responses, or of trajectories."""
     model = Answerer.load(folder, cfg.engine, cfg.model.dtype)
     use_chat_template(model.tokenizer, cfg.data)
@@ -106,7 +106,7 @@ def _answers(cfg: Config, folder: Path, tools: Tools) -> Found:
         print(warning)
     rows = [_row(s, i, verdict.totals[i], verdict.components) for i, s in enumerate(samples)]
     print_samples(0, rows, cfg.logging.samples_shown)
-    return Found(
+    return Evaluation(
         f"prompts x {cfg.eval.samples} samples",
         count,
         _per_prompt(samples, verdict, cfg.eval.samples),
@@ -144,7 +144,7 @@ def _per_prompt(
     return means
 
 
-def _write(cfg: Config, folder: Path, measured: Found) -> ScalarMetrics:
+def _write(cfg: Config, folder: Path, measured: Evaluation) -> ScalarMetrics:
     metrics = {name: math.fsum(top) / math.fsum(bottom) for name, (top, bottom) in measured.means.items()}
     intervals = {name: bootstrap(*mean, cfg.seed) for name, mean in measured.means.items()}
     if "eval/loss" in metrics and measured.unit == "rows":  # of tokens, in nats

@@ -16,7 +16,7 @@ from aligner.environments.pool import Pool
 from aligner.environments.tools import Tools, schemas
 from aligner.ops.seeds import request_seed
 from aligner.rollout.requests import Request
-from aligner.rollout.turns import Outside, kind_of_player
+from aligner.rollout.turns import TrajectoryContext, kind_of_player
 from aligner.tools.generate import Answerer, dialogue_of
 from aligner.types import Prompt, Sample, SamplingParams
 
@@ -34,7 +34,9 @@ def play(
         model.tokenizer,
         sampling,
         dist.group.WORLD,
-        outside=Outside(pool, dialogue(tool_schemas), cfg.environment, cfg.data.max_prompt_tokens, tools.scores),
+        outside=TrajectoryContext(
+            pool, dialogue(tool_schemas), cfg.environment, cfg.data.max_prompt_tokens, tools.scores
+        ),
     )
     seeds = [[request_seed(cfg.seed, -1, prompt.id, i) for i in range(cfg.eval.samples)] for prompt in prompts]
     return player.samples([Request(i, p, s) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))], sampling)

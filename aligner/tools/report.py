@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from aligner.board import told
+from aligner.board import curves
 from aligner.board.page import report_page
 from aligner.board.pages import REPORTED
 from aligner.board.runs import Board
@@ -35,7 +35,7 @@ def write_report(paths: list[Path]) -> Path:
     title = " | ".join(run.name for run in runs)
     requests = [(name, page.endpoints[name], args) for page in REPORTED.values() for name, args in page.report.items()]
     answers = {name: answer(board, record(dict(args), name, AlignerError)) for name, answer, args in requests}
-    answers["details"]["summary"] = told.summary([where])
+    answers["details"]["summary"] = curves.summary([where])
     page = report_page(title, REPORTED, answers).encode("utf-8", "replace").decode()
     try:
         write_whole(target, page, durable=False)

@@ -30,7 +30,7 @@ from aligner.config.sections.sampling import SamplingConfig
 from aligner.data.dialogue import Dialogue
 from aligner.data.shipped_templates import use_chat_template
 from aligner.data.tokenizer import sampled_with
-from aligner.engines.native.schedule import PromptPool, Wanted
+from aligner.engines.native.schedule import PromptPool, PromptRequest
 from aligner.environments.openai_api import SAMPLED, ApiError, ChatRequest, Reply, check_model, nowhere, require_server
 from aligner.errors import AlignerError, ConfigError
 from aligner.rollout.agents import Dialogues, message_of, parse_answer
@@ -51,7 +51,7 @@ Generated = tuple[list[int], list[float], bool]  # tokens, their logprobs, wheth
 
 
 @dataclass
-class Ask:
+class PendingRequest:
     tokens: tuple[int, ...]
     seed: int
     sampling: SamplingParams
@@ -59,23 +59,23 @@ class Ask:
     hear: Callable[[int], None] | None = None  # called with each token but the last, as it comes
 
 
-class Desk:
+class RequestQueue:
     """Queue of requests for the engine. No request waits for ever: `thread` owes each an answer."""
 
     def __init__(self, model: Answerer, threads: int):
         self.model, self.threads = model, threads
-        self.waiting: deque[Ask] = deque()
+        self.waiting: deque[PendingRequest] = deque()
         self.changed = threading.Condition()
         self.thread = AwaitedThread("engine", self._generate)
         self.thread.start()
 
-    def put(self, ask: Ask) -> None:
+    def put(self, ask: PendingRequest) -> None:
         self.thread.owe(ask.answer)
         with self.changed:
             self.waiting.append(ask)
             self.changed.notify()
 
-    def take(self) -> Ask:
+    def take(self) -> PendingRequest:
         """Take a request, on the engine's thread only: a client that leaves now takes nothing back."""
         ask = self.waiting.popleft()
         ask.answer.set_running_or_notify_cancel()
@@ -89,7 +89,7 @@ class Desk:
                 first = self.take()
             asks, error = [first], "the engine gave no answer"
             try:
-                together = Together(self, first)
+                together = RequestBatch(self, first)
                 asks = together.asks
                 self.model.engine.serve(together, together.asked, together.finished, first.sampling)
             except torch.AcceleratorError:  # this process can no longer compute on its device
@@ -103,29 +103,29 @@ class Desk:
                     ask.answer.set_exception(ApiError(error, code="engine", status=500))
 
 
-class Together(PromptPool):
+class RequestBatch(PromptPool):
     """Requests that are generated with a first one."""
 
-    def __init__(self, desk: Desk, first: Ask):
+    def __init__(self, desk: RequestQueue, first: PendingRequest):
         limit = desk.model.engine.model.cfg.max_position - first.sampling.max_response_tokens
         room = max(ROOM, 1 << (len(first.tokens) - 1).bit_length())
         super().__init__(max(len(first.tokens), min(room, limit)), AT_A_TIME, AT_A_TIME)
         self.desk, self.first = desk, first
-        self.asks: list[Ask] = []
+        self.asks: list[PendingRequest] = []
         self.asked: list[tuple[int, int] | None] = []
 
     def wants(self, active: int, slots: int) -> bool:
         return not self.asks or (active < slots and self._next() is not None)
 
-    def take(self) -> list[Wanted]:
+    def take(self) -> list[PromptRequest]:
         new = [] if self.asks else [self.first]
         while self._next() is not None:
             new.append(self.desk.take())
         self.asked += [(len(self.asks) + i, 0) for i in range(len(new))]
         self.asks += new
-        return [Wanted(ask.tokens, [ask.seed]) for ask in new]
+        return [PromptRequest(ask.tokens, [ask.seed]) for ask in new]
 
-    def _next(self) -> Ask | None:
+    def _next(self) -> PendingRequest | None:
         """Return the request that has waited longest, if it fits. Only the engine's thread takes requests away."""
         ask = self.desk.waiting[0] if self.desk.waiting else None
         good = ask is not None and ask.sampling == self.first.sampling and len(ask.tokens) <= self.longest
@@ -143,7 +143,7 @@ class Together(PromptPool):
 
 
 @dataclass
-class Written:
+class TextStream:
     """Text of tokens as they come, as far as later tokens cannot change it: whole characters, without the last `held`,
     with which a stop string may begin."""
 
@@ -173,7 +173,7 @@ class Served:
 
     secret: str
     name: str
-    desk: Desk
+    desk: RequestQueue
     sampling: SamplingParams
     dialogues: Dialogues
     _answers: int = 0
@@ -187,7 +187,7 @@ class Served:
         check_model(request, self.name)
         dialogue, tokens = self._prompt(request)
         seed = secrets.randbits(63) if request.seed is None else request.seed
-        ask = Ask(tokens, seed, self._sampling(request, len(tokens)))
+        ask = PendingRequest(tokens, seed, self._sampling(request, len(tokens)))
         self._answers += 1
         number, name = self._answers, f"chatcmpl-{self._answers}"
         calls = dialogue.calls and request.calls  # a text is known to be a call only at its end
@@ -241,7 +241,7 @@ class Served:
 
 def _writer(dialogue: Dialogue, request: ChatRequest, say: Callable[[str], None]) -> Callable[[int], None]:
     """Return a function that takes tokens on any thread and sends their text in this loop."""
-    loop, written = asyncio.get_running_loop(), Written(dialogue.decode, max(map(len, request.stop), default=1) - 1)
+    loop, written = asyncio.get_running_loop(), TextStream(dialogue.decode, max(map(len, request.stop), default=1) - 1)
 
     def tell(token: int) -> None:
         if text := written.add(token):
@@ -262,7 +262,7 @@ def open_model(cfg: Config) -> Served:
     dialogues.of([])  # a model without a chat template has none
     sampling = replace(sampling_of(cfg), **sampled_with(model.tokenizer))
     name = folder.parent.name if folder.name == "hf" else folder.name
-    return Served(secrets.token_urlsafe(32), name, Desk(model, cfg.cluster.threads), sampling, dialogues)
+    return Served(secrets.token_urlsafe(32), name, RequestQueue(model, cfg.cluster.threads), sampling, dialogues)
 
 
 def main(cfg: Config, port: int, socket: str) -> int:
@@ -287,7 +287,7 @@ def main(cfg: Config, port: int, socket: str) -> int:
     return 0
 
 
-def serve_while(desk: Desk, listener: Listener, places: list[Socket]) -> None:
+def serve_while(desk: RequestQueue, listener: Listener, places: list[Socket]) -> None:
     """Serve as long as the engine runs. Raises AlignerError once it has ended."""
     never: Future[None] = desk.thread.owe(Future())
     never.add_done_callback(lambda _: setattr(listener, "should_exit", True))

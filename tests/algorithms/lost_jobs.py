@@ -15,7 +15,7 @@ import torch.distributed as dist
 from aligner.config.resolve import compose
 from aligner.engines import bridge
 from aligner.engines.native.engine import NativeEngine
-from aligner.engines.roll import RollCall
+from aligner.engines.roll_call import RollCall
 from aligner.errors import AlignerError
 from tests.run import jobs
 

@@ -120,9 +120,9 @@ def test_documents_do_not_see_each_other(tiny_data, teacher, tmp_path):
 def store(tiny_data, teacher, tmp_path, monkeypatch, capsys):
     """Run with the teacher's five most likely tokens from a folder, in files of eight rows: (records, lines about
     it)."""
-    from aligner.data import told
+    from aligner.data import taught
 
-    monkeypatch.setattr(told, "BLOCK", 8)
+    monkeypatch.setattr(taught, "BLOCK", 8)
 
     def go(name, *more):
         own = ["algorithm.distill.top_k=5", f"algorithm.distill.store={tmp_path / 'store'}", *more]

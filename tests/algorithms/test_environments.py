@@ -13,7 +13,7 @@ from aligner.config.freeze import load_frozen
 from aligner.config.resolve import compose_over
 from aligner.engines.native.engine import NativeEngine
 from aligner.errors import ConfigError
-from aligner.rollout.serving import Turns
+from aligner.rollout.turn_pool import Turns
 from aligner.tools.chat import main as chat
 from aligner.tools.evaluate import evaluate
 from examples.calculator import make_data

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from aligner.errors import CheckpointError
-from aligner.rollout.sampled import Sampled
+from aligner.rollout.samples_file import Sampled
 from tests import stages
 from tests.stages import PowerCut
 

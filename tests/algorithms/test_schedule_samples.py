@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from aligner.data.dialogue import Given
+from aligner.data.dialogue import EnginePrompt
 from aligner.ops.packing.turns import Turn
 from aligner.plan.windows import clocked
 from aligner.rollout.play import Play
@@ -138,7 +138,7 @@ class Slow:
 def play_of(sample: Sample) -> Play:
     prompt, index = sample.request.prompt, sample.request.seeds.index(sample.seed)
     turn = Turn(prompt.tokens, sample.tokens, *map(list, zip(*sample.columns, strict=True)))
-    given, stop = Given(prompt.text, prompt.tokens), Stop.ANSWER if sample.stopped else Stop.LENGTH
+    given, stop = EnginePrompt(prompt.text, prompt.tokens), Stop.ANSWER if sample.stopped else Stop.LENGTH
     return Play(sample.number, index, sample.seed, prompt, given, turns=[turn], stop=stop)
 
 

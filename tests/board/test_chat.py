@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from aligner.board.chat import MOST, Model, Talk, Talks, has_template, known, open_talk
+from aligner.board.chat import MOST, Model, ServedModel, ServedModels, has_template, known, open_talk
 from aligner.board.runs import Board
 from aligner.data.tokenizer import byte_tokenizer
 from aligner.errors import AlignerError, DataError
@@ -43,10 +43,10 @@ def test_a_model_without_a_chat_template_is_known_as_such(tmp_path, template):
 
 
 def test_models_at_a_time_are_few_and_those_that_have_ended_are_gone(tmp_path):
-    talks = Talks()
+    talks = ServedModels()
     for i in range(MOST):
         process = _process("print('http://here/v1: a model', flush=True); input()")
-        talks.by_name[str(i)] = Talk(process, tempfile.TemporaryDirectory(dir=tmp_path), False)
+        talks.by_name[str(i)] = ServedModel(process, tempfile.TemporaryDirectory(dir=tmp_path), False)
     model = next(iter(known(Board([_published(tmp_path)])).values()))
     assert talks.open("1", model) is talks.by_name["1"]
     with pytest.raises(AlignerError, match=f"at most {MOST} models at a time"):
@@ -62,8 +62,8 @@ def test_models_at_a_time_are_few_and_those_that_have_ended_are_gone(tmp_path):
 
 
 def test_a_model_that_is_closed_while_it_loads_is_not_waited_for(tmp_path):
-    talks, process = Talks(), _process("input()")
-    talks.by_name["slow"] = Talk(process, tempfile.TemporaryDirectory(dir=tmp_path), False)
+    talks, process = ServedModels(), _process("input()")
+    talks.by_name["slow"] = ServedModel(process, tempfile.TemporaryDirectory(dir=tmp_path), False)
     with ThreadPoolExecutor(1) as threads:
         opened = threads.submit(talks.open, "slow", Model(tmp_path))
         until = time.monotonic() + 120

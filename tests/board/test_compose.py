@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner import __main__ as command_line
-from aligner.board.compose import Wish, check, composed, form, shown
+from aligner.board.compose import RunForm, check, composed, form, shown
 from aligner.board.jobs import Jobs
 from aligner.board.runs import Board
 from aligner.cluster import lock
@@ -84,21 +84,21 @@ def test_a_plan_that_does_not_fit_is_shown_and_refused():
 def test_what_the_form_shows_means_the_same_when_typed():
     base = ask(groups={"experiment": "quickstart_grpo"})["base"]
     values = {key: text for key, text in base.items() if not key.startswith("stage.")}
-    again = composed(Wish({"experiment": "quickstart_grpo"}, values))
-    assert again == composed(Wish({"experiment": "quickstart_grpo"}))
+    again = composed(RunForm({"experiment": "quickstart_grpo"}, values))
+    assert again == composed(RunForm({"experiment": "quickstart_grpo"}))
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12).filter(str.strip))
 def test_any_text_reaches_the_config_as_it_was_typed(text):
-    found = composed(Wish(values={"model.tokenizer": text, "data.columns": shown({"prompt": text})}))
+    found = composed(RunForm(values={"model.tokenizer": text, "data.columns": shown({"prompt": text})}))
     assert (found.model.tokenizer, found.data.columns) == (text, {"prompt": text})
 
 
 def test_a_dry_run_comes_before_a_submit(tmp_path, monkeypatch):
     jobs, wish = (
         Jobs(),
-        Wish({"stage": "sft"}, {"data.train": ".", "run.dir": str(tmp_path / "run")}, "submit", nodes=2),
+        RunForm({"stage": "sft"}, {"data.train": ".", "run.dir": str(tmp_path / "run")}, "submit", nodes=2),
     )
     shown = jobs.dry(wish)
     assert "#SBATCH --nodes=2" in shown["text"] and "# sbatch --parsable" in shown["text"]
@@ -117,11 +117,11 @@ def test_a_dry_run_comes_before_a_submit(tmp_path, monkeypatch):
 def test_nothing_starts_or_stops_that_may_not(tmp_path, monkeypatch):
     jobs = Jobs()
     with pytest.raises(ConfigError, match=r"data\.train=''"):
-        jobs.start(Wish({"stage": "sft"}, {"run.dir": str(tmp_path / "run")}))
+        jobs.start(RunForm({"stage": "sft"}, {"run.dir": str(tmp_path / "run")}))
     with pytest.raises(ConfigError, match="command='submit'"):
-        jobs.start(Wish(command="submit"))
+        jobs.start(RunForm(command="submit"))
     with pytest.raises(ConfigError, match="command='launch'"):
-        jobs.dry(Wish())
+        jobs.dry(RunForm())
     with pytest.raises(AlignerError, match="expected a run that is running on this machine"):
         jobs.stop(run_folder(tmp_path / "still"))
     assert not jobs.started and not (tmp_path / "run").exists()

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from aligner.board import chat, jobs, samples, told
+from aligner.board import chat, curves, jobs, samples
 from aligner.board.runs import Board
 from aligner.errors import AlignerError, DataError
 from aligner.foreign import record
 from aligner.tools.report import main as report
 from tests.board.recordings import record as recording
 from tests.board.recordings import write_rows
-from tests.board.test_told import ask, make_run, rows
+from tests.board.test_curves import ask, make_run, rows
 
-ALL = (told.table, told.metrics, told.curves, told.phases, told.details, samples.samples, jobs.jobs)
+ALL = (curves.table, curves.metrics, curves.curves, curves.phases, curves.details, samples.samples, jobs.jobs)
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in pairwise("abcdefghi")
 )
@@ -119,7 +119,7 @@ def test_a_folder_that_is_gone_costs_no_endpoint(tmp_path):
     (tmp_path / "one").rename(tmp_path / "elsewhere")
     for endpoint in (*ALL, chat.talks):
         json.dumps(endpoint(board, record({}, "the request", AlignerError)))
-    assert [run["name"] for run in told.table(board, record({}, "the request", AlignerError))["runs"]] == ["b"]
+    assert [run["name"] for run in curves.table(board, record({}, "the request", AlignerError))["runs"]] == ["b"]
     assert chat.talks(board, record({}, "the request", AlignerError))["models"] == [str(tmp_path / "two" / "hf")]
 
 
@@ -195,7 +195,7 @@ def test_links_within_a_run_are_followed(tmp_path):
     (folder / "config.yaml").rename(folder / "config.0.yaml")
     (folder / "config.yaml").symlink_to("config.0.yaml")
     (tmp_path / "link").symlink_to(folder)
-    assert ask(told.details, tmp_path / "link")["details"]["a"]["config"] == "seed: 1\n"
+    assert ask(curves.details, tmp_path / "link")["details"]["a"]["config"] == "seed: 1\n"
 
 
 def odd_recordings() -> dict:
@@ -233,8 +233,8 @@ def test_a_damaged_recording_is_told_beside_the_rows(tmp_path, bad, name):
 
 
 def test_what_was_not_foreseen_costs_its_own_row(tmp_path, bad, monkeypatch):
-    real = told._row
-    monkeypatch.setattr(told, "_row", lambda run, *rest: 1 / 0 if run.name == "bad" else real(run, *rest))
+    real = curves._row
+    monkeypatch.setattr(curves, "_row", lambda run, *rest: 1 / 0 if run.name == "bad" else real(run, *rest))
     row = {row["name"]: row for row in both(tmp_path)["table"]["runs"]}["bad"]
     assert row["state"] == "damaged" and "ZeroDivisionError" in row["damage"][0]
 
@@ -244,7 +244,7 @@ def test_metrics_beyond_all_numbers_are_few(tmp_path, bad):
         for i in range(30):
             file.write(json.dumps({"step": i} | {f"x{i}/{k}": 1 for k in range(1000)}) + "\n")
     board = Board([tmp_path], budget=1 << 60)
-    row = {row["name"]: row for row in told.table(board, record({}, "", AlignerError))["runs"]}["bad"]
+    row = {row["name"]: row for row in curves.table(board, record({}, "", AlignerError))["runs"]}["bad"]
     assert "expected at most 10000 metrics" in row["damage"][0]
 
 
@@ -262,7 +262,7 @@ def test_starts_that_failed_are_read_and_say_why(tmp_path):
     (failed / "logs").mkdir()
     (failed / "logs" / "failed_start.log").write_text("then\nerror: data.train='x': expected a file\n")
     board = Board([tmp_path])
-    found = {row["name"]: row for row in told.table(board, record({}, "", AlignerError))["runs"]}
+    found = {row["name"]: row for row in curves.table(board, record({}, "", AlignerError))["runs"]}
     assert found["failed"]["read"] == 1.0 and found["failed"]["result"] == "error: data.train='x': expected a file"
 
 
@@ -275,10 +275,10 @@ def test_logs_are_the_newest_and_their_ends(tmp_path):
         (folder / "logs" / name).write_text(f"{'x' * 10_000}</pre><script>{name}\x1b[31m\n")
         os.utime(folder / "logs" / name, (time.time() - 100 * age,) * 2)
     os.utime(folder / "logs" / "6.0", (1, 1))
-    logs = ask(told.details, tmp_path)["details"]["a"]["logs"]
+    logs = ask(curves.details, tmp_path)["details"]["a"]["logs"]
     assert [*logs] == ["logs/board.log", "logs/7.1/rank-0000.log", "logs/7.1/rank-0001.log"]
     assert all(len(text) == 4000 and text.endswith("\x1b[31m\n") for text in logs.values())
-    assert "logs" not in ask(told.details, tmp_path, report=True)["details"]["a"]
+    assert "logs" not in ask(curves.details, tmp_path, report=True)["details"]["a"]
 
 
 def test_one_evaluation_is_no_metric_that_never_changes(tmp_path):
@@ -286,5 +286,5 @@ def test_one_evaluation_is_no_metric_that_never_changes(tmp_path):
         folder = make_run(tmp_path / name, **{"kl/x": 2.0})
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 6, "eval/accuracy": 0.5}) + "\n")
-    still = {metric["name"]: metric["still"] for metric in ask(told.metrics, tmp_path)["metrics"]}
+    still = {metric["name"]: metric["still"] for metric in ask(curves.metrics, tmp_path)["metrics"]}
     assert still["eval/accuracy"] is None and still["kl/x"] == 2.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aligner.builders.job import Terminal
+from aligner.builders.job import JobOutput
 from aligner.config.sections.data import DataConfig
 from aligner.data.dataset import PromptDataset, SftDataset
 from aligner.data.formats import prompt_rows, sft_rows
@@ -21,7 +21,7 @@ def tokenizer(tmp_path_factory):
 
 
 def test_the_template_is_described_once_and_where_rows_are_conversations(tokenizer, capsys):
-    data, terminal = DataConfig(), Terminal(0, tokenizer, {})
+    data, terminal = DataConfig(), JobOutput(0, tokenizer, {})
     plain = SftDataset(sft_rows([PLAIN], data), tokenizer, data)
     chat = SftDataset(sft_rows([PLAIN, CHAT], data), tokenizer, data)
     prompts = PromptDataset(prompt_rows([CHAT], data), tokenizer, data)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from aligner.config.sections.data import DataConfig
-from aligner.data import ragged, reading
+from aligner.data import ragged, row_reader
 from aligner.data.dataset import PairDataset, PreferenceDataset, PromptDataset, ScoredDataset, SftDataset
 from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow, prompt_rows
 from aligner.data.templates import encode_sft
@@ -20,7 +20,7 @@ def sft(*lengths):
 def test_items_equal_the_tokenization_and_chunks_change_nothing(byte, monkeypatch):
     rows = sft(5, 9, 4, 30, 7)
     whole = SftDataset(rows, byte, DataConfig())
-    monkeypatch.setattr(reading, "CHUNK", 2)
+    monkeypatch.setattr(row_reader, "CHUNK", 2)
     monkeypatch.setattr(ragged, "CHUNK", 2)
     chunked = SftDataset(rows, byte, DataConfig())
     for i, (tokens, mask) in enumerate(encode_sft(byte, rows)):

@@ -11,7 +11,7 @@ from aligner.data.chats import check_arguments
 from aligner.data.dataset import PairDataset, SftDataset
 from aligner.data.formats import SftRow, preference_rows, sft_rows, unpaired_rows
 from aligner.data.shipped_templates import use_chat_template
-from aligner.data.shown import describe
+from aligner.data.template_checks import describe
 from aligner.data.templates import encode_answers, encode_prompts, encode_sft
 from aligner.data.tokenizer import decode_responses, load_tokenizer, stop_token_ids
 from aligner.data.unpaired import UnpairedDataset

@@ -258,10 +258,10 @@ def test_assignment(requests, replicas):
 def test_shares_that_cannot_be(monkeypatch):
     from aligner.engines.native import engine as module
 
-    class Three(module.Peers):
+    class Three(module.EngineRanks):
         def __init__(self, group):
             self.group, self.size, self.rank = None, 3, 0
 
-    monkeypatch.setattr(module, "Peers", Three)
+    monkeypatch.setattr(module, "EngineRanks", Three)
     with pytest.raises(LayoutError, match="divisor of 2"):
         NativeEngine(LLAMA, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0)

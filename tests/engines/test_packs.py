@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.cluster.pages import keep_freed_memory
+from aligner.cluster.memory_pages import keep_freed_memory
 from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native import NativeEngine, packs
 from aligner.types import SamplingParams
@@ -101,7 +101,7 @@ def large(monkeypatch):
     generator, plain = torch.Generator().manual_seed(0), packs.matrices(32, 1024, 1024, torch.float32, CPU)
     for matrix in plain:
         matrix.normal_(generator=generator)
-    return plain, packs.Packs({"a": plain}, {f"a.{layer}": matrix for layer, matrix in enumerate(plain)})
+    return plain, packs.PackedMatrices({"a": plain}, {f"a.{layer}": matrix for layer, matrix in enumerate(plain)})
 
 
 def resident_kib() -> int:

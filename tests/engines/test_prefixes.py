@@ -10,7 +10,7 @@ from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.native.graphs import DecodeGraphs
 from aligner.engines.native.prefixes import BLOCK, Prefixes
-from aligner.engines.native.schedule import Batch, CacheUse, PromptPool, Wanted, plan_generation
+from aligner.engines.native.schedule import Batch, CacheUse, PromptPool, PromptRequest, plan_generation
 from aligner.types import SamplingParams
 from tests.engines.contract import LLAMA, fill, reference
 from tests.engines.graph_recorder import CpuRecorder
@@ -43,7 +43,7 @@ class Talks(PromptPool):
         found, self.ready = self.ready, []
         self.asked += [(len(self.taken) + i, 0) for i in range(len(found))]
         self.taken += found
-        return [Wanted(tuple(self.tokens[talk]), [100 * talk + turn]) for talk, turn in found]
+        return [PromptRequest(tuple(self.tokens[talk]), [100 * talk + turn]) for talk, turn in found]
 
     def finished(self, number, index, tokens, logprobs, stopped):
         talk, turn = self.taken[number]

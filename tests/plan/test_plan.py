@@ -137,14 +137,14 @@ def test_an_average_and_other_rows_cost_what_they_are():
 
 def test_the_kv_cache_is_cut_as_the_engine_cuts_it():
     from aligner.config.sections.engine import EngineConfig
-    from aligner.engines.native.schedule import CacheUse, Wanted, plan_generation
+    from aligner.engines.native.schedule import CacheUse, PromptRequest, plan_generation
     from aligner.plan.shapes import kv_bytes
     from aligner.types import SamplingParams
 
     model = shape("qwen3_0.6b")
     for budget, most in ((1 << 30, 512), (4 << 30, 24), (1 << 33, 512)):
         job = grpo(model, Grid(data=8), Engine(kv_bytes=float(budget), max_batch=most))
-        wanted = [Wanted([1] * 256, [0] * 16)] * 8
+        wanted = [PromptRequest([1] * 256, [0] * 16)] * 8
         config = EngineConfig(kv_cache_bytes=budget, max_batch=most)
         token = kv_bytes(model, 2)
         plan = plan_generation(wanted, SamplingParams(2048), config, CacheUse(token))
@@ -158,7 +158,7 @@ def test_what_is_kept_of_trajectories_is_planned(budget, most, window):
     from aligner.config.sections.engine import EngineConfig
     from aligner.engines.native.schedule import CacheUse, plan_generation
     from aligner.plan.shapes import kv_bytes
-    from aligner.rollout.serving import Turns
+    from aligner.rollout.turn_pool import Turns
     from aligner.types import SamplingParams
 
     model = shape("qwen3_0.6b")

@@ -5,7 +5,7 @@ from itertools import chain, repeat
 
 import pytest
 
-from aligner.plan.windows import Again, clocked
+from aligner.plan.windows import RereadCost, clocked
 
 
 def test_equal_lengths_by_hand():
@@ -17,7 +17,7 @@ def test_equal_lengths_by_hand():
     halves = clocked(repeat(20), (4, 2), 1, 16, 5, 10.0)  # too small: each step waits for another window
     assert (halves.step, halves.trainer) == (15.0, pytest.approx(2 / 3)) and halves.mean < found.mean
     again = clocked(
-        repeat(20), (4, 2), 1, 16, 10, 10.0, Again(prompt=5, token=0.01)
+        repeat(20), (4, 2), 1, 16, 10, 10.0, RereadCost(prompt=5, token=0.01)
     )  # of half of the samples, 15 tokens
     assert again.step == pytest.approx(10 + 8 * 15 * 0.01) and again.trainer == pytest.approx(10 / 11.2)
 
@@ -70,7 +70,7 @@ def counted(lengths, prompts, group, lag, slots, window, rest, again):
 def test_it_counts_as_one_does_step_by_step(seed):
     draw = random.Random(seed)
     prompts, group, lag, slots, window = (draw.randint(1, most) for most in (4, 3, 3, 9, 12))
-    rest, again = draw.uniform(0, 20), Again(prompt=5.0, token=draw.choice([0.0, 0.01]))
+    rest, again = draw.uniform(0, 20), RereadCost(prompt=5.0, token=draw.choice([0.0, 0.01]))
     drawn = [draw.randint(1, 30) for _ in range(2000)]
     found = clocked(iter(drawn), (prompts, group), lag, slots, window, rest, again)
     wanted = counted(iter(drawn), prompts, group, lag, slots, window, rest, again)

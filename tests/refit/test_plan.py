@@ -15,7 +15,7 @@ from aligner.families import FAMILIES
 from aligner.families.table import family_table
 from aligner.models.params import split_tp, to_hf
 from aligner.models.shards import copy_elements, hf_tensors
-from aligner.refit.plan import EngineGrid, TensorPart, TrainerGrid, plan_refit
+from aligner.refit.plan import EngineGrid, TensorSpan, TrainerGrid, plan_refit
 from tests.tiny import LLAMA, MIXTRAL, MODELS, MOE, MORE, WINDOWS, wild_source
 
 WIDE = replace(LLAMA, num_layers=4, num_heads=8, num_kv_heads=4, tie_embeddings=False)  # tensor up to 4
@@ -154,7 +154,7 @@ def sent_one_by_one(trainer: TrainerGrid, engine: EngineGrid, tensors) -> tuple[
             ]
             for place, target in enumerate(engine.ranks):
                 start, stop = tensor.interval(engine.tensor, place % engine.tensor)
-                part = TensorPart(number, max(start, low), min(stop, high))
+                part = TensorSpan(number, max(start, low), min(stop, high))
                 if part.start >= part.stop:
                     continue
                 if target in ranks:

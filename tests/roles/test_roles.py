@@ -13,7 +13,7 @@ from aligner.megatron.model import Head
 from aligner.roles.critic import Critic
 from aligner.roles.model_init import shape_of
 from aligner.roles.policy import Policy, Reference
-from aligner.roles.reward_model import Mixed, RewardModel
+from aligner.roles.reward_model import AttributeWeight, RewardModel
 from aligner.types import LabelTargets, LossOutput, PolicyTargets, Prompt, Sample, TrainBatch, ValueTargets
 from tests import varlen_stand_in
 from tests.megatron.models import build, from_folder, same, shares, weights
@@ -177,7 +177,7 @@ def test_scores_equal_sequence_classification(scorers, outputs, world, parallel)
     raw, scores = role.raw_scores(rows), role.scores(rows)
     assert raw.shape == (8, outputs) and (raw - wanted).abs().max() <= 1e-4
     assert torch.allclose(scores, (wanted[:, 0] + 0.5) / 4, atol=1e-4)
-    mixed = replace(role, mix=(Mixed(outputs - 1, 2.0, 0.5, 4.0), Mixed(0, -1.0, 0.0, 2.0)))
+    mixed = replace(role, mix=(AttributeWeight(outputs - 1, 2.0, 0.5, 4.0), AttributeWeight(0, -1.0, 0.0, 2.0)))
     assert torch.allclose(mixed.scores(rows), (wanted[:, -1] - 0.5) / 2 - wanted[:, 0] / 2, atol=1e-4)
     samples = [
         Sample(Prompt(id=i, tokens=tuple(row[:2]), text=""), 0, "", tuple(row[2:length]), finished=True)

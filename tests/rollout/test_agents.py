@@ -16,7 +16,7 @@ from aligner.rollout.agents import AgentPlayer, Dialogues, message_of, parse_ans
 from aligner.rollout.collate import collate
 from aligner.rollout.requests import Request
 from aligner.rollout.statistics import trajectory_sums
-from aligner.rollout.turns import Outside
+from aligner.rollout.turns import TrajectoryContext
 from aligner.types import Prompt, SamplingParams, Stop
 from tests.chat_templates import MISTRAL, QWEN3
 from tests.rollout.test_turns import CUT, Scripted, call, tokenizer
@@ -41,7 +41,7 @@ def play(tokenizer, tmp_path, world):
         pool = Pool(cfg, [], AnswerLog(tmp_path / folder, 0))
         engine = Scripted(tokenizer, script)
         sampling = SamplingParams(100, stop_token_ids=(tokenizer.eos_token_id,))
-        outside = Outside(pool, plain, cfg, longest, True)
+        outside = TrajectoryContext(pool, plain, cfg, longest, True)
         generator = AgentPlayer(engine, tokenizer, sampling, world, outside=outside, dialogues=dialogues)
         given = plain.begin(list(QUESTION))
         prompt = Prompt(0, given.tokens, given.text, row or {}, QUESTION)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from aligner.answers import AnswerLog
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.environment import EnvironmentConfig
-from aligner.data.dialogue import Dialogue, Given
+from aligner.data.dialogue import Dialogue, EnginePrompt
 from aligner.data.tokenizer import train_tokenizer
 from aligner.data.tool_calls import Call
 from aligner.engines.native import NativeEngine
@@ -22,7 +22,7 @@ from aligner.environments.tools import load_tools, schemas
 from aligner.errors import ConfigError
 from aligner.ops.seeds import derive
 from aligner.rollout.requests import Request
-from aligner.rollout.turns import Outside, Pace, TurnPlayer
+from aligner.rollout.turns import TrajectoryContext, TurnAdmission, TurnPlayer
 from aligner.types import Prompt, SamplingParams
 from examples.calculator import TEMPLATE
 from tests.engines.contract import LLAMA, fill, reference
@@ -47,7 +47,7 @@ class Talk:
     index: int
     seed: int
     dice: random.Random
-    given: Given
+    given: EnginePrompt
     messages: list
     turns: list = field(default_factory=list)  # [prompt, tokens, logprobs, versions], the last one not yet said
     ended: int = 0
@@ -124,7 +124,7 @@ def talkers(folder, *texts):
 
 
 def player(engine, tokenizer, peers, outside):
-    return TurnPlayer(engine, tokenizer, SAMPLING, peers, window=WINDOW, outside=outside, pace=Pace.COUNTS)
+    return TurnPlayer(engine, tokenizer, SAMPLING, peers, window=WINDOW, outside=outside, pace=TurnAdmission.COUNTS)
 
 
 def engine_of(window, **more):
@@ -144,7 +144,7 @@ def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart
 
     def generator():
         pool = Pool(CFG, dialogue.tools, AnswerLog(tmp_path / "run", 0))
-        return player(engine, tokenizer, world, Outside(pool, dialogue, CFG, 500, True))
+        return player(engine, tokenizer, world, TrajectoryContext(pool, dialogue, CFG, 500, True))
 
     playing = generator()
     plays = [play for request in requests for play in playing.fresh(request, request.slot)]
@@ -192,7 +192,7 @@ def window_of_two_ranks(folder):
     tokenizer, dialogue, requests = talkers(folder, "one", "another")
     engine = engine_of(WINDOW, **({"kv_cache_bytes": 1000} if dist.get_rank() else {}))
     fill(engine, reference(engine.model.cfg, 1), 1)
-    outside = Outside(Pool(CFG, dialogue.tools, AnswerLog(folder, 0)), dialogue, CFG, 500, True)
+    outside = TrajectoryContext(Pool(CFG, dialogue.tools, AnswerLog(folder, 0)), dialogue, CFG, 500, True)
     playing = player(engine, tokenizer, None, outside)
     try:
         (found,) = playing.serve([[play for request in requests for play in playing.fresh(request, request.slot)]])

@@ -9,7 +9,7 @@ import torch
 
 from aligner.config.freeze import rollout_key
 from aligner.config.resolve import compose
-from aligner.data.dialogue import Given
+from aligner.data.dialogue import EnginePrompt
 from aligner.data.tool_calls import Call
 from aligner.environments.pool import Session
 from aligner.errors import DataError
@@ -31,7 +31,11 @@ def said(prompt, *tokens, full=True):
 
 def answers():
     """As they are at the start: fresh, paused, ended."""
-    fresh = [Play(number, i, 10 * number + i, PROMPT, Given("a b", PROMPT.tokens)) for number in (5, 8) for i in (0, 1)]
+    fresh = [
+        Play(number, i, 10 * number + i, PROMPT, EnginePrompt("a b", PROMPT.tokens))
+        for number in (5, 8)
+        for i in (0, 1)
+    ]
     paused = replace(fresh[1], begun=said(PROMPT.tokens, 3, 4))
     ended = replace(fresh[2], turns=[said(PROMPT.tokens, 6)], stop=Stop.ANSWER, ended=2)
     return fresh, [fresh[0], paused, ended, fresh[3]]
@@ -46,10 +50,10 @@ def trajectories():
     more = {"prompt": opened, "turns": [first], "messages": [{"role": "assistant", "content": "x"}], "rewards": [0.1]}
     one, two, three = (replace(p, session=replace(p.session, asked=asked), **more) for p in fresh[:3])
     second = said((*opened.tokens, 3, 2, 11), 6, full=False)
-    paused = replace(one, next_prompt=Given("a b go x", second.prompt), begun=second)
+    paused = replace(one, next_prompt=EnginePrompt("a b go x", second.prompt), begun=second)
     waits = replace(two, calls=[Call("roll", {"n": 2}), Call(fault="no JSON")], waits=3, seconds=0.1, retried=1)
-    waits.next_prompt = Given("a b go", opened.tokens)
-    anew = replace(three, next_prompt=Given("z", (1, 2)), wrong=1)
+    waits.next_prompt = EnginePrompt("a b go", opened.tokens)
+    anew = replace(three, next_prompt=EnginePrompt("z", (1, 2)), wrong=1)
     failed = replace(fresh[3], stop=Stop.FAILED, failure="hung: no answer", ended=2)
     return fresh, [paused, waits, anew, failed]
 

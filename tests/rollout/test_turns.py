@@ -28,7 +28,7 @@ from aligner.rollout.requests import Request
 from aligner.rollout.score import Scorer
 from aligner.rollout.source import RolloutSource
 from aligner.rollout.statistics import trajectory_sums
-from aligner.rollout.turns import Outside, TurnPlayer
+from aligner.rollout.turns import TrajectoryContext, TurnPlayer
 from aligner.types import LENGTH, STOP, Generations, Prompt, SamplingParams, Stop
 from examples.calculator import TEMPLATE
 
@@ -75,7 +75,7 @@ def play(tokenizer, tmp_path, world):
         engine = Scripted(tokenizer, script)
         sampling = SamplingParams(60, stop_token_ids=(tokenizer.eos_token_id,))
         generator = TurnPlayer(
-            engine, tokenizer, sampling, world, outside=Outside(pool, dialogue, cfg, 100, tools.scores)
+            engine, tokenizer, sampling, world, outside=TrajectoryContext(pool, dialogue, cfg, 100, tools.scores)
         )
         messages = ({"role": "user", "content": "q"},)
         given = dialogue.begin(list(messages))

@@ -101,13 +101,13 @@ def test_a_rank_whose_weights_others_write_meets_them_on_their_device(tmp_path, 
     """Else a second data-parallel rank's sums would be on another device, and its messages of another backend."""
     met = []
     monkeypatch.setattr(chain, "sum_halves", lambda halves: met.append(halves) or [0] * len(halves))
-    chain.Chain(tmp_path, 1, {}, chain.Seen(), torch.device("meta")).close(1, {})
+    chain.Chain(tmp_path, 1, {}, chain.StepHashes(), torch.device("meta")).close(1, {})
     assert [halves.device.type for halves in met] == ["meta"]
 
 
 def test_records_that_a_power_cut_took_are_no_other_weights(tmp_path, capsys):
     def begun(step):
-        made = chain.Chain(tmp_path, 0, {}, chain.Seen(), torch.device("cpu"))
+        made = chain.Chain(tmp_path, 0, {}, chain.StepHashes(), torch.device("cpu"))
         made.begin(step, {"config": {}})
         return made
 

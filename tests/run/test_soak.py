@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.run.chain import VERSION, Chain, Seen
+from aligner.run.chain import VERSION, Chain, StepHashes
 from tests import soak, stages
 
 
@@ -41,7 +41,7 @@ def test_the_process_of_an_engine_is_killed_where_there_is_one():
 def fake_run(
     folder: Path, weights: bytes = b"w", optimizer: bytes = b"o", cursor: int = 1, loss: float = 1.0, row: str = "a"
 ) -> Path:
-    chain = Chain(folder, 0, {}, Seen(), torch.device("cpu"))
+    chain = Chain(folder, 0, {}, StepHashes(), torch.device("cpu"))
     made_by = {"config": {}, "code": {}, "versions": {}, "ranks": 1, "device": "cpu", "dtype": "float32"}
     chain._write({"step": 0, "start": {"version": VERSION, "tensors": [], **made_by}, "weights": ""})
     for step in range(1, soak.TOTAL + 1):

@@ -13,14 +13,14 @@ import pytest
 
 from aligner.config.sections.cluster import ClusterConfig, Limits
 from aligner.errors import ConfigError
-from aligner.run import keeper
+from aligner.run import gil_monitor
 from tests import stages
 
 HEAD = """
 import os, re, signal, sys, threading, time
 from pathlib import Path
 from aligner.config.sections.cluster import SECONDS
-from aligner.run.awake import AwakeClock
+from aligner.run.awake_clock import AwakeClock
 from aligner.run.timers import Timers
 from aligner.run.watchdog import Watchdog
 
@@ -181,11 +181,11 @@ def keeps(monkeypatch, limit_s: float, beats: list[float]) -> float | None:
     read = lambda *_: b"." if left and left.pop(0) else b""  # noqa: E731
     system = SimpleNamespace(getppid=lambda: 7, read=read, kill=lambda *_: ended_s.append(now_s))
     with monkeypatch.context() as patch:
-        patch.setattr(keeper, "LEFT_TO_THE_RANK", ())
-        patch.setattr(keeper, "_computed_s", lambda pid: 16 * now_s)
-        patch.setattr(keeper, "select", SimpleNamespace(select=select))
-        patch.setattr(keeper, "os", system)
-        keeper.keep(7, limit_s)
+        patch.setattr(gil_monitor, "LEFT_TO_THE_RANK", ())
+        patch.setattr(gil_monitor, "_computed_s", lambda pid: 16 * now_s)
+        patch.setattr(gil_monitor, "select", SimpleNamespace(select=select))
+        patch.setattr(gil_monitor, "os", system)
+        gil_monitor.keep(7, limit_s)
     return ended_s[0] if ended_s else None
 
 

@@ -8,7 +8,7 @@ import torch
 
 from aligner.__main__ import main
 from aligner.errors import ConfigError, DataError
-from aligner.run.chain import Chain, Seen, read_chain
+from aligner.run.chain import Chain, StepHashes, read_chain
 from aligner.tools.replay import compare, prepare
 from tests import stages
 
@@ -117,7 +117,7 @@ def test_bfloat16_rounds_more_on_another_layout(run, tmp_path):
     for number, (dtype, loss, norm, code) in enumerate(cases):
         folders = [tmp_path / f"{number}{name}" for name in "ab"]
         for folder, times in zip(folders, (0, 1), strict=True):
-            chain = Chain(folder, 0, {}, Seen(), torch.device("cpu"))
+            chain = Chain(folder, 0, {}, StepHashes(), torch.device("cpu"))
             chain._write(start | {"start": start["start"] | {"dtype": dtype, "ranks": 1 + times}})
             chain._write(step | {"numbers": {"sft/loss": 1 + times * loss, "sft/grad_norm": 1 + times * norm}})
         assert compare(*folders, 1) == code

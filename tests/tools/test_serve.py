@@ -20,7 +20,7 @@ from aligner.config.resolve import compose
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import AlignerError, ConfigError
 from aligner.tools.generate import Answerer, model_folder
-from aligner.tools.serve import Ask, Desk, Written, open_model, serve_while
+from aligner.tools.serve import PendingRequest, RequestQueue, TextStream, open_model, serve_while
 from aligner.types import SamplingParams
 
 pytest.importorskip("uvicorn")
@@ -129,7 +129,7 @@ def test_a_stream_comes_as_the_model_speaks(served, client, monkeypatch):
 def test_a_stream_tells_no_part_of_a_character_or_of_a_stop_string(served, client):
     tokenizer = served.desk.model.tokenizer
     tokens = tokenizer.encode("né €x. o", add_special_tokens=False)
-    written = Written(served.dialogues.of([]).decode, held=2)
+    written = TextStream(served.dialogues.of([]).decode, held=2)
     told = [written.add(token) for token in tokens]
     assert "".join(told) == "né €x." and not any("\ufffd" in text for text in told)
     content = ask(client, "say a:", seed=7, temperature=5, extra_body={}).choices[0].message.content
@@ -196,7 +196,7 @@ def test_an_engine_that_cannot_go_on_ends_the_server_and_all_who_wait_hear_of_it
         assert go.wait(120)
         raise error
 
-    desk = Desk(SimpleNamespace(engine=SimpleNamespace(serve=serve, model=served.desk.model.engine.model)), 1)
+    desk = RequestQueue(SimpleNamespace(engine=SimpleNamespace(serve=serve, model=served.desk.model.engine.model)), 1)
     mine, place, ended = replace(served, desk=desk), loopback(), []
     url = f"http://127.0.0.1:{place.getsockname()[1]}/{mine.secret}/v1"
     body = {"model": "sft", "messages": [{"role": "user", "content": "say a:"}]}
@@ -219,7 +219,7 @@ def test_an_engine_that_cannot_go_on_ends_the_server_and_all_who_wait_hear_of_it
             assert reply.result(120).status_code == 503 and reply.result().json()["error"]["code"] == "engine"
     server.join(120)
     assert type(error).__name__ in str(ended[0])
-    late = Ask((1,), 0, served.sampling)
+    late = PendingRequest((1,), 0, served.sampling)
     desk.put(late)
     with pytest.raises(RuntimeError, match="has ended"):
         late.answer.result(120)

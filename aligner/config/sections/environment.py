@@ -6,8 +6,8 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.config.former import moved
 from aligner.config.key import IGNORE, Section, key
+from aligner.config.removed_keys import moved
 from aligner.config.rule import rules
 from aligner.errors import ConfigError
 

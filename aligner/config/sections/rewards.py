@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.config.former import moved
 from aligner.config.key import IGNORE, Section, key
+from aligner.config.removed_keys import moved
 from aligner.config.rule import rules
 from aligner.config.sections.judge import JudgeConfig
 from aligner.errors import ConfigError

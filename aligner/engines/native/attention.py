@@ -16,7 +16,7 @@ _SHORT, _SHORT_BF16 = 16, 32
 _PRODUCT_ELEMENTS = 1 << 23  # of the intermediate product; more rows are done in parts
 
 
-class Behind(NamedTuple):
+class PrefillPositions(NamedTuple):
     """The positions of the M = P x T tokens of a prefill whose rows' first positions are staged already."""
 
     rows: Tensor  # int64 [M]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aligner.engines.native.linear import Memories
+from aligner.engines.native.linear import LinearStates
 from aligner.engines.native.scratch import Scratch
 
 
@@ -25,7 +25,7 @@ class SlotCache:
         device: torch.device,
         dtype: torch.dtype,
         planes: int = 2,
-        memories: Memories | None = None,
+        memories: LinearStates | None = None,
     ):
         self.memories = memories
         self.layers, self.planes, self.kv_heads, self.head_dim = layers, planes, kv_heads, head_dim

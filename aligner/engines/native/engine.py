@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.cluster.pages import keep_freed_memory
+from aligner.cluster.memory_pages import keep_freed_memory
 from aligner.config.engines import ENGINES
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import Finished, RolloutEngine, UpdateLedger, require_finite
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.graphs import REACH, CudaRecorder, DecodeGraphs
-from aligner.engines.native.linear import Memories
+from aligner.engines.native.linear import LinearStates
 from aligner.engines.native.model import NativeModel
-from aligner.engines.native.peers import Peers
+from aligner.engines.native.peers import EngineRanks
 from aligner.engines.native.routes import Routes
-from aligner.engines.native.schedule import Batch, CacheUse, GenerationPlan, PromptPool, Wanted, plan_generation
+from aligner.engines.native.schedule import Batch, CacheUse, GenerationPlan, PromptPool, PromptRequest, plan_generation
 from aligner.errors import ConfigError, RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
@@ -75,10 +75,10 @@ class NativeEngine(RolloutEngine):
         self.dtype = dtype
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.peers = Peers(group)
+        self.peers = EngineRanks(group)
         self.model = NativeModel(model, self.device, dtype, self.peers)
         planes, heads, width = self.model.cached
-        memories = Memories(model, self.peers.size, self.device) if model.layers_of("linear") else None
+        memories = LinearStates(model, self.peers.size, self.device) if model.layers_of("linear") else None
         layers = len(model.layers_of("attention"))
         self.cache = SlotCache(layers, heads, width, self.device, dtype, planes, memories)
         self.routes = None
@@ -215,7 +215,7 @@ class NativeEngine(RolloutEngine):
         token_bytes += 0 if routes is None else routes.token_bytes
         assert len(prompts) == len(seeds), f"{len(prompts)} prompts, but seeds for {len(seeds)}"
         windowed = begun is not None or (pool is not None and pool.windowed)
-        wanted = [Wanted(*one) for one in zip(prompts, seeds, begun or [0] * len(prompts), strict=True)]
+        wanted = [PromptRequest(*one) for one in zip(prompts, seeds, begun or [0] * len(prompts), strict=True)]
         config = self.config if windowed else replace(self.config, window=0)
         plan = plan_generation(wanted, sampling, config, CacheUse(token_bytes, self.cache.row_bytes, unit), pool)
         if plan.row_tokens > self.model.cfg.max_position:

@@ -23,7 +23,7 @@ from torch import Tensor
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import require_finite
 from aligner.engines.native.engine import NativeEngine
-from aligner.engines.native.schedule import PromptPool, Wanted
+from aligner.engines.native.schedule import PromptPool, PromptRequest
 from aligner.errors import EngineError
 from aligner.ops.agree import raised_together
 from aligner.ops.packing.balance import balance, row_costs
@@ -89,7 +89,7 @@ class Queues(PromptPool):
         begun."""
         return active * 8 <= slots * 7 if self.own_left else active * 2 <= slots
 
-    def take(self) -> list[Wanted] | None:
+    def take(self) -> list[PromptRequest] | None:
         claim = [self._claim() if self.group is None or self.group.rank() == 0 else None]
         if self.group is not None:
             dist.broadcast_object_list(claim, src=dist.get_global_rank(self.group, 0), group=self.group)
@@ -101,7 +101,7 @@ class Queues(PromptPool):
         chunk = self.chunks[victim][number]
         self.taken += chunk
         self.asked += _asked(chunk, self.rank)
-        return [Wanted(request.prompt, request.seeds) for request in chunk]
+        return [PromptRequest(request.prompt, request.seeds) for request in chunk]
 
     def _claim(self) -> tuple[int, int] | None:
         """Return (replica, index of its chunk); None if every queue is empty, which it then stays."""

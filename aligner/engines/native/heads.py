@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.engines.native.attention import decode_attention, prefill_attention, rotate
-from aligner.engines.native.kit import DecodeStep, Kit, Product, Prompts, of
+from aligner.engines.native.kit import BlockContext, DecodeStep, PrefillInputs, Product, of
 from aligner.ops.kernels.scored_attention import ScoreRule
 
 
 class PlainHeads:
     """This rank's share of the heads of all layers with attention."""
 
-    def __init__(self, kit: Kit):
+    def __init__(self, kit: BlockContext):
         cfg, traits, share = kit.cfg, kit.cfg.traits, kit.peers.size
         self.kit, self.traits, attention = kit, traits, cfg.attention
         self.heads, self.groups, self.head_dim = cfg.num_heads // share, cfg.num_kv_heads // share, cfg.kv_channels
@@ -93,7 +93,7 @@ class PlainHeads:
 
     # ---- computation
 
-    def prefill(self, layer: int, y: Tensor, prompts: Prompts) -> Tensor:
+    def prefill(self, layer: int, y: Tensor, prompts: PrefillInputs) -> Tensor:
         """Return y [P * T, hidden] -> [P * T, heads * d]; keys and values are written to the staged ones, if there
         are any."""
         heads = self._heads(layer, y, prompts.rope).view(prompts.rows, prompts.length, -1, self.head_dim)

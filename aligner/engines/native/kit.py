@@ -20,21 +20,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.native.attention import Behind
-from aligner.engines.native.packs import Packs, matrices
-from aligner.engines.native.peers import Peers
+from aligner.engines.native.attention import PrefillPositions
+from aligner.engines.native.packs import PackedMatrices, matrices
+from aligner.engines.native.peers import EngineRanks
 from aligner.engines.native.scratch import Scratch, zeros
 from aligner.ops.kernels.packed_products import packed_linear
 from aligner.ops.kernels.products import product_into
 
 if TYPE_CHECKING:
     from aligner.engines.native.cache import SlotCache
-    from aligner.engines.native.linear import Memories
+    from aligner.engines.native.linear import LinearStates
 
 Product = tuple[Tensor, Tensor | None]  # matrix and bias
 
 
-class Prompts(NamedTuple):
+class PrefillInputs(NamedTuple):
     """The inputs of a prefill of P rows of T tokens. `behind` has their positions if others are staged before them."""
 
     rows: int
@@ -43,9 +43,9 @@ class Prompts(NamedTuple):
     causal: Tensor | None  # bool [P, 1, T, staged positions], with `behind`
     near: Tensor | None  # the same, or [T, T], of layers with a local window; None: as all
     staged: Tensor | None  # [layer, plane, P, kv_head, T, d]
-    behind: Behind | None
+    behind: PrefillPositions | None
     real: Tensor | None  # bool [P, T]: tokens that are no padding
-    memories: Memories | None
+    memories: LinearStates | None
 
 
 @dataclass
@@ -85,12 +85,12 @@ def nearby(query: Tensor, keys: int, window: int) -> Tensor | None:
     return (key <= query[:, None]) & (key > query[:, None] - window)
 
 
-class Kit:
+class BlockContext:
     """The model's shape, this rank's place among `peers`, and the products of its matrices."""
 
-    packs: Packs  # of all blocks' matrices, once they are made
+    packs: PackedMatrices  # of all blocks' matrices, once they are made
 
-    def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, peers: Peers):
+    def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, peers: EngineRanks):
         self.cfg, self.device, self.dtype, self.peers = cfg, device, dtype, peers
         self.scratch = Scratch(device, dtype)
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.engines.native.attention import prefill_attention, rotate
-from aligner.engines.native.kit import DecodeStep, Kit, Product, Prompts
+from aligner.engines.native.kit import BlockContext, DecodeStep, PrefillInputs, Product
 from aligner.models.rope import LATENT_EPS, score_scale
 from aligner.ops.kernels.scored_attention import ScoreRule
 
@@ -25,7 +25,7 @@ from aligner.ops.kernels.scored_attention import ScoreRule
 class LatentHeads:
     """This rank's heads of latent attention in all layers: their weights and computation."""
 
-    def __init__(self, kit: Kit):
+    def __init__(self, kit: BlockContext):
         cfg, heads = kit.cfg, kit.cfg.num_heads // kit.peers.size
         self.kit, self.shape, self.heads = kit, cfg.latent, heads
         self.scale = score_scale(cfg) or cfg.kv_channels**-0.5
@@ -68,7 +68,7 @@ class LatentHeads:
             named |= {"q_a_proj": self.query_down, "q_a_layernorm": self.query_norm, "q_b_proj": self.query_up}
         return {f"model.layers.{layer}.self_attn.{name}.weight": buffer[layer] for name, buffer in named.items()}
 
-    def prefill(self, layer: int, y: Tensor, prompts: Prompts) -> Tensor:
+    def prefill(self, layer: int, y: Tensor, prompts: PrefillInputs) -> Tensor:
         """Return y [P * T, hidden] -> [P * T, heads * value_dim]; kept numbers are written to the staged ones, if
         there are any."""
         rope, rows, behind = prompts.rope[0], prompts.rows, prompts.behind

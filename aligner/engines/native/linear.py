@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.native.kit import DecodeStep, Kit, Product, Prompts
+from aligner.engines.native.kit import BlockContext, DecodeStep, PrefillInputs, Product
 from aligner.engines.native.scratch import Scratch
 from aligner.ops.kernels.delta_rule import by_head, delta_rule, delta_step, gated_norm, prepared
 
 
-class Memories:
+class LinearStates:
     """The memories of rows: the state of the rule in every linear layer [H, dk, dv] and the last K - 1 inputs of its
     mixing, in float32, [linear layer, slot, ...]. Both of running rows, and of prompts that wait for slots."""
 
@@ -76,7 +76,7 @@ class LinearLayers:
     """This rank's share of the heads of all linear layers, from a layer's normed input to the input of its last
     product."""
 
-    def __init__(self, kit: Kit):
+    def __init__(self, kit: BlockContext):
         cfg, share, rank = kit.cfg, kit.peers.size, kit.peers.rank
         linear = self.linear = cfg.linear
         self.index = {layer: i for i, layer in enumerate(cfg.layers_of("linear"))}
@@ -113,7 +113,7 @@ class LinearLayers:
     def out_of(self, layer: int) -> Product:
         return self.out[self.index[layer]], None
 
-    def prefill(self, layer: int, y: Tensor, prompts: Prompts) -> Tensor:
+    def prefill(self, layer: int, y: Tensor, prompts: PrefillInputs) -> Tensor:
         """Return y [P * T, hidden] -> [P * T, H * dv]. The rows' memories behind their last real tokens are written
         to the staged ones of `prompts.memories` if given."""
         y, real, memories = y.view(prompts.rows, prompts.length, -1), prompts.real, prompts.memories

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.engines.native.kit import Kit, Product, of
+from aligner.engines.native.kit import BlockContext, Product, of
 from aligner.families.table import family_table
 from aligner.ops.kernels.experts import (
     add_bias,
@@ -25,7 +25,7 @@ from aligner.ops.kernels.experts import (
 class DenseMlp:
     """This rank's share of the rows of all layers with an MLP for every token."""
 
-    def __init__(self, kit: Kit):
+    def __init__(self, kit: BlockContext):
         cfg = kit.cfg
         self.kit, layers, ffn = kit, cfg.layers_of("dense"), cfg.ffn_hidden_size // kit.peers.size
         self.index, count = {layer: i for i, layer in enumerate(layers)}, len(layers)
@@ -63,7 +63,7 @@ class DenseMlp:
 class ExpertMlp:
     """This rank's share of the rows of every expert, and the router, of all layers with experts."""
 
-    def __init__(self, kit: Kit):
+    def __init__(self, kit: BlockContext):
         cfg, share = kit.cfg, kit.peers.size
         self.kit, self.traits, layers = kit, cfg.traits, cfg.layers_of("sparse")
         self.index, count, hidden = {layer: i for i, layer in enumerate(layers)}, len(layers), cfg.hidden_size

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.native.attention import Behind
+from aligner.engines.native.attention import PrefillPositions
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.heads import PlainHeads
-from aligner.engines.native.kit import DecodeStep, Kit, Product, Prompts, nearby
+from aligner.engines.native.kit import BlockContext, DecodeStep, PrefillInputs, Product, nearby
 from aligner.engines.native.latent import LatentHeads
-from aligner.engines.native.linear import LinearLayers, Memories
+from aligner.engines.native.linear import LinearLayers, LinearStates
 from aligner.engines.native.mlp import DenseMlp, ExpertMlp
-from aligner.engines.native.packs import Packs
-from aligner.engines.native.peers import Peers
+from aligner.engines.native.packs import PackedMatrices
+from aligner.engines.native.peers import EngineRanks
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.scratch import Scratch
 from aligner.families.table import family_table
@@ -40,10 +40,10 @@ Mix = Callable[[Mixer, int, Tensor], Tensor]
 
 
 class NativeModel:
-    def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, peers: Peers | None = None):
-        self.cfg, self.device, self.dtype, self.peers = cfg, device, dtype, peers or Peers(None)
+    def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, peers: EngineRanks | None = None):
+        self.cfg, self.device, self.dtype, self.peers = cfg, device, dtype, peers or EngineRanks(None)
         use_fast_products(device, dtype)
-        self.kit = kit = Kit(cfg, device, dtype, self.peers)
+        self.kit = kit = BlockContext(cfg, device, dtype, self.peers)
         self.shapes = expected_hf_shapes(cfg)
         self.tensors = {tensor.name: tensor for tensor in hf_tensors(cfg)}
         # a rank has 1 / share of heads, FFN rows and vocabulary
@@ -62,7 +62,7 @@ class NativeModel:
         self._views = self._hf_views()
         assert self._views.keys() == self.shapes.keys(), self._views.keys() ^ self.shapes.keys()
         plain = {name: layers for block in self.blocks for name, layers in block.matrices().items()}
-        kit.packs = Packs(plain | {"head": [self.head]}, self._views, ("head",) if cfg.tie_embeddings else ())
+        kit.packs = PackedMatrices(plain | {"head": [self.head]}, self._views, ("head",) if cfg.tie_embeddings else ())
         self._rope = torch.empty(0, device=device)
         self._embedding_factor = embedding_factor(cfg, dtype)
 
@@ -86,7 +86,7 @@ class NativeModel:
             self.blocks.append(self.experts[layers[0]])
 
     @property
-    def packs(self) -> Packs:
+    def packs(self) -> PackedMatrices:
         return self.kit.packs
 
     @property
@@ -189,7 +189,7 @@ class NativeModel:
         tokens: Tensor,
         staged: Tensor | None = None,
         routes: Tensor | None = None,
-        memories: Memories | None = None,
+        memories: LinearStates | None = None,
         lengths: Tensor | None = None,
         held: Tensor | None = None,
     ) -> Tensor:
@@ -214,10 +214,10 @@ class NativeModel:
         rows: int,
         length: int,
         staged: Tensor | None,
-        memories: Memories | None,
+        memories: LinearStates | None,
         lengths: Tensor | None,
         held: Tensor | None,
-    ) -> Prompts:
+    ) -> PrefillInputs:
         """See `prefill`."""
         positions, reach = torch.arange(length, device=self.device).repeat(rows), length
         behind = None
@@ -226,13 +226,13 @@ class NativeModel:
             positions += held.repeat_interleave(length)
             seen = torch.arange(reach, device=self.device) <= positions[:, None]
             which = torch.arange(rows, device=self.device).repeat_interleave(length)
-            behind = Behind(which, positions, seen.view(rows, 1, length, reach))
+            behind = PrefillPositions(which, positions, seen.view(rows, 1, length, reach))
         causal = None if behind is None else behind.seen
         near = nearby(positions[:length] if causal is None else positions, reach, self.cfg.attention.window)
         near = near if causal is None or near is None else near.view_as(causal)
         rope = self.rotations(positions, reach)
         real = None if lengths is None else positions[:length] < lengths[:, None]
-        return Prompts(rows, length, rope, causal, near, staged, behind, real, memories)
+        return PrefillInputs(rows, length, rope, causal, near, staged, behind, real, memories)
 
     def decode(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from aligner.cluster.pages import KEPT, ask_for_large_pages, give_back_freed_memory
+from aligner.cluster.memory_pages import KEPT, ask_for_large_pages, give_back_freed_memory
 from aligner.engines.native.scratch import zeros
 from aligner.ops.kernels.packed_products import pack, pack_over, place_of, worth_packing
 
@@ -23,7 +23,7 @@ def matrices(layers: int, rows: int, columns: int, dtype: torch.dtype, device: t
     return zeros(layers, rows, columns, dtype=dtype, device=device).unbind()
 
 
-class Packs:
+class PackedMatrices:
     """The `plain` matrices [n, k] by name, one for each layer, and their packed forms. Each that is worth packing has a
     storage of its own.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from aligner.ops.reduce import of_each_rank
 
 
-class Peers:
+class EngineRanks:
     """The ranks of one engine. `group` None: this rank alone."""
 
     def __init__(self, group: dist.ProcessGroup | None):

@@ -20,7 +20,7 @@ class Prefix(NamedTuple):
     length: int
 
 
-class Held(NamedTuple):
+class HeldRow(NamedTuple):
     tokens: tuple[int, ...]  # that were fed
     slot: int
 
@@ -29,7 +29,7 @@ class Held(NamedTuple):
 class Prefixes:
     slots: int
     prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of running rows
-    _rows: dict[int, Held] = field(default_factory=dict)  # the oldest first
+    _rows: dict[int, HeldRow] = field(default_factory=dict)  # the oldest first
     _blocks: dict[int, list[int]] = field(default_factory=dict)  # hash of the first blocks -> rows that have them
 
     def slot(self, row: int) -> int:
@@ -42,7 +42,7 @@ class Prefixes:
     def keep(self, row: int, response: Sequence[int], slot: int) -> int:
         """Keep a row whose prompt and `response`, but for its last token, which was never fed, are in this slot.
         Return their number of tokens."""
-        held = Held((*self.prompts.pop(row), *response[:-1]), slot)
+        held = HeldRow((*self.prompts.pop(row), *response[:-1]), slot)
         self._rows[row] = held
         for block in _blocks(held.tokens):
             self._blocks.setdefault(block, []).append(row)

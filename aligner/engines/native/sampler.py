@@ -16,7 +16,7 @@ BLOCK = 512  # tokens whose probabilities are added up together
 _LOGIT_ELEMENTS = 1 << 26  # logits handled at once: bounds the float64 cumulative sums to 512 MiB
 
 
-class Picked(NamedTuple):
+class SampledTokens(NamedTuple):
     tokens: Tensor  # int64 [n]
     logprobs: Tensor  # float32 [n], of the distribution that was sampled from
     full_logprobs: Tensor | None  # float32 [n], of the tempered full distribution, where something was cut
@@ -32,7 +32,7 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     return ((x >> 11) & ((1 << 53) - 1)).double().mul_(2.0**-53)
 
 
-def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingParams) -> Picked:
+def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingParams) -> SampledTokens:
     """Sample from logits float32 [n, V] (overwritten); seeds, positions int64 [n].
 
     Greedy (temperature 0) reports logprobs of the untempered distribution: those of a point mass carry no
@@ -47,25 +47,25 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingP
         return _sample(logits, seeds, positions, sampling)
     cut = [t.split(rows) for t in (logits, seeds, positions)]
     parts = [_sample(*rows_cut, sampling) for rows_cut in zip(*cut, strict=True)]
-    return Picked(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
+    return SampledTokens(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingParams) -> Picked:
+def _sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingParams) -> SampledTokens:
     known = slice(sampling.vocabulary or None)
     if sampling.temperature == 0:
         tokens = logits[:, known].argmax(-1)
-        return Picked(tokens, _at(logits, tokens) - logits.logsumexp(-1), None)
+        return SampledTokens(tokens, _at(logits, tokens) - logits.logsumexp(-1), None)
     if sampling.temperature != 1:
         logits.div_(sampling.temperature)
     if not sampling.truncates:
         probs = logits.softmax(-1)
         tokens = _invert(probs[:, known], uniforms(seeds, positions))
-        return Picked(tokens, _at(probs, tokens).log(), None)
+        return SampledTokens(tokens, _at(probs, tokens).log(), None)
     total = logits.logsumexp(-1)
     kept = cut_logits(logits[:, known], sampling)
     tokens = _invert(kept.softmax(-1), uniforms(seeds, positions))
     picked = _at(kept, tokens)
-    return Picked(tokens, picked - kept.logsumexp(-1), picked - total)
+    return SampledTokens(tokens, picked - kept.logsumexp(-1), picked - total)
 
 
 def _at(table: Tensor, tokens: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ _PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill
 ROW, SEED, POSITION, COUNT, TOKEN = range(5)  # the rows of Batch.state
 
 
-class Wanted(NamedTuple):
+class PromptRequest(NamedTuple):
     """Samples of one prompt; `begun`: the number of its tokens that are the response of its one sample already."""
 
     tokens: Sequence[int]
@@ -43,7 +43,7 @@ class CacheUse:
 
 
 @dataclass
-class Waiting:
+class WaitingPrompt:
     """A prompt whose samples do not all have slots yet."""
 
     tokens: Sequence[int]
@@ -52,7 +52,7 @@ class Waiting:
     started: int = 0  # samples that have had a slot
     staged_at: int = 0  # where its keys and values wait
     held: Prefix | None = None  # of a row that was kept
-    begun: int = 0  # see `Wanted`
+    begun: int = 0  # see `PromptRequest`
 
     @property
     def length(self) -> int:
@@ -75,7 +75,7 @@ class PromptPool(ABC):
         """Return whether to take more, with `active` rows running and no prompt waiting."""
 
     @abstractmethod
-    def take(self) -> list[Wanted] | None:
+    def take(self) -> list[PromptRequest] | None:
         """Return the next prompts, None if there will never be more."""
 
     def may_continue(self, row: int) -> bool:
@@ -97,8 +97,10 @@ class GenerationPlan:
     row_tokens: int  # of a prompt and its response at most
     positions: int  # of a slot: the last token is never fed back
     chunk_tokens: int
-    waiting: deque[Waiting]  # longest first (less padding, and long rows do not come last); in a window as they came
-    staged: deque[Waiting]
+    waiting: deque[
+        WaitingPrompt
+    ]  # longest first (less padding, and long rows do not come last); in a window as they came
+    staged: deque[WaitingPrompt]
     prefixes: Prefixes  # in slots of the cache that no row runs in
     pool: PromptPool | None = None
     chunk_prompts: int = 1 << 62  # at most in a chunk, beside its tokens
@@ -124,7 +126,7 @@ class GenerationPlan:
         free = self.slots - active
         return bool(free and (self.staged or self.waiting)) and (active == 0 or free * 8 >= self.slots)
 
-    def next_chunk(self) -> list[Waiting]:
+    def next_chunk(self) -> list[WaitingPrompt]:
         """Stage and return the next prompts to prefill together, either all with a kept prefix or all without one."""
         width = most = 0
         for prompt in islice(self.waiting, self.chunk_prompts):
@@ -144,7 +146,7 @@ class GenerationPlan:
         self.staged.extend(chunk)
         return chunk
 
-    def take(self, free: int) -> tuple[Waiting, int, int]:
+    def take(self, free: int) -> tuple[WaitingPrompt, int, int]:
         """Return up to `free` samples of the first staged prompt: (prompt, first sample, how many)."""
         prompt = self.staged[0]
         first, count = prompt.started, min(free, len(prompt.seeds) - prompt.started)
@@ -155,7 +157,7 @@ class GenerationPlan:
 
 
 def plan_generation(
-    wanted: Sequence[Wanted],
+    wanted: Sequence[PromptRequest],
     sampling: SamplingParams,
     config: EngineConfig,
     room: CacheUse,
@@ -197,18 +199,18 @@ def plan_generation(
     return plan
 
 
-def _queue(wanted: Sequence[Wanted], first_row: int = 0) -> tuple[list[Waiting], int]:
+def _queue(wanted: Sequence[PromptRequest], first_row: int = 0) -> tuple[list[WaitingPrompt], int]:
     """Return (prompts that have samples, number of samples)."""
     waiting, rows = [], 0
     for tokens, seeds, begun in wanted:
         assert len(tokens), f"prompt {len(waiting)} is empty"
         assert not begun or len(seeds) == 1, f"{len(seeds)} samples with the same {begun} tokens"
-        waiting.append(Waiting(tokens, [signed64(int(s)) for s in seeds], first_row + rows, begun=begun))
+        waiting.append(WaitingPrompt(tokens, [signed64(int(s)) for s in seeds], first_row + rows, begun=begun))
         rows += len(seeds)
     return [w for w in waiting if w.seeds], rows
 
 
-def _in_order(waiting: Sequence[Waiting], window: int) -> deque[Waiting]:
+def _in_order(waiting: Sequence[WaitingPrompt], window: int) -> deque[WaitingPrompt]:
     return deque(waiting if window else sorted(waiting, key=lambda w: -w.length))
 
 
@@ -245,7 +247,7 @@ class Batch:
         self._routes = routes
         self._routing: list[tuple[Tensor, Tensor]] = []  # (rows that have ended, theirs), on the CPU
 
-    def add(self, prompt: Waiting, first: int, count: int) -> range:
+    def add(self, prompt: WaitingPrompt, first: int, count: int) -> range:
         """Give samples [first, first + count) of the prompt the next slots; their first token is sampled next.
         Return their rows."""
         new = slice(self.active, self.active + count)

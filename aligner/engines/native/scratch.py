@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from aligner.cluster.pages import ask_for_large_pages
+from aligner.cluster.memory_pages import ask_for_large_pages
 
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from aligner.engines.trtllm.build import build_runner
 from aligner.engines.trtllm.built_api import version_row
 from aligner.engines.trtllm.layout import EngineParameter, Part, layout
 from aligner.engines.trtllm.sampling import runner_arguments
-from aligner.engines.trtllm.steps import Prescribed, Watch
+from aligner.engines.trtllm.steps import LogprobWatch, PrescribedTokens
 from aligner.errors import EngineError, RefitError
 from aligner.families.hf_config import config_from_hf
 from aligner.types import LENGTH, STOP, SamplingParams
@@ -160,7 +160,7 @@ class EngineWorker(LocalWorker):
         self, prompts: list[list[int]], seeds: Iterable[int], sampling: SamplingParams, aborted: Abort
     ) -> list[Row]:
         lengths = [len(prompt) for prompt in prompts]
-        watch = Watch(lengths, sampling, self.settings.vocab_size)
+        watch = LogprobWatch(lengths, sampling, self.settings.vocab_size)
         arguments = runner_arguments(sampling, list(seeds))
         stop = lambda step, ids, scores: aborted.asked  # noqa: E731
         ids, ends = self._run(prompts, arguments, logits_processor=watch, stopping_criteria=stop)
@@ -210,7 +210,7 @@ class EngineWorker(LocalWorker):
         wanted = torch.zeros(len(rows), max(counts), dtype=torch.int64)
         for i, (tokens, first) in enumerate(rows):
             wanted[i, : counts[i]] = torch.tensor(tokens[first:])
-        steps = Prescribed(firsts, wanted, sampling, self.settings.vocab_size)
+        steps = PrescribedTokens(firsts, wanted, sampling, self.settings.vocab_size)
         greedy = runner_arguments(SamplingParams(max(counts), temperature=0), [0] * len(rows))
         ids, _ = self._run([tokens[:first] for tokens, first in rows], greedy, logits_processor=steps)
         for i, (first, n) in enumerate(zip(firsts, counts, strict=True)):

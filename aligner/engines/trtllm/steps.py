@@ -15,7 +15,7 @@ from aligner.types import SamplingParams
 _NEVER = -1e30
 
 
-class Watch:
+class LogprobWatch:
     """A logits processor that takes logprobs of the picked tokens: of the distribution that `sampling` samples from,
     and of the whole tempered one. `lengths`: of the prompts."""
 
@@ -45,7 +45,7 @@ class Watch:
         return cut, full
 
 
-class Prescribed(Watch):
+class PrescribedTokens(LogprobWatch):
     """A logits processor that makes the engine pick `wanted` int64 [n, steps] at any probability."""
 
     def __init__(self, lengths: list[int], wanted: Tensor, sampling: SamplingParams, vocab_size: int):

@@ -28,7 +28,7 @@ class Routing(NamedTuple):
     own: Tensor  # int64 [N, k]: those of largest p; equal to `experts` unless others were chosen
 
 
-class Chosen(NamedTuple):
+class ReplayedExperts(NamedTuple):
     """Experts that the engine chose, for some of the tokens."""
 
     experts: Tensor  # integers [N, k]
@@ -41,7 +41,7 @@ def route(
     top_k: int,
     normalise: bool,
     bias: Tensor | None = None,
-    chosen_before: Chosen | None = None,
+    chosen_before: ReplayedExperts | None = None,
 ) -> Routing:
     """Route hidden [N, H] with router [E, H], bias [E]. It computes in float32 whatever the dtype, so that a token
     near a tie of two experts falls on the same side in the trainer and in the engine. Normalised weights are a
@@ -67,7 +67,7 @@ def rerouted(routing: Routing) -> Tensor:
 
 
 def route_by_groups(
-    hidden: Tensor, router: Tensor, bias: Tensor, moe: MoeConfig, chosen_before: Chosen | None = None
+    hidden: Tensor, router: Tensor, bias: Tensor, moe: MoeConfig, chosen_before: ReplayedExperts | None = None
 ) -> Routing:
     """Route hidden [N, H] with router [E, H], bias float32 [E], as DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
     Scores are s = sigmoid(z) of each expert alone. `bias` is added for the choice: the `top_groups` of `moe.groups`

@@ -11,7 +11,7 @@ from aligner.types import RolloutBatch, TrainBatch
 
 
 @dataclass(frozen=True)
-class Whole:
+class SourceRows:
     """The rows that parts were taken from. `back` int64 [B, T] is the index of each token's value among the flattened
     ones of the parts; that of padding is one past the last."""
 
@@ -50,7 +50,7 @@ def forks_apart(rows: RolloutBatch | TrainBatch, mask: Tensor) -> TrainBatch:
     wanted = rows.wanted if isinstance(rows, TrainBatch) else None
     batch = TrainBatch(rows.tokens, rows.lengths, mask, wanted=wanted, routing=rows.routing, documents=rows.forks)
     parts = apart(batch)
-    return replace(parts, whole=Whole(rows, _back(batch, parts.tokens.shape[1])))
+    return replace(parts, whole=SourceRows(rows, _back(batch, parts.tokens.shape[1])))
 
 
 def together(values: Tensor, batch: TrainBatch) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 from aligner.config.checks import at_least, one_of
 from aligner.errors import ConfigError, SandboxError
 from aligner.rewards.sandbox.confine import landlock_version
-from aligner.rewards.sandbox.session import SILENT_S, Ended, ProgramSession
+from aligner.rewards.sandbox.session import SILENT_S, ProgramSession, RunEnd
 
 TIERS = ("bubblewrap", "unshare", "landlock")  # best first
 INSIDE = Path(__file__).with_name("inside.py")
@@ -58,7 +58,7 @@ class Sandbox:
         hint = "`python -m aligner doctor sandbox` lists the tiers here; tier `unsafe` runs programs without a sandbox."
         raise ConfigError("tier", tier, "a sandbox that this machine has", f"{'; '.join(missing.values())}. {hint}")
 
-    def run(self, program: str | Sequence[str], inputs: Sequence[str]) -> Iterator[Ended]:
+    def run(self, program: str | Sequence[str], inputs: Sequence[str]) -> Iterator[RunEnd]:
         """Run a program with each of these inputs as its standard input, one after another.
 
         The program is the last of several texts that is one. When the iterator ends or is closed, nothing of the
@@ -69,7 +69,7 @@ class Sandbox:
                 session.start(text)
                 yield _end(session)
 
-    def judge(self, program: str | Sequence[str], tests: Sequence[dict[str, Any]]) -> Iterator[Ended]:
+    def judge(self, program: str | Sequence[str], tests: Sequence[dict[str, Any]]) -> Iterator[RunEnd]:
         """Yield how a program passes each of these tests (verdicts.py).
 
         Each test is evaluated in a second sandbox, which asks for the results of the program's functions. `how` is also
@@ -80,7 +80,7 @@ class Sandbox:
             for test in tests:
                 session.start(serves=True)
                 ended = session.next()
-                if not isinstance(ended, Ended):  # it has run, and waits for calls
+                if not isinstance(ended, RunEnd):  # it has run, and waits for calls
                     judge = judge or stack.enter_context(closing(self._session("", judges=True)))
                     judge.start()
                     judge.tell(json.dumps(test).encode())
@@ -149,23 +149,23 @@ def _readable() -> list[str]:
     return [path for path in (*system, *sorted(python), str(INSIDE.parent)) if os.path.exists(path)]
 
 
-def _end(session: ProgramSession) -> Ended:
+def _end(session: ProgramSession) -> RunEnd:
     """Return the end of a run that receives no calls."""
     message = session.next()
-    assert isinstance(message, Ended)
+    assert isinstance(message, RunEnd)
     return message
 
 
-def _judged(judge: ProgramSession, program: ProgramSession) -> Ended:
+def _judged(judge: ProgramSession, program: ProgramSession) -> RunEnd:
     """Pass messages between judge and program until one of them decides."""
     while True:
         message = judge.next()
-        if isinstance(message, Ended):  # by its limits, or because an answer was too large
-            return Ended("unjudged")
+        if isinstance(message, RunEnd):  # by its limits, or because an answer was too large
+            return RunEnd("unjudged")
         if message[:1] == b"=":
-            return Ended(message[1:].decode())
+            return RunEnd(message[1:].decode())
         program.tell(message[1:])
         answer = program.next()
-        if isinstance(answer, Ended):
+        if isinstance(answer, RunEnd):
             return answer
         judge.tell(answer)

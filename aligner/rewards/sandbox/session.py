@@ -16,7 +16,7 @@ SILENT_S = 900.0  # without a message from a sandbox, which ends its runs far ea
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunEnd:
     """The end of a run.
 
     how: exit, cpu, memory, output, hung, protocol (an invalid answer), stopped. code: the exit code, negative for a
@@ -59,7 +59,7 @@ class ProgramSession:
     def tell(self, message: bytes) -> None:
         self._send(b"m", message)
 
-    def next(self) -> bytes | Ended:
+    def next(self) -> bytes | RunEnd:
         """Return the child's next message, or its end."""
         kind = self._read(1)
         text = self._read(int.from_bytes(self._read(8), "little"))
@@ -132,9 +132,9 @@ class ProgramSession:
         return SandboxError(f"the sandbox ended before its program: {why}")
 
 
-def _ended(answer: dict) -> Ended:
+def _ended(answer: dict) -> RunEnd:
     if not answer["started"]:
         raise SandboxError(f"a program could not be confined: {answer['problem'] or answer}")
     if answer["how"] == "killed":
         raise SandboxError("a program was killed from outside; is this machine out of memory?")
-    return Ended(answer["how"], answer["code"], answer["out"])
+    return RunEnd(answer["how"], answer["code"], answer["out"])

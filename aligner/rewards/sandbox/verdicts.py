@@ -34,7 +34,7 @@ class Opaque(BaseException):
 
 def judge(spec: dict, channel: Channel, module: types.ModuleType) -> None:
     """Judge one test, and send the verdict as the last message."""
-    judging = Judging(channel, spec)
+    judging = TestJudge(channel, spec)
     random.seed(0)  # tests may draw their inputs
     try:
         judging.call() if "call" in spec else judging.asserts(module)
@@ -52,7 +52,7 @@ def judge(spec: dict, channel: Channel, module: types.ModuleType) -> None:
     channel.write(b"=" + (ERROR if judging.corrupt else verdict).encode())
 
 
-class Judging:
+class TestJudge:
     """The evaluation of one test."""
 
     def __init__(self, channel: Channel, spec: dict):
@@ -154,7 +154,7 @@ class Foreign:
 
 
 class Method(Foreign):
-    def __init__(self, judging: Judging, number: int):
+    def __init__(self, judging: TestJudge, number: int):
         self._judging, self._number = judging, number
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
@@ -164,7 +164,7 @@ class Method(Foreign):
 class Function(Foreign):
     """A name of the program. A class name, by its capital, makes objects."""
 
-    def __init__(self, judging: Judging, name: str):
+    def __init__(self, judging: TestJudge, name: str):
         self._judging, self.__name__ = judging, name
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
@@ -185,7 +185,7 @@ class Remote(Foreign):
     Its attributes and the results of its methods are data, or objects that the test has made itself.
     """
 
-    def __init__(self, judging: Judging, number: int):
+    def __init__(self, judging: TestJudge, number: int):
         self.__dict__.update(_judging=judging, _number=number)
 
     def __getattr__(self, name: str) -> Any:

@@ -23,7 +23,7 @@ from aligner.engines.child.buckets import CudaMemory, MemoryFile, Slot, fixed_se
 from aligner.engines.child.engine import ChildEngine
 from aligner.engines.child.process import clean_environment, spawn
 from aligner.engines.vllm.extension import Extension
-from aligner.engines.vllm.placed import PlacedVllmEngine
+from aligner.engines.vllm.in_place import InPlaceVllmEngine
 from aligner.engines.vllm.worker import VllmWorker
 from aligner.errors import RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
@@ -208,7 +208,7 @@ def test_ranks_that_got_other_numbers_are_told():
 
 @pytest.mark.parametrize(("limit", "sizes"), [(1, [1, 1, 1, 1]), (512, [2, 2]), (300, [1, 1, 1, 1]), (5000, [4])])
 def test_a_whole_model_is_read_in_buckets(limit, sizes):
-    engine = PlacedVllmEngine.__new__(PlacedVllmEngine)
+    engine = InPlaceVllmEngine.__new__(InPlaceVllmEngine)
     engine._bucket_bytes = limit
     engine._slots = {f"w{i}": Slot(f"w{i}", (64,), torch.float32, 256 * i) for i in range(4)}
     found = list(engine._buckets())

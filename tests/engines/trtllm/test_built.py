@@ -8,7 +8,7 @@ import torch
 from aligner.config.sections.model.attention import AttentionConfig
 from aligner.engines.child.worker import Settings
 from aligner.engines.trtllm.built_worker import EngineWorker
-from aligner.engines.trtllm.steps import Watch
+from aligner.engines.trtllm.steps import LogprobWatch
 from aligner.errors import ConfigError, EngineError, MissingExtraError, RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.refit.verify import staleness
@@ -219,7 +219,7 @@ def test_a_row_that_ends_early_beside_others():
 def test_a_processor_that_returns_another_tensor_would_be_stale():
     """The runtime goes on to read what it got back, the engine writes what it was given."""
     scores = torch.randn(2, 5)
-    watch = Watch([1, 1], SamplingParams(2), 5)
+    watch = LogprobWatch([1, 1], SamplingParams(2), 5)
     assert watch(0, torch.zeros(2, 3, dtype=torch.int32), scores) is scores
 
 

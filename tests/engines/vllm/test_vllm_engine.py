@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.engines.vllm.placed import PlacedVllmEngine
+from aligner.engines.vllm.in_place import InPlaceVllmEngine
 from aligner.errors import ConfigError, EngineError
 from aligner.models.shards import hf_tensors
 from aligner.types import SamplingParams
@@ -78,7 +78,7 @@ def test_prefixes_of_old_weights_are_not_reused_and_an_update_may_be_given_up():
 
 def test_parts_that_are_written_in_place_equal_whole_tensors():
     model = reference(LLAMA)
-    engine, held = make_engine(LLAMA, kind=PlacedVllmEngine), hf_weights(model)
+    engine, held = make_engine(LLAMA, kind=InPlaceVllmEngine), hf_weights(model)
     engine.begin_update(1)
     for tensor in hf_tensors(LLAMA):
         whole, middle = held[tensor.name], tensor.length // 2

@@ -9,7 +9,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.ops.kernels.experts import (
-    Chosen,
+    ReplayedExperts,
     add_bias,
     balance_loss,
     clamped_gate,
@@ -162,7 +162,7 @@ def test_routing_by_groups_is_deepseeks(groups, top_groups, top_k, normalise):
     (factor * found.weights.gather(1, order)).sum().backward()
     (factor * weights.gather(1, other)).sum().backward()
     assert torch.allclose(weight.grad, theirs.weight.grad, atol=1e-5)
-    elsewhere = Chosen(found.experts.flip(0), torch.arange(200) % 2 == 0)
+    elsewhere = ReplayedExperts(found.experts.flip(0), torch.arange(200) % 2 == 0)
     again = route_by_groups(x, weight, theirs.e_score_correction_bias, moe, elsewhere)
     assert torch.equal(again.experts[::2], found.experts.flip(0)[::2]) and torch.equal(again.own, found.own)
     assert torch.equal(again.experts[1::2], found.experts[1::2])

@@ -20,7 +20,7 @@ from aligner.models.params import expected_hf_shapes
 from aligner.models.shards import hf_tensors
 
 
-class PlacedVllmEngine(VllmEngine):
+class InPlaceVllmEngine(VllmEngine):
     """A `VllmEngine` that is filled in place. Shards of tensors come in any order, so the buffer that the child
     reads holds the whole model, in host memory even with a GPU. Each rank of an engine writes its share of it. The
     child reads it at the end, `bucket_bytes` in a call, in place: each of its ranks copies its share of a tensor to

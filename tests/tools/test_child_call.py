@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from aligner.cluster import nursery
+from aligner.cluster import fork_server
 from aligner.errors import AlignerError, ConfigError
-from aligner.tools.apart import apart
+from aligner.tools.child_call import apart
 
 CODE = """
 import os
@@ -34,8 +34,8 @@ def test_a_result():
 
 
 @pytest.mark.slow
-def test_results_errors_and_ends_by_one_nursery():
-    with nursery.kept(["functions_apart", "torch"], dict(os.environ), ()):
+def test_results_errors_and_ends_by_one_fork_server():
+    with fork_server.kept(["functions_apart", "torch"], dict(os.environ), ()):
         test_a_result()
         with pytest.raises(ConfigError, match="seed=3: expected another one") as caught:
             apart("functions_apart:refuses")
@@ -44,8 +44,8 @@ def test_results_errors_and_ends_by_one_nursery():
             apart("functions_apart:leaves")
 
 
-def test_without_its_nursery():
-    with nursery.kept(["functions_apart"], dict(os.environ), ()) as place:
+def test_without_its_fork_server():
+    with fork_server.kept(["functions_apart"], dict(os.environ), ()) as place:
         place.process.kill()
         with pytest.raises(AlignerError, match="who ended with exit code -9"):
             apart("functions_apart:who", 7)

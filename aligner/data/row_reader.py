@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from aligner.config.sections.data import DataConfig
+from aligner.data.answer_ends import AnswerEnds, spans
 from aligner.data.chats import check_arguments, unread_tools
-from aligner.data.ends import Ends, spans
 from aligner.data.formats import Messages, Text, Tools, TypedRows
 from aligner.data.ragged import FlatRows
-from aligner.data.shown import shows_beside, shows_key
+from aligner.data.template_checks import shows_beside, shows_key
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
 
@@ -68,7 +68,7 @@ class TokenRows:
         return self._tokens.lengths.reshape(-1, self.rows).sum(1)
 
 
-class Reading[Row]:
+class RowReader[Row]:
     """A reader of typed rows. Raises DataError if no row is left, ConfigError for an argument that the chat template
     lacks."""
 
@@ -84,7 +84,7 @@ class Reading[Row]:
         self.limit, self.cut = getattr(data, limit_key), data.overlong == "truncate"
         self.report = DataReport(key, f"data.{limit_key}={self.limit}", rows=len(rows))
         self._shortest: int | None = None
-        self._ends: Ends | None = None
+        self._ends: AnswerEnds | None = None
         self._learned = self._open = 0  # answers, and those without a stop token
         self._keys: dict[tuple[str, str], None] = {}  # of messages, with their role
         self._beside = 0  # rows whose text beside calls the template omits
@@ -136,7 +136,7 @@ class Reading[Row]:
 
     def learned(self, texts: Sequence[tuple[list[int], list[int]]]) -> Sequence[tuple[list[int], list[int]]]:
         """Return the same (tokens, loss mask) of rows; count answers without a stop token."""
-        self._ends = self._ends or Ends(self.tokenizer, stop_token_ids(self.tokenizer))
+        self._ends = self._ends or AnswerEnds(self.tokenizer, stop_token_ids(self.tokenizer))
         for tokens, mask in texts:
             for start, end in spans(mask):
                 self._learned += 1

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Ids = list[int]
 
 
-class Ends:
+class AnswerEnds:
     """The stop tokens of a tokenizer; `closing` is added after a last answer that has none."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]):

@@ -54,7 +54,7 @@ def manifests(store: Path) -> dict[Path, dict[str, Any]]:
     return valid
 
 
-class Told(Sequence):
+class TaughtDataset(Sequence):
     """A dataset with its teacher's targets, read from `folder` on access."""
 
     def __init__(self, dataset: Any, folder: Path, top_k: int):

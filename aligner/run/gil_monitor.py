@@ -16,7 +16,7 @@ BUSY = 0.1  # of a tick: a process that computes less waits for something, or wa
 LEFT_TO_THE_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class Keeper:
+class GilMonitor:
     """Process that sends this one SIGPROF once it has computed without a `beat` for `limit_s` seconds of wall time,
     on any number of cores. It ends with this process."""
 

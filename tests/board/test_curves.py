@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.board import told
+from aligner.board import curves
 from aligner.board.runs import Board
 from aligner.board.series import Series
 from aligner.errors import AlignerError, ConfigError
@@ -41,7 +41,7 @@ def ask(endpoint, *folders, **asked):
 
 
 def rows(*folders) -> dict:
-    return {row["name"]: row for row in ask(told.table, *folders)["runs"]}
+    return {row["name"]: row for row in ask(curves.table, *folders)["runs"]}
 
 
 def test_runs_are_found_in_folders_of_folders_and_named_apart(tmp_path):
@@ -59,10 +59,10 @@ def test_runs_are_found_in_folders_of_folders_and_named_apart(tmp_path):
 
 
 def test_no_runs_and_folders_that_are_none(tmp_path):
-    assert ask(told.table, tmp_path) == {"folders": [str(tmp_path)], "headline": [], "runs": []}
+    assert ask(curves.table, tmp_path) == {"folders": [str(tmp_path)], "headline": [], "runs": []}
     assert (
-        ask(told.details, tmp_path) == {"details": {}, "differ": {}, "summary": {}}
-        and ask(told.metrics, tmp_path)["metrics"] == []
+        ask(curves.details, tmp_path) == {"details": {}, "differ": {}, "summary": {}}
+        and ask(curves.metrics, tmp_path)["metrics"] == []
     )
     with pytest.raises(ConfigError, match=r"nothing'.*a run folder, or a folder of runs"):
         Board([tmp_path / "nothing"])
@@ -72,7 +72,7 @@ def test_a_name_is_no_path(tmp_path):
     make_run(tmp_path / "runs" / "a")
     make_run(tmp_path / "other")
     for name in ("../other", str(tmp_path / "other"), "other", "a/../../other", ""):
-        assert ask(told.curves, tmp_path / "runs", runs=[name]) == {"curves": {}, "clocks": {}}
+        assert ask(curves.curves, tmp_path / "runs", runs=[name]) == {"curves": {}, "clocks": {}}
         with pytest.raises(AlignerError, match="expected one of the board's 1 runs"):
             Board([tmp_path / "runs"]).run(name)
 
@@ -123,25 +123,25 @@ def test_a_batch_job_has_the_queues_state_and_its_own_goodput(tmp_path, monkeypa
     )
     board, asked = Board([tmp_path]), record({}, "", AlignerError)
     monkeypatch.setattr("aligner.board.runs.watch.queue", lambda: {"7": "PENDING"})
-    assert told.table(board, asked)["runs"][0]["state"] in ("ended", "PENDING")  # nobody waits for the queue
+    assert curves.table(board, asked)["runs"][0]["state"] in ("ended", "PENDING")  # nobody waits for the queue
     while not board.jobs():
         time.sleep(0.01)
-    row = told.table(board, asked)["runs"][0]
+    row = curves.table(board, asked)["runs"][0]
     assert (row["state"], row["job"]) == ("PENDING", "7") and row["goodput"] == pytest.approx(50 / 100)
 
 
 def test_the_page_follows_a_run_that_writes(tmp_path):
     folder = make_run(tmp_path / "a")
     board, asked = Board([tmp_path]), record({}, "", AlignerError)
-    assert told.table(board, asked)["runs"][0]["step"] == 5
+    assert curves.table(board, asked)["runs"][0]["step"] == 5
     append_jsonl(folder / "metrics.jsonl", [{"step": 6, "reward/mean": 9.0}])
     make_run(tmp_path / "b")
-    assert [row["step"] for row in told.table(board, asked)["runs"]] == [6, 5]
-    assert told.curves(board, asked)["curves"]["a"]["reward/mean"]["y"] == [1, 2, 3, 4, 5, 9]
+    assert [row["step"] for row in curves.table(board, asked)["runs"]] == [6, 5]
+    assert curves.curves(board, asked)["curves"]["a"]["reward/mean"]["y"] == [1, 2, 3, 4, 5, 9]
     (tmp_path / "b" / "metrics.jsonl").unlink()
     (tmp_path / "b" / "config.yaml").unlink()
-    assert [row["name"] for row in told.table(board, asked)["runs"]] == ["a"]
-    assert told.details(board, record({"runs": ["a", "b"]}, "", AlignerError))["differ"] == {}
+    assert [row["name"] for row in curves.table(board, asked)["runs"]] == ["a"]
+    assert curves.details(board, record({"runs": ["a", "b"]}, "", AlignerError))["differ"] == {}
 
 
 def test_one_request_at_a_time_reads_what_runs_wrote(tmp_path, monkeypatch):
@@ -158,7 +158,7 @@ def test_one_request_at_a_time_reads_what_runs_wrote(tmp_path, monkeypatch):
     monkeypatch.setattr(Series, "look", look)
     board, asked = Board([tmp_path]), record({}, "", AlignerError)
     with ThreadPoolExecutor(4) as threads:
-        answers = [threads.submit(endpoint, board, asked) for endpoint in (told.table, told.metrics) * 4]
+        answers = [threads.submit(endpoint, board, asked) for endpoint in (curves.table, curves.metrics) * 4]
         assert all(answer.result() for answer in answers)
     assert most == [1] * 8
 
@@ -175,7 +175,7 @@ def test_damaged_folders_are_rows_that_say_so(tmp_path):
     write(tmp_path / "odd" / "starts.jsonl", {"started": "yesterday", "versions": 3}, {"started": None, "hardware": 1})
     write(tmp_path / "odd" / "alarms.jsonl", {}, {"step": "x", "text": 3})
     (tmp_path / "odd" / "config.yaml").write_text("- 1\n- stage: 2\n")
-    details = ask(told.details, tmp_path)["details"]
+    details = ask(curves.details, tmp_path)["details"]
     found = rows(tmp_path)
     assert len(found) == 3 and found["broken"]["step"] == 3
     damage = "\n".join(details["broken"]["damage"])
@@ -185,10 +185,10 @@ def test_damaged_folders_are_rows_that_say_so(tmp_path):
     assert all("\n" not in text for text in details["broken"]["damage"])
     assert details["half"]["damage"][0].startswith("config.yaml: ") and found["half"]["state"] == "not started"
     assert details["odd"]["damage"] == [] and [alarm["text"] for alarm in details["odd"]["alarms"]] == ["", "3"]
-    for endpoint in (told.metrics, told.curves, told.phases):
+    for endpoint in (curves.metrics, curves.curves, curves.phases):
         ask(endpoint, tmp_path)
     (folder / "config.yaml").write_text("a: 1")
-    assert not any("config" in text for text in ask(told.details, tmp_path)["details"]["broken"]["damage"])
+    assert not any("config" in text for text in ask(curves.details, tmp_path)["details"]["broken"]["damage"])
 
 
 STEP = b'{"step": %d, "wall_time": 1, "time/step_s": %s, "throughput/tokens_per_s": %s}\n'
@@ -212,8 +212,8 @@ def test_no_file_of_one_run_takes_the_others_away(tmp_path, name, data):
     (make_run(tmp_path / "bad") / "logs").mkdir()
     (tmp_path / "bad" / name).write_bytes(data)
     (tmp_path / "bad" / "lock.json").write_text("{}")  # it runs: the time that is left is told, too
-    for endpoint in (told.table, told.metrics, told.curves, told.phases, told.details):
-        assert "good" in json.dumps(ask(endpoint, tmp_path)) or endpoint is told.phases
+    for endpoint in (curves.table, curves.metrics, curves.curves, curves.phases, curves.details):
+        assert "good" in json.dumps(ask(endpoint, tmp_path)) or endpoint is curves.phases
 
 
 def test_pipes_are_not_waited_for(tmp_path):
@@ -223,7 +223,7 @@ def test_pipes_are_not_waited_for(tmp_path):
         path.unlink(missing_ok=True)
         os.mkfifo(path)
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(lambda: (rows(tmp_path), ask(told.details, tmp_path)["details"]))
+        asked = threads.submit(lambda: (rows(tmp_path), ask(curves.details, tmp_path)["details"]))
         try:
             found, details = asked.result(120)
         finally:
@@ -234,7 +234,7 @@ def test_pipes_are_not_waited_for(tmp_path):
 
 def test_steps_that_were_taken_again_count_once_along_the_run(tmp_path):
     write(tmp_path / "a" / "metrics.jsonl", *({"step": step, "time/update_s": 1.0} for step in (1, 2, 3, 2, 3, 4)))
-    found = ask(told.phases, tmp_path)["phases"]["a"]
+    found = ask(curves.phases, tmp_path)["phases"]["a"]
     assert (found["x"], found["seconds"]) == ([1, 2, 3, 4], {"time/update_s": 6.0})
     assert found["layers"] == {"time/update_s": [1, 1, 3, 1]}
 
@@ -246,7 +246,7 @@ def test_a_run_of_a_newer_version_is_shown_and_said_to_be_one(tmp_path):
     write(folder / "starts.jsonl", {**START, "versions": {"aligner": "99.1.0"}, "mood": ["good"]})
     row = rows(tmp_path)["a"]
     assert row["stage"] == "telepathy" and "written by aligner 99.1.0" in row["damage"][0]
-    assert "brain/waves" in [metric["name"] for metric in ask(told.metrics, tmp_path)["metrics"]]
+    assert "brain/waves" in [metric["name"] for metric in ask(curves.metrics, tmp_path)["metrics"]]
     write(folder / "starts.jsonl", {**START, "versions": {"aligner": "0.0.1"}})
     assert rows(tmp_path)["a"]["damage"] == []
 
@@ -259,7 +259,7 @@ def test_facts_and_the_keys_in_which_configs_differ(tmp_path):
     again = {**START, "started": "2026-01-01T11:00:00+00:00", "dirty": False, "command": "aligner run a=1"}
     ends = {"ended": "2026-01-01T10:00:40+00:00", "result": "StopRequested: USR1"}
     write(a / "starts.jsonl", START, ends, again, {"ended": "2026-01-01T12:01:00+00:00", "result": "done"})
-    found = ask(told.details, tmp_path)
+    found = ask(curves.details, tmp_path)
     assert found["differ"] == {
         "optim.lr": {"a": "0.5", "b": "0.25"},
         "list": {"a": "[1, 2]", "b": "[1]"},
@@ -283,7 +283,7 @@ def test_facts_and_the_keys_in_which_configs_differ(tmp_path):
     }
     assert wanted.items() <= facts.items()
     (tmp_path / "summary.json").write_text('{"sft": {"accuracy": 0.375}, "nan": NaN}')
-    assert ask(told.details, tmp_path)["summary"] == {"sft.accuracy": 0.375, "nan": "nan"}
+    assert ask(curves.details, tmp_path)["summary"] == {"sft.accuracy": 0.375, "nan": "nan"}
     assert "lr: 0.5" in found["details"]["a"]["config"]
 
 
@@ -291,7 +291,7 @@ def test_metrics_that_never_change_say_their_value(tmp_path):
     for name, value in (("a", 0.25), ("b", 0.25)):
         make_run(tmp_path / name, **{"policy/same": value, "policy/none": None, "time/x_s": 1.0, "zoo/z": 1.0})
     make_run(tmp_path / "c", **{"zoo/z": 2.0})
-    found = ask(told.metrics, tmp_path)["metrics"]
+    found = ask(curves.metrics, tmp_path)["metrics"]
     still = {metric["name"]: metric["still"] for metric in found}
     assert still == {"reward/mean": None, "policy/same": 0.25, "zoo/z": None, "time/x_s": 1.0}
     assert [metric["name"] for metric in found] == ["reward/mean", "policy/same", "zoo/z", "time/x_s"]  # by group
@@ -302,18 +302,18 @@ def test_curves_and_clocks(tmp_path, monkeypatch):
     speed = {"time/step_s": 2.0, "throughput/tokens_per_s": 50.0}
     folder = make_run(tmp_path / "a", **speed)
     append_jsonl(folder / "metrics.jsonl", [{"step": 6, "wall_time": 200.0, "reward/mean": None, **speed}])
-    found = ask(told.curves, tmp_path, metrics=["reward/mean", "none/such"])
+    found = ask(curves.curves, tmp_path, metrics=["reward/mean", "none/such"])
     assert found["curves"] == {"a": {"reward/mean": {"x": [1, 2, 3, 4, 5, 6], "y": [1, 2, 3, 4, 5, None]}}}
     clocks = found["clocks"]["a"]
     assert clocks["wall"]["y"] == [0, 1, 2, 3, 4, 99] and clocks["begun"] == 101.0
     assert clocks["tokens"]["y"] == [100, 200, 300, 400, 500, 600]
     make_run(tmp_path / "long", steps=5000)
-    curve = ask(told.curves, tmp_path / "long", metrics=["reward/mean"], points=100)["curves"]["long"]["reward/mean"]
+    curve = ask(curves.curves, tmp_path / "long", metrics=["reward/mean"], points=100)["curves"]["long"]["reward/mean"]
     assert 90 <= len(curve["x"]) <= 110 and (curve["x"][0], curve["x"][-1]) == (1, 5000)
-    monkeypatch.setattr(told, "TOGETHER", 10)  # a report of many runs
-    assert 90 <= len(ask(told.curves, tmp_path / "long")["curves"]["long"]["reward/mean"]["x"]) <= 110
+    monkeypatch.setattr(curves, "TOGETHER", 10)  # a report of many runs
+    assert 90 <= len(ask(curves.curves, tmp_path / "long")["curves"]["long"]["reward/mean"]["x"]) <= 110
     with pytest.raises(AlignerError, match="points=0: expected an integer"):
-        ask(told.curves, tmp_path, points=0)
+        ask(curves.curves, tmp_path, points=0)
 
 
 @pytest.mark.parametrize("steps", [5, 9000])
@@ -321,12 +321,12 @@ def test_phases_add_up_to_the_step(tmp_path, steps):
     """Those with a slash are part of others; a save comes after the step was measured."""
     parts = {"time/generate_s": 1.0, "time/update_s": 2.0, "time/eval/generate_s": 9.0}
     make_run(tmp_path / "a", steps, **parts)
-    found = ask(told.phases, tmp_path)["phases"]["a"]
+    found = ask(curves.phases, tmp_path)["phases"]["a"]
     assert found["seconds"] == {"time/generate_s": steps, "time/update_s": 2 * steps}
     make_run(tmp_path / "a", steps, **parts, **{"time/step_s": 3.5, "time/save_s": 4.0})
-    found = ask(told.phases, tmp_path)["phases"]["a"]
+    found = ask(curves.phases, tmp_path)["phases"]["a"]
     known = {"time/generate_s": 1, "time/update_s": 2, "time/save_s": 4, "time/other_s": 0.5}
     assert found["seconds"] == pytest.approx({name: seconds * steps for name, seconds in known.items()})
     for name, seconds in known.items():  # of a step, anywhere along the run; of a long one between points that are kept
         assert found["layers"][name] == pytest.approx([seconds] * len(found["x"]), rel=1e-3 if steps < 100 else 0.1)
-    assert len(found["x"]) == min(steps, told.BINS) and found["x"][-1] == steps
+    assert len(found["x"]) == min(steps, curves.BINS) and found["x"][-1] == steps

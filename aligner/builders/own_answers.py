@@ -9,7 +9,7 @@ from aligner.data.dataset import PromptDataset
 from aligner.data.mixture import PromptMixture
 from aligner.refit.transfer import Refit
 from aligner.roles.policy import Policy
-from aligner.rollout.own import OwnAnswers
+from aligner.rollout.own_answers import OwnAnswers
 from aligner.rollout.player import Player
 from aligner.rollout.requests import Requests
 from aligner.rollout.sharing import share

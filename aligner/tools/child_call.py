@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from aligner.cluster import nursery
+from aligner.cluster import fork_server
 from aligner.cluster.threads import reserve, use
 from aligner.errors import AlignerError
 from aligner.loading import for_good
@@ -23,7 +23,7 @@ def apart(function: str, *arguments: Any) -> Any:
     AlignerError, and one if the process ends otherwise; its output then has the reason."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        nursery.lent([function.partition(":")[0]], dict(os.environ), ()) as server,
+        fork_server.lent([function.partition(":")[0]], dict(os.environ), ()) as server,
     ):
         request, reply = Path(folder) / REQUEST, Path(folder) / REPLY
         request.write_bytes(pickle.dumps((function, arguments)))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from aligner.rollout.serving import Turns
+from aligner.rollout.turn_pool import Turns
 
 SLOTS, TURNS = 4, 3
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.cluster import pages
+from aligner.cluster import memory_pages
 from aligner.engines.native.scratch import zeros
 
 GENERATES = """
@@ -55,15 +55,16 @@ def asked(start: int, stop: int) -> int:
 PACKS = """
 import torch
 from aligner.engines.native import packs
-from tests.cluster.test_pages import asked
+from tests.cluster.test_memory_pages import asked
 
 packs.worth_packing = lambda matrix: True
-packed = packs.Packs({"a": packs.matrices(3, 2048, 2048, torch.float32, torch.device("cpu"))}, {})
+packed = packs.PackedMatrices({"a": packs.matrices(3, 2048, 2048, torch.float32, torch.device("cpu"))}, {})
 packed.pack()
 print(sum(asked(*packs.place_of(matrix)) for matrix in packed._packed.values()))
 """
 MAY_BE_ASKED = pytest.mark.skipif(
-    not pages.SETTING.exists() or "[never]" in pages.SETTING.read_text(), reason="a system that gives large pages"
+    not memory_pages.SETTING.exists() or "[never]" in memory_pages.SETTING.read_text(),
+    reason="a system that gives large pages",
 )
 
 
@@ -92,7 +93,7 @@ def test_nothing_is_asked_of_a_system_that_gives_none(monkeypatch, tmp_path):
     (tmp_path / "enabled").write_text("always madvise [never]\n")
     there = mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = ctypes.addressof(ctypes.c_char.from_buffer(there))
-    for setting, expected in ((tmp_path / "enabled", 0), (pages.SETTING, 14 << 20)):
-        monkeypatch.setattr(pages, "SETTING", setting)
-        pages.ask_for_large_pages(start, start + len(there))
+    for setting, expected in ((tmp_path / "enabled", 0), (memory_pages.SETTING, 14 << 20)):
+        monkeypatch.setattr(memory_pages, "SETTING", setting)
+        memory_pages.ask_for_large_pages(start, start + len(there))
         assert expected <= asked(start, start + len(there)) <= expected + (2 << 20)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.cluster import nursery
+from aligner.cluster import fork_server
 from aligner.cluster.launch import launch
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ def test_where_no_more_processes_may_be_made_no_rank_stays_and_the_cause_is_told
 
 def test_a_child_whose_end_a_signals_handler_finds_first(monkeypatch):
     process = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(7)"])
-    child, wait = nursery.Child(process.pid), os.waitid
+    child, wait = fork_server.Child(process.pid), os.waitid
 
     def interrupted(*arguments):
         found = wait(*arguments)
@@ -120,7 +120,7 @@ def test_random_numbers_of_ranks_differ(folder, monkeypatch):
 
 def test_one_that_is_kept_serves_several_launches(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    with nursery.kept(("counted",), dict(os.environ), ()):
+    with fork_server.kept(("counted",), dict(os.environ), ()):
         for _ in range(2):
             assert run(folder, "import counted", imports=("json",)) == 0
         assert run(folder, "sys.exit(7 if rank == '1' else 0)") == 7
@@ -183,7 +183,7 @@ def test_ctrl_c_while_it_imports_waits_for_ranks_and_the_second_does_not(folder)
 @pytest.mark.slow
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="with a GPU ranks start each for itself")
 def test_what_stages_import_starts_no_thread_and_no_cuda():
-    code = "from aligner.cluster.nursery import _ready\nfrom aligner.config.resolve import compose\n"
+    code = "from aligner.cluster.fork_server import _ready\nfrom aligner.config.resolve import compose\n"
     code += "from aligner.run.launched import imports\nfrom aligner.config.stages import STAGES\n"
     code += "given = {name: imports(compose([f'stage={name}', 'data.train=x'])) for name in STAGES}\n"
     code += "names = {module for modules in given.values() for module in modules}\n"

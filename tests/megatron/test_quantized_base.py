@@ -11,8 +11,8 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.lora import LoraConfig
 from aligner.errors import LayoutError
 from aligner.families.table import family_table
-from aligner.megatron.held import check_held
 from aligner.megatron.offload import ModelMemory
+from aligner.megatron.quantized_base import check_held
 from aligner.models.adapters import adapter_table, held_sites
 from aligner.ops.kernels.frozen import Frozen, held_bytes
 from aligner.plan.adapters import held_parameters, saved_bytes

@@ -5,15 +5,15 @@ import pytest
 import torch.distributed as dist
 
 from aligner.cluster.seal import Seal
-from aligner.engines import roll
-from aligner.engines.roll import BEAT_S, RollCall
+from aligner.engines import roll_call
+from aligner.engines.roll_call import BEAT_S, RollCall
 from tests.clocks import Clock
 
 
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(roll, "time", made)
+    monkeypatch.setattr(roll_call, "time", made)
     return made
 
 

@@ -5,10 +5,10 @@ from dataclasses import asdict
 
 import pytest
 
-from aligner.config.former import MOVED, REMOVED, RENAMED
 from aligner.config.freeze import freeze, load_frozen
 from aligner.config.identity import changes
 from aligner.config.options import all_keys, from_plain
+from aligner.config.removed_keys import MOVED, REMOVED, RENAMED
 from aligner.config.resolve import compose, compose_over
 from aligner.config.schema import Config
 from aligner.errors import ConfigError, UnknownKeyError

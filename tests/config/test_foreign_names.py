@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from aligner.config.foreign_names import NAMES, known_elsewhere
 from aligner.config.identity import uses
-from aligner.config.names import NAMES, known_elsewhere
 from aligner.config.options import GROUPS, all_keys, key_type, nearest
 from aligner.config.resolve import compose
 from aligner.config.stages import STAGES

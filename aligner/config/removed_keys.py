@@ -12,24 +12,24 @@ from aligner.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Removed:
+class RemovedKey:
     without: Any  # the value that means the same as no key; it is ignored
     reason: str
     instead: str = "Leave the key out."
 
 
 REMOVED = {
-    "engine.spares": Removed(
+    "engine.spares": RemovedKey(
         0,
         "it was removed, as it worked only under `aligner launch`: srun ends a job with the first rank that fails",
         "Leave the key out; a run that lost an engine resumes from its last checkpoint when you start it again.",
     ),
-    "refit.skip_unchanged": Removed(
+    "refit.skip_unchanged": RemovedKey(
         False,
         "it was removed, as finding what changed took 2.4 to 2.9 times as long as sending everything",
         "Leave the key out; engine.tensor_parallel and refit.adapters=factors reduce what is sent.",
     ),
-    "refit.transport": Removed(
+    "refit.transport": RemovedKey(
         "messages",
         "it was removed, as windows of MPI saved at most a tenth of a refit and took host memory for all that is sent",
     ),

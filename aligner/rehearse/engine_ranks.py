@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.errors import AlignerError
-from aligner.rehearse.collectives import Collectives, Speech
+from aligner.rehearse.collectives import Collectives, MessageLog
 
 JOB = "job"  # name of the group of all ranks
 
@@ -34,7 +34,7 @@ def _orders(collectives: Collectives) -> None:
     class Orders(dist.HashStore):
         """The job's store: values of rank 0 are heard, and every awaited rank has come."""
 
-        def __init__(self, speech: Speech):
+        def __init__(self, speech: MessageLog):
             super().__init__()
             self._speech = speech
 

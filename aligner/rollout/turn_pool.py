@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 
-from aligner.engines.native.schedule import PromptPool, Wanted
+from aligner.engines.native.schedule import PromptPool, PromptRequest
 from aligner.ops.packing.turns import Turn
 from aligner.rollout.play import Play, by_prompt
 
@@ -50,7 +50,7 @@ class Turns(PromptPool):
     def _few(self, busy: int, slots: int) -> bool:
         return busy < slots and busy < len(self.waiting)
 
-    def take(self) -> list[Wanted]:
+    def take(self) -> list[PromptRequest]:
         together, self.ready = by_prompt(self.ready), []
         for play in (play for same in together for play in same):
             row = len(self.taken)
@@ -60,7 +60,7 @@ class Turns(PromptPool):
                 self.begun[row] = play.begun
         firsts = [same[0] for same in together]
         seeds = [[self.seed(play) for play in same] for same in together]
-        return [Wanted(p.input_tokens, own, len(p.paused_tokens)) for p, own in zip(firsts, seeds, strict=True)]
+        return [PromptRequest(p.input_tokens, own, len(p.paused_tokens)) for p, own in zip(firsts, seeds, strict=True)]
 
     def finished(self, number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
         play = self.taken[number][0]

@@ -70,7 +70,7 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
 
-class Nursery:
+class ForkServer:
     """A fork server. `imports`: modules. `environ`: their environment. `ignored`: signals that end neither the server,
     nor its children before they listen."""
 
@@ -104,13 +104,13 @@ class Nursery:
         self.process.wait()
 
 
-_kept: list[Nursery] = []
+_kept: list[ForkServer] = []
 
 
 @contextmanager
-def kept(*settings: Any) -> Iterator[Nursery]:
+def kept(*settings: Any) -> Iterator[ForkServer]:
     """Keep one fork server, of these `settings`, for all processes that are started within."""
-    _kept.append(Nursery(*settings))
+    _kept.append(ForkServer(*settings))
     try:
         yield _kept[-1]
     finally:
@@ -118,10 +118,10 @@ def kept(*settings: Any) -> Iterator[Nursery]:
 
 
 @contextmanager
-def lent(*settings: Any) -> Iterator[Nursery]:
+def lent(*settings: Any) -> Iterator[ForkServer]:
     """Yield the fork server that is kept, else one of these `settings`, which ends afterwards."""
-    with nullcontext(_kept[-1]) if _kept else kept(*settings) as nursery:
-        yield nursery
+    with nullcontext(_kept[-1]) if _kept else kept(*settings) as server:
+        yield server
 
 
 def prepare(ignored: Sequence[int]) -> None:
