@@ -1,7 +1,8 @@
 """The tutorials, executed as a reader would execute them.
 
 The ```bash blocks of a page are one script, run with `set -e` in a fresh clone (`clone` below). A ```text block is the
-output of the bash block before it: its lines appear there in this order, and `...` in a line stands for any text.
+output of the bash block before it: its lines appear there in this order. `...` in a line stands for any text, and one
+blank for several.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def missing(expected: list[str], output: str) -> list[str]:
     """Return the expected lines that do not appear in `output` in their order, white space at the ends ignored."""
     lines, absent = iter([line.strip() for line in re.split(r"[\r\n]", output)]), []
     for line in expected:
-        pattern = re.compile(".*".join(re.escape(text) for text in line.split("...")))
+        words = [r"\s+".join(re.escape(word) for word in re.split(r"\s+", text)) for text in line.split("...")]
+        pattern = re.compile(".*".join(words))
         rest = list(lines)
         at = next((i for i, shown in enumerate(rest) if pattern.fullmatch(shown)), None)
         if at is None:
@@ -132,6 +134,7 @@ def test_the_slurm_tutorial_does_what_it_shows(tmp_path):
         lacking(f"no Slurm ({', '.join(lack)}): apt-get install {PACKAGES}")
     root = tmp_path / "cluster"
     environ = {"LOCALSLURM_ROOT": str(root), "LOCALSLURM_PORT": str(free_ports(NODES)), "PATH": path}
+    environ["ALIGNER_PYTHON"] = sys.executable  # of the jobs, whose clone is ROOT
     folder = tmp_path / "clone"
     folder.mkdir()
     try:
