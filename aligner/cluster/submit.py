@@ -169,9 +169,8 @@ def sbatch_command(args: argparse.Namespace, script: Path, logs: Path, runs: int
         raise ConfigError("run.dir", str(logs.parent), "a path without backslashes, which sbatch reads in --output")
     plain = str(logs).replace("%", "%%")
     asked = flag_value(args.sbatch, "job-name", "J") or os.environ.get("SBATCH_JOB_NAME", "")
-    name = (
-        asked.replace("/", "_").replace("%", "%%") if "/" in asked else "%x"
-    )  # a / would name a folder that does not exist
+    # a / would name a folder that does not exist
+    name = asked.replace("/", "_").replace("%", "%%") if "/" in asked else "%x"
     command = ["sbatch", "--parsable", f"--output={plain}/{name}-{'%A_%a' if runs > 1 else '%j'}.log"]
     if args.after:
         command += [f"--dependency=afterok:{':'.join(args.after)}", "--kill-on-invalid-dep=yes"]

@@ -88,10 +88,8 @@ def _watch(team: int, main: int) -> None:
         time.sleep(pause_s)
         start = time.perf_counter()
         before, turns = turns, _turns()
-        slept_s, pause_s = (
-            pause_s,
-            max(LOOK_S, 100 * (time.perf_counter() - start)),
-        )  # a small share of the time, with any number of threads
+        # a small share of the time, with any number of threads
+        slept_s, pause_s = pause_s, max(LOOK_S, 100 * (time.perf_counter() - start))
         ran, waited = ({thread: turns[thread][i] - before.get(thread, (0, 0))[i] for thread in turns} for i in (0, 1))
         wanted = sum(ran.values()) + sum(waited.values())
         left = False  # by the other programs

@@ -104,9 +104,8 @@ class Plan:
     engine: EngineGrid
     local: dict[int, tuple[TensorSpan, ...]]  # rank -> spans that it copies to its own engine
     rounds: tuple[tuple[Message, ...], ...]  # in each a rank sends at most one message and receives at most one
-    owned: dict[
-        int, tuple[TensorSpan, ...]
-    ]  # rank -> spans that it hashes: every element of the model once, over all ranks
+    # rank -> spans that it hashes: every element of the model once, over all ranks
+    owned: dict[int, tuple[TensorSpan, ...]]
 
     def steps(self, rank: int) -> Iterator[tuple[Message | None, Message | None]]:
         """Yield (message to send, message to receive) of every round in which `rank` has one."""

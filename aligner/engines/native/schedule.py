@@ -97,9 +97,8 @@ class GenerationPlan:
     row_tokens: int  # of a prompt and its response at most
     positions: int  # of a slot: the last token is never fed back
     chunk_tokens: int
-    waiting: deque[
-        WaitingPrompt
-    ]  # longest first (less padding, and long rows do not come last); in a window as they came
+    # longest first (less padding, and long rows do not come last); in a window as they came
+    waiting: deque[WaitingPrompt]
     staged: deque[WaitingPrompt]
     prefixes: Prefixes  # in slots of the cache that no row runs in
     pool: PromptPool | None = None

@@ -66,9 +66,8 @@ class Version:
 
     prefix: str
     symbols: tuple[str, ...] = _SYMBOLS
-    arguments: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: _ARGUMENTS
-    )  # symbol -> what it must accept
+    # symbol -> what it must accept
+    arguments: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _ARGUMENTS)
     request_seeds: bool = False  # a sample depends on SamplingParams.seed alone, not on other requests
     min_p: bool = False
     refused: str = ""
