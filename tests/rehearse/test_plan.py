@@ -82,7 +82,7 @@ def test_a_plan_has_the_memory_and_the_messages_of_the_code(tmp_path):
 
 @pytest.mark.slow
 def test_a_plan_counts_shared_prompts_once(tmp_path):
-    configs = {name: compose([*more, "model.num_layers=4"]) for name, more in SHARING.items()}
+    configs = {name: compose([*more, "model.num_layers=2"]) for name, more in SHARING.items()}
     jobs = {name: cases_of(cfg, GPUS, "stages", tmp_path / name) for name, cfg in configs.items()}
     records = iter(run([case for _, cases in jobs.values() for case in cases], "h100", tmp_path))
     for name, (cfg, cases) in jobs.items():
