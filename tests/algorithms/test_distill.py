@@ -210,7 +210,7 @@ def test_its_own_answers_are_told_by_the_teachers_of_their_prompts(
     from aligner.stages import distill
     from aligner.types import TeacherNumbers
 
-    tokenizer, tell, seen = load_tokenizer(str(tiny_data / "tokenizer")), distill.tell, []
+    tokenizer, tell, seen = load_tokenizer(str(tiny_data / "tokenizer")), distill.add_targets, []
 
     def watched(teachers, rows):
         for tokens, number in zip(rows.tokens.tolist(), rows.of(TeacherNumbers).told_by.tolist(), strict=True):
@@ -219,7 +219,7 @@ def test_its_own_answers_are_told_by_the_teachers_of_their_prompts(
             seen.append(letter)
         return tell(teachers, rows)
 
-    monkeypatch.setattr(distill, "tell", watched)
+    monkeypatch.setattr(distill, "add_targets", watched)
     own = [f"algorithm.distill.teachers={{a: {teacher}, b: {tiny_runs['sft']}}}", "algorithm.distill.on_policy=0.5"]
     own += [f"data.train={named / 'ab.jsonl'}", "checkpoint.every=2", "optim.schedule=constant"]
     straight = stages.stage("distill", tiny_data, tmp_path / "straight", *own, "run.steps=4")

@@ -187,7 +187,7 @@ def test_answers_are_read_before_anyone_is_asked(server, tmp_path):
         ({"endpoint": {"base_url": "http://h/v1"}}, r"endpoint.model='': expected the model's name"),
         ({"model": "m", "endpoint": {"base_url": "http://h", "model": "m"}}, "model='m': expected empty"),
         ({"endpoint": {"retries": -1}}, r"endpoint.retries=-1"),
-        ({"question_file": "q.txt"}, "question_file='q.txt': expected empty beside question"),
+        ({"question_file": "q.txt"}, "question_file='q.txt': expected empty with question"),
     ],
 )
 def test_bad_judges(change, message):
