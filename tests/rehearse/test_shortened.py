@@ -7,10 +7,10 @@ from aligner.rehearse import command
 from aligner.rehearse.shortened import kept
 
 SMALL = ["model=tiny", "model.vocab_size=320", "data.max_prompt_tokens=40", "data.max_tokens=100"]
-ROLLOUT = ["batch.prompts=8", "batch.group=8", "batch.minibatch_samples=32", "batch.logprob_tokens=300"]
+ROLLOUT = ["batch.prompts=4", "batch.group=12", "batch.minibatch_samples=24", "batch.logprob_tokens=300"]
 JOBS = {
     "rollouts": ["stage=grpo", "batch.micro_batch_samples=2", "sampling.max_response_tokens=32", *ROLLOUT],
-    "stages": ["stage=sft", "parallel.pipeline=2", "batch.sequences=40", "batch.micro_batch_samples=2"],
+    "stages": ["stage=sft", "parallel.pipeline=2", "batch.sequences=24", "batch.micro_batch_samples=2"],
     "an uneven last one": ["stage=sft", "parallel.tensor=2", "batch.sequences=44", "batch.micro_batch_tokens=250"],
 }
 
