@@ -124,5 +124,5 @@ def test_folders_that_are_none_and_a_port_that_is_taken(folder, capsys):
 
 def test_without_the_server_library_the_extra_is_named(folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="extra `serve`"):
+    with pytest.raises(ConfigError, match=r"the packages starlette and uvicorn \(extra `serve` of aligner\)"):
         command_line._HANDLERS["board"](command_line.parser().parse_args(["board", str(folder)]))
