@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,46 +18,10 @@ SHORT = 3  # lines of a function in which they do no harm
 STORED = {("aligner/rollout", "told")}  # names of fields in files that earlier versions wrote
 
 # what a function's docstring does not begin with: it says first what the function does
-NO_VERBS = {
-    *(
-        "A",
-        "All",
-        "An",
-        "Any",
-        "As",
-        "At",
-        "Both",
-        "By",
-        "Each",
-        "Every",
-        "For",
-        "From",
-        "He",
-        "Her",
-        "His",
-        "How",
-        "If",
-    ),
-    *(
-        "In",
-        "It",
-        "Its",
-        "Of",
-        "On",
-        "One",
-        "She",
-        "Such",
-        "That",
-        "The",
-        "Their",
-        "These",
-        "They",
-        "This",
-        "Those",
-        "To",
-    ),
-    *("What", "When", "Where", "Whether", "Who", "Whose", "Why", "With", "Without"),
-}
+NO_VERB = re.compile(
+    "A|All|An|Any|As|At|Both|By|Each|Every|For|From|He|Her|His|How|If|In|It|Its|Of|On|One|She|Such|That|The|Their|These|"
+    "They|This|Those|To|What|When|Where|Whether|Who|Whose|Why|With|Without"
+)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -86,7 +51,7 @@ def verbless(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, Function) and (text := ast.get_docstring(node)):
             decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-            if not any("property" in name for name in decorators) and text.split()[0].strip("`,:") in NO_VERBS:
+            if not any("property" in name for name in decorators) and NO_VERB.fullmatch(text.split()[0].strip("`,:")):
                 yield node.lineno, text[:60]
 
 
