@@ -110,7 +110,7 @@ class Job:
     start: Start  # rank 0 of a run has a real one
     answers: AnswerLog  # of tools, environments, judges and servers
     seen: StepHashes  # of this step
-    terminal: JobOutput
+    output: JobOutput
     timers: Timers = field(default_factory=Timers)
     built: BuildRecord = field(default_factory=BuildRecord)
 
@@ -128,10 +128,10 @@ class Job:
         return on_demand("environment")(self.cfg, self.tokenizer) if self.cfg.environment.on else None
 
     def say(self, text: object) -> None:
-        self.terminal.say(text)
+        self.output.say(text)
 
     def say_rows(self, report: DataReport) -> None:
-        self.terminal.say_rows(report)
+        self.output.say_rows(report)
 
 
 def start(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> Job:
