@@ -350,13 +350,14 @@ aligner_mpirun() {
     fi
 }
 
-# The rendezvous address of the ranks. The port is below the ephemeral range, and another one for another job or attempt on the host.
+# The rendezvous address of the ranks. The port is below the ephemeral range. The hash of the attempt's folder gives other
+# jobs and attempts on the host other ports.
 aligner_rendezvous() {
     MASTER_ADDR="$1"
     if [[ "$ALIGNER_RENDEZVOUS" == address ]]; then
         MASTER_ADDR="$(scontrol show node -o "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')"
     fi
-    MASTER_PORT=$((20000 + (SLURM_JOB_ID * 7 + ALIGNER_ATTEMPT * 3 + ALIGNER_RESTARTS * 1009) % 10000))
+    MASTER_PORT=$((20000 + $(cksum <<<"$ALIGNER_LOGS" | cut -d ' ' -f 1) % 10000))
     export MASTER_ADDR MASTER_PORT
 }
 

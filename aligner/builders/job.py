@@ -15,7 +15,6 @@ import torch
 
 from aligner.answers import FOLDER, AnswerLog
 from aligner.cluster.env import RankEnv
-from aligner.cluster.seal import job_secret
 from aligner.cluster.signals import StopSignals
 from aligner.cluster.threads import use as use_threads
 from aligner.config.derived import undecided
@@ -143,8 +142,7 @@ def start(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> Job:
         first = env.rank - env.local_rank
         check_node(cfg, range(first, first + env.local_world_size), env.world_size)
     use_threads(cfg.cluster.threads, env.local_world_size)
-    secret = lambda: job_secret(Path(cfg.run.dir))  # noqa: E731
-    device = init_distributed(env, cfg.cluster.backend, _timeout_s(cfg), secret)
+    device = init_distributed(env, cfg.cluster.backend, _timeout_s(cfg), Path(cfg.run.dir))
     try:
         sizes = on_demand("auto")(cfg, env, device) if undecided(cfg) else ""
         job = _joined(cfg, env, device, signals)

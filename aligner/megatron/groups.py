@@ -8,8 +8,9 @@ import gc
 import math
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -72,11 +73,9 @@ class Layout:
         return self.pgs.expt_dp if experts else self.pgs.dp_cp
 
 
-def init_distributed(
-    env: RankEnv, backend: str, timeout_s: float, secret: Callable[[], bytes] | None = None
-) -> torch.device:
-    """Start torch.distributed; a single rank listens nowhere. Several need the job's `secret` (`cluster/seal.py`).
-    Raises PeerError."""
+def init_distributed(env: RankEnv, backend: str, timeout_s: float, folder: Path | None = None) -> torch.device:
+    """Start torch.distributed; a single rank listens nowhere. Several need a `folder` of the job, with its secret
+    (`cluster/seal.py`). Raises PeerError."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as Megatron wants it; it warns of anything else
     on_cpu = cpu.install()
     if backend == "nccl" and on_cpu:
@@ -96,8 +95,8 @@ def init_distributed(
         timeout = _timeout[0] = datetime.timedelta(seconds=timeout_s)
         store: dist.Store = dist.HashStore()
         if env.world_size > 1:
-            assert secret is not None, "ranks that have no secret cannot know each other"
-            store, _session[0] = meet(env, timeout_s, secret())
+            assert folder is not None, "ranks that have no secret cannot know each other"
+            store, _session[0] = meet(env, timeout_s, folder)
         else:
             os.environ.pop(VARIABLE, None)  # the batch script's other stages may have several ranks
         within = dist.PrefixStore("default_pg", store)

@@ -17,13 +17,14 @@ import secrets
 import socket
 from contextlib import suppress
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from aligner.cluster.env import RankEnv
-from aligner.cluster.seal import VARIABLE, Seal
+from aligner.cluster.seal import VARIABLE, Seal, job_secret
 from aligner.errors import PeerError
 
 LOOPBACK = "127.0.0.1"
@@ -31,19 +32,22 @@ NONCE_BYTES = 16
 HELLO, MET, PROOF, WELCOME = (f"aligner/meet/{name}" for name in ("hello", "met", "proof", "welcome"))
 
 
-def meet(env: RankEnv, timeout_s: float, secret: bytes) -> tuple[dist.Store, Seal]:
-    """Return the store of all ranks, and the seal of this start. Raises PeerError if another party does not know
-    `secret`."""
+def meet(env: RankEnv, timeout_s: float, folder: Path) -> tuple[dist.Store, Seal]:
+    """Return the store of all ranks, and the seal of this start. The job's secret is of `folder`. Raises PeerError if
+    another party does not know it."""
+    secret = job_secret(folder)
     timeout = datetime.timedelta(seconds=timeout_s)
     rank, world, address, port = env.rank, env.world_size, env.master_addr, env.master_port
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it
-        store = dist.TCPStore(address, port, world, False, timeout)
+        store: dist.Store = dist.TCPStore(address, port, world, False, timeout)
     else:
         if env.one_host:
             address = LOOPBACK
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         listener = _listen(address, port) if rank == 0 else None
         store = dist.TCPStore(address, port, world, rank == 0, timeout, master_listen_fd=listener)
+    # A rank of another job that has the same port waits there alone until its rank 0, which cannot listen, ends it.
+    store = dist.PrefixStore(str(folder), store)
     seal = shake_hands(store, rank, world, secret, f"{address}:{port}")
     seal_objects(seal)
     return store, seal

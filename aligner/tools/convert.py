@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from aligner.cluster.env import RankEnv
-from aligner.cluster.seal import job_secret
 from aligner.config.freeze import freeze
 from aligner.config.resolve import compose
 from aligner.config.sections.model.config import ModelConfig
@@ -269,7 +268,7 @@ def _verify(folder: Path, listed: dict[str, str], env: RankEnv) -> None:
 
 @contextmanager
 def _joined(env: RankEnv, folder: Path) -> Iterator[None]:
-    init_distributed(env, "auto", TIMEOUT_S, lambda: job_secret(folder))
+    init_distributed(env, "auto", TIMEOUT_S, folder)
     try:
         yield
     finally:

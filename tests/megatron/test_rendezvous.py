@@ -4,7 +4,10 @@ import os
 import pickle
 import secrets
 import socket
+import subprocess
+import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -159,6 +162,45 @@ def test_what_was_said_at_an_earlier_start_does_not_count():
         store.set(key, value)
     with pytest.raises(PeerError, match="the process at MASTER_ADDR=here"):
         shake_hands(store, 1, 2, b"secret", "here")
+
+
+RANK = """
+import sys
+from pathlib import Path
+from aligner.cluster.env import RankEnv
+from aligner.megatron.rendezvous import meet
+rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+store, _ = meet(RankEnv(rank, 0, 2, master_port=port, one_host=True), 600.0, folder)
+store.get("joined") if rank == 0 else store.set("joined", "")  # rank 0 serves the store
+"""
+
+
+@pytest.mark.multirank
+def test_a_rank_of_another_job_at_the_same_port_does_not_disturb(tmp_path):
+    """The first job's rank 0 listens; the second job's rank 1 comes before the first job's, its rank 0 cannot
+    listen, which starts that job again at another port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def start(rank: int, job: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", RANK, str(rank), str(port), str(tmp_path / job)]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    serving = start(0, "first")
+    while serving.poll() is None:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            break
+    stranger, refused = start(1, "second"), start(0, "second")
+    try:
+        assert "EADDRINUSE" in refused.communicate(timeout=300)[1]
+        joining = start(1, "first")
+        for rank in (joining, serving):
+            _, printed = rank.communicate(timeout=300)
+            assert rank.returncode == 0, printed
+    finally:
+        for rank in (stranger, serving):
+            rank.kill()
+            rank.communicate()
 
 
 @on_ranks(3)
