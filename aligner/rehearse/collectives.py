@@ -75,6 +75,23 @@ def _type(argument: Any) -> Any:
     return argument._type() if isinstance(argument, torch.ScriptObject) else None
 
 
+def _refuse(what: str, args: tuple, ranks: int) -> None:
+    """Raise RuntimeError for tensors that NCCL does not take."""
+    ends = [[t for t in tree_leaves(argument) if isinstance(t, Tensor)] for argument in args[:2]]
+    for t in (*ends[0], *ends[1]):
+        if not t.is_contiguous():
+            raise RuntimeError(f"{what} of a tensor of {tuple(t.shape)} with strides {t.stride()}: NCCL wants it whole")
+        if t.dtype != ends[0][0].dtype:
+            raise RuntimeError(f"{what} of {t.dtype} and {ends[0][0].dtype}: NCCL wants one dtype")
+    if what in ("allgather_base", "reduce_scatter_base"):
+        few, many = sorted(t.numel() for t in args[:2])
+        if many != few * ranks:
+            raise RuntimeError(f"{what} of {few} and {many} numbers over {ranks} ranks: NCCL wants {few * ranks}")
+    for t, sizes in zip(args[:2], args[3:5], strict=True) if what == "alltoall_base" else ():
+        if sum(sizes) != len(t) if sizes else len(t) % ranks:
+            raise RuntimeError(f"{what} of {len(t)} rows over {ranks} ranks, with split sizes {list(sizes)}")
+
+
 class Collectives:
     """Replacement of `torch.distributed` on this rank."""
 
@@ -143,6 +160,8 @@ class Collectives:
         size = sum(t.nbytes for t in tensors)
         if len({on_device(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}) > 1:
             raise RuntimeError(f"{what}: some of its tensors are on the CPU and some on cuda")
+        if cuda:
+            _refuse(what, args, group.size())
         kinds = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
         size_text = "" if op in UNEVEN else f"{size} bytes "
         detail = f"{what} {size_text}{kinds} {'cuda' if cuda else 'cpu'}"

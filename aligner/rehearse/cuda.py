@@ -66,16 +66,17 @@ def _calls(device: RehearsedDevice, capability: tuple[int, int], kind: str) -> N
         "is_available": True,
         "is_initialized": False,  # else FakeTensorMode asks the driver
         "device_count": 8,
-        "current_device": 0,
         "is_bf16_supported": True,
         "get_device_capability": capability,
         "get_device_properties": properties,
         "get_device_name": name,
         "graph_pool_handle": (0, 0),
     }
-    answers |= dict.fromkeys(("init", "_lazy_init", "set_device", "empty_cache", "ipc_collect", "set_stream"))
+    answers |= dict.fromkeys(("init", "_lazy_init", "empty_cache", "ipc_collect", "set_stream"))
     for function, value in answers.items():
         setattr(cuda, function, lambda *a, _value=value, **k: _value)
+    cuda.current_device = torch._C._accelerator_getDeviceIndex  # of this thread
+    cuda.set_device = lambda index: torch._C._accelerator_setDeviceIndex(torch.device(index).index)
     cuda.synchronize = lambda *a: device.wait("torch.cuda.synchronize")
     cuda.mem_get_info = lambda *a: (memory - device.now, memory)
     cuda.memory_allocated = cuda.memory_reserved = lambda *a: device.now
@@ -194,7 +195,7 @@ def _from_data(device: RehearsedDevice, original: Any) -> Any:
         with torch.inference_mode(False):
             made = original(read(data) if isinstance(data, list | tuple) else data, dtype=dtype, **k)
         if device is not None:
-            made = made.to("cuda" if isinstance(device, int) else device)
+            made = made.to(device)
         return made.requires_grad_(requires_grad)
 
     return tensor

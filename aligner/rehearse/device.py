@@ -165,6 +165,12 @@ class RehearsedDevice(TorchDispatchMode):
         cuda = any(on_device(t) for t in tensors)
         device = kwargs.get("device")
         target = torch.device(device).type if device is not None else ""
+        if target == "cuda":
+            index = torch.device(device).index
+            index = torch.cuda.current_device() if index is None else index
+            if index != CUDA.index:
+                raise RuntimeError(f"a tensor on cuda:{index}, but this rank's device is {CUDA}")
+            kwargs = kwargs | {"device": CUDA}
         if torch.is_inference_mode_enabled() and kernels.is_composite(func):
             with _Decomposed(self):
                 decomposed = func.decompose(*args, **kwargs)
@@ -184,6 +190,8 @@ class RehearsedDevice(TorchDispatchMode):
             self._note_upload(args[op == "copy_"])
         if op in ("index", "index_put", "index_put_", "_index_put_impl_") and cuda and not on_device(args[0]):
             raise RuntimeError("a tensor on the CPU is indexed by one on cuda")
+        if cuda:
+            kernels.refuse_mixed(func, tensors)
         out = self._of_values(op, func, args, kwargs) if cuda else NotImplemented
         if out is NotImplemented:
             alone = not device and all(on_device(t) for t in tensors) and kernels.plain(func)

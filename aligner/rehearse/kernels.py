@@ -17,7 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
-CUDA = torch.device("cuda", 0)
+LOCAL_RANK = 3  # not 0, the device of whoever names none
+CUDA = torch.device("cuda", LOCAL_RANK)
+# operations whose floating tensors CUDA wants in one dtype, where kernels without storage do not look
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "_grouped_mm", "convolution", "_varlen_attn"}
+ALIKE = {
+    *PRODUCTS,
+    *(f"_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")),
+    *("index_put", "index_put_", "_index_put_impl_", "index_add", "index_add_", "index_copy", "index_copy_"),
+}
 # FakeTensorMode has rules of its own for these, for shapes that are not known and for devices that differ
 PLAIN = {aten.view.default, aten._unsafe_view.default, aten.select.int, aten.slice.Tensor, aten.copy_.default}
 _kept: list[torch.library.Library] = []  # their kernels go with them
@@ -53,6 +61,18 @@ def plain(func: Any) -> bool:
 def is_composite(func: Any) -> bool:
     """Return whether CUDA runs an operation as several others."""
     return func.namespace == "aten" and not has_kernel(func.name(), "CUDA") and func._can_decompose()
+
+
+def refuse_mixed(func: Any, tensors: list[Tensor]) -> None:
+    """Raise RuntimeError for dtypes that CUDA's kernel does not take together, or not at all."""
+    name = func._overloadpacket.__name__
+    if name not in ALIKE:
+        return
+    dtypes = {t.dtype for t in tensors if t.is_floating_point()}
+    if len(dtypes) > 1 and "dtype" not in func._overloadname:  # whose result may have another
+        raise RuntimeError(f"{name} of {' and '.join(sorted(map(str, dtypes)))}: CUDA wants one dtype")
+    if not dtypes and name in PRODUCTS:
+        raise RuntimeError(f"{name} of {tensors[0].dtype}: CUDA has no kernel for it")
 
 
 def run(mode: FakeTensorMode, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -24,7 +24,7 @@ from aligner.rehearse.device import RehearsedDevice, on_device
 from aligner.rehearse.record import BETWEEN
 from aligner.types import Sample, Stop
 
-DECODED = 5  # steps of the engine after which rows are reported as ended: every further one repeats the last
+DECODED = 5  # steps of the engine after which all rows have ended: every further one repeats the last
 
 
 def reward(samples: Sequence[Sample]) -> list[float]:
@@ -106,9 +106,15 @@ def _engine(device: RehearsedDevice) -> None:
         return moves
 
     def ended(flags: Tensor, inside: dict[str, Any]) -> Tensor:
+        """End the first row two steps before the others, so that the last one moves. With the second end the last
+        quarter of the rows, so that others get their slots."""
         batch = inside["self"]
         batch.rehearsed = getattr(batch, "rehearsed", 0) + 1
-        return torch.full(tuple(flags.shape), batch.rehearsed % DECODED == 0)
+        step, rows = batch.rehearsed % DECODED, len(flags)
+        ends = torch.full((rows,), step == 0)
+        ends[:1] |= step >= DECODED - 2
+        ends[3 * rows // 4 :] |= step == DECODED - 1
+        return ends
 
     def own(source: Tensor, inside: dict[str, Any]) -> Tensor:
         return torch.tensor(inside["values"])

@@ -30,6 +30,7 @@ from aligner.plan.devices import find_device
 from aligner.rehearse import cuda, engine_ranks, program, shortened
 from aligner.rehearse.collectives import SPOKEN, Collectives, MessageLog, UnheardError, join
 from aligner.rehearse.device import RehearsedDevice
+from aligner.rehearse.kernels import LOCAL_RANK
 from aligner.rehearse.record import RehearsalRecord
 from aligner.run.chain import code
 
@@ -114,7 +115,7 @@ def rehearse(case: dict[str, Any], device: RehearsedDevice, collectives: Collect
         cfg.run.dir = str(out.with_suffix(".run"))
         Path(cfg.run.dir).mkdir()
         with device:
-            code = run_stage(cfg, RankEnv(case["rank"], 0, case["gpus"], 1))
+            code = run_stage(cfg, RankEnv(case["rank"], LOCAL_RANK, case["gpus"], 1))
         record.whole = code == 0  # else a rank that failed has dismissed it
     except UnheardError:  # if the other rank has ended, this is a mismatch
         traceback.print_exc()

@@ -56,6 +56,87 @@ def per_token():
     in_loss(one_by_one)
 
 
+def mixed_product():
+    in_loss(lambda logprobs, batch: logprobs.bfloat16() @ torch.ones(logprobs.shape[1], 1, device=logprobs.device))
+
+
+def mixed_attention():
+    """Values in float32 beside queries and keys in bfloat16."""
+    from torch.nn import functional
+
+    attend = functional.scaled_dot_product_attention
+
+    def planted(query, key, value, *arguments, **options):
+        return attend(query, key, value.float(), *arguments, **options)
+
+    functional.scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention = planted
+
+
+def before_a_step(change):
+    """`change(tensor, group)` before each optimizer step, of two data-parallel ranks."""
+    from aligner.megatron.train import ShardedModel
+
+    step = ShardedModel.step
+
+    def planted(self, *arguments):
+        change(torch.zeros(4, 6, device=self.device), self.layout.pgs.dp)
+        return step(self, *arguments)
+
+    ShardedModel.step = planted
+
+
+def strided():
+    before_a_step(lambda x, group: dist.all_reduce(x.t(), group=group))
+
+
+def mixed_gather():
+    before_a_step(lambda x, group: dist.all_gather_into_tensor(x.new_empty(8, 6), x.bfloat16(), group=group))
+
+
+def split_sizes():
+    before_a_step(lambda x, group: dist.all_to_all_single(x, x.clone(), [3, 1], [2, 1], group=group))
+
+
+def collectives():
+    """The honest ones."""
+    before_a_step(lambda x, group: dist.all_reduce(x.t().contiguous(), group=group))
+    before_a_step(lambda x, group: dist.all_gather_into_tensor(x.new_empty(8, 6), x, group=group))
+    before_a_step(lambda x, group: dist.all_to_all_single(x, x.clone(), [3, 1], [1, 3], group=group))
+
+
+def first_device():
+    in_loss(lambda logprobs, batch: logprobs * torch.ones(logprobs.shape, device="cuda:0"))
+
+
+def own_device():
+    in_loss(lambda logprobs, batch: logprobs * torch.ones(logprobs.shape, device="cuda").cuda())
+
+
+def moves_on_cpu():
+    """Slots to move are on the CPU."""
+    from aligner.engines.native.cache import SlotCache
+
+    move = SlotCache.move
+
+    def planted(self, source, target, length):
+        return move(self, source.cpu(), target.cpu() + torch.zeros(1, dtype=torch.int64, device=target.device), length)
+
+    SlotCache.move = planted
+
+
+def no_refill():
+    """Rows that join others are on the CPU."""
+    from aligner.engines.native.engine import NativeEngine
+
+    admit = NativeEngine._admit
+
+    def planted(self, plan, batch):
+        joins = batch.active > 0
+        return [logits.cpu() if joins else logits for logits in admit(self, plan, batch)]
+
+    NativeEngine._admit = planted
+
+
 def skipped():
     """A sum over the pipeline that its last stage leaves out."""
     from aligner.megatron.train import ShardedModel
@@ -122,6 +203,7 @@ def refused():
 
 
 refused_beside = refused
+nothing_beside = nothing
 
 
 def rehearse(case, device, collectives):

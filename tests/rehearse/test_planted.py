@@ -14,8 +14,12 @@ SMALL = [
 PIPELINE = ["stage=sft", "parallel.pipeline=2", *SMALL]
 APART = ["stage=grpo", "model.num_layers=1", "engine.ranks=2", *SMALL]
 BESIDE = ["stage=grpo", *SMALL]
+SLOTS = [*BESIDE, "batch.prompts=16", "engine.max_batch=4"]
 PLANTS = {
     **dict.fromkeys(("cpu_tensor", "item", "wrong_shape", "float64", "per_token", "skipped"), PIPELINE),
+    **dict.fromkeys(("mixed_product", "mixed_attention", "first_device", "own_device"), PIPELINE),
+    **dict.fromkeys(("strided", "mixed_gather", "split_sizes", "collectives"), PIPELINE),
+    **dict.fromkeys(("moves_on_cpu", "no_refill", "nothing_beside"), SLOTS),
     **dict.fromkeys(("skipped_send", "cpu_engine", "refused"), APART),
     **dict.fromkeys(("grows", "refused_beside"), BESIDE),
     "nothing": PIPELINE,
@@ -46,8 +50,12 @@ def places(found, kind, phase="update"):
     return {entry[-2] for entries in lists for entry in entries}
 
 
-def test_without_a_plant_nothing_is_found(found):
-    assert found["nothing"].faults == []
+@pytest.mark.parametrize("plant", ["nothing", "nothing_beside", "collectives", "own_device"])
+def test_honest_programs_have_no_fault(found, plant):
+    assert found[plant].faults == []
+
+
+def test_without_a_plant_nothing_is_listed(found):
     assert places(found["nothing"], "float64") == set() and not found["nothing"].one_by_one
 
 
@@ -59,6 +67,24 @@ def test_a_tensor_on_the_cpu(found):
 def test_a_wrong_shape_on_the_last_stage(found):
     (fault,) = found["wrong_shape"].faults
     assert "rank 2, phase update, aligner/roles/" in fault and "799" in fault
+
+
+@pytest.mark.parametrize(
+    ("plant", "phase", "line", "text"),
+    [
+        ("mixed_product", "update", "aligner/roles/", "mm of torch.bfloat16 and torch.float32"),
+        ("mixed_attention", "update", "aligner/ops/", "attention of torch.bfloat16 and torch.float32"),
+        ("strided", "update", "aligner/roles/", "allreduce of a tensor of (6, 4) with strides (1, 6)"),
+        ("mixed_gather", "update", "aligner/roles/", "allgather_base of torch.bfloat16 and torch.float32"),
+        ("split_sizes", "update", "aligner/roles/", "alltoall_base of 4 rows over 2 ranks, with split sizes [2, 1]"),
+        ("first_device", "update", "aligner/roles/", "a tensor on cuda:0, but this rank's device is cuda:3"),
+        ("moves_on_cpu", "generate", "aligner/engines/native/", "cpu"),
+        ("no_refill", "generate", "aligner/engines/native/", "cpu"),
+    ],
+)
+def test_what_only_a_device_would_refuse(found, plant, phase, line, text):
+    fault = found[plant].faults[0]
+    assert f"phase {phase}, {line}" in fault and text in fault
 
 
 def test_a_number_that_is_read_in_a_step(found):
