@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from aligner import loading
 from aligner.errors import NO_RESTART, AlignerError, ConfigError
 from aligner.loading import for_good
+from aligner.pipe import quiet_pipe
 from aligner.version import VERSION
 
 if TYPE_CHECKING:
@@ -319,13 +320,22 @@ def _submit(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from aligner.plan import command
 
-    return command.main(args, _config(args))
+    return command.main(args, _with_vocabulary(_config(args)))
 
 
 def _rehearse(args: argparse.Namespace) -> int:
     from aligner.rehearse import command
 
-    return command.main(args, _config(args))
+    return command.main(args, _with_vocabulary(_config(args)))
+
+
+def _with_vocabulary(cfg: Config) -> Config:
+    """Return the config with the size of its tokenizer, where only the tokenizer knows it."""
+    if cfg.model.init != "random" or cfg.model.vocab_size or not cfg.model.tokenizer:
+        return cfg
+    from aligner.roles.shape_check import with_vocabulary
+
+    return with_vocabulary(cfg)
 
 
 def _multirun(args: argparse.Namespace) -> int:
@@ -482,7 +492,8 @@ def entry() -> None:
     """Run the `aligner` command. Like `python -m aligner` it finds modules in the current folder."""
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
-    code = main()
+    with quiet_pipe():
+        code = main()
     if code == INTERRUPTED:  # as a shell expects: otherwise its loops continue after Ctrl-C
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)

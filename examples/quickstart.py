@@ -25,6 +25,7 @@ from aligner.config.freeze import freeze_start
 from aligner.config.resolve import compose, quoted
 from aligner.config.schema import Config
 from aligner.errors import AlignerError, ConfigError
+from aligner.pipe import quiet_pipe
 from aligner.run.launched import imports, launch_run
 from aligner.run.marker_files import STOPPED
 from aligner.run.memory import peak_rss_bytes
@@ -257,4 +258,5 @@ def show(summary: dict[str, Any], total_s: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with quiet_pipe():
+        sys.exit(main())

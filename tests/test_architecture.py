@@ -28,6 +28,7 @@ LEVELS = [
         "user_code",
         "answers",
         "awaited",
+        "pipe",
         "processes",
         "version",
     },

@@ -13,6 +13,7 @@ from aligner.__main__ import COMMANDS, main
 from aligner.config.freeze import accept, freeze, load_frozen
 from aligner.config.resolve import compose
 from aligner.errors import AlignerError, CheckpointError
+from aligner.pipe import CLOSED
 
 ROOT = Path(__file__).parents[1]
 LAUNCHER_VARIABLES = (
@@ -67,6 +68,27 @@ def test_help_comes_at_once(arguments):
     roots = {name.partition(".")[0] for name in imported}
     assert "argparse" in roots and not roots & {"hydra", "omegaconf", "torch", "numpy", "yaml", "rich"}
     assert len([name for name in imported if name.startswith("aligner.")]) < 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),  # argparse's own
+        (["keys"], CLOSED),
+        (["doctor", "stage=grpo"], 1),  # rich's own
+        (["run", "--cfg", "stage=grpo"], CLOSED),
+        (["run", "data.train=train.jsonl"], CLOSED),
+        (["submit", "data.train=train.jsonl", "--ranks-per-node", "1", "--dry-run"], CLOSED),
+    ],
+)
+def test_a_command_whose_reader_has_gone_ends_quietly(arguments, code):
+    """As `aligner keys | head` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "aligner", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.stderr, done.returncode) == ("", code)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +310,15 @@ def test_launch_tells_which_rank_failed(program, capfd):
     assert main(["launch", "data.train=train.jsonl", "run.dir=out", "seed=1", "--ranks", "2"]) == 1
     err = capfd.readouterr().err
     assert "rank 1 of 2 failed first (exit code 1)" in err and "| error (rank 1): seed one" in err
+
+
+def test_a_launch_whose_reader_has_gone_ends_quietly(program):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "aligner", "launch", "--ranks", "2", "data.train=train.jsonl", "run.dir=out"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == CLOSED and done.stderr.startswith("2 ranks;") and done.stderr.count("\n") == 1
 
 
 def test_launch_refuses_before_it_starts_ranks(program, capfd):

@@ -44,5 +44,5 @@ def make_steps(job: Job, path: str, key: str, data: DataConfig) -> StepsDataset:
 def _reported[D: PairDataset | UnpairedDataset | PreferenceDataset | ScoredDataset | StepsDataset](
     job: Job, dataset: D
 ) -> D:
-    job.say_rows(dataset.report)
+    job.output.say_rows(dataset.report)
     return dataset

@@ -62,7 +62,7 @@ def make_answers(
 ) -> SftDataset | TextDataset:
     """Read the answers that stage sft learns."""
     dataset = sft_dataset(rows_of(job, path, key), job.tokenizer, data, key, told_by)
-    job.say_rows(dataset.report)
+    job.output.say_rows(dataset.report)
     return dataset
 
 
@@ -70,7 +70,7 @@ def make_prompts(job: Job, path: str, key: str, data: DataConfig, told_by: ToldB
     tooling = job.tooling
     rows = prompt_rows(rows_of(job, path, key), data, told_by, tooling.schemas if tooling else None)
     dataset = PromptDataset(rows, job.tokenizer, data, key)
-    job.say_rows(dataset.report)
+    job.output.say_rows(dataset.report)
     return dataset
 
 

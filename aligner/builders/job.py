@@ -79,19 +79,20 @@ class JobOutput:
 
     def __init__(self, rank: int, tokenizer: Any, template_arguments: Mapping[str, Any]):
         self.rank, self.tokenizer, self.template_arguments = rank, tokenizer, template_arguments
-        self._described = False  # whether the chat template has been described
+        self._reported: set[str] = set()
 
     def say(self, text: object) -> None:
         if self.rank == 0:
             print(text, flush=True)
 
     def say_rows(self, report: DataReport) -> None:
-        """Print the report of a data set's rows. Before the first with conversations, describe the chat template."""
-        if report.conversations and not self._described:
-            self._described = True
-            for line in describe(self.tokenizer, self.template_arguments):
+        """Print the report of a data set's rows, and before the first with conversations a description of the chat
+        template. A line is printed once, also of a file that is read for two purposes."""
+        about = describe(self.tokenizer, self.template_arguments) if report.conversations else ()
+        for line in map(str, (*about, report)):
+            if line not in self._reported:
+                self._reported.add(line)
                 self.say(line)
-        self.say(report)
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,6 @@ class Job:
 
     def say(self, text: object) -> None:
         self.output.say(text)
-
-    def say_rows(self, report: DataReport) -> None:
-        self.output.say_rows(report)
 
 
 def start(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> Job:

@@ -27,7 +27,7 @@ def make_samples(job: Job, reward_model: RewardModel | None) -> tuple[Samples, S
     policy, rewards = make_sampler(job), make_rewards(job, reward_model)
     rows = prompt_rows(rows_of(job, cfg.data.train, "data.train"), cfg.data)
     prompts = PromptDataset(rows, job.tokenizer, cfg.data)
-    job.say_rows(prompts.report)
+    job.output.say_rows(prompts.report)
     check_rows(rewards, prompts, len(prompts), job.say)
     rewards.probe([prompts[0], prompts[len(prompts) - 1]])
     if cfg.stage.sample.pairs == "answers":

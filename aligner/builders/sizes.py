@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -41,8 +42,9 @@ def decide(cfg: Config, env: RankEnv, device: torch.device) -> str:
         return settled
 
     settled = by_rank_0(chosen)
+    line = _line(cfg, settled)
     cfg.batch, cfg.engine = settled.batch, settled.engine
-    return _line(settled)
+    return line
 
 
 def memory_bytes(device: torch.device, local_ranks: int) -> int:
@@ -81,6 +83,7 @@ def _keep(sizes: Config) -> None:
         freeze(record, folder, name)
 
 
-def _line(cfg: Config) -> str:
-    values = [f"{key}={getattr(getattr(cfg, key.partition('.')[0]), key.partition('.')[2])}" for key in KEYS]
-    return f"sizes: {' '.join(text for text in values if not text.endswith(('=auto', '=0')))}"
+def _line(before: Config, settled: Config) -> str:
+    """Describe the values that were `auto`."""
+    values = {key: attrgetter(key)(settled) for key in KEYS if attrgetter(key)(settled) != attrgetter(key)(before)}
+    return f"sizes for auto: {' '.join(f'{key}={value}' for key, value in values.items() if value)}"

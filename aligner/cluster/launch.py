@@ -20,6 +20,7 @@ from aligner.cluster.mpi import free_port
 from aligner.cluster.signals import AGAIN, CHOICES, catchable
 from aligner.cluster.triage import consequence
 from aligner.errors import ConfigError
+from aligner.pipe import CLOSED, output_closed
 
 POLL_S = 0.05
 SETTLE_S = 0.5  # after the first failure, for the other ranks to write down theirs
@@ -88,6 +89,8 @@ def launch(
     if first is None:
         return 0
     code = _exit_code(first)
+    if code == CLOSED and output_closed():
+        return code
     if code - 128 in received:
         print(f"stopped by {signal.Signals(code - 128).name}", file=sys.stderr)
     else:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.cluster import failure
+from aligner.pipe import quiet_pipe
 
 NO_CAUSE = 3  # exit code: nothing but consequences, or nothing at all
 TAIL_LINES = 40
@@ -191,4 +192,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with quiet_pipe():
+        sys.exit(main(sys.argv[1:]))

@@ -11,9 +11,12 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from aligner.cluster import triage
 from aligner.errors import AlignerError
 from aligner.foreign import parse_json, read_record, record
+from aligner.pipe import quiet_pipe
 
+FAILURES = ("failed", "refused")  # outcomes in attempts.tsv
 COLUMNS = ("run", "state", "step", "s/step", "attempts", "goodput", "rank-hours", "left")
 
 
@@ -86,20 +89,25 @@ def status(run: Path, jobs: dict[str, str], now_s: float) -> Status:
 
 
 def state_of(run: Path, jobs: dict[str, str]) -> str:
-    job = last_job(run)
-    state = jobs.get(job or "", "")
+    """Return the job's state in the queue, or how the run ended. `failed`: by an error of a rank or of the batch
+    script. `ended`: the job is over and nobody recorded why (a cancelled job, a node that is gone)."""
+    job, outcome = last_job(run)
+    state = jobs.get(job, "")
     if (run / "DONE").exists() and state != "RUNNING":
         return "DONE"
-    return state or ("stopped" if (run / "STOPPED").exists() else "ended" if job else "not started")
+    if state or outcome in FAILURES or triage.refused(run):
+        return state or "failed"
+    return "stopped" if (run / "STOPPED").exists() else "ended" if job else "not started"
 
 
 def allocated_s(tries: list[Attempt], now_s: float) -> float:
     return sum((a.end_s or now_s) - a.start_s for a in tries)
 
 
-def last_job(run: Path) -> str | None:
+def last_job(run: Path) -> tuple[str, str]:
+    """Return the number of the newest attempt's job, and the outcome of the attempt if it has one."""
     rows = recorded(run)
-    return rows[-1][1] if rows else None
+    return (rows[-1][1], rows[-1][5]) if rows else ("", "")
 
 
 def step_times(run: Path) -> dict[int, float]:
@@ -197,4 +205,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with quiet_pipe(), contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

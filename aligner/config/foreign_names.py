@@ -172,7 +172,7 @@ _BY_STAGE: list[tuple[Mapping[str, str], str]] = [
     (_SIZE, "batch.sequences"),
     (_TEMPERATURE, "temperature"),
     (_WHOLE, "max_length max_seq_length max_seq_len max_len cutoff_len max_total_sequence_length max_tokens"),
-    (_PROMPT, "max_prompt_tokens max_prompt_length max_input_seq_length prompt_max_len"),
+    (_PROMPT, "data.max_tokens max_prompt_tokens max_prompt_length max_input_seq_length prompt_max_len"),
     (_BETA, "beta reference_policy_kl_penalty"),
     (_LOSS, "loss_type loss_fn"),
     (_REFERENCE, "ref_model"),

@@ -30,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from aligner.config.checks import all_finite
+from aligner.config.foreign_names import known_elsewhere
 from aligner.config.identity import uses
 from aligner.config.options import GROUPS, REUSED, all_keys, in_free_dict, key_type, nearest, rekeyed, type_name
 from aligner.config.removed_keys import REMOVED, RENAMED, copied, passed_over
@@ -128,10 +129,14 @@ def _stage_known(stage: Callable[[], str]) -> Iterator[None]:
 
 
 def _nearest(key: str, stage: str) -> str | None:
-    """Return a key with the same last part that the stage reads, if there is one."""
+    """Return the nearest key, or if the stage does not read it, what it reads instead: the key of the same meaning, or
+    one with the same last part."""
     anywhere = nearest(key, stage=stage)
     if not stage or anywhere is None or anywhere in GROUPS or uses(stage, anywhere):
         return anywhere
+    instead = known_elsewhere(anywhere, stage)
+    if instead and uses(stage, instead.partition("=")[0]):
+        return instead
     here = nearest(key, stage=stage, reads=lambda name: uses(stage, name))
     return here if here and here.rpartition(".")[2] == key.rpartition(".")[2] else anywhere
 

@@ -1,7 +1,7 @@
 """The layout of each Hugging Face tensor in the trainer's shards, and its split over an engine's tensor ranks.
 
-It follows the rows of the family table (`families.py`). Unlike `to_hf`, which needs whole canonical tensors, it returns
-slices of Hugging Face tensors as views into a shard, which can be copied without a gather.
+It follows the rows of `families/table.py`. Unlike `to_hf`, which needs whole canonical tensors, it returns slices of
+Hugging Face tensors as views into a shard, which can be copied without a gather.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The slices of Hugging Face tensors that form a shard of a canonical tensor. A rank reads only those bytes.
 
-Driven by the rows of `families.py`: no family is named here.
+Driven by the rows of `families/table.py`: no family is named here.
 """
 
 from __future__ import annotations

@@ -290,6 +290,7 @@ def _rows(
     stage, b = STAGES[cfg.stage.name], cfg.batch
     longest, limit = cfg.data.max_prompt_tokens, response_limit(cfg)
     if not stage.rollouts:
+        longest = max(1, min(longest, cfg.data.max_tokens - 1))
         limit = max(1, cfg.data.max_tokens - longest)
     if lengths:
         response_tokens = sum(length * count for length, count in lengths) / sum(count for _, count in lengths)
@@ -418,7 +419,7 @@ def known_shape(cfg: Config, reader: str) -> ModelConfig:
         raise ConfigError(
             "model.init", init, f"a folder on this machine, from whose config.json {reader} reads sizes", hint
         )
-    expected = f"the size of the vocabulary, which {reader} cannot take from a tokenizer"
+    expected = f"the size of the vocabulary, or model.tokenizer=FOLDER on this machine, whose size {reader} reads"
     raise ConfigError("model.vocab_size", 0, expected, "Or choose a model: model=llama3_8b.")
 
 

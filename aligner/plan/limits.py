@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
+from aligner.config.identity import uses
 from aligner.plan.job import PlanJob
 from aligner.plan.memory import plan_memory
 from aligner.plan.sizing import TOKENS, largest_cache, whole_cache
@@ -15,17 +16,17 @@ from aligner.plan.times import Machine, PhaseTime, generate_phase, update_phase
 WORTH = 0.95  # of a phase's seconds: a change that saves less is not reported
 GRADUAL = 2  # micro-batches and rows are tried so many times as large, or as small
 
-# where most of a phase's time goes -> the keys that change it
+# where most of a phase's time goes -> the keys that change it; `step`: the key of an optimizer step's samples
 PARTS = {
     "bubble": "parallel.pipeline",
     "tp communication": "parallel.tensor",
     "cp communication": "parallel.context",
     "ep communication": "parallel.expert",
     "pp communication": "parallel.pipeline",
-    "dp communication": "batch.minibatch_samples (more samples in an optimizer step)",
-    "edp communication": "batch.minibatch_samples (more samples in an optimizer step)",
+    "dp communication": "{step} (more samples in an optimizer step)",
+    "edp communication": "{step} (more samples in an optimizer step)",
     "engines communication": "engine.tensor_parallel",
-    "optimizer": "optim.distributed, batch.minibatch_samples",
+    "optimizer": "optim.distributed, {step}",
     "products": "operations (more GPUs, or a smaller model)",
     "prefill": "operations (more GPUs, or a smaller model)",
     "decode": "memory bandwidth (more GPUs, engine.tensor_parallel)",
@@ -34,6 +35,7 @@ PARTS = {
 CACHE = (
     "the memory that is left to engine.kv_cache_bytes (memory.offload=[gradients,optimizer], engine.tensor_parallel)"
 )
+STEP = ("batch.minibatch_samples", "batch.prompts", "batch.sequences")  # the first that the stage reads
 Change = tuple[str, int, PlanJob]  # key, its value, the job with it
 
 
@@ -71,9 +73,9 @@ def _largest(job: PlanJob, name: str, phase: PhaseTime) -> str:
     if name == "generate" and job.slots()[0] < min(job.engine.max_batch, ceil(job.rows.count / job.replicas)):
         return CACHE
     largest = max(phase.parts, key=phase.parts.__getitem__).removeprefix("judges' ")
-    return (
-        "engine.tensor_parallel" if name == "generate" and "communication" in largest else PARTS.get(largest, largest)
-    )
+    if name == "generate" and "communication" in largest:
+        return "engine.tensor_parallel"
+    return PARTS.get(largest, largest).format(step=next(key for key in STEP if uses(job.stage, key)))
 
 
 def _generating(job: PlanJob, machine: Machine) -> Iterator[Change]:

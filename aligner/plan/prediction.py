@@ -137,9 +137,9 @@ class Prediction:
     def text(self) -> str:
         job, rows, memory = self.job, self.job.rows, self.memory
         names = ", ".join(
-            f"{model.name} {parameters(model.shape, model.head, model.outputs) / 1e9:.3g}B" for model in job.models
+            f"{model.name} {_short(parameters(model.shape, model.head, model.outputs))}" for model in job.models
         )
-        count, tokens = job.micro_batches()
+        (count, tokens), steps = job.micro_batches(), job.minibatches * job.epochs
         nodes = nodes_told(job.grid.gpus, self.ranks, job.gpus_per_node)
         apart = f", {self.ranks} that only generate{nodes and f' ({nodes})'}" if self.ranks else ""
         at_once = " (the refit, and the longer of generate and the rest)" if self.lag else ""
@@ -148,7 +148,8 @@ class Prediction:
             f"{job.stage} on {job.gpus} x {self.device.name}, {layout}: {names}",
             f"{rows.count} rows a step, prompts {rows.prompt_mean:g} + responses {rows.response_mean:g} tokens on "
             f"average (at most {rows.prompt_longest} + {rows.response_longest})",
-            f"{job.minibatches * job.epochs} optimizer steps of {count} micro-batches, {tokens:.0f} tokens each"
+            f"{steps} optimizer step{'s' * (steps > 1)} of {count} micro-batch{'es' * (count > 1)}, "
+            f"{tokens:.0f} tokens each"
             if any(model.trained for model in job.models)
             else "no optimizer steps",
             "",
@@ -226,6 +227,10 @@ def predict(job: PlanJob, device: Device, assumed: Assumptions = Assumptions()) 
     pretrain = pretrain_phase(job, machine) if job.pretrain_steps else PhaseTime()
     times = plan_times(job, device, assumed)
     return Prediction(job, device, plan_memory(job, device, assumed), times, pretrain.seconds, machine)
+
+
+def _short(count: int) -> str:
+    return f"{count / 1e9:.3g}B" if count >= 1e8 else f"{count / 1e6:.3g}M"
 
 
 def check(cfg: Config, gpus: int, gpus_per_node: int, kinds: dict[str, str]) -> None:

@@ -147,7 +147,7 @@ def _sample_row(rollout: RolloutBatch, scores: Scores, i: int) -> SampleRow:
         sample.prompt.text,
         sample.response,
         float(rollout.rewards[i]),
-        float(rollout.advantages[i, int(rollout.lengths[i]) - 1]) if rollout.advantages is not None else 0.0,
+        float(rollout.advantages[i, int(rollout.lengths[i]) - 1]) if rollout.advantages is not None else None,
         sample.finished,
         {name: values[i] for name, values in scores.components.items()},
         {name: value for name, value in sample.prompt.fields.items() if name not in ("messages", "tools")},

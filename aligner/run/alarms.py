@@ -25,8 +25,8 @@ TEXTS = {
     " The task is too hard or too easy, or the reward function does not distinguish answers",
     "no_eos": "no response ends in EOS: all are cut by {cuts}. The limit is too low, or"
     " the model never learned to stop (chat template, stop tokens)",
-    "length": "response/tokens_mean={value:.4g} is at the limit {limit}: raise the limit,"
-    " or set algorithm.overlong.penalty",
+    "length": "responses are about as long as they may be: response/tokens_mean={value:.4g}, {limit}. Most are cut off"
+    " before their end. Raise the limit if the task needs longer ones, else set algorithm.overlong.penalty",
     "equal": "preference/equal_answers={value:.3g}: most pairs have two equal answers, which have no gradient. Look at"
     " how the pairs were made, and at data.max_tokens with data.overlong=truncate",
     "one_label": "kto/desirable={value:.3g}: all answers of several minibatches in a row have one label. Set"

@@ -221,7 +221,7 @@ class Run:
         if self.config.samples_every and (step == 1 or step % self.config.samples_every == 0) and samples:
             append_jsonl(self.dir / SAMPLES, [{"step": step, **row.record()} for row in samples])
             if self.logging.progress:
-                print_samples(step, samples, self.logging.samples_shown)
+                print_samples(f"samples of step {step}", samples, self.logging.samples_shown)
 
     def _evaluate_if_due(self) -> ScalarMetrics:
         """Evaluate after `run.eval_every` steps, unless this step was resumed from a checkpoint that was saved after

@@ -24,7 +24,7 @@ class SampleRow:
     prompt: str
     response: str
     reward: float
-    advantage: float
+    advantage: float | None  # None where no update follows
     finished: bool  # ended by a stop token, not by the limit
     scores: Mapping[str, float | None] = field(default_factory=dict)  # of each reward function, unweighted
     columns: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns, such as the reference answer
@@ -43,6 +43,13 @@ class SampleRow:
             "columns": {name: plain(value) for name, value in self.columns.items()},
             **several_turns,
         }
+
+    def shown(self) -> tuple[str, str]:
+        """Return the response for a terminal, of a trajectory all its turns, each behind its role; and why it ended."""
+        if (told := self.trajectory) is None:
+            return printable(self.response), "stop" if self.finished else "limit"
+        turns = [f"{turn['role']}: {turn['text']}" for turn in told["turns"]]
+        return "\n".join(map(printable, (*turns, *filter(None, [told["failure"]])))), told["stop"]
 
     @staticmethod
     def _plain(trajectory: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,25 +71,25 @@ def printable(text: str, limit: int = 400) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in cut)
 
 
-def print_samples(step: int, rows: Sequence[SampleRow], n: int, console: Console | None = None) -> None:
-    """Print a table of the first n rows."""
+def print_samples(title: str, rows: Sequence[SampleRow], n: int, console: Console | None = None) -> None:
+    """Print a table of the first n rows, with columns for advantages and for scores of several functions if there are
+    any."""
     if n <= 0 or not rows:
         return
-    table = Table(title=f"samples of step {step}", show_lines=True, title_justify="left")
-    for column, justify in (("prompt", "left"), ("response", "left"), ("reward", "right"), ("advantage", "right")):
-        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    table.add_column("end")
+    table = Table(title=title, show_lines=True, title_justify="left")
+    advantages = any(row.advantage is not None for row in rows[:n])
     several = any(len(row.scores) > 1 for row in rows[:n])
-    if several:
-        table.add_column("scores", overflow="fold")
+    for column in ("prompt", "response", "reward", *["advantage"] * advantages, "end", *["scores"] * several):
+        table.add_column(column, justify="right" if column in ("reward", "advantage") else "left", overflow="fold")
     for row in rows[:n]:
+        response, end = row.shown()
         scores = [f"{name} {'none' if value is None else f'{value:.3g}'}" for name, value in row.scores.items()]
         table.add_row(
             Text(printable(row.prompt)),
-            Text(printable(row.response)),
+            Text(response),
             f"{row.reward:.3g}",
-            f"{row.advantage:+.3g}",
-            "stop" if row.finished else "limit",
+            *(["" if row.advantage is None else f"{row.advantage:+.3g}"] if advantages else []),
+            end,
             *([Text("\n".join(scores))] if several else []),
         )
     (console or Console(stderr=True)).print(table)

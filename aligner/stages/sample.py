@@ -108,4 +108,4 @@ def sample(run: Run, samples: Samples, sampled: Sampled) -> None:
 def sample_row(record: Record, column: str) -> SampleRow:
     """Return a row of the sample table."""
     reward = float("nan") if record["reward"] is None else record["reward"]
-    return SampleRow(str(record["prompt"]), record[column], reward, 0.0, record["finished"], record["scores"])
+    return SampleRow(str(record["prompt"]), record[column], reward, None, record["finished"], record["scores"])

@@ -83,12 +83,13 @@ def main(cfg: Config) -> int:
     model = Answerer.load(folder, cfg.engine, cfg.model.dtype)
     use_chat_template(model.tokenizer, cfg.data)
     chat = ChatSession(model, sampling_of(cfg), cfg.seed, cfg.data.template_arguments)
+    asks = sys.stdin.isatty()
     print(f"{folder}: {HELP}", flush=True)
     while True:
-        print("> ", end="", flush=True)
+        print("> " if asks else "", end="", flush=True)
         line = read_line()
         if not line.strip():
-            print()
+            print("\n" if asks else "", end="")
             return 0
         if line.strip() == "/new":
             chat.messages.clear()

@@ -278,7 +278,8 @@ def _joined(env: RankEnv, folder: Path) -> Iterator[None]:
 def _say(env: RankEnv, text: str) -> None:
     peaks = gathered(peak_memory_bytes())
     if env.rank == 0:
-        print(f"{text} (at most {max(peaks) / 1e9:.2f} GB of host memory on a rank)", flush=True)
+        ranks = f" on the largest of {len(peaks)} ranks" if len(peaks) > 1 else ""
+        print(f"{text} (used {max(peaks) / 1e9:.2f} GB of host memory{ranks})", flush=True)
 
 
 def main(args: argparse.Namespace, env: RankEnv) -> int:

@@ -105,7 +105,7 @@ def _answers(cfg: Config, folder: Path, tools: Tools) -> Evaluation:
     for warning in never_full(sum(verdict.correct), verdict.maxima, cfg.eval.full_score, rewards):
         print(warning)
     rows = [_row(s, i, verdict.totals[i], verdict.components) for i, s in enumerate(samples)]
-    print_samples(0, rows, cfg.logging.samples_shown)
+    print_samples("samples", rows, cfg.logging.samples_shown)
     return Evaluation(
         f"prompts x {cfg.eval.samples} samples",
         count,
@@ -118,7 +118,7 @@ def _row(sample: Sample, i: int, total: float, components: dict[str, list[float 
     scores = {name: values[i] for name, values in components.items()}
     columns = {name: value for name, value in sample.prompt.fields.items() if name not in ("messages", "tools")}
     turns = None if sample.trajectory is None else shown_turns(sample.trajectory)
-    return SampleRow(sample.prompt.text, sample.response, total, 0.0, sample.finished, scores, columns, turns)
+    return SampleRow(sample.prompt.text, sample.response, total, None, sample.finished, scores, columns, turns)
 
 
 def _per_prompt(

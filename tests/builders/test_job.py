@@ -24,7 +24,7 @@ def test_the_template_is_described_once_and_where_rows_are_conversations(tokeniz
     data, terminal = DataConfig(), JobOutput(0, tokenizer, {})
     plain = SftDataset(sft_rows([PLAIN], data), tokenizer, data)
     chat = SftDataset(sft_rows([PLAIN, CHAT], data), tokenizer, data)
-    prompts = PromptDataset(prompt_rows([CHAT], data), tokenizer, data)
+    prompts = PromptDataset(prompt_rows([CHAT], data), tokenizer, data, "data.eval")
     terminal.say_rows(plain.report)
     assert capsys.readouterr().out == f"{plain.report}\n"
     terminal.say_rows(chat.report)
@@ -32,3 +32,5 @@ def test_the_template_is_described_once_and_where_rows_are_conversations(tokeniz
     assert [line[:14] for line in shown.splitlines()] == ["chat template:"] * 2
     terminal.say_rows(prompts.report)
     assert capsys.readouterr().out == f"{prompts.report}\n" and report
+    terminal.say_rows(prompts.report)  # of a file that is read for losses and for responses
+    assert capsys.readouterr().out == ""

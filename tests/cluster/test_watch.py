@@ -35,8 +35,14 @@ def test_a_running_run(tmp_path):
 def test_states(tmp_path):
     rows = [("start", 7, 0, 1000, 0, "-", 1), ("end", 7, 0, 1100, 4, "x", 1)]
     assert watch.status(run(tmp_path / "done", rows=rows, DONE="sft"), {}, 2000).state == "DONE"
-    assert watch.status(run(tmp_path / "ended", rows=rows), {}, 2000).state == "ended"
+    assert watch.status(run(tmp_path / "ended", rows=rows[:1]), {}, 2000).state == "ended"
+    for outcome in ("failed", "refused"):
+        ended = [rows[0], ("end", 7, 0, 1100, 4, outcome, 1)]
+        assert watch.status(run(tmp_path / outcome, rows=ended), {}, 2000).state == "failed"
+        assert watch.status(tmp_path / outcome, {"7": "RUNNING"}, 2000).state == "RUNNING"
     assert watch.status(run(tmp_path / "stopped", rows=rows, STOPPED=""), {}, 2000).state == "stopped"
+    (tmp_path / "stopped/logs/refused").write_text("no progress: the attempt began at step 4\n")
+    assert watch.status(tmp_path / "stopped", {}, 2000).state == "failed"
     assert watch.status(run(tmp_path / "pending", rows=rows, STOPPED=""), {"7": "PENDING"}, 2000).state == "PENDING"
     new = watch.status(run(tmp_path / "new"), {}, 2000)
     assert (new.state, new.goodput, new.left_s, new.step_s) == ("not started", None, None, None)

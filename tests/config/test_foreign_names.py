@@ -35,7 +35,7 @@ def test_answers_for_a_stage_are_keys_that_it_reads():
 
 def test_no_name_of_ours_is_taken_for_another_one():
     """But for keys that another stage reads, where what they are called means something else."""
-    ours = set(all_keys()) - {"batch.epochs", "batch.prompts", "batch.sequences"}
+    ours = set(all_keys()) - {"batch.epochs", "batch.prompts", "batch.sequences", "data.max_tokens"}
     assert not ours & set(NAMES) and len(NAMES) > 200
 
 
@@ -98,6 +98,20 @@ def test_a_suggestion_that_the_stage_does_not_read_says_so(stage, name, key):
         compose([f"stage={stage}", f"{name}=1"])
     with pytest.raises(UnknownKeyError, match=rf"Did you mean `{key}`\?$"):
         compose(["stage=grpo", f"{name}=1"])
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "key"),
+    [
+        ("grpo", "data.max_token", "data.max_prompt_tokens"),
+        ("dpo", "data.max_promt_tokens", "data.max_tokens"),
+        ("sft", "data.max_promt_tokens", "data.max_prompt_tokens"),
+        ("grpo", "batch.sequence", "batch.prompts"),
+    ],
+)
+def test_a_misspelt_key_of_other_stages_leads_to_what_this_stage_reads(stage, name, key):
+    with pytest.raises(UnknownKeyError, match=rf"Did you mean `{key}`\?$"):
+        compose([f"stage={stage}", f"{name}=1"])
 
 
 def test_a_stage_that_a_recipe_chooses_counts():

@@ -148,7 +148,7 @@ def recipe(tmp_path):
         ("stage=sft data.empty_answers=drop", "data.empty_answers", "", "dpo, kto"),
         ("stage=rm ptx.sequences=3", "ptx.sequences", "batch.sequences", "distill, dpo"),
         ("stage=sample ptx.data.train=x", "ptx.data.train", "data.train", "distill, dpo"),
-        ("stage=grpo data.max_tokens=512", "data.max_tokens", "sampling.max_response_tokens", "distill, dpo"),
+        ("stage=grpo data.max_tokens=512", "data.max_tokens", "data.max_prompt_tokens", "distill, dpo"),
         ("stage=dpo data.max_prompt_tokens=512", "data.max_prompt_tokens", "data.max_tokens", "distill, grpo"),
         ("stage=sample data.shuffle=false", "data.shuffle", "", "distill, dpo"),
     ],

@@ -6,6 +6,7 @@ import pytest
 
 from aligner.__main__ import main
 from aligner.cluster.site import load_site
+from aligner.data.tokenizer import byte_tokenizer
 from aligner.errors import ConfigError
 
 EIGHT = ["model=llama3_8b", "stage=grpo", "batch.prompts=64", "batch.group=16", "batch.minibatch_samples=512"]
@@ -17,6 +18,22 @@ def test_a_plan_names_phases_and_exits_0(capsys):
     out = capsys.readouterr().out
     assert all(f"\n{phase} " in out for phase in ("refit", "generate", "logprobs", "update", "save"))
     assert "tokens/s/GPU" in out and "tp2 dp8 seq, recompute" in out
+
+
+def test_the_size_of_a_tokenizer_is_read(capsys, tmp_path):
+    byte_tokenizer(str(tmp_path / "tokenizer"))
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    tiny = ["model.hidden_size=64", "model.num_layers=2", "model.ffn_hidden_size=128", "data.max_tokens=32"]
+    line = ["plan", "--gpus", "2", "stage=sft", *tiny, f"data.train={tmp_path / 'train.jsonl'}"]
+    assert main([*line, f"model.tokenizer={tmp_path / 'tokenizer'}"]) == 0
+    by_tokenizer = capsys.readouterr().out
+    assert main([*line, "model.vocab_size=261"]) == 0
+    assert by_tokenizer == capsys.readouterr().out
+    assert "policy 0.0989M\n" in by_tokenizer and "(at most 31 + 1)" in by_tokenizer
+    assert "\n1 optimizer step of 1 micro-batch, " in by_tokenizer
+    assert "update is limited by batch.sequences (more samples" in by_tokenizer
+    assert main([*line, f"model.tokenizer={tmp_path / 'nowhere'}"]) == 2
+    assert "model.vocab_size=0: expected the size of the vocabulary, or model.tokenizer=" in capsys.readouterr().err
 
 
 def test_json_is_what_programs_read(capsys):

@@ -70,7 +70,7 @@ def test_what_cuts_trajectories_is_named():
     )
     one = f"sampling.max_response_tokens={cfg.sampling.max_response_tokens}"
     assert f"all are cut by environment.max_tokens=3000 or environment.max_turns=4 or {one}." in ends
-    assert "response/tokens_mean=2900 is at the limit environment.max_tokens=3000:" in length
+    assert "as long as they may be: response/tokens_mean=2900, environment.max_tokens=3000. Most are cut off" in length
 
 
 def run(records, start: int = 1, watch: Alarms | None = None) -> list[str]:

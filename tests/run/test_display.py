@@ -102,7 +102,7 @@ ROWS = [
 
 def table() -> str:
     file = io.StringIO()
-    print_samples(7, ROWS, 2, console=Console(file=file, width=120, color_system=None))
+    print_samples("samples of step 7", ROWS, 2, console=Console(file=file, width=120, color_system=None))
     return file.getvalue()
 
 
@@ -119,8 +119,24 @@ def test_model_text_is_shown_not_interpreted():
 def test_scores_of_several_functions_are_shown():
     rows = [SampleRow("p", "r", 1.0, 0.0, True, {"math": 0.5, "[b]style": None}, {"answer": 4})]
     file = io.StringIO()
-    print_samples(7, rows, 2, console=Console(file=file, width=120, color_system=None))
+    print_samples("samples", rows, 2, console=Console(file=file, width=120, color_system=None))
     assert "math 0.5" in file.getvalue() and "[b]style none" in file.getvalue()
+
+
+def test_a_trajectory_is_shown_with_all_its_turns_and_why_it_ended():
+    turns = [
+        {"role": "assistant", "text": "calc(1 + 1)", "tokens": 4},
+        {"role": "tool", "text": "2\x1b", "reward": 0.0},
+        {"role": "assistant", "text": "It is 2", "tokens": 3},
+    ]
+    told = {"stop": "turns", "failure": "", "reward": 1.0, "turns": turns}
+    rows = [SampleRow("1+1=", "It is 2", 1.0, None, True, trajectory=told), SampleRow("2+2=", "4", 1.0, None, True)]
+    file = io.StringIO()
+    print_samples("samples", rows, 2, console=Console(file=file, width=120, color_system=None))
+    text = file.getvalue()
+    assert all(line in text for line in ("assistant: calc(1 + 1)", "tool: 2\\x1b", "assistant: It is 2"))
+    assert "│ turns" in text and "│ stop" in text and "advantage" not in text and "step" not in text
+    assert rows[0].record()["advantage"] is None
 
 
 def test_printable_cuts_and_keeps_lines():

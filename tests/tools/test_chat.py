@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
+from aligner.config.resolve import compose
 from aligner.config.sections.engine import EngineConfig
 from aligner.errors import ConfigError, DataError
-from aligner.tools.chat import ChatSession, read_line
+from aligner.tools.chat import ChatSession, main, read_line
 from aligner.tools.generate import Answerer
 from aligner.types import SamplingParams
 
@@ -27,6 +28,21 @@ def test_a_talk_that_outgrows_the_model_goes_on(tiny_runs, capsys):
         chat.reply("x" * 80)
     chat.reply("hello")
     assert chat.messages[0]["content"] == "hello"
+
+
+def test_only_a_terminal_is_asked(tiny_runs, monkeypatch, capsys):
+    cfg = compose([f"run.dir={tiny_runs['sft']}", "sampling.max_response_tokens=2", "model.dtype=float32"])
+    replies = []
+    for terminal in (True, False):
+        stdin = io.StringIO("hi\n/new\nho\n")
+        stdin.isatty = lambda terminal=terminal: terminal
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert main(cfg) == 0
+        help_, _, printed = capsys.readouterr().out.partition("\n")
+        replies.append(printed)
+        assert "type a message" in help_
+    first, between, second = replies[0].removeprefix("> ").removesuffix("> \n").partition("> > ")
+    assert between and replies[0][:2] == "> " and replies[1] == first + second
 
 
 def test_text_of_another_encoding_is_told(monkeypatch):

@@ -296,6 +296,7 @@ def test_command_line(folder, tmp_path):
 
     first = run("import", folder, tmp_path / "run", "--ranks", 2, "--tensor", 2)
     assert first.returncode == 0, first.stderr
-    assert "of host memory on a rank" in first.stdout
+    assert " GB of host memory on the largest of 2 ranks)" in first.stdout
     second = run("export", tmp_path / "run", tmp_path / "out")
+    assert " GB of host memory)" in second.stdout
     assert second.returncode == 0 and same(folder, tmp_path / "out"), second.stderr

@@ -1,0 +1,34 @@
+"""Standard output that ends before the command does, as in `aligner keys | head`. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+CLOSED = 128 + signal.SIGPIPE  # exit code, as of a program that SIGPIPE ends
+
+
+@contextmanager
+def quiet_pipe() -> Iterator[None]:
+    """Exit with CLOSED, and without a message, when the block or its end writes into a pipe that nobody reads."""
+    try:
+        try:
+            yield
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:
+        if not output_closed():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in the buffer
+        sys.exit(CLOSED)
+
+
+def output_closed() -> bool:
+    """Return whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
