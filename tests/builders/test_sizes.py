@@ -58,11 +58,12 @@ def test_a_run_goes_on_with_its_sizes_on_another_machine(tiny_data, tmp_path, me
 
 
 def test_the_smallest_rank_decides(monkeypatch, tmp_path):
-    cfg = compose(["stage=sft", "model=tiny", f"run.dir={tmp_path}"])
+    cfg = compose(["stage=sft", "model=tiny", f"run.dir={tmp_path}", "batch.micro_batch_samples=4"])
     freeze(cfg, tmp_path)
     monkeypatch.setattr(sizes, "gathered", lambda own: [64 * GIB, 2 * GIB, 64 * GIB])
     line = sizes.decide(cfg, RankEnv(0, 0, 3, 3), torch.device("cpu"))
-    assert cfg.engine.kv_cache_bytes == GIB // 4 and f"engine.kv_cache_bytes={GIB // 4}" in line
+    assert cfg.engine.kv_cache_bytes == GIB // 4
+    assert line == f"sizes for auto: engine.kv_cache_bytes={GIB // 4} batch.logprob_tokens=4096"
     assert load_frozen(tmp_path).engine.kv_cache_bytes == GIB // 4
 
 
