@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -330,12 +331,14 @@ def _rehearse(args: argparse.Namespace) -> int:
 
 
 def _with_vocabulary(cfg: Config) -> Config:
-    """Return the config with the size of its tokenizer, where only the tokenizer knows it."""
-    if cfg.model.init != "random" or cfg.model.vocab_size or not cfg.model.tokenizer:
+    """Return the config with the size of its tokenizer, where only the tokenizer knows it and its folder is here."""
+    model = cfg.model
+    known = model.init != "random" or model.vocab_size or not model.tokenizer
+    if known or not Path(model.tokenizer).expanduser().is_dir():
         return cfg
-    from aligner.roles.shape_check import with_vocabulary
+    from aligner.data.tokenizer import load_tokenizer
 
-    return with_vocabulary(cfg)
+    return replace(cfg, model=replace(model, vocab_size=len(load_tokenizer(model.tokenizer, announce=False))))
 
 
 def _multirun(args: argparse.Namespace) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 
 from aligner.config.schema import Config
 from aligner.config.sections.model.config import ModelConfig
-from aligner.data.tokenizer import load_tokenizer
 from aligner.errors import ConfigError
 from aligner.families.table import parameters
 from aligner.roles.model_init import find_shape, shape_of
@@ -23,16 +22,6 @@ def with_real_shape(cfg: Config) -> Config:
     if cfg.model.init == "random" or not Path(cfg.model.init).expanduser().exists():
         return cfg
     return replace(cfg, model=find_shape(cfg.model, cfg.model.init))
-
-
-def with_vocabulary(cfg: Config) -> Config:
-    """Return the config with the size of its tokenizer in `model.vocab_size`, as a run from random weights reads it,
-    if that key is not set and the tokenizer's folder exists."""
-    model = cfg.model
-    given = model.init == "random" and not model.vocab_size and model.tokenizer
-    if not given or not Path(model.tokenizer).expanduser().is_dir():
-        return cfg
-    return replace(cfg, model=replace(model, vocab_size=len(load_tokenizer(model.tokenizer, announce=False))))
 
 
 def check_shape(cfg: Config, asked: Mapping[str, Any], preset: str = "") -> str:

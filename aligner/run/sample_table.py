@@ -46,10 +46,10 @@ class SampleRow:
 
     def shown(self) -> tuple[str, str]:
         """Return the response for a terminal, of a trajectory all its turns, each behind its role; and why it ended."""
-        if (told := self.trajectory) is None:
+        if (several := self.trajectory) is None:
             return printable(self.response), "stop" if self.finished else "limit"
-        turns = [f"{turn['role']}: {turn['text']}" for turn in told["turns"]]
-        return "\n".join(map(printable, (*turns, *filter(None, [told["failure"]])))), told["stop"]
+        turns = [f"{turn['role']}: {turn['text']}" for turn in several["turns"]]
+        return "\n".join(map(printable, (*turns, *filter(None, [several["failure"]])))), several["stop"]
 
     @staticmethod
     def _plain(trajectory: Mapping[str, Any]) -> dict[str, Any]:
