@@ -32,7 +32,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.fleet import FleetEngine
 from aligner.environments.pool import Pool, Session
 from aligner.environments.tools import load_tools, schemas
-from aligner.rollout.turn_pool import Turns
+from aligner.rollout.turn_pool import TurnPool
 from aligner.types import Generations, SamplingParams
 from benchmarks.common import write_json
 from benchmarks.versus.workload import SIZES
@@ -44,7 +44,7 @@ TOOL = str(Path(__file__).with_name("wait_tool.py")) + ":wait"
 
 @dataclass(eq=False)
 class Talk:
-    """A trajectory with the attributes of `rollout.play.Play` that `Turns` reads."""
+    """A trajectory with the attributes of `rollout.sample_state.SampleState` that `TurnPool` reads."""
 
     group: int
     session: Session
@@ -116,7 +116,7 @@ def played(
     ]
     longest = PROMPT + (TURNS - 1) * (MOST + TOLD)
     seed = lambda talk: 1000 * talk.group + len(talk.turns)  # noqa: E731
-    turns = Turns(longest, talks, talks, ready, hear, say, seed, counted)  # type: ignore[arg-type]
+    turns = TurnPool(longest, talks, talks, ready, hear, say, seed, counted)  # type: ignore[arg-type]
     since = time.perf_counter()
     stops = tuple(range(vocabulary // ANSWER))
     generations = engine.serve(turns, turns.asked, turns.finished, SamplingParams(MOST, stop_token_ids=stops))

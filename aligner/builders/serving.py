@@ -40,11 +40,11 @@ def serve(job: Job) -> int:
     memory.rank = bridge.rank
     job.timers.on_phase = job.watchdog.phase
     check_memory = lambda: memory.check(memory.take(alone=True))  # noqa: E731
-    play = None
+    trajectories = None
     if cfg.environment.on:
         sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
-        play = on_demand("environment, to play in")(job, engine, sampling).serve
-    well = OrderServer(bridge, engine, plan, cfg.refit, job.timers, memory.phase, check_memory, play)()
+        trajectories = on_demand("environment, to play in")(job, engine, sampling).serve
+    well = OrderServer(bridge, engine, plan, cfg.refit, job.timers, memory.phase, check_memory, trajectories)()
     bridge.leave(well)
     return 0 if well else 1
 

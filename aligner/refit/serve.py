@@ -27,8 +27,8 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 class OrderServer:
     """A generation rank's side of the orders. `phase`, `memory`: contexts of each order and its work, named as the
-    trainer's phases. `settle` is called after each generation. `play` makes trajectories: this rank's share of the
-    requests of each rank of the job, for each of them. Errors of the engine, `play`, `memory` and `settle` are
+    trainer's phases. `settle` is called after each generation. `trajectories` generates this rank's share of the
+    requests of each rank of the job, for each of them. Errors of the engine, `trajectories`, `memory` and `settle` are
     raised on the trainer's ranks."""
 
     def __init__(
@@ -40,10 +40,10 @@ class OrderServer:
         phase: Phase,
         memory: Phase,
         settle: Callable[[], None],
-        play: Callable[[list[list[Any]]], list[Any]] | None = None,
+        trajectories: Callable[[list[list[Any]]], list[Any]] | None = None,
     ):
         self.bridge, self.engine, self.plan, self.config = bridge, engine, plan, config
-        self.phase, self.memory, self.settle, self.play = phase, memory, settle, play
+        self.phase, self.memory, self.settle, self.trajectories = phase, memory, settle, trajectories
         self._work: Callable[[], Callable[[], object]]  # the last order of the trainer's ranks
         self._done: Callable[[], object] | AlignerError  # delivers its results to them
 
@@ -57,7 +57,7 @@ class OrderServer:
             "decoded": self._decoded,
             "checksums": self._checksums,
             "generate": self._generate,
-            "play": self._play,
+            "trajectories": self._trajectories,
             "deliver": self._deliver,
         }
         while True:
@@ -137,13 +137,13 @@ class OrderServer:
             self._work = work
             self._do()
 
-    def _play(self) -> None:
+    def _trajectories(self) -> None:
         with self.phase("generate"):
             with self.bridge.contact():
                 requests = gathered([], self.bridge.group)
-            assert self.play is not None
-            play = self.play
-            self._work = lambda: partial(dealt, play(requests), self.bridge.group)
+            assert self.trajectories is not None
+            trajectories = self.trajectories
+            self._work = lambda: partial(dealt, trajectories(requests), self.bridge.group)
             self._do()
 
     def _do(self) -> None:

@@ -138,13 +138,13 @@ def _experts(device: RehearsedDevice) -> None:
 
 def _rollouts() -> None:
     from aligner.rollout.groups import Groups
-    from aligner.rollout.play import Play, by_prompt
-    from aligner.rollout.player import Player, Together
+    from aligner.rollout.player import ByPrompt, Player
+    from aligner.rollout.sample_state import SampleState, by_prompt
     from aligner.rollout.score import Scorer
 
     go_on = Player.go_on
 
-    def asked(self: Player, together: Together) -> Together:
+    def asked(self: Player, together: ByPrompt) -> ByPrompt:
         """Return this replica's share of all ranks' samples. Every rank asks engines on other ranks."""
         world, engine, peers = dist.get_world_size(), self.engine, self.peers.size()
         replicas = world if engine.bridge is not None else world // engine.tensor_parallel
@@ -152,26 +152,28 @@ def _rollouts() -> None:
         return [together[i % len(together)] for i in range(share)]
 
     def called(self: Player, requests: Sequence, sampling: Any = None, score: Any = None) -> Groups:
-        plays = self.fresh_of(range(len(requests)), requests)
+        states = self.fresh_of(range(len(requests)), requests)
         with self.timers("generate"):
-            self._played(asked(self, by_prompt(plays)), sampling or self.sampling)
-        return self.ended(requests, answered(self, plays), sampling=sampling)
+            self._played(asked(self, by_prompt(states)), sampling or self.sampling)
+        return self.ended(requests, answered(self, states), sampling=sampling)
 
-    def gone_on(self: Player, together: Together, sampling: Any = None, score: Any = None) -> Callable[[], list[Play]]:
+    def gone_on(
+        self: Player, together: ByPrompt, sampling: Any = None, score: Any = None
+    ) -> Callable[[], list[SampleState]]:
         answer = go_on(self, asked(self, together) * self.peers.size(), sampling)  # of which it takes its share
-        return lambda: answer() and answered(self, [play for same in together for play in same])
+        return lambda: answer() and answered(self, [state for same in together for state in same])
 
-    def answered(self: Player, plays: list[Play]) -> list[Play]:
+    def answered(self: Player, states: list[SampleState]) -> list[SampleState]:
         """Replace the engine's responses by ones of the longest length, as rows come from all ranks."""
         width, cut = self.sampling.max_response_tokens, self.sampling.truncates
         zeros, versions = array("f", bytes(4 * width)), array("i", [self.engine.weight_version]) * width
-        for row, play in enumerate(plays):
+        for row, state in enumerate(states):
             tokens = array("i", range(row * width, row * width + width))
             tokens = array("i", (torch.frombuffer(tokens, dtype=torch.int32) % 200 + 5).tolist())
             tokens[-1] = self.tokenizer.eos_token_id
-            play.turns = [Turn(play.next_prompt.tokens, tokens, zeros, zeros if cut else None, versions)]
-            play.begun, play.stop = None, Stop.ANSWER
-        return plays
+            state.turns = [Turn(state.next_prompt.tokens, tokens, zeros, zeros if cut else None, versions)]
+            state.begun, state.stop = None, Stop.ANSWER
+        return states
 
     def score(self: Any, groups: Groups) -> Groups:
         with self.timers("score"):

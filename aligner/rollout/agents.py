@@ -19,7 +19,7 @@ from aligner.data.tool_calls import Call, spoken
 from aligner.environments.openai_api import MODEL, ChatRequest, Reply, request_sampling
 from aligner.errors import ConfigError
 from aligner.ops.packing.turns import Turn
-from aligner.rollout.play import Play
+from aligner.rollout.sample_state import SampleState
 from aligner.rollout.turns import TurnPlayer
 from aligner.types import SamplingParams, Stop
 
@@ -33,14 +33,14 @@ BUDGETS = {
 
 
 @dataclass(eq=False)
-class AgentPlay(Play):
+class AgentSampleState(SampleState):
     cut: bool = False  # the last answer reached the token limit
     request: ChatRequest | None = None  # to be answered next
     dialogue: Dialogue | None = None  # with the tools of `request`; None where the template does not render them
     echoes: dict[str, dict[str, Any]] = field(default_factory=dict)  # message to the agent -> message for templates
 
     def end(self) -> None:
-        """End the trajectory as `Play.end` does."""
+        """End the trajectory as `SampleState.end` does."""
         super().end()
         self.echoes, self.request = {}, None
 
@@ -104,72 +104,72 @@ def message_of(answer: ParsedAnswer, first: int = 0) -> dict[str, Any]:
 class AgentPlayer(TurnPlayer):
     dialogues: Dialogues = field(kw_only=True)
 
-    kind: ClassVar[type[Play]] = AgentPlay
+    kind: ClassVar[type[SampleState]] = AgentSampleState
 
-    def _reset(self, play: AgentPlay, sampling: SamplingParams) -> None:
+    def _reset(self, state: AgentSampleState, sampling: SamplingParams) -> None:
         sampling_fields = request_sampling(sampling) | {"model": MODEL, "max_tokens": sampling.max_response_tokens}
-        session, messages = play.session, play.messages
+        session, messages = state.session, state.messages
         row = {"seed": session.seed, "row": session.row, "messages": messages}
-        play.asked = self.pool.ask(session, "reset", **row, sampling=sampling_fields)
+        state.asked = self.pool.ask(session, "reset", **row, sampling=sampling_fields)
 
-    def _opened(self, play: AgentPlay, value: dict[str, Any]) -> None:
+    def _opened(self, state: AgentSampleState, value: dict[str, Any]) -> None:
         if "end" in value:
-            play.stop, play.failure = Stop.FAILED, "raised: the agent ended without a request"
+            state.stop, state.failure = Stop.FAILED, "raised: the agent ended without a request"
             return
-        messages, what = self._taken(play, value), "environment.agent: a first request has a prompt"
-        if not self._opens(play, messages, what):
+        messages, what = self._taken(state, value), "environment.agent: a first request has a prompt"
+        if not self._opens(state, messages, what):
             return
-        if (next_prompt := play.dialogue and play.dialogue.try_begin(messages)) is None:
-            self._end(play, Stop.TEMPLATE)
+        if (next_prompt := state.dialogue and state.dialogue.try_begin(messages)) is None:
+            self._end(state, Stop.TEMPLATE)
         else:
-            self._open(play, messages, next_prompt, what)
+            self._open(state, messages, next_prompt, what)
 
-    def _next(self, play: AgentPlay, value: dict[str, Any], sampling: SamplingParams) -> None:
+    def _next(self, state: AgentSampleState, value: dict[str, Any], sampling: SamplingParams) -> None:
         if "end" in value:
-            play.stop, play.score = Stop.LENGTH if play.cut else Stop.DONE, value["end"]
+            state.stop, state.score = Stop.LENGTH if state.cut else Stop.DONE, value["end"]
             return
-        before, play.messages = play.messages, self._taken(play, value)
-        same = [one == other for one, other in zip(before, play.messages, strict=False)]
-        play.told += play.messages[same.index(False) if False in same else len(same) :]
-        if play.dialogue is None:
-            self._end(play, Stop.TEMPLATE)
+        before, state.messages = state.messages, self._taken(state, value)
+        same = [one == other for one, other in zip(before, state.messages, strict=False)]
+        state.told += state.messages[same.index(False) if False in same else len(same) :]
+        if state.dialogue is None:
+            self._end(state, Stop.TEMPLATE)
         else:
-            self._go_on(play, play.dialogue, sampling)
+            self._go_on(state, state.dialogue, sampling)
 
-    def _taken(self, play: AgentPlay, value: dict[str, Any]) -> list[dict[str, Any]]:
+    def _taken(self, state: AgentSampleState, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the messages of a request; the model's own are those of its tokens."""
-        play.request = ChatRequest(**value["request"])
-        play.late += value["late"]
+        state.request = ChatRequest(**value["request"])
+        state.late += value["late"]
         try:
-            play.dialogue = self.dialogues.of(play.request.tools)
+            state.dialogue = self.dialogues.of(state.request.tools)
         except ConfigError:
-            play.dialogue = None
-        return [play.echoes.get(_key(message), message) for message in play.request.messages]
+            state.dialogue = None
+        return [state.echoes.get(_key(message), message) for message in state.request.messages]
 
-    def _answered(self, play: AgentPlay, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
-        request, dialogue = play.request, play.dialogue
+    def _answered(self, state: AgentSampleState, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
+        request, dialogue = state.request, state.dialogue
         assert request is not None and dialogue is not None
         answer = parse_answer(dialogue, request, tokens, stopped, set(self.sampling.stop_token_ids))
-        play.cut = not stopped and len(answer.tokens) == len(tokens)
+        state.cut = not stopped and len(answer.tokens) == len(tokens)
         logprobs = logprobs[: len(answer.tokens)]
-        first = len(play.turns) * 100  # of its calls in the trajectory
-        play.turns.append(Turn(play.next_prompt.tokens, answer.tokens, logprobs))
-        play.wrong += sum(not call.name for call in answer.calls)
+        first = len(state.turns) * 100  # of its calls in the trajectory
+        state.turns.append(Turn(state.next_prompt.tokens, answer.tokens, logprobs))
+        state.wrong += sum(not call.name for call in answer.calls)
         message = message_of(answer, first)
-        play.messages = [*play.messages, dialogue.answer_message(answer.text, answer.beside, answer.calls, first)]
-        play.told.append(message)
-        play.echoes[_key(message)] = play.messages[-1]
+        state.messages = [*state.messages, dialogue.answer_message(answer.text, answer.beside, answer.calls, first)]
+        state.told.append(message)
+        state.echoes[_key(message)] = state.messages[-1]
         pieces = [self.tokenizer.decode([token]) for token in answer.tokens]
-        reply = Reply(message, answer.reason, play.next_prompt.tokens, answer.tokens, logprobs, pieces)
-        body = reply.body(request, f"chatcmpl-{play.session.key}-{len(play.turns)}")
-        play.asked = self.pool.ask(play.session, "turn", body=body)
+        reply = Reply(message, answer.reason, state.next_prompt.tokens, answer.tokens, logprobs, pieces)
+        body = reply.body(request, f"chatcmpl-{state.session.key}-{len(state.turns)}")
+        state.asked = self.pool.ask(state.session, "turn", body=body)
 
-    def _end(self, play: AgentPlay, stop: Stop) -> None:
+    def _end(self, state: AgentSampleState, stop: Stop) -> None:
         """End the trajectory by a budget: the agent may still return a result."""
-        play.stop = stop
+        state.stop = stop
         code = "context_length_exceeded" if stop == Stop.TOKENS else f"budget_of_{stop}"
         why = f"no further answer in this trajectory: {BUDGETS[stop]}"
-        play.asked = self.pool.ask(play.session, "score", why=why, code=code)
+        state.asked = self.pool.ask(state.session, "score", why=why, code=code)
 
 
 def agent_player(make: Callable[[Tools], Dialogue]) -> Callable[..., AgentPlayer]:

@@ -25,14 +25,14 @@ from aligner.ops.packing.rows import column
 from aligner.ops.reduce import gathered
 from aligner.rewards.composite import Early
 from aligner.rollout.groups import Groups
-from aligner.rollout.play import OPEN_ENDS, Play, Response, by_prompt, grown, oldest_version, response_of
 from aligner.rollout.requests import Request
+from aligner.rollout.sample_state import OPEN_ENDS, Response, SampleState, by_prompt, grown, oldest_version, response_of
 from aligner.rollout.sharing import share
 from aligner.run.timers import Timers
 from aligner.types import LENGTH, STOP, Generations, Sample, SamplingParams, Stop, Sums, Trajectory
 
 Score = Callable[[Sample], Early]  # starts to score an ended sample while others are generated
-Together = Sequence[Sequence[Play]]  # samples with the same prompt, which the engine reads once
+ByPrompt = Sequence[Sequence[SampleState]]  # samples with the same prompt, which the engine reads once
 
 
 @dataclass
@@ -51,34 +51,34 @@ class Player:
     ) -> Groups:
         """Return one group for each request, generated all at once. Raises EngineError on every rank. Collective
         over the peers, and over the world where one fails."""
-        plays = self.fresh_of(range(len(requests)), requests)
+        states = self.fresh_of(range(len(requests)), requests)
         with self.timers("generate"):
-            own = self._share(by_prompt(plays))
-            plays = self._gathered(self._played(own, sampling or self.sampling, score))
-        return self.ended(requests, plays, sampling=sampling)
+            own = self._share(by_prompt(states))
+            states = self._gathered(self._played(own, sampling or self.sampling, score))
+        return self.ended(requests, states, sampling=sampling)
 
     def samples(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
         """Return samples of requests that no other rank shares. Collective over the world."""
-        plays = self.fresh_of(range(len(requests)), requests)
-        self._played(by_prompt(plays), sampling)
+        states = self.fresh_of(range(len(requests)), requests)
+        self._played(by_prompt(states), sampling)
         self.take_sums()  # the sums count rollouts only
-        return self.ended(requests, plays, sampling=sampling).samples
+        return self.ended(requests, states, sampling=sampling).samples
 
     # --- for a schedule, which orders the generation
 
-    def fresh(self, request: Request, number: int) -> list[Play]:
+    def fresh(self, request: Request, number: int) -> list[SampleState]:
         """Return the samples of a request, in the group of this `number`, before any generation."""
         prompt = request.prompt
         prompt_tokens = EnginePrompt(prompt.text, prompt.tokens)
-        return [Play(number, i, seed, prompt, prompt_tokens) for i, seed in enumerate(request.seeds)]
+        return [SampleState(number, i, seed, prompt, prompt_tokens) for i, seed in enumerate(request.seeds)]
 
-    def fresh_of(self, numbers: Iterable[int], requests: Iterable[Request]) -> list[Play]:
+    def fresh_of(self, numbers: Iterable[int], requests: Iterable[Request]) -> list[SampleState]:
         """Return `fresh` of each number and request."""
-        return [play for number, one in zip(numbers, requests, strict=True) for play in self.fresh(one, number)]
+        return [state for number, one in zip(numbers, requests, strict=True) for state in self.fresh(one, number)]
 
     def go_on(
-        self, together: Together, sampling: SamplingParams | None = None, score: Score | None = None
-    ) -> Callable[[], list[Play]]:
+        self, together: ByPrompt, sampling: SamplingParams | None = None, score: Score | None = None
+    ) -> Callable[[], list[SampleState]]:
         """Let the engines continue these samples, to their ends or through a window. Return a function that waits
         for them, on every peer, and raises EngineError on every rank. Engines on other ranks work meanwhile; with
         others there is nothing left to wait for. Collective, as the function is."""
@@ -87,39 +87,39 @@ class Player:
             with raised_together(EngineError):
                 answer = self._ordered(own, sampling)
             return lambda: self._gathered(self._arrived(own, answer, sampling))
-        plays = self._gathered(self._played(own, sampling, score))
-        return lambda: plays
+        states = self._gathered(self._played(own, sampling, score))
+        return lambda: states
 
     def ended(
         self,
         requests: Sequence[Request],
-        plays: Sequence[Play],
+        states: Sequence[SampleState],
         version: int | None = None,
         sampling: SamplingParams | None = None,
     ) -> Groups:
         """Return the groups of `requests`, of ended samples. `version`: of the oldest weights, if that is known."""
         sampling = sampling or self.sampling
         if version is None:
-            version = oldest_version(plays, self.engine.weight_version)
-        responses = [response_of(play) for play in plays]
-        generations = self._generations(plays, responses, version, sampling.truncates)
+            version = oldest_version(states, self.engine.weight_version)
+        responses = [response_of(state) for state in states]
+        generations = self._generations(states, responses, version, sampling.truncates)
         tokens, lengths = generations.tokens, generations.lengths.tolist()
         if self.turned:  # the response is the last answer
-            last = [play.turns[-1].output if play.turns else () for play in plays]
+            last = [state.turns[-1].output if state.turns else () for state in states]
             tokens, lengths = column(last, torch.int64), [len(output) for output in last]
         texts = decode_responses(self.tokenizer, tokens, lengths, sampling.stop_token_ids, sampling.special)
         samples = [
             Sample(
-                play.prompt,
-                play.index,
+                state.prompt,
+                state.index,
                 text,
                 tuple(response.tokens),
-                play.stop in OPEN_ENDS,
+                state.stop in OPEN_ENDS,
                 version,
-                self._trajectory(play, response.forks),
-                play.seed,
+                self._trajectory(state, response.forks),
+                state.seed,
             )
-            for play, response, text in zip(plays, responses, texts, strict=True)
+            for state, response, text in zip(states, responses, texts, strict=True)
         ]
         early, self._early = self._early, {}
         return Groups([request.slot for request in requests], generations, samples, begun=early)
@@ -130,23 +130,23 @@ class Player:
 
     # --- different for samples of several turns
 
-    def _played(self, together: Together, sampling: SamplingParams, score: Score | None = None) -> list[Play]:
+    def _played(self, together: ByPrompt, sampling: SamplingParams, score: Score | None = None) -> list[SampleState]:
         """Generate on this rank, to the ends of the samples."""
         with raised_together(EngineError), self._scoring(together, score):
             generations = self.engine.generate(*_asked(together), sampling)
         return self._filled(together, generations)
 
-    def _ordered(self, together: Together, sampling: SamplingParams) -> Callable[[], Any]:
+    def _ordered(self, together: ByPrompt, sampling: SamplingParams) -> Callable[[], Any]:
         """Order samples from engines on other ranks."""
         begun = [len(same[0].paused_tokens) for same in together] if self.window else None
         return self.engine.order(*_asked(together), sampling, begun)
 
-    def _arrived(self, together: Together, answer: Callable[[], Any], sampling: SamplingParams) -> list[Play]:
+    def _arrived(self, together: ByPrompt, answer: Callable[[], Any], sampling: SamplingParams) -> list[SampleState]:
         with raised_together(EngineError):
             generations = answer()
         return self._filled(together, generations, sampling.max_response_tokens if self.window else 0)
 
-    def _trajectory(self, play: Play, forks: Sequence[int] | None) -> Trajectory | None:
+    def _trajectory(self, state: SampleState, forks: Sequence[int] | None) -> Trajectory | None:
         return None
 
     # --- both
@@ -154,27 +154,27 @@ class Player:
     def _share[Item](self, items: Sequence[Item]) -> Sequence[Item]:
         return items if self.peers is None else items[share(len(items), self.peers.size(), self.peers.rank())]
 
-    def _gathered(self, own: list[Play]) -> list[Play]:
+    def _gathered(self, own: list[SampleState]) -> list[SampleState]:
         """Return the samples of all peers."""
         if self.peers is None or self.peers.size() == 1:
             return own
-        return [play for peers_own in gathered(own, self.peers) for play in peers_own]
+        return [state for peers_own in gathered(own, self.peers) for state in peers_own]
 
     @staticmethod
-    def _filled(together: Together, generations: Generations, limit: int = 0) -> list[Play]:
+    def _filled(together: ByPrompt, generations: Generations, limit: int = 0) -> list[SampleState]:
         """Add the responses to the samples; with a `limit`, shorter ones that have not stopped pause."""
-        plays, reasons = [play for same in together for play in same], generations.finish_reason.tolist()
-        for row, play in enumerate(plays):
-            turn = grown(play.begun, play.next_prompt.tokens, generations, row)
+        states, reasons = [state for same in together for state in same], generations.finish_reason.tolist()
+        for row, state in enumerate(states):
+            turn = grown(state.begun, state.next_prompt.tokens, generations, row)
             stopped = reasons[row] == STOP
             if stopped or len(turn.output) >= limit:
-                play.turns, play.begun, play.stop = [turn], None, Stop.ANSWER if stopped else Stop.LENGTH
+                state.turns, state.begun, state.stop = [turn], None, Stop.ANSWER if stopped else Stop.LENGTH
             elif turn.output:
-                play.begun = turn
-        return plays
+                state.begun = turn
+        return states
 
     def _generations(
-        self, plays: Sequence[Play], responses: Sequence[Response], version: int, cut: bool
+        self, states: Sequence[SampleState], responses: Sequence[Response], version: int, cut: bool
     ) -> Generations:
         """Return the tokens behind the prompts of N samples; a row that was rendered anew follows the one before it."""
 
@@ -182,12 +182,12 @@ class Player:
             rows = [getattr(response, name) for response in responses]
             return None if any(row is None for row in rows) else column(rows, dtype)
 
-        routing = [play.turns[0].routing for play in plays if play.session is None]
+        routing = [state.turns[0].routing for state in states if state.session is None]
         return Generations(
             tokens=column([response.tokens for response in responses], torch.int64),
             lengths=torch.tensor([len(response.tokens) for response in responses], dtype=torch.int64),
             logprobs=column([response.logprobs for response in responses], torch.float32),
-            finish_reason=torch.tensor([STOP if p.stop in OPEN_ENDS else LENGTH for p in plays], dtype=torch.int64),
+            finish_reason=torch.tensor([STOP if p.stop in OPEN_ENDS else LENGTH for p in states], dtype=torch.int64),
             weight_version=version,
             full_logprobs=columns("full", torch.float32) if cut else None,
             routing=pad_sequence(routing, batch_first=True) if routing and routing[0] is not None else None,
@@ -197,7 +197,7 @@ class Player:
         )
 
     @contextmanager
-    def _scoring(self, together: Together, score: Score | None) -> Iterator[None]:
+    def _scoring(self, together: ByPrompt, score: Score | None) -> Iterator[None]:
         """Score samples as soon as they end, if the engine reports that."""
         self._early = {}
         if score is None or not self.engine.can.tells_finished:
@@ -208,8 +208,8 @@ class Player:
         def finished(number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
             how = self.sampling.stop_token_ids, self.sampling.special
             (text,) = decode_responses(self.tokenizer, torch.tensor([tokens]), [len(tokens)], *how)
-            play, version = together[number][index], self.engine.weight_version
-            sample = Sample(play.prompt, play.index, text, tuple(tokens), stopped, version, seed=play.seed)
+            state, version = together[number][index], self.engine.weight_version
+            sample = Sample(state.prompt, state.index, text, tuple(tokens), stopped, version, seed=state.seed)
             self._early[firsts[number] + index] = score(sample)
 
         self.engine.finished = finished
@@ -224,6 +224,6 @@ class Player:
             self.engine.finished = None
 
 
-def _asked(together: Together) -> tuple[list[tuple[int, ...]], list[list[int]]]:
+def _asked(together: ByPrompt) -> tuple[list[tuple[int, ...]], list[list[int]]]:
     """Return the prompt of each request, and the seeds of its samples."""
-    return [same[0].input_tokens for same in together], [[play.seed for play in same] for same in together]
+    return [same[0].input_tokens for same in together], [[state.seed for state in same] for same in together]

@@ -30,9 +30,9 @@ from aligner.config.sections.cluster import WAIT
 from aligner.ops.agree import fail_together
 from aligner.ops.reduce import gathered
 from aligner.rollout.groups import Groups
-from aligner.rollout.play import Play, by_prompt, oldest_version
 from aligner.rollout.player import Player, Score
 from aligner.rollout.requests import Request, Requests
+from aligner.rollout.sample_state import SampleState, by_prompt, oldest_version
 from aligner.rollout.sharing import during, share
 from aligner.rollout.store import InFlight, Store
 from aligner.run.checkpoints import SaveError
@@ -62,7 +62,7 @@ class Schedule:
     _groups: dict[int, Request] = field(default_factory=dict, init=False)  # in flight, by number
     _orders: dict[int, int] = field(default_factory=dict, init=False)  # step -> the last order in it
     _whole: int = field(default=0, init=False)  # the step of the last whole checkpoint
-    _answer: Callable[[], list[Play]] | None = field(default=None, init=False)  # waits for the engines
+    _answer: Callable[[], list[SampleState]] | None = field(default=None, init=False)  # waits for the engines
     _unstored: dict[int, str] = field(default_factory=dict, init=False)  # order -> why it is not stored
     _oldest: int = field(default=1, init=False)  # rollout of a group that was in flight at the last step
     _named: list[int] | None = field(default=None, init=False)  # groups that the checkpoint resumed from has in flight
@@ -117,13 +117,13 @@ class Schedule:
         """Return the groups of these requests, by a separate order while no rollout is in flight."""
         assert not self.lag, "the next prompts must not depend on scores"
         kept, numbers = self._flight, [request.seeds[0] for request in requests]  # no other request has them
-        plays = self.player.fresh_of(numbers, requests)
-        self._flight = InFlight(len(requests[0].seeds) if requests else 1, numbers, plays)
+        states = self.player.fresh_of(numbers, requests)
+        self._flight = InFlight(len(requests[0].seeds) if requests else 1, numbers, states)
         with self.player.timers("generate"):
             self._start(f"rollout {self._rollouts + 1}", sampling, score)
             landed = self._landed()
             made, self._flight = self._flight, kept
-            groups = self.player.ended(requests, made.plays, oldest_version(made.plays, self._made_by), sampling)
+            groups = self.player.ended(requests, made.states, oldest_version(made.states, self._made_by), sampling)
         if landed:
             self._keep(made)
         return groups
@@ -231,19 +231,19 @@ class Schedule:
 
     def _fresh(self, numbers: list[int]) -> InFlight:
         """Return groups before any generation."""
-        plays = self.player.fresh_of(numbers, [self._groups[number] for number in numbers])
-        return InFlight(self.requests.group, numbers, plays)
+        states = self.player.fresh_of(numbers, [self._groups[number] for number in numbers])
+        return InFlight(self.requests.group, numbers, states)
 
     def _landed(self) -> bool:
         """Wait for the engines, if they generate; return whether they did."""
         if self._answer is None:
             return False
         with during(self._name):
-            plays = self._answer()
+            states = self._answer()
         self._answer = None
         if self.window:
-            plays = [play for own in gathered(plays, self.ranks) for play in own]
-        self._flight.update(plays, self._order)
+            states = [state for own in gathered(states, self.ranks) for state in own]
+        self._flight.update(states, self._order)
         return True
 
     def _land(self, timer: str = WAIT) -> None:
@@ -261,11 +261,11 @@ class Schedule:
         requests = [self._groups.pop(number) for number in taken.numbers]
         left = {number // self.requests.slots + 1 for number in self._groups}
         self._prompts = {rollout: rows for rollout, rows in self._prompts.items() if rollout in left}
-        version = oldest_version(taken.plays, self._made_by)
+        version = oldest_version(taken.states, self._made_by)
         if self.window:
             requests = [replace(requests[slot], slot=slot) for slot in self.own_slots]
             taken = taken.take(self.own_slots)
-        return self.player.ended(requests, taken.plays, version)
+        return self.player.ended(requests, taken.states, version)
 
     def _measured(self, waited: int) -> ScalarMetrics:
         flight = self._flight
@@ -274,7 +274,7 @@ class Schedule:
             "window/waited_for": float(waited),
             "window/groups_in_flight": float(len(flight.numbers)),
             "window/groups_ready": float(len(flight.ready())),
-            "window/samples_paused": float(sum(p.open and bool(p.turns or p.paused_tokens) for p in flight.plays)),
+            "window/samples_paused": float(sum(p.open and bool(p.turns or p.paused_tokens) for p in flight.states)),
         }
 
     # --- storage

@@ -34,7 +34,7 @@ from aligner.models.safetensors_io import save_whole
 from aligner.ops.agree import by_rank_0
 from aligner.ops.packing.turns import Turn, common
 from aligner.ops.reduce import first_cause
-from aligner.rollout.play import DTYPES, Play
+from aligner.rollout.sample_state import DTYPES, SampleState
 from aligner.types import Stop
 
 FOLDER = "pending_rollouts"  # in the run folder
@@ -55,40 +55,40 @@ class InFlight:
 
     size: int
     numbers: list[int]
-    plays: list[Play]
+    states: list[SampleState]
 
     def ready(self) -> list[int]:
         """Return the indices of the whole groups, in the order in which they are trained on."""
         last = {}
         for index in range(len(self.numbers)):
-            ends = [play.ended for play in self._of(index)]
+            ends = [state.ended for state in self._of(index)]
             if all(ends):
                 last[index] = max(ends)
         return sorted(last, key=lambda index: (last[index], index))
 
-    def open(self) -> list[Play]:
+    def open(self) -> list[SampleState]:
         """Return the samples that have not ended; of each group first those that are paused in a response."""
-        plays = []
+        states = []
         for index in range(len(self.numbers)):
-            plays += sorted((p for p in self._of(index) if not p.ended), key=lambda play: not play.paused_tokens)
-        return plays
+            states += sorted((p for p in self._of(index) if not p.ended), key=lambda state: not state.paused_tokens)
+        return states
 
     def take(self, indices: Sequence[int]) -> InFlight:
         numbers = [self.numbers[index] for index in indices]
-        return InFlight(self.size, numbers, [play for index in indices for play in self._of(index)])
+        return InFlight(self.size, numbers, [state for index in indices for state in self._of(index)])
 
     def add(self, other: InFlight) -> InFlight:
-        return InFlight(self.size, self.numbers + other.numbers, self.plays + other.plays)
+        return InFlight(self.size, self.numbers + other.numbers, self.states + other.states)
 
-    def update(self, plays: Iterable[Play], order: int) -> None:
+    def update(self, states: Iterable[SampleState], order: int) -> None:
         """Replace samples by their states after the order of this number."""
-        by_key = {(play.group, play.index): play for play in plays}
-        self.plays = [by_key.get((play.group, play.index), play) for play in self.plays]
-        for play in by_key.values():
-            play.ended = 0 if play.open else order
+        by_key = {(state.group, state.index): state for state in states}
+        self.states = [by_key.get((state.group, state.index), state) for state in self.states]
+        for state in by_key.values():
+            state.ended = 0 if state.open else order
 
-    def _of(self, index: int) -> list[Play]:
-        return self.plays[index * self.size : (index + 1) * self.size]
+    def _of(self, index: int) -> list[SampleState]:
+        return self.states[index * self.size : (index + 1) * self.size]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Store:
         manifest: Manifest | None = by_rank_0(lambda: self._manifest(number, version))
         if manifest is None:
             return None
-        plays: dict[int, list[Play]] = {}
+        states: dict[int, list[SampleState]] = {}
         cause = ""
         try:
             for description in manifest:
@@ -140,14 +140,14 @@ class Store:
                     path = self.of(number) / description["file"]
                     if file_hash(path) != description["sha256"]:
                         raise DataError(f"{path}: damaged: its checksum is not the one of its description")
-                    plays |= read_samples(path, description["groups"], fresh.take(wanted))
+                    states |= read_samples(path, description["groups"], fresh.take(wanted))
         except (DataError, OSError) as error:
             cause = str(error)
-        if not cause and plays.keys() != set(fresh.numbers):
+        if not cause and states.keys() != set(fresh.numbers):
             cause = OTHERS
         first = first_cause(cause)
         if first is None:
-            return replace(fresh, plays=[play for group in fresh.numbers for play in plays[group]])
+            return replace(fresh, states=[state for group in fresh.numbers for state in states[group]])
         if dist.get_rank() == 0:
             if first[1] != OTHERS:
                 _report(number, f"on rank {first[0]}: {first[1]}")
@@ -235,13 +235,13 @@ def write_samples(path: Path, flight: InFlight) -> None:
     """Write the samples. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     columns, routing = {name: array(kind) for name, kind in COLUMNS.items()}, list[Tensor]()
-    rest = json.dumps([_rest(play, columns, routing) for play in flight.plays]).encode()
+    rest = json.dumps([_rest(state, columns, routing) for state in flight.states]).encode()
     tensors = {name: _tensor(column, DTYPES[COLUMNS[name]]) for name, column in columns.items()}
     tensors |= {ROUTING: torch.cat(routing)} if routing else {}
     save_whole(path, tensors | {JSON: _tensor(bytearray(rest), torch.uint8)}, {})
 
 
-def read_samples(path: Path, groups: Sequence[int], wanted: InFlight) -> dict[int, list[Play]]:
+def read_samples(path: Path, groups: Sequence[int], wanted: InFlight) -> dict[int, list[SampleState]]:
     """Return group -> its samples, from a file of `groups`; `wanted` has them as they began. Raises DataError."""
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -250,15 +250,17 @@ def read_samples(path: Path, groups: Sequence[int], wanted: InFlight) -> dict[in
     reader = _Reader(tensors)
     rest = json.loads(tensors[JSON].numpy().tobytes())
     began = dict(zip(wanted.numbers, range(len(wanted.numbers)), strict=True))
-    plays: dict[int, list[Play]] = {}
+    states: dict[int, list[SampleState]] = {}
     for index, group in enumerate(groups):
         for i in range(wanted.size):
             one = rest[index * wanted.size + i]
             if group in began:
-                plays.setdefault(group, []).append(_play(wanted.plays[began[group] * wanted.size + i], one, reader))
+                states.setdefault(group, []).append(
+                    _read_sample(wanted.states[began[group] * wanted.size + i], one, reader)
+                )
             else:
                 reader.skip(one)
-    return plays
+    return states
 
 
 class _Reader:
@@ -287,12 +289,12 @@ class _Reader:
                 self.at[name] += count
 
 
-def _rest(play: Play, columns: dict[str, array], routing: list[Tensor]) -> dict[str, Any]:
+def _rest(state: SampleState, columns: dict[str, array], routing: list[Tensor]) -> dict[str, Any]:
     """Return a sample's state as JSON, and append its tokens to `columns`: of each turn's prompt only the suffix
     after the prefix shared with the turn before."""
-    turns, before, sizes = play.turns, play.prompt.tokens, []
-    if play.open:
-        turns = [*turns, play.begun or Turn(play.next_prompt.tokens, (), ())]
+    turns, before, sizes = state.turns, state.prompt.tokens, []
+    if state.open:
+        turns = [*turns, state.begun or Turn(state.next_prompt.tokens, (), ())]
     for turn in turns:
         kept = common(before, turn.prompt)
         sizes.append([kept, len(turn.prompt) - kept, len(turn.output), turn.full is not None])
@@ -300,22 +302,22 @@ def _rest(play: Play, columns: dict[str, array], routing: list[Tensor]) -> dict[
         for name in ("output", "logprobs", "full", "versions"):
             columns[name].extend(getattr(turn, name) or ())
         before = (*turn.prompt, *turn.output)
-    rest = {"turns": sizes, "ended": play.ended, "stop": play.stop}
+    rest = {"turns": sizes, "ended": state.ended, "stop": state.stop}
     routed = [turn.routing for turn in turns if turn.routing is not None]
     if routed:
         routing += routed
         rest["routed"] = [0 if turn.routing is None else len(turn.routing) for turn in turns]
-    if play.session is None:
+    if state.session is None:
         return rest
-    rest |= {name: getattr(play, name) for name in STATE}
-    rest |= {"prompt": {name: getattr(play.prompt, name) for name in OPENED}, "given": play.next_prompt.text}
-    return rest | {"calls": [asdict(call) for call in play.calls], "asked": play.session.asked}
+    rest |= {name: getattr(state, name) for name in STATE}
+    rest |= {"prompt": {name: getattr(state.prompt, name) for name in OPENED}, "given": state.next_prompt.text}
+    return rest | {"calls": [asdict(call) for call in state.calls], "asked": state.session.asked}
 
 
-def _play(play: Play, rest: dict[str, Any], reader: _Reader) -> Play:
+def _read_sample(state: SampleState, rest: dict[str, Any], reader: _Reader) -> SampleState:
     opened = rest.get("prompt", {})
     opened |= {name: tuple(opened[name]) for name in ("tokens", "messages") if opened.get(name) is not None}
-    prompt, turns = replace(play.prompt, **opened), list[Turn]()
+    prompt, turns = replace(state.prompt, **opened), list[Turn]()
     before = prompt.tokens
     for number, (kept, prompt_count, output, full) in enumerate(rest["turns"]):
         read = (*before[:kept], *reader.next("given", prompt_count))
@@ -324,17 +326,19 @@ def _play(play: Play, rest: dict[str, Any], reader: _Reader) -> Play:
         routing = reader.next_routing(rest["routed"][number]) if "routed" in rest else None
         turns.append(Turn(read, output_tokens, logprobs, whole, versions, routing))
         before = (*read, *output_tokens)
-    stop, upcoming, begun = Stop(rest["stop"]) if rest["stop"] else None, play.next_prompt, None
+    stop, upcoming, begun = Stop(rest["stop"]) if rest["stop"] else None, state.next_prompt, None
     if stop is None:
         last = turns.pop()
-        upcoming = EnginePrompt(rest.get("given", play.next_prompt.text), tuple(last.prompt))
+        upcoming = EnginePrompt(rest.get("given", state.next_prompt.text), tuple(last.prompt))
         begun = last if last.output else None
-    began = replace(play, prompt=prompt, turns=turns, next_prompt=upcoming, begun=begun, stop=stop, ended=rest["ended"])
-    if play.session is None:
+    began = replace(
+        state, prompt=prompt, turns=turns, next_prompt=upcoming, begun=begun, stop=stop, ended=rest["ended"]
+    )
+    if state.session is None:
         return began
-    calls, session = [Call(**call) for call in rest["calls"]], replace(play.session, asked=rest["asked"])
-    state = {name: rest[name] for name in STATE if name in rest}
-    return replace(began, calls=calls, session=session, **state)
+    calls, session = [Call(**call) for call in rest["calls"]], replace(state.session, asked=rest["asked"])
+    stored = {name: rest[name] for name in STATE if name in rest}
+    return replace(began, calls=calls, session=session, **stored)
 
 
 def _tensor(data: array | bytearray, dtype: torch.dtype) -> Tensor:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from aligner.engines.native.schedule import PromptPool, PromptRequest
 from aligner.ops.packing.turns import Turn
-from aligner.rollout.play import Play, by_prompt
+from aligner.rollout.sample_state import SampleState, by_prompt
 
 
 @dataclass
-class Turns(PromptPool):
+class TurnPool(PromptPool):
     """A pool of turns. `hear` takes the answer of a sample's tools, `say` the engine's response. A sample is open until
     it has a `stop`, and has `asked` while its tools work.
 
@@ -22,15 +22,15 @@ class Turns(PromptPool):
     window before.
     """
 
-    ready: list[Play]
-    hear: Callable[[Play], None]
-    say: Callable[[Play, list[int], list[float], bool], None]
-    seed: Callable[[Play], int]
+    ready: list[SampleState]
+    hear: Callable[[SampleState], None]
+    say: Callable[[SampleState, list[int], list[float], bool], None]
+    seed: Callable[[SampleState], int]
     counted: bool
     windowed: bool = False
-    taken: list[tuple[Play, int]] = field(default_factory=list)  # sample and turn of each row of the engine
+    taken: list[tuple[SampleState, int]] = field(default_factory=list)  # sample and turn of each row of the engine
     asked: list[tuple[int, int] | None] = field(default_factory=list)  # what each row gives `finished`: its number
-    waiting: list[Play] = field(default_factory=list)  # for tools, in the order in which they were asked
+    waiting: list[SampleState] = field(default_factory=list)  # for tools, in the order in which they were asked
     begun: dict[int, Turn] = field(default_factory=dict)  # the turns so far of rows that had paused
 
     in_turns = True
@@ -43,7 +43,7 @@ class Turns(PromptPool):
             return bool(self.ready)
         self._listen()
         while not (active or self.ready) and self.waiting:
-            wait([play.asked for play in self.waiting if play.asked is not None], return_when=FIRST_COMPLETED)
+            wait([state.asked for state in self.waiting if state.asked is not None], return_when=FIRST_COMPLETED)
             self._listen()
         return bool(self.ready)
 
@@ -52,25 +52,25 @@ class Turns(PromptPool):
 
     def take(self) -> list[PromptRequest]:
         together, self.ready = by_prompt(self.ready), []
-        for play in (play for same in together for play in same):
+        for state in (state for same in together for state in same):
             row = len(self.taken)
             self.asked.append((row, 0))
-            self.taken.append((play, len(play.turns)))
-            if play.paused_tokens:
-                self.begun[row] = play.begun
+            self.taken.append((state, len(state.turns)))
+            if state.paused_tokens:
+                self.begun[row] = state.begun
         firsts = [same[0] for same in together]
-        seeds = [[self.seed(play) for play in same] for same in together]
+        seeds = [[self.seed(state) for state in same] for same in together]
         return [PromptRequest(p.input_tokens, own, len(p.paused_tokens)) for p, own in zip(firsts, seeds, strict=True)]
 
     def finished(self, number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
-        play = self.taken[number][0]
-        self.say(play, tokens, logprobs, stopped)
-        if play.open:
-            self.waiting.append(play)
+        state = self.taken[number][0]
+        self.say(state, tokens, logprobs, stopped)
+        if state.open:
+            self.waiting.append(state)
 
     def may_continue(self, row: int) -> bool:
-        play, turn = self.taken[row]
-        return play.open and turn == len(play.turns) - 1
+        state, turn = self.taken[row]
+        return state.open and turn == len(state.turns) - 1
 
     def least(self, rows: Sequence[int]) -> int:
         """Return a row that does not continue; else by counts the last one, because those before it continue before
@@ -79,11 +79,11 @@ class Turns(PromptPool):
         return past[0] if past else rows[-1 if self.counted else 0]
 
     def _listen(self) -> None:
-        self._hear([play for play in self.waiting if play.asked is not None and play.asked.done()])
+        self._hear([state for state in self.waiting if state.asked is not None and state.asked.done()])
 
-    def _hear(self, plays: list[Play]) -> None:
-        self.waiting = [play for play in self.waiting if play not in plays]
-        for play in plays:
-            self.hear(play)
-            if play.open:
-                self.ready.append(play)
+    def _hear(self, states: list[SampleState]) -> None:
+        self.waiting = [state for state in self.waiting if state not in states]
+        for state in states:
+            self.hear(state)
+            if state.open:
+                self.ready.append(state)

@@ -13,7 +13,7 @@ from aligner.config.freeze import load_frozen
 from aligner.config.resolve import compose_over
 from aligner.engines.native.engine import NativeEngine
 from aligner.errors import ConfigError
-from aligner.rollout.turn_pool import Turns
+from aligner.rollout.turn_pool import TurnPool
 from aligner.tools.chat import main as chat
 from aligner.tools.evaluate import evaluate
 from examples.calculator import make_data
@@ -105,15 +105,15 @@ def test_answers_stay_for_the_oldest_checkpoint_and_no_longer(grpo, tmp_path):
 def test_turns_are_admitted_between_decode_steps_and_say_the_same(grpo):
     """An engine that takes each turn when its tool has answered, or when it is its turn, and then with the same bits
     however late tools are; in rounds, the same trajectories."""
-    take, wants, running = Turns.take, Turns.wants, []
+    take, wants, running = TurnPool.take, TurnPool.wants, []
 
     def noted(self):
-        running.append(len(self.taken) - sum(len(play.turns) for play in {p for p, _ in self.taken}))
+        running.append(len(self.taken) - sum(len(state.turns) for state in {p for p, _ in self.taken}))
         return take(self)
 
     def patient(self, active, slots):
         if active and not any(running):  # however fast the engine is, the first tool answers before it is done
-            wait([play.asked for play in self.waiting if play.asked is not None], return_when=FIRST_COMPLETED)
+            wait([state.asked for state in self.waiting if state.asked is not None], return_when=FIRST_COMPLETED)
         return wants(self, active, slots)
 
     more = [*stages.DICE, "environment.path=tests/assets/environments.py:Clock", "run.steps=1"]
@@ -121,7 +121,7 @@ def test_turns_are_admitted_between_decode_steps_and_say_the_same(grpo):
         rounds = grpo("rounds", *more)
     late, prompt = (grpo(f"{most}", *more, f"+environment.args.most_s={most}") for most in (0.3, 0.0))
     assert stages.same_weights(late, prompt) and not stages.differences(late, prompt)
-    with patch.object(Turns, "take", noted), patch.object(Turns, "wants", patient):
+    with patch.object(TurnPool, "take", noted), patch.object(TurnPool, "wants", patient):
         served = grpo("served", *more, "run.deterministic=false")
     assert running[0] == 0 and max(running) > 0  # others were being generated
     same = ("environment/", "stop/", "response/", "reward/")

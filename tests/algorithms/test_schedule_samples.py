@@ -12,8 +12,8 @@ import torch
 from aligner.data.dialogue import EnginePrompt
 from aligner.ops.packing.turns import Turn
 from aligner.plan.windows import clocked
-from aligner.rollout.play import Play
 from aligner.rollout.requests import Request
+from aligner.rollout.sample_state import SampleState
 from aligner.rollout.source import Rollout, RolloutSource
 from aligner.rollout.statistics import staleness_metrics
 from aligner.types import STOP, Stop
@@ -93,7 +93,7 @@ class Slow:
             self.samples = [s for s in self.samples if s.number not in chosen]
             self.turn()
         requests = [replace(next(s.request for s in taken if s.number == n), slot=i) for i, n in enumerate(chosen)]
-        groups = source.score(source.player.ended(requests, [play_of(sample) for sample in taken], 0))
+        groups = source.score(source.player.ended(requests, [state_of(sample) for sample in taken], 0))
         batch, scores = source._batch(groups)
         return Rollout(batch, metrics | staleness_metrics(batch, source.weights.version, source.ranks), scores)
 
@@ -135,11 +135,11 @@ class Slow:
                 s.ended = self.windows
 
 
-def play_of(sample: Sample) -> Play:
+def state_of(sample: Sample) -> SampleState:
     prompt, index = sample.request.prompt, sample.request.seeds.index(sample.seed)
     turn = Turn(prompt.tokens, sample.tokens, *map(list, zip(*sample.columns, strict=True)))
     given, stop = EnginePrompt(prompt.text, prompt.tokens), Stop.ANSWER if sample.stopped else Stop.LENGTH
-    return Play(sample.number, index, sample.seed, prompt, given, turns=[turn], stop=stop)
+    return SampleState(sample.number, index, sample.seed, prompt, given, turns=[turn], stop=stop)
 
 
 @pytest.mark.parametrize(

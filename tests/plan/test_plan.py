@@ -158,13 +158,13 @@ def test_what_is_kept_of_trajectories_is_planned(budget, most, window):
     from aligner.config.sections.engine import EngineConfig
     from aligner.engines.native.schedule import CacheUse, plan_generation
     from aligner.plan.shapes import kv_bytes
-    from aligner.rollout.turn_pool import Turns
+    from aligner.rollout.turn_pool import TurnPool
     from aligner.types import SamplingParams
 
     model = shape("qwen3_0.6b")
     engine = Engine(kv_bytes=float(budget), max_batch=most, window=window)
     job = grpo(model, Grid(data=8), engine, turns=2048 - 300)
-    pool = Turns(256 + 2048 - 300, 128, 128, [], None, None, None, True)
+    pool = TurnPool(256 + 2048 - 300, 128, 128, [], None, None, None, True)
     config, token = EngineConfig(kv_cache_bytes=budget, max_batch=most, window=window), kv_bytes(model, 2)
     plan = plan_generation([], SamplingParams(300), config, CacheUse(token), pool)
     slots, held = job.slots()

@@ -147,42 +147,42 @@ def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart
         return player(engine, tokenizer, world, TrajectoryContext(pool, dialogue, CFG, 500, True))
 
     playing = generator()
-    plays = [play for request in requests for play in playing.fresh(request, request.slot)]
+    states = [state for request in requests for state in playing.fresh(request, request.slot)]
     talks = [
         Talk(
-            play.group,
-            play.index,
-            play.seed,
-            random.Random(play.session.seed),
-            dialogue.begin(list(play.messages)),
-            list(play.messages),
+            state.group,
+            state.index,
+            state.seed,
+            random.Random(state.session.seed),
+            dialogue.begin(list(state.messages)),
+            list(state.messages),
         )
-        for play in plays
+        for state in states
     ]
     slow, paused, waited, window = Slow(single, dialogue, talks), 0, 0, 0
-    while any(play.open for play in plays):
+    while any(state.open for state in states):
         window += 1
         model = reference(engine.model.cfg, window)  # another for each version
         for one in (engine, single):
             fill(one, model, window)
-        (found,) = playing.serve([[play for play in plays if play.open]])
+        (found,) = playing.serve([[state for state in states if state.open]])
         if window == restart:
-            assert any(play.begun for play in found) and any(play.waits and play.turns for play in found)
+            assert any(state.begun for state in found) and any(state.waits and state.turns for state in found)
             playing = generator()
             found = pickle.loads(pickle.dumps(found))
         slow.window(window)
-        by_key = {(play.group, play.index): play for play in found}
-        plays = [by_key.get((play.group, play.index), play) for play in plays]
-        for play, talk in zip(plays, talks, strict=True):
-            made = [*play.turns, *([play.begun] if play.begun else [])]
+        by_key = {(state.group, state.index): state for state in found}
+        states = [by_key.get((state.group, state.index), state) for state in states]
+        for state, talk in zip(states, talks, strict=True):
+            made = [*state.turns, *([state.begun] if state.begun else [])]
             assert [[tuple(t.prompt), list(t.output), list(t.versions)] for t in made] == [
                 [prompt, tokens, versions] for prompt, tokens, _, versions in talk.turns
             ]
             for turn, (*_, logprobs, _) in zip(made, talk.turns, strict=True):
                 assert list(turn.logprobs) == pytest.approx(logprobs, abs=1e-5)
-            assert play.open == (not talk.ended)
-            assert play.waits == (slow.waiting.index(talk) + 1 if talk in slow.waiting else 0)
-            paused, waited = paused + bool(play.begun), waited + bool(play.waits)
+            assert state.open == (not talk.ended)
+            assert state.waits == (slow.waiting.index(talk) + 1 if talk in slow.waiting else 0)
+            paused, waited = paused + bool(state.begun), waited + bool(state.waits)
     assert paused > 3 and waited > 3 and window > 3 and max(len(talk.turns) for talk in talks) == TURNS
 
 
@@ -195,10 +195,10 @@ def window_of_two_ranks(folder):
     outside = TrajectoryContext(Pool(CFG, dialogue.tools, AnswerLog(folder, 0)), dialogue, CFG, 500, True)
     playing = player(engine, tokenizer, None, outside)
     try:
-        (found,) = playing.serve([[play for request in requests for play in playing.fresh(request, request.slot)]])
+        (found,) = playing.serve([[state for request in requests for state in playing.fresh(request, request.slot)]])
     except ConfigError as error:
         return error.key
-    return [bool(play.turns or play.begun) for play in found]
+    return [bool(state.turns or state.begun) for state in found]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from aligner.data.tool_calls import Call
 from aligner.environments.pool import Session
 from aligner.errors import DataError
 from aligner.ops.packing.turns import Turn
-from aligner.rollout.play import Play
+from aligner.rollout.sample_state import SampleState
 from aligner.rollout.store import InFlight, Store, read_description
 from aligner.types import Prompt, Stop
 from tests import stages
@@ -32,7 +32,7 @@ def said(prompt, *tokens, full=True):
 def answers():
     """As they are at the start: fresh, paused, ended."""
     fresh = [
-        Play(number, i, 10 * number + i, PROMPT, EnginePrompt("a b", PROMPT.tokens))
+        SampleState(number, i, 10 * number + i, PROMPT, EnginePrompt("a b", PROMPT.tokens))
         for number in (5, 8)
         for i in (0, 1)
     ]
@@ -44,7 +44,7 @@ def answers():
 def trajectories():
     """Of an environment that opened the prompt: one that pauses in its second turn, one whose tools work, one that was
     rendered anew, one that failed."""
-    fresh = [replace(play, session=Session(str(play.seed), 1, {"answer": "c"}), rollout=1) for play in answers()[0]]
+    fresh = [replace(state, session=Session(str(state.seed), 1, {"answer": "c"}), rollout=1) for state in answers()[0]]
     opened = replace(PROMPT, tokens=(7, 8, 9, 1), text="a b go", messages=(*PROMPT.messages, {"role": "user"}))
     first, asked = said(opened.tokens, 3, 2, full=False), [{"op": "reset", "seed": 1}, {"op": "turn", "calls": []}]
     more = {"prompt": opened, "turns": [first], "messages": [{"role": "assistant", "content": "x"}], "rewards": [0.1]}
@@ -62,58 +62,58 @@ def store(folder, key="this run"):
     return Store(folder, key, None, shared=True)  # its layout is not asked: rank 0 writes all
 
 
-def stored(folder, plays):
-    store(folder).write(3, 7, InFlight(2, [5, 8], plays))
+def stored(folder, states):
+    store(folder).write(3, 7, InFlight(2, [5, 8], states))
     return folder / "step-00000003"
 
 
-def read(folder, plays, key="this run", version=7, groups=(5, 8)):
-    return store(folder, key).read(3, version, InFlight(2, list(groups), plays))
+def read(folder, states, key="this run", version=7, groups=(5, 8)):
+    return store(folder, key).read(3, version, InFlight(2, list(groups), states))
 
 
 @pytest.mark.parametrize("kind", [answers, trajectories])
 def test_it_is_read_as_it_was_written(tmp_path, world, kind):
-    fresh, plays = kind()
-    stored(tmp_path, plays)
+    fresh, states = kind()
+    stored(tmp_path, states)
     found = read(tmp_path, fresh)
-    for one, other in zip(found.plays, plays, strict=True):
+    for one, other in zip(found.states, states, strict=True):
         assert vars(one) == vars(other)
 
 
 @pytest.mark.parametrize("other", [{"key": "another run"}, {"version": 6}, {"groups": (5, 9)}])
 def test_what_is_of_others_is_left_out_and_deleted(tmp_path, world, capsys, other):
     """Before anyone writes beside it."""
-    fresh, plays = answers()
-    folder = stored(tmp_path, plays)
+    fresh, states = answers()
+    folder = stored(tmp_path, states)
     assert read(tmp_path, fresh, **other) is None
     assert not folder.exists() and capsys.readouterr().out == ""
 
 
 def test_parts_of_ranks_are_read_on_any_number_of_them(tmp_path, world):
     """Two data-parallel ranks wrote a group each; one that has the second group, and one that has both, read them."""
-    fresh, plays = answers()
+    fresh, states = answers()
     routed = [torch.arange(4 + i).view(-1, 1, 1).to(torch.uint8) for i in range(4)]
-    for play, rows in zip(plays, routed, strict=True):
-        play.turns, play.begun = [replace(said(PROMPT.tokens, 6, 7), routing=rows)], None
-        play.stop, play.ended = Stop.ANSWER, 3
+    for state, rows in zip(states, routed, strict=True):
+        state.turns, state.begun = [replace(said(PROMPT.tokens, 6, 7), routing=rows)], None
+        state.stop, state.ended = Stop.ANSWER, 3
     for rank in (0, 1):
         layout = SimpleNamespace(peers=SimpleNamespace(rank=lambda: 0), dp_rank=rank, data=2)
-        Store(tmp_path, "this run", layout).write(3, 7, InFlight(2, [5, 8][rank : rank + 1], plays[2 * rank :][:2]))
+        Store(tmp_path, "this run", layout).write(3, 7, InFlight(2, [5, 8][rank : rank + 1], states[2 * rank :][:2]))
     second = store(tmp_path).read(3, 7, InFlight(2, [8], fresh[2:]))
     both = read(tmp_path, fresh)
-    assert [play.turns[0].output for play in second.plays] == [play.turns[0].output for play in plays[2:]]
-    for play, rows in zip([*second.plays, *both.plays], [*routed[2:], *routed], strict=True):
-        assert torch.equal(play.turns[0].routing, rows)
+    assert [state.turns[0].output for state in second.states] == [state.turns[0].output for state in states[2:]]
+    for state, rows in zip([*second.states, *both.states], [*routed[2:], *routed], strict=True):
+        assert torch.equal(state.turns[0].routing, rows)
 
 
 def test_groups_are_ready_in_the_order_in_which_their_last_samples_ended():
-    _, plays = answers()
-    for play, window in zip(plays, (3, 1, 2, 2), strict=True):
-        play.ended = window
-    flight = InFlight(2, [5, 8], plays)
+    _, states = answers()
+    for state, window in zip(states, (3, 1, 2, 2), strict=True):
+        state.ended = window
+    flight = InFlight(2, [5, 8], states)
     assert flight.ready() == [1, 0] and flight.take([1]).numbers == [8] and flight.open() == []
-    plays[3].ended = 0
-    assert flight.ready() == [0] and flight.open() == [plays[3]]
+    states[3].ended = 0
+    assert flight.ready() == [0] and flight.open() == [states[3]]
 
 
 @pytest.mark.parametrize(

@@ -8,32 +8,32 @@ from types import SimpleNamespace
 
 import pytest
 
-from aligner.rollout.turn_pool import Turns
+from aligner.rollout.turn_pool import TurnPool
 
 SLOTS, TURNS = 4, 3
 
 
 class Engine:
-    """Each turn takes as many steps as its play and number say; at most SLOTS plays at a time."""
+    """Each turn takes as many steps as its sample and number say; at most SLOTS samples at a time."""
 
-    def __init__(self, plays, counted, answer):
+    def __init__(self, samples, counted, answer):
         self.answer, self.told, self.steps, self.waits = answer, [], 0, threading.Event()
-        self.turns = Turns(1, plays, plays, [], self.hear, self.say, lambda play: play.number, counted)
-        for number in range(plays):
-            given, state = SimpleNamespace(tokens=(number,)), {"group": 0, "open": True, "asked": None}
-            state |= {"paused_tokens": (), "input_tokens": given.tokens}
-            self.turns.ready.append(SimpleNamespace(number=number, turns=[], next_prompt=given, **state))
+        self.turns = TurnPool(1, samples, samples, [], self.hear, self.say, lambda state: state.number, counted)
+        for number in range(samples):
+            prompt, fields = SimpleNamespace(tokens=(number,)), {"group": 0, "open": True, "asked": None}
+            fields |= {"paused_tokens": (), "input_tokens": prompt.tokens}
+            self.turns.ready.append(SimpleNamespace(number=number, turns=[], next_prompt=prompt, **fields))
 
-    def say(self, play, tokens, logprobs, stopped):
-        play.turns.append(tokens)
-        play.open = len(play.turns) < TURNS
-        play.asked = Future()
-        self.answer(play)
+    def say(self, state, tokens, logprobs, stopped):
+        state.turns.append(tokens)
+        state.open = len(state.turns) < TURNS
+        state.asked = Future()
+        self.answer(state)
 
-    def hear(self, play):
-        if not play.asked.done():
+    def hear(self, state):
+        if not state.asked.done():
             self.waits.set()
-        play.asked = play.asked.result()
+        state.asked = state.asked.result()
 
     def __call__(self):
         waiting, running = [], {}
@@ -44,9 +44,9 @@ class Engine:
                 waiting += range(row, row + sum(len(one.seeds) for one in taken))
             while waiting and len(running) < SLOTS:
                 row = waiting.pop(0)
-                play, turn = self.turns.taken[row]
-                running[row] = 1 + (7 * play.number + 3 * turn) % 5
-                self.told.append((self.steps, play.number, turn))
+                state, turn = self.turns.taken[row]
+                running[row] = 1 + (7 * state.number + 3 * turn) % 5
+                self.told.append((self.steps, state.number, turn))
             if not running:
                 return self.told
             self.steps += 1
@@ -57,23 +57,23 @@ class Engine:
                 assert self.turns.may_continue(row) == self.turns.taken[row][0].open
 
 
-def late(play):
-    threading.Timer(0.02 * random.random(), play.asked.set_result, (None,)).start()
+def late(state):
+    threading.Timer(0.02 * random.random(), state.asked.set_result, (None,)).start()
 
 
-@pytest.mark.parametrize("plays", [1, 3, 4, 11])
-def test_who_goes_on_when_does_not_depend_on_when_tools_answer(plays):
-    told = [Engine(plays, True, answer)() for answer in (late, late, lambda play: play.asked.set_result(None))]
+@pytest.mark.parametrize("samples", [1, 3, 4, 11])
+def test_who_goes_on_when_does_not_depend_on_when_tools_answer(samples):
+    told = [Engine(samples, True, answer)() for answer in (late, late, lambda state: state.asked.set_result(None))]
     assert told[0] == told[1] == told[2]
-    assert sorted(entry[1:] for entry in told[0]) == [(i, k) for i in range(plays) for k in range(TURNS)]
+    assert sorted(entry[1:] for entry in told[0]) == [(i, k) for i in range(samples) for k in range(TURNS)]
 
 
 def test_nobody_waits_for_a_late_tool_while_others_are_there():
-    """One tool that answers when all others have ended: counted, when half of the plays have come to wait for it."""
+    """One tool that answers when all others have ended: counted, when half of the samples have come to wait for it."""
 
-    def answer(play):
-        if (play.number, len(play.turns)) != (0, 1):
-            play.asked.set_result(None)
+    def answer(state):
+        if (state.number, len(state.turns)) != (0, 1):
+            state.asked.set_result(None)
 
     engine = Engine(6, False, answer)
     threading.Thread(target=engine, daemon=True).start()
@@ -92,7 +92,7 @@ def test_nobody_waits_for_a_late_tool_while_others_are_there():
 @pytest.mark.parametrize("counted, last", [(True, 3), (False, 0)])
 def test_what_is_needed_least_is_forgotten_first(counted, last):
     """Of rows that have ended in this order: one that has gone on since is not needed at all."""
-    turns = Engine(4, counted, lambda play: None).turns
+    turns = Engine(4, counted, lambda state: None).turns
     assert len(turns.take()) == 4
     for row in range(4):
         turns.finished(row, 0, [0], [0.0], True)

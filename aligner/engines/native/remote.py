@@ -90,13 +90,13 @@ class RemoteEngine(RolloutEngine):
         self._flight = flight = cache(partial(self._delivered, [len(s) for s in seeds], sampling.truncates))
         return lambda: require_finite(flight())
 
-    def play(self, requests: Sequence[Any]) -> Callable[[], list[Any]]:
-        """Order all ranks' requests from the engines' ranks (`OrderServer.play`); return, as `order` does, a function
+    def generate_trajectories(self, requests: Sequence[Any]) -> Callable[[], list[Any]]:
+        """Order all ranks' requests from the engines' ranks (`OrderServer`); return, as `order` does, a function
         that gives each engine rank's results for this rank."""
-        self._order("play")
+        self._order("trajectories")
         with self.bridge.contact():
             gathered(list(requests), self.bridge.group)
-        self._flight = flight = cache(self._played)
+        self._flight = flight = cache(self._trajectories)
         return flight
 
     def _delivered(self, wanted: list[int], cut: bool) -> Generations:
@@ -105,7 +105,7 @@ class RemoteEngine(RolloutEngine):
             none = nothing(cut, self.weight_version, self._routing)
             return self.fleet.deliver([], none, wanted, cut)
 
-    def _played(self) -> list[Any]:
+    def _trajectories(self) -> list[Any]:
         self._deliver()
         with self.bridge.contact():
             return dealt([None] * self.bridge.group.size(), self.bridge.group)[self.bridge.trainers :]

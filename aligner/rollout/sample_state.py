@@ -25,7 +25,7 @@ OPEN_ENDS = (Stop.ANSWER, Stop.DONE)  # the trajectory ended naturally; all othe
 
 
 @dataclass(eq=False)
-class Play:
+class SampleState:
     """The state of one sample between turns. Single-turn samples have one turn and no `session`."""
 
     group: int  # number of its group, or of its request among those generated together
@@ -102,13 +102,13 @@ def _array(kind: str, row: Tensor) -> array:
     return array(kind, row.to(DTYPES[kind]).numpy().tobytes())
 
 
-def by_prompt(plays: Iterable[Play]) -> list[list[Play]]:
+def by_prompt(states: Iterable[SampleState]) -> list[list[SampleState]]:
     """Return the samples of a request together that have the same next prompt, which the engine reads once. A paused
     sample is alone."""
-    together: dict[tuple[int, tuple[int, ...], int], list[Play]] = {}
-    for play in plays:
-        key = play.group, play.next_prompt.tokens, play.index if play.paused_tokens else -1
-        together.setdefault(key, []).append(play)
+    together: dict[tuple[int, tuple[int, ...], int], list[SampleState]] = {}
+    for state in states:
+        key = state.group, state.next_prompt.tokens, state.index if state.paused_tokens else -1
+        together.setdefault(key, []).append(state)
     return list(together.values())
 
 
@@ -124,13 +124,13 @@ class Response:
     forks: Sequence[int] | None = None  # number of the trajectory's row that a token is in; each row is rendered anew
 
 
-def response_of(play: Play) -> Response:
+def response_of(state: SampleState) -> Response:
     """Return a trajectory's rows end to end, without the prompt of the first."""
-    if play.session is None:
-        (turn,) = play.turns
+    if state.session is None:
+        (turn,) = state.turns
         return Response(turn.output, turn.logprobs, turn.full, turn.versions or ())
-    joined, forks, start = Row(), list[int](), len(play.prompt.tokens)
-    for number, row in enumerate(rows_of(play.turns)):
+    joined, forks, start = Row(), list[int](), len(state.prompt.tokens)
+    for number, row in enumerate(rows_of(state.turns)):
         cut = start if number == 0 else 0
         joined.tokens += row.tokens[cut:]
         joined.made += row.made[cut:]
@@ -141,6 +141,6 @@ def response_of(play: Play) -> Response:
     return Response(joined.tokens, joined.logprobs, joined.full, joined.versions, joined.made, forks)
 
 
-def oldest_version(plays: Iterable[Play], default: int) -> int:
+def oldest_version(states: Iterable[SampleState], default: int) -> int:
     """Return the oldest version of the weights that made any of their tokens."""
-    return min((min(turn.versions) for play in plays for turn in play.turns if turn.versions), default=default)
+    return min((min(turn.versions) for state in states for turn in state.turns if turn.versions), default=default)
