@@ -97,7 +97,7 @@ def played(
     name = f"{'late' if slow else 'instant'} tools, {'by counts' if counted else 'as they answer'}"
     task = progress.add_task(name, total=talks * TURNS)
 
-    def say(talk: Talk, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
+    def take_response(talk: Talk, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
         talk.turns.append(tokens)
         progress.advance(task)
         if talk.open:
@@ -105,7 +105,7 @@ def played(
             calls = [{"name": "wait", "arguments": {"seconds": wait_s}}]
             talk.asked = pool.ask(talk.session, "turn", calls=calls)
 
-    def hear(talk: Talk) -> None:
+    def take_result(talk: Talk) -> None:
         answer, talk.asked = talk.asked.result(), None
         assert answer["value"]["texts"] == ["done"], answer
         told = some(vocabulary, TOLD, talk.group, len(talk.turns))
@@ -116,7 +116,7 @@ def played(
     ]
     longest = PROMPT + (TURNS - 1) * (MOST + TOLD)
     seed = lambda talk: 1000 * talk.group + len(talk.turns)  # noqa: E731
-    turns = TurnPool(longest, talks, talks, ready, hear, say, seed, counted)  # type: ignore[arg-type]
+    turns = TurnPool(longest, talks, talks, ready, take_result, take_response, seed, counted)  # type: ignore[arg-type]
     since = time.perf_counter()
     stops = tuple(range(vocabulary // ANSWER))
     generations = engine.serve(turns, turns.asked, turns.finished, SamplingParams(MOST, stop_token_ids=stops))

@@ -63,7 +63,7 @@ from aligner.megatron.train import ShardedModel
 from aligner.refit import serve
 from aligner.refit.transfer import Refit
 from aligner.rollout.player import Player
-from aligner.rollout.samples_file import Sampled
+from aligner.rollout.samples_file import SamplesFile
 from aligner.rollout.score import Scorer
 from aligner.rollout.store import Store
 from aligner.run.loop import Run
@@ -105,12 +105,12 @@ POINTS: dict[str, tuple[object, str]] = {
     "a record of metrics": (MetricsLogger, "_write"),
     "a refit": (Refit, "__call__"),
     "a bucket of a refit": (Refit, "_ask"),
-    "generation": (Player, "go_on"),
+    "generation": (Player, "advance"),
     "scoring": (Scorer, "__call__"),
     "an answer from outside": (AnswerLog, "write"),
     "a stored rollout": (Store, "write"),
-    "samples in their file": (Sampled, "append"),
-    "files of samples": (Sampled, "finish"),
+    "samples in their file": (SamplesFile, "append"),
+    "files of samples": (SamplesFile, "finish"),
     "a minibatch": (ShardedModel, "step"),
     "an epoch": (IndexStream, "take"),
     "an evaluation": (Run, "_evaluate"),

@@ -15,13 +15,13 @@ from aligner.errors import DataError
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.player import Player
 from aligner.rollout.references import check_rows
-from aligner.rollout.samples import Samples
-from aligner.rollout.samples_file import Sampled, answer_of
+from aligner.rollout.samples import SampleBatches
+from aligner.rollout.samples_file import SamplesFile, answer_of
 from aligner.rollout.score import Scorer
 from aligner.rollout.source import Weights
 
 
-def make_samples(job: Job, reward_model: RewardModel | None) -> tuple[Samples, Sampled]:
+def make_samples(job: Job, reward_model: RewardModel | None) -> tuple[SampleBatches, SamplesFile]:
     """Make their source, and the files that keep them."""
     cfg, peers = job.cfg, job.layout.peers
     policy, rewards = make_sampler(job), make_rewards(job, reward_model)
@@ -34,7 +34,7 @@ def make_samples(job: Job, reward_model: RewardModel | None) -> tuple[Samples, S
         _check_answers(prompts)
     refit = make_refit(job, policy.model)
     sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
-    samples = Samples(
+    samples = SampleBatches(
         Weights(refit, make_verifier(job, refit, policy, prompts), job.timers),
         Player(refit.engine, job.tokenizer, sampling, peers, job.timers),
         Scorer(rewards, peers, job.timers),
@@ -43,7 +43,7 @@ def make_samples(job: Job, reward_model: RewardModel | None) -> tuple[Samples, S
         job.layout,
         cfg,
     )
-    return samples, Sampled(Path(cfg.run.dir))
+    return samples, SamplesFile(Path(cfg.run.dir))
 
 
 def _check_answers(prompts: PromptDataset) -> None:

@@ -140,7 +140,7 @@ def _requests(collectives: Collectives) -> None:
         )
 
     Fleet.gather, Fleet.deliver = gathered, delivered
-    Player.__call__, Player.go_on = counted(Player.__call__), counted(Player.go_on)
+    Player.__call__, Player.advance = counted(Player.__call__), counted(Player.advance)
     FleetEngine._generate_share = Replicated._generate_share  # no other rank takes or gives chunks
 
 

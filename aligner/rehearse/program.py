@@ -142,7 +142,7 @@ def _rollouts() -> None:
     from aligner.rollout.sample_state import SampleState, by_prompt
     from aligner.rollout.score import Scorer
 
-    go_on = Player.go_on
+    advance = Player.advance
 
     def asked(self: Player, together: ByPrompt) -> ByPrompt:
         """Return this replica's share of all ranks' samples. Every rank asks engines on other ranks."""
@@ -160,7 +160,7 @@ def _rollouts() -> None:
     def gone_on(
         self: Player, together: ByPrompt, sampling: Any = None, score: Any = None
     ) -> Callable[[], list[SampleState]]:
-        answer = go_on(self, asked(self, together) * self.peers.size(), sampling)  # of which it takes its share
+        answer = advance(self, asked(self, together) * self.peers.size(), sampling)  # of which it takes its share
         return lambda: answer() and answered(self, [state for same in together for state in same])
 
     def answered(self: Player, states: list[SampleState]) -> list[SampleState]:
@@ -182,7 +182,7 @@ def _rollouts() -> None:
             groups.components = functions | self.rewards.models(groups.samples)
         return groups
 
-    Player.__call__, Player.go_on, Scorer.__call__ = called, gone_on, score
+    Player.__call__, Player.advance, Scorer.__call__ = called, gone_on, score
 
 
 def _checkpoints(device: RehearsedDevice) -> None:

@@ -134,7 +134,7 @@ class AgentPlayer(TurnPlayer):
         if state.dialogue is None:
             self._end(state, Stop.TEMPLATE)
         else:
-            self._go_on(state, state.dialogue, sampling)
+            self._continue(state, state.dialogue, sampling)
 
     def _taken(self, state: AgentSampleState, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the messages of a request; the model's own are those of its tokens."""

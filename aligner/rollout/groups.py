@@ -67,7 +67,7 @@ def by_slot(groups: Groups) -> Groups:
 
 
 @dataclass
-class Refill:
+class GroupFilter:
     """The open slots, the same on every rank; counts of generated and dropped prompts so far."""
 
     prompts: int
@@ -109,12 +109,12 @@ class Refill:
         for index, slot in enumerate(groups.slots):
             if good[index]:
                 first.setdefault(slot, index)
-        self._tell(
+        self._add_round(
             list(first), len(groups.slots), sum(good), [v for v, ok in zip(scores.raw, scores.valid, strict=True) if ok]
         )
         return groups.take(list(first.values()))
 
-    def _tell(self, filled: list[int], generated: int, accepted: int, raw: list[float]) -> None:
+    def _add_round(self, filled: list[int], generated: int, accepted: int, raw: list[float]) -> None:
         """Add this rank's round to the state of all ranks."""
         counts: Tensor = torch.zeros(self.prompts + 4, dtype=torch.float64)
         counts[filled] = 1

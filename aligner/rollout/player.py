@@ -76,7 +76,7 @@ class Player:
         """Return `fresh` of each number and request."""
         return [state for number, one in zip(numbers, requests, strict=True) for state in self.fresh(one, number)]
 
-    def go_on(
+    def advance(
         self, together: ByPrompt, sampling: SamplingParams | None = None, score: Score | None = None
     ) -> Callable[[], list[SampleState]]:
         """Let the engines continue these samples, to their ends or through a window. Return a function that waits

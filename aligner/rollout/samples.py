@@ -32,7 +32,7 @@ BEFORE = -2  # in the seeds of requests round r is rollout -2 - r; training roll
 
 
 @dataclass
-class Samples:
+class SampleBatches:
     weights: Weights
     player: Player
     score: Scorer

@@ -57,7 +57,7 @@ def answer_of(fields: Mapping[str, Any]) -> select.Text | None:
     return fields.get("completion")
 
 
-class Sampled:
+class SamplesFile:
     """The file all.jsonl. Records that a checkpoint counts are permanent; a killed run's later ones are written
     again. On rank 0 alone."""
 

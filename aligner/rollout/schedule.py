@@ -205,7 +205,7 @@ class Schedule:
             return
         if self.window:  # all ranks have all samples: each generates its share
             together = together[share(len(together), self.ranks.size(), self.ranks.rank())]
-        self._answer = self.player.go_on(together, sampling, score)
+        self._answer = self.player.advance(together, sampling, score)
 
     def _admit(self) -> None:
         """Admit the groups of the next rollout."""

@@ -22,7 +22,7 @@ from aligner.refit.transfer import Refit
 from aligner.refit.verify import Verifier
 from aligner.rewards.composite import Scores
 from aligner.rollout.collate import collate
-from aligner.rollout.groups import Groups, Refill, by_slot, join_groups
+from aligner.rollout.groups import GroupFilter, Groups, by_slot, join_groups
 from aligner.rollout.player import Player, Score
 from aligner.rollout.requests import Request, Requests
 from aligner.rollout.schedule import Schedule
@@ -131,13 +131,13 @@ class RolloutSource:
         """Generate rounds until every slot has a group with different rewards; see `rollout/groups.py`."""
         requests, kept, each = self.requests, [], self.algorithm.advantage == "gdpo"
         requests.begin(step)
-        refill = Refill(requests.slots, requests.group, self.algorithm.filter_rounds, self.ranks, each)
-        while refill.open:
-            groups = self.score(self.schedule.at_once(requests.take(refill.wanted()), score=early))
+        group_filter = GroupFilter(requests.slots, requests.group, self.algorithm.filter_rounds, self.ranks, each)
+        while group_filter.open:
+            groups = self.score(self.schedule.at_once(requests.take(group_filter.wanted()), score=early))
             # the running statistics of reward.normalize see kept groups only, once
-            kept.append(refill.keep(groups, self.score.combined(groups, update=False)))
+            kept.append(group_filter.keep(groups, self.score.combined(groups, update=False)))
         kept = [groups for groups in kept if groups.slots] or kept[:1]  # a round may have none of this rank's
-        return by_slot(join_groups(kept)), refill.metrics()
+        return by_slot(join_groups(kept)), group_filter.metrics()
 
     def _batch(self, groups: Groups) -> tuple[RolloutBatch, Scores]:
         slots = torch.tensor(groups.slots).repeat_interleave(groups.size)

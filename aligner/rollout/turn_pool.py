@@ -13,8 +13,8 @@ from aligner.rollout.sample_state import SampleState, by_prompt
 
 @dataclass
 class TurnPool(PromptPool):
-    """A pool of turns. `hear` takes the answer of a sample's tools, `say` the engine's response. A sample is open until
-    it has a `stop`, and has `asked` while its tools work.
+    """A pool of turns. `take_result` takes the answer of a sample's tools, `take_response` the engine's response. A
+    sample is open until it has a `stop`, and has `asked` while its tools work.
 
     `counted`: the order of samples depends on their numbers alone, never on the time of an answer. While half of the
     open samples, or a full batch of them, are with the engine, it continues these. Otherwise the sample that has
@@ -23,8 +23,8 @@ class TurnPool(PromptPool):
     """
 
     ready: list[SampleState]
-    hear: Callable[[SampleState], None]
-    say: Callable[[SampleState, list[int], list[float], bool], None]
+    take_result: Callable[[SampleState], None]
+    take_response: Callable[[SampleState, list[int], list[float], bool], None]
     seed: Callable[[SampleState], int]
     counted: bool
     windowed: bool = False
@@ -39,7 +39,7 @@ class TurnPool(PromptPool):
         """Return whether a prompt is ready. If there is nothing else to do, wait for the first tool's answer."""
         if self.counted:
             while self.waiting and self._few(active + len(self.ready), slots):
-                self._hear(self.waiting[:1])
+                self._take_results(self.waiting[:1])
             return bool(self.ready)
         self._listen()
         while not (active or self.ready) and self.waiting:
@@ -64,7 +64,7 @@ class TurnPool(PromptPool):
 
     def finished(self, number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
         state = self.taken[number][0]
-        self.say(state, tokens, logprobs, stopped)
+        self.take_response(state, tokens, logprobs, stopped)
         if state.open:
             self.waiting.append(state)
 
@@ -79,11 +79,11 @@ class TurnPool(PromptPool):
         return past[0] if past else rows[-1 if self.counted else 0]
 
     def _listen(self) -> None:
-        self._hear([state for state in self.waiting if state.asked is not None and state.asked.done()])
+        self._take_results([state for state in self.waiting if state.asked is not None and state.asked.done()])
 
-    def _hear(self, states: list[SampleState]) -> None:
+    def _take_results(self, states: list[SampleState]) -> None:
         self.waiting = [state for state in self.waiting if state not in states]
         for state in states:
-            self.hear(state)
+            self.take_result(state)
             if state.open:
                 self.ready.append(state)

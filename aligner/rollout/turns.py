@@ -129,7 +129,7 @@ class TurnPlayer(Player):
                 turns = self._turns(states, sampling)
                 self._served(turns, sampling)
                 waiting = turns.waiting
-                self._heard([state for state in states if not state.open], sampling)
+                self._take_results([state for state in states if not state.open], sampling)
         self._leave(states, waiting)
 
     def _take_up(self, states: Sequence[SampleState]) -> None:
@@ -165,8 +165,8 @@ class TurnPlayer(Player):
             prompts=len(going),
             rows=len(going),
             ready=[state for state in going if state.asked is None],
-            hear=lambda state: self._hear(state, sampling),
-            say=self._answered,
+            take_result=lambda state: self._take_result(state, sampling),
+            take_response=self._answered,
             seed=self._seed,
             counted=self.pace == TurnAdmission.COUNTS,
             windowed=self.window > 0,
@@ -185,12 +185,12 @@ class TurnPlayer(Player):
     def _in_rounds(self, states: list[SampleState], sampling: SamplingParams) -> None:
         while int(max_over(torch.tensor(sum(state.open for state in states)), dist.group.WORLD)):
             self._round([state for state in states if state.open], sampling)
-            self._heard(states, sampling)
+            self._take_results(states, sampling)
 
-    def _heard(self, states: list[SampleState], sampling: SamplingParams) -> None:
+    def _take_results(self, states: list[SampleState], sampling: SamplingParams) -> None:
         for state in states:
             while state.asked is not None:
-                self._hear(state, sampling)
+                self._take_result(state, sampling)
 
     def _begin(self, states: Sequence[SampleState], sampling: SamplingParams) -> None:
         for state in states:
@@ -200,7 +200,7 @@ class TurnPlayer(Player):
             answer, state.asked = state.asked.result(), None
             if self._works(state, answer):
                 self._opened(state, answer["value"])
-        self._heard(states, sampling)  # samples that have ended already
+        self._take_results(states, sampling)  # samples that have ended already
 
     def _reset(self, state: SampleState, sampling: SamplingParams) -> None:
         state.asked = self.pool.ask(state.session, "reset", seed=state.session.seed, row=state.session.row)
@@ -316,7 +316,7 @@ class TurnPlayer(Player):
         state.stop = stop
         state.asked = self.pool.ask(state.session, "score") if self.outside.scores and not state.failure else None
 
-    def _hear(self, state: SampleState, sampling: SamplingParams) -> None:
+    def _take_result(self, state: SampleState, sampling: SamplingParams) -> None:
         """Take the answer of tools or environment, once it is there: the trajectory continues, or ends."""
         assert state.asked is not None
         answer, state.asked = state.asked.result(), None
@@ -339,9 +339,9 @@ class TurnPlayer(Player):
         if value["done"]:
             self._end(state, Stop.DONE)
         else:
-            self._go_on(state, self.dialogue, sampling)
+            self._continue(state, self.dialogue, sampling)
 
-    def _go_on(self, state: SampleState, dialogue: Dialogue, sampling: SamplingParams) -> None:
+    def _continue(self, state: SampleState, dialogue: Dialogue, sampling: SamplingParams) -> None:
         cfg = self.cfg
         if len(state.turns) >= cfg.max_turns:
             self._end(state, Stop.TURNS)

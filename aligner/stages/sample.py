@@ -19,8 +19,8 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.builders.runs import make_run, saved_first
     from aligner.builders.samples import make_samples
     from aligner.ops.agree import by_rank_0
-    from aligner.rollout.samples import Samples
-    from aligner.rollout.samples_file import Record, Sampled
+    from aligner.rollout.samples import SampleBatches
+    from aligner.rollout.samples_file import Record, SamplesFile
     from aligner.run.loop import Run
     from aligner.run.sample_table import SampleRow
 
@@ -83,23 +83,23 @@ STAGE = Stage(
 
 def main(job: Job) -> None:
     cfg, reward_model = job.cfg, make_reward_model(job)
-    samples, sampled = make_samples(job, reward_model)
+    samples, samples_file = make_samples(job, reward_model)
     cfg.run.steps = min(cfg.run.steps or samples.batches, samples.batches)
-    run = make_run(job, {}, {"sampled": sampled})
+    run = make_run(job, {}, {"sampled": samples_file})
     with saved_first(run):
-        sample(run, samples, sampled)
+        sample(run, samples, samples_file)
     rewards = bool(samples.score.rewards.rewards)
-    for name, count in by_rank_0(lambda: sampled.finish(cfg.stage.sample, rewards)).items():
-        job.say(f"{sampled.path.with_name(name)}: {count} rows")
+    for name, count in by_rank_0(lambda: samples_file.finish(cfg.stage.sample, rewards)).items():
+        job.say(f"{samples_file.path.with_name(name)}: {count} rows")
     run.logger.close()
 
 
-def sample(run: Run, samples: Samples, sampled: Sampled) -> None:
+def sample(run: Run, samples: SampleBatches, samples_file: SamplesFile) -> None:
     cfg = samples.cfg
     for step in run.steps():
         records, metrics = samples.next(step)
         with run.timers("store"):
-            by_rank_0(partial(sampled.append, records))
+            by_rank_0(partial(samples_file.append, records))
         count = len(samples.slots(step)) * cfg.batch.group
         shown = [sample_row(record, cfg.stage.sample.column) for record in records[: cfg.logging.samples_shown]]
         run.finish(step, metrics, shown, metrics["response/tokens_mean"] * count, count)

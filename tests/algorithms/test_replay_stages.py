@@ -40,7 +40,7 @@ def test_a_stored_rollout_has_its_routing(tiny_data, tmp_path, replayed, monkeyp
     with stages.power_cut_in_update(3), pytest.raises(stages.PowerCut):
         stages.stage("grpo", tiny_data, run, *REPLAY, "debug.record=3")
     assert stages.checkpoints(run) == [2] and (run / "pending_rollouts" / "step-00000003").is_dir()
-    monkeypatch.delattr(Player, "go_on")
+    monkeypatch.delattr(Player, "advance")
     stages.stage("grpo", tiny_data, run, *REPLAY, "debug.record=3")
     assert stages.same_weights(run, replayed) and stages.differences(run, replayed) == []
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from aligner.errors import CheckpointError
-from aligner.rollout.samples_file import Sampled
+from aligner.rollout.samples_file import SamplesFile
 from tests import stages
 from tests.stages import PowerCut
 
@@ -44,7 +44,7 @@ def test_every_sample_is_there_in_the_order_of_the_data(whole, tiny_data):
 @pytest.mark.parametrize("written", [0.0, 0.5, 1.0])
 def test_killed_in_the_middle_of_a_write(whole, tiny_data, tiny_runs, tmp_path, monkeypatch, written):
     """In the second batch, of which a part is in the file."""
-    append, run, calls = Sampled.append, tmp_path / "run", []
+    append, run, calls = SamplesFile.append, tmp_path / "run", []
 
     def cut(self, records):
         calls.append(1)
@@ -59,7 +59,7 @@ def test_killed_in_the_middle_of_a_write(whole, tiny_data, tiny_runs, tmp_path, 
 
     more = [f"model.init={tiny_runs['sft']}", ABOVE]
     with monkeypatch.context() as patch, pytest.raises(PowerCut):
-        patch.setattr(Sampled, "append", cut)
+        patch.setattr(SamplesFile, "append", cut)
         stages.stage("sample", tiny_data, run, *more)
     assert not (run / "DONE").exists()
     stages.stage("sample", tiny_data, run, *more)

@@ -16,7 +16,7 @@ from aligner.errors import RewardError
 from aligner.ops.reduce import sum_over
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import RewardPipeline
-from aligner.rollout.groups import Refill
+from aligner.rollout.groups import GroupFilter
 from aligner.rollout.player import Player
 from aligner.rollout.requests import Requests
 from aligner.rollout.schedule import Schedule
@@ -182,10 +182,10 @@ def test_too_many_rounds_are_an_error_that_says_what_to_change(world):
 
 
 def test_refill_keeps_the_first_good_group_of_a_slot():
-    refill = Refill(prompts=6, group=2, rounds_allowed=3)
-    assert refill.wanted() == [0, 1, 2, 3, 4, 5]
-    refill.open = [1, 4]
-    assert refill.wanted() == [1, 4] * 3  # no more than `prompts` in a round
+    group_filter = GroupFilter(prompts=6, group=2, rounds_allowed=3)
+    assert group_filter.wanted() == [0, 1, 2, 3, 4, 5]
+    group_filter.open = [1, 4]
+    assert group_filter.wanted() == [1, 4] * 3  # no more than `prompts` in a round
 
 
 @pytest.mark.parametrize("advantage, differ", [("grpo", "sum"), ("gdpo", "terms")])

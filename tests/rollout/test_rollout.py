@@ -244,7 +244,7 @@ def requests(ranks: int, tensor: int, monkeypatch) -> list[tuple]:
             made.begin(3)
             taken = made.take(range(8))
             player = Player(engine, Words(), SamplingParams(5), layout)
-            player.go_on([player.fresh(request, request.slot) for request in taken])
+            player.advance([player.fresh(request, request.slot) for request in taken])
             assert len(taken) == 8 // ranks and [request.slot for request in taken] == list(mine)
             found += engine.requests
     return found

@@ -18,19 +18,21 @@ class Engine:
 
     def __init__(self, samples, counted, answer):
         self.answer, self.told, self.steps, self.waits = answer, [], 0, threading.Event()
-        self.turns = TurnPool(1, samples, samples, [], self.hear, self.say, lambda state: state.number, counted)
+        self.turns = TurnPool(
+            1, samples, samples, [], self.take_result, self.take_response, lambda state: state.number, counted
+        )
         for number in range(samples):
             prompt, fields = SimpleNamespace(tokens=(number,)), {"group": 0, "open": True, "asked": None}
             fields |= {"paused_tokens": (), "input_tokens": prompt.tokens}
             self.turns.ready.append(SimpleNamespace(number=number, turns=[], next_prompt=prompt, **fields))
 
-    def say(self, state, tokens, logprobs, stopped):
+    def take_response(self, state, tokens, logprobs, stopped):
         state.turns.append(tokens)
         state.open = len(state.turns) < TURNS
         state.asked = Future()
         self.answer(state)
 
-    def hear(self, state):
+    def take_result(self, state):
         if not state.asked.done():
             self.waits.set()
         state.asked = state.asked.result()
