@@ -11,7 +11,7 @@ from aligner.errors import AlignerError
 from aligner.families.table import parameters
 from aligner.foreign import read_record
 from aligner.megatron.train import ShardedModel
-from aligner.megatron.transformer_engine import HERE
+from aligner.megatron.transformer_engine import TE
 
 
 def opening(job: Job, models: Mapping[str, ShardedModel]) -> Iterable[str]:
@@ -88,8 +88,8 @@ def _warnings(job: Job, dtype: str) -> Iterable[str]:
             f"WARNING: model.dtype=auto is {dtype} on this device, and {cfg.model.init} holds {stored}: the "
             f"export will be {dtype}. model.dtype={stored} keeps it"
         )
-    if HERE.broken:
-        yield f"WARNING: TransformerEngine is not used: {HERE.lacks}. model.kernels=own leaves it out without a warning"
+    if TE.broken:
+        yield f"WARNING: TransformerEngine is not used: {TE.lacks}. model.kernels=own leaves it out without a warning"
     warmup, learns = cfg.critic.warmup_steps, cfg.stage.name == "ppo" and not cfg.debug.rollout_only
     if learns and 0 < cfg.run.steps <= warmup:
         yield (

@@ -1,7 +1,7 @@
 """Orders from the ranks that train to the last ranks of the job, which only generate, and their answers.
 
     order    by the trainer's rank 0, through the store: ranks that only generate wait for it without a time limit, and
-             come to it (`roll.py`)
+             come to it (`order_barrier.py`)
     answer   of those that generate, to all ranks
     dismiss  the last order; `well` tells how the trainer's ranks ended
 
@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from aligner import errors
 from aligner.cluster.seal import Seal
+from aligner.engines.order_barrier import POLL_S, OrderBarrier
 from aligner.engines.orders import decode, encode
-from aligner.engines.roll_call import POLL_S, RollCall
 from aligner.errors import AlignerError, EngineError, PeerError
 from aligner.ops.agree import by_rank_0
 
@@ -65,7 +65,7 @@ class Bridge:
     def __post_init__(self) -> None:
         self.rank = self.group.rank()
         self.engines = tuple(range(self.trainers, self.group.size()))  # ranks that generate
-        self.roll = RollCall(self.store, self.seal, self.silent_s)
+        self.barrier = OrderBarrier(self.store, self.seal, self.silent_s)
 
     @property
     def generates(self) -> bool:
@@ -74,7 +74,7 @@ class Bridge:
     def begin(self) -> None:
         """Send heartbeats until `dismiss` or `leave`, if this rank generates."""
         if self.generates:
-            self._heart.enter_context(self.roll.beating(self.rank))
+            self._heart.enter_context(self.barrier.beating(self.rank))
 
     # --- the trainer's side: every rank calls these together
 
@@ -95,11 +95,11 @@ class Bridge:
             raise EngineError(self._refused)
         number = self._orders
         with self.contact():
-            lost = self.roll.absent(number, self.engines)
-            self.roll.admit(number, not lost)
+            lost = self.barrier.missing(number, self.engines)
+            self.barrier.admit(number, not lost)
             # all have read the order before: they have come
             self.store.delete_key(_key(number - 1))
-            self.roll.forget(number - 1, self.engines)
+            self.barrier.forget(number - 1, self.engines)
         if lost:
             self._refused = f"{lost} (`{self._doing}`)"
             raise EngineError(self._refused)
@@ -139,10 +139,10 @@ class Bridge:
         place."""
         self._orders += 1
         with self.contact():
-            name, arguments = self.roll.wait(_key(self._orders))
+            name, arguments = self.barrier.wait(_key(self._orders))
             if name == DISMISS:
                 return name, tuple(arguments)
-            carried_out = self.roll.come(self._orders, self.rank)
+            carried_out = self.barrier.arrive(self._orders, self.rank)
         return (name, tuple(arguments)) if carried_out else (DISMISS, (False,))
 
     def answer(self, work: Callable[[], Any], version: Callable[[], int]) -> bool:
@@ -188,7 +188,7 @@ class Bridge:
             why = f"rank {self.rank} failed: {error}"
             self.store.compare_set(CAUSE, "", self.seal.close(why.encode(), CAUSE).hex())
             if self.generates:
-                self.roll.fail(self.rank, str(error))
+                self.barrier.fail(self.rank, str(error))
 
     @contextmanager
     def contact(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ from aligner.megatron.kernels import gelu_tanh
 from aligner.megatron.latent import LatentAttention
 from aligner.megatron.moe import ExpertLayer, StreamLayer
 from aligner.megatron.sharing import checkpoint_entries, with_fields
-from aligner.megatron.transformer_engine import HERE
+from aligner.megatron.transformer_engine import TE
 from aligner.megatron.variants import NormedAttention, NormedMLP, scale_embeddings
 from aligner.models.params import embedding_factor
 from aligner.ops.kernels.products import use_fast_products
@@ -53,7 +53,7 @@ class Head:
 
 
 def has_transformer_engine() -> bool:
-    return not HERE.lacks
+    return not TE.lacks
 
 
 def uses_transformer_engine(cfg: ModelConfig) -> bool:
@@ -223,7 +223,7 @@ def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) ->
     """Check that this machine and this model support what the config requests. Raises ConfigError."""
     check_te(cfg)
     if cfg.kernels == "te" and not has_transformer_engine():
-        raise ConfigError("model.kernels", "te", "auto or own", f"TransformerEngine is not used here: {HERE.lacks}.")
+        raise ConfigError("model.kernels", "te", "auto or own", f"TransformerEngine is not used here: {TE.lacks}.")
     if cfg.varlen_attention:
         varlen.check(cfg, dtype, device)
 

@@ -17,12 +17,12 @@ NAME, EXTENSION = "transformer_engine", "transformer_engine_torch"
 
 
 @dataclass
-class Presence:
+class Availability:
     lacks: str = ""  # why it is not used; empty: it is
     broken: bool = False  # installed, on a GPU, and of no use
 
 
-HERE = Presence("Megatron is not imported yet")
+TE = Availability("Megatron is not imported yet")
 
 
 def load(megatron: Callable[[], None]) -> None:
@@ -31,36 +31,36 @@ def load(megatron: Callable[[], None]) -> None:
     try:
         megatron()
     except Exception as error:
-        if HERE.lacks:
+        if TE.lacks:
             raise
-        _hide(Presence(f"Megatron-Core does not load with it: {_words(error)}", broken=True), "megatron")
+        _hide(Availability(f"Megatron-Core does not load with it: {_words(error)}", broken=True), "megatron")
         megatron()
 
 
 def settle(kernels: str) -> None:
     """Import it, or hide it, by `model.kernels`."""
     if kernels == "own":
-        _hide(Presence("model.kernels=own"))
+        _hide(Availability("model.kernels=own"))
     elif importlib.util.find_spec(NAME) is None:
-        _hide(Presence("it is not installed"))
+        _hide(Availability("it is not installed"))
     elif not torch.cuda.is_available():
-        _hide(Presence("there is no GPU"))
+        _hide(Availability("there is no GPU"))
     else:
         try:
             importlib.import_module(f"{NAME}.pytorch")  # which its own __init__ leaves out if it fails
         except Exception as error:
-            _hide(Presence(f"it does not import: {_words(error)}", broken=True))
+            _hide(Availability(f"it does not import: {_words(error)}", broken=True))
         else:
-            _be(Presence())
+            _note(Availability())
 
 
-def _be(presence: Presence) -> None:
-    HERE.lacks, HERE.broken = presence.lacks, presence.broken
+def _note(availability: Availability) -> None:
+    TE.lacks, TE.broken = availability.lacks, availability.broken
 
 
-def _hide(presence: Presence, *also: str) -> None:
+def _hide(availability: Availability, *also: str) -> None:
     """Hide it from Megatron, transformers and all others, and remove what a failed import has left."""
-    _be(presence)
+    _note(availability)
     for name in [name for name in sys.modules if name.split(".")[0] in (NAME, EXTENSION, *also)]:
         del sys.modules[name]
     sys.modules[NAME] = None  # type: ignore[assignment]  # an import then fails, and find_spec says None

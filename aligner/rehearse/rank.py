@@ -104,7 +104,7 @@ def rehearse(case: dict[str, Any], device: RehearsedDevice, collectives: Collect
     os.dup2(log.fileno(), 2)
     faulthandler.enable(log)
     from aligner.builders.stage import run_stage
-    from aligner.megatron.transformer_engine import HERE
+    from aligner.megatron.transformer_engine import TE
 
     torch.set_num_threads(1)  # makes the pools that a fork has lost, before two threads need them at once
     record, speaker = device.record, Path(case["speaker"])
@@ -125,7 +125,7 @@ def rehearse(case: dict[str, Any], device: RehearsedDevice, collectives: Collect
         record.fail(error)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     measured = {"rank": case["rank"], "cpu_s": time.process_time() - start, "host_bytes": usage.ru_maxrss * 1024}
-    measured["transformer_engine_lacks"] = HERE.lacks
+    measured["transformer_engine_lacks"] = TE.lacks
     write_whole(out, json.dumps(record.data() | measured))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -132,16 +132,16 @@ def _transformer_engine(kernels: str) -> Check:
     """Check it as the trainer would: it is tried when Megatron is imported."""
     name, use = "transformer_engine", "for fused Megatron layers on GPUs"
     try:
-        from aligner.megatron.transformer_engine import HERE
+        from aligner.megatron.transformer_engine import TE
     except ImportError:
         return Check(name, NONE, f"{use}; not checked without Megatron-Core")
-    if not HERE.lacks:
+    if not TE.lacks:
         return Check(name, OK, use)
     if kernels == "te":
-        return Check(name, FAIL, f"model.kernels=te: {HERE.lacks}")
-    if HERE.broken:
-        return Check(name, WARN, f"not used: {HERE.lacks}. model.kernels=own leaves it out without a warning")
-    return Check(name, NONE, f"not used: {HERE.lacks}; {use}: pip install 'aligner[te]'")
+        return Check(name, FAIL, f"model.kernels=te: {TE.lacks}")
+    if TE.broken:
+        return Check(name, WARN, f"not used: {TE.lacks}. model.kernels=own leaves it out without a warning")
+    return Check(name, NONE, f"not used: {TE.lacks}; {use}: pip install 'aligner[te]'")
 
 
 def _extras() -> Iterator[Check]:

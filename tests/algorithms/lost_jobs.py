@@ -15,7 +15,7 @@ import torch.distributed as dist
 from aligner.config.resolve import compose
 from aligner.engines import bridge
 from aligner.engines.native.engine import NativeEngine
-from aligner.engines.roll_call import RollCall
+from aligner.engines.order_barrier import OrderBarrier
 from aligner.errors import AlignerError
 from tests.run import jobs
 
@@ -25,7 +25,7 @@ def lose(arguments: list[str], rank: int, step: int, how: int = signal.SIGKILL) 
     decoding: what this rank prints and raises. Until then it is heard, and all others are, however late they are."""
     bridge.LAST_WORDS_S = 0.1
     calls, decode, out, me = [0], NativeEngine.step, io.StringIO(), dist.get_rank()
-    hear, heard, gone = RollCall._heard, count(), Path(compose(arguments).run.dir).with_name("gone")
+    last_beat, numbers, gone = OrderBarrier._last_beat, count(), Path(compose(arguments).run.dir).with_name("gone")
 
     def counted(engine: NativeEngine, *args, **kwargs):
         calls[0] += me == rank
@@ -34,11 +34,15 @@ def lose(arguments: list[str], rank: int, step: int, how: int = signal.SIGKILL) 
             os.kill(os.getpid(), how)
         return decode(engine, *args, **kwargs)
 
-    def loud(roll: RollCall, other: int) -> tuple[str, str, str]:
-        host, beat, why = hear(roll, other)
-        return host, beat if other == rank and gone.exists() else str(next(heard)), why
+    def loud(barrier: OrderBarrier, other: int) -> tuple[str, str, str]:
+        host, beat, why = last_beat(barrier, other)
+        return host, beat if other == rank and gone.exists() else str(next(numbers)), why
 
-    with patch.object(NativeEngine, "step", counted), patch.object(RollCall, "_heard", loud), redirect_stdout(out):
+    with (
+        patch.object(NativeEngine, "step", counted),
+        patch.object(OrderBarrier, "_last_beat", loud),
+        redirect_stdout(out),
+    ):
         try:
             jobs.run_stage(arguments)
         except AlignerError as error:

@@ -10,7 +10,7 @@ from aligner.builders.stage import run_stage
 from aligner.cluster.env import RankEnv
 from aligner.config.freeze import PENDING_NAME, freeze, freeze_start, load_frozen
 from aligner.config.resolve import compose
-from aligner.megatron.transformer_engine import HERE
+from aligner.megatron.transformer_engine import TE
 from aligner.plan.devices import GIB
 from tests import stages
 from tests.stages import overrides, same_weights
@@ -72,7 +72,7 @@ def test_transformer_engine_shares_no_prompts_and_gets_smaller_micro_batches(mem
     line = ["stage=online_dpo", "model=qwen3_0.6b", "data.max_prompt_tokens=4096"]
 
     def tokens(lacks: str, *more: str) -> int:
-        monkeypatch.setattr(HERE, "lacks", lacks)
+        monkeypatch.setattr(TE, "lacks", lacks)
         cfg = compose([*line, f"run.dir={tmp_path}", *more])
         sizes.decide(cfg, RankEnv(), torch.device("cuda"))
         assert cfg.model == compose([*line, *more]).model

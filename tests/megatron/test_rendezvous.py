@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from aligner.engines import bridge as bridge_module
-from aligner.engines import roll_call
+from aligner.engines import order_barrier
 from aligner.engines.bridge import Bridge
 from aligner.errors import EngineError, PeerError
 from aligner.megatron import rendezvous
@@ -76,7 +76,7 @@ def orders(mark: str) -> dict[str, Any]:
             bridge.order("second")  # which the outsider replaces by the first one, signed as it is
         except EngineError as error:
             return {"answers": said, "lost": str(error)}
-    before, roll_call.REFUSED_S = roll_call.REFUSED_S, 600.0  # until rank 0 has replaced what is forged
+    before, order_barrier.REFUSED_S = order_barrier.REFUSED_S, 600.0  # until rank 0 has replaced what is forged
     other = outsider()
     bridge.store.set("here", b"")
     bridge.store.get("here")  # a set is not answered: now it is there, for others too
@@ -93,13 +93,13 @@ def orders(mark: str) -> dict[str, Any]:
     while not other.check([prefix + bridge_module._key(2)]):
         pass
     other.set(prefix + bridge_module._key(2), sealed)
-    roll_call.REFUSED_S = 0.1
+    order_barrier.REFUSED_S = 0.1
     try:
         bridge.next_order()
     except PeerError as error:
         refused = str(error)
         bridge.tell(error)
-    roll_call.REFUSED_S = before
+    order_barrier.REFUSED_S = before
     return {"first": first, "refused": refused, "told": bridge._cause(), "executed": Path(mark).exists()}
 
 

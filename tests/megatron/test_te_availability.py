@@ -26,7 +26,7 @@ BROKEN = {
 @pytest.fixture
 def install(monkeypatch, tmp_path):
     """Puts a package of this name and `pytorch` in it where it is found, on a machine with a GPU."""
-    modules, was = dict(sys.modules), replace(te.HERE)
+    modules, was = dict(sys.modules), replace(te.TE)
     for name in [name for name in modules if name.startswith(te.NAME)]:
         del sys.modules[name]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -41,7 +41,7 @@ def install(monkeypatch, tmp_path):
     yield installed
     sys.modules.clear()
     sys.modules.update(modules)
-    te._be(was)
+    te._settled(was)
 
 
 def hidden() -> bool:
@@ -54,8 +54,8 @@ def hidden() -> bool:
 def test_one_that_does_not_load_is_told_and_hidden(install, kind):
     install(BROKEN[kind])
     te.settle("auto")
-    assert te.HERE.broken and te.HERE.lacks.startswith(f"it does not import: {kind}") and hidden()
-    assert "\n" not in te.HERE.lacks
+    assert te.TE.broken and te.TE.lacks.startswith(f"it does not import: {kind}") and hidden()
+    assert "\n" not in te.TE.lacks
     assert not model.uses_transformer_engine(LLAMA)
     with pytest.raises(ConfigError, match=rf"(?s)model\.kernels='te': expected auto or own.*{kind}"):
         model.check_kernels(replace(LLAMA, kernels="te"), torch.bfloat16, torch.device("cpu"))
@@ -64,27 +64,27 @@ def test_one_that_does_not_load_is_told_and_hidden(install, kind):
 def test_one_that_loads_is_used_unless_the_config_says_own(install):
     install("")
     te.settle("te")
-    assert not te.HERE.lacks and importlib.import_module(f"{te.NAME}.pytorch")
+    assert not te.TE.lacks and importlib.import_module(f"{te.NAME}.pytorch")
     assert model.uses_transformer_engine(LLAMA) and not model.uses_transformer_engine(replace(LLAMA, kernels="own"))
     model.check_kernels(replace(LLAMA, kernels="te"), torch.bfloat16, torch.device("cpu"))
     te.settle("own")
-    assert te.HERE.lacks == "model.kernels=own" and not te.HERE.broken and hidden()
+    assert te.TE.lacks == "model.kernels=own" and not te.TE.broken and hidden()
 
 
 def test_own_does_not_even_try_it(install):
     install("raise SystemExit('tried')")
     te.settle("own")
-    assert te.HERE.lacks == "model.kernels=own" and not te.HERE.broken
+    assert te.TE.lacks == "model.kernels=own" and not te.TE.broken
 
 
 def test_without_a_gpu_and_without_the_package(install, monkeypatch):
     te.settle("auto")
-    assert te.HERE.lacks == "it is not installed" and not te.HERE.broken
+    assert te.TE.lacks == "it is not installed" and not te.TE.broken
     sys.modules.pop(te.NAME)
     install("raise SystemExit('tried')")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     te.settle("auto")
-    assert te.HERE.lacks == "there is no GPU" and not te.HERE.broken
+    assert te.TE.lacks == "there is no GPU" and not te.TE.broken
 
 
 def test_megatron_that_does_not_load_with_it_loads_without(install):
@@ -97,7 +97,7 @@ def test_megatron_that_does_not_load_with_it_loads_without(install):
             raise AttributeError("module 'transformer_engine' has no attribute 'pytorch'")
 
     te.load(megatron)
-    assert tries == [True, False] and te.HERE.broken and "AttributeError" in te.HERE.lacks
+    assert tries == [True, False] and te.TE.broken and "AttributeError" in te.TE.lacks
 
     def never():
         raise ImportError("of its own")

@@ -1,13 +1,13 @@
-"""Presence of the ranks that generate. They come to every order after finishing earlier ones, and no order starts
-before all have come. So no rank enters a collective with one that has ended or hangs, unless that happens in that very
-moment.
+"""The barrier before each order. Ranks that generate arrive at it after finishing earlier ones, and no order starts
+before all have arrived. So no rank enters a collective with one that has ended or hangs, unless that happens in that
+very moment.
 
-    come    a rank that generates, for an order
-    absent  the trainer's rank 0 waits for them; a rank that does not come is lost once its heartbeat stops or it
-            reports a failure
-    admit   by rank 0: the order is carried out if all have come
+    arrive   a rank that generates, for an order
+    missing  the trainer's rank 0 waits for them; a rank that does not arrive is lost once its heartbeat stops or it
+             reports a failure
+    admit    by rank 0: the order is carried out if all have arrived
 
-Until a rank comes, one of its threads writes a heartbeat to the store that all ranks share.
+Until a rank arrives, one of its threads writes a heartbeat to the store that all ranks share.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ REFUSED_S = 10.0  # that a message without the job's signature may be in the pla
 
 
 @dataclass
-class RollCall:
-    """The presence of the ranks that generate. Every method raises what torch.distributed raises where the store is
+class OrderBarrier:
+    """The barrier of the ranks that generate. Every method raises what torch.distributed raises where the store is
     gone."""
 
     store: dist.Store
     seal: Seal
     silent_s: float  # without a heartbeat, after which a rank is lost
-    _why: str = field(default="", init=False)  # why this rank does not come any more
+    _why: str = field(default="", init=False)  # why this rank does not arrive any more
 
     # --- a rank that generates
 
@@ -52,14 +52,14 @@ class RollCall:
             try:
                 while not ended.wait(BEAT_S):
                     number += 1
-                    self._say(own, rank, str(number))
+                    self._beat(own, rank, str(number))
             except RuntimeError:  # the store ends with rank 0
                 return
             except BaseException as error:  # the trainer sees it as silence
                 print(f"error: rank {rank}: its heartbeat thread has failed: {error!r}", file=sys.stderr, flush=True)
 
         heart = threading.Thread(target=beat, name="heart", daemon=True)
-        self._say(own, rank, "0")
+        self._beat(own, rank, "0")
         heart.start()
         try:
             yield
@@ -68,24 +68,24 @@ class RollCall:
             heart.join()
 
     def fail(self, rank: int, why: str) -> None:
-        """Tell the trainer why this rank will not come any more."""
+        """Tell the trainer why this rank will not arrive any more."""
         self._why = why
-        self._say(self.store, rank, "")
+        self._beat(self.store, rank, "")
 
-    def come(self, number: int, rank: int) -> bool:
-        """Come to an order; return whether it is carried out."""
-        self.store.set(_came(number, rank), b"")
+    def arrive(self, number: int, rank: int) -> bool:
+        """Arrive at an order; return whether it is carried out."""
+        self.store.set(_arrived(number, rank), b"")
         return self.wait(_admitted(number))
 
     # --- the trainer's rank 0
 
-    def absent(self, number: int, ranks: Sequence[int]) -> str:
-        """Wait for these ranks; return why the first lost ones do not come, "" where all have come."""
+    def missing(self, number: int, ranks: Sequence[int]) -> str:
+        """Wait for these ranks; return why the first lost ones do not arrive, "" where all have."""
         beats: dict[int, str] = {}
         silent: dict[int, float] = {}
         started = last = time.monotonic()
         lost: list[str] = []
-        while not lost and not self.store.check([_came(number, rank) for rank in ranks]):
+        while not lost and not self.store.check([_arrived(number, rank) for rank in ranks]):
             now = time.monotonic()
             if now - last < BEAT_S:
                 nap(started)
@@ -93,9 +93,9 @@ class RollCall:
             # a pause of the whole job does not count as silence
             passed, last = min(now - last, 2 * BEAT_S), now
             for rank in ranks:
-                if self.store.check([_came(number, rank)]):
+                if self.store.check([_arrived(number, rank)]):
                     continue
-                host, beat, why = self._heard(rank)
+                host, beat, why = self._last_beat(rank)
                 silent[rank] = silent[rank] + passed if beat == beats.get(rank) else 0.0
                 beats[rank] = beat
                 if why or silent[rank] > self.silent_s:
@@ -103,13 +103,13 @@ class RollCall:
                     lost.append(f"rank {rank} on {host} {how}")
         return "; ".join(lost)
 
-    def admit(self, number: int, all_came: bool) -> None:
+    def admit(self, number: int, all_arrived: bool) -> None:
         key = _admitted(number)
-        self.store.set(key, self.seal.close(encode(all_came), key))
+        self.store.set(key, self.seal.close(encode(all_arrived), key))
 
     def forget(self, number: int, ranks: Collection[int]) -> None:
         """Delete the keys of an order that all have read."""
-        for key in (_admitted(number), *(_came(number, rank) for rank in ranks)):
+        for key in (_admitted(number), *(_arrived(number, rank) for rank in ranks)):
             self.store.delete_key(key)
 
     # --- both
@@ -129,11 +129,11 @@ class RollCall:
                     raise
                 time.sleep(POLL_S)
 
-    def _say(self, store: dist.Store, rank: int, beat: str) -> None:
+    def _beat(self, store: dist.Store, rank: int, beat: str) -> None:
         key = _pulse(rank)
         store.set(key, self.seal.close(encode([socket.gethostname(), beat, self._why]), key))
 
-    def _heard(self, rank: int) -> tuple[str, str, str]:
+    def _last_beat(self, rank: int) -> tuple[str, str, str]:
         """Return (host, number of the heartbeat, why it fails); empty ones for a rank that ended before its first
         heartbeat."""
         key = _pulse(rank)
@@ -149,7 +149,7 @@ def nap(since: float) -> None:
     time.sleep(min(LONGEST_S, 0.0005 + (time.monotonic() - since) / 100))
 
 
-def _came(number: int, rank: int) -> str:
+def _arrived(number: int, rank: int) -> str:
     return f"aligner/roll/{number}/{rank}"
 
 
