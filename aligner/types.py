@@ -271,7 +271,7 @@ class TrainBatch(TensorBatch):
         """Return the rows without the payloads of these kinds."""
         return replace(self, payloads=[payload for payload in self.payloads if not isinstance(payload, kinds)])
 
-    def beside(self, *payloads: TensorBatch) -> TrainBatch:
+    def with_payloads(self, *payloads: TensorBatch) -> TrainBatch:
         """Return the rows with these payloads in place of others of their kinds."""
         kept = self.without(*map(type, payloads))
         return replace(kept, payloads=[*kept.payloads, *payloads])

@@ -273,7 +273,7 @@ def with_numbers(mine: TrainBatch) -> TrainBatch:
     """Pairs with margins, rewards and weights."""
     known = mine.of(LabelTargets)
     labels = torch.stack([known.labels, known.labels, torch.ones_like(known.labels)], 1)
-    return mine.beside(LabelTargets(labels, known.ref_logprobs))
+    return mine.with_payloads(LabelTargets(labels, known.ref_logprobs))
 
 
 def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
@@ -317,7 +317,7 @@ def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
         elif stage == "grpo_proxy":
             mask, targets = mine.loss_mask, mine.of(PolicyTargets)
             engine = {"old_logprobs": None, "rollout_logprobs": targets.old_logprobs, "response_mask": mask}
-            mine = mine.beside(replace(targets, **engine, versions=mine.tokens % 3))
+            mine = mine.with_payloads(replace(targets, **engine, versions=mine.tokens % 3))
             anchor = Anchor("proxy", MismatchConfig("tis_token"), 2, 4)
             loss = policy_loss(mine, AlgorithmConfig(), 0.0, 16, group, anchor)
         else:

@@ -72,7 +72,7 @@ def with_advantages(
     part = rows.select(torch.tensor(at))
     targets = part.of(PolicyTargets)
     own = {"advantages": advantages, "rollout_logprobs": targets.old_logprobs, "row_keys": keys(rollout, at)}
-    return part.beside(replace(targets, **own)).trim()
+    return part.with_payloads(replace(targets, **own)).trim()
 
 
 FUNCTIONS = [RewardFunctionConfig(path="module:a"), RewardFunctionConfig(path="module:b", weight=0.5)]

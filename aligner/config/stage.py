@@ -43,7 +43,7 @@ class Stage:
     scores: bool = False  # the trained model has a head of scores; otherwise it is a language model
     unit: str = "sequences"  # what batch.sequences counts
     rows: Callable[[Config], int] = _one  # rows per unit
-    beside: Callable[[Config], tuple[str, ...]] = _none  # models besides model.init's: reference, teacher, critic
+    other_models: Callable[[Config], tuple[str, ...]] = _none  # models besides model.init's: reference, teacher, critic
     # model -> how often it reads the rows of a step, without gradient, before the update
     passes: Callable[[Config], dict[str, float]] = _once
     answers: bool = True  # its evaluation may generate answers to data.eval, to be scored

@@ -24,14 +24,14 @@ def collate_sft(items: Sequence[SftItem], pad_id: int) -> TrainBatch:
         documents, _ = _pad(numbers, 0, np.int64)
     batch = TrainBatch(tokens, lengths, mask, documents=documents)
     if items[0].told_by is not None:
-        batch = batch.beside(TeacherNumbers(torch.tensor([item.told_by for item in items])))
+        batch = batch.with_payloads(TeacherNumbers(torch.tensor([item.told_by for item in items])))
     targets = [item.teacher for item in items if item.teacher is not None]
     if targets:
         logprobs, ids = (torch.from_numpy(np.concatenate(side)) for side in zip(*targets, strict=True))
         all_logprobs = torch.zeros(*mask.shape, logprobs.shape[1])
         all_ids = torch.zeros(all_logprobs.shape, dtype=torch.int64)
         all_logprobs[mask.bool()], all_ids[mask.bool()] = logprobs, ids.long()
-        batch = batch.beside(TeacherTargets(all_logprobs, all_ids))
+        batch = batch.with_payloads(TeacherTargets(all_logprobs, all_ids))
     return batch
 
 
@@ -55,7 +55,7 @@ def collate_pairs(items: Sequence[PairItem], pad_id: int) -> TrainBatch:
     numbers = [(i.margin, reward, i.weight) for i in items for reward in (i.chosen_reward, i.rejected_reward)]
     stored = [row for item in items if item.reference is not None for row in item.reference]
     reference = _pad(stored, 0.0, np.float32)[0] if stored else None
-    return batch.beside(LabelTargets(torch.tensor(numbers, dtype=torch.float32), reference))
+    return batch.with_payloads(LabelTargets(torch.tensor(numbers, dtype=torch.float32), reference))
 
 
 def collate_unpaired(items: Sequence[UnpairedItem], pad_id: int) -> TrainBatch:
@@ -71,7 +71,7 @@ def collate_unpaired(items: Sequence[UnpairedItem], pad_id: int) -> TrainBatch:
     if items[0].reference is not None:
         none = [item.reference if answer is item.answer else np.zeros(len(answer.tokens)) for item, answer in rows]
         reference = _pad(none, 0.0, np.float32)[0]
-    return batch.beside(LabelTargets(labels, reference))
+    return batch.with_payloads(LabelTargets(labels, reference))
 
 
 def collate_scored(items: Sequence[ScoredItem], pad_id: int) -> TrainBatch:

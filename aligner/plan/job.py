@@ -271,14 +271,14 @@ def job_of(
         bucket_bytes=cfg.refit.bucket_bytes,
         offload=tuple(cfg.memory.offload),
         old_in_update=old_logprobs_in_update(cfg),
-        compares="teacher" in stage.beside(cfg) and not cfg.algorithm.distill.top_k,
+        compares="teacher" in stage.other_models(cfg) and not cfg.algorithm.distill.top_k,
         sleeps=cfg.memory.sleep != "never" and cfg.engine.sleeps,
         routing=routing_bytes(shape) if cfg.mismatch.replay_routing else 0,
         turns=cfg.environment.max_tokens - cfg.sampling.max_response_tokens if cfg.environment.on else 0,
         ptx_rows=cfg.ptx.sequences if cfg.ptx.coef else 0,
         ptx_longest=cfg.ptx.data.max_tokens,
         judges=_judges(cfg, shape, rows, engine) if rollout and engine is not None else (),
-        pretrain_steps=cfg.critic.pretrain_steps if "critic" in stage.beside(cfg) else 0,
+        pretrain_steps=cfg.critic.pretrain_steps if "critic" in stage.other_models(cfg) else 0,
         passes=stage.passes(cfg),
     )
 
@@ -344,7 +344,7 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
 def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[PlannedModel, ...]:
     stage = STAGES[cfg.stage.name]
     trains = stage.trains and not cfg.debug.rollout_only
-    beside = stage.beside(cfg) if trains else ()
+    other_models = stage.other_models(cfg) if trains else ()
     mixed = cfg.model.dtype != "float32"  # a float32 head on a bfloat16 body has the distributed optimizer in any case
     if stage.scores:
         outputs = max(1, len(cfg.algorithm.reward_loss.attributes))
@@ -352,16 +352,16 @@ def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Planned
     averaged = cfg.ema.decay > 0
     models = [PlannedModel("policy", shape, trained=trains, distributed=cfg.optim.distributed, averaged=averaged)]
     scorer = shape_at(shape, cfg.reward.model)
-    if "reference" in beside:
+    if "reference" in other_models:
         models.append(PlannedModel("reference", shape, shared=shares_weights(cfg)))
-    if "teacher" in beside:
+    if "teacher" in other_models:
         teachers = cfg.algorithm.distill.models()
         layout = cfg.algorithm.distill.layout(cfg.parallel)
         grid = None if layout == cfg.parallel else grid_of(replace(cfg, parallel=layout), gpus)
         models += [PlannedModel(name, shape_at(shape, path), grid=grid) for name, path in teachers.items()]
     if stage.rollouts and cfg.reward.model and not cfg.debug.train_only:
         models.append(PlannedModel("reward", scorer, "score"))
-    if "critic" in beside:
+    if "critic" in other_models:
         shared = cfg.critic.trunk == "policy"
         critic = shape if shared else shape_at(scorer, cfg.critic.init)
         distributed = cfg.critic.optim.distributed or mixed

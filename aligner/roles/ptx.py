@@ -29,7 +29,7 @@ class Ptx:
         """Return this rank's rows of the next step."""
         batch = self.batches.next()
         self._tokens = denominator(batch.loss_mask, "token_mean", group=self.layout.pgs.dp)
-        return replace(batch.beside(PtxRows()), wanted=predicting(batch.loss_mask))
+        return replace(batch.with_payloads(PtxRows()), wanted=predicting(batch.loss_mask))
 
     def loss(self, logprobs: Tensor, batch: TrainBatch) -> LossOutput:
         """Return the loss of a micro-batch; `logprobs` [B, T] at temperature 1, whatever the rollouts' is."""

@@ -64,7 +64,7 @@ class Teacher:
             return torch.cat(blocks)
 
         ids = None if targets.teacher_ids is None else spread(targets.teacher_ids)
-        return rows.beside(TeacherTargets(spread(targets.teacher), ids))
+        return rows.with_payloads(TeacherTargets(spread(targets.teacher), ids))
 
     def _with_targets(self, rows: TrainBatch) -> TrainBatch:
         parts = apart(rows)
@@ -74,10 +74,10 @@ class Teacher:
             outputs = forward_rows(
                 self.model, parts, self.batch, self.model.over_hidden, wanted=wanted, beyond=shape, dtype=dtype
             )
-            return rows.beside(TeacherTargets(together(outputs, rows)))
+            return rows.with_payloads(TeacherTargets(together(outputs, rows)))
         outputs = forward_rows(self.model, parts, self.batch, self._top, wanted=wanted, beyond=(2, self.cfg.top_k))
         logprobs, ids = together(outputs, rows).unbind(2)
-        return rows.beside(TeacherTargets(logprobs, ids.long()))
+        return rows.with_payloads(TeacherTargets(logprobs, ids.long()))
 
     def _top(self, hidden: Tensor, batch: TrainBatch) -> Tensor:
         """Return [B, T, 2, k]: logprobs and ids, which float32 holds exactly up to 16 M."""
@@ -128,7 +128,7 @@ def add_targets(teachers: Sequence[Teacher], rows: TrainBatch) -> TrainBatch:
             tensor = getattr(targets, name)
             whole = columns.setdefault(name, tensor.new_zeros(*rows.tokens.shape, width))
             whole[own, :, : tensor.shape[2]] = tensor
-    return rows.beside(TeacherTargets(**columns))
+    return rows.with_payloads(TeacherTargets(**columns))
 
 
 def gathered(rows: TrainBatch, layout: Layout) -> tuple[TrainBatch, int]:

@@ -44,5 +44,5 @@ class OwnAnswers:
         minibatch = TrainBatch(rows.tokens, rows.lengths, loss_mask=rows.response_mask)
         numbers = [self.told_by(sample.prompt.fields, f"prompt {sample.prompt.id}") for sample in rows.samples]
         if None not in numbers:
-            minibatch = minibatch.beside(TeacherNumbers(torch.tensor(numbers)))
+            minibatch = minibatch.with_payloads(TeacherNumbers(torch.tensor(numbers)))
         return minibatch, metrics

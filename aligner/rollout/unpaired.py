@@ -18,7 +18,7 @@ def with_reference(rows: TrainBatch, reference: Reference | None) -> tuple[Train
     unit = 2 if other.any() else 1  # adjacent rows with one prompt
     if known.ref_logprobs is None:
         assert reference is not None
-        rows = rows.beside(LabelTargets(known.labels, reference.logprobs(rows, rows.loss_mask, unit)))
+        rows = rows.with_payloads(LabelTargets(known.labels, reference.logprobs(rows, rows.loss_mask, unit)))
         return tuple(rows.select(at.nonzero().flatten()).trim() for at in (~other, other))
     answers, mismatched = (rows.select(at.nonzero().flatten()).trim() for at in (~other, other))
     if reference is not None:

@@ -37,7 +37,7 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.types import LossOutput, TrainBatch
 
 
-def beside(cfg: Config) -> tuple[str, ...]:
+def other_models(cfg: Config) -> tuple[str, ...]:
     return () if cfg.algorithm.distill.store else ("teacher",)
 
 
@@ -73,7 +73,7 @@ def generates(cfg: Config) -> bool:
 STAGE = Stage(
     reads=("distill", "generation", "likelihood"),
     generates=generates,
-    beside=beside,
+    other_models=other_models,
     passes=passes,
     debug=("first_step_checks",),
     rules=RULES,

@@ -53,7 +53,7 @@ def rows(cfg: Config) -> int:
     return 2
 
 
-def beside(cfg: Config) -> tuple[str, ...]:
+def other_models(cfg: Config) -> tuple[str, ...]:
     return ("reference",) if cfg.algorithm.preference.reference in ("model", "adapter") else ()
 
 
@@ -74,7 +74,7 @@ STAGE = Stage(
     answers=False,
     unit="sequences (pairs)",
     rows=rows,
-    beside=beside,
+    other_models=other_models,
     debug=("first_step_checks",),
     rules=RULES,
 )

@@ -41,7 +41,7 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.run.mismatch import check_mismatch, correct_mismatch
 
 
-def beside(cfg: Config) -> tuple[str, ...]:
+def other_models(cfg: Config) -> tuple[str, ...]:
     return ("reference",) if cfg.algorithm.kl.coef > 0 else ()
 
 
@@ -50,7 +50,7 @@ RULES = rules("=> algorithm.advantage =$KNOWN | ; gae is for stage ppo", KNOWN=(
 STAGE = Stage(
     reads=("policy",),
     rollouts=True,
-    beside=beside,
+    other_models=other_models,
     debug=("shuffle_rewards", "first_step_checks"),
     rules=RULES,
 )

@@ -42,7 +42,7 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.types import LabelTargets, LossOutput, TrainBatch
 
 
-def beside(cfg: Config) -> tuple[str, ...]:
+def other_models(cfg: Config) -> tuple[str, ...]:
     return ("reference",) if cfg.algorithm.kto.second_model else ()
 
 
@@ -65,7 +65,7 @@ algorithm.kto.kl=minibatch => batch.sequences >=2
 STAGE = Stage(
     reads=("kto", "comparisons"),
     answers=False,
-    beside=beside,
+    other_models=other_models,
     passes=passes,
     debug=("first_step_checks",),
     rules=RULES,

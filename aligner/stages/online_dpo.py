@@ -48,7 +48,7 @@ STAGE = Stage(
     pairs=True,
     unit="pairs",
     rows=dpo.rows,
-    beside=dpo.beside,
+    other_models=dpo.other_models,
     debug=("first_step_checks",),
     rules=RULES,
 )

@@ -47,7 +47,7 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch, ValueTargets
 
 
-def beside(cfg: Config) -> tuple[str, ...]:
+def other_models(cfg: Config) -> tuple[str, ...]:
     return ("reference", "critic") if cfg.algorithm.kl.coef > 0 else ("critic",)
 
 
@@ -64,7 +64,7 @@ critic.trunk=policy => critic.init =
 STAGE = Stage(
     reads=("policy", "critic"),
     rollouts=True,
-    beside=beside,
+    other_models=other_models,
     debug=("first_step_checks",),
     rules=RULES,
 )

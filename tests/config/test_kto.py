@@ -41,4 +41,4 @@ def test_passes_and_second_model(kl, reference, passes):
     assert stage.passes(cfg) == passes and KtoConfig(kl=kl, reference=reference).second_model == bool(
         passes["reference"]
     )
-    assert stage.beside(cfg) == (("reference",) if passes["reference"] else ())
+    assert stage.other_models(cfg) == (("reference",) if passes["reference"] else ())

@@ -108,7 +108,7 @@ def critics(cfg: ModelConfig, rows: TrainBatch) -> list[tuple]:
     found = []
     for routed in (rows, replace(rows, routing=None)):
         returns = rows.loss_mask * rows.tokens / 50
-        given = routed.beside(ValueTargets(returns, torch.zeros_like(rows.loss_mask)))
+        given = routed.with_payloads(ValueTargets(returns, torch.zeros_like(rows.loss_mask)))
         critic = Critic(build(cfg, optim=SGD, head=Head("score")), BatchConfig())
         group = critic.model.layout.pgs.dp
         found.append((critic.update(given, value_loss(given, 0.2, group)), critic.values(given)))

@@ -58,7 +58,7 @@ def test_micro_batches_hold_every_row_once_with_all_its_fields(unit, bc):
     from aligner.roles.batching import micro_batches
 
     rows = batch(LLAMA)
-    rows = rows.beside(LabelTargets(torch.arange(8).float()))
+    rows = rows.with_payloads(LabelTargets(torch.arange(8).float()))
     parts = micro_batches(rows, bc, unit)
     seen = torch.cat([p.of(LabelTargets).labels for p in parts]).long()
     assert sorted(seen.tolist()) == list(range(8))

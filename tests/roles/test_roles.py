@@ -35,7 +35,7 @@ def policy_update(cfg: ModelConfig, parallel: ParallelConfig, forked: bool = Fal
     model = build(cfg, parallel, ADAM)
     full = in_forks(batch(cfg)) if forked else batch(cfg)
     policy = Policy(model, BatchConfig(micro_batch_tokens=40), temperature=0.7, hits=True)
-    full = full.beside(
+    full = full.with_payloads(
         PolicyTargets(torch.zeros_like(full.loss_mask), policy.logprobs(full), row_keys=torch.arange(len(full.tokens)))
     )
     mine, before = shares(model, full), weights(model)
@@ -68,7 +68,7 @@ def critic_update(cfg: ModelConfig, parallel: ParallelConfig, forked: bool = Fal
     full = in_forks(batch(cfg)) if forked else batch(cfg)
     critic = Critic(model, BatchConfig(micro_batch_samples=2), bias=0.3, scale=2.0)
     values = critic.values(full)
-    full = full.beside(ValueTargets(values, values))
+    full = full.with_payloads(ValueTargets(values, values))
     mine = shares(model, full)
 
     def loss(values, b):
@@ -231,7 +231,7 @@ def test_pairs_stay_together_and_separate(world, parallel, bc):
     """Rows 2i (chosen) and 2i + 1 (rejected) come together."""
     cfg = replace(LLAMA, tie_embeddings=False)  # a score head is never tied
     model, full = build(cfg, parallel, ADAM, Head("score")), batch(cfg)
-    full = full.beside(LabelTargets(torch.arange(len(full.lengths)).float()))
+    full = full.with_payloads(LabelTargets(torch.arange(len(full.lengths)).float()))
     rows = torch.arange(len(full.lengths)).view(model.layout.data, -1)[model.layout.dp_rank]
 
     def loss(scores, b):

@@ -48,7 +48,7 @@ def told_by_two(own: ParallelConfig, theirs: ParallelConfig, top_k: int, batch_c
         shape = replace(cfg, num_layers=layers, hidden_size=hidden, vocab_size=cfg.vocab_size + seed)
         model = build(shape, theirs, source=wild_source(shape, 5 + seed))
         teachers.append(Teacher(model, batch_cfg, said, cfg.vocab_size, other))
-    rows = batch(cfg, rows=7).beside(TeacherNumbers(torch.tensor([0, 1, 0, 1, 1, 1, 1])))
+    rows = batch(cfg, rows=7).with_payloads(TeacherNumbers(torch.tensor([0, 1, 0, 1, 1, 1, 1])))
     edges = [7 * rank // layout.data for rank in range(layout.data + 1)]
     mine = range(*edges[layout.dp_rank : layout.dp_rank + 2])
     rows = rows.select(torch.tensor(mine))
