@@ -61,7 +61,7 @@ def make_run(
     run.accepted = partial(_accepted, job)
     run.chain, run.facts = Chain(run_dir, job.env.rank, models, job.seen, job.device), _facts(job, checkpoints)
     if cfg.debug.record and cfg.stage.name not in ROLLOUT_STAGES:
-        job.seen.keeps = True
+        job.seen.keeps_batch = True
         run.on_step.append(RowRecorder(job.seen, run_dir / ROWS, cfg.debug.record, job.layout).keep)
     run.on_step += job.built.on_step
     run.timers = job.timers

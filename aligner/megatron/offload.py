@@ -21,11 +21,11 @@ from torch import Tensor
 
 from aligner.megatron.train import ShardedModel
 
-KINDS = ("gradients", "optimizer", "weights")  # in the order in which they leave
+KINDS = ("gradients", "optimizer", "weights")  # in the order in which they are offloaded
 
 
 class FrozenMemory:
-    """Memory of weights that are only read. `leave` and `come_back` do nothing where a kind is already away, or here.
+    """Memory of weights that are only read. `offload` and `restore` do nothing where a kind is already away, or here.
     No collectives."""
 
     def __init__(self, device: torch.device, weights: Callable[[], Iterable[Tensor]], pin: bool = True):
@@ -42,7 +42,7 @@ class FrozenMemory:
         """Return the bytes on the device now."""
         return sum(storage.nbytes() for storage in self._storages(kind))
 
-    def leave(self, kind: str) -> int:
+    def offload(self, kind: str) -> int:
         """Offload to host memory (gradients: drop). Returns the freed bytes."""
         if kind in self.away or kind not in self.kinds():
             return 0
@@ -62,7 +62,7 @@ class FrozenMemory:
             torch.cuda.empty_cache()  # an engine in another process can have it
         return size
 
-    def come_back(self, kind: str) -> int:
+    def restore(self, kind: str) -> int:
         """Restore from host memory. Returns the bytes in use again."""
         if kind not in self.away:
             return 0
@@ -102,9 +102,9 @@ class ModelMemory(FrozenMemory):
     def kinds(self) -> tuple[str, ...]:
         return KINDS if self.model.optimizer is not None else super().kinds()
 
-    def leave(self, kind: str) -> int:
+    def offload(self, kind: str) -> int:
         if kind != "gradients":
-            return super().leave(kind)
+            return super().offload(kind)
         if kind in self.away or kind not in self.kinds():
             return 0
         size = sum(storage.nbytes() for storage in self._storages(kind) if storage.resizable())
@@ -114,9 +114,9 @@ class ModelMemory(FrozenMemory):
                 self.model.wrapped.offload_grad_buffers()
         return size
 
-    def come_back(self, kind: str) -> int:
+    def restore(self, kind: str) -> int:
         if kind != "gradients" or kind not in self.away:
-            return super().come_back(kind)
+            return super().restore(kind)
         self.away.remove(kind)
         with _quiet():
             self.model.wrapped.restore_grad_buffers()

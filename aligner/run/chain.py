@@ -44,12 +44,12 @@ class StepHashes:
     """Hashes of this rank's batches of a step. `counts`: no other rank has the same rows."""
 
     counts: bool = True
-    keeps: bool = False
-    batch: TrainBatch | None = None  # of a supervised stage, if it `keeps` them
+    keeps_batch: bool = False
+    batch: TrainBatch | None = None  # of a supervised stage, if it `keeps_batch`
     sums: dict[str, int] = field(default_factory=dict)
 
     def rows(self, batch: TrainBatch) -> None:
-        self.batch = batch if self.keeps else None
+        self.batch = batch if self.keeps_batch else None
         columns = batch.tensors()
         each = [columns[name] for name in ("lengths", "labels", "told_by") if name in columns]
         self._add("rows", row_hashes([batch.tokens, batch.loss_mask], _inside(batch), each))

@@ -32,14 +32,14 @@ TRAINED, SCORED = ("policy", "critic"), ("policy", "critic", "reference", "teach
 @dataclass(frozen=True)
 class PhaseNeeds:
     """Needs of a phase. `after`: the phases that may come directly before (None: any). `weights`: roles whose weights
-    it reads. Others leave, unless it `keeps` the current state. `engine`: awake, asleep, or "" for unchanged."""
+    it reads. Others are offloaded, unless it `keeps_state`. `engine`: awake, asleep, or "" for unchanged."""
 
     after: tuple[str, ...] | None = None
     weights: tuple[str, ...] = ()
     gradients: bool = False
     optimizer: bool = False
     engine: str = "asleep"
-    keeps: bool = False
+    keeps_state: bool = False
     within: tuple[str, ...] = ("", "eval")  # phases with a rule that it may be part of; "": none
 
 
@@ -47,12 +47,12 @@ RULES = {
     "refit": PhaseNeeds(weights=("policy",)),
     "verify": PhaseNeeds(after=("refit",), weights=("policy",), engine="awake", within=("refit",)),
     "generate": PhaseNeeds(after=("refit", "verify", "generate", "score"), engine="awake"),
-    "score": PhaseNeeds(after=("generate", "score"), weights=("reward", "judge"), engine="", keeps=True),
+    "score": PhaseNeeds(after=("generate", "score"), weights=("reward", "judge"), engine="", keeps_state=True),
     "logprobs": PhaseNeeds(weights=SCORED),
     "update": PhaseNeeds(weights=TRAINED, gradients=True, optimizer=True, within=("",)),
     "eval": PhaseNeeds(weights=("policy",), within=("",)),
-    "save": PhaseNeeds(weights=TRAINED, optimizer=True, keeps=True, within=("",)),
-    "record": PhaseNeeds(weights=TRAINED, keeps=True, engine="", within=("",)),
+    "save": PhaseNeeds(weights=TRAINED, optimizer=True, keeps_state=True, within=("",)),
+    "record": PhaseNeeds(weights=TRAINED, keeps_state=True, engine="", within=("",)),
     "export": PhaseNeeds(weights=("policy",), within=("",)),
     "export_ema": PhaseNeeds(weights=("policy",), optimizer=True, within=("",)),
 }
@@ -134,15 +134,15 @@ class PhaseMemory:
         if rule.after is not None:
             assert self.now in rule.after, f"phase {leaf} after {self.now or 'the start'}: expected one of {rule.after}"
         start = time.perf_counter()
-        if not rule.keeps:
-            self._send_away(rule)
+        if not rule.keeps_state:
+            self._offload_others(rule)
         needed = self._needed(rule)
         # with reward functions only, it is left unchanged
         self._set_engine("asleep" if leaf == "score" and needed and not self.judges else rule.engine)
         for role, kind in needed:
-            self._moved_bytes += self.models[role].come_back(kind)
+            self._moved_bytes += self.models[role].restore(kind)
         self._moving_s += time.perf_counter() - start
-        if not rule.keeps:  # otherwise generation may continue after it as before it
+        if not rule.keeps_state:  # otherwise generation may continue after it as before it
             self.now = leaf
 
     def _needed(self, rule: PhaseNeeds) -> list[tuple[str, str]]:
@@ -150,14 +150,14 @@ class PhaseMemory:
         roles = [role for role in self.models if role.partition(".")[0] in rule.weights]
         return [(role, kind) for role in roles for kind in kinds if kinds[kind]]
 
-    def _send_away(self, rule: PhaseNeeds) -> None:
+    def _offload_others(self, rule: PhaseNeeds) -> None:
         needed = self._needed(rule)
         if rule.engine == "asleep":
             self._set_engine("asleep")  # before anything else: it frees memory
         for kind in KINDS:
             for role in self.models if kind in self.config.offload else ():
                 if (role, kind) not in needed:
-                    self._moved_bytes += self.models[role].leave(kind)
+                    self._moved_bytes += self.models[role].offload(kind)
 
     def _set_engine(self, state: str) -> None:
         if self.engine is None or not self.sleeps or not state or self.awake == (state == "awake"):
@@ -197,7 +197,7 @@ class PhaseMemory:
         rule, held = RULES[phase], self.held_bytes()
         needed = {f"{role} {kind}" for role, kind in self._needed(rule)}
         movable = {f"{role} {kind}" for role in self.models for kind in self.config.offload}
-        least = {name: n for name, n in held.items() if name in needed or (rule.keeps or name not in movable)}
+        least = {name: n for name, n in held.items() if name in needed or (rule.keeps_state or name not in movable)}
         least.pop("engine cache", None)
         if self.engine is not None and (rule.engine == "awake" or phase == "eval" or not self.sleeps):
             least["engine cache (engine.kv_cache_bytes)"] = self.kv_cache_bytes

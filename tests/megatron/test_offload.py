@@ -59,17 +59,17 @@ def test_training_does_not_notice(world, parallel, cfg, dtype, optim, score):
     for seed in range(4):
         before = state_of(moved)
         sizes = {kind: memory.held_bytes(kind) for kind in KINDS}
-        assert {kind: memory.leave(kind) for kind in KINDS} == sizes
+        assert {kind: memory.offload(kind) for kind in KINDS} == sizes
         assert not any(memory.held_bytes(kind) for kind in KINDS)
-        assert not any(memory.leave(kind) for kind in KINDS), "leaving twice"
-        assert {kind: memory.come_back(kind) for kind in KINDS} == sizes
-        assert not any(memory.come_back(kind) for kind in KINDS), "coming back twice"
+        assert not any(memory.offload(kind) for kind in KINDS), "offloaded twice"
+        assert {kind: memory.restore(kind) for kind in KINDS} == sizes
+        assert not any(memory.restore(kind) for kind in KINDS), "restored twice"
         assert before == state_of(moved) and step(still, seed) == step(moved, seed)
         for kind in ("optimizer", "gradients"):  # weights alone are enough to look at them
-            memory.leave(kind)
+            memory.offload(kind)
         assert bytes_of(still.module.parameters()) == bytes_of(moved.module.parameters())
         for kind in ("optimizer", "gradients"):
-            memory.come_back(kind)
+            memory.restore(kind)
         assert state_of(still) == state_of(moved)
         held.append(sizes)
     for sizes in held:
@@ -86,9 +86,9 @@ def test_training_does_not_notice(world, parallel, cfg, dtype, optim, score):
 def test_a_frozen_model_has_weights_alone():
     model = build(LLAMA)
     memory, before = ModelMemory(model), bytes_of(model.module.parameters())
-    sizes = {kind: memory.leave(kind) for kind in KINDS}
+    sizes = {kind: memory.offload(kind) for kind in KINDS}
     assert sizes["weights"] and not sizes["gradients"] and not sizes["optimizer"]
     assert memory.held_bytes("weights") == 0
     for kind in KINDS:
-        memory.come_back(kind)
+        memory.restore(kind)
     assert before == bytes_of(model.module.parameters())

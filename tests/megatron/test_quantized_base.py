@@ -58,8 +58,8 @@ def train(cfg: ModelConfig, parallel=ONE, plain: bool = False, dtype: torch.dtyp
     memory, full = ModelMemory(model), batch(cfg)
     mine, loss = shares(model, full), nll_loss(model, full)
     metrics = [model.step(micro_batches(mine, ROWS), loss) for _ in range(2)]
-    memory.leave("weights")
-    memory.come_back("weights")
+    memory.offload("weights")
+    memory.restore("weights")
     metrics += [model.step(micro_batches(mine, ROWS), loss)]
     return {"metrics": metrics, "weights": weights(model), "bytes": memory.held_bytes("weights")}
 

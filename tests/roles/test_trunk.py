@@ -51,9 +51,9 @@ def test_a_critic_on_the_trunk_is_one_with_weights_of_its_own(cfg, lora, world, 
             for model in models:
                 metrics.append(model.step(micro_batches(shares(model, full), ROWS), nll_loss(model, full)))
                 for memory in memories:
-                    memory.leave("weights")
+                    memory.offload("weights")
                 for memory in reversed(memories):
-                    memory.come_back("weights")
+                    memory.restore("weights")
         return metrics, Policy(models[0], ROWS).logprobs(full), Critic(models[1], ROWS).values(full)
 
     metrics, logprobs, values = three_steps((policy, critic))

@@ -38,18 +38,18 @@ class Model:
     def held_bytes(self, kind):
         return 0 if kind in self.away or kind not in self.kinds() else SIZES[kind]
 
-    def leave(self, kind):
+    def offload(self, kind):
         size = self.held_bytes(kind)
         self.away.add(kind)
         if size:
-            self.log.append(("leave", self.role, kind))
+            self.log.append(("offload", self.role, kind))
         return size
 
-    def come_back(self, kind):
+    def restore(self, kind):
         was = kind in self.away
         self.away.discard(kind)
         if was and kind in self.kinds():
-            self.log.append(("back", self.role, kind))
+            self.log.append(("restore", self.role, kind))
         return self.held_bytes(kind) if was else 0
 
 
@@ -99,20 +99,20 @@ def test_one_iteration_moves_each_thing_once():
     before = len(log)
     run(timers, "update", "update", "update", "save")
     assert log[before:] == [
-        ("leave", "reference", "weights"),
-        ("back", "policy", "gradients"),
-        ("back", "policy", "optimizer"),
+        ("offload", "reference", "weights"),
+        ("restore", "policy", "gradients"),
+        ("restore", "policy", "optimizer"),
     ]
     assert log[:before] == [
         ("sleep",),
-        ("leave", "policy", "gradients"),
-        ("leave", "policy", "optimizer"),
-        ("leave", "reference", "weights"),
+        ("offload", "policy", "gradients"),
+        ("offload", "policy", "optimizer"),
+        ("offload", "reference", "weights"),
         ("wake",),
-        ("leave", "policy", "weights"),
+        ("offload", "policy", "weights"),
         ("sleep",),
-        ("back", "policy", "weights"),
-        ("back", "reference", "weights"),
+        ("restore", "policy", "weights"),
+        ("restore", "reference", "weights"),
     ]
     run(timers, "refit")
     assert len(log) == before + 5  # gradients and optimizer leave again, nothing else
@@ -128,7 +128,7 @@ def test_generation_goes_on_after_a_save():
 def test_what_was_not_asked_for_stays(offload):
     _, timers, log = make("policy", "reference", "reward", offload=offload)
     run(timers, "refit", "generate", "score", "logprobs", "update", "save")
-    assert {entry[2] for entry in log if entry[0] == "leave"} == set(offload)
+    assert {entry[2] for entry in log if entry[0] == "offload"} == set(offload)
     assert [entry for entry in log if len(entry) == 1] == [("sleep",), ("wake",), ("sleep",)]
 
 
@@ -183,9 +183,9 @@ def test_judges():
     """One of its own weights has the device for itself; the run's engine has to be awake to be asked."""
     memory, timers, log = make("policy", "judge.0")
     run(timers, "refit", "generate", "score")
-    assert log[-2:] == [("sleep",), ("back", "judge.0", "weights")]
+    assert log[-2:] == [("sleep",), ("restore", "judge.0", "weights")]
     run(timers, "logprobs")
-    assert ("leave", "judge.0", "weights") in log[-2:]
+    assert ("offload", "judge.0", "weights") in log[-2:]
     memory, timers, _ = make("policy", "reward", "judge.0", judges=True)
     run(timers, "refit", "generate", "score")
     assert memory.engine.awake
