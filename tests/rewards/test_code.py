@@ -343,8 +343,8 @@ def test_load_decides_nothing():
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS)
 def test_hundreds_of_programs_leave_nothing_behind(tier, tmp_path, monkeypatch):
-    inside = shutil.copytree(run.INSIDE.parent, tmp_path / "of this test") / run.INSIDE.name
-    monkeypatch.setattr(run, "INSIDE", inside)  # others may run programs at the same time
+    runner = shutil.copytree(run.RUNNER.parent, tmp_path / "of this test") / run.RUNNER.name
+    monkeypatch.setattr(run, "RUNNER", runner)  # others may run programs at the same time
     try:
         reward = Code(tier=tier)
     except ConfigError as error:
@@ -360,7 +360,7 @@ def test_hundreds_of_programs_leave_nothing_behind(tier, tmp_path, monkeypatch):
         scores = [score for (score,) in pool.map(lambda one: reward([one]), samples)]
         left = {*threading.enumerate(), *me.children(recursive=True)} - others  # what was there may have ended
     assert me.num_fds() <= files and not left
-    named = [p for p in psutil.process_iter(["cmdline"]) if str(inside) in (p.info["cmdline"] or [])]
+    named = [p for p in psutil.process_iter(["cmdline"]) if str(runner) in (p.info["cmdline"] or [])]
     assert not named
     assert Counter(scores) == {1.0: count // 5, 0.0: count - count // 5}
     counts = {name: round(n) for name, (n, _) in reward.take_counts().items() if n}

@@ -84,7 +84,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
 def limits(cpu_s: int, memory_bytes: int) -> None:
     """Set the limits. No file may grow by a byte, so a program's only output is its standard output.
 
-    The kernel counts CPU time for this limit in ticks and may be far off. `inside.py` reads the exact clock; this is
+    The kernel counts CPU time for this limit in ticks and may be far off. `runner.py` reads the exact clock; this is
     the fallback.
     """
     for kind, value in (

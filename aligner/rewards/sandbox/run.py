@@ -1,6 +1,6 @@
 """A sandbox for programs that a model wrote.
 
-    Sandbox -> tier's command (namespaces) -> inside.py -> a child for each test, confined (confine.py) -> the program
+    Sandbox -> tier's command (namespaces) -> runner.py -> a child for each test, confined (confine.py) -> the program
             -> a second sandbox, for tests that are asserts or calls -> a child for each test -> verdicts.py
 
 A tier is the isolation around the child. The child's own limits, Landlock if the kernel has it, and the table of system
@@ -24,7 +24,7 @@ from aligner.rewards.sandbox.confine import landlock_version
 from aligner.rewards.sandbox.session import SILENT_S, ProgramSession, RunEnd
 
 TIERS = ("bubblewrap", "unshare", "landlock")  # best first
-INSIDE = Path(__file__).with_name("inside.py")
+RUNNER = Path(__file__).with_name("runner.py")
 TESTS = 20  # limit of all tests of a program / limit of one test
 JUDGE_BYTES = 1 << 30  # of memory, for a row's tests and the results that they read
 FORMS = {
@@ -124,7 +124,7 @@ class Sandbox:
         return self.works()
 
     def _command(self) -> list[str]:
-        python = [os.path.realpath(sys._base_executable), "-s", "-S", str(INSIDE)]  # the standard library alone
+        python = [os.path.realpath(sys._base_executable), "-s", "-S", str(RUNNER)]  # the standard library alone
         if self.tier == "unshare":
             apart = ["--user", "--map-root-user", "--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child"]
             return [_program("unshare"), *apart, *python]
@@ -143,10 +143,10 @@ def _program(name: str) -> str:
 
 def _readable() -> list[str]:
     """Return the paths that a program may read: Python's installation, the system's libraries, and the folder of
-    `inside.py`."""
+    `runner.py`."""
     python = {sys.base_prefix, os.path.realpath(sys.base_prefix)}
     system = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache")
-    return [path for path in (*system, *sorted(python), str(INSIDE.parent)) if os.path.exists(path)]
+    return [path for path in (*system, *sorted(python), str(RUNNER.parent)) if os.path.exists(path)]
 
 
 def _end(session: ProgramSession) -> RunEnd:

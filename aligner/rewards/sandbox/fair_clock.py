@@ -9,7 +9,7 @@ BURST_S = 0.02  # length of the computation that measures it
 STANDS_S = 3.0  # a longer time between two looks is not counted: the machine was suspended
 
 
-class Clock:
+class FairClock:
     """A clock whose `spent` grows by a run's seconds, divided by the slowdown of a burst of computing.
 
     On a machine with a free core that is wall time.

@@ -22,14 +22,14 @@ import types
 import typing
 
 import confine
-import pace
 import served
 import wire
+from fair_clock import FairClock
 
 MEMORY = 99  # exit code of a program that ran out of it
 LOOK_S = 0.1
 WAITS_S = 5.0  # total wait of a program, on its own account; as much again as it computes is the clock's error
-MODULES = ("confine", "pace", "served", "wire", "peer", "subjects", "verdicts")
+MODULES = ("confine", "fair_clock", "served", "wire", "peer", "subjects", "verdicts")
 
 
 def receive() -> tuple[bytes, bytes]:
@@ -69,7 +69,7 @@ def main() -> None:
     module.__dict__.update((name, getattr(typing, name)) for name in typing.__all__)  # starter code omits these imports
     builtins.exit = builtins.quit = sys.exit  # Python defines them only with its module `site`
     sys.set_int_max_str_digits(0)  # the time of a program is bounded in any case
-    clock = pace.Clock()
+    clock = FairClock()
     while True:
         kind, text = receive()
         if kind == b"s" and not ProgramRun(job, json.loads(text), module, clock).done():
@@ -79,7 +79,7 @@ def main() -> None:
 class ProgramRun:
     """A child and its messages. It `owes` while its next message, or its end, is due."""
 
-    def __init__(self, job: dict, test: dict, module: types.ModuleType, clock: pace.Clock):
+    def __init__(self, job: dict, test: dict, module: types.ModuleType, clock: FairClock):
         self.job, self.clock = job, clock
         self.owes, self.ended, self.started = True, "", b""
         stdin = os.memfd_create("stdin")
