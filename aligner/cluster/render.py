@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aligner.cluster.site import Site
-from aligner.config.derived import nodes_told
+from aligner.config.derived import node_purposes
 
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", re.ASCII)
 
@@ -27,8 +27,8 @@ class JobSpec:
     spare: int = 0  # nodes more than `nodes`, to replace bad ones
     max_requeues: int = 20
     config: str = "config.yaml"  # in each run folder; what all starts of this job read
-    apart: int = 0  # of all ranks the last ones, which only generate
-    engine_nodes: int = 0  # beside `nodes`, with all of `apart`: the second component of a heterogeneous job
+    engine_ranks: int = 0  # of all ranks the last ones, which only generate
+    engine_nodes: int = 0  # beside `nodes`, with all of `engine_ranks`: the second component of a heterogeneous job
     engine_ranks_per_node: int = 0
 
     @property
@@ -36,9 +36,9 @@ class JobSpec:
         return self.nodes * self.ranks_per_node + self.engine_nodes * self.engine_ranks_per_node
 
     @property
-    def nodes_text(self) -> str:
+    def node_purposes(self) -> str:
         """Text about the nodes' purposes; empty if all have the same."""
-        return nodes_told(self.ranks - self.apart, self.apart, self.ranks_per_node, self.engine_nodes)
+        return node_purposes(self.ranks - self.engine_ranks, self.engine_ranks, self.ranks_per_node, self.engine_nodes)
 
 
 def expandable(text: str) -> str:

@@ -57,15 +57,15 @@ def main(args: argparse.Namespace, rehearse: Callable[[Config, int, str], None])
     runs = tuple(str(Path(cfg.run.dir).expanduser().absolute()) for cfg in configs)
     upstream = tuple(str(Path(folder).expanduser().absolute()) for folder in args.upstream)
     limits = (args.spare, args.max_requeues)
-    apart = (configs[0].engine.ranks, size.engine_nodes, size.engine_per_node)
+    engines = (configs[0].engine.ranks, size.engine_nodes, size.engine_per_node)
     counts = (size.nodes, size.per_node)
-    job = JobSpec(configs[0].stage.name, ROOT, runs, *counts, upstream, *limits, job_file(configs), *apart)
+    job = JobSpec(configs[0].stage.name, ROOT, runs, *counts, upstream, *limits, job_file(configs), *engines)
     if not args.dry_run:
         for cfg in configs:
             with RunLock(Path(cfg.run.dir)) if args.shell else nullcontext():  # the run begins now
                 _freeze(cfg, job.config)
     if args.shell:
-        print("\n".join(filter(None, (batch_arithmetic(configs[0], size.ranks), job.nodes_text))), file=sys.stderr)
+        print("\n".join(filter(None, (batch_arithmetic(configs[0], size.ranks), job.node_purposes))), file=sys.stderr)
         print(job_lines(name, site, job), end="")
         return 0
     return _submit(args, batch_script(name, site, job), job, site)
@@ -139,8 +139,8 @@ def _submit(args: argparse.Namespace, script: str, job: JobSpec, site: Site) -> 
     if args.dry_run:
         print(script, end="")
         print(f"# {shlex.join(command)}")
-        if job.nodes_text:
-            print(f"# {job.nodes_text}")
+        if job.node_purposes:
+            print(f"# {job.node_purposes}")
         for text in site.quirks:
             print(f"# note: {text}")
         return 0
@@ -157,7 +157,7 @@ def _submit(args: argparse.Namespace, script: str, job: JobSpec, site: Site) -> 
         print(done.stderr.strip())
         return 0
     number = done.stdout.strip().split(";")[0]
-    ranks = ", ".join(filter(None, (f"{job.ranks} ranks", job.nodes_text)))
+    ranks = ", ".join(filter(None, (f"{job.ranks} ranks", job.node_purposes)))
     print(number if args.parsable else f"job {number}: {job.stage}, {ranks}, {home}")
     return 0
 

@@ -29,7 +29,7 @@ def data_parallel(cfg: Config, world_size: int) -> int:
     return (world_size - cfg.engine.ranks) // cfg.parallel.model_size
 
 
-def nodes_told(trainers: int, engines: int, per_node: int, engine_nodes: int = 0) -> str:
+def node_purposes(trainers: int, engines: int, per_node: int, engine_nodes: int = 0) -> str:
     """Describe the purposes of the nodes of so many ranks. The `engines` are the last ranks, or have nodes of their
     own. Returns "" without any, and on one node."""
     train, rest = divmod(trainers, per_node)

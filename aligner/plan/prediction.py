@@ -7,7 +7,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from aligner.config.derived import nodes_told
+from aligner.config.derived import node_purposes
 from aligner.config.schema import Config
 from aligner.config.validate_model import validate_on_gpu
 from aligner.families.table import parameters
@@ -140,7 +140,7 @@ class Prediction:
             f"{model.name} {_short(parameters(model.shape, model.head, model.outputs))}" for model in job.models
         )
         (count, tokens), steps = job.micro_batches(), job.minibatches * job.epochs
-        nodes = nodes_told(job.grid.gpus, self.ranks, job.gpus_per_node)
+        nodes = node_purposes(job.grid.gpus, self.ranks, job.gpus_per_node)
         apart = f", {self.ranks} that only generate{nodes and f' ({nodes})'}" if self.ranks else ""
         at_once = " (the refit, and the longer of generate and the rest)" if self.lag else ""
         layout = f"{job.grid}{', recompute' * job.recompute}{apart}"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.derived import batch_arithmetic, nodes_told
+from aligner.config.derived import batch_arithmetic, node_purposes
 from aligner.config.resolve import compose
 from aligner.config.validate import validate
 from aligner.errors import ConfigError, LayoutError
@@ -94,7 +94,7 @@ def test_exactly_full_context_is_allowed(make):
 
 
 @pytest.mark.parametrize(
-    ("trainers", "engines", "per_node", "apart", "told"),
+    ("trainers", "engines", "per_node", "engine_nodes", "text"),
     [
         (12, 4, 4, 0, "nodes: 3 for training, 1 for engines"),
         (10, 6, 4, 0, "nodes: 2 for training, 1 for engines, 1 for both (engine.ranks=6 is no multiple of 4)"),
@@ -105,8 +105,8 @@ def test_exactly_full_context_is_allowed(make):
         (2, 8, 2, 4, "nodes: 1 for training, 4 for engines"),
     ],
 )
-def test_what_nodes_are_for_is_told(trainers, engines, per_node, apart, told):
-    assert nodes_told(trainers, engines, per_node, apart) == told
+def test_node_purposes_name_every_kind_of_node(trainers, engines, per_node, engine_nodes, text):
+    assert node_purposes(trainers, engines, per_node, engine_nodes) == text
 
 
 def test_arithmetic_is_printed_with_numbers(make):
