@@ -30,7 +30,7 @@ from aligner.run.launched import imports, launch_run
 from aligner.run.marker_files import STOPPED
 from aligner.run.memory import peak_rss_bytes
 from aligner.run.metrics import read_jsonl
-from aligner.tools.child_call import apart
+from aligner.tools.child_call import call_in_child
 
 STAGES = ("sft", "rm_init", "rm", "grpo", "ppo")
 HERE = "examples.quickstart"
@@ -78,7 +78,7 @@ class Quickstart:
             code = self.stages(configs)
             if code:
                 return code
-            accuracy = apart(f"{HERE}:accuracies", self.root, [configs[stage] for stage in POLICIES])
+            accuracy = call_in_child(f"{HERE}:accuracies", self.root, [configs[stage] for stage in POLICIES])
         summary = summarize(self.root, configs, accuracy, self.seconds, self.ranks, self.cpu_seconds())
         show(summary, time.perf_counter() - start)
         from aligner.tools import report
@@ -87,10 +87,10 @@ class Quickstart:
 
     def stages(self, configs: dict[str, Config]) -> int:
         self.say(f"making data and tokenizer in {self.root}")
-        apart(f"{HERE}:make_data", self.root, configs["sft"].seed)
+        call_in_child(f"{HERE}:make_data", self.root, configs["sft"].seed)
         for stage in STAGES:
             if stage == "rm":
-                self.timed(stage, lambda: apart(f"{HERE}:write_pairs", self.root, configs["rm"]))
+                self.timed(stage, lambda: call_in_child(f"{HERE}:write_pairs", self.root, configs["rm"]))
             code = self.timed(stage, lambda stage=stage: self.stage(stage, configs[stage]))
             if (self.root / stage / STOPPED).exists():
                 print(f"stage {stage} was asked to stop; the same command continues it", file=sys.stderr)

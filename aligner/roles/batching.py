@@ -11,7 +11,7 @@ from torch import Tensor
 from aligner.config.sections.batch import BatchConfig
 from aligner.megatron.train import ShardedModel
 from aligner.ops.packing.balance import deal
-from aligner.ops.packing.documents import apart, forks_apart
+from aligner.ops.packing.documents import split_documents, split_forks
 from aligner.ops.reduce import max_over
 from aligner.types import RolloutBatch, ScalarMetrics, TrainBatch
 
@@ -76,7 +76,7 @@ def micro_batches(
             if most > len(parts):
                 parts = split(minibatch.lengths, batch, batch.micro_batch_tokens, unit, at_least=most)
     chosen = [minibatch.select(rows) for rows in parts]
-    return [apart(rows) if rows.forks is None else forks_apart(rows, rows.loss_mask) for rows in chosen]
+    return [split_documents(rows) if rows.forks is None else split_forks(rows, rows.loss_mask) for rows in chosen]
 
 
 def batch_metrics(parts: list[TrainBatch], batch: BatchConfig) -> ScalarMetrics:

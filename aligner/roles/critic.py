@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aligner.config.sections.batch import BatchConfig
 from aligner.megatron.train import ShardedModel
-from aligner.ops.packing.documents import forks_apart
+from aligner.ops.packing.documents import split_forks
 from aligner.ops.packing.needed import predicting
 from aligner.roles.batching import forward_rows, micro_batches
 from aligner.types import LossOutput, RolloutBatch, ScalarMetrics, TrainBatch
@@ -37,7 +37,7 @@ class Critic:
         """Return float32 [B, T] on the CPU of every rank: the value of the state before each token in `mask` [B, T],
         the rest may be 0; None: before every token."""
         if rows.forks is not None:
-            parts = forks_apart(rows, torch.ones(rows.tokens.shape) if mask is None else mask)
+            parts = split_forks(rows, torch.ones(rows.tokens.shape) if mask is None else mask)
             return parts.whole.join(self.values(parts, parts.loss_mask))
         wanted = None if mask is None else predicting(mask)
         return forward_rows(self.model, rows, self.batch, self._values, wanted=wanted)

@@ -13,7 +13,7 @@ from aligner.config.sections.batch import BatchConfig
 from aligner.megatron.train import ShardedModel
 from aligner.ops.kernels.concentration import log_square_sum
 from aligner.ops.kernels.logprobs import token_logprobs
-from aligner.ops.packing.documents import forks_apart
+from aligner.ops.packing.documents import split_forks
 from aligner.ops.packing.needed import predicting
 from aligner.ops.rl.accuracy import greedy_hits
 from aligner.roles.batching import batch_metrics, forward_rows, micro_batches
@@ -69,7 +69,7 @@ class Policy:
         [B, T], the rest may be 0; None: of every token. Index 0 is 0. `unit` consecutive rows stay together, so that
         a common beginning may be computed once."""
         if rows.forks is not None:
-            parts = forks_apart(rows, torch.ones(rows.tokens.shape) if mask is None else mask)
+            parts = split_forks(rows, torch.ones(rows.tokens.shape) if mask is None else mask)
             # parts, unlike the rows of a unit, begin with different tokens
             return parts.whole.join(self.logprobs(parts, parts.loss_mask))
         wanted = None if mask is None else predicting(mask)
@@ -97,7 +97,7 @@ class Policy:
         if ptx is not None:
             parts += micro_batches(ptx.next(), self.batch, group=self.model.layout.pgs.dp)
         stats = self.model.step(parts, from_hidden)
-        stats = stats if ptx is None else ptx.apart(stats)
+        stats = stats if ptx is None else ptx.split_metrics(stats)
         return {f"policy/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()} | (
             batch_metrics(parts, self.batch)
         )

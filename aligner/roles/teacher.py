@@ -19,7 +19,7 @@ from aligner.ops.kernels.divergence import Divergence, divergences
 from aligner.ops.kernels.logprobs import token_logprobs
 from aligner.ops.kernels.scored_attention import scaled_logits
 from aligner.ops.kernels.top import bucketed, logprobs_at, top_logprobs
-from aligner.ops.packing.documents import apart, together
+from aligner.ops.packing.documents import join_documents, split_documents
 from aligner.ops.packing.needed import predicting
 from aligner.ops.rl.accuracy import greedy_hits
 from aligner.roles.batching import forward_rows
@@ -67,16 +67,16 @@ class Teacher:
         return rows.with_payloads(TeacherTargets(spread(targets.teacher), ids))
 
     def _with_targets(self, rows: TrainBatch) -> TrainBatch:
-        parts = apart(rows)
+        parts = split_documents(rows)
         wanted = predicting(parts.loss_mask)
         if not self.cfg.top_k:
             shape, dtype = (self.model.cfg.hidden_size,), self.model.dtype
             outputs = forward_rows(
                 self.model, parts, self.batch, self.model.over_hidden, wanted=wanted, beyond=shape, dtype=dtype
             )
-            return rows.with_payloads(TeacherTargets(together(outputs, rows)))
+            return rows.with_payloads(TeacherTargets(join_documents(outputs, rows)))
         outputs = forward_rows(self.model, parts, self.batch, self._top, wanted=wanted, beyond=(2, self.cfg.top_k))
-        logprobs, ids = together(outputs, rows).unbind(2)
+        logprobs, ids = join_documents(outputs, rows).unbind(2)
         return rows.with_payloads(TeacherTargets(logprobs, ids.long()))
 
     def _top(self, hidden: Tensor, batch: TrainBatch) -> Tensor:

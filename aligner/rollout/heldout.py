@@ -21,7 +21,7 @@ from aligner.data.dataset import PairDataset
 from aligner.data.items import SftItem, UnpairedItem
 from aligner.data.unpaired import UnpairedDataset
 from aligner.errors import ConfigError
-from aligner.ops.packing.documents import apart
+from aligner.ops.packing.documents import split_documents
 from aligner.ops.reduce import reduce_metrics, sum_over
 from aligner.ops.rl.by_rank import with_partners
 from aligner.ops.rl.kto import above, log_ratios, sample_losses
@@ -60,7 +60,7 @@ def held_out_loss(policy: Policy, dataset: Sequence[SftItem], limit: int) -> Sca
     items = _own_rows(policy.model, dataset, limit)
     total, count = 0.0, 0.0
     if items:
-        batch = apart(collate_sft(items, 0))
+        batch = split_documents(collate_sft(items, 0))
         total = -float((policy.logprobs(batch, batch.loss_mask) * batch.loss_mask).sum())
         count = float(batch.loss_mask.sum())
     return reduce_metrics({"eval/loss": (total, count)}, {}, policy.model.layout.pgs.dp)

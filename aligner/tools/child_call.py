@@ -18,7 +18,7 @@ from aligner.loading import for_good
 REQUEST, REPLY = "request.pickle", "reply.pickle"
 
 
-def apart(function: str, *arguments: Any) -> Any:
+def call_in_child(function: str, *arguments: Any) -> Any:
     """Return the result of `module:function`, run by the running fork server, if there is one. Raises the function's
     AlignerError, and one if the process ends otherwise; its output then has the reason."""
     with (

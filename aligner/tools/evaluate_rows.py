@@ -23,7 +23,7 @@ from aligner.data.text import sft_dataset
 from aligner.errors import ConfigError
 from aligner.megatron.groups import leave_distributed
 from aligner.megatron.model import Head
-from aligner.ops.packing.documents import apart, together
+from aligner.ops.packing.documents import join_documents, split_documents
 from aligner.ops.rl.reward_loss import bradley_terry, regression
 from aligner.refit.export import read_extra
 from aligner.roles.policy import Policy
@@ -59,9 +59,9 @@ def _losses(job: Job) -> Measured:
     items = _first(job, sft_dataset(rows, job.tokenizer, cfg.data, "data.eval"))
     policy = Policy(make_model(job, job.initial, Head(), None, 0), cfg.batch, 1.0, entropy=False)
     batch = collate_sft(items, job.tokenizer.pad_token_id)
-    documents = apart(batch)
+    documents = split_documents(batch)
     nll = -(policy.logprobs(documents, documents.loss_mask) * documents.loss_mask)
-    losses, counts = together(nll, batch).sum(1), batch.loss_mask.sum(1).tolist()
+    losses, counts = join_documents(nll, batch).sum(1), batch.loss_mask.sum(1).tolist()
     records = [
         {"text": job.tokenizer.decode(item.tokens.tolist()), "tokens": int(n), "loss": loss / n}
         for item, loss, n in zip(items, losses.tolist(), counts, strict=True)

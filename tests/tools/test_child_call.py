@@ -7,7 +7,7 @@ import pytest
 
 from aligner.cluster import fork_server
 from aligner.errors import AlignerError, ConfigError
-from aligner.tools.child_call import apart
+from aligner.tools.child_call import call_in_child
 
 CODE = """
 import os
@@ -29,7 +29,7 @@ def functions(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_result():
-    number, pid, parent = apart("functions_apart:who", 7)
+    number, pid, parent = call_in_child("functions_apart:who", 7)
     assert number == 7 and pid != os.getpid() == parent
 
 
@@ -38,14 +38,14 @@ def test_results_errors_and_ends_by_one_fork_server():
     with fork_server.kept(["functions_apart", "torch"], dict(os.environ), ()):
         test_a_result()
         with pytest.raises(ConfigError, match="seed=3: expected another one") as caught:
-            apart("functions_apart:refuses")
+            call_in_child("functions_apart:refuses")
         assert caught.value.key == "seed" and caught.value.exit_code == 2
         with pytest.raises(AlignerError, match="leaves ended with exit code 9"):
-            apart("functions_apart:leaves")
+            call_in_child("functions_apart:leaves")
 
 
 def test_without_its_fork_server():
     with fork_server.kept(["functions_apart"], dict(os.environ), ()) as place:
         place.process.kill()
         with pytest.raises(AlignerError, match="who ended with exit code -9"):
-            apart("functions_apart:who", 7)
+            call_in_child("functions_apart:who", 7)

@@ -22,7 +22,7 @@ class SourceRows:
         return _taken(values, self.back)
 
 
-def apart(batch: TrainBatch) -> TrainBatch:
+def split_documents(batch: TrainBatch) -> TrainBatch:
     """Split each stretch of equal numbers in `documents` [B, T] into its own row, right-padded with 0. The batch may
     have only tensors [B, T, ...] besides the lengths. One without `documents` is returned unchanged."""
     if batch.documents is None:
@@ -44,16 +44,16 @@ def apart(batch: TrainBatch) -> TrainBatch:
     return replace(batch.mapped(taken), documents=None)
 
 
-def forks_apart(rows: RolloutBatch | TrainBatch, mask: Tensor) -> TrainBatch:
+def split_forks(rows: RolloutBatch | TrainBatch, mask: Tensor) -> TrainBatch:
     """Return a row for each of the `forks` of a trajectory, with what a model reads of it. A loss finds the original
     rows in `whole`. `mask` [B, T] is the loss mask."""
     wanted = rows.wanted if isinstance(rows, TrainBatch) else None
     batch = TrainBatch(rows.tokens, rows.lengths, mask, wanted=wanted, routing=rows.routing, documents=rows.forks)
-    parts = apart(batch)
+    parts = split_documents(batch)
     return replace(parts, whole=SourceRows(rows, _back(batch, parts.tokens.shape[1])))
 
 
-def together(values: Tensor, batch: TrainBatch) -> Tensor:
+def join_documents(values: Tensor, batch: TrainBatch) -> Tensor:
     """Return values [rows of `apart(batch)`, t, ...] at the positions of the batch's tokens, [B, T, ...]."""
     return values if batch.documents is None else _taken(values, _back(batch, values.shape[1]))
 
