@@ -97,7 +97,7 @@ class Policy:
         if ptx is not None:
             parts += micro_batches(ptx.next(), self.batch, group=self.model.layout.pgs.dp)
         stats = self.model.step(parts, from_hidden)
-        stats = stats if ptx is None else ptx.split_metrics(stats)
+        stats = stats if ptx is None else ptx.with_stage_loss(stats)
         return {f"policy/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()} | (
             batch_metrics(parts, self.batch)
         )

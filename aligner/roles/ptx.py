@@ -37,6 +37,6 @@ class Ptx:
         means = {LOSS: (-(logprobs.detach() * batch.loss_mask).sum(), batch.loss_mask.sum())}
         return LossOutput(self.coef * nll, means)
 
-    def split_metrics(self, stats: ScalarMetrics) -> ScalarMetrics:
+    def with_stage_loss(self, stats: ScalarMetrics) -> ScalarMetrics:
         """Return the numbers of a step, with `loss` as the stage's own again."""
         return stats | {"loss": stats["loss"] - self.coef * stats[LOSS]}

@@ -54,7 +54,7 @@ def split_forks(rows: RolloutBatch | TrainBatch, mask: Tensor) -> TrainBatch:
 
 
 def join_documents(values: Tensor, batch: TrainBatch) -> Tensor:
-    """Return values [rows of `apart(batch)`, t, ...] at the positions of the batch's tokens, [B, T, ...]."""
+    """Return values [rows of `split_documents(batch)`, t, ...] at the positions of the batch's tokens, [B, T, ...]."""
     return values if batch.documents is None else _taken(values, _back(batch, values.shape[1]))
 
 
