@@ -62,7 +62,7 @@ from aligner.megatron.checkpoint import ModelSave
 from aligner.megatron.train import ShardedModel
 from aligner.refit import serve
 from aligner.refit.transfer import Refit
-from aligner.rollout.player import Player
+from aligner.rollout.sample_generator import SampleGenerator
 from aligner.rollout.samples_file import SamplesFile
 from aligner.rollout.score import Scorer
 from aligner.rollout.store import Store
@@ -105,7 +105,7 @@ POINTS: dict[str, tuple[object, str]] = {
     "a record of metrics": (MetricsLogger, "_write"),
     "a refit": (Refit, "__call__"),
     "a bucket of a refit": (Refit, "_ask"),
-    "generation": (Player, "advance"),
+    "generation": (SampleGenerator, "advance"),
     "scoring": (Scorer, "__call__"),
     "an answer from outside": (AnswerLog, "write"),
     "a stored rollout": (Store, "write"),

@@ -208,7 +208,7 @@ EXTENSIONS += (
     "engines.quantized",
     "refit.serve",
     "refit.factors",
-    "rollout.turns",
+    "rollout.trajectory_generator",
     "rollout.agents",
     "rollout.replies",
 )
@@ -216,7 +216,7 @@ EXTENSIONS += ("rollout.record", "rollout.replay", "engines.bridge", "models.pef
 NEVER_OF_SFT = (
     "builders.engines",
     "builders.rollouts",
-    "rollout.player",
+    "rollout.sample_generator",
     "refit.transfer",
     "rewards",
     "algorithms.losses",

@@ -31,8 +31,8 @@ from aligner.roles.policy import Policy
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.evaluate import Evaluator
-from aligner.rollout.player import Player
 from aligner.rollout.references import check_rows
+from aligner.rollout.sample_generator import SampleGenerator
 from aligner.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def make_evaluator(
     job: Job,
     refit: Refit,
     reward_model: RewardModel | ProcessRewardModel | None = None,
-    player: Player | None = None,
+    generator: SampleGenerator | None = None,
 ) -> Evaluator | None:
     functions = evaluation_functions(job.cfg)
     judges: list[tuple[Any, float]] = [(load_function(f, i), f.weight) for i, f in enumerate(functions)]
@@ -160,7 +160,7 @@ def make_evaluator(
     limit = job.cfg.eval.max_response_tokens or job.cfg.sampling.max_response_tokens
     sampling = make_sampling(job, job.cfg.eval.temperature, limit, plain=True)
     return Evaluator(
-        player or Player(refit.engine, job.tokenizer, sampling, job.layout.peers),
+        generator or SampleGenerator(refit.engine, job.tokenizer, sampling, job.layout.peers),
         refit,
         prompts,
         rewards,

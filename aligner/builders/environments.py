@@ -1,4 +1,4 @@
-"""Tools, environments and players of trajectories, from a job."""
+"""Tools, environments and generators of trajectories, from a job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aligner.engines.base import RolloutEngine
 from aligner.environments.pool import Pool
 from aligner.environments.tools import load_tools, schemas
 from aligner.errors import ConfigError
-from aligner.rollout.turns import TrajectoryContext, TurnAdmission, TurnPlayer, kind_of_player
+from aligner.rollout.trajectory_generator import TrajectoryContext, TrajectoryGenerator, TurnAdmission, generator_class
 from aligner.types import SamplingParams
 
 
@@ -31,13 +31,13 @@ def _dialogue(cfg: Config, tokenizer: Any, tools: Tools) -> Dialogue:
     return Dialogue(tokenizer, tools, cfg.data.template_arguments, cfg.environment.calls)
 
 
-def make_turns(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> TurnPlayer:
+def make_trajectories(job: Job, engine: RolloutEngine, sampling: SamplingParams) -> TrajectoryGenerator:
     cfg, tooling = job.cfg, job.tooling
     assert tooling is not None
     pool, pace = Pool(cfg.environment, tooling.schemas, job.answers), TurnAdmission.ROUNDS
     if engine.can.serves and cfg.engine.tensor_parallel == 1:
         pace = TurnAdmission.COUNTS if cfg.run.deterministic or cfg.engine.window else TurnAdmission.ANSWERS
-    return kind_of_player(cfg.environment, partial(_dialogue, cfg, job.tokenizer))(
+    return generator_class(cfg.environment, partial(_dialogue, cfg, job.tokenizer))(
         engine,
         job.tokenizer,
         sampling,

@@ -10,8 +10,8 @@ from aligner.data.mixture import PromptMixture
 from aligner.refit.transfer import Refit
 from aligner.roles.policy import Policy
 from aligner.rollout.own_answers import OwnAnswers
-from aligner.rollout.player import Player
 from aligner.rollout.requests import Requests
+from aligner.rollout.sample_generator import SampleGenerator
 from aligner.rollout.sharing import share
 from aligner.rollout.source import Weights
 from aligner.run.checkpoints import Stateful
@@ -29,7 +29,7 @@ def make_own_answers(
     answers = OwnAnswers(
         Weights(refit, verifier, job.timers),
         Requests(prompts, stream, 1, count, own_slots, cfg.seed),
-        Player(refit.engine, job.tokenizer, sampling, layout.peers, job.timers),
+        SampleGenerator(refit.engine, job.tokenizer, sampling, layout.peers, job.timers),
         layout.pgs.dp,
         cfg.algorithm.distill.told_by,
     )

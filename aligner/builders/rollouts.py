@@ -23,9 +23,9 @@ from aligner.roles.policy import Policy
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.evaluate import Evaluator
-from aligner.rollout.player import Player
 from aligner.rollout.references import check_rows
 from aligner.rollout.requests import Requests
+from aligner.rollout.sample_generator import SampleGenerator
 from aligner.rollout.schedule import Schedule
 from aligner.rollout.score import Scorer
 from aligner.rollout.sharing import share
@@ -66,18 +66,18 @@ def make_rollouts(
     own_slots = range(count)[share(count, layout.data, layout.dp_rank)]
     sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
     if cfg.environment.on:
-        player = on_demand("environment, to play in")(job, refit.engine, sampling)
+        generator = on_demand("environment, to generate")(job, refit.engine, sampling)
     else:
-        player = Player(refit.engine, job.tokenizer, sampling, layout.peers, job.timers, cfg.engine.window)
+        generator = SampleGenerator(refit.engine, job.tokenizer, sampling, layout.peers, job.timers, cfg.engine.window)
     requests = Requests(prompts, stream, cfg.batch.group, count, own_slots, cfg.seed)
-    schedule = _schedule(job, requests, player, policy.model)
+    schedule = _schedule(job, requests, generator, policy.model)
     scorer = Scorer(rewards, layout.peers, job.timers)
     weights = Weights(refit, verifier, job.timers)
     source: Rollouts = RolloutSource(weights, requests, schedule, scorer, cfg.algorithm, layout.pgs.dp)
     state = {"data": stream, "rewards": rewards, "sentinel": verifier, "clock": schedule}
     if cfg.debug.replay:
         source = on_demand("debug.replay")(job, source, policy.model)
-    return _watched(job, source), state, make_evaluator(job, refit, reward_model, player)
+    return _watched(job, source), state, make_evaluator(job, refit, reward_model, generator)
 
 
 def _watched(job: Job, source: Rollouts) -> Rollouts:
@@ -86,14 +86,14 @@ def _watched(job: Job, source: Rollouts) -> Rollouts:
     return on_demand("debug.record")(job, source) if recorded_steps(job.cfg) else source
 
 
-def _schedule(job: Job, requests: Requests, player: Player, model: ShardedModel) -> Schedule:
+def _schedule(job: Job, requests: Requests, generator: SampleGenerator, model: ShardedModel) -> Schedule:
     """Make the schedule. Checkpoints secure the stored rollouts that they need, and those that none needs are
     deleted."""
     cfg = job.cfg
     everyone = replace(requests, own_slots=range(requests.slots)) if cfg.engine.window else requests
     when = cfg.engine.lag, cfg.engine.window, cfg.run.steps
     version = lambda: model.step_count  # noqa: E731
-    schedule = Schedule(*when, everyone, requests.own_slots, player, version, job.layout.pgs.dp, _store(job))
+    schedule = Schedule(*when, everyone, requests.own_slots, generator, version, job.layout.pgs.dp, _store(job))
 
     def forget(step: int) -> None:
         folder = Path(cfg.run.dir) / "checkpoints"

@@ -13,8 +13,8 @@ from aligner.data.dataset import PromptDataset
 from aligner.data.formats import prompt_rows
 from aligner.errors import DataError
 from aligner.roles.reward_model import RewardModel
-from aligner.rollout.player import Player
 from aligner.rollout.references import check_rows
+from aligner.rollout.sample_generator import SampleGenerator
 from aligner.rollout.samples import SampleBatches
 from aligner.rollout.samples_file import SamplesFile, answer_of
 from aligner.rollout.score import Scorer
@@ -36,7 +36,7 @@ def make_samples(job: Job, reward_model: RewardModel | None) -> tuple[SampleBatc
     sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
     samples = SampleBatches(
         Weights(refit, make_verifier(job, refit, policy, prompts), job.timers),
-        Player(refit.engine, job.tokenizer, sampling, peers, job.timers),
+        SampleGenerator(refit.engine, job.tokenizer, sampling, peers, job.timers),
         Scorer(rewards, peers, job.timers),
         prompts,
         rows,

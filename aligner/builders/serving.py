@@ -43,7 +43,7 @@ def serve(job: Job) -> int:
     trajectories = None
     if cfg.environment.on:
         sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
-        trajectories = on_demand("environment, to play in")(job, engine, sampling).serve
+        trajectories = on_demand("environment, to generate")(job, engine, sampling).serve
     well = OrderServer(bridge, engine, plan, cfg.refit, job.timers, memory.phase, check_memory, trajectories)()
     bridge.leave(well)
     return 0 if well else 1

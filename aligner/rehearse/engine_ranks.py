@@ -93,7 +93,7 @@ def _answers(collectives: Collectives) -> None:
 
 def _requests(collectives: Collectives) -> None:
     from aligner.engines.native.fleet import Fleet, FleetEngine, Replicated, SeededPrompt
-    from aligner.rollout.player import Player
+    from aligner.rollout.sample_generator import SampleGenerator
     from aligner.types import STOP, Generations, SeedLists, TokenLists
 
     gather, deliver = Fleet.gather, Fleet.deliver
@@ -102,7 +102,7 @@ def _requests(collectives: Collectives) -> None:
     def counted(asks: Any) -> Any:
         """Wrap `asks`: a rank asks at least one request, and there may be fewer requests than ranks."""
 
-        def asked(self: Player, requests: Sequence, *others: Any, **named: Any) -> Any:
+        def asked(self: SampleGenerator, requests: Sequence, *others: Any, **named: Any) -> Any:
             nonlocal count
             count = len(requests) * (dist.get_world_size() // self.peers.size())
             groups = asks(self, requests, *others, **named)
@@ -140,7 +140,8 @@ def _requests(collectives: Collectives) -> None:
         )
 
     Fleet.gather, Fleet.deliver = gathered, delivered
-    Player.__call__, Player.advance = counted(Player.__call__), counted(Player.advance)
+    for name in ("__call__", "advance"):
+        setattr(SampleGenerator, name, counted(getattr(SampleGenerator, name)))
     FleetEngine._generate_share = Replicated._generate_share  # no other rank takes or gives chunks
 
 

@@ -138,32 +138,32 @@ def _experts(device: RehearsedDevice) -> None:
 
 def _rollouts() -> None:
     from aligner.rollout.groups import Groups
-    from aligner.rollout.player import ByPrompt, Player
+    from aligner.rollout.sample_generator import ByPrompt, SampleGenerator
     from aligner.rollout.sample_state import SampleState, by_prompt
     from aligner.rollout.score import Scorer
 
-    advance = Player.advance
+    advance = SampleGenerator.advance
 
-    def asked(self: Player, together: ByPrompt) -> ByPrompt:
+    def asked(self: SampleGenerator, together: ByPrompt) -> ByPrompt:
         """Return this replica's share of all ranks' samples. Every rank asks engines on other ranks."""
         world, engine, peers = dist.get_world_size(), self.engine, self.peers.size()
         replicas = world if engine.bridge is not None else world // engine.tensor_parallel
         share = math.ceil(len(together) * (world // peers) / replicas)
         return [together[i % len(together)] for i in range(share)]
 
-    def called(self: Player, requests: Sequence, sampling: Any = None, score: Any = None) -> Groups:
+    def called(self: SampleGenerator, requests: Sequence, sampling: Any = None, score: Any = None) -> Groups:
         states = self.fresh_of(range(len(requests)), requests)
         with self.timers("generate"):
-            self._played(asked(self, by_prompt(states)), sampling or self.sampling)
+            self._generated(asked(self, by_prompt(states)), sampling or self.sampling)
         return self.ended(requests, answered(self, states), sampling=sampling)
 
-    def gone_on(
-        self: Player, together: ByPrompt, sampling: Any = None, score: Any = None
+    def advanced(
+        self: SampleGenerator, together: ByPrompt, sampling: Any = None, score: Any = None
     ) -> Callable[[], list[SampleState]]:
         answer = advance(self, asked(self, together) * self.peers.size(), sampling)  # of which it takes its share
         return lambda: answer() and answered(self, [state for same in together for state in same])
 
-    def answered(self: Player, states: list[SampleState]) -> list[SampleState]:
+    def answered(self: SampleGenerator, states: list[SampleState]) -> list[SampleState]:
         """Replace the engine's responses by ones of the longest length, as rows come from all ranks."""
         width, cut = self.sampling.max_response_tokens, self.sampling.truncates
         zeros, versions = array("f", bytes(4 * width)), array("i", [self.engine.weight_version]) * width
@@ -182,7 +182,7 @@ def _rollouts() -> None:
             groups.components = functions | self.rewards.models(groups.samples)
         return groups
 
-    Player.__call__, Player.advance, Scorer.__call__ = called, gone_on, score
+    SampleGenerator.__call__, SampleGenerator.advance, Scorer.__call__ = called, advanced, score
 
 
 def _checkpoints(device: RehearsedDevice) -> None:

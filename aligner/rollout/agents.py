@@ -20,7 +20,7 @@ from aligner.environments.openai_api import MODEL, ChatRequest, Reply, request_s
 from aligner.errors import ConfigError
 from aligner.ops.packing.turns import Turn
 from aligner.rollout.sample_state import SampleState
-from aligner.rollout.turns import TurnPlayer
+from aligner.rollout.trajectory_generator import TrajectoryGenerator
 from aligner.types import SamplingParams, Stop
 
 KEPT = 256  # lists of tools
@@ -101,7 +101,7 @@ def message_of(answer: ParsedAnswer, first: int = 0) -> dict[str, Any]:
 
 
 @dataclass
-class AgentPlayer(TurnPlayer):
+class AgentGenerator(TrajectoryGenerator):
     dialogues: Dialogues = field(kw_only=True)
 
     kind: ClassVar[type[SampleState]] = AgentSampleState
@@ -172,9 +172,9 @@ class AgentPlayer(TurnPlayer):
         state.asked = self.pool.ask(state.session, "score", why=why, code=code)
 
 
-def agent_player(make: Callable[[Tools], Dialogue]) -> Callable[..., AgentPlayer]:
-    """Return a maker of agent players. `make` makes the dialogue of a request's tools."""
-    return partial(AgentPlayer, dialogues=Dialogues(make))
+def agent_generator(make: Callable[[Tools], Dialogue]) -> Callable[..., AgentGenerator]:
+    """Return a maker of generators of an agent's trajectories. `make` makes the dialogue of a request's tools."""
+    return partial(AgentGenerator, dialogues=Dialogues(make))
 
 
 def _key(message: dict[str, Any]) -> str:

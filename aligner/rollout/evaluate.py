@@ -20,8 +20,8 @@ from aligner.refit.transfer import Refit
 from aligner.rewards.composite import Component, RewardPipeline
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
-from aligner.rollout.player import Player
 from aligner.rollout.requests import Request
+from aligner.rollout.sample_generator import SampleGenerator
 from aligner.rollout.sharing import share
 from aligner.run.timers import Timers
 from aligner.types import Sample, SamplingParams, ScalarMetrics, Sums
@@ -96,7 +96,7 @@ def never_full(accuracy: float, maxima: Mapping[str, float], full_score: float, 
 
 @dataclass
 class Evaluator:
-    player: Player
+    generator: SampleGenerator
     refit: Refit
     prompts: PromptDataset
     rewards: RewardPipeline
@@ -145,7 +145,7 @@ class Evaluator:
         # rollout -1: evaluation never shares a request seed with training
         seeds = [[request_seed(self.seed, -1, prompt.id, i) for i in range(k)] for prompt in prompts]
         requests = [Request(row, *of) for row, of in zip(rows, zip(prompts, seeds, strict=True), strict=True)]
-        return self.player.samples(requests, self.sampling)
+        return self.generator.samples(requests, self.sampling)
 
     def _model_opinion(self, samples: list[Sample]) -> Sums:
         """Return the reward model's metrics. Tensor and pipeline ranks share the model: they score their samples

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from aligner.data.formats import ToldBy
 from aligner.ops.reduce import reduce_metrics
 from aligner.rollout.collate import collate
-from aligner.rollout.player import Player
 from aligner.rollout.requests import Requests
+from aligner.rollout.sample_generator import SampleGenerator
 from aligner.rollout.source import Weights
 from aligner.types import ScalarMetrics, TeacherNumbers, TrainBatch
 
@@ -23,7 +23,7 @@ class OwnAnswers:
 
     weights: Weights
     requests: Requests
-    player: Player
+    generator: SampleGenerator
     ranks: dist.ProcessGroup  # data-parallel
     told_by: ToldBy  # number of a prompt's teacher, by the prompt's columns
 
@@ -31,9 +31,9 @@ class OwnAnswers:
         """Return this rank's rows, their answers in the loss mask."""
         metrics = self.weights()
         self.requests.begin(step)
-        groups = self.player(self.requests.take(range(self.requests.slots)))
+        groups = self.generator(self.requests.take(range(self.requests.slots)))
         rows = collate(
-            groups.samples, groups.generations, torch.tensor(groups.slots), self.player.tokenizer.pad_token_id
+            groups.samples, groups.generations, torch.tensor(groups.slots), self.generator.tokenizer.pad_token_id
         )
         count = float(len(rows.lengths))
         means = {

@@ -20,8 +20,8 @@ from aligner.ops.rl.shaping import shaped_rewards
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import Scores, finish_metrics
 from aligner.rollout.groups import Groups
-from aligner.rollout.player import Player
 from aligner.rollout.requests import Request
+from aligner.rollout.sample_generator import SampleGenerator
 from aligner.rollout.samples_file import Record, make_records
 from aligner.rollout.score import Scorer
 from aligner.rollout.sharing import share
@@ -34,7 +34,7 @@ BEFORE = -2  # in the seeds of requests round r is rollout -2 - r; training roll
 @dataclass
 class SampleBatches:
     weights: Weights
-    player: Player
+    generator: SampleGenerator
     score: Scorer
     prompts: PromptDataset
     rows: Sequence[PromptRow]  # of the prompts, by Prompt.id
@@ -52,7 +52,7 @@ class SampleBatches:
             self.weights()  # a restart must not show in the metrics: the refit's are not reported
         self._placed, rewards = True, self.score.rewards
         rewards.begin(step)
-        groups = self.score(self.player(self._requests(step), score=rewards.score_early))
+        groups = self.score(self.generator(self._requests(step), score=rewards.score_early))
         scores = self.score.combined(groups, update=False)
         compared = self._shaped(groups, scores)
         texts = [self.rows[prompt.id].prompt for prompt in groups.prompts]

@@ -30,8 +30,8 @@ from aligner.config.sections.cluster import WAIT
 from aligner.ops.agree import fail_together
 from aligner.ops.reduce import gathered
 from aligner.rollout.groups import Groups
-from aligner.rollout.player import Player, Score
 from aligner.rollout.requests import Request, Requests
+from aligner.rollout.sample_generator import SampleGenerator, Score
 from aligner.rollout.sample_state import SampleState, by_prompt, oldest_version
 from aligner.rollout.sharing import during, share
 from aligner.rollout.store import InFlight, Store
@@ -48,7 +48,7 @@ class Schedule:
     steps: int  # of the run: no rollout is generated for later ones
     requests: Requests  # of this rank's slots; with windows of all
     own_slots: range  # of this data-parallel rank
-    player: Player
+    generator: SampleGenerator
     version: Callable[[], int]  # of the policy's weights
     ranks: dist.ProcessGroup  # data-parallel
     store: Store | None = None  # None: nothing is stored
@@ -89,7 +89,7 @@ class Schedule:
         size, before = len(self.requests.own_slots), self._order
         groups = None
         while groups is None:
-            with self.player.timers("generate"):
+            with self.generator.timers("generate"):
                 landed = False
                 if len(self._flight.ready()) < size:
                     self._give_order(step, score)
@@ -103,11 +103,11 @@ class Schedule:
             if landed:
                 self._keep(flight)
         if self.window:
-            with self.player.timers("generate"):
+            with self.generator.timers("generate"):
                 self._give_order(step)
         while not self.window and self._rollouts < min(step + self.lag, self.steps):
             self._land("generate")  # engines have one order at a time
-            with self.player.timers("generate"):
+            with self.generator.timers("generate"):
                 self._give_order(step)
         return groups
 
@@ -117,13 +117,13 @@ class Schedule:
         """Return the groups of these requests, by a separate order while no rollout is in flight."""
         assert not self.lag, "the next prompts must not depend on scores"
         kept, numbers = self._flight, [request.seeds[0] for request in requests]  # no other request has them
-        states = self.player.fresh_of(numbers, requests)
+        states = self.generator.fresh_of(numbers, requests)
         self._flight = InFlight(len(requests[0].seeds) if requests else 1, numbers, states)
-        with self.player.timers("generate"):
+        with self.generator.timers("generate"):
             self._start(f"rollout {self._rollouts + 1}", sampling, score)
             landed = self._landed()
             made, self._flight = self._flight, kept
-            groups = self.player.ended(requests, made.states, oldest_version(made.states, self._made_by), sampling)
+            groups = self.generator.ended(requests, made.states, oldest_version(made.states, self._made_by), sampling)
         if landed:
             self._keep(made)
         return groups
@@ -205,7 +205,7 @@ class Schedule:
             return
         if self.window:  # all ranks have all samples: each generates its share
             together = together[share(len(together), self.ranks.size(), self.ranks.rank())]
-        self._answer = self.player.advance(together, sampling, score)
+        self._answer = self.generator.advance(together, sampling, score)
 
     def _admit(self) -> None:
         """Admit the groups of the next rollout."""
@@ -231,7 +231,7 @@ class Schedule:
 
     def _fresh(self, numbers: list[int]) -> InFlight:
         """Return groups before any generation."""
-        states = self.player.fresh_of(numbers, [self._groups[number] for number in numbers])
+        states = self.generator.fresh_of(numbers, [self._groups[number] for number in numbers])
         return InFlight(self.requests.group, numbers, states)
 
     def _landed(self) -> bool:
@@ -249,7 +249,7 @@ class Schedule:
     def _land(self, timer: str = WAIT) -> None:
         """Wait for the engines, if they generate, and store their samples."""
         if self._answer is not None:
-            with self.player.timers(timer):
+            with self.generator.timers(timer):
                 self._landed()
             self._keep(self._flight)
 
@@ -265,7 +265,7 @@ class Schedule:
         if self.window:
             requests = [replace(requests[slot], slot=slot) for slot in self.own_slots]
             taken = taken.take(self.own_slots)
-        return self.player.ended(requests, taken.states, version)
+        return self.generator.ended(requests, taken.states, version)
 
     def _measured(self, waited: int) -> ScalarMetrics:
         flight = self._flight
@@ -286,7 +286,7 @@ class Schedule:
         if self.store is None:
             return
         try:
-            with self.player.timers("store"):
+            with self.generator.timers("store"):
                 self.store.write(self._order, self._made_by, flight)
         except OSError as error:
             self._unstored[self._order] = str(error)

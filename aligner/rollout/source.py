@@ -23,8 +23,8 @@ from aligner.refit.verify import Verifier
 from aligner.rewards.composite import Scores
 from aligner.rollout.collate import collate
 from aligner.rollout.groups import GroupFilter, Groups, by_slot, join_groups
-from aligner.rollout.player import Player, Score
 from aligner.rollout.requests import Request, Requests
+from aligner.rollout.sample_generator import SampleGenerator, Score
 from aligner.rollout.schedule import Schedule
 from aligner.rollout.score import Scorer
 from aligner.rollout.statistics import staleness_metrics, trajectory_sums
@@ -92,8 +92,8 @@ class RolloutSource:
     ranks: dist.ProcessGroup | None = None  # data-parallel
 
     @property
-    def player(self) -> Player:
-        return self.schedule.player
+    def generator(self) -> SampleGenerator:
+        return self.schedule.generator
 
     def next(self, step: int) -> Rollout:
         rewards = self.score.rewards
@@ -108,7 +108,7 @@ class RolloutSource:
         batch, scores = self._batch(groups)
         if batch.forks is not None:
             metrics |= reduce_metrics(*trajectory_sums(batch.samples), self.ranks)
-            metrics |= reduce_metrics(self.player.take_sums(), {}, dist.group.WORLD)
+            metrics |= reduce_metrics(self.generator.take_sums(), {}, dist.group.WORLD)
             self._check_failures(step, batch.samples, metrics)
         metrics |= staleness_metrics(batch, self.weights.version, self.ranks) | self.requests.stream.metrics()
         metrics |= self.schedule.metrics
@@ -141,7 +141,7 @@ class RolloutSource:
 
     def _batch(self, groups: Groups) -> tuple[RolloutBatch, Scores]:
         slots = torch.tensor(groups.slots).repeat_interleave(groups.size)
-        batch = collate(groups.samples, groups.generations, slots, self.player.tokenizer.pad_token_id)
+        batch = collate(groups.samples, groups.generations, slots, self.generator.tokenizer.pad_token_id)
         scores = self.score.combined(groups, update=True)
         batch.rewards, batch.valid = torch.tensor(scores.total, dtype=torch.float32), torch.tensor(scores.valid)
         if self.algorithm.advantage == "remax":
@@ -150,10 +150,10 @@ class RolloutSource:
 
     def _greedy_rewards(self, groups: Groups) -> Tensor:
         """Return float32 [N]: the shaped reward of each prompt's greedy response, NaN where it has no score (ReMax)."""
-        greedy = replace(self.player.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        greedy = replace(self.generator.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         # a seed of its own is its key in the log of answers
         requests = [Request(slot, prompt, [slot]) for slot, prompt in zip(groups.slots, groups.prompts, strict=True)]
         greedy_groups = self.score(self.schedule.at_once(requests, greedy))
         rewards = torch.tensor(self.score.combined(greedy_groups, update=False).total, dtype=torch.float32)
-        ends, limit = greedy_groups.generations, self.player.sampling.max_response_tokens
+        ends, limit = greedy_groups.generations, self.generator.sampling.max_response_tokens
         return shaped_rewards(rewards, ends.lengths, ends.finish_reason == STOP, self.algorithm.overlong, limit)

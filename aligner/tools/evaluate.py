@@ -34,7 +34,7 @@ from aligner.rollout.references import refuse
 from aligner.run.metrics import rewrite_jsonl
 from aligner.run.sample_table import SampleRow, print_samples
 from aligner.tools.evaluate_rows import measure_rows
-from aligner.tools.evaluate_turns import play
+from aligner.tools.evaluate_turns import generate_trajectories
 from aligner.tools.generate import Answerer, is_scorer, model_folder
 from aligner.types import Sample, SamplingParams, ScalarMetrics
 
@@ -100,7 +100,7 @@ def _answers(cfg: Config, folder: Path, tools: Tools) -> Evaluation:
     if tool_schemas is None:
         samples = model.answer(prompts, cfg.eval.samples, sampling, cfg.seed)
     else:
-        samples = play(cfg, model, tools, prompts, sampling)
+        samples = generate_trajectories(cfg, model, tools, prompts, sampling)
     verdict = judge(samples, rewards, cfg.eval)
     for warning in never_full(sum(verdict.correct), verdict.maxima, cfg.eval.full_score, rewards):
         print(warning)

@@ -16,12 +16,12 @@ from aligner.environments.pool import Pool
 from aligner.environments.tools import Tools, schemas
 from aligner.ops.seeds import request_seed
 from aligner.rollout.requests import Request
-from aligner.rollout.turns import TrajectoryContext, kind_of_player
+from aligner.rollout.trajectory_generator import TrajectoryContext, generator_class
 from aligner.tools.generate import Answerer, dialogue_of
 from aligner.types import Prompt, Sample, SamplingParams
 
 
-def play(
+def generate_trajectories(
     cfg: Config, model: Answerer, tools: Tools, prompts: Sequence[Prompt], sampling: SamplingParams
 ) -> list[Sample]:
     """Return prompts x eval.samples trajectories, prompt-major. Nothing is logged."""
@@ -29,7 +29,7 @@ def play(
     sampling = replace(sampling, **sampled_with(model.tokenizer))
     dialogue = partial(dialogue_of, cfg, model.tokenizer)
     pool = Pool(cfg.environment, tool_schemas, AnswerLog(Path(cfg.run.dir) / FOLDER, 0))
-    player = kind_of_player(cfg.environment, dialogue)(
+    generator = generator_class(cfg.environment, dialogue)(
         model.engine,
         model.tokenizer,
         sampling,
@@ -39,4 +39,4 @@ def play(
         ),
     )
     seeds = [[request_seed(cfg.seed, -1, prompt.id, i) for i in range(cfg.eval.samples)] for prompt in prompts]
-    return player.samples([Request(i, p, s) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))], sampling)
+    return generator.samples([Request(i, p, s) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))], sampling)

@@ -20,8 +20,8 @@ from aligner.errors import ConfigError
 from aligner.megatron.model import resolve_dtype
 from aligner.models.safetensors_io import open_hf
 from aligner.ops.seeds import request_seed
-from aligner.rollout.player import Player
 from aligner.rollout.requests import Request
+from aligner.rollout.sample_generator import SampleGenerator
 from aligner.types import Prompt, Sample, SamplingParams
 
 
@@ -80,4 +80,4 @@ class Answerer:
         sampling = replace(sampling, **sampled_with(self.tokenizer))
         seeds = [[request_seed(seed, -1, prompt.id, i) for i in range(samples)] for prompt in prompts]
         requests = [Request(i, prompt, seeds[i]) for i, prompt in enumerate(prompts)]
-        return Player(self.engine, self.tokenizer, sampling, None).samples(requests, sampling)
+        return SampleGenerator(self.engine, self.tokenizer, sampling, None).samples(requests, sampling)

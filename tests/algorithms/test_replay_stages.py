@@ -34,13 +34,13 @@ def test_a_mismatch_goes(tiny_data, tmp_path, replayed):
 @pytest.mark.slow
 def test_a_stored_rollout_has_its_routing(tiny_data, tmp_path, replayed, monkeypatch):
     """Killed in step 3; the checkpoint is of step 2. Step 3 is not generated again, and nothing differs."""
-    from aligner.rollout.player import Player
+    from aligner.rollout.sample_generator import SampleGenerator
 
     run = tmp_path / "run"
     with stages.power_cut_in_update(3), pytest.raises(stages.PowerCut):
         stages.stage("grpo", tiny_data, run, *REPLAY, "debug.record=3")
     assert stages.checkpoints(run) == [2] and (run / "pending_rollouts" / "step-00000003").is_dir()
-    monkeypatch.delattr(Player, "advance")
+    monkeypatch.delattr(SampleGenerator, "advance")
     stages.stage("grpo", tiny_data, run, *REPLAY, "debug.record=3")
     assert stages.same_weights(run, replayed) and stages.differences(run, replayed) == []
 

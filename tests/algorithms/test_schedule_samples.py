@@ -85,7 +85,7 @@ class Slow:
     def next(self) -> Rollout:
         source, size = self.source, self.source.requests.slots
         metrics = source.weights()
-        with source.player.timers("generate"):
+        with source.generator.timers("generate"):
             while len(ready := self.ready()) < size:
                 self.turn()
             chosen = ready[:size]
@@ -93,7 +93,7 @@ class Slow:
             self.samples = [s for s in self.samples if s.number not in chosen]
             self.turn()
         requests = [replace(next(s.request for s in taken if s.number == n), slot=i) for i, n in enumerate(chosen)]
-        groups = source.score(source.player.ended(requests, [state_of(sample) for sample in taken], 0))
+        groups = source.score(source.generator.ended(requests, [state_of(sample) for sample in taken], 0))
         batch, scores = source._batch(groups)
         return Rollout(batch, metrics | staleness_metrics(batch, source.weights.version, source.ranks), scores)
 
@@ -121,10 +121,10 @@ class Slow:
             self.generate(rows)
 
     def generate(self, rows: list[list[Sample]]) -> None:
-        sampling = self.source.player.sampling
+        sampling = self.source.generator.sampling
         prompts = [[*row[0].request.prompt.tokens, *row[0].tokens] for row in rows]
         seeds, begun = [[s.seed for s in row] for row in rows], [len(row[0].tokens) for row in rows]
-        out = self.source.player.engine._generated(prompts, seeds, sampling, begun=begun)
+        out = self.source.generator.engine._generated(prompts, seeds, sampling, begun=begun)
         for i, s in enumerate(s for row in rows for s in row):
             for t in range(len(s.tokens), int(out.lengths[i])):
                 s.tokens.append(int(out.tokens[i, t]))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tests.rollout.test_turns import CUT, Scripted, call, tokenizer
 
 from aligner.answers import AnswerLog
 from aligner.config.sections.environment import EnvironmentConfig
@@ -12,14 +13,13 @@ from aligner.data.tokenizer import train_tokenizer
 from aligner.environments.limits import MAX_REQUEST
 from aligner.environments.openai_api import ChatRequest
 from aligner.environments.pool import Pool
-from aligner.rollout.agents import AgentPlayer, Dialogues, message_of, parse_answer
+from aligner.rollout.agents import AgentGenerator, Dialogues, message_of, parse_answer
 from aligner.rollout.collate import collate
 from aligner.rollout.requests import Request
 from aligner.rollout.statistics import trajectory_sums
-from aligner.rollout.turns import TrajectoryContext
+from aligner.rollout.trajectory_generator import TrajectoryContext
 from aligner.types import Prompt, SamplingParams, Stop
 from tests.chat_templates import MISTRAL, QWEN3
-from tests.rollout.test_turns import CUT, Scripted, call, tokenizer
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
@@ -42,7 +42,7 @@ def play(tokenizer, tmp_path, world):
         engine = Scripted(tokenizer, script)
         sampling = SamplingParams(100, stop_token_ids=(tokenizer.eos_token_id,))
         outside = TrajectoryContext(pool, plain, cfg, longest, True)
-        generator = AgentPlayer(engine, tokenizer, sampling, world, outside=outside, dialogues=dialogues)
+        generator = AgentGenerator(engine, tokenizer, sampling, world, outside=outside, dialogues=dialogues)
         given = plain.begin(list(QUESTION))
         prompt = Prompt(0, given.tokens, given.text, row or {}, QUESTION)
         groups = generator([Request(i, prompt, list(s), 1) for i, s in enumerate(seeds)])

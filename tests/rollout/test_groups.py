@@ -17,8 +17,8 @@ from aligner.ops.reduce import sum_over
 from aligner.ops.seeds import request_seed
 from aligner.rewards.composite import RewardPipeline
 from aligner.rollout.groups import GroupFilter
-from aligner.rollout.player import Player
 from aligner.rollout.requests import Requests
+from aligner.rollout.sample_generator import SampleGenerator
 from aligner.rollout.schedule import Schedule
 from aligner.rollout.score import Scorer
 from aligner.rollout.sharing import share
@@ -84,11 +84,11 @@ def make_source(world: int = 1, rank: int = 0, **algorithm) -> RolloutSource:
     refit.model = SimpleNamespace(step_count=5)
     mine = range(PROMPTS)[share(PROMPTS, world, rank)]
     requests = Requests(prompts, IndexStream(ROWS, 1, True, PROMPTS), GROUP, PROMPTS, mine, seed=7)
-    player = Player(FakeEngine(), Words(), SamplingParams(LIMIT), alone)
+    generator = SampleGenerator(FakeEngine(), Words(), SamplingParams(LIMIT), alone)
     return RolloutSource(
         Weights(refit, SimpleNamespace(check=lambda: {})),
         requests,
-        Schedule(0, 0, 99, requests, mine, player, lambda: 5, alone),
+        Schedule(0, 0, 99, requests, mine, generator, lambda: 5, alone),
         Scorer(RewardPipeline([(Right(), 2.0)], RewardConfig()), alone),
         AlgorithmConfig(**algorithm),
         dist.group.WORLD,
@@ -250,7 +250,7 @@ def test_remax_generates_and_scores_one_greedy_response_for_each_prompt(world):
     overlong = OverlongConfig(penalty=0.25, soft_fraction=0.5)
     source = make_source(advantage="remax", overlong=overlong)
     rollout, _, _ = source.next(1)
-    (_, _, sampled), (prompts, seeds, greedy) = source.player.engine.calls
+    (_, _, sampled), (prompts, seeds, greedy) = source.generator.engine.calls
     assert sampled.temperature == 1 and greedy.temperature == 0 and greedy.max_response_tokens == LIMIT
     assert [tuple(p) for p in prompts] == [s.prompt.tokens for s in rollout.samples[::GROUP]]
     assert all(len(s) == 1 for s in seeds) and len(rollout.lengths) == PROMPTS * GROUP  # it does not train

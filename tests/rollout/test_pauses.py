@@ -22,7 +22,7 @@ from aligner.environments.tools import load_tools, schemas
 from aligner.errors import ConfigError
 from aligner.ops.seeds import derive
 from aligner.rollout.requests import Request
-from aligner.rollout.turns import TrajectoryContext, TurnAdmission, TurnPlayer
+from aligner.rollout.trajectory_generator import TrajectoryContext, TrajectoryGenerator, TurnAdmission
 from aligner.types import Prompt, SamplingParams
 from examples.calculator import TEMPLATE
 from tests.engines.contract import LLAMA, fill, reference
@@ -123,8 +123,9 @@ def talkers(folder, *texts):
     )
 
 
-def player(engine, tokenizer, peers, outside):
-    return TurnPlayer(engine, tokenizer, SAMPLING, peers, window=WINDOW, outside=outside, pace=TurnAdmission.COUNTS)
+def trajectory_generator(engine, tokenizer, peers, outside):
+    settings = {"window": WINDOW, "outside": outside, "pace": TurnAdmission.COUNTS}
+    return TrajectoryGenerator(engine, tokenizer, SAMPLING, peers, **settings)
 
 
 def engine_of(window, **more):
@@ -144,10 +145,10 @@ def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart
 
     def generator():
         pool = Pool(CFG, dialogue.tools, AnswerLog(tmp_path / "run", 0))
-        return player(engine, tokenizer, world, TrajectoryContext(pool, dialogue, CFG, 500, True))
+        return trajectory_generator(engine, tokenizer, world, TrajectoryContext(pool, dialogue, CFG, 500, True))
 
-    playing = generator()
-    states = [state for request in requests for state in playing.fresh(request, request.slot)]
+    source = generator()
+    states = [state for request in requests for state in source.fresh(request, request.slot)]
     talks = [
         Talk(
             state.group,
@@ -165,10 +166,10 @@ def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart
         model = reference(engine.model.cfg, window)  # another for each version
         for one in (engine, single):
             fill(one, model, window)
-        (found,) = playing.serve([[state for state in states if state.open]])
+        (found,) = source.serve([[state for state in states if state.open]])
         if window == restart:
             assert any(state.begun for state in found) and any(state.waits and state.turns for state in found)
-            playing = generator()
+            source = generator()
             found = pickle.loads(pickle.dumps(found))
         slow.window(window)
         by_key = {(state.group, state.index): state for state in found}
@@ -193,9 +194,9 @@ def window_of_two_ranks(folder):
     engine = engine_of(WINDOW, **({"kv_cache_bytes": 1000} if dist.get_rank() else {}))
     fill(engine, reference(engine.model.cfg, 1), 1)
     outside = TrajectoryContext(Pool(CFG, dialogue.tools, AnswerLog(folder, 0)), dialogue, CFG, 500, True)
-    playing = player(engine, tokenizer, None, outside)
+    source = trajectory_generator(engine, tokenizer, None, outside)
     try:
-        (found,) = playing.serve([[state for request in requests for state in playing.fresh(request, request.slot)]])
+        (found,) = source.serve([[state for request in requests for state in source.fresh(request, request.slot)]])
     except ConfigError as error:
         return error.key
     return [bool(state.turns or state.begun) for state in found]

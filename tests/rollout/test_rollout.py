@@ -37,8 +37,8 @@ from aligner.rollout.loss_inputs import (
     set_token_rewards,
     shuffle_within_groups,
 )
-from aligner.rollout.player import Player
 from aligner.rollout.requests import Request, Requests
+from aligner.rollout.sample_generator import SampleGenerator
 from aligner.rollout.schedule import Schedule
 from aligner.rollout.score import Scorer
 from aligner.rollout.sharing import share
@@ -87,7 +87,7 @@ def make_samples(prompts, generations, group):
     """Of an engine that answers with these generations."""
     engine = SimpleNamespace(bridge=None, generate=lambda *_: generations, weight_version=generations.weight_version)
     requests = [Request(i, prompt, list(range(group))) for i, prompt in enumerate(prompts)]
-    return Player(engine, Words(), SamplingParams(9), Peers(0, 1)).samples(requests, SamplingParams(9))
+    return SampleGenerator(engine, Words(), SamplingParams(9), Peers(0, 1)).samples(requests, SamplingParams(9))
 
 
 def make_rollout(prompts: int = 4, group: int = 3, seed: int = 1, first_slot: int = 0):
@@ -243,8 +243,8 @@ def requests(ranks: int, tensor: int, monkeypatch) -> list[tuple]:
             made = Requests(make_prompts(3), stream, 2, 8, mine, seed=4)
             made.begin(3)
             taken = made.take(range(8))
-            player = Player(engine, Words(), SamplingParams(5), layout)
-            player.advance([player.fresh(request, request.slot) for request in taken])
+            generator = SampleGenerator(engine, Words(), SamplingParams(5), layout)
+            generator.advance([generator.fresh(request, request.slot) for request in taken])
             assert len(taken) == 8 // ranks and [request.slot for request in taken] == list(mine)
             found += engine.requests
     return found
@@ -275,8 +275,8 @@ class Telling(Recorder):
 def rolling(engine, rewards: RewardPipeline) -> RolloutSource:
     """Of rollouts of 4 groups of 2 samples of 3 prompts."""
     requests = Requests(make_prompts(3), None, 2, 4, range(4), seed=4)
-    player = Player(engine, Words(), SamplingParams(5), Peers(0, 1))
-    schedule = Schedule(0, 0, 9, requests, range(4), player, lambda: 7, Peers(0, 1))
+    generator = SampleGenerator(engine, Words(), SamplingParams(5), Peers(0, 1))
+    schedule = Schedule(0, 0, 9, requests, range(4), generator, lambda: 7, Peers(0, 1))
     return RolloutSource(None, requests, schedule, Scorer(rewards, Peers(0, 1)), AlgorithmConfig())
 
 
@@ -674,7 +674,7 @@ def test_a_function_that_leaves_the_accuracy_at_zero_is_named_once(world, capsys
         RewardConfig(),
     )
     evaluator = Evaluator(
-        Player(Saying(texts), Words(), SamplingParams(5), Peers(0, 1)),
+        SampleGenerator(Saying(texts), Words(), SamplingParams(5), Peers(0, 1)),
         lambda: None,
         make_prompts(2),
         rewards,
@@ -710,7 +710,7 @@ def test_evaluator_generates_k_samples_with_seeds_of_its_own(world):
     rewards = pipeline(lambda found: [1.0] * len(found))
     prompts = make_prompts(5)
     evaluator = Evaluator(
-        Player(engine, Words(), SamplingParams(5), layout),
+        SampleGenerator(engine, Words(), SamplingParams(5), layout),
         lambda: refits.append(1),
         prompts,
         rewards,

@@ -22,8 +22,8 @@ code = main(sys.argv[2:])
 Path(sys.argv[1]).write_text(json.dumps([name for name in sys.modules if name.startswith("aligner.")]))
 sys.exit(code)
 """
-UNUSED = ("environments", "rewards.sandbox", "rewards.client", "rollout.turns", "rollout.record", "engines.child")
-UNUSED += ("plan", "rehearse", "tools", "board.compose", "board.chat", "board.server")
+UNUSED = ("environments", "rewards.sandbox", "rewards.client", "rollout.trajectory_generator", "rollout.record")
+UNUSED += ("engines.child", "plan", "rehearse", "tools", "board.compose", "board.chat", "board.server")
 USED = ("plan.options", "rehearse.options", "tools.replay_options", "tools.report")  # arguments, and the page of a run
 SIZED = ["batch.logprob_tokens=512"]  # `auto` would ask `plan`
 CASES = {

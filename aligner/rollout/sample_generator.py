@@ -1,5 +1,5 @@
-"""Generation of samples for requests: the engine's prompts, and its responses. A sample of `Player` is one response;
-one of `TurnPlayer` (`rollout/turns.py`) continues with tools and environments.
+"""Generation of samples for requests: the engine's prompts, and its responses. A sample of `SampleGenerator` is one
+response; one of `TrajectoryGenerator` (`rollout/trajectory_generator.py`) continues with tools and environments.
 
 Samples of a request stay together. Each tensor, context and pipeline peer generates for its share of the requests.
 """
@@ -36,7 +36,7 @@ ByPrompt = Sequence[Sequence[SampleState]]  # samples with the same prompt, whic
 
 
 @dataclass
-class Player:
+class SampleGenerator:
     engine: RolloutEngine
     tokenizer: Any
     sampling: SamplingParams
@@ -54,13 +54,13 @@ class Player:
         states = self.fresh_of(range(len(requests)), requests)
         with self.timers("generate"):
             own = self._share(by_prompt(states))
-            states = self._gathered(self._played(own, sampling or self.sampling, score))
+            states = self._gathered(self._generated(own, sampling or self.sampling, score))
         return self.ended(requests, states, sampling=sampling)
 
     def samples(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
         """Return samples of requests that no other rank shares. Collective over the world."""
         states = self.fresh_of(range(len(requests)), requests)
-        self._played(by_prompt(states), sampling)
+        self._generated(by_prompt(states), sampling)
         self.take_sums()  # the sums count rollouts only
         return self.ended(requests, states, sampling=sampling).samples
 
@@ -87,7 +87,7 @@ class Player:
             with raised_together(EngineError):
                 answer = self._ordered(own, sampling)
             return lambda: self._gathered(self._arrived(own, answer, sampling))
-        states = self._gathered(self._played(own, sampling, score))
+        states = self._gathered(self._generated(own, sampling, score))
         return lambda: states
 
     def ended(
@@ -130,7 +130,7 @@ class Player:
 
     # --- different for samples of several turns
 
-    def _played(self, together: ByPrompt, sampling: SamplingParams, score: Score | None = None) -> list[SampleState]:
+    def _generated(self, together: ByPrompt, sampling: SamplingParams, score: Score | None = None) -> list[SampleState]:
         """Generate on this rank, to the ends of the samples."""
         with raised_together(EngineError), self._scoring(together, score):
             generations = self.engine.generate(*_asked(together), sampling)

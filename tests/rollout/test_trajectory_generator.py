@@ -28,7 +28,7 @@ from aligner.rollout.requests import Request
 from aligner.rollout.score import Scorer
 from aligner.rollout.source import RolloutSource
 from aligner.rollout.statistics import trajectory_sums
-from aligner.rollout.turns import TrajectoryContext, TurnPlayer
+from aligner.rollout.trajectory_generator import TrajectoryContext, TrajectoryGenerator
 from aligner.types import LENGTH, STOP, Generations, Prompt, SamplingParams, Stop
 from examples.calculator import TEMPLATE
 
@@ -74,7 +74,7 @@ def play(tokenizer, tmp_path, world):
         pool = Pool(cfg, dialogue.tools, AnswerLog(tmp_path / folder, 0))
         engine = Scripted(tokenizer, script)
         sampling = SamplingParams(60, stop_token_ids=(tokenizer.eos_token_id,))
-        generator = TurnPlayer(
+        generator = TrajectoryGenerator(
             engine, tokenizer, sampling, world, outside=TrajectoryContext(pool, dialogue, cfg, 100, tools.scores)
         )
         messages = ({"role": "user", "content": "q"},)

@@ -4,7 +4,7 @@ appended, until one of `Stop`.
 The trajectories of a rank run together. In rounds the engine generates a turn of all that are still open, and the tools
 of those that have answered work meanwhile. Where an engine can, each turn is admitted when its prompt is ready instead.
 
-Ranks that only generate play them for the trainer's ranks, a group always on the same rank. In windows a trajectory
+Ranks that only generate make them for the trainer's ranks, a group always on the same rank. In windows a trajectory
 pauses: its environment stays there. The trainer's ranks have the rest of its state (`rollout/store.py`). With that
 any rank can continue it, and rebuilds an environment by asking it the same questions again. Turns of windows are
 admitted by counts (`TurnPool.counted`), of decode steps alone: a trajectory that waits for its tools when a window ends
@@ -36,8 +36,8 @@ from aligner.ops.agree import raised_together
 from aligner.ops.packing.turns import Turn, rows_of
 from aligner.ops.reduce import max_over
 from aligner.ops.seeds import derive
-from aligner.rollout.player import ByPrompt, Player, Score
 from aligner.rollout.requests import Request
+from aligner.rollout.sample_generator import ByPrompt, SampleGenerator, Score
 from aligner.rollout.sample_state import SampleState, by_prompt, grown
 from aligner.rollout.turn_pool import TurnPool
 from aligner.types import STOP, Generations, SamplingParams, Stop, Sums, Trajectory
@@ -63,8 +63,8 @@ class TurnAdmission(Enum):
 
 
 @dataclass
-class TurnPlayer(Player):
-    """A player of trajectories. None is scored before all have ended."""
+class TrajectoryGenerator(SampleGenerator):
+    """A generator of trajectories. None is scored before all have ended."""
 
     outside: TrajectoryContext = field(kw_only=True)
     pace: TurnAdmission = field(default=TurnAdmission.ROUNDS, kw_only=True)
@@ -79,7 +79,7 @@ class TurnPlayer(Player):
         self.pool, self.dialogue, self.cfg = self.outside.pool, self.outside.dialogue, self.outside.cfg
 
     def fresh(self, request: Request, number: int) -> list[SampleState]:
-        """See `Player.fresh`."""
+        """See `SampleGenerator.fresh`."""
         return [self._fresh_sample(number, i, request) for i in range(len(request.seeds))]
 
     def serve(self, asked: Sequence[Sequence[SampleState]]) -> list[list[SampleState]]:
@@ -92,12 +92,12 @@ class TurnPlayer(Player):
         return served
 
     def take_sums(self) -> Sums:
-        """See `Player.take_sums`."""
+        """See `SampleGenerator.take_sums`."""
         (held, tokens), self._prompt_tokens = self._prompt_tokens, [0, 0]
         served = self.pace != TurnAdmission.ROUNDS
         return {"engine/prefix_cache_hit_rate": (float(held), float(tokens))} if served else {}
 
-    def _played(self, together: ByPrompt, sampling: SamplingParams, score: Score | None = None) -> list[SampleState]:
+    def _generated(self, together: ByPrompt, sampling: SamplingParams, score: Score | None = None) -> list[SampleState]:
         states = [state for same in together for state in same]
         self._run(states, sampling)
         return states
@@ -386,6 +386,6 @@ def characters(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(len(text if isinstance(text, str) else str(text)) for text in texts)
 
 
-def kind_of_player(cfg: EnvironmentConfig, make: Callable[[Tools], Dialogue]) -> Callable[..., TurnPlayer]:
-    """Return the class of player. `make` makes the dialogue of a request's tools, where an agent sends them."""
-    return on_demand("environment.agent")(make) if cfg.agent else TurnPlayer
+def generator_class(cfg: EnvironmentConfig, make: Callable[[Tools], Dialogue]) -> Callable[..., TrajectoryGenerator]:
+    """Return the class of generator. `make` makes the dialogue of a request's tools, where an agent sends them."""
+    return on_demand("environment.agent")(make) if cfg.agent else TrajectoryGenerator
