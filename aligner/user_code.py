@@ -1,4 +1,4 @@
-"""Import of the user's own functions and classes by a path in the config:
+"""Import of the user's own functions and classes by a path in the config.
 
 module:name imported as Python would path/to/file.py:name from the current folder, or from the package's own files:
 examples/sums.py

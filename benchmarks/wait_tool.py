@@ -4,8 +4,7 @@ import asyncio
 
 
 async def wait(seconds: float) -> str:
-    """
-    Waits.
+    """Wait.
 
     Args:
         seconds: How long.

@@ -29,8 +29,7 @@ TEMPLATE = (
 
 
 def multiply(a: int, b: int) -> int:
-    """
-    Multiplies two numbers.
+    """Multiplies two numbers.
 
     Args:
         a: The first one.

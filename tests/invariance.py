@@ -148,7 +148,6 @@ def product() -> Iterator[tuple[str, Case]]:
 
 def deviation(got: dict, base: dict) -> dict[str, float]:
     """Measure -> deviation of one replay from another, as BOUNDS says."""
-
     import torch
 
     def relative(name: str, origin: dict | None = None) -> float:

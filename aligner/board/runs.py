@@ -186,7 +186,7 @@ class Board:
     """Runs below the given folders."""
 
     def __init__(self, folders: Sequence[Path], budget: int = BUDGET):
-        """Raises ConfigError for a path that is no folder."""
+        """Read these folders. Raises ConfigError for a path that is no folder."""
         for folder in folders:
             if not folder.is_dir():
                 raise ConfigError("FOLDER", str(folder), "a run folder, or a folder of runs")

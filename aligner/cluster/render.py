@@ -42,10 +42,10 @@ class JobSpec:
 
 
 def expandable(text: str) -> str:
-    """Return a shell word: literal, but for $NAME and ${NAME}. Unset variables are errors under `set -u`.
+    r"""Return a shell word: literal, but for $NAME and ${NAME}. Unset variables are errors under `set -u`.
 
     >>> expandable("/tmp/a b-$USER")
-    "'/tmp/a b-'\\"${USER}\\""
+    "'/tmp/a b-'\"${USER}\""
     """
     parts, end = [], 0
     for match in VARIABLE.finditer(text):

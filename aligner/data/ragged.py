@@ -61,7 +61,7 @@ class FlatRows:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """int64 [len(self) + 1]"""
+        """int64 [len(self) + 1]."""
         self._pack()
         return np.concatenate([[0], *self._lengths]).cumsum().astype(np.int64)
 

@@ -45,8 +45,7 @@ class Gymnasium:
         return f"{self._shown(observation)}{actions}"
 
     def act(self, action: str) -> str:
-        """
-        Takes an action and tells what the environment shows then.
+        """Take an action and tell what the environment shows then.
 
         Args:
             action: The action, by its name.

@@ -302,8 +302,8 @@ class AdaptedModel:
 
     def begin(self, step: int) -> None:
         """Seed dropout by the step and by whose tokens a rank has. Tensor ranks, who see the same tokens, drop alike,
-        and so does a resumed run. (Without a GPU Megatron seeds torch's generator by the tensor rank, and lets
-        recomputed layers draw the same numbers again.)"""
+        and so does a resumed run. Without a GPU Megatron seeds torch's generator by the tensor rank, and lets
+        recomputed layers draw the same numbers again."""
         if self.dropout_seed is not None:
             pgs = self.layout.pgs
             torch.manual_seed(derive(self.dropout_seed, "dropout", step, pgs.dp_cp.rank(), self.layout.pp_rank))

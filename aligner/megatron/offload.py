@@ -75,8 +75,8 @@ class FrozenMemory:
         return sum(host.numel() for _, host in parked)
 
     def _storages(self, kind: str) -> list[torch.UntypedStorage]:
-        """Return each storage once, those that are away with 0 bytes. (Memory that numpy has seen, on a CPU, is not
-        ours to free: it stays.)"""
+        """Return each storage once, those that are away with 0 bytes. Memory that numpy has seen, on a CPU, is not
+        ours to free: it stays."""
         return list(_unique(self._weights()).values())
 
     def _host(self, kind: str, index: int, size: int) -> Tensor:

@@ -62,9 +62,9 @@ _ARGUMENT = re.compile(r"[\w}\])^]")  # before a brace that opens a command's ar
 
 
 def plain(text: str) -> str:
-    """Return a text with one way to write signs, brackets, repeating decimals, degrees and infinity.
+    r"""Return a text with one way to write signs, brackets, repeating decimals, degrees and infinity.
 
-    Signs become ASCII or LaTeX commands. Escaped dollars (a currency) and \\text around a number are removed.
+    Signs become ASCII or LaTeX commands. Escaped dollars (a currency) and \text around a number are removed.
     """
     text = re.sub(r"(?<!\\)\\\$", "", text.translate(SIGNS))
     text = _TEXT_NUMBER.sub(lambda number: number[1].replace(",", ""), text)
@@ -75,7 +75,7 @@ def plain(text: str) -> str:
 
 
 def _fraction(decimal: re.Match) -> str:
-    """Return the fraction of a repeating decimal: 0.1\\overline{6} is 15/90."""
+    r"""Return the fraction of a repeating decimal: 0.1\overline{6} is 15/90."""
     whole, first, again = decimal[1], decimal[2], decimal[3] or decimal[4]
     below = int("9" * len(again) + "0" * len(first))
     return rf"\frac{{{int(whole + first + again) - int(whole + first)}}}{{{below}}}"

@@ -1,6 +1,6 @@
-"""The place where a response states its answer.
+r"""The place where a response states its answer.
 
-This is the last of `#### 42`, `<answer>42</answer>` and `\\boxed{42}`, else the last sentence of the form "the answer
+This is the last of `#### 42`, `<answer>42</answer>` and `\boxed{42}`, else the last sentence of the form "the answer
 is 42".
 """
 
@@ -69,7 +69,7 @@ def without_lead(text: str) -> str:
 
 
 def last_box(text: str) -> tuple[int, str]:
-    """Return (start, content) of the last \\boxed{}; of several side by side, all contents as a list."""
+    r"""Return (start, content) of the last \boxed{}; of several side by side, all contents as a list."""
     boxes: list[tuple[int, int, str]] = []  # start, end, content; the last one first
     for box in reversed([*_BOX.finditer(text)][-BOXES:]):
         end = _closing(text, box.end())

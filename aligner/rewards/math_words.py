@@ -64,7 +64,7 @@ def unwrapped(text: str) -> str:
 
 
 def letter_of(answer: str) -> tuple[str, str]:
-    """Return (letter, its text) if a whole answer is one option: `B`, `(b)`, `\\text{B}`, `B) 42`; else two empty
+    r"""Return (letter, its text) if a whole answer is one option: `B`, `(b)`, `\text{B}`, `B) 42`; else two empty
     texts."""
     text = bare(answer) if len(answer) <= LONGEST else ""
     only = _ONLY.fullmatch(text)

@@ -55,7 +55,7 @@ class ParsedReference(NamedTuple):
 
 
 def gold_answer(text: str) -> str:
-    """Return a reference's answer: the content of its last \\boxed{}, the text after its last `####`, or all of it.
+    r"""Return a reference's answer: the content of its last \boxed{}, the text after its last `####`, or all of it.
 
     It is one formula, except for formulas within a text.
     """

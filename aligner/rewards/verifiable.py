@@ -36,9 +36,9 @@ def reference(prompt: Prompt, field: str) -> Any:
 
 
 def math(samples: Sequence[Sample], field: str = "answer", timeout_s: float = 5.0) -> list[float | None]:
-    """Return 1.0 if the response's final answer is mathematically equal to the row's, by math-verify; else 0.0.
+    r"""Return 1.0 if the response's final answer is mathematically equal to the row's, by math-verify; else 0.0.
 
-    Reference answers: numbers, with a unit or without, LaTeX with or without dollars, `\\boxed{}`, gsm8k solutions that
+    Reference answers: numbers, with a unit or without, LaTeX with or without dollars, `\boxed{}`, gsm8k solutions that
     end in `#### 42`, a letter of multiple choice, or words (docs/reference/rewards.md). Each thread that scores owns a
     helper process. A response that takes longer than `timeout_s` or kills the helper scores 0.0.
     """
@@ -130,7 +130,7 @@ def exact_match(
 
 
 def format(samples: Sequence[Sample], pattern: str) -> list[float | None]:
-    """Return 1.0 if the response contains the regular expression (anchor it with \\A and \\Z for all of it), else 0.0.
+    r"""Return 1.0 if the response contains the regular expression (anchor it with \A and \Z for all of it), else 0.0.
 
     `.` also matches line breaks.
     """

@@ -1,4 +1,4 @@
-"""Check of rows before GPU time is spent: can the reward functions score every row that may come up?"""
+"""Check before GPU time is spent: the reward functions can score every row that may come up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source of rollouts, one step after the other:
+"""The source of rollouts, one step after the other.
 
     weights -> prompts -> requests -> generations -> scores -> groups kept -> batch
 

@@ -47,7 +47,7 @@ class SharedFolder:
     all."""
 
     def __init__(self, target: Path, plan: dict[str, Any], fresh: bool):
-        """Raises ConfigError if `target` exists, WriteError if nothing can be written there."""
+        """Prepare the files. Raises ConfigError if `target` exists, WriteError if nothing can be written there."""
         self.target, self.partial = target, target.with_name(target.name + PARTIAL)
         self.out, self.done = self.partial / "out", self.partial / "done"
         self.rank, self.world = dist.get_rank(), dist.get_world_size()

@@ -9,8 +9,7 @@ import time
 
 
 def add(a: int, b: int) -> int:
-    """
-    Adds two numbers.
+    """Adds two numbers.
 
     Args:
         a: The first one.
@@ -20,8 +19,7 @@ def add(a: int, b: int) -> int:
 
 
 async def divide(a: float, b: float) -> float:
-    """
-    Divides.
+    """Divides.
 
     Args:
         a: What is divided.
@@ -32,8 +30,7 @@ async def divide(a: float, b: float) -> float:
 
 
 def bare(a, b):
-    """
-    Adds.
+    """Adds.
 
     Args:
         a: One.
@@ -47,8 +44,7 @@ def mute(a: int) -> int:
 
 
 def guess(number: int) -> str:
-    """
-    Guesses.
+    """Guesses.
 
     Args:
         number: The guess.
@@ -73,8 +69,7 @@ class Guess:
         return f"below {self.top}"
 
     def guess(self, number: int) -> str:
-        """
-        Says whether the number is too low or too high.
+        """Says whether the number is too low or too high.
 
         Args:
             number: The guess.
@@ -102,8 +97,7 @@ class Troubled(Guess):
         return super().reset(seed, **row)
 
     def guess(self, number: int) -> str:
-        """
-        Fails, or guesses.
+        """Fails, or guesses.
 
         Args:
             number: The guess.
@@ -140,8 +134,7 @@ class Counter:
         return None
 
     def increment(self, step: int) -> int:
-        """
-        Increment the internal counter.
+        """Increment the internal counter.
 
         Args:
             step: Value to add to the counter.
@@ -153,16 +146,13 @@ class Counter:
         return self.start + self.count
 
     async def read(self) -> dict:
-        """
-        Reads the counter.
-        """
+        """Reads the counter."""
         return {"count": self.count}
 
 
 class NoReset:
     def guess(self, number: int) -> str:
-        """
-        Guesses.
+        """Guesses.
 
         Args:
             number: The guess.
@@ -177,9 +167,7 @@ class Dice:
         self.random = random.SystemRandom()
 
     async def roll(self) -> str:
-        """
-        Rolls the dice.
-        """
+        """Rolls the dice."""
         await asyncio.sleep(self.random.choice([0, 0, 0.03]))
         return str(self.random.randint(1, 6))
 
@@ -197,9 +185,7 @@ class Clock:
         self.random = random.Random(seed)
 
     async def roll(self) -> str:
-        """
-        Rolls the dice.
-        """
+        """Rolls the dice."""
         await asyncio.sleep(self.most_s * self.random.choice([0, 0.2, 1]))
         return str(self.random.randint(1, 6))
 
@@ -224,8 +210,6 @@ class Late(Clock):
     """Answers that the seed has fixed, as late as it happens."""
 
     async def roll(self) -> str:
-        """
-        Rolls the dice.
-        """
+        """Rolls the dice."""
         await asyncio.sleep(random.SystemRandom().uniform(0, self.most_s))
         return str(self.random.randint(1, 6))

@@ -5,8 +5,7 @@ from smolagents import CodeAgent, OpenAIModel, ToolCallingAgent, tool
 
 @tool
 def add(a: int, b: int) -> int:
-    """
-    Adds two numbers.
+    """Adds two numbers.
 
     Args:
         a: The first one.

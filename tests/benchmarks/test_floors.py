@@ -47,7 +47,7 @@ def subject(name: str) -> Subject:
 
 
 def operations(name: str) -> dict[str, dict[str, float]]:
-    """phase -> {"linear", "attention"}: what torch's own counter sees. Decode is a generation less its first token."""
+    """By phase {"linear", "attention"}: what torch's own counter sees. Decode is a generation less its first token."""
     timed, found = subject(name), {}
     for phase in PHASES:
         found[phase] = counted(timed.action(phase))
@@ -86,7 +86,7 @@ class SlowKernels(TorchDispatchMode):
 
 
 def slow_products(name: str) -> dict[str, list[str]]:
-    """phase -> torch's own products in bfloat16, if the processor had no instructions for it."""
+    """By phase torch's own products in bfloat16, if the processor had no instructions for it."""
     found = {}
     with patch.object(bfloat16_products, "_slow_here", lambda: True):
         timed = Subject(WORKS[name], torch.bfloat16, torch.device("cpu"))
@@ -195,7 +195,7 @@ def test_every_phase_is_measured(ranks, dtype):
 
 @pytest.mark.multirank
 def test_no_product_is_in_bfloat16_where_there_are_no_instructions_for_it(ranks):
-    """torch's are 8 to 90 times slower there; those with `out=` and the fused attention's are not replaced."""
+    """Torch's are 8 to 90 times slower there; those with `out=` and the fused attention's are not replaced."""
     (found,) = ranks.run(slow_products, name="check")
     assert found.keys() == set(PHASES) and not any(found.values()), found
 

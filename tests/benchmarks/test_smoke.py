@@ -97,7 +97,7 @@ def sharded(cfg: ModelConfig, optim: OptimConfig | None = None, source=None, **o
 
 
 def generation(wanted: Wanted) -> float:
-    """transformers' generate of 32 samples of 8 prompts, 64 + 24 tokens, over the engine's."""
+    """The generation of transformers, of 32 samples of 8 prompts, 64 + 24 tokens, over the engine's."""
     theirs = hugging_face(SHAPE).eval()
     engine = NativeEngine(SHAPE, EngineConfig(), device=CPU, dtype=torch.float32, pad_id=0)
     engine.begin_update(1)
@@ -168,8 +168,8 @@ def sharing(wanted: Wanted) -> float:
 
 
 def training(wanted: Wanted) -> float:
-    """transformers' step, AdamW and all, over ours: rows of one length, so that nothing is won by packing, whose loss
-    reads every token, so that nothing is left out."""
+    """The step of transformers, AdamW and all, over ours: rows of one length, so that nothing is won by packing. Their
+    loss reads every token, so that nothing is left out."""
     theirs = hugging_face(SHAPE).train()
     tensors = hf_weights(theirs)
     model = sharded(SHAPE, OptimConfig(lr=1e-4), source=lambda spec: from_hf(spec, tensors, SHAPE))

@@ -62,7 +62,7 @@ def make_engine(cfg, **config):
 
 
 def served(engine):
-    """{(talk, turn): (tokens, logprobs)}"""
+    """Return {(talk, turn): (tokens, logprobs)}."""
     talks = Talks()
     out = engine.serve(talks, talks.asked, talks.finished, SamplingParams(SAID, stop_token_ids=(5, 17)))
     rows = zip(talks.taken, out.tokens, out.logprobs, out.lengths.tolist(), strict=True)

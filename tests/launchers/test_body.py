@@ -525,7 +525,7 @@ def failing(place: Path, code: str) -> str:
 
 
 def test_the_code_of_the_rank_that_failed_first_counts_not_sruns(slurm, place):
-    """srun returns the largest code, and ends the others of a failed rank with TERM: 143."""
+    """`srun` returns the largest code, and ends the others of a failed rank with TERM: 143."""
     Path("dependants").write_text("43|afterok:42(unfulfilled)\n")
     ranks = failing(place, "note 'error: optim.lr=-1: expected a number' 93\nexit 143\n")
     code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=ranks)

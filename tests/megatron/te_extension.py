@@ -76,7 +76,7 @@ def ubuf_built_with_mpi() -> bool:
 
 def generic_gemm(A, transA, B, transB, D, quantizer, output_dtype, bias, bias_type, gelu, gelu_in, grad,
                  workspace, workspace_size, accumulate, use_split_accumulator, **options):  # fmt: skip
-    """cuBLAS counts columns first: D = op(B) @ op(A) of rows."""
+    """`cuBLAS` counts columns first: D = op(B) @ op(A) of rows."""
     assert quantizer is None and not gelu and options.get("comm_overlap") is None
     a, b = A.reshape(-1, A.shape[-1]), B.reshape(-1, B.shape[-1])
     out = (b.t() if transB else b) @ (a.t() if transA else a)

@@ -188,7 +188,7 @@ def test_merged_weights_say_what_the_adapters_say(cfg):
     ids=["lora", "rslora", "dora", "experts", "dora of experts"],
 )
 def test_gradients_are_those_of_the_whole_weights_by_the_chain_rule(ranks, cfg):
-    """y = W' x with W' = W + s B A, so dA = s B^T dW' and dB = s dW' A^T; with DoRA W' = (m / |V|) V with |V| held
+    """With y = W' x and W' = W + s B A, dA = s B^T dW' and dB = s dW' A^T. With DoRA W' = (m / |V|) V, |V| is held
     constant, so dm = sum dW' V / |V| along a row, and V's gradient is m / |V| times that of W'."""
     (found,) = ranks.run(gradients, cfg=cfg)
     factors = {n: t.double() for n, t in found["factors"].items()}

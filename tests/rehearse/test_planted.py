@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """plant -> Rehearsal, all from one process that has imported everything."""
+    """A Rehearsal of each plant, all from one process that has imported everything."""
     folder = tmp_path_factory.mktemp("planted")
     jobs = {
         plant: command.cases_of(compose(overrides), 4, "stages", folder / plant) for plant, overrides in PLANTS.items()

@@ -124,7 +124,7 @@ def policy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scorers(tmp_path_factory):
-    """outputs -> (transformers model, folder)"""
+    """By number of outputs: (transformers model, folder)."""
     made = {}
     for outputs in (1, 5):
         model, raw = transformers_model(LLAMA, "score", outputs)

@@ -173,7 +173,7 @@ def scripted(*answers):
 
 @pytest.mark.slow
 def test_agents_of_a_framework_run_unchanged(play):
-    """smolagents sends code back as the model wrote it, calls as text of its own: the row has a further part."""
+    """`smolagents` sends code back as the model wrote it, calls as text of its own: the row has a further part."""
     pytest.importorskip("smolagents")
     more = {"longest": 20_000, "max_tokens": 20_000}
     code = scripted("Thought: add.\n<code>\nx = add(a=1, b=2)\n</code>", "<code>\nfinal_answer(x)\n</code>")

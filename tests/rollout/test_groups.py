@@ -204,7 +204,7 @@ def test_filtered_groups_differ_in_what_the_advantage_compares(world, advantage,
 
 
 def normalised(steps: int = 3, **algorithm):
-    """The job of a rank: rollouts whose rewards are normalised. [(raw rewards, greedy ones, the normaliser)]"""
+    """The job of a rank: rollouts whose rewards are normalised. Returns (raw rewards, greedy ones, the normaliser)."""
     source = make_source(dist.get_world_size(), dist.get_rank(), **algorithm)
     config = RewardConfig(normalize=True)
     source.score.rewards = RewardPipeline([(Right(), 2.0)], config, reduce=summed)

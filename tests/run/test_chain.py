@@ -1,5 +1,5 @@
-"""steps.jsonl: hashes that know nothing of the layout, bound to one another. (That resumed runs leave the same file is
-in test_resume.py.)"""
+"""steps.jsonl: hashes that know nothing of the layout, bound to one another. That resumed runs leave the same file is
+in test_resume.py."""
 
 import json
 import shutil

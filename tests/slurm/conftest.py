@@ -55,7 +55,7 @@ class Cluster:
         }
 
     def run(self, *command: object, check: bool = True, cwd: Path | None = None, **environ: str) -> str:
-        """stdout of a command on the "login node"."""
+        """Output of a command on the "login node"."""
         done = subprocess.run(
             [str(word) for word in command],
             env=self.environ | environ,

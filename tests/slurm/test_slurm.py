@@ -377,7 +377,7 @@ def test_a_dead_node_costs_an_attempt_or_with_a_spare_one_only_a_restart_in_plac
 
 
 def test_the_cluster_comes_and_goes(tmp_path, cluster):
-    """Mistakes are said; `down` of what is not there is no error. (The session's cluster checks that nothing stays.)"""
+    """Mistakes are said; `down` of what is not there is no error. The session's cluster checks that nothing stays."""
     script = str(ROOT / "slurm/localslurm")
     environ = os.environ | {"LOCALSLURM_ROOT": str(tmp_path / "none")}
     for arguments, message in (

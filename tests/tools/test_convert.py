@@ -170,7 +170,7 @@ def convert(ranks, what, source, target, world=1, error="", **options):
     ],
 )
 def test_any_layout_in_and_out(ranks, tmp_path, name, head, world, parallel):
-    """folder -> import on 2 ranks -> load on a layout -> save from there -> export on 2 ranks -> the folder's bits."""
+    """Import a folder on 2 ranks, load it on a layout, save from there, export on 2 ranks: the folder's bits."""
     source = make_folder(MODELS[name], tmp_path / "hf", head)
     (source / "aligner.json").write_text('{"bias": 0.5}')
     run, out = tmp_path / "run", tmp_path / "out"

@@ -28,7 +28,7 @@ def odd_numbers(purpose: int, indices: np.ndarray) -> Tensor:
 
 
 def bits(t: Tensor) -> Tensor:
-    """Return its elements as integers of their size. (bool: as bytes.)"""
+    """Return its elements as integers of their size, bool as bytes."""
     t = t.detach()
     return t.view(torch.uint8) if t.dtype == torch.bool else t.view(_INTS[t.element_size()])
 

@@ -28,11 +28,11 @@ def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 def interpolated_logprobs(
     logprobs: Tensor, rollout_logprobs: Tensor, versions: Tensor, before: int, now: int
 ) -> Tensor:
-    """Return a log-linear approximation of the policy's logprobs at weight version `before`, float32 [B, T]:
+    """Return a log-linear approximation of the policy's logprobs at weight version `before`, float32 [B, T].
 
         rollout_logprobs + a (logprobs - rollout_logprobs), a = (before - versions) / (now - versions), 1 at 0/0
 
-    from the policy at version `now` and the engine at `versions` (int64 [B, T], versions <= before <= now). So it is
+    The policy is at version `now`, the engine at `versions` (int64 [B, T], versions <= before <= now). So it is
     `logprobs` in the first update of a step. In later ones it is `rollout_logprobs` of a token whose weights were
     those before the step. Source: A-3PO, arXiv:2512.06547.
     """

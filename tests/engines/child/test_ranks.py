@@ -233,7 +233,7 @@ def test_a_whole_model_is_read_in_buckets(limit, sizes):
     ],
 )
 def test_a_buffer_lies_in_no_expandable_segment(monkeypatch, variables, within):
-    """torch's settings are those of the environment before and after, also where there is no memory."""
+    """Torch's settings are those of the environment before and after, also where there is no memory."""
     for name in buckets.SETTINGS:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

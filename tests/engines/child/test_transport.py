@@ -77,7 +77,7 @@ def test_another_process_reads_a_cuda_buffer():
 
 
 def test_a_cuda_buffer_is_opened_on_the_childs_first_device(monkeypatch):
-    """torch's own way there and back, but for the four calls that a driver answers: a buffer of the trainer's device 3,
+    """Torch's own way there and back, but for the four calls that a driver answers: a buffer of the trainer's device 3,
     which is the first that the child sees."""
     asked, shared = [], (b"allocation", 64, 0, b"counter", 0, b"event", True)
     buffer = torch.zeros(64, dtype=torch.uint8)

@@ -48,7 +48,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotation(raw: dict, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[T, 1, D/2]"""
+    """[T, 1, D/2]."""
     half, scaling = raw["head_dim"] // 2, raw["rope_scaling"]
     frequencies = [raw["rope_theta"] ** (-i / half) for i in range(half)]
     if scaling:

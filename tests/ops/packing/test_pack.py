@@ -58,7 +58,7 @@ def test_no_row_is_much_longer_for_the_count_of_all():
 
 
 def seen_by(segment: Segment) -> torch.Tensor:
-    """bool [rows, q_width, k_width]: which key a query of this segment sees."""
+    """A mask [rows, q_width, k_width]: which key a query of this segment sees."""
     if segment.mask is not None:
         return segment.mask[:, 0]
     square = torch.ones(segment.q_width, segment.k_width, dtype=torch.bool)
