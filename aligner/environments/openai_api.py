@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from aligner.errors import ConfigError, DataError
+from aligner.errors import DataError, MissingExtraError
 from aligner.foreign import parse_json
 from aligner.types import SamplingParams
 
@@ -284,10 +284,11 @@ def chunks(body: dict[str, Any], sent: str, include_usage: bool) -> Iterator[dic
         yield _common(body) | {"choices": [], "usage": body["usage"]}
 
 
-def require_server(key: str, value: object) -> None:
-    """Check that the server's packages are installed. Raises ConfigError."""
-    if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
-        raise ConfigError(key, value, "the packages starlette and uvicorn (extra `serve` of aligner)")
+def require_server(why: str) -> None:
+    """Check that the server's packages are installed. Raises MissingExtraError."""
+    for package in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package, "serve", why)
 
 
 def request_sampling(sampling: SamplingParams) -> dict[str, float]:

@@ -56,7 +56,7 @@ def load_tools(cfg: EnvironmentConfig) -> Tools:
     """Load the tools. Raises EnvironmentCodeError for failed imports, two tools of one name, or a class without
     `reset`."""
     if cfg.agent:
-        require_server("environment.agent", cfg.agent)
+        require_server(f"environment.agent={cfg.agent}")
         load_agent(cfg)
         return Tools(agent=True)
     functions: dict[str, Callable] = {}

@@ -16,7 +16,7 @@ from aligner.errors import ConfigError
 
 def main(folders: Sequence[str], port: int) -> int:
     """Serve until interrupted. Raises ConfigError for a folder that does not exist and for a port in use."""
-    require_server("board", " ".join(folders))
+    require_server("aligner board")
     from aligner.board.server import make_app  # needs the extra `serve`
     from aligner.environments.endpoint import Listener, loopback
 

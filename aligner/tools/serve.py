@@ -267,7 +267,7 @@ def open_model(cfg: Config) -> Served:
 
 def main(cfg: Config, port: int, socket: str) -> int:
     """Serve until interrupted. Raises AlignerError if the engine has ended."""
-    require_server("serve", cfg.run.dir)
+    require_server("aligner serve")
     from aligner.environments.endpoint import Listener, loopback, make_app, unix_socket  # needs the extra `serve`
 
     served = open_model(cfg)

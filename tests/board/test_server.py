@@ -16,7 +16,7 @@ from aligner.board.pages import Page
 from aligner.board.runs import Board
 from aligner.board.server import make_app
 from aligner.board.tabs import PAGES
-from aligner.errors import ConfigError
+from aligner.errors import MissingExtraError
 
 TOKEN = "secret"
 
@@ -124,5 +124,5 @@ def test_folders_that_are_none_and_a_port_that_is_taken(folder, capsys):
 
 def test_without_the_server_library_the_extra_is_named(folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"the packages starlette and uvicorn \(extra `serve` of aligner\)"):
+    with pytest.raises(MissingExtraError, match=r"^aligner board needs `starlette`: pip install 'aligner\[serve\]'$"):
         command_line._HANDLERS["board"](command_line.parser().parse_args(["board", str(folder)]))
