@@ -41,7 +41,7 @@ def install(monkeypatch, tmp_path):
     yield installed
     sys.modules.clear()
     sys.modules.update(modules)
-    te._settled(was)
+    te._note(was)
 
 
 def hidden() -> bool:
