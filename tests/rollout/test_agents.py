@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from tests.rollout.test_turns import CUT, Scripted, call, tokenizer
 
 from aligner.answers import AnswerLog
 from aligner.config.sections.environment import EnvironmentConfig
@@ -20,6 +19,7 @@ from aligner.rollout.statistics import trajectory_sums
 from aligner.rollout.trajectory_generator import TrajectoryContext
 from aligner.types import Prompt, SamplingParams, Stop
 from tests.chat_templates import MISTRAL, QWEN3
+from tests.rollout.test_trajectory_generator import CUT, Scripted, call, tokenizer
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
