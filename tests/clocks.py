@@ -34,11 +34,11 @@ def times_up(monkeypatch, **states: dict[int, str]) -> None:
         return "done" if job.done() else "running" if job.running() else "waiting"
 
     def waits(jobs, left_s: float, return_when: str):
-        known = {(reward.name, place): job for job, (reward, places) in jobs.items() for place in places}
-        wanted = {known[name, place]: how for name, places in states.items() for place, how in places.items()}
+        known = {(reward.name, location): job for job, (reward, places) in jobs.items() for location in places}
+        wanted = {known[name, location]: how for name, places in states.items() for location, how in places.items()}
         until = time.monotonic() + 120
-        while (found := {job: state(job) for job in wanted}) != wanted:
-            assert time.monotonic() < until, found
+        while (actual := {job: state(job) for job in wanted}) != wanted:
+            assert time.monotonic() < until, actual
             time.sleep(0.001)
         return wait(jobs, 0, return_when)
 

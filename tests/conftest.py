@@ -47,14 +47,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("few"):
             cases[item.path, item.originalname].append(item)
-    for found in cases.values():
-        (count,) = found[0].get_closest_marker("few").args
-        kept = {round(i * (len(found) - 1) / max(1, count - 1)) for i in range(count)}  # spread, from first to last
-        for i, item in enumerate(found):
+    for result in cases.values():
+        (count,) = result[0].get_closest_marker("few").args
+        kept = {round(i * (len(result) - 1) / max(1, count - 1)) for i in range(count)}  # spread, from first to last
+        for i, item in enumerate(result):
             if i not in kept:
                 item.add_marker("slow")
     if hasattr(config, "workerinput"):
-        places, tests = {FOLDER / name: place for place, name in enumerate(LONGEST)}, Counter(i.path for i in items)
+        places, tests = {FOLDER / name: index for index, name in enumerate(LONGEST)}, Counter(i.path for i in items)
         items.sort(key=lambda item: (places.get(item.path, len(places)), -tests[item.path], item.path))
 
 

@@ -123,30 +123,30 @@ class Inputs:
 
     def overrides(self, stage: str, run: Path, own: list[str]) -> list[str]:
         if stage in ("dice", "agents"):
-            more = stages.DICE
+            settings = stages.DICE
             if stage == "agents":
-                more = [x for x in more if "environment.path" not in x and "max_turns" not in x]
-                more = [*more, "environment.agent=tests/assets/agents.py:seeded"]
+                settings = [x for x in settings if "environment.path" not in x and "max_turns" not in x]
+                settings = [*settings, "environment.agent=tests/assets/agents.py:seeded"]
             else:
-                more = [x.replace(":Dice", ":Clock") for x in more]
-            more = [*COMMON, *more, "run.eval_every=0", f"model.init={self.dice / 'sft'}", *own]
-            return stages.overrides("grpo", self.dice, run, *more)
-        more = list(COMMON)
-        more += [] if stage == "sft" or "model.init=random" in own else [f"model.init={self.sft}"]
+                settings = [x.replace(":Dice", ":Clock") for x in settings]
+            settings = [*COMMON, *settings, "run.eval_every=0", f"model.init={self.dice / 'sft'}", *own]
+            return stages.overrides("grpo", self.dice, run, *settings)
+        settings = list(COMMON)
+        settings += [] if stage == "sft" or "model.init=random" in own else [f"model.init={self.sft}"]
         if stage == "ppo":
-            more.append(f"reward.model={self.rm}")
+            settings.append(f"reward.model={self.rm}")
         if stage == "sample":
-            more = [x for x in more if not x.startswith(("run.eval", "optim", "checkpoint", "eval"))] + [
+            settings = [x for x in settings if not x.startswith(("run.eval", "optim", "checkpoint", "eval"))] + [
                 "batch.prompts=6"
             ]
         if stage == "distill":
-            more += [f"algorithm.distill.teacher={self.sft}", "algorithm.distill.on_policy=0.5"]
-            more[more.index(f"model.init={self.sft}")] = "model.init=random"
+            settings += [f"algorithm.distill.teacher={self.sft}", "algorithm.distill.on_policy=0.5"]
+            settings[settings.index(f"model.init={self.sft}")] = "model.init=random"
         if stage in ("dpo", "kto"):
-            more.append(f"data.eval={self.data / ('pairs' if stage == 'dpo' else 'labels')}.jsonl")
+            settings.append(f"data.eval={self.data / ('pairs' if stage == 'dpo' else 'labels')}.jsonl")
         elif stage not in ("rm", "sample"):
-            more.append(f"data.eval={self.data / 'eval.jsonl'}")
-        return stages.overrides(stage, self.data, run, *more, *own)
+            settings.append(f"data.eval={self.data / 'eval.jsonl'}")
+        return stages.overrides(stage, self.data, run, *settings, *own)
 
 
 def digest(run: Path) -> dict[str, Any]:

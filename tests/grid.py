@@ -112,8 +112,8 @@ def _linear(r: random.Random, layers: int) -> LinearConfig:
     """One layer at least has attention."""
     keys, has = r.randint(1, 3), r.randrange(layers)
     pattern = layer_pattern([n == has or r.random() < 0.3 for n in range(layers)])
-    found = {name.replace("global", "attention"): value for name, value in pattern.items()}
-    return LinearConfig(keys, keys * r.randint(1, 3), r.randint(4, 9), r.randint(1, 9), r.randint(2, 5), **found)
+    by_name = {name.replace("global", "attention"): value for name, value in pattern.items()}
+    return LinearConfig(keys, keys * r.randint(1, 3), r.randint(4, 9), r.randint(1, 9), r.randint(2, 5), **by_name)
 
 
 def _section(name: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -60,12 +60,12 @@ BFLOAT16_BOUNDS = {"loss": 5e-3, "gradient": 5e-2, "sgd": 2e-2, "adam": 0.3}
 
 def layouts() -> dict[str, tuple[int, ParallelConfig]]:
     """The eleven of tensor, pipeline, context and data parallelism of 1 and 2, up to four ranks."""
-    found = {}
+    results = {}
     for tp, pp, cp, dp in itertools.product((1, 2), repeat=4):
         if tp * pp * cp * dp <= 4:
             name = "+".join(f"{n}2" for n, size in (("tp", tp), ("pp", pp), ("cp", cp), ("dp", dp)) if size == 2)
-            found[name or "one"] = (tp * pp * cp * dp, ParallelConfig(tensor=tp, pipeline=pp, context=cp))
-    return found
+            results[name or "one"] = (tp * pp * cp * dp, ParallelConfig(tensor=tp, pipeline=pp, context=cp))
+    return results
 
 
 def axes() -> dict[str, Case]:
@@ -213,27 +213,27 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     cases = dict(product()) if options.all else axes()
     stages = options.stages.split(",")
-    matrix, found, failed = Matrix(Ranks()), [], 0
+    matrix, results, failed = Matrix(Ranks()), [], 0
     for stage, (name, case) in tqdm(list(itertools.product(stages, cases.items())), unit="replay"):
         values = matrix.deviation(stage, case)
         past = [m for m in MEASURES if not values[m] <= bounds(case)[m]]
         failed += bool(past)
-        found.append({"stage": stage, "case": name, "ranks": case.world, "past": past} | values)
+        results.append({"stage": stage, "case": name, "ranks": case.world, "past": past} | values)
     table = Table("measure", "case", *stages, title="worst deviation from one rank (float32)")
     for measure in MEASURES:
         for name, case in cases.items():
-            rows = [row for row in found if row["case"] == name]
+            rows = [row for row in results if row["case"] == name]
             cells = [f"{row[measure]:.1e}{' !' if measure in row['past'] else ''}" for row in rows]
             if not options.all:
                 table.add_row(f"{measure} <= {bounds(case)[measure]:.0e}", name, *cells)
-        worst = [max(row[measure] for row in found if row["stage"] == stage) for stage in stages]
+        worst = [max(row[measure] for row in results if row["stage"] == stage) for stage in stages]
         table.add_row(measure, "worst", *(f"{x:.1e}" for x in worst), end_section=True)
     Console(width=120).print(table)
     ties = sum(matrix.base(stage, case)["near_ties"] for stage in stages for case in cases.values())
-    print(f"{len(found)} replays, {failed} past a bound; tokens near a tie of two experts: {ties}")
+    print(f"{len(results)} replays, {failed} past a bound; tokens near a tie of two experts: {ties}")
     matrix.ranks.close()
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 1 if failed else 0
 
 

@@ -97,18 +97,18 @@ NEAR = 1e-6  # of probability: what rounding may turn around
 @contextmanager
 def near_ties() -> Iterator[list[int]]:
     """How many tokens have their k-th and k+1-st experts within NEAR: one number for each call of a router."""
-    original, found = moe.route, []
+    original, results = moe.route, []
 
-    def route(hidden, router, top_k, normalise, bias=None, given=None):
-        routing = original(hidden, router, top_k, normalise, bias, given)
-        if top_k < len(router) and given is None:
+    def route(hidden, router, top_k, normalise, bias=None, value=None):
+        routing = original(hidden, router, top_k, normalise, bias, value)
+        if top_k < len(router) and value is None:
             top = routing.probs.topk(top_k + 1, dim=-1).values
-            found.append(int((top[:, -2] - top[:, -1] < NEAR).sum()))
+            results.append(int((top[:, -2] - top[:, -1] < NEAR).sum()))
         return routing
 
     moe.route = route
     try:
-        yield found
+        yield results
     finally:
         moe.route = original
 
@@ -145,16 +145,16 @@ def _replay(recording, stage: str, model: ModelConfig, case: Case, without: str)
         if stage in invariance_losses.POLICY:
             size = len(rows.lengths) // layout.data
             at = range(layout.dp_rank * size, (layout.dp_rank + 1) * size)
-            mine = invariance_losses.with_advantages(stage, recording.rollout, rows, at, layout.pgs.dp)
+            own = invariance_losses.with_advantages(stage, recording.rollout, rows, at, layout.pgs.dp)
         else:
-            mine = share(rows, stage, layout.data, layout.dp_rank)
-        mine = mine if stage in PAIRS else Balancer(cfg, layout.pgs.dp)(mine)
+            own = share(rows, stage, layout.data, layout.dp_rank)
+        own = own if stage in PAIRS else Balancer(cfg, layout.pgs.dp)(own)
         reference = frozen(sharded, case.batch) if stage == "dpo_sync" else None
         for step in range(1, steps + 1 + (stage == "dpo_sync" and steps > 1)):
             if reference is not None:
-                losses.append(follow(step, sharded, reference, mine, case.batch))
+                losses.append(follow(step, sharded, reference, own, case.batch))
             else:
-                losses.append(update(stage, sharded, mine, case.batch))
+                losses.append(update(stage, sharded, own, case.batch))
         after = weights(sharded)
         if name == "steep":
             scale = optim.lr / optim.eps
@@ -229,7 +229,7 @@ def share(rows: TrainBatch, stage: str, ranks: int, rank: int) -> TrainBatch:
     return rows.select(torch.arange(rank * size, (rank + 1) * size)).trim()
 
 
-def learner(cfg: DistillConfig, sharded, mine: TrainBatch, batch: BatchConfig) -> tuple[Student, TrainBatch]:
+def learner(cfg: DistillConfig, sharded, own: TrainBatch, batch: BatchConfig) -> tuple[Student, TrainBatch]:
     """A student, and the rows with what its teacher says of them."""
     model, layout = sharded.cfg, sharded.layout
     shape = replace(model, **TEACHER, vocab_size=model.vocab_size + 3, recompute="none")
@@ -247,7 +247,7 @@ def learner(cfg: DistillConfig, sharded, mine: TrainBatch, batch: BatchConfig) -
     )
     student = Student(sharded, batch, cfg=cfg, vocab_size=model.vocab_size)
     student.heads = [] if cfg.top_k else [teacher.head(sharded)]
-    return student, teacher.add_targets(mine)
+    return student, teacher.add_targets(own)
 
 
 def frozen(sharded, batch: BatchConfig) -> Reference:
@@ -262,70 +262,70 @@ def parallel_of(layout) -> ParallelConfig:
     return parallel
 
 
-def follow(step: int, sharded, reference: Reference, mine: TrainBatch, batch: BatchConfig) -> float:
+def follow(step: int, sharded, reference: Reference, own: TrainBatch, batch: BatchConfig) -> float:
     """A step of stage dpo whose reference follows."""
     cfg, policy = invariance_losses.PAIRS["dpo_sync"], Policy(sharded, batch, entropy=False)
     run, off = SimpleNamespace(timers=Timers()), FirstStepChecks(False)
-    return learn(run, step, with_numbers(mine), policy, reference, cfg, off)["policy/loss"]
+    return learn(run, step, with_numbers(own), policy, reference, cfg, off)["policy/loss"]
 
 
-def with_numbers(mine: TrainBatch) -> TrainBatch:
+def with_numbers(own: TrainBatch) -> TrainBatch:
     """Pairs with margins, rewards and weights."""
-    known = mine.of(LabelTargets)
+    known = own.of(LabelTargets)
     labels = torch.stack([known.labels, known.labels, torch.ones_like(known.labels)], 1)
-    return mine.with_payloads(LabelTargets(labels, known.ref_logprobs))
+    return own.with_payloads(LabelTargets(labels, known.ref_logprobs))
 
 
-def update(stage: str, sharded, mine: TrainBatch, batch: BatchConfig) -> float:
+def update(stage: str, sharded, own: TrainBatch, batch: BatchConfig) -> float:
     """One optimizer step by the stage's own role and loss; the minibatch loss before it."""
     group = sharded.layout.pgs.dp
     if stage == "rm":
         cfg = AlgorithmConfig(reward_loss=RewardLossConfig(center_coef=0.01))
         role, name = RewardModel(sharded, batch), "rm/loss"
-        stats = role.update(mine, preference_loss(len(mine.lengths) // 2, cfg, group), 2)
+        stats = role.update(own, preference_loss(len(own.lengths) // 2, cfg, group), 2)
     elif stage == "critic":
-        stats, name = Critic(sharded, batch).update(mine, value_loss(mine, 0.2, group)), "critic/loss"
+        stats, name = Critic(sharded, batch).update(own, value_loss(own, 0.2, group)), "critic/loss"
     elif stage in ("dpo", "dpo_by_rank", "dpo_others"):
         cfg = {"dpo": ROWS, "dpo_by_rank": BY_RANK}.get(stage) or invariance_losses.PAIRS[stage]
-        pairs, role = with_numbers(mine), Policy(sharded, batch, entropy=False, log_squares=cfg.wpo)
+        pairs, role = with_numbers(own), Policy(sharded, batch, entropy=False, log_squares=cfg.wpo)
         if cfg.by_rank:
             pairs.of(LabelTargets).labels = with_partners(
                 pairs, role.logprobs(pairs, pairs.loss_mask, unit=2), cfg, group
             )
         stats, name = role.update(pairs, dpo_loss(pairs, cfg, group), 2), "policy/loss"
     elif stage == "kto":
-        role, (answers, others) = Policy(sharded, batch, entropy=False), with_reference(mine, None)
+        role, (answers, others) = Policy(sharded, batch, entropy=False), with_reference(own, None)
         z0, name = zero_point(role, others), "policy/loss"
         assert z0 > 1 or sharded.step_count, "a zero point that counts"
         stats = role.update(answers, kto_loss(answers, z0, KTO, group))
     elif stage in DISTILL:
-        student, rows = learner(DISTILL[stage], sharded, mine, batch)
+        student, rows = learner(DISTILL[stage], sharded, own, batch)
         stats, name = student.update(rows, distill_loss(rows, student.cfg, group)), "policy/loss"
     else:
         name = "policy/loss"
         role = Policy(sharded, batch, temperature=0.8)
         if stage == "sft":
-            loss = sft_loss(mine, group)
+            loss = sft_loss(own, group)
         elif stage in invariance_losses.POLICY:
             cfg = invariance_losses.POLICY[stage]
             if not sharded.step_count:  # as a stage does before it updates; later steps are of the same rollout
-                targets = mine.of(PolicyTargets)
-                targets.old_logprobs = targets.ref_logprobs = role.logprobs(mine, mine.loss_mask)
-            loss = policy_loss(mine, cfg, cfg.kl.coef, 16, group, dtype=sharded.dtype)
+                targets = own.of(PolicyTargets)
+                targets.old_logprobs = targets.ref_logprobs = role.logprobs(own, own.loss_mask)
+            loss = policy_loss(own, cfg, cfg.kl.coef, 16, group, dtype=sharded.dtype)
         elif stage == "grpo":
-            loss = policy_loss(mine, AlgorithmConfig(), 0.0, 16, group)
+            loss = policy_loss(own, AlgorithmConfig(), 0.0, 16, group)
         elif stage == "grpo_proxy":
-            mask, targets = mine.loss_mask, mine.of(PolicyTargets)
+            mask, targets = own.loss_mask, own.of(PolicyTargets)
             engine = {"old_logprobs": None, "rollout_logprobs": targets.old_logprobs, "response_mask": mask}
-            mine = mine.with_payloads(replace(targets, **engine, versions=mine.tokens % 3))
+            own = own.with_payloads(replace(targets, **engine, versions=own.tokens % 3))
             anchor = Anchor("proxy", MismatchConfig("tis_token"), 2, 4)
-            loss = policy_loss(mine, AlgorithmConfig(), 0.0, 16, group, anchor)
+            loss = policy_loss(own, AlgorithmConfig(), 0.0, 16, group, anchor)
         else:
             cfg = AlgorithmConfig(advantage="gae", entropy_coef=0.01, aggregation="seq_mean_token_mean", dual_clip=3.0)
             cfg.kl.coef, cfg.kl.placement, cfg.kl.estimator = 0.05, "loss", "k3"
-            loss = policy_loss(mine, cfg, cfg.kl.coef, 16, group)
-            role.ptx = Ptx(Repeated(TrainBatch(mine.tokens, mine.lengths, mine.loss_mask)), 0.3, sharded.layout)
-        stats = role.update(mine, loss)
+            loss = policy_loss(own, cfg, cfg.kl.coef, 16, group)
+            role.ptx = Ptx(Repeated(TrainBatch(own.tokens, own.lengths, own.loss_mask)), 0.3, sharded.layout)
+        stats = role.update(own, loss)
         if stage == "ppo":
             return stats[name] + stats["ptx/loss"]
     return stats[name]

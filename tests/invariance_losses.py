@@ -60,19 +60,19 @@ def with_advantages(
     components = {"a": rewards.tolist(), "b": [None if i % 5 == 3 else float(x) for i, x in enumerate(second)]}
     whole = replace(rollout, rewards=rewards, old_logprobs=rows.of(PolicyTargets).old_logprobs, values=before.values)
     whole.greedy_rewards = rewards.view(-1, 4)[:, 0].repeat_interleave(4) - 0.1  # one number for a prompt
-    mine = whole.select(torch.tensor(at))
-    total = mine.rewards.tolist()
+    own_rows = whole.select(torch.tensor(at))
+    total = own_rows.rewards.tolist()
     columns = {key: column[at.start : at.stop] for key, column in components.items()}
-    set_token_rewards(mine, cfg.algorithm, 0.0, mine.tokens.shape[1])
+    set_token_rewards(own_rows, cfg.algorithm, 0.0, own_rows.tokens.shape[1])
     if name == "ppo+gae":
-        advantages, _ = critic_advantages(mine, cfg.algorithm, group)
+        advantages, _ = critic_advantages(own_rows, cfg.algorithm, group)
     else:
         scores = Scores(total, total, columns, [True] * len(at), [False] * len(at))
-        advantages = group_advantages(mine, scores, cfg, group)
-    part = rows.select(torch.tensor(at))
-    targets = part.of(PolicyTargets)
+        advantages = group_advantages(own_rows, scores, cfg, group)
+    piece = rows.select(torch.tensor(at))
+    targets = piece.of(PolicyTargets)
     own = {"advantages": advantages, "rollout_logprobs": targets.old_logprobs, "row_keys": keys(rollout, at)}
-    return part.with_payloads(replace(targets, **own)).trim()
+    return piece.with_payloads(replace(targets, **own)).trim()
 
 
 FUNCTIONS = [RewardFunctionConfig(path="module:a"), RewardFunctionConfig(path="module:b", weight=0.5)]

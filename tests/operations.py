@@ -57,10 +57,10 @@ class Bytes(TorchDispatchMode):
         self._there: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._there | given:
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._there | inputs:
                 self._note(leaf.untyped_storage())
         return out
 

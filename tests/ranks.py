@@ -300,12 +300,12 @@ def _lead(log: int, numbers: list[int]) -> None:
     """Forks the ranks into this process's group, which can be ended as one."""
     os.dup2(log, 1)
     os.dup2(log, 2)
-    for mine in numbers:
+    for own in numbers:
         if os.fork() == 0:
             for other in numbers:
-                if other != mine:
+                if other != own:
                     os.close(other)
-            _serve(Connection(mine))
+            _serve(Connection(own))
             os._exit(0)
     for number in numbers:
         os.close(number)

@@ -14,11 +14,11 @@ class Listening(ThreadingHTTPServer):
 
 
 class Server:
-    """`reply(body) -> (status, answer)`, sent with `more` headers; notes what it was asked."""
+    """`reply(body) -> (status, answer)`, sent with `reply_headers`; notes what it was asked."""
 
     def __init__(self, reply=lambda body: (200, 0.0)):
         self.reply, self.bodies, self.headers = reply, [], []
-        self.more: dict[str, str] = {}
+        self.reply_headers: dict[str, str] = {}
         noted = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -29,7 +29,7 @@ class Server:
                 status, answer = noted.reply(body)
                 data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
-                for name, value in (noted.more | {"Content-Length": str(len(data))}).items():
+                for name, value in (noted.reply_headers | {"Content-Length": str(len(data))}).items():
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(data)

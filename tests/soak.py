@@ -305,38 +305,42 @@ class Soak:
         if stage == "turns":
             return self._turns(world, run, *where, f"checkpoint.async_save={str(async_save).lower()}")
         outside, stage = stage == "outside", "grpo" if stage == "outside" else stage
-        more = [*COMMON, *where, f"checkpoint.async_save={str(async_save).lower()}"]
+        overrides = [*COMMON, *where, f"checkpoint.async_save={str(async_save).lower()}"]
         if stage != "sft" and layout != VLLM:  # whose kernels know no heads as narrow
-            more.append(f"model.init={self.folder / 'start_sft'}")
+            overrides.append(f"model.init={self.folder / 'start_sft'}")
         if stage in ("grpo", "ppo"):
-            more += ["reward.normalize=true", "batch.epochs=2", "batch.minibatch_samples=8", "eval.prompts=4"]
-            more += [ADAPTIVE % ("loss" if stage == "grpo" else "reward")]
+            overrides += ["reward.normalize=true", "batch.epochs=2", "batch.minibatch_samples=8", "eval.prompts=4"]
+            overrides += [ADAPTIVE % ("loss" if stage == "grpo" else "reward")]
         if outside:
             assert self.server is not None
-            more += [*scored_by(self.server.base_url), "run.eval_every=0", "eval.generate=false"]
+            overrides += [*scored_by(self.server.base_url), "run.eval_every=0", "eval.generate=false"]
         if stage == "ppo":
-            more.append(f"reward.model={self.folder / 'start_rm'}")
-            more += ["critic.trunk=policy"] if layout.endswith("lora") else []
+            overrides.append(f"reward.model={self.folder / 'start_rm'}")
+            overrides += ["critic.trunk=policy"] if layout.endswith("lora") else []
         if stage == "sample":
-            more += ["batch.prompts=6", "stage.sample.reward_above=0"]
+            overrides += ["batch.prompts=6", "stage.sample.reward_above=0"]
         elif stage == "online_dpo":
-            more += ["eval.prompts=4", "algorithm.preference.wpo=true"]
+            overrides += ["eval.prompts=4", "algorithm.preference.wpo=true"]
         elif stage == "dpo":
-            more += [f"data.eval={self.data / 'pairs.jsonl'}", "eval.prompts=4", "algorithm.preference.nll_coef=0.1"]
+            overrides += [
+                f"data.eval={self.data / 'pairs.jsonl'}",
+                "eval.prompts=4",
+                "algorithm.preference.nll_coef=0.1",
+            ]
         elif stage == "kto":
-            more += [f"data.eval={self.data / 'labels.jsonl'}", "eval.prompts=4"]
+            overrides += [f"data.eval={self.data / 'labels.jsonl'}", "eval.prompts=4"]
         if stage == "distill":
-            more += [f"algorithm.distill.teacher={self.folder / 'start_sft'}", "algorithm.distill.on_policy=0.5"]
-            more[more.index(f"model.init={self.folder / 'start_sft'}")] = "model.init=random"
+            overrides += [f"algorithm.distill.teacher={self.folder / 'start_sft'}", "algorithm.distill.on_policy=0.5"]
+            overrides[overrides.index(f"model.init={self.folder / 'start_sft'}")] = "model.init=random"
         if stage not in ("rm", "dpo", "kto"):
-            more.append(f"data.eval={self.data / 'eval.jsonl'}")
-        return frozen(stages.overrides(stage, self.data, run, *more), world)
+            overrides.append(f"data.eval={self.data / 'eval.jsonl'}")
+        return frozen(stages.overrides(stage, self.data, run, *overrides), world)
 
-    def _turns(self, world: int, run: Path, *more: str) -> Config:
+    def _turns(self, world: int, run: Path, *overrides: str) -> Config:
         """Stage grpo with an environment whose answers are others each time, and late."""
         dice = self.folder / "dice"
-        more = (*COMMON, *stages.DICE, f"model.init={dice / 'sft'}", "run.eval_every=0", *more)
-        return frozen(stages.overrides("grpo", dice, run, *more), world)
+        overrides = (*COMMON, *stages.DICE, f"model.init={dice / 'sft'}", "run.eval_every=0", *overrides)
+        return frozen(stages.overrides("grpo", dice, run, *overrides), world)
 
     def _reread(self, stage: str, layout: str, run: Path) -> Path:
         """An uninterrupted run that is given the answers which this one was given."""
@@ -402,7 +406,7 @@ class Soak:
         self.cases += 1
         run, log, world = self.folder / f"case-{self.cases:03d}", self.folder / "log", LAYOUTS[layout][0]
         log.unlink(missing_ok=True)
-        cfg, told, ended, tries = self.config(stage, layout, run, async_save), [], False, 0
+        cfg, messages, ended, tries = self.config(stage, layout, run, async_save), [], False, 0
         for _ in range(min(left, self.random.randint(1, 4))):
             kill = self.draw(stage, layout, seconds)
             tries += 1
@@ -414,7 +418,7 @@ class Soak:
             self.kills += 1
             self.without += ended
             self.kinds[kill.point or "a random time"] += 1
-            told.append(f"{kill}{' (it went on)' * ended}")
+            messages.append(f"{kill}{' (it went on)' * ended}")
             if ended:
                 break
         if not ended:
@@ -427,7 +431,7 @@ class Soak:
             whole = self._reread(stage, layout, run)
         wrong = differences(run, whole) if ended else [f"it did not end:\n{self.tail(log)}"]
         saved = " async_save" if async_save else ""
-        print(f"{stage}, {layout}{saved}: killed {'; '.join(told) or 'never'}: {wrong or 'ok'}", flush=True)
+        print(f"{stage}, {layout}{saved}: killed {'; '.join(messages) or 'never'}: {wrong or 'ok'}", flush=True)
         if wrong:
             self.mismatches.append(f"{run}: {wrong}")
         else:
@@ -448,12 +452,12 @@ class Soak:
 def differences(run: Path, whole: Path) -> list[str]:
     """What differs: exported weights, files of samples, the last checkpoint's weights, optimizers and small states,
     metrics, the hashes of each step."""
-    found = [name for name, digest in hashes(whole).items() if hashes(run).get(name) != digest]
+    results = [name for name, digest in hashes(whole).items() if hashes(run).get(name) != digest]
     states = [json.loads((d / f"checkpoints/step-{TOTAL:08d}/state.json").read_text())["state"] for d in (run, whole)]
-    found += [f"state of {name}" for name in states[1] if states[0].get(name) != states[1][name]]
-    told = next(bisect(whole, run))
-    found += [] if told == f"the same: steps 1 to {TOTAL}" else [told]
-    return found + [f"metric {text}" for text in stages.differences(run, whole)]
+    results += [f"state of {name}" for name in states[1] if states[0].get(name) != states[1][name]]
+    reported = next(bisect(whole, run))
+    results += [] if reported == f"the same: steps 1 to {TOTAL}" else [reported]
+    return results + [f"metric {text}" for text in stages.differences(run, whole)]
 
 
 def hashes(run: Path) -> dict[str, str]:

@@ -156,18 +156,18 @@ def make_sums(root: Path, tens: str) -> Path:
     return root
 
 
-def sums_model(root: Path, *more: str) -> None:
+def sums_model(root: Path, *overrides: str) -> None:
     """`sft` beside these questions, trained on them."""
     settings = ["experiment=quickstart_sft", *SUMS, f"model.tokenizer={root / 'tokenizer'}", "run.stop.metric=''"]
     settings += ["optim.betas=[0.9,0.95]", "optim.warmup_steps=50"]  # of which these few steps are enough
-    run([*settings, f"run.dir={root / 'sft'}", f"data.train={root / 'train.jsonl'}", *more])
+    run([*settings, f"run.dir={root / 'sft'}", f"data.train={root / 'train.jsonl'}", *overrides])
 
 
-def overrides(stage: str, data: Path, run_dir: Path, *more: str) -> list[str]:
+def overrides(stage: str, data: Path, run_dir: Path, *settings: str) -> list[str]:
     """The command line of a toy run; reward models and starting points are the caller's to name."""
     train = data / {"rm": "pairs.jsonl", "dpo": "pairs.jsonl", "kto": "labels.jsonl"}.get(stage, "train.jsonl")
     own = [f"stage={stage}", f"run.dir={run_dir}", f"data.train={train}", f"model.tokenizer={data / 'tokenizer'}"]
-    return [*own, *BASE, *(SAMPLE if stage == "sample" else STAGES[stage]), *more]
+    return [*own, *BASE, *(SAMPLE if stage == "sample" else STAGES[stage]), *settings]
 
 
 @cache

@@ -63,9 +63,9 @@ def test_lines_that_are_damaged_are_told_once_and_asked_again(tmp_path, capsys, 
         again.begin(1)
         again.begin(1)
         known = sum(again.find("a", number, {}) is not None for number in range(4))
-    said = capsys.readouterr().err.splitlines()
-    assert known == (4 if kind == "text" else 4 - count) and len(said) == bool(count)
-    assert all(str(path) in line and f"{count} line" in line for line in said)
+    output = capsys.readouterr().err.splitlines()
+    assert known == (4 if kind == "text" else 4 - count) and len(output) == bool(count)
+    assert all(str(path) in line and f"{count} line" in line for line in output)
     path.unlink()
 
 

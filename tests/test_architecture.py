@@ -65,7 +65,7 @@ def imports(path: Path, top_level: bool = False, typed: bool = True) -> set[str]
     """Dotted names imported anywhere in the file, or only when the module is imported itself; but for those that only
     type checkers import unless `typed`."""
     tree = ast.parse(path.read_text())
-    hidden = {id(n) for n in ast.walk(tree) if not typed and _typing(n) for part in n.body for n in ast.walk(part)}
+    hidden = {id(n) for n in ast.walk(tree) if not typed and _typing(n) for child in n.body for n in ast.walk(child)}
     nodes = [node for node in ast.walk(tree) if id(node) not in hidden]
     if top_level:
         nodes, open_ = [], list(tree.body)
@@ -75,14 +75,14 @@ def imports(path: Path, top_level: bool = False, typed: bool = True) -> set[str]
                 continue
             nodes.append(node)
             open_ += ast.iter_child_nodes(node)
-    found = set()
+    results = set()
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            results |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            results |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return results
 
 
 def _typing(node: ast.AST) -> bool:
@@ -110,14 +110,14 @@ def test_every_room_has_a_level():
 def test_imports_point_down_only():
     wrong = []
     for path in FILES:
-        mine = room_of(path)
-        if mine == "__init__":
+        own = room_of(path)
+        if own == "__init__":
             continue
         for name in imports(path):
-            if not name.startswith("aligner.") or room(name) == mine:
+            if not name.startswith("aligner.") or room(name) == own:
                 continue
             theirs = room(name)
-            if LEVEL[theirs] > LEVEL[mine] or (LEVEL[theirs] == LEVEL[mine] and mine not in FOUNDATION):
+            if LEVEL[theirs] > LEVEL[own] or (LEVEL[theirs] == LEVEL[own] and own not in FOUNDATION):
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong, "\n".join(wrong)
 
@@ -151,9 +151,9 @@ def test_config_and_the_command_line_import_no_torch():
     def module_file(name: str) -> Path | None:
         base = ROOT / Path(*name.split("."))
         places = (base.with_suffix(".py"), base / "__init__.py")
-        found = [place for place in places if place.is_file()]
-        if found:
-            return found[0]
+        results = [location for location in places if location.is_file()]
+        if results:
+            return results[0]
         return module_file(name.rpartition(".")[0]) if name.count(".") > 1 else None  # a name in a module
 
     starts = [path for path in FILES if room_of(path) in ("config", "families", "plan", "cluster", "__main__")]
@@ -176,7 +176,7 @@ def asks_who_an_engine_is(node: ast.AST) -> bool:
         return bool(re.search(r"Engine\b", ast.unparse(node.args[1])))
     if not isinstance(node, ast.Compare):
         return False
-    named = any(isinstance(part, ast.Constant) and part.value in NAMES for part in (node.left, *node.comparators))
+    named = any(isinstance(child, ast.Constant) and child.value in NAMES for child in (node.left, *node.comparators))
     return (named and isinstance(node.ops[0], ast.Eq | ast.NotEq)) or "engine.name" in ast.unparse(node)
 
 
@@ -358,11 +358,11 @@ def project_texts() -> dict[Path, str]:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("not a git checkout")
-    found = {}
+    results = {}
     for path in (ROOT / name for name in listed.splitlines()):
         with suppress(UnicodeDecodeError, FileNotFoundError, IsADirectoryError):
-            found[path] = path.read_text(encoding="utf-8")
-    return found
+            results[path] = path.read_text(encoding="utf-8")
+    return results
 
 
 # written so that this file does not match itself

@@ -537,9 +537,9 @@ def earlier(tiny_data, tiny_runs, tmp_path_factory):
 
     def get(stage: str) -> Path:
         if stage not in made:
-            more = [f"reward.model={tiny_runs['rm']}", f"model.init={tiny_runs['sft']}"] if stage == "ppo" else []
-            more += [f"algorithm.distill.teacher={tiny_runs['sft']}"] if stage == "distill" else []
-            made[stage] = stages.stage(stage, tiny_data, root / stage, "run.steps=1", "run.export=false", *more)
+            overrides = [f"reward.model={tiny_runs['rm']}", f"model.init={tiny_runs['sft']}"] if stage == "ppo" else []
+            overrides += [f"algorithm.distill.teacher={tiny_runs['sft']}"] if stage == "distill" else []
+            made[stage] = stages.stage(stage, tiny_data, root / stage, "run.steps=1", "run.export=false", *overrides)
         return made[stage]
 
     return get
@@ -548,9 +548,9 @@ def earlier(tiny_data, tiny_runs, tmp_path_factory):
 @pytest.fixture
 def refuse(monkeypatch, capsys):
     """Call the command line, which must refuse: (error, exit code, its line on stderr)."""
-    told = []
+    messages = []
     say = command_line._say
-    monkeypatch.setattr(command_line, "_say", lambda error, *rest: (told.append(error), say(error, *rest)))
+    monkeypatch.setattr(command_line, "_say", lambda error, *rest: (messages.append(error), say(error, *rest)))
     monkeypatch.chdir(stages.ROOT)
 
     def call(arguments: list[str]):
@@ -559,14 +559,14 @@ def refuse(monkeypatch, capsys):
         ranks = [a for a in arguments if a.startswith("--ranks=")]
         arguments = [a for a in arguments if a not in ranks]
         capsys.readouterr()
-        told.clear()
+        messages.clear()
         try:
             code = command_line.main([*(["launch", *ranks[0].split("=")] if ranks else ["run"]), *arguments])
         finally:
             torch.use_deterministic_algorithms(False)
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert len(told) == len(lines) == 1, (told, lines)
-        return told[0], code, lines[0]
+        assert len(messages) == len(lines) == 1, (messages, lines)
+        return messages[0], code, lines[0]
 
     return call
 
@@ -583,18 +583,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input(name, places, earlier, refuse, tiny_data, tmp_path):
     stage, change, kind, code, parts = CASES[name]
-    for key, place in places.items():
-        change = [text.replace("{" + key + "}", str(place)) for text in change]
+    for key, location in places.items():
+        change = [text.replace("{" + key + "}", str(location)) for text in change]
     folders = [tmp_path / "fresh"]
     if name != "resume from another model":  # a run with checkpoints of its own goes on with those
         folders.append(shutil.copytree(earlier(stage), tmp_path / "used"))
     for run in folders:
         before = contents(run)
-        more = [f"reward.model={places['rm']}", f"model.init={places['sft']}"] if stage == "ppo" else []
-        error, found, line = refuse(stages.overrides(stage, tiny_data, run, "run.steps=3", *more, *change))
+        overrides = [f"reward.model={places['rm']}", f"model.init={places['sft']}"] if stage == "ppo" else []
+        error, actual, line = refuse(stages.overrides(stage, tiny_data, run, "run.steps=3", *overrides, *change))
         assert type(error).__name__ in (kind.__name__, "AnotherRunError") and isinstance(error, kind)
-        assert found == code == error.exit_code
-        missing = [part for part in parts if part not in line]
+        assert actual == code == error.exit_code
+        missing = [piece for piece in parts if piece not in line]
         assert not missing, f"{missing} not in: {line}"
         assert contents(run) == before  # no checkpoint, no metric, no sample; and what was there is there
 
@@ -602,8 +602,8 @@ def test_bad_input(name, places, earlier, refuse, tiny_data, tmp_path):
 def test_one_overlong_row_is_no_error_but_counted(tiny_data, tmp_path, capsys):
     rows = [json.loads(line) for line in (tiny_data / "train.jsonl").read_text().splitlines()]
     train = stages.write_jsonl(tmp_path / "train.jsonl", [*rows, {"prompt": "say " + "a" * 99, "completion": "a"}])
-    more = ["run.steps=1", "run.export=false", "checkpoint.final=false", f"data.train={train}"]
-    stages.stage("sft", tiny_data, tmp_path / "run", *more)
+    overrides = ["run.steps=1", "run.export=false", "checkpoint.final=false", f"data.train={train}"]
+    stages.stage("sft", tiny_data, tmp_path / "run", *overrides)
     assert "data.train: 33 rows, 32 kept, 1 dropped and 0 truncated by data.max_tokens=32" in capsys.readouterr().out
 
 
@@ -632,8 +632,8 @@ def disk(tmp_path):
         return folder
 
     yield mount
-    for place in mounted:
-        subprocess.run(["umount", str(place)], check=True)
+    for position in mounted:
+        subprocess.run(["umount", str(position)], check=True)
 
 
 def remount(folder: Path, options: str) -> None:
@@ -661,13 +661,13 @@ def test_a_full_run_folder(tiny_data, refuse, disk):
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_a_folder_that_fills_up_loses_no_checkpoint(stage, tiny_data, places, refuse, disk, tmp_path):
     """The disk is full at some checkpoint: an error, the ones before it whole; with room, the run goes on."""
-    more = ["run.steps=4", "checkpoint.every=1", "checkpoint.keep_last=9"]
-    more += [f"reward.model={places['rm']}", f"model.init={places['sft']}"] if stage == "ppo" else []
-    reference = stages.stage(stage, tiny_data, tmp_path / "reference", *more)
+    overrides = ["run.steps=4", "checkpoint.every=1", "checkpoint.keep_last=9"]
+    overrides += [f"reward.model={places['rm']}", f"model.init={places['sft']}"] if stage == "ppo" else []
+    reference = stages.stage(stage, tiny_data, tmp_path / "reference", *overrides)
     one = sum(p.stat().st_size for p in (reference / "checkpoints" / "step-00000001").rglob("*"))
     folder = disk(f"size={int(one * 2.6) // 4096 * 4 + 100}k")
     run = folder / "run"
-    error, code, line = refuse(stages.overrides(stage, tiny_data, run, *more))
+    error, code, line = refuse(stages.overrides(stage, tiny_data, run, *overrides))
     assert isinstance(error, CheckpointError) and code == 2
     assert (
         "step-0000000" in line
@@ -678,17 +678,17 @@ def test_a_folder_that_fills_up_loses_no_checkpoint(stage, tiny_data, places, re
     kept = stages.checkpoints(run)
     assert kept and kept[-1] < 4 and not list((run / "checkpoints").glob("*.tmp"))
     remount(folder, "size=64m")
-    stages.stage(stage, tiny_data, run, *more)
+    stages.stage(stage, tiny_data, run, *overrides)
     assert stages.same_weights(run, reference)
     assert stages.differences(run, reference) == []
 
 
 def test_no_room_for_the_exported_model(tiny_data, refuse, disk, tmp_path):
     folder = disk("size=100k")
-    more = ["run.steps=1", "checkpoint.final=false", "run.resume=never"]
-    error, code, line = refuse(stages.overrides("sft", tiny_data, folder / "run", *more))
+    overrides = ["run.steps=1", "checkpoint.final=false", "run.resume=never"]
+    error, code, line = refuse(stages.overrides("sft", tiny_data, folder / "run", *overrides))
     assert isinstance(error, WriteError) and error.transient and code == 1
     assert "hf" in line and "run.dir" in line and not (folder / "run" / "DONE").exists()
     remount(folder, "size=8m")
-    stages.stage("sft", tiny_data, folder / "run", *more)
+    stages.stage("sft", tiny_data, folder / "run", *overrides)
     assert (folder / "run" / "hf" / "config.json").exists()

@@ -47,14 +47,14 @@ def stage(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [("--learning_rate=1e-5", "optim.lr=..."), ("--bf16", "model.dtype=bfloat16"), ("--nonsense", "")],
 )
-def test_a_setting_written_as_an_option_is_told_as_a_key(option, told, capsys):
+def test_a_setting_written_as_an_option_is_told_as_a_key(option, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["run", "stage=sft", option])
     error = capsys.readouterr().err.strip()
-    assert ended.value.code == 2 and error.endswith(told or option) and ("KEY=VALUE: " in error) == bool(told)
+    assert ended.value.code == 2 and error.endswith(message or option) and ("KEY=VALUE: " in error) == bool(message)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"]])

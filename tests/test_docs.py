@@ -48,8 +48,8 @@ def test_the_functions_of_one_step_are_where_the_page_says():
     assert len(named) > 40
     for name, file in named:
         body = ast.parse((ROOT / file).read_text()).body
-        for part in name.split("."):
-            (body,) = [_body(node) for node in body if part in _names(node)] or [None]
+        for word in name.split("."):
+            (body,) = [_body(node) for node in body if word in _names(node)] or [None]
             assert body is not None, (name, file)
 
 
@@ -104,22 +104,22 @@ def settings(text: str) -> list[str]:
 
 def composed(line: str) -> int:
     """Compose what a command line runs as the command would; how many configs that were."""
-    if found := CHAINS.search(line):
-        return composed_chain(settings(line[found.end() :]))
-    if found := LAUNCHER.search(line):
-        given = [word for word in settings(line[found.end() :]) if "=" in word and not word.startswith("-")]
-        compose_run([f"stage={found[1]}", *given])
+    if match := CHAINS.search(line):
+        return composed_chain(settings(line[match.end() :]))
+    if match := LAUNCHER.search(line):
+        arguments = [word for word in settings(line[match.end() :]) if "=" in word and not word.startswith("-")]
+        compose_run([f"stage={match[1]}", *arguments])
         return 1
     command, rest = COMMAND.search(line).groups()
     words = settings(rest)
     if command not in (*OF_A_STAGE, *OF_A_FOLDER, "doctor") or not any("=" in word for word in words):
         return 0
     args, _ = parser().parse_known_args([command, *words])
-    given = [word for word in args.overrides if "=" in word]
+    arguments = [word for word in args.overrides if "=" in word]
     if args.config_dir or args.frozen:  # files of the reader's own
         return 0
-    given = ["stage=sample", *given] if command == "sample" else given
-    jobs = sweep(given) if getattr(args, "multirun", False) else [given]
+    arguments = ["stage=sample", *arguments] if command == "sample" else arguments
+    jobs = sweep(arguments) if getattr(args, "multirun", False) else [arguments]
     for job in jobs:
         (compose_run if command in OF_A_STAGE else compose)(job)
     return len(jobs)
@@ -197,7 +197,7 @@ def in_code() -> Iterator[str]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
             elif isinstance(node, ast.JoinedStr):
-                yield "".join(part.value if isinstance(part, ast.Constant) else "x" for part in node.values)
+                yield "".join(child.value if isinstance(child, ast.Constant) else "x" for child in node.values)
 
 
 def test_every_metric_of_the_code_is_documented():

@@ -80,16 +80,16 @@ def test_a_value_of_another_kind_is_told_with_its_place(call, expected):
 
 
 def test_values_and_defaults():
-    found = record(FIELDS | {"null": None}, "some.json", DataError)
-    assert (found.integer("n"), found.number("n"), found.number("x"), found.text("t"), found.flag("yes")) == (
+    actual = record(FIELDS | {"null": None}, "some.json", DataError)
+    assert (actual.integer("n"), actual.number("n"), actual.number("x"), actual.text("t"), actual.flag("yes")) == (
         3,
         3.0,
         2.5,
         "word",
         True,
     )
-    assert type(found.number("n")) is float
-    assert found.integers("list") == [1, 2] and found.texts("words") == ["a"]
-    assert found.record("in").record("side").integer("deep", low=-1) == -1
+    assert type(actual.number("n")) is float
+    assert actual.integers("list") == [1, 2] and actual.texts("words") == ["a"]
+    assert actual.record("in").record("side").integer("deep", low=-1) == -1
     for key in ("absent", "null"):
-        assert found.integer(key, 7) == 7 and found.record(key, None) is None and key not in found
+        assert actual.integer(key, 7) == 7 and actual.record(key, None) is None and key not in actual

@@ -89,13 +89,13 @@ def fuzz(path, read, same, seed, bytes_=25, json_=0):
             continue
         path.write_bytes(data)
         try:
-            found = read()
+            content = read()
         except AlignerError as error:
             text = str(error)
             assert "\n" not in text.strip() and len(text) < 1500, (number, text)
             outcomes["refused"] += 1
         else:
-            assert same(found, data), (number, data[:2000])
+            assert same(content, data), (number, data[:2000])
             outcomes["accepted"] += 1
     path.write_bytes(whole)
     read()
@@ -162,11 +162,11 @@ def test_safetensors_and_their_index(folder, tmp_path):
         length = size if number % 3 == 0 else len(header)  # with and without the right length
         path.write_bytes(struct.pack("<Q", length) + header + data[8 + size :])
         try:
-            found = read_folder(one)
+            content = read_folder(one)
         except AlignerError as error:
             assert "\n" not in str(error).strip(), number
         else:
-            assert same(found, b""), (number, header[:500])
+            assert same(content, b""), (number, header[:500])
     many = tmp_path / "many"
     config = json.loads((folder / "config.json").read_text())
     write_hf(many, whole.items(), config, 20_000)
@@ -217,7 +217,7 @@ def test_state_json_and_its_manifest(tmp_path):
     write_manifest(tmp_path)
     whole = read_checked(tmp_path)
     for name in ("state.json", "manifest.json"):
-        fuzz(tmp_path / name, lambda: read_checked(tmp_path), lambda found, _: found == whole, 4, 15, 15)
+        fuzz(tmp_path / name, lambda: read_checked(tmp_path), lambda actual, _: actual == whole, 4, 15, 15)
 
 
 def plain_rows(data):
@@ -237,13 +237,13 @@ def test_rows_of_data(tmp_path):
     path.write_text("".join(json.dumps(row, ensure_ascii=i % 2 == 0) + "\n" for i, row in enumerate(rows)))
 
     def read():
-        found = read_rows(str(path))
-        list(sft_rows(found, DataConfig()))
-        return list(found)
+        rows = read_rows(str(path))
+        list(sft_rows(rows, DataConfig()))
+        return list(rows)
 
-    fuzz(path, read, lambda found, data: equal(found, plain_rows(data)), 5, bytes_=50)
+    fuzz(path, read, lambda rows, data: equal(rows, plain_rows(data)), 5, bytes_=50)
     path.write_text(json.dumps(rows[0]))
-    fuzz(path, read, lambda found, data: equal(found, plain_rows(data)), 6, bytes_=0, json_=25)
+    fuzz(path, read, lambda rows, data: equal(rows, plain_rows(data)), 6, bytes_=0, json_=25)
     path.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "\\ud800", "completion": "b"}\n')
     with pytest.raises(AlignerError, match=r"x.jsonl:2: expected Unicode text, found '\\ud800'"):
         read()
@@ -256,7 +256,7 @@ def test_archives_of_rows(tmp_path, suffix):
     text = "".join(json.dumps({"prompt": f"{i} + 1 =", "completion": str(i + 1)}) + "\n" for i in range(30)).encode()
     path.write_bytes(gzip.compress(text) if suffix == ".gz" else pyarrow.compress(text, "zstd", asbytes=True))
     whole = plain_rows(text)
-    same = lambda found, _: suffix == ".zst" or equal(found, whole)  # noqa: E731
+    same = lambda actual, _: suffix == ".zst" or equal(actual, whole)  # noqa: E731
     assert fuzz(path, lambda: list(read_rows(str(path))), same, 14, bytes_=60)["refused"] > 30
 
 
@@ -265,11 +265,11 @@ def test_records_of_metrics(tmp_path):
     rows = [{"step": i, "wall_time": 1.5 * i, "sft/loss": 1 / i, "none": None} for i in range(1, 5)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def same(found, data):
+    def same(actual, data):
         """All of it; of a file that was cut all whole lines."""
         lines = [line for line in data.split(b"\n") if line.strip(b" \r\t\0")]
-        return len(found) >= len(lines) - 1 and all(
-            equal(row, json.loads(line)) for row, line in zip(found, lines, strict=False)
+        return len(actual) >= len(lines) - 1 and all(
+            equal(row, json.loads(line)) for row, line in zip(actual, lines, strict=False)
         )
 
     fuzz(path, lambda: read_jsonl(path), same, 7, bytes_=40)
@@ -279,7 +279,7 @@ def test_small_notes_of_a_run_are_whole_or_not_there(tmp_path):
     """progress.json and the last words of a rank: their readers go on without them."""
     path = tmp_path / "progress.json"
     path.write_text(json.dumps({"step": 3, "steps": 9, "time": 1.5, "saves_s": [0.5, 2.0]}))
-    finite = lambda found, _: all(isinstance(s, float) and math.isfinite(s) for s in found)  # noqa: E731
+    finite = lambda actual, _: all(isinstance(s, float) and math.isfinite(s) for s in actual)  # noqa: E731
     assert fuzz(path, lambda: read_progress(tmp_path)[1], finite, 8, 20, 25)["refused"] == 0
     path = tmp_path / "failure-0000.json"
     path.write_text(json.dumps({"time_s": 1.5, "text": "a word", "exit_code": 93}))
@@ -296,16 +296,16 @@ def test_what_lies_beside_the_weights(tmp_path):
     path.write_text(json.dumps({"eos_token_id": [1, 7], "temperature": 0.5}))
     whole = stop_token_ids(tokenizer)
 
-    def ends(found, data):
+    def ends(actual, data):
         listed = json.loads(data).get("eos_token_id")
         listed = [] if listed is None else listed if isinstance(listed, list) else [listed]
-        return set(found) == {*listed, tokenizer.eos_token_id}
+        return set(actual) == {*listed, tokenizer.eos_token_id}
 
     assert whole == (1, 7)
     fuzz(path, lambda: stop_token_ids(tokenizer), ends, 10, 15, 15)
     path = tmp_path / "aligner.json"
     path.write_text(json.dumps({"bias": 0.5, "std": 2.0, "attributes": []}))
-    fuzz(path, lambda: read_extra(tmp_path), lambda found, data: equal(found, json.loads(data)), 11, 15, 15)
+    fuzz(path, lambda: read_extra(tmp_path), lambda content, data: equal(content, json.loads(data)), 11, 15, 15)
     for name, count in (("tokenizer_config.json", 15), ("tokenizer.json", 15)):  # their own words may change
         fuzz(tmp_path / name, lambda: load_tokenizer(str(tmp_path)), lambda *_: True, 12, count, 10)
 

@@ -22,6 +22,6 @@ def test_draws_are_many():
     for family, traits in FAMILIES.items():
         for key in traits.varies:
             section, _, name = key.rpartition(".")
-            mine = [cfg for cfg in drawn if cfg.family == family]
-            found = {str(getattr(getattr(cfg, section) if section else cfg, name)) for cfg in mine}
-            assert len(found) > 1, (family, key)
+            own = [cfg for cfg in drawn if cfg.family == family]
+            by_name = {str(getattr(getattr(cfg, section) if section else cfg, name)) for cfg in own}
+            assert len(by_name) > 1, (family, key)

@@ -91,8 +91,8 @@ def test_an_image_is_told_everything_that_it_lacks(container_check, monkeypatch)
         raise OSError("libcudart.so.13: not there")
 
     monkeypatch.setattr(container_check.importlib, "import_module", broken)
-    told = list(container_check.problems())
-    assert len(told) == 1 + len(container_check.NEEDED) and all("OSError: libcudart" in text for text in told)
+    reported = list(container_check.problems())
+    assert len(reported) == 1 + len(container_check.NEEDED) and all("OSError: libcudart" in text for text in reported)
 
 
 def test_the_least_torch_is_the_same_everywhere(container_check):

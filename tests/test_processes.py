@@ -28,14 +28,14 @@ def mark(tmp_path):
 
 
 def started(mark):
-    found = []
+    results = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if f"MARK={mark}\0".encode() in (folder / "environ").read_bytes() and b"Z" not in state(folder):
-                found.append(int(folder.name))
+                results.append(int(folder.name))
         except OSError:
             pass
-    return found
+    return results
 
 
 def state(folder):

@@ -15,12 +15,12 @@ pytestmark = pytest.mark.multirank
 @pytest.mark.few(1)
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto", "distill", "grpo", "ppo"])
 def test_the_same_seed_gives_the_same_bits(tiny_data, tiny_runs, tmp_path, stage):
-    more = ["run.steps=3", "run.deterministic=true", "batch.micro_batch_tokens=64"]
-    more += [f"model.init={tiny_runs['sft']}"] if stage != "sft" else []
-    more += [f"reward.model={tiny_runs['rm']}"] if stage == "ppo" else []
-    more += [f"algorithm.distill={{teacher: {tiny_runs['sft']}, on_policy: 0.4}}"] if stage == "distill" else []
+    overrides = ["run.steps=3", "run.deterministic=true", "batch.micro_batch_tokens=64"]
+    overrides += [f"model.init={tiny_runs['sft']}"] if stage != "sft" else []
+    overrides += [f"reward.model={tiny_runs['rm']}"] if stage == "ppo" else []
+    overrides += [f"algorithm.distill={{teacher: {tiny_runs['sft']}, on_policy: 0.4}}"] if stage == "distill" else []
     first, second, other = (
-        stages.stage(stage, tiny_data, tmp_path / name, *more, f"seed={seed}")
+        stages.stage(stage, tiny_data, tmp_path / name, *overrides, f"seed={seed}")
         for name, seed in (("first", 1), ("second", 1), ("other", 2))
     )
     assert stages.same_weights(first, second)

@@ -16,17 +16,17 @@ USED = {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scal
 
 
 def varlen_attn(*args, **kwargs) -> Tensor:
-    given = SIGNATURE.bind(*args, **kwargs).arguments
-    assert given.keys() <= USED, f"not for training: {given.keys() - USED}"
-    q, k, v, cu_q, cu_k = (given[name] for name in ("query", "key", "value", "cu_seq_q", "cu_seq_k"))
-    scale, window = given.get("scale"), given.get("window_size", (-1, -1))
-    _check_heads(q, k, v, given.get("enable_gqa", False))
-    _check_rows(q, cu_q, given["max_q"])
-    _check_rows(k, cu_k, given["max_k"])
+    arguments = SIGNATURE.bind(*args, **kwargs).arguments
+    assert arguments.keys() <= USED, f"not for training: {arguments.keys() - USED}"
+    q, k, v, cu_q, cu_k = (arguments[name] for name in ("query", "key", "value", "cu_seq_q", "cu_seq_k"))
+    scale, window = arguments.get("scale"), arguments.get("window_size", (-1, -1))
+    _check_heads(q, k, v, arguments.get("enable_gqa", False))
+    _check_rows(q, cu_q, arguments["max_q"])
+    _check_rows(k, cu_k, arguments["max_k"])
     assert len(cu_q) == len(cu_k)
     assert scale is None or isinstance(scale, float)
     # the real one compares with a tuple to find out that it is causal
-    assert isinstance(window, tuple) and window[1] == 0 and -1 <= window[0] < given["max_k"], window
+    assert isinstance(window, tuple) and window[1] == 0 and -1 <= window[0] < arguments["max_k"], window
     q_rows, k_rows, v_rows = (x.double().split(ends.diff().tolist()) for x, ends in ((q, cu_q), (k, cu_k), (v, cu_k)))
     outs = [_row(*row, scale or q.shape[2] ** -0.5, window[0]) for row in zip(q_rows, k_rows, v_rows, strict=True)]
     return torch.cat(outs).to(q.dtype)
@@ -47,9 +47,9 @@ def _check_rows(x: Tensor, ends: Tensor, longest: int) -> None:
 def _row(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int) -> Tensor:
     """The last query sees the last key, and `left` keys before its own (-1: all)."""
     assert len(q) <= len(k), "queries without a key of their own"
-    place = torch.arange(len(q))[:, None] + len(k) - len(q)
+    index = torch.arange(len(q))[:, None] + len(k) - len(q)
     key = torch.arange(len(k))
-    seen = (key <= place) & ((key >= place - left) | (left < 0))
+    seen = (key <= index) & ((key >= index - left) | (left < 0))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)

@@ -45,10 +45,10 @@ def runs(ranks, settings, tmp_path_factory):
         key = name, cut, world
         if key not in made:
             run, world = tmp_path_factory.mktemp(name) / "run", world or MODES[name].world
-            told = ranks.run("tests.run.jobs:played", world, arguments=settings(name, run), cut=cut)
-            assert told[0].end == ("cut" if cut else "0")
+            results = ranks.run("tests.run.jobs:played", world, arguments=settings(name, run), cut=cut)
+            assert results[0].end == ("cut" if cut else "0")
             assert stages.checkpoints(run) == [2] if cut else (run / "DONE").exists()
-            made[key] = run, told
+            made[key] = run, results
         return made[key]
 
     return get

@@ -17,7 +17,7 @@ SAMPLES = ("reward/", "response/", "staleness/", "window/")  # metrics of what w
 class Mode:
     lag: int = 0
     window: int = 0
-    more: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     stage: str = "grpo"
     trainers: int = 1
 
@@ -26,18 +26,18 @@ class Mode:
         """The trainer's ranks, and one that only generates where that is ahead."""
         return self.trainers + (self.lag > 0)
 
-    def settings(self, data: Path, run: Path, *more: str) -> list[str]:
+    def settings(self, data: Path, run: Path, *overrides: str) -> list[str]:
         own = ["engine.ranks=1", f"engine.lag={self.lag}", f"engine.window={self.window}"] if self.lag else []
-        own += [*COMMON, f"data.eval={data / 'eval.jsonl'}", "checkpoint.every=2", *self.more]
-        return stages.overrides(self.stage, data, run, *own, *more)
+        own += [*COMMON, f"data.eval={data / 'eval.jsonl'}", "checkpoint.every=2", *self.overrides]
+        return stages.overrides(self.stage, data, run, *own, *overrides)
 
 
 MODES = {
     "sync": Mode(),
-    "filter": Mode(more=("algorithm.filter_groups=true", "algorithm.filter_rounds=50")),
-    "remax": Mode(more=("algorithm.advantage=remax", "sampling.top_k=20")),
-    "filter-dp2": Mode(more=("algorithm.filter_groups=true", "algorithm.filter_rounds=50"), trainers=2),
-    "remax-dp2": Mode(more=("algorithm.advantage=remax", "sampling.top_k=20"), trainers=2),
+    "filter": Mode(overrides=("algorithm.filter_groups=true", "algorithm.filter_rounds=50")),
+    "remax": Mode(overrides=("algorithm.advantage=remax", "sampling.top_k=20")),
+    "filter-dp2": Mode(overrides=("algorithm.filter_groups=true", "algorithm.filter_rounds=50"), trainers=2),
+    "remax-dp2": Mode(overrides=("algorithm.advantage=remax", "sampling.top_k=20"), trainers=2),
     "ppo": Mode(stage="ppo"),  # with a reward model
     "lag1": Mode(1),
     "lag2": Mode(2),

@@ -43,16 +43,16 @@ def turns(run):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_what_its_agents_did(grpo, tmp_path):
-    more = [f"{AGENT}dice", "run.steps=3", "checkpoint.every=2", "checkpoint.rollouts=false"]
+    overrides = [f"{AGENT}dice", "run.steps=3", "checkpoint.every=2", "checkpoint.rollouts=false"]
     with patch("aligner.answers.AnswerLog.drop"):  # `again` goes through all of them, which has no checkpoint
         with pytest.raises(PowerCut), stages.power_cut_at_answer(40):  # of 16 or more in a rollout
-            grpo("killed", *more)
-        killed = grpo("killed", *more)
+            grpo("killed", *overrides)
+        killed = grpo("killed", *overrides)
     assert max(turns(killed)) > 1.2  # it does call
     shutil.copytree(killed / FOLDER, tmp_path / "again" / FOLDER)
-    again = grpo("again", *more)
+    again = grpo("again", *overrides)
     assert stages.same_weights(killed, again) and not stages.differences(killed, again)
-    assert stages.differences(killed, grpo("other", *more))
+    assert stages.differences(killed, grpo("other", *overrides))
 
 
 @pytest.mark.slow
@@ -61,28 +61,31 @@ def test_an_agent_that_does_what_an_environment_does_is_trained_on_to_the_same_b
     environment = grpo("environment", "environment.path=tests/assets/environments.py:Clock", "run.steps=2")
     agent = grpo("agent", f"{AGENT}seeded", "run.steps=2")
     assert stages.same_weights(environment, agent) and max(turns(agent)) > 1.2
-    found = {name for _, name, _, _ in stages.differences(environment, agent)}
-    assert all(name.startswith(("stop/", "refit/sentinel_")) for name in found)
+    by_name = {name for _, name, _, _ in stages.differences(environment, agent)}
+    assert all(name.startswith(("stop/", "refit/sentinel_")) for name in by_name)
 
 
 @pytest.mark.slow
 def test_requests_are_admitted_between_decode_steps_and_say_the_same(grpo):
-    more = [f"{AGENT}seeded", "run.steps=1"]
+    overrides = [f"{AGENT}seeded", "run.steps=1"]
     with patch.object(NativeEngine, "can", replace(NativeEngine.can, serves=False)):
-        rounds = grpo("rounds", *more)
-    served = grpo("served", *more, "run.deterministic=false")
+        rounds = grpo("rounds", *overrides)
+    served = grpo("served", *overrides, "run.deterministic=false")
     same = ("environment/", "stop/", "response/", "reward/")
-    found = [{k: v for k, v in stages.records(run)[0].items() if k.startswith(same)} for run in (rounds, served)]
-    assert found[0] == pytest.approx(found[1]) and found[0]["environment/turns_mean"] > 1.2
+    records = [{k: v for k, v in stages.records(run)[0].items() if k.startswith(same)} for run in (rounds, served)]
+    assert records[0] == pytest.approx(records[1]) and records[0]["environment/turns_mean"] > 1.2
 
 
 @pytest.mark.slow
 def test_eval_asks_the_agent_of_the_run(grpo, talker):
     """As the run's own evaluation does."""
-    more = [f"{AGENT}seeded", "run.steps=1", "eval.prompts=3", "run.eval_every=1"]
-    run = grpo("seeded", *more, f"data.eval={talker / 'train.jsonl'}")
+    overrides = [f"{AGENT}seeded", "run.steps=1", "eval.prompts=3", "run.eval_every=1"]
+    run = grpo("seeded", *overrides, f"data.eval={talker / 'train.jsonl'}")
     cfg = compose_over(load_frozen(run), [f"run.dir={run}", "logging.samples_shown=0"])
-    found = evaluate(cfg)
-    assert found["eval/reward"] == pytest.approx(stages.records(run)[-1]["eval/reward"]) and found["eval/reward"] > 0
+    evaluation = evaluate(cfg)
+    assert (
+        evaluation["eval/reward"] == pytest.approx(stages.records(run)[-1]["eval/reward"])
+        and evaluation["eval/reward"] > 0
+    )
     with pytest.raises(ConfigError, match=r"environment.agent=.*seeded.*chat supports no tools.*environment.agent=''"):
         chat(cfg)

@@ -19,8 +19,8 @@ STAGE = jobs.run_stage
 EXACT = ("reward/", "response/", "advantage/", "refit/version", "staleness/")
 
 
-def train(ranks, data, folder, world, *more):
-    settings = stages.overrides("grpo", data, folder, "run.steps=3", "run.export=true", *more)
+def train(ranks, data, folder, world, *overrides):
+    settings = stages.overrides("grpo", data, folder, "run.steps=3", "run.export=true", *overrides)
     assert ranks.run(STAGE, world=world, arguments=settings) == [0] * world
     return folder
 
@@ -28,10 +28,10 @@ def train(ranks, data, folder, world, *more):
 def test_one_trainer_and_one_engine_are_one_rank(ranks, tiny_data, tmp_path):
     """Rewards, responses, losses, sentinel, evaluation and weights, bit by bit. After an evaluation the engine holds
     the weights of the next rollout already."""
-    more = ["algorithm.kl.coef=0.01", "refit.verify=checksum", "sampling.top_p=0.9"]
-    more += ["run.eval_every=1", f"data.eval={tiny_data / 'eval.jsonl'}"]
-    together = train(ranks, tiny_data, tmp_path / "together", 1, *more)
-    apart = train(ranks, tiny_data, tmp_path / "apart", 2, "engine.ranks=1", *more)
+    overrides = ["algorithm.kl.coef=0.01", "refit.verify=checksum", "sampling.top_p=0.9"]
+    overrides += ["run.eval_every=1", f"data.eval={tiny_data / 'eval.jsonl'}"]
+    together = train(ranks, tiny_data, tmp_path / "together", 1, *overrides)
+    apart = train(ranks, tiny_data, tmp_path / "apart", 2, "engine.ranks=1", *overrides)
     assert stages.differences(together, apart) == []
     assert stages.same_weights(together, apart)
 
@@ -71,9 +71,9 @@ def test_two_trainers(ranks, tiny_data, tmp_path, layout, engines, width):
     ids=["float32", "bfloat16 to float32", "pp2 in float32 to tp2 in bfloat16"],
 )
 def test_factors_are_enough_for_engines_that_merge_adapters(ranks, tiny_data, tmp_path, world, own):
-    more = [*own, "model.lora.rank=2", "model.lora.dora=true", "optim.lr=1e-2", "refit.verify=checksum"]
-    merged = train(ranks, tiny_data, tmp_path / "merged", world, *more)
-    factors = train(ranks, tiny_data, tmp_path / "factors", world, *more, "refit.adapters=factors")
+    overrides = [*own, "model.lora.rank=2", "model.lora.dora=true", "optim.lr=1e-2", "refit.verify=checksum"]
+    merged = train(ranks, tiny_data, tmp_path / "merged", world, *overrides)
+    factors = train(ranks, tiny_data, tmp_path / "factors", world, *overrides, "refit.adapters=factors")
     assert stages.differences(merged, factors) == [] and stages.same_weights(merged, factors)
     first, *others = [
         (one["refit/wire_bytes"], two["refit/wire_bytes"])
@@ -89,8 +89,8 @@ def test_a_run_that_was_cut_off_goes_on_bit_by_bit(ranks, tiny_data, tmp_path):
     whole = train(ranks, tiny_data, tmp_path / "whole", 2, *settings)
     settings += ["run.export=true"]
     arguments = stages.overrides("grpo", tiny_data, tmp_path / "cut", *settings)
-    told = ranks.run(jobs.played, world=2, arguments=arguments, cut=3)
-    assert [one.end for one in told] == ["cut", "1"] and stages.checkpoints(tmp_path / "cut") == [2]
+    results = ranks.run(jobs.played, world=2, arguments=arguments, cut=3)
+    assert [one.end for one in results] == ["cut", "1"] and stages.checkpoints(tmp_path / "cut") == [2]
     assert ranks.run(STAGE, world=2, arguments=arguments) == [0, 0]
     assert stages.differences(whole, tmp_path / "cut") == [] and stages.same_weights(whole, tmp_path / "cut")
 
@@ -99,11 +99,11 @@ def test_an_engine_that_fails_ends_the_run_with_its_cause(ranks, tiny_data, tmp_
     """The trainer's ranks save the last whole step first."""
     settings = ["run.steps=3", "engine.ranks=1", "checkpoint.every=9"]
     arguments = stages.overrides("grpo", tiny_data, tmp_path / "run", *settings)
-    told = ranks.run(jobs.played, world=2, arguments=arguments, engine_fails=2)
-    assert [one.end for one in told] == ["EngineError: rollout 2: on rank 1: no answer from the device", "1"]
+    results = ranks.run(jobs.played, world=2, arguments=arguments, engine_fails=2)
+    assert [one.end for one in results] == ["EngineError: rollout 2: on rank 1: no answer from the device", "1"]
     assert stages.checkpoints(tmp_path / "run") == [1]
-    (told, _) = ranks.run(jobs.played, world=2, arguments=[*arguments, "run.export=true"])
-    assert told.end == "0" and "WARNING" not in told.out
+    (results, _) = ranks.run(jobs.played, world=2, arguments=[*arguments, "run.export=true"])
+    assert results.end == "0" and "WARNING" not in results.out
     whole = train(ranks, tiny_data, tmp_path / "whole", 2, *settings)
     assert stages.differences(whole, tmp_path / "run") == [] and stages.same_weights(whole, tmp_path / "run")
 
@@ -118,9 +118,9 @@ def test_a_killed_engine_ends_the_job_which_then_goes_on(ranks, tiny_data, tmp_p
         time.sleep(0.1)
     _, engine = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     os.kill(int(engine), signal.SIGKILL)
-    _, told = job.communicate(timeout=500)  # less than cluster.timeout_s
+    _, output = job.communicate(timeout=500)  # less than cluster.timeout_s
     assert job.returncode == 137
-    assert "rank 1 of 2 failed first (signal SIGKILL)" in told
+    assert "rank 1 of 2 failed first (signal SIGKILL)" in output
     again = stages.overrides(
         "grpo", tiny_data, run_dir, "engine.ranks=1", f"run.steps={stages.checkpoints(run_dir)[-1] + 1}"
     )

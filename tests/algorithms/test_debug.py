@@ -28,54 +28,63 @@ def differing(original, replay) -> list:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("stage", ["grpo", "ppo"])
 def test_a_replay_gives_the_weights_of_the_original(tiny_data, tiny_runs, tmp_path, stage):
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=3", "algorithm.kl.coef=0.05", "batch.epochs=2"]
-    more += ["batch.minibatch_samples=8", "debug.first_step_checks=true"]
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=3", "algorithm.kl.coef=0.05", "batch.epochs=2"]
+    overrides += ["batch.minibatch_samples=8", "debug.first_step_checks=true"]
     if stage == "ppo":
-        more += [f"reward.model={tiny_runs['rm']}", "sampling={top_p: 0.9}"]
-    original = stages.stage(stage, tiny_data, tmp_path / "original", *more, "debug.record=3", "checkpoint.final=false")
+        overrides += [f"reward.model={tiny_runs['rm']}", "sampling={top_p: 0.9}"]
+    original = stages.stage(
+        stage, tiny_data, tmp_path / "original", *overrides, "debug.record=3", "checkpoint.final=false"
+    )
     assert len(list((original / FOLDER).iterdir())) == 3
-    replay = stages.stage(stage, tiny_data, tmp_path / "replay", *more, f"debug.train_only={original}")
+    replay = stages.stage(stage, tiny_data, tmp_path / "replay", *overrides, f"debug.train_only={original}")
     assert stages.same_weights(original, replay)
     assert differing(original, replay) == []
     assert stages.checkpoints(replay) == [3] and not (replay / FOLDER).exists()
     assert not any(name.startswith("refit/") for record in stages.records(replay) for name in record)
     # and after an interruption
     again = stages.stage(
-        stage, tiny_data, tmp_path / "two", *more, f"debug.train_only={original / FOLDER}", "run.steps=2"
+        stage, tiny_data, tmp_path / "two", *overrides, f"debug.train_only={original / FOLDER}", "run.steps=2"
     )
-    again = stages.stage(stage, tiny_data, tmp_path / "two", *more, f"debug.train_only={original / FOLDER}")
+    again = stages.stage(stage, tiny_data, tmp_path / "two", *overrides, f"debug.train_only={original / FOLDER}")
     assert stages.same_weights(original, again)
 
 
 def test_a_refilled_rollout_and_its_greedy_rewards_are_recorded(tiny_data, tiny_runs, tmp_path):
     """What came in several rounds of generation, and what ReMax generates beside it, is replayed in the same order."""
-    more = [
+    overrides = [
         f"model.init={tiny_runs['sft']}",
         "run.steps=2",
         "algorithm.advantage=remax",
         "algorithm.filter_groups=true",
     ]
-    original = stages.stage("grpo", tiny_data, tmp_path / "original", *more, "debug.record=2", "checkpoint.final=false")
-    replay = stages.stage("grpo", tiny_data, tmp_path / "replay", *more, f"debug.train_only={original}")
+    original = stages.stage(
+        "grpo", tiny_data, tmp_path / "original", *overrides, "debug.record=2", "checkpoint.final=false"
+    )
+    replay = stages.stage("grpo", tiny_data, tmp_path / "replay", *overrides, f"debug.train_only={original}")
     assert stages.same_weights(original, replay) and not stages.same_weights(original, tiny_runs["sft"])
 
 
 def test_training_on_a_recording_needs_neither_prompts_nor_rewards(tiny_data, tiny_runs, tmp_path, monkeypatch):
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=1"]
-    original = stages.stage("grpo", tiny_data, tmp_path / "original", *more, "debug.record=1")
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=1"]
+    original = stages.stage("grpo", tiny_data, tmp_path / "original", *overrides, "debug.record=1")
     for name in ("engines._engine", "rollouts.make_prompts", "rollouts.make_rewards"):
         monkeypatch.setattr(f"aligner.builders.{name}", None)
-    more += [f"debug.train_only={original}", "data.train=''", "reward.functions=[]"]
-    assert stages.same_weights(original, stages.stage("grpo", tiny_data, tmp_path / "replay", *more))
+    overrides += [f"debug.train_only={original}", "data.train=''", "reward.functions=[]"]
+    assert stages.same_weights(original, stages.stage("grpo", tiny_data, tmp_path / "replay", *overrides))
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_one_recording_for_any_number_of_ranks(tiny_data, tiny_runs, tmp_path, ranks):
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=2", "checkpoint.final=false", "batch.minibatch_samples=16"]
+    overrides = [
+        f"model.init={tiny_runs['sft']}",
+        "run.steps=2",
+        "checkpoint.final=false",
+        "batch.minibatch_samples=16",
+    ]
 
     def on(world, name, *extra):
-        arguments = stages.overrides("grpo", tiny_data, tmp_path / name, *more, *extra)
+        arguments = stages.overrides("grpo", tiny_data, tmp_path / name, *overrides, *extra)
         ranks.run("tests.run.jobs:run_stage", world=world, arguments=arguments)
         return tmp_path / name
 
@@ -97,9 +106,9 @@ def test_one_recording_for_any_number_of_ranks(tiny_data, tiny_runs, tmp_path, r
 
 @pytest.mark.slow
 def test_a_recording_that_does_not_fit_is_refused_before_training(tiny_data, tiny_runs, tmp_path):
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=1", *NOT_SAVED]
-    original = stages.stage("grpo", tiny_data, tmp_path / "original", *more, "debug.record=1")
-    replay = [*more, f"debug.train_only={original}"]
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=1", *NOT_SAVED]
+    original = stages.stage("grpo", tiny_data, tmp_path / "original", *overrides, "debug.record=1")
+    replay = [*overrides, f"debug.train_only={original}"]
     wrong = {
         "batch.group=2": (DataError, "8 prompts x 4 samples: expected batch.prompts=8 x batch.group=2"),
         "model={init: random, vocab_size: 300}": (DataError, "another tokenizer or vocabulary"),
@@ -120,10 +129,10 @@ def test_a_recording_that_does_not_fit_is_refused_before_training(tiny_data, tin
 def test_a_checkpoint_of_a_replay_is_no_start_for_generating(tiny_data, tiny_runs, tmp_path):
     from aligner.errors import CheckpointError
 
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=1"]
-    original = stages.stage("grpo", tiny_data, tmp_path / "original", *more, "debug.record=1")
-    stages.stage("grpo", tiny_data, tmp_path / "replay", *more, f"debug.train_only={original}")
-    generating = ["grpo", tiny_data, tmp_path / "replay", *more[:1], "run.steps=2"]
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=1"]
+    original = stages.stage("grpo", tiny_data, tmp_path / "original", *overrides, "debug.record=1")
+    stages.stage("grpo", tiny_data, tmp_path / "replay", *overrides, f"debug.train_only={original}")
+    generating = ["grpo", tiny_data, tmp_path / "replay", *overrides[:1], "run.steps=2"]
     with pytest.raises(CheckpointError, match=r"content of debug\.train_only is .* there, None here"):
         stages.stage(*generating)
     with pytest.raises(CheckpointError, match=r"lacks the state of data, rewards: .*debug\.train_only"):
@@ -132,17 +141,17 @@ def test_a_checkpoint_of_a_replay_is_no_start_for_generating(tiny_data, tiny_run
 
 def test_the_last_rollouts_are_kept_with_what_was_learned_of_them(tiny_data, tiny_runs, tmp_path):
     """As they came: the control experiment gives their rewards to others later."""
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=3", "algorithm.kl.coef=0.1", "debug.shuffle_rewards=true"]
-    more += ["mismatch.correction=tis_token+veto"]
-    original = stages.stage("grpo", tiny_data, tmp_path / "original", *more, "debug.record=2", *NOT_SAVED)
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=3", "algorithm.kl.coef=0.1", "debug.shuffle_rewards=true"]
+    overrides += ["mismatch.correction=tis_token+veto"]
+    original = stages.stage("grpo", tiny_data, tmp_path / "original", *overrides, "debug.record=2", *NOT_SAVED)
     files = sorted((original / FOLDER).iterdir())
     assert [path.name for path in files] == ["step-00000002.safetensors", "step-00000003.safetensors"]
-    found = load_file(files[-1])
+    tensors = load_file(files[-1])
     names = ("old_logprobs", "ref_logprobs", "token_rewards", "advantages", "loss_mask", "token_weights")
-    assert {TRAINED + name for name in (*names, "rejected")} == {name for name in found if name.startswith(TRAINED)}
-    assert all(found[TRAINED + name].shape == found["tokens"].shape for name in names)
-    assert found["rewards"].equal(found["scores/total"].float()) and found["valid"].equal(found["scores/valid"])
-    plain = stages.stage("grpo", tiny_data, tmp_path / "plain", *more, *NOT_SAVED)
+    assert {TRAINED + name for name in (*names, "rejected")} == {name for name in tensors if name.startswith(TRAINED)}
+    assert all(tensors[TRAINED + name].shape == tensors["tokens"].shape for name in names)
+    assert tensors["rewards"].equal(tensors["scores/total"].float()) and tensors["valid"].equal(tensors["scores/valid"])
+    plain = stages.stage("grpo", tiny_data, tmp_path / "plain", *overrides, *NOT_SAVED)
     assert (plain / "steps.jsonl").read_bytes() == (original / "steps.jsonl").read_bytes()
 
 
@@ -157,12 +166,12 @@ def test_rollouts_only(tiny_data, tiny_runs, tmp_path, monkeypatch, stage):
         built.append(optim)
         return make_model(job, initial, head, optim, *more)
 
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=2", "run.samples_every=1", "logging.samples_shown=2"]
-    more += ["algorithm.kl.coef=0.1"]
-    more += [f"reward.model={tiny_runs['rm']}"] if stage == "ppo" else []
-    trained = stages.stage(stage, tiny_data, tmp_path / "trained", *more, "debug.record=2", *NOT_SAVED)
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=2", "run.samples_every=1", "logging.samples_shown=2"]
+    overrides += ["algorithm.kl.coef=0.1"]
+    overrides += [f"reward.model={tiny_runs['rm']}"] if stage == "ppo" else []
+    trained = stages.stage(stage, tiny_data, tmp_path / "trained", *overrides, "debug.record=2", *NOT_SAVED)
     monkeypatch.setattr("aligner.builders.models.make_model", spy)
-    run = stages.stage(stage, tiny_data, tmp_path / "run", *more, "debug.rollout_only=true")
+    run = stages.stage(stage, tiny_data, tmp_path / "run", *overrides, "debug.rollout_only=true")
     assert built == [None] * (2 if stage == "ppo" else 1)  # the policy and what scores, without optimizers
     assert sorted(p.name for p in (run / FOLDER).iterdir()) == [f"step-0000000{i}.safetensors" for i in (1, 2)]
     there, here = (load_file(folder / FOLDER / "step-00000001.safetensors") for folder in (trained, run))
@@ -176,7 +185,7 @@ def test_rollouts_only(tiny_data, tiny_runs, tmp_path, monkeypatch, stage):
     assert not any(name.startswith(("policy/", "critic/", "advantage/")) for r in records for name in r)
     assert {json.loads(line)["step"] for line in (run / "samples.jsonl").read_text().splitlines()} == {1, 2}
     # a second start begins with the first rollout again
-    again = stages.stage(stage, tiny_data, run, *more, "debug.rollout_only=true")
+    again = stages.stage(stage, tiny_data, run, *overrides, "debug.rollout_only=true")
     assert [r["step"] for r in stages.records(again)] == [1, 2]
 
 
@@ -245,14 +254,14 @@ def test_a_ratio_that_is_not_one(tiny_data, tmp_path, monkeypatch, shift, name):
 def test_a_reward_model_loses_ln_2_at_first(tiny_data, tiny_runs, tmp_path, monkeypatch, margin):
     import aligner.stages.rm as recipe
 
-    more = [f"model.init={tiny_runs['sft']}", f"algorithm.reward_loss.margin={margin}"]
-    checked("rm", tiny_data, tmp_path / "run", *more)
+    overrides = [f"model.init={tiny_runs['sft']}", f"algorithm.reward_loss.margin={margin}"]
+    checked("rm", tiny_data, tmp_path / "run", *overrides)
     exact = recipe.bradley_terry
     monkeypatch.setattr(recipe, "bradley_terry", lambda *a: (exact(*a)[0] * 2, exact(*a)[1]))
     with pytest.raises(
         AlignerError, match=r"rm/loss=\d\.\d+ at the first update of a zero score head: expected [01]\.\d+"
     ):
-        checked("rm", tiny_data, tmp_path / "twice", *more)
+        checked("rm", tiny_data, tmp_path / "twice", *overrides)
 
 
 def test_a_trained_head_is_not_held_to_ln_2(tiny_data, tiny_runs, tmp_path):

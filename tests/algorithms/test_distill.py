@@ -18,8 +18,8 @@ WIDER = ["model.num_layers=3", "model.hidden_size=48", "model.vocab_size=280", "
 @pytest.fixture(scope="module")
 def teacher(tiny_data, tmp_path_factory):
     """Of another shape than the students, with more rows in its embedding."""
-    more = ["run.steps=60", "batch.micro_batch_samples=16", "checkpoint.final=false"]
-    return stages.stage("sft", tiny_data, tmp_path_factory.mktemp("teacher") / "run", *WIDER, *more)
+    overrides = ["run.steps=60", "batch.micro_batch_samples=16", "checkpoint.final=false"]
+    return stages.stage("sft", tiny_data, tmp_path_factory.mktemp("teacher") / "run", *WIDER, *overrides)
 
 
 def run(teacher, data, folder, *more):
@@ -59,9 +59,9 @@ def test_cuts_packing_and_a_whole_list_of_tokens_give_the_same_run(first_steps):
     assert runs[0][0]["distill/kl"] > 0.1 and runs[0][2]["distill/kl"] < runs[0][0]["distill/kl"]
 
 
-@pytest.mark.parametrize("more", [[], ["algorithm.distill={top_k: 4, kind: jsd}"]])
-def test_a_student_that_is_its_teacher_has_nothing_to_learn(tiny_data, tiny_runs, tmp_path, more, monkeypatch):
-    start = [f"model.init={tiny_runs['sft']}", "debug.first_step_checks=true", *more]
+@pytest.mark.parametrize("overrides", [[], ["algorithm.distill={top_k: 4, kind: jsd}"]])
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(tiny_data, tiny_runs, tmp_path, overrides, monkeypatch):
+    start = [f"model.init={tiny_runs['sft']}", "debug.first_step_checks=true", *overrides]
     first = run(tiny_runs["sft"], tiny_data, tmp_path / "x", *start)[0]
     assert first["distill/divergence"] < 1e-6 and first["distill/agreement"] == 1 and first["policy/grad_norm"] < 1e-4
 
@@ -79,8 +79,8 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tiny_data, tiny_runs
 
 def test_a_student_learns_not_to_say_what_is_outside(tiny_data, tiny_runs, tmp_path):
     """With outside=zero also one that is its own teacher: the loss is -log of the k tokens' mass, which grows."""
-    more = ["algorithm.distill={top_k: 4, outside: zero}", "debug.first_step_checks=true", "optim.lr=1e-2"]
-    records = run(tiny_runs["sft"], tiny_data, tmp_path / "x", f"model.init={tiny_runs['sft']}", *more)
+    overrides = ["algorithm.distill={top_k: 4, outside: zero}", "debug.first_step_checks=true", "optim.lr=1e-2"]
+    records = run(tiny_runs["sft"], tiny_data, tmp_path / "x", f"model.init={tiny_runs['sft']}", *overrides)
     losses = [record["distill/divergence"] for record in records]
     assert losses[0] >= -math.log(records[0]["distill/top_k_mass"]) > 1e-3 and losses[2] < losses[0]
     assert all(record["distill/kl"] == pytest.approx(record["distill/divergence"], abs=1e-6) for record in records)
@@ -89,15 +89,18 @@ def test_a_student_learns_not_to_say_what_is_outside(tiny_data, tiny_runs, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "mixed", "jsd"])
 def test_it_comes_to_do_what_its_teacher_does(tiny_data, teacher, tmp_path, kind):
-    more = [f"algorithm.distill.kind={kind}", "run.steps=40", "batch.micro_batch_samples=16", "optim.lr=1e-2"]
-    records = run(teacher, tiny_data, tmp_path / "run", *more)
+    overrides = [f"algorithm.distill.kind={kind}", "run.steps=40", "batch.micro_batch_samples=16", "optim.lr=1e-2"]
+    records = run(teacher, tiny_data, tmp_path / "run", *overrides)
     assert records[-1]["distill/kl"] < 0.2 * records[0]["distill/kl"]
     assert records[-1]["distill/agreement"] > max(0.3, records[0]["distill/agreement"])
 
 
 def test_sft_is_learned_beside_it(tiny_data, teacher, tmp_path):
-    more = ["algorithm.distill={sft_coef: 0.5, top_k: 3, temperature: 2.0}", f"data.eval={tiny_data / 'eval.jsonl'}"]
-    records = run(teacher, tiny_data, tmp_path / "run", *more)
+    overrides = [
+        "algorithm.distill={sft_coef: 0.5, top_k: 3, temperature: 2.0}",
+        f"data.eval={tiny_data / 'eval.jsonl'}",
+    ]
+    records = run(teacher, tiny_data, tmp_path / "run", *overrides)
     for record in records:
         both = record["distill/divergence"] + 0.5 * record["distill/nll"]
         assert record["distill/loss"] == pytest.approx(both, abs=1e-5)
@@ -107,9 +110,9 @@ def test_sft_is_learned_beside_it(tiny_data, teacher, tmp_path):
 def test_documents_do_not_see_each_other(tiny_data, teacher, tmp_path):
     """Three in a row, against one by one: for teacher and student alike."""
     rows = stages.write_jsonl(tmp_path / "text.jsonl", [{"text": f"{c}bcdefghij" * 2} for c in "abcdef"])
-    more = ["data.format=text", f"data.train={rows}", "data.shuffle=false", "run.steps=1"]
+    overrides = ["data.format=text", f"data.train={rows}", "data.shuffle=false", "run.steps=1"]
     one, three = (
-        run(teacher, tiny_data, tmp_path / str(size), *more, f"data.max_tokens={size}", f"batch.sequences={count}")
+        run(teacher, tiny_data, tmp_path / str(size), *overrides, f"data.max_tokens={size}", f"batch.sequences={count}")
         for size, count in ((21, 6), (63, 2))
     )
     for name in METRICS:
@@ -124,12 +127,12 @@ def store(tiny_data, teacher, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(taught, "BLOCK", 8)
 
-    def go(name, *more):
-        own = ["algorithm.distill.top_k=5", f"algorithm.distill.store={tmp_path / 'store'}", *more]
+    def go(name, *overrides):
+        own = ["algorithm.distill.top_k=5", f"algorithm.distill.store={tmp_path / 'store'}", *overrides]
         capsys.readouterr()
         folder = stages.stage("distill", tiny_data, tmp_path / name, "run.steps=3", "run.export=false", *own)
-        said = [line for line in capsys.readouterr().out.splitlines() if "teacher's" in line]
-        return (stages.records(folder) if (folder / "metrics.jsonl").exists() else []), said
+        output = [line for line in capsys.readouterr().out.splitlines() if "teacher's" in line]
+        return (stages.records(folder) if (folder / "metrics.jsonl").exists() else []), output
 
     return go
 
@@ -138,11 +141,11 @@ def test_stored_tokens_are_the_teachers(store, teacher, tiny_data, tmp_path):
     """The same run; computed once, by a run that does nothing else; then without a teacher."""
     live = run(teacher, tiny_data, tmp_path / "live", "algorithm.distill.top_k=5")
     here = f"algorithm.distill.teacher={teacher}"
-    records, said = store("first", here, "run.steps=0")
-    assert not records and "4 of 4 files" in said[0] and not (tmp_path / "first/checkpoints").exists()
-    for name, more in (("again", [here]), ("alone", [])):
-        records, said = store(name, *more)
-        assert len(said) == 1 and "5 most likely tokens from" in said[0]
+    records, lines = store("first", here, "run.steps=0")
+    assert not records and "4 of 4 files" in lines[0] and not (tmp_path / "first/checkpoints").exists()
+    for name, overrides in (("again", [here]), ("alone", [])):
+        records, lines = store(name, *overrides)
+        assert len(lines) == 1 and "5 most likely tokens from" in lines[0]
         for record, other in zip(records, live, strict=True):
             for metric in METRICS:
                 assert record[metric] == pytest.approx(other[metric], abs=1e-6), (name, metric)
@@ -184,15 +187,23 @@ def named(tiny_data, tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("more", [[], ["algorithm.distill.top_k=4", "batch.micro_batch_samples=2"]])
-def test_each_row_is_told_by_the_teacher_that_it_names(tiny_runs, tiny_data, teacher, named, tmp_path, more):
+@pytest.mark.parametrize("overrides", [[], ["algorithm.distill.top_k=4", "batch.micro_batch_samples=2"]])
+def test_each_row_is_told_by_the_teacher_that_it_names(tiny_runs, tiny_data, teacher, named, tmp_path, overrides):
     """The mean over all answers is that of both halves, which have as many tokens, each with its teacher alone."""
     both = {"a": teacher, "b": tiny_runs["sft"]}
     own = [f"algorithm.distill.teachers={{a: {both['a']}, b: {both['b']}}}", "run.steps=1", "run.export=false"]
-    own += [f"data.train={named / 'ab.jsonl'}", "checkpoint.final=false", *more]
+    own += [f"data.train={named / 'ab.jsonl'}", "checkpoint.final=false", *overrides]
     together = stages.records(stages.stage("distill", tiny_data, tmp_path / "ab", *own))[0]
     halves = [
-        run(path, tiny_data, tmp_path / x, *more, f"data.train={named / x}.jsonl", "batch.sequences=8", "run.steps=1")
+        run(
+            path,
+            tiny_data,
+            tmp_path / x,
+            *overrides,
+            f"data.train={named / x}.jsonl",
+            "batch.sequences=8",
+            "run.steps=1",
+        )
         for x, path in both.items()
     ]
     for name in METRICS[:5]:
@@ -237,8 +248,8 @@ OWN = ["algorithm.distill.on_policy=1", "algorithm.distill.kind=reverse_kl", "sa
 def test_its_own_answers_are_what_it_learns_from(tiny_data, teacher, tmp_path):
     """From prompts alone, with the engine's weights those of each step."""
     prompts = stages.write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"say {c}:"} for c in stages.LETTERS])
-    more = [*OWN, f"data.train={prompts}", "run.steps=30", "batch.micro_batch_samples=16", "optim.lr=1e-2"]
-    records = run(teacher, tiny_data, tmp_path / "run", *more)
+    overrides = [*OWN, f"data.train={prompts}", "run.steps=30", "batch.micro_batch_samples=16", "optim.lr=1e-2"]
+    records = run(teacher, tiny_data, tmp_path / "run", *overrides)
     assert records[-1]["distill/kl"] < 0.4 * records[0]["distill/kl"]
     assert [record["refit/version"] for record in records] == list(range(30))
     assert all(record["distill/on_policy"] == 1 and 1 <= record["response/tokens_mean"] <= 4 for record in records)
@@ -246,9 +257,9 @@ def test_its_own_answers_are_what_it_learns_from(tiny_data, teacher, tmp_path):
 
 def test_a_share_of_the_steps_is_its_own(tiny_data, teacher, tmp_path):
     """And of the others the rows are what they would be alone."""
-    more = [*OWN[1:], "run.steps=5", "optim.lr=1e-9"]
-    mixed = run(teacher, tiny_data, tmp_path / "mixed", "algorithm.distill.on_policy=0.4", *more)
+    overrides = [*OWN[1:], "run.steps=5", "optim.lr=1e-9"]
+    mixed = run(teacher, tiny_data, tmp_path / "mixed", "algorithm.distill.on_policy=0.4", *overrides)
     assert [record["distill/on_policy"] for record in mixed] == [0, 0, 1, 0, 1]
-    alone = run(teacher, tiny_data, tmp_path / "alone", *more)
+    alone = run(teacher, tiny_data, tmp_path / "alone", *overrides)
     theirs = [record["distill/kl"] for record in mixed if not record["distill/on_policy"]]
     assert theirs == pytest.approx([record["distill/kl"] for record in alone[:3]], abs=1e-5)

@@ -46,7 +46,7 @@ def test_cutting_a_minibatch_changes_nothing(world, kind):
     """Into micro-batches of 1, 2, 4 pairs, permuted; with row weights, WPO, LD, NLL."""
     batch, logprobs, squares = make()
     cfg = PreferenceConfig(**EVERYTHING, nll_coef=0.3, nll_aggregation=kind)
-    loss, found = dpo_loss(batch, cfg, world), []
+    loss, results = dpo_loss(batch, cfg, world), []
     order = torch.randperm(PAIRS, generator=torch.Generator().manual_seed(1))
     for size in (PAIRS, 1, 2, 4):
         outputs = []
@@ -56,9 +56,9 @@ def test_cutting_a_minibatch_changes_nothing(world, kind):
             outputs.append(loss(out, batch.select(rows)))
         whole = sum(out.loss for out in outputs)
         means = {k: sum(out.means[k][0] for out in outputs) for k in outputs[0].means}
-        found.append((whole.detach(), torch.autograd.grad(whole, logprobs)[0], means))
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0])
+        results.append((whole.detach(), torch.autograd.grad(whole, logprobs)[0], means))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])
 
     # by hand
     answers, labels = (
@@ -75,9 +75,9 @@ def test_cutting_a_minibatch_changes_nothing(world, kind):
     sums = (-logprobs[0::2] * on).sum(1)
     by_row = {"seq_mean_token_mean": sums / on.sum(1), "seq_mean_token_sum": sums}
     nll = sums.sum() / on.sum() if kind == "token_mean" else by_row[kind].mean()
-    torch.testing.assert_close(found[0][0], (pairs + 0.3 * nll).detach())
+    torch.testing.assert_close(results[0][0], (pairs + 0.3 * nll).detach())
     moved = ((logprobs.detach() - batch.of(LabelTargets).ref_logprobs).square() / 2)[batch.loss_mask.bool()]
-    torch.testing.assert_close(found[0][2]["kl"], moved.sum())
+    torch.testing.assert_close(results[0][2]["kl"], moved.sum())
 
 
 def test_two_data_parallel_ranks_share_one_denominator(world, monkeypatch):
@@ -176,10 +176,20 @@ def compare(runs):
 @pytest.mark.parametrize("layout", [[], ["parallel.tensor=2"]])
 def test_ranks_sort_together(ranks, tiny_data, tiny_runs, tmp_path, first_steps, layout):
     """Also of one held-out pair, which one of them has."""
-    more = [f"model.init={tiny_runs['sft']}", "debug.first_step_checks=true", "logging.progress=false", "run.steps=3"]
-    more += ["algorithm.preference.loss=[aot,aot_unpaired]", "batch.micro_batch_samples=2", "run.eval_every=1"]
-    more += [f"data.eval={tiny_data / 'pairs.jsonl'}", "eval.prompts=1", "checkpoint.final=false", "run.export=false"]
-    line = stages.overrides("dpo", tiny_data, tmp_path / "two", *more, *layout)
+    overrides = [
+        f"model.init={tiny_runs['sft']}",
+        "debug.first_step_checks=true",
+        "logging.progress=false",
+        "run.steps=3",
+    ]
+    overrides += ["algorithm.preference.loss=[aot,aot_unpaired]", "batch.micro_batch_samples=2", "run.eval_every=1"]
+    overrides += [
+        f"data.eval={tiny_data / 'pairs.jsonl'}",
+        "eval.prompts=1",
+        "checkpoint.final=false",
+        "run.export=false",
+    ]
+    line = stages.overrides("dpo", tiny_data, tmp_path / "two", *overrides, *layout)
     assert ranks.run("tests.run.jobs:run_stage", world=2, arguments=line) == [0, 0]
     whole, shared = first_steps("by rank"), stages.records(tmp_path / "two")
     for a, b in zip(whole[-3:], shared[-3:], strict=True):
@@ -191,16 +201,16 @@ def test_ranks_sort_together(ranks, tiny_data, tiny_runs, tmp_path, first_steps,
 def test_a_stored_reference_is_the_model(tiny_data, tiny_runs, tmp_path, first_steps, capsys):
     """The same run without a second model; read again for the same weights and rows, else made anew."""
 
-    def go(name, *more):
+    def go(name, *overrides):
         start = [f"model.init={tiny_runs['sft']}", "debug.first_step_checks=true", "run.eval_every=1"]
-        start += [f"data.eval={tiny_data / 'pairs.jsonl'}", "algorithm.preference.reference=stored", *more]
+        start += [f"data.eval={tiny_data / 'pairs.jsonl'}", "algorithm.preference.reference=stored", *overrides]
         capsys.readouterr()
-        found = run(name, tiny_data, tmp_path / name, *start)
-        said = capsys.readouterr().out.splitlines()
-        return stages.records(found), [line for line in said if "reference logprobs" in line]
+        actual = run(name, tiny_data, tmp_path / name, *start)
+        output = capsys.readouterr().out.splitlines()
+        return stages.records(actual), [line for line in output if "reference logprobs" in line]
 
-    records, said = go("a")
-    assert len(said) == 2 and all("written to" in line for line in said)
+    records, lines = go("a")
+    assert len(lines) == 2 and all("written to" in line for line in lines)
     for record, other in zip(records, first_steps("plain"), strict=True):
         for name in METRICS:
             if name in other and not name.startswith("time/") and name not in ("rewards/accuracies", "eval/accuracy"):
@@ -208,8 +218,8 @@ def test_a_stored_reference_is_the_model(tiny_data, tiny_runs, tmp_path, first_s
     files = sorted((tmp_path / "a/reference").iterdir())
     assert [file.name for file in files] == ["eval.safetensors", "train-0.safetensors"]
     shutil.copytree(tmp_path / "a/reference", tmp_path / "b/reference")
-    again, said = go("b")
-    assert all("read from" in line for line in said) and again[-1]["dpo/loss"] == records[-1]["dpo/loss"]
+    again, lines = go("b")
+    assert all("read from" in line for line in lines) and again[-1]["dpo/loss"] == records[-1]["dpo/loss"]
     shutil.copytree(tmp_path / "a/reference", tmp_path / "c/reference")
     (tmp_path / "c/reference/eval.safetensors").write_bytes(files[0].read_bytes()[:99])  # torn
     other = stages.stage("sft", tiny_data, tmp_path / "sft", "run.steps=1", f"model.init={tiny_runs['sft']}")
@@ -227,8 +237,8 @@ def test_a_first_step_that_is_not_its_value_is_refused(tiny_data, tiny_runs, tmp
         return found._replace(logprobs=found.logprobs * (1.05 if update else 1.0))
 
     monkeypatch.setattr(Policy, "_outputs", other)
-    said = r"dpo/loss/sigmoid=0\.\d+ at the first update: expected 0\.69314718 within 1e-05"
-    with pytest.raises(AlignerError, match=said):
+    text = r"dpo/loss/sigmoid=0\.\d+ at the first update: expected 0\.69314718 within 1e-05"
+    with pytest.raises(AlignerError, match=text):
         run("x", tiny_data, tmp_path / "x", f"model.init={tiny_runs['sft']}", "debug.first_step_checks=true")
 
 
@@ -236,9 +246,9 @@ def test_a_reference_that_copies_the_policy_makes_every_step_a_first_one(tiny_da
     """TR-DPO with alpha 1 after every step; with 1/2, the reference lags behind."""
 
     def losses(folder, alpha):
-        more = [f"model.init={tiny_runs['sft']}", "algorithm.preference.sync_every=1"]
+        overrides = [f"model.init={tiny_runs['sft']}", "algorithm.preference.sync_every=1"]
         records = stages.records(
-            run("x", tiny_data, tmp_path / folder, *more, f"algorithm.preference.sync_alpha={alpha}")
+            run("x", tiny_data, tmp_path / folder, *overrides, f"algorithm.preference.sync_alpha={alpha}")
         )
         return [record["dpo/loss"] for record in records], [record["kl"] for record in records]
 
@@ -251,8 +261,8 @@ def test_a_reference_that_copies_the_policy_makes_every_step_a_first_one(tiny_da
 @pytest.mark.parametrize("every", [2, 3])
 def test_a_reference_follows_after_so_many_steps_and_in_no_other(tiny_data, tiny_runs, tmp_path, every):
     """With alpha 1 the steps 1, 1 + n, 1 + 2n, ... are first ones."""
-    more = [f"model.init={tiny_runs['sft']}", f"algorithm.preference={{sync_every: {every}, sync_alpha: 1.0}}"]
-    records = stages.records(run("x", tiny_data, tmp_path / "x", *more, f"run.steps={2 * every + 2}"))
+    overrides = [f"model.init={tiny_runs['sft']}", f"algorithm.preference={{sync_every: {every}, sync_alpha: 1.0}}"]
+    records = stages.records(run("x", tiny_data, tmp_path / "x", *overrides, f"run.steps={2 * every + 2}"))
     fresh = [record["step"] for record in records if record["kl"] < 1e-8]
     assert fresh == [1, 1 + every, 1 + 2 * every]
     assert all(abs(r["dpo/loss"] - math.log(2)) < 1e-5 for r in records if r["step"] in fresh)
@@ -263,16 +273,16 @@ def test_equal_answers_are_counted_and_learn_nothing(tiny_data, tiny_runs, tmp_p
     """All but the last pair of the file, which these steps do not reach; a file of nothing else is refused."""
     rows = [{"prompt": f"say {c}:", "chosen": c, "rejected": c} for c in stages.LETTERS]
     data = stages.write_jsonl(tmp_path / "equal.jsonl", [*rows, {**rows[0], "rejected": "b"}])
-    more = [f"model.init={tiny_runs['sft']}", f"data.train={data}", "optim.weight_decay=0", "data.shuffle=false"]
-    records = stages.records(run("x", tiny_data, tmp_path / "x", *more))
+    overrides = [f"model.init={tiny_runs['sft']}", f"data.train={data}", "optim.weight_decay=0", "data.shuffle=false"]
+    records = stages.records(run("x", tiny_data, tmp_path / "x", *overrides))
     assert {r["preference/equal_answers"] for r in records} == {1.0}
     assert all(r["policy/grad_norm"] < 1e-6 and r["rewards/accuracies"] == 0.5 for r in records)
 
 
 def test_it_prefers_as_the_data_does(tiny_data, tiny_runs, tmp_path):
-    more = [f"model.init={tiny_runs['sft']}", f"data.eval={tiny_data / 'pairs.jsonl'}", "optim.lr=1e-3"]
-    more += ["run.eval_every=6", "checkpoint.every=6", "checkpoint.keep_best=1", "run.export=false"]
-    folder = stages.stage("dpo", tiny_data, tmp_path / "run", "run.steps=12", *more)
+    overrides = [f"model.init={tiny_runs['sft']}", f"data.eval={tiny_data / 'pairs.jsonl'}", "optim.lr=1e-3"]
+    overrides += ["run.eval_every=6", "checkpoint.every=6", "checkpoint.keep_best=1", "run.export=false"]
+    folder = stages.stage("dpo", tiny_data, tmp_path / "run", "run.steps=12", *overrides)
     last = stages.records(folder)[-1]
     assert last["eval/accuracy"] == 1 and last["rewards/accuracies"] == 1 and last["dpo/loss"] < 0.4
     assert last["logps/chosen"] > last["logps/rejected"]

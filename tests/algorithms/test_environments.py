@@ -51,13 +51,13 @@ def test_trajectories_of_one_turn_are_trained_on_as_samples_are(train, talker, s
     policy = ["algorithm.aggregation=seq_mean_token_mean", "mismatch.correction=tis_sequence"]
     score = "reward.functions=[{path: tests/assets/tiny_rewards.py:vowels}]"
     learns = {"grpo": [*policy, "algorithm.policy_loss=gspo"], "ppo": [*policy, "critic.warmup_steps=0", score]}
-    more = ["run.steps=2", "sampling.temperature=3", "sampling.top_p=0.9", *learns.get(stage, [])]
-    plain = train(stage, "plain", *more, f"data.train={alone}")
+    overrides = ["run.steps=2", "sampling.temperature=3", "sampling.top_p=0.9", *learns.get(stage, [])]
+    plain = train(stage, "plain", *overrides, f"data.train={alone}")
     own = ["environment.path=tests/assets/environments.py:Dice", "environment.max_tokens=6", "environment.calls=llama3"]
-    turns = train(stage, "turns", *more, *own, "environment.weight=0")
+    turns = train(stage, "turns", *overrides, *own, "environment.weight=0")
     assert stages.same_weights(plain, turns)
-    found = {name for _, name, _, _ in stages.differences(plain, turns)}
-    assert all(name.startswith(("stop/", "environment/", "reward/environment", "engine/prefix")) for name in found)
+    by_name = {name for _, name, _, _ in stages.differences(plain, turns)}
+    assert all(name.startswith(("stop/", "environment/", "reward/environment", "engine/prefix")) for name in by_name)
 
 
 def rolled(run):
@@ -70,17 +70,17 @@ def rolled(run):
 def test_a_killed_run_goes_on_with_the_answers_that_it_was_given(grpo, tmp_path, where):
     """The dice are other ones at each start. What a resumed run is made of is in its log: a run that reads all of it
     is the same to the last bit."""
-    more = [*stages.DICE, "run.steps=4", "checkpoint.every=2", "checkpoint.rollouts=false"]
+    overrides = [*stages.DICE, "run.steps=4", "checkpoint.every=2", "checkpoint.rollouts=false"]
     cut = stages.power_cut_in_update(3) if where == "in an update" else stages.power_cut_at_answer(150)
     with patch("aligner.answers.AnswerLog.drop"):  # `again` goes through all of them, which has no checkpoint
         with pytest.raises(PowerCut), cut:
-            grpo("killed", *more)
-        killed = grpo("killed", *more)
+            grpo("killed", *overrides)
+        killed = grpo("killed", *overrides)
     assert min(rolled(killed)) > 1.2  # it does call
     shutil.copytree(killed / "answers", tmp_path / "again" / "answers")
-    again = grpo("again", *more)
+    again = grpo("again", *overrides)
     assert stages.same_weights(killed, again) and not stages.differences(killed, again)
-    other = grpo("other", *more)
+    other = grpo("other", *overrides)
     assert stages.differences(killed, other)
     lines = [line for path in (killed / "answers").iterdir() for line in path.read_text().splitlines() if line]
     keys = [tuple(json.loads(line.partition(" ")[2])[:3]) for line in lines if not line.startswith(" ")]
@@ -90,13 +90,19 @@ def test_a_killed_run_goes_on_with_the_answers_that_it_was_given(grpo, tmp_path,
 @pytest.mark.slow
 def test_answers_stay_for_the_oldest_checkpoint_and_no_longer(grpo, tmp_path):
     """A start that finds the newest checkpoint damaged goes through more rollouts, and is the same to the last bit."""
-    more = [*stages.DICE, "run.steps=5", "checkpoint.every=1", "checkpoint.keep_last=2", "checkpoint.rollouts=false"]
+    overrides = [
+        *stages.DICE,
+        "run.steps=5",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=2",
+        "checkpoint.rollouts=false",
+    ]
     with pytest.raises(PowerCut), stages.power_cut_in_update(5):
-        grpo("killed", *more)
+        grpo("killed", *overrides)
     assert {int(path.name[5:13]) for path in (tmp_path / "killed" / "answers").iterdir()} == {4, 5}
     shutil.copytree(tmp_path / "killed", tmp_path / "damaged")
     (tmp_path / "damaged" / "checkpoints" / "step-00000004" / "state.json").write_text("{}")
-    whole, damaged = grpo("killed", *more), grpo("damaged", *more)
+    whole, damaged = grpo("killed", *overrides), grpo("damaged", *overrides)
     assert stages.same_weights(whole, damaged) and not stages.differences(whole, damaged)
     assert {int(path.name[5:13]) for path in (whole / "answers").iterdir()} == {5}
 
@@ -116,32 +122,37 @@ def test_turns_are_admitted_between_decode_steps_and_say_the_same(grpo):
             wait([state.asked for state in self.waiting if state.asked is not None], return_when=FIRST_COMPLETED)
         return wants(self, active, slots)
 
-    more = [*stages.DICE, "environment.path=tests/assets/environments.py:Clock", "run.steps=1"]
+    overrides = [*stages.DICE, "environment.path=tests/assets/environments.py:Clock", "run.steps=1"]
     with patch.object(NativeEngine, "can", replace(NativeEngine.can, serves=False)):
-        rounds = grpo("rounds", *more)
-    late, prompt = (grpo(f"{most}", *more, f"+environment.args.most_s={most}") for most in (0.3, 0.0))
+        rounds = grpo("rounds", *overrides)
+    late, prompt = (grpo(f"{most}", *overrides, f"+environment.args.most_s={most}") for most in (0.3, 0.0))
     assert stages.same_weights(late, prompt) and not stages.differences(late, prompt)
     with patch.object(TurnPool, "take", noted), patch.object(TurnPool, "wants", patient):
-        served = grpo("served", *more, "run.deterministic=false")
+        served = grpo("served", *overrides, "run.deterministic=false")
     assert running[0] == 0 and max(running) > 0  # others were being generated
     same = ("environment/", "stop/", "response/", "reward/")
     runs = rounds, prompt, served
-    found = [{k: v for k, v in stages.records(run)[0].items() if k.startswith(same)} for run in runs]
-    assert all(found[0] == pytest.approx(other) for other in found[1:]) and found[0]["environment/turns_mean"] > 1.2
+    records = [{k: v for k, v in stages.records(run)[0].items() if k.startswith(same)} for run in runs]
+    assert (
+        all(records[0] == pytest.approx(other) for other in records[1:]) and records[0]["environment/turns_mean"] > 1.2
+    )
     rates = [stages.records(run)[0].get("engine/prefix_cache_hit_rate") for run in runs]
     assert rates[0] is None and min(rates[1:]) > 0
 
 
 def test_eval_plays_the_environment_of_the_run(grpo, talker):
     """As the run's own evaluation does, and keeps the trajectories; chat refuses a run with tools."""
-    more = [*stages.DICE, "environment.path=tests/assets/environments.py:Clock", "run.steps=1", "eval.prompts=3"]
-    run = grpo("clock", *more, f"data.eval={talker / 'train.jsonl'}", "run.eval_every=1")
+    overrides = [*stages.DICE, "environment.path=tests/assets/environments.py:Clock", "run.steps=1", "eval.prompts=3"]
+    run = grpo("clock", *overrides, f"data.eval={talker / 'train.jsonl'}", "run.eval_every=1")
     cfg = compose_over(load_frozen(run), [f"run.dir={run}", "logging.samples_shown=0"])
-    found = evaluate(cfg)
-    assert found["eval/reward"] == pytest.approx(stages.records(run)[-1]["eval/reward"]) and found["eval/reward"] > 0
+    evaluation = evaluate(cfg)
+    assert (
+        evaluation["eval/reward"] == pytest.approx(stages.records(run)[-1]["eval/reward"])
+        and evaluation["eval/reward"] > 0
+    )
     rows = [json.loads(line) for line in (run / "eval_samples.jsonl").read_text().splitlines()]
-    told = [row["trajectory"]["turns"] for row in rows]
-    assert len(told) == 3 and any(turn["role"] == "tool" for turns in told for turn in turns)
+    trajectory = [row["trajectory"]["turns"] for row in rows]
+    assert len(trajectory) == 3 and any(turn["role"] == "tool" for turns in trajectory for turn in turns)
     with pytest.raises(ConfigError, match=r"environment.path=.*Clock.*chat supports no tools.*environment.tools=\[\]"):
         chat(cfg)
 

@@ -74,15 +74,17 @@ WAYS = [(n, w) for n in ESTIMATORS for w in (False, True) if not w or n not in (
 def shares() -> dict[tuple[str, bool], torch.Tensor]:
     """The job of a rank: the advantages of its groups, the first one or the other two, by every estimator."""
     rows = [range(B), range(GROUP), range(GROUP, B)][dist.get_rank() + dist.get_world_size() - 1]
-    found = {}
+    results = {}
     for name, whiten in WAYS:
         whole = scores()
         columns = {key: [column[i] for i in rows] for key, column in whole.components.items()}
         lists = ([x[i] for i in rows] for x in (whole.total, whole.raw, whole.valid, whole.clipped))
         total, raw, valid, clipped = lists
-        mine = Scores(total, raw, columns, valid, clipped)
-        found[name, whiten] = estimate(make_rollout().select(torch.tensor(rows)), mine, advantage=name, whiten=whiten)
-    return found
+        own_scores = Scores(total, raw, columns, valid, clipped)
+        results[name, whiten] = estimate(
+            make_rollout().select(torch.tensor(rows)), own_scores, advantage=name, whiten=whiten
+        )
+    return results
 
 
 @pytest.mark.multirank
@@ -91,8 +93,8 @@ def test_the_advantages_of_two_ranks_are_those_of_one(ranks):
     alone = shares()
     pair = ranks.run("tests.algorithms.test_group_advantages:shares", world=2)
     for way, want in alone.items():
-        found = torch.cat([torch.nn.functional.pad(rank[way], (0, T - rank[way].shape[1])) for rank in pair])
-        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6, msg=lambda text, way=way: f"{way}: {text}")
+        actual = torch.cat([torch.nn.functional.pad(rank[way], (0, T - rank[way].shape[1])) for rank in pair])
+        torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-6, msg=lambda text, way=way: f"{way}: {text}")
         assert want.abs().max() > 0.1, way
 
 
@@ -123,9 +125,9 @@ def test_an_advantage_of_a_sample_is_on_each_of_its_tokens(name):
 def test_whitening_is_over_the_tokens_of_valid_samples_also_overlong_ones(name, ddof, shift):
     kl = KLConfig(0.3, "k1", "reward")
     overlong = OverlongConfig(mask_truncated=True)
-    more = {"kl": kl, "overlong": overlong, "gamma": 0.9, "whiten_ddof": ddof, "whiten_shift": shift}
+    settings = {"kl": kl, "overlong": overlong, "gamma": 0.9, "whiten_ddof": ddof, "whiten_shift": shift}
     rollout = make_rollout()
-    got = estimate(rollout, advantage=name, **more)
+    got = estimate(rollout, advantage=name, **settings)
     assert not rollout.loss_mask[4].any() and rollout.valid[4]  # a truncated sample: in the statistics, not in the loss
     raw = {}
     for i in range(B):

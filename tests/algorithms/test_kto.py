@@ -45,7 +45,7 @@ WEIGHTED = KtoConfig(beta=0.3, desirable_weight=1.3, undesirable_weight=0.8)
 def test_cutting_a_minibatch_changes_nothing(alone):
     """Into micro-batches of 1, 2, 4 answers, permuted."""
     batch, logprobs = make()
-    loss, found = kto_loss(batch, 0.4, WEIGHTED, alone), []
+    loss, results = kto_loss(batch, 0.4, WEIGHTED, alone), []
     order = torch.randperm(B, generator=torch.Generator().manual_seed(1))
     for size in (B, 1, 2, 4):
         outputs = []
@@ -53,9 +53,9 @@ def test_cutting_a_minibatch_changes_nothing(alone):
             outputs.append(loss(TokenOutputs(logprobs[rows], None, None), batch.select(rows)))
         whole = sum(out.loss for out in outputs)
         means = {k: torch.stack([torch.stack(out.means[k]) for out in outputs]).sum(0) for k in outputs[0].means}
-        found.append((whole.detach(), torch.autograd.grad(whole, logprobs)[0], means))
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0])
+        results.append((whole.detach(), torch.autograd.grad(whole, logprobs)[0], means))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])
     # by hand
     desirable, on = batch.of(LabelTargets).labels[:, 0], batch.loss_mask
     ratios = ((logprobs.detach() - batch.of(LabelTargets).ref_logprobs) * on).sum(1)
@@ -63,8 +63,8 @@ def test_cutting_a_minibatch_changes_nothing(alone):
         1.3 / (1 + math.exp(0.3 * (float(d) - 0.4))) if up else 0.8 / (1 + math.exp(0.3 * (0.4 - float(d))))
         for d, up in zip(ratios, desirable, strict=True)
     ]
-    assert float(found[0][0]) == pytest.approx(sum(each) / B)
-    means = {name: float(n / d) for name, (n, d) in found[0][2].items()}
+    assert float(results[0][0]) == pytest.approx(sum(each) / B)
+    means = {name: float(n / d) for name, (n, d) in results[0][2].items()}
     assert means["rewards/chosen"] == pytest.approx(0.3 * float(ratios[desirable == 1].mean()))
     assert means["logps/rejected"] == pytest.approx(float((logprobs.detach() * on).sum(1)[desirable == 0].mean()))
     assert means["kto/desirable"] == pytest.approx(5 / 8)
@@ -109,9 +109,9 @@ def first_steps(tiny_data, tiny_runs, tmp_path_factory):
 
     def get(name):
         if name not in made:
-            more = [text.format(data=tiny_data) for text in RUNS[name]]
-            found = stages.records(run(tiny_data, root / str(len(made)), *start, *more))
-            made[name] = [record for record in found if record["step"]]
+            overrides = [text.format(data=tiny_data) for text in RUNS[name]]
+            records = stages.records(run(tiny_data, root / str(len(made)), *start, *overrides))
+            made[name] = [record for record in records if record["step"]]
         return made[name]
 
     return get
@@ -180,8 +180,8 @@ def test_the_zero_point_is_that_of_all_mismatched_answers(tiny_data, tiny_runs, 
 def test_one_prompt_alone_has_no_zero_point(tiny_data, tiny_runs, tmp_path):
     rows = [{"prompt": "say it:", "completion": c, "label": i % 2 == 0} for i, c in enumerate(stages.LETTERS)]
     data = stages.write_jsonl(tmp_path / "one.jsonl", rows)
-    more = [f"data.train={data}", f"model.init={tiny_runs['sft']}"]
-    records = stages.records(run(tiny_data, tmp_path / "x", *more))
+    overrides = [f"data.train={data}", f"model.init={tiny_runs['sft']}"]
+    records = stages.records(run(tiny_data, tmp_path / "x", *overrides))
     assert {r["kto/unmatched"] for r in records} == {1.0} and {r["kl"] for r in records} == {0.0}
     assert mismatched([row["prompt"] for row in rows]) is None
     alarms = (tmp_path / "x/alarms.jsonl").read_text()
@@ -192,20 +192,20 @@ def test_a_minibatch_of_one_label_raises_an_alarm(tiny_data, tiny_runs, tmp_path
     """A file in the order of its labels, unshuffled."""
     rows = [{"prompt": f"say {c}:", "completion": c, "label": i < 24} for i, c in enumerate(stages.LETTERS)]
     data = stages.write_jsonl(tmp_path / "sorted.jsonl", rows)
-    more = [f"data.train={data}", f"model.init={tiny_runs['sft']}", "data.shuffle=false"]
-    assert [r["kto/desirable"] for r in stages.records(run(tiny_data, tmp_path / "x", *more))] == [1, 1, 1]
+    overrides = [f"data.train={data}", f"model.init={tiny_runs['sft']}", "data.shuffle=false"]
+    assert [r["kto/desirable"] for r in stages.records(run(tiny_data, tmp_path / "x", *overrides))] == [1, 1, 1]
     assert "data.shuffle" in (tmp_path / "x/alarms.jsonl").read_text()
 
 
 def test_the_balance_of_labels_is_told(tiny_data, tiny_runs, tmp_path, capsys):
     rows = [{"prompt": f"say {c}:", "completion": c, "label": i % 4 == 0} for i, c in enumerate(stages.LETTERS)]
     data = stages.write_jsonl(tmp_path / "few.jsonl", rows)
-    more = [f"data.train={data}", f"model.init={tiny_runs['sft']}", "run.steps=1"]
-    run(tiny_data, tmp_path / "x", *more)
-    said = capsys.readouterr().out
-    assert "WARNING: 0.25 of the answers are desirable, by weight 0.333 times" in said
-    assert "algorithm.kto.desirable_weight=3 would do" in said
-    run(tiny_data, tmp_path / "y", *more, "algorithm.kto.desirable_weight=3")
+    overrides = [f"data.train={data}", f"model.init={tiny_runs['sft']}", "run.steps=1"]
+    run(tiny_data, tmp_path / "x", *overrides)
+    output = capsys.readouterr().out
+    assert "WARNING: 0.25 of the answers are desirable, by weight 0.333 times" in output
+    assert "algorithm.kto.desirable_weight=3 would do" in output
+    run(tiny_data, tmp_path / "y", *overrides, "algorithm.kto.desirable_weight=3")
     assert "WARNING" not in capsys.readouterr().out
 
 
@@ -237,7 +237,7 @@ def test_a_first_step_that_is_not_its_value_is_refused(tiny_data, tiny_runs, tmp
 
 @pytest.mark.slow
 def test_it_prefers_as_the_data_does(tiny_data, tiny_runs, tmp_path):
-    more = [f"model.init={tiny_runs['sft']}", f"data.eval={tiny_data / 'labels.jsonl'}", "optim.lr=2e-3"]
-    more += ["run.eval_every=8", "checkpoint.every=8", "checkpoint.keep_best=1", "run.export=false"]
-    last = stages.records(stages.stage("kto", tiny_data, tmp_path / "run", "run.steps=16", *more))[-1]
+    overrides = [f"model.init={tiny_runs['sft']}", f"data.eval={tiny_data / 'labels.jsonl'}", "optim.lr=2e-3"]
+    overrides += ["run.eval_every=8", "checkpoint.every=8", "checkpoint.keep_best=1", "run.export=false"]
+    last = stages.records(stages.stage("kto", tiny_data, tmp_path / "run", "run.steps=16", *overrides))[-1]
     assert last["eval/accuracy"] > 0.9 and last["rewards/margins"] > 1 and last["eval/loss"] < 0.45

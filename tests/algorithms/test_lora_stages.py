@@ -25,10 +25,10 @@ def half(data, tmp_path_factory):
 
 @pytest.mark.slow
 def test_dropout_is_the_same_after_a_resume(data, tmp_path):
-    more = [*LORA, "model.lora.dropout=0.2", "checkpoint.async_save=true", "checkpoint.every=1"]
-    whole = stages.stage("sft", data, tmp_path / "whole", *more, "run.steps=3")
+    overrides = [*LORA, "model.lora.dropout=0.2", "checkpoint.async_save=true", "checkpoint.every=1"]
+    whole = stages.stage("sft", data, tmp_path / "whole", *overrides, "run.steps=3")
     for steps in (1, 3):
-        parts = stages.stage("sft", data, tmp_path / "parts", *more, f"run.steps={steps}")
+        parts = stages.stage("sft", data, tmp_path / "parts", *overrides, f"run.steps={steps}")
     assert stages.differences(parts, whole) == []
     assert stages.records(whole)[-1]["lora/b_norm"] > 0.1
     plain = stages.stage("sft", data, tmp_path / "plain", *LORA, "run.steps=3")
@@ -47,10 +47,12 @@ def test_engines_get_merged_weights_and_prove_it(data, tmp_path, capsys):
 @pytest.mark.slow
 def test_an_engine_that_merges_is_one_that_gets_merged_weights(data, tmp_path):
     """Numbers and weights of the run, also over a resume."""
-    more = [*LORA, "model.lora.dora=true", "refit.verify=checksum", "checkpoint.every=1"]
-    merged = stages.stage("grpo", data, tmp_path / "merged", *more, "run.steps=3")
+    overrides = [*LORA, "model.lora.dora=true", "refit.verify=checksum", "checkpoint.every=1"]
+    merged = stages.stage("grpo", data, tmp_path / "merged", *overrides, "run.steps=3")
     for steps in (2, 3):
-        parts = stages.stage("grpo", data, tmp_path / "parts", *more, "refit.adapters=factors", f"run.steps={steps}")
+        parts = stages.stage(
+            "grpo", data, tmp_path / "parts", *overrides, "refit.adapters=factors", f"run.steps={steps}"
+        )
     assert stages.differences(parts, merged) == [] and stages.same_weights(parts, merged)
     first, second, again = [record["refit/bytes"] for record in stages.records(parts)]
     assert second < first / 3 and again == first  # a new engine has no frozen weights
@@ -61,24 +63,24 @@ def test_ppo_learns_with_a_critic_on_the_policys_trunk(tiny_data, tiny_runs, tmp
     """The frozen weights are in memory once; engines and exports know nothing of the critic's adapters; and a resumed
     run whose weights come and go has the same numbers."""
     sft, critic = tiny_runs["sft"], ["critic.trunk=policy", "critic.optim.lr=1e-2", "critic.pretrain_steps=30"]
-    more = [*LORA, *critic, f"model.init={sft}", f"reward.model={tiny_runs['rm']}", "algorithm.kl.coef=0.01"]
-    more += ["batch.prompts=32", "batch.minibatch_samples=32", "batch.micro_batch_samples=16"]
-    more += ["refit.verify=checksum", "checkpoint.every=1"]
-    whole = stages.stage("ppo", tiny_data, tmp_path / "whole", *more, "run.steps=16")
-    parts = stages.stage("ppo", tiny_data, tmp_path / "parts", *more, "run.steps=1")  # the critic alone learns
+    overrides = [*LORA, *critic, f"model.init={sft}", f"reward.model={tiny_runs['rm']}", "algorithm.kl.coef=0.01"]
+    overrides += ["batch.prompts=32", "batch.minibatch_samples=32", "batch.micro_batch_samples=16"]
+    overrides += ["refit.verify=checksum", "checkpoint.every=1"]
+    whole = stages.stage("ppo", tiny_data, tmp_path / "whole", *overrides, "run.steps=16")
+    parts = stages.stage("ppo", tiny_data, tmp_path / "parts", *overrides, "run.steps=1")  # the critic alone learns
     assert stages.records(parts)[0]["critic/lora/b_norm"] > 0 and stages.same_weights(parts, sft)
     offload = "memory.offload=[gradients,optimizer,weights]"
-    parts = stages.stage("ppo", tiny_data, parts, *more, offload, "run.steps=16")
+    parts = stages.stage("ppo", tiny_data, parts, *overrides, offload, "run.steps=16")
     assert stages.differences(parts, whole) == [] and stages.same_weights(parts, whole)
-    found = stages.records(whole)
-    means = [record["reward/model/mean"] for record in found]
+    records = stages.records(whole)
+    means = [record["reward/model/mean"] for record in records]
     assert sum(means[-3:]) / 3 > sum(means[:2]) / 2 + 0.1
-    assert found[0]["critic/pretrain_explained_variance_before"] == 0  # of a head that is new
-    assert found[0]["critic/pretrain_explained_variance"] > 0.3
+    assert records[0]["critic/pretrain_explained_variance_before"] == 0  # of a head that is new
+    assert records[0]["critic/pretrain_explained_variance"] > 0.3
 
 
 @pytest.mark.parametrize(
-    "told, change",
+    "message, change",
     [
         ("lora.rank is 4 there, 2 here", ["model.lora.rank=2"]),
         ("lora.scale is 2.0 there, 4.0 here", ["model.lora.rslora=true"]),
@@ -87,10 +89,10 @@ def test_ppo_learns_with_a_critic_on_the_policys_trunk(tiny_data, tiny_runs, tmp
         ("lora is", ["model.lora.rank=0"]),
     ],
 )
-def test_adapters_of_another_base_rank_or_targets_are_refused(data, half, told, change):
+def test_adapters_of_another_base_rank_or_targets_are_refused(data, half, message, change):
     with pytest.raises(CheckpointError, match="belongs to another run") as error:
         stages.stage("sft", data, half, *LORA, "run.steps=3", "run.accept_changes=true", *change)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_whole_weights_do_not_go_on_with_adapters(data, tmp_path):
@@ -118,11 +120,11 @@ def test_a_checkpoint_of_adapters_is_a_start(data, half, tmp_path):
     step = half / "checkpoints" / "step-00000002"
     same = stages.stage("sft", data, tmp_path / "same", f"model.init={step}", "run.steps=0")
     assert all(torch.equal(t, exported(half)[name]) for name, t in exported(same).items())
-    more = stages.stage("sft", data, tmp_path / "more", *LORA, f"model.init={step}", "run.steps=1")
-    again = f"model.init={more / 'checkpoints' / 'step-00000001'}"
+    extra = stages.stage("sft", data, tmp_path / "more", *LORA, f"model.init={step}", "run.steps=1")
+    again = f"model.init={extra / 'checkpoints' / 'step-00000001'}"
     same = stages.stage("sft", data, tmp_path / "again", again, "run.steps=0")
-    assert all(torch.equal(t, exported(more)[name]) for name, t in exported(same).items())
-    assert any(not torch.equal(t, exported(more)[name]) for name, t in exported(half).items())
+    assert all(torch.equal(t, exported(extra)[name]) for name, t in exported(same).items())
+    assert any(not torch.equal(t, exported(extra)[name]) for name, t in exported(half).items())
 
 
 def test_adapters_whose_base_has_changed_are_no_start(data, half, tmp_path):

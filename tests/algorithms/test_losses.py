@@ -156,15 +156,15 @@ def test_cutting_a_minibatch_changes_no_policy_loss(name, size):
     """Also those that look at a whole row, or at the whole minibatch."""
     batch = make_batch()
     loss = policy_loss(batch, OTHERS[name], 0.0, LIMIT, dist.group.WORLD)
-    found = []
+    results = []
     for parts in ([torch.arange(B)], torch.arange(B).split(size), [torch.tensor([4, 0, 5]), torch.tensor([3, 2, 1])]):
         logprobs, _ = outputs(batch)
         total = sum(loss(TokenOutputs(logprobs[rows], None, None), batch.select(rows)).loss for rows in parts)
         total.backward()
-        found.append((total.detach(), logprobs.grad))
-    assert found[0][1].abs().sum() > 0
-    for other in found[1:]:
-        torch.testing.assert_close(found[0], other, rtol=1e-5, atol=1e-7)
+        results.append((total.detach(), logprobs.grad))
+    assert results[0][1].abs().sum() > 0
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
@@ -205,15 +205,15 @@ def test_cutting_a_minibatch_changes_no_gradient(aggregation, size):
         "value": lambda out, b: squared(out.logprobs, b),
     }
     for name, loss in losses.items():
-        found = []
+        results = []
         for parts in ([torch.arange(B)], torch.arange(B).split(size)):
             logprobs, entropy = outputs(batch)
             total = torch.zeros(())
             for rows in parts:
                 total = total + loss(TokenOutputs(logprobs[rows], entropy[rows], None), batch.select(rows)).loss
             total.backward()
-            found.append((total.detach(), logprobs.grad))
-        torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-7, msg=name)
+            results.append((total.detach(), logprobs.grad))
+        torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_means_of_the_parts_are_the_mean_of_the_whole():
@@ -252,9 +252,9 @@ def test_anchors_are_the_loop(way, loss, correction, cap, size):
     targets.versions = torch.randint(3, 7, (B, T), generator=g)
     anchor = Anchor(way, MismatchConfig(correction, cap=cap), before=6, now=8)
     cfg = AlgorithmConfig(policy_loss=loss, clip_low=0.05, clip_high=0.1)
-    found = policy_loss(batch, cfg, 0.0, LIMIT, dist.group.WORLD, anchor)
+    actual = policy_loss(batch, cfg, 0.0, LIMIT, dist.group.WORLD, anchor)
     parts = torch.arange(B).split(size)
-    sum(found(TokenOutputs(logprobs[rows], None, None), batch.select(rows)).loss for rows in parts).backward()
+    sum(actual(TokenOutputs(logprobs[rows], None, None), batch.select(rows)).loss for rows in parts).backward()
 
     exact, terms = logprobs.detach().double().requires_grad_(), []
     for i in range(B):
@@ -355,8 +355,8 @@ def test_preference_loss_is_the_loop_over_any_number_of_ranks(margin, center):
         total, grad = 0.0, torch.zeros_like(scores)
         for rows in torch.arange(2 * pairs).split(2 * pairs // ranks):
             loss = preference_loss(pairs // ranks, cfg, Ranks(ranks))
-            for part in rows.split(2):  # micro-batches of one pair
-                out = loss(scores[part], batch.select(part))
+            for word in rows.split(2):  # micro-batches of one pair
+                out = loss(scores[word], batch.select(word))
                 total += float(out.loss)
                 grad += torch.autograd.grad(out.loss, scores)[0]
         assert total == pytest.approx(wanted, rel=1e-5)
@@ -386,7 +386,7 @@ def test_rounding_before_the_first_update_does_not_turn_gradients(name, dtype, n
     """Old logprobs that another pass computed, in another layout, are as good as the update's own."""
     batch = make_batch()
     (logprobs, _), targets = outputs(batch), batch.of(PolicyTargets)
-    found = []
+    results = []
     for seed in (None, 0, 1):
         targets.old_logprobs = logprobs.detach().clone()
         if seed is not None:
@@ -395,7 +395,7 @@ def test_rounding_before_the_first_update_does_not_turn_gradients(name, dtype, n
         loss = policy_loss(batch, SIZES[name], 0.5, LIMIT, dist.group.WORLD, dtype=dtype)
         targets.chosen = None if targets.chosen is None else batch.loss_mask  # whoever is chosen
         value = loss(TokenOutputs(logprobs, None, None), batch).loss
-        found.append(torch.autograd.grad(value, logprobs)[0])
-    assert found[0].abs().sum() > 0.1
-    for other in found[1:]:
-        assert (other - found[0]).norm() < 3 * noise * found[0].norm()
+        results.append(torch.autograd.grad(value, logprobs)[0])
+    assert results[0].abs().sum() > 0.1
+    for other in results[1:]:
+        assert (other - results[0]).norm() < 3 * noise * results[0].norm()

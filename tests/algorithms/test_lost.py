@@ -20,6 +20,6 @@ def settings(data, run, *more):
 def test_the_run_ends_and_names_it(ranks, tiny_data, tmp_path):
     """A rank that is stopped is as good as one that is killed."""
     arguments = settings(tiny_data, tmp_path / "run", "engine.lag=1", "checkpoint.every=1", "engine.silent_s=5")
-    told, *_ = ranks.run(JOB, world=3, arguments=arguments, rank=1, step=12, how=signal.SIGSTOP, lost=[1])
-    error = told.splitlines()[-1]
+    results, *_ = ranks.run(JOB, world=3, arguments=arguments, rank=1, step=12, how=signal.SIGSTOP, lost=[1])
+    error = results.splitlines()[-1]
     assert error.startswith("EngineError: rollout ") and "rank 1 on " in error and "(`generate`)" in error

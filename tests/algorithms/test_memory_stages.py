@@ -19,7 +19,7 @@ MORE = ["run.steps=4", "checkpoint.every=2", "logging.progress=false"]
 
 def arguments(stage: str, data, runs) -> list[str]:
     kl = "algorithm.kl={coef: 0.1, placement: %s}"
-    more = {
+    overrides = {
         "sft": ["batch.sequences=8"],
         "grpo": [kl % "loss", "batch.minibatch_samples=16", "algorithm.advantage=remax"],
         "ppo": [kl % "reward", f"reward.model={runs['rm']}"],
@@ -27,15 +27,15 @@ def arguments(stage: str, data, runs) -> list[str]:
     evaluation = [f"data.eval={data / 'eval.jsonl'}", "run.eval_every=2", "eval.prompts=4"]
     if stage == "sft":
         evaluation += ["eval.functions=[{path: tests/assets/tiny_rewards.py:vowels}]", "eval.max_response_tokens=4"]
-    return [*MORE, f"model.init={runs['sft']}", *evaluation, *more]
+    return [*MORE, f"model.init={runs['sft']}", *evaluation, *overrides]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage, dtype", [("sft", "float32"), ("grpo", "bfloat16"), ("ppo", "float32")])
 def test_offloading_changes_no_bit(tiny_data, tiny_runs, tmp_path, monkeypatch, stage, dtype):
     """With evaluation during training, checkpoints written while training goes on, and a resumed run."""
-    more = [*arguments(stage, tiny_data, tiny_runs), f"model.dtype={dtype}"]
-    plain = stages.stage(stage, tiny_data, tmp_path / "plain", *more, "memory.sleep=never")
+    overrides = [*arguments(stage, tiny_data, tiny_runs), f"model.dtype={dtype}"]
+    plain = stages.stage(stage, tiny_data, tmp_path / "plain", *overrides, "memory.sleep=never")
     order, enter, away = [], PhaseMemory._enter, set()
 
     def entered(self, leaf, rule):
@@ -46,7 +46,7 @@ def test_offloading_changes_no_bit(tiny_data, tiny_runs, tmp_path, monkeypatch, 
             assert not self.engine.held_bytes()["cache"] or leaf in ("verify", "generate", "score")
 
     monkeypatch.setattr(PhaseMemory, "_enter", entered)
-    moved = stages.stage(stage, tiny_data, tmp_path / "moved", *more, ALL, "checkpoint.async_save=true")
+    moved = stages.stage(stage, tiny_data, tmp_path / "moved", *overrides, ALL, "checkpoint.async_save=true")
     assert not stages.differences(plain, moved) and stages.same_weights(plain, moved)
     assert {("policy", kind) for kind in ("gradients", "optimizer", "weights")} <= away
     if stage == "sft":
@@ -60,9 +60,9 @@ def test_offloading_changes_no_bit(tiny_data, tiny_runs, tmp_path, monkeypatch, 
     record = stages.records(moved)[1]
     for phase in ("update", *(() if stage == "sft" else ("refit", "generate", "score", "logprobs"))):
         assert record[f"memory/{phase}_peak_bytes"] > 0
-    resumed = [*more, "run.steps=2", ALL]
+    resumed = [*overrides, "run.steps=2", ALL]
     stages.stage(stage, tiny_data, tmp_path / "resumed", *resumed)
-    stages.stage(stage, tiny_data, tmp_path / "resumed", *more, ALL)
+    stages.stage(stage, tiny_data, tmp_path / "resumed", *overrides, ALL)
     assert stages.same_weights(plain, tmp_path / "resumed")
 
 
@@ -91,22 +91,22 @@ def test_the_cache_keeps_its_budget_and_is_gone_in_training(tiny_data, tiny_runs
     monkeypatch.setattr(Scratch, "take", take)
     monkeypatch.setattr(Policy, "update", updated)
     monkeypatch.setattr(NativeEngine, "__init__", built)
-    more = [*arguments("grpo", tiny_data, tiny_runs), f"engine.kv_cache_bytes={budget}", "memory.sleep=always"]
-    stages.stage("grpo", tiny_data, tmp_path / "run", *more)
+    overrides = [*arguments("grpo", tiny_data, tiny_runs), f"engine.kv_cache_bytes={budget}", "memory.sleep=always"]
+    stages.stage("grpo", tiny_data, tmp_path / "run", *overrides)
     assert budget / 2 < most[0] <= budget
     assert len(seen) == 8 and all(held["cache"] == held["scratch"] == 0 < held["weights"] for held in seen)
 
 
 def test_a_broken_contract_stops_after_a_saved_step(tiny_data, tiny_runs, tmp_path):
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=3", "memory.limit.update_bytes=2000000"]
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=3", "memory.limit.update_bytes=2000000"]
     with pytest.raises(MemoryLimitError, match=r"phase update .*memory.limit.update_bytes=2000000"):
-        stages.stage("grpo", tiny_data, tmp_path / "run", *more)
+        stages.stage("grpo", tiny_data, tmp_path / "run", *overrides)
     assert stages.checkpoints(tmp_path / "run") == [1]
     assert [r["step"] for r in stages.records(tmp_path / "run")][:1] == [1]
     with pytest.raises(ConfigError, match=r"memory.limit.generate_bytes.*engine.kv_cache_bytes"):
-        stages.stage("grpo", tiny_data, tmp_path / "two", *more, "memory.limit.generate_bytes=2000000")
+        stages.stage("grpo", tiny_data, tmp_path / "two", *overrides, "memory.limit.generate_bytes=2000000")
     with pytest.raises(ConfigError, match=r"engine.kv_cache_bytes=100: expected at least \d+ bytes .* phase generate"):
-        stages.stage("grpo", tiny_data, tmp_path / "three", *more, "engine.kv_cache_bytes=100")
+        stages.stage("grpo", tiny_data, tmp_path / "three", *overrides, "engine.kv_cache_bytes=100")
     state = json.loads((tmp_path / "run/checkpoints/step-00000001/state.json").read_text())
     assert state["step"] == 1
 
@@ -125,15 +125,15 @@ def test_what_a_rank_meets_alone_ends_it_at_once(tiny_data, tiny_runs, tmp_path,
     evaluations = iter([{}])  # before the first step; there is none behind it
 
     def run_out(self):
-        if (found := next(evaluations, None)) is None:
+        if (actual := next(evaluations, None)) is None:
             raise OutOfMemoryError("one rank of several")
-        return found
+        return actual
 
     monkeypatch.setattr(Evaluator, "__call__", run_out)
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=1", "run.eval_every=1"]
-    more += [f"data.eval={tiny_data / 'eval.jsonl'}"]
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=1", "run.eval_every=1"]
+    overrides += [f"data.eval={tiny_data / 'eval.jsonl'}"]
     with pytest.raises(OutOfMemoryError, match="one rank of several"):
-        stages.stage("grpo", tiny_data, tmp_path / "run", *more)
+        stages.stage("grpo", tiny_data, tmp_path / "run", *overrides)
     assert not measured
 
 
@@ -141,9 +141,9 @@ def test_what_a_rank_meets_alone_ends_it_at_once(tiny_data, tiny_runs, tmp_path,
 @pytest.mark.multirank
 def test_ranks_take_their_turns_together(ranks, tiny_data, tiny_runs, tmp_path):
     """Two tensor ranks that refit and generate together: the same numbers, and the largest peak of both."""
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=2", "parallel.tensor=2", "refit.verify=checksum"]
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=2", "parallel.tensor=2", "refit.verify=checksum"]
     for name, own in {"plain": [], "moved": [ALL]}.items():
-        line = stages.overrides("grpo", tiny_data, tmp_path / name, *more, *own)
+        line = stages.overrides("grpo", tiny_data, tmp_path / name, *overrides, *own)
         assert ranks.run("tests.run.jobs:run_stage", world=2, arguments=line) == [0, 0]
     assert not stages.differences(tmp_path / "plain", tmp_path / "moved")
     assert stages.same_weights(tmp_path / "plain", tmp_path / "moved")

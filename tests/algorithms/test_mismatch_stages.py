@@ -38,10 +38,10 @@ def worst_of_two() -> dict[str, str]:
     rollout.old_logprobs[:, :2] = 100.0  # what is no response counts nowhere
     if rank == 1:
         rollout.old_logprobs[3, 4] = -3.0
-    told = {"gate": refused(rollout)}
+    reports = {"gate": refused(rollout)}
     if rank == 0:
         rollout.response_mask[0, 1], rollout.old_logprobs[0, 1] = 1.0, float("nan")
-    return told | {"nan": refused(rollout)}
+    return reports | {"nan": refused(rollout)}
 
 
 def refused(rollout: RolloutBatch) -> str:
@@ -84,29 +84,29 @@ def injected(monkeypatch, what: str) -> list[str]:
 
 @pytest.mark.slow
 def test_each_injection_shows_in_its_metric(grpo, monkeypatch):
-    found = {}
+    results = {}
     for what in ("clean", "stale weights", "rope base", "bfloat16"):
         with monkeypatch.context() as patch:
-            found[what] = grpo(*injected(patch, what), "run.resume=never")
-    size = {what: [r["mismatch/logprob_abs_mean"] for r in records] for what, records in found.items()}
-    factor = {what: [r["mismatch/token_mult_prob_error"] for r in records] for what, records in found.items()}
-    lag = {what: [r["staleness/max"] for r in records] for what, records in found.items()}
-    sentinel = {what: [r["refit/sentinel_error"] for r in records] for what, records in found.items()}
+            results[what] = grpo(*injected(patch, what), "run.resume=never")
+    size = {what: [r["mismatch/logprob_abs_mean"] for r in records] for what, records in results.items()}
+    factor = {what: [r["mismatch/token_mult_prob_error"] for r in records] for what, records in results.items()}
+    lag = {what: [r["staleness/max"] for r in records] for what, records in results.items()}
+    sentinel = {what: [r["refit/sentinel_error"] for r in records] for what, records in results.items()}
     # a clean float32 pair differs by rounding
     assert max(size["clean"]) < 1e-5 and max(factor["clean"]) < 1 + 1e-5
-    assert all(r["mismatch/prob_correlation"] > 1 - 1e-6 and r["mismatch/gen_kl"] < 1e-8 for r in found["clean"])
+    assert all(r["mismatch/prob_correlation"] > 1 - 1e-6 and r["mismatch/gen_kl"] < 1e-8 for r in results["clean"])
     # stale weights: nothing before the first update, then a lag that says so, and logprobs beside the new weights
     assert lag["stale weights"] == [0, 1] and size["stale weights"][0] < 1e-5 and size["stale weights"][1] > 1e-2
-    assert abs(found["stale weights"][1]["refit/sentinel_progress"]) < 0.05
+    assert abs(results["stale weights"][1]["refit/sentinel_progress"]) < 0.05
     # a wrong model: from the first step on, with no lag, and the sentinel says so as well
     assert lag["rope base"] == [0, 0] and min(size["rope base"]) > 1e-2 and min(sentinel["rope base"]) > 1e-3
-    assert min(factor["rope base"]) > 1.01 and found["rope base"][0]["mismatch/prob_correlation"] < 0.9999
+    assert min(factor["rope base"]) > 1.01 and results["rope base"][0]["mismatch/prob_correlation"] < 0.9999
     # a coarser engine: a small error from the first step on, hundreds of times the clean one, below the alarm
     assert lag["bfloat16"] == [0, 0] and all(1e-4 < x < 2e-2 for x in size["bfloat16"])
     assert all(100 * c < x for x, c in zip(size["bfloat16"], size["clean"], strict=True))
     assert all(factor["clean"][0] < x < 1.05 for x in factor["bfloat16"])
-    assert all(r["mismatch/gen_kl"] < 1e-3 and r["mismatch/prob_correlation"] > 0.999 for r in found["bfloat16"])
-    assert all(r["staleness/logprob_abs_mean"] == 0 for records in found.values() for r in records)
+    assert all(r["mismatch/gen_kl"] < 1e-3 and r["mismatch/prob_correlation"] > 0.999 for r in results["bfloat16"])
+    assert all(r["staleness/logprob_abs_mean"] == 0 for records in results.values() for r in records)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_cut_distribution_is_no_mismatch(grpo, sampling, cut):
         assert 1e-3 < record["mismatch/cut_logprob_mean"] < 3
 
 
-def told(monkeypatch, grpo, *more) -> tuple:
+def reported(monkeypatch, grpo, *overrides) -> tuple:
     """(the rollout that the first update sees, its minibatch, the records)."""
     import aligner.stages.grpo as recipe
 
@@ -144,13 +144,15 @@ def told(monkeypatch, grpo, *more) -> tuple:
 
     monkeypatch.setattr(recipe, "check_mismatch", spy)
     monkeypatch.setattr(recipe, "minibatches", spy_minibatches)
-    records = grpo(*more, steps=1)
+    records = grpo(*overrides, steps=1)
     return seen["rollout"], seen["minibatch"], records[0]
 
 
 def test_weights_reach_the_minibatch(grpo, monkeypatch):
-    more = [*injected(monkeypatch, "rope base"), "algorithm.old_logprobs=recompute"]
-    rollout, minibatch, record = told(monkeypatch, grpo, *more, "mismatch.correction=icepop", "mismatch.high=1.02")
+    overrides = [*injected(monkeypatch, "rope base"), "algorithm.old_logprobs=recompute"]
+    rollout, minibatch, record = reported(
+        monkeypatch, grpo, *overrides, "mismatch.correction=icepop", "mismatch.high=1.02"
+    )
     r = torch.exp(rollout.old_logprobs - rollout.rollout_logprobs)
     on = rollout.response_mask.bool()
     wanted = torch.where((r >= 0.5) & (r <= 1.02), r, 0.0)
@@ -163,12 +165,12 @@ def test_weights_reach_the_minibatch(grpo, monkeypatch):
 
 
 def test_rejected_samples_are_in_no_baseline_and_no_loss(grpo, monkeypatch):
-    more = [
+    overrides = [
         *injected(monkeypatch, "rope base"),
         "mismatch.correction=geometric_mask",
         "mismatch={low: 0.97, high: 1.03}",
     ]
-    rollout, minibatch, record = told(monkeypatch, grpo, *more)
+    rollout, minibatch, record = reported(monkeypatch, grpo, *overrides)
     rejected = rollout.rejected
     assert 0 < int(rejected.sum()) < len(rejected)
     assert record["mismatch/rejected_fraction"] == pytest.approx(float(rejected.float().mean()))
@@ -216,9 +218,9 @@ def test_token_weights_multiply_the_policy_loss_alone():
 
 
 def test_a_correction_without_mismatch_changes_almost_nothing(tiny_data, tiny_runs, tmp_path):
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=2", "checkpoint.final=false"]
-    plain = stages.stage("grpo", tiny_data, tmp_path / "plain", *more)
-    corrected = stages.stage("grpo", tiny_data, tmp_path / "tis", *more, "mismatch.correction=tis_sequence+veto")
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=2", "checkpoint.final=false"]
+    plain = stages.stage("grpo", tiny_data, tmp_path / "plain", *overrides)
+    corrected = stages.stage("grpo", tiny_data, tmp_path / "tis", *overrides, "mismatch.correction=tis_sequence+veto")
     a, b, start = (stages.weights(run) for run in (plain, corrected, tiny_runs["sft"]))
     gap = math.sqrt(sum(float((a[n] - b[n]).double().square().sum()) for n in a))
     moved = math.sqrt(sum(float((a[n] - start[n]).double().square().sum()) for n in a))
@@ -230,16 +232,16 @@ def test_a_correction_without_mismatch_changes_almost_nothing(tiny_data, tiny_ru
 def test_the_gate_names_the_worst_sample_and_loses_nothing(tiny_data, tiny_runs, tmp_path, monkeypatch):
     """The engine goes stale after the first refit: the second rollout is over the gate, the step before it is saved."""
     deaf(monkeypatch)
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=4", "mismatch.stop_above=1.005", "debug.skip_refit=true"]
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=4", "mismatch.stop_above=1.005", "debug.skip_refit=true"]
     with pytest.raises(MismatchError) as caught:
-        stages.stage("grpo", tiny_data, tmp_path / "run", *more, "run.export=false")
+        stages.stage("grpo", tiny_data, tmp_path / "run", *overrides, "run.export=false")
     message = str(caught.value)
     assert "mismatch/token_mult_prob_error=" in message and "> mismatch.stop_above=1.005" in message
     assert "Worst sample of all ranks: prompt slot" in message and "; tokens [" in message
     assert stages.checkpoints(tmp_path / "run") == [1]
     # with an engine that follows, the run goes on from there as if nothing had been
     monkeypatch.undo()
-    again = [*more[:2], "mismatch.stop_above=1.005"]
+    again = [*overrides[:2], "mismatch.stop_above=1.005"]
     resumed = stages.stage("grpo", tiny_data, tmp_path / "run", *again)
     straight = stages.stage("grpo", tiny_data, tmp_path / "straight", *again)
     assert stages.same_weights(resumed, straight)
@@ -247,7 +249,7 @@ def test_the_gate_names_the_worst_sample_and_loses_nothing(tiny_data, tiny_runs,
 
 @pytest.mark.multirank
 def test_the_worst_sample_may_be_on_any_rank(ranks):
-    for told in ranks.run(worst_of_two, world=2):
-        assert told["gate"].count("prompt slot 3, sample 1 (rank 1), token 4 (id 14)") == 1
-        assert "engine -0.5, trainer -3 nats; tokens [10, 11, 12, 13, 14]" in told["gate"]
-        assert "prompt slot 0, sample 0 (rank 0), token 1" in told["nan"]  # not a number is worse than any number
+    for results in ranks.run(worst_of_two, world=2):
+        assert results["gate"].count("prompt slot 3, sample 1 (rank 1), token 4 (id 14)") == 1
+        assert "engine -0.5, trainer -3 nats; tokens [10, 11, 12, 13, 14]" in results["gate"]
+        assert "prompt slot 0, sample 0 (rank 0), token 1" in results["nan"]  # not a number is worse than any number

@@ -78,8 +78,8 @@ def test_a_new_stage_is_one_file_and_its_defaults(tiny_data, tmp_path):
     codes = [text.split()[1] for text in done.stdout.splitlines() if text.startswith("->")]
     assert codes == ["0", "2", "2", "0"], done.stdout + done.stderr
     assert (run / "DONE").read_text() == "sharp\n" and (run / "hf/config.json").exists()
-    found = [record["sharp/far"] for record in stages.records(run)]
-    assert found[0] == 0 and found[1] > 0  # a reference of its own, which stays where it was
+    records = [record["sharp/far"] for record in stages.records(run)]
+    assert records[0] == 0 and records[1] > 0  # a reference of its own, which stays where it was
     state = json.loads((run / "checkpoints/step-00000002/state.json").read_text())
     assert state["identity"]["stage"] == "sharp" and state["definition"]["stage.sharp.scale"] == 2.0
     assert "stage.sharp.scale=-2" in done.stderr

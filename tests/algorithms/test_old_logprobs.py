@@ -17,8 +17,8 @@ SETTINGS = [
 ]
 
 
-def same(recomputed, found):
-    left, right = stages.records(recomputed), stages.records(found)
+def same(recomputed, actual):
+    left, right = stages.records(recomputed), stages.records(actual)
     assert [r.keys() - {"time/logprobs_s"} for r in left] == [r.keys() - {"time/logprobs_s"} for r in right]
     for one, two in zip(left, right, strict=True):
         for name, value in one.items():
@@ -30,7 +30,7 @@ def same(recomputed, found):
         assert two["mismatch/token_mult_prob_error"] > 1 and two["kl/ref_k3"] >= 0
     assert all(
         (a - b).abs().max() < 1e-4
-        for a, b in zip(*(stages.weights(x).values() for x in (recomputed, found)), strict=True)
+        for a, b in zip(*(stages.weights(x).values() for x in (recomputed, actual)), strict=True)
     )
 
 
@@ -54,10 +54,10 @@ def test_the_run_is_the_same_without_the_pass(correction, tiny_data, tiny_runs, 
         return logprobs(self, rows, mask)
 
     monkeypatch.setattr(Policy, "logprobs", counted)
-    found = stages.stage("grpo", tiny_data, tmp_path / "b", *settings)
-    same(recomputed, found)
-    assert all((r["mismatch/weight_mean"] < 1 - 1e-4) == bool(correction) for r in stages.records(found))
-    assert len(asked) == len(stages.records(found)) and set(asked) == {Reference}
+    run = stages.stage("grpo", tiny_data, tmp_path / "b", *settings)
+    same(recomputed, run)
+    assert all((r["mismatch/weight_mean"] < 1 - 1e-4) == bool(correction) for r in stages.records(run))
+    assert len(asked) == len(stages.records(run)) and set(asked) == {Reference}
 
 
 @pytest.mark.slow
@@ -71,8 +71,8 @@ def test_a_proxy_with_one_update_a_rollout_is_the_policy_itself(tiny_data, tmp_p
     assert [r["policy/ratio_max"] for r in stages.records(tmp_path / "a")] == [1.0, 1.0]
     assert all(0 < abs(r["policy/ratio_max"] - 1) < 1e-4 for r in stages.records(tmp_path / "c"))  # other kernels
     for way in ("engine", "proxy"):
-        more = ["batch.epochs=2", "run.steps=1", f"algorithm.old_logprobs={way}"]
-        stages.stage("grpo", tiny_data, tmp_path / way, *more)
+        overrides = ["batch.epochs=2", "run.steps=1", f"algorithm.old_logprobs={way}"]
+        stages.stage("grpo", tiny_data, tmp_path / way, *overrides)
     # the second update: (before - version) / (now - version) = 0, which is the engine's
     one, two = (stages.records(tmp_path / way)[0]["policy/ratio_max"] for way in ("engine", "proxy"))
     assert one == pytest.approx(two, rel=1e-6) and one > 1.001

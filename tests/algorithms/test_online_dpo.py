@@ -35,18 +35,18 @@ def test_what_is_no_pair_is_in_no_sum_and_no_denominator(alone, loss):
     tokens, lengths = torch.randint(0, 9, (2 * PAIRS, T), generator=g), torch.full((2 * PAIRS,), T)
     batch = TrainBatch(tokens, lengths, mask, [LabelTargets(labels, reference)])
     cfg = PreferenceConfig(loss=loss, nll_coef=0.3, nll_aggregation="seq_mean_token_mean")
-    found = []
+    results = []
     for rows in (torch.arange(2 * PAIRS), counts.nonzero().flatten()):
-        part, own = batch.select(rows), logprobs[rows].requires_grad_()
+        piece, own = batch.select(rows), logprobs[rows].requires_grad_()
         if cfg.by_rank:
-            part.of(LabelTargets).labels = with_partners(part, own.detach(), cfg, alone)
-        out = dpo_loss(part, cfg, alone)(TokenOutputs(own, None, None), part)
+            piece.of(LabelTargets).labels = with_partners(piece, own.detach(), cfg, alone)
+        out = dpo_loss(piece, cfg, alone)(TokenOutputs(own, None, None), piece)
         gradient = torch.zeros(2 * PAIRS, T)
         gradient[rows] = torch.autograd.grad(out.loss, own)[0]
         means = {name: top / bottom for name, (top, bottom) in out.means.items()}
-        found.append((out.loss.detach(), gradient, means, losses_at_start(part, cfg, alone)))
-    torch.testing.assert_close(found[0], found[1])
-    assert not found[0][1][counts == 0].any() and found[0][1].any()
+        results.append((out.loss.detach(), gradient, means, losses_at_start(piece, cfg, alone)))
+    torch.testing.assert_close(results[0], results[1])
+    assert not results[0][1][counts == 0].any() and results[0][1].any()
     none = batch.select(torch.tensor([2, 3, 6, 7]))
     if cfg.by_rank:
         none.of(LabelTargets).labels = with_partners(none, logprobs[[2, 3, 6, 7]], cfg, alone)
@@ -57,18 +57,20 @@ def test_what_is_no_pair_is_in_no_sum_and_no_denominator(alone, loss):
 @pytest.mark.slow
 def test_a_policy_with_adapters_is_its_own_reference(tiny_data, tiny_runs, tmp_path):
     """As in stage dpo; the bits are those of a second model."""
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=2", "model.lora.rank=2", "checkpoint.final=false"]
-    own = stages.stage("online_dpo", tiny_data, tmp_path / "own", *more)
-    other = stages.stage("online_dpo", tiny_data, tmp_path / "other", *more, "algorithm.preference.reference=model")
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=2", "model.lora.rank=2", "checkpoint.final=false"]
+    own = stages.stage("online_dpo", tiny_data, tmp_path / "own", *overrides)
+    other = stages.stage(
+        "online_dpo", tiny_data, tmp_path / "other", *overrides, "algorithm.preference.reference=model"
+    )
     assert load_frozen(own).algorithm.preference.reference == "adapter"
     assert stages.same_weights(own, other) and not stages.differences(own, other)
 
 
 @pytest.mark.slow
 def test_the_reward_rises(tiny_data, tiny_runs, tmp_path):
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=24", "sampling.temperature=1.3"]
-    more.append("batch.micro_batch_samples=16")
-    run = stages.stage("online_dpo", tiny_data, tmp_path / "run", *more, "debug.first_step_checks=true")
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=24", "sampling.temperature=1.3"]
+    overrides.append("batch.micro_batch_samples=16")
+    run = stages.stage("online_dpo", tiny_data, tmp_path / "run", *overrides, "debug.first_step_checks=true")
     means = [record["reward/mean"] for record in stages.records(run)]
     assert sum(means[-4:]) > sum(means[:4]) + 0.4
     first, *_, last = stages.records(run)
@@ -81,9 +83,14 @@ def test_the_reward_rises(tiny_data, tiny_runs, tmp_path):
 @pytest.mark.parametrize("layout", [[], ["parallel.tensor=2"]])
 def test_two_ranks_learn_from_the_same_pairs(ranks, tiny_data, tiny_runs, tmp_path, layout):
     """Ranks that make different numbers of pairs among them."""
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=2", "batch.micro_batch_samples=2", "logging.progress=false"]
-    one = stages.stage("online_dpo", tiny_data, tmp_path / "one", *more)
-    line = stages.overrides("online_dpo", tiny_data, tmp_path / "two", *more, *layout)
+    overrides = [
+        f"model.init={tiny_runs['sft']}",
+        "run.steps=2",
+        "batch.micro_batch_samples=2",
+        "logging.progress=false",
+    ]
+    one = stages.stage("online_dpo", tiny_data, tmp_path / "one", *overrides)
+    line = stages.overrides("online_dpo", tiny_data, tmp_path / "two", *overrides, *layout)
     assert ranks.run("tests.run.jobs:run_stage", world=2, arguments=line) == [0, 0]
     for a, b in zip(stages.records(one), stages.records(tmp_path / "two"), strict=True):
         assert a["reward/mean"] == b["reward/mean"] and a["preference/pairs"] == b["preference/pairs"] < 1

@@ -23,9 +23,9 @@ def pairs(sums, tmp_path_factory):
     from examples.pairs import make_pairs
 
     model = Answerer.load(sums / "sft" / "hf", compose(["experiment=quickstart_sft"]).engine, "float32")
-    found = make_pairs(model, read_jsonl(sums / "train.jsonl"), 6, seed=0)
-    assert any(not pair["rejected"].strip() for pair in found)
-    return stages.write_jsonl(tmp_path_factory.mktemp("preferences") / "pairs.jsonl", found)
+    records = make_pairs(model, read_jsonl(sums / "train.jsonl"), 6, seed=0)
+    assert any(not pair["rejected"].strip() for pair in records)
+    return stages.write_jsonl(tmp_path_factory.mktemp("preferences") / "pairs.jsonl", records)
 
 
 def accuracy(sums, run) -> float:

@@ -15,23 +15,23 @@ MORE = ["run.steps=3", "logging.progress=false", "refit.verify=checksum"]
 @pytest.fixture
 def held(monkeypatch):
     """The engine of the run, and the weights it had after the last refit, with the trainer's."""
-    found, refit = {}, Refit.__call__
+    results, refit = {}, Refit.__call__
 
     def called(self):
         out = refit(self)
         assert isinstance(self.engine, QuantizedEngine)
-        found["engine"] = {n: v.clone().reshape(-1) for n, v in self.engine.engine.model.views.items()}
-        found["trainer"] = {n: t.clone() for bucket in self.stream for n, t in bucket}
+        results["engine"] = {n: v.clone().reshape(-1) for n, v in self.engine.engine.model.views.items()}
+        results["trainer"] = {n: t.clone() for bucket in self.stream for n, t in bucket}
         return out
 
     monkeypatch.setattr(Refit, "__call__", called)
-    return found
+    return results
 
 
-@pytest.mark.parametrize("kind, more", [("int8", ["memory.offload=[gradients,weights]"]), ("fp8", [])])
-def test_a_run_with_quantised_rollouts(tiny_data, tiny_runs, tmp_path, held, capsys, kind, more):
-    more = [*MORE, f"model.init={tiny_runs['sft']}", f"engine.quantization={kind}", *more]
-    run = stages.stage("grpo", tiny_data, tmp_path / "run", *more)
+@pytest.mark.parametrize("kind, overrides", [("int8", ["memory.offload=[gradients,weights]"]), ("fp8", [])])
+def test_a_run_with_quantised_rollouts(tiny_data, tiny_runs, tmp_path, held, capsys, kind, overrides):
+    overrides = [*MORE, f"model.init={tiny_runs['sft']}", f"engine.quantization={kind}", *overrides]
+    run = stages.stage("grpo", tiny_data, tmp_path / "run", *overrides)
     out = capsys.readouterr().out
     assert f"engine.quantization={kind}" in out and "mismatch.correction=tis_token" in out
     moved = 0
@@ -57,6 +57,6 @@ def test_an_engine_that_holds_something_else_is_refused(tiny_data, tiny_runs, tm
         self.model.views["model.layers.1.mlp.up_proj.weight"].mul_(1 + 1e-6)
 
     monkeypatch.setattr(NativeEngine, "finish_update", finished)
-    more = [*MORE, f"model.init={tiny_runs['sft']}", "engine.quantization=int8"]
+    overrides = [*MORE, f"model.init={tiny_runs['sft']}", "engine.quantization=int8"]
     with pytest.raises(RefitError, match=r"checksum of 1 tensors differs, first model.layers.1.mlp.up_proj.weight"):
-        stages.stage("grpo", tiny_data, tmp_path / "run", *more)
+        stages.stage("grpo", tiny_data, tmp_path / "run", *overrides)

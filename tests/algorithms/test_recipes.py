@@ -35,7 +35,7 @@ MORE = {
 pytestmark = [pytest.mark.slow]
 
 
-def gain(sums, run_dir, recipe: str, *more: str) -> float:
+def gain(sums, run_dir, recipe: str, *overrides: str) -> float:
     """Mean reward of the last three steps less that of the first three."""
     stage = "ppo" if recipe == "ppo" else "grpo"
     settings = [f"experiment=[quickstart_{stage},{recipe}]", *stages.SUMS, "run.export=false", f"run.dir={run_dir}"]
@@ -47,7 +47,7 @@ def gain(sums, run_dir, recipe: str, *more: str) -> float:
     ]
     if recipe == "ppo":
         settings += [f"critic.init={sums / 'sft'}"]
-    run = stages.run([*settings, *OFF_POLICY, *MORE.get(recipe, []), *more])
+    run = stages.run([*settings, *OFF_POLICY, *MORE.get(recipe, []), *overrides])
     means = [record["reward/mean"] for record in stages.records(run)]
     print(recipe, [round(mean, 2) for mean in means])
     return sum(means[-3:]) / 3 - sum(means[:3]) / 3

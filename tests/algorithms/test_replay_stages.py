@@ -24,11 +24,11 @@ def test_a_mismatch_goes(tiny_data, tmp_path, replayed):
     """A bfloat16 engine and a float32 trainer, whose first rollout is the same with and without."""
     without = [text for text in REPLAY if "replay" not in text]
     plain = stages.records(stages.stage("grpo", tiny_data, tmp_path / "run", *without, "run.export=false"))
-    found = stages.records(replayed)
-    assert all(0.001 < record["moe/routing_differs"] < 0.3 for record in found)
-    assert "moe/routing_differs" not in plain[0] and found[0]["reward/mean"] == plain[0]["reward/mean"]
+    records = stages.records(replayed)
+    assert all(0.001 < record["moe/routing_differs"] < 0.3 for record in records)
+    assert "moe/routing_differs" not in plain[0] and records[0]["reward/mean"] == plain[0]["reward/mean"]
     for metric in ("mismatch/logprob_abs_mean", "mismatch/gen_kl", "mismatch/logprob_abs_max"):
-        assert found[0][metric] < 0.9 * plain[0][metric], metric
+        assert records[0][metric] < 0.9 * plain[0][metric], metric
 
 
 @pytest.mark.slow
@@ -47,19 +47,19 @@ def test_a_stored_rollout_has_its_routing(tiny_data, tmp_path, replayed, monkeyp
 
 @pytest.mark.slow
 def test_recordings_train_the_same_and_without_routing_are_refused(tiny_data, tmp_path, replayed):
-    more = [*REPLAY, f"debug.train_only={replayed}", "checkpoint.final=false"]
-    again = stages.stage("grpo", tiny_data, tmp_path / "again", *more)
+    overrides = [*REPLAY, f"debug.train_only={replayed}", "checkpoint.final=false"]
+    again = stages.stage("grpo", tiny_data, tmp_path / "again", *overrides)
     assert stages.same_weights(again, replayed)
-    other = stages.stage("grpo", tiny_data, tmp_path / "own", *more, "mismatch.replay_routing=false")
+    other = stages.stage("grpo", tiny_data, tmp_path / "own", *overrides, "mismatch.replay_routing=false")
     assert not stages.same_weights(other, replayed)
     recording = read_recording(replayed / "rollouts" / "step-00000001.safetensors").rollout
     assert recording.routing.dtype == torch.uint8 and recording.routing.shape[2:] == (2, 2)
     wide = "model.moe={num_experts: 8, top_k: 3, ffn_hidden_size: 24}"
     with pytest.raises(DataError, match="routing: 2 layers x 2 experts: expected 2 layers x 3 experts"):
-        stages.stage("grpo", tiny_data, tmp_path / "wide", *more, wide)
+        stages.stage("grpo", tiny_data, tmp_path / "wide", *overrides, wide)
     few = "model.moe={num_experts: 5, top_k: 2, ffn_hidden_size: 24}"
     with pytest.raises(DataError, match="routing to expert 7: expected numbers from 0 and below 5"):
-        stages.stage("grpo", tiny_data, tmp_path / "few", *more, few)
+        stages.stage("grpo", tiny_data, tmp_path / "few", *overrides, few)
     bare = [*EXPERTS, "run.export=false", "run.steps=1", "debug.record=1"]
     bare = stages.stage("grpo", tiny_data, tmp_path / "bare", *bare)
     with pytest.raises(DataError, match="routing: none: expected"):
@@ -68,17 +68,17 @@ def test_recordings_train_the_same_and_without_routing_are_refused(tiny_data, tm
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(
-    ("world", "more"),
+    ("world", "overrides"),
     [
         pytest.param(2, ["parallel.expert=2"], id="ep2"),
         pytest.param(3, ["parallel.tensor=2", "engine.ranks=1"], id="tp2, an engine apart", marks=pytest.mark.slow),
     ],
 )
-def test_layouts_replay_what_one_rank_does(ranks, tiny_data, tmp_path, replayed, world, more):
+def test_layouts_replay_what_one_rank_does(ranks, tiny_data, tmp_path, replayed, world, overrides):
     """Within rounding: a token that a bfloat16 engine on other batches samples otherwise would show in the rewards."""
-    arguments = stages.overrides("grpo", tiny_data, tmp_path / "run", *REPLAY, *more, "run.steps=1")
+    arguments = stages.overrides("grpo", tiny_data, tmp_path / "run", *REPLAY, *overrides, "run.steps=1")
     ranks.run("tests.run.jobs:run_stage", world=world, arguments=arguments)
-    (found,), wanted = stages.records(tmp_path / "run"), stages.records(replayed)[0]
-    assert found["reward/mean"] == wanted["reward/mean"]
+    (records,), wanted = stages.records(tmp_path / "run"), stages.records(replayed)[0]
+    assert records["reward/mean"] == wanted["reward/mean"]
     for metric in ("mismatch/logprob_abs_mean", "policy/loss", "policy/grad_norm", "moe/routing_differs"):
-        assert found[metric] == pytest.approx(wanted[metric], rel=1e-3, abs=1e-6), metric
+        assert records[metric] == pytest.approx(wanted[metric], rel=1e-3, abs=1e-6), metric

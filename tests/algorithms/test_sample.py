@@ -28,13 +28,13 @@ def rows(path):
 
 
 def test_every_sample_is_there_in_the_order_of_the_data(whole, tiny_data):
-    found, data = rows(whole / "sampled/all.jsonl"), rows(tiny_data / "train.jsonl")
-    assert [(one["row"], one["sample"]) for one in found] == [(row, i) for row in range(32) for i in range(4)]
-    for one in found:
+    read, data = rows(whole / "sampled/all.jsonl"), rows(tiny_data / "train.jsonl")
+    assert [(one["row"], one["sample"]) for one in read] == [(row, i) for row in range(32) for i in range(4)]
+    for one in read:
         row = data[one["row"]]
         assert (one["prompt"], one["reference"]) == (row["prompt"], row["completion"])
         assert one["reward"] == one["scores"]["vowels"] == sum(c in "aeiouAEIOU" for c in one["completion"][:4]) / 4
-    assert len({one["reward"] for one in found}) > 1 and len({one["completion"] for one in found}) > 32
+    assert len({one["reward"] for one in read}) > 1 and len({one["completion"] for one in read}) > 32
     assert (whole / "DONE").read_text() == "sample\n" and not (whole / "hf").exists()
     assert [record["step"] for record in stages.records(whole)] == [1, 2, 3]
     assert set(content(whole)) == {"all.jsonl", "best.jsonl", "pairs.jsonl", "labels.jsonl"}
@@ -57,14 +57,14 @@ def test_killed_in_the_middle_of_a_write(whole, tiny_data, tiny_runs, tmp_path, 
             file.truncate(before + int(written * (size - before)))
         raise PowerCut
 
-    more = [f"model.init={tiny_runs['sft']}", ABOVE]
+    overrides = [f"model.init={tiny_runs['sft']}", ABOVE]
     with monkeypatch.context() as patch, pytest.raises(PowerCut):
         patch.setattr(SamplesFile, "append", cut)
-        stages.stage("sample", tiny_data, run, *more)
+        stages.stage("sample", tiny_data, run, *overrides)
     assert not (run / "DONE").exists()
-    stages.stage("sample", tiny_data, run, *more)
+    stages.stage("sample", tiny_data, run, *overrides)
     assert content(run) == content(whole) and stages.differences(run, whole) == []
-    stages.stage("sample", tiny_data, run, *more)  # a finished one
+    stages.stage("sample", tiny_data, run, *overrides)  # a finished one
     assert content(run) == content(whole)
 
 
@@ -78,27 +78,27 @@ def test_a_sample_does_not_depend_on_its_batch(whole, tiny_data, tiny_runs, tmp_
 def test_two_ranks_write_the_same_bytes(ranks, whole, tiny_data, tiny_runs, tmp_path, layout):
     """Data-parallel, where the last batch of one prompt leaves a rank without any; tensor-parallel, of which the peers
     share the prompts; one engine over both."""
-    more = [f"model.init={tiny_runs['sft']}", ABOVE, "batch.prompts=31", "logging.progress=false", *layout]
-    line = stages.overrides("sample", tiny_data, tmp_path / "run", *more)
+    overrides = [f"model.init={tiny_runs['sft']}", ABOVE, "batch.prompts=31", "logging.progress=false", *layout]
+    line = stages.overrides("sample", tiny_data, tmp_path / "run", *overrides)
     assert ranks.run("tests.run.jobs:run_stage", world=2, arguments=line) == [0, 0]
     assert content(tmp_path / "run") == content(whole)
 
 
 def test_what_was_kept_and_is_damaged_is_no_beginning(tiny_data, tiny_runs, tmp_path):
-    more = [f"model.init={tiny_runs['sft']}", "checkpoint.keep_last=1"]
-    run = stages.stage("sample", tiny_data, tmp_path / "run", *more, "run.steps=1")
+    overrides = [f"model.init={tiny_runs['sft']}", "checkpoint.keep_last=1"]
+    run = stages.stage("sample", tiny_data, tmp_path / "run", *overrides, "run.steps=1")
     assert len(rows(run / "sampled/all.jsonl")) == 48
     (run / "sampled/all.jsonl").write_bytes((run / "sampled/all.jsonl").read_bytes().replace(b"say", b"Say", 1))
     with pytest.raises(CheckpointError, match=r"all\.jsonl: damaged"):
-        stages.stage("sample", tiny_data, run, *more)
+        stages.stage("sample", tiny_data, run, *overrides)
 
 
 @pytest.mark.slow
 def test_other_stages_train_on_the_files(whole, tiny_data, tiny_runs, tmp_path):
     start = f"model.init={tiny_runs['sft']}"
     for stage, name in (("sft", "best"), ("dpo", "pairs"), ("kto", "pairs"), ("kto", "labels")):
-        more = [start, f"data.train={whole}/sampled/{name}.jsonl", "run.steps=1", "batch.sequences=2"]
-        run = stages.stage(stage, tiny_data, tmp_path / f"{stage}-{name}", *more, "batch.micro_batch_samples=2")
+        overrides = [start, f"data.train={whole}/sampled/{name}.jsonl", "run.steps=1", "batch.sequences=2"]
+        run = stages.stage(stage, tiny_data, tmp_path / f"{stage}-{name}", *overrides, "batch.micro_batch_samples=2")
         assert (run / "DONE").exists()
 
 
@@ -111,32 +111,32 @@ def test_conversations_and_the_rows_own_answers(tiny_data, tiny_runs, tmp_path):
     )
     (tmp_path / "short.jinja").write_text(template)
     both = [f"model.init={tiny_runs['sft']}", f"data.chat_template={tmp_path}/short.jinja"]
-    more = [
+    overrides = [
         "sampling.temperature=5",
         "reward.functions=[]",
         "stage.sample.pairs=answers",
         "stage.sample.unfinished=true",
         "batch.group=1",
     ]
-    run = stages.stage("sample", tiny_data, tmp_path / "run", *both, *more, f"data.train={tmp_path}/chats.jsonl")
+    run = stages.stage("sample", tiny_data, tmp_path / "run", *both, *overrides, f"data.train={tmp_path}/chats.jsonl")
     assert set(content(run)) == {"all.jsonl", "pairs.jsonl"}
-    found = rows(run / "sampled/all.jsonl")
-    assert [one["topic"] for one in found] == [0, 1, 2] and all(one["reward"] is None for one in found)
+    read = rows(run / "sampled/all.jsonl")
+    assert [one["topic"] for one in read] == [0, 1, 2] and all(one["reward"] is None for one in read)
     pairs = rows(run / "sampled/pairs.jsonl")
     assert pairs and all(pair["prompt"] == turns[:1] and pair["chosen"] == turns[1:] for pair in pairs)
-    more = ["run.steps=1", "batch.sequences=1", f"data.train={run}/sampled/pairs.jsonl"]
-    assert (stages.stage("dpo", tiny_data, tmp_path / "dpo", *both, *more) / "DONE").exists()
+    overrides = ["run.steps=1", "batch.sequences=1", f"data.train={run}/sampled/pairs.jsonl"]
+    assert (stages.stage("dpo", tiny_data, tmp_path / "dpo", *both, *overrides) / "DONE").exists()
 
 
 def test_a_cut_answers_reward_is_lowered_before_it_is_compared(whole, tiny_data, tiny_runs, tmp_path):
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=1", "algorithm.overlong.penalty=0.5"]
-    found = rows(stages.stage("sample", tiny_data, tmp_path / "run", *more) / "sampled/all.jsonl")
-    assert {one["finished"] for one in found} == {True, False}
-    assert all(one["reward"] == one["scores"]["vowels"] - 0.5 * (not one["finished"]) for one in found)
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=1", "algorithm.overlong.penalty=0.5"]
+    read = rows(stages.stage("sample", tiny_data, tmp_path / "run", *overrides) / "sampled/all.jsonl")
+    assert {one["finished"] for one in read} == {True, False}
+    assert all(one["reward"] == one["scores"]["vowels"] - 0.5 * (not one["finished"]) for one in read)
 
 
 def test_another_round_draws_other_samples(whole, tiny_data, tiny_runs, tmp_path):
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=1", "stage.sample.round=1"]
-    found = rows(stages.stage("sample", tiny_data, tmp_path / "run", *more) / "sampled/all.jsonl")
-    first = rows(whole / "sampled/all.jsonl")[: len(found)]
-    assert sum(a["completion"] != b["completion"] for a, b in zip(found, first, strict=True)) > len(found) / 4
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=1", "stage.sample.round=1"]
+    read = rows(stages.stage("sample", tiny_data, tmp_path / "run", *overrides) / "sampled/all.jsonl")
+    first = rows(whole / "sampled/all.jsonl")[: len(read)]
+    assert sum(a["completion"] != b["completion"] for a, b in zip(read, first, strict=True)) > len(read) / 4

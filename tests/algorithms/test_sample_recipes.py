@@ -42,10 +42,10 @@ def test_steerlm_steers(tiny_data, tmp_path):
     sampling += ["stage.sample.best=0", "sampling.max_response_tokens=6", "batch.group=16"]
     sampled = stages.stage("sample", tiny_data, tmp_path / "sampled", train, QUESTION, *sampling) / "sampled/best.jsonl"
 
-    told = ["data.prompt_template='{scores[model]:+.0f} {question}'", f"data.train={sampled}"]
-    more = [f"model.init={sft}", "run.steps=500", whole]
-    steered = stages.stage("sft", tiny_data, tmp_path / "steered", *told, *more)
-    found = {}
+    reports = ["data.prompt_template='{scores[model]:+.0f} {question}'", f"data.train={sampled}"]
+    overrides = [f"model.init={sft}", "run.steps=500", whole]
+    steered = stages.stage("sft", tiny_data, tmp_path / "steered", *reports, *overrides)
+    results = {}
     for wanted in ("-1", "+2"):
         asked = [
             f"data.prompt_template='{wanted} {{question}}'",
@@ -54,8 +54,8 @@ def test_steerlm_steers(tiny_data, tmp_path):
         ]
         run = stages.stage("sample", tiny_data, tmp_path / f"asked{wanted}", train, *asked)
         answers = rows(run / "sampled/all.jsonl")
-        found[wanted] = sum(one["scores"]["vowels"] for one in answers) / len(answers)
-    assert found["+2"] > found["-1"] + 0.3, found
+        results[wanted] = sum(one["scores"]["vowels"] for one in answers) / len(answers)
+    assert results["+2"] > results["-1"] + 0.3, results
 
 
 @pytest.mark.slow
@@ -66,11 +66,11 @@ def test_constitutional_ai_goes_from_drafts_to_pairs(tiny_data, tiny_runs, tmp_p
     common = [start, "sampling.temperature=2", "batch.group=1", "batch.prompts=32", "stage.sample.unfinished=true"]
     common += ["data.max_prompt_tokens=56", "data.max_tokens=60"]
 
-    def step(name: str, train: object, template: str, said: str = "."):
-        """A run whose answers are the column `name`; its rows with an answer that matches `said`."""
-        kept = [f"reward.functions=[{{path: format, args: {{pattern: '{said}'}}}}]", "stage.sample.reward_above=0"]
-        more = [f"data.train={train}", f"data.prompt_template='{template}'", f"stage.sample.column={name}"]
-        folder[name] = stages.stage("sample", tiny_data, tmp_path / name, *common, *kept, *more)
+    def step(name: str, train: object, template: str, text: str = "."):
+        """A run whose answers are the column `name`; its rows with an answer that matches `text`."""
+        kept = [f"reward.functions=[{{path: format, args: {{pattern: '{text}'}}}}]", "stage.sample.reward_above=0"]
+        overrides = [f"data.train={train}", f"data.prompt_template='{template}'", f"stage.sample.column={name}"]
+        folder[name] = stages.stage("sample", tiny_data, tmp_path / name, *common, *kept, *overrides)
         return folder[name] / "sampled/best.jsonl"
 
     drafts = step("draft", data, "{question}")
@@ -78,16 +78,23 @@ def test_constitutional_ai_goes_from_drafts_to_pairs(tiny_data, tiny_runs, tmp_p
     revisions = step("revision", critiques, "{question}{draft}?{critique}!")
     for row in rows(revisions):
         assert row["prompt"] == f"{row['question']}{row['draft']}?{row['critique']}!" and row["revision"]
-    more = [start, f"data.train={revisions}", QUESTION, 'data.completion_template="{revision}"', "run.steps=1"]
-    assert (stages.stage("sft", tiny_data, tmp_path / "sft", *more, "batch.sequences=4") / "DONE").exists()
+    overrides = [start, f"data.train={revisions}", QUESTION, 'data.completion_template="{revision}"', "run.steps=1"]
+    assert (stages.stage("sft", tiny_data, tmp_path / "sft", *overrides, "batch.sequences=4") / "DONE").exists()
 
     better = "^[^a-m]"  # stands for "the second"
     second = step("verdict", revisions, "{question}1{draft}2{revision}=", better)
     judged = {row["row"]: row["verdict"] for row in rows(folder["verdict"] / "sampled/all.jsonl")}
     assert 0 < len(rows(second)) < len(judged)
-    kept = [i for i, said in judged.items() if said.strip() and re.search(better, said)]
+    kept = [i for i, text in judged.items() if text.strip() and re.search(better, text)]
     assert [row["row"] for row in rows(second)] == kept
     both = step("swapped", second, "{question}1{revision}2{draft}=")
     columns = "data.columns={prompt: question, chosen: revision, rejected: draft}"
-    more = [start, f"data.train={both}", columns, "run.steps=1", "batch.sequences=2", "batch.micro_batch_samples=2"]
-    assert (stages.stage("dpo", tiny_data, tmp_path / "dpo", *more) / "DONE").exists()
+    overrides = [
+        start,
+        f"data.train={both}",
+        columns,
+        "run.steps=1",
+        "batch.sequences=2",
+        "batch.micro_batch_samples=2",
+    ]
+    assert (stages.stage("dpo", tiny_data, tmp_path / "dpo", *overrides) / "DONE").exists()

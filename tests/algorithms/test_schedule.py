@@ -24,10 +24,10 @@ def go_on(ranks, tmp_path, settings, runs):
     """go_on(mode, *settings, before=, world=) -> (folder, Told of each rank): a copy of the run of this mode that was
     cut off, to its end; first, `before(folder)`."""
 
-    def go(name: str, *more: str, before=lambda run: None, world: int = 0, cut_on: int = 0):
+    def go(name: str, *overrides: str, before=lambda run: None, world: int = 0, cut_on: int = 0):
         run = shutil.copytree(runs(name, 4, cut_on)[0], tmp_path / "run")
         before(run)
-        return run, ranks.run(jobs.played, world or MODES[name].world, arguments=settings(name, run, *more))
+        return run, ranks.run(jobs.played, world or MODES[name].world, arguments=settings(name, run, *overrides))
 
     return go
 
@@ -66,15 +66,17 @@ def test_a_run_that_was_cut_off_goes_on_bit_by_bit(runs, go_on, name):
     if lag and not MODES[name].window:
         assert clock["rollouts"] == 2 + lag and data["cursor"] == (2 + lag) * 8
         assert clock["groups"] == list(range(2 * 8, (2 + lag) * 8))
-    run, told = go_on(name)
-    assert "WARNING" not in told[0].out
-    assert first.generated + told[-1].generated - all_of_it.generated in ((0, 1) if lag else (0,))  # one was under way
+    run, results = go_on(name)
+    assert "WARNING" not in results[0].out
+    assert first.generated + results[-1].generated - all_of_it.generated in (
+        (0, 1) if lag else (0,)
+    )  # one was under way
     assert equal(whole, run)
     assert lag or stored(run) == []
 
 
 @pytest.mark.parametrize(
-    "name, cut_on, world, more",
+    "name, cut_on, world, overrides",
     [
         ("sync", 1, 2, []),
         ("sync", 1, 2, ["parallel.tensor=2"]),
@@ -84,7 +86,7 @@ def test_a_run_that_was_cut_off_goes_on_bit_by_bit(runs, go_on, name):
     ],
     ids=["dp2", "tp2", "from dp2", "lag1", "windows"],
 )
-def test_another_layout_goes_on_with_what_is_in_flight(runs, go_on, name, cut_on, world, more):
+def test_another_layout_goes_on_with_what_is_in_flight(runs, go_on, name, cut_on, world, overrides):
     """Two trainers where there was one, or one for two: the samples of step 3 are those that are stored, those of later
     ones have the same prompts and seeds. With a lag, step 4 has those of the same weights, too."""
     mode, (whole, wanted) = MODES[name], runs(name)
@@ -96,10 +98,10 @@ def test_another_layout_goes_on_with_what_is_in_flight(runs, go_on, name, cut_on
             if number > 3 and not mode.window:
                 shutil.rmtree(of(run, number))
 
-    run, told = go_on(name, *more, before=before, world=world, cut_on=cut_on)
-    assert "WARNING" not in told[0].out
-    assert mode.window or told[-1].generated == 2 + 2
-    later = [{r for one in of_ranks for r in one.requests if r[0] > 3} for of_ranks in (told, wanted)]
+    run, results = go_on(name, *overrides, before=before, world=world, cut_on=cut_on)
+    assert "WARNING" not in results[0].out
+    assert mode.window or results[-1].generated == 2 + 2
+    later = [{r for one in of_ranks for r in one.requests if r[0] > 3} for of_ranks in (results, wanted)]
     assert later[0] and later[0] == later[1]
     last = 4 if mode.lag and not mode.window else 3
     for here, there in zip(steps(run)[2:last], steps(whole)[2:last], strict=True):
@@ -120,17 +122,17 @@ def test_what_is_damaged_behind_the_checkpoint_is_generated_again(runs, go_on, n
         if number + 1 in stored(run):
             (of(run, number + 1) / "part-00000-of-00001.json").unlink()
 
-    run, told = go_on(name, before=before)
-    assert f"WARNING: order {number} is generated again" in told[0].out and "damaged" in told[0].out
-    assert name != "sync" or told[0].generated == 3 + 2
+    run, results = go_on(name, before=before)
+    assert f"WARNING: order {number} is generated again" in results[0].out and "damaged" in results[0].out
+    assert name != "sync" or results[0].generated == 3 + 2
     assert equal(runs(name)[0], run)
 
 
 @pytest.mark.parametrize("name, change", [("lag1", "engine.lag=2"), ("windows", "engine.window=4")])
 def test_another_schedule_is_refused(go_on, name, change):
-    _, (told, _) = go_on(name, change)
+    _, (results, _) = go_on(name, change)
     key, value = change.split("=")
-    assert re.search(rf"AnotherRunError: .*{re.escape(key)} is \d there, {value} here", told.end, re.DOTALL)
+    assert re.search(rf"AnotherRunError: .*{re.escape(key)} is \d there, {value} here", results.end, re.DOTALL)
 
 
 @pytest.mark.parametrize(
@@ -153,19 +155,19 @@ def test_a_run_goes_on_without_what_is_not_its_own_and_tells_what_is_lost(go_on,
         elif change == "lost":  # nothing but windows that are behind the checkpoint's
             shutil.rmtree(of(run, stored(run)[0]))
 
-    more = [change, "run.accept_changes=true"] if own else []
-    run, told = go_on(name, *more, before=before)
+    overrides = [change, "run.accept_changes=true"] if own else []
+    run, results = go_on(name, *overrides, before=before)
     lost = {"sync": 0, "lag1": 8, "windows": 16}[name]
-    assert (f"WARNING: {lost} groups were in flight at the checkpoint" in told[0].out) == bool(lost)
-    assert ("damaged" in told[0].out) == (change == "damaged")
-    assert ("left out" in told[0].out) == (change == "batch.prompts=4")
+    assert (f"WARNING: {lost} groups were in flight at the checkpoint" in results[0].out) == bool(lost)
+    assert ("damaged" in results[0].out) == (change == "damaged")
+    assert ("left out" in results[0].out) == (change == "batch.prompts=4")
     after, last = steps(run)[2:], steps(run)[-1]
     assert last["step"] == STEPS
     if mode.window:
         assert last["window/groups_in_flight"] == (4 if change == "batch.prompts=4" else 8)
         assert sum(r["window/waited_for"] for r in after) > 0 and math.isfinite(last["staleness/max"])
     else:
-        assert told[-1].generated == (STEPS + 4 if change == "run.resume=never" else 3 + 2)
+        assert results[-1].generated == (STEPS + 4 if change == "run.resume=never" else 3 + 2)
         lag = int(change[-1]) if "lag" in change else mode.lag
         assert [record["staleness/max"] for record in after] == [2.0 * min(lag, i) for i in range(3)]
 
@@ -180,8 +182,8 @@ def test_strange_names_in_a_run_folder_refuse_no_start(runs, go_on):
                 (run / folder / name).write_bytes(bytes(range(256)))
         (run / "metrics.joined.jsonl").write_bytes(b"garbage\n" * 3)
 
-    run, (told,) = go_on("sync", "debug.record=2", before=before)
-    assert told.out.count("that are no rollout") == 1 and "metrics.joined.jsonl" in told.out
+    run, (results,) = go_on("sync", "debug.record=2", before=before)
+    assert results.out.count("that are no rollout") == 1 and "metrics.joined.jsonl" in results.out
     assert equal(runs("sync")[0], run)
 
 
@@ -209,8 +211,8 @@ def test_what_fails_ends_the_run_with_its_cause_and_costs_no_step(ranks, tmp_pat
     last."""
     arguments = settings("lag1", tmp_path / "run")
     every = "checkpoint.every=0" if "reward_fails" in fails else "checkpoint.every=2"
-    told = ranks.run(jobs.played, 2, arguments=[*arguments, every], **fails)
-    assert [one.end for one in told] == [end, "1"] and stages.checkpoints(tmp_path / "run") == saved
+    results = ranks.run(jobs.played, 2, arguments=[*arguments, every], **fails)
+    assert [one.end for one in results] == [end, "1"] and stages.checkpoints(tmp_path / "run") == saved
     ranks.run(jobs.played, 2, arguments=[*arguments, every])
     assert equal(runs("lag1")[0], tmp_path / "run")
 
@@ -218,7 +220,7 @@ def test_what_fails_ends_the_run_with_its_cause_and_costs_no_step(ranks, tmp_pat
 @pytest.mark.parametrize("name", ["lag1", "windows"])
 def test_without_checkpoints_what_was_trained_on_is_deleted(ranks, tmp_path, settings, name):
     """A save at the end keeps nothing of long ago; of step 3 the rollout is still there, in case that it fails."""
-    more = ["checkpoint.every=0", "run.eval_every=0", *(["engine.window=10"] if name == "windows" else [])]
-    arguments = settings(name, tmp_path / "run", *more)
-    told, _ = ranks.run(jobs.played, 2, arguments=arguments, cut=3)
-    assert told.end == "cut" and stored(tmp_path / "run") == [3]
+    overrides = ["checkpoint.every=0", "run.eval_every=0", *(["engine.window=10"] if name == "windows" else [])]
+    arguments = settings(name, tmp_path / "run", *overrides)
+    results, _ = ranks.run(jobs.played, 2, arguments=arguments, cut=3)
+    assert results.end == "cut" and stored(tmp_path / "run") == [3]

@@ -138,20 +138,22 @@ class Slow:
 def state_of(sample: Sample) -> SampleState:
     prompt, index = sample.request.prompt, sample.request.seeds.index(sample.seed)
     turn = Turn(prompt.tokens, sample.tokens, *map(list, zip(*sample.columns, strict=True)))
-    given, stop = EnginePrompt(prompt.text, prompt.tokens), Stop.ANSWER if sample.stopped else Stop.LENGTH
-    return SampleState(sample.number, index, sample.seed, prompt, given, turns=[turn], stop=stop)
+    next_prompt, stop = EnginePrompt(prompt.text, prompt.tokens), Stop.ANSWER if sample.stopped else Stop.LENGTH
+    return SampleState(sample.number, index, sample.seed, prompt, next_prompt, turns=[turn], stop=stop)
 
 
 @pytest.mark.parametrize(
-    "name, more", [("lag1", []), ("lag2", []), ("windows", []), ("windows", ["engine.max_batch=40"])]
+    "name, overrides", [("lag1", []), ("lag2", []), ("windows", []), ("windows", ["engine.max_batch=40"])]
 )
-def test_samples_are_those_of_a_run_that_takes_turns(ranks, tiny_data, tmp_path, settings, runs, name, more):
+def test_samples_are_those_of_a_run_that_takes_turns(ranks, tiny_data, tmp_path, settings, runs, name, overrides):
     """Samples, versions, losses and weights, bit by bit; an evaluation in between has the weights of its step in both.
     Also where the engine has fewer slots than samples are in flight."""
-    mode, run = MODES[name], tmp_path / "run" if more else runs(name)[0]
-    if more:
-        ranks.run(jobs.played, 2, arguments=settings(name, run, *more))
-    arguments = Mode(more=mode.more).settings(tiny_data, tmp_path / "turns", "mismatch.correction=tis_token", *more)
+    mode, run = MODES[name], tmp_path / "run" if overrides else runs(name)[0]
+    if overrides:
+        ranks.run(jobs.played, 2, arguments=settings(name, run, *overrides))
+    arguments = Mode(overrides=mode.overrides).settings(
+        tiny_data, tmp_path / "turns", "mismatch.correction=tis_token", *overrides
+    )
     arguments += [f"engine.window={mode.window}"]
     ranks.run(taking_turns, arguments=arguments, lag=mode.lag, window=mode.window)
     names = (*SAME, "staleness/") if mode.window else SAME
@@ -189,8 +191,8 @@ def test_replicas_that_have_slots_for_all_make_the_same_samples(ranks, tmp_path,
     lines = []
     for world in (2, 3):
         run = tmp_path / str(world)
-        more = [f"engine.ranks={world - 1}", "optim.lr=1e-12", "run.steps=3", "run.eval_every=0"]
-        ranks.run(jobs.played, world, arguments=settings("windows", run, *more))
+        overrides = [f"engine.ranks={world - 1}", "optim.lr=1e-12", "run.steps=3", "run.eval_every=0"]
+        ranks.run(jobs.played, world, arguments=settings("windows", run, *overrides))
         lines.append(stages.records(run))
     for one, two in zip(*lines, strict=True):
         for name in one:

@@ -26,10 +26,10 @@ def talker(tmp_path_factory):
     return stages.make_dice(tmp_path_factory.mktemp("talker"))
 
 
-def settings(data, run, *more):
+def settings(data, run, *overrides):
     start = [f"model.init={data / 'sft'}", "reward.functions=[]", "run.export=true", "batch.epochs=2"]
     start += [*stages.DICE, "batch.group=4", f"run.steps={STEPS}"]
-    return stages.overrides("grpo", data, run, *start, *more)
+    return stages.overrides("grpo", data, run, *start, *overrides)
 
 
 def timed(data, mode, most_s):
@@ -58,12 +58,12 @@ def late(ranks, talker, tmp_path_factory):
 def test_trajectories_do_not_hang_on_when_tools_answer(ranks, talker, tmp_path, late, mode):
     """Bit by bit those of a run whose tools answer at once: with a lag alone one that takes turns, and generates with
     copies of earlier weights."""
-    run, more = tmp_path / "run", timed(talker, mode, 0)
+    run, overrides = tmp_path / "run", timed(talker, mode, 0)
     if mode == "lag":
-        arguments = settings(talker, run, *more, "mismatch.correction=tis_token")
+        arguments = settings(talker, run, *overrides, "mismatch.correction=tis_token")
         ranks.run(taking_turns, arguments=arguments, lag=1, window=0)
     else:
-        ranks.run(jobs.played, world=2, arguments=settings(talker, run, *MODES[mode], *more))
+        ranks.run(jobs.played, world=2, arguments=settings(talker, run, *MODES[mode], *overrides))
     one, two = stages.records(late(mode)), stages.records(run)
     here, there = ([{n: v for n, v in r.items() if n.startswith(SAME)} for r in records] for records in (one, two))
     assert here == there and "mismatch/weight_mean" in here[-1]
@@ -79,9 +79,9 @@ def test_trajectories_do_not_hang_on_when_tools_answer(ranks, talker, tmp_path, 
 @pytest.mark.parametrize("trainers, engines", [("parallel.tensor=2", 2), ("parallel.tensor=1", 1)], ids=["tp2", "dp2"])
 def test_other_layouts_make_the_same_trajectories(ranks, talker, tmp_path, late, trainers, engines):
     """But for rounding: two trainer's ranks, two that generate, as one engine (in rounds) or as two."""
-    more = [*MODES["lag"], f"{ASSETS}:Clock", trainers, "engine.ranks=2", f"engine.tensor_parallel={engines}"]
-    more += ["batch.micro_batch_samples=8", "run.steps=2"]
-    ranks.run(jobs.played, world=4, arguments=settings(talker, tmp_path / "run", *more))
+    overrides = [*MODES["lag"], f"{ASSETS}:Clock", trainers, "engine.ranks=2", f"engine.tensor_parallel={engines}"]
+    overrides += ["batch.micro_batch_samples=8", "run.steps=2"]
+    ranks.run(jobs.played, world=4, arguments=settings(talker, tmp_path / "run", *overrides))
     for here, there in zip(stages.records(tmp_path / "run"), stages.records(late("lag"))[1:], strict=False):
         for name in (name for name in there if name.startswith(SAMPLES)):
             assert here[name] == pytest.approx(there[name], abs=1e-6), name
@@ -92,25 +92,31 @@ TWO = ["engine.ranks=2", "batch.micro_batch_samples=4"]
 
 
 @pytest.mark.parametrize(
-    "mode, world, more", [("lag", 2, []), ("lag", 2, AGENT), ("windows", 4, TWO)], ids=["lag", "agent", "windows"]
+    "mode, world, overrides", [("lag", 2, []), ("lag", 2, AGENT), ("windows", 4, TWO)], ids=["lag", "agent", "windows"]
 )
-def test_a_run_that_was_cut_off_goes_on_with_the_answers_that_it_was_given(ranks, talker, tmp_path, mode, world, more):
+def test_a_run_that_was_cut_off_goes_on_with_the_answers_that_it_was_given(
+    ranks, talker, tmp_path, mode, world, overrides
+):
     """The dice are others at each start. The power goes off in step 4; the checkpoint is of step 2. What was in flight
     there is read; what is made again is given the answers that it had: a run that reads all of them is the same to the
     last bit. With a lag rollout 4 is made again, with windows two trainers and two engines go on."""
-    if more == AGENT:
+    if overrides == AGENT:
         pytest.importorskip("uvicorn")
         pytest.importorskip("openai")
-    more, run, again = [*MODES[mode], *more, "checkpoint.every=2", "batch.prompts=2"], tmp_path / "run", tmp_path / "2"
-    first, *_ = ranks.run(jobs.played, world, arguments=settings(talker, run, *more), cut=4)
+    overrides, run, again = (
+        [*MODES[mode], *overrides, "checkpoint.every=2", "batch.prompts=2"],
+        tmp_path / "run",
+        tmp_path / "2",
+    )
+    first, *_ = ranks.run(jobs.played, world, arguments=settings(talker, run, *overrides), cut=4)
     assert first.end == "cut" and stages.checkpoints(run) == [2]
     if mode == "lag":
         assert (run / "pending_rollouts/step-00000003").exists()
         shutil.rmtree(run / "pending_rollouts/step-00000004")
-    told = ranks.run(jobs.played, world, arguments=settings(talker, run, *more))
-    assert "WARNING" not in told[0].out and (mode == "windows" or told[-1].generated == 1)
+    results = ranks.run(jobs.played, world, arguments=settings(talker, run, *overrides))
+    assert "WARNING" not in results[0].out and (mode == "windows" or results[-1].generated == 1)
     shutil.copytree(run / FOLDER, again / FOLDER)
-    ranks.run(jobs.played, world, arguments=settings(talker, again, *more))
+    ranks.run(jobs.played, world, arguments=settings(talker, again, *overrides))
     assert stages.same_weights(run, again) and not stages.differences(run, again)
     lines = [line for path in (run / FOLDER).iterdir() for line in path.read_text().splitlines() if line]
     keys = [tuple(json.loads(line.partition(" ")[2])[:3]) for line in lines if not line.startswith(" ")]
@@ -121,10 +127,10 @@ def test_a_run_that_was_cut_off_goes_on_with_the_answers_that_it_was_given(ranks
 def test_what_failed_altogether_is_asked_again(ranks, talker, tmp_path, mode):
     """Rollouts 2 and 3 fail, of which 2 has landed and 3 is on its way when the run ends: neither is kept."""
     away, run = tmp_path / "away", tmp_path / "run"
-    more = [*MODES[mode], f"{ASSETS}:Absent", f"+environment.args.away={away}", "environment.retries=0"]
+    overrides = [*MODES[mode], f"{ASSETS}:Absent", f"+environment.args.away={away}", "environment.retries=0"]
 
     def train(steps):
-        arguments = settings(talker, run, *more, "batch.prompts=2", f"run.steps={steps}")
+        arguments = settings(talker, run, *overrides, "batch.prompts=2", f"run.steps={steps}")
         return [told.end for told in ranks.run(jobs.played, world=2, arguments=arguments)]
 
     assert train(1) == ["0", "0"]

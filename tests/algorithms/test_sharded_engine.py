@@ -10,8 +10,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 EXACT = ("reward/", "response/", "advantage/", "refit/version", "staleness/")
 
 
-def train(ranks, data, folder, *more):
-    settings = stages.overrides("grpo", data, folder, "run.steps=2", "run.export=true", *more)
+def train(ranks, data, folder, *overrides):
+    settings = stages.overrides("grpo", data, folder, "run.steps=2", "run.export=true", *overrides)
     assert ranks.run("tests.run.jobs:run_stage", world=2, arguments=settings) == [0, 0]
     return folder
 

@@ -62,10 +62,10 @@ def runs(tiny_data, tiny_runs, tmp_path_factory):
 
 def stop_before_training(monkeypatch, recipe: str) -> dict:
     """Build the stage; in place of its recipe run `told["check"]` on what the recipe would get."""
-    home, told = f"aligner.stages.{recipe}", {}
-    monkeypatch.setattr(f"{home}.{recipe}", lambda *arguments: told.update(result=told["check"](*arguments)))
+    home, message = f"aligner.stages.{recipe}", {}
+    monkeypatch.setattr(f"{home}.{recipe}", lambda *arguments: message.update(result=message["check"](*arguments)))
     monkeypatch.setattr(f"{home}.finish", lambda *arguments: None)
-    return told
+    return message
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -118,11 +118,11 @@ def test_transformers_computes_the_trainers_logits(tiny_data, tiny_runs, tmp_pat
     from aligner.builders.runs import finish
     from tests.megatron.models import plain_logits
 
-    told = {}
+    reports = {}
     tokens = torch.randint(5, 261, (5, 20), generator=torch.Generator().manual_seed(0))
 
     def spy(job, run, model, extra=None):
-        told["logits"] = plain_logits(model, tokens, torch.full((5,), 20))
+        reports["logits"] = plain_logits(model, tokens, torch.full((5,), 20))
         finish(job, run, model, extra)
 
     monkeypatch.setattr(f"aligner.stages.{stage}.finish", spy)
@@ -130,7 +130,7 @@ def test_transformers_computes_the_trainers_logits(tiny_data, tiny_runs, tmp_pat
     model = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
     with torch.no_grad():
         theirs = model(tokens).logits
-    assert (theirs - told["logits"]).abs().max() <= 1e-4
+    assert (theirs - reports["logits"]).abs().max() <= 1e-4
     assert theirs.std() > 0.1 and not stages.same_weights(run, tiny_runs["sft"])
 
 
@@ -166,8 +166,15 @@ def test_reward_model_bias_is_the_mean_score_by_transformers(tiny_data, runs):
 @pytest.mark.parametrize("margin", [False, True])
 def test_the_first_loss_of_a_reward_model_is_known(tiny_data, tiny_runs, tmp_path, margin):
     """A new score head is zero: without margins the loss is ln 2, with them the mean softplus of the margin column."""
-    more = ["run.steps=1", "batch.sequences=32", f"algorithm.reward_loss.margin={margin}", "checkpoint.final=false"]
-    run = stages.stage("rm", tiny_data, tmp_path / "run", f"model.init={tiny_runs['sft']}", "run.export=false", *more)
+    overrides = [
+        "run.steps=1",
+        "batch.sequences=32",
+        f"algorithm.reward_loss.margin={margin}",
+        "checkpoint.final=false",
+    ]
+    run = stages.stage(
+        "rm", tiny_data, tmp_path / "run", f"model.init={tiny_runs['sft']}", "run.export=false", *overrides
+    )
     margins = [json.loads(line)["margin"] for line in (tiny_data / "pairs.jsonl").read_text().splitlines()]
     wanted = sum(math.log1p(math.exp(m if margin else 0.0)) for m in margins) / len(margins)
     assert stages.records(run)[0]["rm/loss"] == pytest.approx(wanted, abs=1e-5)
@@ -176,9 +183,9 @@ def test_the_first_loss_of_a_reward_model_is_known(tiny_data, tiny_runs, tmp_pat
 def test_the_centre_term_holds_scores_near_zero(tiny_data, tiny_runs, tmp_path):
     means = []
     for coef in (0.0, 1.0):
-        more = [f"model.init={tiny_runs['sft']}", f"algorithm.reward_loss.center_coef={coef}", "run.steps=12"]
+        overrides = [f"model.init={tiny_runs['sft']}", f"algorithm.reward_loss.center_coef={coef}", "run.steps=12"]
         run = stages.stage(
-            "rm", tiny_data, tmp_path / f"run{coef}", *more, "checkpoint.final=false", "run.export=false"
+            "rm", tiny_data, tmp_path / f"run{coef}", *overrides, "checkpoint.final=false", "run.export=false"
         )
         last = stages.records(run)[-1]
         means.append(abs(last["rm/chosen_mean"] + last["rm/rejected_mean"]))
@@ -188,18 +195,18 @@ def test_the_centre_term_holds_scores_near_zero(tiny_data, tiny_runs, tmp_path):
 
 @pytest.mark.slow
 def test_regression_learns_two_attributes(tiny_data, tiny_runs, tmp_path):
-    more = [
+    overrides = [
         f"model.init={tiny_runs['sft']}",
         f"data.train={tiny_data / 'scored.jsonl'}",
         "run.steps=80",
         "batch.micro_batch_samples=8",
         "optim.lr=1e-2",
     ]
-    more += ["algorithm.reward_loss.kind=regression", "algorithm.reward_loss.attributes=[good,short]"]
-    run = stages.stage("rm", tiny_data, tmp_path / "run", *more, f"data.eval={tiny_data / 'scored.jsonl'}")
-    found = stages.records(run)
-    assert found[-1]["rm/loss"] < 0.5 * found[0]["rm/loss"] and found[-1]["rm/mse"] == pytest.approx(
-        found[-1]["rm/loss"]
+    overrides += ["algorithm.reward_loss.kind=regression", "algorithm.reward_loss.attributes=[good,short]"]
+    run = stages.stage("rm", tiny_data, tmp_path / "run", *overrides, f"data.eval={tiny_data / 'scored.jsonl'}")
+    records = stages.records(run)
+    assert records[-1]["rm/loss"] < 0.5 * records[0]["rm/loss"] and records[-1]["rm/mse"] == pytest.approx(
+        records[-1]["rm/loss"]
     )
     assert json.loads((run / "hf" / "aligner.json").read_text())["attributes"] == ["good", "short"]
     rows = [json.loads(line) for line in (tiny_data / "scored.jsonl").read_text().splitlines()]
@@ -209,7 +216,7 @@ def test_regression_learns_two_attributes(tiny_data, tiny_runs, tmp_path):
     )
     assert scores.shape == (len(rows), 2)
     targets = torch.tensor([[r["good"], r["short"]] for r in rows])
-    assert float((scores - targets).square().mean()) == pytest.approx(found[-1]["eval/loss"], rel=1e-3)
+    assert float((scores - targets).square().mean()) == pytest.approx(records[-1]["eval/loss"], rel=1e-3)
 
 
 def test_without_kl_no_reference_is_loaded(tiny_data, tmp_path, monkeypatch):
@@ -217,19 +224,25 @@ def test_without_kl_no_reference_is_loaded(tiny_data, tmp_path, monkeypatch):
         raise AssertionError("a reference was built")
 
     monkeypatch.setattr("aligner.builders.models.Reference", refuse)
-    more = ["run.steps=1", "checkpoint.final=false", "run.export=false"]
-    run = stages.stage("grpo", tiny_data, tmp_path / "off", "algorithm.kl.coef=0", *more)
+    overrides = ["run.steps=1", "checkpoint.final=false", "run.export=false"]
+    run = stages.stage("grpo", tiny_data, tmp_path / "off", "algorithm.kl.coef=0", *overrides)
     assert "kl/ref_k1" not in stages.records(run)[0]
     with pytest.raises(AssertionError, match="a reference was built"):
-        stages.stage("grpo", tiny_data, tmp_path / "on", "algorithm.kl.coef=0.1", *more)
+        stages.stage("grpo", tiny_data, tmp_path / "on", "algorithm.kl.coef=0.1", *overrides)
 
 
 def test_epochs_and_minibatches_are_optimizer_steps(tiny_data, runs, tmp_path):
-    more = ["run.steps=3", "batch.epochs=2", "batch.minibatch_samples=16", "checkpoint.final=false", "run.export=false"]
-    run = stages.stage("grpo", tiny_data, tmp_path / "run", f"model.init={runs['sft']}", *more)
-    found = stages.records(run)
-    assert [record["refit/version"] for record in found] == [0, 4, 8]  # 2 epochs x 32 samples / 16
-    assert found[0]["policy/ratio_max"] > 1  # the second minibatch is off-policy
+    overrides = [
+        "run.steps=3",
+        "batch.epochs=2",
+        "batch.minibatch_samples=16",
+        "checkpoint.final=false",
+        "run.export=false",
+    ]
+    run = stages.stage("grpo", tiny_data, tmp_path / "run", f"model.init={runs['sft']}", *overrides)
+    records = stages.records(run)
+    assert [record["refit/version"] for record in records] == [0, 4, 8]  # 2 epochs x 32 samples / 16
+    assert records[0]["policy/ratio_max"] > 1  # the second minibatch is off-policy
     # PPO: 2 epochs x 16 samples / 8, but the policy waits while the critic warms up for one rollout
     ppo = [record for record in stages.records(runs["ppo"]) if record["step"] > 0]
     assert [record["refit/version"] for record in ppo] == [0, 0, 4, 8]
@@ -238,14 +251,14 @@ def test_epochs_and_minibatches_are_optimizer_steps(tiny_data, runs, tmp_path):
 
 def test_the_adaptive_controller_follows_its_rule_across_a_resume(tiny_data, runs, tmp_path):
     kl = "algorithm.kl={coef: 0.1, controller: {kind: adaptive, target: 0.01, horizon: 100}}"
-    more = [f"model.init={runs['sft']}", kl]
-    stages.stage("grpo", tiny_data, tmp_path / "run", *more, "run.steps=3")
-    run = stages.stage("grpo", tiny_data, tmp_path / "run", *more, "run.steps=6")
-    found = stages.records(run)
-    assert [record["step"] for record in found] == [1, 2, 3, 4, 5, 6]
-    coefs = [record["kl/coef"] for record in found]
+    overrides = [f"model.init={runs['sft']}", kl]
+    stages.stage("grpo", tiny_data, tmp_path / "run", *overrides, "run.steps=3")
+    run = stages.stage("grpo", tiny_data, tmp_path / "run", *overrides, "run.steps=6")
+    records = stages.records(run)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    coefs = [record["kl/coef"] for record in records]
     assert coefs[0] == 0.1 and len(set(coefs)) > 4
-    for record, before, after in zip(found, coefs, coefs[1:], strict=False):
+    for record, before, after in zip(records, coefs, coefs[1:], strict=False):
         error = min(max(record["kl/ref_k1_sequence_mean"] / 0.01 - 1, -0.2), 0.2)
         assert after == pytest.approx(before * (1 + error * 32 / 100), rel=1e-9)
 
@@ -254,7 +267,7 @@ def test_a_new_critic_says_what_the_reward_model_says(tiny_data, tiny_runs, tmp_
     """The reward model reads its score at the last token, from hidden[last]. The critic's value at index t is that of
     the state before tokens[t], from hidden[t - 1]: so its value at index last + 1, where the whole response
     stands, must be the reward model's centred, scaled score. A column of padding makes that index exist."""
-    told = stop_before_training(monkeypatch, "ppo")
+    reported = stop_before_training(monkeypatch, "ppo")
 
     def check(run, rollouts, policy, critic, reference, kl, cfg):
         rollout, _, scores = rollouts.next(1)
@@ -266,35 +279,45 @@ def test_a_new_critic_says_what_the_reward_model_says(tiny_data, tiny_runs, tmp_
         assert (values[:, 0] == 0).all()
         return values[torch.arange(len(values)), rollout.lengths], rollout.rewards, scores.components["model"]
 
-    told["check"] = check
-    more = [f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}", "run.steps=2"]
-    stages.stage("ppo", tiny_data, tmp_path / "run", *more)
-    values, rewards, component = told["result"]
+    reported["check"] = check
+    overrides = [f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}", "run.steps=2"]
+    stages.stage("ppo", tiny_data, tmp_path / "run", *overrides)
+    values, rewards, component = reported["result"]
     assert len(set(values.tolist())) > 4
     torch.testing.assert_close(values, rewards, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(values, torch.tensor(component), rtol=1e-5, atol=1e-5)
 
 
 def test_ppo_learns_from_the_reward_model(tiny_data, tiny_runs, tmp_path):
-    more = [f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}", "run.steps=12", "batch.prompts=32"]
-    more += ["batch.minibatch_samples=32", "batch.micro_batch_samples=16", "algorithm.kl.coef=0.01"]
-    more += ["checkpoint.final=false", "run.export=false"]
-    found = stages.records(stages.stage("ppo", tiny_data, tmp_path / "run", *more))
-    means = [record["reward/model/mean"] for record in found]
+    overrides = [
+        f"model.init={tiny_runs['sft']}",
+        f"reward.model={tiny_runs['rm']}",
+        "run.steps=12",
+        "batch.prompts=32",
+    ]
+    overrides += ["batch.minibatch_samples=32", "batch.micro_batch_samples=16", "algorithm.kl.coef=0.01"]
+    overrides += ["checkpoint.final=false", "run.export=false"]
+    records = stages.records(stages.stage("ppo", tiny_data, tmp_path / "run", *overrides))
+    means = [record["reward/model/mean"] for record in records]
     assert sum(means[-3:]) / 3 > sum(means[:2]) / 2 + 0.1
     # gamma = lambda = 1: what the critic predicts at every token is the reward less the KL still to come
-    assert found[0]["critic/return_mean"] == pytest.approx(means[0], abs=0.3)
+    assert records[0]["critic/return_mean"] == pytest.approx(means[0], abs=0.3)
 
 
 @pytest.mark.slow
 def test_a_critic_is_fitted_to_what_followed_before_anything_else_learns(tiny_data, tiny_runs, tmp_path):
     """On the first rollout, which is generated once; toward the rewards themselves, whatever algorithm.lam says."""
-    more = [f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}", "run.steps=1", "algorithm.lam=0.2"]
-    more += ["checkpoint.final=false", "run.export=false", "critic.warmup_steps=0", "eval.generate=false"]
-    more += ["batch.micro_batch_samples=8"]
+    overrides = [
+        f"model.init={tiny_runs['sft']}",
+        f"reward.model={tiny_runs['rm']}",
+        "run.steps=1",
+        "algorithm.lam=0.2",
+    ]
+    overrides += ["checkpoint.final=false", "run.export=false", "critic.warmup_steps=0", "eval.generate=false"]
+    overrides += ["batch.micro_batch_samples=8"]
 
     def first(name, *changes):
-        return stages.records(stages.stage("ppo", tiny_data, tmp_path / name, *more, *changes))[0]
+        return stages.records(stages.stage("ppo", tiny_data, tmp_path / name, *overrides, *changes))[0]
 
     fitted = first("fitted", "critic.pretrain_steps=60", "critic.optim.lr=1e-2")
     before, after = "critic/pretrain_explained_variance_before", "critic/pretrain_explained_variance"
@@ -331,8 +354,8 @@ def test_a_run_leaves_no_models_and_no_threads_behind(tiny_data, tiny_runs, tmp_
         return len(list(Path("/proc/self/task").iterdir()))
 
     def left(name: str) -> tuple[int, int]:
-        more = (f"model.init={tiny_runs['sft']}", f"data.eval={tiny_data / 'eval.jsonl'}", "run.steps=1")
-        stages.stage("grpo", tiny_data, tmp_path / name, *more)
+        overrides = (f"model.init={tiny_runs['sft']}", f"data.eval={tiny_data / 'eval.jsonl'}", "run.steps=1")
+        stages.stage("grpo", tiny_data, tmp_path / name, *overrides)
         alive = sum(isinstance(thing, ShardedModel) for thing in gc.get_objects())
         return threads(), alive
 

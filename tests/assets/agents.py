@@ -31,8 +31,8 @@ async def calculate(task, base_url, sampling, limit=8):
     client = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
     messages = list(task.messages)
     for _ in range(limit):
-        found = await client.chat.completions.create(messages=messages, tools=[CALCULATOR], **sampling)
-        message = found.choices[0].message
+        actual = await client.chat.completions.create(messages=messages, tools=[CALCULATOR], **sampling)
+        message = actual.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         if not message.tool_calls:
             return {"reward": float("3" in message.content), "turns": len(messages)}
@@ -73,21 +73,23 @@ def seeded(task, base_url, sampling):
 
 def asks(task, base_url, sampling):
     """Sends the requests of the row, one after the other; its result is what came back."""
-    client, found = talk(base_url), []
+    client, results = talk(base_url), []
     for request in task.row["requests"]:
         try:
-            found.append(client.chat.completions.create(**({"messages": task.messages} | sampling | request)).to_dict())
+            results.append(
+                client.chat.completions.create(**({"messages": task.messages} | sampling | request)).to_dict()
+            )
         except openai.APIStatusError as error:
-            found.append({"status": error.status_code, "error": error.body})
-    return {"reward": task.row.get("reward", 1.0), "found": found}
+            results.append({"status": error.status_code, "error": error.body})
+    return {"reward": task.row.get("reward", 1.0), "found": results}
 
 
 async def together(task, base_url, sampling):
     """Three requests at a time."""
     client = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
     ask = lambda i: client.chat.completions.create(messages=[{"role": "user", "content": f"q{i}"}], **sampling)  # noqa: E731
-    found = await asyncio.gather(*(ask(i) for i in range(3)))
-    return float(len({one.choices[0].message.content for one in found}))
+    answer = await asyncio.gather(*(ask(i) for i in range(3)))
+    return float(len({one.choices[0].message.content for one in answer}))
 
 
 def stubborn(task, base_url, sampling):
@@ -146,9 +148,9 @@ def silent(task, base_url, sampling):
 
 
 if __name__ == "__main__":  # as a command line
-    given = json.load(sys.stdin)
+    inputs = json.load(sys.stdin)
     reply = openai.OpenAI(max_retries=0).chat.completions.create(
-        messages=given["task"]["messages"], **given["sampling"]
+        messages=inputs["task"]["messages"], **inputs["sampling"]
     )
     print("what it prints before is no result")
     print(json.dumps({"reward": len(reply.choices[0].message.content), "pid": os.getpid()}))

@@ -25,7 +25,7 @@ def codes(task, base_url, sampling):
 
 
 def _result(kind, task, base_url, sampling):
-    more = {name: value for name, value in sampling.items() if name != "model"}
-    model = OpenAIModel(sampling["model"], api_base=base_url, api_key="none", **more)
+    settings = {name: value for name, value in sampling.items() if name != "model"}
+    model = OpenAIModel(sampling["model"], api_base=base_url, api_key="none", **settings)
     agent = kind(tools=[add], model=model, max_steps=3, verbosity_level=0)
     return float(str(agent.run(task.messages[-1]["content"])) == "3")

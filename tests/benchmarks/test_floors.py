@@ -48,28 +48,28 @@ def subject(name: str) -> Subject:
 
 def operations(name: str) -> dict[str, dict[str, float]]:
     """By phase {"linear", "attention"}: what torch's own counter sees. Decode is a generation less its first token."""
-    timed, found = subject(name), {}
+    timed, results = subject(name), {}
     for phase in PHASES:
-        found[phase] = counted(timed.action(phase))
-    for part, count in found["prefill"].items():
-        found["decode"][part] -= count
+        results[phase] = counted(timed.action(phase))
+    for piece, count in results["prefill"].items():
+        results["decode"][piece] -= count
     timed.bench.close()
-    return found
+    return results
 
 
 def stored_bytes(name: str) -> dict[str, float]:
     """Bytes of an engine's weights, of its cache for one position of one row, and of what a refit writes."""
     timed = subject(name)
-    told = timed.bench.refit()
+    reported = timed.bench.refit()
     timed.bench.generate(WORKS[name].rows, 1)
     cache = timed.bench.engine.cache.kv
-    found = {
+    by_name = {
         "weights": float(sum(view.nbytes for view in timed.bench.engine.model.views.values())),
         "position": cache.nbytes / cache.shape[2] / cache.shape[4],
-        "refit": told["refit/bytes"],
+        "refit": reported["refit/bytes"],
     }
     timed.bench.close()
-    return found
+    return by_name
 
 
 class SlowKernels(TorchDispatchMode):
@@ -87,15 +87,15 @@ class SlowKernels(TorchDispatchMode):
 
 def slow_products(name: str) -> dict[str, list[str]]:
     """By phase torch's own products in bfloat16, if the processor had no instructions for it."""
-    found = {}
+    results = {}
     with patch.object(bfloat16_products, "_slow_here", lambda: True):
         timed = Subject(WORKS[name], torch.bfloat16, torch.device("cpu"))
         for phase in PHASES:
             with SlowKernels() as heard:
                 timed.action(phase)()
-            found[phase] = sorted(heard.seen)
+            results[phase] = sorted(heard.seen)
     timed.bench.close()
-    return found
+    return results
 
 
 def measured_rows(name: str, dtype: str) -> list[dict]:
@@ -164,11 +164,11 @@ def test_floors_scale_with_rates_and_sizes():
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "logprobs", "update"])
 def test_own_shapes_are_all_products_of_a_pass(phase):
-    found = own_shapes(phase, WORK)
-    layer, last, head = (sum(2.0 * m * n * k for m, n, k in part) for _, part in found)
-    layers, one, heads = (often for often, _ in found)
+    actual = own_shapes(phase, WORK)
+    layer, last, head = (sum(2.0 * m * n * k for m, n, k in child) for _, child in actual)
+    layers, one, heads = (often for often, _ in actual)
     assert (layers, one, heads) == (WORK.cfg.num_layers - 1, 1, int(phase != "prefill"))
-    tokens, trains = found[0][1][0][0], phase in ("logprobs", "update")
+    tokens, trains = actual[0][1][0][0], phase in ("logprobs", "update")
     rows = training_rows(WORK)
     read = round(tokens * float(rows.loss_mask.sum() / rows.lengths.sum())) if trains else tokens
     times = 3 if phase == "update" else 1
@@ -196,14 +196,14 @@ def test_every_phase_is_measured(ranks, dtype):
 @pytest.mark.multirank
 def test_no_product_is_in_bfloat16_where_there_are_no_instructions_for_it(ranks):
     """Torch's are 8 to 90 times slower there; those with `out=` and the fused attention's are not replaced."""
-    (found,) = ranks.run(slow_products, name="check")
-    assert found.keys() == set(PHASES) and not any(found.values()), found
+    (result,) = ranks.run(slow_products, name="check")
+    assert result.keys() == set(PHASES) and not any(result.values()), result
 
 
 def row(model: str, judged: bool, x_copy: float) -> dict:
     numbers = dict.fromkeys(("seconds", "floor_s", "ratio", "own_shapes", "matrix_gflops", "own_gflops"), 0.5)
-    found = {"model": model, "dtype": "float32", "phase": "refit", "bound": "memory", "copy_gb_s": None} | numbers
-    return found | {"bytes": 120e6, "judged": judged, "x_copy": x_copy, "pack_x_copy": 5.0}
+    by_name = {"model": model, "dtype": "float32", "phase": "refit", "bound": "memory", "copy_gb_s": None} | numbers
+    return by_name | {"bytes": 120e6, "judged": judged, "x_copy": x_copy, "pack_x_copy": 5.0}
 
 
 @pytest.mark.parametrize(("judged", "x_copy", "code"), [(True, 2.5, 1), (True, 1.9, 0), (False, 2.5, 0)])
@@ -214,7 +214,7 @@ def test_a_slow_refit_beyond_the_cache_fails(monkeypatch, tmp_path, capsys, judg
     assert floors.main(["--models", "30m", "--json", str(path)]) == code
     out = capsys.readouterr().out
     assert ("30m: a refit of 120 MB takes 2.50 x a plain copy: above 2" in out) == bool(code)
-    found = json.loads(path.read_text())
-    assert found["rows"][0]["model"] == "30m" and found["about"]["clock"] and found["about"]["repeats"] == 7
-    assert found["about"]["versions"].keys() >= {"python", "torch", "megatron-core", "commit"}
-    assert found["about"]["machine"].keys() >= {"processor", "cores", "cache_bytes", "load"}
+    content = json.loads(path.read_text())
+    assert content["rows"][0]["model"] == "30m" and content["about"]["clock"] and content["about"]["repeats"] == 7
+    assert content["about"]["versions"].keys() >= {"python", "torch", "megatron-core", "commit"}
+    assert content["about"]["machine"].keys() >= {"processor", "cores", "cache_bytes", "load"}

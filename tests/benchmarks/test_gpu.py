@@ -31,8 +31,8 @@ def test_the_benchmark_fits_the_card_it_is_for(name):
 @pytest.mark.multirank
 def test_scaling_counts_the_bytes_of_the_formulas(ranks):
     parallel, world = scaling.CASES["tp2, sequence"]
-    for found in ranks.run("benchmarks.scaling:measure", world=world, parallel=parallel, steps=1):
-        assert found["bytes"] == scaling.formula_bytes(parallel, world, found["stage"]) > 0 and found["cpu_s"] > 0
+    for result in ranks.run("benchmarks.scaling:measure", world=world, parallel=parallel, steps=1):
+        assert result["bytes"] == scaling.formula_bytes(parallel, world, result["stage"]) > 0 and result["cpu_s"] > 0
 
 
 def test_goals_are_told_from_measured_figures(capsys):

@@ -206,5 +206,5 @@ def test_a_step_that_takes_twice_as_long_leaves_the_corridor():
     """`packing`'s ratio if the packed step took twice as long: what a loss looks like."""
     rows = ragged(16, 128)
     fast = stepper(True, rows)
-    found = ratio(stepper(False, rows), lambda: [fast() for _ in range(2)], (0.0, AT_LEAST["packing"]))
-    assert found < AT_LEAST["packing"]
+    actual = ratio(stepper(False, rows), lambda: [fast() for _ in range(2)], (0.0, AT_LEAST["packing"]))
+    assert actual < AT_LEAST["packing"]

@@ -22,10 +22,10 @@ def test_our_side_steps_when_it_is_told_to(stage, folder):
     work.write(folder / WORK)
     side = Side.start("ours", ours(folder / WORK), folder, work.threads)
     try:
-        told = [side.step() for _ in range(2)]
+        reports = [side.step() for _ in range(2)]
     finally:
         side.end()
-    for step in told:
+    for step in reports:
         assert step["seconds"] > 0 and step["peak_bytes"] > 1 << 28
         assert ("tokens" in step) == (stage == "sft")
     assert max(response_lengths(work, 0)) == 8
@@ -37,7 +37,7 @@ def test_an_engine_generates_when_it_is_told_to(folder):
     command = [sys.executable, "-m", "benchmarks.versus.engines", str(folder / WORK), "native"]
     side = Side.start("ours", command, folder, work.threads)
     try:
-        told = side.step()
+        reported = side.step()
     finally:
         side.end()
-    assert told["tokens"] == 128 * 8 and told["seconds"] > 0 and told["peak_bytes"] > 1 << 28
+    assert reported["tokens"] == 128 * 8 and reported["seconds"] > 0 and reported["peak_bytes"] > 1 << 28

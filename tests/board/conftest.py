@@ -15,14 +15,14 @@ from aligner.board.tabs import PAGES
 def look(browser, serve, tmp_path):
     """look(url, width=..., scheme=...): a page of the browser, which may not complain of anything. A screenshot of each
     as it was at last is kept in the test's folder."""
-    pages, told = [], []
+    pages, messages = [], []
 
     def opened(url: str, width: int = 1280, scheme: str = "light"):
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.set_default_timeout(300_000)
-        page.on("console", lambda message: told.append(message.text))
-        page.on("pageerror", lambda error: told.append(str(error)))
-        page.on("dialog", lambda dialog: (told.append(dialog.message), dialog.dismiss()))
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.on("dialog", lambda dialog: (messages.append(dialog.message), dialog.dismiss()))
         pages.append(page)
         page.goto(url)
         page.wait_for_selector("html[data-ready]", state="attached")
@@ -32,7 +32,7 @@ def look(browser, serve, tmp_path):
     for number, page in enumerate(pages):
         page.screenshot(path=tmp_path / f"screenshot-{number}.png", full_page=True)
         page.close()
-    assert told == []
+    assert messages == []
 
 
 @pytest.fixture
@@ -44,12 +44,12 @@ def serve():
     opened = []
 
     def start(folder) -> str:
-        place = loopback(0)
+        address = loopback(0)
         listener = Listener(make_app(Board([folder]), PAGES, "token"))
-        thread = threading.Thread(target=lambda: asyncio.run(listener.serve(sockets=[place])))
+        thread = threading.Thread(target=lambda: asyncio.run(listener.serve(sockets=[address])))
         thread.start()
         opened.append((listener, thread))
-        return f"http://127.0.0.1:{place.getsockname()[1]}/token/"
+        return f"http://127.0.0.1:{address.getsockname()[1]}/token/"
 
     yield start
     for listener, thread in opened:

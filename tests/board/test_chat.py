@@ -29,9 +29,9 @@ def test_models_are_those_of_runs_checkpoints_and_folders(tmp_path):
         folder.mkdir()
         (folder / "config.json").write_text("{}")
     board = Board([tmp_path])
-    found = known(board)
+    actual = known(board)
     names = ["done", "done step-00000004", "runs_on step-00000004", str(tmp_path / "published")]
-    assert list(found) == names and found[names[1]].run == tmp_path / "done" and found["done"].run is None
+    assert list(actual) == names and actual[names[1]].run == tmp_path / "done" and actual["done"].run is None
     with pytest.raises(DataError, match="expected one of the board's 4 models"):
         open_talk(board, JsonObject({"model": "/etc"}, "test", DataError))
 

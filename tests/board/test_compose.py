@@ -34,11 +34,11 @@ def ask(answer=check, **asked):
 
 
 def test_the_form_has_every_group_and_key():
-    found = ask(form)
-    assert tuple(found["groups"]) == GROUPS and "quickstart_grpo" in found["groups"]["experiment"]
-    lr = next(key for key in found["keys"] if key["name"] == "optim.schedule")
+    answer = ask(form)
+    assert tuple(answer["groups"]) == GROUPS and "quickstart_grpo" in answer["groups"]["experiment"]
+    lr = next(key for key in answer["keys"] if key["name"] == "optim.schedule")
     assert lr["choices"] == ("constant", "linear", "cosine") and lr["meaning"]
-    assert "h100" in found["devices"] and "generic" in found["sites"]
+    assert "h100" in answer["devices"] and "generic" in answer["sites"]
 
 
 @pytest.mark.parametrize(
@@ -55,25 +55,25 @@ def test_the_form_has_every_group_and_key():
     ],
 )
 def test_what_is_wrong_is_told_as_the_command_line_does(wish, key, capsys, tmp_path, monkeypatch):
-    found = ask(**wish)
+    answer = ask(**wish)
     monkeypatch.chdir(tmp_path)
-    words = shlex.split(found["command"])
+    words = shlex.split(answer["command"])
     assert words[:3] == ["python", "-m", "aligner"] and command_line.main(words[3:]) == 2
-    assert capsys.readouterr().err == found["error"]["text"] + "\n"
-    assert key in (None, found["error"]["key"])
+    assert capsys.readouterr().err == answer["error"]["text"] + "\n"
+    assert key in (None, answer["error"]["key"])
 
 
 def test_values_are_those_of_the_command(tmp_path):
     """Overrides of the form, YAML and the groups' own values, against what the same words compose to."""
     wish = {"groups": GRPO, "values": {"optim.lr": "3e-5", "run.dir": str(tmp_path), "data.train": "."}}
-    found = ask(**wish, gpus=16)
-    words = shlex.split(found["command"])
+    answer = ask(**wish, gpus=16)
+    words = shlex.split(answer["command"])
     assert words[3:9] == ["launch", "--ranks", "1", "stage=grpo", "model=qwen3_0.6b", "optim.lr=3e-5"]
-    assert yaml.safe_load(found["yaml"]) == yaml.safe_load(to_yaml(compose(words[6:])))
-    assert (found["base"]["optim.lr"], found["base"]["batch.group"]) == ("0.0001", "8")
-    assert "critic.trunk" in found["unread"] and "sampling.temperature" not in found["unread"]
-    assert found["plan"]["table"].startswith("grpo on 16 x h100") and not found["plan"]["error"]
-    assert "plan --gpus 16" in found["plan"]["command"]
+    assert yaml.safe_load(answer["yaml"]) == yaml.safe_load(to_yaml(compose(words[6:])))
+    assert (answer["base"]["optim.lr"], answer["base"]["batch.group"]) == ("0.0001", "8")
+    assert "critic.trunk" in answer["unread"] and "sampling.temperature" not in answer["unread"]
+    assert answer["plan"]["table"].startswith("grpo on 16 x h100") and not answer["plan"]["error"]
+    assert "plan --gpus 16" in answer["plan"]["command"]
 
 
 def test_a_plan_that_does_not_fit_is_shown_and_refused():

@@ -45,8 +45,8 @@ def rows(*folders) -> dict:
 
 
 def test_runs_are_found_in_folders_of_folders_and_named_apart(tmp_path):
-    for place in ("sweep/0_a", "sweep/10_a", "sweep/2_a", "chain/sft", "chain/grpo", "sft"):
-        make_run(tmp_path / place)
+    for location in ("sweep/0_a", "sweep/10_a", "sweep/2_a", "chain/sft", "chain/grpo", "sft"):
+        make_run(tmp_path / location)
     make_run(tmp_path / "sft" / "inner")  # a run's own folders are not runs
     (tmp_path / "sweep" / "logs").mkdir()
     (tmp_path / "around").symlink_to(tmp_path)
@@ -93,15 +93,15 @@ def test_a_row_says_how_a_run_goes(tmp_path):
     (grpo / "lock.json").write_text("{}")
     append_jsonl(grpo / "alarms.jsonl", [{"step": 1, "text": "alarm"}])
     write(grpo / "starts.jsonl", {**START, "started": "1970-01-01T00:01:30+00:00"})
-    found = rows(tmp_path)
-    row = found["grpo"]
+    read = rows(tmp_path)
+    row = read["grpo"]
     assert (row["stage"], row["state"], row["step"], row["steps"], row["alarms"]) == ("grpo", "running", 5, 20, 1)
     assert (row["step_s"], row["tokens_per_s"], row["peak_bytes"], row["left_s"]) == (2.0, 50.0, 9, 30.0)
     assert (
         row["from"] == {"model.init": "sft"} and row["chain"] == tmp_path.name and row["last"] == {"reward/mean": 5.0}
     )
     assert row["goodput"] == pytest.approx(10 / 15)  # 5 steps of 2 s, from 90 s to 105 s
-    assert (found["sft"]["state"], found["sft"]["from"], found["sft"]["left_s"]) == ("DONE", {}, None)
+    assert (read["sft"]["state"], read["sft"]["from"], read["sft"]["left_s"]) == ("DONE", {}, None)
     old = time.time() - 3600
     os.utime(grpo / "lock.json", (old, old))
     assert rows(grpo)["grpo"]["state"] == "ended"
@@ -176,14 +176,14 @@ def test_damaged_folders_are_rows_that_say_so(tmp_path):
     write(tmp_path / "odd" / "alarms.jsonl", {}, {"step": "x", "text": 3})
     (tmp_path / "odd" / "config.yaml").write_text("- 1\n- stage: 2\n")
     details = ask(curves.details, tmp_path)["details"]
-    found = rows(tmp_path)
-    assert len(found) == 3 and found["broken"]["step"] == 3
+    read = rows(tmp_path)
+    assert len(read) == 3 and read["broken"]["step"] == 3
     damage = "\n".join(details["broken"]["damage"])
-    assert "metrics.jsonl:2" in "".join(found["broken"]["damage"])
+    assert "metrics.jsonl:2" in "".join(read["broken"]["damage"])
     for name in ("config.yaml", "starts.jsonl:2", "alarms.jsonl"):
         assert name in damage
     assert all("\n" not in text for text in details["broken"]["damage"])
-    assert details["half"]["damage"][0].startswith("config.yaml: ") and found["half"]["state"] == "not started"
+    assert details["half"]["damage"][0].startswith("config.yaml: ") and read["half"]["state"] == "not started"
     assert details["odd"]["damage"] == [] and [alarm["text"] for alarm in details["odd"]["alarms"]] == ["", "3"]
     for endpoint in (curves.metrics, curves.curves, curves.phases):
         ask(endpoint, tmp_path)
@@ -225,18 +225,18 @@ def test_pipes_are_not_waited_for(tmp_path):
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(lambda: (rows(tmp_path), ask(curves.details, tmp_path)["details"]))
         try:
-            found, details = asked.result(120)
+            answer, details = asked.result(120)
         finally:
             for path in pipes * 3:  # a reader that waits goes on
                 os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
-    assert (found["a"]["step"], found["b"]["step"], details["b"]["config"]) == (None, 5, "")
+    assert (answer["a"]["step"], answer["b"]["step"], details["b"]["config"]) == (None, 5, "")
 
 
 def test_steps_that_were_taken_again_count_once_along_the_run(tmp_path):
     write(tmp_path / "a" / "metrics.jsonl", *({"step": step, "time/update_s": 1.0} for step in (1, 2, 3, 2, 3, 4)))
-    found = ask(curves.phases, tmp_path)["phases"]["a"]
-    assert (found["x"], found["seconds"]) == ([1, 2, 3, 4], {"time/update_s": 6.0})
-    assert found["layers"] == {"time/update_s": [1, 1, 3, 1]}
+    answer = ask(curves.phases, tmp_path)["phases"]["a"]
+    assert (answer["x"], answer["seconds"]) == ([1, 2, 3, 4], {"time/update_s": 6.0})
+    assert answer["layers"] == {"time/update_s": [1, 1, 3, 1]}
 
 
 def test_a_run_of_a_newer_version_is_shown_and_said_to_be_one(tmp_path):
@@ -259,13 +259,13 @@ def test_facts_and_the_keys_in_which_configs_differ(tmp_path):
     again = {**START, "started": "2026-01-01T11:00:00+00:00", "dirty": False, "command": "aligner run a=1"}
     ends = {"ended": "2026-01-01T10:00:40+00:00", "result": "StopRequested: USR1"}
     write(a / "starts.jsonl", START, ends, again, {"ended": "2026-01-01T12:01:00+00:00", "result": "done"})
-    found = ask(curves.details, tmp_path)
-    assert found["differ"] == {
+    answer = ask(curves.details, tmp_path)
+    assert answer["differ"] == {
         "optim.lr": {"a": "0.5", "b": "0.25"},
         "list": {"a": "[1, 2]", "b": "[1]"},
         "more": {"b": "x"},
     }
-    facts = found["details"]["a"]["facts"]
+    facts = answer["details"]["a"]["facts"]
     wanted = {
         "seed": "12345",
         "model": "qwen3",
@@ -284,27 +284,27 @@ def test_facts_and_the_keys_in_which_configs_differ(tmp_path):
     assert wanted.items() <= facts.items()
     (tmp_path / "summary.json").write_text('{"sft": {"accuracy": 0.375}, "nan": NaN}')
     assert ask(curves.details, tmp_path)["summary"] == {"sft.accuracy": 0.375, "nan": "nan"}
-    assert "lr: 0.5" in found["details"]["a"]["config"]
+    assert "lr: 0.5" in answer["details"]["a"]["config"]
 
 
 def test_metrics_that_never_change_say_their_value(tmp_path):
     for name, value in (("a", 0.25), ("b", 0.25)):
         make_run(tmp_path / name, **{"policy/same": value, "policy/none": None, "time/x_s": 1.0, "zoo/z": 1.0})
     make_run(tmp_path / "c", **{"zoo/z": 2.0})
-    found = ask(curves.metrics, tmp_path)["metrics"]
-    still = {metric["name"]: metric["still"] for metric in found}
+    answer = ask(curves.metrics, tmp_path)["metrics"]
+    still = {metric["name"]: metric["still"] for metric in answer}
     assert still == {"reward/mean": None, "policy/same": 0.25, "zoo/z": None, "time/x_s": 1.0}
-    assert [metric["name"] for metric in found] == ["reward/mean", "policy/same", "zoo/z", "time/x_s"]  # by group
-    assert found[2]["last"] == {"a": 1.0, "b": 1.0, "c": 2.0}
+    assert [metric["name"] for metric in answer] == ["reward/mean", "policy/same", "zoo/z", "time/x_s"]  # by group
+    assert answer[2]["last"] == {"a": 1.0, "b": 1.0, "c": 2.0}
 
 
 def test_curves_and_clocks(tmp_path, monkeypatch):
     speed = {"time/step_s": 2.0, "throughput/tokens_per_s": 50.0}
     folder = make_run(tmp_path / "a", **speed)
     append_jsonl(folder / "metrics.jsonl", [{"step": 6, "wall_time": 200.0, "reward/mean": None, **speed}])
-    found = ask(curves.curves, tmp_path, metrics=["reward/mean", "none/such"])
-    assert found["curves"] == {"a": {"reward/mean": {"x": [1, 2, 3, 4, 5, 6], "y": [1, 2, 3, 4, 5, None]}}}
-    clocks = found["clocks"]["a"]
+    answer = ask(curves.curves, tmp_path, metrics=["reward/mean", "none/such"])
+    assert answer["curves"] == {"a": {"reward/mean": {"x": [1, 2, 3, 4, 5, 6], "y": [1, 2, 3, 4, 5, None]}}}
+    clocks = answer["clocks"]["a"]
     assert clocks["wall"]["y"] == [0, 1, 2, 3, 4, 99] and clocks["begun"] == 101.0
     assert clocks["tokens"]["y"] == [100, 200, 300, 400, 500, 600]
     make_run(tmp_path / "long", steps=5000)
@@ -321,12 +321,12 @@ def test_phases_add_up_to_the_step(tmp_path, steps):
     """Those with a slash are part of others; a save comes after the step was measured."""
     parts = {"time/generate_s": 1.0, "time/update_s": 2.0, "time/eval/generate_s": 9.0}
     make_run(tmp_path / "a", steps, **parts)
-    found = ask(curves.phases, tmp_path)["phases"]["a"]
-    assert found["seconds"] == {"time/generate_s": steps, "time/update_s": 2 * steps}
+    answer = ask(curves.phases, tmp_path)["phases"]["a"]
+    assert answer["seconds"] == {"time/generate_s": steps, "time/update_s": 2 * steps}
     make_run(tmp_path / "a", steps, **parts, **{"time/step_s": 3.5, "time/save_s": 4.0})
-    found = ask(curves.phases, tmp_path)["phases"]["a"]
+    answer = ask(curves.phases, tmp_path)["phases"]["a"]
     known = {"time/generate_s": 1, "time/update_s": 2, "time/save_s": 4, "time/other_s": 0.5}
-    assert found["seconds"] == pytest.approx({name: seconds * steps for name, seconds in known.items()})
+    assert answer["seconds"] == pytest.approx({name: seconds * steps for name, seconds in known.items()})
     for name, seconds in known.items():  # of a step, anywhere along the run; of a long one between points that are kept
-        assert found["layers"][name] == pytest.approx([seconds] * len(found["x"]), rel=1e-3 if steps < 100 else 0.1)
-    assert len(found["x"]) == min(steps, curves.BINS) and found["x"][-1] == steps
+        assert answer["layers"][name] == pytest.approx([seconds] * len(answer["x"]), rel=1e-3 if steps < 100 else 0.1)
+    assert len(answer["x"]) == min(steps, curves.BINS) and answer["x"][-1] == steps

@@ -46,12 +46,12 @@ STARTS = [
 
 def both(folder) -> dict:
     """What all endpoints say of a folder of a good run and others, whose good one is whole."""
-    found = {endpoint.__name__: ask(endpoint, folder) for endpoint in ALL}
-    good = {row["name"]: row for row in found["table"]["runs"]}["good"]
+    answer = {endpoint.__name__: ask(endpoint, folder) for endpoint in ALL}
+    good = {row["name"]: row for row in answer["table"]["runs"]}["good"]
     assert (good["step"], good["damage"]) == (5, [])
-    assert found["curves"]["curves"]["good"]["reward/mean"]["y"] == [1, 2, 3, 4, 5]
-    assert found["details"]["details"]["good"]["config"] == "seed: 1\n"
-    return found
+    assert answer["curves"]["curves"]["good"]["reward/mean"]["y"] == [1, 2, 3, 4, 5]
+    assert answer["details"]["details"]["good"]["config"] == "seed: 1\n"
+    return answer
 
 
 @pytest.fixture
@@ -67,8 +67,8 @@ def bad(tmp_path):
 @pytest.mark.parametrize("data", RUBBISH, ids=range(len(RUBBISH)))
 def test_rubbish_costs_its_own_row(tmp_path, bad, name, data):
     (bad / name).write_bytes(data)
-    found = both(tmp_path)
-    assert {row["name"] for row in found["table"]["runs"]} == {"good", "bad"}
+    actual = both(tmp_path)
+    assert {row["name"] for row in actual["table"]["runs"]} == {"good", "bad"}
 
 
 @pytest.mark.parametrize("name", ["rollouts", "logs", "checkpoints", "hf"])
@@ -152,11 +152,11 @@ CONFIGS = [
 def test_no_config_takes_long_or_is_long(tmp_path, bad, config):
     (bad / "config.yaml").write_text(config)
     before = time.process_time()
-    found = both(tmp_path)
+    actual = both(tmp_path)
     assert time.process_time() - before < 60  # a bomb takes hours, 20 MB a minute
-    assert len(json.dumps(found)) < 3 << 20
+    assert len(json.dumps(actual)) < 3 << 20
     if "*" in config or len(config) > 1 << 20:
-        (row,) = (row for row in found["table"]["runs"] if row["name"] == "bad")
+        (row,) = (row for row in actual["table"]["runs"] if row["name"] == "bad")
         assert "config.yaml: expected" in row["damage"][0]
 
 
@@ -182,8 +182,8 @@ def test_links_out_of_a_run_are_not_followed(tmp_path, bad, name, deep, capsys):
     else:
         (bad / name).unlink(missing_ok=True)
         (bad / name).symlink_to(outside / name)
-    found = both(tmp_path)
-    assert SECRET not in json.dumps(found)
+    actual = both(tmp_path)
+    assert SECRET not in json.dumps(actual)
     assert report([str(tmp_path)]) == 0
     assert SECRET not in (tmp_path / "report.html").read_text()
     assert report([str(bad)]) == 0 if name != "metrics.jsonl" else True
@@ -262,8 +262,8 @@ def test_starts_that_failed_are_read_and_say_why(tmp_path):
     (failed / "logs").mkdir()
     (failed / "logs" / "failed_start.log").write_text("then\nerror: data.train='x': expected a file\n")
     board = Board([tmp_path])
-    found = {row["name"]: row for row in curves.table(board, record({}, "", AlignerError))["runs"]}
-    assert found["failed"]["read"] == 1.0 and found["failed"]["result"] == "error: data.train='x': expected a file"
+    by_name = {row["name"]: row for row in curves.table(board, record({}, "", AlignerError))["runs"]}
+    assert by_name["failed"]["read"] == 1.0 and by_name["failed"]["result"] == "error: data.train='x': expected a file"
 
 
 def test_logs_are_the_newest_and_their_ends(tmp_path):

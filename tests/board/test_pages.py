@@ -29,8 +29,8 @@ def make_run(folder, scale=1.0, name="grpo"):
     (folder / "config.yaml").write_text(f"stage: {{name: {name}}}\nrun: {{steps: 100}}\noptim: {{lr: {scale}}}\n")
     append_jsonl(folder / "starts.jsonl", [{"started": "2026-01-01T10:00:00+00:00", "versions": {"torch": "2.13"}}])
     turns = [{"role": "assistant", "text": "17 x 23?", "tokens": 5}, {"role": "tool", "text": "391"}]
-    told = {"stop": "answer", "failure": "", "reward": 1.0, "turns": turns}
-    sample = SampleRow("what is 17 x 23?", "it is 391", 0.5, 0.25, True, {"math": 1.0}, {"answer": "391"}, told)
+    reports = {"stop": "answer", "failure": "", "reward": 1.0, "turns": turns}
+    sample = SampleRow("what is 17 x 23?", "it is 391", 0.5, 0.25, True, {"math": 1.0}, {"answer": "391"}, reports)
     append_jsonl(folder / "samples.jsonl", [{"step": 3, **sample.record()}])
     return folder
 

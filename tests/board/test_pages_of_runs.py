@@ -26,8 +26,8 @@ PHONE = {"width": 390, "height": 800}
 WAIT_MS = 300_000  # the machine may be busy
 
 
-def go(page, tab: str, ready: str, **place: str) -> None:
-    where = "&".join(f"{name}={value}" for name, value in place.items())
+def go(page, tab: str, ready: str, **folder: str) -> None:
+    where = "&".join(f"{name}={value}" for name, value in folder.items())
     page.set_default_timeout(WAIT_MS)
     expect.set_options(timeout=WAIT_MS)
     page.evaluate("where => { location.hash = where }", f"{tab}?{where}" if where else tab)
@@ -141,15 +141,15 @@ def test_a_run_is_started_and_stopped(look, serve, tmp_path):
     page = look(serve(tmp_path / "runs"))
     go(page, "compose", ".key, details[data-section]")
     choice(page, "stage").select_option("sft")
-    given = [
+    inputs = [
         *stages.BASE,
         *stages.STAGES["sft"],
         f"run.dir={run}",
         "run.steps=100000",
         f"data.train={data}/train.jsonl",
     ]
-    given += [f"model.tokenizer={data}/tokenizer", "run.export=false"]
-    for text in given:
+    inputs += [f"model.tokenizer={data}/tokenizer", "run.export=false"]
+    for text in inputs:
         key, _, value = text.lstrip("?").partition("=")
         if key == "logging":
             choice(page, key).select_option(value)
@@ -204,9 +204,9 @@ def test_models_answer_token_by_token_side_by_side(look, serve, random_model):
     expect(page.locator(".talk .tokens")).to_have_count(2)
     first, second = page.locator(".talk .tokens").all()
     spans = first.locator(".token")
-    said, beside = (one.locator(".token").all_text_contents() for one in (first, second))
+    answer, beside = (one.locator(".token").all_text_contents() for one in (first, second))
     # of one seed; what is sampled together with another answer is rounded otherwise
-    assert 1 <= len(said) <= 40 and sum(a == b for a, b in zip(said, beside, strict=False)) > len(said) / 2
+    assert 1 <= len(answer) <= 40 and sum(a == b for a, b in zip(answer, beside, strict=False)) > len(answer) / 2
     assert page.evaluate("window.lengths.size") > 3  # it came bit by bit
     spans.first.hover()
     numbers = page.locator(".talk p.numbers").first.inner_text()

@@ -75,16 +75,16 @@ def test_groups_of_a_recording_with_the_numbers_of_each_token(board, tmp_path):
     assert [[s["row"] for s in group["samples"]] for group in view["groups"]] == [[0, 1], [2, 3]] and view["more"]
     sample = view["groups"][0]["samples"][1]
     assert (sample["reward"], sample["scores"]) == (1.0, {"math": None})
-    told = sample["tokens"]
-    assert told["ids"] == list(b"<x> ") and told["made"] == [True, True, False, True]
+    reported = sample["tokens"]
+    assert reported["ids"] == list(b"<x> ") and reported["made"] == [True, True, False, True]
     difference = columns["trained/old_logprobs"][1, 3:] - columns["rollout_logprobs"][1, 3:]
     kl = columns["trained/old_logprobs"][1, 3:] - columns["trained/ref_logprobs"][1, 3:]
     wanted = {"advantage": columns["trained/advantages"][1, 3:], "difference": difference, "kl": kl}
-    assert told["numbers"].keys() == {*wanted, "logprob"}
+    assert reported["numbers"].keys() == {*wanted, "logprob"}
     for name, values in wanted.items():
-        found = told["numbers"][name]
-        assert found[2] is None
-        assert np.allclose([found[i] for i in (0, 1, 3)], values[[0, 1, 3]], rtol=1e-4)
+        actual = reported["numbers"][name]
+        assert actual[2] is None
+        assert np.allclose([actual[i] for i in (0, 1, 3)], values[[0, 1, 3]], rtol=1e-4)
     (view,) = ask(board, run="new", low=4, order="best")["views"]
     assert [group["id"] for group in view["groups"]] == [12] and not view["more"]
 
@@ -106,17 +106,17 @@ def test_what_a_recorder_wrote_reads_as_the_trainer_reads_it(board, tmp_path):
 
 def test_numbers_of_a_step_are_those_that_its_recorder_wrote(board, tmp_path):
     known = read_recording(ASSET)
-    found = {name: torch.randn(known.rollout.tokens.shape) for name in ("old_logprobs", "ref_logprobs", "advantages")}
-    rollout = replace(known.rollout, **found)
+    by_name = {name: torch.randn(known.rollout.tokens.shape) for name in ("old_logprobs", "ref_logprobs", "advantages")}
+    rollout = replace(known.rollout, **by_name)
     path = tmp_path / "new" / "rollouts" / "step-00000009.safetensors"
-    write_recording(path, rollout, known.scores, known.header.origin, 9, found.keys())
+    write_recording(path, rollout, known.scores, known.header.origin, 9, by_name.keys())
     sample = _rows(ask(board, run="new", step="9"))[2]
-    prompt, told = len(rollout.samples[2].prompt.tokens), sample["tokens"]["numbers"]
+    prompt, reported = len(rollout.samples[2].prompt.tokens), sample["tokens"]["numbers"]
     span = slice(prompt, int(rollout.lengths[2]))
-    assert told["advantage"] == pytest.approx(found["advantages"][2, span].tolist(), rel=1e-4)
-    difference = (found["old_logprobs"] - rollout.rollout_logprobs)[2, span].tolist()
-    assert told["difference"] == pytest.approx(difference, rel=1e-3, abs=1e-4)
-    assert told.keys() == {"advantage", "difference", "kl", "logprob"}
+    assert reported["advantage"] == pytest.approx(by_name["advantages"][2, span].tolist(), rel=1e-4)
+    difference = (by_name["old_logprobs"] - rollout.rollout_logprobs)[2, span].tolist()
+    assert reported["difference"] == pytest.approx(difference, rel=1e-3, abs=1e-4)
+    assert reported.keys() == {"advantage", "difference", "kl", "logprob"}
 
 
 def _rows(answer):
@@ -125,12 +125,12 @@ def _rows(answer):
 
 def test_a_page_has_a_bounded_number_of_tokens(board, monkeypatch):
     monkeypatch.setattr(recorded, "PAGE_TOKENS", 15)  # two samples of 7
-    found = [sample["tokens"] is not None for sample in _rows(ask(board, run="new"))]
-    assert found == [True, True, False, False]
+    answer = [sample["tokens"] is not None for sample in _rows(ask(board, run="new"))]
+    assert answer == [True, True, False, False]
     assert ask(board, sample_tokens, run="new", step=7, row=3)["ids"] == list(b"<x> ")
     monkeypatch.setattr(recorded, "SAMPLE_TOKENS", 2)
-    told = ask(board, sample_tokens, run="new", step=7, row=3)
-    assert told["cut"] and told["ids"] == list(b"<x") and len(told["numbers"]["advantage"]) == 2
+    reported = ask(board, sample_tokens, run="new", step=7, row=3)
+    assert reported["cut"] and reported["ids"] == list(b"<x") and len(reported["numbers"]["advantage"]) == 2
 
 
 def test_a_report_has_the_newest_of_each_run(board, monkeypatch):

@@ -21,9 +21,9 @@ def lines(records) -> bytes:
 
 
 def read(path) -> Series:
-    found = Series(path)
-    found.look(ALL)
-    return found
+    series = Series(path)
+    series.look(ALL)
+    return series
 
 
 def values(found: Series, name: str) -> list:
@@ -48,32 +48,32 @@ def test_points_are_the_data_however_the_file_grows(tmp_path):
         whole = data[:end].rpartition(b"\n")[0].split(b"\n")
         assert grown.newest("step") == (json.loads(whole[-1])["step"] if whole[0] else None)
     assert taken <= len(data) + 31 * 300  # the last record, and what was half written, are read again
-    for found in (grown, read(path)):
-        assert values(found, "a") == [(r["step"], r["a"]) for r in records]
-        assert values(found, "b") == [(r["step"], r["b"]) for r in records if "b" in r]
-        assert found.names() == {"a", "b"} and found.share_read == 1 and not found.damage
+    for result in (grown, read(path)):
+        assert values(result, "a") == [(r["step"], r["a"]) for r in records]
+        assert values(result, "b") == [(r["step"], r["b"]) for r in records if "b" in r]
+        assert result.names() == {"a", "b"} and result.share_read == 1 and not result.damage
     assert grown.look(ALL) == 0
 
 
 def test_what_a_logger_writes_again_is_read_again(tmp_path):
     """A second log of a step joins its record; a run that resumes cuts the file and goes on."""
     logger = MetricsLogger(tmp_path, LoggingConfig(tensorboard=False), {}, 0)
-    found = Series(tmp_path / "metrics.jsonl")
+    series = Series(tmp_path / "metrics.jsonl")
     for step in range(6):
         logger.log(step, {"a": step})
-        found.look(ALL)
+        series.look(ALL)
         logger.log(step, {"b": 10 * step})
-        found.look(ALL)
-    assert values(found, "a") == [(i, i) for i in range(6)] and values(found, "b") == [(i, 10 * i) for i in range(6)]
-    truncate_jsonl(found.path, 2)
+        series.look(ALL)
+    assert values(series, "a") == [(i, i) for i in range(6)] and values(series, "b") == [(i, 10 * i) for i in range(6)]
+    truncate_jsonl(series.path, 2)
     logger = MetricsLogger(tmp_path, LoggingConfig(tensorboard=False), {}, 0)
     logger.resume_at(2)
     for step in range(3, 9):
         logger.log(step, {"a": -step})
-    found.look(ALL)
-    assert values(found, "a") == [(i, i if i < 3 else -i) for i in range(9)]
-    found.path.unlink()
-    assert found.look(ALL) == 0 and found.names() == set()
+    series.look(ALL)
+    assert values(series, "a") == [(i, i if i < 3 else -i) for i in range(9)]
+    series.path.unlink()
+    assert series.look(ALL) == 0 and series.names() == set()
 
 
 def test_a_long_run_takes_bounded_memory_and_keeps_its_peaks(tmp_path):
@@ -81,10 +81,10 @@ def test_a_long_run_takes_bounded_memory_and_keeps_its_peaks(tmp_path):
     a = rng.normal(size=n)
     a[[7, 31_234, 49_998]] = 50, -60, 70
     path.write_bytes(lines({"step": i, "a": float(v)} for i, v in enumerate(a)))
-    found = Series(path)
-    while found.share_read < 1 or not found.size:
-        found.look(1)  # a block at a time
-    steps, shown = found.points("a")
+    series = Series(path)
+    while series.share_read < 1 or not series.size:
+        series.look(1)  # a block at a time
+    steps, shown = series.points("a")
     assert len(steps) <= 1.5 * CAPACITY and (np.diff(steps) > 0).all()
     assert (shown == a[steps]).all() and {7, 31_234, 49_998} <= set(steps.tolist())
     gaps = np.diff(steps)
@@ -109,9 +109,9 @@ def test_tokens_and_phases_add_up(tmp_path):
     path = tmp_path / "metrics.jsonl"
     record = {"time/step_s": 2.0, "throughput/tokens_per_s": 50.0, "time/update_s": 1.5}
     path.write_bytes(lines({"step": i, **record} for i in range(1, 11)))
-    found = read(path)
-    assert values(found, TOKENS) == [(i, 100.0 * i) for i in range(1, 11)]
-    assert found.newest(SO_FAR + "time/update_s") == 15.0
+    content = read(path)
+    assert values(content, TOKENS) == [(i, 100.0 * i) for i in range(1, 11)]
+    assert content.newest(SO_FAR + "time/update_s") == 15.0
 
 
 def test_a_file_of_any_size_is_read_within_the_budget(tmp_path):
@@ -119,14 +119,14 @@ def test_a_file_of_any_size_is_read_within_the_budget(tmp_path):
     path = tmp_path / "metrics.jsonl"
     record = {"step": 0, "wall_time": 1.0, "a": 0.25, "text": "x" * 30_000}
     path.write_bytes(lines({**record, "step": i} for i in range(600)))  # 18 MB
-    found, parts = Series(path), []
-    while found.share_read < 1 or not parts:
-        assert 0 < found.look(BLOCK) <= 2 * BLOCK + END
-        parts.append(found.share_read)
-        assert found.newest("step") == 599
+    series, parts = Series(path), []
+    while series.share_read < 1 or not parts:
+        assert 0 < series.look(BLOCK) <= 2 * BLOCK + END
+        parts.append(series.share_read)
+        assert series.newest("step") == 599
     assert parts == sorted(parts) and len(parts) >= 4
     assert Series(path).look(0) <= END
-    assert len(found.points("a")[0]) == 600
+    assert len(series.points("a")[0]) == 600
 
 
 def test_damage_is_told_with_its_line_and_a_torn_end_is_none(tmp_path):
@@ -155,9 +155,9 @@ def test_damage_is_told_with_its_line_and_a_torn_end_is_none(tmp_path):
         (b"", [], ""),
     ):
         path.write_bytes(data)
-        found = read(path)
-        assert [step for step, _ in values(found, "a")] == steps, data
-        assert damage in found.damage and bool(damage) == bool(found.damage), (data, found.damage)
+        content = read(path)
+        assert [step for step, _ in values(content, "a")] == steps, data
+        assert damage in content.damage and bool(damage) == bool(content.damage), (data, content.damage)
 
 
 def test_foreign_values_are_gaps(tmp_path):
@@ -167,14 +167,14 @@ def test_foreign_values_are_gaps(tmp_path):
         f'{{"step": {huge}, "a": 1}}\n{{"a": 1}}\n{{"step": "x", "a": 1}}\n{{"step": 4, "a": 0.5}}\n'
         '{"step": 5, "a": NaN}\n'
     )
-    found = read(path)
-    assert values(found, "a") == [(1, None), (2, None), (3, None), (4, 0.5), (5, None)]
-    assert not found.damage and found.newest("b") is None
+    content = read(path)
+    assert values(content, "a") == [(1, None), (2, None), (3, None), (4, 0.5), (5, None)]
+    assert not content.damage and content.newest("b") is None
 
 
 def test_what_is_no_file_of_lines_is_told(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").mkdir()
-    assert "cannot be read" in (found := read(tmp_path / "metrics.jsonl")).damage and found.names() == set()
+    assert "cannot be read" in (content := read(tmp_path / "metrics.jsonl")).damage and content.names() == set()
     monkeypatch.setattr(module, "BLOCK", 1 << 10)
     monkeypatch.setattr(module, "LONGEST", 1 << 12)
     (tmp_path / "long").write_bytes(b'{"step": 1, "a": 1}\n' + b"x" * 9000)

@@ -43,8 +43,8 @@ def test_pages_assets_and_answers(folder):
     assert asked.get(f"/{TOKEN}/").headers["content-security-policy"] != policy  # a nonce of its own
     for name in ("board.js", "board.css", "uPlot.iife.min.js"):
         assert asked.get(f"/{TOKEN}/assets/{name}").status_code == 200
-    said = asked.post(f"/{TOKEN}/api/runs", json={}).json()
-    assert [run["name"] for run in said["runs"]] == ["sft"]
+    content = asked.post(f"/{TOKEN}/api/runs", json={}).json()
+    assert [run["name"] for run in content["runs"]] == ["sft"]
 
 
 def test_all_tabs_have_their_module(folder):
@@ -108,8 +108,8 @@ def test_an_endpoint_may_stream_and_fail_meanwhile(folder):
         yield {"part": asked.text("text")}
         board.run("none")
 
-    said = client(folder, {**PAGES, "x": Page({"x": answer})}).post(f"/{TOKEN}/api/x", json={"text": "a\nb"})
-    first, last = map(json.loads, said.text.splitlines())
+    content = client(folder, {**PAGES, "x": Page({"x": answer})}).post(f"/{TOKEN}/api/x", json={"text": "a\nb"})
+    first, last = map(json.loads, content.text.splitlines())
     assert first == {"part": "a\nb"} and "run='none'" in last["error"]
 
 

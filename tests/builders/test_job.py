@@ -15,9 +15,9 @@ CHAT = {"prompt": [{"role": "user", "content": "q"}], "completion": "a"}
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    found = load_tokenizer(byte_tokenizer(str(tmp_path_factory.mktemp("byte"))).name_or_path)
-    use_chat_template(found, DataConfig(chat_template="chatml"))
-    return found
+    made = load_tokenizer(byte_tokenizer(str(tmp_path_factory.mktemp("byte"))).name_or_path)
+    use_chat_template(made, DataConfig(chat_template="chatml"))
+    return made
 
 
 def test_the_template_is_described_once_and_where_rows_are_conversations(tokenizer, capsys):

@@ -18,10 +18,10 @@ from tests.stages import overrides, same_weights
 AUTO = ["batch.micro_batch_samples=auto"]
 
 
-def start(run_dir: Path, data: Path, *more: str) -> None:
+def start(run_dir: Path, data: Path, *settings: str) -> None:
     """As `aligner run` does, in this process."""
     stages.settle()
-    cfg = compose(overrides("sft", data, run_dir, *AUTO, "checkpoint.every=2", *more))
+    cfg = compose(overrides("sft", data, run_dir, *AUTO, "checkpoint.every=2", *settings))
     freeze_start(cfg)
     try:
         assert run_stage(cfg, RankEnv()) == 0
@@ -42,10 +42,10 @@ def test_a_run_goes_on_with_its_sizes_on_another_machine(tiny_data, tmp_path, me
     memory(48 * 1024 * 24)  # micro-batches of a few rows
     whole, parts, other = tmp_path / "whole", tmp_path / "parts", tmp_path / "other"
     start(whole, tiny_data, "run.steps=4")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     record = load_frozen(whole)
     few = record.batch.micro_batch_tokens
-    assert 0 < few < 16384 and f"batch.micro_batch_tokens={few}" in said and "engine.kv_cache_bytes=" in said
+    assert 0 < few < 16384 and f"batch.micro_batch_tokens={few}" in output and "engine.kv_cache_bytes=" in output
     start(parts, tiny_data, "run.steps=2")
     memory(64 * GIB)
     start(parts, tiny_data, "run.steps=4")
@@ -71,11 +71,11 @@ def test_transformer_engine_shares_no_prompts_and_gets_smaller_micro_batches(mem
     memory(50 * GIB)
     line = ["stage=online_dpo", "model=qwen3_0.6b", "data.max_prompt_tokens=4096"]
 
-    def tokens(lacks: str, *more: str) -> int:
+    def tokens(lacks: str, *overrides: str) -> int:
         monkeypatch.setattr(TE, "lacks", lacks)
-        cfg = compose([*line, f"run.dir={tmp_path}", *more])
+        cfg = compose([*line, f"run.dir={tmp_path}", *overrides])
         sizes.decide(cfg, RankEnv(), torch.device("cuda"))
-        assert cfg.model == compose([*line, *more]).model
+        assert cfg.model == compose([*line, *overrides]).model
         return cfg.batch.micro_batch_tokens
 
     without = tokens("it is not installed")

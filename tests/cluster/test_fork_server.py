@@ -46,13 +46,13 @@ with open(f'told-{rank}', 'w') as file:
 def test_ranks_find_what_was_imported_once_and_are_the_command(folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert run(folder, TELL, threads=3) == 0
-    told = [json.loads((folder / f"told-{rank}").read_text()) for rank in range(3)]
+    content = [json.loads((folder / f"told-{rank}").read_text()) for rank in range(3)]
     assert len(imported(folder)) == 1
-    for name, arguments, threads, pid, group, parent in told:
+    for name, arguments, threads, pid, group, parent in content:
         assert (name, arguments) == ("__main__", ["an argument"])
         assert threads == "1"  # as `reserve` leaves it to children of a rank
         assert group == pid and parent == os.getpid()
-    assert len({pid for *_, pid, _, _ in told} | set(imported(folder))) == 4
+    assert len({pid for *_, pid, _, _ in content} | set(imported(folder))) == 4
 
 
 def test_with_a_thread_each_rank_imports_for_itself(folder, monkeypatch, capfd):
@@ -60,9 +60,9 @@ def test_with_a_thread_each_rank_imports_for_itself(folder, monkeypatch, capfd):
     with (folder / "counted.py").open("a") as file:
         file.write("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n")
     assert run(folder, TELL, threads=3) == 0
-    told = [json.loads((folder / f"told-{rank}").read_text()) for rank in range(3)]
+    content = [json.loads((folder / f"told-{rank}").read_text()) for rank in range(3)]
     assert len(imported(folder)) == 4
-    assert {parent for *_, parent in told} == {os.getpid()}
+    assert {parent for *_, parent in content} == {os.getpid()}
     assert "fork() may lead to deadlocks" not in capfd.readouterr().err
 
 
@@ -97,11 +97,11 @@ def test_a_child_whose_end_a_signals_handler_finds_first(monkeypatch):
     child, wait = fork_server.Child(process.pid), os.waitid
 
     def interrupted(*arguments):
-        found = wait(*arguments)
+        actual = wait(*arguments)
         monkeypatch.undo()
         child.terminate()
         assert child.returncode == 7
-        return found
+        return actual
 
     monkeypatch.setattr(os, "waitid", interrupted)
     assert child.wait() == 7

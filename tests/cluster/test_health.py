@@ -36,8 +36,8 @@ def test_fit_nodes(folder, monkeypatch):
 def test_a_silent_node_and_a_wrong_clock(folder, monkeypatch):
     for node in ("n1", "n2", "n3"):
         report(folder, monkeypatch, node, min_free_bytes=1)
-    said = json.loads((folder / "n2.json").read_text())
-    (folder / "n2.json").write_text(json.dumps(said | {"time_s": said["time_s"] - 500}))
+    content = json.loads((folder / "n2.json").read_text())
+    (folder / "n2.json").write_text(json.dumps(content | {"time_s": content["time_s"] - 500}))
     bad = health.collect(folder, ["n1", "n2", "n3", "n4"])
     assert list(bad) == ["n2", "n4"] and "-500 s" in bad["n2"][0] and "no report" in bad["n4"][0]
 
@@ -94,8 +94,8 @@ def old_pythons():
     """Interpreters from 3.7 to 3.9, of a system's packages or of pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     for minor in (7, 8, 9):
-        found = shutil.which(f"python3.{minor}")
-        for path in [*([found] if found else []), *pyenv.glob(f"3.{minor}.*/bin/python")]:
+        program = shutil.which(f"python3.{minor}")
+        for path in [*([program] if program else []), *pyenv.glob(f"3.{minor}.*/bin/python")]:
             if subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
                 yield str(path)
 

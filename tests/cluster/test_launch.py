@@ -91,12 +91,12 @@ def test_a_failing_rank_ends_the_others_and_is_shown(imports, tmp_path, capfd):
 
 
 def test_the_rank_that_raised_first_counts_not_the_one_that_exited_first(tmp_path, capfd):
-    told = tmp_path / "told"
+    reported = tmp_path / "told"
     code = (
         "from aligner.cluster import failure\n"
-        f"if rank == 2:\n  failure.record('the cause', 7)\n  open({str(told)!r}, 'w').close()\n"
+        f"if rank == 2:\n  failure.record('the cause', 7)\n  open({str(reported)!r}, 'w').close()\n"
         "  time.sleep(0.3)\n  sys.exit(7)\n"
-        f"while not os.path.exists({str(told)!r}):\n  time.sleep(0.01)\n"
+        f"while not os.path.exists({str(reported)!r}):\n  time.sleep(0.01)\n"
         "failure.record('lost connection to rank 2', 1)\nsys.exit(1)"
     )
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])

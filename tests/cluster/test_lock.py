@@ -73,11 +73,11 @@ def owner(folder: Path) -> dict:
 
 
 def test_a_second_process_is_refused_in_one_line(holder, tmp_path):
-    with pytest.raises(ConfigError) as told, RunLock(tmp_path):
+    with pytest.raises(ConfigError) as error, RunLock(tmp_path):
         pass
     host = owner(tmp_path)["host"]
-    assert f"no other process uses; process {holder.pid} on {host} does since" in str(told.value)
-    assert "\n" not in str(told.value) and owner(tmp_path)["pid"] == holder.pid
+    assert f"no other process uses; process {holder.pid} on {host} does since" in str(error.value)
+    assert "\n" not in str(error.value) and owner(tmp_path)["pid"] == holder.pid
     assert [p.name for p in tmp_path.iterdir()] == [NAME]
     assert user_here(tmp_path) == holder.pid
 
@@ -135,19 +135,19 @@ def test_rubbish_is_a_file_of_nobody(tmp_path, data, at_once, monkeypatch):
 
 @pytest.mark.parametrize("data", [b"[]", b'{"id": "another"}', b"7"])
 def test_whoever_holds_it_hears_that_it_is_anothers_now(tmp_path, data):
-    told, heard = [], threading.Event()
-    with RunLock(tmp_path, lambda why: (told.append(why), heard.set()), beat_s=0.01):
+    informed, heard = [], threading.Event()
+    with RunLock(tmp_path, lambda why: (informed.append(why), heard.set()), beat_s=0.01):
         (tmp_path / NAME).write_bytes(data)
         assert heard.wait(120)
-    assert "this run was silent for too long" in told[0]
+    assert "this run was silent for too long" in informed[0]
 
 
 def test_a_thread_that_ends_ends_the_run(tmp_path, monkeypatch):
-    told, heard = [], threading.Event()
+    informed, heard = [], threading.Event()
     monkeypatch.setattr(lock, "json", SimpleNamespace(loads=lambda text: 1 / 0, dumps=json.dumps))
-    with RunLock(tmp_path, lambda why: (told.append(why), heard.set()), beat_s=0.01):
+    with RunLock(tmp_path, lambda why: (informed.append(why), heard.set()), beat_s=0.01):
         assert heard.wait(120)
-    assert "its thread has ended by ZeroDivisionError" in told[0]
+    assert "its thread has ended by ZeroDivisionError" in informed[0]
 
 
 def test_one_that_was_killed_is_followed_at_once_and_told(holder, tmp_path, capfd, at_once):
@@ -161,8 +161,8 @@ def test_one_that_was_killed_is_followed_at_once_and_told(holder, tmp_path, capf
 
 
 def test_a_number_that_another_process_has_by_now_is_no_owner(tmp_path):
-    mine = lock._own_record()
-    write(tmp_path, **mine | {"pid": os.getppid(), "started": mine["started"] + 1})
+    own = lock._own_record()
+    write(tmp_path, **own | {"pid": os.getppid(), "started": own["started"] + 1})
     assert user_here(tmp_path) is None
     with RunLock(tmp_path):
         assert owner(tmp_path)["pid"] == os.getpid()
@@ -229,16 +229,16 @@ def test_without_hard_links(holder, tmp_path, monkeypatch):
 
 
 def test_who_loses_the_folder_is_told(tmp_path):
-    told = threading.Event()
+    informed = threading.Event()
     words = []
     for spoil in (lambda: (tmp_path / NAME).unlink(), lambda: write(tmp_path)):
-        told.clear()
-        with RunLock(tmp_path, lambda why: (words.append(why), told.set()), beat_s=0.05):
+        informed.clear()
+        with RunLock(tmp_path, lambda why: (words.append(why), informed.set()), beat_s=0.05):
             before = (tmp_path / NAME).stat().st_mtime_ns
             while (tmp_path / NAME).stat().st_mtime_ns == before:  # it is touched
                 time.sleep(0.01)
             spoil()
-            assert told.wait(300)
+            assert informed.wait(300)
     assert "is gone" in words[0] and "belongs to process 7 on far now" in words[1]
 
 

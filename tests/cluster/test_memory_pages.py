@@ -43,13 +43,13 @@ def test_a_step_of_an_engine_without_a_trainer_touches_few_new_pages():
 
 def asked(start: int, stop: int) -> int:
     """Bytes of these addresses for which large pages are asked. Whether they are given is the system's."""
-    found = 0
+    count = 0
     for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
-        first, last = (int(place, 16) for place in mapping.partition(" ")[0].split("-"))
+        first, last = (int(position, 16) for position in mapping.partition(" ")[0].split("-"))
         flags = re.search(r"^VmFlags:(.*)", mapping, re.MULTILINE)
         if flags and "hg" in flags[1].split():
-            found += max(0, min(last, stop) - max(first, start))
-    return found
+            count += max(0, min(last, stop) - max(first, start))
+    return count
 
 
 PACKS = """

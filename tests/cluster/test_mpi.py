@@ -27,9 +27,9 @@ class Comm:
     def allgather(self, value):
         self.shared["values"][self.rank] = value
         self.Barrier()
-        found = [self.shared["values"][rank] for rank in range(self.size)]
+        results = [self.shared["values"][rank] for rank in range(self.size)]
         self.Barrier()
-        return found
+        return results
 
     def bcast(self, value, root=0):
         return self.allgather(value)[root]

@@ -16,16 +16,16 @@ from aligner.errors import ConfigError, PeerError
 
 
 def test_only_what_was_signed_with_the_key_and_for_that_purpose_is_opened():
-    mine, other = Seal(b"key"), Seal(b"another")
-    sealed = mine.close(b"message", "order 1")
-    assert mine.open(sealed, "order 1") == b"message"
+    own, other = Seal(b"key"), Seal(b"another")
+    sealed = own.close(b"message", "order 1")
+    assert own.open(sealed, "order 1") == b"message"
     forged = [sealed[:-1], sealed + b"!", sealed[:4] + b"x" + sealed[5:], b"", b"message", b"\0" * 32 + b"message"]
     for bad in (*forged, other.close(b"message", "order 1")):
         with pytest.raises(PeerError, match="order 1: refused a message that no rank of this job has signed"):
-            mine.open(bad, "order 1")
+            own.open(bad, "order 1")
     for what in ("order 2", "order 1\0", ""):
         with pytest.raises(PeerError):
-            mine.open(sealed, what)
+            own.open(sealed, what)
 
 
 def test_launched_ranks_take_the_secret_out_of_their_environment(tmp_path):
@@ -34,11 +34,11 @@ def test_launched_ranks_take_the_secret_out_of_their_environment(tmp_path):
     assert len(secret) == SECRET_BYTES and environ == {} and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("given", ["aa" * 31, "no hexadecimal digits" * 4])
-def test_what_is_no_secret_is_refused_and_not_told(tmp_path, given):
+@pytest.mark.parametrize("value", ["aa" * 31, "no hexadecimal digits" * 4])
+def test_what_is_no_secret_is_refused_and_not_told(tmp_path, value):
     with pytest.raises(ConfigError, match=r"ALIGNER_SECRET=.*at least 64 hexadecimal digits") as caught:
-        job_secret(tmp_path, {seal.VARIABLE: given})
-    assert given not in str(caught.value)
+        job_secret(tmp_path, {seal.VARIABLE: value})
+    assert value not in str(caught.value)
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -48,17 +48,17 @@ def test_other_ranks_share_a_file_that_is_nobody_elses(tmp_path, monkeypatch, li
 
     if not links:
         monkeypatch.setattr(os, "link", refused)
-    found: list[bytes] = []
+    results: list[bytes] = []
     folder = tmp_path / "run"
-    threads = [threading.Thread(target=lambda: found.append(job_secret(folder, {}))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: results.append(job_secret(folder, {}))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 8 and len(set(found)) == 1 and len(found[0]) == SECRET_BYTES
+    assert len(results) == 8 and len(set(results)) == 1 and len(results[0]) == SECRET_BYTES
     (path,) = folder.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert job_secret(folder, {}) == found[0]
+    assert job_secret(folder, {}) == results[0]
 
 
 def test_a_file_that_another_rank_still_writes_is_waited_for(tmp_path):

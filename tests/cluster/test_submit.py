@@ -111,7 +111,7 @@ def test_a_job_does_not_inherit_the_one_it_is_submitted_from():
     assert clean_environment(outside | {"SLURM_JOB_ID": "1"}) == {"SLURM_CONF": "c", "HOME": "h"}
 
 
-def options(**given):
+def options(**settings):
     defaults = {
         "nodes": 0,
         "engine_nodes": 0,
@@ -123,7 +123,7 @@ def options(**given):
         "at_once": 0,
         "shell": False,
     }
-    return argparse.Namespace(**(defaults | given))
+    return argparse.Namespace(**(defaults | settings))
 
 
 def size(environ=None, site=None, **given):
@@ -156,15 +156,15 @@ def test_engines_on_nodes_of_another_kind_are_a_heterogeneous_job(sbatch, tmp_pa
     )
     words = ["--site", "two.yaml", "--nodes", "2", "--engine-nodes", "3", "engine.ranks=12", "run.dir=runs/a", *GRPO]
     assert submit(*words) == 0
-    told = "28 ranks, nodes: 2 for training, 3 for engines, "
-    assert told in capsys.readouterr().out and "--array" not in " ".join(sbatch())
+    message = "28 ranks, nodes: 2 for training, 3 for engines, "
+    assert message in capsys.readouterr().out and "--array" not in " ".join(sbatch())
     script = Path("runs/a/job.sbatch").read_text()
-    first, second = (part.split("# shellcheck")[0] for part in script.split("#SBATCH hetjob\n"))
-    for part, asked in (
+    first, second = (word.split("# shellcheck")[0] for word in script.split("#SBATCH hetjob\n"))
+    for word, asked in (
         (first, ("partition=big", "nodes=2", "ntasks-per-node=8", "cpus-per-task=14", "gpus-per-node=8")),
         (second, ("partition=small", "nodes=3", "ntasks-per-node=4", "cpus-per-task=6", "gpus-per-node=4")),
     ):
-        assert all(f"#SBATCH --{flag}\n" in part for flag in asked)
+        assert all(f"#SBATCH --{flag}\n" in word for flag in asked)
     assert "export ALIGNER_RANKS=28\n" in script and "export ALIGNER_ENGINE_NODES=3\n" in script
     assert "ALIGNER_ENGINE_SRUN=(--mpi=none --cpus-per-task=6)" in script
 

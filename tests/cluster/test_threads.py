@@ -37,12 +37,12 @@ print(json.dumps([torch.get_num_threads(), other[0], count() - started, os.envir
 """
 
 
-def seen(wanted: int = 0, ranks: int = 1, before: str = "threads.reserve()", given: str | None = None) -> list:
+def seen(wanted: int = 0, ranks: int = 1, before: str = "threads.reserve()", threads: str | None = None) -> list:
     """Threads of the main thread, of another, teams that gloo's threads made, and what children will find."""
     environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"} | {"PYTHONPATH": ROOT}
     environment["GOMP_SPINCOUNT"] = "0"  # by itself a second team comes and goes with what else runs (`_watch`)
-    if given:
-        environment["OMP_NUM_THREADS"] = given
+    if threads:
+        environment["OMP_NUM_THREADS"] = threads
     code = SEEN.format(before=before, wanted=wanted, ranks=ranks)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -61,10 +61,12 @@ def test_torch_alone_gives_every_thread_a_team():
     assert (main, other) == (3, 3) and teams >= 2
 
 
-def told(code: str, **more: str) -> Any:
-    """The JSON that it prints in a process whose waiting nothing decides but the package, and `more`."""
+def reported(code: str, **settings: str) -> Any:
+    """The JSON that it prints in a process whose waiting nothing decides but the package and `settings`."""
     unset = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    environment = {name: text for name, text in os.environ.items() if name not in unset} | {"PYTHONPATH": ROOT} | more
+    environment = (
+        {name: text for name, text in os.environ.items() if name not in unset} | {"PYTHONPATH": ROOT} | settings
+    )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -87,7 +89,7 @@ print(time.process_time() - start)
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="libgomp spins less where it finds one core")
 def test_waiting_takes_no_core_from_whom_it_waits_for():
-    ours, libgomps = told(SPINS), told(SPINS, GOMP_SPINCOUNT="300000")
+    ours, libgomps = reported(SPINS), reported(SPINS, GOMP_SPINCOUNT="300000")
     assert ours * 3 < libgomps, (ours, libgomps)
 
 
@@ -131,8 +133,8 @@ print(json.dumps([used, most - tasks(), turns, slices(), nice == {os.nice(0)}]))
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="libgomp spins less where it finds one core")
 def test_a_team_that_waits_for_cores_sleeps_and_one_that_has_them_spins_again():
     """One core for both threads, as another program's turns would leave them, and then as many as they want."""
-    sleeping, ended, short, usual, same = told(BESIDE.replace("{watched}", "True"))
-    spinning, none, *alike, _ = told(BESIDE.replace("{watched}", "False"), GOMP_SPINCOUNT="5001")
+    sleeping, ended, short, usual, same = reported(BESIDE.replace("{watched}", "True"))
+    spinning, none, *alike, _ = reported(BESIDE.replace("{watched}", "False"), GOMP_SPINCOUNT="5001")
     assert ended >= 2 and none == 0  # the second team's two threads
     assert sleeping * 1.5 < spinning, (sleeping, spinning)
     assert same and alike == [usual, usual]
@@ -181,7 +183,7 @@ print(json.dumps([followed, main_is_free, until(lambda: not bound(), 600)]))
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a team needs two cores")
 def test_a_team_of_two_shares_a_core_while_others_want_both():
     def shares(team: int, limit_s: float) -> list:
-        return told(TWO.replace("{team}", str(team)).replace("{limit_s}", str(limit_s)))
+        return reported(TWO.replace("{team}", str(team)).replace("{limit_s}", str(limit_s)))
 
     assert shares(2, 600) == [True, True, True]
     assert shares(3, 5) == [False, True, True]  # whose cores are not as many
@@ -190,19 +192,19 @@ def test_a_team_of_two_shares_a_core_while_others_want_both():
 @pytest.mark.slow
 def test_the_environment_and_then_the_cores_decide():
     cores = len(os.sched_getaffinity(0))
-    assert seen(given="3")[:2] == [3, 1]
-    assert seen(given="3,2")[:2] == [3, 1]
-    assert seen(given="3", wanted=2)[:2] == [2, 1]
+    assert seen(threads="3")[:2] == [3, 1]
+    assert seen(threads="3,2")[:2] == [3, 1]
+    assert seen(threads="3", wanted=2)[:2] == [2, 1]
     assert seen()[:2] == [cores, 1]
     assert seen(ranks=cores)[0] == 1
     assert seen(ranks=1000)[0] == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [None, "1"])
-def test_too_late_for_torch_changes_nothing_but_the_number(given):
-    main, other, _, told = seen(before="import torch; threads.reserve()", given=given)
-    assert main == other == (1 if given else len(os.sched_getaffinity(0))) and told == given
+@pytest.mark.parametrize("threads", [None, "1"])
+def test_too_late_for_torch_changes_nothing_but_the_number(threads):
+    main, other, _, told = seen(before="import torch; threads.reserve()", threads=threads)
+    assert main == other == (1 if threads else len(os.sched_getaffinity(0))) and told == threads
 
 
 @pytest.mark.parametrize("command", ["run", "eval", "chat", "serve"])

@@ -132,13 +132,13 @@ def test_srun_counts_the_tasks_of_each_component_of_a_heterogeneous_job_by_itsel
     for rank, node in enumerate(("n0", "n1", "n1", "n2", "n2")):  # n0 trains, the others generate
         log(tmp_path, rank, f"the words of {rank}", node=node)
     (tmp_path / "trainers").write_text("1\n")
-    said = tmp_path / "srun.log"
-    said.write_text("srun: error: n2: task 3: Exited with exit code 1\n")
+    answer = tmp_path / "srun.log"
+    answer.write_text("srun: error: n2: task 3: Exited with exit code 1\n")
     text, cause = triage.explain(tmp_path)
     assert cause and text.startswith("rank 4 on n2 ended first") and "| the words of 4" in text
-    said.write_text("srun: error: n1: tasks 0-1: Killed\n")
+    answer.write_text("srun: error: n1: tasks 0-1: Killed\n")
     assert triage.explain(tmp_path)[0].startswith("rank 1-2 on n1: Killed")
-    said.write_text("srun: error: n0: task 0: Killed\n")
+    answer.write_text("srun: error: n0: task 0: Killed\n")
     assert triage.explain(tmp_path)[0].startswith("rank 0 on n0: Killed")
 
 

@@ -26,10 +26,10 @@ def test_a_running_run(tmp_path):
         ("start", 7, 1, 1200, 4, "-", 8),
     ]
     folder = run(tmp_path / "a", rows=rows, metrics=[(n, 10.0) for n in range(1, 7)])
-    found = watch.status(folder, {"7": "RUNNING"}, now_s=1250.0)
-    assert (found.state, found.step, found.total, found.attempts) == ("RUNNING", 6, 10, 2)
-    assert found.step_s == 10.0 and found.left_s == 40.0
-    assert found.goodput == 60 / 150 and abs(found.rank_hours - 150 * 8 / 3600) < 1e-9
+    status = watch.status(folder, {"7": "RUNNING"}, now_s=1250.0)
+    assert (status.state, status.step, status.total, status.attempts) == ("RUNNING", 6, 10, 2)
+    assert status.step_s == 10.0 and status.left_s == 40.0
+    assert status.goodput == 60 / 150 and abs(status.rank_hours - 150 * 8 / 3600) < 1e-9
 
 
 def test_states(tmp_path):
@@ -82,9 +82,9 @@ def test_damage_of_a_run_costs_no_other_and_what_is_whole_counts(tmp_path, capsy
         file.write(b'\n\xff\xfe\0\n{"step": 2, "time/step_s": 20.0}\n')
     config = folder / "config.yaml"
     config.write_bytes(b"# \xff\n" + config.read_bytes())
-    found = watch.status(folder, {}, 2000)
-    assert (found.step, found.total, found.attempts, found.step_s) == (2, 10, 1, 20.0)
-    assert found.rank_hours == 100 * 2 / 3600 and found.goodput == 0.3
+    status = watch.status(folder, {}, 2000)
+    assert (status.step, status.total, status.attempts, status.step_s) == (2, 10, 1, 20.0)
+    assert status.rank_hours == 100 * 2 / 3600 and status.goodput == 0.3
     config.write_text("run:\n  steps: " + "9" * 5000 + "\n")
     run(tmp_path / "b", rows=rows)
     assert watch.main([str(tmp_path)]) == 0

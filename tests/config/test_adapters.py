@@ -28,26 +28,26 @@ def test_who_needs_weights_of_its_own(more, shares):
 
 def test_the_plan_has_no_memory_for_a_shared_reference():
     for stage in ("grpo", "ppo", "dpo", "kto"):
-        for more in ([], LORA):
+        for overrides in ([], LORA):
             cfg = compose(
                 [
                     f"stage={stage}",
                     "algorithm.kl={coef: 0.1, placement: loss}",
                     "model.vocab_size=99",
                     "critic.init=x",
-                    *more,
+                    *overrides,
                 ]
             )
-            found = {part.name: part.shared for part in _planned_models(cfg, cfg.model, 1)}
-            assert found["reference"] == bool(more), stage
+            by_name = {planned.name: planned.shared for planned in _planned_models(cfg, cfg.model, 1)}
+            assert by_name["reference"] == bool(overrides), stage
 
 
 def test_the_plan_counts_a_trunk_once():
     """Beside the policy a critic on its trunk has what is trained of it, and its sizes whatever the reward model's."""
     ppo = ["stage=ppo", "model=llama3_8b", "reward.model=/nowhere", "model.lora.rank=16", "engine.tensor_parallel=8"]
-    own, shared = (job_of(compose([*ppo, *more]), 8) for more in ([], ["critic.trunk=policy"]))
+    own, shared = (job_of(compose([*ppo, *overrides]), 8) for overrides in ([], ["critic.trunk=policy"]))
     phases = [plan_memory(job, DEVICES["h100"], Assumptions()).phases for job in (own, shared)]
-    weights = [found["update"]["weights"] for found in phases]
+    weights = [result["update"]["weights"] for result in phases]
     critic = shared.models[-1]
     whole = own.element * rank_parameters(critic.shape, own.grid, 0, "").total
     assert critic.shared and weights[0] - weights[1] == whole > 14e9

@@ -34,8 +34,8 @@ RECIPES = {
 
 
 def look(algorithm: AlgorithmConfig, key: str):
-    for part in key.split("."):
-        algorithm = getattr(algorithm, part)
+    for word in key.split("."):
+        algorithm = getattr(algorithm, word)
     return algorithm
 
 

@@ -17,8 +17,8 @@ GRPO = ["stage=grpo", "engine=trtllm_engine", "data.max_prompt_tokens=40", "samp
 GRPO += ["eval.max_response_tokens=20"]
 
 
-def refused(model, *more: str) -> str:
-    cfg = compose([*GRPO, "run.deterministic=false", *more])
+def refused(model, *overrides: str) -> str:
+    cfg = compose([*GRPO, "run.deterministic=false", *overrides])
     with pytest.raises(ConfigError) as caught:
         validate_model(cfg, model)
     assert "\n" not in str(caught.value)

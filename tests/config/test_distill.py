@@ -8,7 +8,7 @@ from aligner.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    "overrides, key, said",
+    "overrides, key, message",
     [
         (["kind=kl"], "kind", "forward_kl, reverse_kl, mixed, jsd"),
         (["kind=jsd", "beta=0"], "beta", "forward_kl and reverse_kl are kinds of their own"),
@@ -21,10 +21,10 @@ from aligner.errors import ConfigError
         (["tensor=-1"], "tensor", ">= 0"),
     ],
 )
-def test_what_it_refuses(overrides, key, said):
+def test_what_it_refuses(overrides, key, message):
     with pytest.raises(ConfigError, match=f"algorithm.distill.{key}=") as caught:
         compose(["stage=distill", *(f"algorithm.distill.{text}" for text in overrides)])
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_the_recipes():
@@ -40,5 +40,5 @@ def test_the_recipes():
 def test_of_any_number_of_steps_the_share_is_on_policy(share):
     cfg = DistillConfig(on_policy=share)
     for steps in range(1, 400):
-        found = sum(cfg.generates(step) for step in range(1, steps + 1))
-        assert found == int(share * steps + 1e-9)
+        total = sum(cfg.generates(step) for step in range(1, steps + 1))
+        assert total == int(share * steps + 1e-9)

@@ -50,9 +50,11 @@ def test_every_key_says_what_a_new_value_means():
     ],
 )
 def test_a_change_of_one_key(change, effect):
-    stage, *more = change.split("|") if "|" in change else ("stage=sft", change)
-    told = changes(found(stage), found(stage, *more))
-    assert [c.key for c in told] == [text.partition("=")[0] for text in more] and {c.effect for c in told} == {effect}
+    stage, *overrides = change.split("|") if "|" in change else ("stage=sft", change)
+    reported = changes(found(stage), found(stage, *overrides))
+    assert [c.key for c in reported] == [text.partition("=")[0] for text in overrides] and {
+        c.effect for c in reported
+    } == {effect}
 
 
 @pytest.mark.parametrize(

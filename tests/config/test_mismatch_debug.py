@@ -64,8 +64,8 @@ def test_routing_is_replayed_where_an_engine_tells_it(overrides, message):
     with pytest.raises(ConfigError, match=r"mismatch\.replay_routing=True: ") as caught:
         validate(compose([*overrides, "mismatch.replay_routing=true"]), 1)
     assert message in str(caught.value)
-    for more in (["engine.quantization=int8"], ["debug.train_only=conf"], ["engine.tensor_parallel=1"]):
-        validate(compose([*GRPO, "model=tiny_moe", "mismatch.replay_routing=true", *more]), 1)
+    for settings in (["engine.quantization=int8"], ["debug.train_only=conf"], ["engine.tensor_parallel=1"]):
+        validate(compose([*GRPO, "model=tiny_moe", "mismatch.replay_routing=true", *settings]), 1)
 
 
 def test_training_on_recordings_is_an_engine_of_its_own():

@@ -51,9 +51,9 @@ def test_recipes_of_the_stage():
     assert {"apo", "cdpo", "cpo", "dpo", "dpo_norm", "hinge", "ipo", "mpo", "orpo", "robust", "rpo", "simpo"} == set(
         RECIPES
     )
-    found = {name: compose([f"experiment={name}"]) for name in RECIPES}
-    assert {cfg.stage.name for cfg in found.values()} == {"dpo"}
-    chosen = {name: cfg.algorithm.preference for name, cfg in found.items()}
+    composed = {name: compose([f"experiment={name}"]) for name in RECIPES}
+    assert {cfg.stage.name for cfg in composed.values()} == {"dpo"}
+    chosen = {name: cfg.algorithm.preference for name, cfg in composed.items()}
     assert {name for name, c in chosen.items() if c.reference == "none"} == {"simpo", "cpo", "orpo"}
     assert {loss for c in chosen.values() for loss in c.loss} < set(LOSSES)
     assert chosen["mpo"].weighted() == {"sigmoid": 0.8, "bco_pair": 0.2} and chosen["rpo"].rewards

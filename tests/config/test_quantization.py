@@ -11,7 +11,7 @@ BASE = ["stage=grpo", "batch.group=4", "reward.functions=[{path: math}]"]
 
 
 @pytest.mark.parametrize(
-    "more, correction, tolerance",
+    "overrides, correction, tolerance",
     [
         ([], "none", 0.0),
         (["engine.quantization=int8"], "tis_token", 0.05),
@@ -28,8 +28,8 @@ BASE = ["stage=grpo", "batch.group=4", "reward.functions=[{path: math}]"]
         (["engine.lag=2", "algorithm.policy_loss=reinforce", "algorithm.old_logprobs=proxy"], "tis_token", 0.0),
     ],
 )
-def test_defaults_with_a_quantised_engine_or_one_that_lags(tmp_path, more, correction, tolerance):
-    cfg = compose([*BASE, *more])
+def test_defaults_with_a_quantised_engine_or_one_that_lags(tmp_path, overrides, correction, tolerance):
+    cfg = compose([*BASE, *overrides])
     assert (cfg.mismatch.correction, cfg.refit.tolerance) == (correction, tolerance)
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
     assert load_frozen(tmp_path) == cfg  # the choice is frozen, and made once

@@ -15,10 +15,10 @@ STAGES = Path(__file__).parents[2] / "conf/stage"
 
 
 def test_every_key_is_there_and_says_what_it_means():
-    found = {key.name: key for key in keys(whole=True)}
+    by_name = {key.name: key for key in keys(whole=True)}
     sections = {name for name in all_keys() if hasattr(key_type(name), "__dataclass_fields__")}
-    assert found.keys() == set(all_keys()) - sections
-    assert [name for name, key in found.items() if not key.meaning] == []
+    assert by_name.keys() == set(all_keys()) - sections
+    assert [name for name, key in by_name.items() if not key.meaning] == []
 
 
 @dataclass
@@ -66,12 +66,12 @@ def test_what_a_field_declares_is_checked(cls, values, error):
 
 
 def test_choices_of_keys():
-    found = {key.name: key.choices for key in keys(whole=True)}
-    assert found["optim.schedule"] == ("constant", "linear", "cosine")
-    assert found["critic.optim.schedule"] == found["optim.schedule"] and "veto" in found["mismatch.correction"]
-    assert found["run.dir"] == found["optim.lr"] == found["run.steps"] == ()
-    texts = [name for name, choices in found.items() if choices and "[]" not in name and key_type(name) is str]
-    assert len(texts) > 40 and set(found["stage.name"]) == {path.stem for path in STAGES.glob("*.yaml")}
+    by_name = {key.name: key.choices for key in keys(whole=True)}
+    assert by_name["optim.schedule"] == ("constant", "linear", "cosine")
+    assert by_name["critic.optim.schedule"] == by_name["optim.schedule"] and "veto" in by_name["mismatch.correction"]
+    assert by_name["run.dir"] == by_name["optim.lr"] == by_name["run.steps"] == ()
+    texts = [name for name, choices in by_name.items() if choices and "[]" not in name and key_type(name) is str]
+    assert len(texts) > 40 and set(by_name["stage.name"]) == {path.stem for path in STAGES.glob("*.yaml")}
 
 
 def test_a_section_is_listed_alone():

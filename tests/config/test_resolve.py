@@ -47,8 +47,8 @@ def test_every_file_of_every_group_composes_and_takes_effect(group):
         assert_contains(cfg, expected, f"{group}/{name}")
 
 
-def assert_contains(whole, part, where):
-    for key, value in part.items():
+def assert_contains(whole, piece, where):
+    for key, value in piece.items():
         if isinstance(value, dict):
             assert_contains(whole[key], value, f"{where}.{key}")
         elif value == "auto":  # the schema may have told already what that is

@@ -325,20 +325,20 @@ def refused(row: str, make) -> ConfigError:
 @pytest.fixture(scope="module")
 def broken(make):
     """Rule -> errors of the rows that break it."""
-    found, check = {}, Rule.check
+    results, check = {}, Rule.check
 
     def recorded(self: Rule, *how) -> None:
         try:
             check(self, *how)
         except ConfigError as error:
-            found.setdefault(self, []).append(error)
+            results.setdefault(self, []).append(error)
             raise
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rule, "check", recorded)
         for row in re.split(r"\n(?=\S)", ROWS.strip()):
             refused(" ".join(row.split()), make)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("rule", EVERY, ids=lambda rule: f"{rule.key}{rule.must} {rule.when[0][:40]}")
@@ -357,21 +357,21 @@ def test_names_of_the_table_are_keys_or_known():
 
 
 def test_a_table_is_read_as_it_is_written():
-    found = rules("""
+    actual = rules("""
 a.b !c=x|y or d => e, f >=2 | : a reason
     that goes on | a hint
 => g | what instead
 """)
-    assert [(rule.when, rule.key, rule.must) for rule in found] == [
+    assert [(rule.when, rule.key, rule.must) for rule in actual] == [
         (("a.b !c=x|y", "d"), "e", ">=2"),
         (("a.b !c=x|y", "d"), "f", ">=2"),
         (("",), "g", ""),
     ]
-    assert found[0].reason == ": a reason that goes on" and found[0].hint == "a hint"
+    assert actual[0].reason == ": a reason that goes on" and actual[0].hint == "a hint"
     values = {"a.b": 1, "c": "z", "d": 0, "e": 1}
     with pytest.raises(ConfigError, match=r"^e=1: expected at least 2: a reason that goes on\. a hint$"):
-        found[0].check(values.__getitem__, {}, str)
-    found[0].check((values | {"c": "y"}).__getitem__, {}, str)
-    found[0].check((values | {"e": 2}).__getitem__, {}, str)
+        actual[0].check(values.__getitem__, {}, str)
+    actual[0].check((values | {"c": "y"}).__getitem__, {}, str)
+    actual[0].check((values | {"e": 2}).__getitem__, {}, str)
     with pytest.raises(AssertionError, match="no rule"):
         rules("a => b ?? c")

@@ -93,12 +93,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_no_stage_reads_what_it_is_said_not_to(name, tiny_data, tiny_runs, tmp_path):
     evaluation = {"dpo": "pairs", "rm": "pairs", "kto": "labels"}.get(name, "eval")
-    more = [f"model.init={tiny_runs['sft']}", *SIZES, *CASES[name]]
+    overrides = [f"model.init={tiny_runs['sft']}", *SIZES, *CASES[name]]
     if name != "sample":
-        more += [f"data.eval={tiny_data / f'{evaluation}.jsonl'}", "run.steps=2", "run.eval_every=1"]
-    more += [f"algorithm.distill.teacher={tiny_runs['sft']}"] if name == "distill" else []
-    more += [f"reward.model={tiny_runs['rm']}"] if name == "ppo" else []
-    cfg, seen = compose(stages.overrides(name, tiny_data, tmp_path, *more)), {}
+        overrides += [f"data.eval={tiny_data / f'{evaluation}.jsonl'}", "run.steps=2", "run.eval_every=1"]
+    overrides += [f"algorithm.distill.teacher={tiny_runs['sft']}"] if name == "distill" else []
+    overrides += [f"reward.model={tiny_runs['rm']}"] if name == "ppo" else []
+    cfg, seen = compose(stages.overrides(name, tiny_data, tmp_path, *overrides)), {}
     validate(cfg, 1)
     with watched(cfg, seen):
         stages.execute(cfg)
@@ -192,8 +192,8 @@ def test_what_a_marked_recipe_includes_is_marked(recipe):
     recipe("# @package _global_\ncritic: {clip: 0.1}\ndata: {columns: {prompt: q}}\n", "experiment/base")
     with pytest.raises(ConfigError, match=r"critic\.clip"):
         compose_run(["experiment=mine"], config_dir=folder)
-    found = compose_run(["?experiment=mine"], config_dir=folder)
-    assert (found.critic.clip, found.optim.lr, found.data.columns) == (0.1, 1e-3, {"prompt": "q"})
+    cfg = compose_run(["?experiment=mine"], config_dir=folder)
+    assert (cfg.critic.clip, cfg.optim.lr, cfg.data.columns) == (0.1, 1e-3, {"prompt": "q"})
 
 
 def test_jobs_of_a_sweep_keep_the_mark():

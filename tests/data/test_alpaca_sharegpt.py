@@ -30,16 +30,16 @@ def talk(*turns, **columns):
 def test_alpaca_is_a_conversation_and_history_is_learned_too():
     assert sft_rows([ALPACA], DataConfig())[0].messages == [user("Add.\n1 2"), model("3")]
     row = {**ALPACA, "input": "", "system": "Short.", "history": [["hi", "ho"]]}
-    found = sft_rows([row], DataConfig())
-    assert found[0].messages == [system("Short."), user("hi"), model("ho"), user("Add."), model("3")]
+    rows = sft_rows([row], DataConfig())
+    assert rows[0].messages == [system("Short."), user("hi"), model("ho"), user("Add."), model("3")]
     line = "format alpaca, detected from the columns (data.format)"
-    assert found.notes == [line] and not sft_rows([row], DataConfig(format="alpaca")).notes
+    assert rows.notes == [line] and not sft_rows([row], DataConfig(format="alpaca")).notes
 
 
 def test_alpaca_for_the_other_stages():
     row = {"instruction": "Add.", "chosen": "3", "rejected": "4", "kto_tag": True}
-    found = preference_rows([row], DataConfig())[0]
-    assert (found.prompt, found.chosen, found.rejected) == ([user("Add.")], [model("3")], [model("4")])
+    rows = preference_rows([row], DataConfig())[0]
+    assert (rows.prompt, rows.chosen, rows.rejected) == ([user("Add.")], [model("3")], [model("4")])
     prompt = prompt_rows([ALPACA], DataConfig())[0]
     assert prompt.prompt == [user("Add.\n1 2")] and prompt.fields["output"] == "3"
     scored = scored_rows([{**ALPACA, "help": 2}], DataConfig(), ["help"])[0]
@@ -60,8 +60,8 @@ def test_columns_of_ours_come_first():
 
 def test_sharegpt_for_each_stage():
     messages = [user("q"), model("a"), user("r"), model("b")]
-    found = sft_rows([talk(*TURNS, system="S")], DataConfig())
-    assert found[0].messages == [system("S"), *messages] and "sharegpt" in found.notes[0]
+    rows = sft_rows([talk(*TURNS, system="S")], DataConfig())
+    assert rows[0].messages == [system("S"), *messages] and "sharegpt" in rows.notes[0]
     assert sft_rows([talk(("system", "S"), *TURNS)], DataConfig())[0].messages == [system("S"), *messages]
     assert prompt_rows([talk(*TURNS)], DataConfig())[0].prompt == messages[:3]
     pair = talk(*TURNS[:3], chosen={"from": "gpt", "value": "b"}, rejected={"from": "gpt", "value": "c"})
@@ -78,9 +78,9 @@ def test_sharegpt_with_tools():
     row = talk(("human", "q"), ("function_call", json.dumps(call)), ("observation", "3"), ("gpt", "3!"))
     wanted = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
     for tools in (bare, json.dumps(bare), [{"type": "function", "function": bare[0]}]):
-        found = sft_rows([row | {"tools": tools}], DataConfig())[0]
-        assert found.messages == [user("q"), wanted, {"role": "tool", "content": "3"}, model("3!")]
-        assert found.tools == [{"type": "function", "function": bare[0]}]
+        rows = sft_rows([row | {"tools": tools}], DataConfig())[0]
+        assert rows.messages == [user("q"), wanted, {"role": "tool", "content": "3"}, model("3!")]
+        assert rows.tools == [{"type": "function", "function": bare[0]}]
     assert sft_rows([row | {"tools": ""}], DataConfig())[0].tools is None
     with pytest.raises(DataError, match=r"row 1: expected the column `tools` to be a list"):
         sft_rows([row | {"tools": "a hammer"}], DataConfig())
@@ -146,13 +146,13 @@ def test_conversations_of_roles_are_messages():
     assert sft_rows([row | {"system": "S"}], DataConfig())[0].messages == [system("S"), *messages]
     assert prompt_rows([row], DataConfig())[0].prompt == messages[:3]
     pair = {"conversations": messages[:3], "chosen": model("b"), "rejected": [model("c")]}
-    (found,) = preference_rows([pair], DataConfig())
-    assert (found.prompt, found.chosen, found.rejected) == (messages[:3], [model("b")], [model("c")])
+    (rows,) = preference_rows([pair], DataConfig())
+    assert (rows.prompt, rows.chosen, rows.rejected) == (messages[:3], [model("b")], [model("c")])
     with pytest.raises(DataError, match=r"row 1, conversations\[1\]\.role='asistant': .*Did you mean 'assistant'"):
         sft_rows([{"conversations": [user("q"), {"role": "asistant", "content": "a"}]}], DataConfig())
     for first in ([], [system("s")]):
-        (found,) = sft_rows([{"conversations": [*first, *messages], "system": "s"}], DataConfig())
-        assert found.messages == [system("s"), *messages]
+        (rows,) = sft_rows([{"conversations": [*first, *messages], "system": "s"}], DataConfig())
+        assert rows.messages == [system("s"), *messages]
     with pytest.raises(DataError, match=r"row 1: system='s': expected none with .* another system message"):
         sft_rows([{"conversations": [system("t"), *messages], "system": "s"}], DataConfig())
     with pytest.raises(DataError, match=r"row 1: expected messages of `conversations` with the strings `role`"):

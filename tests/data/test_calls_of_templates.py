@@ -121,9 +121,9 @@ def test_a_call_that_a_template_renders_is_read_back(dialogue, name, arguments):
     call = {"id": "x1", "type": "function", "function": {"name": "add", "arguments": arguments}}
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     text = one._render(chat)
-    said = text.partition("assistant\n")[2].rpartition("<|im_end|>")[0]
-    found = one.read(said)[1]
-    assert [(c.name, c.arguments) for c in found] == [("add", arguments)]
+    answer = text.partition("assistant\n")[2].rpartition("<|im_end|>")[0]
+    actual = one.read(answer)[1]
+    assert [(c.name, c.arguments) for c in actual] == [("add", arguments)]
 
 
 @pytest.mark.parametrize("kind", READERS)

@@ -176,7 +176,7 @@ def test_pairs_with_an_empty_answer_go_where_the_config_says_so(byte):
 
 
 @pytest.mark.parametrize(
-    "row, said",
+    "row, text",
     [
         (pair(rejected=""), "f, row 3: expected an answer with some text in `rejected`, found ''"),
         (pair(" \n"), "f, row 3: expected an answer with some text in `chosen`"),
@@ -192,10 +192,10 @@ def test_pairs_with_an_empty_answer_go_where_the_config_says_so(byte):
         (pair("good", "bad", ""), "to answer the same prompt"),
     ],
 )
-def test_pairs_that_nobody_can_compare(chatml, row, said):
+def test_pairs_that_nobody_can_compare(chatml, row, text):
     with pytest.raises(DataError) as caught:
         PairDataset([pair(), row], chatml, DataConfig())
-    assert said in str(caught.value)
+    assert text in str(caught.value)
 
 
 def test_scored_rows(byte):
@@ -224,13 +224,13 @@ def test_a_prompt_that_is_cut_keeps_its_head(with_bos, chatml):
     bos = with_bos.bos_token_id
     for text in ("zzzzzzzz", "zz"):
         whole = with_bos(text)["input_ids"]
-        (found,) = PromptDataset(prompt_rows([{"prompt": text}], data), with_bos, data)
-        assert list(found.tokens) == ([bos, *whole[-3:]] if len(whole) > 4 else whole) and whole[0] == bos
+        (read,) = PromptDataset(prompt_rows([{"prompt": text}], data), with_bos, data)
+        assert list(read.tokens) == ([bos, *whole[-3:]] if len(whole) > 4 else whole) and whole[0] == bos
     chats = [[{"role": "user", "content": text}] for text in ("z", "z" * 40)]
     rows = prompt_rows([{"prompt": chat} for chat in chats], data)
-    found = PromptDataset(rows, chatml, DataConfig(max_prompt_tokens=30, overlong="truncate"))
-    assert [prompt.id for prompt in found] == [0] and (found.report.dropped, found.report.truncated) == (1, 0)
-    assert "conversations are dropped, not truncated" in str(found.report)
+    read = PromptDataset(rows, chatml, DataConfig(max_prompt_tokens=30, overlong="truncate"))
+    assert [prompt.id for prompt in read] == [0] and (read.report.dropped, read.report.truncated) == (1, 0)
+    assert "conversations are dropped, not truncated" in str(read.report)
     with pytest.raises(DataError, match=r"Raise data\.max_prompt_tokens$"):
         PromptDataset(rows[1:], chatml, DataConfig(max_prompt_tokens=30, overlong="truncate"))
 
@@ -242,8 +242,8 @@ def test_equal_pairs_of_a_reward_model_are_counted(byte):
 
 def test_a_column_that_only_other_prompts_have_is_none(byte):
     rows = prompt_rows([{"prompt": "p", "answer": 4}, {"prompt": "q", "tests": ["t"]}], DataConfig())
-    found = PromptDataset(rows, byte, DataConfig())
-    assert [prompt.fields for prompt in found] == [{"answer": 4, "tests": None}, {"answer": None, "tests": ["t"]}]
+    dataset = PromptDataset(rows, byte, DataConfig())
+    assert [prompt.fields for prompt in dataset] == [{"answer": 4, "tests": None}, {"answer": None, "tests": ["t"]}]
 
 
 def test_chat_prompt_is_what_the_template_opens(byte):

@@ -54,26 +54,26 @@ def play(dialogue, name, turns):
     """Turns of given answers, and the prompt that each one's rendering makes."""
     tokenizer = dialogue.tokenizer
     messages = [{"role": "user", "content": "what is it"}]
-    given, found = dialogue.begin(messages), []
-    for said, arguments, result, whole in turns:
+    prompt, results = dialogue.begin(messages), []
+    for answer, arguments, result, whole in turns:
         call = written(dialogue.calls, "add", {}).replace("{}", arguments)
-        said = "" if dialogue.calls == "llama3" else said  # a call is all of an answer there
-        if given.text.endswith("<think>\n"):  # this template refuses an answer without thoughts
-            said = "so\n</think>\n\n" + said.rpartition("</think>")[2]
+        answer = "" if dialogue.calls == "llama3" else answer  # a call is all of an answer there
+        if prompt.text.endswith("<think>\n"):  # this template refuses an answer without thoughts
+            answer = "so\n</think>\n\n" + answer.rpartition("</think>")[2]
         end = tokenizer.convert_tokens_to_ids(ENDS.get(name, "<|im_end|>"))
         mark = "[TOOL_CALLS]"
-        text = said.replace(mark, "") + call
+        text = answer.replace(mark, "") + call
         head, _, tail = text.partition(mark)
         output = tokens_of(tokenizer, head, whole)
         if mark in text:
             output += [tokenizer.convert_tokens_to_ids(mark), *tokens_of(tokenizer, tail, whole)]
         output.append(end)
-        found.append(Turn(given.tokens, output, [-1.0] * len(output)))
+        results.append(Turn(prompt.tokens, output, [-1.0] * len(output)))
         beside, calls = read_calls(tokenizer.decode(output[:-1], skip_special_tokens=False), dialogue.calls)
         assert [(c.name, c.arguments) for c in calls] == [("add", json.loads(arguments))]
         messages += [dialogue.answer_message(text, beside, calls), dialogue.result(calls[0], 0, result)]
-        given = dialogue.follow(given, output, messages)
-    return [*found, Turn(given.tokens, [], [])], messages
+        prompt = dialogue.follow(prompt, output, messages)
+    return [*results, Turn(prompt.tokens, [], [])], messages
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -81,15 +81,15 @@ def play(dialogue, name, turns):
 @given(st.lists(answers(), min_size=1, max_size=3))
 def test_every_prompt_is_the_templates_text_and_every_row_what_the_engine_saw(dialogue, name, turns):
     one = dialogue(name)
-    found, messages = play(one, name, turns)
+    actual, messages = play(one, name, turns)
     tokenizer = one.tokenizer
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, tools=TOOLS)
-    assert tokenizer.decode(found[-1].prompt) == text  # whatever tokens stand for it
-    rows = rows_of(found)
-    assert rows[-1].tokens == list(found[-1].prompt)
+    assert tokenizer.decode(actual[-1].prompt) == text  # whatever tokens stand for it
+    rows = rows_of(actual)
+    assert rows[-1].tokens == list(actual[-1].prompt)
     if name in ("qwen2", "llama3"):  # what these render stays: no token is lost, none is rendered anew
-        assert len(rows) == 1 and sum(rows[0].made) == sum(len(turn.output) for turn in found)
-    for turn in found[:-1]:  # each answer is in a row, whole but for less than a tail
+        assert len(rows) == 1 and sum(rows[0].made) == sum(len(turn.output) for turn in actual)
+    for turn in actual[:-1]:  # each answer is in a row, whole but for less than a tail
         kept = max(_held(row, turn) for row in rows)
         assert len(turn.output) - kept < min(TAIL, len(turn.output))
 
@@ -99,8 +99,10 @@ def _held(row, turn):
     start = len(turn.prompt)
     if row.tokens[:start] != list(turn.prompt):
         return -1
-    said = row.tokens[start : start + len(turn.output)]
-    return next((i for i, t in enumerate(turn.output) if said[i : i + 1] != [t] or not row.made[start + i]), len(said))
+    answer = row.tokens[start : start + len(turn.output)]
+    return next(
+        (i for i, t in enumerate(turn.output) if answer[i : i + 1] != [t] or not row.made[start + i]), len(answer)
+    )
 
 
 def test_templates_that_change_an_answer_make_another_row(dialogue):
@@ -115,9 +117,9 @@ def test_templates_that_change_an_answer_make_another_row(dialogue):
 def test_a_template_that_refuses_an_answer_ends_the_conversation(dialogue):
     one = dialogue("qwen3_thinking for training")
     messages = [{"role": "user", "content": "what is it"}]
-    given = one.begin(messages)
-    said = [*messages, {"role": "assistant", "content": "no thoughts"}, {"role": "tool", "content": "7"}]
-    assert one.follow(given, tokens_of(one.tokenizer, "no thoughts<|im_end|>", True), said) is None
+    prompt = one.begin(messages)
+    answer = [*messages, {"role": "assistant", "content": "no thoughts"}, {"role": "tool", "content": "7"}]
+    assert one.follow(prompt, tokens_of(one.tokenizer, "no thoughts<|im_end|>", True), answer) is None
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2"])

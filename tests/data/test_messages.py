@@ -68,8 +68,8 @@ def test_a_key_that_is_nearly_one_is_refused(key, near):
 
 def test_other_keys_are_the_templates_business():
     """As in WildChat; `context` is near to `content`, which is there."""
-    more = {"language": "English", "toxic": False, "turn_identifier": 7, "context": "c", "id": "1", "weight": 1}
-    assert read(GOOD | more) == [GOOD | more]
+    settings = {"language": "English", "toxic": False, "turn_identifier": 7, "context": "c", "id": "1", "weight": 1}
+    assert read(GOOD | settings) == [GOOD | settings]
     with pytest.raises(DataError, match=r"Did you mean 'content'"):
         read({"role": "user", "context": "c"})
 
@@ -160,7 +160,7 @@ def test_tokens_are_the_same_of_every_reader_and_form_of_arguments(tmp_path, mak
         tools = [{"type": "function", "function": {"name": name, "parameters": schema}}]
         return {"messages": [USER, turn, {"role": "tool", "content": "5"}, GOOD], "tools": tools}
 
-    found = []
+    results = []
     for text in (False, True):
         rows = [row("add", text, a="2", b="3"), row("look", text, city="Rome")]
         (tmp_path / "x.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
@@ -169,7 +169,7 @@ def test_tokens_are_the_same_of_every_reader_and_form_of_arguments(tmp_path, mak
         datasets.Dataset.from_list(rows).save_to_disk(tmp_path / f"saved{text}")
         for name in ("x.jsonl", "x.json", "x.parquet", f"saved{text}"):
             typed = sft_rows(read_rows(str(tmp_path / name)), DataConfig())
-            found.append(
+            results.append(
                 [(i.tokens.tolist(), i.loss_mask.tolist()) for i in SftDataset(typed, tokenizer, DataConfig())]
             )
             prompts = prompt_rows(read_rows(str(tmp_path / name)), DataConfig())
@@ -177,8 +177,10 @@ def test_tokens_are_the_same_of_every_reader_and_form_of_arguments(tmp_path, mak
                 {"a": "2", "b": "3"},
                 {"city": "Rome"},
             ]
-    assert found == found[:1] * 8
-    assert "null" not in tokenizer.decode(found[0][0][0]) and '{"a": "2", "b": "3"}' in tokenizer.decode(found[0][0][0])
+    assert results == results[:1] * 8
+    assert "null" not in tokenizer.decode(results[0][0][0]) and '{"a": "2", "b": "3"}' in tokenizer.decode(
+        results[0][0][0]
+    )
 
 
 def test_turns_of_from_and_value_are_told_the_format_that_reads_them(tmp_path):

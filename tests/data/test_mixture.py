@@ -84,7 +84,7 @@ def test_rows_are_numbered_through_the_sources_for_any_number_of_ranks(byte):
     assert len(data) == 9 and data.lengths.tolist() == list(range(3, 12)) and data[-1].tokens.size == 11
 
     def batch(rank, ranks):
-        streams = {name: IndexStream(len(part), 0) for name, part in parts.items()}
+        streams = {name: IndexStream(len(chunk), 0) for name, chunk in parts.items()}
         stream = MixedStream(streams, [1, 1], 4)
         source = BatchSource(data, stream, collate_sft, 0, rank, ranks, lambda lengths: lengths.double())
         return [n for _ in range(5) for n in source.next().lengths.tolist()], source.metrics()
@@ -144,16 +144,16 @@ def sources(tiny_data, tmp_path):
 
 @pytest.mark.slow
 def test_a_stage_on_sources_goes_on_as_if_it_had_never_stopped(tiny_data, sources, tmp_path, capsys):
-    more = sources
-    whole = stages.stage("sft", tiny_data, tmp_path / "whole", "run.steps=4", *more)
-    stages.stage("sft", tiny_data, tmp_path / "parts", "run.steps=2", *more)
-    parts = stages.stage("sft", tiny_data, tmp_path / "parts", "run.steps=4", *more)
+    overrides = sources
+    whole = stages.stage("sft", tiny_data, tmp_path / "whole", "run.steps=4", *overrides)
+    stages.stage("sft", tiny_data, tmp_path / "parts", "run.steps=2", *overrides)
+    parts = stages.stage("sft", tiny_data, tmp_path / "parts", "run.steps=4", *overrides)
     assert stages.same_weights(whole, parts) and not stages.differences(whole, parts)
     last = stages.records(whole)[-1]
     taken = [20 * last["data/first/epoch"], 12 * last["data/b/epoch"]]
     assert sum(taken) == pytest.approx(64) and taken[0] == pytest.approx(64 * 2 / 3, abs=1)
     capsys.readouterr()
-    moved = [text.replace("other.jsonl", "moved.jsonl") for text in more]
+    moved = [text.replace("other.jsonl", "moved.jsonl") for text in overrides]
     (tmp_path / "other.jsonl").rename(tmp_path / "moved.jsonl")
     stages.stage("sft", tiny_data, tmp_path / "parts", "run.steps=5", *moved)
     assert "resumed at step 4" in capsys.readouterr().out
@@ -195,7 +195,7 @@ def test_shares_of_tokens_are_kept_at_every_prefix_and_after_a_restore(weights, 
     source = np.searchsorted(np.cumsum(sizes), rows, side="right")
     taken = ((source[:, None] == np.arange(len(sizes))) * every[rows][:, None]).cumsum(0)
     shares = np.array(weights) / sum(weights)
-    bound = sum(int(part.max()) for part in lengths)
+    bound = sum(int(piece.max()) for piece in lengths)
     assert np.abs(taken - shares * taken.sum(1, keepdims=True)).max() <= bound
     first, second = stream(), stream()
     first.take(steps)

@@ -23,10 +23,10 @@ def pair(**row):
 
 def extracted(chosen, rejected):
     """What TRL's extract_prompt does, of texts that differ before the end of the shorter one."""
-    place = next(i for i in range(min(len(chosen), len(rejected))) if chosen[i] != rejected[i])
-    if place and chosen[place - 1] == " ":
-        place -= 1
-    return chosen[:place], chosen[place:], rejected[place:]
+    index = next(i for i in range(min(len(chosen), len(rejected))) if chosen[i] != rejected[i])
+    if index and chosen[index - 1] == " ":
+        index -= 1
+    return chosen[:index], chosen[index:], rejected[index:]
 
 
 def test_whole_texts_share_their_prompt_as_in_trl():
@@ -36,8 +36,8 @@ def test_whole_texts_share_their_prompt_as_in_trl():
         a, b = ("".join(random.choices("ab é\n", k=random.randint(1, 9))) for _ in range(2))
         if any(x != y for x, y in zip(a, b, strict=False)):
             for texts in ((a, b), (head + a, head + b)):
-                found = pair(chosen=texts[0], rejected=texts[1])
-                assert found == extracted(*texts) and found[0] + found[1] == texts[0] and all(found[1:])
+                actual = pair(chosen=texts[0], rejected=texts[1])
+                assert actual == extracted(*texts) and actual[0] + actual[1] == texts[0] and all(actual[1:])
     assert pair(chosen=head + " 4", rejected=head + " 5") == (head, " 4", " 5")
     assert pair(chosen="abc", rejected="abcdef") == ("ab", "c", "cdef")
     assert pair(chosen="abc", rejected="abc") == ("ab", "c", "c")
@@ -85,8 +85,8 @@ def test_a_reward_model_reads_whole_texts_as_they_are(byte):
 )
 def test_every_shape_of_a_pair_is_one(row, prompt):
     assert pair(**row) == (prompt, [GOOD], [BAD])
-    (found,) = unpaired_rows([row], DataConfig())
-    assert (found.prompt, found.answers) == (prompt, (("chosen", [GOOD], True), ("rejected", [BAD], False)))
+    (rows,) = unpaired_rows([row], DataConfig())
+    assert (rows.prompt, rows.answers) == (prompt, (("chosen", [GOOD], True), ("rejected", [BAD], False)))
 
 
 def test_single_answers_likewise():
@@ -95,12 +95,12 @@ def test_single_answers_likewise():
         {"prompt": "q", "completion": [USER, GOOD]},
         {"prompt": [USER], "completion": [USER, GOOD]},
     ):
-        (found,) = sft_rows([row], DataConfig())
-        assert (found.prompt, found.completion) == ([USER], [GOOD])
+        (rows,) = sft_rows([row], DataConfig())
+        assert (rows.prompt, rows.completion) == ([USER], [GOOD])
         assert unpaired_rows([row | {"label": True}], DataConfig())[0].answers == (("completion", [GOOD], True),)
     turns = [MORE, GOOD]  # the conversation goes on: nothing is the prompt again
-    (found,) = sft_rows([{"prompt": [USER, BAD], "completion": turns}], DataConfig())
-    assert (found.prompt, found.completion) == ([USER, BAD], turns)
+    (rows,) = sft_rows([{"prompt": [USER, BAD], "completion": turns}], DataConfig())
+    assert (rows.prompt, rows.completion) == ([USER, BAD], turns)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def stored(tmp_path):
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
     whole = (tmp_path / "rows.jsonl").read_bytes()
     parts = whole[:40], whole[40:]  # frames of a .zst may follow each other, as members of a .gz may
-    (tmp_path / "rows.jsonl.zst").write_bytes(b"".join(pa.compress(part, "zstd", asbytes=True) for part in parts))
+    (tmp_path / "rows.jsonl.zst").write_bytes(b"".join(pa.compress(piece, "zstd", asbytes=True) for piece in parts))
     (tmp_path / "folder" / "README.md").write_text("not data")
     return tmp_path
 
@@ -61,8 +61,8 @@ def test_every_format_gives_the_same_rows(stored, name):
     rows = read_rows(str(stored / name))
     assert list(rows) == ROWS and rows.content() == read_rows(str(stored / "rows.jsonl")).content()
     assert len(rows) == 3 and rows[1] == ROWS[1] and rows[-1] == ROWS[2]
-    for part in (slice(0, 2), slice(1, 3), slice(None), slice(0, 0), slice(None, None, 2)):
-        assert rows[part] == ROWS[part]
+    for piece in (slice(0, 2), slice(1, 3), slice(None), slice(0, 0), slice(None, None, 2)):
+        assert rows[piece] == ROWS[piece]
 
 
 def test_where_names_file_and_row(stored):
@@ -108,11 +108,9 @@ def test_no_room_to_unpack(stored, monkeypatch):
 def test_row_groups_are_read_one_at_a_time(tmp_path):
     rows = [{"n": i, "t": "x" * (i % 3)} for i in range(50)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet", row_group_size=7)
-    found = read_rows(str(tmp_path / "x.parquet"))
+    read = read_rows(str(tmp_path / "x.parquet"))
     assert (
-        list(found) == rows
-        and found[5:30] == rows[5:30]
-        and [found[i]["n"] for i in (49, 0, 13, 14)] == [49, 0, 13, 14]
+        list(read) == rows and read[5:30] == rows[5:30] and [read[i]["n"] for i in (49, 0, 13, 14)] == [49, 0, 13, 14]
     )
 
 
@@ -213,16 +211,16 @@ def test_splits_of_a_folder_are_those_of_the_hub(tmp_path, names):
     root = hub(tmp_path, *names)
 
     def theirs(patterns):
-        found = set()
+        results = set()
         for pattern in patterns:
             with contextlib.suppress(FileNotFoundError):
-                found |= {str(Path(file).relative_to(root)) for file in resolve_pattern(pattern, root)}
-        return sorted(found)
+                results |= {str(Path(file).relative_to(root)) for file in resolve_pattern(pattern, root)}
+        return sorted(results)
 
     splits = {split: theirs(patterns) for split, patterns in get_data_patterns(root).items()}
     assert read_files(root, "data.train") == splits.pop("train") == read_files(root, "ptx.data.train")
     assert read_files(root, "data.eval") == (splits.get("validation") or splits["test"])
-    left = ", ".join(f"{split} ({len(found)})" for split, found in sorted(splits.items()))
+    left = ", ".join(f"{split} ({len(result)})" for split, result in sorted(splits.items()))
     assert read_rows(root).note == f"reads split train of {root}, leaves out {left}"
 
 
@@ -297,8 +295,8 @@ def test_a_data_set_of_the_library_that_was_shuffled_is_read_in_its_order(tmp_pa
     data = datasets.Dataset.from_list(rows).shuffle(seed=3)
     data.save_to_disk(tmp_path)
     order = data["n"]
-    found = read_rows(str(tmp_path))
-    assert list(found) == [rows[n] for n in order] and found[7:9] == [rows[n] for n in order[7:9]]
+    read = read_rows(str(tmp_path))
+    assert list(read) == [rows[n] for n in order] and read[7:9] == [rows[n] for n in order[7:9]]
     assert order != sorted(order)
 
 

@@ -55,15 +55,16 @@ def test_arguments_have_the_form_that_the_template_reads(make_folder, form):
 
 
 @pytest.mark.parametrize(
-    "fault, told", [("{{ 'a' + 7 }}", "TypeError"), ("{{ m.x.y }}", "UndefinedError"), ("{{ 1 // 0 }}", "ZeroDivision")]
+    "fault, message",
+    [("{{ 'a' + 7 }}", "TypeError"), ("{{ m.x.y }}", "UndefinedError"), ("{{ 1 // 0 }}", "ZeroDivision")],
 )
-def test_whatever_fails_inside_a_template_names_row_message_and_line(make_folder, fault, told):
+def test_whatever_fails_inside_a_template_names_row_message_and_line(make_folder, fault, message):
     template = "{% for m in messages %}\n{% if m.role == 'tool' %}\n" + fault + "{% endif %}{{ m.content }}{% endfor %}"
     tokenizer = load_tokenizer(make_folder(template))
     bad = chat(("user", "q"), ("tool", "x"), ("assistant", "a"))
-    with pytest.raises(DataError, match=rf"f, row 3: .*line 3 of the template, messages\[1\] \(tool\): {told}"):
+    with pytest.raises(DataError, match=rf"f, row 3: .*line 3 of the template, messages\[1\] \(tool\): {message}"):
         encode_sft(tokenizer, [chat(("user", "q"), ("assistant", "a")), bad])
-    with pytest.raises(DataError, match=rf"row 9.*{told}"):
+    with pytest.raises(DataError, match=rf"row 9.*{message}"):
         encode_prompts(tokenizer, [bad.messages[:2]], ["row 9"])
 
 
@@ -94,10 +95,10 @@ def test_a_row_that_a_template_refuses_says_nothing_of_the_next_of_its_shape(mak
             )
         )
     )
-    for name, told in (("Eve", "nine letters"), ("Evangelos", r"leaves out the content of messages\[0\]")):
+    for name, result in (("Eve", "nine letters"), ("Evangelos", r"leaves out the content of messages\[0\]")):
         row = chat(("system", "words"), ("user", "q"), ("assistant", "a"))
         row.messages[1]["name"] = name
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=result):
             encode_sft(tokenizer, [row])
 
 
@@ -107,11 +108,11 @@ CALLS_ALONE = (HEAD + TAIL).replace("{{ m.content }}", "{{ m.content if not m.to
 CALLS_ALONE = CALLS_ALONE.replace("or [] %}", "or [] %}{{ c.function | tojson }}")
 
 
-def called(said, **row):
+def called(text, **row):
     return row | {
         "messages": [
             {"role": "user", "content": "q"},
-            {"role": "assistant", "content": said, "tool_calls": [CALL]},
+            {"role": "assistant", "content": text, "tool_calls": [CALL]},
             {"role": "tool", "content": "4"},
             {"role": "assistant", "content": "four"},
         ]
@@ -234,6 +235,6 @@ def test_a_scored_answer_ends_where_its_generation_does(make_folder, answer):
     tokenizer.eos_token = "<|endoftext|>"
     stops, prompt = stop_token_ids(tokenizer), [{"role": "user", "content": "q"}]
     assert {tokenizer.convert_ids_to_tokens(i) for i in stops} == {"<|im_end|>", "<|endoftext|>"}
-    (found,) = encode_answers(tokenizer, [prompt], [[{"role": "assistant", "content": answer}]], ["r"], stops)
+    (encoded,) = encode_answers(tokenizer, [prompt], [[{"role": "assistant", "content": answer}]], ["r"], stops)
     (opening,) = encode_prompts(tokenizer, [prompt], ["r"])
-    assert found == [*opening, *tokenizer(answer + "<|im_end|>", add_special_tokens=False)["input_ids"]]
+    assert encoded == [*opening, *tokenizer(answer + "<|im_end|>", add_special_tokens=False)["input_ids"]]

@@ -85,15 +85,15 @@ def with_thoughts(chat):
 @given(chat=chats())
 @settings(max_examples=30, deadline=None)
 def test_each_answer_is_learned_as_it_is_generated(qwen3, phi3, thinking, deepseek, chat):
-    (found,) = encode_sft(qwen3, [row(chat)])
-    assert learned(qwen3, found) == "".join(f"<think>\n\n</think>\n\n{text}<|im_end|>\n" for text in said(chat))
-    (found,) = encode_sft(phi3, [row(chat)])
-    assert learned(phi3, found) == "".join(f"{text}<|end|>\n" for text in said(chat)) + "<|endoftext|>"
+    (encoded,) = encode_sft(qwen3, [row(chat)])
+    assert learned(qwen3, encoded) == "".join(f"<think>\n\n</think>\n\n{text}<|im_end|>\n" for text in said(chat))
+    (encoded,) = encode_sft(phi3, [row(chat)])
+    assert learned(phi3, encoded) == "".join(f"{text}<|end|>\n" for text in said(chat)) + "<|endoftext|>"
     thought = with_thoughts(chat)
-    (found,) = encode_sft(thinking, [row(thought)])
-    assert learned(thinking, found) == "".join(f"hm\n</think>\n\n{text}<|im_end|>\n" for text in said(chat))
-    (found,) = encode_sft(deepseek, [row(thought)])
-    assert learned(deepseek, found) == "".join(f"hm\n</think>\n\n{text}{R1[2]}" for text in said(chat))
+    (encoded,) = encode_sft(thinking, [row(thought)])
+    assert learned(thinking, encoded) == "".join(f"hm\n</think>\n\n{text}<|im_end|>\n" for text in said(chat))
+    (encoded,) = encode_sft(deepseek, [row(thought)])
+    assert learned(deepseek, encoded) == "".join(f"hm\n</think>\n\n{text}{R1[2]}" for text in said(chat))
     plain = {"qwen3": qwen3, "phi3": phi3}
     for name, tokenizer in (plain | {"qwen3_thinking": thinking, "deepseek_r1": deepseek}).items():
         chat = chat if name in plain else thought  # what transformers finds by the marks
@@ -151,12 +151,12 @@ def test_a_reward_model_reads_the_thoughts_that_a_rollout_has(deepseek, qwen3):
         [{"role": "assistant", "content": "7", "reasoning_content": "hm"}],
         [{"role": "assistant", "content": "7"}],
     ]
-    found = encode_answers(deepseek, [ask] * 3, answers, ["r"] * 3, stop_token_ids(deepseek))
+    actual = encode_answers(deepseek, [ask] * 3, answers, ["r"] * 3, stop_token_ids(deepseek))
     thought = prompt + f"hm\n</think>\n\n7{R1[2]}"
-    assert [deepseek.decode(ids) for ids in found[:2]] == [thought] * 2
+    assert [deepseek.decode(ids) for ids in actual[:2]] == [thought] * 2
     as_they_are = encode_answers(deepseek, [ask] * 3, answers, ["r"] * 3, stop_token_ids(deepseek), fix=False)
     own = [deepseek.apply_chat_template([*ask, *answer], tokenize=False) for answer in answers]
-    assert [deepseek.decode(ids) for ids in as_they_are] == own and found[2] == as_they_are[2]
+    assert [deepseek.decode(ids) for ids in as_they_are] == own and actual[2] == as_they_are[2]
     assert "hm" not in own[0]
     (kept,) = encode_answers(qwen3, [ask[2:]], answers[:1], ["r"], stop_token_ids(qwen3))
     assert "<think>\nhm\n</think>\n\n7" in qwen3.decode(kept)
@@ -185,21 +185,21 @@ def test_thoughts_calls_and_tools(qwen3):
         {"role": "tool", "content": "7"},
         {"role": "assistant", "content": "<think>\nseven\n</think>\n\nit is 7"},
     ]
-    (found,) = encode_sft(qwen3, [row(chat, TOOLS)])
+    (encoded,) = encode_sft(qwen3, [row(chat, TOOLS)])
     call = '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
     text = "<think>\nhm\n</think>\n\n" + call + "<|im_end|>\n<think>\nseven\n</think>\n\nit is 7<|im_end|>\n"
-    assert learned(qwen3, found) == text
-    whole = qwen3.decode(found[0])
+    assert learned(qwen3, encoded) == text
+    whole = qwen3.decode(encoded[0])
     assert '<tools>\n{"type": "function"' in whole and "<tool_response>\n7\n</tool_response>" in whole
     bare, tooled = encode_sft(qwen3, [row(chat), row(chat, TOOLS)])  # each row has its own
-    assert tooled == found and len(bare[0]) < len(tooled[0])
+    assert tooled == encoded and len(bare[0]) < len(tooled[0])
 
 
 def test_without_thinking_the_empty_block_is_given(qwen3):
     chat = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
-    (found,) = encode_sft(qwen3, [row(chat)], arguments={"enable_thinking": False})
-    assert learned(qwen3, found) == "assistant<|im_end|>\n" * 2
-    assert qwen3.decode(found[0]).count("<think>\n\n</think>\n\n") == 2
+    (encoded,) = encode_sft(qwen3, [row(chat)], arguments={"enable_thinking": False})
+    assert learned(qwen3, encoded) == "assistant<|im_end|>\n" * 2
+    assert qwen3.decode(encoded[0]).count("<think>\n\n</think>\n\n") == 2
     data = DataConfig(template_arguments={"enable_thinking": False})
     prompts = PromptDataset(prompt_rows([{"prompt": chat[:1], "tools": TOOLS}], data), qwen3, data)
     assert prompts[0].text.endswith("assistant\n<think>\n\n</think>\n\n") and "<tools>" in prompts[0].text
@@ -232,8 +232,8 @@ def test_a_template_by_name_or_file(make_folder, tmp_path):
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     tokenizer = load_tokenizer(make_folder(None))
     use_chat_template(tokenizer, DataConfig(chat_template="chatml"))
-    (found,) = encode_sft(tokenizer, [row(chat)])
-    assert tokenizer.decode(found[0]) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+    (encoded,) = encode_sft(tokenizer, [row(chat)])
+    assert tokenizer.decode(encoded[0]) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
     tokenizer.save_pretrained(str(tmp_path / "out"))
     assert load_tokenizer(str(tmp_path / "out")).chat_template == shipped_template("chatml")
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}")

@@ -95,18 +95,18 @@ def corpus(tiny_data, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["batch.packing=false", "batch.micro_batch_samples=3"], ["data.across_documents=true"]]
+    "overrides", [[], ["batch.packing=false", "batch.micro_batch_samples=3"], ["data.across_documents=true"]]
 )
-def test_the_loss_is_that_of_transformers(tiny_data, byte, corpus, tmp_path, more):
+def test_the_loss_is_that_of_transformers(tiny_data, byte, corpus, tmp_path, overrides):
     root, texts, start = corpus
-    data = make(byte, 32, texts, across_documents="data.across_documents=true" in more)
+    data = make(byte, 32, texts, across_documents="data.across_documents=true" in overrides)
     count = len(data) // 3 * 3
     assert count == len(data)
     path = root / "train.jsonl"
     own = [f"data.train={path}", f"data.eval={path}", "data.format=text", f"model.init={start}", "run.steps=1"]
-    own += ["run.eval_every=1", f"batch.sequences={count}", "batch.micro_batch_samples=1", "optim.lr=1e-12", *more]
+    own += ["run.eval_every=1", f"batch.sequences={count}", "batch.micro_batch_samples=1", "optim.lr=1e-12", *overrides]
     run = stages.stage("sft", tiny_data, tmp_path / "run", *own)
-    record = {name: value for found in stages.records(run) for name, value in found.items()}
+    record = {name: value for records in stages.records(run) for name, value in records.items()}
     wanted = expected_loss(start, data)
     assert record["sft/loss"] == pytest.approx(wanted, rel=1e-5)
     assert record["eval/loss"] == pytest.approx(wanted, rel=1e-5)
@@ -122,5 +122,5 @@ def test_text_beside_answers_and_what_eval_says_of_it(tiny_data, byte, corpus, t
     (record,) = stages.records(run)
     assert record["data/train/epoch"] > 0 and record["data/answers/epoch"] > 0
     cfg = compose(stages.overrides("sft", tiny_data, start, f"data.eval={root / 'train.jsonl'}", "data.format=text"))
-    found = evaluate(cfg)
-    assert found["eval/loss"] == pytest.approx(expected_loss(start, make(byte, 32, texts)), rel=1e-5)
+    evaluation = evaluate(cfg)
+    assert evaluation["eval/loss"] == pytest.approx(expected_loss(start, make(byte, 32, texts)), rel=1e-5)

@@ -30,13 +30,13 @@ def test_rows_of_labels_pairs_and_the_other_formats():
 
     assert read(ROW, {**ROW, "label": False}) == [("p", "yes", True), ("p", "yes", False)]
     assert read({"prompt": "p", "chosen": "a", "rejected": "b"}) == [("p", "a", True), ("p", "b", False)]
-    user, said = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
-    assert read({"instruction": "q", "output": "a", "kto_tag": False}) == [(user, said, False)]
+    user, answer = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
+    assert read({"instruction": "q", "output": "a", "kto_tag": False}) == [(user, answer, False)]
     other = [{"role": "assistant", "content": "b"}]
     pair = {"instruction": "q", "chosen": "a", "rejected": "b"}
-    assert read(pair) == [(user, said, True), (user, other, False)]
+    assert read(pair) == [(user, answer, True), (user, other, False)]
     turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    assert read({"conversations": turns, "kto_tag": True}) == [(user, said, True)]
+    assert read({"conversations": turns, "kto_tag": True}) == [(user, answer, True)]
     assert read({"prompt": "p", "completion": "a", "liked": True}, columns={"label": "liked"}) == [("p", "a", True)]
 
 
@@ -78,21 +78,21 @@ def items(byte):
 
 def test_a_mismatched_answer_stands_behind_the_samples_own_prompt(byte):
     own = items(byte)
-    found = with_mismatched(own, range(6), limit=32)
+    actual = with_mismatched(own, range(6), limit=32)
     for i, j in enumerate([4, 4, 1, 2, 2, 4]):
         prompt, answer = own[i].prompt, own[j].answer.tokens[len(own[j].prompt) :]
-        other = found[i].mismatched
+        other = actual[i].mismatched
         assert other.tokens.tolist() == [*prompt, *answer]
         assert other.loss_mask.tolist() == [0] * len(prompt) + [1] * len(answer)
     cut = with_mismatched(own, [3], limit=4)[0].mismatched
-    assert cut.tokens.tolist() == found[3].mismatched.tokens[:4].tolist() and len(found[3].mismatched.tokens) > 4
+    assert cut.tokens.tolist() == actual[3].mismatched.tokens[:4].tolist() and len(actual[3].mismatched.tokens) > 4
     alone = with_mismatched([own[0], own[1]], range(2), limit=32)
     assert [item.mismatched for item in alone] == [None, None]
 
 
 def test_a_batch_has_the_mismatched_answers_between_its_rows(byte):
-    found = [item._replace(reference=np.full(len(item.answer.tokens), 0.5)) for item in items(byte)]
-    batch = collate_unpaired(with_mismatched(found, range(6), limit=32), 0)
+    results = [item._replace(reference=np.full(len(item.answer.tokens), 0.5)) for item in items(byte)]
+    batch = collate_unpaired(with_mismatched(results, range(6), limit=32), 0)
     assert batch.of(LabelTargets).labels.tolist() == [[float(i % 2 == 0), k] for i in range(6) for k in (0.0, 1.0)]
     assert torch.equal(batch.of(LabelTargets).ref_logprobs[0::2].sum(1), 0.5 * batch.lengths[0::2])
     assert batch.of(LabelTargets).ref_logprobs[1::2].abs().sum() == 0
@@ -107,12 +107,12 @@ def test_ranks_share_the_mismatched_answers_of_the_whole_batch(byte, ranks):
 
     def rows(rank, ranks):
         stream = IndexStream(len(data), 0, True, 6)
-        arrange = lambda items, mine: with_mismatched(items, mine, 32)  # noqa: E731
+        arrange = lambda items, own: with_mismatched(items, own, 32)  # noqa: E731
         batch = BatchSource(data, stream, collate_unpaired, 0, rank, ranks, lambda n: n.double(), arrange).next()
         texts = [tuple(tokens[:n].tolist()) for tokens, n in zip(batch.tokens, batch.lengths, strict=True)]
         return list(zip(texts[0::2], texts[1::2], strict=True))
 
     parts = [rows(rank, ranks) for rank in range(ranks)]
-    assert sorted(pair for part in parts for pair in part) == sorted(rows(0, 1)) and {len(part) for part in parts} == {
-        6 // ranks
-    }
+    assert sorted(pair for piece in parts for pair in piece) == sorted(rows(0, 1)) and {
+        len(piece) for piece in parts
+    } == {6 // ranks}

@@ -218,8 +218,8 @@ class EngineContract:
                 return model(tokens[:, :-1]).logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).flatten()
 
         before, current = trainer(old), trainer(new)
-        found = engine.logprobs(tokens, lengths)[:, 1:].flatten()
-        stale, progress = staleness(found, current, before)
+        logprobs = engine.logprobs(tokens, lengths)[:, 1:].flatten()
+        stale, progress = staleness(logprobs, current, before)
         assert stale and abs(progress) < 0.05
         wanted = {name: tensor_checksum(t) for name, t in hf_weights(new).items()}
         assert all(engine.checksums()[name] != value for name, value in wanted.items())
@@ -360,14 +360,14 @@ class EngineContract:
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature
             probs, order = logits.softmax(-1).sort(-1, descending=True)
-            place = (order == torch.tensor(response)[:, None]).int().argmax(-1, keepdim=True)
+            position = (order == torch.tensor(response)[:, None]).int().argmax(-1, keepdim=True)
             kept = {
                 "top_k": torch.arange(probs.shape[1]) < cut.get("top_k", 0),
                 "top_p": probs.cumsum(-1) - probs < cut.get("top_p", 0.0),
                 "min_p": probs >= cut.get("min_p", 0.0) * probs[:, :1],
             }[next(iter(cut))].expand_as(probs)
-            assert kept.gather(1, place).all(), (cut, response)
-            wanted = (probs.gather(1, place)[:, 0] / (probs * kept).sum(-1)).log()
+            assert kept.gather(1, position).all(), (cut, response)
+            wanted = (probs.gather(1, position)[:, 0] / (probs * kept).sum(-1)).log()
             assert torch.allclose(out.logprobs[i, : len(response)], wanted, atol=1e-4)
 
     def test_a_row_that_can_never_fit_is_refused(self):

@@ -63,7 +63,7 @@ def generate(
     """Every rank asks for its own share of the requests. By model. `late`: a name that no other job uses, with which
     rank 0's engine decodes when the other's has ended; `meet`: with which nobody goes on with a second part of the
     common work before all decode a first one."""
-    rank, told = dist.get_rank(), {}
+    rank, reported = dist.get_rank(), {}
     for name, (cfg, weights) in models.items():
         engine = make(cfg, weights, width, **options)
         engine.steal = steal
@@ -77,7 +77,7 @@ def generate(
         ended: list[list] = []
         engine.finished = lambda *about, ended=ended: ended[-1].append(about)
         outs = [(ended.append([]), engine.generate(prompts, seeds, sampling))[1] for sampling in samplings]
-        told[name] = {
+        reported[name] = {
             "outs": outs,
             "ended": ended,
             "scored": engine.logprobs(*scored),
@@ -87,7 +87,7 @@ def generate(
             "bytes": sum(view.nbytes for view in engine.model.views.values()),
             "token_bytes": engine.cache.token_bytes,
         }
-    return told
+    return reported
 
 
 def before(function: Callable, act: Callable[[], object]) -> Callable:
@@ -131,28 +131,28 @@ def scored():
     return tokens, torch.tensor([12, 5, 1, 9])
 
 
-def all_told(found, seeds):
+def all_told(actual, seeds):
     """What a rank heard while it generated are its own samples, none twice; the share of them."""
     rows = [(prompt, sample) for prompt, own in enumerate(seeds) for sample in range(len(own))]
     heard = 0
-    for out, ended in zip(found["outs"], found["ended"], strict=True):
+    for out, ended in zip(actual["outs"], actual["ended"], strict=True):
         stopped = (out.finish_reason == STOP).tolist()
         known = dict(zip(rows, zip(responses(out), stopped, strict=True), strict=True))
         for prompt, sample, tokens, _, reason in ended:
             assert known.pop((prompt, sample)) == (tokens, reason)
         heard += len(ended)
-    return heard / max(1, len(rows) * len(found["outs"]))
+    return heard / max(1, len(rows) * len(actual["outs"]))
 
 
-def same(found, wanted, rows=slice(None), atol=1e-5):
+def same(actual, wanted, rows=slice(None), atol=1e-5):
     """Equal tokens; logprobs within `atol` of rows `rows` of `wanted`. Where a cut of the distribution is renormalised,
     a token at its very edge may be in or out: then those of the full distribution are compared."""
-    assert responses(found) == responses(wanted)[rows]
-    assert torch.equal(found.finish_reason, wanted.finish_reason[rows])
-    width = found.tokens.shape[1]
-    assert (found.full_logprobs is None) == (wanted.full_logprobs is None)
+    assert responses(actual) == responses(wanted)[rows]
+    assert torch.equal(actual.finish_reason, wanted.finish_reason[rows])
+    width = actual.tokens.shape[1]
+    assert (actual.full_logprobs is None) == (wanted.full_logprobs is None)
     name = "logprobs" if wanted.full_logprobs is None else "full_logprobs"
-    assert torch.allclose(getattr(found, name), getattr(wanted, name)[rows, :width], atol=atol, rtol=0)
+    assert torch.allclose(getattr(actual, name), getattr(wanted, name)[rows, :width], atol=atol, rtol=0)
 
 
 @pytest.mark.slow
@@ -164,20 +164,22 @@ def test_two_ranks_are_one_engine(ranks, scored, configs, samplings):
     given_ = {name: (configs[name], hf_weights(model)) for name, model in models.items()}
     seeds = seeds_for(PROMPTS, 2)
     requests = [(PROMPTS[:2], seeds[:2]), (PROMPTS[2:], seeds[2:])]
-    told = ranks.run(generate, world=2, models=given_, width=2, requests=requests, samplings=samplings, scored=scored)
+    results = ranks.run(
+        generate, world=2, models=given_, width=2, requests=requests, samplings=samplings, scored=scored
+    )
     for name, model in models.items():
         outs, logprobs, engine = alone(configs[name], model, PROMPTS, seeds, samplings, scored)
         for rank, rows in enumerate((slice(0, 4), slice(4, 10))):
-            found = told[rank][name]
-            assert all_told(found, requests[rank][1]) == 1
-            for out, wanted in zip(found["outs"], outs, strict=True):
+            actual = results[rank][name]
+            assert all_told(actual, requests[rank][1]) == 1
+            for out, wanted in zip(actual["outs"], outs, strict=True):
                 same(out, wanted, rows)
                 assert out.weight_version == 3
-            assert torch.allclose(found["scored"], logprobs, atol=1e-5, rtol=0)
-            assert found["checksums"] == dict(engine.checksums())
+            assert torch.allclose(actual["scored"], logprobs, atol=1e-5, rtol=0)
+            assert actual["checksums"] == dict(engine.checksums())
             shares = 1 if configs[name].latent.kv_rank else 2  # a latent vector is of all heads
-            assert found["token_bytes"] * shares == engine.cache.token_bytes
-            assert found["bytes"] < 0.6 * sum(view.nbytes for view in engine.model.views.values())
+            assert actual["token_bytes"] * shares == engine.cache.token_bytes
+            assert actual["bytes"] < 0.6 * sum(view.nbytes for view in engine.model.views.values())
 
 
 @multirank
@@ -191,8 +193,8 @@ def test_logits_that_are_not_finite_are_told_to_the_rank_that_asked(steal):
     weights["model.embed_tokens.weight"][cfg.vocab_size - 1] = float("nan")
     engine = make(cfg, weights, 1)
     engine.steal = steal
-    told = "weight version 3: the engine's logits are not finite in 2 of 2 samples"
-    with pytest.raises(EngineError, match=told) if last else nullcontext():
+    message = "weight version 3: the engine's logits are not finite in 2 of 2 samples"
+    with pytest.raises(EngineError, match=message) if last else nullcontext():
         out = engine.generate([[5, 6, cfg.vocab_size - 1 if last else 7]], [[1, 2]], SamplingParams(4))
         assert len(out.lengths) == 2
 
@@ -208,14 +210,14 @@ def test_replicas_answer_what_each_rank_asks(ranks, scored, world, width, steal)
     requests = [(prompts[a:b], seeds[a:b]) for a, b in pairwise(cuts)]
     job = {"models": {"llama": (LLAMA, hf_weights(model))}, "width": width, "requests": requests, "max_batch": 3}
     job |= {"meet": str(uuid4())} if steal else {}  # else one might do all before another has begun
-    told = ranks.run(generate, world=world, samplings=SAMPLINGS[:3], scored=scored, steal=steal, **job)
+    results = ranks.run(generate, world=world, samplings=SAMPLINGS[:3], scored=scored, steal=steal, **job)
     _, _, engine = alone(LLAMA, model, PROMPTS, seeds_for(PROMPTS), SAMPLINGS[:1], scored)
     for rank, asked in enumerate(requests):
-        for sampling, found in zip(SAMPLINGS, told[rank]["llama"]["outs"], strict=False):
-            same(found, engine.generate(*asked, sampling), atol=3e-5)  # one rank in other batches: 1.0e-5
-    assert 0 < all_told(told[0]["llama"], requests[0][1]) < 1  # the others' engines generated some
-    assert [all_told(told[rank]["llama"], asked[1]) for rank, asked in enumerate(requests)]
-    rows = [found["llama"]["rows"] for found in told]
+        for sampling, result in zip(SAMPLINGS, results[rank]["llama"]["outs"], strict=False):
+            same(result, engine.generate(*asked, sampling), atol=3e-5)  # one rank in other batches: 1.0e-5
+    assert 0 < all_told(results[0]["llama"], requests[0][1]) < 1  # the others' engines generated some
+    assert [all_told(results[rank]["llama"], asked[1]) for rank, asked in enumerate(requests)]
+    rows = [result["llama"]["rows"] for result in results]
     assert min(rows) > 0, "every replica had a part of it"
 
 
@@ -228,14 +230,14 @@ def test_a_replica_that_runs_dry_takes_work(ranks, scored):
     job = {"models": {"llama": (LLAMA, hf_weights(model))}, "width": 1, "requests": requests, "max_batch": 4}
     wanted, _, _ = alone(LLAMA, model, prompts, seeds, SAMPLINGS[1:2], scored)
     for steal in (True, False):
-        told = ranks.run(
+        results = ranks.run(
             generate, world=2, samplings=SAMPLINGS[1:2], scored=scored, steal=steal, late=str(uuid4()), **job
         )
-        assert list(chain(*(responses(found["llama"]["outs"][0]) for found in told))) == responses(wanted[0])
-        stolen = [found["llama"]["stolen"] for found in told]
+        assert list(chain(*(responses(result["llama"]["outs"][0]) for result in results))) == responses(wanted[0])
+        stolen = [result["llama"]["stolen"] for result in results]
         assert stolen[0] == 0 and (stolen[1] >= 2) == steal
         if steal:
-            assert told[1]["llama"]["rows"] > 1.5 * told[0]["llama"]["rows"]
+            assert results[1]["llama"]["rows"] > 1.5 * results[0]["llama"]["rows"]
 
 
 @settings(deadline=None)
@@ -243,11 +245,11 @@ def test_a_replica_that_runs_dry_takes_work(ranks, scored):
 def test_assignment(requests, replicas):
     costs, home = [c for c, _ in requests], [r for _, r in requests]
     parts = assign(costs, home, replicas)
-    assert sorted(i for part in parts for i in part) == list(range(len(costs)))
+    assert sorted(i for piece in parts for i in piece) == list(range(len(costs)))
     if not costs:
         return
     before = [[i for i, r in enumerate(home) if r == replica] for replica in range(replicas)]
-    loads = [sum(costs[i] for i in part) for part in parts]
+    loads = [sum(costs[i] for i in piece) for piece in parts]
     if balance(costs, before) >= ENOUGH:
         assert parts == before
     else:  # Graham's bound for the costliest first

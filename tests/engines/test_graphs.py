@@ -67,10 +67,10 @@ def test_sleep_forgets_graphs_and_another_cache_makes_others():
 
 @pytest.mark.parametrize("slots", [1, 7, 100, 512])
 def test_rows_are_rounded_up_a_little_and_to_few_numbers(slots):
-    found = [rounded_rows(n, slots) for n in range(1, slots + 1)]
-    assert all(n <= r <= slots for n, r in enumerate(found, 1))
-    assert all(r <= max(n + 7, 9 / 8 * n + 1) for n, r in enumerate(found, 1))
-    assert found == sorted(found) and len(set(found)) <= 40
+    rows = [rounded_rows(n, slots) for n in range(1, slots + 1)]
+    assert all(n <= r <= slots for n, r in enumerate(rows, 1))
+    assert all(r <= max(n + 7, 9 / 8 * n + 1) for n, r in enumerate(rows, 1))
+    assert rows == sorted(rows) and len(set(rows)) <= 40
 
 
 def test_a_step_that_asks_the_device_cannot_be_recorded():

@@ -11,7 +11,7 @@ from aligner.errors import RefitError
 
 def shares(lacking: int) -> list[str]:
     """Of two updates, in the first of which rank `lacking` gets too little: how they ended here."""
-    rank, told = dist.get_rank(), []
+    rank, messages = dist.get_rank(), []
     ledger = UpdateLedger({"w": (8, 2), "b": (8,)}, dist.group.WORLD)
     for short in (rank == lacking, False):
         ledger.begin(1)
@@ -19,10 +19,10 @@ def shares(lacking: int) -> list[str]:
             ledger.accept_shard(name, 4 * rank, 4 * rank + 4 - short)
             ledger.settle_shards(name, 4 * rank, 4 * rank + 4)
         try:
-            ledger.finish(lambda: told.append("loaded"))
+            ledger.finish(lambda: messages.append("loaded"))
         except RefitError as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
 @pytest.mark.multirank

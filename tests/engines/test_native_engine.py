@@ -92,9 +92,9 @@ def test_logits_that_are_not_finite_are_an_error_of_their_weights(sampling, valu
 @pytest.mark.parametrize("max_batch", [5, 512])
 def test_samples_are_told_as_they_end(max_batch):
     """Each once, as it is returned, those that end first before the others."""
-    engine, told = fill(make_engine(LLAMA, max_batch=max_batch), reference(LLAMA)), []
+    engine, messages = fill(make_engine(LLAMA, max_batch=max_batch), reference(LLAMA)), []
     steps = engine.stats.steps
-    engine.finished = lambda *about: told.append((*about, engine.stats.steps))
+    engine.finished = lambda *about: messages.append((*about, engine.stats.steps))
     seeds = [[7 * i + j for j in range(1 + i)] for i in range(len(PROMPTS))]
     out = engine.generate(PROMPTS, seeds, SamplingParams(15, stop_token_ids=(3, 11, 20, 30)))
     rows = [(prompt, sample) for prompt, own in enumerate(seeds) for sample in range(len(own))]
@@ -102,12 +102,12 @@ def test_samples_are_told_as_they_end(max_batch):
     assert len(set(reasons)) == 2
     logprobs = [row[:n] for row, n in zip(out.logprobs.tolist(), out.lengths.tolist(), strict=True)]
     wanted = [(*row, *about) for row, *about in zip(rows, responses(out), logprobs, reasons, strict=True)]
-    assert sorted(about[:5] for about in told) == sorted(wanted)
-    when = [about[5] for about in told]
+    assert sorted(about[:5] for about in messages) == sorted(wanted)
+    when = [about[5] for about in messages]
     assert when == sorted(when) and len(set(when)) > 4 and when[0] < engine.stats.steps > steps
     engine.finished = None
     engine.generate(PROMPTS, seeds, SamplingParams(3))
-    assert len(told) == len(rows)
+    assert len(messages) == len(rows)
 
 
 @pytest.mark.slow
@@ -334,8 +334,8 @@ def test_ids_beyond_the_tokenizer_are_never_sampled_and_logprobs_are_of_all(cut)
     logits = torch.randn(400, 12, generator=g)
     logits[:, 9:] += 4
     sampling = SamplingParams(9, vocabulary=9, **cut)
-    found = sample(logits.clone(), torch.arange(400), torch.zeros(400, dtype=torch.int64), sampling)
-    assert int(found.tokens.max()) == 8
-    wanted = (logits / (sampling.temperature or 1)).log_softmax(-1).gather(1, found.tokens[:, None])[:, 0]
-    of_all = found.logprobs if found.full_logprobs is None else found.full_logprobs
+    actual = sample(logits.clone(), torch.arange(400), torch.zeros(400, dtype=torch.int64), sampling)
+    assert int(actual.tokens.max()) == 8
+    wanted = (logits / (sampling.temperature or 1)).log_softmax(-1).gather(1, actual.tokens[:, None])[:, 0]
+    of_all = actual.logprobs if actual.full_logprobs is None else actual.full_logprobs
     assert torch.allclose(of_all, wanted, atol=1e-5)

@@ -21,10 +21,10 @@ from aligner.types import SamplingParams
     ],
 )
 def test_tensors_keep_their_bits(tensor):
-    found = decode(encode(tensor))
-    assert found.dtype == tensor.dtype and found.shape == tensor.shape
-    assert found.contiguous().view(torch.uint8).equal(tensor.contiguous().view(torch.uint8)) if tensor.dim() else True
-    assert found.equal(tensor) or bool(tensor.isnan().any())
+    actual = decode(encode(tensor))
+    assert actual.dtype == tensor.dtype and actual.shape == tensor.shape
+    assert actual.contiguous().view(torch.uint8).equal(tensor.contiguous().view(torch.uint8)) if tensor.dim() else True
+    assert actual.equal(tensor) or bool(tensor.isnan().any())
 
 
 def test_values_keep_theirs():

@@ -22,11 +22,11 @@ def pair(monkeypatch):
     """Two engines for a model: one packs nothing, one everything."""
 
     def make(cfg):
-        found = []
+        results = []
         for packed in (False, True):
             monkeypatch.setattr(packs, "worth_packing", lambda matrix, packed=packed: packed)
-            found.append(NativeEngine(cfg, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0))
-        return found
+            results.append(NativeEngine(cfg, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0))
+        return results
 
     return make
 
@@ -36,13 +36,15 @@ def test_every_update_is_used_and_told_as_it_came(pair, name):
     cfg = MODELS[name]
     plain, packed = pair(cfg)
     for version in (1, 2):
-        told = [fill(engine, reference(cfg, version), version) for engine in (plain, packed)]
-        found, wanted = (engine.generate(PROMPTS, seeds_for(PROMPTS, 3), SamplingParams(8)) for engine in told[::-1])
-        assert responses(found) == responses(wanted)
-        torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=1e-5, atol=1e-5)
+        reports = [fill(engine, reference(cfg, version), version) for engine in (plain, packed)]
+        outputs, wanted = (
+            engine.generate(PROMPTS, seeds_for(PROMPTS, 3), SamplingParams(8)) for engine in reports[::-1]
+        )
+        assert responses(outputs) == responses(wanted)
+        torch.testing.assert_close(outputs.logprobs, wanted.logprobs, rtol=1e-5, atol=1e-5)
         assert packed.model.packs.held_bytes > 0 == plain.model.packs.held_bytes
         rows, lengths = torch.tensor([[5, 9, 2, 7, 7], [1, 2, 3, 0, 0]]), torch.tensor([5, 3])
-        scores = [engine.logprobs(rows, lengths) for engine in told]
+        scores = [engine.logprobs(rows, lengths) for engine in reports]
         torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
         assert packed.checksums() == plain.checksums()
 
@@ -88,8 +90,8 @@ def test_what_is_written_afresh_is_laid_out_where_the_last_was(pair, name):
         view = engine.weight_view(tensor.name, 0, tensor.shape[tensor.axis], True)
         view.copy_(other.model.views[tensor.name])
     engine.finish_update()
-    found, expected = (e.generate(PROMPTS, seeds_for(PROMPTS, 3), SamplingParams(8)) for e in (engine, wanted))
-    assert responses(found) == responses(expected) and torch.equal(found.logprobs, expected.logprobs)
+    outputs, expected = (e.generate(PROMPTS, seeds_for(PROMPTS, 3), SamplingParams(8)) for e in (engine, wanted))
+    assert responses(outputs) == responses(expected) and torch.equal(outputs.logprobs, expected.logprobs)
     assert {at: packs.place_of(held[at]) for at in held._packed} == places and len(places) > 4
     assert engine.checksums() == other.checksums()
 

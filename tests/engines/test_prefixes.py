@@ -40,10 +40,10 @@ class Talks(PromptPool):
         return bool(self.ready)
 
     def take(self):
-        found, self.ready = self.ready, []
-        self.asked += [(len(self.taken) + i, 0) for i in range(len(found))]
-        self.taken += found
-        return [PromptRequest(tuple(self.tokens[talk]), [100 * talk + turn]) for talk, turn in found]
+        results, self.ready = self.ready, []
+        self.asked += [(len(self.taken) + i, 0) for i in range(len(results))]
+        self.taken += results
+        return [PromptRequest(tuple(self.tokens[talk]), [100 * talk + turn]) for talk, turn in results]
 
     def finished(self, number, index, tokens, logprobs, stopped):
         talk, turn = self.taken[number]
@@ -76,15 +76,15 @@ FAMILIES = {"llama": LLAMA} | {name: MORE[name] for name in ("gpt_oss", "gemma2"
 @pytest.mark.parametrize("name", FAMILIES)
 def test_later_turns_prefill_what_is_new_and_say_the_same(name):
     engine, model = make_engine(FAMILIES[name]), reference(FAMILIES[name])
-    found, stats = served(fill(engine, model)), engine.stats
+    outputs, stats = served(fill(engine, model)), engine.stats
     engine.keeps_rows = False
     wanted, whole = served(engine), engine.stats
     assert whole.held_tokens == 0 and whole.prompt_tokens == stats.prompt_tokens
     assert stats.held_tokens == 0 if name == "qwen3_next" else stats.held_tokens > 0.65 * stats.prompt_tokens
-    assert found.keys() == wanted.keys() and len(found) == TALKS * TURNS
+    assert outputs.keys() == wanted.keys() and len(outputs) == TALKS * TURNS
     for key, (tokens, logprobs) in wanted.items():
-        assert found[key][0] == tokens
-        torch.testing.assert_close(found[key][1], logprobs, rtol=0, atol=3e-5)
+        assert outputs[key][0] == tokens
+        torch.testing.assert_close(outputs[key][1], logprobs, rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("max_batch, kept", [(3, TALKS), (3, 4), (TALKS, 3)])
@@ -93,13 +93,13 @@ def test_what_runs_takes_the_place_of_what_is_kept_and_a_rerun_has_the_same_bits
     positions = (Talks().longest + SAID - 1) * kept * 4 // 3 + 2  # a quarter is for prompts that wait
     budget = positions * make_engine(LLAMA).cache.token_bytes
     engine = fill(make_engine(LLAMA, max_batch=max_batch, kv_cache_bytes=budget), reference(LLAMA))
-    found, stats = served(engine), engine.stats
+    outputs, stats = served(engine), engine.stats
     assert engine.cache.kv.shape[2] == kept and engine.cache.held_bytes <= engine.config.kv_cache_bytes
     assert 0 < stats.held_tokens < stats.prompt_tokens
     again = served(engine)
-    assert engine.stats == stats and all(torch.equal(found[key][1], again[key][1]) for key in found)
+    assert engine.stats == stats and all(torch.equal(outputs[key][1], again[key][1]) for key in outputs)
     wide = served(fill(make_engine(LLAMA), reference(LLAMA)))
-    assert {key: tokens for key, (tokens, _) in wide.items()} == {key: tokens for key, (tokens, _) in found.items()}
+    assert {key: tokens for key, (tokens, _) in wide.items()} == {key: tokens for key, (tokens, _) in outputs.items()}
 
 
 def test_graphs_do_not_write_to_what_is_kept():
@@ -107,11 +107,11 @@ def test_graphs_do_not_write_to_what_is_kept():
     engine = fill(make_engine(LLAMA, max_batch=3), reference(LLAMA))
     wanted = served(engine)
     engine.graphs = DecodeGraphs(engine.model, CpuRecorder())
-    found = served(engine)
+    outputs = served(engine)
     assert engine.stats.held_tokens > 0 and engine.graphs._record.replayed
     for key, (tokens, logprobs) in wanted.items():
-        assert found[key][0] == tokens
-        torch.testing.assert_close(found[key][1], logprobs, rtol=0, atol=3e-5)
+        assert outputs[key][0] == tokens
+        torch.testing.assert_close(outputs[key][1], logprobs, rtol=0, atol=3e-5)
 
 
 def test_new_weights_find_nothing_kept():
@@ -122,8 +122,8 @@ def test_new_weights_find_nothing_kept():
         engine.begin_update(1)
         engine.update_weights((name, other[name]) for name in engine.model.shapes)
         engine.finish_update()
-    found, wanted = served(old), served(new)
-    assert all(found[key][0] == wanted[key][0] and torch.equal(found[key][1], wanted[key][1]) for key in wanted)
+    outputs, wanted = served(old), served(new)
+    assert all(outputs[key][0] == wanted[key][0] and torch.equal(outputs[key][1], wanted[key][1]) for key in wanted)
     assert old.stats == new.stats
 
 
@@ -136,17 +136,20 @@ def test_the_longest_prefix_is_found_and_slots_are_never_shared():
     draw, prefixes, rows = random.Random(1), Prefixes(9), {}
     for row in range(300):
         longer = draw.choice(list(rows.values())) if rows and draw.random() < 0.7 else ()
-        given = (*longer[: draw.randrange(len(longer) + 1)], *[draw.randrange(3) for _ in range(draw.randrange(1, 60))])
-        found = prefixes.find(given)
-        lengths = {other: common(held, given[:-1]) for other, held in rows.items()}
+        inputs = (
+            *longer[: draw.randrange(len(longer) + 1)],
+            *[draw.randrange(3) for _ in range(draw.randrange(1, 60))],
+        )
+        actual = prefixes.find(inputs)
+        lengths = {other: common(held, inputs[:-1]) for other, held in rows.items()}
         best = max(lengths.values(), default=0)
-        if found is None:
-            assert best < BLOCK or 2 * best < len(given)
+        if actual is None:
+            assert best < BLOCK or 2 * best < len(inputs)
         else:
-            assert lengths[found.row] == found.length == best and 2 * best >= len(given)
-            prefixes.used(found)
-            if len(rows[found.row]) == found.length:
-                del rows[found.row]
+            assert lengths[actual.row] == actual.length == best and 2 * best >= len(inputs)
+            prefixes.used(actual)
+            if len(rows[actual.row]) == actual.length:
+                del rows[actual.row]
         stop = draw.randrange(3, 9)
         while len(rows) > 9 - stop:
             del rows[next(reversed(rows))]
@@ -158,9 +161,9 @@ def test_the_longest_prefix_is_found_and_slots_are_never_shared():
         assert len(taken) == len(rows) and all(stop <= slot < 9 for slot in taken)
         free = [slot for slot in range(stop, 9) if slot not in taken]
         if free:
-            prefixes.prompts[row] = given
-            assert prefixes.keep(row, (1, 2), free[0]) == len(given) + 1
-            rows[row] = (*given, 1)
+            prefixes.prompts[row] = inputs
+            assert prefixes.keep(row, (1, 2), free[0]) == len(inputs) + 1
+            rows[row] = (*inputs, 1)
 
 
 def test_rows_that_come_one_by_one_are_not_copied_each_time():

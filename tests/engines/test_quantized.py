@@ -80,8 +80,8 @@ def test_the_engine_generates_with_the_held_weights(kind, name):
     engine = fill(make_engine(cfg, kind=kind), model)
     plain = NativeEngine(cfg, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0)
     plain.begin_update(1)
-    given = hf_weights(model)
-    held = {n: quantize_rows(t, kind) if MATRIX.search(n) else t for n, t in given.items()}
+    inputs = hf_weights(model)
+    held = {n: quantize_rows(t, kind) if MATRIX.search(n) else t for n, t in inputs.items()}
     plain.update_weights(held.items())
     plain.finish_update()
     sampling = SamplingParams(8)
@@ -90,20 +90,20 @@ def test_the_engine_generates_with_the_held_weights(kind, name):
     exact = fill(NativeEngine(cfg, EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0), model)
     assert not torch.equal(exact.logprobs(a.tokens, a.lengths), engine.logprobs(a.tokens, a.lengths))
     # checksums: of what was given, while the engine holds what that became
-    assert dict(engine.checksums()) == {n: tensor_checksum(t) for n, t in given.items()}
+    assert dict(engine.checksums()) == {n: tensor_checksum(t) for n, t in inputs.items()}
     assert plain.checksums() != engine.checksums()
-    wrong = next(n for n in given if MATRIX.search(n))
+    wrong = next(n for n in inputs if MATRIX.search(n))
     engine.engine.model.views[wrong].mul_(1.01)
-    told = dict(engine.checksums())
-    assert [n for n, t in given.items() if told[n] != tensor_checksum(t)] == [wrong]
+    reported = dict(engine.checksums())
+    assert [n for n, t in inputs.items() if reported[n] != tensor_checksum(t)] == [wrong]
 
 
 def test_another_update_forgets_the_checksums_of_the_last():
     engine, first = make_engine(LLAMA), reference(LLAMA)
     fill(engine, first)
     fill(engine, reference(LLAMA, 1), 2)
-    told = dict(engine.checksums())
-    assert not any(told[n] == tensor_checksum(t) for n, t in hf_weights(first).items() if MATRIX.search(n))
+    reported = dict(engine.checksums())
+    assert not any(reported[n] == tensor_checksum(t) for n, t in hf_weights(first).items() if MATRIX.search(n))
 
 
 class TestTheContract:

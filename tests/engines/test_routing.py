@@ -24,13 +24,13 @@ def make(cfg, reports=True, **options):
 
 def routers_choice(model, row: list[int]) -> torch.Tensor:
     """[T, layers, top_k], ascending."""
-    routers, found = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")], []
-    hooks = [m.register_forward_hook(lambda _, __, out: found.append(out[2].sort(-1).values)) for m in routers]
+    routers, results = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")], []
+    hooks = [m.register_forward_hook(lambda _, __, out: results.append(out[2].sort(-1).values)) for m in routers]
     with torch.no_grad():
         model(torch.tensor([row]))
     for hook in hooks:
         hook.remove()
-    return torch.stack(found, 1)
+    return torch.stack(results, 1)
 
 
 @pytest.mark.parametrize("max_batch", [5, 512])
@@ -49,10 +49,10 @@ def test_it_is_that_of_transformers_routers(name, max_batch):
     assert len({len(row) for row in rows}) > 8
     assert out.routing.dtype == torch.uint8
     assert out.routing.shape == (30, max(map(len, rows)), len(cfg.layers_of("sparse")), cfg.moe.top_k)
-    for row, found in zip(rows, out.routing, strict=True):
+    for row, result in zip(rows, out.routing, strict=True):
         fed = len(row) - 1
-        assert torch.equal(found[:fed].long().sort(-1).values, routers_choice(model, row)[:fed])
-        assert not found[fed:].any()
+        assert torch.equal(result[:fed].long().sort(-1).values, routers_choice(model, row)[:fed])
+        assert not result[fed:].any()
     again = engine.generate(PROMPTS[:2], seeds_for(PROMPTS[:2], 2), SAMPLING)  # over what the first one left behind
     for i, row in enumerate((0, 1, 6, 7)):
         width = min(again.routing.shape[1], out.routing.shape[1])
@@ -68,8 +68,8 @@ def test_it_counts_into_the_caches_budget():
     for each in (engine, plain):
         each.generate(PROMPTS, seeds_for(PROMPTS, 6), SAMPLING)
     slots = engine.cache.kv.shape[2] * engine.cache.kv.shape[4]
-    more = engine.held_bytes()["cache"] - plain.held_bytes()["cache"]
-    assert more >= slots * engine.routes.token_bytes
+    extra = engine.held_bytes()["cache"] - plain.held_bytes()["cache"]
+    assert extra >= slots * engine.routes.token_bytes
     engine.sleep()
     assert engine.held_bytes()["cache"] == 0
 
@@ -86,9 +86,9 @@ def test_it_comes_back_to_the_rank_that_asked(ranks, world, width, steal):
     job = {"models": {"mixtral": (cfg, hf_weights(model))}, "width": width, "requests": requests, "steal": steal}
     scored = torch.ones(1, 3, dtype=torch.int64), torch.tensor([3])
     job |= {"scored": scored, "reports_routing": True, "max_batch": 3}
-    found = ranks.run(generate, world=world, samplings=[SAMPLING], **job)
-    for told, rows in zip(found, (slice(0, 16), slice(16, 20)), strict=True):
-        (out,) = told["mixtral"]["outs"]
+    results = ranks.run(generate, world=world, samplings=[SAMPLING], **job)
+    for result, rows in zip(results, (slice(0, 16), slice(16, 20)), strict=True):
+        (out,) = result["mixtral"]["outs"]
         assert responses(out) == responses(wanted)[rows]
         width_ = min(out.routing.shape[1], wanted.routing.shape[1])
         assert torch.equal(out.routing[:, :width_].sort(-1).values, wanted.routing[rows, :width_].sort(-1).values)

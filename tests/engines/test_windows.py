@@ -13,8 +13,8 @@ from tests.tiny import MORE
 LIMIT = 15
 
 
-def make_engine(cfg, window, decode=None, **more):
-    config = EngineConfig(window=window, **more)
+def make_engine(cfg, window, decode=None, **settings):
+    config = EngineConfig(window=window, **settings)
     engine = NativeEngine(cfg, config, device="cpu", dtype=torch.float32, pad_id=0, decode=decode)
     return fill(engine, reference(cfg))
 
@@ -58,8 +58,8 @@ def test_windows_make_the_samples_of_one_generation(name, window, slots):
     whole = engine.generate(prompts, seeds, sampling)  # which knows no window
     tokens, logprobs, windows = by_windows(engine, prompts, seeds, sampling)
     assert tokens == responses(whole) and (len(windows) > 2 or window == 99)
-    for found, row in zip(logprobs, whole.logprobs, strict=True):
-        torch.testing.assert_close(torch.tensor(found), row[: len(found)], rtol=0, atol=1e-4)
+    for actual, row in zip(logprobs, whole.logprobs, strict=True):
+        torch.testing.assert_close(torch.tensor(actual), row[: len(actual)], rtol=0, atol=1e-4)
     if slots == 512:  # nobody waits: each window makes `window` tokens of every sample that does not end in it
         assert all(after - before == window or after == len(tokens[i]) for ran in windows for i, before, after in ran)
 
@@ -69,7 +69,7 @@ def test_slots_go_to_the_oldest():
     engine = make_engine(LLAMA, 4, max_batch=2)
     prompts = [PROMPTS[0][:2], PROMPTS[1][:2], [*PROMPTS[2], *PROMPTS[3], 5, 6, 7]]
     _, _, windows = by_windows(engine, prompts, [[1], [2], [3]], SamplingParams(10))
-    ran = [[(i, before) for i, before, _ in found] for found in windows]
+    ran = [[(i, before) for i, before, _ in result] for result in windows]
     assert ran == [[(0, 0), (1, 0)], [(0, 4), (1, 4)], [(0, 8), (1, 8), (2, 0)], [(2, 2)], [(2, 6)]]
 
 

@@ -30,8 +30,8 @@ SAMPLING = request_sampling(SamplingParams(8, 0.7)) | {"model": MODEL, "max_toke
 def pool(tmp_path):
     made = []
 
-    def make(agent, folder="log", step=1, **more):
-        cfg = EnvironmentConfig(workers=1, agent=agent if " " in agent else f"{FILE}:{agent}", **more)
+    def make(agent, folder="log", step=1, **settings):
+        cfg = EnvironmentConfig(workers=1, agent=agent if " " in agent else f"{FILE}:{agent}", **settings)
         log = AnswerLog(tmp_path / folder, 0)
         log.begin(step)
         made.append(Pool(cfg, [], log))
@@ -50,11 +50,11 @@ def first(pool, session):
     return pool.ask(session, "reset", **row).result(300)
 
 
-def reply(pool, session, event, text="hi", reason="stop", **more):
+def reply(pool, session, event, text="hi", reason="stop", **settings):
     """What the agent does when it is answered so."""
     request = ChatRequest(**event["value"]["request"])
-    said = Reply({"role": "assistant", "content": text} | more, reason, [1, 2], [3, 4], [-0.5, -1.5], ["h", "i"])
-    return pool.ask(session, "turn", body=said.body(request, "chatcmpl-1")).result(300)
+    answer = Reply({"role": "assistant", "content": text} | settings, reason, [1, 2], [3, 4], [-0.5, -1.5], ["h", "i"])
+    return pool.ask(session, "turn", body=answer.body(request, "chatcmpl-1")).result(300)
 
 
 def outcome(requests, pool):
@@ -74,8 +74,8 @@ def test_a_client_is_answered_with_all_that_it_asks_for(pool):
     assert plain["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
     assert not plain["choices"][0].get("logprobs") and "prompt_token_ids" not in plain
     assert whole["prompt_token_ids"] == [1, 2] and whole["choices"][0]["token_ids"] == [3, 4]
-    told = whole["choices"][0]["logprobs"]["content"]
-    assert [(one["token"], one["logprob"]) for one in told] == [("h", -0.5), ("i", -1.5)]
+    reported = whole["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], one["logprob"]) for one in reported] == [("h", -0.5), ("i", -1.5)]
 
 
 REFUSED = [
@@ -97,8 +97,8 @@ REFUSED = [
 
 @pytest.mark.slow
 def test_what_cannot_be_done_is_refused_by_name(pool):
-    found = outcome([more for more, *_ in REFUSED], pool)
-    for refused, (_, status, param, words) in zip(found, REFUSED, strict=True):
+    actual = outcome([extra for extra, *_ in REFUSED], pool)
+    for refused, (_, status, param, words) in zip(actual, REFUSED, strict=True):
         assert refused["status"] == status and refused["error"]["param"] == param
         assert words in refused["error"]["message"] and refused["error"]["code"]
         assert refused["error"]["type"] == "invalid_request_error"
@@ -168,8 +168,8 @@ def test_an_agent_plays_and_its_answers_are_in_the_log(pool):
     assert [m["role"] for m in events[1]["value"]["request"]["messages"]] == ["user", "assistant", "tool"]
     assert events[1]["value"]["request"]["messages"][2]["content"] == "3"
     assert events[2]["value"]["end"] == 1.0 and events[2]["value"]["value"]["turns"] == 4
-    again, told = play(pool("calculate"))
-    assert again.process is None and told == events  # to the second on the clock: nobody was asked
+    again, reported = play(pool("calculate"))
+    assert again.process is None and reported == events  # to the second on the clock: nobody was asked
 
 
 @pytest.mark.slow
@@ -203,8 +203,8 @@ def test_beyond_a_budget_requests_are_refused_and_the_result_still_counts(pool):
     for key, row, score in (("1", {"verdict": 0.25}, 0.25), ("2", {}, None)):
         session, event = begin(talking, row, key)
         reply(talking, session, event)
-        found = talking.ask(session, "score", why="no more", code="budget_of_turns").result(300)
-        assert found["value"] == score
+        answer = talking.ask(session, "score", why="no more", code="budget_of_turns").result(300)
+        assert answer["value"] == score
 
 
 @pytest.mark.slow
@@ -254,10 +254,10 @@ def test_a_client_that_gives_up_and_asks_again_has_asked_once(pool, tmp_path):
 def test_a_command_line_is_an_agent_and_leaves_no_process(pool):
     talking = pool(f"python {FILE}")
     session, event = begin(talking)
-    found = reply(talking, session, event, "four")["value"]
-    assert found["end"] == 4.0
+    answer = reply(talking, session, event, "four")["value"]
+    assert answer["end"] == 4.0
     with pytest.raises(ProcessLookupError):
-        os.kill(found["value"]["pid"], 0)
+        os.kill(answer["value"]["pid"], 0)
     broken = pool(f"python {FILE} fail", step=2, retries=0)
     session, event = begin(broken)
     assert "exit code 3" in reply(broken, session, event)["text"]
@@ -279,14 +279,14 @@ def test_a_stream_is_the_same_answer(pool, tmp_path):
     talking = Pool(cfg, [], log)
     session, event = begin(talking)
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}}}
-    found = reply(talking, session, event, "so", "tool_calls", tool_calls=[call])["value"]["value"]
-    deltas = [choice for chunk in found["chunks"] for choice in chunk["choices"]]
-    told = call | {"function": {"name": "add", "arguments": "{}"}}
+    answer = reply(talking, session, event, "so", "tool_calls", tool_calls=[call])["value"]["value"]
+    deltas = [choice for chunk in answer["chunks"] for choice in chunk["choices"]]
+    reported = call | {"function": {"name": "add", "arguments": "{}"}}
     assert deltas[0]["delta"] == {"role": "assistant"}
-    assert deltas[1]["delta"] == {"content": "so", "tool_calls": [{"index": 0, **told}]}
-    assert deltas[1]["token_ids"] == [3, 4] and found["chunks"][0]["prompt_token_ids"] == [1, 2]
-    assert deltas[2]["finish_reason"] == "tool_calls" and found["chunks"][-1]["usage"]["total_tokens"] == 4
-    assert found["models"] == [MODEL]
+    assert deltas[1]["delta"] == {"content": "so", "tool_calls": [{"index": 0, **reported}]}
+    assert deltas[1]["token_ids"] == [3, 4] and answer["chunks"][0]["prompt_token_ids"] == [1, 2]
+    assert deltas[2]["finish_reason"] == "tool_calls" and answer["chunks"][-1]["usage"]["total_tokens"] == 4
+    assert answer["models"] == [MODEL]
 
 
 def test_bad_agents_are_told_before_anything_starts():

@@ -19,21 +19,21 @@ LAKE = {"id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "opti
 def test_a_lake_is_crossed_by_calls(tmp_path):
     pytest.importorskip("gymnasium")
     cfg = EnvironmentConfig(path=PATH, args=LAKE, workers=1)
-    told = schemas(load_tools(cfg))
-    assert [one["function"]["name"] for one in told] == ["act"]
-    pool, session = Pool(cfg, told, AnswerLog(tmp_path, 0)), Session("1", 3, {}, logged=False)
+    reported = schemas(load_tools(cfg))
+    assert [one["function"]["name"] for one in reported] == ["act"]
+    pool, session = Pool(cfg, reported, AnswerLog(tmp_path, 0)), Session("1", 3, {}, logged=False)
     (opening,) = pool.ask(session, "reset", seed=3, row={}).result(300)["value"]
     assert opening["content"].splitlines()[1:2] == ["[S]FFF"] and "left, down, right, up" in opening["content"]
     moves = ["down", "north", "down", "right", "right", "down", "right"]
-    found = [
+    results = [
         pool.ask(session, "turn", calls=[{"name": "act", "arguments": {"action": move}}]).result(300)["value"]
         for move in moves
     ]
-    assert found[1]["texts"] == ["error: 'north' is none of left, down, right, up"]
-    assert [one["reward"] for one in found] == [0.0] * 6 + [1.0] and [one["done"] for one in found] == [False] * 6 + [
-        True
-    ]
-    assert "HFF[G]" in found[-1]["texts"][0]
+    assert results[1]["texts"] == ["error: 'north' is none of left, down, right, up"]
+    assert [one["reward"] for one in results] == [0.0] * 6 + [1.0] and [one["done"] for one in results] == [
+        False
+    ] * 6 + [True]
+    assert "HFF[G]" in results[-1]["texts"][0]
     assert pool.ask(session, "score").result(300)["value"] == 0.0  # all of it is in the turns
 
 
@@ -66,13 +66,13 @@ def test_a_run_plays_it(tmp_path):
 
     train_tokenizer(["act", "left"], str(tmp_path / "tokenizer"), 300, chat_template=TEMPLATE)
     data = stages.write_jsonl(tmp_path / "train.jsonl", [{"prompt": "cross"}] * 4)
-    more = [
+    overrides = [
         f"environment.path={PATH}",
         "environment.args={id: FrozenLake-v1, actions: [left, down, right, up], options: {is_slippery: false}}",
         "environment.max_tokens=32",
     ]
-    more += ["model.max_position=2048", "data.max_prompt_tokens=1024", "batch.prompts=4", "run.steps=1"]
-    more += ["reward.functions=[]", f"data.train={data}", "environment.workers=1", "run.samples_every=1"]
-    run = stages.stage("grpo", tmp_path, tmp_path / "run", *more, "logging.samples_shown=1")
+    overrides += ["model.max_position=2048", "data.max_prompt_tokens=1024", "batch.prompts=4", "run.steps=1"]
+    overrides += ["reward.functions=[]", f"data.train={data}", "environment.workers=1", "run.samples_every=1"]
+    run = stages.stage("grpo", tmp_path, tmp_path / "run", *overrides, "logging.samples_shown=1")
     (row, *_) = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert "[S]FFF" in row["prompt"] and row["trajectory"]["turns"][0]["role"] == "assistant"

@@ -38,8 +38,8 @@ def test_what_openais_client_sends_back_of_an_answer_is_read():
 )
 def test_the_arguments_of_a_call_may_be_absent(written, read):
     call = {"id": None, "type": "function", "function": {"name": "f", "arguments": written}}
-    (found,) = last(role="assistant", content=None, tool_calls=[call])["tool_calls"]
-    assert found == {"id": "", "type": "function", "function": {"name": "f", "arguments": read}}
+    (actual,) = last(role="assistant", content=None, tool_calls=[call])["tool_calls"]
+    assert actual == {"id": "", "type": "function", "function": {"name": "f", "arguments": read}}
     for wrong in ("[1]", "{", 3, [1]):
         call["function"]["arguments"] = wrong
         with pytest.raises(ApiError, match=r"arguments=.*expected a JSON object"):

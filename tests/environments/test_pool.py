@@ -17,8 +17,8 @@ from aligner.errors import EnvironmentCodeError
 FILE = "tests/assets/environments.py"
 
 
-def make_pool(folder, step=1, **more):
-    cfg = EnvironmentConfig(workers=1, **more)
+def make_pool(folder, step=1, **settings):
+    cfg = EnvironmentConfig(workers=1, **settings)
     log = AnswerLog(folder / "log", 0)
     log.begin(step)
     return Pool(cfg, schemas(load_tools(cfg)), log)
@@ -36,15 +36,15 @@ def test_functions_and_what_is_wrong_with_a_call(tmp_path):
     pool, session = make_pool(tmp_path, tools=[f"{FILE}:add", f"{FILE}:divide"]), Session("1", 7, {})
     assert pool.ask(session, "reset", seed=7, row={}).result(300)["value"] == []
     wrong = [call("add", a=1), call("add", a=1, b="2"), call("multiply", a=1), call("divide", a=1, b=0)]
-    found = turn(pool, session, call("add", a=1, b=2), call("divide", a=1, b=4), *wrong)["value"]
-    assert found["texts"][:2] == ["3", "0.25"] and found["reward"] is None and not found["done"]
-    assert found["texts"][2:] == [
+    answer = turn(pool, session, call("add", a=1, b=2), call("divide", a=1, b=4), *wrong)["value"]
+    assert answer["texts"][:2] == ["3", "0.25"] and answer["reward"] is None and not answer["done"]
+    assert answer["texts"][2:] == [
         "error: add: missing a required argument: 'b'",
         "error: add: b: '2' is no integer",
         "error: there is no tool 'multiply': there are add, divide",
         "error: division by zero",
     ]
-    assert found["wrong"] == 4
+    assert answer["wrong"] == 4
 
 
 def test_an_iterator_that_is_at_its_end_is_no_tool_that_hangs(tmp_path):
@@ -123,28 +123,29 @@ def test_an_environment_made_for_trl_needs_a_seed_more(tmp_path):
     pool = make_pool(tmp_path, path=f"{FILE}:Counter")
     session = Session("1", 2, {"start": 10})
     assert pool.ask(session, "reset", seed=2, row=session.row).result(300)["value"] == []
-    found = turn(pool, session, call("increment", step=3), call("increment", step=4), call("read"), call("reset"))
+    answer = turn(pool, session, call("increment", step=3), call("increment", step=4), call("read"), call("reset"))
     assert (
-        found["value"]["texts"][:3] == ["13", "17", '{"count": 7}'] and "no tool 'reset'" in found["value"]["texts"][3]
+        answer["value"]["texts"][:3] == ["13", "17", '{"count": 7}']
+        and "no tool 'reset'" in answer["value"]["texts"][3]
     )
-    assert found["value"]["reward"] is None and not found["value"]["done"]
+    assert answer["value"]["reward"] is None and not answer["value"]["done"]
 
 
 @pytest.mark.parametrize("kind", ["raised", "hung", "died"])
 def test_what_fails_once_is_asked_again_in_a_new_environment(tmp_path, kind):
-    more = {"path": f"{FILE}:Troubled"}
-    pool = make_pool(tmp_path, args={"folder": str(tmp_path)}, **more)
+    settings = {"path": f"{FILE}:Troubled"}
+    pool = make_pool(tmp_path, args={"folder": str(tmp_path)}, **settings)
     session = Session("1", 2, {"kind": kind})
     pool.ask(session, "reset", seed=2, row=session.row).result(300)
-    found = turn(pool, session, call("guess", number=1))
-    assert found["value"]["texts"] == ["too low"] and found["retried"] == 1
+    answer = turn(pool, session, call("guess", number=1))
+    assert answer["value"]["texts"] == ["too low"] and answer["retried"] == 1
     assert turn(pool, session, call("guess", number=2))["value"]["texts"] == ["right"]
     assert pool.ask(session, "score").result(300)["value"] == 2.0  # calls that it has seen: those of the first are not
-    always = make_pool(tmp_path, step=2, args={"folder": str(tmp_path), "fails": 9}, retries=1, **more)
+    always = make_pool(tmp_path, step=2, args={"folder": str(tmp_path), "fails": 9}, retries=1, **settings)
     session = Session("1", 3, {"kind": kind})
     always.ask(session, "reset", seed=3, row=session.row).result(300)
-    found = turn(always, session, call("guess", number=1))
-    assert found["failed"] == kind and found["retried"] == 1 and "value" not in found
+    answer = turn(always, session, call("guess", number=1))
+    assert answer["failed"] == kind and answer["retried"] == 1 and "value" not in answer
 
 
 def test_an_environment_that_failed_is_kept_no_longer(tmp_path):
@@ -168,8 +169,8 @@ def test_one_that_holds_its_interpreter_is_killed_and_another_one_asked(tmp_path
     asked = pool.ask(session, "turn", calls=[call("guess", number=1)])
     wait_for(tmp_path / "holds-2-0")
     pass_over(pool, 300)
-    found = asked.result(300)
-    assert found["value"]["texts"] == ["too low"] and found["retried"] == 1
+    answer = asked.result(300)
+    assert answer["value"]["texts"] == ["too low"] and answer["retried"] == 1
 
 
 def test_a_process_that_ended_between_two_questions_is_replaced(tmp_path):
@@ -178,8 +179,8 @@ def test_a_process_that_ended_between_two_questions_is_replaced(tmp_path):
     before = session.process
     before.transport.kill()
     asyncio.run_coroutine_threadsafe(asyncio.wait([before.ended]), pool._loop).result(300)
-    found = turn(pool, session, call("guess", number=1))
-    assert found["value"]["texts"] == ["too low"] and found["retried"] == 0 and session.process is not before
+    answer = turn(pool, session, call("guess", number=1))
+    assert answer["value"]["texts"] == ["too low"] and answer["retried"] == 0 and session.process is not before
 
 
 def test_its_processes_end_with_it_also_where_their_own_thread_lets_it_go(tmp_path):

@@ -154,9 +154,9 @@ def made(tmp_path, monkeypatch):
     monkeypatch.setenv("MARK", str(tmp_path))
     pools = []
 
-    def make(**more):
+    def make(**settings):
         args = {"folder": str(tmp_path)}
-        cfg = EnvironmentConfig(**{"workers": 1, "path": f"{tmp_path / 'harms.py'}:Harms", "args": args} | more)
+        cfg = EnvironmentConfig(**{"workers": 1, "path": f"{tmp_path / 'harms.py'}:Harms", "args": args} | settings)
         log = AnswerLog(tmp_path / f"log-{len(pools)}", 0)
         log.begin(1)
         pools.append(Pool(cfg, schemas(load_tools(cfg)), log))
@@ -200,8 +200,8 @@ def test_what_something_else_writes_to_the_pipe_costs_nothing(made, kind, capfd)
         assert asked(pool, session, "says", text=text, size=size).result(300)["value"]["texts"] == ["said"]
         assert asked(pool, other, "large", size=3).result(300)["value"]["texts"] == ["xxx"]
     assert session.process is other.process and session.process.over is None  # it has not begun anew
-    told = [line for line in capfd.readouterr().err.splitlines() if "warning: environment" in line]
-    assert len(told) <= 1 and (told or kind in ("half a line", "an answer to nothing", "an endless number"))
+    output = [line for line in capfd.readouterr().err.splitlines() if "warning: environment" in line]
+    assert len(output) <= 1 and (output or kind in ("half a line", "an answer to nothing", "an endless number"))
 
 
 def test_a_spoilt_answer_costs_its_own_question(made):
@@ -215,16 +215,16 @@ def test_a_spoilt_answer_costs_its_own_question(made):
         assert time.monotonic() < until
         time.sleep(0.01)
     (number,) = one._open
-    found = asked(pool, other, "says", text=f'{{"id": {number}, "value": {{"texts": ["half\n').result(300)
-    assert found["value"]["texts"] == ["said"]
+    answer = asked(pool, other, "says", text=f'{{"id": {number}, "value": {{"texts": ["half\n').result(300)
+    assert answer["value"]["texts"] == ["said"]
     assert spoilt.result(300)["failed"] == "raised" and one.over is None
 
 
 def test_a_line_without_end_is_no_answer(made):
     pool = made(retries=0)
     other, session = opened(pool, "1"), opened(pool, "2")
-    found = asked(pool, session, "says", text="x" * (1 << 20), size=64).result(300)
-    assert found["failed"] == "died" and f"at most {MAX_LINE} bytes" in found["text"]
+    answer = asked(pool, session, "says", text="x" * (1 << 20), size=64).result(300)
+    assert answer["failed"] == "died" and f"at most {MAX_LINE} bytes" in answer["text"]
     assert asked(pool, other, "large", size=3).result(300)["value"]["texts"] == ["xxx"]
 
 
@@ -263,8 +263,8 @@ def test_one_that_holds_everything_up_is_blamed_alone(made, tmp_path, kind):
         time.sleep(2.0)
     assert held.result()["failed"] == "hung" and held.result()["retried"] == 0
     for one in (*waiting, *late):
-        found = one.result(300)
-        assert found["retried"] == 0 and "value" in found
+        answer = one.result(300)
+        assert answer["retried"] == 0 and "value" in answer
     fresh = opened(pool, "10")
     assert asked(pool, fresh, "large", size=1).result(300)["value"]["texts"] == ["x"]
 
@@ -294,8 +294,8 @@ def test_a_coroutine_that_minds_no_end_is_given_up(made):
 
 def test_a_child_that_keeps_the_pipe_holds_nobody_up(made, tmp_path):
     pool = made(retries=1)
-    found = asked(pool, opened(pool), "forks").result(300)
-    assert found["value"]["texts"] == ["forked"] and found["retried"] == 1
+    answer = asked(pool, opened(pool), "forks").result(300)
+    assert answer["value"]["texts"] == ["forked"] and answer["retried"] == 1
 
 
 def threads(one):

@@ -29,12 +29,12 @@ def test_its_own_rows_prompts_and_scores(server):
     entry = made.rg_dataset[1]
     asked = SimpleNamespace(messages=row["prompt"], row={"answer": row["answer"], "info": row["info"], "x": 1}, seed=1)
     sampling = {"model": "policy", "temperature": 0.5, "max_tokens": 9}
-    for said, reward in ((entry["answer"], 1.0), ("-3", 0.0)):
-        server.reply = lambda body, said=said: (200, completion(f"<answer>{said}</answer>"))
+    for text, reward in ((entry["answer"], 1.0), ("-3", 0.0)):
+        server.reply = lambda body, answer=text: (200, completion(f"<answer>{answer}</answer>"))
         with ThreadPoolExecutor() as pool:  # as agents run
-            found = pool.submit(asyncio.run, play(asked, f"{server.base_url}/v1", sampling, PATH, LEGS)).result()
-        assert found["reward"] == pytest.approx(reward, abs=0.02), said
-        assert found["check_answer_reward_func"] == pytest.approx(reward, abs=0.02)
+            answer = pool.submit(asyncio.run, play(asked, f"{server.base_url}/v1", sampling, PATH, LEGS)).result()
+        assert answer["reward"] == pytest.approx(reward, abs=0.02), text
+        assert answer["check_answer_reward_func"] == pytest.approx(reward, abs=0.02)
     assert signal.getsignal(signal.SIGTERM) is handler
     sent = server.bodies[0]
     assert sent["temperature"] == 0.5 and sent["model"] == "policy"

@@ -98,8 +98,8 @@ def test_the_same_text_is_never_both_and_no_pair_comes_twice(tmp_path):
     row = {**{f"m{i}": {"is_correct": i % 2 == 0, "solution": "same\nA: 1"} for i in range(3)}}
     row["m4"] = row["m5"] = {"is_correct": False, "solution": "other\nA: 2"}
     write(source, gsm8k.SOLUTIONS, [{"question": f"q{i}"} | row for i in range(20)])
-    found = every_pair(source)
-    assert len(found) == 20 and {(p["chosen"], p["rejected"]) for p in found} == {("same\n#### 1", "other\n#### 2")}
+    actual = every_pair(source)
+    assert len(actual) == 20 and {(p["chosen"], p["rejected"]) for p in actual} == {("same\n#### 1", "other\n#### 2")}
 
 
 def test_an_unfinished_solution_stays_as_it_is(tmp_path):
@@ -196,9 +196,9 @@ def test_sft_reward_model_and_grpo_run_on_the_data(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = {name: f"'{made / name}.jsonl'" for name in ("train", "test", "pairs_train", "pairs_test")}
 
-    def run(stage: str, train: str, held_out: str, *more: str) -> list[dict]:
+    def run(stage: str, train: str, held_out: str, *overrides: str) -> list[dict]:
         settings = [f"experiment=gsm8k_{stage}", f"run.dir='{tmp_path / stage}'"]
-        settings += [f"data.train={data[train]}", f"data.eval={data[held_out]}", *SMALL, *more]
+        settings += [f"data.train={data[train]}", f"data.eval={data[held_out]}", *SMALL, *overrides]
         if stage == "sft":
             command = [sys.executable, "-m", "aligner", "run", *settings]
             environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -35,7 +35,7 @@ def test_rejected_are_wrong_and_different_and_the_models_own_where_it_errs(given
     pairs = make_pairs(Model(given_answers), rows, 6, 0)
     assert len(pairs) == PAIRS * len(rows)
     for row in rows:
-        mine = [pair for pair in pairs if pair["prompt"] == row["prompt"]]
-        rejected = {pair["rejected"] for pair in mine}
-        assert {pair["chosen"] for pair in mine} == {row["answer"]} and len(rejected) == PAIRS
+        own = [pair for pair in pairs if pair["prompt"] == row["prompt"]]
+        rejected = {pair["rejected"] for pair in own}
+        assert {pair["chosen"] for pair in own} == {row["answer"]} and len(rejected) == PAIRS
         assert rejected >= set(given_answers) - {row["answer"]} and row["answer"] not in rejected

@@ -46,7 +46,7 @@ text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def workdir(tmp_path, monkeypatch):
     """An empty folder to work in, an environment without a job, and rows to "train" on."""
     for name in [*os.environ]:
         if name.startswith(("SLURM_", "SBATCH_", "ALIGNER_")):
@@ -64,21 +64,21 @@ def launch(stage, *arguments, **environ):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("given", ["", "3"])
-def test_the_threads_of_one_process_are_not_those_of_ranks(tmp_path, given):
+@pytest.mark.parametrize("value", ["", "3"])
+def test_the_threads_of_one_process_are_not_those_of_ranks(tmp_path, value):
     (tmp_path / "launchers").mkdir()
     (tmp_path / "launchers/env.sh").write_text('export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"\n')
-    said = f'source {BODY}; ALIGNER_ROOT={tmp_path}; aligner_python; echo "${{OMP_NUM_THREADS:-none}}"'
+    text = f'source {BODY}; ALIGNER_ROOT={tmp_path}; aligner_python; echo "${{OMP_NUM_THREADS:-none}}"'
     environ = {k: v for k, v in os.environ.items() if k not in ("ALIGNER_PYTHON", "OMP_NUM_THREADS")}
-    environ |= {"OMP_NUM_THREADS": given} if given else {}
-    done = subprocess.run(["bash", "-c", said], env=environ, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == (given or "none")
+    environ |= {"OMP_NUM_THREADS": value} if value else {}
+    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == (value or "none")
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm"])
-def test_a_launcher_runs_without_a_scheduler(place, stage):
-    code, said = launch(stage, "--ranks", "2", "data.train=train.jsonl")
-    assert code == 0 and "done" in said
+def test_a_launcher_runs_without_a_scheduler(workdir, stage):
+    code, output = launch(stage, "--ranks", "2", "data.train=train.jsonl")
+    assert code == 0 and "done" in output
     cfg = load_frozen(f"runs/{stage}")
     assert cfg.stage.name == stage and Path(f"runs/{stage}/DONE").exists()
     argv = Path(f"runs/{stage}/argv.0").read_bytes().decode().split("\0")
@@ -88,29 +88,29 @@ def test_a_launcher_runs_without_a_scheduler(place, stage):
 
 
 @pytest.mark.slow
-def test_what_is_refused_starts_nothing(place):
-    code, said = launch("sft", "--ranks", "2", "optim.lrr=1")
-    assert code == 2 and "Did you mean `optim.lr`?" in said and not Path("runs").exists()
-    code, said = launch("sft", "--ranks", "3", "parallel=tp2", "data.train=train.jsonl")
-    assert code == 2 and "world size=3" in said and not Path("runs").exists()
-    code, said = launch("sft", "--site", "nowhere", "data.train=train.jsonl")
-    assert code == 2 and "generic" in said
+def test_what_is_refused_starts_nothing(workdir):
+    code, output = launch("sft", "--ranks", "2", "optim.lrr=1")
+    assert code == 2 and "Did you mean `optim.lr`?" in output and not Path("runs").exists()
+    code, output = launch("sft", "--ranks", "3", "parallel=tp2", "data.train=train.jsonl")
+    assert code == 2 and "world size=3" in output and not Path("runs").exists()
+    code, output = launch("sft", "--site", "nowhere", "data.train=train.jsonl")
+    assert code == 2 and "generic" in output
 
 
 @pytest.mark.parametrize(("code", "wanted"), [("1", 1), ("93", 93), ("127", 127), ("137", 137)])
-def test_the_ranks_exit_code_is_the_jobs(place, code, wanted):
+def test_the_ranks_exit_code_is_the_jobs(workdir, code, wanted):
     assert launch("sft", "data.train=train.jsonl", CODE=code)[0] == wanted
     assert not Path("runs/sft/DONE").exists()
 
 
-def test_an_old_done_or_stopped_file_does_not_count(place):
+def test_an_old_done_or_stopped_file_does_not_count(workdir):
     folder = Path("runs/sft")
     folder.mkdir(parents=True)
     for name in ("DONE", "STOPPED"):
         (folder / name).write_text("")
         os.utime(folder / name, (1, 1))
-    code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=str(_quiet(place)))
-    assert code == 1 and "neither DONE nor STOPPED" in said
+    code, output = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=str(_quiet(workdir)))
+    assert code == 1 and "neither DONE nor STOPPED" in output
 
 
 def _quiet(folder: Path) -> Path:
@@ -122,10 +122,10 @@ def _quiet(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_upstream_must_be_finished(place):
+def test_upstream_must_be_finished(workdir):
     Path("runs/up").mkdir(parents=True)
-    code, said = launch("rm", "--upstream", "runs/up", "model.init=runs/up", "data.train=train.jsonl")
-    assert code == 1 and "up has not finished" in said and not Path("runs/rm/DONE").exists()
+    code, output = launch("rm", "--upstream", "runs/up", "model.init=runs/up", "data.train=train.jsonl")
+    assert code == 1 and "up has not finished" in output and not Path("runs/rm/DONE").exists()
     Path("runs/up/DONE").write_text("sft\n")
     assert launch("rm", "--upstream", "runs/up", "model.init=runs/up", "data.train=train.jsonl")[0] == 0
 
@@ -138,7 +138,7 @@ def until(process: subprocess.Popen, path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_the_run_and_the_same_command_goes_on(place, number):
+def test_a_signal_stops_the_run_and_the_same_command_goes_on(workdir, number):
     command = ["bash", str(ROOT / "launchers/sft.sbatch"), "data.train=train.jsonl"]
     environ = {**os.environ, "STEPS": "100000"}
     process = subprocess.Popen(
@@ -149,8 +149,8 @@ def test_a_signal_stops_the_run_and_the_same_command_goes_on(place, number):
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
-    said, _ = process.communicate()
-    assert process.returncode == 75 and "stopped at step" in said and Path("runs/sft/STOPPED").exists(), said
+    output, _ = process.communicate()
+    assert process.returncode == 75 and "stopped at step" in output and Path("runs/sft/STOPPED").exists(), output
     step = json.loads(Path("runs/sft/progress.json").read_text())["step"]
     assert launch("sft", "data.train=train.jsonl", STEPS=str(step + 2))[0] == 0
     assert json.loads(Path("runs/sft/progress.json").read_text())["step"] == step + 2
@@ -158,14 +158,14 @@ def test_a_signal_stops_the_run_and_the_same_command_goes_on(place, number):
 
 
 @pytest.mark.slow
-def test_a_request_to_stop_is_kept_for_ranks_that_do_not_listen_yet(place):
+def test_a_request_to_stop_is_kept_for_ranks_that_do_not_listen_yet(workdir):
     command = ["bash", str(ROOT / "launchers/sft.sbatch"), "data.train=train.jsonl"]
     environ = {**os.environ, "STEPS": "100000", "LISTEN_AFTER_S": "2", "ALIGNER_ASK_AGAIN_S": "0.3"}
     process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     until(process, Path("runs/sft/started"))
     process.send_signal(signal.SIGUSR1)
-    said, _ = process.communicate()
-    assert process.returncode == 75 and "stopped at step" in said, said
+    output, _ = process.communicate()
+    assert process.returncode == 75 and "stopped at step" in output, output
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -174,11 +174,11 @@ def test_a_request_to_stop_neither_ends_ranks_that_are_not_ready_nor_gets_lost(t
     late = """bash -c 'sleep 0.5; trap "exit 9" USR1; for _ in {1..99}; do sleep 0.05; done' &"""
     before, after = ("kill -USR1 $$; sleep 0.1;", "") if early else ("", "(sleep 0.2; kill -USR1 $$) &")
     start = f"aligner_start_here() {{ {before} {late} }}; aligner_record() {{ :; }}"
-    said = f"source {BODY}; {start}; ALIGNER_LOGS=. ALIGNER_RUN=.; {after} aligner_ranks; exit $?"
+    text = f"source {BODY}; {start}; ALIGNER_LOGS=. ALIGNER_RUN=.; {after} aligner_ranks; exit $?"
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "ALIGNER_"))}
     environ |= {"ALIGNER_ASK_AGAIN_S": "0.1", "ALIGNER_STAGE": "sft", "ALIGNER_JOB": "1", "ALIGNER_ATTEMPT": "0"}
     environ |= {"ALIGNER_RANKS": "1"}
-    done = subprocess.run(["bash", "-c", said], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(["bash", "-c", text], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 9, done.stdout + done.stderr
 
 
@@ -203,19 +203,19 @@ NASTY = """it's "$HOME" ${seed} `id` $(id) {a: [1, 2]},\nline 2; día 日本 \\ 
 
 
 @pytest.mark.slow
-def test_a_nasty_override_is_in_the_frozen_config_and_a_nasty_folder_works(place):
+def test_a_nasty_override_is_in_the_frozen_config_and_a_nasty_folder_works(workdir):
     folder = "runs/a 'b' \"c\" $d, é\n x"
     overrides = ["data.train=train.jsonl", f"logging.wandb.project={quoted(NASTY)}", f"run.dir={quoted(folder)}"]
-    code, said = launch("sft", *overrides)
-    assert code == 0, said
+    code, output = launch("sft", *overrides)
+    assert code == 0, output
     assert load_frozen(folder).logging.wandb.project == NASTY and (Path(folder) / "DONE").exists()
 
 
 @pytest.mark.slow
-def test_the_chain_runs_one_by_one_without_a_scheduler(place):
+def test_the_chain_runs_one_by_one_without_a_scheduler(workdir):
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "sbatch").exists())
     chain = ["bash", str(ROOT / "launchers/pipeline.sh"), "runs/c h", "data.train=train.jsonl", "@sft", "seed=1"]
-    environ = {**os.environ, "PATH": _without_sbatch(place, path)}
+    environ = {**os.environ, "PATH": _without_sbatch(workdir, path)}
     done = subprocess.run([*chain, "@dpo", "@rm", "seed=2"], env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     sft, dpo, rm = (load_frozen(f"runs/c h/{stage}") for stage in ("sft", "dpo", "rm"))
@@ -231,20 +231,20 @@ def test_the_chain_runs_one_by_one_without_a_scheduler(place):
 
 
 @pytest.mark.slow
-def test_rounds_of_sampling_and_training_go_on_where_they_ended(place):
+def test_rounds_of_sampling_and_training_go_on_where_they_ended(workdir):
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "sbatch").exists())
     words = ["runs/s p", "2", "data.train=train.jsonl", "@sample", "stage.sample.pairs=answers", "run.name=r{round}"]
     command = ["bash", str(ROOT / "launchers/iterate.sh"), *words, "@dpo", "seed=1"]
-    environ = {**os.environ, "PATH": _without_sbatch(place, path)}
+    environ = {**os.environ, "PATH": _without_sbatch(workdir, path)}
 
     def go(**more: str) -> tuple[int, str]:
         done = subprocess.run(command, env=environ | more, capture_output=True, text=True)
         return done.returncode, done.stdout + done.stderr
 
-    code, said = go(STOP_AFTER="1")  # a kill: within the first sampling
-    assert code == 75 and not Path("runs/s p/round-1/dpo").exists(), said
-    code, said = go()
-    assert code == 0, said
+    code, output = go(STOP_AFTER="1")  # a kill: within the first sampling
+    assert code == 75 and not Path("runs/s p/round-1/dpo").exists(), output
+    code, output = go()
+    assert code == 0, output
     names = [f"round-{i}/{stage}" for i in (1, 2) for stage in ("sample", "dpo")]
     one, first, two, second = (load_frozen(f"runs/s p/{name}") for name in names)
     assert [cfg.model.init for cfg in (one, first)] == ["random"] * 2
@@ -299,15 +299,15 @@ def test_no_name_of_a_job_is_part_of_where_its_log_goes(stage):
 
 
 @pytest.fixture
-def slurm(place, monkeypatch):
+def slurm(root, monkeypatch):
     """A "job" of one node: srun runs the command, scontrol and scancel note what they were asked."""
-    folder = place / "fake"
+    folder = root / "fake"
     folder.mkdir()
     fakes = {
         "srun": 'while [[ "$1" == -* ]]; do shift; done\nexec "$@"\n',
-        "scontrol": f'echo "scontrol $*" >>{place}/asked\n'
+        "scontrol": f'echo "scontrol $*" >>{root}/asked\n'
         'case "$1" in show) echo node1;; requeue) kill -TERM $PPID;; esac\n',
-        "scancel": f'echo "scancel $*" >>{place}/asked\n',
+        "scancel": f'echo "scancel $*" >>{root}/asked\n',
         "squeue": 'case "$*" in *%T*) echo "${STATE:-RUNNING}";; *%E*) cat dependants 2>/dev/null || true;; esac\n',
         "sinfo": "exit 0\n",
     }
@@ -318,10 +318,10 @@ def slurm(place, monkeypatch):
     numbers = {"JOB_ID": "42", "JOB_NODELIST": "node1", "NNODES": "1", "NTASKS": "1", "PROCID": "0", "STEP_ID": "0"}
     for name, value in numbers.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setenv("SLURM_SUBMIT_DIR", str(place))
+    monkeypatch.setenv("SLURM_SUBMIT_DIR", str(root))
     monkeypatch.setenv("SLURM_JOB_END_TIME", "2000000000")
     monkeypatch.setenv("ALIGNER_ROOT", str(ROOT))
-    return place / "asked"
+    return root / "asked"
 
 
 def asked(path: Path) -> list[str]:
@@ -329,9 +329,9 @@ def asked(path: Path) -> list[str]:
     return [line for line in lines if not line.startswith("scontrol show")]
 
 
-def stopping(place: Path) -> str:
+def stopping(folder: Path) -> str:
     """Ranks that stop at once by themselves, one step on (or none, with STUCK)."""
-    script = place / "stop.sh"
+    script = folder / "stop.sh"
     script.write_text(
         '#!/usr/bin/env bash\ncase "$*" in *"aligner run"*) ;; *) exec "$REAL_PYTHON" "$@" ;; esac\n'
         'run=$(dirname "${@: -1}")\nprintf %s "${@: -1}" >"$run/frozen"\n'
@@ -343,27 +343,27 @@ def stopping(place: Path) -> str:
 
 
 @pytest.mark.slow
-def test_stopped_is_requeued_and_the_restart_reads_what_was_frozen(slurm, place):
-    launch("sft", "data.train=train.jsonl", "seed=7", ALIGNER_PYTHON=stopping(place))
+def test_stopped_is_requeued_and_the_restart_reads_what_was_frozen(slurm, workdir):
+    launch("sft", "data.train=train.jsonl", "seed=7", ALIGNER_PYTHON=stopping(workdir))
     assert asked(slurm) == ["scontrol requeue 42"]
     assert Path("runs/.jobs/cluster-42.sh").exists()
     # overrides that would not compose any more: the restart does not look at them
-    code, said = launch("sft", "no.such=key", SLURM_RESTART_COUNT="1")
-    assert code == 0 and "attempt 1, step 1" in said and load_frozen("runs/sft").seed == 7
+    code, output = launch("sft", "no.such=key", SLURM_RESTART_COUNT="1")
+    assert code == 0 and "attempt 1, step 1" in output and load_frozen("runs/sft").seed == 7
     assert Path("runs/sft/logs/42.0/rank-0000.log").exists() and Path("runs/sft/logs/42.1/rank-0000.log").exists()
 
 
 @pytest.mark.slow
-def test_a_second_job_in_the_folder_leaves_the_first_ones_config_alone(slurm, place):
+def test_a_second_job_in_the_folder_leaves_the_first_ones_config_alone(slurm, workdir):
     """Job 43 waits, or ran, between two starts of job 42: each reads what it was submitted with."""
 
     def start(job, seed, attempt):
-        ranks = {"ALIGNER_PYTHON": stopping(place), "SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": attempt}
+        ranks = {"ALIGNER_PYTHON": stopping(workdir), "SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": attempt}
         launch("sft", "data.train=train.jsonl", f"seed={seed}", **ranks)
         return load_frozen(Path("runs/sft/frozen").read_text()).seed
 
-    (place / "fake/sbatch").write_text("#!/bin/sh\necho 43\n")
-    (place / "fake/sbatch").chmod(0o755)
+    (workdir / "fake/sbatch").write_text("#!/bin/sh\necho 43\n")
+    (workdir / "fake/sbatch").chmod(0o755)
     assert start("42", 7, "0") == 7
     assert main(["submit", "data.train=train.jsonl", "seed=8"]) == 0
     assert start("42", 7, "1") == 7
@@ -372,34 +372,34 @@ def test_a_second_job_in_the_folder_leaves_the_first_ones_config_alone(slurm, pl
 
 
 @pytest.mark.slow
-def test_each_start_of_ranks_by_srun_has_a_secret_of_its_own(slurm, place):
+def test_each_start_of_ranks_by_srun_has_a_secret_of_its_own(slurm, workdir):
     """Unless the user has given one. Ranks of mpirun, which may not take it to other nodes, share a file."""
-    script = place / "tell.sh"
+    script = workdir / "tell.sh"
     script.write_text(
         '#!/usr/bin/env bash\ncase "$*" in *"aligner run"*) ;; *) exec "$REAL_PYTHON" "$@" ;; esac\n'
-        f'echo "${{ALIGNER_SECRET:-}}" >>{place}/secrets\ntouch "$(dirname "${{@: -1}}")/DONE"\n'
+        f'echo "${{ALIGNER_SECRET:-}}" >>{workdir}/secrets\ntouch "$(dirname "${{@: -1}}")/DONE"\n'
     )
     script.chmod(0o755)
-    (place / "fake/mpirun").write_text(
+    (workdir / "fake/mpirun").write_text(
         '#!/usr/bin/env bash\n[[ "$1" != --version ]] || exit 0\n'
         'while [[ "$1" != */rank.sh ]]; do shift; done\nexec "$@"\n'
     )
-    (place / "fake/mpirun").chmod(0o755)
-    site = ["--site", str(place / "mpirun.yaml")]
+    (workdir / "fake/mpirun").chmod(0o755)
+    site = ["--site", str(workdir / "mpirun.yaml")]
     Path("mpirun.yaml").write_text("description: with mpirun\nmpi: mpirun\n")
-    given = "ab" * 32
-    for more, environ in (
+    inputs = "ab" * 32
+    for overrides, environ in (
         ([], {}),
         ([], {}),
-        ([], {"ALIGNER_SECRET": given}),
+        ([], {"ALIGNER_SECRET": inputs}),
         (site, {}),
-        (site, {"ALIGNER_SECRET": given}),
+        (site, {"ALIGNER_SECRET": inputs}),
     ):
-        code, said = launch("sft", "data.train=train.jsonl", *more, ALIGNER_PYTHON=str(script), **environ)
-        assert code == 0, said
-    first, second, *rest = (place / "secrets").read_text().split("\n")[:-1]
+        code, output = launch("sft", "data.train=train.jsonl", *overrides, ALIGNER_PYTHON=str(script), **environ)
+        assert code == 0, output
+    first, second, *rest = (workdir / "secrets").read_text().split("\n")[:-1]
     assert len(bytes.fromhex(first)) == len(bytes.fromhex(second)) == 32 and first != second
-    assert rest == [given, "", given]
+    assert rest == [inputs, "", inputs]
 
 
 @pytest.fixture
@@ -412,90 +412,95 @@ def het(slurm, monkeypatch):
     return ["data.train=train.jsonl", "reward.functions=[{path: math}]", "engine.ranks=2"]
 
 
-def test_the_health_check_asks_the_nodes_of_both_components(slurm, place, het):
+def test_the_health_check_asks_the_nodes_of_both_components(slurm, workdir, het):
     """That of engines, which no spare node can replace, does not answer."""
-    (place / "fake/scontrol").write_text('#!/usr/bin/env bash\necho "${@: -1}"\n')
-    (place / "fake/srun").write_text(
+    (workdir / "fake/scontrol").write_text('#!/usr/bin/env bash\necho "${@: -1}"\n')
+    (workdir / "fake/srun").write_text(
         '#!/usr/bin/env bash\nwhile [[ "$1" == -* ]]; do shift; done\nwords=()\n'
         'for word in "$@"; do [[ "$word" != : ]] || break; words+=("$word"); done\n'
         'SLURMD_NODENAME=node1 exec "${words[@]}"\n'
     )
-    code, said = launch("grpo", *het)
-    assert code == 1 and "node node2 is unfit: no report" in said
-    assert "2 nodes are needed, 1 are fit (bad: node2)" in said and not Path("runs/grpo/DONE").exists()
+    code, output = launch("grpo", *het)
+    assert code == 1 and "node node2 is unfit: no report" in output
+    assert "2 nodes are needed, 1 are fit (bad: node2)" in output and not Path("runs/grpo/DONE").exists()
 
 
 def test_a_rank_has_the_threads_of_its_step(tmp_path):
     own = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK")}
     command = [str(ROOT / "launchers/rank.sh"), "bash", "-c", "echo threads $OMP_NUM_THREADS"]
-    for number, more in enumerate(
+    for number, extra in enumerate(
         ({}, {"SLURM_CPUS_PER_TASK": "5"}, {"OMP_NUM_THREADS": "2", "SLURM_CPUS_PER_TASK": "5"})
     ):
-        environ = own | {"ALIGNER_LOGS": str(tmp_path), "SLURM_PROCID": str(number)} | more
+        environ = own | {"ALIGNER_LOGS": str(tmp_path), "SLURM_PROCID": str(number)} | extra
         subprocess.run(command, env=environ, check=True)
-    said = [(tmp_path / f"rank-{rank:04d}.log").read_text().split("\n")[1] for rank in range(3)]
-    assert said == ["threads 1", "threads 5", "threads 2"]
+    answer = [(tmp_path / f"rank-{rank:04d}.log").read_text().split("\n")[1] for rank in range(3)]
+    assert answer == ["threads 1", "threads 5", "threads 2"]
 
 
 @pytest.mark.parametrize(("version", "mpi"), [("22.05.8", "none"), ("24.05.1", "none"), ("24.11.0", "pmix")])
-def test_both_components_of_a_heterogeneous_job_are_one_step(slurm, place, het, version, mpi):
+def test_both_components_of_a_heterogeneous_job_are_one_step(slurm, workdir, het, version, mpi):
     """By `sbatch ... : ... launchers/grpo.sbatch`. Before Slurm 24.11 srun may not end with PMIx in two components."""
-    (place / "fake/srun").write_text(
+    (workdir / "fake/srun").write_text(
         f'#!/usr/bin/env bash\n[[ "$1" != --version ]] || {{ echo "slurm-wlm {version}"; exit 0; }}\n'
-        f'printf "%s\\n" "$@" >{place}/words\nprintf %s "$ALIGNER_MPI" >{place}/mpi\ntouch runs/grpo/DONE\n'
+        f'printf "%s\\n" "$@" >{workdir}/words\nprintf %s "$ALIGNER_MPI" >{workdir}/mpi\ntouch runs/grpo/DONE\n'
     )
-    (place / "pmix.yaml").write_text("description: x\nmpi: pmix\n")
-    code, said = launch("grpo", "--site", str(place / "pmix.yaml"), *het, ALIGNER_HEALTH="0")
-    assert code == 0 and "nodes: 1 for training, 1 for engines" in said
-    first, _, second = (place / "words").read_text().partition("\n:\n")
+    (workdir / "pmix.yaml").write_text("description: x\nmpi: pmix\n")
+    code, output = launch("grpo", "--site", str(workdir / "pmix.yaml"), *het, ALIGNER_HEALTH="0")
+    assert code == 0 and "nodes: 1 for training, 1 for engines" in output
+    first, _, second = (workdir / "words").read_text().partition("\n:\n")
     assert "--nodes=1\n--ntasks=1\n--ntasks-per-node=1\n" in first and "--het-group" not in first
     assert "--het-group=1\n--nodes=1\n--ntasks=2\n--ntasks-per-node=2\n--cpus-per-task=5\n" in second
     assert first.count("aligner\nrun\n") == second.count("aligner\nrun\n") == 1
-    for part in (first, second):
-        assert [word for word in part.split("\n") if word.startswith("--mpi")][-1] == f"--mpi={mpi}"
+    for piece in (first, second):
+        assert [word for word in piece.split("\n") if word.startswith("--mpi")][-1] == f"--mpi={mpi}"
     assert [path.read_text() for path in Path("runs/grpo/logs").glob("*/trainers")] == ["1\n"]
-    assert (place / "mpi").read_text() == mpi and ("no MPI: srun's PMIx" in said) == (mpi == "none")
+    assert (workdir / "mpi").read_text() == mpi and ("no MPI: srun's PMIx" in output) == (mpi == "none")
 
 
-def test_stopped_without_progress_is_not_requeued(slurm, place):
-    code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=stopping(place), STUCK="1")
+def test_stopped_without_progress_is_not_requeued(slurm, workdir):
+    code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=stopping(workdir), STUCK="1")
     assert code == 1 and "no progress" in said and asked(slurm) == []
 
 
-def test_progress_is_what_was_saved(slurm, place):
+def test_progress_is_what_was_saved(slurm, workdir):
     Path("runs/sft").mkdir(parents=True)
     Path("runs/sft/progress.json").write_text('{"step": 9, "steps": 20, "saved": 4}')
-    assert "attempt 0, step 4," in launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=stopping(place))[1]
+    assert "attempt 0, step 4," in launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=stopping(workdir))[1]
 
 
-def test_the_requeue_cap(slurm, place):
-    code, said = launch(
-        "sft", "data.train=train.jsonl", "--max-requeues", "2", ALIGNER_PYTHON=stopping(place), SLURM_RESTART_COUNT="2"
+def test_the_requeue_cap(slurm, workdir):
+    code, output = launch(
+        "sft",
+        "data.train=train.jsonl",
+        "--max-requeues",
+        "2",
+        ALIGNER_PYTHON=stopping(workdir),
+        SLURM_RESTART_COUNT="2",
     )
-    assert code == 1 and "the limit is 2" in said and asked(slurm) == []
-    code, said = launch("sft", "data.train=train.jsonl", "--max-requeues", "2", SLURM_RESTART_COUNT="3")
-    assert code == 1 and "requeued 3 times" in said
+    assert code == 1 and "the limit is 2" in output and asked(slurm) == []
+    code, output = launch("sft", "data.train=train.jsonl", "--max-requeues", "2", SLURM_RESTART_COUNT="3")
+    assert code == 1 and "requeued 3 times" in output
 
 
-def test_many_attempts_at_one_step_end_the_job(slurm, place):
+def test_many_attempts_at_one_step_end_the_job(slurm, workdir):
     folder = Path("runs/sft/logs")
     folder.mkdir(parents=True)
     (folder / "attempts.tsv").write_text("".join(f"start\t42\t{i}\t{i}\t5\t-\t1\n" for i in range(3)))
     checkpoint = folder.parent / "checkpoints/step-00000005"
     checkpoint.mkdir(parents=True)
-    code, said = launch("sft", "data.train=train.jsonl", SLURM_RESTART_COUNT="3")
-    assert code == 1 and "3 attempts in a row began at step 5" in said
+    code, output = launch("sft", "data.train=train.jsonl", SLURM_RESTART_COUNT="3")
+    assert code == 1 and "3 attempts in a row began at step 5" in output
     checkpoint.rename(checkpoint.with_name("step-00000011"))
     assert launch("sft", "data.train=train.jsonl", SLURM_RESTART_COUNT="3")[0] == 0
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "PREEMPTED", "COMPLETING"])
-def test_a_job_that_slurm_is_ending_is_left_to_it(slurm, place, state):
-    code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=stopping(place), STATE=state)
+def test_a_job_that_slurm_is_ending_is_left_to_it(slurm, workdir, state):
+    code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=stopping(workdir), STATE=state)
     assert code == 0 and "leaving it to Slurm" in said and asked(slurm) == []
 
 
-def test_93_cancels_what_depends_on_it(slurm, place):
+def test_93_cancels_what_depends_on_it(slurm, workdir):
     Path("dependants").write_text(
         "43|afterok:42(unfulfilled)\n44|afterok:7:43(unfulfilled)\n45|afterok:142(unfulfilled)\n"
         "46|afterany:42(unfulfilled)\n47|(null)\n48|afterok:421(unfulfilled)\n"
@@ -504,16 +509,16 @@ def test_93_cancels_what_depends_on_it(slurm, place):
     assert asked(slurm) == ["scancel 43", "scancel 44"]
 
 
-def test_a_failure_is_explained_and_not_requeued(slurm, place):
-    code, said = launch("sft", "data.train=train.jsonl", CODE="1", PEER="")
-    assert code == 1 and "triage: " in said and asked(slurm) == []
+def test_a_failure_is_explained_and_not_requeued(slurm, workdir):
+    code, output = launch("sft", "data.train=train.jsonl", CODE="1", PEER="")
+    assert code == 1 and "triage: " in output and asked(slurm) == []
     rows = [line.split("\t") for line in Path("runs/sft/logs/attempts.tsv").read_text().splitlines()]
     assert rows[-1][5] == "failed"
 
 
-def failing(place: Path, code: str) -> str:
+def failing(folder: Path, code: str) -> str:
     """Ranks of one process that do `code` after a note of failure-0000.json may be written by `note TEXT CODE`."""
-    script = place / "failing.sh"
+    script = folder / "failing.sh"
     script.write_text(
         '#!/usr/bin/env bash\ncase "$*" in *"aligner run"*) ;; *) exec "$REAL_PYTHON" "$@" ;; esac\n'
         'run=$(dirname "${@: -1}")\n'
@@ -524,37 +529,37 @@ def failing(place: Path, code: str) -> str:
     return str(script)
 
 
-def test_the_code_of_the_rank_that_failed_first_counts_not_sruns(slurm, place):
+def test_the_code_of_the_rank_that_failed_first_counts_not_sruns(slurm, workdir):
     """`srun` returns the largest code, and ends the others of a failed rank with TERM: 143."""
     Path("dependants").write_text("43|afterok:42(unfulfilled)\n")
-    ranks = failing(place, "note 'error: optim.lr=-1: expected a number' 93\nexit 143\n")
-    code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=ranks)
+    ranks = failing(workdir, "note 'error: optim.lr=-1: expected a number' 93\nexit 143\n")
+    code, output = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=ranks)
     assert code == 93 and asked(slurm) == ["scancel 43"]
-    assert said.strip().splitlines()[-1] == "  | error: optim.lr=-1: expected a number"
+    assert output.strip().splitlines()[-1] == "  | error: optim.lr=-1: expected a number"
 
 
 @pytest.mark.slow
-def test_a_port_that_is_taken_is_left_for_another_one_in_place(slurm, place):
+def test_a_port_that_is_taken_is_left_for_another_one_in_place(slurm, workdir):
     taken = "note 'DistNetworkError: port: x, name: EADDRINUSE, message: address already in use' 1\nexit 1\n"
     once = f'echo "$MASTER_PORT" >>ports\n(($(wc -l <ports) > 2)) || {{\n{taken}}}\ntouch "$run/DONE"\n'
-    code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=failing(place, once))
-    assert code == 0 and said.count("was taken: starting again") == 2 and asked(slurm) == []
+    code, output = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=failing(workdir, once))
+    assert code == 0 and output.count("was taken: starting again") == 2 and asked(slurm) == []
     assert len(set(Path("ports").read_text().split())) == 3
-    code, said = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=failing(place, taken))
-    assert code == 1 and said.count("was taken: starting again") == 5  # and not for ever
+    code, output = launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=failing(workdir, taken))
+    assert code == 1 and output.count("was taken: starting again") == 5  # and not for ever
 
 
-def test_an_array_of_the_users_own_runs_what_each_task_says(slurm, place):
+def test_an_array_of_the_users_own_runs_what_each_task_says(slurm, workdir):
     words = ["data.train=train.jsonl", "run.dir=runs/task3"]
     assert launch("sft", *words, SLURM_ARRAY_TASK_ID="3", SLURM_ARRAY_JOB_ID="40")[0] == 0
     assert Path("runs/task3/DONE").exists()
 
 
 @pytest.mark.slow
-def test_what_the_body_decides_is_what_triage_tells(slurm, place):
+def test_what_the_body_decides_is_what_triage_tells(slurm, workdir):
     triage = [str(ROOT / "slurm/triage"), "runs/sft"]
     words = ["data.train=train.jsonl", "--max-requeues", "2"]
-    launch("sft", *words, ALIGNER_PYTHON=stopping(place), STUCK="1")
+    launch("sft", *words, ALIGNER_PYTHON=stopping(workdir), STUCK="1")
     assert "no progress" in subprocess.run(triage, capture_output=True, text=True).stdout
     launch("sft", *words, SLURM_RESTART_COUNT="3")
     assert "requeued 3 times, the limit is 2" in subprocess.run(triage, capture_output=True, text=True).stdout

@@ -18,10 +18,10 @@ GOLDEN = Path(__file__).parent / "golden"
 SHELLCHECK = shutil.which("shellcheck") or str(Path(sys.executable).parent / "shellcheck")
 
 
-def job(stage, **more):
+def job(stage, **settings):
     runs = {"sft": ("/runs/a chain/sft",)}.get(stage, (f"/runs/{stage}",))
     upstream = ("/runs/a chain/sft",) if stage != "sft" else ()
-    return JobSpec(stage, Path("/srv/aligner"), runs, nodes=2, ranks_per_node=4, upstream=upstream, **more)
+    return JobSpec(stage, Path("/srv/aligner"), runs, nodes=2, ranks_per_node=4, upstream=upstream, **settings)
 
 
 @pytest.mark.parametrize("stage", STAGES)

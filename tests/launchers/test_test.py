@@ -12,11 +12,11 @@ STAND_INS = 'python() { echo "threads $OMP_NUM_THREADS: $*"; }; ruff() { :; }; e
 
 
 @pytest.mark.parametrize("arguments", [[], ["--fast"]])
-@pytest.mark.parametrize("given", [None, "3"])
-def test_workers_share_the_cores_unless_it_is_said_how(arguments, given):
+@pytest.mark.parametrize("counts", [None, "3"])
+def test_workers_share_the_cores_unless_it_is_said_how(arguments, counts):
     """env.sh, which the launcher begins with, gives one process all cores."""
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environ |= {} if given is None else {"OMP_NUM_THREADS": given}
+    environ |= {} if counts is None else {"OMP_NUM_THREADS": counts}
     done = subprocess.run(
         ["bash", "-c", f'{STAND_INS}; ./launchers/test.sh "$@"', "test", *arguments],
         cwd=ROOT,
@@ -24,8 +24,8 @@ def test_workers_share_the_cores_unless_it_is_said_how(arguments, given):
         capture_output=True,
         text=True,
     )
-    found = re.search(r"^threads (\d+): .*?(?: -n (\d+))?(?: --dist|$)", done.stdout, re.MULTILINE)
-    assert found, done.stdout + done.stderr
-    threads, workers, cores = int(found[1]), int(found[2] or 1), len(os.sched_getaffinity(0))
-    assert threads == int(given or max(1, cores // workers))
+    match = re.search(r"^threads (\d+): .*?(?: -n (\d+))?(?: --dist|$)", done.stdout, re.MULTILINE)
+    assert match, done.stdout + done.stderr
+    threads, workers, cores = int(match[1]), int(match[2] or 1), len(os.sched_getaffinity(0))
+    assert threads == int(counts or max(1, cores // workers))
     assert min(cores, 4) <= workers <= min(cores, 4) + (not arguments) or cores == 1

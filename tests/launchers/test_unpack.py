@@ -53,15 +53,15 @@ def test_a_copy_that_has_lost_files_is_made_anew(archive):
 def test_an_archive_that_ends_early_becomes_none(archive, kept):
     """6144: between two files, where tar sees nothing wrong."""
     archive.write_bytes(archive.read_bytes()[:kept])
-    code, said = unpack(archive.parent / "copy-2", archive)
-    assert code == 1 and (f"{archive} lacks files" in said) == (kept == 6144) and said
+    code, output = unpack(archive.parent / "copy-2", archive)
+    assert code == 1 and (f"{archive} lacks files" in output) == (kept == 6144) and output
     assert not list(archive.parent.iterdir())
 
 
 def test_what_cannot_be_unpacked_becomes_none(archive):
     archive.write_bytes(b"no archive" * 1000)
-    code, said = unpack(archive.parent / "copy-2", archive)
-    assert code == 1 and "tar" in said and not list(archive.parent.iterdir())
+    code, output = unpack(archive.parent / "copy-2", archive)
+    assert code == 1 and "tar" in output and not list(archive.parent.iterdir())
 
 
 @pytest.mark.parametrize("open_as", ["mode", "link"])
@@ -74,8 +74,8 @@ def test_no_copy_is_taken_from_where_others_could_change_it(archive, open_as):
     else:
         home = home.parent / "link"
         home.symlink_to(archive.parent)
-    code, said = unpack(f"{home}//copy-2")
-    assert code == 1 and f"{home} is a link, another user's, or open to all" in said
+    code, output = unpack(f"{home}//copy-2")
+    assert code == 1 and f"{home} is a link, another user's, or open to all" in output
 
 
 @pytest.mark.parametrize("works", [True, False])

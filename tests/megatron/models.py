@@ -139,8 +139,8 @@ def logits(folder: str, tokens: torch.Tensor, lengths: torch.Tensor, device: str
 def plain_logits(model: ShardedModel, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """[B, T, V] of the token after each; rows get one more token, because a last one predicts nothing."""
     rows = TrainBatch(torch.nn.functional.pad(tokens, (0, 1)), lengths + 1, torch.zeros(len(tokens), 0))
-    (found,) = model.forward([rows], lambda hidden, b: model.over_logits(hidden, b, lambda z, _: z.float(), 1 << 30))
-    return found[:, 1:]
+    (actual,) = model.forward([rows], lambda hidden, b: model.over_logits(hidden, b, lambda z, _: z.float(), 1 << 30))
+    return actual[:, 1:]
 
 
 def agreed(ranks: Ranks, world: int, **kwargs) -> dict:

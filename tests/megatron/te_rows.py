@@ -32,12 +32,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, ends: Ends, places: En
         assert int(e.diff().max()) <= n, f"a row of {int(e.diff().max())} tokens, and max_seqlen is {n}"
         assert int(e[-1]) <= len(x), f"rows of {int(e[-1])} tokens, and {len(x)} are here"
     out, stats = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=torch.float32), torch.zeros(*q.shape[:2], 1)
-    for mine, theirs in _rows(ends, places):
-        scores = _scores(q[mine].float(), k[theirs].float(), scale, causal)
+    for own, theirs in _rows(ends, places):
+        scores = _scores(q[own].float(), k[theirs].float(), scale, causal)
         sums = scores.logsumexp(-1, keepdim=True)
         values = v[theirs].float().repeat_interleave(q.shape[1] // v.shape[1], 1)
-        out[mine] = torch.einsum("hqk,khd->qhd", (scores - sums).exp(), values)
-        stats[mine] = sums.transpose(0, 1)
+        out[own] = torch.einsum("hqk,khd->qhd", (scores - sums).exp(), values)
+        stats[own] = sums.transpose(0, 1)
     return out.to(q.dtype), stats
 
 
@@ -45,16 +45,16 @@ def attend_backward(q, k, v, o, d_o, stats, scale: float, ends: Ends, places: En
     """By the outputs and sums of the whole row, of which these keys may be a part."""
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
     d_o, o, groups = d_o.view(*q.shape[:-1], -1).float(), o.view(*q.shape[:-1], -1).float(), q.shape[1] // k.shape[1]
-    for mine, theirs in _rows(ends, places):
-        x, y = q[mine].float(), k[theirs].float()
-        shares = (_scores(x, y, scale, causal) - stats[mine].transpose(0, 1)).exp()
+    for own, theirs in _rows(ends, places):
+        x, y = q[own].float(), k[theirs].float()
+        shares = (_scores(x, y, scale, causal) - stats[own].transpose(0, 1)).exp()
         y, z = (t.repeat_interleave(groups, 1) for t in (y, v[theirs].float()))
-        inner = torch.einsum("qhd,khd->hqk", d_o[mine], z) - (d_o[mine] * o[mine]).sum(-1).t()[..., None]
+        inner = torch.einsum("qhd,khd->hqk", d_o[own], z) - (d_o[own] * o[own]).sum(-1).t()[..., None]
         inner = shares * inner * scale
-        dq[mine] = torch.einsum("hqk,khd->qhd", inner, y)
-        of_keys = torch.einsum("hqk,qhd->khd", inner, x), torch.einsum("hqk,qhd->khd", shares, d_o[mine])
-        for grad, part in zip((dk, dv), of_keys, strict=True):
-            grad[theirs] = part.view(len(part), -1, groups, part.shape[-1]).sum(2)
+        dq[own] = torch.einsum("hqk,khd->qhd", inner, y)
+        of_keys = torch.einsum("hqk,qhd->khd", inner, x), torch.einsum("hqk,qhd->khd", shares, d_o[own])
+        for grad, piece in zip((dk, dv), of_keys, strict=True):
+            grad[theirs] = piece.view(len(piece), -1, groups, piece.shape[-1]).sum(2)
     return [grad.to(x.dtype) for grad, x in zip((dq, dk, dv), (q, k, v), strict=True)]
 
 

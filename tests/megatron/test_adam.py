@@ -46,8 +46,8 @@ class Twin:
         worst = 0.0
         for group, state in zip(self.optimizer.param_groups, self.state, strict=True):
             for p, wanted in zip(group["params"], state, strict=True):
-                mine = self.optimizer.state[p]
-                for a, b in zip((p.detach(), mine["exp_avg"], mine["exp_avg_sq"]), wanted, strict=True):
+                own = self.optimizer.state[p]
+                for a, b in zip((p.detach(), own["exp_avg"], own["exp_avg_sq"]), wanted, strict=True):
                     worst = max(worst, float((a - b).abs().max() / b.abs().max()) * 2**24)
         return worst
 

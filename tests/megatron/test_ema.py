@@ -65,13 +65,13 @@ def test_the_mean_is_the_sum_of_its_definition_and_goes_through_a_checkpoint(
 ):
     job = {"cfg": cfg, "parallel": parallel, "dtype": dtype, "optim": optim, "folder": tmp_path / "c"}
     results = ranks.run(train, world=world, **job)
-    found, bound = results[0], 1e-6 if dtype == FP32 else 2e-2  # the means are of the float32 copies
-    first, *rest = found["each"]
-    assert any(not torch.equal(t, found["own"][name]) for name, t in found["mean"].items())
-    for name, mean in found["mean"].items():
+    actual, bound = results[0], 1e-6 if dtype == FP32 else 2e-2  # the means are of the float32 copies
+    first, *rest = actual["each"]
+    assert any(not torch.equal(t, actual["own"][name]) for name, t in actual["mean"].items())
+    for name, mean in actual["mean"].items():
         wanted = 0.75**3 * first[name].double() + sum(0.25 * 0.75**k * w[name] for k, w in enumerate(reversed(rest)))
         assert torch.allclose(mean.double(), wanted, rtol=bound, atol=bound), name
-        assert torch.equal(found["own"][name], rest[-1][name])  # in their place again
+        assert torch.equal(actual["own"][name], rest[-1][name])  # in their place again
 
     grid = Grid(parallel.tensor, parallel.pipeline, parallel.context, parallel.expert)
     grid = replace(grid, data=world // grid.gpus)
@@ -84,7 +84,7 @@ def test_the_mean_is_the_sum_of_its_definition_and_goes_through_a_checkpoint(
     assert sum(out["bytes"] for out in results) == pytest.approx(planned, rel=1e-6)
 
     same = ranks.run(go_on, world=world, **job)[0]
-    assert all(torch.equal(found["mean"][name], t) for name, t in same["mean"].items())
+    assert all(torch.equal(actual["mean"][name], t) for name, t in same["mean"].items())
     if world > 1 and parallel != ParallelConfig(expert=2):
         other = ranks.run(go_on, **job | {"parallel": ONE})[0]
         assert all(torch.equal(same["loaded"][name], t) for name, t in other["loaded"].items())

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.multirank
 def layout_ranks(parallel: ParallelConfig) -> dict:
     layout = groups.build_layout(parallel)
     names = ("tp", "pp", "dp", "mp", "dp_cp", "embd", "pos_embd", "intra_dist_opt", "cp")
-    found = {n: getattr(layout.pgs, n) for n in names}
-    return {n: g and dist.get_process_group_ranks(g) for n, g in found.items()} | {
+    by_name = {n: getattr(layout.pgs, n) for n in names}
+    return {n: g and dist.get_process_group_ranks(g) for n, g in by_name.items()} | {
         "rank": (layout.pp_rank, layout.dp_rank, layout.tp_rank),
         "stages": (layout.is_first_stage, layout.is_last_stage, layout.last_stage_rank),
         "data": layout.data,
@@ -58,19 +58,19 @@ def test_layouts_of_four_ranks(ranks, tensor, pipeline):
     def same(rank, *axes):
         return [r for r in range(4) if all(place(r)[i] == place(rank)[i] for i in axes)]
 
-    for rank, found in enumerate(ranks.run(layout_ranks, world=4, parallel=parallel)):
+    for rank, result in enumerate(ranks.run(layout_ranks, world=4, parallel=parallel)):
         pp, dp, tp = place(rank)
-        assert found["rank"] == (pp, dp, tp) and found["data"] == data
-        assert found["tp"] == same(rank, 0, 1)
-        assert found["pp"] == same(rank, 1, 2)
-        assert found["dp"] == found["dp_cp"] == same(rank, 0, 2)
-        assert found["mp"] == same(rank, 1)
-        assert found["cp"] == [rank]
-        assert found["intra_dist_opt"] == [0, 1, 2, 3]
-        ends = [r for r in found["pp"] if place(r)[0] in (0, pipeline - 1)]
-        assert found["embd"] == (ends if rank in ends else None)
-        assert found["pos_embd"] == ([rank] if pp == 0 else None)
-        assert found["stages"] == (pp == 0, pp == pipeline - 1, found["pp"][-1])
+        assert result["rank"] == (pp, dp, tp) and result["data"] == data
+        assert result["tp"] == same(rank, 0, 1)
+        assert result["pp"] == same(rank, 1, 2)
+        assert result["dp"] == result["dp_cp"] == same(rank, 0, 2)
+        assert result["mp"] == same(rank, 1)
+        assert result["cp"] == [rank]
+        assert result["intra_dist_opt"] == [0, 1, 2, 3]
+        ends = [r for r in result["pp"] if place(r)[0] in (0, pipeline - 1)]
+        assert result["embd"] == (ends if rank in ends else None)
+        assert result["pos_embd"] == ([rank] if pp == 0 else None)
+        assert result["stages"] == (pp == 0, pp == pipeline - 1, result["pp"][-1])
 
 
 @on_ranks(4)

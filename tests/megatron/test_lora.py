@@ -62,8 +62,8 @@ def own_factors(model: ShardedModel) -> dict[str, torch.Tensor]:
 
 def steps(model: ShardedModel, count: int, bc: BatchConfig = APART) -> list[dict]:
     full = batch(model.cfg)
-    mine, loss = shares(model, full), nll_loss(model, full)
-    return [model.step(micro_batches(mine, bc), loss) for _ in range(count)]
+    own, loss = shares(model, full), nll_loss(model, full)
+    return [model.step(micro_batches(own, bc), loss) for _ in range(count)]
 
 
 def train(
@@ -110,8 +110,8 @@ def gradients(cfg: ModelConfig) -> dict:
 def in_files(model: ShardedModel) -> dict[str, torch.Tensor]:
     """The factors of one rank by their names in files."""
     rows = {spec.canonical: spec for spec in adapter_table(model.cfg)}
-    found = (to_hf(rows[name], t, model.cfg) for name, t in factors(model).items())
-    return {name: t for tensors in found for name, t in tensors.items()}
+    actual = (to_hf(rows[name], t, model.cfg) for name, t in factors(model).items())
+    return {name: t for tensors in actual for name, t in tensors.items()}
 
 
 def merged(model: ShardedModel) -> dict[str, torch.Tensor]:
@@ -147,24 +147,24 @@ def test_five_steps_are_those_of_one_rank_on_every_layout(ranks, name):
     assert one["metrics"][-1]["loss"] < one["metrics"][0]["loss"] - 0.3
     assert one["metrics"][-1]["lora/b_norm"] > 0.1
     for parallel in layouts:
-        found = ranks.run(train, world=2, cfg=cfg, parallel=parallel)
-        for mine in found:
+        results = ranks.run(train, world=2, cfg=cfg, parallel=parallel)
+        for own in results:
             for key in ("loss", "grad_norm", "lora/b_norm"):
-                got, wanted = (m["metrics"][-1][key] for m in (mine, one))
+                got, wanted = (m["metrics"][-1][key] for m in (own, one))
                 assert got == pytest.approx(wanted, rel=2e-4), (parallel, key)
-        factors = {name: t for mine in found for name, t in mine["factors"].items()}
+        factors = {name: t for own in results for name, t in own["factors"].items()}
         worst = max((relative(factors[n], t), n) for n, t in one["factors"].items())
         assert worst[0] < 2e-3, (parallel, worst)  # Adam turns gradients of the size of rounding into steps
         if parallel.tensor > 1:
-            assert found[0]["own"].keys() == found[1]["own"].keys() != set()
-            assert all(torch.equal(t, found[1]["own"][n]) for n, t in found[0]["own"].items()), parallel
+            assert results[0]["own"].keys() == results[1]["own"].keys() != set()
+            assert all(torch.equal(t, results[1]["own"][n]) for n, t in results[0]["own"].items()), parallel
 
 
 def test_gradients_and_optimizer_are_of_the_adapters_alone(ranks):
-    (found,) = ranks.run(train, cfg=SOME, count=1)
+    (result,) = ranks.run(train, cfg=SOME, count=1)
     sizes = [torch.Size(spec.shape).numel() for spec in adapter_table(SOME)]
     numbers = sum(sizes)
-    assert numbers <= found["gradient_numbers"] <= numbers + 64 * len(sizes)  # each begins at a multiple of 64
+    assert numbers <= result["gradient_numbers"] <= numbers + 64 * len(sizes)  # each begins at a multiple of 64
     (scores,) = ranks.run(train, cfg=SOME, count=1, head=Head("score", 2))
     assert scores["trained"] == numbers + 2 * SOME.hidden_size  # and the whole head
 
@@ -190,29 +190,29 @@ def test_merged_weights_say_what_the_adapters_say(cfg):
 def test_gradients_are_those_of_the_whole_weights_by_the_chain_rule(ranks, cfg):
     """With y = W' x and W' = W + s B A, dA = s B^T dW' and dB = s dW' A^T. With DoRA W' = (m / |V|) V, |V| is held
     constant, so dm = sum dW' V / |V| along a row, and V's gradient is m / |V| times that of W'."""
-    (found,) = ranks.run(gradients, cfg=cfg)
-    factors = {n: t.double() for n, t in found["factors"].items()}
+    (result,) = ranks.run(gradients, cfg=cfg)
+    factors = {n: t.double() for n, t in result["factors"].items()}
     scale = cfg.lora.alpha / (math.sqrt(cfg.lora.rank) if cfg.lora.rslora else cfg.lora.rank)
     modules = [name.removesuffix(".lora_A.weight") for name in factors if name.endswith("lora_A.weight")]
     for module in modules:
         a, b = factors[f"{module}.lora_A.weight"], factors[f"{module}.lora_B.weight"]
-        d = found["of_weights"][f"{module}.weight"].double()
+        d = result["of_weights"][f"{module}.weight"].double()
         wanted = {}
         if cfg.lora.dora:
-            v = found["base"][f"{module}.weight"].double() + scale * b @ a
+            v = result["base"][f"{module}.weight"].double() + scale * b @ a
             norm = v.norm(dim=1)
             wanted["lora_magnitude_vector"] = (d * v).sum(1) / norm
             d = d * (factors[f"{module}.lora_magnitude_vector"] / norm)[:, None]
         wanted |= {"lora_A.weight": scale * b.T @ d, "lora_B.weight": scale * d @ a.T}
         for name, gradient in wanted.items():
-            assert relative(found["of_factors"][f"{module}.{name}"], gradient) < 2e-3, (module, name)
+            assert relative(result["of_factors"][f"{module}.{name}"], gradient) < 2e-3, (module, name)
             assert gradient.norm() > 1e-4
 
 
 @on_ranks(1)
 def test_a_checkpoint_holds_adapters_alone_and_goes_on_to_the_bit(tmp_path):
-    found = resumed(DORA, tmp_path)
-    (metrics, wanted), (again, others) = found["straight"], found["again"]
+    actual = resumed(DORA, tmp_path)
+    (metrics, wanted), (again, others) = actual["straight"], actual["again"]
     assert metrics == again and same(wanted, others)
     held = {key.removeprefix("optimizer.state.") for key in read_index(tmp_path).state_dict_metadata}
     names = {spec.canonical for spec in adapter_table(DORA)}
@@ -224,8 +224,8 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_to_the_bit(tmp_path):
 @pytest.mark.parametrize("cfg, there, here", [(SOME, SP2, PP2), (SPARSE_DORA, ParallelConfig(expert=2), TP2)])
 @on_ranks(2)
 def test_another_layout_goes_on_from_a_checkpoint(tmp_path, cfg, there, here):
-    found = resumed(cfg, tmp_path, there, here)
-    (metrics, wanted), (again, others) = found["straight"], found["again"]
+    actual = resumed(cfg, tmp_path, there, here)
+    (metrics, wanted), (again, others) = actual["straight"], actual["again"]
     assert again[-1]["loss"] == pytest.approx(metrics[-1]["loss"], rel=1e-5)
     both = wanted.keys() & others.keys()
     assert both and max(relative(others[name], wanted[name]) for name in both) < 2e-3

@@ -58,21 +58,23 @@ def first_layer(
     model.load.layers = [first]
     model.load.begin([tokens], run)
     out = run()
-    found = torch.autograd.grad((out * grad).sum(), [x, *first.parameters()])
+    gradients = torch.autograd.grad((out * grad).sum(), [x, *first.parameters()])
     return {
         "out": out.detach(),
-        "x": found[0],
-        "params": dict(zip([n for n, _ in first.named_parameters()], found[1:], strict=True)),
+        "x": gradients[0],
+        "params": dict(zip([n for n, _ in first.named_parameters()], gradients[1:], strict=True)),
         "weights": {n: p.detach() for n, p in first.named_parameters()},
         "metrics": model.load.metrics(),
     }
 
 
-def uneven_forward(cfg: ModelConfig, parallel: ParallelConfig, rows: TrainBatch, budget: int, given: list[int]) -> dict:
-    """Rank r has the first given[r] rows: micro-batches in different numbers, or none."""
+def uneven_forward(
+    cfg: ModelConfig, parallel: ParallelConfig, rows: TrainBatch, budget: int, counts: list[int]
+) -> dict:
+    """Rank r has the first counts[r] rows: micro-batches in different numbers, or none."""
     model = build(cfg, parallel)
-    mine = rows.select(torch.arange(given[model.layout.dp_rank]))
-    return {"logprobs": Policy(model, BatchConfig(logprob_tokens=budget)).logprobs(mine)}
+    own = rows.select(torch.arange(counts[model.layout.dp_rank]))
+    return {"logprobs": Policy(model, BatchConfig(logprob_tokens=budget)).logprobs(own)}
 
 
 learned = partial(agreed, each=equal_shares)
@@ -270,8 +272,8 @@ def oracle(cfg, weights, x, times, grad):
     out = torch.stack(rows)
     aux = moe.num_experts * (counts / counts.sum() * mean).sum()
     loss = (out * grad.double()).sum() + moe.aux_coef * aux
-    found = torch.autograd.grad(loss, [x, *p.values()])
-    return out.detach(), found[0], dict(zip(p, found[1:], strict=True)), counts, float(aux.detach())
+    gradients = torch.autograd.grad(loss, [x, *p.values()])
+    return out.detach(), gradients[0], dict(zip(p, gradients[1:], strict=True)), counts, float(aux.detach())
 
 
 @pytest.mark.parametrize("over", ["minibatch", "micro_batch"])
@@ -315,14 +317,14 @@ def test_the_auxiliary_loss_balances(ranks):
     assert sum(excess[1][-4:]) < 0.3 * sum(excess[0][-4:])
 
 
-@pytest.mark.parametrize("given", [[8, 1], [0, 5], [3, 0]])
-def test_forward_passes_of_different_lengths_meet(ranks, given):
+@pytest.mark.parametrize("counts", [[8, 1], [0, 5], [3, 0]])
+def test_forward_passes_of_different_lengths_meet(ranks, counts):
     """Ranks that share experts need each other, also those that have nothing left to compute."""
     rows = batch(MOE)
     job = {"cfg": MOE, "rows": rows, "budget": 20}
-    (wanted,) = ranks.run(uneven_forward, parallel=ONE, given=[8], **job)
-    found = ranks.run(uneven_forward, world=2, parallel=LAYOUTS["ep2"][1], given=given, **job)
-    for count, out in zip(given, found, strict=True):
+    (wanted,) = ranks.run(uneven_forward, parallel=ONE, counts=[8], **job)
+    results = ranks.run(uneven_forward, world=2, parallel=LAYOUTS["ep2"][1], counts=counts, **job)
+    for count, out in zip(counts, results, strict=True):
         assert len(out["logprobs"]) == count
         width = out["logprobs"].shape[1]
         assert torch.allclose(out["logprobs"], wanted["logprobs"][:count, :width], atol=1e-5)

@@ -29,8 +29,8 @@ REASONS = {
 @pytest.mark.parametrize("file", REASONS)
 def test_the_reason_still_stands(file):
     package, _, rest = file.partition("/")
-    found = importlib.util.find_spec(f"{package}.core" if package == "megatron" else package)
-    home = Path(found.origin).parents[1 if package == "torch" else 2]
+    spec = importlib.util.find_spec(f"{package}.core" if package == "megatron" else package)
+    home = Path(spec.origin).parents[1 if package == "torch" else 2]
     text = (home / package / rest).read_text()
     assert [reason for reason in REASONS[file] if reason not in text] == []
 

@@ -58,7 +58,7 @@ def test_no_message_tells_a_shape(world, parallel):
         with Noted(step):
             model.step(parts, nll_loss(model, full))
     share = parallel.tensor if parallel.sequence else 1
-    shapes = [(model._pack(part.trim()).tokens // share, 1, LLAMA.hidden_size) for part in parts]
+    shapes = [(model._pack(piece.trim()).tokens // share, 1, LLAMA.hidden_size) for piece in parts]
     assert len(set(shapes)) > 1, "micro-batches of one length show nothing"
     assert forward == ([] if model.layout.pp_rank else shapes)
     assert step == shapes  # activations of the first stage, gradients of the last

@@ -56,11 +56,11 @@ def train(cfg: ModelConfig, parallel=ONE, plain: bool = False, dtype: torch.dtyp
     used = replace(cfg, lora=replace(cfg.lora, quantize_base="none")) if plain else cfg
     model = build(used, parallel, ADAM, source=source, dtype=dtype)
     memory, full = ModelMemory(model), batch(cfg)
-    mine, loss = shares(model, full), nll_loss(model, full)
-    metrics = [model.step(micro_batches(mine, ROWS), loss) for _ in range(2)]
+    own, loss = shares(model, full), nll_loss(model, full)
+    metrics = [model.step(micro_batches(own, ROWS), loss) for _ in range(2)]
     memory.offload("weights")
     memory.restore("weights")
-    metrics += [model.step(micro_batches(mine, ROWS), loss)]
+    metrics += [model.step(micro_batches(own, ROWS), loss)]
     return {"metrics": metrics, "weights": weights(model), "bytes": memory.held_bytes("weights")}
 
 
@@ -79,13 +79,13 @@ def test_bit_by_bit_what_the_same_numbers_give(ranks, name):
 def test_the_memory_of_weights(ranks, kind):
     """In bfloat16, by the table: what is held, the rest of the base, and the factors."""
     cfg = replace(WIDE, lora=replace(LORA, quantize_base=kind))
-    found = ranks.run(train, cfg=cfg, dtype=torch.bfloat16)[0]["bytes"]
+    results = ranks.run(train, cfg=cfg, dtype=torch.bfloat16)[0]["bytes"]
     held = {site.base.canonical: site.base.shape for site in held_sites(cfg)}
     rest = sum(prod(s.shape) for s in (*family_table(cfg), *adapter_table(cfg)) if s.canonical not in held)
     small = sum(held_bytes(prod(shape[:-1]), shape[-1], kind) for shape in held.values())
-    assert found == small + 2 * rest
-    part = PlannedModel("policy", cfg, trained=True)
-    assert found == weight_bytes(held_parameters(part, Grid(), 0), 2) - saved_bytes(part, Grid(), 0, 2)
+    assert results == small + 2 * rest
+    planned = PlannedModel("policy", cfg, trained=True)
+    assert results == weight_bytes(held_parameters(planned, Grid(), 0), 2) - saved_bytes(planned, Grid(), 0, 2)
     assert small / sum(2 * prod(shape) for shape in held.values()) == {"int8": 8.5 / 16, "nf4": 4.5 / 16}[kind]
 
 
@@ -93,8 +93,8 @@ def test_the_memory_of_weights(ranks, kind):
 def test_tensor_ranks_hold_what_one_rank_does(ranks, sequence):
     one = ranks.run(train, cfg=WIDE)[0]
     two = ranks.run(train, 2, cfg=WIDE, parallel=ParallelConfig(tensor=2, sequence=sequence))
-    for found in two:
-        assert found["metrics"][-1]["loss"] == pytest.approx(one["metrics"][-1]["loss"], abs=2e-5)
+    for result in two:
+        assert result["metrics"][-1]["loss"] == pytest.approx(one["metrics"][-1]["loss"], abs=2e-5)
     embedding = "model.embed_tokens.weight"
     assert torch.equal(two[0]["weights"][embedding], one["weights"][embedding])
     with pytest.raises(

@@ -53,14 +53,14 @@ def listeners() -> list[tuple[str, int]]:
         target = os.readlink(entry) if entry.is_symlink() else ""
         if target.startswith("socket:["):
             inodes.add(target[8:-1])
-    found = []
+    results = []
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
                 address, port = fields[1].split(":")
-                found.append((address, int(port, 16)))
-    return found
+                results.append((address, int(port, 16)))
+    return results
 
 
 def orders(mark: str) -> dict[str, Any]:
@@ -70,12 +70,12 @@ def orders(mark: str) -> dict[str, Any]:
         while not bridge.store.check(["forged"]):
             pass
         bridge.order("first", 7, True, None)
-        said = [answer.value for answer in bridge.answers()]
+        text = [answer.value for answer in bridge.answers()]
         bridge.store.set("answered", b"")
         try:
             bridge.order("second")  # which the outsider replaces by the first one, signed as it is
         except EngineError as error:
-            return {"answers": said, "lost": str(error)}
+            return {"answers": text, "lost": str(error)}
     before, order_barrier.REFUSED_S = order_barrier.REFUSED_S, 600.0  # until rank 0 has replaced what is forged
     other = outsider()
     bridge.store.set("here", b"")
@@ -112,23 +112,23 @@ def stores(count: int) -> list[dist.TCPStore]:
 def meet(secrets_of_ranks: list[bytes], between=lambda store: None) -> list:
     """What each rank's handshake came to: a Seal, or what it raised."""
     connections = stores(len(secrets_of_ranks))
-    found: list = [None] * len(connections)
+    results: list = [None] * len(connections)
 
     def rank(number: int) -> None:
         try:
-            found[number] = shake_hands(connections[number], number, len(found), secrets_of_ranks[number], "here")
+            results[number] = shake_hands(connections[number], number, len(results), secrets_of_ranks[number], "here")
         except Exception as error:
-            found[number] = error
+            results[number] = error
             # what it did not say would be waited for
             connections[number].set(rendezvous.WELCOME, b"")
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(found))]
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(results))]
     between(connections[0])
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return results
 
 
 def test_ranks_that_know_the_secret_get_one_key_and_another_one_the_next_time():
@@ -224,13 +224,13 @@ def test_ranks_of_one_machine_listen_on_its_loopback_alone():
 @on_ranks(2)
 def test_garbage_at_their_ports_does_not_disturb_ranks(tmp_path):
     """Somebody says anything to every port of the ranks, and leaves; then they go on."""
-    mark, found, everyone = tmp_path / "executed", listeners(), [0, 0]
-    assert len(found) >= 2 - dist.get_rank()
+    mark, actual, everyone = tmp_path / "executed", listeners(), [0, 0]
+    assert len(actual) >= 2 - dist.get_rank()
     dist.barrier()
-    for _, port in found:
-        for said in (b"", b"\0" * 64, b"\xff" * 4000, b"GET / HTTP/1.0\r\n\r\n", pickle.dumps(Touch(str(mark)))):
+    for _, port in actual:
+        for text in (b"", b"\0" * 64, b"\xff" * 4000, b"GET / HTTP/1.0\r\n\r\n", pickle.dumps(Touch(str(mark)))):
             with socket.create_connection(("127.0.0.1", port), 300) as connection:
-                connection.sendall(said)
+                connection.sendall(text)
     dist.barrier()
     dist.all_gather_object(everyone, dist.get_rank(), group=dist.new_group([0, 1]))
     assert everyone == [0, 1] and not mark.exists()

@@ -56,11 +56,11 @@ def last_layer(cfg: ModelConfig, parallel: ParallelConfig, x, grad, experts, kno
     x = x.clone().requires_grad_()
     times = replace(Times.of(torch.ones(len(x))), replay=RoutingReplay(experts, known))
     out = last(x[:, None], times)[0][:, 0]
-    found = torch.autograd.grad((out * grad).sum(), [x, *last.parameters()])
+    gradients = torch.autograd.grad((out * grad).sum(), [x, *last.parameters()])
     return {
         "out": out.detach(),
-        "x": found[0],
-        "params": dict(zip([n for n, _ in last.named_parameters()], found[1:], strict=True)),
+        "x": gradients[0],
+        "params": dict(zip([n for n, _ in last.named_parameters()], gradients[1:], strict=True)),
         "weights": {n: p.detach() for n, p in last.named_parameters()},
         "replays": last.replays.tolist(),
     }
@@ -69,8 +69,8 @@ def last_layer(cfg: ModelConfig, parallel: ParallelConfig, x, grad, experts, kno
 def logits(folder: str, rows: TrainBatch) -> torch.Tensor:
     """[B, T, V] of the token after each but the last."""
     model = from_folder(folder)
-    (found,) = model.forward([rows], lambda hidden, b: model.over_logits(hidden, b, lambda z, _: z.float(), 1 << 30))
-    return found[:, 1:]
+    (actual,) = model.forward([rows], lambda hidden, b: model.over_logits(hidden, b, lambda z, _: z.float(), 1 << 30))
+    return actual[:, 1:]
 
 
 def engine_and_trainer(cfg: ModelConfig, dtype: torch.dtype, prompts: list[list[int]], group: int) -> dict:
@@ -93,26 +93,26 @@ def engine_and_trainer(cfg: ModelConfig, dtype: torch.dtype, prompts: list[list[
     engines[mask.bool()] = out.logprobs[torch.arange(out.tokens.shape[1]) < out.lengths[:, None]]
     full = TrainBatch(tokens, lengths, mask, routing=widened(out.routing, tokens.shape[1]))
     bare, bc = replace(full, routing=None), BatchConfig()
-    found = {
+    by_name = {
         "rows": full,
         "engine": engines,
         "replayed": Policy(model, bc).logprobs(full),
         "own": Policy(model, bc).logprobs(bare),
         "reference": Reference(model, bc).logprobs(full),
     }
-    return found | {"metrics": model.step([full], nll_loss(model, full)), "without": one_step(cfg, bare)}
+    return by_name | {"metrics": model.step([full], nll_loss(model, full)), "without": one_step(cfg, bare)}
 
 
 def critics(cfg: ModelConfig, rows: TrainBatch) -> list[tuple]:
     """What a critic's step tells, and its values afterwards: with rows that have routing and without."""
-    found = []
+    results = []
     for routed in (rows, replace(rows, routing=None)):
         returns = rows.loss_mask * rows.tokens / 50
-        given = routed.with_payloads(ValueTargets(returns, torch.zeros_like(rows.loss_mask)))
+        inputs = routed.with_payloads(ValueTargets(returns, torch.zeros_like(rows.loss_mask)))
         critic = Critic(build(cfg, optim=SGD, head=Head("score")), BatchConfig())
         group = critic.model.layout.pgs.dp
-        found.append((critic.update(given, value_loss(given, 0.2, group)), critic.values(given)))
-    return found
+        results.append((critic.update(inputs, value_loss(inputs, 0.2, group)), critic.values(inputs)))
+    return results
 
 
 def one_step(cfg: ModelConfig, rows: TrainBatch) -> dict[str, float]:
@@ -120,11 +120,11 @@ def one_step(cfg: ModelConfig, rows: TrainBatch) -> dict[str, float]:
     return model.step([rows], nll_loss(model, rows))
 
 
-def oracle(cfg, weights, x, grad, given):
+def oracle(cfg, weights, x, grad, value):
     """A layer in float64, token by token; given: each token's experts, None where the router chooses."""
     p = {n: t.double().requires_grad_() for n, t in weights.items()}
     x, moe, rows, differ = x.double().requires_grad_(), cfg.moe, [], 0
-    for token, experts in zip(x, given, strict=True):
+    for token, experts in zip(x, value, strict=True):
         probs = (p["router.weight"] @ token).softmax(0)
         own = probs.topk(moe.top_k).indices.tolist()
         differ += experts is not None and set(experts) != set(own)
@@ -137,8 +137,8 @@ def oracle(cfg, weights, x, grad, given):
             out = out + probs[e] / total * (p["experts.down"][e] @ inner)
         rows.append(out)
     out = torch.stack(rows)
-    found = torch.autograd.grad((out * grad.double()).sum(), [x, *p.values()])
-    return out.detach(), found[0], dict(zip(p, found[1:], strict=True)), differ
+    gradients = torch.autograd.grad((out * grad.double()).sum(), [x, *p.values()])
+    return out.detach(), gradients[0], dict(zip(p, gradients[1:], strict=True)), differ
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -150,18 +150,18 @@ def test_the_layer_against_loops(ranks, normalise):
     experts = torch.rand(2, 17, 5, generator=g).topk(3).indices.to(torch.uint8)
     known = torch.arange(17) % 4 != 2
     job = {"cfg": cfg, "x": x, "grad": grad, "experts": experts, "known": known}
-    found = ranks.run(last_layer, parallel=ONE, **job)
-    found += ranks.run(last_layer, world=2, parallel=ParallelConfig(tensor=2), **job)
-    given = [row if there else None for row, there in zip(experts[1].tolist(), known.tolist(), strict=True)]
-    out, d_x, d_params, differ = oracle(cfg, found[0]["weights"], x, grad, given)
+    results = ranks.run(last_layer, parallel=ONE, **job)
+    results += ranks.run(last_layer, world=2, parallel=ParallelConfig(tensor=2), **job)
+    inputs = [row if there else None for row, there in zip(experts[1].tolist(), known.tolist(), strict=True)]
+    out, d_x, d_params, differ = oracle(cfg, results[0]["weights"], x, grad, inputs)
     assert 5 < differ < 13
-    for got in found:
+    for got in results:
         assert got["replays"] == [float(known.sum()), differ]
         assert relative(got["x"], d_x) < 1e-5
         assert relative(got["params"]["router.weight"], d_params["router.weight"]) < 1e-5
-    assert relative(found[0]["out"], out) < 1e-5
+    assert relative(results[0]["out"], out) < 1e-5
     for name, value in d_params.items():
-        assert relative(found[0]["params"][name], value) < 1e-5, name
+        assert relative(results[0]["params"][name], value) < 1e-5, name
 
 
 @pytest.mark.parametrize("cfg", [MOE, MIXTRAL, GPT_OSS, DEEPSEEK], ids=lambda cfg: cfg.family)
@@ -170,10 +170,10 @@ def test_logits_equal_transformers_whose_routers_choose_the_same(ranks, tmp_path
     folder = write_folder(model, raw, tmp_path / "hf")
     rows = batch(cfg, rows=3, width=19)
     routing = random_routing(cfg, rows)
-    for place, number in enumerate(cfg.layers_of("sparse")):
+    for index, number in enumerate(cfg.layers_of("sparse")):
         mlp = model.model.layers[number].mlp
         router = mlp.router if cfg is GPT_OSS else mlp.gate
-        monkeypatch.setattr(router, "forward", chooser(router, routing[:, :, place].flatten(0, 1), cfg))
+        monkeypatch.setattr(router, "forward", chooser(router, routing[:, :, index].flatten(0, 1), cfg))
     with torch.no_grad():
         wanted = model(rows.tokens).logits
     (got,) = ranks.run(logits, folder=folder, rows=replace(rows, routing=routing))
@@ -265,8 +265,8 @@ def test_a_critic_routes_by_itself(ranks):
     """The rows of PPO's minibatches, of a policy with other layers than the critic's."""
     rows = batch(MOE)
     rows.routing = random_routing(replace(MOE, num_layers=3), rows)
-    ((told, values), (wanted, same_values)) = ranks.run(critics, cfg=MOE, rows=rows)[0]
-    assert told == wanted and torch.equal(values, same_values) and values.abs().max() > 0
+    ((results, values), (wanted, same_values)) = ranks.run(critics, cfg=MOE, rows=rows)[0]
+    assert results == wanted and torch.equal(values, same_values) and values.abs().max() > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

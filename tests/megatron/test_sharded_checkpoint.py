@@ -204,14 +204,14 @@ def test_damage_is_told(ranks, written, tmp_path, damage):
         (folder / ".metadata").write_bytes(b"no pickle")
     else:
         folder = tmp_path / "nowhere"
-    told = ranks.run(refused_checkpoint, folder=folder, optim=OPTIM)[0]
-    assert str(folder) in told
+    results = ranks.run(refused_checkpoint, folder=folder, optim=OPTIM)[0]
+    assert str(folder) in results
 
 
 def test_weights_that_one_rank_cannot_read_are_told_by_all(ranks, written):
     """The other copy would wait for them, and a run could not go on with the checkpoint before."""
-    told = ranks.run(unreadable_checkpoint, world=2, folder=written[0])
-    assert told[0] == told[1] == f"cannot load checkpoint {written[0]}: OSError('Stale file handle') on rank 0"
+    results = ranks.run(unreadable_checkpoint, world=2, folder=written[0])
+    assert results[0] == results[1] == f"cannot load checkpoint {written[0]}: OSError('Stale file handle') on rank 0"
 
 
 def test_damage_that_one_rank_finds_is_told_by_all(ranks, written, tmp_path):
@@ -220,8 +220,8 @@ def test_damage_that_one_rank_finds_is_told_by_all(ranks, written, tmp_path):
     shutil.copytree(written[0], folder)
     for path in folder.glob("*.distcp"):
         path.write_bytes(path.read_bytes()[:-1] + b"?")
-    told = ranks.run(refused_checkpoint, world=2, folder=folder, optim=OPTIM)
-    assert told[0] == told[1] and "__0_0.distcp does not have the checksum" in told[0]
+    results = ranks.run(refused_checkpoint, world=2, folder=folder, optim=OPTIM)
+    assert results[0] == results[1] and "__0_0.distcp does not have the checksum" in results[0]
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_damage_that_one_rank_finds_is_told_by_all(ranks, written, tmp_path):
 )
 def test_another_models_checkpoint_is_refused(ranks, written, other):
     """By all ranks, of which one reads the weights."""
-    told = ranks.run(refused_checkpoint, world=2, folder=written[0], cfg=other, optim=OPTIM)
-    assert told[0] == told[1] and str(written[0]) in told[0]
+    results = ranks.run(refused_checkpoint, world=2, folder=written[0], cfg=other, optim=OPTIM)
+    assert results[0] == results[1] and str(written[0]) in results[0]
 
 
 class Mischief:
@@ -266,8 +266,8 @@ def test_nothing_in_a_checkpoint_is_executed(ranks, written, tmp_path, where):
             index.storage_data[MetadataIndex(key)] = _StorageInfo("objects.distcp", 0, file.tell())
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     noted(folder)
-    told = ranks.run(refused_checkpoint, folder=folder, optim=OPTIM)[0]
-    assert "posix.mkdir" in told and str(folder) in told and "\n" not in told
+    results = ranks.run(refused_checkpoint, folder=folder, optim=OPTIM)[0]
+    assert "posix.mkdir" in results and str(folder) in results and "\n" not in results
     if where != "object":
         with pytest.raises(CheckpointError, match=r"posix.mkdir, which no checkpoint needs"):
             Blocks(folder)
@@ -287,8 +287,8 @@ def test_what_modules_would_unpickle_is_neither_written_nor_read(tmp_path):
         model = build(LLAMA)
         save_model(model, tmp_path / "new")
         with pytest.MonkeyPatch.context() as earlier:
-            told = {"dp_cp_group": model.layout.pgs.dp_cp}
-            earlier.setattr(checkpoint, "weight_state", lambda model: model.module.sharded_state_dict(metadata=told))
+            reports = {"dp_cp_group": model.layout.pgs.dp_cp}
+            earlier.setattr(checkpoint, "weight_state", lambda model: model.module.sharded_state_dict(metadata=reports))
             save_model(model, tmp_path / "old")
         assert any("_extra_state" in key for key in read_index(tmp_path / "old").state_dict_metadata)
         load_model(model, tmp_path / "old")

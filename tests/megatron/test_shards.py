@@ -57,8 +57,8 @@ def storages(tensors) -> dict[int, int]:
 
 
 def optimizer_tensors(model):
-    for part in model.optimizer.chained_optimizers:
-        for main, state in part.optimizer.state.items():
+    for optimizer in model.optimizer.chained_optimizers:
+        for main, state in optimizer.optimizer.state.items():
             yield from (main, state["exp_avg"], state["exp_avg_sq"])
 
 
@@ -66,10 +66,10 @@ def save_and_load(folder: Path, cfg: ModelConfig, parallel: ParallelConfig, **kw
     """Counts bytes of both, on this rank."""
     model = stepped(cfg, 1, equal_shares, parallel=parallel, **kwargs)
     out = {"stage": model.layout.pp_rank}
-    theirs, given = dist_checkpointing.save, []
+    theirs, inputs = dist_checkpointing.save, []
 
     def listening(state, *args, **options):
-        given.extend(x.data for x in nested_values(state) if not isinstance(x, ShardedObject) and hasattr(x, "data"))
+        inputs.extend(x.data for x in nested_values(state) if not isinstance(x, ShardedObject) and hasattr(x, "data"))
         return theirs(state, *args, **options)
 
     folder.mkdir(exist_ok=True)
@@ -81,12 +81,12 @@ def save_and_load(folder: Path, cfg: ModelConfig, parallel: ParallelConfig, **kw
         save.finish()
     out["save"] = dict(wire.bytes)
     own = storages([*model.module.parameters(), *optimizer_tensors(model)])
-    out["copied"] = sum(size for pointer, size in storages(given).items() if pointer not in own)
+    out["copied"] = sum(size for pointer, size in storages(inputs).items() if pointer not in own)
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     out["stored"] = {
-        key: (tuple(found.size), found.properties.dtype.itemsize)
-        for key, found in stored.items()
-        if isinstance(found, TensorStorageMetadata)
+        key: (tuple(result.size), result.properties.dtype.itemsize)
+        for key, result in stored.items()
+        if isinstance(result, TensorStorageMetadata)
     }
     read, narrow = [], filesystem.narrow_tensor_by_index
 
@@ -133,11 +133,11 @@ def test_boxes_are_the_range(shape):
     size = math.prod(shape)
     numbers = torch.arange(size).view(shape)
     for start, stop in itertools.combinations_with_replacement(range(size + 1), 2):
-        found = list(boxes(shape, start, stop))
-        assert len(found) <= 2 * len(shape) - 1
-        parts = [numbers[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))].flatten() for box in found]
-        assert torch.equal(torch.cat([torch.arange(0), *parts]), torch.arange(start, stop)), (start, stop, found)
-        assert all(len(part) for part in parts)
+        actual = list(boxes(shape, start, stop))
+        assert len(actual) <= 2 * len(shape) - 1
+        parts = [numbers[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))].flatten() for box in actual]
+        assert torch.equal(torch.cat([torch.arange(0), *parts]), torch.arange(start, stop)), (start, stop, actual)
+        assert all(len(piece) for piece in parts)
 
 
 @pytest.mark.multirank
@@ -156,11 +156,11 @@ def test_boxes_are_the_range(shape):
     ],
 )
 def test_every_rank_writes_and_reads_its_own_share(ranks, tmp_path, world, parallel, cfg, dtype):
-    found = ranks.run(
+    results = ranks.run(
         save_and_load,
         world=world, folder=tmp_path / "c", cfg=cfg, parallel=parallel, dtype=dtype, optim=ADAM,
     )  # fmt: skip
-    stored, kinds = found[0]["stored"], 3 if dtype == BF16 else 2
+    stored, kinds = results[0]["stored"], 3 if dtype == BF16 else 2
     state = {key for key in stored if key.startswith("optimizer.state.")}
     assert len(state) == kinds * (len(stored) - len(state))
     padding = (-cfg.vocab_size % parallel.tensor) * cfg.hidden_size * (1 if cfg.tie_embeddings else 2)
@@ -169,10 +169,10 @@ def test_every_rank_writes_and_reads_its_own_share(ranks, tmp_path, world, paral
 
     whole = sum(math.prod(size) * itemsize for size, itemsize in stored.values())
     assert whole == numbers * (dtype.itemsize + 4 * kinds)
-    assert sum(out["written"] for out in found) == whole  # once
+    assert sum(out["written"] for out in results) == whole  # once
     grid = Grid(parallel.tensor, parallel.pipeline, parallel.context, parallel.expert)
     grid = replace(grid, data=world // grid.gpus)
-    for out in found:
+    for out in results:
         share = checkpoint_bytes(rank_parameters(cfg, grid, out["stage"]), grid, dtype.itemsize, distributed=True)
         assert out["written"] <= 1.02 * share  # buffers are cut at multiples of 64 numbers
         assert out["same"]
@@ -180,7 +180,7 @@ def test_every_rank_writes_and_reads_its_own_share(ranks, tmp_path, world, paral
         assert out["save"].get("numbers", 0) == 0 and out["load"].get("numbers", 0) == out["told"]
         # of the optimizer its own, and the weights by the first of the ranks that have the same
         assert out["read"] == out["first"] + out["optimizer"]
-    assert sum(out["told"] > 0 for out in found) == (world if world > parallel.tensor * parallel.pipeline else 0)
+    assert sum(out["told"] > 0 for out in results) == (world if world > parallel.tensor * parallel.pipeline else 0)
 
 
 @pytest.mark.multirank
@@ -193,8 +193,8 @@ def test_checkpoints_of_earlier_versions_load(ranks, tmp_path, world, parallel, 
     job = {"world": world, "folder": tmp_path / "c", "cfg": LLAMA, "dtype": dtype, "parallel": parallel}
     before = ranks.run(save_as_before, optim=optim, **job)[0]
     for other in (ADAM, PLAIN):
-        found = ranks.run(load_and_step, share=equal_shares, optim=other, **job)[0]
-        check(before, found, exactly=optim == other)
+        results = ranks.run(load_and_step, share=equal_shares, optim=other, **job)[0]
+        check(before, results, exactly=optim == other)
 
 
 @pytest.mark.multirank
@@ -209,10 +209,10 @@ def test_the_optimizer_may_become_distributed_or_plain(ranks, tmp_path, optim, c
     check(before, ranks.run(load_and_step, share=equal_shares, optim=other, **job)[0], exactly=False)
 
 
-def check(before: dict, found: dict, exactly: bool) -> None:
+def check(before: dict, actual: dict, exactly: bool) -> None:
     """The other kind of optimizer sums gradients in another order."""
-    assert found["version"] == before["version"] == 1
-    assert all(torch.equal(found["weights"][name], t) for name, t in before["weights"].items())
-    assert found["metrics"]["loss"] == pytest.approx(before["metrics"]["loss"], rel=1e-6)
+    assert actual["version"] == before["version"] == 1
+    assert all(torch.equal(actual["weights"][name], t) for name, t in before["weights"].items())
+    assert actual["metrics"]["loss"] == pytest.approx(before["metrics"]["loss"], rel=1e-6)
     for name, t in before["after"].items():
-        assert torch.equal(found["after"][name], t) if exactly else torch.allclose(found["after"][name], t, atol=2e-6)
+        assert torch.equal(actual["after"][name], t) if exactly else torch.allclose(actual["after"][name], t, atol=2e-6)

@@ -44,8 +44,8 @@ def test_all_are_scaled_as_by_megatron(count):
     local_multi_tensor_scale(1, torch.zeros(1), [tensors, wanted], 0.3)
     scale_all(1, torch.zeros(1), [over, over], 0.3)
     scale_all(1, torch.zeros(1), [tensors, into], 0.3)
-    for found in (over, into):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    for result in (over, into):
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -69,18 +69,18 @@ def outputs(p, case, q, k, v):
     """Attention of the stream and, where there is one, of its `Final`, and the gradients of their sum."""
     p = windowed(p, case["window"]) if case["window"] else p
     p = p.additive(torch.float64)
-    found = [attention._segments(q, k, v, p, ScoreRule(case["scale"]))]
+    results = [attention._segments(q, k, v, p, ScoreRule(case["scale"]))]
     if p.final is not None:
-        found.append(attention._segments(q[p.final.kept], k, v, p.final, ScoreRule(case["scale"])))
-    weights = [torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape) for out in found]
-    return [*found, *torch.autograd.grad([(o * w).sum() for o, w in zip(found, weights, strict=True)], (q, k, v))]
+        results.append(attention._segments(q[p.final.kept], k, v, p.final, ScoreRule(case["scale"])))
+    weights = [torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape) for out in results]
+    return [*results, *torch.autograd.grad([(o * w).sum() for o, w in zip(results, weights, strict=True)], (q, k, v))]
 
 
 @settings(deadline=None, max_examples=80)
 @given(CASES)
 def test_rows_of_any_length_equal_padded_segments(case):
     for plain, rows in zip(layouts(case, ragged=False), layouts(case, ragged=True), strict=True):
-        assert not any(part.segments for part in (rows, rows.final) if part)
+        assert not any(piece.segments for piece in (rows, rows.final) if piece)
         tensors = inputs(plain, case)
         with varlen_stand_in.in_place() as calls:
             got = outputs(rows, case, *tensors)

@@ -37,12 +37,12 @@ WAITS = {"_local_scalar_dense", "nonzero", "bincount", "masked_select", "equal",
 
 
 class Waits(TorchDispatchMode):
-    """Which tensors would be on the GPU: what a model's parameters, buffers and uploads lead to. `found`: how often
+    """Which tensors would be on the GPU: what a model's parameters, buffers and uploads lead to. `counts`: how often
     the host asks such a tensor for its numbers, or for a shape that they decide, by (file, function)."""
 
     def __init__(self, model: train.ShardedModel):
         super().__init__()
-        self.found: Counter[tuple[str, str]] = Counter()
+        self.counts: Counter[tuple[str, str]] = Counter()
         self._there: dict[int, torch.UntypedStorage] = {}  # kept, so that no address is another's
         for tensor in [*model.module.parameters(), *model.module.buffers(), *model._frequencies.values()]:
             self.add(tensor)
@@ -63,7 +63,7 @@ class Waits(TorchDispatchMode):
         frame = sys._getframe(1)
         while not frame.f_code.co_filename.startswith(SOURCES):
             frame = frame.f_back
-        self.found[frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name] += 1
+        self.counts[frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name] += 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func._schema.name.partition("::")[2]
@@ -126,13 +126,13 @@ def test_the_host_waits_for_numbers_it_needs_and_no_others(cfg, layout, world):
     """In a pass for logprobs, and in the second optimizer step: what is asked once is not asked again."""
     parallel = ParallelConfig(**layout)
     model, full = build(cfg, parallel, ADAM, dtype=torch.bfloat16), batch(cfg)
-    mine, loss = equal_shares(model, full), nll_loss(model, full)
-    parts = micro_batches(mine, BatchConfig(micro_batch_samples=2))
+    own, loss = equal_shares(model, full), nll_loss(model, full)
+    parts = micro_batches(own, BatchConfig(micro_batch_samples=2))
     model.step(parts, loss)
     with Waits(model) as step:
         model.step(parts, loss)
     with Waits(model) as logprobs:
-        Policy(model, BatchConfig(logprob_tokens=40)).logprobs(mine)
+        Policy(model, BatchConfig(logprob_tokens=40)).logprobs(own)
     wanted = Counter({NORM: 1})
     if model.layout.is_last_stage:
         wanted[METRICS] = 1
@@ -140,7 +140,7 @@ def test_the_host_waits_for_numbers_it_needs_and_no_others(cfg, layout, world):
         wanted[LOAD] = 1
     if parallel.expert > 1:
         wanted[SENT] = len(parts) * cfg.num_layers  # how many tokens go where: the network is told by the host
-    assert {place: n for place, n in step.found.items() if place not in CPU_ALONE} == wanted
-    read = {place for place in logprobs.found if place not in CPU_ALONE}
+    assert {position: n for position, n in step.counts.items() if position not in CPU_ALONE} == wanted
+    read = {position for position in logprobs.counts if position not in CPU_ALONE}
     assert read <= {("batching.py", "forward_rows"), SENT} and (SENT not in read or parallel.expert > 1)
-    assert logprobs.found["batching.py", "forward_rows"] <= 1, "once for all micro-batches"
+    assert logprobs.counts["batching.py", "forward_rows"] <= 1, "once for all micro-batches"

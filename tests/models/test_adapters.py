@@ -24,14 +24,14 @@ def test_every_matrix_of_the_layers_has_factors_of_its_shape_and_nothing_else_ha
     cfg = adapted(ALL[name])
     shapes = {n: t.shape for s in family_table(cfg) for n, t in to_hf(s, torch.empty(s.shape), cfg).items()}
     factors = {n: t.shape for s in adapter_table(cfg) for n, t in to_hf(s, torch.empty(s.shape), cfg).items()}
-    found = set()
+    results = set()
     for module in [n.removesuffix(".lora_A.weight") for n in factors if n.endswith("lora_A.weight")]:
         out, inner = shapes[f"{module}.weight"]
         assert factors.pop(f"{module}.lora_A.weight") == (2, inner)
         assert factors.pop(f"{module}.lora_B.weight") == (out, 2)
-        found.add(f"{module}.weight")
+        results.add(f"{module}.weight")
     assert not factors
-    left = {n.rsplit(".", 2)[-2] for n, shape in shapes.items() if len(shape) == 2 and n not in found}
+    left = {n.rsplit(".", 2)[-2] for n, shape in shapes.items() if len(shape) == 2 and n not in results}
     assert left <= {"embed_tokens", "lm_head", "gate", "router", "shared_expert_gate"}
 
 
@@ -55,7 +55,7 @@ def test_tensor_ranks_have_the_factors_of_their_rows_and_columns(name):
 
 
 @pytest.mark.parametrize(
-    "cfg, targets, told",
+    "cfg, targets, message",
     [
         (LLAMA, ["q_proj", "c_attn"], "called c_attn"),
         (MOE, ["q_proj", "gate"], "called gate"),  # the router
@@ -65,17 +65,17 @@ def test_tensor_ranks_have_the_factors_of_their_rows_and_columns(name):
         (replace(LLAMA, tie_embeddings=False), ["lm_head"], "never adapted."),
     ],
 )
-def test_a_target_that_no_matrix_of_the_layers_has_is_refused(cfg, targets, told):
+def test_a_target_that_no_matrix_of_the_layers_has_is_refused(cfg, targets, message):
     with pytest.raises(ConfigError, match=r"model\.lora\.targets") as error:
         adapter_table(adapted(cfg, targets=targets))
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_each_expert_has_the_magnitudes_of_its_rows():
     cfg = adapted(MOE, dora=True, targets=["q_proj", "up_proj", "down_proj"])
     assert target_names(cfg) == ["q_proj", "up_proj", "down_proj"]
-    found = {spec.canonical.rsplit(".", 2)[1]: spec for spec in adapter_table(cfg) if spec.float32}
-    assert {name: (spec.shape, spec.tp_axis) for name, spec in found.items()} == {
+    by_name = {spec.canonical.rsplit(".", 2)[1]: spec for spec in adapter_table(cfg) if spec.float32}
+    assert {name: (spec.shape, spec.tp_axis) for name, spec in by_name.items()} == {
         "q_proj": ((64,), 0),
         "up_proj": ((4, 24), 1),
         "down_proj": ((4, 32), None),

@@ -18,17 +18,17 @@ def large(tmp_path, monkeypatch):
     return path
 
 
-def change(path, place):
+def change(path, offset):
     content = bytearray(path.read_bytes())
-    content[place] ^= 1
+    content[offset] ^= 1
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("place", [0, 12, 999, "middle", -64, -1])
-def test_head_and_end_of_a_large_file_count(large, place):
+@pytest.mark.parametrize("offset", [0, 12, 999, "middle", -64, -1])
+def test_head_and_end_of_a_large_file_count(large, offset):
     before = file_fingerprint(large)
     assert file_fingerprint(large) == before
-    change(large, large.stat().st_size // 2 - 32 if place == "middle" else place)  # where a block ends
+    change(large, large.stat().st_size // 2 - 32 if offset == "middle" else offset)  # where a block ends
     assert file_fingerprint(large) != before
 
 

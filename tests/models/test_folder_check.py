@@ -87,9 +87,13 @@ def test_trainer_and_engine_refuse_what_config_json_does_not_announce(read, tmp_
 def test_a_copy_of_tied_embeddings_and_rotary_buffers_are_no_harm(read, tmp_path):
     cfg = replace(MODELS["qwen3"], tie_embeddings=True)
     whole = weights(cfg)
-    more = {HEAD: whole[EMBEDDING].clone(), "model.rotary_emb.inv_freq": torch.ones(8), "mtp.fc.weight": torch.ones(2)}
-    more |= {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)}
-    read(folder_of(tmp_path / "hf", cfg, whole | more))
+    settings = {
+        HEAD: whole[EMBEDDING].clone(),
+        "model.rotary_emb.inv_freq": torch.ones(8),
+        "mtp.fc.weight": torch.ones(2),
+    }
+    settings |= {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    read(folder_of(tmp_path / "hf", cfg, whole | settings))
 
 
 def test_reward_models_and_language_models_are_told_apart(tmp_path):
@@ -153,8 +157,8 @@ def float8_folder(path, cfg, block, **change):
         else:
             stored[name] = tensor.bfloat16()
             exact[name] = stored[name].double()
-    told = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
-    return folder_of(path, cfg, stored, quantization_config=told | change), exact
+    reports = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    return folder_of(path, cfg, stored, quantization_config=reports | change), exact
 
 
 @pytest.mark.parametrize("case", ["qwen3", "moe", "deepseek_v3"])
@@ -187,8 +191,8 @@ def test_the_layer_that_predicts_further_tokens_is_told_and_left(tmp_path, capsy
     product = {"model.layers.3.eh_proj.weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)}
     product["model.layers.3.eh_proj.weight_scale_inv"] = torch.ones(2, 4)
     stored = {name: t.bfloat16() for name, t in exact.items()}
-    told = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-    folder = folder_of(tmp_path / "more", DEEPSEEK, stored | ahead | product, quantization_config=told)
+    reports = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    folder = folder_of(tmp_path / "more", DEEPSEEK, stored | ahead | product, quantization_config=reports)
     assert check_folder(open_hf(folder), DEEPSEEK).keys() == exact.keys()
     assert "3 tensors of multi-token prediction (model.layers.3.*) are not read" in capsys.readouterr().err
     assert as_engine(folder).checksums().keys() == exact.keys()
@@ -203,7 +207,7 @@ def test_the_layer_that_predicts_further_tokens_is_told_and_left(tmp_path, capsy
 def test_other_quantisations_are_refused_by_name(tmp_path):
     cfg = MODELS["qwen3"]
     folder, _ = float8_folder(tmp_path / "hf", cfg, (16, 16))
-    told = json.loads((folder / "config.json").read_text())
+    content = json.loads((folder / "config.json").read_text())
     cases = [
         ({"quant_method": "gptq", "bits": 4}, ("quant_method='gptq'",)),
         ({"quant_method": "awq"}, ("quant_method='awq'",)),
@@ -218,14 +222,14 @@ def test_other_quantisations_are_refused_by_name(tmp_path):
         (None, ("weight_scale_inv",)),
     ]
     for change, words in cases:
-        (folder / "config.json").write_text(json.dumps(told | {"quantization_config": change}))
+        (folder / "config.json").write_text(json.dumps(content | {"quantization_config": change}))
         refused(lambda: as_trainer(folder), *words)
-    (folder / "config.json").write_text(json.dumps(told))
+    (folder / "config.json").write_text(json.dumps(content))
     as_trainer(folder)
     tensors = open_hf(folder)
     plain = {name: tensors._read(name, lambda file, name=name: file.get_tensor(name)) for name in tensors._listed}
     plain[f"{Q}_scale_inv"][0, 0] = float("nan")
-    write_hf(folder, plain.items(), told)
+    write_hf(folder, plain.items(), content)
     with pytest.raises(CheckpointError, match=r"q_proj.weight_scale_inv: expected positive finite"):
         open_hf(folder)[Q]
 
@@ -234,7 +238,7 @@ PACKED = replace(GPT_OSS, hidden_size=64, ffn_hidden_size=96, moe=replace(GPT_OS
 TOLD = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 
-def packed_folder(path, change=lambda tensors: None, told=TOLD):
+def packed_folder(path, change=lambda tensors: None, message=TOLD):
     """(folder, its tensors): experts as random bytes, which are all of MXFP4's numbers."""
     g, parts, stored = torch.Generator().manual_seed(0), parts_of(PACKED), {}
     for name, tensor in joined(weights(PACKED).items(), parts):
@@ -246,7 +250,7 @@ def packed_folder(path, change=lambda tensors: None, told=TOLD):
         else:
             stored[name] = tensor.bfloat16()
     change(stored)
-    return folder_of(path, PACKED, stored, **({"quantization_config": told} if told else {})), stored
+    return folder_of(path, PACKED, stored, **({"quantization_config": message} if message else {})), stored
 
 
 def test_packed_experts_are_those_of_transformers(tmp_path):
@@ -260,8 +264,8 @@ def test_packed_experts_are_those_of_transformers(tmp_path):
     assert all(torch.equal(tensors[name], wanted[name].float()) for name in wanted)
     for spec in (spec for spec in family_table(PACKED) if ".mlp." in spec.canonical):
         for shard in (Shard(), Shard(2, 1, 1, 2), Shard(4, 2)):
-            found = [read_shard(spec, source, PACKED, shard).float() for source in (tensors, wanted)]
-            assert torch.equal(*found), (spec.canonical, shard)
+            read = [read_shard(spec, source, PACKED, shard).float() for source in (tensors, wanted)]
+            assert torch.equal(*read), (spec.canonical, shard)
     assert as_engine(folder).checksums() == as_engine(tmp_path / "plain").checksums()
 
 
@@ -281,6 +285,6 @@ def test_damaged_packed_experts_are_refused(tmp_path):
         "no number": (damage(scales, lambda t: t.fill_(255)), TOLD, (scales, "255")),
         "too large": (damage(scales, lambda t: t.fill_(254)), TOLD, (scales, "254")),
     }
-    for name, (change, told, words) in cases.items():
-        folder, _ = packed_folder(tmp_path / name, change, told)
+    for name, (change, reported, words) in cases.items():
+        folder, _ = packed_folder(tmp_path / name, change, reported)
         refused(lambda folder=folder: as_engine(folder), *words)

@@ -53,8 +53,8 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
     scaling, kind = ours.rope_scaling, rope.get("full_attention", rope).get("rope_type", "default")
     assert (scaling.type if scaling.scales else "default") == kind
     if kind == "yarn":
-        given = (scaling.factor, scaling.original_max_position, scaling.truncate)
-        assert given == tuple(rope[key] for key in ("factor", "original_max_position_embeddings", "truncate"))
+        inputs = (scaling.factor, scaling.original_max_position, scaling.truncate)
+        assert inputs == tuple(rope[key] for key in ("factor", "original_max_position_embeddings", "truncate"))
     assert ours.norm_eps == theirs.rms_norm_eps and ours.init_std == theirs.initializer_range
     assert ours.max_position == theirs.max_position_embeddings
     assert ours.tie_embeddings == theirs.tie_word_embeddings

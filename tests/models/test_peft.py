@@ -34,13 +34,13 @@ CASES = {
 def factors(cfg, weights, seed=5):
     """B is not zero; magnitudes are near the rows' norms."""
     g = torch.Generator().manual_seed(seed)
-    found = {}
+    results = {}
     for name, shape in expected_adapter(cfg).items():
         noise = torch.randn(shape, generator=g)
         if name.endswith(MAGNITUDE):
             noise = weights[name.replace(MAGNITUDE, "weight")].norm(dim=1) * (1 + 0.2 * noise)
-        found[name] = noise * (1.0 if name.endswith(MAGNITUDE) else 0.3)
-    return found
+        results[name] = noise * (1.0 if name.endswith(MAGNITUDE) else 0.3)
+    return results
 
 
 def merged(cfg, weights, tensors):
@@ -52,10 +52,10 @@ def merged(cfg, weights, tensors):
             continue
         a, b = tensors[at + LORA_A].double(), tensors[at + LORA_B].double()
         lora = cfg.lora
-        found = weights[name].double() + lora.alpha / (lora.rank**0.5 if lora.rslora else lora.rank) * b @ a
+        weight = weights[name].double() + lora.alpha / (lora.rank**0.5 if lora.rslora else lora.rank) * b @ a
         if lora.dora:
-            found *= (tensors[at + MAGNITUDE].double() / found.norm(dim=1))[:, None]
-        out[name] = found.float()
+            weight *= (tensors[at + MAGNITUDE].double() / weight.norm(dim=1))[:, None]
+        out[name] = weight.float()
     return out
 
 
@@ -78,9 +78,9 @@ def test_peft_loads_what_we_write(tmp_path, name):
     write_hf(tmp_path / "whole", joined(merged(cfg, weights, tensors).items(), parts_of(cfg)), raw)
     wanted = logits(type(model).from_pretrained(tmp_path / "whole").eval(), tokens)
     before = logits(model, tokens)
-    found = logits(peft.PeftModel.from_pretrained(model, tmp_path), tokens)
+    actual = logits(peft.PeftModel.from_pretrained(model, tmp_path), tokens)
     assert (wanted - before).abs().max() > 0.1
-    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert (actual - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
     again = read_adapter(tmp_path, cfg)
     assert again.keys() == tensors.keys() and all(torch.equal(again[n], tensors[n]) for n in tensors)
@@ -116,10 +116,10 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_kind_of_adapter_is_refused(written, name):
     cfg, folder = written
-    fields, told = REFUSED[name]
+    fields, reported = REFUSED[name]
     read_adapter(folder, cfg)
     change(folder, **fields)
-    with pytest.raises(CheckpointError, match=told) as error:
+    with pytest.raises(CheckpointError, match=reported) as error:
         read_adapter(folder, cfg)
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
 
@@ -131,9 +131,9 @@ def test_what_peft_itself_writes_is_read(written):
     plain = {"r": 3, "lora_alpha": 7, "target_modules": LORA.targets, "task_type": "CAUSAL_LM"}
     model = peft.get_peft_model(model, peft.LoraConfig(**plain))
     model.save_pretrained(folder / "theirs")
-    found = read_adapter(folder / "theirs", cfg)
+    adapter = read_adapter(folder / "theirs", cfg)
     state = model.state_dict()
-    for name, tensor in found.items():
+    for name, tensor in adapter.items():
         assert torch.equal(tensor, state["base_model.model." + name.replace(".weight", ".default.weight")])
 
 
@@ -156,8 +156,8 @@ def test_other_modules_layers_and_sizes_are_refused(written):
 
 def test_names_that_peft_would_only_warn_of_are_refused(written):
     cfg, folder = written
-    found = load_file(folder / WEIGHTS)
-    save_file({name.removeprefix("base_model."): t for name, t in found.items()}, folder / WEIGHTS)
+    tensors = load_file(folder / WEIGHTS)
+    save_file({name.removeprefix("base_model."): t for name, t in tensors.items()}, folder / WEIGHTS)
     with pytest.raises(ConfigError, match=r"lacks base_model.*also holds model\.model"):
         read_adapter(folder, cfg)
     (folder / WEIGHTS).write_bytes(b"no tensors")
@@ -175,12 +175,12 @@ def test_one_rank_for_a_joined_matrix_or_blocks_of_its_parts(tmp_path):
     save_file(theirs, tmp_path / WEIGHTS)
     config = adapter_config(cfg, "base") | {"rank_pattern": {}, "alpha_pattern": {}}
     (tmp_path / CONFIG).write_text(json.dumps(config))
-    found = read_adapter(tmp_path, cfg)
+    adapter = read_adapter(tmp_path, cfg)
     for i in range(2):
-        parts = [found[f"model.layers.{i}.self_attn.{x}_proj.{LORA_B}"] for x in "qkv"]
+        parts = [adapter[f"model.layers.{i}.self_attn.{x}_proj.{LORA_B}"] for x in "qkv"]
         assert torch.equal(torch.cat(parts), theirs[at.format(i, "B")])
         for x in "qkv":
-            assert torch.equal(found[f"model.layers.{i}.self_attn.{x}_proj.{LORA_A}"], theirs[at.format(i, "A")])
+            assert torch.equal(adapter[f"model.layers.{i}.self_attn.{x}_proj.{LORA_A}"], theirs[at.format(i, "A")])
     with pytest.raises(CheckpointError, match="nothing else"):  # values would lose theirs
         read_adapter(tmp_path, replace(cfg, lora=replace(LORA, targets=["q_proj", "k_proj"])))
 
@@ -196,6 +196,6 @@ LOST = {
 
 @pytest.mark.parametrize("name", LOST)
 def test_no_folder_that_peft_would_load_in_part(name):
-    cfg, lora, told = LOST[name]
-    with pytest.raises(ConfigError, match=f"model.lora.targets.*{told}"):
+    cfg, lora, reported = LOST[name]
+    with pytest.raises(ConfigError, match=f"model.lora.targets.*{reported}"):
         adapter_config(replace(cfg, lora=lora), "base")

@@ -98,8 +98,8 @@ def test_is_read_as_peft_computes_with_it(tmp_path, name):
 def test_all_projections_of_a_family_that_joins_them(tmp_path):
     cfg = replace(MORE["phi3"], tie_embeddings=False)
     weights, raw, wanted = written(tmp_path, cfg, target_modules=r".*\.(qkv|down)_proj", use_rslora=True)
-    found = ours(tmp_path, cfg, weights, raw, targets=[*QKV, "down_proj"])
-    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    actual = ours(tmp_path, cfg, weights, raw, targets=[*QKV, "down_proj"])
+    assert (actual - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
 OTHERS = {
@@ -237,11 +237,11 @@ def test_any_config_is_exact_or_refused(tmp_path_factory, fields):
     except ValueError:  # peft's own: no module, or keys that do not go together
         return
     try:
-        found = ours(folder, LLAMA, weights, raw)
+        actual = ours(folder, LLAMA, weights, raw)
     except (ConfigError, CheckpointError) as error:
         assert any(key in str(error) for key in (*fields, "model.lora.targets")), error
         return
-    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert (actual - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
 EXPERTS = ["q_proj", "gate_proj", "up_proj", "down_proj"]

@@ -27,9 +27,9 @@ class Counting(HfTensors):
     counted = 0
 
     def _read(self, name, work):
-        found = super()._read(name, work)
-        self.counted += found.numel() if isinstance(found, torch.Tensor) else 0
-        return found
+        actual = super()._read(name, work)
+        self.counted += actual.numel() if isinstance(actual, torch.Tensor) else 0
+        return actual
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -79,8 +79,8 @@ def test_a_streamed_file_is_what_safetensors_reads(tmp_path):
     ) as f:
         for name, tensor in weights.items():
             f.add(name, tensor)
-    found = open_hf(tmp_path)
-    assert list(found) and all(torch.equal(found[n], t) and found[n].dtype == t.dtype for n, t in weights.items())
+    tensors = open_hf(tmp_path)
+    assert list(tensors) and all(torch.equal(tensors[n], t) and tensors[n].dtype == t.dtype for n, t in weights.items())
     assert f.bytes == (tmp_path / "model.safetensors").stat().st_size
     with pytest.raises(RuntimeError), SafetensorsFile(tmp_path / "b.safetensors", {"a": (torch.float32, (2,))}) as f:
         raise RuntimeError("interrupted")

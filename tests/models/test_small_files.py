@@ -22,5 +22,5 @@ def test_what_training_did_not_change_keeps_its_value(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(before))
     own = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 8, "attention_dropout": 0.0}
     assert carried_config(tmp_path, own | {"router_aux_loss_coef": 0.0})["router_aux_loss_coef"] == 0.02
-    found = carried_config(tmp_path, own | {"router_aux_loss_coef": 0.001})
-    assert (found["router_aux_loss_coef"], found["attention_dropout"], found["vocab_size"]) == (0.001, 0.1, 8)
+    actual = carried_config(tmp_path, own | {"router_aux_loss_coef": 0.001})
+    assert (actual["router_aux_loss_coef"], actual["attention_dropout"], actual["vocab_size"]) == (0.001, 0.1, 8)

@@ -31,17 +31,17 @@ def test_the_hash_is_the_sum_of_its_definition_and_of_its_parts(dtype, monkeypat
 
 def test_a_bit_a_swap_and_a_sign_show():
     t = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
-    found = {whole(t)}
+    by_name = {whole(t)}
     for bit in range(32):
         other = t.clone()
         other.view(torch.int32)[3, 2] ^= -(1 << 31) if bit == 31 else 1 << bit
-        found.add(whole(other))
+        by_name.add(whole(other))
     rows, columns, zero = t[[1, 0, 2, 3, 4, 5]], t[:, [1, 0, 2, 3, 4]], t * 1
     zero[0, 0] = 0.0
-    found |= {whole(rows), whole(columns), whole(t.T.reshape(6, 5)), whole(-t), whole(zero)}
+    by_name |= {whole(rows), whole(columns), whole(t.T.reshape(6, 5)), whole(-t), whole(zero)}
     zero[0, 0] = -0.0
-    found.add(whole(zero))
-    assert len(found) == 1 + 32 + 6
+    by_name.add(whole(zero))
+    assert len(by_name) == 1 + 32 + 6
 
 
 def test_rows_count_in_any_order_without_padding():

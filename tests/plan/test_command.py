@@ -44,10 +44,10 @@ def test_json_is_what_programs_read(capsys):
 
 def test_what_cannot_fit_is_refused_with_exit_1(capsys):
     assert main(["plan", *EIGHT, "batch.micro_batch_samples=64", "data.max_prompt_tokens=1024"]) == 1
-    said = capsys.readouterr()
-    assert said.err.startswith("error: the job does not fit: phase update") and said.err.count("\n") == 1
-    assert "activations" in said.err and "model.recompute=full" in said.err
-    assert "update" in said.out  # the table is shown all the same
+    output = capsys.readouterr()
+    assert output.err.startswith("error: the job does not fit: phase update") and output.err.count("\n") == 1
+    assert "activations" in output.err and "model.recompute=full" in output.err
+    assert "update" in output.out  # the table is shown all the same
 
 
 @pytest.mark.parametrize(
@@ -77,15 +77,15 @@ def test_the_split_that_is_proposed_is_the_fastest_that_runs(capsys, tmp_path):
     """Of all numbers of ranks that only generate; with lengths as a file tells them."""
     (tmp_path / "lengths").write_text("64 1\n16 30\n")
     line = ["plan", "--json", "--lengths", str(tmp_path / "lengths"), *EIGHT, "engine.lag=1"]
-    found = {}
+    results = {}
     for ranks in range(1, 8):
         if main([*line, *TIGHT, f"engine.ranks={ranks}"]) == 0:
-            found[ranks] = json.loads(capsys.readouterr().out)
-    told = {ranks: data["lag"] for ranks, data in found.items()}
-    steps = {r: min(lag["step_s"], (lag["windows"] or lag)["step_s"]) for r, lag in told.items()}
-    assert len(steps) > 1 and all(data["tokens"]["response_mean"] == 544 / 31 for data in found.values())
+            results[ranks] = json.loads(capsys.readouterr().out)
+    reports = {ranks: data["lag"] for ranks, data in results.items()}
+    steps = {r: min(lag["step_s"], (lag["windows"] or lag)["step_s"]) for r, lag in reports.items()}
+    assert len(steps) > 1 and all(data["tokens"]["response_mean"] == 544 / 31 for data in results.values())
     best = min(steps, key=steps.__getitem__)
-    assert all(data["split"] == told[best] for data in found.values())
+    assert all(data["split"] == reports[best] for data in results.values())
     for ranks, words in ((best, " is the fastest"), (max(steps, key=steps.__getitem__), ", with engine.window=")):
         main([*[word for word in line if word != "--json"], *TIGHT, f"engine.ranks={ranks}"])
         assert f"\nengine.ranks={best}{words}" in capsys.readouterr().out
@@ -100,14 +100,14 @@ def test_lengths_that_are_none_are_refused(capsys, tmp_path, text):
 
 def test_a_sweep_lists_what_fits_fastest_first(capsys):
     assert main(["plan", "--sweep", "--json", "--top", "5", *EIGHT, "batch.micro_batch_tokens=8192"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert len(found) == 5 and all(row["fits"] for row in found)
-    assert [row["step_s"] for row in found] == sorted(row["step_s"] for row in found)
+    output = json.loads(capsys.readouterr().out)
+    assert len(output) == 5 and all(row["fits"] for row in output)
+    assert [row["step_s"] for row in output] == sorted(row["step_s"] for row in output)
     assert main(["plan", "--sweep", *EIGHT, "batch.micro_batch_tokens=8192"]) == 0
     best = capsys.readouterr().out.splitlines()[1]
     overrides = [word for word in best.split() if "=" in word]
     assert main(["plan", "--json", *EIGHT, "batch.micro_batch_tokens=8192", *overrides]) == 0
-    assert json.loads(capsys.readouterr().out)["step_s"] == pytest.approx(found[0]["step_s"])
+    assert json.loads(capsys.readouterr().out)["step_s"] == pytest.approx(output[0]["step_s"])
     assert main(["plan", "--sweep", "--gpus", "8", "model=llama3_70b", "stage=grpo"]) == 1
     assert "no layout of 8 GPUs fits" in capsys.readouterr().err
 
@@ -125,8 +125,8 @@ def test_a_plan_says_what_limits_each_phase(capsys):
     assert limits.keys() == few["time"].keys()
     cache = limits["generate"]
     assert cache["key"] == "engine.kv_cache_bytes" and cache["value"] > 1 << 33
-    more = planned(f"engine.kv_cache_bytes={cache['value']}")
-    assert more["time"]["generate"]["seconds"] == pytest.approx(cache["then_s"])
+    overrides = planned(f"engine.kv_cache_bytes={cache['value']}")
+    assert overrides["time"]["generate"]["seconds"] == pytest.approx(cache["then_s"])
     assert cache["then_s"] < 0.5 * cache["seconds"]
     assert few["sizes"]["engine.kv_cache_bytes"] == 1 << 30
     rows = next(x for x in planned("engine.max_batch=4")["limits"] if x["phase"] == "generate")
@@ -154,14 +154,14 @@ def test_a_pipeline_with_few_micro_batches_is_told_of_smaller_ones(capsys):
 
 
 def test_auto_is_what_the_device_has_room_for(capsys):
-    found = {}
+    results = {}
     for device in ("h100", "h200"):
         line = ["plan", "--json", "--device", device, "--gpus", "16", *EIGHT, "parallel.tensor=2", "batch.prompts=1024"]
         assert main([*line, "parallel.sequence=true", "sampling.max_response_tokens=4096"]) == 0
-        found[device] = json.loads(capsys.readouterr().out)
-        assert found[device]["fits"]
-    small, large = (found[name]["sizes"]["engine.kv_cache_bytes"] for name in ("h100", "h200"))
-    assert large > 2 * small > 1 << 34 and found["h200"]["step_s"] < found["h100"]["step_s"]
+        results[device] = json.loads(capsys.readouterr().out)
+        assert results[device]["fits"]
+    small, large = (results[name]["sizes"]["engine.kv_cache_bytes"] for name in ("h100", "h200"))
+    assert large > 2 * small > 1 << 34 and results["h200"]["step_s"] < results["h100"]["step_s"]
 
 
 def test_a_sweep_varies_cache_and_micro_batches(capsys):
@@ -176,8 +176,8 @@ def test_a_sweep_varies_cache_and_micro_batches(capsys):
 def test_a_sweep_of_experts_shards_them(capsys):
     moe = ["model=qwen3_30b_a3b", "stage=sft", "batch.sequences=64", "batch.micro_batch_tokens=4096"]
     assert main(["plan", "--sweep", "--json", "--gpus", "16", *moe]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert all(row["layout"]["expert"] * row["layout"]["tensor"] * row["layout"]["pipeline"] > 1 for row in found)
+    output = json.loads(capsys.readouterr().out)
+    assert all(row["layout"]["expert"] * row["layout"]["tensor"] * row["layout"]["pipeline"] > 1 for row in output)
 
 
 def test_submit_refuses_what_the_sites_gpus_cannot_hold(tmp_path, monkeypatch, capsys):
@@ -211,8 +211,8 @@ def test_engines_on_other_gpus_are_held_to_theirs(tmp_path, monkeypatch, capsys)
         site = f"description: x\ngpus_per_node: 8\ngpu: {trainer}\nengines: {{gpu: {engine}}}\n"
         (tmp_path / "site.yaml").write_text(site)
         assert main([*job, f"engine.kv_cache_bytes={cache}"]) == code, (trainer, engine, cache)
-        said = capsys.readouterr().err
-        assert ("of a100" in said) == bool(code), said
+        output = capsys.readouterr().err
+        assert ("of a100" in output) == bool(code), output
 
 
 def test_a_site_names_a_device_of_the_table(tmp_path):

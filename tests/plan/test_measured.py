@@ -139,20 +139,20 @@ def measured_step(
     optimizer state, and of collectives by axis. With `outputs` of a reward model, or of a critic."""
     cfg = replace(cfg, recompute="full" if recompute else "none")
     model = build(cfg, parallel, optim, Head("score", outputs) if outputs else Head(), dtype)
-    mine, layout = rows_of(cfg, model, prompt), model.layout
+    own, layout = rows_of(cfg, model, prompt), model.layout
     batch = BatchConfig(micro_batch_samples=micro_rows, logits_bytes=logits_bytes)
     if critic:
         role = Critic(model, batch)
-        forward = partial(role.values, mine, mine.loss_mask)
-        update = partial(role.update, mine, lambda values, b: LossOutput(((values - 1).square() * b.loss_mask).mean()))
+        forward = partial(role.values, own, own.loss_mask)
+        update = partial(role.update, own, lambda values, b: LossOutput(((values - 1).square() * b.loss_mask).mean()))
     elif outputs:
         role = RewardModel(model, batch)
-        forward = partial(role.raw_scores, mine)
-        update = partial(role.update, mine, lambda scores, b: LossOutput((scores - 1).square().mean()), unit=1)
+        forward = partial(role.raw_scores, own)
+        update = partial(role.update, own, lambda scores, b: LossOutput((scores - 1).square().mean()), unit=1)
     else:
         role = Policy(model, batch)
-        forward = partial(role.logprobs, mine, mine.loss_mask)
-        update = partial(role.update, mine, sft_loss(mine, layout.pgs.dp))
+        forward = partial(role.logprobs, own, own.loss_mask)
+        update = partial(role.update, own, sft_loss(own, layout.pgs.dp))
     operations = {"forward": counted(forward)}
     with Listener() as heard:
         operations["update"] = counted(update)
@@ -184,10 +184,10 @@ def measured_step(
 def state_bytes(model: ShardedModel) -> int:
     """Moments, and main parameters that are not the model's own storage."""
     total, own = 0, {p.untyped_storage().data_ptr() for p in model.module.parameters()}
-    for part in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
-        for group in part.optimizer.param_groups:
+    for optimizer in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
+        for group in optimizer.optimizer.param_groups:
             for p in group["params"]:
-                tensors = [part.optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq")]
+                tensors = [optimizer.optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq")]
                 tensors += [p] if p.untyped_storage().data_ptr() not in own else []
                 total += sum(t.numel() * t.element_size() for t in tensors)
     return total
@@ -216,13 +216,13 @@ def grid_of(parallel: ParallelConfig, world: int) -> Grid:
 
 def job_of(cfg: ModelConfig, grid: Grid, options: dict) -> PlanJob:
     outputs, optim, prompt = options.get("outputs", 0), options.get("optim", ADAM), options.get("prompt", 1)
-    part = PlannedModel("policy", cfg, "score" if outputs else "lm", True, max(1, outputs), optim.distributed)
+    planned = PlannedModel("policy", cfg, "score" if outputs else "lm", True, max(1, outputs), optim.distributed)
     scored = outputs and not options.get("critic")
     # torch counts attention in full: every query sees the whole row, or up to the token before the last one
     seen = (WIDTH, WIDTH if scored else WIDTH - 1)
     return PlanJob(
         "rm" if scored else "ppo" if outputs else "sft",
-        (part,),
+        (planned,),
         grid,
         PlannedRows(ROWS, ROWS, prompt, prompt, WIDTH - prompt, WIDTH - prompt, *seen),
         None,
@@ -239,14 +239,14 @@ COUNTING = Machine(Device("seconds are operations", 1.0, 1.0, 1.0, 1.0, 1.0), As
 
 def operations(job: PlanJob, stage: int) -> dict[tuple[str, str], float]:
     """By phase and kind, as `tests.operations` tells them: of all rows in one pass, and of an optimizer step."""
-    found, (number, tokens) = {}, job.micro_batches()
+    results, (number, tokens) = {}, job.micro_batches()
     alone = replace(job, rows=replace(job.rows, seen=1e-9, read_seen=1e-9))  # without attention
     for phase, often, size, backward in (("forward", 1, number * tokens, False), ("update", number, tokens, True)):
         whole, linear = (
             often * micro_batch_seconds(j, job.policy, stage, size, backward, COUNTING) for j in (job, alone)
         )
-        found |= {(phase, "linear"): linear, (phase, "attention"): whole - linear}
-    return found
+        results |= {(phase, "linear"): linear, (phase, "attention"): whole - linear}
+    return results
 
 
 @functools.cache
@@ -258,10 +258,10 @@ def published(name: str) -> ModelConfig:
 
 def by_group(calls: list, axes: dict) -> Counter:
     """Axes with the same ranks are one group to torch."""
-    found: Counter = Counter()
+    results: Counter = Counter()
     for call in calls:
-        found["send" if call.op == "send" else axes[call.axis], call.op] += call.size
-    return found
+        results["send" if call.op == "send" else axes[call.axis], call.op] += call.size
+    return results
 
 
 def _of_phases(found: Counter) -> Counter:
@@ -276,29 +276,29 @@ def test_a_step_of_real_ranks_has_the_bytes_and_operations_of_the_formulas(ranks
     parallel = ParallelConfig(**layout)
     grid = grid_of(parallel, world)
     job = job_of(cfg, grid, options)
-    (part,) = job.models
+    (planned,) = job.models
     results = ranks.run(measured_step, world=world, cfg=cfg, parallel=parallel, **options)
     state, wanted_state, all_heard, all_wanted = 0, 0.0, Counter(), Counter()
     counted, wanted_operations = Counter(), Counter()
-    for found in results:
-        held, count = (of(part, grid, found["stage"]) for of in (held_parameters, trained_parameters))
-        assert found["parameters"] == held.total
-        assert found["weights"] == weight_bytes(held, job.element)
-        assert found["main_gradients"] == gradient_bytes(count)
+    for result in results:
+        held, count = (of(planned, grid, result["stage"]) for of in (held_parameters, trained_parameters))
+        assert result["parameters"] == held.total
+        assert result["weights"] == weight_bytes(held, job.element)
+        assert result["main_gradients"] == gradient_bytes(count)
         # Megatron lets tensors begin at multiples of 64 numbers, and shares of a buffer at multiples of 128
-        padding = 4 * (64 * found["tensors"] + 2 * 128 * world)
-        assert 0 <= found["gradients"] - gradient_bytes(count) <= padding
-        state += found["optimizer"]
-        wanted_state += optimizer_bytes(count, grid, job.element, part.distributed)
+        padding = 4 * (64 * result["tensors"] + 2 * 128 * world)
+        assert 0 <= result["gradients"] - gradient_bytes(count) <= padding
+        state += result["optimizer"]
+        wanted_state += optimizer_bytes(count, grid, job.element, planned.distributed)
         number, tokens = job.micro_batches()
-        calls = pass_calls(job, part, found["stage"], tokens, backward=True) * number
-        calls += step_calls(job, part, found["stage"])
-        counted += Counter({(p, kind): n for p, kinds in found["operations"].items() for kind, n in kinds.items()})
-        wanted_operations += Counter(operations(job, found["stage"]))
-        all_heard += Counter(found["heard"])
-        all_wanted += by_group(calls, found["axes"])
+        calls = pass_calls(job, planned, result["stage"], tokens, backward=True) * number
+        calls += step_calls(job, planned, result["stage"])
+        counted += Counter({(p, kind): n for p, kinds in result["operations"].items() for kind, n in kinds.items()})
+        wanted_operations += Counter(operations(job, result["stage"]))
+        all_heard += Counter(result["heard"])
+        all_wanted += by_group(calls, result["axes"])
     if cfg.lora.dora and cfg.moe.num_experts:  # torch counts the batch of their B A with attention
-        counted, wanted_operations = (_of_phases(found) for found in (counted, wanted_operations))
+        counted, wanted_operations = (_of_phases(result) for result in (counted, wanted_operations))
     assert counted.keys() == wanted_operations.keys()
     for key, wanted in wanted_operations.items():
         experts, gathered = cfg.moe.num_experts, grid.context > 1 and not grid.over_heads
@@ -310,7 +310,7 @@ def test_a_step_of_real_ranks_has_the_bytes_and_operations_of_the_formulas(ranks
         assert counted[key] == pytest.approx(wanted, rel=0.03 if experts else 1e-9), key
     assert state == wanted_state  # shares of ranks differ by some parameters, their sum does not
     assert all_heard.keys() == all_wanted.keys()
-    whole = [axes[axis] for axes in (found["axes"] for found in results) for axis in ("dp", "edp")]
+    whole = [axes[axis] for axes in (result["axes"] for result in results) for axis in ("dp", "edp")]
     for (group, word), size in all_wanted.items():
         # of whole buffers, with what Megatron pads; all else to the byte
         slack = padding * world if group in whole and word != "all_to_all" else 0
@@ -328,8 +328,8 @@ def test_a_refit_of_real_ranks_has_the_bytes_of_the_formulas(ranks, cfg, layout,
     parallel = ParallelConfig(**layout)
     job = job_of(cfg, grid_of(parallel, world), {})
     results = ranks.run(bytes_of_a_refit, world=world, cfg=cfg, parallel=parallel)
-    for found in results:
-        heard, wanted = Counter(found["heard"]), by_group(gathered_calls(job, found["stage"]), found["axes"])
+    for result in results:
+        heard, wanted = Counter(result["heard"]), by_group(gathered_calls(job, result["stage"]), result["axes"])
         assert heard.keys() == wanted.keys()
         for key, size in wanted.items():
             assert heard[key] == pytest.approx(size, rel=0.02), (key, size)

@@ -120,8 +120,8 @@ def test_an_average_and_other_rows_cost_what_they_are():
     job = grpo(shape("llama3_8b"), Grid(tensor=4, data=2))
     plain = plan_memory(job, H100, Assumptions()).phases
     averaged = replace(job, models=(replace(job.policy, averaged=True), *job.models[1:]))
-    more = plan_memory(averaged, H100, Assumptions()).phases["save"]["optimizer"]
-    assert more == pytest.approx(plain["save"]["optimizer"] * 16 / 12)
+    extra = plan_memory(averaged, H100, Assumptions()).phases["save"]["optimizer"]
+    assert extra == pytest.approx(plain["save"]["optimizer"] * 16 / 12)
 
     longer = replace(job, ptx_rows=64, ptx_longest=2 * job.rows.longest, micro_tokens=0, micro_rows=2)
     alone = replace(longer, ptx_rows=0)
@@ -178,17 +178,19 @@ def test_what_nobody_reads_costs_nothing():
     long = grpo(model, Grid(data=8), micro_tokens=0, micro_rows=2, logits_bytes=1e15)
     assert plan_memory(long, H100, Assumptions()).phases["update"]["logits"] == 12 * 2 * 2048 * model.vocab_size
     short = replace(long, rows=replace(long.rows, prompt_mean=512, response_mean=128))
-    found = {}
+    results = {}
     for name, context in (("narrowed", 1), ("whole", 2)):
         a, b = (replace(job, grid=Grid(context=context, data=8)) for job in (long, short))
         first, second = (plan_times(job, H100, Assumptions(message_s=0))["update"] for job in (a, b))
-        found[name] = 1 - second.parts["products"] / first.parts["products"]
+        results[name] = 1 - second.parts["products"] / first.parts["products"]
         # the share of the peak is of what is made, not of 6 N for every token
         assert update_mfu(b, H100, second) == pytest.approx(update_mfu(a, H100, first), rel=0.02)
     logits = 0.6 * model.hidden_size * model.vocab_size / active_parameters(model)  # 4 of 5 tokens to 1 of 5
     layer = 0.6 / model.num_layers * (1 - logits)  # of which a tenth makes queries, keys and values
-    assert found["whole"] == pytest.approx(logits, rel=0.1)
-    assert found["narrowed"] == pytest.approx(logits + 0.9 * layer, rel=0.1) and found["narrowed"] > found["whole"]
+    assert results["whole"] == pytest.approx(logits, rel=0.1)
+    assert (
+        results["narrowed"] == pytest.approx(logits + 0.9 * layer, rel=0.1) and results["narrowed"] > results["whole"]
+    )
 
 
 def test_a_step_gets_faster_with_more_of_everything():
@@ -196,13 +198,13 @@ def test_a_step_gets_faster_with_more_of_everything():
     job = grpo(model, Grid(data=8))
     base = plan_times(job, H100, Assumptions())
     for device in ("h200", "b200"):
-        found = plan_times(job, DEVICES[device], Assumptions())
-        assert found["update"].seconds <= base["update"].seconds and found["refit"].seconds < base["refit"].seconds
+        actual = plan_times(job, DEVICES[device], Assumptions())
+        assert actual["update"].seconds <= base["update"].seconds and actual["refit"].seconds < base["refit"].seconds
     assert (
         plan_times(replace(job, recompute=True), H100, Assumptions())["update"].seconds > 1.2 * base["update"].seconds
     )
-    more = plan_times(replace(job, grid=Grid(data=16)), H100, Assumptions())
-    assert more["update"].seconds < base["update"].seconds and more["logprobs"].seconds < base["logprobs"].seconds
+    extra = plan_times(replace(job, grid=Grid(data=16)), H100, Assumptions())
+    assert extra["update"].seconds < base["update"].seconds and extra["logprobs"].seconds < base["logprobs"].seconds
     slow = plan_times(replace(job, gpus_per_node=1), H100, Assumptions())["update"]
     assert slow.parts["dp communication"] > 5 * base["update"].parts["dp communication"]  # by network
     assert slow.wire_bytes == base["update"].wire_bytes
@@ -238,16 +240,16 @@ def test_decode_is_bound_by_bytes_then_by_operations():
 @pytest.mark.parametrize(("mean", "longest"), [(100, 1000), (500, 1000), (900, 1000), (1000, 1000)])
 def test_lengths_have_the_mean_that_was_asked_for(mean, longest):
     lengths, n = Lengths(mean, longest), 10000
-    found = sum(lengths.alive((i + 0.5) * longest / n) for i in range(n)) * longest / n
-    assert found == pytest.approx(mean, rel=0.01)
+    total = sum(lengths.alive((i + 0.5) * longest / n) for i in range(n)) * longest / n
+    assert total == pytest.approx(mean, rel=0.01)
     assert sum(islice(lengths.drawn(), n)) / n == pytest.approx(mean, rel=0.05)
 
 
 def test_lengths_of_a_file_are_drawn_as_often_as_they_are_there(tmp_path):
     (tmp_path / "lengths").write_text("7\n3 2\n3\n")
-    told = read_lengths(str(tmp_path / "lengths"))
-    lengths = Lengths(4, 9, told)
-    assert told == ((3, 3), (7, 1))
+    reported = read_lengths(str(tmp_path / "lengths"))
+    lengths = Lengths(4, 9, reported)
+    assert reported == ((3, 3), (7, 1))
     assert [lengths.alive(t) for t in (0, 2.9, 3, 6, 7)] == [1, 1, 0.25, 0.25, 0]
     assert Counter(islice(lengths.drawn(), 4000))[7] == pytest.approx(1000, rel=0.1)
 
@@ -322,8 +324,8 @@ def test_the_job_of_a_config():
     assert weights[0] == 2 * weights[1]
     kto = ["stage=kto", "model=llama3_8b", "batch.sequences=16", "batch.logprob_tokens=512"]
     both, stored = (
-        plan_times(job_of(compose([*kto, *more]), 8), H100, Assumptions())
-        for more in ([], ["algorithm.kto={reference: stored, kl: none}"])
+        plan_times(job_of(compose([*kto, *overrides]), 8), H100, Assumptions())
+        for overrides in ([], ["algorithm.kto={reference: stored, kl: none}"])
     )
     assert list(both) == ["logprobs", "update"] and list(stored) == ["update"]
     once = plan_times(job_of(compose([*kto, "algorithm.kto.kl=none"]), 8), H100, Assumptions())
@@ -354,7 +356,7 @@ def test_a_student_keeps_its_teachers_matrices_and_a_tied_embedding_has_three_gr
     """Of 256,000 words as in a rehearsal of it, within half a hundredth."""
     line = ["stage=distill", "model=gemma2_2b", "model.num_layers=4", "batch.sequences=8", "parallel.context=2"]
     line += ["data.max_tokens=128", "data.max_prompt_tokens=48", "algorithm.distill.teacher=/nowhere"]
-    whole, top = (job_of(compose([*line, *more]), 8) for more in ([], ["algorithm.distill.top_k=16"]))
+    whole, top = (job_of(compose([*line, *overrides]), 8) for overrides in ([], ["algorithm.distill.top_k=16"]))
     matrix = 2 * 256_000 * 2304
     phases, fewer = (plan_memory(job, H100, Assumptions()).phases for job in (whole, top))
     for phase in ("logprobs", "update", "save"):
@@ -372,8 +374,8 @@ def test_an_engine_in_a_process_of_its_own_takes_its_cache_whole_and_keeps_it_un
     line = ["stage=grpo", "model=llama3_8b", "parallel.tensor=2", "engine.kv_cache_bytes=20000000000"]
     kept = {}
     for name in ("engine=native", "engine=vllm", "engine.sleep=true"):
-        more = [name] if name.startswith("engine=") else ["engine=vllm", name]
-        job = job_of(compose([line[0], line[1], *more, *line[2:]]), 16)
+        overrides = [name] if name.startswith("engine=") else ["engine=vllm", name]
+        job = job_of(compose([line[0], line[1], *overrides, *line[2:]]), 16)
         phases = plan_memory(job, H100, Assumptions()).phases
         kept[name] = phases["generate"]["kv cache"], phases["refit"].get("kv cache", 0)
     assert kept["engine=native"][0] < 20e9 and kept["engine=native"][1] == 0
@@ -389,15 +391,15 @@ def test_engines_on_ranks_of_their_own_are_planned_as_a_job_beside():
     mixed = job_of(compose([*APART, "engine.tensor_parallel=2"]), 8)
     apart = job_of(compose([*APART, "engine.tensor_parallel=2", "engine.ranks=8"]), 16)
     assert (apart.grid, apart.gpus, apart.slots()) == (mixed.grid, 16, mixed.slots())
-    together, found = (predict(job, H100) for job in (mixed, apart))
+    together, predictions = (predict(job, H100) for job in (mixed, apart))
     for phase in ("generate", "logprobs", "update"):
-        assert found.phases[phase] == together.phases[phase]
+        assert predictions.phases[phase] == together.phases[phase]
         items = together.memory.phases[phase]
         trainers = ("weights", "gradients", "optimizer") if phase == "generate" else ("engine weights",)
-        assert found.memory.phases[phase] == {name: size for name, size in items.items() if name not in trainers}
-    assert found.step_s == pytest.approx(sum(phase.seconds for phase in found.phases.values()))
-    assert found.tokens_per_gpu_s == pytest.approx(apart.rows.tokens / found.step_s / 16)
-    assert "tp2 dp4, 8 that only generate (nodes: 1 for training, 1 for engines): policy" in found.text()
+        assert predictions.memory.phases[phase] == {name: size for name, size in items.items() if name not in trainers}
+    assert predictions.step_s == pytest.approx(sum(phase.seconds for phase in predictions.phases.values()))
+    assert predictions.tokens_per_gpu_s == pytest.approx(apart.rows.tokens / predictions.step_s / 16)
+    assert "tp2 dp4, 8 that only generate (nodes: 1 for training, 1 for engines): policy" in predictions.text()
     # a cache that stays is an engine's alone
     awake = predict(job_of(compose([*APART, "engine.ranks=8", "memory.sleep=never"]), 16), H100).memory.phases
     assert "kv cache" not in awake["update"]
@@ -407,7 +409,7 @@ def test_engines_on_ranks_of_their_own_are_planned_as_a_job_beside():
 def test_with_a_lag_a_step_takes_the_longer_of_both_sides(cache):
     """With few rows at a time generation, with many the rest."""
     line = [*APART, "engine.ranks=2", f"engine.kv_cache_bytes={cache}"]
-    turns, at_once = (predict(job_of(compose([*line, *more]), 10), H100) for more in ([], ["engine.lag=1"]))
+    turns, at_once = (predict(job_of(compose([*line, *overrides]), 10), H100) for overrides in ([], ["engine.lag=1"]))
     assert turns.phases == at_once.phases
     seconds = {name: phase.seconds for name, phase in turns.phases.items()}
     rest = turns.step_s - seconds["refit"] - seconds["generate"]
@@ -426,33 +428,40 @@ def test_windows_are_planned_by_their_clock():
         return predict(job_of(compose([*line, "engine.lag=1", *more]), 10), H100)
 
     one = planned()
-    step_s, found = one.windows
+    step_s, actual = one.windows
     refit, generate, *rest = (phase.seconds for phase in one.phases.values())
     assert list(one.phases)[:2] == ["refit", "generate"] and sum(rest) < generate
-    assert found.window * (step_s - refit) / found.step == pytest.approx(sum(rest), rel=0.01)
+    assert actual.window * (step_s - refit) / actual.step == pytest.approx(sum(rest), rel=0.01)
     assert one.at_work == pytest.approx((1, 1 - (generate - sum(rest)) / one.step_s))
     _, three = planned("engine.lag=3").windows
-    assert three.mean > found.mean > 0 and three.step <= 1.02 * found.step
-    given = planned(f"engine.window={found.window}")
-    assert given.windows == one.windows and given.overlapped == (step_s, found.window, found.engines, found.trainer)
+    assert three.mean > actual.mean > 0 and three.step <= 1.02 * actual.step
+    inputs = planned(f"engine.window={actual.window}")
+    assert inputs.windows == one.windows and inputs.overlapped == (
+        step_s,
+        actual.window,
+        actual.engines,
+        actual.trainer,
+    )
     assert "engine.window=64: step about" in planned("engine.window=64").text()
 
 
 def test_no_window_is_proposed_to_a_trainer_that_is_the_slower_side():
     """Nobody waits for a long response there."""
     line = [*APART, "engine.ranks=2", "engine.kv_cache_bytes=40_000_000_000", "engine.lag=1"]
-    found = predict(job_of(compose(line), 10), H100)
-    engines, trainer = found.at_work
-    assert found.windows is None and trainer == 1 > engines and "windows would gain nothing" in found.text()
-    assert found.overlapped == (found.step_s, 0, engines, trainer)
+    predictions = predict(job_of(compose(line), 10), H100)
+    engines, trainer = predictions.at_work
+    assert predictions.windows is None and trainer == 1 > engines and "windows would gain nothing" in predictions.text()
+    assert predictions.overlapped == (predictions.step_s, 0, engines, trainer)
 
 
 def test_memory_of_ranks_that_only_generate_is_told():
     """With a cache that fills them, beside trainers that hold less."""
     line = [*APART, "engine.ranks=2", "engine.kv_cache_bytes=40_000_000_000", "parallel.pipeline=4"]
-    found = predict(job_of(compose(line), 10), H100)
-    needed = max(sum(items.values()) for items in engine_phases(found.job).values()) + found.memory.context_bytes
-    assert f", {needed / GIB:.1f} on ranks that only generate" in found.text() and needed > 16 * GIB
+    predictions = predict(job_of(compose(line), 10), H100)
+    needed = (
+        max(sum(items.values()) for items in engine_phases(predictions.job).values()) + predictions.memory.context_bytes
+    )
+    assert f", {needed / GIB:.1f} on ranks that only generate" in predictions.text() and needed > 16 * GIB
 
 
 def write_config(model, folder):
@@ -465,7 +474,7 @@ def test_judges_without_a_model_are_asked_where_the_engine_is(tmp_path):
     own = BETTER.replace("N", "1").replace("llama", str(tmp_path))
     write_config(replace(judged().policy.shape, num_layers=56), tmp_path)
     for judge, trainer in ((GRADE, False), (own, True)):
-        mixed, apart = judged(judge), judged(judge, more=("engine.ranks=8",), gpus=16)
+        mixed, apart = judged(judge), judged(judge, overrides=("engine.ranks=8",), gpus=16)
         items = [plan_memory(job, H100, Assumptions()).phases["score"] for job in (mixed, apart)]
         assert ("weights" in items[1]) == trainer and ("engine weights" in items[1]) == (not trainer)
         assert items[1]["kv cache"] == items[0]["kv cache"]
@@ -485,9 +494,9 @@ def test_shapes_come_from_the_folder_that_weights_come_from(tmp_path):
         wanted = tiny.get(name) or shape(name)
         assert parameters(wanted) == sum(prod(size) for size in expected_hf_shapes(wanted).values())
         write_config(wanted, tmp_path / name / "hf")
-        found = shape_at(compose([]).model, str(tmp_path / name))
-        assert parameters(found) == parameters(wanted)
-        assert found.scales.logits_softcap == wanted.scales.logits_softcap  # more memory for each logit
+        cfg = shape_at(compose([]).model, str(tmp_path / name))
+        assert parameters(cfg) == parameters(wanted)
+        assert cfg.scales.logits_softcap == wanted.scales.logits_softcap  # more memory for each logit
     assert any(model.scales.logits_softcap for model in tiny.values())
     assert shape_at(wanted, str(tmp_path / "none")) == wanted
 
@@ -566,7 +575,7 @@ def test_replayed_routing_is_on_the_host_and_in_the_budget_of_the_cache():
     from aligner.ops.packing.routing import no_routing
 
     line = ["stage=grpo", "model=qwen3_30b_a3b", "batch.group=16", "sampling.max_response_tokens=4096"]
-    plain, job = (job_of(compose([*line, *more]), 8) for more in ([], ["mismatch.replay_routing=true"]))
+    plain, job = (job_of(compose([*line, *overrides]), 8) for overrides in ([], ["mismatch.replay_routing=true"]))
     rows, longest = 32 * 16 // 8, 512 + 4096
     row = no_routing(job.policy.shape)
     whole = row.new_empty((rows, longest, *row.shape[2:]), device="meta")
@@ -598,7 +607,7 @@ def test_what_leaves_the_device_is_counted_where_it_is_needed():
         refuse(tight, H100, plan_memory(tight, H100, Assumptions()))
 
 
-def judged(*judges: str, more: tuple[str, ...] = (), gpus: int = 8) -> PlanJob:
+def judged(*judges: str, overrides: tuple[str, ...] = (), gpus: int = 8) -> PlanJob:
     start = [
         "stage=grpo",
         "model=qwen3_0.6b",
@@ -606,7 +615,7 @@ def judged(*judges: str, more: tuple[str, ...] = (), gpus: int = 8) -> PlanJob:
         "batch.group=8",
         f"reward.judges=[{','.join(judges)}]",
     ]
-    return job_of(compose([*start, *more]), gpus)
+    return job_of(compose([*start, *overrides]), gpus)
 
 
 GRADE = "{question: '0123{response}'}"
@@ -630,16 +639,16 @@ def test_what_judges_cost(tmp_path):
     own = BETTER.replace("N", "1").replace("llama", str(tmp_path))
     write_config(replace(judged().policy.shape, num_layers=56), tmp_path)
     none, grade, better = judged(), judged(GRADE), judged(GRADE, own, own.replace("better", "same"))
-    found = [predict(job, H100) for job in (none, grade, better)]
-    assert "score" not in found[0].phases and "score" not in found[0].memory.phases
-    seconds = [one.phases["score"].seconds for one in found[1:]]
-    assert found[1].step_s == pytest.approx(found[0].step_s + seconds[0]) and seconds[1] > 3 * seconds[0]
+    predictions = [predict(job, H100) for job in (none, grade, better)]
+    assert "score" not in predictions[0].phases and "score" not in predictions[0].memory.phases
+    seconds = [one.phases["score"].seconds for one in predictions[1:]]
+    assert predictions[1].step_s == pytest.approx(predictions[0].step_s + seconds[0]) and seconds[1] > 3 * seconds[0]
     deeper = better.judges[1].shape
     assert deeper.num_layers == 56 and better.judges[0].shape == none.policy.shape
-    for phase, items in found[2].memory.phases.items():
+    for phase, items in predictions[2].memory.phases.items():
         assert phase == "build" or items["judges"] == 2 * parameters(deeper), phase  # they are read after the models
-    assert "judges" not in found[1].memory.phases["score"]
-    asleep = predict(judged(own, more=("memory.offload=[weights]",)), H100)
+    assert "judges" not in predictions[1].memory.phases["score"]
+    asleep = predict(judged(own, overrides=("memory.offload=[weights]",)), H100)
     where = {phase: items["judges"] for phase, items in asleep.memory.phases.items() if "judges" in items}
     assert where == dict.fromkeys(("load", "score"), 2 * parameters(deeper))
     assert asleep.host["offloaded"] >= 2 * parameters(deeper)
@@ -655,16 +664,16 @@ def test_a_critics_pretraining_is_told_beside_the_step():
     assert none.pretrain_s == 0 and none.step_s == ten.step_s and "pretrain" not in none.text()
     policy, critic = (replace(ten.job, models=(p,)) for p in (ten.job.models[0], ten.job.models[-1]))
     machine = Machine(H100, Assumptions(), 8)
-    both, mine = ten.phases["update"].seconds, update_phase(critic, machine).seconds
-    assert both == pytest.approx(mine + update_phase(policy, machine).seconds)
+    both, own = ten.phases["update"].seconds, update_phase(critic, machine).seconds
+    assert both == pytest.approx(own + update_phase(policy, machine).seconds)
     steps = ten.job.minibatches * ten.job.epochs
-    assert twenty.pretrain_s - ten.pretrain_s == pytest.approx(10 * mine / steps)
+    assert twenty.pretrain_s - ten.pretrain_s == pytest.approx(10 * own / steps)
     assert f"critic.pretrain_steps {ten.pretrain_s:.1f} s, once" in ten.text()
 
 
 def test_transformer_engine_computes_each_shared_prompt_again():
     line = ["stage=grpo", "model=qwen3_0.6b", "batch.group=16", "batch.prompts=4", "data.max_prompt_tokens=4096"]
-    more = "model.kernels=own", "model.kernels=te", "batch.share_prompts=false"
-    own, te, alone = (job_of(compose([*line, "batch.micro_batch_samples=16", one]), 1) for one in more)
+    extra = "model.kernels=own", "model.kernels=te", "batch.share_prompts=false"
+    own, te, alone = (job_of(compose([*line, "batch.micro_batch_samples=16", one]), 1) for one in extra)
     sizes = [activation_bytes(job, job.policy, 0) for job in (own, te, alone)]
     assert sizes[1] == sizes[2] > 3 * sizes[0]

@@ -53,8 +53,8 @@ def test_what_is_found_fits_and_no_more_would(name, device):
     assert predict(job, gpu).memory.fits
     if job.engine is None:
         return
-    more = 1.25 if job.engine.reserved else 1.1  # an engine's own process has a context of its own
-    larger = replace(job, engine=replace(job.engine, kv_bytes=more * job.engine.kv_bytes + UNIT))
+    extra = 1.25 if job.engine.reserved else 1.1  # an engine's own process has a context of its own
+    larger = replace(job, engine=replace(job.engine, kv_bytes=extra * job.engine.kv_bytes + UNIT))
     everything = job.engine.kv_bytes >= whole_cache(job)
     assert everything or not predict(larger, gpu).memory.fits
 

@@ -11,11 +11,11 @@ from aligner.plan.windows import RereadCost, clocked
 def test_equal_lengths_by_hand():
     """Each sample takes two windows, with slots for all. With a lag of 1 a step takes the four groups that have been
     flying for two steps, by weights one and two steps old: no one waits, and the slots are full."""
-    found = clocked(repeat(20), (4, 2), 1, 16, 10, 10.0)
-    assert (found.step, found.engines, found.trainer) == (10.0, 1.0, 1.0)
-    assert (found.oldest, found.mean) == (2.0, 1.5)
+    windows = clocked(repeat(20), (4, 2), 1, 16, 10, 10.0)
+    assert (windows.step, windows.engines, windows.trainer) == (10.0, 1.0, 1.0)
+    assert (windows.oldest, windows.mean) == (2.0, 1.5)
     halves = clocked(repeat(20), (4, 2), 1, 16, 5, 10.0)  # too small: each step waits for another window
-    assert (halves.step, halves.trainer) == (15.0, pytest.approx(2 / 3)) and halves.mean < found.mean
+    assert (halves.step, halves.trainer) == (15.0, pytest.approx(2 / 3)) and halves.mean < windows.mean
     again = clocked(
         repeat(20), (4, 2), 1, 16, 10, 10.0, RereadCost(prompt=5, token=0.01)
     )  # of half of the samples, 15 tokens
@@ -24,8 +24,8 @@ def test_equal_lengths_by_hand():
 
 def test_a_long_sample_makes_no_other_wait():
     lengths = chain([1000], repeat(10))
-    found = clocked(lengths, (4, 1), 2, 12, 10, 10.0)
-    assert found.trainer == 1.0 and found.step == 10.0
+    windows = clocked(lengths, (4, 1), 2, 12, 10, 10.0)
+    assert windows.trainer == 1.0 and windows.step == 10.0
 
 
 def counted(lengths, prompts, group, lag, slots, window, rest, again):
@@ -72,15 +72,15 @@ def test_it_counts_as_one_does_step_by_step(seed):
     prompts, group, lag, slots, window = (draw.randint(1, most) for most in (4, 3, 3, 9, 12))
     rest, again = draw.uniform(0, 20), RereadCost(prompt=5.0, token=draw.choice([0.0, 0.01]))
     drawn = [draw.randint(1, 30) for _ in range(2000)]
-    found = clocked(iter(drawn), (prompts, group), lag, slots, window, rest, again)
+    windows = clocked(iter(drawn), (prompts, group), lag, slots, window, rest, again)
     wanted = counted(iter(drawn), prompts, group, lag, slots, window, rest, again)
-    assert (found.step, found.trainer, found.oldest, found.mean) == pytest.approx(wanted)
+    assert (windows.step, windows.trainer, windows.oldest, windows.mean) == pytest.approx(wanted)
 
 
 def test_small_windows_of_long_responses_are_counted_soon():
     """Window by window and row by row it would take minutes, of each split."""
-    found = clocked(repeat(1024), (64, 16), 1, 128, 1, 1.0)
-    assert found.engines == pytest.approx(1.0, abs=0.01) and found.waits > 5_000
+    windows = clocked(repeat(1024), (64, 16), 1, 128, 1, 1.0)
+    assert windows.engines == pytest.approx(1.0, abs=0.01) and windows.waits > 5_000
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -89,6 +89,6 @@ def test_it_is_near_a_finer_model(seed):
     slots every 16 steps, gave 5,433 decode steps a step (60 of them for new weights), .94 and .89 busy."""
     draw = random.Random(seed)
     lengths = (min(16384, max(16, round(draw.lognormvariate(7.313, 1.0)))) for _ in repeat(None))
-    found = clocked(lengths, (64, 16), 2, 512, 4800, 64 * 16 * 2406 / 512)
-    assert found.step == pytest.approx(5373, rel=0.06)
-    assert found.engines == pytest.approx(0.94, abs=0.06) and found.trainer == pytest.approx(0.89, abs=0.06)
+    windows = clocked(lengths, (64, 16), 2, 512, 4800, 64 * 16 * 2406 / 512)
+    assert windows.step == pytest.approx(5373, rel=0.06)
+    assert windows.engines == pytest.approx(0.94, abs=0.06) and windows.trainer == pytest.approx(0.89, abs=0.06)

@@ -75,9 +75,9 @@ def placed(
     make = exchange._buffers
 
     def buffers(side: int) -> list[torch.Tensor]:
-        found = make(side)
-        made.extend((buffer.nbytes, weakref.ref(buffer)) for buffer in found)
-        return found
+        actual = make(side)
+        made.extend((buffer.nbytes, weakref.ref(buffer)) for buffer in actual)
+        return actual
 
     exchange._buffers = buffers
     for version in range(rounds):
@@ -178,18 +178,18 @@ CASES = {  # world, model, trainer, engines, bucket bytes, engine's dtype
 def test_engines_hold_the_trainers_weights(ranks, name):
     world, cfg, trainer, engines, bucket_bytes, dtype = CASES[name]
     job = {"cfg": cfg, "trainer": trainer, "engines": engines, "bucket_bytes": bucket_bytes, "dtype": dtype}
-    told = ranks.run(placed, world=world, rounds=2, **job)
+    results = ranks.run(placed, world=world, rounds=2, **job)
     wanted = truth(cfg, dtype)
-    for rank, found in enumerate(told):
-        assert (found is not None) == (rank in engines.ranks)
-        if found is not None:
-            assert found["checksums"] == wanted and found["version"] == 1
-            assert found["buffers"] <= 4 * max(bucket_bytes, 4096), "two to send, two to receive"
-            assert found["made"] == 2 * found["buffers"] and not found["kept"], "two runs"
+    for rank, result in enumerate(results):
+        assert (result is not None) == (rank in engines.ranks)
+        if result is not None:
+            assert result["checksums"] == wanted and result["version"] == 1
+            assert result["buffers"] <= 4 * max(bucket_bytes, 4096), "two to send, two to receive"
+            assert result["made"] == 2 * result["buffers"] and not result["kept"], "two runs"
             apart = rank not in range(trainer.first, trainer.first + trainer.size)
-            assert (found["copied"] == 0) == apart and (found["received"] > 0 or not apart)
+            assert (result["copied"] == 0) == apart and (result["received"] > 0 or not apart)
     if "nothing" in name:
-        assert all(found["received"] == found["buffers"] == 0 for found in told)
+        assert all(result["received"] == result["buffers"] == 0 for result in results)
 
 
 @pytest.mark.parametrize(

@@ -64,19 +64,19 @@ def both(
 ) -> list[dict]:
     """An engine that gets merged weights and one that gets factors, of the same model, before two changes of the
     adapters and after each: metrics, and all checksums."""
-    model, told = build(cfg, parallel, FAST, dtype=dtype), []
+    model, messages = build(cfg, parallel, FAST, dtype=dtype), []
     engines = {way: engine_for(cfg, tensor, engine_dtype or dtype) for way in ("merged", "factors")}
     refits = {
         way: Refit(model, engine, RefitConfig(bucket_bytes=3000, verify="checksum", adapters=way))
         for way, engine in engines.items()
     }
     for _ in range(3):
-        found = {way: refit() for way, refit in refits.items()}
+        by_name = {way: refit() for way, refit in refits.items()}
         sums = {way: dict(engine.checksums()) for way, engine in engines.items()}
-        told.append({"metrics": found, "checksums": sums, "trainer": refits["factors"].checksums})
+        messages.append({"metrics": by_name, "checksums": sums, "trainer": refits["factors"].checksums})
         shake(model, 0.1)
         model.step_count += 1
-    return told
+    return messages
 
 
 def torn(cfg: ModelConfig, parallel: ParallelConfig, name: str) -> dict:
@@ -85,20 +85,20 @@ def torn(cfg: ModelConfig, parallel: ParallelConfig, name: str) -> dict:
     model = build(cfg, parallel, FAST)
     engine, last = engine_for(cfg, 1, torch.float32), dist.get_rank() == dist.get_world_size() - 1
     refit = Refit(model, engine, RefitConfig(bucket_bytes=3000, verify="checksum", adapters="factors"))
-    found = {"messages": [], "bytes": [], "versions": [], "right": []}
+    by_name = {"messages": [], "bytes": [], "versions": [], "right": []}
 
     def fails() -> None:
         with pytest.raises(RefitError) as caught:
             refit()
-        found["messages"].append(str(caught.value))
+        by_name["messages"].append(str(caught.value))
         if last:
             with pytest.raises(RefitError, match="no complete weights"):
                 engine.generate([[1, 2]], [[0]], None)
-        found["versions"].append(engine.weight_version)
+        by_name["versions"].append(engine.weight_version)
 
     def works() -> None:
-        found["bytes"].append(refit()["refit/bytes"])
-        found["right"].append(dict(engine.checksums()) == refit.checksums)
+        by_name["bytes"].append(refit()["refit/bytes"])
+        by_name["right"].append(dict(engine.checksums()) == refit.checksums)
 
     for _ in range(2):
         engine.refuses = name if last else ""
@@ -115,26 +115,26 @@ def torn(cfg: ModelConfig, parallel: ParallelConfig, name: str) -> dict:
     fails()
     share.weight_view = whole
     works()
-    return found
+    return by_name
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_engine_that_merges_has_the_merged_weights_to_the_bit(ranks, name):
     world, cfg, parallel, tensor, dtype, engine_dtype = CASES[name]
     job = {"cfg": cfg, "parallel": parallel, "tensor": tensor, "dtype": dtype, "engine_dtype": engine_dtype}
-    for told in ranks.run(both, world=world, **job):
-        sums = [turn["checksums"] for turn in told]
-        for turn in told:
+    for results in ranks.run(both, world=world, **job):
+        sums = [turn["checksums"] for turn in results]
+        for turn in results:
             assert turn["checksums"]["factors"] == turn["checksums"]["merged"] == turn["trainer"]
         changed = [name for name, value in sums[1]["merged"].items() if sums[0]["merged"][name] != value]
         assert changed and all("_proj" in name for name in changed), "the test has to tell turns apart"
-        first, *others = [turn["metrics"] for turn in told]
+        first, *others = [turn["metrics"] for turn in results]
         assert first["factors"]["refit/bytes"] > first["merged"]["refit/bytes"] / 2
-        for found in others:
-            wired = {way: metrics["refit/wire_bytes"] for way, metrics in found.items()}
+        for result in others:
+            wired = {way: metrics["refit/wire_bytes"] for way, metrics in result.items()}
             if wired["merged"]:  # else each rank holds what its engine needs of W
                 assert 0 < wired["factors"] < wired["merged"]
-            assert found["factors"]["refit/version"] == found["merged"]["refit/version"]
+            assert result["factors"]["refit/version"] == result["merged"]["refit/version"]
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.o_proj.weight"])
@@ -142,12 +142,12 @@ def test_a_torn_update_is_of_no_use_and_the_next_one_mends_it(ranks, name):
     """Of a matrix with adapters, and of one without. Until a refit has succeeded on every rank the frozen weights
     travel again; from then on factors are enough."""
     one, other = ranks.run(torn, world=2, cfg=SOME, parallel=PP2, name=name)
-    for found in (one, other):
-        assert found["right"] == [True] * 3
-        whole, *later = found["bytes"]
+    for result in (one, other):
+        assert result["right"] == [True] * 3
+        whole, *later = result["bytes"]
         assert later[0] == later[1] < whole / 3
-        *refused, lost = found["messages"]
+        *refused, lost = result["messages"]
         assert refused == ["refit failed on rank 1: no memory left"] * 2
-        told = "did not arrive complete: missing: model.layers.1.mlp.up_proj.lora_B.weight"
-        assert lost.startswith("refit failed on rank 1: ") and lost.endswith(told)
+        message = "did not arrive complete: missing: model.layers.1.mlp.up_proj.lora_B.weight"
+        assert lost.startswith("refit failed on rank 1: ") and lost.endswith(message)
     assert other["versions"] == [-1, 0, 1]

@@ -51,9 +51,9 @@ class Simulation:
         self.held: dict[tuple, dict] = {}
         self.shards: dict[tuple, torch.Tensor] = {}
         width = plan.engine.tensor
-        for place, rank in enumerate(plan.engine.ranks):
+        for index, rank in enumerate(plan.engine.ranks):
             for tensor in self.tensors:
-                start, stop = tensor.interval(width, place % width)
+                start, stop = tensor.interval(width, index % width)
                 shape = list(tensor.shape)
                 shape[tensor.axis] = stop - start
                 self.held[rank, tensor.name] = {
@@ -62,8 +62,8 @@ class Simulation:
                     "writes": torch.zeros(shape, dtype=torch.int32),
                 }
 
-    def source(self, rank: int, part) -> torch.Tensor:
-        trainer, tensor = self.plan.trainer, self.tensors[part.tensor]
+    def source(self, rank: int, piece) -> torch.Tensor:
+        trainer, tensor = self.plan.trainer, self.tensors[piece.tensor]
         stage = (rank - trainer.first) // trainer.tensor // trainer.replicas
         assert 0 <= rank - trainer.first < trainer.size and stage in trainer.stages(tensor), "it does not hold that"
         key = rank, tensor.spec.canonical
@@ -71,14 +71,14 @@ class Simulation:
             self.shards[key] = shard_of(tensor.spec, self.cfg, trainer, rank)
         first, _ = tensor.interval(trainer.tensor, trainer.tensor_rank(rank) if tensor.sharded else 0)
         experts = trainer.expert_rank(rank) * (tensor.spec.shape[0] // trainer.expert) if tensor.spec.experts else 0
-        return tensor.view(self.shards[key], first, experts, part.start, part.stop)
+        return tensor.view(self.shards[key], first, experts, piece.start, piece.stop)
 
     def copy(self, source: int, target: int, parts) -> int:
         moved = 0
-        for part in parts:
-            tensor, held = self.tensors[part.tensor], self.held[target, self.tensors[part.tensor].name]
-            block = self.source(source, part)
-            where = tensor.axis, part.start - held["start"], part.stop - part.start
+        for piece in parts:
+            tensor, held = self.tensors[piece.tensor], self.held[target, self.tensors[piece.tensor].name]
+            block = self.source(source, piece)
+            where = tensor.axis, piece.start - held["start"], piece.stop - piece.start
             copy_elements(held["values"].narrow(*where), block)
             held["writes"].narrow(*where).add_(1)
             moved += block.numel() * BYTES
@@ -117,9 +117,9 @@ def test_every_engine_gets_every_element_once(layout):
     simulation = Simulation(cfg, plan)
     simulation.run()
     wanted = full_tensors(cfg)
-    for place, rank in enumerate(engine.ranks):
+    for index, rank in enumerate(engine.ranks):
         for tensor in plan.tensors:
-            start, stop = tensor.interval(engine.tensor, place % engine.tensor)
+            start, stop = tensor.interval(engine.tensor, index % engine.tensor)
             held = simulation.held[rank, tensor.name]
             assert (held["writes"] == 1).all(), (rank, tensor.name)
             assert torch.equal(held["values"], wanted[tensor.name].narrow(tensor.axis, start, stop - start))
@@ -133,8 +133,8 @@ def test_every_engine_gets_every_element_once(layout):
             assert message.bytes <= bucket_bytes or alone
     counted = Counter()
     for parts in plan.owned.values():
-        for part in parts:
-            counted[part.tensor] += (part.stop - part.start) * plan.tensors[part.tensor].entry_numel
+        for piece in parts:
+            counted[piece.tensor] += (piece.stop - piece.start) * plan.tensors[piece.tensor].entry_numel
     assert [counted[i] for i in range(len(plan.tensors))] == [wanted[t.name].numel() for t in plan.tensors]
 
 
@@ -152,19 +152,19 @@ def sent_one_by_one(trainer: TrainerGrid, engine: EngineGrid, tensors) -> tuple[
                 for tensor_rank in range(trainer.tensor)
                 if share in (None, replica % trainer.expert) and (not tensor.sharded or tensor_rank == shard)
             ]
-            for place, target in enumerate(engine.ranks):
-                start, stop = tensor.interval(engine.tensor, place % engine.tensor)
-                part = TensorSpan(number, max(start, low), min(stop, high))
-                if part.start >= part.stop:
+            for index, target in enumerate(engine.ranks):
+                start, stop = tensor.interval(engine.tensor, index % engine.tensor)
+                piece = TensorSpan(number, max(start, low), min(stop, high))
+                if piece.start >= piece.stop:
                     continue
                 if target in ranks:
-                    local[target].append(part)
+                    local[target].append(piece)
                     continue
                 home = trainer.replica_of(target)
                 near = [rank for rank in ranks if home is not None and trainer.replica_of(rank) == home]
                 source = min(near or ranks, key=lambda rank: (load[rank], rank))
-                load[source] += (part.stop - part.start) * tensor.entry_numel
-                wire[source, target].append(part)
+                load[source] += (piece.stop - piece.start) * tensor.entry_numel
+                wire[source, target].append(piece)
     return local, wire
 
 

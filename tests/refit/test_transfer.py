@@ -63,11 +63,11 @@ class Refusing(RolloutEngine):
 @given(st.lists(st.integers(0, 1000)), st.integers(1, 2000))
 def test_buckets(sizes, limit):
     parts = buckets(sizes, limit)
-    assert [i for part in parts for i in part] == list(range(len(sizes)))
-    for part in parts:
-        assert len(part) == 1 or sum(sizes[i] for i in part) <= limit
-    for part, after in pairwise(parts):  # as few as the order allows
-        assert sum(sizes[i] for i in part) + sizes[after[0]] > limit
+    assert [i for piece in parts for i in piece] == list(range(len(sizes)))
+    for piece in parts:
+        assert len(piece) == 1 or sum(sizes[i] for i in piece) <= limit
+    for piece, after in pairwise(parts):  # as few as the order allows
+        assert sum(sizes[i] for i in piece) + sizes[after[0]] > limit
 
 
 def full_weights(cfg, head="lm", outputs=1):

@@ -57,15 +57,15 @@ def follow(
     model, engine = build(cfg, parallel, optim, dtype=dtype), native(cfg, engine_dtype or dtype)
     refit = Refit(model, engine, RefitConfig(bucket_bytes=5000, verify="checksum"))
     rows = batch(cfg)
-    verifier, told = sentinel(model, refit, rows), []
+    verifier, messages = sentinel(model, refit, rows), []
     for round_ in range(steps + 2):
         metrics = refit() | verifier.check()
         real = torch.arange(rows.tokens.shape[1])[None] < rows.lengths[:, None]
         gap = engine.logprobs(rows.tokens, rows.lengths) - Policy(model, BatchConfig()).logprobs(rows)
-        told.append(metrics | {"gap": float((gap * real).abs().max()), "engine": engine.weight_version})
+        messages.append(metrics | {"gap": float((gap * real).abs().max()), "engine": engine.weight_version})
         if round_ < steps:
             one_step(model, rows)
-    return told
+    return messages
 
 
 @pytest.fixture
@@ -77,10 +77,10 @@ def logprobs():
 
 def test_progress_is_a_projection(logprobs):
     current, previous, _ = logprobs
-    for part in (0.0, 0.3, 0.7, 1.0):
-        stale, progress = staleness(previous + part * (current - previous), current, previous)
-        assert progress == pytest.approx(part, abs=1e-5)
-        assert stale == (part < 0.5)
+    for piece in (0.0, 0.3, 0.7, 1.0):
+        stale, progress = staleness(previous + piece * (current - previous), current, previous)
+        assert progress == pytest.approx(piece, abs=1e-5)
+        assert stale == (piece < 0.5)
 
 
 def test_noise_changes_no_verdict(logprobs):
@@ -115,12 +115,12 @@ def test_the_verdict_is_withheld_without_power(logprobs):
 )
 @on_ranks()
 def test_a_refitted_engine_passes(world, parallel, dtype, name):
-    told = follow(MOE if name == "qwen3_moe" else MODELS[name], parallel, dtype, SMALL, steps=3)
-    assert [t["engine"] for t in told] == [t["refit/version"] for t in told] == [0, 1, 2, 3, 3]
-    assert told[-1]["refit/sentinel_progress"] == 1.0  # no step: nothing to compare
-    assert told[-1]["refit/bytes"] == 0, "no step: the engine holds these very weights"
-    assert all(t["refit/bytes"] > 0 and t["refit/gb_per_s"] > 0 for t in told[:-1])
-    for t in told:
+    reported = follow(MOE if name == "qwen3_moe" else MODELS[name], parallel, dtype, SMALL, steps=3)
+    assert [t["engine"] for t in reported] == [t["refit/version"] for t in reported] == [0, 1, 2, 3, 3]
+    assert reported[-1]["refit/sentinel_progress"] == 1.0  # no step: nothing to compare
+    assert reported[-1]["refit/bytes"] == 0, "no step: the engine holds these very weights"
+    assert all(t["refit/bytes"] > 0 and t["refit/gb_per_s"] > 0 for t in reported[:-1])
+    for t in reported:
         assert t["refit/seconds"] > 0
         if dtype == torch.float32:
             assert t["gap"] <= 1e-4 and abs(t["refit/sentinel_progress"] - 1) < 0.05
@@ -152,9 +152,9 @@ def test_one_missed_step_is_caught(world, parallel, dtype, verify):
 @on_ranks(1)
 def test_an_engine_in_another_dtype_passes():
     """Its hashes are of the weights as it holds them, its tolerance is that of its own dtype."""
-    told = follow(LLAMA, ONE, torch.float32, OptimConfig(lr=1e-2), steps=2, engine_dtype=torch.bfloat16)
-    assert [t["engine"] for t in told] == [0, 1, 2, 2]
-    assert all(1e-4 < t["refit/sentinel_error"] < 0.05 for t in told)
+    reported = follow(LLAMA, ONE, torch.float32, OptimConfig(lr=1e-2), steps=2, engine_dtype=torch.bfloat16)
+    assert [t["engine"] for t in reported] == [0, 1, 2, 2]
+    assert all(1e-4 < t["refit/sentinel_error"] < 0.05 for t in reported)
 
 
 @on_ranks(1)
@@ -214,22 +214,22 @@ class Bigram(RolloutEngine):
         return values + self.noise * torch.randn(values.shape, generator=self.rounding)
 
     def logprobs(self, tokens, lengths, temperature=1.0):
-        found = torch.zeros(tokens.shape)
-        found[:, 1:] = self.weights.log_softmax(-1)[tokens[:, :-1], tokens[:, 1:]]
-        return self.rounded(found)
+        actual = torch.zeros(tokens.shape)
+        actual[:, 1:] = self.weights.log_softmax(-1)[tokens[:, :-1], tokens[:, 1:]]
+        return self.rounded(actual)
 
     def decoded(self, tokens, lengths, count):
         last = tokens.gather(1, lengths[:, None] - 1)[:, 0]
-        out, found = [], []
+        out, results = [], []
         for _ in range(count):
             best = self.rounded(self.steps.log_softmax(-1)[last]).max(-1)
             last = best.indices
             out.append(last)
-            found.append(best.values)
-        return torch.stack(out, 1), torch.stack(found, 1)
+            results.append(best.values)
+        return torch.stack(out, 1), torch.stack(results, 1)
 
 
-def bigrams(step=0.02, noise=0.0, seed=0, **more):
+def bigrams(step=0.02, noise=0.0, seed=0, **settings):
     """A verifier of such a pair, the pair, and what makes a step of the trainer."""
     generator = torch.Generator().manual_seed(seed)
     weights = 2 * torch.randn(40, 40, generator=generator)
@@ -237,7 +237,7 @@ def bigrams(step=0.02, noise=0.0, seed=0, **more):
     model = SimpleNamespace(step_count=0, dtype=torch.float32)
     refit = SimpleNamespace(engine=engine, config=RefitConfig(tolerance=9.0), model=model, checksums={})
     tokens = torch.randint(0, 40, (6, 9), generator=generator)
-    verifier = Verifier(refit, tokens, torch.tensor([9, 4, 2, 9, 7, 5]), trainer.logprobs, decoded=8, **more)
+    verifier = Verifier(refit, tokens, torch.tensor([9, 4, 2, 9, 7, 5]), trainer.logprobs, decoded=8, **settings)
 
     def advance(stale=False):
         trainer.weights = trainer.weights + step * torch.randn(40, 40, generator=generator)
@@ -256,8 +256,8 @@ def test_decode_steps_with_old_weights_are_caught_while_scores_are_right(step, n
     verifier.check()
     for _ in range(2):
         advance()
-        told = verifier.check()
-        assert told["refit/sentinel_progress"] > 0.5 and told["refit/sentinel_error"] < 9
+        reported = verifier.check()
+        assert reported["refit/sentinel_progress"] > 0.5 and reported["refit/sentinel_error"] < 9
     advance(stale=True)
     with pytest.raises(RefitError, match="sentinel, generated tokens: nearer to the previous weights") as caught:
         verifier.check()

@@ -47,14 +47,14 @@ def cases() -> list[Case]:
     """Pairs of a family and a layout with the next stage in turn; then the pairs with a stage that this leaves out."""
     stages, layouts = sorted(STAGES), {**LAYOUTS, **MORE}
     pairs = [(f, name) for f, name in product(FAMILIES, layouts) if name in LAYOUTS or f in EXPERTS]
-    found = [(stages[i % len(stages)], *pair) for i, pair in enumerate(pairs)]
+    results = [(stages[i % len(stages)], *pair) for i, pair in enumerate(pairs)]
     for stage, layout in product(stages, layouts):
-        if not any(case[::2] == (stage, layout) for case in found):
-            found.append((stage, EXPERTS[len(found) % len(EXPERTS)], layout))
+        if not any(case[::2] == (stage, layout) for case in results):
+            results.append((stage, EXPERTS[len(results) % len(EXPERTS)], layout))
     for stage, family in product(stages, FAMILIES):
-        if not any(case[:2] == (stage, family) for case in found):
-            found.append((stage, family, list(LAYOUTS)[len(found) % len(LAYOUTS)]))
-    return found
+        if not any(case[:2] == (stage, family) for case in results):
+            results.append((stage, family, list(LAYOUTS)[len(results) % len(LAYOUTS)]))
+    return results
 
 
 def overrides(stage: str, family: str, layout: str) -> list[str]:
@@ -63,7 +63,7 @@ def overrides(stage: str, family: str, layout: str) -> list[str]:
 
 
 def rehearsed(chosen: list[Case], folder: Path, gpus: int = 8) -> dict[Case, Rehearsal]:
-    found, jobs = {}, {}
+    results, jobs = {}, {}
     for number, case in enumerate(chosen):
         jobs[case] = cases_of(compose(overrides(*case)), gpus, "stages", folder / str(number))
     outs = {case["out"]: name for name, (_, ranks) in jobs.items() for case in ranks}
@@ -71,8 +71,8 @@ def rehearsed(chosen: list[Case], folder: Path, gpus: int = 8) -> dict[Case, Reh
     records = dict(zip((case["out"] for case in every), run(every, "h100", folder), strict=True))
     for name, (ready, _) in jobs.items():
         own = {record["rank"]: record for out, record in records.items() if outs[out] == name}
-        found[name] = Rehearsal(ready, gpus, find_device("h100"), own, 0.0)
-    return found
+        results[name] = Rehearsal(ready, gpus, find_device("h100"), own, 0.0)
+    return results
 
 
 if __name__ == "__main__":

@@ -14,23 +14,23 @@ def cfg():
 
 
 def test_stages_has_one_rank_of_each_and_they_are_one_pipeline(cfg):
-    found = chosen("stages", cfg, 64)
-    assert sorted(found) == [0, 16, 32, 48]
-    assert sorted(stage_of(rank, cfg, 64) for rank in found) == [0, 1, 2, 3]
+    actual = chosen("stages", cfg, 64)
+    assert sorted(actual) == [0, 16, 32, 48]
+    assert sorted(stage_of(rank, cfg, 64) for rank in actual) == [0, 1, 2, 3]
 
 
 def test_who_is_listened_to_comes_first(cfg):
     assert chosen("3,17", cfg, 64) == [49, 51, 3, 17]
     for which in ("stages", "all-distinct"):
-        found = chosen(which, cfg, 64)
-        peers = [heard_by(rank, cfg, 64) for rank in found]
-        assert all(found.index(peer) <= place for place, peer in enumerate(peers))
+        actual = chosen(which, cfg, 64)
+        peers = [heard_by(rank, cfg, 64) for rank in actual]
+        assert all(actual.index(peer) <= index for index, peer in enumerate(peers))
 
 
 def test_all_distinct_has_the_first_and_the_last_of_every_group(cfg):
-    found = chosen("all-distinct", cfg, 64)
-    assert len(found) == 4 * 2 * 2 * 2
-    assert {0, 1, 2, 3, 12, 15, 63} <= set(found)
+    actual = chosen("all-distinct", cfg, 64)
+    assert len(actual) == 4 * 2 * 2 * 2
+    assert {0, 1, 2, 3, 12, 15, 63} <= set(actual)
 
 
 def test_ranks_that_only_generate_come_after_rank_0(cfg):
@@ -61,25 +61,25 @@ def test_equal_sequences_are_no_mismatch():
 
 
 def test_the_first_difference_is_named_with_both_sides():
-    (found,) = mismatches({0: record("axb"), 4: record("ayb")})
-    assert (found["group"], found["number"]) == ("pp", 1)
-    assert [(side["rank"], side["call"], side["stack"]) for side in found["calls"]] == [
+    (mismatch,) = mismatches({0: record("axb"), 4: record("ayb")})
+    assert (mismatch["group"], mismatch["number"]) == ("pp", 1)
+    assert [(side["rank"], side["call"], side["stack"]) for side in mismatch["calls"]] == [
         (0, "x", "at x"),
         (4, "y", "at y"),
     ]
 
 
 def test_of_a_rank_that_calls_no_more_the_last_call_is_named():
-    (found,) = mismatches({0: record("ab"), 4: record("abc")})
-    silent = found["calls"][0]
-    assert found["number"] == 2 and (silent["call"], silent["stack"]) == ("no further call", "after at b")
+    (mismatch,) = mismatches({0: record("ab"), 4: record("abc")})
+    silent = mismatch["calls"][0]
+    assert mismatch["number"] == 2 and (silent["call"], silent["stack"]) == ("no further call", "after at b")
 
 
 def test_a_rank_that_never_calls_is_a_mismatch():
     silent = record("")
     silent["sequences"] = {}
-    (found,) = mismatches({0: record("a"), 4: silent})
-    assert found["calls"][1]["call"] == "no further call"
+    (mismatch,) = mismatches({0: record("a"), 4: silent})
+    assert mismatch["calls"][1]["call"] == "no further call"
 
 
 def test_a_rank_that_failed_is_not_compared():

@@ -11,21 +11,21 @@ CHOSEN = [case for number, case in enumerate(cases()) if number % 5 < 2]
 
 @pytest.mark.slow
 def test_no_fault_and_memory_as_planned(tmp_path):
-    for case, found in rehearsed(CHOSEN, tmp_path).items():
-        assert found.faults == [] and not found.one_by_one, case
-        for rank, phases in found.planned.items():
+    for case, result in rehearsed(CHOSEN, tmp_path).items():
+        assert result.faults == [] and not result.one_by_one, case
+        for rank, phases in result.planned.items():
             for phase, size in phases.items():
-                there = found.records[rank]["phases"].get(phase)
+                there = result.records[rank]["phases"].get(phase)
                 if there:
                     assert size == pytest.approx(there["peak_bytes"], rel=0.1), (case, rank, phase)
 
 
 def test_the_cases_have_every_pair():
-    found = cases()
-    assert {case[:2] for case in found} == {(stage, family) for stage in STAGES for family in FAMILIES}
-    assert {case[::2] for case in found} == {(stage, layout) for stage in STAGES for layout in {**LAYOUTS, **MORE}}
+    actual = cases()
+    assert {case[:2] for case in actual} == {(stage, family) for stage in STAGES for family in FAMILIES}
+    assert {case[::2] for case in actual} == {(stage, layout) for stage in STAGES for layout in {**LAYOUTS, **MORE}}
     pairs = {(family, layout) for family in FAMILIES for layout in LAYOUTS}
-    assert {case[1:] for case in found} == pairs | {(family, layout) for family in EXPERTS for layout in MORE}
+    assert {case[1:] for case in actual} == pairs | {(family, layout) for family in EXPERTS for layout in MORE}
 
 
 def test_what_is_chosen_has_each_beside_several_others():

@@ -57,16 +57,16 @@ GPUS, STEPS = 8, 2
 
 @pytest.mark.slow
 def test_a_plan_has_the_memory_and_the_messages_of_the_code(tmp_path):
-    configs = {name: compose([*more, "model.num_layers=4"]) for name, more in CASES.items()}
+    configs = {name: compose([*overrides, "model.num_layers=4"]) for name, overrides in CASES.items()}
     jobs = {name: cases_of(cfg, GPUS, "stages", tmp_path / name) for name, cfg in configs.items()}
     records = iter(run([case for _, cases in jobs.values() for case in cases], "h100", tmp_path))
     for name, (cfg, cases) in jobs.items():
         own = {case["rank"]: next(records) for case in cases}
-        found = Rehearsal(cfg, GPUS, find_device("h100"), own, 0.0)
-        assert not found.faults, name
+        rehearsal = Rehearsal(cfg, GPUS, find_device("h100"), own, 0.0)
+        assert not rehearsal.faults, name
         for rank, record in own.items():
             phases = record["phases"]
-            for phase, planned in found.planned[rank].items():
+            for phase, planned in rehearsal.planned[rank].items():
                 if phase in phases:
                     assert phases[phase]["peak_bytes"] == pytest.approx(planned, rel=0.1), (name, rank, phase)
             if stage_of(rank, cfg, GPUS) is None:
@@ -75,40 +75,40 @@ def test_a_plan_has_the_memory_and_the_messages_of_the_code(tmp_path):
                 own = [ranks for key, ranks in record["groups"].items() if not key.startswith("job")]
                 assert own and all(min(ranks) >= GPUS - cfg.engine.ranks for ranks in own), name
                 continue
-            heard, wanted = _sent(phases["update"]), _planned(found, rank)
+            heard, wanted = _sent(phases["update"]), _planned(rehearsal, rank)
             for kind in KINDS:  # what is smaller are metrics
                 assert heard[kind] == pytest.approx(wanted[kind], rel=1e-3, abs=1e6), (name, rank, kind)
 
 
 @pytest.mark.slow
 def test_a_plan_counts_shared_prompts_once(tmp_path):
-    configs = {name: compose([*more, "model.num_layers=2"]) for name, more in SHARING.items()}
+    configs = {name: compose([*overrides, "model.num_layers=2"]) for name, overrides in SHARING.items()}
     jobs = {name: cases_of(cfg, GPUS, "stages", tmp_path / name) for name, cfg in configs.items()}
     records = iter(run([case for _, cases in jobs.values() for case in cases], "h100", tmp_path))
     for name, (cfg, cases) in jobs.items():
-        found = Rehearsal(cfg, GPUS, find_device("h100"), {case["rank"]: next(records) for case in cases}, 0.0)
-        assert not found.faults and not found.one_by_one, name
-        for rank, record in found.records.items():
+        rehearsal = Rehearsal(cfg, GPUS, find_device("h100"), {case["rank"]: next(records) for case in cases}, 0.0)
+        assert not rehearsal.faults and not rehearsal.one_by_one, name
+        for rank, record in rehearsal.records.items():
             for phase in ("logprobs", "update"):
-                if phase in record["phases"] and phase in found.planned[rank]:
-                    peak, planned = record["phases"][phase]["peak_bytes"], found.planned[rank][phase]
+                if phase in record["phases"] and phase in rehearsal.planned[rank]:
+                    peak, planned = record["phases"][phase]["peak_bytes"], rehearsal.planned[rank][phase]
                     assert planned == pytest.approx(peak, rel=0.05), (name, rank, phase)
-            apart = stage_phases(replace(found.job, share=False), stage_of(rank, cfg, GPUS))["update"]
-            assert sum(apart.values()) > 1.005 * found.planned[rank]["update"], name
+            apart = stage_phases(replace(rehearsal.job, share=False), stage_of(rank, cfg, GPUS))["update"]
+            assert sum(apart.values()) > 1.005 * rehearsal.planned[rank]["update"], name
 
 
 def _sent(phase: dict) -> Counter:
     kinds = {word: kind for kind, words in KINDS.items() for word in words}
-    found: Counter = Counter()
+    results: Counter = Counter()
     for _, word, _, size in phase["collectives"]:
-        found[kinds.get(word, word)] += size / STEPS
-    return found
+        results[kinds.get(word, word)] += size / STEPS
+    return results
 
 
-def _planned(found: Rehearsal, rank: int) -> Counter:
-    rows = job_of(found.cfg, GPUS).rows
-    job = job_of(found.cfg, GPUS, prompt_tokens=rows.prompt_longest, response_tokens=rows.response_longest)
-    stage, (number, tokens) = stage_of(rank, found.cfg, GPUS), job.micro_batches()
+def _planned(actual: Rehearsal, rank: int) -> Counter:
+    rows = job_of(actual.cfg, GPUS).rows
+    job = job_of(actual.cfg, GPUS, prompt_tokens=rows.prompt_longest, response_tokens=rows.response_longest)
+    stage, (number, tokens) = stage_of(rank, actual.cfg, GPUS), job.micro_batches()
     calls = pass_calls(job, job.policy, stage, tokens, backward=True) * number + step_calls(job, job.policy, stage)
     wanted: Counter = Counter()
     for call in calls * job.minibatches * job.epochs:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def rehearsals(tmp_path_factory):
     """A Rehearsal of each plant, all from one process that has imported everything."""
     folder = tmp_path_factory.mktemp("planted")
     jobs = {
@@ -45,27 +45,27 @@ def found(tmp_path_factory):
     return {plant: Rehearsal(ready, 4, find_device("h100"), own[plant], 0.0) for plant, (ready, _) in jobs.items()}
 
 
-def places(found, kind, phase="update"):
-    lists = [record["phases"].get(phase, {kind: []})[kind] for record in found.records.values()]
+def places(rehearsals, kind, phase="update"):
+    lists = [record["phases"].get(phase, {kind: []})[kind] for record in rehearsals.records.values()]
     return {entry[-2] for entries in lists for entry in entries}
 
 
 @pytest.mark.parametrize("plant", ["nothing", "nothing_beside", "collectives", "own_device"])
-def test_honest_programs_have_no_fault(found, plant):
-    assert found[plant].faults == []
+def test_honest_programs_have_no_fault(rehearsals, plant):
+    assert rehearsals[plant].faults == []
 
 
-def test_without_a_plant_nothing_is_listed(found):
-    assert places(found["nothing"], "float64") == set() and not found["nothing"].one_by_one
+def test_without_a_plant_nothing_is_listed(rehearsals):
+    assert places(rehearsals["nothing"], "float64") == set() and not rehearsals["nothing"].one_by_one
 
 
-def test_a_tensor_on_the_cpu(found):
-    (fault,) = found["cpu_tensor"].faults
+def test_a_tensor_on_the_cpu(rehearsals):
+    (fault,) = rehearsals["cpu_tensor"].faults
     assert "rank 2, phase update, aligner/roles/" in fault and "cpu" in fault
 
 
-def test_a_wrong_shape_on_the_last_stage(found):
-    (fault,) = found["wrong_shape"].faults
+def test_a_wrong_shape_on_the_last_stage(rehearsals):
+    (fault,) = rehearsals["wrong_shape"].faults
     assert "rank 2, phase update, aligner/roles/" in fault and "799" in fault
 
 
@@ -82,63 +82,63 @@ def test_a_wrong_shape_on_the_last_stage(found):
         ("no_refill", "generate", "aligner/engines/native/", "cpu"),
     ],
 )
-def test_what_only_a_device_would_refuse(found, plant, phase, line, text):
-    fault = found[plant].faults[0]
+def test_what_only_a_device_would_refuse(rehearsals, plant, phase, line, text):
+    fault = rehearsals[plant].faults[0]
     assert f"phase {phase}, {line}" in fault and text in fault
 
 
-def test_a_number_that_is_read_in_a_step(found):
-    more = places(found["item"], "waits") - places(found["nothing"], "waits")
-    (place,) = more
-    assert place.startswith("aligner/roles/")
+def test_a_number_that_is_read_in_a_step(rehearsals):
+    extra = places(rehearsals["item"], "waits") - places(rehearsals["nothing"], "waits")
+    (position,) = extra
+    assert position.startswith("aligner/roles/")
 
 
-def test_float64_left_over(found):
-    forward, backward = sorted(places(found["float64"], "float64"), reverse=True)
+def test_float64_left_over(rehearsals):
+    forward, backward = sorted(places(rehearsals["float64"], "float64"), reverse=True)
     assert forward.startswith("aligner/roles/policy.py") and backward.startswith("aligner/megatron/train.py")
 
 
-def test_a_collective_that_one_stage_skips(found):
-    (mismatch,) = found["skipped"].mismatches
+def test_a_collective_that_one_stage_skips(rehearsals):
+    (mismatch,) = rehearsals["skipped"].mismatches
     assert mismatch["group"].startswith("pp 0..2 ")
     first, second = mismatch["calls"]
     assert first["rank"] == 0 and "allreduce 4 bytes float32 cuda" in first["call"]
     assert "aligner/roles/policy.py" in first["stack"] and second["rank"] == 2
-    assert "group pp 0..2" in found["skipped"].faults[0]
+    assert "group pp 0..2" in rehearsals["skipped"].faults[0]
 
 
-def test_weights_that_one_trainer_does_not_send(found):
-    (mismatch,) = found["skipped_send"].mismatches
+def test_weights_that_one_trainer_does_not_send(rehearsals):
+    (mismatch,) = rehearsals["skipped_send"].mismatches
     assert mismatch["group"] == "job 0 to 2"
     silent, waiting = mismatch["calls"]
     assert (silent["rank"], silent["call"]) == (0, "no further call") and "aligner/refit/transfer.py" in silent["stack"]
     assert waiting["rank"] == 2 and "aligner/refit/serve.py" in waiting["stack"]
 
 
-def test_an_engine_on_a_rank_of_its_own_with_a_tensor_on_the_cpu(found):
-    (fault,) = found["cpu_engine"].faults
+def test_an_engine_on_a_rank_of_its_own_with_a_tensor_on_the_cpu(rehearsals):
+    (fault,) = rehearsals["cpu_engine"].faults
     assert "rank 2, phase refit, aligner/engines/native/" in fault and "cpu" in fault
 
 
-def test_an_engine_on_a_rank_of_its_own_that_refuses_weights(found):
+def test_an_engine_on_a_rank_of_its_own_that_refuses_weights(rehearsals):
     """The rank that generates leaves it to the others to raise, which are not there."""
-    (fault,) = found["refused"].faults
+    (fault,) = rehearsals["refused"].faults
     assert "rank 2, phase refit, aligner/engines/" in fault and "this engine's rank holds" in fault
 
 
-def test_an_engine_beside_the_trainer_that_refuses_weights(found):
-    fault = found["refused_beside"].faults[0]
+def test_an_engine_beside_the_trainer_that_refuses_weights(rehearsals):
+    fault = rehearsals["refused_beside"].faults[0]
     assert "rank 0, phase refit, aligner/engines/" in fault and "this engine's rank holds" in fault
 
 
-def test_a_tensor_for_each_token(found):
-    lines = [line.split() for line in found["per_token"].one_by_one]
-    assert {(phase, place.partition(":")[0]) for phase, place, *_ in lines} == {
+def test_a_tensor_for_each_token(rehearsals):
+    lines = [line.split() for line in rehearsals["per_token"].one_by_one]
+    assert {(phase, position.partition(":")[0]) for phase, position, *_ in lines} == {
         ("update", "aligner/roles/policy.py"),
         ("update", "aligner/megatron/train.py"),
     }
 
 
-def test_what_the_engine_keeps_of_each_token(found):
-    faults = found["grows"].faults
+def test_what_the_engine_keeps_of_each_token(rehearsals):
+    faults = rehearsals["grows"].faults
     assert faults and all("step of the engine" in fault and "aligner/engines/native/" in fault for fault in faults)

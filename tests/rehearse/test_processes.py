@@ -19,15 +19,15 @@ COMMAND += ["model.vocab_size=320", "parallel.pipeline=2", "batch.sequences=64",
 
 def started(mark):
     """Command lines of living processes with this in their environment."""
-    found = {}
+    results = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             alive = (folder / "stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
             if alive and f"MARK={mark}\0".encode() in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().decode()
+                results[int(folder.name)] = (folder / "cmdline").read_bytes().decode()
         except OSError:
             pass
-    return found
+    return results
 
 
 def wait_until(true):

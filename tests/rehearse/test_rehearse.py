@@ -13,9 +13,9 @@ TINY = ["model=tiny", "model.vocab_size=320", "parallel.pipeline=2"]
 def test_a_pipeline_without_faults(tmp_path, capsys):
     out = tmp_path / "found.json"
     assert main(["rehearse", "--gpus", "4", "--json", str(out), "stage=dpo", "data.eval=x.jsonl", *TINY]) == 0
-    found = json.loads(out.read_text())
-    assert found["faults"] == [] and sorted(found["ranks"]) == ["0", "2"]
-    first, last = (found["ranks"][rank]["phases"] for rank in ("0", "2"))
+    content = json.loads(out.read_text())
+    assert content["faults"] == [] and sorted(content["ranks"]) == ["0", "2"]
+    first, last = (content["ranks"][rank]["phases"] for rank in ("0", "2"))
     for phases in (first, last):
         assert {"build", "load", "logprobs", "update", "eval", "save", "export"} <= set(phases)
         held = phases["update"]["held"]

@@ -29,13 +29,13 @@ def test_every_micro_batch_is_run_or_counted(stages):
 
 @pytest.mark.slow
 def test_all_numbers_are_those_of_the_whole_job(tmp_path, monkeypatch):
-    found = []
+    results = []
     for program in ("aligner.rehearse.rank", "tests.rehearse.unshortened"):
         monkeypatch.setattr(command, "PROGRAM", program)
         folder = tmp_path / program
         jobs = [command.cases_of(compose([*job, *SMALL]), 4, "stages", folder / name) for name, job in JOBS.items()]
-        found.append(command.run([case for _, cases in jobs for case in cases], "h100", folder))
-    for short, whole in zip(*found, strict=True):
+        results.append(command.run([case for _, cases in jobs for case in cases], "h100", folder))
+    for short, whole in zip(*results, strict=True):
         assert not short["errors"] and not whole["errors"]
         assert short["phases"].keys() == whole["phases"].keys()
         for name, phase in whole["phases"].items():
@@ -47,5 +47,5 @@ def test_all_numbers_are_those_of_the_whole_job(tmp_path, monkeypatch):
                     for side in (other[kind], phase[kind])
                 ]
                 assert sides[0] == sides[1], (name, kind)
-    calls = [sum(len(each) for record in records for each in record["sequences"].values()) for records in found]
+    calls = [sum(len(each) for record in records for each in record["sequences"].values()) for records in results]
     assert calls[0] < 0.6 * calls[1]  # it was shorter

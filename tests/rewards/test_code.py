@@ -122,8 +122,8 @@ def test_all_or_none_and_answers_without_a_program():
     reward = Code(all_or_none=True)
     assert scored(reward, "n = int(input())\nprint(2 * n if n < 4 else 0)", **STREAMS) == (0.0, "wrong")
     assert scored(reward, "print(2 * int(input()))", **STREAMS) == (1.0, "passed")
-    said = Sample(Prompt(0, (1,), "", ONE), 0, "print(42)", (1,), True)
-    assert reward([said]) == [0.0] and reward.take_counts()["no_code"] == (1.0, 1.0)
+    answer = Sample(Prompt(0, (1,), "", ONE), 0, "print(42)", (1,), True)
+    assert reward([answer]) == [0.0] and reward.take_counts()["no_code"] == (1.0, 1.0)
     assert reward([sample("print(42)", tests=None)]) == [None]
     blocks = "```\na\n```\ntext\n```py\nb\n```\n```text\nc\n```\n```python\nnot closed"
     assert programs(blocks) == ["b\n"] and programs("```python\nx") == []
@@ -182,8 +182,8 @@ def test_whole_numbers_may_have_many_digits(reward, text):
     ],
 )
 def test_rows_without_tests_are_named_before_training(reward, fields, words):
-    found = reward.unreadable([Prompt(0, (1,), "", ONE), Prompt(1, (1,), "", fields)])
-    assert list(found) == [1] and words in found[1]
+    actual = reward.unreadable([Prompt(0, (1,), "", ONE), Prompt(1, (1,), "", fields)])
+    assert list(actual) == [1] and words in actual[1]
     with pytest.raises(RewardError):
         reward([sample("print(1)", **fields)])
 

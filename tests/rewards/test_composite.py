@@ -117,15 +117,15 @@ def test_scores_that_were_begun_early_are_not_asked_for_again():
         asked["whole"].append([s.response for s in samples])
         return [10.0 * s.prompt.fields["v"] for s in samples]
 
-    found, rewards = samples(range(6)), pipeline([(custom(whole, "whole"), 1.0), (per_sample(each), 1.0)], workers=1)
-    early = {place: rewards.score_early(found[place]) for place in (4, 1)}
-    components = rewards.functions(found, early)
-    assert components == rewards.functions(found)
+    batch, rewards = samples(range(6)), pipeline([(custom(whole, "whole"), 1.0), (per_sample(each), 1.0)], workers=1)
+    early = {index: rewards.score_early(batch[index]) for index in (4, 1)}
+    components = rewards.functions(batch, early)
+    assert components == rewards.functions(batch)
     assert components == {"whole": [10.0 * v for v in range(6)], "each": list(range(6))}
     assert asked["each"] == [["4"], ["1"], ["0", "2", "3", "5"], [str(v) for v in range(6)]]
     assert asked["whole"] == [[str(v) for v in range(6)]] * 2
-    every = {place: rewards.score_early(sample) for place, sample in enumerate(found)}
-    assert rewards.functions(found, every) == components
+    every = {index: rewards.score_early(sample) for index, sample in enumerate(batch)}
+    assert rewards.functions(batch, every) == components
 
 
 def test_only_functions_of_single_samples_begin_early():
@@ -143,15 +143,15 @@ def test_what_goes_wrong_early_is_told_with_the_batch():
         release.wait(120)
         return [0.0]
 
-    found = samples(range(3))
+    batch = samples(range(3))
     rewards = pipeline([(per_sample(each), 1.0)], timeout_s=0.2, workers=3)
-    broken = {2: rewards.score_early(found[2])}
+    broken = {2: rewards.score_early(batch[2])}
     wait(broken[2].values())
     with pytest.raises(RewardError, match=r"`each`.*sample 0, response '2'.*KeyError"):
-        rewards.functions(found, broken)
-    slow = {place: rewards.score_early(found[place]) for place in (0, 1)}
+        rewards.functions(batch, broken)
+    slow = {index: rewards.score_early(batch[index]) for index in (0, 1)}
     with pytest.raises(RewardError, match=r"`each` still running with 2 of 2 samples pending.*reward\.timeout_s=0\.2"):
-        rewards.functions(found[:2], slow)
+        rewards.functions(batch[:2], slow)
     release.set()
 
 
@@ -244,7 +244,7 @@ def test_a_function_that_bounds_its_samples_is_waited_for_and_holds_up_no_other(
     own_limit.bounded = True
     rewards = pipeline([(per_sample(own_limit, "own"), 1.0), (custom(other, "other"), 1.0)], workers=2, timeout_s=0.2)
     batch = samples(range(6))
-    early = {place: rewards.score_early(batch[place]) for place in range(3)}
+    early = {index: rewards.score_early(batch[index]) for index in range(3)}
     assert rewards.functions(batch, early) == {"own": [3.0] * 6, "other": [1.0] * 6}
     assert len(others) == 6 and rewards.take_late() == {}
 
@@ -381,10 +381,10 @@ def test_merged_over_ranks_equals_the_whole_batch(batches, cut):
     single.close()
 
     def one_rank(rank, reduce):
-        mine = pipeline([(column("v"), 1.0)], reduce, normalize=True, clip=1.5)
+        own = pipeline([(column("v"), 1.0)], reduce, normalize=True, clip=1.5)
         parts = [batch[:cut] if rank == 0 else batch[cut:] for batch in batches]
-        totals = [mine.score(samples(part)).total for part in parts]
-        mine.close()
+        totals = [own.score(samples(share)).total for share in parts]
+        own.close()
         return totals
 
     first, second = Ranks(2).run(one_rank)
@@ -432,15 +432,15 @@ def test_state_resumes():
 @given(st.lists(st.one_of(st.none(), st.floats(-100, 100)), min_size=2, max_size=12), st.integers(1, 11))
 def test_metrics_reduced_over_ranks_are_those_of_all_samples(values, cut):
     it = pipeline([(column("v", scale=3.0), 0.5)])
-    parts = [it.score(samples(part)) for part in (values[:cut], values[cut:])]
+    parts = [it.score(samples(share)) for share in (values[:cut], values[cut:])]
     it.close()
-    sums = [part.metric_sums() for part in parts]
+    sums = [share.metric_sums() for share in parts]
     reduced = {}
     for name in sums[0]:
         top, bottom = (sum(s[name][i] for s in sums) for i in (0, 1))
         reduced[name] = top / bottom if bottom else math.nan
     for name in ("reward/max", "reward/negative_min"):
-        reduced[name] = max(part.metric_maxima()[name] for part in parts)
+        reduced[name] = max(share.metric_maxima()[name] for share in parts)
     metrics = finish_metrics(reduced)
     known = [1.5 * v for v in values if v is not None]
     assert metrics["reward/invalid"] == pytest.approx(1 - len(known) / len(values))

@@ -43,10 +43,10 @@ def says(text):
     return lambda body: (200, {"choices": [{"message": {"content": text(body["messages"][0]["content"])}}]})
 
 
-def judge(server, endpoint=None, **more):
+def judge(server, endpoint=None, **settings):
     at = {"base_url": f"{server.base_url}/v1/", "model": "big", "retries": 0}
     return EndpointJudge(
-        JudgeConfig(**{"question": "{response}", **more}, endpoint=EndpointConfig(**at | (endpoint or {})))
+        JudgeConfig(**{"question": "{response}", **settings}, endpoint=EndpointConfig(**at | (endpoint or {})))
     )
 
 
@@ -114,10 +114,10 @@ def test_what_fails_is_nan_and_no_tie(server):
     assert (good, also) == (0.5, 0.5) and math.isnan(bad) and "HTTP 500" in one.failure()
     server.reply = lambda body: (200, {"choices": []})
     assert math.isnan(judge(server)(samples("x"))[0])
-    server.more = {"Content-Encoding": "gzip"}
+    server.reply_headers = {"Content-Encoding": "gzip"}
     assert math.isnan(judge(server)(samples("x"))[0])
     here, ended = threading.Event(), threading.Event()
-    server.more, server.reply = {}, lambda body: (here.set() or (ended.wait(120) and 200), {})
+    server.reply_headers, server.reply = {}, lambda body: (here.set() or (ended.wait(120) and 200), {})
     late = judge(server, {"timeout_s": 0.2})
     assert math.isnan(late(samples("x"))[0]) and late.take_counts()["timeout"] == (1.0, 1.0)
     assert here.wait(120)  # else it would count among the next ones
@@ -148,7 +148,7 @@ def test_a_server_may_say_when_to_come_again(server, clock):
     def reply(body):
         return (429, {}) if len(server.bodies) == 1 else says(lambda text: "10")(body)
 
-    server.reply, server.more = reply, {"Retry-After": "7"}
+    server.reply, server.reply_headers = reply, {"Retry-After": "7"}
     assert judge(server, {"retries": 1})(samples("a")) == [1.0] and clock.now == 7
 
 
@@ -169,8 +169,8 @@ def test_answers_are_read_before_anyone_is_asked(server, tmp_path):
     scores, counts = first.functions(asked)["judge"], first.take_late()
     assert len(server.bodies) == 6 and scores[0] != scores[1] and math.isnan(scores[2])
     again = pipeline()
-    found = again.functions(asked)["judge"]
-    assert found[:2] == scores[:2] and math.isnan(found[2]) and again.take_late() == counts
+    actual = again.functions(asked)["judge"]
+    assert actual[:2] == scores[:2] and math.isnan(actual[2]) and again.take_late() == counts
     assert len(server.bodies) == 6
     again.forget_failures()
     assert pipeline().functions(asked)["judge"][:2] == scores[:2] and len(server.bodies) == 8
@@ -258,17 +258,17 @@ def short_rest(monkeypatch):
 def test_a_killed_run_goes_on_with_the_scores_that_it_was_given(tiny_data, tmp_path, server):
     """Scores and grades are other ones each time, some fail. What a resumed run is made of is in its log: a run that
     reads all of it is the same to the last bit. No file has a key."""
-    more = [*SMALL, *scored_by(server.base_url)]
+    overrides = [*SMALL, *scored_by(server.base_url)]
     with patch("aligner.answers.AnswerLog.drop"):  # `again` goes through all of them, which has no checkpoint
         with pytest.raises(stages.PowerCut), stages.power_cut_in_update(2):
-            stages.stage("grpo", tiny_data, tmp_path / "killed", *more)
+            stages.stage("grpo", tiny_data, tmp_path / "killed", *overrides)
         asked = len(server.bodies)
-        killed = stages.stage("grpo", tiny_data, tmp_path / "killed", *more)
+        killed = stages.stage("grpo", tiny_data, tmp_path / "killed", *overrides)
     assert len(server.bodies) < asked * 2  # the second rollout's were there
     shutil.copytree(killed / "answers", tmp_path / "again" / "answers")
-    again = stages.stage("grpo", tiny_data, tmp_path / "again", *more)
+    again = stages.stage("grpo", tiny_data, tmp_path / "again", *overrides)
     assert stages.same_weights(killed, again) and not stages.differences(killed, again)
-    other = stages.stage("grpo", tiny_data, tmp_path / "other", *more)
+    other = stages.stage("grpo", tiny_data, tmp_path / "other", *overrides)
     assert stages.differences(killed, other)
     used = {headers.get("Authorization", "").removeprefix("Bearer ") for headers in server.headers}
     assert used == set(KEYS.values())
@@ -289,15 +289,15 @@ def test_a_server_that_breaks_stops_the_run_which_goes_on_when_it_is_mended(tiny
         return (200, 0.5) if "messages" not in body else says(lambda text: "5")(body)
 
     server.reply = reply
-    more = [*SMALL, *scored_by(server.base_url), "reward.max_invalid_fraction=0.02"]
+    overrides = [*SMALL, *scored_by(server.base_url), "reward.max_invalid_fraction=0.02"]
     with pytest.raises(
         RewardError, match=r"could not be scored: expected at most reward.max_invalid_fraction=0.02"
     ) as caught:
-        stages.stage("grpo", tiny_data, tmp_path / "run", *more)
+        stages.stage("grpo", tiny_data, tmp_path / "run", *overrides)
     assert "`judge`: " in str(caught.value) and KEYS["JUDGE_KEY"] not in str(caught.value)
     saved = stages.checkpoints(tmp_path / "run")
     assert saved and saved[-1] < 3
     server.reply = lambda body: (200, 0.5) if "messages" not in body else says(lambda text: "5")(body)
-    run = stages.stage("grpo", tiny_data, tmp_path / "run", *more)
+    run = stages.stage("grpo", tiny_data, tmp_path / "run", *overrides)
     assert [record["step"] for record in stages.records(run)] == [1, 2, 3]
     assert not any(key.encode() in p.read_bytes() for p in run.rglob("*") if p.is_file() for key in KEYS.values())

@@ -31,7 +31,7 @@ def samples(*groups):
     ]
 
 
-def judge(reply, kind="grade", question=GRADE, **more):
+def judge(reply, kind="grade", question=GRADE, **settings):
     """With `reply(question)`; and the questions that it was asked."""
     heard = []
 
@@ -40,7 +40,7 @@ def judge(reply, kind="grade", question=GRADE, **more):
         heard.extend(question.text for question in questions)
         return [reply(question.text) for question in questions]
 
-    return Judge(JudgeConfig(kind=kind, question=question, **more), ask), heard
+    return Judge(JudgeConfig(kind=kind, question=question, **settings), ask), heard
 
 
 def test_a_grade_is_the_last_number_of_the_reply():
@@ -113,24 +113,24 @@ def test_the_runs_own_engine_replies(tiny_data, tiny_runs, tmp_path, monkeypatch
     call, heard = EngineReplies.__call__, []
 
     def listening(self, questions, tokens):
-        found = call(self, questions, tokens)
+        actual = call(self, questions, tokens)
         text = [{"role": "user", "content": questions[0].text}]
         row = self.tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False)
         again = ""
-        if found[0] is not None:
+        if actual[0] is not None:
             own = self.engine().generate([tuple(row)], [[5]], SamplingParams(tokens, 0.0))
             again = self.tokenizer.decode(own.tokens[0, : own.lengths[0]])
-        heard.append((questions, found, again))
-        return found
+        heard.append((questions, actual, again))
+        return actual
 
     monkeypatch.setattr(EngineReplies, "__call__", listening)
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=1", "run.export=false", "checkpoint.final=false"]
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=1", "run.export=false", "checkpoint.final=false"]
     judges = (
         "{name: pairs, kind: pairwise, question: '{first}{second}:', max_tokens: 3}",
         "{question: 'good {response} {prompt}', max_tokens: 3, weight: 0.5}",
         f"{{name: long, question: '{{response}} {'more than fits ' * 5}', max_tokens: 3}}",
     )
-    run = stages.stage("grpo", tiny_data, tmp_path / "run", *more, f"reward.judges=[{', '.join(judges)}]")
+    run = stages.stage("grpo", tiny_data, tmp_path / "run", *overrides, f"reward.judges=[{', '.join(judges)}]")
     record = stages.records(run)[0]
     assert record["reward/pairs/mean"] == pytest.approx(0.5)  # of two, what one wins the other loses
     assert record["reward/long/unread"] == 1 and 0 <= record["reward/judge/unread"] <= 1
@@ -153,28 +153,28 @@ def test_a_judge_with_weights_of_its_own(tiny_data, tiny_runs, tmp_path, monkeyp
     monkeypatch.setattr(EngineReplies, "__call__", listening)
     questions = "kind: pairwise, question: 'say {first}{second}:', max_tokens: 3"
     judges = f"{{model: {tiny_runs['sft']}, {questions}}}, {{name: same, model: {tiny_runs['sft']}, {questions}}}"
-    more = ["model.init=random", "run.steps=2", "checkpoint.every=1", f"reward.judges=[{judges}]"]
-    whole = stages.stage("grpo", tiny_data, tmp_path / "whole", *more)
+    overrides = ["model.init=random", "run.steps=2", "checkpoint.every=1", f"reward.judges=[{judges}]"]
+    whole = stages.stage("grpo", tiny_data, tmp_path / "whole", *overrides)
     asked, engine = heard[0][0], heard[0][0].engine()
     assert {id(one) for one, _ in heard} == {id(asked)}  # loaded once
     assert engine.weight_version == 0 and engine.held_bytes()["cache"] == 0  # never refit; asleep
     alone = engine_from_folder(tiny_runs["sft"] / "hf", EngineConfig(), device="cpu", dtype=torch.float32, pad_id=0)
-    said = {question: reply for _, found in heard for question, reply in found.items()}
-    for question in list(said)[::9]:
+    answer = {question: reply for _, result in heard for question, reply in result.items()}
+    for question in list(answer)[::9]:
         text = [{"role": "user", "content": question}]
         row = asked.tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False)
         own = alone.generate([row], [[0]], SamplingParams(3, 0.0, stop_token_ids=stop_token_ids(asked.tokenizer)))
-        assert decode_responses(asked.tokenizer, own.tokens, own.lengths) == [said[question]]
-    assert len(set(said.values())) > 1
-    more += ["memory.offload=[weights]"]
+        assert decode_responses(asked.tokenizer, own.tokens, own.lengths) == [answer[question]]
+    assert len(set(answer.values())) > 1
+    overrides += ["memory.offload=[weights]"]
     with stages.power_cut_in_update(2), pytest.raises(stages.PowerCut):
-        stages.stage("grpo", tiny_data, tmp_path / "cut", *more)
-    cut = stages.stage("grpo", tiny_data, tmp_path / "cut", *more, "run.resume=auto")
+        stages.stage("grpo", tiny_data, tmp_path / "cut", *overrides)
+    cut = stages.stage("grpo", tiny_data, tmp_path / "cut", *overrides, "run.resume=auto")
     assert stages.same_weights(whole, cut)
     assert [r["reward/judge/mean"] for r in stages.records(cut)] == [r["reward/same/mean"] for r in stages.records(cut)]
     moved = shutil.copytree(tiny_runs["rm"], tmp_path / "other")
     with pytest.raises(ConfigError, match=r"reward.judges.judge.model=.*a head of scores"):
-        stages.stage("grpo", tiny_data, cut, *more, f"reward.judges=[{{model: {moved}, {questions}}}]")
+        stages.stage("grpo", tiny_data, cut, *overrides, f"reward.judges=[{{model: {moved}, {questions}}}]")
 
 
 def no_template(folder):
@@ -206,12 +206,12 @@ def test_a_folder_that_cannot_judge(tiny_data, tiny_runs, tmp_path, spoil, messa
 def test_ranks_share_a_judge(tiny_data, tiny_runs, tmp_path, ranks):
     """Two engines of one rank, or one of two."""
     judge = f"{{model: {tiny_runs['sft']}, kind: pairwise, question: 'say {{first}}{{second}}:', max_tokens: 3}}"
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=1", "run.export=false", "checkpoint.final=false"]
-    found = [stages.stage("grpo", tiny_data, tmp_path / "one", *more, f"reward.judges=[{judge}]")]
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=1", "run.export=false", "checkpoint.final=false"]
+    run_dir = [stages.stage("grpo", tiny_data, tmp_path / "one", *overrides, f"reward.judges=[{judge}]")]
     for width in (1, 2):
         where = f"engine.tensor_parallel={width}", f"reward.judges=[{judge}]"
-        arguments = stages.overrides("grpo", tiny_data, tmp_path / f"two{width}", *more, *where)
+        arguments = stages.overrides("grpo", tiny_data, tmp_path / f"two{width}", *overrides, *where)
         ranks.run("tests.run.jobs:run_stage", world=2, arguments=arguments)
-        found.append(tmp_path / f"two{width}")
-    one, *others = ({k: v for k, v in stages.records(run)[0].items() if k.startswith("reward/")} for run in found)
+        run_dir.append(tmp_path / f"two{width}")
+    one, *others = ({k: v for k, v in stages.records(run)[0].items() if k.startswith("reward/")} for run in run_dir)
     assert "reward/judge/mean" in one and others == [pytest.approx(one)] * 2

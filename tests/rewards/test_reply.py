@@ -98,12 +98,12 @@ def dripping(head: bytes, drop: bytes):
     return talk
 
 
-def score(url, **more):
+def score(url, **settings):
     """Of one sample, with how it failed."""
-    reward = Http(url, **{"format": "sample", "retries": 0} | more)
-    (found,) = reward([Sample(Prompt(0, (1,), "p", {"answer": 1}), 0, "x", (1,), True)])
+    reward = Http(url, **{"format": "sample", "retries": 0} | settings)
+    (scores,) = reward([Sample(Prompt(0, (1,), "p", {"answer": 1}), 0, "x", (1,), True)])
     causes = [cause for cause, (count, _) in reward.take_counts().items() if count and cause != "retries"]
-    return found, causes, reward.failure()
+    return scores, causes, reward.failure()
 
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -125,23 +125,23 @@ DRIPS = {
 def test_bytes_that_drip_extend_no_time(raw, what):
     """A server that never stops: without the clock over all of a request this test has no end."""
     server = raw(dripping(*DRIPS[what]))
-    found, causes, failure = score(server.url, timeout_s=0.4)
-    assert math.isnan(found) and causes == ["timeout"] and "no answer within 0.4 s" in failure
+    value, causes, failure = score(server.url, timeout_s=0.4)
+    assert math.isnan(value) and causes == ["timeout"] and "no answer within 0.4 s" in failure
     assert server.left.wait(120)  # nobody reads on
 
 
 def test_a_rollouts_deadline_bounds_all_of_it(raw):
     server = raw(dripping(*DRIPS["chunks"]))
-    found, causes, _ = score(server.url, timeout_s=600, deadline_s=0.4, retries=9)
-    assert math.isnan(found) and causes == ["timeout"] and len(server.heard) == 1
+    value, causes, _ = score(server.url, timeout_s=600, deadline_s=0.4, retries=9)
+    assert math.isnan(value) and causes == ["timeout"] and len(server.heard) == 1
 
 
 def bomb(size=256 << 20):
     packer = zlib.compressobj(9, wbits=31)
-    block, found = b" " * (1 << 20), b""
+    block, actual = b" " * (1 << 20), b""
     for _ in range(size >> 20):
-        found += packer.compress(block)
-    return found + packer.compress(b"1.0") + packer.flush()
+        actual += packer.compress(block)
+    return actual + packer.compress(b"1.0") + packer.flush()
 
 
 ENDLESS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n"
@@ -160,10 +160,10 @@ def test_a_reply_without_end_costs_no_more_than_the_limit(raw, kind):
     server = raw(talk)
     tracemalloc.start()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found, causes, failure = score(server.url, timeout_s=120, deadline_s=120)
+    value, causes, failure = score(server.url, timeout_s=120, deadline_s=120)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert math.isnan(found) and causes == ["malformed"]
+    assert math.isnan(value) and causes == ["malformed"]
     assert ("bytes behind its end" if kind == "behind" else f"at most {reply.MAX_BYTES} bytes") in failure
     assert peak < 8 * reply.MAX_BYTES
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 128 << 10  # KiB: of the unpacker, too
@@ -241,8 +241,8 @@ def test_a_server_that_says_nonsense_for_a_while_is_asked_again(raw):
         answer(b"<html>" if len(server.heard) < 3 else b"0.25")(connection)
 
     server = raw(talk)
-    found, causes, _ = score(server.url, retries=3)
-    assert (found, causes, len(server.heard)) == (0.25, [], 3)
+    value, causes, _ = score(server.url, retries=3)
+    assert (value, causes, len(server.heard)) == (0.25, [], 3)
 
 
 WRITTEN = {
@@ -262,8 +262,8 @@ WRITTEN = {
 @pytest.mark.parametrize("how", WRITTEN)
 def test_a_key_is_not_shown_however_it_is_written(raw, monkeypatch, how, status):
     monkeypatch.setenv("THE_KEY", KEY)
-    told = f"wrong key {WRITTEN[how](KEY)}, said I"
-    server = raw(answer(told.encode(), status=status))
+    message = f"wrong key {WRITTEN[how](KEY)}, said I"
+    server = raw(answer(message.encode(), status=status))
     _, causes, failure = score(server.url, key_env="THE_KEY")
     assert causes and "wrong key " in failure and ", said I" in failure and "***" in failure
     assert "5e1f" not in failure.lower() and "5e1f" not in urllib.parse.unquote(failure).lower()
@@ -278,19 +278,19 @@ def test_nor_where_a_protocol_or_a_cut_shows_it(raw, monkeypatch):
         answer(f"{'x' * (reply.SHOWN - 9)}{KEY}".encode()),
         answer(f"{KEY}{'x' * (reply.SHOWN - 12)}{KEY}".encode()),
     ):
-        found, causes, failure = score(raw(talk).url, key_env="THE_KEY")
-        assert math.isnan(found) and causes and "sk/live" not in failure
+        value, causes, failure = score(raw(talk).url, key_env="THE_KEY")
+        assert math.isnan(value) and causes and "sk/live" not in failure
 
 
 @pytest.mark.parametrize("key", ["0", "1", ".", '"', "rewards", "e"])
 def test_a_short_key_breaks_no_reply(raw, monkeypatch, key):
     monkeypatch.setenv("THE_KEY", key)
-    found, causes, _ = score(raw(answer(b'{"rewards": [10.05]}')).url, format="openrlhf", key_env="THE_KEY")
-    assert (found, causes) == (10.05, [])
+    value, causes, _ = score(raw(answer(b'{"rewards": [10.05]}')).url, format="openrlhf", key_env="THE_KEY")
+    assert (value, causes) == (10.05, [])
 
 
-def judge(url, **more):
-    config = {"question": "{response}", "parse": "json"} | more
+def judge(url, **settings):
+    config = {"question": "{response}", "parse": "json"} | settings
     return EndpointJudge(
         JudgeConfig(**config, endpoint=EndpointConfig(base_url=url, model="m", retries=0, key_env="K"))
     )

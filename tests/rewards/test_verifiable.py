@@ -62,11 +62,13 @@ def test_math_kills_what_never_ends_and_goes_on():
 
 
 def test_math_works_off_the_main_thread():
-    found: list = []
-    thread = threading.Thread(target=lambda: found.extend(math([sample("\\boxed{5}", solution="5")], field="solution")))
+    results: list = []
+    thread = threading.Thread(
+        target=lambda: results.extend(math([sample("\\boxed{5}", solution="5")], field="solution"))
+    )
     thread.start()
     thread.join()
-    assert found == [1.0]
+    assert results == [1.0]
 
 
 def test_math_null_reference_is_not_applicable_and_a_missing_column_an_error():
@@ -92,8 +94,8 @@ def test_math_tells_which_references_cannot_be_read():
     fine = ["42", "42 dollars", 1e-05, "the cat", "\\$36", 7, True, "B", "(1,2)", ["42"]]
     none = ["???", "", " ", "proof", "nan", "None", ["1", "2"], {"value": 1}, [float("nan")]]
     loaded = load_function(RewardFunctionConfig(path="math", args={"timeout_s": PATIENT_S}))
-    found = loaded.unreadable([sample("", answer=gold).prompt for gold in fine + none])
-    assert list(found) == list(range(len(fine), len(fine + none))) and "'???'" in found[len(fine)]
+    actual = loaded.unreadable([sample("", answer=gold).prompt for gold in fine + none])
+    assert list(actual) == list(range(len(fine), len(fine + none))) and "'???'" in actual[len(fine)]
     with pytest.raises(RewardError, match=r"args.field='answer'.*solution"):
         loaded.unreadable([sample("", solution="5").prompt])
 
@@ -104,8 +106,8 @@ def test_a_row_without_a_reference_is_refused_where_nothing_else_scores_it(missi
     prompts = [sample("", answer=gold).prompt for gold in ("42", missing, "7")]
     checker = load_function(RewardFunctionConfig(path="math", args={"timeout_s": PATIENT_S}))
     other = load_function(RewardFunctionConfig(path="length", args={"limit": 5}))
-    found = RewardPipeline([(checker, 1.0)], RewardConfig()).unreadable(prompts, range(3))
-    assert list(found) == [1] and "`answer`" in found[1]
+    actual = RewardPipeline([(checker, 1.0)], RewardConfig()).unreadable(prompts, range(3))
+    assert list(actual) == [1] and "`answer`" in actual[1]
     assert RewardPipeline([(checker, 1.0), (other, 1.0)], RewardConfig()).unreadable(prompts, range(3)) == {}
     assert checker([sample("\\boxed{nan}", answer=missing)]) == exact_match([sample("nan", answer=missing)]) == [None]
 

@@ -23,15 +23,15 @@ CASES = {
 ROWS = BatchConfig(share_prompts=False)
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("own_factors", [False, True])
 @pytest.mark.parametrize(("cfg", "lora", "world"), CASES.values(), ids=CASES)
 @on_ranks()
-def test_the_reference_is_what_training_began_with(cfg, lora, world, given):
-    """Bit by bit, whatever has been learnt; and the policy has it again afterwards. Factors that are `given` change the
+def test_the_reference_is_what_training_began_with(cfg, lora, world, own_factors):
+    """Bit by bit, whatever has been learnt; and the policy has it again afterwards. `own_factors` change the
     model from the start."""
     cfg = replace(cfg, lora=lora)
     model, full = build(cfg, ParallelConfig(tensor=world), ADAM), batch(cfg)
-    if given:
+    if own_factors:
         model.adapted.start_from(wild_source(cfg))
     policy, reference = Policy(model, ROWS), AdapterReference(model, ROWS)
     parts, params = micro_batches(shares(model, full), ROWS), [param for _, param in model.adapted.named()]
@@ -43,4 +43,4 @@ def test_the_reference_is_what_training_began_with(cfg, lora, world, given):
     assert (policy.logprobs(full) - first).abs().max() > 1e-3
     assert torch.equal(reference.logprobs(full), first) and all(map(torch.equal, learnt, params))
     assert model.step(parts, nll_loss(model, full))["grad_norm"] > 0
-    assert bool(sum(t.numel() for t in model.adapted.start)) == given
+    assert bool(sum(t.numel() for t in model.adapted.start)) == own_factors

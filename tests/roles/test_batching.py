@@ -39,17 +39,17 @@ def test_rows_by_tokens(case):
     parts = rows_by_tokens(lengths, budget, unit)
     assert sorted(torch.cat(parts).tolist()) == list(range(len(lengths)))
     widest = []
-    for part in parts:
-        assert len(part)
-        for pack in part.view(-1, unit).tolist():  # units stay together, in order
+    for piece in parts:
+        assert len(piece)
+        for pack in piece.view(-1, unit).tolist():  # units stay together, in order
             assert pack[0] % unit == 0 and pack == list(range(pack[0], pack[0] + unit))
-        width = int(lengths[part].max())
-        assert len(part) == unit or len(part) * width <= budget
+        width = int(lengths[piece].max())
+        assert len(piece) == unit or len(piece) * width <= budget
         widest.append(width)
     assert widest == sorted(widest, reverse=True)
-    for part, following in pairwise(parts):  # no part could have taken the next unit
-        assert (len(part) + unit) * int(lengths[part].max()) > budget
-        assert int(lengths[following].max()) <= int(lengths[part].max())
+    for piece, following in pairwise(parts):  # no part could have taken the next unit
+        assert (len(piece) + unit) * int(lengths[piece].max()) > budget
+        assert int(lengths[following].max()) <= int(lengths[piece].max())
 
 
 @pytest.mark.parametrize("unit", [1, 2])
@@ -100,8 +100,8 @@ def test_data_parallel_ranks_have_equally_many_packed_micro_batches():
     lengths = [3] * 7 + [4] if dist.get_rank() else [13] * 8
     rows = replace(batch(LLAMA, width=13), lengths=torch.tensor(lengths))
     parts = micro_batches(rows, BatchConfig(micro_batch_tokens=30), group=dist.group.WORLD)
-    assert [len(part.lengths) for part in parts] == [2, 2, 2, 2]
-    assert all(part.lengths.sum() <= 30 for part in parts)
+    assert [len(piece.lengths) for piece in parts] == [2, 2, 2, 2]
+    assert all(piece.lengths.sum() <= 30 for piece in parts)
 
 
 @settings(deadline=None)
@@ -112,6 +112,6 @@ def test_packed_rows_fill_the_budget_evenly(lengths, budget, at_least):
     parts = packed_rows(torch.tensor(lengths), budget, at_least=at_least)
     assert sorted(torch.cat(parts).tolist()) == list(range(len(lengths)))
     assert len(parts) >= min(at_least, len(lengths))
-    sums = [sum(lengths[i] for i in part.tolist()) for part in parts]
+    sums = [sum(lengths[i] for i in piece.tolist()) for piece in parts]
     assert max(sums) <= max(budget, max(lengths))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1

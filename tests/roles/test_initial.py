@@ -35,21 +35,23 @@ def test_a_reward_model_is_the_same_from_its_run_its_checkpoint_and_its_export(t
     checkpoint = run / "checkpoints" / "step-00000020"
     shutil.copytree(run, tmp_path / "no_export", ignore=shutil.ignore_patterns("hf"))
     assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 0
-    told = [json.loads((folder / "aligner.json").read_text()) for folder in (run / "hf", checkpoint, tmp_path / "out")]
-    assert told[0] == told[1] == told[2] and told[0]["bias"] != 0 and told[0]["std"] != 1
+    content = [
+        json.loads((folder / "aligner.json").read_text()) for folder in (run / "hf", checkpoint, tmp_path / "out")
+    ]
+    assert content[0] == content[1] == content[2] and content[0]["bias"] != 0 and content[0]["std"] != 1
     assert "aligner.json" in json.loads((checkpoint / "manifest.json").read_text())["files"]
     rewards = []
-    for i, place in enumerate((run, checkpoint, tmp_path / "out", tmp_path / "no_export")):
-        more = [f"model.init={tiny_runs['sft']}", f"reward.model={place}"]
-        (record,) = stages.records(stages.stage("grpo", tiny_data, tmp_path / str(i), *more, *QUIET))
+    for i, index in enumerate((run, checkpoint, tmp_path / "out", tmp_path / "no_export")):
+        overrides = [f"model.init={tiny_runs['sft']}", f"reward.model={index}"]
+        (record,) = stages.records(stages.stage("grpo", tiny_data, tmp_path / str(i), *overrides, *QUIET))
         rewards.append(record["reward/model/mean"])
     assert len(set(rewards)) == 1 and rewards[0] != 0
     assert "not centred" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("place", ["", "checkpoints/step-00000040"])
-def test_a_language_model_is_no_reward_model(tiny_data, tiny_runs, tmp_path, place):
-    path = tiny_runs["sft"] / place
+@pytest.mark.parametrize("folder", ["", "checkpoints/step-00000040"])
+def test_a_language_model_is_no_reward_model(tiny_data, tiny_runs, tmp_path, folder):
+    path = tiny_runs["sft"] / folder
     with pytest.raises(ConfigError, match=rf"^reward\.model='{path}': expected a reward model: a run of stage rm"):
         stages.stage("grpo", tiny_data, tmp_path / "run", f"reward.model={path}", *QUIET)
 

@@ -36,8 +36,8 @@ def steps_update(cfg: ModelConfig, parallel: ParallelConfig, bc: BatchConfig) ->
     full = batch(cfg)
     full = TrainBatch(full.tokens, full.lengths, full.loss_mask, [StepTargets((full.tokens % 3 == 0).float())])
     role = ProcessRewardModel(model, bc, None)
-    logits, mine = role.logits(full), shares(model, full)
-    stats = role.update(mine, steps_loss(mine, model.layout.pgs.dp))
+    logits, own = role.logits(full), shares(model, full)
+    stats = role.update(own, steps_loss(own, model.layout.pgs.dp))
     on = full.loss_mask.bool()
     return {
         "logits": logits[on],
@@ -90,11 +90,11 @@ def test_a_trained_one_scores_rollouts(tiny_data, tiny_runs, tmp_path):
     ]
     file, start = stages.write_jsonl(tmp_path / "steps.jsonl", rows), f"model.init={tiny_runs['sft']}"
     kind = "algorithm.reward_loss={kind: process, separator: '.'}"
-    more = [start, kind, f"data.train={file}", f"data.eval={file}", "run.eval_every=15", "optim.lr=1e-2"]
-    model = stages.stage("rm", tiny_data, tmp_path / "rm", *more, "run.steps=15")
-    found = stages.records(model)
-    assert found[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-3)  # a head of zeros
-    assert found[-1]["eval/loss"] < 0.45 and found[-1]["eval/accuracy"] > 0.8
+    overrides = [start, kind, f"data.train={file}", f"data.eval={file}", "run.eval_every=15", "optim.lr=1e-2"]
+    model = stages.stage("rm", tiny_data, tmp_path / "rm", *overrides, "run.steps=15")
+    records = stages.records(model)
+    assert records[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-3)  # a head of zeros
+    assert records[-1]["eval/loss"] < 0.45 and records[-1]["eval/accuracy"] > 0.8
     grpo = [start, f"reward.model={model}", "reward.functions=[]", "run.steps=1", "run.export=false"]
     run = stages.stage("grpo", tiny_data, tmp_path / "grpo", *grpo, "checkpoint.final=false")
     record = stages.records(run)[0]
@@ -105,23 +105,23 @@ def test_a_trained_one_scores_rollouts(tiny_data, tiny_runs, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_stay(ranks, one, case):
     world, parallel, bc = CASES[case]
-    found = ranks.run(steps_update, world=world, cfg=LLAMA, parallel=parallel, bc=bc)[0]
-    torch.testing.assert_close(found["logits"], one["logits"], rtol=1e-4, atol=1e-5)
-    assert found["stats"]["rm/loss"] == pytest.approx(one["stats"]["rm/loss"], rel=1e-5)
+    results = ranks.run(steps_update, world=world, cfg=LLAMA, parallel=parallel, bc=bc)[0]
+    torch.testing.assert_close(results["logits"], one["logits"], rtol=1e-4, atol=1e-5)
+    assert results["stats"]["rm/loss"] == pytest.approx(one["stats"]["rm/loss"], rel=1e-5)
     for name, wanted in one["after"].items():
-        assert relative(found["after"][name], wanted) <= 1e-5, name
+        assert relative(results["after"][name], wanted) <= 1e-5, name
 
 
 @pytest.mark.slow
 def test_attributes_are_weighed_by_the_config(tiny_data, tiny_runs, tmp_path):
     """Also of a model of several: a head of two outputs is read as it was trained."""
     loss = "algorithm.reward_loss={kind: regression, attributes: [good, short]}"
-    more = [f"model.init={tiny_runs['sft']}", "run.steps=2", "checkpoint.final=false"]
-    model = stages.stage("rm", tiny_data, tmp_path / "rm", *more, loss, f"data.train={tiny_data / 'scored.jsonl'}")
+    overrides = [f"model.init={tiny_runs['sft']}", "run.steps=2", "checkpoint.final=false"]
+    model = stages.stage("rm", tiny_data, tmp_path / "rm", *overrides, loss, f"data.train={tiny_data / 'scored.jsonl'}")
 
     def mean(name, weights):
         scored = [f"reward.model={model}", f"reward.model_attributes={weights}", "run.steps=1", "run.export=false"]
-        run = stages.stage("grpo", tiny_data, tmp_path / name, *more, *scored)
+        run = stages.stage("grpo", tiny_data, tmp_path / name, *overrides, *scored)
         return stages.records(run)[0]["reward/model/mean"]
 
     first, second, both = mean("a", "{}"), mean("b", "{short: 1}"), mean("c", "{good: 2, short: -0.5}")

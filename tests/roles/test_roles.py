@@ -38,7 +38,7 @@ def policy_update(cfg: ModelConfig, parallel: ParallelConfig, forked: bool = Fal
     full = full.with_payloads(
         PolicyTargets(torch.zeros_like(full.loss_mask), policy.logprobs(full), row_keys=torch.arange(len(full.tokens)))
     )
-    mine, before = shares(model, full), weights(model)
+    own, before = shares(model, full), weights(model)
 
     def loss(out, b):
         real = b.loss_mask
@@ -50,7 +50,7 @@ def policy_update(cfg: ModelConfig, parallel: ParallelConfig, forked: bool = Fal
         value = -(out.logprobs * b.loss_mask).sum() / full.loss_mask.sum()
         return LossOutput(value, {"hits": ((out.hits * real).sum(), real.sum())}, {"gap": gap.detach()})
 
-    stats = policy.update(mine, loss)
+    stats = policy.update(own, loss)
     assert not same(before, weights(model)) and stats["gap"] <= 1e-5
     return stats
 
@@ -69,7 +69,7 @@ def critic_update(cfg: ModelConfig, parallel: ParallelConfig, forked: bool = Fal
     critic = Critic(model, BatchConfig(micro_batch_samples=2), bias=0.3, scale=2.0)
     values = critic.values(full)
     full = full.with_payloads(ValueTargets(values, values))
-    mine = shares(model, full)
+    own = shares(model, full)
 
     def loss(values, b):
         mask = b.loss_mask
@@ -77,7 +77,7 @@ def critic_update(cfg: ModelConfig, parallel: ParallelConfig, forked: bool = Fal
         value = ((values - 1.0).square() * mask).sum() / full.loss_mask.sum()
         return LossOutput(value, {}, {"gap": ((values - b.of(ValueTargets).values).abs() * mask).max().detach()})
 
-    first, *_, last = (critic.update(mine, loss) for _ in range(3))
+    first, *_, last = (critic.update(own, loss) for _ in range(3))
     assert first["gap"] <= 1e-5 and last["critic/loss"] < first["critic/loss"]
 
 
@@ -97,20 +97,20 @@ def read_or_all(cfg: ModelConfig, parallel: ParallelConfig, head: Head, bc: Batc
     full.lengths.clamp_(min=13)
     full.loss_mask = ((torch.arange(40) >= 12) & (torch.arange(40) < full.lengths[:, None])).float()
     full.tokens.clamp_(min=1)
-    mine = shares(model, full)
+    own = shares(model, full)
     if head.kind == "lm":
         role = Policy(model, bc)
         before = role.logprobs(full, full.loss_mask) * full.loss_mask
-        role.update(mine, lambda out, b: LossOutput(-(out.logprobs * b.loss_mask).sum() / full.loss_mask.sum()))
+        role.update(own, lambda out, b: LossOutput(-(out.logprobs * b.loss_mask).sum() / full.loss_mask.sum()))
     elif head.outputs == 1:
         role = Critic(model, bc)
         before = role.values(full, full.loss_mask) * full.loss_mask
         total = full.loss_mask.sum()
-        role.update(mine, lambda v, b: LossOutput(0.01 * ((v - 1).square() * b.loss_mask).sum() / total))
+        role.update(own, lambda v, b: LossOutput(0.01 * ((v - 1).square() * b.loss_mask).sum() / total))
     else:
         role = RewardModel(model, bc)
         before = role.raw_scores(full)
-        role.update(mine, lambda s, b: LossOutput(0.01 * (s - 1).square().sum() / len(full.lengths)), unit=1)
+        role.update(own, lambda s, b: LossOutput(0.01 * (s - 1).square().sum() / len(full.lengths)), unit=1)
     kept = sum(p.tokens if p.final is None else len(p.final.kept) for p in packings)
     pairs = sum(len(p.targets) for p in packings)
     return {"before": before, "weights": weights(model), "kept": kept, "pairs": pairs}
@@ -211,8 +211,8 @@ def test_parts_of_a_trajectory_do_not_see_each_other_and_the_loss_sees_all_of_it
             alone = TrainBatch(piece[None], torch.tensor([len(piece)]), torch.ones(1, len(piece)))
             pieces.append(policy.logprobs(alone)[0])
     got = policy.logprobs(rows)
-    found = torch.cat([row[:n] for row, n in zip(got, rows.lengths, strict=True)])
-    torch.testing.assert_close(found, torch.cat(pieces), atol=2e-6, rtol=0)
+    actual = torch.cat([row[:n] for row, n in zip(got, rows.lengths, strict=True)])
+    torch.testing.assert_close(actual, torch.cat(pieces), atol=2e-6, rtol=0)
     assert not got[0::2, 4].any()  # nothing is before it
     policy_update(MODELS["qwen2"], parallel, forked=True)
     critic_update(LLAMA, parallel, forked=True)

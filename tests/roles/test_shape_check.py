@@ -27,9 +27,9 @@ def test_what_is_shown_is_what_the_folder_has(tiny_runs, capsys):
     run = tiny_runs["sft"]
     checkpoint = next((run / "checkpoints").glob("step-*"))
     for init in (run, run / "hf", checkpoint):
-        found = shown(capsys, f"model.init={init}")
-        assert (found["num_layers"], found["hidden_size"], found["num_kv_heads"]) == (2, 32, 2)
-        assert found["max_position"] == 64 and found["vocab_size"] > 256 and found["init"] == str(init)
+        output = shown(capsys, f"model.init={init}")
+        assert (output["num_layers"], output["hidden_size"], output["num_kv_heads"]) == (2, 32, 2)
+        assert output["max_position"] == 64 and output["vocab_size"] > 256 and output["init"] == str(init)
     assert shown(capsys, "model.num_layers=3", "model.init=random")["num_layers"] == 3
 
 
@@ -47,9 +47,9 @@ def test_what_is_shown_is_what_the_folder_has(tiny_runs, capsys):
     ],
 )
 def test_a_key_that_contradicts_the_folder_is_refused(key, value, there, tiny_runs, capsys):
-    more = {"family": ["model.qkv_bias=true"], "attention.window": ["model.family=mistral"]}
-    more |= {"moe.num_experts": ["model.family=mixtral", "model.moe.top_k=1"]}
-    words = [f"model.init={tiny_runs['sft']}", "data.train=.", f"model.{key}={value}", *more.get(key, [])]
+    overrides = {"family": ["model.qkv_bias=true"], "attention.window": ["model.family=mistral"]}
+    overrides |= {"moe.num_experts": ["model.family=mixtral", "model.moe.top_k=1"]}
+    words = [f"model.init={tiny_runs['sft']}", "data.train=.", f"model.{key}={value}", *overrides.get(key, [])]
     assert main(["run", "--cfg", *words]) == 2
     error = capsys.readouterr().err
     assert f"model.{key}=" in error or "model.family=" in error
@@ -60,17 +60,17 @@ def test_a_key_that_contradicts_the_folder_is_refused(key, value, there, tiny_ru
 @pytest.mark.slow
 def test_keys_that_agree_or_are_the_runs_pass(tiny_runs, capsys):
     words = ["model.num_layers=2", "model.head_dim=8", "model.vocab_size=0", "model.dtype=float32", "model.lora.rank=2"]
-    found = shown(capsys, f"model.init={tiny_runs['sft']}", *words, "model.moe.aux_coef=0.5", "model.init_std=0.1")
-    assert found["lora"]["rank"] == 2
+    output = shown(capsys, f"model.init={tiny_runs['sft']}", *words, "model.moe.aux_coef=0.5", "model.init_std=0.1")
+    assert output["lora"]["rank"] == 2
 
 
 @pytest.mark.slow
 def test_a_preset_of_another_shape_is_told_and_one_of_this_is_not(tiny_runs, tmp_path, capsys):
     init = f"model.init={tiny_runs['sft']}"
     assert main(["run", "--cfg", "data.train=.", init, "model=llama3_8b"]) == 0
-    told = capsys.readouterr()
-    assert f"WARNING: model=llama3_8b {LINE}" in told.err and "llama, 2 layers of 32, " in told.err
-    assert yaml.safe_load(told.out)["model"]["num_layers"] == 2
+    output = capsys.readouterr()
+    assert f"WARNING: model=llama3_8b {LINE}" in output.err and "llama, 2 layers of 32, " in output.err
+    assert yaml.safe_load(output.out)["model"]["num_layers"] == 2
     assert main(["run", "--cfg", "data.train=.", init, "experiment=quickstart_sft"]) == 0  # whose preset is ours
     assert LINE not in capsys.readouterr().err
     same = dataclasses.asdict(load_frozen(tiny_runs["sft"]).model)
@@ -86,15 +86,15 @@ def test_a_preset_of_another_shape_is_told_and_one_of_this_is_not(tiny_runs, tmp
 @pytest.mark.slow
 def test_a_runs_config_has_the_true_shape_and_goes_on_as_it_is(tiny_data, tiny_runs, tmp_path):
     """Also where it begins from an earlier version's, with a default shape in it; to the bit."""
-    more = ["run.export=false", "checkpoint.every=2", f"model.init={tiny_runs['sft']}", "checkpoint.rollouts=true"]
-    more += ["model.num_layers=4", "model.hidden_size=64", "engine.max_batch=8"]  # what a default was
-    whole = stages.stage("grpo", tiny_data, tmp_path / "whole", *more, "run.steps=4")
+    overrides = ["run.export=false", "checkpoint.every=2", f"model.init={tiny_runs['sft']}", "checkpoint.rollouts=true"]
+    overrides += ["model.num_layers=4", "model.hidden_size=64", "engine.max_batch=8"]  # what a default was
+    whole = stages.stage("grpo", tiny_data, tmp_path / "whole", *overrides, "run.steps=4")
     kept = load_frozen(whole)
     assert (kept.model.num_layers, kept.model.hidden_size) == (2, 32) and kept.model.vocab_size > 256
     for name in ("old", "new"):  # a config.yaml as it was once, and as it is now
         folder = tmp_path / name
-        stages.stage("grpo", tiny_data, folder, *more, "run.steps=4", "debug.until=3")
-        cfg = compose(stages.overrides("grpo", tiny_data, folder, *more, "run.steps=4"))
+        stages.stage("grpo", tiny_data, folder, *overrides, "run.steps=4", "debug.until=3")
+        cfg = compose(stages.overrides("grpo", tiny_data, folder, *overrides, "run.steps=4"))
         if name == "old":
             freeze(cfg, folder)
             assert load_frozen(folder).model.num_layers == 4

@@ -30,41 +30,44 @@ def told_of_rows(own: ParallelConfig, theirs: ParallelConfig, top_k: int) -> dic
     other = None if own == theirs else layout
     teacher = Teacher(model, BatchConfig(logprob_tokens=32), DistillConfig(top_k=top_k), cfg.vocab_size, other)
     edges = [7 * rank // layout.data for rank in range(layout.data + 1)]
-    mine = range(*edges[layout.dp_rank : layout.dp_rank + 2])
-    rows = teacher.add_targets(batch(cfg, rows=7).select(torch.tensor(mine)).trim())
+    own_slots = range(*edges[layout.dp_rank : layout.dp_rank + 2])
+    rows = teacher.add_targets(batch(cfg, rows=7).select(torch.tensor(own_slots)).trim())
     parts = [rows.of(TeacherTargets).teacher, *([rows.of(TeacherTargets).teacher_ids] if top_k else [])]
-    found = {row: [x[i][rows.loss_mask[i].bool()] for x in parts] for i, row in enumerate(mine)}
-    return {"rows": found, "head": teacher.head(student).weight, "tp": layout.tp_rank}
+    by_name = {row: [x[i][rows.loss_mask[i].bool()] for x in parts] for i, row in enumerate(own_slots)}
+    return {"rows": by_name, "head": teacher.head(student).weight, "tp": layout.tp_rank}
 
 
 def told_by_two(own: ParallelConfig, theirs: ParallelConfig, top_k: int, batch_cfg: BatchConfig) -> dict:
     """Rows of two teachers of other shapes, of which the second rank has none of the first's: {row: (what is told, what
     its teacher says alone)}; and what an update by all of them counts."""
-    cfg, said = MODELS["qwen3"], DistillConfig(kind="jsd", top_k=top_k)
+    cfg, answer = MODELS["qwen3"], DistillConfig(kind="jsd", top_k=top_k)
     student = build(cfg, own, optim=SGD)
     layout, other = student.layout, None if own == theirs else student.layout
     teachers = []
     for seed, (hidden, layers) in enumerate([(48, 4), (32, 2)]):
         shape = replace(cfg, num_layers=layers, hidden_size=hidden, vocab_size=cfg.vocab_size + seed)
         model = build(shape, theirs, source=wild_source(shape, 5 + seed))
-        teachers.append(Teacher(model, batch_cfg, said, cfg.vocab_size, other))
+        teachers.append(Teacher(model, batch_cfg, answer, cfg.vocab_size, other))
     rows = batch(cfg, rows=7).with_payloads(TeacherNumbers(torch.tensor([0, 1, 0, 1, 1, 1, 1])))
     edges = [7 * rank // layout.data for rank in range(layout.data + 1)]
-    mine = range(*edges[layout.dp_rank : layout.dp_rank + 2])
-    rows = rows.select(torch.tensor(mine))
+    own_slots = range(*edges[layout.dp_rank : layout.dp_rank + 2])
+    rows = rows.select(torch.tensor(own_slots))
     alone, rows = [teacher.add_targets(rows) for teacher in teachers], add_targets(teachers, rows)
-    found, told = {}, rows.of(TeacherTargets)
-    for i, row in enumerate(mine):
+    results, reports = {}, rows.of(TeacherTargets)
+    for i, row in enumerate(own_slots):
         theirs_alone = alone[int(rows.of(TeacherNumbers).told_by[i])].of(TeacherTargets)
         on = rows.loss_mask[i].bool()
         width = theirs_alone.teacher.shape[2]
-        assert not told.teacher[i, ..., width:].any(), "zeros beyond what the teacher says"
-        found[row] = [(told.teacher[i, on, :width], theirs_alone.teacher[i, on])]
-        found[row] += [(told.teacher_ids[i, on], theirs_alone.teacher_ids[i, on])] if top_k else []
+        assert not reports.teacher[i, ..., width:].any(), "zeros beyond what the teacher says"
+        results[row] = [(reports.teacher[i, on, :width], theirs_alone.teacher[i, on])]
+        results[row] += [(reports.teacher_ids[i, on], theirs_alone.teacher_ids[i, on])] if top_k else []
     heads = [] if top_k else [teacher.head(student) for teacher in teachers]
-    learner = Student(student, batch_cfg, cfg=said, vocab_size=cfg.vocab_size, heads=heads)
-    stats = learner.update(rows, distill_loss(rows, said, layout.pgs.dp))
-    return {"rows": found, "stats": {name: stats[name] for name in ("distill/loss", "distill/kl", "policy/grad_norm")}}
+    learner = Student(student, batch_cfg, cfg=answer, vocab_size=cfg.vocab_size, heads=heads)
+    stats = learner.update(rows, distill_loss(rows, answer, layout.pgs.dp))
+    return {
+        "rows": results,
+        "stats": {name: stats[name] for name in ("distill/loss", "distill/kl", "policy/grad_norm")},
+    }
 
 
 @pytest.mark.few(2)
@@ -72,12 +75,12 @@ def told_by_two(own: ParallelConfig, theirs: ParallelConfig, top_k: int, batch_c
 @pytest.mark.parametrize("own, theirs", OTHERS)
 def test_a_teacher_of_another_layout_says_the_same(ranks, own, theirs, top_k):
     base = ranks.run(told_of_rows, world=1, own=ONE, theirs=ONE, top_k=top_k)[0]
-    found = ranks.run(told_of_rows, world=2, own=own, theirs=theirs, top_k=top_k)
-    assert set().union(*(out["rows"] for out in found)) == set(range(7))
-    for out in found:
+    results = ranks.run(told_of_rows, world=2, own=own, theirs=theirs, top_k=top_k)
+    assert set().union(*(out["rows"] for out in results)) == set(range(7))
+    for out in results:
         for row, parts in out["rows"].items():
             torch.testing.assert_close(parts, base["rows"][row], atol=1e-4, rtol=1e-4)
-    heads = [next(out["head"] for out in found if out["tp"] == rank) for rank in range(own.tensor)]
+    heads = [next(out["head"] for out in results if out["tp"] == rank) for rank in range(own.tensor)]
     assert torch.equal(torch.cat(heads), base["head"])
 
 
@@ -88,11 +91,11 @@ def test_several_teachers_say_of_their_rows_what_each_says_alone(ranks, own, the
     """And the student learns the same from them in any layout and any micro-batches."""
     whole, small = BatchConfig(micro_batch_samples=7), BatchConfig(logprob_tokens=16, micro_batch_samples=1)
     base = ranks.run(told_by_two, world=1, own=ONE, theirs=ONE, top_k=top_k, batch_cfg=whole)[0]
-    found = ranks.run(told_by_two, world=2, own=own, theirs=theirs, top_k=top_k, batch_cfg=small)
-    assert set().union(*(out["rows"] for out in found)) == set(range(7))
-    for out in [base, *found]:
+    results = ranks.run(told_by_two, world=2, own=own, theirs=theirs, top_k=top_k, batch_cfg=small)
+    assert set().union(*(out["rows"] for out in results)) == set(range(7))
+    for out in [base, *results]:
         assert out["stats"] == pytest.approx(base["stats"], rel=1e-4)
         for row, parts in out["rows"].items():
-            for (told, alone), (same, _) in zip(parts, base["rows"][row], strict=True):
-                torch.testing.assert_close(told, alone, atol=1e-6, rtol=1e-6)
-                torch.testing.assert_close(told, same, atol=1e-4, rtol=1e-4)
+            for (result, alone), (same, _) in zip(parts, base["rows"][row], strict=True):
+                torch.testing.assert_close(result, alone, atol=1e-6, rtol=1e-6)
+                torch.testing.assert_close(result, same, atol=1e-4, rtol=1e-4)

@@ -65,8 +65,8 @@ def test_a_critic_on_the_trunk_is_one_with_weights_of_its_own(cfg, lora, world, 
     shared = [p for p in critic.module.parameters() if p in trunk]
     assert all(not p.requires_grad and p.grad is None for p in shared)
     grid = Grid(parallel.tensor, parallel.pipeline, 1, parallel.expert, world // parallel.model_size)
-    part = PlannedModel("critic", cfg, "score", trained=True, shared=True)
-    count = trained_parameters(part, grid, policy.layout.pp_rank)
+    planned = PlannedModel("critic", cfg, "score", trained=True, shared=True)
+    count = trained_parameters(planned, grid, policy.layout.pp_rank)
     assert sum(p.numel() for p in own) == count.total
     # Megatron lets tensors begin at multiples of 64 numbers
     assert 0 <= held - weight_bytes(count, dtype.itemsize) <= 4 * 64 * (len(own) + 8)

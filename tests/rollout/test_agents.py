@@ -32,9 +32,9 @@ __all__ = ["tokenizer"]
 def play(tokenizer, tmp_path, world):
     """play(agent, script, row) -> (samples, generations, engine)."""
 
-    def make(agent, script, row=None, seeds=((5,),), folder="run", longest=100, tokenizer=tokenizer, **more):
+    def make(agent, script, row=None, seeds=((5,),), folder="run", longest=100, tokenizer=tokenizer, **settings):
         cfg = EnvironmentConfig(
-            **{"agent": agent if ".py" in agent else f"{FILE}:{agent}", "workers": 1, "max_tokens": 1000} | more
+            **{"agent": agent if ".py" in agent else f"{FILE}:{agent}", "workers": 1, "max_tokens": 1000} | settings
         )
         plain = Dialogue(tokenizer, [])
         dialogues = Dialogues(lambda tools: Dialogue(tokenizer, tools))
@@ -43,8 +43,8 @@ def play(tokenizer, tmp_path, world):
         sampling = SamplingParams(100, stop_token_ids=(tokenizer.eos_token_id,))
         outside = TrajectoryContext(pool, plain, cfg, longest, True)
         generator = AgentGenerator(engine, tokenizer, sampling, world, outside=outside, dialogues=dialogues)
-        given = plain.begin(list(QUESTION))
-        prompt = Prompt(0, given.tokens, given.text, row or {}, QUESTION)
+        next_prompt = plain.begin(list(QUESTION))
+        prompt = Prompt(0, next_prompt.tokens, next_prompt.text, row or {}, QUESTION)
         groups = generator([Request(i, prompt, list(s), 1) for i, s in enumerate(seeds)])
         return groups.samples, groups.generations, engine
 
@@ -64,8 +64,8 @@ def test_a_row_is_what_the_engine_saw_and_only_answers_count(play, tokenizer):
         row, n = batch.tokens[i].tolist(), int(batch.lengths[i])
         assert sample.prompt.tokens == first and tuple(row[: len(last)]) == last
         assert "add" in sample.prompt.text  # the agent's tools, by the template
-        mine = [t for t, m in zip(row, batch.response_mask[i].tolist(), strict=True) if m]
-        assert tokenizer.decode(mine) == f"{call('add', a=1, b=2)}<eos>it is 3<eos>"
+        own = [t for t, m in zip(row, batch.response_mask[i].tolist(), strict=True) if m]
+        assert tokenizer.decode(own) == f"{call('add', a=1, b=2)}<eos>it is 3<eos>"
         assert sample.prompt.tokens + sample.tokens == tuple(row[:n])
         trajectory = sample.trajectory
         assert (trajectory.turns, trajectory.stop, trajectory.rows, trajectory.reward) == (2, Stop.DONE, 1, 1.0)
@@ -94,25 +94,25 @@ def test_other_conversations_of_an_agent_are_parts_of_its_row(play):
     assert sample.trajectory.rows == 2 and sample.trajectory.turns == 2
     assert generations.forks[0].unique().tolist() == [0, 1]
     assert sample.prompt.messages == ({"role": "user", "content": "one"},)
-    told = [m["content"] for m in sample.trajectory.messages]
-    assert told == ["well", "two", "well"]
+    messages = [m["content"] for m in sample.trajectory.messages]
+    assert messages == ["well", "two", "well"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "stop, script, more",
+    "stop, script, settings",
     [
         (Stop.TURNS, lambda *_: "so", {"max_turns": 3}),
         (Stop.TOKENS, lambda *_: "so", {"max_tokens": 120}),
         (Stop.SECONDS, lambda *_: "so", {"max_seconds": 1e-6}),
     ],
 )
-def test_a_budget_ends_a_trajectory_and_its_agent_says_what_it_is_worth(play, stop, script, more):
-    (sample,), _, _ = play("stubborn", script, {"verdict": 0.25}, **more)
+def test_a_budget_ends_a_trajectory_and_its_agent_says_what_it_is_worth(play, stop, script, settings):
+    (sample,), _, _ = play("stubborn", script, {"verdict": 0.25}, **settings)
     assert sample.trajectory.stop == stop and not sample.finished and sample.trajectory.reward == 0.25
     sums, _ = trajectory_sums([sample])
     assert sums[f"stop/{stop}"] == (1.0, 1.0)
-    (dies,), _, _ = play("stubborn", script, {}, folder="dies", **more)
+    (dies,), _, _ = play("stubborn", script, {}, folder="dies", **settings)
     assert dies.trajectory.stop == stop and dies.trajectory.reward is None and not dies.trajectory.failure
 
 
@@ -143,8 +143,8 @@ def test_requests_shorten_an_answer_to_what_they_asked_for(tokenizer):
     dialogue = Dialogue(tokenizer, [])
     dialogue.calls = "hermes"
 
-    def shortened(text, stopped=True, **more):
-        request = ChatRequest("policy", [dict(QUESTION[0])], **more)
+    def shortened(text, stopped=True, **settings):
+        request = ChatRequest("policy", [dict(QUESTION[0])], **settings)
         tokens = tokenizer.encode(text) + ([tokenizer.eos_token_id] if stopped else [])
         return parse_answer(dialogue, request, tokens, stopped, {tokenizer.eos_token_id})
 
@@ -175,11 +175,11 @@ def scripted(*answers):
 def test_agents_of_a_framework_run_unchanged(play):
     """`smolagents` sends code back as the model wrote it, calls as text of its own: the row has a further part."""
     pytest.importorskip("smolagents")
-    more = {"longest": 20_000, "max_tokens": 20_000}
+    settings = {"longest": 20_000, "max_tokens": 20_000}
     code = scripted("Thought: add.\n<code>\nx = add(a=1, b=2)\n</code>", "<code>\nfinal_answer(x)\n</code>")
     tools = scripted(call("add", a=1, b=2), call("final_answer", answer="3"))
     for agent, script, rows in (("codes", code, 1), ("calls", tools, 2)):
-        (sample,), _, _ = play(f"tests/assets/framework_agents.py:{agent}", script, folder=agent, **more)
+        (sample,), _, _ = play(f"tests/assets/framework_agents.py:{agent}", script, folder=agent, **settings)
         trajectory = sample.trajectory
         assert (trajectory.stop, trajectory.turns, trajectory.reward) == (Stop.DONE, 2, 1.0), trajectory.failure
         assert trajectory.rows == rows
@@ -194,11 +194,11 @@ def test_a_first_request_that_is_too_long_ends_its_trajectory_alone(play, first)
     """The largest is refused by the endpoint, and the agent may still say what that is worth."""
     ask = {"requests": [{"messages": [{"role": "user", **first}]}]}
     samples, *_ = play("asks", lambda text, seed: "fine", row=ask, retries=0)
-    told = samples[0].trajectory
-    assert not samples[0].tokens and told.turns == 0
+    trajectory = samples[0].trajectory
+    assert not samples[0].tokens and trajectory.turns == 0
     if len(first["content"]) > MAX_REQUEST:
-        assert told.stop == Stop.FAILED and "without a request" in told.failure
+        assert trajectory.stop == Stop.FAILED and "without a request" in trajectory.failure
     else:
-        assert told.stop == Stop.PROMPT and "data.max_prompt_tokens=100" in told.failure
+        assert trajectory.stop == Stop.PROMPT and "data.max_prompt_tokens=100" in trajectory.failure
     good, *_ = play("asks", lambda text, seed: "fine", row={"requests": [{}]}, folder="good")
     assert good[0].finished and not good[0].trajectory.failure

@@ -82,13 +82,13 @@ def make_source(world: int = 1, rank: int = 0, **algorithm) -> RolloutSource:
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     refit = lambda: {}  # noqa: E731 (a function that can carry an attribute)
     refit.model = SimpleNamespace(step_count=5)
-    mine = range(PROMPTS)[share(PROMPTS, world, rank)]
-    requests = Requests(prompts, IndexStream(ROWS, 1, True, PROMPTS), GROUP, PROMPTS, mine, seed=7)
+    own = range(PROMPTS)[share(PROMPTS, world, rank)]
+    requests = Requests(prompts, IndexStream(ROWS, 1, True, PROMPTS), GROUP, PROMPTS, own, seed=7)
     generator = SampleGenerator(FakeEngine(), Words(), SamplingParams(LIMIT), alone)
     return RolloutSource(
         Weights(refit, SimpleNamespace(check=lambda: {})),
         requests,
-        Schedule(0, 0, 99, requests, mine, generator, lambda: 5, alone),
+        Schedule(0, 0, 99, requests, own, generator, lambda: 5, alone),
         Scorer(RewardPipeline([(Right(), 2.0)], RewardConfig()), alone),
         AlgorithmConfig(**algorithm),
         dist.group.WORLD,
@@ -153,14 +153,14 @@ def test_two_ranks_fill_the_same_slots_with_the_same_samples(ranks, world):
     for step, (tensors, metrics, scores, ids, cursor) in enumerate(alone):
         parts = [rank[step] for rank in pair]
         for name, want in tensors.items():
-            halves = [part[0][name] for part in parts]
+            halves = [piece[0][name] for piece in parts]
             if want.dim() == 2:
                 halves = [torch.nn.functional.pad(x, (0, want.shape[1] - x.shape[1])) for x in halves]
             assert torch.equal(torch.cat(halves), want), name
-        assert [i for part in parts for i in part[3]] == ids and {part[4] for part in parts} == {cursor}
-        assert all(part[1] == metrics for part in parts)
-        assert [v for part in parts for v in part[2].total] == scores.total
-        assert [len(part[3]) for part in parts] == [PROMPTS // 2 * GROUP] * 2
+        assert [i for piece in parts for i in piece[3]] == ids and {piece[4] for piece in parts} == {cursor}
+        assert all(piece[1] == metrics for piece in parts)
+        assert [v for piece in parts for v in piece[2].total] == scores.total
+        assert [len(piece[3]) for piece in parts] == [PROMPTS // 2 * GROUP] * 2
 
 
 def test_a_saved_cursor_resumes_with_the_same_rollout(world):
@@ -197,7 +197,7 @@ def test_filtered_groups_differ_in_what_the_advantage_compares(world, advantage,
         "first": lambda s: float(s.index % 2),
         "other": lambda s: 1.0 - s.index % 2,
     }
-    source.score.rewards = RewardPipeline([(Each(*part), 1.0) for part in parts.items()], RewardConfig())
+    source.score.rewards = RewardPipeline([(Each(*piece), 1.0) for piece in parts.items()], RewardConfig())
     _, metrics, scores = source.next(1)
     odd = [not any(scores.components["even"][i : i + GROUP]) for i in range(0, PROMPTS * GROUP, GROUP)]
     assert any(odd) == (differ == "terms") and (metrics["filter/dropped_prompts"] > 0) == (differ == "sum")
@@ -240,10 +240,10 @@ def test_two_ranks_normalise_as_one(ranks, world, filtering):
     pair = ranks.run(normalised, world=2, **algorithm)
     for step, (raw, total, greedy, state) in enumerate(alone):
         parts = [rank[step] for rank in pair]
-        for place, want in ((0, raw), (1, total)):
-            assert [x for part in parts for x in part[place]] == pytest.approx(want, nan_ok=True)
-        torch.testing.assert_close(torch.cat([part[2] for part in parts]), greedy, equal_nan=True)
-        assert all(part[3] == pytest.approx(state) for part in parts)
+        for position, want in ((0, raw), (1, total)):
+            assert [x for piece in parts for x in piece[position]] == pytest.approx(want, nan_ok=True)
+        torch.testing.assert_close(torch.cat([piece[2] for piece in parts]), greedy, equal_nan=True)
+        assert all(piece[3] == pytest.approx(state) for piece in parts)
 
 
 def test_remax_generates_and_scores_one_greedy_response_for_each_prompt(world):
@@ -257,5 +257,5 @@ def test_remax_generates_and_scores_one_greedy_response_for_each_prompt(world):
     for i, sample in enumerate(rollout.samples):
         tokens = answer(sample.prompt.tokens, int(rollout.group[i]))  # a seed that no other request of it has
         want = 2.0 * (tokens[-1] == 2) - 0.25 * (len(tokens) == LIMIT) + min(0.0, (2 - len(tokens)) / 2)
-        found = float(rollout.greedy_rewards[i])
-        assert found != found if len(sample.prompt.tokens) == 1 else found == want
+        actual = float(rollout.greedy_rewards[i])
+        assert actual != actual if len(sample.prompt.tokens) == 1 else actual == want

@@ -43,18 +43,18 @@ def read_calls(text, kind, tools=()):
 class Talk:
     """A trajectory, and all that the reference knows of it."""
 
-    place: int
+    position: int
     index: int
     seed: int
     dice: random.Random
-    given: EnginePrompt
+    next_prompt: EnginePrompt
     messages: list
     turns: list = field(default_factory=list)  # [prompt, tokens, logprobs, versions], the last one not yet said
     ended: int = 0
 
     @property
     def pauses(self):
-        return bool(self.turns) and self.turns[-1][0] == self.given.tokens
+        return bool(self.turns) and self.turns[-1][0] == self.next_prompt.tokens
 
 
 class Slow:
@@ -63,7 +63,7 @@ class Slow:
 
     def window(self, number):
         free = [talk for talk in self.talks if not talk.ended and talk not in self.waiting]
-        ready, running = sorted(free, key=lambda talk: (talk.place, not talk.pauses, talk.index)), []
+        ready, running = sorted(free, key=lambda talk: (talk.position, not talk.pauses, talk.index)), []
         slots = len(free) + len(self.waiting)
         for _ in range(WINDOW):
             while self.waiting and len(running) + len(ready) < min(slots, len(self.waiting)):
@@ -81,7 +81,7 @@ class Slow:
     def token(self, talk, version):
         """One more, by a request of its own; whether it ends the answer."""
         if not talk.pauses:
-            talk.turns.append([talk.given.tokens, [], [], []])
+            talk.turns.append([talk.next_prompt.tokens, [], [], []])
         prompt, tokens, logprobs, versions = talk.turns[-1]
         seed = derive(talk.seed, len(talk.turns) - 1) if len(talk.turns) > 1 else talk.seed
         out = self.engine._generated([[*prompt, *tokens]], [[seed]], SAMPLING, begun=[len(tokens)])
@@ -102,12 +102,12 @@ class Slow:
             talk.ended = window
 
     def hear(self, talk, window):
-        told = str(talk.dice.randint(1, 6))
-        talk.messages.append(self.dialogue.result(talk.calls[0], 0, told))
+        reported = str(talk.dice.randint(1, 6))
+        talk.messages.append(self.dialogue.result(talk.calls[0], 0, reported))
         if len(talk.turns) == TURNS:
             talk.ended = window
         else:
-            talk.given = self.dialogue.follow(talk.given, talk.turns[-1][1], talk.messages)
+            talk.next_prompt = self.dialogue.follow(talk.next_prompt, talk.turns[-1][1], talk.messages)
 
 
 def talkers(folder, *texts):
@@ -128,9 +128,9 @@ def trajectory_generator(engine, tokenizer, peers, outside):
     return TrajectoryGenerator(engine, tokenizer, SAMPLING, peers, **settings)
 
 
-def engine_of(window, **more):
+def engine_of(window, **settings):
     shape = replace(LLAMA, vocab_size=261, max_position=4096)
-    config = EngineConfig(window=window, **more)
+    config = EngineConfig(window=window, **settings)
     return NativeEngine(shape, config, device="cpu", dtype=torch.float32, pad_id=0)
 
 
@@ -166,13 +166,13 @@ def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart
         model = reference(engine.model.cfg, window)  # another for each version
         for one in (engine, single):
             fill(one, model, window)
-        (found,) = source.serve([[state for state in states if state.open]])
+        (actual,) = source.serve([[state for state in states if state.open]])
         if window == restart:
-            assert any(state.begun for state in found) and any(state.waits and state.turns for state in found)
+            assert any(state.begun for state in actual) and any(state.waits and state.turns for state in actual)
             source = generator()
-            found = pickle.loads(pickle.dumps(found))
+            actual = pickle.loads(pickle.dumps(actual))
         slow.window(window)
-        by_key = {(state.group, state.index): state for state in found}
+        by_key = {(state.group, state.index): state for state in actual}
         states = [by_key.get((state.group, state.index), state) for state in states]
         for state, talk in zip(states, talks, strict=True):
             made = [*state.turns, *([state.begun] if state.begun else [])]
@@ -196,10 +196,10 @@ def window_of_two_ranks(folder):
     outside = TrajectoryContext(Pool(CFG, dialogue.tools, AnswerLog(folder, 0)), dialogue, CFG, 500, True)
     source = trajectory_generator(engine, tokenizer, None, outside)
     try:
-        (found,) = source.serve([[state for request in requests for state in source.fresh(request, request.slot)]])
+        (actual,) = source.serve([[state for request in requests for state in source.fresh(request, request.slot)]])
     except ConfigError as error:
         return error.key
-    return [bool(state.turns or state.begun) for state in found]
+    return [bool(state.turns or state.begun) for state in actual]
 
 
 @pytest.mark.slow

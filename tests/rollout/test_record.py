@@ -63,8 +63,8 @@ def make(slots=range(PROMPTS), seed=0, cut=True) -> tuple[RolloutBatch, Scores]:
     return rollout, Scores(total, raw, {"a": first, "b": second}, valid, [s.prompt.id % 2 == s.index for s in samples])
 
 
-def assert_same(found: tuple[RolloutBatch, Scores], wanted: tuple[RolloutBatch, Scores]) -> None:
-    (a, x), (b, y) = found, wanted
+def assert_same(actual: tuple[RolloutBatch, Scores], wanted: tuple[RolloutBatch, Scores]) -> None:
+    (a, x), (b, y) = actual, wanted
     assert a.tensors().keys() == b.tensors().keys() and a.weight_version == b.weight_version
     for name, t in b.tensors().items():
         assert a.tensors()[name].dtype == t.dtype and a.tensors()[name].shape == t.shape, name
@@ -78,11 +78,11 @@ def assert_same(found: tuple[RolloutBatch, Scores], wanted: tuple[RolloutBatch, 
 def test_every_number_of_ranks_reads_what_it_would_have_made(tmp_path, cut, ranks):
     write(tmp_path / "a", *make(cut=cut), ORIGIN, 3)
     for rank in range(ranks):
-        mine = share(PROMPTS, ranks, rank)
-        slots = range(mine.start, mine.stop)
-        found = read_recording(tmp_path / "a", slots)
-        assert_same((found.rollout, found.scores), make(slots, cut=cut))
-    assert (found.header.step, found.header.weight_version, found.header.origin) == (3, 5, ORIGIN)
+        own = share(PROMPTS, ranks, rank)
+        slots = range(own.start, own.stop)
+        recording = read_recording(tmp_path / "a", slots)
+        assert_same((recording.rollout, recording.scores), make(slots, cut=cut))
+    assert (recording.header.step, recording.header.weight_version, recording.header.origin) == (3, 5, ORIGIN)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -102,10 +102,10 @@ def test_rows_are_group_major_whatever_their_order(tmp_path):
         return [values[i] for i in order.tolist()]
 
     components = {name: pick(values) for name, values in scores.components.items()}
-    given = Scores(pick(scores.total), pick(scores.raw), components, pick(scores.valid), pick(scores.clipped))
-    write(tmp_path / "a", mixed, given, ORIGIN, 1)
-    found = read_recording(tmp_path / "a")
-    assert_same((found.rollout, found.scores), (rollout, scores))
+    inputs = Scores(pick(scores.total), pick(scores.raw), components, pick(scores.valid), pick(scores.clipped))
+    write(tmp_path / "a", mixed, inputs, ORIGIN, 1)
+    recording = read_recording(tmp_path / "a")
+    assert_same((recording.rollout, recording.scores), (rollout, scores))
 
 
 def test_other_tools_can_read_the_file(tmp_path):
@@ -154,25 +154,25 @@ def test_what_is_no_recording_is_refused(tmp_path):
 def test_a_recording_of_another_kind_is_refused(tmp_path, change, message):
     path = tmp_path / file_name(1)
     write(path, *make(), ORIGIN, 1)
-    mine, layout = dataclasses.replace(ORIGIN, **change), SimpleNamespace(data=1, dp_rank=0)
+    own, layout = dataclasses.replace(ORIGIN, **change), SimpleNamespace(data=1, dp_rank=0)
     with pytest.raises(DataError, match=message):
-        RecordedSource.open(str(tmp_path), 1, mine, layout, lambda: 0, print)
+        RecordedSource.open(str(tmp_path), 1, own, layout, lambda: 0, print)
 
 
 def test_another_model_is_only_told(tmp_path):
     write(tmp_path / "a", *make(), ORIGIN, 1)
     assert check_origin(tmp_path / "a", read_header(tmp_path / "a"), ORIGIN) == ""
     other = dataclasses.replace(ORIGIN, model="other", stage="ppo")
-    told = check_origin(tmp_path / "a", read_header(tmp_path / "a"), other)
-    assert told.endswith("was recorded by another model and another stage")
+    reported = check_origin(tmp_path / "a", read_header(tmp_path / "a"), other)
+    assert reported.endswith("was recorded by another model and another stage")
 
 
 def test_where_recordings_are_found(tmp_path):
     for step in (2, 1, 10):
         write(tmp_path / "rollouts" / file_name(step), *make(seed=step), ORIGIN, step)
     one = tmp_path / "rollouts" / file_name(2)
-    for place in (tmp_path, tmp_path / "rollouts"):
-        assert [read_header(path).step for path in find_recordings(str(place))] == [1, 2, 10]
+    for folder in (tmp_path, tmp_path / "rollouts"):
+        assert [read_header(path).step for path in find_recordings(str(folder))] == [1, 2, 10]
     assert find_recordings(str(one)) == [one]
     with pytest.raises(ConfigError, match=r"debug\.train_only"):
         find_recordings(str(tmp_path / "nothing"))

@@ -91,9 +91,9 @@ def make_samples(prompts, generations, group):
 
 
 def make_rollout(prompts: int = 4, group: int = 3, seed: int = 1, first_slot: int = 0):
-    found, generations = make_prompts(prompts), make_generations(prompts * group, seed=seed)
+    actual, generations = make_prompts(prompts), make_generations(prompts * group, seed=seed)
     slots = torch.arange(first_slot, first_slot + prompts).repeat_interleave(group)
-    rollout = collate(make_samples(found, generations, group), generations, slots, PAD)
+    rollout = collate(make_samples(actual, generations, group), generations, slots, PAD)
     g = torch.Generator().manual_seed(seed)
     rollout.rewards = torch.rand(prompts * group, generator=g)
     rollout.valid = torch.ones(prompts * group, dtype=torch.bool)
@@ -154,9 +154,9 @@ def test_joined_generations_are_those_of_one_rank():
         joined.logprobs, whole.logprobs[:, :width]
     )
     assert torch.equal(joined.full_logprobs, whole.full_logprobs[:, :width])
-    for row, (found, wanted) in enumerate(zip(joined.routing, whole.routing, strict=True)):
+    for row, (actual, wanted) in enumerate(zip(joined.routing, whole.routing, strict=True)):
         there = 5 + max(parts[0 if row < 3 else 1 if row < 4 else 2].lengths.tolist())  # columns that its part had
-        assert torch.equal(found[:there], wanted[:there]) and not found[there:].any()
+        assert torch.equal(actual[:there], wanted[:there]) and not actual[there:].any()
     assert torch.equal(joined.lengths, whole.lengths) and torch.equal(joined.finish_reason, whole.finish_reason)
     parts[1].weight_version = 6
     with pytest.raises(AssertionError, match=r"several weight versions.*\[6, 7\]"):
@@ -234,20 +234,20 @@ def requests(ranks: int, tensor: int, monkeypatch) -> list[tuple]:
         parts[:] = [mine] * len(parts)
 
     monkeypatch.setattr(dist, "all_gather_object", alone)
-    found = []
+    results = []
     for rank in range(ranks):
         for peer in range(tensor):
             engine = Recorder()
             stream, layout = IndexStream(3, 5, True, 8), Peers(rank, ranks, peer, tensor)
-            mine = range(8)[share(8, ranks, rank)]
-            made = Requests(make_prompts(3), stream, 2, 8, mine, seed=4)
+            own = range(8)[share(8, ranks, rank)]
+            made = Requests(make_prompts(3), stream, 2, 8, own, seed=4)
             made.begin(3)
             taken = made.take(range(8))
             generator = SampleGenerator(engine, Words(), SamplingParams(5), layout)
             generator.advance([generator.fresh(request, request.slot) for request in taken])
-            assert len(taken) == 8 // ranks and [request.slot for request in taken] == list(mine)
-            found += engine.requests
-    return found
+            assert len(taken) == 8 // ranks and [request.slot for request in taken] == list(own)
+            results += engine.requests
+    return results
 
 
 def test_requests_do_not_depend_on_the_layout(monkeypatch):
@@ -425,9 +425,9 @@ def test_minibatches_hold_every_row_once_for_any_number_of_ranks(shape, epoch, s
     rollout = make_rollout(prompts, group)
     rollout.loss_mask = rollout.response_mask
     rollout.tokens[:, 0] = torch.arange(prompts * group)  # a name for each row
-    whole = [sorted(part.tokens[:, 0].tolist()) for part in minibatches(rollout, batch, seed, epoch, stay)]
-    assert sorted(row for part in whole for row in part) == list(range(prompts * group))
-    assert {len(part) for part in whole} == {size or prompts * group}
+    whole = [sorted(piece.tokens[:, 0].tolist()) for piece in minibatches(rollout, batch, seed, epoch, stay)]
+    assert sorted(row for piece in whole for row in piece) == list(range(prompts * group))
+    assert {len(piece) for piece in whole} == {size or prompts * group}
     halves = [
         rollout.select(torch.arange(prompts * group)[half]) for half in (share(prompts * group, 2, i) for i in (0, 1))
     ]
@@ -508,7 +508,7 @@ def test_rollout_metrics_against_plain_statistics(world):
     rollout.ref_logprobs = rollout.old_logprobs + 0.2 * torch.randn(rollout.tokens.shape, generator=g)
     rollout.loss_mask = rollout.response_mask
     rollout.advantages = torch.randn(rollout.tokens.shape, generator=g) * rollout.response_mask
-    found = rollout_metrics(rollout, scores, AlgorithmConfig(), world)
+    metrics = rollout_metrics(rollout, scores, AlgorithmConfig(), world)
     on, raw = rollout.response_mask.bool(), torch.tensor(scores.raw).double()
     d = (rollout.old_logprobs - rollout.ref_logprobs)[on].double()
     gap = (rollout.old_logprobs - rollout.rollout_logprobs)[on].double()
@@ -537,7 +537,7 @@ def test_rollout_metrics_against_plain_statistics(world):
         "mismatch/token_mult_prob_error": gap.abs().exp().mean(),
     }
     for name, value in wanted.items():
-        assert found[name] == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
+        assert metrics[name] == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
 
 
 def test_groups_are_degenerate_by_what_advantages_compare(world):
@@ -566,9 +566,9 @@ def test_with_gdpo_groups_are_degenerate_in_every_component(world):
     rollout.rewards = torch.tensor(sums)
     assert rollout_metrics(rollout, scores, AlgorithmConfig(), world)["reward/degenerate_groups"] == 0.75
     assert rollout_metrics(rollout, scores, algorithm, world)["reward/degenerate_groups"] == 0.5
-    found = compared(rollout, scores, algorithm)
-    assert found[:2].tolist() == [[0.0, 1.0], [1.0, 0.0]] and found[[5, 9, 11], 1].isnan().all()
-    trained = gdpo(found, [1.0, 1.0], rollout.group, rollout.valid).view(4, 3).any(1)
+    actual = compared(rollout, scores, algorithm)
+    assert actual[:2].tolist() == [[0.0, 1.0], [1.0, 0.0]] and actual[[5, 9, 11], 1].isnan().all()
+    trained = gdpo(actual, [1.0, 1.0], rollout.group, rollout.valid).view(4, 3).any(1)
     assert trained.tolist() == [True, True, False, False]
 
 
@@ -578,12 +578,12 @@ def test_value_metrics(world):
     rollout.loss_mask = rollout.response_mask
     rollout.returns = torch.randn(rollout.tokens.shape, generator=g) * rollout.response_mask
     rollout.values = rollout.returns + 0.3 * torch.randn(rollout.tokens.shape, generator=g)
-    found = value_metrics(rollout, world)
+    metrics = value_metrics(rollout, world)
     r, v = (x[rollout.response_mask.bool()].double() for x in (rollout.returns, rollout.values))
-    assert found["critic/return_mean"] == pytest.approx(float(r.mean()), abs=1e-6)
-    assert found["critic/value_mean"] == pytest.approx(float(v.mean()), abs=1e-6)
+    assert metrics["critic/return_mean"] == pytest.approx(float(r.mean()), abs=1e-6)
+    assert metrics["critic/value_mean"] == pytest.approx(float(v.mean()), abs=1e-6)
     wanted = 1 - float((r - v).var(unbiased=False) / r.var(unbiased=False))
-    assert found["critic/explained_variance"] == pytest.approx(wanted, abs=1e-6)
+    assert metrics["critic/explained_variance"] == pytest.approx(wanted, abs=1e-6)
 
 
 # --- evaluation
@@ -613,7 +613,7 @@ def samples_of(texts: list[str], k: int) -> list[Sample]:
 
 def test_pass_at_k_is_any_of_the_k():
     samples = samples_of(["y", "n", "n", "n", "n", "y", "n", "n", "?"], 3)
-    rewards = pipeline(lambda found: [None if s.response == "?" else float(s.response == "y") for s in found])
+    rewards = pipeline(lambda actual: [None if s.response == "?" else float(s.response == "y") for s in actual])
     verdict = judge(samples, rewards, EvalConfig(samples=3, temperature=1.0))
     assert verdict.correct == [s.response == "y" for s in samples]  # what nobody judges is not right
     assert verdict.means["eval/accuracy"] == (2.0, 9.0) and verdict.means["eval/pass_at_k"] == (2.0, 3.0)
@@ -623,7 +623,7 @@ def test_pass_at_k_is_any_of_the_k():
 
 def test_partial_credit_is_not_right():
     verdict = judge(
-        samples_of(["ab", "a"], 1), pipeline(lambda found: [len(s.response) / 2 for s in found]), EvalConfig()
+        samples_of(["ab", "a"], 1), pipeline(lambda actual: [len(s.response) / 2 for s in actual]), EvalConfig()
     )
     assert verdict.correct == [True, False] and verdict.means["eval/reward"] == (3.0, 2.0)
 
@@ -707,7 +707,7 @@ def test_evaluator_generates_k_samples_with_seeds_of_its_own(world):
     engine, refits = Recorder(), []
     config = EvalConfig(prompts=3, samples=2, temperature=1.0)
     layout = Peers(0, 1)
-    rewards = pipeline(lambda found: [1.0] * len(found))
+    rewards = pipeline(lambda actual: [1.0] * len(actual))
     prompts = make_prompts(5)
     evaluator = Evaluator(
         SampleGenerator(engine, Words(), SamplingParams(5), layout),
@@ -719,8 +719,8 @@ def test_evaluator_generates_k_samples_with_seeds_of_its_own(world):
         layout,
         seed=4,
     )
-    found = evaluator()
-    assert refits == [1] and found["eval/accuracy"] == found["eval/pass_at_k"] == 1.0
+    evaluation = evaluator()
+    assert refits == [1] and evaluation["eval/accuracy"] == evaluation["eval/pass_at_k"] == 1.0
     assert [p for p, _ in engine.requests] == [p.tokens for p in prompts[:3]]
     seeds = [s for _, row in engine.requests for s in row]
     assert len(set(seeds)) == 6
@@ -748,10 +748,10 @@ def test_pair_accuracy_and_score_statistics(world):
     model.layout = Peers(0, 1)
     Peers.dp = property(lambda self: world)
     pairs = [PreferenceItem([9, a], [9, b, 5], 0.0) for a, b in ((4, 2), (3, 5), (8, 1), (2, 2))]
-    found = pair_accuracy(model, pairs, 0, True)
+    actual = pair_accuracy(model, pairs, 0, True)
     # a tie is half right, as in the area under the ROC curve
-    assert found["eval/accuracy"] == 2.5 / 4 and found["eval/margin"] == pytest.approx((2 - 2 + 7 + 0) / 4)
-    assert found["eval/loss"] == pytest.approx(sum(math.log1p(math.exp(-m)) for m in (2, -2, 7, 0)) / 4, rel=1e-5)
+    assert actual["eval/accuracy"] == 2.5 / 4 and actual["eval/margin"] == pytest.approx((2 - 2 + 7 + 0) / 4)
+    assert actual["eval/loss"] == pytest.approx(sum(math.log1p(math.exp(-m)) for m in (2, -2, 7, 0)) / 4, rel=1e-5)
     assert pair_accuracy(model, pairs, 1, True)["eval/accuracy"] == 1.0
     scores = torch.tensor([4.0, 2, 3, 5, 8, 1, 2, 2])
     ((mean, std),) = score_statistics(model, pairs, True)

@@ -30,17 +30,17 @@ def balanced(shares, on):
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("on", [True, False])
 def test_rows_are_dealt_by_cost_with_all_their_fields(ranks, world, on):
-    mine, full = shares(world)
-    found = ranks.run(balanced, world=world, shares=mine, on=on)
-    numbers = torch.cat([batch.tokens[:, 0] - 1 for batch, _ in found])
+    own, full = shares(world)
+    results = ranks.run(balanced, world=world, shares=own, on=on)
+    numbers = torch.cat([batch.tokens[:, 0] - 1 for batch, _ in results])
     assert sorted(numbers.tolist()) == list(range(4 * world))
-    for batch, metrics in found:
+    for batch, metrics in results:
         assert len(batch.lengths) == 4
         wanted = full.select(batch.tokens[:, 0] - 1)
         for name, tensor in batch.tensors().items():
             want = wanted.tensors()[name]
             assert torch.equal(tensor, want[:, : tensor.shape[1]] if tensor.dim() >= 2 else want), name
-        assert metrics == found[0][1]
+        assert metrics == results[0][1]
         if world == 1:
             assert metrics["batch/balance"] == 1
         elif on:

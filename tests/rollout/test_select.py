@@ -59,17 +59,17 @@ def test_a_rows_own_answer_stands_against_each_different_sample():
     own = group(
         ("5", 0.0, True), ("7 ", 0.0, True), ("5", 0.0, True), ("6", None, True), ("8", 1.0, False), reference="7"
     )
-    found = pairs(own, SampleConfig(pairs="answers"))
-    assert [(row["chosen"], row["rejected"]) for row in found] == [("7", "5"), ("7", "6")]
+    chosen = pairs(own, SampleConfig(pairs="answers"))
+    assert [(row["chosen"], row["rejected"]) for row in chosen] == [("7", "5"), ("7", "6")]
     turns = [{"role": "assistant", "content": "5"}]
-    found = pairs(group(("5", None, True), ("6", None, True), reference=turns), SampleConfig(pairs="answers"))
-    assert [(row["chosen"], row["rejected"]) for row in found] == [(turns, "6")]
+    chosen = pairs(group(("5", None, True), ("6", None, True), reference=turns), SampleConfig(pairs="answers"))
+    assert [(row["chosen"], row["rejected"]) for row in chosen] == [(turns, "6")]
 
 
 def test_labels_need_a_threshold():
     cfg = SampleConfig(reward_above=0.5)
-    found = {row["completion"]: row["label"] for row in labels(MIXED, cfg)}
-    assert found == {"good": True, "fine": True, "so-so": False, "bad": False}
+    chosen = {row["completion"]: row["label"] for row in labels(MIXED, cfg)}
+    assert chosen == {"good": True, "fine": True, "so-so": False, "bad": False}
     assert set(files(cfg, True)) == {"best.jsonl", "pairs.jsonl", "labels.jsonl"}
     assert set(files(SampleConfig(), True)) == {"best.jsonl", "pairs.jsonl"}
     assert set(files(SampleConfig(), False)) == set() != set(files(SampleConfig(pairs="answers"), False))
@@ -87,11 +87,11 @@ def test_what_holds_for_any_group(samples, keep, above):
     for text, reward, finished in samples:
         if text and finished and reward is not None:
             known.setdefault(text, []).append(reward)
-    found = best(rows, cfg)
+    chosen = best(rows, cfg)
     good = {text: max(values) for text, values in known.items() if max(values) > above}
-    assert len(found) == (min(keep, len(good)) if keep else len(good))
-    assert [row["reward"] for row in found] == sorted(good.values(), reverse=True)[: len(found)]
-    assert all(row["reward"] == good[row["completion"]] for row in found)
+    assert len(chosen) == (min(keep, len(good)) if keep else len(good))
+    assert [row["reward"] for row in chosen] == sorted(good.values(), reverse=True)[: len(chosen)]
+    assert all(row["reward"] == good[row["completion"]] for row in chosen)
     for pair in pairs(rows, cfg):
         assert pair["chosen"] != pair["rejected"] and pair["margin"] > 0
         assert pair["chosen_reward"] == max(max(values) for values in known.values())

@@ -44,6 +44,6 @@ def test_of_tokens_it_is_the_loop():
         "staleness/oldest_mean": sum(max(row) for row in ages) / 9,
     }
     for quarter, places in enumerate([(0, 1, 2), (3, 4), (5, 6), (7, 8)], 1):
-        part = [a for place in places for a in ages[order[place]]]
-        wanted[f"staleness/q{quarter}_mean"] = sum(part) / len(part)
+        piece = [a for location in places for a in ages[order[location]]]
+        wanted[f"staleness/q{quarter}_mean"] = sum(piece) / len(piece)
     assert staleness_metrics(rollout, 8, None) == pytest.approx(wanted, rel=1e-12)

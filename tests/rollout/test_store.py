@@ -22,7 +22,7 @@ from tests import stages
 PROMPT = Prompt(4, (7, 8, 9), "a b", {"answer": "c"}, ({"role": "user", "content": "a b"},))
 
 
-def said(prompt, *tokens, full=True):
+def turn_of(prompt, *tokens, full=True):
     """By two versions, logprobs that float32 has."""
     logprobs = array("f", [-0.1 * t for t in tokens])
     versions = array("i", [2] * (len(tokens) - 1) + [5])
@@ -36,8 +36,8 @@ def answers():
         for number in (5, 8)
         for i in (0, 1)
     ]
-    paused = replace(fresh[1], begun=said(PROMPT.tokens, 3, 4))
-    ended = replace(fresh[2], turns=[said(PROMPT.tokens, 6)], stop=Stop.ANSWER, ended=2)
+    paused = replace(fresh[1], begun=turn_of(PROMPT.tokens, 3, 4))
+    ended = replace(fresh[2], turns=[turn_of(PROMPT.tokens, 6)], stop=Stop.ANSWER, ended=2)
     return fresh, [fresh[0], paused, ended, fresh[3]]
 
 
@@ -46,10 +46,15 @@ def trajectories():
     rendered anew, one that failed."""
     fresh = [replace(state, session=Session(str(state.seed), 1, {"answer": "c"}), rollout=1) for state in answers()[0]]
     opened = replace(PROMPT, tokens=(7, 8, 9, 1), text="a b go", messages=(*PROMPT.messages, {"role": "user"}))
-    first, asked = said(opened.tokens, 3, 2, full=False), [{"op": "reset", "seed": 1}, {"op": "turn", "calls": []}]
-    more = {"prompt": opened, "turns": [first], "messages": [{"role": "assistant", "content": "x"}], "rewards": [0.1]}
-    one, two, three = (replace(p, session=replace(p.session, asked=asked), **more) for p in fresh[:3])
-    second = said((*opened.tokens, 3, 2, 11), 6, full=False)
+    first, asked = turn_of(opened.tokens, 3, 2, full=False), [{"op": "reset", "seed": 1}, {"op": "turn", "calls": []}]
+    settings = {
+        "prompt": opened,
+        "turns": [first],
+        "messages": [{"role": "assistant", "content": "x"}],
+        "rewards": [0.1],
+    }
+    one, two, three = (replace(p, session=replace(p.session, asked=asked), **settings) for p in fresh[:3])
+    second = turn_of((*opened.tokens, 3, 2, 11), 6, full=False)
     paused = replace(one, next_prompt=EnginePrompt("a b go x", second.prompt), begun=second)
     waits = replace(two, calls=[Call("roll", {"n": 2}), Call(fault="no JSON")], waits=3, seconds=0.1, retried=1)
     waits.next_prompt = EnginePrompt("a b go", opened.tokens)
@@ -75,8 +80,8 @@ def read(folder, states, key="this run", version=7, groups=(5, 8)):
 def test_it_is_read_as_it_was_written(tmp_path, world, kind):
     fresh, states = kind()
     stored(tmp_path, states)
-    found = read(tmp_path, fresh)
-    for one, other in zip(found.states, states, strict=True):
+    content = read(tmp_path, fresh)
+    for one, other in zip(content.states, states, strict=True):
         assert vars(one) == vars(other)
 
 
@@ -94,7 +99,7 @@ def test_parts_of_ranks_are_read_on_any_number_of_them(tmp_path, world):
     fresh, states = answers()
     routed = [torch.arange(4 + i).view(-1, 1, 1).to(torch.uint8) for i in range(4)]
     for state, rows in zip(states, routed, strict=True):
-        state.turns, state.begun = [replace(said(PROMPT.tokens, 6, 7), routing=rows)], None
+        state.turns, state.begun = [replace(turn_of(PROMPT.tokens, 6, 7), routing=rows)], None
         state.stop, state.ended = Stop.ANSWER, 3
     for rank in (0, 1):
         layout = SimpleNamespace(peers=SimpleNamespace(rank=lambda: 0), dp_rank=rank, data=2)
@@ -117,10 +122,10 @@ def test_groups_are_ready_in_the_order_in_which_their_last_samples_ended():
 
 
 @pytest.mark.parametrize(
-    "torn, told",
+    "torn, message",
     [("missing", ""), ("half", "damaged"), ("empty", "damaged"), ("altered", "damaged"), ("samples", "damaged")],
 )
-def test_what_is_torn_is_none(tmp_path, world, capsys, torn, told):
+def test_what_is_torn_is_none(tmp_path, world, capsys, torn, message):
     """A kill before the description is written, a file system that lost its end, an edit of it, another bit of a
     sample."""
     folder = stored(tmp_path, answers()[1])
@@ -133,7 +138,7 @@ def test_what_is_torn_is_none(tmp_path, world, capsys, torn, told):
         path.write_bytes({"half": text[: len(text) // 2], "empty": b"", **edited}[torn])
     assert read(tmp_path, answers()[0]) is None
     out = capsys.readouterr().out
-    assert told in out and ("generated again" in out) == bool(told) and not folder.exists()
+    assert message in out and ("generated again" in out) == bool(message) and not folder.exists()
 
 
 def test_a_description_with_another_bit_anywhere_is_damaged(tmp_path, world):
@@ -186,7 +191,7 @@ def test_the_key_knows_what_rollouts_depend_on(tiny_data, tmp_path):
     assert key(*replayed) != key(*replayed[:2])
     code = tmp_path / "mine.py"
     code.write_text("def reward(samples): return [0.0] * len(samples)")
-    mine = f"reward.functions=[{{path: {code}:reward}}]"
-    before = key(mine)
+    own = f"reward.functions=[{{path: {code}:reward}}]"
+    before = key(own)
     code.write_text("def reward(samples): return [1.0] * len(samples)")
-    assert key(mine) != before
+    assert key(own) != before

@@ -67,8 +67,8 @@ class Scripted(RolloutEngine):
 def play(tokenizer, tmp_path, world):
     """play(script, requests=, folder=, **environment) -> (groups, generator)."""
 
-    def make(script, seeds=((5,),), row=None, folder="run", rollout=1, tokenizer=tokenizer, **more):
-        cfg = EnvironmentConfig(**{"workers": 1, "max_tokens": 400} | more)
+    def make(script, seeds=((5,),), row=None, folder="run", rollout=1, tokenizer=tokenizer, **settings):
+        cfg = EnvironmentConfig(**{"workers": 1, "max_tokens": 400} | settings)
         tools = load_tools(cfg)
         dialogue = Dialogue(tokenizer, schemas(tools))
         pool = Pool(cfg, dialogue.tools, AnswerLog(tmp_path / folder, 0))
@@ -78,8 +78,8 @@ def play(tokenizer, tmp_path, world):
             engine, tokenizer, sampling, world, outside=TrajectoryContext(pool, dialogue, cfg, 100, tools.scores)
         )
         messages = ({"role": "user", "content": "q"},)
-        given = dialogue.begin(list(messages))
-        prompt = Prompt(0, given.tokens, given.text, row or {}, messages)
+        next_prompt = dialogue.begin(list(messages))
+        prompt = Prompt(0, next_prompt.tokens, next_prompt.text, row or {}, messages)
         return generator([Request(i, prompt, list(s), rollout) for i, s in enumerate(seeds)]), generator
 
     return make
@@ -100,16 +100,16 @@ def test_a_row_is_what_the_engine_saw_and_only_answers_count(play, tokenizer):
         last = generator.engine.given[2 + i]
         row, n = batch.tokens[i].tolist(), int(batch.lengths[i])
         assert tuple(row[: len(last)]) == last and sample.prompt.tokens + sample.tokens == tuple(row[:n])
-        mine = [t for t, m in zip(row, batch.response_mask[i].tolist(), strict=True) if m]
-        assert tokenizer.decode(mine) == f"{call('add', a=1, b=2)}<eos>it is 3<eos>"
+        own = [t for t, m in zip(row, batch.response_mask[i].tolist(), strict=True) if m]
+        assert tokenizer.decode(own) == f"{call('add', a=1, b=2)}<eos>it is 3<eos>"
         assert batch.rollout_logprobs[i].tolist() == pytest.approx(
             [-t / 1000 * m for t, m in zip(row, batch.response_mask[i].tolist(), strict=True)]
         )
         assert "<|system|>3<|assistant|>" in tokenizer.decode(row)
         assert sample.response == "it is 3" and sample.finished and bool(batch.finished[i])
-        told = sample.trajectory.messages
-        assert [m["role"] for m in told] == ["assistant", "tool", "assistant"] and told[1]["content"] == "3"
-        assert told[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 2}}
+        messages = sample.trajectory.messages
+        assert [m["role"] for m in messages] == ["assistant", "tool", "assistant"] and messages[1]["content"] == "3"
+        assert messages[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 2}}
         assert (sample.trajectory.turns, sample.trajectory.stop, sample.trajectory.rows) == (2, Stop.ANSWER, 1)
     assert not batch.forks.any()
 
@@ -122,14 +122,14 @@ def test_what_is_shown_of_a_trajectory(play, tokenizer):
     component = [groups.samples[0].trajectory.reward]
     scores = Scores(component, component, {"environment": component}, [True], [False])
     (row,) = sample_rows(batch, scores, 1)
-    told = row.record()["trajectory"]
-    assert [turn["role"] for turn in told["turns"]] == ["assistant", "tool"] * (len(told["turns"]) // 2)
-    own = [turn for turn in told["turns"] if "tokens" in turn]
-    assert own[0]["text"] == 'guess({"number": 0})' and told["stop"] == "done"
+    trajectory = row.record()["trajectory"]
+    assert [turn["role"] for turn in trajectory["turns"]] == ["assistant", "tool"] * (len(trajectory["turns"]) // 2)
+    own = [turn for turn in trajectory["turns"] if "tokens" in turn]
+    assert own[0]["text"] == 'guess({"number": 0})' and trajectory["stop"] == "done"
     assert [turn["tokens"] for turn in own] == [len(tokenizer.encode(call("guess", number=0))) + 1] * len(own)
     assert sum(turn["tokens"] for turn in own) == int(batch.response_mask.sum())
-    rewards = [turn.get("reward") for turn in told["turns"] if "tokens" not in turn]
-    assert rewards == [0.0] * (len(rewards) - 1) + [0.25] and told["reward"] == 1.0 + sum(rewards)
+    rewards = [turn.get("reward") for turn in trajectory["turns"] if "tokens" not in turn]
+    assert rewards == [0.0] * (len(rewards) - 1) + [0.25] and trajectory["reward"] == 1.0 + sum(rewards)
     batch.loss_mask = torch.zeros_like(batch.response_mask)
     (row,) = sample_rows(batch, scores, 1)
     assert {turn.get("tokens", 0) for turn in row.trajectory["turns"]} == {0}
@@ -145,13 +145,13 @@ def test_a_part_that_is_rendered_anew_is_a_fork_of_the_same_row(play, tmp_path):
     row, n = batch.tokens[0], int(batch.lengths[0])
     parts = [row[:n][batch.forks[0, :n] == k].tolist() for k in (0, 1)]
     assert tuple(parts[0][: len(second)]) == second and tuple(parts[1][: len(third)]) == third
-    mine = own.decode(row[batch.response_mask[0].bool()])
-    assert mine == f"{call('add', a=1, b=1)}<eos>{call('add', a=2, b=2)}<eos>done<eos>"
+    own_rows = own.decode(row[batch.response_mask[0].bool()])
+    assert own_rows == f"{call('add', a=1, b=1)}<eos>{call('add', a=2, b=2)}<eos>done<eos>"
     assert groups.samples[0].trajectory.rows == 2 and batch.forks[0, n - 1] == 1
 
 
 @pytest.mark.parametrize(
-    "stop, script, more",
+    "stop, script, settings",
     [
         (Stop.TURNS, lambda text, seed: call("add", a=1, b=1), {"max_turns": 3}),
         (Stop.TOKENS, lambda text, seed: call("add", a=1, b=1), {"max_tokens": 200}),
@@ -159,11 +159,11 @@ def test_a_part_that_is_rendered_anew_is_a_fork_of_the_same_row(play, tmp_path):
         (Stop.SECONDS, lambda text, seed: call("divide", a=1, b=1), {"max_seconds": 1e-6}),
     ],
 )
-def test_what_ends_a_trajectory_before_it_ends(play, stop, script, more):
-    groups, _ = play(script, tools=[f"{FILE}:add", f"{FILE}:divide"], **more)
+def test_what_ends_a_trajectory_before_it_ends(play, stop, script, settings):
+    groups, _ = play(script, tools=[f"{FILE}:add", f"{FILE}:divide"], **settings)
     (sample,) = groups.samples
     assert sample.trajectory.stop == stop and not sample.finished
-    assert len(sample.tokens) <= more.get("max_tokens", 400)
+    assert len(sample.tokens) <= settings.get("max_tokens", 400)
     sums, maxima = trajectory_sums(groups.samples)
     assert sums[f"stop/{stop}"] == (1.0, 1.0) and sum(n for name, (n, _) in sums.items() if "stop/" in name) == 1.0
     assert maxima["environment/turns_max"] == sample.trajectory.turns
@@ -173,8 +173,8 @@ def test_wrong_calls_are_answered_and_counted(play):
     answers = iter(["<tool_call>{oops</tool_call>", call("subtract"), call("add", a="1", b=2), "well"])
     groups, _ = play(lambda text, seed: next(answers), tools=[f"{FILE}:add"], max_tokens=1000)
     (sample,) = groups.samples
-    told = [m["content"] for m in sample.trajectory.messages if m["role"] == "tool"]
-    assert [text.partition(" (")[0] for text in told] == [
+    messages = [m["content"] for m in sample.trajectory.messages if m["role"] == "tool"]
+    assert [text.partition(" (")[0] for text in messages] == [
         "error: this call is not valid JSON",
         "error: there is no tool 'subtract': there are add",
         "error: add: a: '1' is no integer",
@@ -203,8 +203,8 @@ def test_an_environment_opens_plays_and_rewards(play):
 
 def test_a_failing_environment_makes_the_sample_invalid_never_zero(play, tmp_path, world):
     rows = {"kind": "raised"}
-    more = {"path": f"{FILE}:Troubled", "args": {"folder": str(tmp_path), "fails": 99}, "retries": 1}
-    groups, _ = play(lambda text, seed: call("guess", number=0) if seed == 5 else "no", ((5, 6),), rows, **more)
+    settings = {"path": f"{FILE}:Troubled", "args": {"folder": str(tmp_path), "fails": 99}, "retries": 1}
+    groups, _ = play(lambda text, seed: call("guess", number=0) if seed == 5 else "no", ((5, 6),), rows, **settings)
     broken = groups.samples[0]
     assert broken.trajectory.stop == Stop.FAILED and broken.trajectory.failure == "raised: ConnectionError: no network"
     assert broken.trajectory.retried == 1 and broken.trajectory.reward is None
@@ -276,12 +276,17 @@ def test_one_opening_that_cannot_be_ends_one_trajectory(play, tmp_path, world, k
         f"        return 'so' if n else {opening}\n\n"
         "    def get_reward(self):\n        return 1.0\n"
     )
-    more = {"path": f"{tmp_path / 'opens.py'}:Opens", "tools": [f"{FILE}:add"], "retries": 0, "tokenizer": own}
-    groups, _ = play(lambda text, seed: "fine", seeds=((5, 6),), row={"n": 0}, **more)
-    good, _ = play(lambda text, seed: "fine", seeds=((5, 6),), row={"n": 1}, folder="good", **more)
+    settings = {"path": f"{tmp_path / 'opens.py'}:Opens", "tools": [f"{FILE}:add"], "retries": 0, "tokenizer": own}
+    groups, _ = play(lambda text, seed: "fine", seeds=((5, 6),), row={"n": 0}, **settings)
+    good, _ = play(lambda text, seed: "fine", seeds=((5, 6),), row={"n": 1}, folder="good", **settings)
     for sample in groups.samples:
-        told = sample.trajectory
-        assert told.stop == stop and re.search(words, told.failure) and not sample.tokens and told.turns == 0
+        trajectory = sample.trajectory
+        assert (
+            trajectory.stop == stop
+            and re.search(words, trajectory.failure)
+            and not sample.tokens
+            and trajectory.turns == 0
+        )
     assert all(not sample.trajectory.failure and sample.finished for sample in good.samples)
     sums, _ = trajectory_sums([*groups.samples, *good.samples])
     assert sums[f"stop/{stop}"] == (2.0, 4.0) and sums["environment/failed"] == (2.0, 4.0)

@@ -17,7 +17,7 @@ class Engine:
     """Each turn takes as many steps as its sample and number say; at most SLOTS samples at a time."""
 
     def __init__(self, samples, counted, answer):
-        self.answer, self.told, self.steps, self.waits = answer, [], 0, threading.Event()
+        self.answer, self.events, self.steps, self.waits = answer, [], 0, threading.Event()
         self.turns = TurnPool(
             1, samples, samples, [], self.take_result, self.take_response, lambda state: state.number, counted
         )
@@ -48,9 +48,9 @@ class Engine:
                 row = waiting.pop(0)
                 state, turn = self.turns.taken[row]
                 running[row] = 1 + (7 * state.number + 3 * turn) % 5
-                self.told.append((self.steps, state.number, turn))
+                self.events.append((self.steps, state.number, turn))
             if not running:
-                return self.told
+                return self.events
             self.steps += 1
             running = {row: left - 1 for row, left in running.items()}
             for row in [row for row, left in running.items() if not left]:
@@ -65,9 +65,9 @@ def late(state):
 
 @pytest.mark.parametrize("samples", [1, 3, 4, 11])
 def test_who_goes_on_when_does_not_depend_on_when_tools_answer(samples):
-    told = [Engine(samples, True, answer)() for answer in (late, late, lambda state: state.asked.set_result(None))]
-    assert told[0] == told[1] == told[2]
-    assert sorted(entry[1:] for entry in told[0]) == [(i, k) for i in range(samples) for k in range(TURNS)]
+    reports = [Engine(samples, True, answer)() for answer in (late, late, lambda state: state.asked.set_result(None))]
+    assert reports[0] == reports[1] == reports[2]
+    assert sorted(entry[1:] for entry in reports[0]) == [(i, k) for i in range(samples) for k in range(TURNS)]
 
 
 def test_nobody_waits_for_a_late_tool_while_others_are_there():
@@ -80,14 +80,14 @@ def test_nobody_waits_for_a_late_tool_while_others_are_there():
     engine = Engine(6, False, answer)
     threading.Thread(target=engine, daemon=True).start()
     until = time.monotonic() + 120
-    while len(engine.told) < 5 * TURNS + 1 and time.monotonic() < until:
+    while len(engine.events) < 5 * TURNS + 1 and time.monotonic() < until:
         time.sleep(0.005)
-    assert {entry[1] for entry in engine.told} == set(range(6)) and len(engine.told) == 5 * TURNS + 1
+    assert {entry[1] for entry in engine.events} == set(range(6)) and len(engine.events) == 5 * TURNS + 1
     engine.turns.taken[0][0].asked.set_result(None)
     engine = Engine(6, True, answer)
     threading.Thread(target=engine, daemon=True).start()
     assert engine.waits.wait(120)
-    assert len(engine.turns.waiting) > 1 and len(engine.told) < 5 * TURNS + 1
+    assert len(engine.turns.waiting) > 1 and len(engine.events) < 5 * TURNS + 1
     engine.turns.taken[0][0].asked.set_result(None)
 
 

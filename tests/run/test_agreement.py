@@ -29,8 +29,8 @@ pytestmark = pytest.mark.multirank
 LAYOUTS = {"data": [], "tensor": ["parallel=tp2"]}
 
 
-def resume_elsewhere(arguments: list[str], shared: Path, mine: Path, appears_s: float = 0.0) -> str:
-    """`run_stage`, in which rank 1 finds the folder `mine` where the others find `shared`: it is on a node without the
+def resume_elsewhere(arguments: list[str], shared: Path, own: Path, appears_s: float = 0.0) -> str:
+    """`run_stage`, in which rank 1 finds the folder `own` where the others find `shared`: it is on a node without the
     shared file system, or, with `appears_s`, on one that learns so long after its first look what there is. What it
     raises, or ""."""
     homes = [
@@ -44,7 +44,7 @@ def resume_elsewhere(arguments: list[str], shared: Path, mine: Path, appears_s: 
         def other(folder: Path) -> dict[str, str]:
             first_s.append(time.monotonic())
             late = not appears_s or first_s[-1] - first_s[0] < appears_s
-            return look(mine / folder.relative_to(shared) if late and folder.is_relative_to(shared) else folder)
+            return look(own / folder.relative_to(shared) if late and folder.is_relative_to(shared) else folder)
 
         return other
 
@@ -113,7 +113,7 @@ def run_with_own(arguments: list[str], own: list[str]) -> str:
 def refusals_of_rank_0(folder: Path) -> list[str]:
     """What each of these ends with on this rank where rank 0 can neither rename a checkpoint nor make a model's folder:
     to start anew, to go back, to set a damaged one aside, to save."""
-    kept, told = Checkpoints(folder, CheckpointConfig(), {}, {}, {"stage": "sft"}), []
+    kept, messages = Checkpoints(folder, CheckpointConfig(), {}, {}, {"stage": "sft"}), []
     kept.save(1, {}), kept.save(2, {})
     make = Path.mkdir
 
@@ -129,7 +129,7 @@ def refusals_of_rank_0(folder: Path) -> list[str]:
                 patch.setattr(Path, "rename", refuse)
                 patch.setattr(Path, "mkdir", no_model)
             work()
-        told.append(f"{type(caught.value).__name__}: {caught.value}")
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
 
     tell(lambda: kept.restore("never"))
     tell(lambda: kept.restore(str(folder / "checkpoints/step-00000001")))
@@ -138,7 +138,7 @@ def refusals_of_rank_0(folder: Path) -> list[str]:
     tell(lambda: kept.restore("auto"))
     kept.models = {"policy": None}  # no rank comes to look at it
     tell(lambda: kept.save(3, {}))
-    return told
+    return messages
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +162,9 @@ def test_a_rank_that_sees_another_folder_ends_the_run(ranks, tiny_data, tmp_path
     else:
         shutil.rmtree(newest), shutil.copytree(other / "checkpoints" / "step-00000001", newest)
     line = stages.overrides("sft", tiny_data, run, "run.steps=4", "batch.micro_batch_samples=4", *LAYOUTS[layout])
-    told = ranks.run(resume_elsewhere, world=2, arguments=line, shared=run, mine=other)
+    results = ranks.run(resume_elsewhere, world=2, arguments=line, shared=run, own=other)
     wrong = "manifest.json is absent, on rank 0 " if what == "lacks the newest" else "manifest.json is "
-    for text in told:
+    for text in results:
         assert text.startswith(f"ViewError: rank 1 sees another {run}/checkpoints/step-00000002 than rank 0: {wrong}")
     assert stages.checkpoints(run) == [1, 2] and [r["step"] for r in stages.records(run)] == [1, 2]
 
@@ -176,7 +176,7 @@ def test_a_rank_that_learns_of_a_checkpoint_late_is_waited_for(ranks, tiny_data,
     ranks.run(run_stage, world=2, arguments=stages.overrides("sft", tiny_data, whole, *line))
     other = shutil.copytree(half, tmp_path / "other")
     shutil.rmtree(other / "checkpoints" / "step-00000002")
-    job = {"arguments": stages.overrides("sft", tiny_data, run, *line), "shared": run, "mine": other, "appears_s": 1.0}
+    job = {"arguments": stages.overrides("sft", tiny_data, run, *line), "shared": run, "own": other, "appears_s": 1.0}
     assert ranks.run(resume_elsewhere, world=2, **job) == ["", ""]
     assert stages.differences(run, whole) == [] and stages.same_weights(run, whole)
 
@@ -197,8 +197,8 @@ def test_initial_weights_are_the_same_on_every_rank(ranks, tiny_data, tiny_runs,
     content[-100] ^= 1
     path.write_bytes(content)
     line = stages.overrides("sft", tiny_data, tmp_path / "run", "run.steps=1", f"model.init={init}")
-    told = ranks.run(resume_elsewhere, world=2, arguments=line, shared=init, mine=other)
-    assert all(text.startswith(f"ViewError: rank 1 sees another {wrong}") for text in told), told
+    results = ranks.run(resume_elsewhere, world=2, arguments=line, shared=init, own=other)
+    assert all(text.startswith(f"ViewError: rank 1 sees another {wrong}") for text in results), results
 
 
 @pytest.mark.slow
@@ -207,12 +207,14 @@ def test_one_rank_of_a_node_looks_and_one_of_all_reads(ranks, tiny_runs, tmp_pat
     """Or 1,000 ranks would stat and read every file of a checkpoint 1,000 times before the first step."""
     job = {"world": 4, "run": tiny_runs["sft"], "per_node": per_node}
     looks = {"folder_view": 1, "view": 2}
-    told = ranks.run(looks_at_start, **job)
-    assert told[0] == (looks | {"check_folder": 1, "check_before_loading": 1}, "")
-    assert told[1:] == [(looks if rank % per_node == 0 else {}, "") for rank in range(1, 4)]
+    results = ranks.run(looks_at_start, **job)
+    assert results[0] == (looks | {"check_folder": 1, "check_before_loading": 1}, "")
+    assert results[1:] == [(looks if rank % per_node == 0 else {}, "") for rank in range(1, 4)]
     if per_node == 2:
-        told = ranks.run(looks_at_start, **job, other=tmp_path)
-        assert all("rank 2 sees another" in text and "manifest.json is absent, on rank 0 " in text for _, text in told)
+        results = ranks.run(looks_at_start, **job, other=tmp_path)
+        assert all(
+            "rank 2 sees another" in text and "manifest.json is absent, on rank 0 " in text for _, text in results
+        )
 
 
 @pytest.mark.parametrize(
@@ -229,16 +231,16 @@ def test_data_and_settings_are_the_same_on_every_rank(ranks, tiny_data, tmp_path
     own = own.replace("EVAL", str(tiny_data / "eval.jsonl"))
     wrong = wrong.replace("TRAIN", str(train)).replace("RUN", str(run))
     line = stages.overrides("sft", tiny_data, run, "run.steps=1")
-    told = ranks.run(run_with_own, world=2, arguments=line, own=[own])
-    assert all(text.startswith(f"ViewError: rank 1 sees another {wrong}") for text in told), told
+    results = ranks.run(run_with_own, world=2, arguments=line, own=[own])
+    assert all(text.startswith(f"ViewError: rank 1 sees another {wrong}") for text in results), results
 
 
 def test_what_rank_0_alone_cannot_rename_or_make_is_told_on_all(ranks, tmp_path):
-    told = ranks.run(refusals_of_rank_0, world=2, folder=tmp_path)
-    assert told[0] == told[1]
-    *renamed, saved = told[0]
+    results = ranks.run(refusals_of_rank_0, world=2, folder=tmp_path)
+    assert results[0] == results[1]
+    *renamed, saved = results[0]
     for text in renamed:
-        assert text.startswith(f"WriteError: run.dir='{tmp_path}': expected a folder that can be written"), told
+        assert text.startswith(f"WriteError: run.dir='{tmp_path}': expected a folder that can be written"), results
     assert re.match(r"SaveError: cannot write checkpoint .*step-00000003.*not permitted: .*policy", saved), saved
 
 

@@ -97,8 +97,8 @@ def after_step(monkeypatch):
 def test_it_holds_the_step_at_which_it_began(tiny_data, tiny_runs, tmp_path, slow_writer, after_step):
     """The write of step 2 begins and ends only after step 3: training has gone on, the checkpoint has not."""
     go, began = slow_writer
-    more = [*MORE, f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}"]
-    plain = stages.stage("ppo", tiny_data, tmp_path / "plain", *more)
+    overrides = [*MORE, f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}"]
+    plain = stages.stage("ppo", tiny_data, tmp_path / "plain", *overrides)
     run, seen = tmp_path / "run", {}
 
     def look(loop):
@@ -110,7 +110,7 @@ def test_it_holds_the_step_at_which_it_began(tiny_data, tiny_runs, tmp_path, slo
                 time.sleep(0.01)
 
     after_step[2] = after_step[3] = look
-    stages.stage("ppo", tiny_data, run, *more, "checkpoint.async_save=true")
+    stages.stage("ppo", tiny_data, run, *overrides, "checkpoint.async_save=true")
     assert seen == {2: ([], True), 3: ([], True)}
     assert stages.checkpoints(run) == stages.checkpoints(plain) == [2, 4, 5]
     for step in (2, 4, 5):
@@ -146,14 +146,14 @@ def test_a_kill_while_it_is_written_leaves_the_one_before(tiny_data, tmp_path, s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (OSError(28, "No space left on device"), "no space left"),
         (MemoryError("m"), "MemoryError"),
         (SystemExit(0), "Sys"),
     ],
 )
-def test_a_write_that_fails_stops_the_run_and_touches_nothing(tiny_data, tmp_path, monkeypatch, error, told):
+def test_a_write_that_fails_stops_the_run_and_touches_nothing(tiny_data, tmp_path, monkeypatch, error, message):
     """Whatever ends the thread that writes."""
     run, write = tmp_path / "run", ModelSave.write
 
@@ -163,7 +163,7 @@ def test_a_write_that_fails_stops_the_run_and_touches_nothing(tiny_data, tmp_pat
         write(self)
 
     monkeypatch.setattr(ModelSave, "write", fails)
-    with pytest.raises(SaveError, match=rf"step-00000004.*{told}.*Earlier checkpoints are untouched") as caught:
+    with pytest.raises(SaveError, match=rf"step-00000004.*{message}.*Earlier checkpoints are untouched") as caught:
         stages.stage("sft", tiny_data, run, *MORE, "checkpoint.async_save=true")
     assert isinstance(caught.value, CheckpointError) and caught.value.transient
     assert stages.checkpoints(run) == [2] and not list((run / "checkpoints").glob("*.tmp"))

@@ -37,23 +37,25 @@ def test_each_step_leaves_its_hashes(run):
     assert (
         names[0] == "policy/embedding.word_embeddings.weight" and names[-1] == "policy/decoder.final_layernorm.weight"
     )
-    assert [found["step"] for found in (start, *steps)] == [0, 1, 2]
+    assert [result["step"] for result in (start, *steps)] == [0, 1, 2]
     hashes = [[f["weights"][i : i + DIGITS] for i in range(0, len(f["weights"]), DIGITS)] for f in (start, *steps)]
     assert all(len(row) == len(names) == len(set(row)) for row in hashes[1:])  # norms start alike
     assert all(a != b for before, after in pairwise(hashes) for a, b in zip(before, after, strict=True))
     assert steps[0]["batch"].keys() == {"rows"} and steps[0]["batch"] != steps[1]["batch"]
-    told = [
-        {name: record[name] for name in found["numbers"]}
-        for found, record in zip(steps, stages.records(run), strict=True)
+    reports = [
+        {name: record[name] for name in result["numbers"]}
+        for result, record in zip(steps, stages.records(run), strict=True)
     ]
-    assert [found["numbers"] for found in steps] == told and {"policy/loss", "policy/grad_norm"} <= told[0].keys()
+    assert [result["numbers"] for result in steps] == reports and {"policy/loss", "policy/grad_norm"} <= reports[
+        0
+    ].keys()
     assert start["start"]["config"]["seed"] == 0 and "run/chain.py" in start["start"]["code"]
 
 
 def alter(run, number, **change):
-    found = lines(run)
-    found[number] |= change
-    stages.write_jsonl(run / FILE, found)
+    actual = lines(run)
+    actual[number] |= change
+    stages.write_jsonl(run / FILE, actual)
 
 
 def test_a_chain_that_was_changed_is_refused(run, tmp_path):
@@ -77,20 +79,20 @@ def test_a_chain_that_was_changed_is_refused(run, tmp_path):
 def test_a_start_is_noted_where_something_is_new(run, tiny_data, capsys):
     before = lines(run)
     stages.stage("sft", tiny_data, run, *BARE, "run.steps=3", "optim.lr=1e-3")
-    found = read_chain(run)
-    assert found[:3] == before and [f["step"] for f in found[3:]] == [2, 3]
-    assert "start" in found[3] and start_of(found)["config"]["optim.lr"] == 1e-3
+    steps = read_chain(run)
+    assert steps[:3] == before and [f["step"] for f in steps[3:]] == [2, 3]
+    assert "start" in steps[3] and start_of(steps)["config"]["optim.lr"] == 1e-3
     assert "WARNING" not in capsys.readouterr().err
 
 
 def test_weights_that_are_not_what_the_step_left_are_told(run, tiny_data, capsys):
     shutil.rmtree(run / "checkpoints" / "step-00000002")
     shutil.copytree(run / "checkpoints" / "step-00000001" / "policy", run / "p")
-    found = lines(run)
+    actual = lines(run)
     stages.stage("sft", tiny_data, run, *BARE)
-    assert lines(run) == found and "are not those" not in capsys.readouterr().err
-    found[1]["weights"] = found[2]["weights"]
-    stages.write_jsonl(run / FILE, found)
+    assert lines(run) == actual and "are not those" not in capsys.readouterr().err
+    actual[1]["weights"] = actual[2]["weights"]
+    stages.write_jsonl(run / FILE, actual)
     shutil.rmtree(run / "checkpoints" / "step-00000002")
     stages.stage("sft", tiny_data, run, *BARE)
     assert "WARNING: the weights of step 1 are not those that the run left there" in capsys.readouterr().err
@@ -117,8 +119,8 @@ def test_records_that_a_power_cut_took_are_no_other_weights(tmp_path, capsys):
     (tmp_path / FILE).write_text("".join((tmp_path / FILE).read_text().splitlines(True)[:-2]))
     begun(3).close(4, {})
     assert "WARNING" not in capsys.readouterr().err
-    found = read_chain(tmp_path)
-    assert [f["step"] for f in found] == [0, 1, 3, 4] and ["start" in f for f in found] == [True, False, True, False]
+    steps = read_chain(tmp_path)
+    assert [f["step"] for f in steps] == [0, 1, 3, 4] and ["start" in f for f in steps] == [True, False, True, False]
 
 
 @pytest.mark.slow
@@ -132,10 +134,10 @@ def test_records_that_a_power_cut_took_are_no_other_weights(tmp_path, capsys):
 )
 def test_the_layout_does_not_show(tiny_data, tmp_path, ranks, stage, layouts):
     """Of weights before the first step, of its rows, of prompts and rewards; and the recording has all of them."""
-    found = []
-    for world, more in layouts.items():
-        for own in more:
-            folder = tmp_path / f"{len(found)}"
+    results = []
+    for world, extra in layouts.items():
+        for own in extra:
+            folder = tmp_path / f"{len(results)}"
             bare = ["run.steps=1", "run.export=false", "checkpoint.final=false", "debug.record=1"]
             arguments = stages.overrides(stage, tiny_data, folder, *bare, *own)
             ranks.run("tests.run.jobs:run_stage", world=world, arguments=arguments)
@@ -143,5 +145,5 @@ def test_the_layout_does_not_show(tiny_data, tmp_path, ranks, stage, layouts):
             exact = {name: value for name, value in step["batch"].items() if name != "logprobs"}
             (file,) = folder.glob("ro*s/step-00000001.safetensors")  # rows or rollouts
             rows = sorted(load_file(file)["tokens"].tolist())
-            found.append((start["start"]["tensors"], start["weights"], exact, rows))
-    assert all(other == found[0] for other in found[1:])
+            results.append((start["start"]["tensors"], start["weights"], exact, rows))
+    assert all(other == results[0] for other in results[1:])

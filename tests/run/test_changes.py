@@ -47,17 +47,19 @@ def test_a_lower_learning_rate_after_a_gradient_that_is_not_finite(tiny_data, ag
         go_on(tiny_data, again, "run.steps=6", "optim.lr=1e30")
     assert stages.checkpoints(again / "run") == [2]
     capsys.readouterr()
-    more = ["optim.lr=1e-4", "optim.betas=[0.8,0.9]", "optim.eps=1e-7", "optim.clip_grad=0.5"]
-    run = go_on(tiny_data, again, "run.steps=4", *more)
-    told = "run.steps 2 -> 4, optim.lr 0.003 -> 0.0001, optim.betas [0.9, 0.95] -> [0.8, 0.9], optim.eps 1e-08 -> 1e-07"
-    assert f"changed from step 2 on: {told}, optim.clip_grad 1.0 -> 0.5\n" in capsys.readouterr().out
+    overrides = ["optim.lr=1e-4", "optim.betas=[0.8,0.9]", "optim.eps=1e-7", "optim.clip_grad=0.5"]
+    run = go_on(tiny_data, again, "run.steps=4", *overrides)
+    message = (
+        "run.steps 2 -> 4, optim.lr 0.003 -> 0.0001, optim.betas [0.9, 0.95] -> [0.8, 0.9], optim.eps 1e-08 -> 1e-07"
+    )
+    assert f"changed from step 2 on: {message}, optim.clip_grad 1.0 -> 0.5\n" in capsys.readouterr().out
     records = stages.records(run)
     assert [r["step"] for r in records] == [1, 2, 3, 4] and {r["policy/lr"] for r in records[2:]} == {1e-4}
     assert (run / "DONE").exists()
     *_, last = read_jsonl(run / "changes.jsonl")
     assert last["accepted"] == [] and {"key": "optim.lr", "was": 0.003, "now": 1e-4} in last["told"]
     lines = (run / "changes.jsonl").read_text()
-    go_on(tiny_data, again, "run.steps=4", *more)  # of the checkpoint of step 4, nothing is another
+    go_on(tiny_data, again, "run.steps=4", *overrides)  # of the checkpoint of step 4, nothing is another
     assert "changed" not in capsys.readouterr().out and (run / "changes.jsonl").read_text() == lines
 
 
@@ -84,19 +86,19 @@ CHANGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_defines_a_run_is_refused_unless_it_is_accepted(tiny_data, again, capsys, what):
-    more, change, message = CHANGES[what]
+    overrides, change, message = CHANGES[what]
     if change is not None:
         change(again)
     pending = shutil.copy(again / "run" / FILE_NAME, again / "run" / PENDING_NAME)
     with pytest.raises(CheckpointError) as caught:
-        go_on(tiny_data, again, "run.steps=3", *more)
+        go_on(tiny_data, again, "run.steps=3", *overrides)
     assert not pending.exists()  # or a requeued job of this run would take it
     assert message in str(caught.value) and "run.accept_changes=true" in str(caught.value)
     assert stages.checkpoints(again / "run") == [2] and len(stages.records(again / "run")) == 2
     if what == "data":
         (again / "train.jsonl").write_text("".join((again / "train.jsonl").open().readlines()[:20]))  # fewer rows, too
     capsys.readouterr()
-    run = go_on(tiny_data, again, "run.steps=3", *more, "run.accept_changes=true")
+    run = go_on(tiny_data, again, "run.steps=3", *overrides, "run.accept_changes=true")
     out = capsys.readouterr().out
     key = message.split(" is ")[0]
     assert f"run.accept_changes: from step 2 on {key} " in out and "changed from step 2 on: run.steps 2 -> 3" in out
@@ -105,7 +107,7 @@ def test_what_defines_a_run_is_refused_unless_it_is_accepted(tiny_data, again, c
     assert record["step"] == 2 and [c["key"] for c in record["accepted"]] == [key]
     state = json.loads((run / "checkpoints" / "step-00000003" / "state.json").read_text())["state"]
     assert state["data"]["cursor"] == {"data": 16, "batch": 40}.get(what, 48)
-    go_on(tiny_data, again, "run.steps=4", *more)  # the new checkpoint is of the new definition
+    go_on(tiny_data, again, "run.steps=4", *overrides)  # the new checkpoint is of the new definition
 
 
 def test_data_and_weights_may_move(tiny_data, again, capsys):

@@ -147,10 +147,10 @@ def test_printable_cuts_and_keeps_lines():
 
 def test_samples_file(tmp_path):
     append_jsonl(tmp_path / FILE, [row.record() for row in ROWS])
-    found = read_jsonl(tmp_path / FILE)
-    assert found[1]["reward"] is None
-    assert found[1]["response"] == ROWS[1].response
-    assert found[0]["finished"] is True
+    records = read_jsonl(tmp_path / FILE)
+    assert records[1]["reward"] is None
+    assert records[1]["response"] == ROWS[1].response
+    assert records[0]["finished"] is True
     columns = {"answer": 4, "entry": {"a": 1}, "long": "x" * 9999, "bad": math.inf}
     row = SampleRow("p", "r", 1.0, 0.0, True, {"math": 0.5, "style": None}, columns)
     append_jsonl(tmp_path / FILE, [row.record()])

@@ -38,14 +38,14 @@ def last_step(folder) -> int:
     ],
 )
 def test_steps_follow_from_the_rows(name, epochs, batch, rows, tiny_data, tiny_runs, tmp_path):
-    more = [f"run.epochs={epochs}", batch, "batch.micro_batch_samples=4", *QUICK]
-    more += [f"algorithm.distill.teacher={tiny_runs['sft']}", "batch.sequences=16"] if name == "distill" else []
-    more += ["critic.warmup_steps=0", f"reward.model={tiny_runs['rm']}"] if name == "ppo" else []
-    found = stages.stage(name, tiny_data, tmp_path, *more)
-    cfg = compose(stages.overrides(name, tiny_data, tmp_path, *more))
+    overrides = [f"run.epochs={epochs}", batch, "batch.micro_batch_samples=4", *QUICK]
+    overrides += [f"algorithm.distill.teacher={tiny_runs['sft']}", "batch.sequences=16"] if name == "distill" else []
+    overrides += ["critic.warmup_steps=0", f"reward.model={tiny_runs['rm']}"] if name == "ppo" else []
+    run = stages.stage(name, tiny_data, tmp_path, *overrides)
+    cfg = compose(stages.overrides(name, tiny_data, tmp_path, *overrides))
     taken = cfg.batch.prompts if name in ("grpo", "ppo", "online_dpo") else cfg.batch.sequences
-    assert last_step(found) == ceil(Fraction(epochs) * rows / taken)
-    assert json.loads((found / "progress.json").read_text())["steps"] == last_step(found)
+    assert last_step(run) == ceil(Fraction(epochs) * rows / taken)
+    assert json.loads((run / "progress.json").read_text())["steps"] == last_step(run)
 
 
 @pytest.mark.slow
@@ -54,23 +54,23 @@ def test_rows_that_were_dropped_or_mixed_count_as_they_are(tiny_data, tmp_path):
     rows = [{"prompt": f"say {c}:", "completion": c} for c in "abcdefghij"]
     a = stages.write_jsonl(tmp_path / "a.jsonl", [*rows, long, long])
     b = stages.write_jsonl(tmp_path / "b.jsonl", rows[:6])
-    more = [*QUICK, "run.epochs=2", "batch.sequences=4"]
-    assert last_step(stages.stage("sft", tiny_data, tmp_path / "one", f"data.train={a}", *more)) == 5
+    overrides = [*QUICK, "run.epochs=2", "batch.sequences=4"]
+    assert last_step(stages.stage("sft", tiny_data, tmp_path / "one", f"data.train={a}", *overrides)) == 5
     both = ["data.train=''", f"data.sources=[{{path: '{a}'}}, {{path: '{b}'}}]"]
-    assert last_step(stages.stage("sft", tiny_data, tmp_path / "two", *both, *more)) == 8
+    assert last_step(stages.stage("sft", tiny_data, tmp_path / "two", *both, *overrides)) == 8
     text = stages.write_jsonl(tmp_path / "t.jsonl", [{"text": "abcdefgh" * 8}] * 4)
-    packed = [f"data.train={text}", "data.format=text", *more, "batch.sequences=1", "batch.micro_batch_samples=1"]
+    packed = [f"data.train={text}", "data.format=text", *overrides, "batch.sequences=1", "batch.micro_batch_samples=1"]
     steps = last_step(stages.stage("sft", tiny_data, tmp_path / "three", *packed))
     assert steps == 2 * ceil(4 * 65 / 32) or steps == 2 * (4 * 65 // 32)  # rows of data.max_tokens=32, not documents
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_to_the_same_step_with_the_same_numbers(tiny_data, tmp_path):
-    more = ["run.epochs=3", "batch.sequences=8", "optim.schedule=linear", "checkpoint.every=5", "run.export=false"]
-    whole = stages.stage("sft", tiny_data, tmp_path / "whole", *more)
+    overrides = ["run.epochs=3", "batch.sequences=8", "optim.schedule=linear", "checkpoint.every=5", "run.export=false"]
+    whole = stages.stage("sft", tiny_data, tmp_path / "whole", *overrides)
     cut = tmp_path / "cut"
-    stages.stage("sft", tiny_data, cut, *more, "run.epochs=3", "debug.until=7")
-    stages.stage("sft", tiny_data, cut, *more)
+    stages.stage("sft", tiny_data, cut, *overrides, "run.epochs=3", "debug.until=7")
+    stages.stage("sft", tiny_data, cut, *overrides)
     assert last_step(cut) == 12 and not stages.differences(whole, cut)
     frozen = load_frozen(whole)
     assert frozen.run.epochs == 3

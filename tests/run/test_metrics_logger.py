@@ -29,11 +29,11 @@ def test_one_record_per_step(tmp_path):
     log = logger(tmp_path)
     for step in range(3):
         log.log(step, {"sft/loss": 1.0 / (step + 1), "n": step})
-    found = records(tmp_path)
-    assert [r["step"] for r in found] == [0, 1, 2]
-    assert found[2]["sft/loss"] == pytest.approx(1 / 3)
-    assert isinstance(found[2]["n"], int)
-    assert found[0]["wall_time"] <= found[2]["wall_time"]
+    logged = records(tmp_path)
+    assert [r["step"] for r in logged] == [0, 1, 2]
+    assert logged[2]["sft/loss"] == pytest.approx(1 / 3)
+    assert isinstance(logged[2]["n"], int)
+    assert logged[0]["wall_time"] <= logged[2]["wall_time"]
 
 
 def test_no_number_is_null_and_tensors_are_numbers(tmp_path):
@@ -68,10 +68,10 @@ def test_resume_drops_later_records_and_a_torn_line(tmp_path):
     again.log(4, {"eval/loss": 1.0})  # joins the record of the resumed step
     for step in range(5, 10):
         again.log(step, {"a": 100 + step})
-    found = records(tmp_path)
-    assert [r["step"] for r in found] == list(range(1, 10))
-    assert [r["a"] for r in found] == [1, 2, 3, 4, 105, 106, 107, 108, 109]
-    assert found[3]["eval/loss"] == 1.0
+    logged = records(tmp_path)
+    assert [r["step"] for r in logged] == list(range(1, 10))
+    assert [r["a"] for r in logged] == [1, 2, 3, 4, 105, 106, 107, 108, 109]
+    assert logged[3]["eval/loss"] == 1.0
 
 
 @pytest.mark.parametrize("moment", ["cut off", "half written", "disk full"])
@@ -102,9 +102,9 @@ def test_a_record_that_is_joined_outlives_a_kill(tmp_path, monkeypatch, moment):
     again = logger(tmp_path)
     again.resume_at(2)
     again.log(3, {"a": 3})
-    found = records(tmp_path)
-    assert [(r["step"], r["a"]) for r in found] == [(1, 1), (2, 2), (3, 3)]
-    assert found[1].get("time/save_s") == (None if moment == "disk full" else 0.5)
+    logged = records(tmp_path)
+    assert [(r["step"], r["a"]) for r in logged] == [(1, 1), (2, 2), (3, 3)]
+    assert logged[1].get("time/save_s") == (None if moment == "disk full" else 0.5)
     again.resume_at(1)  # an older checkpoint after all: what was joined then does not come back
     assert [r["step"] for r in records(tmp_path)] == [1]
 
@@ -130,8 +130,8 @@ def test_garbage_where_a_joined_record_would_be_refuses_no_start(tmp_path, capsy
     again.resume_at(1)
     again.log(2, {"a": 2})
     assert [r["a"] for r in records(tmp_path)] == [1, 2] and not (tmp_path / "metrics.joined.jsonl").exists()
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == (data in GARBAGE) and all("metrics.joined.jsonl" in line for line in said)
+    output = capsys.readouterr().err.splitlines()
+    assert len(output) == (data in GARBAGE) and all("metrics.joined.jsonl" in line for line in output)
 
 
 def test_a_record_without_a_step_is_a_line(tmp_path):
@@ -173,10 +173,10 @@ def test_tensorboard_holds_the_finite_numbers(tmp_path):
     again.resume_at(1)
     again.log(2, {"a": 7.5})
     again.close()
-    found = events.EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    assert found.Tags()["scalars"] == ["a"]
-    assert [(e.step, e.value) for e in found.Scalars("a")] == [(1, 1.5), (2, 7.5)]
+    actual = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    actual.Reload()
+    assert actual.Tags()["scalars"] == ["a"]
+    assert [(e.step, e.value) for e in actual.Scalars("a")] == [(1, 1.5), (2, 7.5)]
 
 
 @pytest.mark.slow

@@ -39,8 +39,8 @@ def within(name: str, rooms: tuple[str, ...]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", CASES)
 def test_a_run_imports_what_its_configuration_asks_for(stage, tiny_data, tmp_path):
-    run_dir, noted, (more, unused) = tmp_path / "run", tmp_path / "modules.json", CASES[stage]
-    arguments = ["run", *stages.overrides(stage, tiny_data, run_dir, "run.steps=1", *more)]
+    run_dir, noted, (overrides, unused) = tmp_path / "run", tmp_path / "modules.json", CASES[stage]
+    arguments = ["run", *stages.overrides(stage, tiny_data, run_dir, "run.steps=1", *overrides)]
     subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM, noted, *arguments], check=True)
     loaded = set(json.loads(noted.read_text()))
     assert f"aligner.stages.{stage}" in loaded

@@ -15,11 +15,11 @@ pytestmark = pytest.mark.slow
 SHORT = ["run.steps=2", "run.export=false", "checkpoint.final=false", "logging.progress=true"]
 
 
-def run(capsys, name, data, folder, *more: str):
+def run(capsys, name, data, folder, *overrides: str):
     """The lines of a run, and how its steps were shown."""
-    stages.stage(name, data, folder, *SHORT, *more)
-    told = capsys.readouterr()
-    return told.out.splitlines(), told.err.splitlines()
+    stages.stage(name, data, folder, *SHORT, *overrides)
+    output = capsys.readouterr()
+    return output.out.splitlines(), output.err.splitlines()
 
 
 def line(lines: list[str], begin: str) -> str:
@@ -46,25 +46,29 @@ def test_epochs_are_told_as_steps(tiny_data, tmp_path, capsys):
 def test_adapters_a_critic_and_what_is_not_trained(tiny_data, tiny_runs, tmp_path, capsys):
     ppo = [f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}", "critic.warmup_steps=0"]
     out, _ = run(capsys, "ppo", tiny_data, tmp_path / "a", *ppo, "model.lora.rank=2")
-    told = line(out, "cpu, float32: ")
-    assert "policy " in told and "only adapters trained; critic " in told and told.endswith("only adapters trained")
+    message = line(out, "cpu, float32: ")
+    assert (
+        "policy " in message
+        and "only adapters trained; critic " in message
+        and message.endswith("only adapters trained")
+    )
     assert line(out, "2 steps").endswith("prompts: 1 epoch (2 steps an epoch of 32)")
     out, _ = run(capsys, "sample", tiny_data, tmp_path / "b", f"model.init={tiny_runs['sft']}")
     assert line(out, "cpu, float32: ").endswith("parameters, none of them trained")
 
 
-@pytest.mark.parametrize(("steps", "told"), [(2, True), (3, False)])
-def test_a_policy_that_never_learns_is_told(steps, told, tiny_data, tiny_runs, tmp_path, capsys):
-    more = [f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}", "critic.warmup_steps=2"]
-    out, _ = run(capsys, "ppo", tiny_data, tmp_path, *more, f"run.steps={steps}")
-    found = [text for text in out if "critic.warmup_steps=2" in text]
-    assert bool(found) == told and all("run.steps=2" in text for text in found)
+@pytest.mark.parametrize(("steps", "message"), [(2, True), (3, False)])
+def test_a_policy_that_never_learns_is_told(steps, message, tiny_data, tiny_runs, tmp_path, capsys):
+    overrides = [f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}", "critic.warmup_steps=2"]
+    out, _ = run(capsys, "ppo", tiny_data, tmp_path, *overrides, f"run.steps={steps}")
+    results = [text for text in out if "critic.warmup_steps=2" in text]
+    assert bool(results) == message and all("run.steps=2" in text for text in results)
     same = stages.records(tmp_path)
-    assert any("policy/loss" in record for record in same) != told
+    assert any("policy/loss" in record for record in same) != message
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "more"),
+    ("name", "key", "overrides"),
     [
         ("sft", "sequences", []),
         ("dpo", "sequences", []),
@@ -72,10 +76,16 @@ def test_a_policy_that_never_learns_is_told(steps, told, tiny_data, tiny_runs, t
         ("distill", "sequences", ["algorithm.distill.on_policy=1"]),
     ],
 )
-def test_steps_of_several_epochs_are_told(name, key, more, tiny_data, tiny_runs, tmp_path, capsys):
-    more = [*more, f"batch.{key}=80", "batch.micro_batch_samples=80", f"model.init={tiny_runs['sft']}", "run.steps=1"]
-    more += [f"algorithm.distill.teacher={tiny_runs['sft']}"] if name == "distill" else []
-    out, _ = run(capsys, name, tiny_data, tmp_path, *more)
+def test_steps_of_several_epochs_are_told(name, key, overrides, tiny_data, tiny_runs, tmp_path, capsys):
+    overrides = [
+        *overrides,
+        f"batch.{key}=80",
+        "batch.micro_batch_samples=80",
+        f"model.init={tiny_runs['sft']}",
+        "run.steps=1",
+    ]
+    overrides += [f"algorithm.distill.teacher={tiny_runs['sft']}"] if name == "distill" else []
+    out, _ = run(capsys, name, tiny_data, tmp_path, *overrides)
     assert line(out, "WARNING: batch.") == f"WARNING: batch.{key}=80: a step takes each of the 32 rows about 2.5 times"
 
 
@@ -83,8 +93,8 @@ def test_another_dtype_than_the_folders_is_told(tiny_data, tiny_runs, tmp_path, 
     monkeypatch.setattr(megatron_model, "cpu_has_bf16", lambda: True)
     init = f"model.init={tiny_runs['sft']}"
     out, _ = run(capsys, "sft", tiny_data, tmp_path / "a", init, "model.dtype=auto", "run.export=true")
-    told = line(out, "WARNING: model.dtype=auto is bfloat16")
-    assert "holds float32: the export will be bfloat16. model.dtype=float32 keeps it" in told
+    message = line(out, "WARNING: model.dtype=auto is bfloat16")
+    assert "holds float32: the export will be bfloat16. model.dtype=float32 keeps it" in message
     assert {t.dtype for t in stages.weights(tmp_path / "a").values()} == {torch.bfloat16}
     out, _ = run(capsys, "sft", tiny_data, tmp_path / "b", f"model.init={tmp_path / 'a'}", "model.dtype=auto")
     assert not [text for text in out if "model.dtype" in text]
@@ -93,11 +103,11 @@ def test_another_dtype_than_the_folders_is_told(tiny_data, tiny_runs, tmp_path, 
 
 
 def test_the_last_evaluation_is_told(tiny_data, tmp_path, capsys):
-    more = [f"data.eval={tiny_data / 'eval.jsonl'}"]
-    _, err = run(capsys, "sft", tiny_data, tmp_path / "a", *more)
+    overrides = [f"data.eval={tiny_data / 'eval.jsonl'}"]
+    _, err = run(capsys, "sft", tiny_data, tmp_path / "a", *overrides)
     value = stages.records(tmp_path / "a")[-1]["eval/loss"]
     assert err[-1].startswith(f"evaluation at step 2: eval/loss {value:.4g}")
-    _, err = run(capsys, "sft", tiny_data, tmp_path / "b", *more, "run.eval_every=2")
+    _, err = run(capsys, "sft", tiny_data, tmp_path / "b", *overrides, "run.eval_every=2")
     assert len([text for text in err if text.startswith("evaluation at step")]) == 1
     _, err = run(capsys, "sft", tiny_data, tmp_path / "c")
     assert not [text for text in err if "evaluation" in text]

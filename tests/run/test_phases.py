@@ -75,12 +75,12 @@ def make(*roles: str, engine: bool = True, judges: bool = False, **config) -> tu
     log: list = []
     config = {"offload": list(OFFLOADS), "sleep": "always"} | config
     models = {role: Model(role, role in ("policy", "critic"), log) for role in roles or ("policy",)}
-    found = PhaseMemory(
+    memory = PhaseMemory(
         MemoryConfig(**config), torch.device("cpu"), models, Engine(log) if engine else None, 50, judges
     )
     timers = Timers()
-    timers.around = found.phase
-    return found, timers, log
+    timers.around = memory.phase
+    return memory, timers, log
 
 
 def run(timers: Timers, *names: str) -> None:
@@ -231,7 +231,7 @@ def test_out_of_memory_says_which_phase_budget_and_key(world):
     with pytest.raises(OutOfMemoryError) as caught, timers("update"):
         torch.empty(1 << 60, dtype=torch.uint8)
     text = str(caught.value)
-    for part in (
+    for piece in (
         "phase update on rank 0",
         "memory.limit.update_bytes=12345",
         "batch.micro_batch_tokens",
@@ -239,9 +239,9 @@ def test_out_of_memory_says_which_phase_budget_and_key(world):
         "add optimizer, weights to memory.offload",
         "policy gradients 0.0 MiB",
     ):
-        assert part in text, (part, text)
-    told = r"phase generate of eval .*engine.kv_cache_bytes=50.*engine.max_batch"
-    with pytest.raises(OutOfMemoryError, match=told), timers("eval"):
+        assert piece in text, (piece, text)
+    message = r"phase generate of eval .*engine.kv_cache_bytes=50.*engine.max_batch"
+    with pytest.raises(OutOfMemoryError, match=message), timers("eval"):
         run(timers, "refit")
         with timers("generate"):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -286,17 +286,17 @@ def test_peaks_and_limits(world, capsys):
         torch.zeros(64 << 20, dtype=torch.uint8)
     with timers("logprobs"):
         pass
-    found = memory.take()
-    assert set(found) == {
+    actual = memory.take()
+    assert set(actual) == {
         "memory/update_peak_bytes", "memory/logprobs_peak_bytes", "memory/moved_bytes", "memory/moving_s"
     }  # fmt: skip
-    assert found["memory/update_peak_bytes"] > found["memory/logprobs_peak_bytes"] + (48 << 20)
-    assert peak_rss_bytes() >= max(resident, found["memory/update_peak_bytes"])
-    assert found["memory/moved_bytes"] == 600  # gradients and optimizer left for the logprobs
+    assert actual["memory/update_peak_bytes"] > actual["memory/logprobs_peak_bytes"] + (48 << 20)
+    assert peak_rss_bytes() >= max(resident, actual["memory/update_peak_bytes"])
+    assert actual["memory/moved_bytes"] == 600  # gradients and optimizer left for the logprobs
     with pytest.raises(MemoryLimitError, match=r"phase logprobs used \d+ bytes.*memory.limit.logprobs_bytes=1000"):
-        memory.check(found)
+        memory.check(actual)
     memory.config.on_excess = "warn"
-    memory.check(found)
+    memory.check(actual)
     assert "memory.limit.logprobs_bytes" in capsys.readouterr().err
     assert memory.take() == {"memory/moved_bytes": 0.0, "memory/moving_s": 0.0}
 

@@ -25,9 +25,9 @@ TOTAL, HALF = 4, 2
 def arguments(stage: str, runs: dict) -> list[str]:
     """Everything a checkpoint has to keep is in use: schedules, shuffling, running statistics, an adaptive KL."""
     kl = "algorithm.kl={coef: 0.1, placement: %s, controller: {kind: adaptive, target: 0.01, horizon: 100}}"
-    more = [f"run.steps={TOTAL}", f"checkpoint.every={HALF}", "optim.schedule=cosine", "optim.warmup_steps=2"]
+    overrides = [f"run.steps={TOTAL}", f"checkpoint.every={HALF}", "optim.schedule=cosine", "optim.warmup_steps=2"]
     return (
-        more
+        overrides
         + {
             "sft": ["ema.decay=0.5"],
             "rm": [f"model.init={runs['sft']}"],
@@ -80,7 +80,7 @@ def interrupt(monkeypatch, tiny_data, tiny_runs, tmp_path):
 
     finish = Run.finish
 
-    def go(stage: str, step: int, *more: str) -> Path:
+    def go(stage: str, step: int, *overrides: str) -> Path:
         def cut(self, now, *args, **kwargs):
             finish(self, now, *args, **kwargs)
             if now == step:
@@ -88,7 +88,7 @@ def interrupt(monkeypatch, tiny_data, tiny_runs, tmp_path):
 
         with monkeypatch.context() as patch, pytest.raises(PowerCut):
             patch.setattr(Run, "finish", cut)
-            stages.stage(stage, tiny_data, tmp_path / "run", *arguments(stage, tiny_runs), *more)
+            stages.stage(stage, tiny_data, tmp_path / "run", *arguments(stage, tiny_runs), *overrides)
         assert not (tmp_path / "run" / "DONE").exists()
         return tmp_path / "run"
 
@@ -235,8 +235,8 @@ def test_a_checkpoint_of_something_else_is_refused(tiny_data, tiny_runs, straigh
     run = shutil.copytree(straight(stage), tmp_path / "run")
     swap_two_tokens(tiny_data / "tokenizer", tmp_path / "tokenizer")
     places = {"OTHER": tmp_path / "tokenizer", "SCORED": tiny_data / "scored.jsonl", "PAIRS": tiny_data / "pairs.jsonl"}
-    for name, place in places.items():
-        change = [text.replace(name, str(place)) for text in change]
+    for name, location in places.items():
+        change = [text.replace(name, str(location)) for text in change]
     before = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError) as caught:
         stages.stage(stage, tiny_data, run, *arguments(stage, tiny_runs), *change)
@@ -259,16 +259,16 @@ def swap_two_tokens(source: Path, target: Path) -> None:
 def test_two_tensor_ranks_hand_over_to_one(ranks, tiny_data, tiny_runs, straight, tmp_path, stage):
     """Steps 1 and 2 with TP=2, steps 3 and 4 on one rank: the same prompts, and the same numbers but for rounding."""
     shown = ["run.samples_every=1", "logging.samples_shown=32", "logging.progress=false"]
-    more = [*arguments(stage, tiny_runs), "optim.schedule=constant", *shown]
-    reference = stages.stage(stage, tiny_data, tmp_path / "one", *more)
+    overrides = [*arguments(stage, tiny_runs), "optim.schedule=constant", *shown]
+    reference = stages.stage(stage, tiny_data, tmp_path / "one", *overrides)
     run = tmp_path / "two"
-    line = stages.overrides(stage, tiny_data, run, *more, "run.steps=2", "parallel=tp2")
+    line = stages.overrides(stage, tiny_data, run, *overrides, "run.steps=2", "parallel=tp2")
     assert ranks.run("tests.run.jobs:run_stage", world=2, arguments=line) == [0, 0]
-    stages.stage(stage, tiny_data, run, *more)
-    found, wanted = stages.records(run), stages.records(reference)
-    assert [r["step"] for r in found] == [1, 2, 3, 4]
+    stages.stage(stage, tiny_data, run, *overrides)
+    records, wanted = stages.records(run), stages.records(reference)
+    assert [r["step"] for r in records] == [1, 2, 3, 4]
     name = "sft/loss" if stage == "sft" else "policy/entropy"
-    assert [r[name] for r in found] == pytest.approx([r[name] for r in wanted], rel=2e-3)
+    assert [r[name] for r in records] == pytest.approx([r[name] for r in wanted], rel=2e-3)
     if stage == "grpo":
         assert prompts(run) == prompts(reference) and len(prompts(run)) == TOTAL * 8 * 2  # two samples of a group
     one, two = stages.weights(reference), stages.weights(run)
@@ -291,17 +291,22 @@ def test_a_reward_that_fails_in_a_run_costs_nothing(tiny_data, tiny_runs, tmp_pa
     the state in which step 5 began, or the evaluation did."""
     counter = tmp_path / "calls"
     fails = disturbed("fails_at", counter, call)
-    more = [*arguments("grpo", tiny_runs), "run.steps=6", "checkpoint.every=3", f"data.eval={tiny_data / 'eval.jsonl'}"]
-    more += evaluation
-    undisturbed = stages.stage("grpo", tiny_data, tmp_path / "undisturbed", *more)
+    overrides = [
+        *arguments("grpo", tiny_runs),
+        "run.steps=6",
+        "checkpoint.every=3",
+        f"data.eval={tiny_data / 'eval.jsonl'}",
+    ]
+    overrides += evaluation
+    undisturbed = stages.stage("grpo", tiny_data, tmp_path / "undisturbed", *overrides)
     with pytest.raises(RewardError) as caught:
-        stages.stage("grpo", tiny_data, tmp_path / "run", *more, fails)
+        stages.stage("grpo", tiny_data, tmp_path / "run", *overrides, fails)
     assert "reward `vowels`" in str(caught.value) and "the judge is out of order" in str(caught.value)
     assert caught.value.exit_code == 1
     run = tmp_path / "run"
     assert stages.checkpoints(run) == [3, 4] and [r["step"] for r in stages.records(run)][-4:] == [1, 2, 3, 4]
     assert "saved step 4 before stopping: RewardError" in capsys.readouterr().err
-    stages.stage("grpo", tiny_data, run, *more, "run.accept_changes=true")  # another function, that scores alike
+    stages.stage("grpo", tiny_data, run, *overrides, "run.accept_changes=true")  # another function, that scores alike
     assert stages.differences(run, undisturbed) == [] and stages.same_weights(run, undisturbed)
     kept = [json.loads((path / "checkpoints/step-00000006/state.json").read_text()) for path in (run, undisturbed)]
     assert kept[0]["state"]["alarms"] == kept[1]["state"]["alarms"]
@@ -311,8 +316,8 @@ def test_a_reward_that_fails_in_a_run_costs_nothing(tiny_data, tiny_runs, tmp_pa
 @pytest.mark.parametrize("stage", ["rm", "ppo"])
 def test_only_the_last_few_and_the_best_are_kept(tiny_data, tiny_runs, tmp_path, stage):
     """In a whole run: the newest two."""
-    more = [*arguments(stage, tiny_runs), "checkpoint.every=1", "checkpoint.keep_last=2"]
-    assert stages.checkpoints(stages.stage(stage, tiny_data, tmp_path / "run", *more)) == [3, 4]
+    overrides = [*arguments(stage, tiny_runs), "checkpoint.every=1", "checkpoint.keep_last=2"]
+    assert stages.checkpoints(stages.stage(stage, tiny_data, tmp_path / "run", *overrides)) == [3, 4]
 
 
 @pytest.fixture
@@ -429,8 +434,8 @@ def test_trouble_with_an_old_checkpoint_ends_no_run(tmp_path, process_group, mon
     kept.save(2, {kept.config.metric: 0.5}), kept.save(3, {})
     left = {"immovable": [1, 3], "damaged": [2, 3], "no state": [2, 3]}
     assert stages.checkpoints(tmp_path) == left.get(trouble, [3]) and kept.committed == 3
-    told = capsys.readouterr().out
-    assert told.count("WARNING") == {"undeletable": 2, "a link": 0, "a link to nowhere": 0}.get(trouble, 1), told
+    output = capsys.readouterr().out
+    assert output.count("WARNING") == {"undeletable": 2, "a link": 0, "a link to nowhere": 0}.get(trouble, 1), output
     assert elsewhere.exists() == (trouble == "a link")
 
 
@@ -442,11 +447,11 @@ def test_a_kill_within_a_commit_leaves_whole_checkpoints(tmp_path, process_group
 
     kept = module.Checkpoints(tmp_path, CheckpointConfig(keep_last=2), {}, {}, {"stage": "sft"})
     kept.save(1, {}), kept.save(2, {})
-    place, remove = files.put_in_place, shutil.rmtree
+    position, remove = files.put_in_place, shutil.rmtree
 
     def cut_in_place(aside, final):
         if moment == "after the rename":
-            place(aside, final)
+            position(aside, final)
         raise PowerCut
 
     def cut_deleting(path, **options):

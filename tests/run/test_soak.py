@@ -61,14 +61,14 @@ def fake_run(
 def test_what_counts_as_a_mismatch(tmp_path):
     whole = fake_run(tmp_path / "whole")
     assert soak.differences(fake_run(tmp_path / "same"), whole) == []
-    for name, change, told in (
+    for name, change, result in (
         ("a", {"weights": b"x"}, "hf/model.safetensors"),
         ("b", {"optimizer": b"x"}, "policy/__0_0.distcp"),
         ("c", {"cursor": 2}, "state of data"),
         ("d", {"loss": 2.0}, "sft/loss"),
         ("e", {"row": "b"}, "differ at step 1 of 1 to 6: rows"),
     ):
-        (found,) = soak.differences(fake_run(tmp_path / name, **change), whole)
-        assert told in found
+        (actual,) = soak.differences(fake_run(tmp_path / name, **change), whole)
+        assert result in actual
     (tmp_path / "a" / "hf" / "model.safetensors").unlink()
     assert soak.differences(tmp_path / "a", whole) == ["hf/model.safetensors"]

@@ -52,7 +52,7 @@ def test_a_start_that_is_refused_and_other_ranks_write_nothing(tmp_path):
 def test_secrets_home_and_name_stay_out_of_the_command(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/people/ada")
     monkeypatch.setenv("LOGNAME", "ada")
-    told = [
+    reports = [
         "run.dir=/people/ada/runs",
         "data.train=/fast/ada/x.jsonl",
         "model.init=/people/adam/m",
@@ -62,10 +62,10 @@ def test_secrets_home_and_name_stay_out_of_the_command(monkeypatch, tmp_path):
         "data.max_tokens=200",
         "model.tokenizer=t",
     ]
-    text = starts.command_line(["run", *told])
-    assert not [part for part in ("ada/", "k1", "k 2", "k3", "hf_abc") if part in text]
+    text = starts.command_line(["run", *reports])
+    assert not [piece for piece in ("ada/", "k1", "k 2", "k3", "hf_abc") if piece in text]
     kept = ["run.dir=~/runs", "/fast/$USER/x.jsonl", "/people/adam/m", "limit: 3", "data.max_tokens=200", "tokenizer=t"]
-    assert [part for part in kept if part not in text] == []
+    assert [piece for piece in kept if piece not in text] == []
     monkeypatch.setenv("SECRET_OF_MINE", "do-not-tell")
     assert "do-not-tell" not in json.dumps(starts.start_record(1, CPU))
 
@@ -110,7 +110,7 @@ def test_of_a_copy_on_a_node_the_commit_is_the_checkouts(tmp_path, monkeypatch):
 def test_a_reward_that_changes_the_folder_leaves_the_run_where_it_is(tiny_data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.py").write_text("import os\ndef f(samples):\n    os.chdir('/')\n    return [0.5 for _ in samples]\n")
-    more = ("run.steps=1", "run.export=false", "reward.functions=[{path: r.py:f}]", "checkpoint.every=1")
-    stages.stage("grpo", tiny_data, Path("here"), *more)
+    overrides = ("run.steps=1", "run.export=false", "reward.functions=[{path: r.py:f}]", "checkpoint.every=1")
+    stages.stage("grpo", tiny_data, Path("here"), *overrides)
     assert (tmp_path / "here" / "DONE").exists() and stages.checkpoints(tmp_path / "here") == [1]
     assert [r.get("result") for r in read_jsonl(tmp_path / "here" / starts.FILE)] == [None, "done"]

@@ -36,12 +36,12 @@ def stop_after(arguments: list[str], step: int, rank: int, number: int) -> None:
     """`run_stage`, in which one rank gets a signal during `step`."""
     signals, finish = StopSignals(), Run.finish
 
-    def told(self, now, *args, **kwargs):
+    def reported(self, now, *args, **kwargs):
         finish(self, now, *args, **kwargs)
         if now == step and dist.get_rank() == rank:
             signals._note(number, None)
 
-    Run.finish = told
+    Run.finish = reported
     try:
         assert run_stage(arguments, signals) == 0
     finally:
@@ -81,8 +81,8 @@ def test_term_stops_two_ranks_at_a_step_boundary_and_they_go_on(ranks, tiny_data
         time.sleep(0.05)
     assert process.returncode == 0, log.read_text()
     step = progress(run)["step"]
-    told = json.loads((run / "STOPPED").read_text())
-    assert (told["step"], told["reason"]) == (step, "SIGTERM") and progress(run)["saved"] == step
+    content = json.loads((run / "STOPPED").read_text())
+    assert (content["step"], content["reason"]) == (step, "SIGTERM") and progress(run)["saved"] == step
     assert stages.checkpoints(run) == [step] and not (run / "DONE").exists() and not (run / "hf").exists()
     line += [f"run.steps={step + 2}"]
     ranks.run(run_stage, world=2, arguments=line)
@@ -95,11 +95,11 @@ def test_term_stops_two_ranks_at_a_step_boundary_and_they_go_on(ranks, tiny_data
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_a_signal_to_one_rank_stops_both(ranks, tiny_data, tiny_runs, tmp_path):
-    more = [*MORE, f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}"]
-    lines = {name: stages.overrides("ppo", tiny_data, tmp_path / name, *more) for name in ("cut", "whole")}
+    overrides = [*MORE, f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}"]
+    lines = {name: stages.overrides("ppo", tiny_data, tmp_path / name, *overrides) for name in ("cut", "whole")}
     ranks.run(stop_after, world=2, arguments=lines["cut"], step=2, rank=1, number=int(signal.SIGTERM))
-    told = json.loads((tmp_path / "cut" / "STOPPED").read_text())  # by rank 0, which writes it while rank 1 ends
-    assert (told["step"], told["reason"]) == (2, "SIGTERM")
+    content = json.loads((tmp_path / "cut" / "STOPPED").read_text())  # by rank 0, which writes it while rank 1 ends
+    assert (content["step"], content["reason"]) == (2, "SIGTERM")
     assert stages.checkpoints(tmp_path / "cut") == [2]
     for line in lines.values():
         ranks.run(run_stage, world=2, arguments=line)
@@ -165,8 +165,8 @@ def test_the_end_of_a_job(tmp_path, monkeypatch):
 
 def test_a_process_knows_its_age():
     before = process_age_s()
-    told = subprocess.run(["ps", "-o", "etimes=", "-p", str(os.getpid())], capture_output=True, text=True).stdout
-    assert before - 2 < float(told) < process_age_s() + 2
+    output = subprocess.run(["ps", "-o", "etimes=", "-p", str(os.getpid())], capture_output=True, text=True).stdout
+    assert before - 2 < float(output) < process_age_s() + 2
 
 
 def test_the_first_signal_counts_and_the_old_handlers_come_back():
@@ -217,8 +217,8 @@ def test_a_boundary_measures_the_longest_step(monkeypatch):
         boundary = Boundary(deadline=deadline, clock=lambda: next(steps))
         monkeypatch.setattr("aligner.run.stop.uptime_s", lambda: next(up))
         monkeypatch.setattr("aligner.run.stop.time.time", lambda: next(jumps))  # somebody sets the clock
-        found = [boundary.settle(writing=False)[0] for _ in range(4)]
-        assert boundary.deadline.step_s == 30.0 and found == ["", "", "", "the allocation ends soon"]
+        results = [boundary.settle(writing=False)[0] for _ in range(4)]
+        assert boundary.deadline.step_s == 30.0 and results == ["", "", "", "the allocation ends soon"]
     finally:
         dist.destroy_process_group()
 
@@ -259,9 +259,9 @@ def test_a_full_disk_at_the_export_may_be_helped(tiny_data, tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr("aligner.refit.export.write_hf", full)
-        with pytest.raises(WriteError, match="No space left") as told:
+        with pytest.raises(WriteError, match="No space left") as error:
             stages.stage("sft", tiny_data, tmp_path / "run", "run.steps=1", "run.export=true")
-    assert told.value.transient
+    assert error.value.transient
     stages.stage("sft", tiny_data, tmp_path / "run", "run.steps=1", "run.export=true")
     assert (tmp_path / "run/DONE").exists() and (tmp_path / "run/hf/model.safetensors").exists()
 

@@ -82,8 +82,8 @@ class Cluster:
         conf = self.root / "etc/slurm.conf"
         text = conf.read_text()
         for name, value in settings.items():
-            text, found = re.subn(rf"\b{name}=\d+", f"{name}={value}", text)
-            assert found, name
+            text, match = re.subn(rf"\b{name}=\d+", f"{name}={value}", text)
+            assert match, name
         conf.write_text(text)
         self.run("scontrol", "reconfigure")
 
@@ -108,15 +108,15 @@ def cluster(tmp_path_factory):
     missing = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if not shutil.which(name, path=path)]
     if missing:
         lacking(f"no Slurm ({', '.join(missing)}): apt-get install {PACKAGES}")
-    found = Cluster(tmp_path_factory.mktemp("slurm") / "cluster")
+    actual = Cluster(tmp_path_factory.mktemp("slurm") / "cluster")
     options = ["--nodes", NODES, "--port", free_ports(NODES + 1)]
     try:
-        found.run(LOCALSLURM, "up", *options)
-        found.be(SlurmdTimeout=300, DefaultTime=600)  # who is late is not dead, and no job's time is over
-        yield found
+        actual.run(LOCALSLURM, "up", *options)
+        actual.be(SlurmdTimeout=300, DefaultTime=600)  # who is late is not dead, and no job's time is over
+        yield actual
     finally:
-        found.run(LOCALSLURM, "down", check=False)
-        assert not found.root.exists()
+        actual.run(LOCALSLURM, "down", check=False)
+        assert not actual.root.exists()
 
 
 @pytest.fixture(scope="session")

@@ -39,38 +39,40 @@ if "run" in sys.orig_argv:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     """The virtual environment that all nodes see."""
-    place = tmp_path_factory.mktemp("shared") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
-    (packages,) = place.glob("lib/python*/site-packages")
+    folder = tmp_path_factory.mktemp("shared") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
     for name in PACKAGES:
         shutil.copytree(Path(sysconfig.get_path("platlib")) / name, packages / name)
     (packages / "sitecustomize.py").write_text(COUNTS)
-    return place
+    return folder
 
 
-def started(cluster, shared: Path, place: Path, name: str) -> list[dict[str, list[str]]]:
+def started(cluster, shared: Path, folder: Path, name: str) -> list[dict[str, list[str]]]:
     """What each of the four ranks of a job on two nodes opened."""
     site = (ROOT / "slurm/sites/localslurm.yaml").read_text().replace("mpi: pmix", "mpi: none")
-    (place / "site.yaml").write_text(site + f"node_local: {place}/local\n")
-    (place / "train.jsonl").write_text("{}\n")
+    (folder / "site.yaml").write_text(site + f"node_local: {folder}/local\n")
+    (folder / "train.jsonl").write_text("{}\n")
     job = cluster.aligner(
         *["submit", "--parsable", "--site", "site.yaml", "--nodes", "2", "--ranks-per-node", "2"],
         *["stage=sft", "data.train=train.jsonl", f"run.dir=runs/{name}"],
-        cwd=place,
+        cwd=folder,
         ALIGNER_PYTHON=str(shared / "bin/python"),
     )
-    run = place / "runs" / name
+    run = folder / "runs" / name
     assert cluster.ended(job) == "COMPLETED", log(run)
     return [json.loads((run / f"opened.{rank}").read_text()) for rank in range(4)]
 
 
 def test_no_rank_opens_a_file_of_the_shared_folders(cluster, shared, tmp_path):
     ranks = started(cluster, shared, tmp_path, "first")
-    of = {kind: [path for told in ranks for path in told[kind]] for kind in ("opened", "modules")}
+    of = {kind: [path for result in ranks for path in result[kind]] for kind in ("opened", "modules")}
     for paths in of.values():
         assert not [path for path in paths if path.startswith((f"{shared}/", f"{ROOT}/"))]
         assert sum(path.startswith(f"{tmp_path}/local/") for path in paths) > 4 * 50
-    assert {tuple(told["beside"]) for told in ranks} == {()}  # what ranks start finds modules beside itself, as ever
+    assert {tuple(result["beside"]) for result in ranks} == {
+        ()
+    }  # what ranks start finds modules beside itself, as ever
     assert "copying" in log(tmp_path / "runs/first")
     copies = sorted(path.name for path in (tmp_path / "local").iterdir())
     assert len(copies) == 2 and not any("." in name for name in copies)  # no archive, nothing half unpacked
@@ -80,6 +82,6 @@ def test_no_rank_opens_a_file_of_the_shared_folders(cluster, shared, tmp_path):
     assert "copying" not in log(tmp_path / "runs/second")
     (shared / "new").write_text("")
     started(cluster, shared, tmp_path, "third")
-    told = log(tmp_path / "runs/third")
-    assert told.count("copying") == 1 and f"copying {shared} to" in told
+    result = log(tmp_path / "runs/third")
+    assert result.count("copying") == 1 and f"copying {shared} to" in result
     assert (tmp_path / "local" / copies[0]).is_dir() and len(list((tmp_path / "local").iterdir())) == 3

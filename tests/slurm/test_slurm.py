@@ -38,51 +38,51 @@ def step(run: Path) -> int:
     return json.loads(text)["step"] if text.strip() else 0
 
 
-def pipeline(cluster, place: Path, folder: str, *given: str, **environ: str) -> dict[str, str]:
+def pipeline(cluster, root: Path, folder: str, *arguments: str, **environ: str) -> dict[str, str]:
     """Job of each of the given stages, as a chain."""
-    words = [folder, "model.tokenizer=.", "data.train=train.jsonl", *(f"@{stage}" for stage in given)]
+    words = [folder, "model.tokenizer=.", "data.train=train.jsonl", *(f"@{stage}" for stage in arguments)]
     environ["ALIGNER_PYTHON"] = cluster.stand_in
-    out = cluster.run(ROOT / "launchers/pipeline.sh", *words, cwd=place, **environ)
+    out = cluster.run(ROOT / "launchers/pipeline.sh", *words, cwd=root, **environ)
     return {line.split(":")[0]: line.split()[2].rstrip(",") for line in out.splitlines() if ": job " in line}
 
 
-def rounds(cluster, place: Path) -> dict[str, str]:
+def rounds(cluster, folder: Path) -> dict[str, str]:
     """Job of each run of two rounds."""
     words = ["runs/rounds", "2", "model.tokenizer=.", "data.train=train.jsonl", "@sample"]
     words += ["stage.sample.pairs=answers", "@dpo"]
-    out = cluster.run(ROOT / "launchers/iterate.sh", *words, cwd=place, ALIGNER_PYTHON=cluster.stand_in)
+    out = cluster.run(ROOT / "launchers/iterate.sh", *words, cwd=folder, ALIGNER_PYTHON=cluster.stand_in)
     return {line.split(":")[0]: line.split()[2].rstrip(",") for line in out.splitlines() if ": job " in line}
 
 
 @pytest.fixture(scope="module")
 def jobs(cluster, tiny_data, tmp_path_factory):
     """Everything that needs no hand while it runs."""
-    place = tmp_path_factory.mktemp("jobs")
+    folder = tmp_path_factory.mktemp("jobs")
     cluster.stand_in = str(ROOT / "tests/launchers/stand_in.sh")
-    (place / "train.jsonl").write_text("{}\n")
-    found = SimpleNamespace(place=place, run=lambda name: place / "runs" / name)
+    (folder / "train.jsonl").write_text("{}\n")
+    actual = SimpleNamespace(place=folder, run=lambda name: folder / "runs" / name)
 
     def submit(name: str, *arguments: object, **environ: str) -> str:
         return cluster.aligner(
-            "submit", "--parsable", "data.train=train.jsonl", f"run.dir=runs/{name}", *arguments, cwd=place, **environ
+            "submit", "--parsable", "data.train=train.jsonl", f"run.dir=runs/{name}", *arguments, cwd=folder, **environ
         )
 
     grpo = stages.overrides(
-        "grpo", tiny_data, place / "runs/grpo", "run.steps=2", "parallel.tensor=2", "parallel.pipeline=2"
+        "grpo", tiny_data, folder / "runs/grpo", "run.steps=2", "parallel.tensor=2", "parallel.pipeline=2"
     )
-    found.grpo = cluster.aligner(
+    actual.grpo = cluster.aligner(
         "submit", "--parsable", "--nodes", "2", "--ranks-per-node", "2", *grpo, cwd=ROOT, ALIGNER_PYTHON=sys.executable
     )
-    found.ahead = stages.overrides("grpo", tiny_data, place / "runs/ahead", "engine.ranks=1", "engine.lag=1")
-    found.apart = cluster.aligner(
-        "submit", "--parsable", "--nodes", "2", "run.steps=2", *found.ahead, cwd=ROOT, ALIGNER_PYTHON=sys.executable
+    actual.ahead = stages.overrides("grpo", tiny_data, folder / "runs/ahead", "engine.ranks=1", "engine.lag=1")
+    actual.apart = cluster.aligner(
+        "submit", "--parsable", "--nodes", "2", "run.steps=2", *actual.ahead, cwd=ROOT, ALIGNER_PYTHON=sys.executable
     )
-    sft = stages.overrides("sft", tiny_data, place / "runs/sft", "run.steps=1000000", "run.eval_every=0")
-    found.sft = cluster.aligner("submit", "--parsable", *sft, cwd=ROOT, ALIGNER_PYTHON=sys.executable)
-    found.stop = submit("stop", STEPS="100000")
+    sft = stages.overrides("sft", tiny_data, folder / "runs/sft", "run.steps=1000000", "run.eval_every=0")
+    actual.sft = cluster.aligner("submit", "--parsable", *sft, cwd=ROOT, ALIGNER_PYTHON=sys.executable)
+    actual.stop = submit("stop", STEPS="100000")
     engines = ["reward.functions=[{path: math}]", "engine.ranks=2"]
     apart = ["stage=grpo", "--engine-nodes", "1", "--ranks-per-node", "2"]
-    found.het = submit("het", *apart, *engines, STEPS="100000")
+    actual.het = submit("het", *apart, *engines, STEPS="100000")
     two = [
         "--parsable",
         "-N1",
@@ -94,31 +94,33 @@ def jobs(cluster, tiny_data, tmp_path_factory):
     ]
     fails = {"STEPS": "100000", "FAIL_ON": "rank3", "CODE": "7", "ALIGNER_PYTHON": cluster.stand_in}
     words = ["data.train=train.jsonl", "run.dir=runs/broken", *engines]
-    found.broken = cluster.run("sbatch", *two, *words, cwd=place, **fails).strip()
-    found.cap = submit("cap", "--max-requeues", "1", STOP_AFTER="2", STEPS="100000")
-    found.stuck = submit("stuck", STUCK="1", STOP_AFTER="2", STEPS="100000")
-    found.array = submit("array", "-m", "seed=3,4,5")
-    found.chain = pipeline(cluster, place, "runs/chain", "sft", "rm", "ppo")
-    found.rounds = rounds(cluster, place)
-    found.failing = pipeline(cluster, place, "runs/failing", "sft", "rm", CODE="7")
-    (place / "plain.yaml").write_text((ROOT / "slurm/sites/localslurm.yaml").read_text() + f"python: {STAND_IN}\n")
-    found.bare = submit("bare", "--site", "plain.yaml", "--nodes", "2", "--sbatch=--export=NONE")
-    found.few = submit("few", "--site", "plain.yaml", "--sbatch=--export=HOME,PATH")
+    actual.broken = cluster.run("sbatch", *two, *words, cwd=folder, **fails).strip()
+    actual.cap = submit("cap", "--max-requeues", "1", STOP_AFTER="2", STEPS="100000")
+    actual.stuck = submit("stuck", STUCK="1", STOP_AFTER="2", STEPS="100000")
+    actual.array = submit("array", "-m", "seed=3,4,5")
+    actual.chain = pipeline(cluster, folder, "runs/chain", "sft", "rm", "ppo")
+    actual.rounds = rounds(cluster, folder)
+    actual.failing = pipeline(cluster, folder, "runs/failing", "sft", "rm", CODE="7")
+    (folder / "plain.yaml").write_text((ROOT / "slurm/sites/localslurm.yaml").read_text() + f"python: {STAND_IN}\n")
+    actual.bare = submit("bare", "--site", "plain.yaml", "--nodes", "2", "--sbatch=--export=NONE")
+    actual.few = submit("few", "--site", "plain.yaml", "--sbatch=--export=HOME,PATH")
     two = ["--nodes", "2", "--sbatch=--nodelist=node4,node5"]
-    found.refused = submit("refused", *two, STEPS="100000", FAIL_ON="node5", CODE="93")
-    after = [f"--dependency=afterok:{found.refused}", "--output=/dev/null", "--wrap=true"]
-    found.waiting = cluster.run("sbatch", "--parsable", *after).strip()
-    found.own = cluster.run(
+    actual.refused = submit("refused", *two, STEPS="100000", FAIL_ON="node5", CODE="93")
+    after = [f"--dependency=afterok:{actual.refused}", "--output=/dev/null", "--wrap=true"]
+    actual.waiting = cluster.run("sbatch", "--parsable", *after).strip()
+    actual.own = cluster.run(
         *["sbatch", "--parsable", "--array=3-4", "--output=%x-%A_%a.log"],
         f"--wrap=bash {ROOT}/launchers/sft.sbatch data.train=train.jsonl run.dir=runs/own$SLURM_ARRAY_TASK_ID",
-        cwd=place,
+        cwd=folder,
         ALIGNER_PYTHON=cluster.stand_in,
     ).strip()
     words = ["data.train=train.jsonl", "run.dir='runs/na sty'", f"logging.wandb.project={quoted(NASTY)}"]
     launcher = ROOT / "launchers/sft.sbatch"
     options = ["--parsable", "--nodes=2", "--ntasks-per-node=2"]
-    found.direct = cluster.run("sbatch", *options, launcher, *words, cwd=place, ALIGNER_PYTHON=cluster.stand_in).strip()
-    return found
+    actual.direct = cluster.run(
+        "sbatch", *options, launcher, *words, cwd=folder, ALIGNER_PYTHON=cluster.stand_in
+    ).strip()
+    return actual
 
 
 def test_usr1_saves_stops_requeues_and_goes_on_under_the_same_number(cluster, jobs):
@@ -287,8 +289,8 @@ def test_engines_on_a_node_of_their_own_generate_ahead_and_the_run_goes_on_as_a_
     run = jobs.run("ahead")
     assert cluster.ended(jobs.apart) == "COMPLETED", log(run)
     assert len(set(nodes_of(run, f"{jobs.apart}.0"))) == 2
-    more = ["--engine-nodes", "1", "run.steps=4", *jobs.ahead]
-    second = cluster.aligner("submit", "--parsable", *more, cwd=ROOT, ALIGNER_PYTHON=sys.executable)
+    overrides = ["--engine-nodes", "1", "run.steps=4", *jobs.ahead]
+    second = cluster.aligner("submit", "--parsable", *overrides, cwd=ROOT, ALIGNER_PYTHON=sys.executable)
     assert cluster.ended(second) == "COMPLETED", log(run)
     assert len(set(nodes_of(run, f"{second}.0"))) == 2
     assert "resumed at step 2 of 4" in (run / "logs" / f"{second}.0/rank-0000.log").read_text()
@@ -345,8 +347,8 @@ def test_a_dead_node_costs_an_attempt_or_with_a_spare_one_only_a_restart_in_plac
     cluster.be(SlurmdTimeout=10)
     plain, spare, het = (tmp_path / "runs" / name for name in ("plain", "spare", "het"))
 
-    def submit(run: Path, nodes: str, peer: str, *more: str) -> str:
-        options = ["--parsable", "--nodes", "2", f"--sbatch=--nodelist={nodes}", f"run.dir={run}", *more]
+    def submit(run: Path, nodes: str, peer: str, *overrides: str) -> str:
+        options = ["--parsable", "--nodes", "2", f"--sbatch=--nodelist={nodes}", f"run.dir={run}", *overrides]
         options.append("data.train=train.jsonl")
         return cluster.aligner("submit", *options, cwd=tmp_path, STEPS="100000", PEER=peer)
 

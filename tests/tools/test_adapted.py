@@ -61,8 +61,8 @@ def test_merged_is_what_the_run_exported(run, tmp_path):
 def test_merged_experts_with_dora_are_what_the_run_exported(tiny_data, tmp_path):
     """Which has no peft folder."""
     experts = ["model.family=qwen3_moe", "model.qk_norm=true", "model.moe.num_experts=4", "model.moe.top_k=2"]
-    more = [*LORA, "model.lora.dora=true", "run.steps=2", "optim.lr=0.03"]
-    run = stages.stage("sft", tiny_data, tmp_path / "run", *experts, *more)
+    overrides = [*LORA, "model.lora.dora=true", "run.steps=2", "optim.lr=0.03"]
+    run = stages.stage("sft", tiny_data, tmp_path / "run", *experts, *overrides)
     merged, own = open_hf(export(run, tmp_path / "out", merge=True)), open_hf(run / "hf")
     assert set(merged) == set(own)
     assert all(torch.allclose(merged[name], own[name], rtol=0, atol=1e-6) for name in own)
@@ -111,13 +111,13 @@ def test_the_reference_is_the_model_without_its_adapters(tiny_data, tiny_runs, t
 def test_training_from_an_adapter(tiny_data, tiny_runs, run, adapter, tmp_path):
     """The reference is that adapter: the run is that from the merged model, but for what the optimizer sees of it."""
     start = ["debug.first_step_checks=true"]
-    given = go(tiny_data, tmp_path / "given", *start, f"model.init={tiny_runs['sft']}", f"model.lora.init={adapter}")
+    inputs = go(tiny_data, tmp_path / "given", *start, f"model.init={tiny_runs['sft']}", f"model.lora.init={adapter}")
     merged = go(tiny_data, tmp_path / "merged", *start, f"model.init={run}")
-    first, other = (next(r for r in records if r["step"]) for records in (given, merged))
+    first, other = (next(r for r in records if r["step"]) for records in (inputs, merged))
     for name in ("dpo/loss", "logps/chosen", "logps/rejected"):
         assert first[name] == pytest.approx(other[name], abs=1e-5)
     assert first["rewards/margins"] == pytest.approx(0, abs=1e-6)
-    assert given[-1]["rewards/margins"] > 0.01
+    assert inputs[-1]["rewards/margins"] > 0.01
 
 
 REFUSED = {
@@ -131,7 +131,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_adapter_of_another_kind_is_refused(tiny_data, tiny_runs, adapter, tmp_path, name):
-    more, told = REFUSED[name]
-    with pytest.raises((ConfigError, CheckpointError), match=told):
-        go(tiny_data, tmp_path / "run", f"model.init={tiny_runs['sft']}", f"model.lora.init={adapter}", *more)
+    overrides, reported = REFUSED[name]
+    with pytest.raises((ConfigError, CheckpointError), match=reported):
+        go(tiny_data, tmp_path / "run", f"model.init={tiny_runs['sft']}", f"model.lora.init={adapter}", *overrides)
     assert not (tmp_path / "run/metrics.jsonl").exists()

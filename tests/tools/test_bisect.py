@@ -64,9 +64,9 @@ def test_a_kernel(tiny_data, tmp_path, grpo, monkeypatch):
         return logprobs * (1 + 1e-3 * (targets == letter) * (now[0] == 2)), entropy
 
     def counted(self, step):
-        found = take(self, step)
+        actual = take(self, step)
         now[0] = step
-        return found
+        return actual
 
     monkeypatch.setattr(policy, "token_logprobs", changed)
     monkeypatch.setattr(RolloutSource, "next", counted)
@@ -101,8 +101,8 @@ def test_a_reward(grpo, rewarded):
     first, *others, last = told(grpo, rewarded)
     assert first == "differ at step 2 of 1 to 3: rewards"
     assert any(re.match(r"also different: content of reward.functions \S+ \| \S+$", line) for line in others)
-    found = re.fullmatch(rf"sample 0 of prompt {SLOT} \(row \d+ of the data\): vowels (\S+) \| (\S+)", last)
-    assert float(found[2]) - float(found[1]) == 0.5
+    match = re.fullmatch(rf"sample 0 of prompt {SLOT} \(row \d+ of the data\): vowels (\S+) \| (\S+)", last)
+    assert float(match[2]) - float(match[1]) == 0.5
 
 
 def test_replays_record_what_the_runs_have_not(grpo, rewarded, tmp_path):

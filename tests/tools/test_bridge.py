@@ -20,8 +20,8 @@ def folder(tmp_path):
 
 def test_without_it_one_line_says_so(folder, tmp_path, capsys):
     assert main(["import", str(folder), str(tmp_path / "out")]) == 2
-    told = capsys.readouterr().err.strip()
-    assert "\n" not in told and "'nemotron'" in told and "Megatron-Bridge" in told and "qwen3_moe" in told
+    output = capsys.readouterr().err.strip()
+    assert "\n" not in output and "'nemotron'" in output and "Megatron-Bridge" in output and "qwen3_moe" in output
     assert not (tmp_path / "out").exists()
 
 

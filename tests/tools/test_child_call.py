@@ -45,7 +45,7 @@ def test_results_errors_and_ends_by_one_fork_server():
 
 
 def test_without_its_fork_server():
-    with fork_server.kept(["functions_apart"], dict(os.environ), ()) as place:
-        place.process.kill()
+    with fork_server.kept(["functions_apart"], dict(os.environ), ()) as server:
+        server.process.kill()
         with pytest.raises(AlignerError, match="who ended with exit code -9"):
             call_in_child("functions_apart:who", 7)

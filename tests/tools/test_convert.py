@@ -67,8 +67,8 @@ def converted(what: str, source: Path, goal: Path, fail_after: int = -1, fresh: 
         return plain(self, data)
 
     env = RankEnv(dist.get_rank(), 0, dist.get_world_size(), dist.get_world_size())
-    with mock.patch.object(kind, "write", counted), contextlib.ExitStack() as told:
-        told.push(lambda kind, error, trace: isinstance(error, AlignerError) and errors.append(str(error)) is None)
+    with mock.patch.object(kind, "write", counted), contextlib.ExitStack() as reported:
+        reported.push(lambda kind, error, trace: isinstance(error, AlignerError) and errors.append(str(error)) is None)
         if what == "import":
             tool.import_hf(Path(source), Path(goal), env, fresh=fresh, **options)
         else:
@@ -149,9 +149,9 @@ def same(a: Path, b: Path) -> bool:
 def convert(ranks, what, source, target, world=1, error="", **options):
     """Every rank's bytes; or, with `error`, all of them must end with that."""
     options = (PARTS if what == "import" else {"file_bytes": 60_000.0}) | options
-    told = ranks.run(converted, world=world, what=what, source=source, goal=target, **options)
-    assert all(re.search(error, str(t)) if error else isinstance(t, int) for t in told), told
-    return told
+    results = ranks.run(converted, world=world, what=what, source=source, goal=target, **options)
+    assert all(re.search(error, str(t)) if error else isinstance(t, int) for t in results), results
+    return results
 
 
 @pytest.mark.few(1)
@@ -250,8 +250,8 @@ def test_damage_is_found(ranks, folder, tmp_path):
     convert(
         ranks, "import", out, tmp_path / "again", world=2, error=rf"{weights.name} does not have its recorded SHA-256"
     )
-    part = run / "checkpoints/step-00000000/policy/part-00001.distcp"
-    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    piece = run / "checkpoints/step-00000000/policy/part-00001.distcp"
+    piece.write_bytes(piece.read_bytes()[:-1] + b"?")
     convert(
         ranks, "export", run, tmp_path / "other", world=2, error=r"part-00001.distcp does not have its recorded SHA-256"
     )
@@ -281,8 +281,8 @@ def test_import_needs_a_tokenizer_that_fits(ranks, folder, tmp_path):
 def test_memory_is_bounded_by_a_piece(tmp_path):
     """90 MB of weights, of which no tensor has more than 3 MB."""
     code = "from tests.tools.test_convert import memory_of_a_round_trip as f; import sys; f(sys.argv[1])"
-    told = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    imported, exported, total = (int(text) for text in told.stdout.split()[-3:])
+    output = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    imported, exported, total = (int(text) for text in output.stdout.split()[-3:])
     assert total > 80e6
     assert max(imported, exported) < total / 2, (imported, exported)  # most of it for the names of more layers
 

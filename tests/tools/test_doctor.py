@@ -67,23 +67,25 @@ def with_vllm(folder, version: str) -> str:
 @pytest.mark.parametrize("version", ["0.32.1", "0.31.2", ""])
 def test_the_environment_of_vllm(tmp_path, version):
     python = with_vllm(tmp_path, version)
-    told = {name: statuses(python, *more)["vllm"] for name, more in (("asked", ["engine=vllm"]), ("not", []))}
-    assert told["asked"][0] == (doctor.OK if version == "0.32.1" else doctor.FAIL) and (
-        told["not"][0] == (doctor.OK if version == "0.32.1" else doctor.NONE)
+    reports = {
+        name: statuses(python, *overrides)["vllm"] for name, overrides in (("asked", ["engine=vllm"]), ("not", []))
+    }
+    assert reports["asked"][0] == (doctor.OK if version == "0.32.1" else doctor.FAIL) and (
+        reports["not"][0] == (doctor.OK if version == "0.32.1" else doctor.NONE)
     )
-    assert all((version or "none in") in detail for _, detail in told.values())
-    assert all(("launchers/engine_env.sh vllm" in detail) == (version != "0.32.1") for _, detail in told.values())
+    assert all((version or "none in") in detail for _, detail in reports.values())
+    assert all(("launchers/engine_env.sh vllm" in detail) == (version != "0.32.1") for _, detail in reports.values())
 
 
 def test_nothing_is_ok_that_is_not_there():
     """What nobody asked for is no failure either."""
-    found = statuses("stage=sft", "engine.vllm.python=/nowhere/python")
-    assert found["vllm"][0] == doctor.NONE
+    checks = statuses("stage=sft", "engine.vllm.python=/nowhere/python")
+    assert checks["vllm"][0] == doctor.NONE
     absent = ("not installed", "none in", "expected ", "cannot")
     wrong = [
-        name for name, (status, detail) in found.items() if status == doctor.OK and any(w in detail for w in absent)
+        name for name, (status, detail) in checks.items() if status == doctor.OK and any(w in detail for w in absent)
     ]
-    assert not wrong and any(status == doctor.NONE and "not installed" in detail for status, detail in found.values())
+    assert not wrong and any(status == doctor.NONE and "not installed" in detail for status, detail in checks.values())
 
 
 def test_without_an_environment_of_vllm():

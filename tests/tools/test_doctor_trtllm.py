@@ -36,13 +36,13 @@ def test_present_missing_and_not_run(monkeypatch, tmp_path):
     """Of another interpreter's package."""
     monkeypatch.setenv("PMI_RANK", "1")  # the package would take the doctor's process for a rank
     monkeypatch.setenv("PMI_SIZE", "4")
-    found = rows(python=str(other_python(tmp_path)))
-    assert found["trtllm"] == ("ok", ["1.4.0rc1, compared with the table's 1.4"])
-    assert found["trtllm missing"] == ("ok", ["nothing"])
-    assert "tensorrt_llm:SamplingParams(min_p)" in found["trtllm present"][1]
-    status, lines = found["trtllm features"]
+    read = rows(python=str(other_python(tmp_path)))
+    assert read["trtllm"] == ("ok", ["1.4.0rc1, compared with the table's 1.4"])
+    assert read["trtllm missing"] == ("ok", ["nothing"])
+    assert "tensorrt_llm:SamplingParams(min_p)" in read["trtllm present"][1]
+    status, lines = read["trtllm features"]
     assert status == "ok" and all(f"{name}: yes" in lines for name in FEATURES if name != "enable_sleep")
-    assert found["trtllm not run"] == ("warn", list(torch_api.NOT_RUN))
+    assert read["trtllm not run"] == ("warn", list(torch_api.NOT_RUN))
 
 
 def test_the_table_has_all_that_the_child_uses(monkeypatch):
@@ -59,14 +59,14 @@ def test_the_table_has_all_that_the_child_uses(monkeypatch):
     assert len(imported) > 5
     assert not {symbol for symbol in imported if not any(known.startswith(symbol) for known in symbols)}
     settings = torch_worker.Settings("", [], 9, "float32", 8, 2, 99, True, True, True, True, 0, True)
-    given = set(torch_worker.engine_arguments(settings, FEATURES))
-    assert given == {*row.arguments[ARGS], *FEATURES["sleep_config"].arguments[ARGS]}
+    arguments = set(torch_worker.engine_arguments(settings, FEATURES))
+    assert arguments == {*row.arguments[ARGS], *FEATURES["sleep_config"].arguments[ARGS]}
     sampling = SamplingParams(4, temperature=0.7, min_p=0.1, stop_token_ids=(3,))
     known = set(row.arguments[PARAMS])
     assert known == {*sampling_arguments(sampling, row, (), 0), "seed", "return_context_logits"}
     plain = SamplingParams(4, temperature=0.7)
-    more = {*FEATURES["processed_logprobs"].arguments[PARAMS], *FEATURES["plain_logprobs"].arguments[PARAMS]}
-    assert set(sampling_arguments(plain, row, FEATURES, 0)) - set(sampling_arguments(plain, row, (), 0)) == more
+    fields = {*FEATURES["processed_logprobs"].arguments[PARAMS], *FEATURES["plain_logprobs"].arguments[PARAMS]}
+    assert set(sampling_arguments(plain, row, FEATURES, 0)) - set(sampling_arguments(plain, row, (), 0)) == fields
 
 
 def test_what_is_missing_fails(monkeypatch):
@@ -76,10 +76,10 @@ def test_what_is_missing_fails(monkeypatch):
 
     monkeypatch.delattr(ModelLoader, "reload")
     monkeypatch.delattr(tensorrt_llm, "LLM")
-    found = torch_api.compare()
+    comparison = torch_api.compare()
     reload = "tensorrt_llm._torch.pyexecutor.model_loader:ModelLoader.reload"
     names = ("model", "weights", "allow_partial_loading")
-    assert set(found.missing) == {
+    assert set(comparison.missing) == {
         "tensorrt_llm:LLM",
         "tensorrt_llm:LLM.generate_async",
         "tensorrt_llm:LLM.generate_async(inputs)",
@@ -100,8 +100,8 @@ def test_the_table_of_built_engines_has_all_that_the_child_uses(monkeypatch):
     imported = {f"{node.module}:{name.name}" for node in nodes for name in node.names}
     known = (*row.symbols, *row.arguments)
     assert len(imported) == 8 and not {s for s in imported if not any(k.startswith(s) for k in known)}
-    given = runner_arguments(SamplingParams(4, temperature=0.7, min_p=0.1, stop_token_ids=(3,)), [1, 2])
-    assert set(given) == set(row.arguments["tensorrt_llm.runtime:SamplingConfig"])
+    arguments = runner_arguments(SamplingParams(4, temperature=0.7, min_p=0.1, stop_token_ids=(3,)), [1, 2])
+    assert set(arguments) == set(row.arguments["tensorrt_llm.runtime:SamplingConfig"])
 
 
 def test_the_calls_give_what_the_table_lists(monkeypatch, tmp_path):
@@ -110,11 +110,11 @@ def test_the_calls_give_what_the_table_lists(monkeypatch, tmp_path):
     import tensorrt_llm.builder
     import tensorrt_llm.runtime
 
-    given = {}
+    inputs = {}
 
     def spy(name, wrapped):
         def call(*arguments, **kwargs):
-            given.setdefault(name, set()).update(kwargs)
+            inputs.setdefault(name, set()).update(kwargs)
             return wrapped(*arguments, **kwargs)
 
         return call
@@ -127,24 +127,24 @@ def test_the_calls_give_what_the_table_lists(monkeypatch, tmp_path):
     engine = fill(make_built(LLAMA), reference(LLAMA))
     engine.generate([[1]], [[0]], SamplingParams(2))
     row = built_api.version_row("1.2.1")
-    assert given == {name: set(row.arguments[name]) for name in given} and len(given) == 3
+    assert inputs == {name: set(row.arguments[name]) for name in inputs} and len(inputs) == 3
 
 
 @pytest.mark.slow
 def test_built_engines_present_missing_and_not_run(monkeypatch, tmp_path):
     monkeypatch.setenv("FAKE_TRTLLM_VERSION", "1.2.1")
-    found = rows(name="trtllm_engine", python=str(other_python(tmp_path)))
-    assert found["trtllm"] == ("ok", ["1.2.1, compared with the table's 1.2"])
-    assert found["trtllm missing"] == ("ok", ["nothing"])
-    present = found["trtllm present"][1]
+    read = rows(name="trtllm_engine", python=str(other_python(tmp_path)))
+    assert read["trtllm"] == ("ok", ["1.2.1, compared with the table's 1.2"])
+    assert read["trtllm missing"] == ("ok", ["nothing"])
+    present = read["trtllm present"][1]
     assert {"tensorrt:Refitter.refit_cuda_engine", "tensorrt_llm.plugin:PluginConfig(use_fused_mlp)"} <= set(present)
-    assert found["trtllm not run"] == ("warn", list(built_api.NOT_RUN))
+    assert read["trtllm not run"] == ("warn", list(built_api.NOT_RUN))
 
 
 def test_built_engines_are_refused_where_the_builder_is_gone(monkeypatch, tmp_path):
     monkeypatch.setenv("FAKE_TRTLLM_VERSION", "1.4.0rc1")
-    found = rows(name="trtllm_engine", python=str(other_python(tmp_path)))
-    assert found["trtllm"][0] == "fail" and "engine=trtllm runs on it" in found["trtllm"][1][0]
+    read = rows(name="trtllm_engine", python=str(other_python(tmp_path)))
+    assert read["trtllm"][0] == "fail" and "engine=trtllm runs on it" in read["trtllm"][1][0]
 
 
 def test_a_part_of_the_builder_that_is_missing_fails(monkeypatch):
@@ -154,9 +154,9 @@ def test_a_part_of_the_builder_that_is_missing_fails(monkeypatch):
 
     monkeypatch.delattr(tensorrt.Refitter, "get_missing_weights")
     monkeypatch.delitem(tensorrt_llm.plugin.PluginConfig.model_fields, "use_fused_mlp")
-    found = torch_api.compare(built_api.VERSIONS, built_api.NOT_RUN)
+    comparison = torch_api.compare(built_api.VERSIONS, built_api.NOT_RUN)
     missing = {"tensorrt:Refitter.get_missing_weights", "tensorrt_llm.plugin:PluginConfig(use_fused_mlp)"}
-    assert set(found.missing) == missing
+    assert set(comparison.missing) == missing
 
 
 def test_properties_of_older_configs_count():
@@ -178,13 +178,13 @@ EXPECTED["1.4"] = EXPECTED["1.3"] | {"plain_logprobs", "update_hooks", "finalize
 @pytest.mark.parametrize("version", ["1.1.0", "1.2.1", "1.3.0rc24", "1.4.0rc1", "1.13.0"])
 def test_the_fake_has_what_the_table_asks_of_each_version(monkeypatch, version):
     use_fake(monkeypatch, version=version)
-    found = torch_api.compare()
-    assert not found.missing and len(found.present) > 25
+    comparison = torch_api.compare()
+    assert not comparison.missing and len(comparison.present) > 25
     if "rc" in version:
-        assert {name for name, there in found.features.items() if there} == EXPECTED[version[:3]]
-    assert found.row == ("" if version == "1.13.0" else version[:3])
-    assert bool(found.refused) == (version == "1.1.0")
-    if found.refused or not found.row:
+        assert {name for name, there in comparison.features.items() if there} == EXPECTED[version[:3]]
+    assert comparison.row == ("" if version == "1.13.0" else version[:3])
+    assert bool(comparison.refused) == (version == "1.1.0")
+    if comparison.refused or not comparison.row:
         with pytest.raises(ConfigError, match=r"expected TensorRT-LLM 1\.2, 1\.3, 1\.4"):
             torch_api.version_row(version)
 
@@ -193,9 +193,9 @@ def test_the_fake_has_what_the_table_asks_of_each_version(monkeypatch, version):
 def test_without_the_package(monkeypatch, tmp_path):
     cfg = compose(["engine=trtllm", f"run.dir='{tmp_path}'"])
     monkeypatch.setattr(doctor, "_torch", lambda env: iter(()))
-    found = {check.name: check for check in doctor.checks(cfg, RankEnv())}
-    assert found["trtllm"].status == doctor.FAIL and "aligner[trtllm]" in found["trtllm"].detail
-    assert "comparing the installed package" in found["trtllm not run"].detail
+    checks = {check.name: check for check in doctor.checks(cfg, RankEnv())}
+    assert checks["trtllm"].status == doctor.FAIL and "aligner[trtllm]" in checks["trtllm"].detail
+    assert "comparing the installed package" in checks["trtllm not run"].detail
 
 
 def test_a_package_that_cannot_be_imported(monkeypatch, tmp_path):

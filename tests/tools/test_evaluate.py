@@ -40,17 +40,17 @@ def run(folder, *more):
 
 def test_answers_are_kept_with_their_scores(folder, tiny_data):
     sft = folder("sft")
-    more = ["eval.prompts=6", "eval.samples=2", "eval.temperature=1.0", "eval.full_score=0.25", VOWELS]
-    more += ["sampling.max_response_tokens=4", f"data.eval={tiny_data / 'train.jsonl'}"]
-    found, written, samples = run(sft, *more)
+    overrides = ["eval.prompts=6", "eval.samples=2", "eval.temperature=1.0", "eval.full_score=0.25", VOWELS]
+    overrides += ["sampling.max_response_tokens=4", f"data.eval={tiny_data / 'train.jsonl'}"]
+    actual, written, samples = run(sft, *overrides)
     assert len(samples) == 12 and written["prompts"] == 6
-    assert found["eval/reward"] == pytest.approx(sum(s["scores"]["vowels"] for s in samples) / 12)
-    assert found["eval/vowels/mean"] == pytest.approx(found["eval/reward"])
-    assert found["eval/accuracy"] == pytest.approx(sum(s["correct"] for s in samples) / 12)
+    assert actual["eval/reward"] == pytest.approx(sum(s["scores"]["vowels"] for s in samples) / 12)
+    assert actual["eval/vowels/mean"] == pytest.approx(actual["eval/reward"])
+    assert actual["eval/accuracy"] == pytest.approx(sum(s["correct"] for s in samples) / 12)
     assert all(s["correct"] == (s["scores"]["vowels"] >= 0.25) for s in samples)
     assert samples[0]["columns"] == {"completion": "a"} and samples[0]["prompt"] == samples[1]["prompt"] == "say a:"
     for name, (low, high) in written["intervals"].items():
-        assert low <= found[name] <= high
+        assert low <= actual[name] <= high
     assert "bootstrap resamples of prompts" in written["interval_method"]
 
 
@@ -68,7 +68,7 @@ def test_references_that_cannot_be_read_are_told_before_anything_is_generated(fo
 @torch.no_grad()
 def test_the_loss_of_held_out_answers_is_transformers(folder, tiny_data):
     sft = folder("sft")
-    found, written, samples = run(sft, f"data.eval={tiny_data / 'eval.jsonl'}")
+    actual, written, samples = run(sft, f"data.eval={tiny_data / 'eval.jsonl'}")
     model = AutoModelForCausalLM.from_pretrained(sft / "hf", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(sft / "hf")
     total, count = 0.0, 0
@@ -79,15 +79,15 @@ def test_the_loss_of_held_out_answers_is_transformers(folder, tiny_data):
         labels[:, : len(prompt)] = -100
         learned = ids.shape[1] - len(prompt)
         total, count = total + float(model(ids, labels=labels).loss) * learned, count + learned
-    assert found["eval/loss"] == pytest.approx(total / count, rel=1e-4)
-    assert found["eval/perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert actual["eval/loss"] == pytest.approx(total / count, rel=1e-4)
+    assert actual["eval/perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
     assert written["rows"] == len(samples) == 8 and sum(s["tokens"] for s in samples) == count
 
 
 @torch.no_grad()
 def test_pairs_are_ordered_as_by_transformers(folder, tiny_data):
     rm = folder("rm")
-    found, written, samples = run(rm, f"data.eval={tiny_data / 'pairs.jsonl'}", "eval.prompts=10")
+    actual, written, samples = run(rm, f"data.eval={tiny_data / 'pairs.jsonl'}", "eval.prompts=10")
     model = AutoModelForSequenceClassification.from_pretrained(rm / "hf", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(rm / "hf")
 
@@ -98,7 +98,7 @@ def test_pairs_are_ordered_as_by_transformers(folder, tiny_data):
     chosen, rejected = ([score(pair["prompt"] + pair[name]) for pair in pairs] for name in ("chosen", "rejected"))
     assert [s["chosen_score"] for s in samples] == pytest.approx(chosen, abs=1e-4)
     assert [s["rejected_score"] for s in samples] == pytest.approx(rejected, abs=1e-4)
-    assert found["eval/accuracy"] == sum(a > b for a, b in zip(chosen, rejected, strict=True)) / 10
+    assert actual["eval/accuracy"] == sum(a > b for a, b in zip(chosen, rejected, strict=True)) / 10
     assert written["pairs"] == 10
 
 

@@ -32,8 +32,8 @@ def run(runs, tmp_path):
 
 def steps(folder, *range_):
     """The records of these steps, without their chain."""
-    found = (f for f in read_chain(folder) if "start" not in f and f["step"] in range(*range_))
-    return [{name: value for name, value in f.items() if name != "chain"} for f in found]
+    hashes = (f for f in read_chain(folder) if "start" not in f and f["step"] in range(*range_))
+    return [{name: value for name, value in f.items() if name != "chain"} for f in hashes]
 
 
 @pytest.mark.slow
@@ -47,9 +47,9 @@ def test_a_step_is_the_one_that_was_written(run, capsys, monkeypatch, stage, ste
     take = RolloutSource.next
     monkeypatch.setattr(RolloutSource, "next", lambda self, number: made.append(number) or take(self, number))
     untouched = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    found = prepare(folder, step)
-    assert (found.before, found.ranks) == (before, 1)
-    again = stages.execute(found.cfg)
+    actual = prepare(folder, step)
+    assert (actual.before, actual.ranks) == (before, 1)
+    again = stages.execute(actual.cfg)
     assert compare(folder, again, step) == 0
     shown = capsys.readouterr().out
     assert f"step {step} is the same as recorded" in shown and "weights" in shown and "DIFFERS" not in shown
@@ -102,9 +102,9 @@ def test_a_recording_with_a_gap_behind_it_is_generated_again(run, tmp_path):
 @pytest.mark.multirank
 def test_another_layout_is_close(run, ranks, capsys):
     folder = run("grpo")
-    found = prepare(folder, 5, ["batch.micro_batch_samples=4"], ranks=2)
-    ranks.run("tests.run.jobs:run_config", world=2, cfg=found.cfg)
-    assert compare(folder, Path(found.cfg.run.dir), 5) == 0
+    actual = prepare(folder, 5, ["batch.micro_batch_samples=4"], ranks=2)
+    ranks.run("tests.run.jobs:run_config", world=2, cfg=actual.cfg)
+    assert compare(folder, Path(actual.cfg.run.dir), 5) == 0
     shown = capsys.readouterr().out
     assert "another layout rounds differently" in shown and "close" in shown
 
@@ -113,7 +113,7 @@ def test_bfloat16_rounds_more_on_another_layout(run, tmp_path):
     """What docs/explanation/layouts.md allows a layout, and what it does not."""
     cases = [("float32", 1e-6, 0.0, 0), ("float32", 1e-4, 0.0, 1), ("float32", 0.0, 1e-4, 1)]
     cases += [("bfloat16", 3e-3, 3e-2, 0), ("bfloat16", 1e-2, 0.0, 1), ("bfloat16", 0.0, 0.1, 1)]
-    start, step = ({k: v for k, v in found.items() if k != "chain"} for found in read_chain(run("sft"))[:2])
+    start, step = ({k: v for k, v in steps.items() if k != "chain"} for steps in read_chain(run("sft"))[:2])
     for number, (dtype, loss, norm, code) in enumerate(cases):
         folders = [tmp_path / f"{number}{name}" for name in "ab"]
         for folder, times in zip(folders, (0, 1), strict=True):

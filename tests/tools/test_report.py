@@ -68,22 +68,22 @@ def test_a_page_holds_all_it_needs_and_text_is_data(tmp_path, capsys):
     folder = make_run(tmp_path / "run<b>1")
     assert main([str(folder)]) == 0
     assert capsys.readouterr().out.strip() == str(folder / "report.html")
-    found = page(folder)
-    policies = [attrs["content"] for tag, attrs in found.tags if attrs.get("http-equiv") == "Content-Security-Policy"]
+    actual = page(folder)
+    policies = [attrs["content"] for tag, attrs in actual.tags if attrs.get("http-equiv") == "Content-Security-Policy"]
     (nonce,) = {*re.findall(r"'nonce-([^']+)'", policies[0])}
     assert policies[0].startswith("default-src 'none'") and "unsafe" not in policies[0]
-    assert not {tag for tag, _ in found.tags} & {"img", "iframe", "a", "b", "object", "base", "form"}
-    for tag, attrs in found.tags:
+    assert not {tag for tag, _ in actual.tags} & {"img", "iframe", "a", "b", "object", "base", "form"}
+    for tag, attrs in actual.tags:
         assert not {name for name in attrs if name.startswith("on") or name in ("src", "srcset")}
         assert tag != "script" or attrs.get("type") == "application/json" or attrs["nonce"] == nonce
-    assert [attrs["href"] for tag, attrs in found.tags if tag == "link"] == ["data:,"]
-    assert any(attrs.get("name") == "viewport" for _, attrs in found.tags)
-    imports = json.loads(re.search(r'<script type="importmap"[^>]*>(.*?)</script>', found.text)[1])["imports"]
+    assert [attrs["href"] for tag, attrs in actual.tags if tag == "link"] == ["data:,"]
+    assert any(attrs.get("name") == "viewport" for _, attrs in actual.tags)
+    imports = json.loads(re.search(r'<script type="importmap"[^>]*>(.*?)</script>', actual.text)[1])["imports"]
     assert {*imports} == {f"board/{name}" for name in modules()}
-    assert all(place.startswith("data:text/javascript;base64,") for place in imports.values())
+    assert all(position.startswith("data:text/javascript;base64,") for position in imports.values())
     main([str(folder)])
     assert nonce not in (folder / "report.html").read_text()  # so that no text could have known it
-    answers = found.answers
+    answers = actual.answers
     assert answers["details"]["details"]["run<b>1"]["alarms"] == [{"step": 4, "text": f"alarm at step 4: {EVIL}"}]
     assert answers["details"]["summary"] == {"sft.accuracy": 0.375, EVIL: EVIL}
     assert answers["curves"]["curves"]["run<b>1"][EVIL]["y"] == [0, 1, 2, 3, 4]
@@ -151,15 +151,15 @@ def test_it_needs_neither_torch_nor_a_server(tmp_path):
 
 
 def test_a_run_leaves_its_page_and_does_not_fail_by_it(tiny_data, tmp_path, capsys):
-    more = ("run.steps=1", "run.export=false", "checkpoint.final=false")
-    assert command_line.main(["run", *stages.overrides("sft", tiny_data, tmp_path / "run", *more)]) == 0
+    overrides = ("run.steps=1", "run.export=false", "checkpoint.final=false")
+    assert command_line.main(["run", *stages.overrides("sft", tiny_data, tmp_path / "run", *overrides)]) == 0
     answers = page(tmp_path / "run").answers
     (row,) = answers["runs"]["runs"]
     assert (row["result"], row["state"], row["stage"]) == ("done", "DONE", "sft")
     assert next(metric for metric in answers["metrics"]["metrics"] if metric["name"] == "sft/loss")["last"]["run"] > 0
     assert answers["phases"]["phases"]["run"]["seconds"]["time/update_s"] > 0
     (tmp_path / "other" / "report.html" / "in the way").mkdir(parents=True)
-    assert command_line.main(["run", *stages.overrides("sft", tiny_data, tmp_path / "other", *more)]) == 0
+    assert command_line.main(["run", *stages.overrides("sft", tiny_data, tmp_path / "other", *overrides)]) == 0
     assert "warning: no report.html: AlignerError" in capsys.readouterr().err
     assert (tmp_path / "other" / "DONE").exists()
 

@@ -39,9 +39,9 @@ def served(tiny_runs):
 
 
 @contextmanager
-def listening(served, place: socket.socket):
+def listening(served, listener: socket.socket):
     server = Listener(make_app(served))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[place])), daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     try:
         yield server
@@ -52,9 +52,9 @@ def listening(served, place: socket.socket):
 
 @pytest.fixture
 def client(served):
-    place = loopback()
-    url = f"http://127.0.0.1:{place.getsockname()[1]}/{served.secret}/v1"
-    with listening(served, place), straight() as http:
+    listener = loopback()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/{served.secret}/v1"
+    with listening(served, listener), straight() as http:
         yield openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
 
 
@@ -70,21 +70,21 @@ def ask(client, text, **more):
 
 def test_an_answer_is_what_the_engine_says_with_the_same_seed(served, client, tiny_runs):
     """Of an engine of its own: the served one may still be at work in its thread when its answer is here."""
-    found = ask(client, "say a:", seed=7, logprobs=True)
+    answer = ask(client, "say a:", seed=7, logprobs=True)
     model = Answerer.load(tiny_runs["sft"] / "hf", served.desk.model.engine.config)
-    given = served.dialogues.of([]).begin([{"role": "user", "content": "say a:"}])
+    prompt = served.dialogues.of([]).begin([{"role": "user", "content": "say a:"}])
     sampling = SamplingParams(8, 1.0, stop_token_ids=stop_token_ids(model.tokenizer))
-    out = model.engine.generate([given.tokens], [[7]], sampling)
+    out = model.engine.generate([prompt.tokens], [[7]], sampling)
     tokens = out.tokens[0, : int(out.lengths[0])].tolist()
-    choice = found.choices[0]
-    assert found.prompt_token_ids == list(given.tokens) and choice.token_ids == tokens
+    choice = answer.choices[0]
+    assert answer.prompt_token_ids == list(prompt.tokens) and choice.token_ids == tokens
     logprobs = [one.logprob for one in choice.logprobs.content]
     assert logprobs == pytest.approx(out.logprobs[0, : len(tokens)].tolist(), abs=1e-5)
     assert choice.message.content == model.tokenizer.decode(tokens, skip_special_tokens=True)
-    parts = [part.choices[0] for part in ask(client, "say a:", seed=7, logprobs=True, stream=True, extra_body={})]
-    assert "".join(part.delta.content or "" for part in parts) == choice.message.content
-    told = [one for part in parts if part.logprobs for one in part.logprobs.content]
-    assert [one.logprob for one in told] == logprobs and "".join(one.token for one in told).startswith(
+    parts = [chunk.choices[0] for chunk in ask(client, "say a:", seed=7, logprobs=True, stream=True, extra_body={})]
+    assert "".join(chunk.delta.content or "" for chunk in parts) == choice.message.content
+    reports = [one for chunk in parts if chunk.logprobs for one in chunk.logprobs.content]
+    assert [one.logprob for one in reports] == logprobs and "".join(one.token for one in reports).startswith(
         choice.message.content
     )
 
@@ -104,8 +104,8 @@ def test_requests_at_a_time_are_answered_each_as_it_asked(client):
 
 def test_a_stream_comes_as_the_model_speaks(served, client, monkeypatch):
     """The engine's third step waits for a client that has heard the first; and the whole is what is told at once."""
-    more = {"seed": 7, "temperature": 5, "extra_body": {}}
-    whole = ask(client, "say a:", **more).choices[0]
+    settings = {"seed": 7, "temperature": 5, "extra_body": {}}
+    whole = ask(client, "say a:", **settings).choices[0]
     assert len(whole.message.content) > 3
     heard, steps, step = threading.Event(), [], served.desk.model.engine.step
 
@@ -115,27 +115,29 @@ def test_a_stream_comes_as_the_model_speaks(served, client, monkeypatch):
 
     monkeypatch.setattr(served.desk.model.engine, "step", waits)
     chunks = []
-    for part in ask(client, "say a:", stream=True, stream_options={"include_usage": True}, **more):
-        chunks.append(part)
+    for chunk in ask(client, "say a:", stream=True, stream_options={"include_usage": True}, **settings):
+        chunks.append(chunk)
         heard.set()
     assert all(steps) and len(steps) > 3
-    told = [part.choices[0] for part in chunks[:-1]]
-    assert "".join(choice.delta.content or "" for choice in told) == whole.message.content
-    assert [choice.delta.role for choice in told] == ["assistant", *[None] * (len(told) - 1)]
-    assert told[-1].finish_reason == whole.finish_reason and {choice.finish_reason for choice in told[:-1]} == {None}
-    assert chunks[-1].usage.completion_tokens == len(steps) and len({part.id for part in chunks}) == 1
+    reports = [chunk.choices[0] for chunk in chunks[:-1]]
+    assert "".join(choice.delta.content or "" for choice in reports) == whole.message.content
+    assert [choice.delta.role for choice in reports] == ["assistant", *[None] * (len(reports) - 1)]
+    assert reports[-1].finish_reason == whole.finish_reason and {choice.finish_reason for choice in reports[:-1]} == {
+        None
+    }
+    assert chunks[-1].usage.completion_tokens == len(steps) and len({chunk.id for chunk in chunks}) == 1
 
 
 def test_a_stream_tells_no_part_of_a_character_or_of_a_stop_string(served, client):
     tokenizer = served.desk.model.tokenizer
     tokens = tokenizer.encode("né €x. o", add_special_tokens=False)
     written = TextStream(served.dialogues.of([]).decode, held=2)
-    told = [written.add(token) for token in tokens]
-    assert "".join(told) == "né €x." and not any("\ufffd" in text for text in told)
+    reports = [written.add(token) for token in tokens]
+    assert "".join(reports) == "né €x." and not any("\ufffd" in text for text in reports)
     content = ask(client, "say a:", seed=7, temperature=5, extra_body={}).choices[0].message.content
     stop = content[2:5]
     parts = ask(client, "say a:", seed=7, temperature=5, extra_body={}, stop=[stop], stream=True)
-    assert "".join(part.choices[0].delta.content or "" for part in parts) == content[: content.find(stop)]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in parts) == content[: content.find(stop)]
 
 
 def test_a_request_that_the_engine_has_no_room_for_is_told_so(served, client, monkeypatch):
@@ -197,20 +199,20 @@ def test_an_engine_that_cannot_go_on_ends_the_server_and_all_who_wait_hear_of_it
         raise error
 
     desk = RequestQueue(SimpleNamespace(engine=SimpleNamespace(serve=serve, model=served.desk.model.engine.model)), 1)
-    mine, place, ended = replace(served, desk=desk), loopback(), []
-    url = f"http://127.0.0.1:{place.getsockname()[1]}/{mine.secret}/v1"
+    own, listener, ended = replace(served, desk=desk), loopback(), []
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/{own.secret}/v1"
     body = {"model": "sft", "messages": [{"role": "user", "content": "say a:"}]}
 
     def serving():
         with pytest.raises(AlignerError, match="the thread `engine` has ended") as raised:
-            serve_while(desk, Listener(make_app(mine), 120), [place])
+            serve_while(desk, Listener(make_app(own), 120), [listener])
         ended.append(raised.value)
 
     server = threading.Thread(target=serving, daemon=True)
     server.start()
     with httpx.Client(trust_env=False, timeout=120) as http, ThreadPoolExecutor(4) as pool:
         asked = [{"stream": i % 2 == 1, "temperature": 0.5 + i} for i in range(4)]
-        replies = [pool.submit(http.post, f"{url}/chat/completions", json=body | more) for more in asked]
+        replies = [pool.submit(http.post, f"{url}/chat/completions", json=body | settings) for settings in asked]
         assert begun.wait(120)
         while len(desk.waiting) < 3:
             time.sleep(0.01)
@@ -232,9 +234,9 @@ def test_messages_that_make_no_token_are_refused(tiny_runs, tmp_path):
     served = open_model(
         compose([f"run.dir={tiny_runs['sft']}", "sampling.max_response_tokens=4", f"data.chat_template={template}"])
     )
-    place = loopback()
-    url = f"http://127.0.0.1:{place.getsockname()[1]}/{served.secret}/v1"
-    with listening(served, place), straight() as http:
+    listener = loopback()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/{served.secret}/v1"
+    with listening(served, listener), straight() as http:
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match="makes no token of them"):
@@ -261,11 +263,11 @@ def test_of_a_client_that_leaves_nothing_is_told(left, capfd, caplog):
 
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": "stream" in left})
     head = f"POST /s/v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    place = loopback()
-    with listening(Slow(), place) as server:
+    listener = loopback()
+    with listening(Slow(), listener) as server:
         for reset in (False, True):
             begun.clear(), spoken.clear(), gone.clear()
-            with socket.create_connection(place.getsockname()) as client:
+            with socket.create_connection(listener.getsockname()) as client:
                 if left == "in its request":
                     client.sendall((head + body[:5]).encode())
                     assert begun.wait(120)
@@ -296,9 +298,9 @@ def test_what_the_model_cannot_do_is_refused(client):
         ({"tools": [{"type": "function", "function": {"name": "add"}}]}, "tools", "unsupported_parameter"),
         ({"messages": [{"role": "tool", "content": "3"}]}, "messages", "invalid_value"),
     ]
-    for more, param, code in wrong:
+    for extra, param, code in wrong:
         with pytest.raises(openai.APIStatusError) as refused:
-            ask(client, **{"text": "say a:"} | more)
+            ask(client, **{"text": "say a:"} | extra)
         assert (refused.value.body["param"], refused.value.body["code"]) == (param, code)
     assert [model.id for model in client.models.list()] == ["sft"]
 
@@ -306,10 +308,10 @@ def test_what_the_model_cannot_do_is_refused(client):
 def test_a_unix_socket_is_for_its_user_alone(served, tmp_path):
     path = tmp_path / "model.sock"
     for _ in range(2):  # one that is left behind is replaced
-        place = unix_socket(path)
+        listener = unix_socket(path)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with (
-            listening(served, place),
+            listening(served, listener),
             httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=120) as client,
         ):
             assert client.get(f"http://localhost/{served.secret}/v1/models").json()["data"][0]["id"] == "sft"

@@ -36,7 +36,7 @@ def test_scores_over_http_are_those_of_the_model(tiny_runs, monkeypatch):
         with server(answer, "127.0.0.1", 0) as serving:
             threading.Thread(target=serving.serve_forever, daemon=True).start()
             url = f"http://127.0.0.1:{serving.server_address[1]}/get_reward"
-            found = Http(url, timeout_s=300, deadline_s=300)(samples)
+            scores = Http(url, timeout_s=300, deadline_s=300)(samples)
             bad = [
                 httpx.post(url, content=text, timeout=300)
                 for text in (b"{", b"[]", b'{"query": []}', b'{"query": ["a"]')
@@ -44,8 +44,8 @@ def test_scores_over_http_are_those_of_the_model(tiny_runs, monkeypatch):
             long = httpx.post(url, json={"query": ["a " * 100_000]}, timeout=300)
             uneven = httpx.post(url, json={"query": ["a"], "prompts": ["a", "b"]}, timeout=300)
             serving.shutdown()
-        assert found == pytest.approx(make_reward_model(job)(samples), abs=1e-6)
-        assert len(set(found)) > 1
+        assert scores == pytest.approx(make_reward_model(job)(samples), abs=1e-6)
+        assert len(set(scores)) > 1
         assert all(reply.status_code == 400 and reply.json()["error"] for reply in [*bad, long, uneven])
         assert "model.max_position" in long.json()["error"] and "one for each query" in uneven.json()["error"]
     finally:
@@ -68,13 +68,13 @@ def serving():
         one.server_close()
 
 
-def said(port, head, body=b"{}"):
+def send(port, head, body=b"{}"):
     """The status, and what a server says to these bytes."""
     with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         data = b""
-        while more := connection.recv(1 << 16):
-            data += more
+        while extra := connection.recv(1 << 16):
+            data += extra
     return int(data.split()[1]), json.loads(data.partition(b"\r\n\r\n")[2])
 
 
@@ -94,20 +94,20 @@ HOSTS = [
 def test_only_names_of_this_machine_are_answered(serving, host, status):
     """A page in a browser may point its own name here."""
     port = serving(lambda body: {"rewards": [1.0]})
-    found, body = said(port, f"POST /x HTTP/1.0\r\nHost: {host}\r\nContent-Length: 2")
-    assert found == status and ("rewards" if status == 200 else "error") in body
+    actual, body = send(port, f"POST /x HTTP/1.0\r\nHost: {host}\r\nContent-Length: 2")
+    assert actual == status and ("rewards" if status == 200 else "error") in body
 
 
 def test_a_server_for_others_has_the_names_of_its_machine(serving):
     port = serving(lambda body: {"rewards": [1.0]}, "0.0.0.0")
     head = "POST /x HTTP/1.0\r\nContent-Length: 2\r\nHost: "
-    assert said(port, head + socket.gethostname())[0] == 200 and said(port, head + "evil.example")[0] == 421
+    assert send(port, head + socket.gethostname())[0] == 200 and send(port, head + "evil.example")[0] == 421
 
 
 @pytest.mark.parametrize("length", ["²", "-1", "", "9" * 5000, "1e3", "٣", str(1 << 40)])
 def test_a_length_that_is_none_is_refused(serving, length):
     port = serving(lambda body: {})
-    status, body = said(port, f"POST /x HTTP/1.0\r\nHost: localhost\r\nContent-Length: {length}")
+    status, body = send(port, f"POST /x HTTP/1.0\r\nHost: localhost\r\nContent-Length: {length}")
     assert status == 413 and "Content-Length" in body["error"]
 
 
@@ -117,9 +117,9 @@ def test_a_length_that_is_none_is_refused(serving, length):
 def test_what_goes_wrong_is_one_line(serving, capfd, answer):
     port = serving(answer)
     head = "POST /x HTTP/1.0\r\nHost: localhost\r\nContent-Length: 2"
-    assert said(port, head)[0] == 500
-    told = capfd.readouterr().err
-    assert told.startswith("warning: ") and len(told.splitlines()) == 1
+    assert send(port, head)[0] == 500
+    output = capfd.readouterr().err
+    assert output.startswith("warning: ") and len(output.splitlines()) == 1
 
 
 def test_a_client_that_leaves_is_no_event(serving, capfd):

@@ -14,7 +14,7 @@ class Asked(Exception):
 
 
 @pytest.mark.parametrize(
-    ("more", "least"),
+    ("overrides", "least"),
     [
         (["engine=native"], 1800),
         (TRTLLM, 3601),
@@ -22,11 +22,11 @@ class Asked(Exception):
         ([*TRTLLM, "cluster.timeout_s=9000"], 9000),
     ],
 )
-def test_ranks_wait_in_a_collective_for_as_long_as_a_child_may_take(more, least, monkeypatch):
+def test_ranks_wait_in_a_collective_for_as_long_as_a_child_may_take(overrides, least, monkeypatch):
     def joined(env, backend, timeout_s, secret):
         raise Asked(timeout_s)
 
     monkeypatch.setattr(job, "init_distributed", joined)
     with pytest.raises(Asked) as asked:
-        job.start(compose(["stage=grpo", "model=tiny", *more]), RankEnv(0, 0, 2, 2))
+        job.start(compose(["stage=grpo", "model=tiny", *overrides]), RankEnv(0, 0, 2, 2))
     assert least <= asked.value.args[0] <= least + 99

@@ -104,9 +104,9 @@ def test_each_rank_writes_its_own_memory_before_the_child_is_told(world):
         return readers[-1], ours
 
     config = EngineConfig(name="vllm", tensor_parallel=world)
-    more = {"device": torch.device("cuda", rank), "dtype": torch.float32, "pad_id": 0, "bucket_bytes": 2048}
+    settings = {"device": torch.device("cuda", rank), "dtype": torch.float32, "pad_id": 0, "bucket_bytes": 2048}
     with mock.patch.object(child, "cuda_buffer", buffer), mock.patch.object(CudaMemory, "of", lambda _: files[-1]):
-        engine = Engine(LLAMA, config, **more, group=dist.group.WORLD, start=start)
+        engine = Engine(LLAMA, config, **settings, group=dist.group.WORLD, start=start)
     wanted = hf_weights(reference(LLAMA))
     engine.begin_update(1)
     engine.update_weights(late(wanted.items(), rank))
@@ -134,11 +134,11 @@ class Handle:
 
 
 def extension(rank=0, device="cpu", loader=None):
-    found = Extension()
-    found.rank, found.vllm_config, found.aligner_loading = rank, None, True
+    actual = Extension()
+    actual.rank, actual.vllm_config, actual.aligner_loading = rank, None, True
     model = SimpleNamespace(load_weights=loader)
-    found.model_runner = SimpleNamespace(device=torch.device(device), get_model=lambda: model)
-    return found
+    actual.model_runner = SimpleNamespace(device=torch.device(device), get_model=lambda: model)
+    return actual
 
 
 @pytest.fixture
@@ -211,9 +211,9 @@ def test_a_whole_model_is_read_in_buckets(limit, sizes):
     engine = InPlaceVllmEngine.__new__(InPlaceVllmEngine)
     engine._bucket_bytes = limit
     engine._slots = {f"w{i}": Slot(f"w{i}", (64,), torch.float32, 256 * i) for i in range(4)}
-    found = list(engine._buckets())
-    assert [len(bucket) for bucket in found] == sizes
-    assert [slot.name for bucket in found for slot in bucket] == list(engine._slots)
+    actual = list(engine._buckets())
+    assert [len(bucket) for bucket in actual] == sizes
+    assert [slot.name for bucket in actual for slot in bucket] == list(engine._slots)
 
 
 @pytest.mark.parametrize(

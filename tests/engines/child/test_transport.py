@@ -92,13 +92,13 @@ def test_a_cuda_buffer_is_opened_on_the_childs_first_device(monkeypatch):
         patch.setattr(torch.UntypedStorage, "device", torch.device("cuda", 3))
         patch.setattr(torch.UntypedStorage, "_share_cuda_", lambda self: (3, *shared), raising=False)
         memory = CudaMemory.of(buffer)
-    told, reductions.shared_cache = pickle.dumps(memory), {}  # another process has opened nothing yet
+    reported, reductions.shared_cache = pickle.dumps(memory), {}  # another process has opened nothing yet
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", classmethod(opened), raising=False)
-    found = pickle.loads(told).tensor()
+    actual = pickle.loads(reported).tensor()
     assert asked == [(0, *shared)]
     (slots,) = BucketWriter(buffer, torch.float32).buckets([("w", torch.arange(6.0).view(2, 3))])
-    assert found.dtype is torch.uint8 and torch.equal(slots[0].view(found), torch.arange(6.0).view(2, 3))
+    assert actual.dtype is torch.uint8 and torch.equal(slots[0].view(actual), torch.arange(6.0).view(2, 3))
 
 
 def test_weights_on_their_way_have_no_name():
@@ -117,5 +117,5 @@ def test_of_a_copy_on_a_node_an_engines_environment_is_the_checkouts(tmp_path, m
     python.touch(mode=0o755)
     for name, value in {"ALIGNER_NODE_LOCAL": "/tmp/x", "ALIGNER_ROOT": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    found, environ = interpreter(".venv-engine/bin/python", {}, "engine.vllm")
-    assert found == str(python) and environ == {"PYTHONPATH": str(Path(__file__).parents[3])}
+    actual, environ = interpreter(".venv-engine/bin/python", {}, "engine.vllm")
+    assert actual == str(python) and environ == {"PYTHONPATH": str(Path(__file__).parents[3])}

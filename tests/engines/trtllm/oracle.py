@@ -25,7 +25,7 @@ def forward(weights: dict[str, Tensor], raw: dict, tokens: Tensor) -> Tensor:
         if "attention.qkv.bias" in own:
             qkv = qkv + own["attention.qkv.bias"]
         q, k, v = (
-            part.unflatten(-1, (-1, head)) for part in qkv.split([q_heads * head, kv_heads * head, kv_heads * head], -1)
+            word.unflatten(-1, (-1, head)) for word in qkv.split([q_heads * head, kv_heads * head, kv_heads * head], -1)
         )
         if "attention.q_layernorm.weight" in own:
             q = _norm(q, own["attention.q_layernorm.weight"], eps)

@@ -133,13 +133,13 @@ def test_a_refit_without_effect_shows_in_the_logprobs(monkeypatch):
     fill(engine, new, 2)
     assert dict(engine.checksums()) == {n: tensor_checksum(t) for n, t in hf_weights(new).items()}
     tokens = torch.randint(0, 53, (3, 12), generator=torch.Generator().manual_seed(5))
-    found = engine.logprobs(tokens, torch.full((3,), 12))[:, 1:]
+    logprobs = engine.logprobs(tokens, torch.full((3,), 12))[:, 1:]
     with torch.no_grad():
         before, current = (
             m(tokens[:, :-1]).logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0] for m in (old, new)
         )
-    assert torch.allclose(found, before, atol=1e-4)
-    assert staleness(found.flatten(), current.flatten(), before.flatten())[0]
+    assert torch.allclose(logprobs, before, atol=1e-4)
+    assert staleness(logprobs.flatten(), current.flatten(), before.flatten())[0]
 
 
 def test_an_update_that_was_abandoned_leaves_nothing_behind():

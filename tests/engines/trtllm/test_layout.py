@@ -22,9 +22,9 @@ def placed(cfg, tensors: dict) -> dict:
     out = {}
     for target in layout(cfg).values():
         out[target.name] = torch.full(target.shape, float("nan"), dtype=torch.float64)
-        for part in target.parts:
-            assert out[target.name][part.start : part.stop].isnan().all()
-            out[target.name][part.start : part.stop] = tensors[part.source]
+        for piece in target.parts:
+            assert out[target.name][piece.start : piece.stop].isnan().all()
+            out[target.name][piece.start : piece.stop] = tensors[piece.source]
         assert not out[target.name].isnan().any()
     return out
 
@@ -40,10 +40,10 @@ def test_an_independent_forward_of_the_named_parameters_equals_transformers(name
     tokens = torch.randint(0, cfg.vocab_size, (3, 17), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         wanted = model(tokens).logits
-    found = forward(weights, raw, tokens)
-    assert found.dtype is torch.float64
+    actual = forward(weights, raw, tokens)
+    assert actual.dtype is torch.float64
     # transformers keeps rotary tables and norms in float32
-    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert (actual - wanted).abs().max() < 1e-5 * wanted.abs().max()
     assert wanted.abs().max() > 1
 
 
@@ -52,7 +52,7 @@ def test_every_tensor_of_the_family_table_has_a_place(name):
     cfg = MODELS[name]
     sources = {hf for spec in family_table(cfg) for hf in spec.hf}
     targets = layout(cfg).values()
-    assert {part.source for target in targets for part in target.parts} == sources
+    assert {piece.source for target in targets for piece in target.parts} == sources
     numbers = {name: torch.Size(shape).numel() for name, shape in expected_hf_shapes(cfg).items()}
     held = sum(torch.Size(t.shape).numel() for t in targets)
     assert held == sum(numbers.values()) + cfg.tie_embeddings * numbers["model.embed_tokens.weight"]

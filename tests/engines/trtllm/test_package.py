@@ -40,12 +40,12 @@ CALLS = (
 @pytest.mark.parametrize("name", SYMBOLS)
 def test_sources_tell_what_the_imported_package_has(name):
     folder = Path(importlib.util.find_spec(name).origin).parents[1]
-    found, wanted = Sources(folder, name), Installed(name)
+    sources, wanted = Sources(folder, name), Installed(name)
     for symbol in SYMBOLS[name]:
-        assert found.has(symbol) == wanted.has(symbol), symbol
+        assert sources.has(symbol) == wanted.has(symbol), symbol
     for symbol in CALLS:
         if symbol.startswith(name):
-            assert found.accepts(symbol) - {"self"} == wanted.accepts(symbol) and wanted.accepts(symbol), symbol
+            assert sources.accepts(symbol) - {"self"} == wanted.accepts(symbol) and wanted.accepts(symbol), symbol
 
 
 WHEEL = {
@@ -91,12 +91,12 @@ def wheel(tmp_path):
 
 
 def test_names_are_followed_to_where_they_are_defined(wheel):
-    found = Sources(wheel, "tensorrt_llm")
-    assert found.version == "1.3.0rc7"
-    assert found.accepts("tensorrt_llm:LlmArgs") == {"model", "sleep_config", "old"}
-    assert found.accepts("tensorrt_llm:SamplingParams") == {"end_id", "logprobs_simple_format"}
-    assert found.has("tensorrt_llm:LLM.shutdown") and not found.has("tensorrt_llm:LLM.start")
-    assert not found.has("tensorrt_llm.llmapi.gone:LLM") and found.accepts("tensorrt_llm:Nothing") == set()
+    sources = Sources(wheel, "tensorrt_llm")
+    assert sources.version == "1.3.0rc7"
+    assert sources.accepts("tensorrt_llm:LlmArgs") == {"model", "sleep_config", "old"}
+    assert sources.accepts("tensorrt_llm:SamplingParams") == {"end_id", "logprobs_simple_format"}
+    assert sources.has("tensorrt_llm:LLM.shutdown") and not sources.has("tensorrt_llm:LLM.start")
+    assert not sources.has("tensorrt_llm.llmapi.gone:LLM") and sources.accepts("tensorrt_llm:Nothing") == set()
     assert "tensorrt_llm" not in sys.modules
 
 
@@ -104,8 +104,8 @@ def test_an_unpacked_wheel_is_compared_feature_by_feature(wheel, capsys):
     assert torch_api.main(["--source", str(wheel)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "TensorRT-LLM 1.3.0rc7, compared with the table's 1.3"
-    told = {line.split()[0]: line.split()[1] for line in lines[1 : len(FEATURES) + 1]}
-    assert told == {name: "yes" if name == "plain_logprobs" else "no" for name in FEATURES}
+    reports = {line.split()[0]: line.split()[1] for line in lines[1 : len(FEATURES) + 1]}
+    assert reports == {name: "yes" if name == "plain_logprobs" else "no" for name in FEATURES}
     assert "  missing: tensorrt_llm:LLM.generate_async" in lines
     assert "  missing: tensorrt_llm:LLM.shutdown" not in lines
 
@@ -118,7 +118,7 @@ def test_a_folder_without_the_package(tmp_path, capsys):
 
 def test_the_stand_ins_sources_tell_what_it_has(monkeypatch):
     """But for what it makes while it runs: SamplingParams, and the fields of its arguments."""
-    found = torch_api.compare(package=Sources(FAKE, "tensorrt_llm"))
+    comparison = torch_api.compare(package=Sources(FAKE, "tensorrt_llm"))
     made = ("tensorrt_llm:SamplingParams",)
-    assert not [symbol for symbol in found.missing if not symbol.startswith(made)]
-    assert found.features["update_hooks"] and found.features["balancer"] and found.features["finalize"]
+    assert not [symbol for symbol in comparison.missing if not symbol.startswith(made)]
+    assert comparison.features["update_hooks"] and comparison.features["balancer"] and comparison.features["finalize"]

@@ -54,8 +54,8 @@ def test_a_run_equals_that_of_the_native_engine(grpo, monkeypatch, tmp_path):
     use_fake(monkeypatch, log=str(tmp_path / "log"))
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "2")  # the package would wait for the other rank
-    found, wanted = grpo("trtllm", "trtllm"), grpo("native", "native")
-    records = stages.records(found)
+    actual, wanted = grpo("trtllm", "trtllm"), grpo("native", "native")
+    records = stages.records(actual)
     assert [r["step"] for r in records] == [1, 2, 3] and [r["refit/version"] for r in records] == [0, 1, 2]
     assert all(r["refit/sentinel_error"] < 1e-5 and r["mismatch/logprob_abs_max"] < 1e-4 for r in records)
     # nearer to the current weights than to the previous ones, by nearly the whole step
@@ -64,7 +64,7 @@ def test_a_run_equals_that_of_the_native_engine(grpo, monkeypatch, tmp_path):
     def samples(run: Path) -> list:
         return [json.loads(line)["response"] for line in (run / "samples.jsonl").read_text().splitlines()]
 
-    assert samples(found) == samples(wanted) and stages.same_weights(found, wanted)
+    assert samples(actual) == samples(wanted) and stages.same_weights(actual, wanted)
     calls = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
     assert calls.count("LLM") == 1 and calls[-1] == "shutdown"
     updates = [i for i, call in enumerate(calls) if call == "reload" and calls[i - 1] == "modules"]
@@ -75,8 +75,8 @@ def test_a_run_equals_that_of_the_native_engine(grpo, monkeypatch, tmp_path):
 def test_a_built_engine_serves_a_run(grpo, monkeypatch, tmp_path):
     """Another sampler: other responses than the native engine's, the same numbers for them as the trainer's."""
     use_fake(monkeypatch, version="1.2.1", log=str(tmp_path / "log"))
-    found = grpo("built", "trtllm_engine", "run.deterministic=false", "run.steps=2")
-    records = stages.records(found)
+    actual = grpo("built", "trtllm_engine", "run.deterministic=false", "run.steps=2")
+    records = stages.records(actual)
     assert [r["refit/version"] for r in records] == [0, 1]
     assert all(r["refit/sentinel_error"] < 1e-4 and r["mismatch/logprob_abs_max"] < 1e-3 for r in records)
     assert abs(records[1]["refit/sentinel_progress"] - 1) < 2e-2
@@ -106,8 +106,14 @@ def test_stale_weights_in_decode_steps_alone_stop_the_run(grpo, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_each_rank_has_an_engine_and_its_end_stops_and_saves_all(ranks, tiny_data, tiny_runs, tmp_path):
-    more = ("engine=trtllm", f"model.init={tiny_runs['sft']}", *RUN, "batch.micro_batch_samples=8", "run.export=false")
-    line = stages.overrides("grpo", tiny_data, tmp_path / "run", *more, "run.steps=2")
+    overrides = (
+        "engine=trtllm",
+        f"model.init={tiny_runs['sft']}",
+        *RUN,
+        "batch.micro_batch_samples=8",
+        "run.export=false",
+    )
+    line = stages.overrides("grpo", tiny_data, tmp_path / "run", *overrides, "run.steps=2")
     # the sentinel's 8 rows and what follows them, then a rollout: 10 calls of each step
     first, second = ranks.run(trtllm, world=2, arguments=line, crashes={1: "run:20"})
     assert "on rank 1: " in first and all("illegal memory access" in text for text in (first, second))

@@ -85,8 +85,8 @@ def test_experts_that_are_placed_by_load_get_their_weights(monkeypatch, tmp_path
     calls = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
     new = version.startswith("1.4")
     ends = [["finalize"] * new + ["modules", "slots", "placed", "reset_prefix_cache"]] * 2
-    found = [call for call in calls if call not in ("reload", "LLM", "shutdown", "begin")]
-    assert found == [call for end in ends for call in ("modules", *end)]
+    results = [call for call in calls if call not in ("reload", "LLM", "shutdown", "begin")]
+    assert results == [call for end in ends for call in ("modules", *end)]
     assert engine.described["features"] and ("update_hooks" in engine.described["features"]) == new
 
 
@@ -122,10 +122,10 @@ def test_a_response_ends_with_its_stop_token_whatever_a_sampler_makes_of_it(monk
 
     wanted = generated()
     monkeypatch.setenv("FAKE_TRTLLM_ENDS", ends)
-    found = generated()
-    assert responses(found) == responses(wanted) and torch.equal(found.finish_reason, wanted.finish_reason)
-    assert {3, 11, 20} <= {row[-1] for row in responses(found)} and LENGTH in found.finish_reason
-    check_logprobs(model, PROMPTS, 8, found)
+    outputs = generated()
+    assert responses(outputs) == responses(wanted) and torch.equal(outputs.finish_reason, wanted.finish_reason)
+    assert {3, 11, 20} <= {row[-1] for row in responses(outputs)} and LENGTH in outputs.finish_reason
+    check_logprobs(model, PROMPTS, 8, outputs)
 
 
 def test_a_prefix_of_old_weights_is_not_reused():
@@ -280,7 +280,7 @@ def test_all_memory_but_the_weights_is_given_back_and_an_update_needs_all_but_th
     engine.wake()
     check_logprobs(model, PROMPTS, 1, engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(4)))
     moves = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith(("release", "mat"))]
-    rest = [f"materialize {more}"] if (more := away.partition(" ")[2]) else []
+    rest = [f"materialize {extra}"] if (extra := away.partition(" ")[2]) else []
     assert moves == [f"release {away}", *rest, "materialize kv_cache"]
 
 
@@ -332,8 +332,8 @@ def test_the_launchers_variables_do_not_reach_a_child():
     launcher = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMI_RANK": "1", "SLURM_PROCID": "1", "RANK": "1"}
     launcher |= {"WORLD_SIZE": "2", "MASTER_ADDR": "here", "SLURM_STEP_ID": "0", "ALIGNER_LAUNCHED": "1"}
     kept = {"PATH": "/bin", "LD_LIBRARY_PATH": "/lib", "CUDA_VISIBLE_DEVICES": "3", "HOME": "/"}
-    found = clean_environment(launcher | kept, {"CUDA_VISIBLE_DEVICES": "0"})
-    assert found == kept | {"CUDA_VISIBLE_DEVICES": "0"}
+    actual = clean_environment(launcher | kept, {"CUDA_VISIBLE_DEVICES": "0"})
+    assert actual == kept | {"CUDA_VISIBLE_DEVICES": "0"}
 
 
 class TestInAProcess(ChildEngineContract):

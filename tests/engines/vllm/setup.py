@@ -60,10 +60,10 @@ class Lent:
     def recv(self):
         if self.known:
             return self.answer
-        told = self.connection.recv()
-        if isinstance(told[1], dict) and "score_rows" in told[1]:
-            self.answer = told
-        return told
+        content = self.connection.recv()
+        if isinstance(content[1], dict) and "score_rows" in content[1]:
+            self.answer = content
+        return content
 
     def close(self): ...
 
@@ -114,18 +114,18 @@ class Shared:
 
 def make_engine(cfg, decode=None, *, process=False, kind=VllmEngine, start=Shared.start, bucket_bytes=2048, **config):
     options = {k: config.pop(k) for k in list(config) if k in VllmConfig.__dataclass_fields__}
-    more = {k: config.pop(k) for k in ("checksums", "dtype", "group", "max_seq_len") if k in config}
+    fields = {k: config.pop(k) for k in ("checksums", "dtype", "group", "max_seq_len") if k in config}
     settings = EngineConfig(name="vllm", vllm=VllmConfig(**options), **{"kv_cache_bytes": 1 << 24, **config})
-    more = {
+    fields = {
         "dtype": torch.float32,
         "device": "cpu",
         "pad_id": 0,
         "decode": decode,
         "bucket_bytes": bucket_bytes,
-        **more,
+        **fields,
     }
     if process:
-        return kind(cfg, settings, **more)
+        return kind(cfg, settings, **fields)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(child.MemoryFile, "create", Shared.memory)
-        return kind(cfg, settings, start=start, **more)
+        return kind(cfg, settings, start=start, **fields)

@@ -60,8 +60,8 @@ def test_logprobs_of_every_family_after_every_update(name):
         tokens = torch.randint(0, 53, (4, 12), generator=torch.Generator().manual_seed(version))
         with torch.no_grad():
             wanted = model(tokens).logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
-        found = engine.logprobs(tokens, lengths)[:, 1:]
-        assert torch.allclose(found, wanted * (torch.arange(1, 12) < lengths[:, None]), atol=1e-4)
+        logprobs = engine.logprobs(tokens, lengths)[:, 1:]
+        assert torch.allclose(logprobs, wanted * (torch.arange(1, 12) < lengths[:, None]), atol=1e-4)
 
 
 def test_prefixes_of_old_weights_are_not_reused_and_an_update_may_be_given_up():
@@ -100,21 +100,21 @@ def test_a_request_that_fails_is_an_error_and_the_engine_goes_on():
 def test_an_interruption_lets_the_requests_go():
     """Two rows at a time, of which the first to end stops the call: the others are not generated to their end."""
     engine = fill(make_engine(LLAMA, max_batch=2), reference(LLAMA))
-    told = []
+    messages = []
     telling = engine._channel.connection.recv
 
     def stop(done, total):
         raise KeyboardInterrupt
 
     def recv():
-        told.append(telling())
-        return told[-1]
+        messages.append(telling())
+        return messages[-1]
 
     engine._channel.connection.recv = recv
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[1 + i % 50] for i in range(100)], [[i] for i in range(100)], SamplingParams(30), stop)
     engine._channel.connection.recv = telling
-    assert told[-1] == ("ok", None)
+    assert messages[-1] == ("ok", None)
 
 
 def test_bfloat16():

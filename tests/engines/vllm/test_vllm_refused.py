@@ -100,7 +100,7 @@ def test_models_that_it_does_not_serve():
 
 
 @pytest.mark.parametrize(
-    ("seen", "given"),
+    ("seen", "value"),
     [
         ({1: ""}, "1"),
         ({2: "", 3: ""}, "2,3"),
@@ -109,12 +109,12 @@ def test_models_that_it_does_not_serve():
         ({0: "GPU-7a", 1: "GPU-7a,GPU-7b"}, "GPU-7a,GPU-7b"),
     ],
 )
-def test_the_child_sees_the_devices_of_its_ranks(monkeypatch, seen, given):
+def test_the_child_sees_the_devices_of_its_ranks(monkeypatch, seen, value):
     """In the order of the ranks, each of which sees some of its node's devices; and has their cores."""
-    found, cores = {}, []
+    results, cores = {}, []
 
     def spawn(worker, environ, python, section, own):
-        found.update(environ)
+        results.update(environ)
         cores.extend(sorted(own))
 
     monkeypatch.setattr(child, "spawn", spawn)
@@ -125,7 +125,7 @@ def test_the_child_sees_the_devices_of_its_ranks(monkeypatch, seen, given):
     engine = of_device(torch.device("cuda", min(seen)))
     engine._places = [tuple(names), tuple({14 * rank, 14 * rank + 1} for rank in seen)]
     engine._process(engine.device, "")
-    assert found["CUDA_VISIBLE_DEVICES"] == given and found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert results["CUDA_VISIBLE_DEVICES"] == value and results["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert cores == sorted(core for rank in seen for core in (14 * rank, 14 * rank + 1))
 
 
@@ -229,13 +229,13 @@ def tree(file):
 @needs_vllm
 def test_the_package_has_what_a_gpu_would_need():
     (engine,) = (n for n in tree("v1/engine/llm_engine.py").body if getattr(n, "name", "") == "LLMEngine")
-    found = {n.name: [a.arg for a in n.args.args] for n in engine.body if isinstance(n, ast.FunctionDef)}
-    assert "level" in found["sleep"] and "tags" in found["wake_up"] and "release_kv_cache_memory" in found
+    by_name = {n.name: [a.arg for a in n.args.args] for n in engine.body if isinstance(n, ast.FunctionDef)}
+    assert "level" in by_name["sleep"] and "tags" in by_name["wake_up"] and "release_kv_cache_memory" in by_name
 
 
 def test_greedy_sampling_is_not_cut_and_ends_at_stop_tokens_alone():
-    found = sampling_arguments(SamplingParams(7, temperature=0, top_p=0.5, top_k=3, stop_token_ids=(4,)))
-    assert (found["temperature"], found["top_p"], found["top_k"], found["min_p"]) == (0, 1.0, 0, 0.0)
-    assert found["max_tokens"] == 7 and found["stop_token_ids"] == [4] and found["ignore_eos"]
+    actual = sampling_arguments(SamplingParams(7, temperature=0, top_p=0.5, top_k=3, stop_token_ids=(4,)))
+    assert (actual["temperature"], actual["top_p"], actual["top_k"], actual["min_p"]) == (0, 1.0, 0, 0.0)
+    assert actual["max_tokens"] == 7 and actual["stop_token_ids"] == [4] and actual["ignore_eos"]
     cut = sampling_arguments(SamplingParams(7, temperature=0.5, top_p=0.5, top_k=3, min_p=0.1))
     assert (cut["temperature"], cut["top_p"], cut["top_k"], cut["min_p"]) == (0.5, 0.5, 3, 0.1)

@@ -58,7 +58,7 @@ def cases(count: int, seed: int = 0):
 
 def differences(first: int = 0, last: int = 48, device: str = "cpu") -> list[tuple[float, float, str]]:
     """(the greatest difference, what is allowed, the case) of each."""
-    found = []
+    results = []
     for case in itertools.islice(cases(last), first, None):
         q, k, v, _, scale, softcap, sinks, window = case
         scores = ScoreRule(scale, softcap, None if sinks is None else sinks.to(device))
@@ -67,8 +67,8 @@ def differences(first: int = 0, last: int = 48, device: str = "cpu") -> list[tup
         text = (
             f"{[*q.shape]} {[*k.shape]} {[*v.shape]} {q.dtype} {softcap=} sinks={sinks is not None} {window=} {parts=}"
         )
-        found.append((float(off.abs().max()), DTYPES[q.dtype], text))
-    return found
+        results.append((float(off.abs().max()), DTYPES[q.dtype], text))
+    return results
 
 
 if __name__ == "__main__":

@@ -36,17 +36,17 @@ def by_definition(query, key, value, decay, beta, state=None):
 @pytest.mark.parametrize("chunk", [1, 4, 11, 64])
 @pytest.mark.parametrize("began", [False, True])
 def test_is_the_definition(chunk, began):
-    given = inputs()
+    values = inputs()
     state = torch.randn(2, 4, 5, 3, dtype=torch.float64) if began else None
-    out, last = delta_rule(*given, state, chunk)
-    wanted, end = by_definition(*given, state)
+    out, last = delta_rule(*values, state, chunk)
+    wanted, end = by_definition(*values, state)
     assert (out - wanted).abs().max() < 1e-12 and (last - end).abs().max() < 1e-12
 
 
 def test_gradients():
-    given = [x.requires_grad_() for x in inputs(rows=1, length=5, keys=1, values=2, dk=3, dv=2)]
+    values = [x.requires_grad_() for x in inputs(rows=1, length=5, keys=1, values=2, dk=3, dv=2)]
     state = torch.randn(1, 2, 3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *a: delta_rule(*a, chunk=2), (*given, state))
+    assert torch.autograd.gradcheck(lambda *a: delta_rule(*a, chunk=2), (*values, state))
 
 
 def test_strong_forgetting_is_finite():

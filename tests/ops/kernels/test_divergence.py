@@ -42,12 +42,12 @@ def by_hand(p, q, divergence):
 @pytest.mark.parametrize("divergence", KINDS, ids=lambda d: f"{d.kind} {d.beta}")
 def test_values_are_those_of_a_loop(divergence, temperature):
     student, teacher, _ = make()
-    found = divergences(student, teacher, divergence, temperature=temperature, vocab_size=V, chunk_tokens=4)
+    actual = divergences(student, teacher, divergence, temperature=temperature, vocab_size=V, chunk_tokens=4)
     for n in range(N):
         q, p = (softmax([x / temperature for x in logits[n, :V].tolist()]) for logits in (student, teacher))
-        assert float(found.value[n]) == pytest.approx(by_hand(p, q, divergence), abs=2e-6, rel=2e-6)
-        assert float(found.kl[n]) == pytest.approx(kl(p, q), abs=2e-6, rel=2e-6)
-        assert float(found.entropy[n]) == pytest.approx(-sum(x * math.log(x) for x in p), abs=2e-6, rel=2e-6)
+        assert float(actual.value[n]) == pytest.approx(by_hand(p, q, divergence), abs=2e-6, rel=2e-6)
+        assert float(actual.kl[n]) == pytest.approx(kl(p, q), abs=2e-6, rel=2e-6)
+        assert float(actual.entropy[n]) == pytest.approx(-sum(x * math.log(x) for x in p), abs=2e-6, rel=2e-6)
 
 
 @pytest.mark.parametrize("divergence", KINDS, ids=lambda d: f"{d.kind} {d.beta}")
@@ -60,10 +60,10 @@ def test_gradients_are_autograds(divergence):
     (divergence.terms(logp, logq).sum(-1) * weights).sum().backward()
     for dtype, atol in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         y = student.to(dtype, copy=True).requires_grad_()
-        found = divergences(y, teacher.to(dtype), divergence, temperature=0.8, vocab_size=V, chunk_tokens=2)
-        (found.value * weights.to(dtype)).sum().backward()
+        actual = divergences(y, teacher.to(dtype), divergence, temperature=0.8, vocab_size=V, chunk_tokens=2)
+        (actual.value * weights.to(dtype)).sum().backward()
         torch.testing.assert_close(y.grad.double(), x.grad, atol=atol, rtol=0)
-        assert (y.grad[:, V:] == 0).all() and not found.kl.requires_grad
+        assert (y.grad[:, V:] == 0).all() and not actual.kl.requires_grad
 
     def value(z):
         return divergences(z, teacher[:3], divergence, temperature=0.8, vocab_size=V).value
@@ -93,9 +93,9 @@ def test_the_ends_of_jsd_are_0_and_its_slopes_the_two_kls():
 @pytest.mark.parametrize("divergence", KINDS[:4], ids=lambda d: d.kind)
 def test_equal_models_have_no_divergence_and_no_gradient(divergence):
     student = make()[0].requires_grad_()
-    found = divergences(student, student.detach(), divergence, vocab_size=V).value
-    found.sum().backward()
-    assert found.abs().max() < 1e-6 and student.grad.abs().max() < 1e-6
+    actual = divergences(student, student.detach(), divergence, vocab_size=V).value
+    actual.sum().backward()
+    assert actual.abs().max() < 1e-6 and student.grad.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("divergence", KINDS[:4], ids=lambda d: d.kind)
@@ -119,10 +119,10 @@ def test_padding_and_impossible_tokens_are_harmless(divergence):
 def test_bfloat16_is_computed_in_float32():
     student, teacher, _ = make(torch.bfloat16)
     x = student.clone().requires_grad_()
-    found = divergences(x, teacher, Divergence("reverse_kl"), vocab_size=V).value
+    actual = divergences(x, teacher, Divergence("reverse_kl"), vocab_size=V).value
     wanted = divergences(student.float(), teacher.float(), Divergence("reverse_kl"), vocab_size=V).value
-    assert found.dtype == torch.float32 and torch.equal(found.detach(), wanted)
-    found.sum().backward()
+    assert actual.dtype == torch.float32 and torch.equal(actual.detach(), wanted)
+    actual.sum().backward()
     assert x.grad.dtype == torch.bfloat16 and x.grad.abs().max() > 0
 
 
@@ -149,9 +149,9 @@ def test_logprobs_of_several_tokens(chunk):
     for ours in (False, True):
         x = student.clone().requires_grad_()
         whole = torch.log_softmax(x[:, :V] / 0.8, -1).gather(-1, ids)
-        found = logprobs_at(x, ids, temperature=0.8, vocab_size=V, chunk_tokens=chunk) if ours else whole
-        torch.testing.assert_close(found, whole)
-        (found * weights).sum().backward()
+        actual = logprobs_at(x, ids, temperature=0.8, vocab_size=V, chunk_tokens=chunk) if ours else whole
+        torch.testing.assert_close(actual, whole)
+        (actual * weights).sum().backward()
         grads.append(x.grad)
     torch.testing.assert_close(*grads)
 
@@ -176,15 +176,15 @@ def test_the_tail_sees_mass_that_the_student_puts_elsewhere(divergence):
     student, teacher, _ = make(torch.float64)
     whole, before = divergences(student, teacher, divergence, vocab_size=V).value, None
     for k in (2, 4, 7):
-        found = top_k(student, teacher, k, "tail", divergence)
+        actual = top_k(student, teacher, k, "tail", divergence)
         ids = top_logprobs(teacher, k, vocab_size=V)[1]
         for n in range(N):
             q, p = (softmax(logits[n, :V].tolist()) for logits in (student, teacher))
             tops = [[x[i] for i in ids[n].tolist()] for x in (p, q)]
             wanted = by_hand(*([*x, 1 - sum(x)] for x in tops), divergence)
-            assert float(found[n]) == pytest.approx(wanted, abs=1e-9)
-        assert (found <= whole + 1e-9).all() and (before is None or (found >= before - 1e-9).all())
-        before = found
+            assert float(actual[n]) == pytest.approx(wanted, abs=1e-9)
+        assert (actual <= whole + 1e-9).all() and (before is None or (actual >= before - 1e-9).all())
+        before = actual
     elsewhere = teacher.clone()
     elsewhere.scatter_(1, teacher[:, :V].argmin(-1, keepdim=True), 30.0)
     assert top_k(elsewhere, teacher, 4, "renormalise", divergence).max() < 1e-9
@@ -221,16 +221,16 @@ def test_a_tail_of_nothing_is_finite(divergence):
     student = torch.zeros(2, COLUMNS)
     student[0, 3], student[1, 4] = 200.0, 200.0
     student.requires_grad_()
-    found = top_k(student, teacher, 2, "tail", divergence)
-    found.sum().backward()
-    assert found.isfinite().all() and student.grad.isfinite().all()
-    assert found.detach()[0] < 1e-6 < found.detach()[1]
+    actual = top_k(student, teacher, 2, "tail", divergence)
+    actual.sum().backward()
+    assert actual.isfinite().all() and student.grad.isfinite().all()
+    assert actual.detach()[0] < 1e-6 < actual.detach()[1]
 
 
 def test_log1mexp_at_both_ends():
     x = torch.tensor([-1e-12, -1e-6, -0.1, -0.6931, -0.6932, -5.0, -40.0], dtype=torch.float64, requires_grad=True)
-    found = log1mexp(x)
+    actual = log1mexp(x)
     wanted = [math.log(-math.expm1(v)) if v > -0.6 else math.log1p(-math.exp(v)) for v in x.tolist()]
-    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
-    found.sum().backward()
+    torch.testing.assert_close(actual, torch.tensor(wanted, dtype=torch.float64))
+    actual.sum().backward()
     torch.testing.assert_close(x.grad, 1 / torch.expm1(-x.detach()) * -1)

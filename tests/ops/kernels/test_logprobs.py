@@ -180,16 +180,16 @@ def test_no_full_float32_tensor_is_made_beside_the_gradient():
 def test_chunks_for_the_cache_change_no_bit(monkeypatch):
     g = torch.Generator().manual_seed(0)
     logits, targets = torch.randn(50, 64, generator=g), torch.randint(0, 60, (50,), generator=g)
-    whole, calls, found = ops_logprobs._whole, [], []
+    whole, calls, results = ops_logprobs._whole, [], []
     monkeypatch.setattr(ops_logprobs, "_whole", lambda z, *rest: (calls.append(len(z)), whole(z, *rest))[1])
     for size in (1 << 19, 64 * 7):
         monkeypatch.setattr(ops_logprobs, "IN_CACHE", size)
         x = logits.clone().requires_grad_()
         lp, h = ops_logprobs.token_logprobs(x, targets, temperature=0.7, vocab_size=60, entropy=True)
         (lp.sum() + h.sum()).backward()
-        found.append((lp, h, x.grad))
+        results.append((lp, h, x.grad))
     assert calls == [50] + [7] * 7 + [1]
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("entropy", [False, True])

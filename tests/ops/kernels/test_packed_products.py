@@ -43,9 +43,9 @@ def test_products_and_sums_are_rounded_once(dtype):
         known = [(packed_linear(x, packed, bias), exact + bias), (packed_linear_add(base, x, packed), exact + base)]
         for w in (weight, packed):
             known += [(linear(x, w), exact), (add_linear(base.clone(), x, w), exact + base)]
-        for found, wanted in known:
-            assert found.dtype == dtype and found.shape == wanted.shape
-            rounded = (found.double() - wanted).abs() - torch.finfo(dtype).eps / 2 * wanted.abs()
+        for actual, wanted in known:
+            assert actual.dtype == dtype and actual.shape == wanted.shape
+            rounded = (actual.double() - wanted).abs() - torch.finfo(dtype).eps / 2 * wanted.abs()
             assert (rounded <= K / 2 * torch.finfo(torch.float32).eps * size).all()
 
 
@@ -61,11 +61,11 @@ def test_another_matrix_takes_the_place_where_its_layout_is_the_same(dtype):
     weight, other = factors(dtype)[1], factors(dtype)[1].flip(0)
     with torch.inference_mode():
         packed, plain = pack(weight), weight.to_mkldnn()
-        place = place_of(packed)
-        assert pack_over(packed, other) is packed and place_of(packed) == place
-        found = pack_over(plain, other)
-        assert found is not plain and torch.equal(plain.to_dense(), weight)
-        for matrix in (packed, found):
+        position = place_of(packed)
+        assert pack_over(packed, other) is packed and place_of(packed) == position
+        actual = pack_over(plain, other)
+        assert actual is not plain and torch.equal(plain.to_dense(), weight)
+        for matrix in (packed, actual):
             assert torch.equal(matrix.to_dense(), other)
 
 

@@ -32,10 +32,10 @@ def test_forward_and_backward(monkeypatch, block, mask):
         seen = seen & (torch.arange(9) > torch.arange(5)[:, None])
     seen = seen.expand(2, 1, 5, 9) if mask == "rows" else seen[None, None]
     added = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)
-    given = {"causal": None, "bool": seen, "added": added, "rows": added}[mask]
+    values = {"causal": None, "bool": seen, "added": added, "rows": added}[mask]
     inputs = [x.float().requires_grad_() for x in (q, k, v)]
     exact = [x.clone().requires_grad_() for x in (q, k, v)]
-    got = scored_attention(*inputs, None if given is None else given if mask == "bool" else given.float(), 0.3, 0.8)
+    got = scored_attention(*inputs, None if values is None else values if mask == "bool" else values.float(), 0.3, 0.8)
     wanted = plain(*exact, seen, 0.3, 0.8)
     assert torch.allclose(got.double(), wanted, atol=1e-6)
     weight = torch.randn(wanted.shape, generator=g, dtype=torch.float64)
@@ -56,10 +56,10 @@ def test_sinks_join_the_softmax(mask, sink):
     if mask != "causal":
         seen = seen & (torch.arange(9) > torch.arange(5)[:, None])
     added = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    given = {"causal": None, "bool": seen, "added": added}[mask]
+    values = {"causal": None, "bool": seen, "added": added}[mask]
     inputs = [x.float().requires_grad_() for x in (q, k, v, sinks)]
     exact = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
-    got = sink_attention(*inputs[:3], given, scale, inputs[3])
+    got = sink_attention(*inputs[:3], values, scale, inputs[3])
 
     q, k, v, sinks = exact
     k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)

@@ -29,21 +29,21 @@ def logits_case(vocab, dtype):
 
 def divergence_case(vocab, group=None):
     """{name: (values, gradient of the student's logits)} of all columns, or of a rank's."""
-    rank, found = (0, {}) if group is None else (dist.get_rank(group), {})
+    rank, results = (0, {}) if group is None else (dist.get_rank(group), {})
     student, teacher = (logits_case(vocab, torch.float32)[0][n] for n in (0, 1))
-    mine = slice(None) if group is None else slice(rank * WIDTH, (rank + 1) * WIDTH)
+    own = slice(None) if group is None else slice(rank * WIDTH, (rank + 1) * WIDTH)
     where, k = {"temperature": 0.8, "vocab_size": vocab, "group": group}, 3
-    logp, ids = top_logprobs(teacher[:, mine], k, **where)
+    logp, ids = top_logprobs(teacher[:, own], k, **where)
     for name in ("forward_kl", "reverse_kl", "jsd", "top"):
-        x = student[:, mine].clone().requires_grad_()
+        x = student[:, own].clone().requires_grad_()
         if name == "top":
             values = Divergence("mixed", 0.4).terms(*bucketed(logp, logprobs_at(x, ids, **where), "tail")).sum(-1)
         else:
-            values = divergences(x, teacher[:, mine], Divergence(name, 0.3), **where, chunk_tokens=2)
+            values = divergences(x, teacher[:, own], Divergence(name, 0.3), **where, chunk_tokens=2)
             values = values.value + 0 * (values.kl + values.entropy)
         (values * torch.arange(1.0, 6.0)).sum().backward()
-        found[name] = (values.detach(), x.grad)
-    return found | {"ids": (ids, torch.zeros(5, 0)), "logp": (logp, torch.zeros(5, 0))}
+        results[name] = (values.detach(), x.grad)
+    return results | {"ids": (ids, torch.zeros(5, 0)), "logp": (logp, torch.zeros(5, 0))}
 
 
 def rows_case():
@@ -88,15 +88,15 @@ def on_rank():
         for dtype in DTYPES:
             for entropy in (False, True):
                 logits, tokens, wl, we = logits_case(vocab, dtype)
-                mine = logits[..., rank * WIDTH : (rank + 1) * WIDTH].clone()
+                own = logits[..., rank * WIDTH : (rank + 1) * WIDTH].clone()
                 if rank:
-                    mine[..., vocab - WIDTH :] = torch.nan  # padding must have no say
-                mine.requires_grad_()
+                    own[..., vocab - WIDTH :] = torch.nan  # padding must have no say
+                own.requires_grad_()
                 lp, h = token_logprobs(
-                    mine, tokens, temperature=0.8, vocab_size=vocab, group=group, chunk_tokens=7, entropy=entropy
+                    own, tokens, temperature=0.8, vocab_size=vocab, group=group, chunk_tokens=7, entropy=entropy
                 )
                 ((lp * wl).sum() + ((h * we).sum() if entropy else 0)).backward()
-                out["logprobs", vocab, dtype, entropy] = (lp.detach(), None if h is None else h.detach(), mine.grad)
+                out["logprobs", vocab, dtype, entropy] = (lp.detach(), None if h is None else h.detach(), own.grad)
     for vocab in VOCABS:
         out["divergence", vocab] = divergence_case(vocab, group)
     x, mask, other = rows_case()
@@ -105,9 +105,9 @@ def on_rank():
         for ddof in (0, 1):
             out["whiten", shift, ddof] = whiten(x[rows], mask[rows], group, shift, ddof)
     scores, components, number, valid = groups_case()
-    mine = slice(0, 8) if rank == 0 else slice(8, 32)
-    out["gpg"] = gpg(scores[mine], number[mine], valid[mine], group)
-    out["gdpo"] = gdpo(components[mine], [1.0, 0.5], number[mine], valid[mine], ranks=group)
+    own = slice(0, 8) if rank == 0 else slice(8, 32)
+    out["gpg"] = gpg(scores[own], number[own], valid[own], group)
+    out["gdpo"] = gdpo(components[own], [1.0, 0.5], number[own], valid[own], ranks=group)
     out["chosen"] = chosen_case(rows, group)
     for kind in AGGREGATIONS:
         total = denominator(mask[rows], kind, 50, group)
@@ -154,10 +154,10 @@ def test_vocabulary_shards_equal_float64_log_softmax(pair, vocab, dtype, entropy
 def test_divergences_over_vocabulary_shards_are_those_of_whole_rows(pair, vocab):
     whole = divergence_case(vocab)
     for name, (values, grad) in whole.items():
-        found = [rank["divergence", vocab][name] for rank in pair]
-        assert torch.equal(found[0][0], found[1][0])
-        torch.testing.assert_close(found[0][0], values, atol=2e-6, rtol=2e-6)
-        torch.testing.assert_close(torch.cat([g for _, g in found], -1), grad, atol=1e-4, rtol=1e-4)
+        results = [rank["divergence", vocab][name] for rank in pair]
+        assert torch.equal(results[0][0], results[1][0])
+        torch.testing.assert_close(results[0][0], values, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(torch.cat([g for _, g in results], -1), grad, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shift", [True, False])

@@ -37,7 +37,7 @@ def test_a_buffer_gives_back_what_went_in():
     ]
     tensors += [torch.tensor(2.5), torch.rand(4, 6).t()]
     buffer, places = packed(tensors)
-    assert buffer.dtype == torch.uint8 and all(place % ALIGNMENT == 0 for place in places)
+    assert buffer.dtype == torch.uint8 and all(location % ALIGNMENT == 0 for location in places)
     for got, wanted in zip(unpacked(buffer, tensors, places), tensors, strict=True):
         assert torch.equal(got, wanted) and got.dtype == wanted.dtype and got.is_contiguous()
 

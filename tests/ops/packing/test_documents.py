@@ -22,12 +22,12 @@ def test_against_a_loop(rows):
             start, number = start + size, number + size
     lengths = torch.tensor([sum(sizes) for sizes in rows])
     batch = TrainBatch(tokens, lengths, (tokens % 2).float(), wanted=tokens % 3 == 0, documents=documents)
-    found = split_documents(batch)
-    assert [row[:n].tolist() for row, n in zip(found.tokens, found.lengths, strict=True)] == pieces
-    for row, mask, wanted, n in zip(found.tokens, found.loss_mask, found.wanted, found.lengths, strict=True):
+    split = split_documents(batch)
+    assert [row[:n].tolist() for row, n in zip(split.tokens, split.lengths, strict=True)] == pieces
+    for row, mask, wanted, n in zip(split.tokens, split.loss_mask, split.wanted, split.lengths, strict=True):
         assert mask[:n].tolist() == [t % 2 for t in row[:n].tolist()] and not mask[n:].any()
         assert wanted[:n].tolist() == [t % 3 == 0 for t in row[:n].tolist()] and not wanted[n:].any()
-    assert found.documents is None and split_documents(found) is found
-    back = join_documents(found.tokens, batch)
+    assert split.documents is None and split_documents(split) is split
+    back = join_documents(split.tokens, batch)
     real = torch.arange(width) < lengths[:, None]
     assert torch.equal(back[real], tokens[real]) and not back[~real].any()

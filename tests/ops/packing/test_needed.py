@@ -27,7 +27,7 @@ def made(rows, extra: int, padded: bool, multiple: int, share: bool):
 
 def sights(packing, spans, tokens) -> list[list[tuple[int, int]]]:
     """For each query of `spans`, in the order of their stream: (position, token) of each key that it sees."""
-    stream, found, done = tokens.view(-1)[packing.source], {}, 0
+    stream, actual, done = tokens.view(-1)[packing.source], {}, 0
     keys = list(zip(packing.positions.tolist(), stream.tolist(), strict=True))
     for segment in spans.segments:
         queries, width = segment.rows * segment.q_width, segment.k_width
@@ -44,10 +44,10 @@ def sights(packing, spans, tokens) -> list[list[tuple[int, int]]]:
         for row in range(segment.rows):
             for i in range(segment.q_width):
                 seen = places[row][mask[row, i]].tolist()
-                found[done + row * segment.q_width + i] = [keys[k] for k in seen]
+                actual[done + row * segment.q_width + i] = [keys[k] for k in seen]
         done += queries
     out = torch.arange(len(stream)) if spans.out_index is None else spans.out_index
-    return [found[cell] for cell in out.tolist()]
+    return [actual[cell] for cell in out.tolist()]
 
 
 @settings(deadline=None, max_examples=150)
@@ -56,8 +56,8 @@ def test_what_is_read_sees_what_it_saw_and_goes_where_it_went(rows, extra, padde
     tokens, _, mask, packing = made(rows, extra, padded, multiple, share)
     wanted = predicting(mask)
     fewer = without_unread(packing, wanted, lambda count: step)
-    told = fewer.predictions(tokens.view(-1)[fewer.targets])
-    assert torch.equal(told * mask, tokens * mask)
+    reported = fewer.predictions(tokens.view(-1)[fewer.targets])
+    assert torch.equal(reported * mask, tokens * mask)
     assert len(fewer.targets) < max(1, int(mask.sum())) + step and len(fewer.targets) % step == 0
     narrow = narrowed(fewer, wanted, lambda count: step)
     if narrow.final is None:
@@ -71,7 +71,7 @@ def test_what_is_read_sees_what_it_saw_and_goes_where_it_went(rows, extra, padde
     before = torch.nn.functional.pad(tokens[:, :-1], (1, 0))
     assert torch.equal(narrow.to_rows(outputs, shift=True) * mask, before * mask)
     assert torch.equal(narrow.predictions(outputs[narrow.outputs]) * mask, before * mask)
-    assert torch.equal(narrow.predictions(tokens.view(-1)[narrow.targets]), told)
+    assert torch.equal(narrow.predictions(tokens.view(-1)[narrow.targets]), reported)
     everything = sights(packing, packing, tokens)
     assert sights(packing, narrow.final, tokens) == [everything[i] for i in kept.tolist()]
 
@@ -85,8 +85,8 @@ def test_a_reward_model_reads_one_token_of_a_row(rows, extra):
     if len(rows) <= 0.9 * int(lengths.sum()):
         assert len(narrow.final.kept) == len(rows)
     source = packing.source if narrow.final is None else packing.source[narrow.final.kept]
-    found = narrow.to_rows(tokens.view(-1)[source], shift=False)
-    assert torch.equal(found * wanted, tokens * wanted)
+    read = narrow.to_rows(tokens.view(-1)[source], shift=False)
+    assert torch.equal(read * wanted, tokens * wanted)
 
 
 def test_tokens_before_the_read_ones_make_their_number_even():

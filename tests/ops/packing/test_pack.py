@@ -35,9 +35,9 @@ def test_every_token_is_on_one_rank_and_finds_its_way_back(case):
     back = sum(p.to_rows(tokens.view(-1)[p.source], shift=False) for p in packings)
     assert torch.equal(back, tokens * real)
     # what is computed at a token is filed under the token it predicts, which is its target
-    told = sum(p.predictions(tokens.view(-1)[p.targets]) for p in packings)
+    reported = sum(p.predictions(tokens.view(-1)[p.targets]) for p in packings)
     real[:, 0] = False
-    assert torch.equal(told, tokens * real)
+    assert torch.equal(reported, tokens * real)
     for p in packings:
         cells = (p.here < p.tokens).nonzero().flatten()
         assert torch.equal(p.positions[p.here[cells]], cells % width)
@@ -51,9 +51,9 @@ def test_every_token_is_on_one_rank_and_finds_its_way_back(case):
 def test_no_row_is_much_longer_for_the_count_of_all():
     lengths, tokens = torch.tensor([6, 9, 9, 7]), torch.arange(9).expand(4, 9)
     for options in ({}, {"context": 2}, {"padded": True}, {"share": tokens}):
-        plain, more = (pack(lengths, 9, multiple=multiple, **options) for multiple in (1, 63))
-        added = more.lengths - plain.lengths
-        assert more.tokens % 63 == 0 and int(added.sum()) > 20
+        plain, extra = (pack(lengths, 9, multiple=multiple, **options) for multiple in (1, 63))
+        added = extra.lengths - plain.lengths
+        assert extra.tokens % 63 == 0 and int(added.sum()) > 20
         assert int(added.max() - added.min()) <= 2 * options.get("context", 0.5)
 
 
@@ -89,8 +89,8 @@ def test_a_query_sees_its_row_up_to_itself_and_nothing_else(case):
         for segment in p.segments:
             size = segment.rows * segment.q_width
             q_cells = torch.full((size,), outside)
-            mine = out[(out >= done) & (out < done + size)]
-            q_cells[mine - done] = queries[index[mine]]
+            own = out[(out >= done) & (out < done + size)]
+            q_cells[own - done] = queries[index[own]]
             k_index = segment.k_index if segment.k_index is not None else index[done : done + size]
             k_cells = keys[k_index].view(segment.rows, -1)
             for row, sees in enumerate(seen_by(segment)):

@@ -27,7 +27,7 @@ def trajectories(draw):
 def test_rows_hold_what_the_engine_saw_and_said(case, tail):
     turns, _ = case
     rows = rows_of(turns, tail)
-    told = [logprob for row in rows for logprob, made in zip(row.logprobs, row.made, strict=True) if made]
+    reports = [logprob for row in rows for logprob, made in zip(row.logprobs, row.made, strict=True) if made]
     number = 0
     for row in rows:
         ends = []  # a row is the engine's view of each of its turns: prompt and output, as far as not overwritten
@@ -45,10 +45,10 @@ def test_rows_hold_what_the_engine_saw_and_said(case, tail):
         assert row.tokens[len(last.prompt) :] == list(last.output) and all(row.made[len(last.prompt) :])
         assert not any(row.made[: len(turns[number - len(ends)].prompt)])
     assert number == len(turns)
-    for place, turn in enumerate(turns):  # of every answer a beginning is trained, and less than `tail` tokens are lost
-        kept = [logprob for logprob in turn.logprobs if logprob in told]
+    for index, turn in enumerate(turns):  # of every answer a beginning is trained, and less than `tail` tokens are lost
+        kept = [logprob for logprob in turn.logprobs if logprob in reports]
         assert kept == list(turn.logprobs)[: len(kept)] and len(kept) > 0
-        assert len(turn.output) - len(kept) < tail and (place < len(turns) - 1 or kept == list(turn.logprobs))
+        assert len(turn.output) - len(kept) < tail and (index < len(turns) - 1 or kept == list(turn.logprobs))
 
 
 @given(trajectories())

@@ -13,7 +13,7 @@ LENGTHS = torch.tensor([40, 15, 23, 40])
 def seen_pairs(packings, streams):
     """{code of a query: {codes of its keys}} over the ranks' segments; keys are those of all ranks' streams."""
     where = torch.cat(streams)  # of the streams of all ranks, one after the other
-    found = {}
+    results = {}
     for packing, own in zip(packings, streams, strict=True):
         done = 0
         for s in packing.segments:
@@ -30,9 +30,9 @@ def seen_pairs(packings, streams):
             for cell in real:
                 row, column = divmod(cell, s.q_width)
                 cell_of = int(queries[row, column])
-                found.setdefault(cell_of, set()).update(keys[row][mask[row, column]].tolist())
+                results.setdefault(cell_of, set()).update(keys[row][mask[row, column]].tolist())
             done += cells
-    return found
+    return results
 
 
 @pytest.mark.parametrize("window", [1, 7, 23, 64])
@@ -55,12 +55,12 @@ def test_a_query_sees_the_last_tokens_of_its_row(how, window):
     streams = [p.source // width * STRIDE + p.positions for p in packings]  # code: row and position
     if how == "over_heads":  # attention sees the tokens of all ranks
         packings, streams = packings[:1], [torch.cat(streams)]
-    found = seen_pairs(packings, streams)
-    for cell, keys in found.items():
+    actual = seen_pairs(packings, streams)
+    for cell, keys in actual.items():
         row, position = divmod(cell, STRIDE)
         wanted = {(row, k) for k in range(max(0, position - window + 1), position + 1)}
         # a shared beginning is that of the first row
         if how == "shared":
             wanted = {(0, k) if k < 12 and row else (r, k) for r, k in wanted}
         assert {divmod(k, STRIDE) for k in keys} == wanted or position >= int(LENGTHS[row]), (row, position)
-    assert len(found) >= int(LENGTHS.sum()) - (36 if how == "shared" else 0)
+    assert len(actual) >= int(LENGTHS.sum()) - (36 if how == "shared" else 0)

@@ -49,7 +49,7 @@ def textbook(name: str, c: PreferenceConfig, logprobs: Tensor, reference: Tensor
     return ((1 - e) * torch.log1p(torch.exp(-z)) + e * torch.log1p(torch.exp(z))).mean()
 
 
-def found(c: PreferenceConfig, batch: TrainBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+def measured(c: PreferenceConfig, batch: TrainBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """The first loss and its gradient, pair by pair."""
     own = logprobs.clone().requires_grad_()
     labels = Labels.of(with_partners(batch, logprobs, c, None), c)
@@ -64,16 +64,16 @@ def found(c: PreferenceConfig, batch: TrainBatch, logprobs: Tensor) -> tuple[Ten
     return value, gradient
 
 
-@pytest.mark.parametrize("more", SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", BY_RANK)
-def test_pairs_one_by_one_add_up_to_the_sorted_minibatch(name, more):
-    c, (batch, logprobs) = PreferenceConfig(loss=[name], **more), make()
+def test_pairs_one_by_one_add_up_to_the_sorted_minibatch(name, settings):
+    c, (batch, logprobs) = PreferenceConfig(loss=[name], **settings), make()
     wanted = logprobs.clone().requires_grad_()
     truth = textbook(name, c, wanted, batch.of(LabelTargets).ref_logprobs, batch.loss_mask)
     gradient = torch.autograd.grad(truth, wanted)[0]
-    torch.testing.assert_close(found(c, batch, logprobs), (truth.detach(), gradient), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(measured(c, batch, logprobs), (truth.detach(), gradient), rtol=1e-9, atol=1e-12)
     apart = pair_losses(
-        measure(logprobs, batch.of(LabelTargets).ref_logprobs, batch.loss_mask, c.ld_alpha), *plain(batch, more)
+        measure(logprobs, batch.of(LabelTargets).ref_logprobs, batch.loss_mask, c.ld_alpha), *plain(batch, settings)
     )
     assert abs(float(apart["sigmoid"].mean() - truth.detach())) > 1e-3, "data on which the order does not matter"
 
@@ -86,7 +86,7 @@ def plain(batch: TrainBatch, more: dict) -> tuple[Labels, PreferenceConfig]:
 @pytest.mark.parametrize("name", BY_RANK)
 def test_where_policy_and_reference_agree_it_is_dpo(name):
     c, (batch, _) = PreferenceConfig(loss=[name]), make()
-    value, gradient = found(c, batch, batch.of(LabelTargets).ref_logprobs)
+    value, gradient = measured(c, batch, batch.of(LabelTargets).ref_logprobs)
     assert float(value) == pytest.approx(math.log(2), abs=1e-12)
     signs = torch.tensor([-1.0, 1.0]).repeat(PAIRS)[:, None].double()
     torch.testing.assert_close(gradient, signs * batch.loss_mask * c.beta / 2 / PAIRS)
@@ -100,7 +100,7 @@ def test_equal_numbers_share_their_ranks(name):
     batch, logprobs = batch.select(same), logprobs[same]
     wanted = logprobs.clone().requires_grad_()
     truth = textbook(name, c, wanted, batch.of(LabelTargets).ref_logprobs, batch.loss_mask)
-    value, gradient = found(c, batch, logprobs)
+    value, gradient = measured(c, batch, logprobs)
     torch.testing.assert_close(value, truth.detach())
     sums = [x.view(6, 2, T)[[0, 2, 4]].sum(0) for x in (gradient, torch.autograd.grad(truth, wanted)[0])]
     torch.testing.assert_close(*sums)

@@ -128,8 +128,8 @@ def test_a_group_that_divides_is_spread_evenly_over_minibatches():
 def test_rows_in_another_order_keep_their_place_in_the_group():
     slots = torch.tensor([1, 0, 1, 0])
     tidy = members(2, 2, 2, 9, 1)
-    place = [0, 0, 1, 1]
-    got = [{(int(slots[i]), place[i]) for i in rows} for rows in minibatch_rows(slots, 2, 2, 9)]
+    position = [0, 0, 1, 1]
+    got = [{(int(slots[i]), position[i]) for i in rows} for rows in minibatch_rows(slots, 2, 2, 9)]
     assert got == tidy
 
 

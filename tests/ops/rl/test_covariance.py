@@ -44,8 +44,8 @@ def test_choices_against_one_sorted_list(seed, fraction, low):
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 999), order=st.permutations(range(6)), more=st.integers(0, 5))
-def test_the_choice_follows_the_rows(seed, order, more):
+@given(seed=st.integers(0, 999), order=st.permutations(range(6)), padding=st.integers(0, 5))
+def test_the_choice_follows_the_rows(seed, order, padding):
     """Rows in another order, with more padding: the same tokens of the same rows."""
     a, lp, m = case(seed)
     order = torch.tensor(order)
@@ -55,7 +55,7 @@ def test_the_choice_follows_the_rows(seed, order, more):
         keys = token_keys(rows * 17, 8 + width)
         return choose_random(covariance(x, y, z), z, keys, 0.3, -0.2, 0.2)[:, :8]
 
-    assert torch.equal(chosen(torch.arange(6), 0)[order], chosen(order, more))
+    assert torch.equal(chosen(torch.arange(6), 0)[order], chosen(order, padding))
 
 
 def test_random_choices_are_random():

@@ -53,8 +53,8 @@ def test_a_magnitude_has_no_gradient_in_the_noise_and_all_of_it_beyond(noise):
 def test_the_size_of_the_noise_is_that_of_the_models_dtype():
     x = torch.tensor(3e-3, requires_grad=True)
     for dtype, slope in ((torch.float32, 1.0), (torch.bfloat16, 0.0)):
-        (found,) = torch.autograd.grad(kl_estimate(x, torch.zeros(()), "abs", NOISE[dtype]), x)
-        assert float(found) == slope
+        (gradients,) = torch.autograd.grad(kl_estimate(x, torch.zeros(()), "abs", NOISE[dtype]), x)
+        assert float(gradients) == slope
 
 
 def test_k3_is_never_negative_near_zero_in_float32():

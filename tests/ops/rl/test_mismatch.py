@@ -73,9 +73,9 @@ def test_staleness_is_apart_from_mismatch(rows):
 
 def test_a_perfect_match(rows):
     old, _, m = rows
-    found = reduced(mismatch_sums(old, old, m))
-    assert found["mismatch/token_mult_prob_error"] == 1 and found["mismatch/logprob_abs_max"] == 0
-    assert found["mismatch/prob_correlation"] == pytest.approx(1)
+    actual = reduced(mismatch_sums(old, old, m))
+    assert actual["mismatch/token_mult_prob_error"] == 1 and actual["mismatch/logprob_abs_max"] == 0
+    assert actual["mismatch/prob_correlation"] == pytest.approx(1)
     flat = torch.full_like(old, -1.0)
     assert math.isnan(reduced(mismatch_sums(flat, old, m))["mismatch/prob_correlation"])
 
@@ -122,5 +122,5 @@ def test_weight_sums(rows):
     row, column = m.nonzero()[0].tolist()
     weights[row, column] = 0
     for those, mean, zeros in ((weights, 0.5 * (n - 1) / n, 1 / n), (None, 1, 0)):
-        found = {name: float(a) / float(b) for name, (a, b) in weight_sums(m, those).items()}
-        assert found == pytest.approx({"mismatch/weight_mean": mean, "mismatch/weight_zero_fraction": zeros})
+        by_name = {name: float(a) / float(b) for name, (a, b) in weight_sums(m, those).items()}
+        assert by_name == pytest.approx({"mismatch/weight_mean": mean, "mismatch/weight_zero_fraction": zeros})

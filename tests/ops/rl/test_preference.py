@@ -84,7 +84,7 @@ def oracle(
     name: str, c: PreferenceConfig, logprobs: Tensor, ref: Tensor | None, mask: Tensor, labels: Tensor
 ) -> Tensor:
     """float64 [B], token by token."""
-    found = []
+    results = []
     for pair in range(len(mask) // 2):
         rows = (2 * pair, 2 * pair + 1)
         count = [int(mask[r].sum()) for r in rows]
@@ -101,8 +101,8 @@ def oracle(
             d.append(textbook_phi(ratio, c) / (n if mean_of else 1))
             mean.append(own / n)
         gap = float(labels[rows[0], 1] - labels[rows[1], 1])
-        found.append(textbook(name, c, tuple(d), tuple(mean), float(labels[rows[0], 0]) if c.margin else 0.0, gap))
-    return torch.stack(found)
+        results.append(textbook(name, c, tuple(d), tuple(mean), float(labels[rows[0], 0]) if c.margin else 0.0, gap))
+    return torch.stack(results)
 
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -151,15 +151,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, more", CASES, ids=lambda x: str(x))
-def test_each_row_and_its_gradient_are_the_textbook_s(name, more):
-    c, (logprobs, ref, mask, labels) = config(name, **more), make()
+@pytest.mark.parametrize("name, settings", CASES, ids=lambda x: str(x))
+def test_each_row_and_its_gradient_are_the_textbook_s(name, settings):
+    c, (logprobs, ref, mask, labels) = config(name, **settings), make()
     ref = None if c.reference == "none" else ref
-    found, wanted = logprobs.clone().requires_grad_(), logprobs.clone().requires_grad_()
-    each, truth = losses(c, (found, ref, mask, labels)), oracle(name, c, wanted, ref, mask, labels)
+    actual, wanted = logprobs.clone().requires_grad_(), logprobs.clone().requires_grad_()
+    each, truth = losses(c, (actual, ref, mask, labels)), oracle(name, c, wanted, ref, mask, labels)
     torch.testing.assert_close(each, truth, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(
-        torch.autograd.grad(each.sum(), found)[0], torch.autograd.grad(truth.sum(), wanted)[0], rtol=1e-9, atol=1e-9
+        torch.autograd.grad(each.sum(), actual)[0], torch.autograd.grad(truth.sum(), wanted)[0], rtol=1e-9, atol=1e-9
     )
     short = losses(c, tuple(x if x is None else x.float() for x in (logprobs, ref, mask, labels)))
     torch.testing.assert_close(short.double(), truth.detach(), rtol=2e-6, atol=2e-6)
@@ -229,8 +229,8 @@ def test_simpo_is_sigmoid_on_means_without_a_reference():
 
 def test_neutral_settings_are_plain_dpo():
     plain = config("sigmoid")
-    for more in ({"f_divergence": "alpha", "f_alpha": 1.0}, {"ld_alpha": 1.0}, {"gamma": 0.0}):
-        both(plain, config("sigmoid", **more))
+    for settings in ({"f_divergence": "alpha", "f_alpha": 1.0}, {"ld_alpha": 1.0}, {"gamma": 0.0}):
+        both(plain, config("sigmoid", **settings))
     both(plain, config("robust"))
     both(config("sigmoid", f_divergence="alpha", f_alpha=1.0001), plain, 1e-2)  # the limit, from outside
 
@@ -289,8 +289,8 @@ def test_a_list_is_the_weighted_sum_of_its_rows():
     data = make(7)
     c = PreferenceConfig(loss=["sigmoid", "bco_pair"], weights=[0.8, 0.2], nll_coef=1.0)
     answers, labels = measure(*data[:3]), Labels.of(data[3], c)
-    found = total(pair_losses(answers, labels, c), c)
-    torch.testing.assert_close(found, 0.8 * losses(config("sigmoid"), data) + 0.2 * losses(config("bco_pair"), data))
+    actual = total(pair_losses(answers, labels, c), c)
+    torch.testing.assert_close(actual, 0.8 * losses(config("sigmoid"), data) + 0.2 * losses(config("bco_pair"), data))
 
 
 def test_swapped_answers_turn_the_rewards_around():
@@ -324,12 +324,12 @@ def test_orpo_is_finite_for_memorised_and_for_hopeless_answers(x):
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("size", [9000.0, -9000.0])
 def test_log_ratios_out_of_all_bounds_give_finite_numbers(name, size):
-    for more in [{}, *[{"f_divergence": f} for f in ("forward_kl", "js", "alpha") if name == "sigmoid"]]:
+    for settings in [{}, *[{"f_divergence": f} for f in ("forward_kl", "js", "alpha") if name == "sigmoid"]]:
         logprobs = torch.tensor([[-10.0 + min(size, 0)], [-10.0 - max(size, 0)]], requires_grad=True)
         data = (logprobs, torch.full((2, 1), -10.0), torch.ones(2, 1), torch.zeros(2, 3))
-        each = losses(config(name, **more), data)
+        each = losses(config(name, **settings), data)
         each.sum().backward()
-        assert torch.isfinite(each).all() and torch.isfinite(logprobs.grad).all(), (more, each)
+        assert torch.isfinite(each).all() and torch.isfinite(logprobs.grad).all(), (settings, each)
 
 
 def test_discopop_at_minus_900_is_the_logistic_loss():
@@ -363,19 +363,19 @@ def test_the_divergences_have_their_slopes_at_0():
 def test_likelihood_weights_are_products_of_geometric_means():
     logprobs, _, mask, _ = make(10)
     squares = -torch.rand(2 * B, T, dtype=torch.float64)
-    found = likelihood_weights(logprobs.requires_grad_(), squares, mask)
-    assert not found.requires_grad
+    actual = likelihood_weights(logprobs.requires_grad_(), squares, mask)
+    assert not actual.requires_grad
     for pair in range(B):
         wanted = 1.0
         for row in (2 * pair, 2 * pair + 1):
             on = mask[row].bool()
             wanted *= math.exp(float((logprobs[row] - squares[row])[on].mean()))
-        assert float(found[pair]) == pytest.approx(wanted)
+        assert float(actual[pair]) == pytest.approx(wanted)
 
 
 def test_log_square_sum_is_the_chance_of_two_equal_draws():
     logits = 3 * torch.randn(6, 11, dtype=torch.float64)
     p = torch.softmax(logits[:, :9] / 0.7, -1)
-    found = log_square_sum(logits, temperature=0.7, vocab_size=9)
-    torch.testing.assert_close(found, p.square().sum(-1).log())
+    actual = log_square_sum(logits, temperature=0.7, vocab_size=9)
+    torch.testing.assert_close(actual, p.square().sum(-1).log())
     assert float(log_square_sum(torch.zeros(1, 8), vocab_size=8).exp()) == pytest.approx(1 / 8)

@@ -36,7 +36,7 @@ class Refitter:
             raise RuntimeError("createInferRefitter: the engine was built without BuilderFlag.REFIT")
         if logger != "trt logger":
             raise TypeError("incompatible constructor arguments")
-        self.engine, self.given = engine, {}
+        self.engine, self.supplied = engine, {}
 
     def get_all_weights(self) -> list[str]:
         extra = [name for name in [os.environ.get("FAKE_TRTLLM_EXTRA")] if name]
@@ -46,7 +46,7 @@ class Refitter:
     def get_missing_weights(self) -> list[str]:
         """Of those that were combined with one that is given."""
         pairs = [p.split("+") for p in os.environ.get("FAKE_TRTLLM_COMBINED", "").split(",") if p]
-        return [b for a, b in pairs if a in self.given and b not in self.given]
+        return [b for a, b in pairs if a in self.supplied and b not in self.supplied]
 
     def set_named_weights(self, name: str, weights: Weights, location: TensorLocation) -> bool:
         note("set_named_weights", name)
@@ -56,7 +56,7 @@ class Refitter:
             return False
         if name == os.environ.get("FAKE_TRTLLM_REFUSED"):
             return False
-        self.given[name] = weights
+        self.supplied[name] = weights
         return True
 
     def refit_cuda_engine(self) -> bool:
@@ -67,7 +67,7 @@ class Refitter:
             return False
         if os.environ.get("FAKE_TRTLLM_STALE") and self.engine.refits:
             return True
-        for name, weights in self.given.items():  # what is not given stays as it was
+        for name, weights in self.supplied.items():  # what is not given stays as it was
             self.engine.weights[name] = weights.read().view(self.engine.weights[name].shape)
         self.engine.refits += 1
         return True

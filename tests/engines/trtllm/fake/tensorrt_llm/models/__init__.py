@@ -16,18 +16,18 @@ class PretrainedConfig:
     def from_hugging_face(cls, hf_config_or_dir, dtype="auto", mapping=None, quant_config=None, **kwargs):
         assert mapping is None and quant_config is None and not kwargs, kwargs
         raw = json.loads((Path(hf_config_or_dir) / "config.json").read_text())
-        found = cls()
-        found.raw, found.dtype, found.architecture = raw, dtype, raw["architectures"][0]
-        found.vocab_size, found.hidden_size = raw["vocab_size"], raw["hidden_size"]
-        found.intermediate_size, found.hidden_act = raw["intermediate_size"], raw["hidden_act"]
-        found.num_hidden_layers, found.num_attention_heads = raw["num_hidden_layers"], raw["num_attention_heads"]
-        found.num_key_value_heads = raw.get("num_key_value_heads", raw["num_attention_heads"])
-        found.head_size = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
-        found.norm_epsilon, found.max_position_embeddings = raw["rms_norm_eps"], raw["max_position_embeddings"]
+        actual = cls()
+        actual.raw, actual.dtype, actual.architecture = raw, dtype, raw["architectures"][0]
+        actual.vocab_size, actual.hidden_size = raw["vocab_size"], raw["hidden_size"]
+        actual.intermediate_size, actual.hidden_act = raw["intermediate_size"], raw["hidden_act"]
+        actual.num_hidden_layers, actual.num_attention_heads = raw["num_hidden_layers"], raw["num_attention_heads"]
+        actual.num_key_value_heads = raw.get("num_key_value_heads", raw["num_attention_heads"])
+        actual.head_size = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+        actual.norm_epsilon, actual.max_position_embeddings = raw["rms_norm_eps"], raw["max_position_embeddings"]
         lost = os.environ.get("FAKE_TRTLLM_TRANSFORMERS5")  # which has no config.rope_theta: the default is taken
-        found.rotary_base = 10000.0 if lost else raw.get("rope_theta", 10000.0)
-        found.rotary_scaling = raw.get("rope_scaling")
-        return found
+        actual.rotary_base = 10000.0 if lost else raw.get("rope_theta", 10000.0)
+        actual.rotary_scaling = raw.get("rope_scaling")
+        return actual
 
 
 class _Model:
