@@ -100,8 +100,8 @@ def near_ties() -> Iterator[list[int]]:
     original, results = moe.route, []
 
     def route(hidden, router, top_k, normalise, bias=None, value=None):
-        routing = original(hidden, router, top_k, normalise, bias, value)
-        if top_k < len(router) and value is None:
+        routing = original(hidden, router, top_k, normalise, bias, replayed)
+        if top_k < len(router) and replayed is None:
             top = routing.probs.topk(top_k + 1, dim=-1).values
             results.append(int((top[:, -2] - top[:, -1] < NEAR).sum()))
         return routing
