@@ -129,8 +129,8 @@ def test_a_trajectory_is_shown_with_all_its_turns_and_why_it_ended():
         {"role": "tool", "text": "2\x1b", "reward": 0.0},
         {"role": "assistant", "text": "It is 2", "tokens": 3},
     ]
-    told = {"stop": "turns", "failure": "", "reward": 1.0, "turns": turns}
-    rows = [SampleRow("1+1=", "It is 2", 1.0, None, True, trajectory=told), SampleRow("2+2=", "4", 1.0, None, True)]
+    reports = {"stop": "turns", "failure": "", "reward": 1.0, "turns": turns}
+    rows = [SampleRow("1+1=", "It is 2", 1.0, None, True, trajectory=reports), SampleRow("2+2=", "4", 1.0, None, True)]
     file = io.StringIO()
     print_samples("samples", rows, 2, console=Console(file=file, width=120, color_system=None))
     text = file.getvalue()
