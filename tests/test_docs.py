@@ -169,6 +169,21 @@ def test_what_a_chain_shares_is_for_the_stages_that_read_it():
     assert composed(f"{shared} @sft @rm run.steps=2 @ppo optim.lr=1e-4  # three") == 3
 
 
+HOW_TO = sorted((DOCS / "how-to").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", HOW_TO, ids=lambda page: page.stem)
+def test_a_how_to_has_at_most_500_words(page):
+    assert len(page.read_text().split()) <= 500
+
+
+@pytest.mark.parametrize("page", HOW_TO, ids=lambda page: page.stem)
+def test_a_variation_of_the_quick_start_has_a_folder_of_its_own(page):
+    varied = [line for line in commands(page) if re.search(r"experiment=\[?quickstart_(sft|rm|grpo|ppo)\b", line)]
+    folders = [re.findall(r"run\.dir=(\S+)", line) for line in varied]
+    assert [] not in folders and len({name for (name,) in folders}) == len(folders)
+
+
 def test_every_stage_has_a_launcher():
     assert {path.stem for path in (ROOT / "launchers").glob("*.sbatch")} == set(STAGES)
 

@@ -50,8 +50,9 @@ DATA_FILES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 
 def exists(key: str, path: str) -> None:
     """Raise ConfigError if there is nothing at the path."""
-    if not Path(path).expanduser().exists():
-        raise ConfigError(key, path, "a path that exists", hub_hint(key, path))
+    if not (full := Path(path).expanduser()).exists():
+        here = "" if full.is_absolute() else f" (relative to {Path.cwd()})"
+        raise ConfigError(key, path, f"a path that exists{here}", hub_hint(key, path))
 
 
 def hub_hint(key: str, path: str) -> str:

@@ -2,7 +2,7 @@
 without gradient. They are the same on equal machines, as they depend on total memory, not on free memory.
 
 On a GPU: the largest for which every phase has room by `plan_memory`. On a CPU, whose memory others use too: sizes that
-were fast enough (docs/how-to/memory.md), less on a small machine.
+were fast enough (docs/explanation/memory.md), less on a small machine.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class BatchConfig(Section, key="batch"):
     micro_batch_samples: Auto = key(
         AUTO,
         "Rows per forward and backward pass of a rank. auto: set `micro_batch_tokens` by memory "
-        "(docs/how-to/memory.md).",
+        "(docs/explanation/memory.md).",
         auto=True,
         least=1,
         resume=REPORT,
@@ -37,7 +37,7 @@ class BatchConfig(Section, key="batch"):
     sequences: int = key(32, "Sequences (stages rm and dpo: pairs) per optimizer step.", least=1, read_for=("rows",))
     logprob_tokens: Auto = key(
         AUTO,
-        "Tokens per forward pass without gradient. auto: by memory (docs/how-to/memory.md).",
+        "Tokens per forward pass without gradient. auto: by memory (docs/explanation/memory.md).",
         auto=True,
         least=1,
         resume=REPORT,

@@ -48,7 +48,7 @@ class EngineConfig(Section, key="engine"):
     kv_cache_bytes: Auto = key(
         AUTO,
         "Bytes of a rank's KV cache. auto: on a GPU all that `plan` leaves free, on a CPU 1 GiB "
-        "(docs/how-to/memory.md).",
+        "(docs/explanation/memory.md).",
         auto=True,
         least=1,
         rollouts=False,

@@ -27,7 +27,7 @@ class RunConfig(Section, key="run"):
     resume: str = key("auto", "Checkpoint to resume from: auto, never, or a checkpoint folder.", resume=IGNORE)
     accept_changes: bool = key(
         False,
-        "Resume from a checkpoint although the definition of the run changed (docs/how-to/resume.md).",
+        "Resume from a checkpoint although the definition of the run changed (docs/explanation/resume.md).",
         resume=IGNORE,
     )
     deterministic: bool = key(False, "Use deterministic kernels and make no decision by time.")
