@@ -50,14 +50,13 @@ DATA_FILES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 
 def exists(key: str, path: str) -> None:
     """Raise ConfigError if there is nothing at the path."""
-    if not (full := Path(path).expanduser()).exists():
-        here = "" if full.is_absolute() else f" (relative to {Path.cwd()})"
-        raise ConfigError(key, path, f"a path that exists{here}", hub_hint(key, path))
+    if not Path(path).expanduser().exists():
+        raise ConfigError(key, path, "a path that exists", path_hint(key, path))
 
 
-def hub_hint(key: str, path: str) -> str:
-    """Return advice for a name of the Hub in place of a path; "" for other texts."""
+def path_hint(key: str, path: str) -> str:
+    """Return advice for a missing path that is a name of the Hub or relative; "" for others."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) or path.endswith(DATA_FILES):
-        return ""
+        return "" if Path(path).expanduser().is_absolute() else f"It is relative to {Path.cwd()}."
     kind = "--repo-type dataset " if key.startswith("data.") else ""
     return f"Nothing is fetched from the Hub: hf download {kind}{path} --local-dir FOLDER, then {key}=FOLDER."

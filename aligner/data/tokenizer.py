@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aligner.config.checks import hub_hint
+from aligner.config.checks import path_hint
 from aligner.data.rendering import THOUGHT, USER, try_text
 from aligner.errors import ConfigError, DataError
 from aligner.foreign import read_record
@@ -48,7 +48,7 @@ def load_tokenizer(folder: str, announce: bool = True) -> PreTrainedTokenizerBas
     by its id. Raises DataError if the folder is missing or holds no tokenizer, or if that has no EOS.
     """
     if not folder or not Path(folder).expanduser().is_dir():
-        hint = hub_hint("model.tokenizer", folder)
+        hint = folder and path_hint("model.tokenizer", folder)
         expected = f"model.tokenizer={folder!r}: expected a folder with a Hugging Face tokenizer"
         raise DataError(f"{expected}. {hint}" if hint else expected)
     path = str(Path(folder).expanduser())

@@ -66,7 +66,7 @@ def test_a_name_of_the_hub_gets_a_hint(make, tmp_path):
             ConfigError, match=rf"a path that exists.*hf download {kind}some-org/Model-0.6B --local-dir"
         ):
             validate(make("sft", f"{key}=some-org/Model-0.6B"), 1)
-        relative = re.escape(f" (relative to {Path.cwd()})")
+        relative = re.escape(f". It is relative to {Path.cwd()}.")
         for path, where in ((f"{tmp_path}/none", ""), ("data/none.jsonl", relative), ("./some-org/x", relative)):
             with pytest.raises(ConfigError, match=rf"a path that exists{where}$"):
                 validate(make("sft", f"{key}={path}"), 1)
