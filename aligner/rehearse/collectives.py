@@ -12,13 +12,14 @@ import time
 import warnings
 import zlib
 from collections import defaultdict, deque
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
+from torch._C._distributed_c10d import FakeWork, Work
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
 from torch.utils._pytree import tree_leaves
@@ -101,6 +102,7 @@ class Collectives:
         self._keys: dict[str, str] = {}
         self.rank = 0  # in the job
         self.speech: MessageLog | None = None
+        self.pending: dict[Work, list[Any]] = {}  # calls that nobody has waited for: their entries in the record
         device.collective = self.run
         self.device = device
         self._replace()
@@ -136,9 +138,15 @@ class Collectives:
     def _name(self, group: dist.ProcessGroup) -> str:
         return "world" if group is dist.group.WORLD else self.names.get(group.group_name, "others")
 
-    def note(self, group: dist.ProcessGroup, what: str, size: int, detail: str, peer: int | None = None) -> None:
+    def wait(self, group: dist.ProcessGroup, what: str, detail: str = "") -> None:
+        """Note a call that returns when all ranks have made it."""
+        if (entry := self.note(group, what, 0, detail or what)) is not None:
+            entry[-1] = entry[-2]
+
+    def note(self, group: dist.ProcessGroup, what: str, size: int, detail: str, peer: int | None = None) -> Any:
+        """Note a call, and return its entry in the record."""
         if group.size() == 1:
-            return
+            return None
         name = self._name(group)
         entry = self.record.phase.comm[name, what]
         entry[0] += 1
@@ -150,7 +158,7 @@ class Collectives:
             ends = [me, other] if what == "send" else [other, me]
             key, detail = f"{name} {ends[0]} to {ends[1]}", detail.removeprefix(what).strip()
             self.record.groups[key] = ends
-        self.record.sequences[key].append((detail, f"[{self.record.name}] {stack(3)}"))
+        return self.record.call(key, detail, f"[{self.record.name}] {stack(3)}")
 
     def run(self, func: Any, args: tuple, kwargs: dict, cuda: bool) -> Any:
         op = func._overloadpacket.__name__
@@ -165,20 +173,25 @@ class Collectives:
         kinds = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
         size_text = "" if op in UNEVEN else f"{size} bytes "
         detail = f"{what} {size_text}{kinds} {'cuda' if cuda else 'cpu'}"
-        self.note(group, what, size, detail, args[2] if op in P2P else None)
-        if not cuda:
-            with unset_fake_temporarily():
-                return func(*args, **kwargs)
-        if op.endswith("_coalesced_"):  # has no kernel for tensors without storage
-            return FakeWork().boxed()
-        out = func(*args, **kwargs)
+        entry = self.note(group, what, size, detail, args[2] if op in P2P else None)
+        if cuda and op.endswith("_coalesced_"):  # has no kernel for tensors without storage
+            out = FakeWork().boxed()
+        else:
+            with nullcontext() if cuda else unset_fake_temporarily():
+                out = func(*args, **kwargs)
+        self.pending[Work.unbox(next(x for x in tree_leaves(out) if isinstance(x, torch.ScriptObject)))] = entry
         for t in tree_leaves(out):
             if on_device(t):
                 self.device.track(t, what)
         return out
 
     def _replace(self) -> None:
-        reduce = dist.all_reduce
+        reduce, wait = dist.all_reduce, FakeWork.wait
+
+        def waited(work: Work, *arguments: Any) -> bool:
+            if (entry := self.pending.pop(work, None)) is not None:
+                entry[-1] = self.record.moment()
+            return wait(work, *arguments)
 
         def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
             done = reduce(tensor, op, group, async_op)
@@ -190,17 +203,17 @@ class Collectives:
             return group if group is not None else dist.group.WORLD
 
         def all_gather_object(values: list, value: Any, group: Any = None) -> None:
-            self.note(in_group(group), "all_gather_object", 0, "all_gather_object")
+            self.wait(in_group(group), "all_gather_object")
             values[:] = [value] * len(values)
 
         def gather_object(value: Any, values: list | None = None, dst: Any = None, group: Any = None, **k: Any) -> None:
-            self.note(in_group(group), "gather_object", 0, "gather_object")
+            self.wait(in_group(group), "gather_object")
             if values is not None:
                 values[:] = [value] * len(values)
 
         def broadcast_object_list(values: list, src: int | None = None, group: Any = None, **k: Any) -> None:
             group = in_group(group)
-            self.note(group, "broadcast_object_list", 0, f"broadcast_object_list of {len(values)}")
+            self.wait(group, "broadcast_object_list", f"broadcast_object_list of {len(values)}")
             if group.size() == 1:
                 return
             key = self._key(group)
@@ -212,6 +225,7 @@ class Collectives:
             else:
                 raise RuntimeError(f"rank {src} broadcasts objects to group {key}: they are unknown here")
 
+        FakeWork.wait = waited
         for module in (dist, dist.distributed_c10d):
             module.all_gather_object, module.gather_object = all_gather_object, gather_object
             module.broadcast_object_list, module.all_reduce = broadcast_object_list, all_reduce

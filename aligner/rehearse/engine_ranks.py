@@ -82,7 +82,7 @@ def _answers(collectives: Collectives) -> None:
 
     def gather(self: Bridge, answer: Any) -> list[Any]:
         """Return this rank's answer, or a guess, for every rank."""
-        collectives.note(self.group, "answer", 0, "answer")
+        collectives.wait(self.group, "answer")
         if answer is not None and answer.error:
             raise AlignerError(f"{answer.error}: {answer.text}")
         return [answer or Answer("", "", version, 0, value)] * self.group.size()

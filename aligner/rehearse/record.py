@@ -92,11 +92,13 @@ class Counts:
 
 
 class RehearsalRecord:
-    """Results of one rank. `sequences`: group -> its calls in order, as (what, stack)."""
+    """Results of one rank. `sequences`: group -> its calls in order, as (what, stack, the moment of the call, that of
+    its wait or None)."""
 
     def __init__(self) -> None:
         self.phases: dict[str, Phase] = {}
-        self.sequences: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        self.sequences: dict[str, list[list[Any]]] = defaultdict(list)
+        self._moment = 0
         self.groups: dict[str, list[int]] = {}  # of `sequences`: its ranks
         self.errors: list[dict[str, str]] = []
         self.whole = True  # else it ended while waiting for a rank that has failed
@@ -112,6 +114,16 @@ class RehearsalRecord:
         self.phase.entries += 1
         if self.listener is not None and name != BETWEEN:
             self.listener(name)
+
+    def call(self, key: str, what: str, stack: str) -> list[Any]:
+        """Note a call of a group, in which nobody waits yet."""
+        self.sequences[key].append([what, stack, self.moment(), None])
+        return self.sequences[key][-1]
+
+    def moment(self) -> int:
+        """Count the moments of this rank's calls and waits, of all groups."""
+        self._moment += 1
+        return self._moment
 
     def counts(self) -> Counts:
         return Counts(deepcopy(self.phase), {key: len(calls) for key, calls in self.sequences.items()})
@@ -130,7 +142,7 @@ class RehearsalRecord:
                 entry[i] += times * (entry[i] - then)
         for key, calls in self.sequences.items():
             if new := len(calls) - since.sequences.get(key, 0):
-                calls.append((f"these {new} calls {times} times more", calls[-1][1]))
+                self.call(key, f"these {new} calls {times} times more", calls[-1][1])
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from aligner.config.sections.model.kernels import unfit_for_te
 from aligner.plan.devices import GIB, Assumptions, Device
 from aligner.plan.job import PlanJob, job_of
 from aligner.plan.memory import engine_phases, stage_phases
-from aligner.rehearse.compare import mismatches
+from aligner.rehearse.compare import circle, mismatches
 from aligner.rehearse.ranks import stage_of
 
 MADE_IN_A_LAYER = 32  # tensors that one operation of one line may make in a layer of a micro-batch; 17 were seen
@@ -39,6 +39,10 @@ class Rehearsal:
     @cached_property
     def mismatches(self) -> list[dict[str, Any]]:
         return mismatches(self.records)
+
+    @cached_property
+    def circle(self) -> list[dict[str, Any]]:
+        return circle(self.records)
 
     @cached_property
     def job(self) -> PlanJob:
@@ -76,9 +80,9 @@ class Rehearsal:
                         f"{limit / GIB:.1f} that a program can use of {self.device.name}"
                     )
         for mismatch in self.mismatches:
-            one, other = mismatch["calls"]
-            sides = [f"rank {side['rank']}: {side['call']} {side['stack']}".rstrip() for side in (one, other)]
-            faults.append(f"group {mismatch['group']}, call {mismatch['number'] + 1}: {' | '.join(sides)}")
+            faults.append(f"group {mismatch['group']}, call {mismatch['number'] + 1}: {_sides(mismatch['calls'])}")
+        if self.circle:
+            faults.append(f"ranks wait for each other: {_sides(self.circle)}")
         return faults
 
     @cached_property
@@ -115,7 +119,12 @@ class Rehearsal:
                     record["phases"][name]["planned_bytes"] = size
         head = {"device": self.device.name, "gpus": self.gpus, "stage": self.cfg.stage.name, "seconds": self.seconds}
         head |= {"path": self.path, "faults": self.faults, "mismatches": self.mismatches}
+        head |= {"circle": self.circle}
         return head | {"one_by_one": dict(self.one_by_one), "ranks": ranks}
+
+
+def _sides(calls: Sequence[Mapping[str, Any]]) -> str:
+    return " | ".join(f"rank {side['rank']}: {side['call']} {side['stack']}".rstrip() for side in calls)
 
 
 def show(rehearsal: Rehearsal) -> None:

@@ -104,6 +104,57 @@ def collectives():
     before_a_step(lambda x, group: dist.all_to_all_single(x, x.clone(), [3, 1], [1, 3], group=group))
 
 
+def in_turn(first, second):
+    x = torch.zeros(4, device="cuda")
+    for group in (first, second):
+        dist.all_reduce(x, group=group)
+
+
+def pipeline_against_world():
+    """Stages that sum over two groups, the later one in the other order."""
+    from aligner.megatron.train import ShardedModel
+
+    step = ShardedModel.step
+
+    def planted(self, *arguments):
+        groups = self.layout.pgs.pp, dist.group.WORLD
+        in_turn(*(groups[::-1] if self.layout.is_last_stage else groups))
+        return step(self, *arguments)
+
+    ShardedModel.step = planted
+
+
+def tensor_against_data():
+    """Ranks of which each waits for the next one: 0 and 3 sum over tensor ranks first, 1 and 2 over data ranks."""
+    from aligner.megatron.train import ShardedModel
+
+    step = ShardedModel.step
+
+    def planted(self, *arguments):
+        groups = self.layout.pgs.tp, self.layout.pgs.dp
+        in_turn(*(groups if dist.get_rank() in (0, 3) else groups[::-1]))
+        return step(self, *arguments)
+
+    ShardedModel.step = planted
+
+
+def both_at_once():
+    """Stages that wait after they have called both groups, in any order."""
+    from aligner.megatron.train import ShardedModel
+
+    step = ShardedModel.step
+
+    def planted(self, *arguments):
+        groups = self.layout.pgs.pp, dist.group.WORLD
+        groups = groups[::-1] if self.layout.is_last_stage else groups
+        works = [dist.all_reduce(torch.zeros(4, device="cuda"), group=group, async_op=True) for group in groups]
+        for work in works:
+            work.wait()
+        return step(self, *arguments)
+
+    ShardedModel.step = planted
+
+
 def first_device():
     in_loss(lambda logprobs, batch: logprobs * torch.ones(logprobs.shape, device="cuda:0"))
 

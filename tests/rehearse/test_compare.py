@@ -4,7 +4,7 @@ import pytest
 
 from aligner.config.resolve import compose
 from aligner.errors import ConfigError
-from aligner.rehearse.compare import mismatches
+from aligner.rehearse.compare import circle, mismatches
 from aligner.rehearse.ranks import chosen, heard_by, stage_of
 
 
@@ -52,7 +52,7 @@ def record(calls, errors=(), whole=True):
         "errors": list(errors),
         "whole": whole,
         "groups": {"pp": [0, 4]},
-        "sequences": {"pp": [(what, f"at {what}") for what in calls]},
+        "sequences": {"pp": [[what, f"at {what}", i, i] for i, what in enumerate(calls)]},
     }
 
 
@@ -85,3 +85,57 @@ def test_a_rank_that_never_calls_is_a_mismatch():
 def test_a_rank_that_failed_is_not_compared():
     assert mismatches({0: record("ab"), 4: record("a", errors=["out of memory"])}) == []
     assert mismatches({0: record("ab"), 4: record("a", whole=False)}) == []
+
+
+def in_order(*calls, ranks, errors=()):
+    """A rank's record, of calls ("x", waits at once) and waits ("x!") in this order; `ranks`: of each group."""
+    sequences = {}
+    for moment, call in enumerate(calls):
+        if call.endswith("!"):
+            sequences[call[0]][-1][-1] = moment
+        else:
+            sequences.setdefault(call[0], []).append([call, f"at {call}", moment, None if call[1:] else moment])
+    groups = {key: members for key, members in ranks.items() if key in sequences}
+    return {"errors": list(errors), "whole": True, "groups": groups, "sequences": sequences}
+
+
+TWO = {"a": [0, 1], "b": [0, 1]}
+FOUR = {"a": [0, 1], "b": [1, 3], "c": [2, 3], "d": [0, 2]}
+
+
+def test_two_groups_in_one_order_are_no_circle():
+    assert circle({rank: in_order("a", "b", "a", ranks=TWO) for rank in (0, 1)}) == []
+
+
+def test_two_groups_in_two_orders_are_a_circle_with_both_stacks():
+    calls = circle({0: in_order("b", "a", "b", ranks=TWO), 1: in_order("b", "b", "a", ranks=TWO)})
+    assert [(call["rank"], call["call"], call["stack"]) for call in calls] == [
+        (0, "a, call 1: a", "at a"),
+        (1, "b, call 2: b", "at b"),
+    ]
+
+
+def test_a_circle_of_four_groups_of_two():
+    orders = {0: ("a", "d"), 1: ("b", "a"), 2: ("d", "c"), 3: ("c", "b")}
+    records = {rank: in_order(*order, ranks=FOUR) for rank, order in orders.items()}
+    assert [call["rank"] for call in circle(records)] == [0, 1, 3, 2]
+    records[3] = in_order("b", "c", ranks=FOUR)
+    assert circle(records) == []
+
+
+def test_calls_without_a_wait_block_nobody():
+    records = {0: in_order("ax", "b", "a!", ranks=TWO), 1: in_order("bx", "a", "b!", ranks=TWO)}
+    assert circle(records) == []
+    records[0] = in_order("ax", "a!", "b", ranks=TWO)
+    records[1] = in_order("b", "ax", "a!", ranks=TWO)
+    assert mismatches(records) == [] and len(circle(records)) == 2
+
+
+def test_ranks_that_were_not_rehearsed_or_failed_come_in_time():
+    assert circle({0: in_order("a", "b", ranks=TWO)}) == []
+    assert circle({0: in_order("a", "b", ranks=TWO), 1: in_order("b", "a", ranks=TWO, errors=["x"])}) == []
+
+
+def test_groups_whose_own_calls_differ_are_left_to_the_mismatch():
+    records = {0: in_order("a", "b", ranks=TWO), 1: in_order("b", "a", "a", ranks=TWO)}
+    assert [mismatch["group"] for mismatch in mismatches(records)] == ["a"] and circle(records) == []

@@ -14,16 +14,21 @@ SMALL = [
 PIPELINE = ["stage=sft", "parallel.pipeline=2", *SMALL]
 APART = ["stage=grpo", "model.num_layers=1", "engine.ranks=2", *SMALL]
 BESIDE = ["stage=grpo", *SMALL]
+TENSOR = ["stage=sft", "parallel.tensor=2", *SMALL]
 SLOTS = [*BESIDE, "batch.prompts=16", "engine.max_batch=4"]
 PLANTS = {
     **dict.fromkeys(("cpu_tensor", "item", "wrong_shape", "float64", "per_token", "skipped"), PIPELINE),
     **dict.fromkeys(("mixed_product", "mixed_attention", "first_device", "own_device"), PIPELINE),
     **dict.fromkeys(("strided", "mixed_gather", "split_sizes", "collectives"), PIPELINE),
+    **dict.fromkeys(("pipeline_against_world", "both_at_once"), PIPELINE),
+    "tensor_against_data": TENSOR,
     **dict.fromkeys(("moves_on_cpu", "no_refill", "nothing_beside"), SLOTS),
     **dict.fromkeys(("skipped_send", "cpu_engine", "refused"), APART),
     **dict.fromkeys(("grows", "refused_beside"), BESIDE),
     "nothing": PIPELINE,
 }
+
+RANKS = {"tensor_against_data": "all-distinct"}
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +38,8 @@ def rehearsals(tmp_path_factory):
     """A Rehearsal of each plant, all from one process that has imported everything."""
     folder = tmp_path_factory.mktemp("planted")
     jobs = {
-        plant: command.cases_of(compose(overrides), 4, "stages", folder / plant) for plant, overrides in PLANTS.items()
+        plant: command.cases_of(compose(overrides), 4, RANKS.get(plant, "stages"), folder / plant)
+        for plant, overrides in PLANTS.items()
     }
     cases = [case | {"plant": plant} for plant, (_, ranks) in jobs.items() for case in ranks]
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +56,7 @@ def places(rehearsals, kind, phase="update"):
     return {entry[-2] for entries in lists for entry in entries}
 
 
-@pytest.mark.parametrize("plant", ["nothing", "nothing_beside", "collectives", "own_device"])
+@pytest.mark.parametrize("plant", ["nothing", "nothing_beside", "collectives", "both_at_once", "own_device"])
 def test_honest_programs_have_no_fault(rehearsals, plant):
     assert rehearsals[plant].faults == []
 
@@ -105,6 +111,19 @@ def test_a_collective_that_one_stage_skips(rehearsals):
     assert first["rank"] == 0 and "allreduce 4 bytes float32 cuda" in first["call"]
     assert "aligner/roles/policy.py" in first["stack"] and second["rank"] == 2
     assert "group pp 0..2" in rehearsals["skipped"].faults[0]
+
+
+def test_two_groups_in_another_order_on_another_stage(rehearsals):
+    (fault,) = rehearsals["pipeline_against_world"].faults
+    first, second = rehearsals["pipeline_against_world"].circle
+    assert fault.startswith("ranks wait for each other: rank 0: pp 0..2 ") and "| rank 2: world 0..3 " in fault
+    assert "aligner/roles/" in first["stack"] and "aligner/roles/" in second["stack"]
+
+
+def test_four_ranks_of_which_each_waits_for_the_next(rehearsals):
+    (fault,) = rehearsals["tensor_against_data"].faults
+    calls = [call["call"].partition(" ")[0] for call in rehearsals["tensor_against_data"].circle]
+    assert fault.startswith("ranks wait for each other: ") and calls == ["tp", "dp", "tp", "dp"]
 
 
 def test_weights_that_one_trainer_does_not_send(rehearsals):
