@@ -5,7 +5,7 @@
 #       @online_dpo|@grpo|@ppo [...]
 # Words before the first @stage are for all stages that read them. Runs go to DIR/sft, DIR/rm, ...; the others start from the
 # weights of sft, or of the last of dpo, kto and distill; the last three take the reward model of rm, if there is one:
-#   launchers/pipeline.sh runs/chain --nodes 2 model=qwen3_0.6b @sft data.train=chats.jsonl @rm data.train=pairs.jsonl \
+#   launchers/pipeline.sh runs/chain --nodes 2 @sft model.init=models/qwen3 data.train=chats.jsonl @rm data.train=pairs.jsonl \
 #       @ppo data.train=prompts.jsonl
 set -euo pipefail
 

@@ -184,6 +184,16 @@ def test_a_variation_of_the_quick_start_has_a_folder_of_its_own(page):
     assert [] not in folders and len({name for (name,) in folders}) == len(folders)
 
 
+NEEDS_NO_MORE = re.compile(r"\.\.\.|<|\$\w|\{common|--cfg|--frozen|-c |experiment=\[?(?:quickstart|tools|gsm8k)_")
+
+
+@pytest.mark.parametrize("page", HOW_TO, ids=lambda page: page.stem)
+def test_a_command_that_trains_names_model_and_data(page):
+    runs = [line for line in commands(page) if re.search(r"aligner (?:run|launch|submit|sample) .*=", line)]
+    bare = [line for line in runs if not NEEDS_NO_MORE.search(line)]
+    assert [line for line in bare if not re.search(r"model\.(init|tokenizer)=", line) or "data." not in line] == []
+
+
 def test_every_stage_has_a_launcher():
     assert {path.stem for path in (ROOT / "launchers").glob("*.sbatch")} == set(STAGES)
 
