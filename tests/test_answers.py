@@ -47,7 +47,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_lines_that_are_damaged_are_told_once_and_asked_again(tmp_path, capsys, kind):
+def test_lines_that_are_damaged_are_reported_once_and_asked_again(tmp_path, capsys, kind):
     damage, count = DAMAGE[kind]
     log = AnswerLog(tmp_path, 0)
     log.begin(1)
@@ -110,7 +110,7 @@ def test_rollouts_that_no_start_goes_through_any_more_are_dropped_by_rank_0(tmp_
 @pytest.mark.parametrize(
     "name", ["step-00000001-rank-00001.jsonl", "step-1.bak", "\u00b2", "step--0000001-rank-00000.jsonl"]
 )
-def test_strange_files_are_told_in_a_line_and_end_no_start(tmp_path, capsys, name, make):
+def test_strange_files_are_reported_in_a_line_and_end_no_start(tmp_path, capsys, name, make):
     make(tmp_path / name)
     for rank in range(2):
         log = AnswerLog(tmp_path, rank)
@@ -122,7 +122,7 @@ def test_strange_files_are_told_in_a_line_and_end_no_start(tmp_path, capsys, nam
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_log_that_cannot_be_written_is_told(tmp_path):
+def test_a_log_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "answers").write_text("")
     (tmp_path / "other" / "step-00000001-rank-00000.jsonl").mkdir(parents=True)
     for folder in ("answers", "other"):

@@ -50,7 +50,7 @@ def stage(monkeypatch):
     ("option", "message"),
     [("--learning_rate=1e-5", "optim.lr=..."), ("--bf16", "model.dtype=bfloat16"), ("--nonsense", "")],
 )
-def test_a_setting_written_as_an_option_is_told_as_a_key(option, message, capsys):
+def test_a_setting_written_as_an_option_is_reported_as_a_key(option, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["run", "stage=sft", option])
     error = capsys.readouterr().err.strip()
@@ -183,7 +183,7 @@ def test_errors_of_the_stage_set_the_exit_code(stage, capsys, monkeypatch):
     assert "bug" in Path("failure.json").read_text()
 
 
-def test_the_cause_is_told_before_the_report_of_a_long_run_is_written(stage, capsys, monkeypatch):
+def test_the_cause_is_reported_before_the_report_of_a_long_run_is_written(stage, capsys, monkeypatch):
     monkeypatch.setenv("ALIGNER_FAILURE_FILE", "failure.json")
     seen = []
 

@@ -75,7 +75,7 @@ FIELDS = {"n": 3, "x": 2.5, "t": "word", "yes": True, "list": [1, 2], "words": [
         (lambda r: r.need("n", "p", "q"), "no value for p, q"),
     ],
 )
-def test_a_value_of_another_kind_is_told_with_its_place(call, expected):
+def test_a_value_of_another_kind_is_reported_with_its_place(call, expected):
     refused(lambda: call(record(FIELDS, "some.json", DataError)), "some.json: ", expected)
 
 

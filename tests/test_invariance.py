@@ -54,13 +54,13 @@ FEW_AXES = {
 
 
 @pytest.mark.parametrize("stage, axis", [(s, axis) for s in invariance.STAGES for axis in FEW_AXES.get(s, AXES)])
-def test_the_numbers_stay(matrix, stage, axis):
+def test_loss_and_gradient_do_not_depend_on_the_axis(matrix, stage, axis):
     case = invariance.axes()[axis]
     within(matrix.deviation(stage, case), invariance.bounds(case))
 
 
 @pytest.mark.parametrize("stage, axis", [*(("grpo", axis) for axis in EXPERT_AXES[1:]), ("critic", EXPERT_AXES[3])])
-def test_the_numbers_stay_with_experts(matrix, stage, axis):
+def test_loss_and_gradient_do_not_depend_on_the_axis_with_experts(matrix, stage, axis):
     case = invariance.axes()[axis]
     within(matrix.deviation(stage, case), invariance.bounds(case))
     assert matrix.base(stage, case)["near_ties"] == 0  # else a layout may send a token elsewhere, and rightly so

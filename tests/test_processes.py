@@ -89,7 +89,7 @@ def test_it_ends_as_the_command_did(script, code):
     assert subprocess.run(guarded(["sh", "-c", script])).returncode == code
 
 
-def test_a_command_that_is_none_is_told(capfd):
+def test_a_command_that_is_none_is_reported(capfd):
     assert subprocess.run(guarded(["there-is-no-such-program"])).returncode == 127
     assert capfd.readouterr().err == "there-is-no-such-program: No such file or directory\n"
 

@@ -45,7 +45,7 @@ def equal(numbers):
 
 
 @pytest.mark.slow
-def test_a_failure_is_told_and_the_pool_goes_on(monkeypatch):
+def test_a_failure_is_reported_and_the_pool_goes_on(monkeypatch):
     from tests import ranks
     from tests.ranks import RankError, Ranks
 

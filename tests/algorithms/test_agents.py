@@ -42,7 +42,7 @@ def turns(run):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_with_what_its_agents_did(grpo, tmp_path):
+def test_a_killed_run_resumes_with_what_its_agents_did(grpo, tmp_path):
     overrides = [f"{AGENT}dice", "run.steps=3", "checkpoint.every=2", "checkpoint.rollouts=false"]
     with patch("aligner.answers.AnswerLog.drop"):  # `again` goes through all of them, which has no checkpoint
         with pytest.raises(PowerCut), stages.power_cut_at_answer(40):  # of 16 or more in a rollout

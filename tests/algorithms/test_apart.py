@@ -41,7 +41,7 @@ def test_one_trainer_and_one_engine_are_one_rank(ranks, tiny_data, tmp_path):
     [("tensor", 1, 1), ("pipeline", 2, 2), ("", 2, 1)],
     ids=["tp2 to 1", "pp2 to 1 x tp2", "dp2 to 2"],
 )
-def test_two_trainers(ranks, tiny_data, tmp_path, layout, engines, width):
+def test_engines_apart_train_two_ranks_as_engines_on_them_do(ranks, tiny_data, tmp_path, layout, engines, width):
     """As with engines on the trainer's ranks, but for the rounding of other batches."""
     parallel = [f"parallel.{layout}=2"] if layout else []
     parallel.append("run.steps=2")
@@ -82,7 +82,7 @@ def test_factors_are_enough_for_engines_that_merge_adapters(ranks, tiny_data, tm
     assert first[1] > first[0] and all(sent < whole / 2 for whole, sent in others)
 
 
-def test_a_run_that_was_cut_off_goes_on_bit_by_bit(ranks, tiny_data, tmp_path):
+def test_a_run_that_was_cut_off_resumes_bit_for_bit(ranks, tiny_data, tmp_path):
     """Engines keep nothing: the first refit after the restart (for step 4: the rollout of 3 is stored) brings the
     weights."""
     settings = ["engine.ranks=1", "checkpoint.every=2", "run.steps=4", "model.dtype=bfloat16", "optim.lr=1e-6"]

@@ -157,7 +157,7 @@ def test_the_last_rollouts_are_kept_with_what_was_learned_of_them(tiny_data, tin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["grpo", "ppo"])
-def test_rollouts_only(tiny_data, tiny_runs, tmp_path, monkeypatch, stage):
+def test_rollout_only_builds_no_optimizer(tiny_data, tiny_runs, tmp_path, monkeypatch, stage):
     from aligner.builders.models import make_model
 
     built = []

@@ -143,7 +143,7 @@ METRICS = [
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", RUNS)
-def test_the_first_steps(first_steps, name):
+def test_first_steps_have_finite_metrics_and_lower_the_loss(first_steps, name):
     records = [record for record in first_steps(name) if record["step"]]
     for record in records:
         assert [m for m in METRICS if record.get(m) is None or not math.isfinite(record[m])] == []

@@ -67,7 +67,7 @@ def rolled(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["in an update", "while tools answer"])
-def test_a_killed_run_goes_on_with_the_answers_that_it_was_given(grpo, tmp_path, where):
+def test_a_killed_run_resumes_with_the_answers_that_it_was_given(grpo, tmp_path, where):
     """The dice are other ones at each start. What a resumed run is made of is in its log: a run that reads all of it
     is the same to the last bit."""
     overrides = [*stages.DICE, "run.steps=4", "checkpoint.every=2", "checkpoint.rollouts=false"]

@@ -162,7 +162,7 @@ def test_the_kl_in_the_reward_is_part_of_a_samples_score():
     assert [float(got[i, 1]) for i in range(4, 7)] == pytest.approx([x - fmean(s) for x in s], abs=1e-5)
 
 
-def test_weights_by_name():
+def test_reward_weights_are_found_by_name():
     cfg = RewardConfig(functions=FUNCTIONS, model_weight=3.0)
     assert reward_weights({"b": [1.0, None], "a": [None, 2.0], "model": [0.5, 0.5]}, cfg) == [0.5, 1.0, 3.0]
     with pytest.raises(ConfigError, match=r"reward\.functions\[\]\.name.*'other'"):
@@ -177,7 +177,7 @@ def test_remax_needs_greedy_responses():
 
 
 @pytest.mark.parametrize("whiten", [False, True])
-def test_a_critics_advantages(whiten):
+def test_a_critics_advantages_are_rewards_less_values(whiten):
     rollout = make_rollout()
     cfg = AlgorithmConfig(advantage="gae", whiten=whiten)
     set_token_rewards(rollout, cfg, 0.0, T - 1)

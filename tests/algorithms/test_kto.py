@@ -119,7 +119,7 @@ def first_steps(tiny_data, tiny_runs, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_the_first_steps(first_steps, name):
+def test_first_steps_start_at_the_known_loss_and_raise_the_margin(first_steps, name):
     first, *_, last = first_steps(name)
     assert [m for m in METRICS if first.get(m) is None or not math.isfinite(first[m])] == []
     assert first["kto/loss"] == pytest.approx(0.5, abs=1e-5) and abs(first["kl"]) < 1e-5
@@ -197,7 +197,7 @@ def test_a_minibatch_of_one_label_raises_an_alarm(tiny_data, tiny_runs, tmp_path
     assert "data.shuffle" in (tmp_path / "x/alarms.jsonl").read_text()
 
 
-def test_the_balance_of_labels_is_told(tiny_data, tiny_runs, tmp_path, capsys):
+def test_the_balance_of_labels_is_reported(tiny_data, tiny_runs, tmp_path, capsys):
     rows = [{"prompt": f"say {c}:", "completion": c, "label": i % 4 == 0} for i, c in enumerate(stages.LETTERS)]
     data = stages.write_jsonl(tmp_path / "few.jsonl", rows)
     overrides = [f"data.train={data}", f"model.init={tiny_runs['sft']}", "run.steps=1"]

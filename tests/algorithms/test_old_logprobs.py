@@ -81,7 +81,7 @@ def test_a_proxy_with_one_update_a_rollout_is_the_policy_itself(tiny_data, tmp_p
 @pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", ["data", "parallel.pipeline=2", "parallel.tensor=2", "parallel.context=2"])
-def test_on_two_ranks(ranks, layout, tiny_data, tiny_runs, tmp_path):
+def test_recomputed_and_automatic_old_logprobs_agree_on_two_ranks(ranks, layout, tiny_data, tiny_runs, tmp_path):
     runs = []
     for way in ("recompute", "auto"):
         own = [

@@ -20,7 +20,7 @@ def replayed(tiny_data, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_mismatch_goes(tiny_data, tmp_path, replayed):
+def test_replayed_routing_lowers_the_mismatch(tiny_data, tmp_path, replayed):
     """A bfloat16 engine and a float32 trainer, whose first rollout is the same with and without."""
     without = [text for text in REPLAY if "replay" not in text]
     plain = stages.records(stages.stage("grpo", tiny_data, tmp_path / "run", *without, "run.export=false"))

@@ -54,7 +54,7 @@ def equal(one: Path, two: Path) -> bool:
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_a_run_that_was_cut_off_goes_on_bit_by_bit(runs, go_on, name):
+def test_a_run_that_was_cut_off_resumes_bit_for_bit(runs, go_on, name):
     """The checkpoint names what was in flight, by the versions of weights that nobody has any more; nothing that landed
     is generated again."""
     (whole, (*_, all_of_it)), (cut, (*_, first)), lag = runs(name), runs(name, 4), MODES[name].lag
@@ -86,7 +86,7 @@ def test_a_run_that_was_cut_off_goes_on_bit_by_bit(runs, go_on, name):
     ],
     ids=["dp2", "tp2", "from dp2", "lag1", "windows"],
 )
-def test_another_layout_goes_on_with_what_is_in_flight(runs, go_on, name, cut_on, world, overrides):
+def test_another_layout_resumes_with_what_is_in_flight(runs, go_on, name, cut_on, world, overrides):
     """Two trainers where there was one, or one for two: the samples of step 3 are those that are stored, those of later
     ones have the same prompts and seeds. With a lag, step 4 has those of the same weights, too."""
     mode, (whole, wanted) = MODES[name], runs(name)
@@ -145,7 +145,7 @@ def test_another_schedule_is_refused(go_on, name, change):
         *[("windows", "engine.window=4"), ("windows", "batch.prompts=4"), ("windows", "damaged"), ("windows", "lost")],
     ],
 )
-def test_a_run_goes_on_without_what_is_not_its_own_and_tells_what_is_lost(go_on, name, change):
+def test_a_run_resumes_without_what_is_not_its_own_and_tells_what_is_lost(go_on, name, change):
     """What the engines make of the weights of now comes for it; groups of another size are left out."""
     mode, own = MODES[name], "=" in change
 

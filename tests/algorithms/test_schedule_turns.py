@@ -94,7 +94,7 @@ TWO = ["engine.ranks=2", "batch.micro_batch_samples=4"]
 @pytest.mark.parametrize(
     "mode, world, overrides", [("lag", 2, []), ("lag", 2, AGENT), ("windows", 4, TWO)], ids=["lag", "agent", "windows"]
 )
-def test_a_run_that_was_cut_off_goes_on_with_the_answers_that_it_was_given(
+def test_a_run_that_was_cut_off_resumes_with_the_answers_that_it_was_given(
     ranks, talker, tmp_path, mode, world, overrides
 ):
     """The dice are others at each start. The power goes off in step 4; the checkpoint is of step 2. What was in flight

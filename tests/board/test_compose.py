@@ -54,7 +54,7 @@ def test_the_form_has_every_group_and_key():
         ({"groups": GRPO, "ranks": 3, "values": {"data.train": ".", "reward.functions": "[{path: math}]"}}, None),
     ],
 )
-def test_what_is_wrong_is_told_as_the_command_line_does(wish, key, capsys, tmp_path, monkeypatch):
+def test_what_is_wrong_is_reported_as_the_command_line_does(wish, key, capsys, tmp_path, monkeypatch):
     answer = ask(**wish)
     monkeypatch.chdir(tmp_path)
     words = shlex.split(answer["command"])

@@ -298,7 +298,7 @@ def test_metrics_that_never_change_say_their_value(tmp_path):
     assert answer[2]["last"] == {"a": 1.0, "b": 1.0, "c": 2.0}
 
 
-def test_curves_and_clocks(tmp_path, monkeypatch):
+def test_curves_have_every_step_and_each_clock(tmp_path, monkeypatch):
     speed = {"time/step_s": 2.0, "throughput/tokens_per_s": 50.0}
     folder = make_run(tmp_path / "a", **speed)
     append_jsonl(folder / "metrics.jsonl", [{"step": 6, "wall_time": 200.0, "reward/mean": None, **speed}])

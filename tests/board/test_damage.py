@@ -214,7 +214,7 @@ def odd_recordings() -> dict:
 
 
 @pytest.mark.parametrize("name", odd_recordings())
-def test_a_damaged_recording_is_told_beside_the_rows(tmp_path, bad, name):
+def test_a_damaged_recording_is_reported_beside_the_rows(tmp_path, bad, name):
     columns = recording(bad, 3) | {name: odd_recordings()[name]}
     path = bad / "rollouts" / "step-00000003.safetensors"
     header = {"format": "aligner-rollout", "version": 1, "slots": [0, 1, 2], "responses": ["r"] * 6}

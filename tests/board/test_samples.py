@@ -141,7 +141,7 @@ def test_a_report_has_the_newest_of_each_run(board, monkeypatch):
     json.dumps(answer, allow_nan=False)
 
 
-def test_what_cannot_be_read_is_told(board, tmp_path):
+def test_what_cannot_be_read_is_reported(board, tmp_path):
     folder = tmp_path / "new" / "rollouts"
     (folder / "step-00000007.safetensors").write_bytes(b"no")
     (folder / "step-x.safetensors").write_bytes(b"")

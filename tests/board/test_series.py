@@ -129,7 +129,7 @@ def test_a_file_of_any_size_is_read_within_the_budget(tmp_path):
     assert len(series.points("a")[0]) == 600
 
 
-def test_damage_is_told_with_its_line_and_a_torn_end_is_none(tmp_path):
+def test_damage_is_reported_with_its_line_and_a_torn_end_is_none(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for data, steps, damage in (
         (b'{"step": 1, "a": 1}\n{"st\n{"step": 2, "a": 1}\n', [1, 2], "metrics.jsonl:2: not valid JSON"),
@@ -172,7 +172,7 @@ def test_foreign_values_are_gaps(tmp_path):
     assert not content.damage and content.newest("b") is None
 
 
-def test_what_is_no_file_of_lines_is_told(tmp_path, monkeypatch):
+def test_what_is_no_file_of_lines_is_reported(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").mkdir()
     assert "cannot be read" in (content := read(tmp_path / "metrics.jsonl")).damage and content.names() == set()
     monkeypatch.setattr(module, "BLOCK", 1 << 10)

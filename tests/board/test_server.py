@@ -93,7 +93,7 @@ def test_only_names_of_this_machine_are_answered(folder):
         assert client(folder, host=host).get(f"/{TOKEN}/").status_code == 400
 
 
-def test_bad_requests_are_told_in_one_line(folder):
+def test_bad_requests_are_reported_in_one_line(folder):
     asked = client(folder)
     for body in (b"{", b"[]", b'{"a": NaN}', b"[" * 10_000, b"\xff"):
         answer = asked.post(f"/{TOKEN}/api/runs", content=body)

@@ -38,7 +38,7 @@ def memory(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_its_sizes_on_another_machine(tiny_data, tmp_path, memory, capsys):
+def test_a_run_resumes_with_its_sizes_on_another_machine(tiny_data, tmp_path, memory, capsys):
     memory(48 * 1024 * 24)  # micro-batches of a few rows
     whole, parts, other = tmp_path / "whole", tmp_path / "parts", tmp_path / "other"
     start(whole, tiny_data, "run.steps=4")

@@ -48,7 +48,7 @@ def test_ranks_are_on_one_host_only_where_the_launcher_says_so():
     assert not rank_env({}).one_host
 
 
-def test_alone():
+def test_no_launcher_is_one_rank():
     assert rank_env({}) == RankEnv()
     assert RankEnv().world_size == 1
 
@@ -81,7 +81,7 @@ def test_a_batch_script_is_no_rank():
 @pytest.mark.parametrize(
     ("nodes", "host"), [("a", "a"), ("a,b", "a"), ("gpu[07-09,12],x", "gpu07"), ("r[1-2]-n", "r1-n"), ("x,r[1-2]", "x")]
 )
-def test_first_host(nodes, host):
+def test_first_host_of_a_node_list(nodes, host):
     assert first_host(nodes) == host
 
 

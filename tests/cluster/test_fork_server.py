@@ -77,7 +77,7 @@ def test_ranks_tell_what_an_import_raises(folder, capfd, raised):
     assert len(imported(folder)) == 1 + 1 + 3
 
 
-def test_where_no_more_processes_may_be_made_no_rank_stays_and_the_cause_is_told(folder, capfd):
+def test_where_no_more_processes_may_be_made_no_rank_stays_and_the_cause_is_reported(folder, capfd):
     code = "import os\nfork, left = os.fork, [3]\ndef few():\n  left[0] -= 1\n  return fork() if left[0] else 1 / 0\n"
     (folder / "few.py").write_text(code + "os.fork = few")
     parent = "from pathlib import Path\nfrom aligner.cluster.launch import launch\nimport sys\n"

@@ -27,7 +27,7 @@ def report(folder, monkeypatch, node, **options):
     return health.check(folder, **options)
 
 
-def test_fit_nodes(folder, monkeypatch):
+def test_fit_nodes_have_no_problems(folder, monkeypatch):
     for node in ("n1", "n2", "n3"):
         assert report(folder, monkeypatch, node, min_free_bytes=1)["problems"] == []
     assert health.collect(folder, ["n1", "n2", "n3"]) == {}
@@ -60,7 +60,7 @@ def test_a_check_that_did_not_run_blames_nobody(folder, capsys):
     ("lines", "message"),
     [("0, 0\n1, 3", "GPU 1 has 3 uncorrected"), ("0, 0", "1 GPUs, Slurm gave 2"), (None, "not answer")],
 )
-def test_gpus(folder, monkeypatch, lines, message):
+def test_gpu_problems_are_reported(folder, monkeypatch, lines, message):
     fake = folder / "nvidia-smi"
     fake.write_text(f"#!/bin/sh\nprintf '{lines}\\n'\n" if lines else "#!/bin/sh\nexit 9\n")
     fake.chmod(0o755)

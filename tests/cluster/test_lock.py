@@ -217,7 +217,7 @@ def test_two_steps_of_one_start_of_a_job_are_two(tmp_path, monkeypatch, name, va
         assert owner(tmp_path)["pid"] == os.getpid()
 
 
-def test_without_hard_links(holder, tmp_path, monkeypatch):
+def test_a_folder_can_be_locked_without_hard_links(holder, tmp_path, monkeypatch):
     def refused(*_):
         raise OSError(1, "Operation not permitted")
 
@@ -228,7 +228,7 @@ def test_without_hard_links(holder, tmp_path, monkeypatch):
         assert owner(tmp_path / "other")["pid"] == os.getpid()
 
 
-def test_who_loses_the_folder_is_told(tmp_path):
+def test_who_loses_the_folder_is_notified(tmp_path):
     informed = threading.Event()
     words = []
     for spoil in (lambda: (tmp_path / NAME).unlink(), lambda: write(tmp_path)):

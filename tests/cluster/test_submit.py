@@ -217,7 +217,7 @@ def test_slurms_notations_of_a_time_limit(text, seconds):
     assert time_limit_s(text) == seconds
 
 
-def test_a_time_limit_that_the_signal_uses_up_is_told(sbatch, capsys):
+def test_a_time_limit_that_the_signal_uses_up_is_reported(sbatch, capsys):
     warning = "is not more than the site's signal_s=300"
     assert submit("--sbatch=--time=1:00:00", "--sbatch=-t", "--sbatch=5") == 0 and warning in capsys.readouterr().err
     assert submit("--sbatch=-t5", "--sbatch=--time=6") == 0 and warning not in capsys.readouterr().err

@@ -71,7 +71,7 @@ def test_only_consequences_are_no_cause(tmp_path, last):
         "KeyError: 'peer'",
     ],
 )
-def test_these_are_causes(tmp_path, last):
+def test_these_last_lines_are_causes(tmp_path, last):
     log(tmp_path, 2, f'Traceback (most recent call last):\n  File "x"\n{last}')
     log(tmp_path, 1, LOST, at=1)
     assert triage.explain(tmp_path) == (triage.explain(tmp_path)[0], True)
@@ -104,7 +104,7 @@ def test_a_port_that_is_taken_is_a_cause(tmp_path):
     assert triage.explain(tmp_path)[1]
 
 
-def test_what_the_batch_script_decided_is_told(tmp_path, capsys):
+def test_what_the_batch_script_decided_is_reported(tmp_path, capsys):
     (tmp_path / "logs/9.0").mkdir(parents=True)
     log(tmp_path / "logs/9.0", 0, BUG)
     (tmp_path / "logs/refused").write_text("requeued 20 times, the limit is 20 (--max-requeues)\n")

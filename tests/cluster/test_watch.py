@@ -19,7 +19,7 @@ def run(folder: Path, steps=10, rows=(), metrics=(), **files) -> Path:
     return folder
 
 
-def test_a_running_run(tmp_path):
+def test_a_running_run_has_a_step_and_a_time_left(tmp_path):
     rows = [
         ("start", 7, 0, 1000, 0, "-", 8),
         ("end", 7, 0, 1100, 4, "stopped", 8),
@@ -32,7 +32,7 @@ def test_a_running_run(tmp_path):
     assert status.goodput == 60 / 150 and abs(status.rank_hours - 150 * 8 / 3600) < 1e-9
 
 
-def test_states(tmp_path):
+def test_state_follows_from_files_and_queue(tmp_path):
     rows = [("start", 7, 0, 1000, 0, "-", 1), ("end", 7, 0, 1100, 4, "x", 1)]
     assert watch.status(run(tmp_path / "done", rows=rows, DONE="sft"), {}, 2000).state == "DONE"
     assert watch.status(run(tmp_path / "ended", rows=rows[:1]), {}, 2000).state == "ended"

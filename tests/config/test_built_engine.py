@@ -25,7 +25,7 @@ def refused(model, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_families():
+def test_only_its_families_are_accepted():
     moe = replace(LLAMA, family="mixtral", moe=MoeConfig(4, 2, 48))
     assert "model.family='mixtral': expected one of llama, mistral, qwen2, qwen3" in refused(moe)
     gemma = replace(LLAMA, family="gemma3_text", qk_norm=True, attention=AttentionConfig(window=4))
@@ -45,7 +45,7 @@ def test_windows_that_would_matter():
     assert "model.attention.window=100: expected at least 120" in refused(mistral, "engine.trtllm.max_seq_len=120")
 
 
-def test_runs_and_options():
+def test_options_it_does_not_support_are_refused():
     with pytest.raises(ConfigError, match=r"run.deterministic=True: expected false.*picks kernels by timing"):
         validate_model(compose([*GRPO, "run.deterministic=true"]), LLAMA)
     for option, text in (

@@ -21,13 +21,13 @@ from aligner.errors import ConfigError
         (["tensor=-1"], "tensor", ">= 0"),
     ],
 )
-def test_what_it_refuses(overrides, key, message):
+def test_contradicting_distillation_keys_are_refused(overrides, key, message):
     with pytest.raises(ConfigError, match=f"algorithm.distill.{key}=") as caught:
         compose(["stage=distill", *(f"algorithm.distill.{text}" for text in overrides)])
     assert message in str(caught.value)
 
 
-def test_the_recipes():
+def test_recipes_set_teacher_and_divergence():
     cfg = compose(["experiment=kd"])
     assert cfg.stage.name == "distill" and cfg.algorithm.distill == DistillConfig()
     own = compose(["experiment=kd_on_policy"]).algorithm.distill

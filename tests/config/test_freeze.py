@@ -181,7 +181,7 @@ def test_names_of_files_that_are_no_utf8_survive(tmp_path, name):
     assert cfg.run.dir == name and load_frozen(freeze(cfg, tmp_path)) == cfg
 
 
-def test_missing_and_unwritable(tmp_path):
+def test_missing_and_unwritable_folders_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="--frozen"):
         load_frozen(tmp_path / "none.yaml")
     (tmp_path / "file").write_text("")

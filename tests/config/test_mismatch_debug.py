@@ -39,7 +39,7 @@ def test_bounds_are_the_methods_own_unless_told():
         ("debug.train_only=no/such/file", "debug.train_only='no/such/file': expected a path that exists"),
     ],
 )
-def test_what_is_refused(override, message):
+def test_contradicting_mismatch_and_debug_keys_are_refused(override, message):
     with pytest.raises(ConfigError) as caught:
         validate(compose([*GRPO, *override.split(" ; ")]), 1)
     assert message in str(caught.value)

@@ -65,7 +65,7 @@ def test_what_a_field_declares_is_checked(cls, values, error):
     assert Outer(share=2).names == ["a"] and Outer().names is not Outer().names
 
 
-def test_choices_of_keys():
+def test_keys_list_their_choices():
     by_name = {key.name: key.choices for key in keys(whole=True)}
     assert by_name["optim.schedule"] == ("constant", "linear", "cosine")
     assert by_name["critic.optim.schedule"] == by_name["optim.schedule"] and "veto" in by_name["mismatch.correction"]

@@ -38,7 +38,7 @@ def test_preference_against_a_loop(chosen, seed):
     assert batch.loss_mask.dtype == batch.of(LabelTargets).labels.dtype == torch.float32
 
 
-def test_scored():
+def test_scored_rows_are_padded_and_learned_at_their_last_token():
     batch = collate_scored([ScoredItem([1, 2, 3], [0.5, 1.0]), ScoredItem([4], [2.0, 3.0])], 0)
     assert batch.tokens.tolist() == [[1, 2, 3], [4, 0, 0]]
     assert batch.of(LabelTargets).labels.tolist() == [[0.5, 1.0], [2.0, 3.0]]

@@ -59,7 +59,7 @@ def test_paths_that_lead_nowhere(path, message):
         (r"\n{q} {with blank}", r"\nQ B"),
     ],
 )
-def test_templates(template, text):
+def test_templates_fill_in_columns(template, text):
     row = {"q": "Q", "n": 7, "r": {"g": "G"}, "l": [{"t": "T"}], "with blank": "B", "answer": "A"}
     assert columns_of(row, DataConfig(prompt_template=template), "r")["prompt"] == text
     assert columns_of(row, DataConfig(completion_template=template), "r")["completion"] == text

@@ -99,7 +99,7 @@ def test_no_rows_is_an_error(byte, kind):
         kind([], byte, DataConfig())
 
 
-def test_preference_pairs(byte):
+def test_preference_pairs_keep_margins_and_drop_long_ones(byte):
     rows = [
         PreferenceRow("ab", "good", "bad", margin=1.5),
         PreferenceRow("ab", "x" * 20, "short"),
@@ -198,7 +198,7 @@ def test_pairs_that_nobody_can_compare(chatml, row, text):
     assert text in str(caught.value)
 
 
-def test_scored_rows(byte):
+def test_scored_rows_keep_scores_and_drop_long_ones(byte):
     rows = [ScoredRow("ab", "c", (1.0, 0.5)), ScoredRow("ab", "c" * 30, (0.0, 0.0))]
     data = ScoredDataset(rows, byte, DataConfig(max_tokens=10))
     assert len(data) == 1 and byte.decode(data[0].tokens) == "abc<eos>"

@@ -132,7 +132,7 @@ def test_nulls_that_parquet_adds_to_messages_are_ignored():
     ]
 
 
-def test_no_rows():
+def test_data_without_rows_is_refused():
     with pytest.raises(DataError, match=r"empty"):
         prompt_rows([], DataConfig())
 

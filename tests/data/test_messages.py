@@ -30,7 +30,7 @@ def call(arguments, name="add", **more):
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_known_roles(role):
+def test_known_roles_are_read(role):
     assert read({"role": role, "content": "x"}) == [{"role": role, "content": "x"}]
 
 

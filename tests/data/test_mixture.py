@@ -117,7 +117,7 @@ def test_prompts_keep_different_ids_and_get_each_others_columns(byte):
         ("[{path: absent.jsonl}]", r"data.sources.absent.path='absent.jsonl': expected a path that exists"),
     ],
 )
-def test_bad_sources(tmp_path, change, message):
+def test_bad_sources_are_refused_in_one_line(tmp_path, change, message):
     stages.write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "completion": "c"}])
     value = change % {"a": tmp_path / "a.jsonl"}
     with pytest.raises(ConfigError, match=message) as caught:
@@ -165,14 +165,14 @@ def test_a_stage_on_sources_goes_on_as_if_it_had_never_stopped(tiny_data, source
         stages.stage("sft", tiny_data, tmp_path / "parts", "run.steps=6", *moved)
 
 
-def test_grpo_on_sources(tiny_data, sources, tmp_path):
+def test_grpo_reports_epochs_of_each_source(tiny_data, sources, tmp_path):
     run = stages.stage("grpo", tiny_data, tmp_path / "grpo", "run.steps=1", *sources)
     (record,) = stages.records(run)
     assert 20 * record["data/first/epoch"] + 12 * record["data/b/epoch"] == pytest.approx(8)
 
 
 @pytest.mark.parametrize("stage", ["rm", "dpo"])
-def test_pairs_from_sources(tiny_data, tmp_path, stage):
+def test_pair_stages_report_epochs_of_each_source(tiny_data, tmp_path, stage):
     value = f"[{{path: {tiny_data / 'pairs.jsonl'}, name: x}}, {{path: {tiny_data / 'pairs.jsonl'}, name: y}}]"
     run = stages.stage(stage, tiny_data, tmp_path / stage, "run.steps=1", f"data.sources={value}", "data.train=''")
     assert stages.records(run)[0]["data/x/epoch"] == stages.records(run)[0]["data/y/epoch"] == 4 / 32

@@ -78,7 +78,7 @@ def test_where_names_the_line_too_where_it_is_another(tmp_path):
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_damaged_archives(stored, name):
+def test_damaged_archives_are_refused(stored, name):
     path = stored / name
     whole = path.read_bytes()
     read = lambda: list(read_rows(str(path), "data.eval"))  # noqa: E731
@@ -133,7 +133,7 @@ def test_blank_lines_and_byte_order_mark(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["", "absent.jsonl"])
-def test_missing_file(tmp_path, path):
+def test_a_missing_file_is_refused(tmp_path, path):
     with pytest.raises(DataError, match=r"data.eval=.*expected"):
         read_rows(path and str(tmp_path / path), key="data.eval")
 
@@ -157,7 +157,7 @@ def test_malformed_jsonl_names_file_and_line(tmp_path, line):
         ("x.json", b"[]", "the dataset is empty"),
     ],
 )
-def test_bad_content(tmp_path, name, content, message):
+def test_unreadable_content_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         list(read_rows(str(tmp_path / name)))
@@ -259,7 +259,7 @@ def test_a_clone_of_the_hub_may_hold_files_without_rows(tmp_path, names, other):
     assert "leaves out test (1)" in read_rows(root).note
 
 
-def test_a_split_of_another_purpose_is_told(tmp_path):
+def test_a_split_of_another_purpose_is_reported(tmp_path):
     alone = hub(tmp_path / "alone", "test.jsonl")
     assert read_rows(alone).note == f"reads split test of {alone}, which has no other"
     assert read_rows(alone, "data.eval").note == "" == read_rows(hub(tmp_path / "x", "a.jsonl")).note

@@ -222,7 +222,7 @@ def test_several_templates_without_a_default_are_refused_by_name(make_folder):
         check_arguments(tokenizer, {"enable_thinking": False})
 
 
-def test_stop_tokens_that_the_tokenizer_lacks_are_told_by_their_numbers(make_folder):
+def test_stop_tokens_that_the_tokenizer_lacks_are_reported_by_their_numbers(make_folder):
     folder = make_folder()
     (Path(folder) / "generation_config.json").write_text('{"eos_token_id": [2, 99999]}')
     assert "generation stops at <|im_end|>, 99999" in describe(load_tokenizer(folder), {})[1]

@@ -211,7 +211,7 @@ def test_without_thinking_the_empty_block_is_given(qwen3):
         DataConfig(template_arguments={"tools": []})
 
 
-def test_what_a_template_leaves_out_is_told(chatml):
+def test_what_a_template_leaves_out_is_reported(chatml):
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     with pytest.raises(DataError, match=r"row 1: the chat template .* leaves out `tool_calls`.*data.chat_template"):
         encode_sft(chatml, [row(chat)])

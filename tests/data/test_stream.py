@@ -68,6 +68,6 @@ def test_another_dataset_size_is_refused():
 
 
 @pytest.mark.parametrize("size, batch", [(0, 1), (3, 0)])
-def test_bad_sizes(size, batch):
+def test_a_batch_that_no_dataset_fills_is_refused(size, batch):
     with pytest.raises(ConfigError):
         IndexStream(size, 0, True, batch)

@@ -140,7 +140,7 @@ def test_template_without_a_stop_token_gets_eos(make_folder):
     assert tokenizer.decode(ids) == "a\n<|im_end|>"
 
 
-def test_no_chat_template(make_folder):
+def test_conversations_need_a_chat_template(make_folder):
     tokenizer = load_tokenizer(make_folder(None))
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     with pytest.raises(DataError, match=r"model.tokenizer=.*expected a chat template"):

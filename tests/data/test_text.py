@@ -41,7 +41,7 @@ def test_rows_against_a_loop(byte, width, across):
         assert (item.documents is None) == across
 
 
-def test_what_is_said(byte):
+def test_the_report_counts_rows_and_tokens(byte):
     assert str(make(byte, 8).report) == (
         "data.train: 6 rows, 5 kept; 46 tokens an epoch, in 6 rows of data.max_tokens=8; 1 empty documents left out"
     )
@@ -53,7 +53,7 @@ def test_bos_and_eos_stand_once(with_bos):
     assert [t for t in tokens if t in (bos, eos)] == [bos, eos, bos, eos] and tokens[0] == bos and tokens[-1] == eos
 
 
-def test_bad_texts(byte):
+def test_rows_without_text_are_refused(byte):
     with pytest.raises(DataError, match=r"row 2: text='7': expected a string"):
         make(byte, 8, ["a", 7])
     with pytest.raises(DataError, match=r"expected documents with text, found 2 empty documents"):

@@ -157,7 +157,7 @@ def test_vocabulary_larger_than_the_checkpoint_is_refused(byte):
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
-def test_a_folder_without_a_tokenizer_is_told(family, tmp_path):
+def test_a_folder_without_a_tokenizer_is_reported(family, tmp_path):
     """Transformers makes one of a few tokens for Gemma, and one without special tokens for Qwen."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     (tmp_path / "tokenizer_config.json").write_text("{}")

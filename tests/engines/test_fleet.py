@@ -242,7 +242,7 @@ def test_a_replica_that_runs_dry_takes_work(ranks, scored):
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(1, 100), st.integers(0, 3)), max_size=40), st.integers(4, 6))
-def test_assignment(requests, replicas):
+def test_assignment_balances_costs_and_keeps_home_where_even(requests, replicas):
     costs, home = [c for c, _ in requests], [r for _, r in requests]
     parts = assign(costs, home, replicas)
     assert sorted(i for piece in parts for i in piece) == list(range(len(costs)))

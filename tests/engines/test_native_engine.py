@@ -90,7 +90,7 @@ def test_logits_that_are_not_finite_are_an_error_of_their_weights(sampling, valu
 
 
 @pytest.mark.parametrize("max_batch", [5, 512])
-def test_samples_are_told_as_they_end(max_batch):
+def test_samples_are_reported_as_they_end(max_batch):
     """Each once, as it is returned, those that end first before the others."""
     engine, messages = fill(make_engine(LLAMA, max_batch=max_batch), reference(LLAMA)), []
     steps = engine.stats.steps

@@ -27,7 +27,7 @@ def test_tensors_keep_their_bits(tensor):
     assert actual.equal(tensor) or bool(tensor.isnan().any())
 
 
-def test_values_keep_theirs():
+def test_values_keep_type_and_precision():
     sampling = SamplingParams(7, 0.1, 0.9, 3, 0.05, (1, 2), ("\n\n", "ü"))
     assert decode(encode(("generate", (sampling, None, True, 1 << 80, 0.1, "ü")))) == [
         "generate",

@@ -105,7 +105,7 @@ def test_what_cannot_be_done_is_refused_by_name(pool):
 
 
 @pytest.mark.slow
-def test_nothing_is_at_a_wrong_path_and_bad_json_is_told(pool):
+def test_nothing_is_at_a_wrong_path_and_bad_json_is_reported(pool):
     talking = pool("address")
     session, event = begin(talking)
     base = event["value"]["request"]["messages"][0]["content"]
@@ -289,7 +289,7 @@ def test_a_stream_is_the_same_answer(pool, tmp_path):
     assert answer["models"] == [MODEL]
 
 
-def test_bad_agents_are_told_before_anything_starts():
+def test_bad_agents_are_reported_before_anything_starts():
     for agent, words in {
         f"{FILE}:runs": r"environment\.agent=.*expected a function `runs`",
         "no/such.py:run": r"environment\.agent=.*no file",

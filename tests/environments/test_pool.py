@@ -262,6 +262,6 @@ def test_answers_are_read_before_anyone_is_asked(tmp_path):
         ({"path": "Guess"}, r"environment\.path='Guess': expected module:Class, path\.py:Class"),
     ],
 )
-def test_bad_tools_are_told_before_anything_starts(more, words):
+def test_bad_tools_are_reported_before_anything_starts(more, words):
     with pytest.raises(EnvironmentCodeError, match=words):
         schemas(load_tools(EnvironmentConfig(**more)))

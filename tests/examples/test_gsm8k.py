@@ -176,7 +176,7 @@ def test_errors_name_file_and_column_and_write_nothing(tmp_path, capsys, damage,
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_arguments(tmp_path, capsys):
+def test_wrong_arguments_are_refused(tmp_path, capsys):
     source = str(make_source(tmp_path / "source"))
     (tmp_path / "file").write_text("")
     for arguments, words in (

@@ -38,7 +38,7 @@ def test_split_is_disjoint_across_seeds_and_sizes():
 
 
 @pytest.mark.parametrize("fractions", [{}, {"a": 0.5}, {"a": 1.5, "b": -0.5}])
-def test_bad_fractions(fractions):
+def test_fractions_have_to_sum_to_one(fractions):
     with pytest.raises(DataError, match=r"sum to 1"):
         gym_tasks.split([], fractions)
 
@@ -58,7 +58,7 @@ def test_written_rows_read_back_the_same(tmp_path):
         ("chain_sum", {**TWO, "max_digits": 1, "min_digits": 1}, "expected 300 different questions, found"),
     ],
 )
-def test_bad_requests(task, options, message):
+def test_unknown_tasks_and_options_are_refused(task, options, message):
     with pytest.raises(DataError, match=message):
         gym_tasks.generate(task, 300, 0, **options)
 

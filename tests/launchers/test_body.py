@@ -138,7 +138,7 @@ def until(process: subprocess.Popen, path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_the_run_and_the_same_command_goes_on(workdir, number):
+def test_a_signal_stops_the_run_and_the_same_command_resumes(workdir, number):
     command = ["bash", str(ROOT / "launchers/sft.sbatch"), "data.train=train.jsonl"]
     environ = {**os.environ, "STEPS": "100000"}
     process = subprocess.Popen(
@@ -468,7 +468,7 @@ def test_progress_is_what_was_saved(slurm, workdir):
     assert "attempt 0, step 4," in launch("sft", "data.train=train.jsonl", ALIGNER_PYTHON=stopping(workdir))[1]
 
 
-def test_the_requeue_cap(slurm, workdir):
+def test_a_run_is_not_requeued_beyond_its_cap(slurm, workdir):
     code, output = launch(
         "sft",
         "data.train=train.jsonl",

@@ -66,7 +66,7 @@ def test_its_update_is_that_of_the_paper(distributed, dtype):
 
 @KINDS
 @on_ranks(1)
-def test_a_checkpoint_of_one_that_was_not_fused_goes_on(tmp_path, distributed, dtype):
+def test_a_checkpoint_of_one_that_was_not_fused_resumes(tmp_path, distributed, dtype):
     """Two steps of torch's default Adam and a checkpoint; then one more, there and by a model that loads it."""
     job = {"optim": replace(OPTIM, distributed=distributed), "dtype": dtype}
     first = build(QWEN3, **job)

@@ -31,7 +31,7 @@ def turned(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def test_rms_norm():
+def test_rms_norm_equals_its_formula():
     def plain(x, w):
         return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * w
 
@@ -68,11 +68,11 @@ def test_rms_norm_in_bfloat16_is_torchs_forward_and_nearer_backward():
         assert 0 < error < 3e-3 and error < 1.1 * other
 
 
-def test_swiglu():
+def test_swiglu_equals_its_formula():
     same(kernels.swiglu, lambda x: silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], random(5, 1, 12))
 
 
-def test_rotate():
+def test_rotate_equals_its_formula():
     angle = random(6, 1, 4)
     cos, sin = angle.cos(), angle.sin()
     same(lambda x: kernels.rotate(x, cos, sin), lambda x: turned(x, cos, sin), random(6, 3, 8))
@@ -99,7 +99,7 @@ def test_rotation_of_a_part_of_a_head(neighbours):
 
 
 @pytest.mark.parametrize("groups, share", [(1, 3), (2, 2), (4, 1)])
-def test_split_and_rotate(groups, share):
+def test_split_and_rotate_equals_its_formula(groups, share):
     angle = random(6, 1, 4)
     cos, sin = angle.cos(), angle.sin()
 
@@ -111,7 +111,7 @@ def test_split_and_rotate(groups, share):
     same(lambda mixed: kernels.split_and_rotate(mixed, cos, sin), plain, random(6, groups, share + 2, 8))
 
 
-def test_spread_and_collect():
+def test_spread_and_collect_are_gathers_with_exact_gradients():
     index = torch.tensor([0, 2, 0, 1])  # cell 2 is padding: a copy of something
     inverse = torch.tensor([0, 3, 1])
     x, w = random(3, 2).requires_grad_(), random(4, 2)

@@ -210,7 +210,7 @@ def test_gradients_are_those_of_the_whole_weights_by_the_chain_rule(ranks, cfg):
 
 
 @on_ranks(1)
-def test_a_checkpoint_holds_adapters_alone_and_goes_on_to_the_bit(tmp_path):
+def test_a_checkpoint_holds_adapters_alone_and_resumes_to_the_bit(tmp_path):
     actual = resumed(DORA, tmp_path)
     (metrics, wanted), (again, others) = actual["straight"], actual["again"]
     assert metrics == again and same(wanted, others)
@@ -223,7 +223,7 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_to_the_bit(tmp_path):
 
 @pytest.mark.parametrize("cfg, there, here", [(SOME, SP2, PP2), (SPARSE_DORA, ParallelConfig(expert=2), TP2)])
 @on_ranks(2)
-def test_another_layout_goes_on_from_a_checkpoint(tmp_path, cfg, there, here):
+def test_another_layout_resumes_from_a_checkpoint(tmp_path, cfg, there, here):
     actual = resumed(cfg, tmp_path, there, here)
     (metrics, wanted), (again, others) = actual["straight"], actual["again"]
     assert again[-1]["loss"] == pytest.approx(metrics[-1]["loss"], rel=1e-5)

@@ -120,7 +120,7 @@ def check(got, base, optim):
         ("cp2", 1, {"ep": [1], "expt_dp": [0, 1], "tp_ep": [1], "tp_ep_pp": [1]}),
     ],
 )
-def test_the_experts_groups(ranks, layout, rank, wanted):
+def test_expert_groups_have_these_ranks(ranks, layout, rank, wanted):
     world, parallel = LAYOUTS[layout]
     assert ranks.run(group_ranks, world=world, parallel=parallel)[rank] == wanted
 

@@ -66,7 +66,7 @@ def train(cfg: ModelConfig, parallel=ONE, plain: bool = False, dtype: torch.dtyp
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", CASES)
-def test_bit_by_bit_what_the_same_numbers_give(ranks, name):
+def test_bit_for_bit_what_the_same_numbers_give(ranks, name):
     cfg, lora = CASES[name]
     cfg = replace(cfg, lora=lora)
     held, plain = (ranks.run(train, cfg=cfg, plain=p)[0] for p in (False, True))

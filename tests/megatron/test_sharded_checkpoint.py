@@ -76,7 +76,7 @@ def unreadable_checkpoint(folder: Path) -> str:
     ],
 )
 @on_ranks()
-def test_the_same_layout_goes_on_bit_by_bit(tmp_path, world, parallel, dtype, optim):
+def test_the_same_layout_resumes_bit_for_bit(tmp_path, world, parallel, dtype, optim):
     job = {"cfg": MODELS["qwen3"], "parallel": parallel, "dtype": dtype, "optim": optim}
     went_on = save_and_go_on(tmp_path / "c", **job)
     resumed = load_and_step(tmp_path / "c", **job)
@@ -188,7 +188,7 @@ def written(ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone", "metadata", "folder"])
-def test_damage_is_told(ranks, written, tmp_path, damage):
+def test_damage_is_reported(ranks, written, tmp_path, damage):
     folder = tmp_path / "damaged"
     shutil.copytree(written[0], folder)
     victim = max((p for p in folder.iterdir() if p.suffix == ".distcp"), key=lambda p: p.stat().st_size)
@@ -208,13 +208,13 @@ def test_damage_is_told(ranks, written, tmp_path, damage):
     assert str(folder) in results
 
 
-def test_weights_that_one_rank_cannot_read_are_told_by_all(ranks, written):
+def test_weights_that_one_rank_cannot_read_are_reported_by_all(ranks, written):
     """The other copy would wait for them, and a run could not go on with the checkpoint before."""
     results = ranks.run(unreadable_checkpoint, world=2, folder=written[0])
     assert results[0] == results[1] == f"cannot load checkpoint {written[0]}: OSError('Stale file handle') on rank 0"
 
 
-def test_damage_that_one_rank_finds_is_told_by_all(ranks, written, tmp_path):
+def test_damage_that_one_rank_finds_is_reported_by_all(ranks, written, tmp_path):
     """Each file is hashed by one rank."""
     folder = tmp_path / "damaged"
     shutil.copytree(written[0], folder)

@@ -51,7 +51,7 @@ def hidden() -> bool:
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_one_that_does_not_load_is_told_and_hidden(install, kind):
+def test_one_that_does_not_load_is_reported_and_hidden(install, kind):
     install(BROKEN[kind])
     te.settle("auto")
     assert te.TE.broken and te.TE.lacks.startswith(f"it does not import: {kind}") and hidden()

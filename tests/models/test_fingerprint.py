@@ -41,7 +41,7 @@ def test_a_training_step_counts(large):
     assert file_fingerprint(large) != before
 
 
-def test_its_size_counts(large):
+def test_the_size_of_a_file_counts(large):
     before = file_fingerprint(large)
     large.write_bytes(large.read_bytes() + b"\0")
     assert file_fingerprint(large) != before

@@ -183,7 +183,7 @@ def test_float8_blocks_are_dequantised(case, tmp_path):
     assert sums == as_engine(tmp_path / "plain").checksums()
 
 
-def test_the_layer_that_predicts_further_tokens_is_told_and_left(tmp_path, capsys):
+def test_the_layer_that_predicts_further_tokens_is_reported_and_left(tmp_path, capsys):
     """As in DeepSeek-V3's folders, in float8 too; in no other family, and no other layer."""
     folder, exact = float8_folder(tmp_path / "hf", DEEPSEEK, (16, 16), num_nextn_predict_layers=1)
     assert check_folder(open_hf(folder), DEEPSEEK).keys() == exact.keys() and not capsys.readouterr().err

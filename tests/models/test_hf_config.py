@@ -109,7 +109,7 @@ def test_what_is_written_is_read(case, tmp_path):
         ),
     ],
 )
-def test_a_wrong_value_is_told(change, words, tmp_path):
+def test_a_wrong_value_is_reported(change, words, tmp_path):
     written(tmp_path, MODELS["llama"], **change)
     with pytest.raises(CheckpointError) as caught:
         config_from_hf(tmp_path)

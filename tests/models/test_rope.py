@@ -83,7 +83,7 @@ def test_the_lists_of_longrope():
     }
 
 
-def test_what_is_refused(tmp_path):
+def test_malformed_rope_scaling_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"short_factor='3 numbers': expected 12 numbers"):
         replace(LLAMA, rope_scaling=RopeScalingConfig(type="longrope", short_factor=[1.0] * 3))
     raw = hf_config(LLAMA, bos_token_id=1, eos_token_id=2, pad_token_id=0)

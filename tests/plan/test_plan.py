@@ -454,7 +454,7 @@ def test_no_window_is_proposed_to_a_trainer_that_is_the_slower_side():
     assert predictions.overlapped == (predictions.step_s, 0, engines, trainer)
 
 
-def test_memory_of_ranks_that_only_generate_is_told():
+def test_memory_of_ranks_that_only_generate_is_reported():
     """With a cache that fills them, beside trainers that hold less."""
     line = [*APART, "engine.ranks=2", "engine.kv_cache_bytes=40_000_000_000", "parallel.pipeline=4"]
     predictions = predict(job_of(compose(line), 10), H100)
@@ -656,7 +656,7 @@ def test_what_judges_cost(tmp_path):
     assert caches[0] < caches[1]  # asked itself, the policy's engine is awake
 
 
-def test_a_critics_pretraining_is_told_beside_the_step():
+def test_a_critics_pretraining_is_reported_beside_the_step():
     start = ["stage=ppo", "model=qwen3_0.6b", "critic.init=x", "reward.functions=[{path: math}]", "batch.epochs=2"]
     none, ten, twenty = (
         predict(job_of(compose([*start, f"critic.pretrain_steps={steps}"]), 8), H100) for steps in (0, 10, 20)

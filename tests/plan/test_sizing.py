@@ -103,7 +103,7 @@ def test_a_cpu_is_given_a_modest_share(gib, cache, tokens):
     assert cfg.batch.micro_batch_tokens >= tokens
 
 
-def test_a_run_goes_on_with_what_it_had():
+def test_a_run_resumes_with_what_it_had():
     was, new = find("rollouts"), compose(JOBS["rollouts"][1])
     again = taken_over(new, was)
     assert again.batch == was.batch and again.engine == was.engine

@@ -61,7 +61,7 @@ class Refusing(RolloutEngine):
 
 
 @given(st.lists(st.integers(0, 1000)), st.integers(1, 2000))
-def test_buckets(sizes, limit):
+def test_buckets_keep_order_and_limit(sizes, limit):
     parts = buckets(sizes, limit)
     assert [i for piece in parts for i in piece] == list(range(len(sizes)))
     for piece in parts:
@@ -129,7 +129,7 @@ def test_a_refusal_on_one_rank_stops_all(layout, moment, rank):
 
 @pytest.mark.multirank
 @on_ranks(2)
-def test_the_lowest_ranks_cause_is_told():
+def test_the_lowest_ranks_cause_is_reported():
     fail_together("")
     for causes, wanted in ((["", "b"], "rank 1: b"), (["a", "b"], "rank 0: a")):
         with pytest.raises(RefitError, match=f"^refit failed on {wanted}$"):

@@ -96,7 +96,7 @@ FUNCTIONAL = {
         ("this is no Python", ONE, 0.0, "error"),
     ],
 )
-def test_verdicts(reward, hasty, text, fields, score, verdict):
+def test_programs_get_these_verdicts(reward, hasty, text, fields, score, verdict):
     assert scored(hasty if verdict == "cpu" else reward, text, **fields) == (score, verdict or "passed")
 
 

@@ -60,7 +60,7 @@ def test_none_is_no_part_of_the_sum_and_all_none_is_invalid():
     assert scores.components == {"v": [1.0, 3.0, None], "first": [5.0, None, None]}
 
 
-def test_no_samples():
+def test_no_samples_give_empty_scores():
     scores = pipeline([(column("v"), 1.0)], normalize=True).score([])
     assert (scores.total, scores.valid, scores.components) == ([], [], {"v": []})
 
@@ -134,7 +134,7 @@ def test_only_functions_of_single_samples_begin_early():
     assert not pipeline([(each, 1.0)], overlap=False).score_early
 
 
-def test_what_goes_wrong_early_is_told_with_the_batch():
+def test_what_goes_wrong_early_is_reported_with_the_batch():
     release = threading.Event()
 
     def each(samples):
@@ -273,7 +273,7 @@ def test_slow_answers_keep_no_other_function_waiting(monkeypatch):
     release.set()
 
 
-def test_rows_that_cannot_be_scored_are_told_by_their_number():
+def test_rows_that_cannot_be_scored_are_reported_by_their_number():
     def f(samples, odd=1):
         return [0.0 for _ in samples]
 
@@ -422,7 +422,7 @@ def test_evaluation_uses_but_does_not_change_the_statistics():
     assert it.state_dict() == before
 
 
-def test_state_resumes():
+def test_a_loaded_state_scores_the_same():
     one, other = (pipeline([(column("v"), 1.0)], normalize=True) for _ in range(2))
     one.score(samples([1.0, 4.0, 9.0]))
     other.load_state_dict(one.state_dict())

@@ -190,7 +190,7 @@ def test_answers_are_read_before_anyone_is_asked(server, tmp_path):
         ({"question_file": "q.txt"}, "question_file='q.txt': expected empty with question"),
     ],
 )
-def test_bad_judges(change, message):
+def test_contradicting_judge_keys_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         from_plain(JudgeConfig, {"question": "{response}", **change})
 
@@ -255,7 +255,7 @@ def short_rest(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_rest")
-def test_a_killed_run_goes_on_with_the_scores_that_it_was_given(tiny_data, tmp_path, server):
+def test_a_killed_run_resumes_with_the_scores_that_it_was_given(tiny_data, tmp_path, server):
     """Scores and grades are other ones each time, some fail. What a resumed run is made of is in its log: a run that
     reads all of it is the same to the last bit. No file has a key."""
     overrides = [*SMALL, *scored_by(server.base_url)]

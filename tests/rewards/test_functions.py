@@ -46,7 +46,7 @@ def test_the_two_byte_asset_gives_credit_per_byte():
     assert loaded(samples("Qz", "Qz!", "Qa", "az", "ab", "")) == [1.0, 1.0, 0.5, 0.5, 0.0, 0.0]
 
 
-def test_a_module_function():
+def test_a_function_of_a_module_is_loaded():
     loaded = load_function(RewardFunctionConfig(path="aligner.rewards.verifiable:exact_match"))
     assert loaded(samples("5", "6", answer="5")) == [1.0, 0.0]
 
@@ -188,7 +188,7 @@ def test_an_exception_of_the_batch_alone_says_so():
 
 
 @pytest.mark.parametrize("result", [[1.0], [1.0, 2.0, 3.0], []])
-def test_wrong_length(result):
+def test_a_wrong_number_of_scores_is_refused(result):
     with pytest.raises(RewardError, match=f"`mine` returned {len(result)} scores: expected 2"):
         reward(lambda samples: result)(samples("a", "b"))
 
@@ -196,13 +196,13 @@ def test_wrong_length(result):
 @pytest.mark.parametrize(
     "bad", [float("nan"), float("inf"), -float("inf"), "1", [1.0], {}, 1j, torch.tensor(torch.nan)]
 )
-def test_no_number(bad):
+def test_a_score_that_is_no_number_is_refused(bad):
     with pytest.raises(RewardError, match=r"`mine` returned .* on prompt 11, sample 1, response 'b'"):
         reward(lambda samples: [0.0, bad])(samples("a", "b"))
 
 
 @pytest.mark.parametrize("bad", [None, 1.0, "ab", {1: 2}, (x for x in (1, 2))])
-def test_no_list(bad):
+def test_scores_that_are_no_list_are_refused(bad):
     with pytest.raises(RewardError, match="expected a list"):
         reward(lambda samples: bad)(samples("a", "b"))
 

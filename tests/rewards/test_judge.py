@@ -103,7 +103,7 @@ def test_a_question_of_other_columns_is_refused_with_what_there_is():
         ({"opponents": -1}, r"opponents=-1"),
     ],
 )
-def test_bad_judges(change, message):
+def test_contradicting_judge_keys_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         JudgeConfig(**{"question": "{response}", **change})
 

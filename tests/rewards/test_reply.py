@@ -183,7 +183,7 @@ def test_a_reply_without_end_costs_no_more_than_the_limit(raw, kind):
         ([], b"\xff\xfe", ["malformed"]),
     ],
 )
-def test_what_is_unpacked(raw, headers, body, causes):
+def test_packed_replies_are_unpacked_or_refused(raw, headers, body, causes):
     found, failed, _ = score(raw(answer(body, *headers)).url)
     assert failed == causes and (math.isnan(found) if causes else found == 0.5)
 

@@ -49,7 +49,7 @@ def sample(response: str, **fields) -> Sample:
         ("#### 42", "I do not know", 0),
     ],
 )
-def test_math(gold, response, score):
+def test_math_gives_these_scores(gold, response, score):
     assert math([sample(response, answer=gold)]) == [score]
 
 
@@ -117,7 +117,7 @@ def test_math_takes_numbers_as_references(gold, answer):
     assert math([sample(f"${answer}$", answer=gold), sample("$3$", answer=gold)]) == [1.0, 0.0]
 
 
-def test_exact_match():
+def test_exact_match_strips_and_may_ignore_case():
     rows = [
         sample(" Yes\n", answer="Yes"),
         sample("yes", answer="Yes"),

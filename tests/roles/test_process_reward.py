@@ -103,7 +103,7 @@ def test_a_trained_one_scores_rollouts(tiny_data, tiny_runs, tmp_path):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
-def test_the_numbers_stay(ranks, one, case):
+def test_layouts_do_not_change_scores_and_updates(ranks, one, case):
     world, parallel, bc = CASES[case]
     results = ranks.run(steps_update, world=world, cfg=LLAMA, parallel=parallel, bc=bc)[0]
     torch.testing.assert_close(results["logits"], one["logits"], rtol=1e-4, atol=1e-5)

@@ -65,7 +65,7 @@ def test_keys_that_agree_or_are_the_runs_pass(tiny_runs, capsys):
 
 
 @pytest.mark.slow
-def test_a_preset_of_another_shape_is_told_and_one_of_this_is_not(tiny_runs, tmp_path, capsys):
+def test_a_preset_of_another_shape_is_reported_and_one_of_this_is_not(tiny_runs, tmp_path, capsys):
     init = f"model.init={tiny_runs['sft']}"
     assert main(["run", "--cfg", "data.train=.", init, "model=llama3_8b"]) == 0
     output = capsys.readouterr()
@@ -84,7 +84,7 @@ def test_a_preset_of_another_shape_is_told_and_one_of_this_is_not(tiny_runs, tmp
 
 
 @pytest.mark.slow
-def test_a_runs_config_has_the_true_shape_and_goes_on_as_it_is(tiny_data, tiny_runs, tmp_path):
+def test_a_runs_config_has_the_true_shape_and_resumes_as_it_is(tiny_data, tiny_runs, tmp_path):
     """Also where it begins from an earlier version's, with a default shape in it; to the bit."""
     overrides = ["run.export=false", "checkpoint.every=2", f"model.init={tiny_runs['sft']}", "checkpoint.rollouts=true"]
     overrides += ["model.num_layers=4", "model.hidden_size=64", "engine.max_batch=8"]  # what a default was

@@ -477,7 +477,7 @@ def test_kl_controller_keeps_its_state():
 # --- statistics
 
 
-def test_reduced_metrics():
+def test_reduced_metrics_are_means_and_maxima():
     found = reduce_metrics({"a": (6.0, 4), "none": (0.0, 0.0)}, {"top": 3}, None)
     assert found["a"] == 1.5 and found["top"] == 3 and math.isnan(found["none"])
 
@@ -572,7 +572,7 @@ def test_with_gdpo_groups_are_degenerate_in_every_component(world):
     assert trained.tolist() == [True, True, False, False]
 
 
-def test_value_metrics(world):
+def test_value_metrics_equal_a_plain_computation(world):
     rollout = make_rollout()
     g = torch.Generator().manual_seed(2)
     rollout.loss_mask = rollout.response_mask

@@ -235,7 +235,7 @@ def test_data_and_settings_are_the_same_on_every_rank(ranks, tiny_data, tmp_path
     assert all(text.startswith(f"ViewError: rank 1 sees another {wrong}") for text in results), results
 
 
-def test_what_rank_0_alone_cannot_rename_or_make_is_told_on_all(ranks, tmp_path):
+def test_what_rank_0_alone_cannot_rename_or_make_is_reported_on_all(ranks, tmp_path):
     results = ranks.run(refusals_of_rank_0, world=2, folder=tmp_path)
     assert results[0] == results[1]
     *renamed, saved = results[0]
@@ -254,7 +254,7 @@ def test_a_changed_description_is_no_starting_point(tiny_data, tiny_runs, tmp_pa
         stages.stage("sft", tiny_data, tmp_path / "run", "run.steps=1", f"model.init={tmp_path / 'init'}")
 
 
-def test_a_folder_without_its_state_is_told(tiny_data, half, tmp_path, capsys):
+def test_a_folder_without_its_state_is_reported(tiny_data, half, tmp_path, capsys):
     run = shutil.copytree(half, tmp_path / "run")
     newest = run / "checkpoints" / "step-00000002"
     (newest / "state.json").unlink()

@@ -121,7 +121,7 @@ def test_explained_variance_waits_for_the_warm_up():
     assert len(run([bad] * 5, start=51, watch=watch)) == 1
 
 
-def test_values_far_from_all_returns_are_told_at_once():
+def test_values_far_from_all_returns_are_reported_at_once():
     """Also in the warm-up, in which somewhat wrong values are usual."""
     watch = Alarms(critic_warmup_steps=50)
     assert run([{"critic/explained_variance": value} for value in (-0.5, -9.0, -99.0)], watch=watch) == []

@@ -85,7 +85,7 @@ def test_a_start_is_noted_where_something_is_new(run, tiny_data, capsys):
     assert "WARNING" not in capsys.readouterr().err
 
 
-def test_weights_that_are_not_what_the_step_left_are_told(run, tiny_data, capsys):
+def test_weights_that_are_not_what_the_step_left_are_reported(run, tiny_data, capsys):
     shutil.rmtree(run / "checkpoints" / "step-00000002")
     shutil.copytree(run / "checkpoints" / "step-00000001" / "policy", run / "p")
     actual = lines(run)

@@ -145,7 +145,7 @@ def test_printable_cuts_and_keeps_lines():
     assert printable("日本") == "日本"
 
 
-def test_samples_file(tmp_path):
+def test_records_of_samples_are_json(tmp_path):
     append_jsonl(tmp_path / FILE, [row.record() for row in ROWS])
     records = read_jsonl(tmp_path / FILE)
     assert records[1]["reward"] is None

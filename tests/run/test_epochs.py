@@ -65,7 +65,7 @@ def test_rows_that_were_dropped_or_mixed_count_as_they_are(tiny_data, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_to_the_same_step_with_the_same_numbers(tiny_data, tmp_path):
+def test_a_run_resumes_to_the_same_step_with_the_same_numbers(tiny_data, tmp_path):
     overrides = ["run.epochs=3", "batch.sequences=8", "optim.schedule=linear", "checkpoint.every=5", "run.export=false"]
     whole = stages.stage("sft", tiny_data, tmp_path / "whole", *overrides)
     cut = tmp_path / "cut"

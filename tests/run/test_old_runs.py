@@ -20,7 +20,7 @@ RUNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_of_an_earlier_version_goes_on(name, tmp_path, capfd):
+def test_a_run_of_an_earlier_version_resumes(name, tmp_path, capfd):
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     inputs, run, (world, own) = digests.Inputs(tmp_path), tmp_path / "runs" / name, RUNS[name]

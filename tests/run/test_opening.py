@@ -38,7 +38,7 @@ def test_where_what_how_long_and_to_where(tiny_data, tmp_path, capsys):
     assert "loss=" in err[-1] and "lr=0.003" in err[-1]
 
 
-def test_epochs_are_told_as_steps(tiny_data, tmp_path, capsys):
+def test_epochs_are_reported_as_steps(tiny_data, tmp_path, capsys):
     out, _ = run(capsys, "sft", tiny_data, tmp_path, "run.steps=0", "run.epochs=0.5", "batch.sequences=16")
     assert line(out, "1 step ") == "1 step of 16 rows: 0.5 epochs (2 steps an epoch of 32)"
 
@@ -58,7 +58,7 @@ def test_adapters_a_critic_and_what_is_not_trained(tiny_data, tiny_runs, tmp_pat
 
 
 @pytest.mark.parametrize(("steps", "message"), [(2, True), (3, False)])
-def test_a_policy_that_never_learns_is_told(steps, message, tiny_data, tiny_runs, tmp_path, capsys):
+def test_a_policy_that_never_learns_is_reported(steps, message, tiny_data, tiny_runs, tmp_path, capsys):
     overrides = [f"model.init={tiny_runs['sft']}", f"reward.model={tiny_runs['rm']}", "critic.warmup_steps=2"]
     out, _ = run(capsys, "ppo", tiny_data, tmp_path, *overrides, f"run.steps={steps}")
     results = [text for text in out if "critic.warmup_steps=2" in text]
@@ -76,7 +76,7 @@ def test_a_policy_that_never_learns_is_told(steps, message, tiny_data, tiny_runs
         ("distill", "sequences", ["algorithm.distill.on_policy=1"]),
     ],
 )
-def test_steps_of_several_epochs_are_told(name, key, overrides, tiny_data, tiny_runs, tmp_path, capsys):
+def test_steps_of_several_epochs_are_reported(name, key, overrides, tiny_data, tiny_runs, tmp_path, capsys):
     overrides = [
         *overrides,
         f"batch.{key}=80",
@@ -89,7 +89,7 @@ def test_steps_of_several_epochs_are_told(name, key, overrides, tiny_data, tiny_
     assert line(out, "WARNING: batch.") == f"WARNING: batch.{key}=80: a step takes each of the 32 rows about 2.5 times"
 
 
-def test_another_dtype_than_the_folders_is_told(tiny_data, tiny_runs, tmp_path, capsys, monkeypatch):
+def test_another_dtype_than_the_folders_is_reported(tiny_data, tiny_runs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(megatron_model, "cpu_has_bf16", lambda: True)
     init = f"model.init={tiny_runs['sft']}"
     out, _ = run(capsys, "sft", tiny_data, tmp_path / "a", init, "model.dtype=auto", "run.export=true")
@@ -102,7 +102,7 @@ def test_another_dtype_than_the_folders_is_told(tiny_data, tiny_runs, tmp_path, 
     assert not [text for text in out if "WARNING" in text]
 
 
-def test_the_last_evaluation_is_told(tiny_data, tmp_path, capsys):
+def test_the_last_evaluation_is_reported(tiny_data, tmp_path, capsys):
     overrides = [f"data.eval={tiny_data / 'eval.jsonl'}"]
     _, err = run(capsys, "sft", tiny_data, tmp_path / "a", *overrides)
     value = stages.records(tmp_path / "a")[-1]["eval/loss"]

@@ -179,7 +179,7 @@ def test_evaluation_during_training():
     assert memory.engine.awake
 
 
-def test_judges():
+def test_judges_get_the_device_or_an_awake_engine():
     """One of its own weights has the device for itself; the run's engine has to be awake to be asked."""
     memory, timers, log = make("policy", "judge.0")
     run(timers, "refit", "generate", "score")
@@ -279,7 +279,7 @@ def test_limits_below_what_a_phase_holds_are_refused():
         MemoryConfig(offload=["momentum"])
 
 
-def test_peaks_and_limits(world, capsys):
+def test_peaks_are_measured_and_limits_enforced(world, capsys):
     memory, timers, _ = make(limit={"update_bytes": 1 << 50, "logprobs_bytes": 1000})
     resident = peak_rss_bytes()
     with timers("update"):

@@ -186,7 +186,7 @@ def flip(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
     tiny_data, tiny_runs, straight, tmp_path, capsys, damage
 ):
     run = shutil.copytree(straight("grpo"), tmp_path / "run")
@@ -351,7 +351,7 @@ def test_a_damaged_one_does_not_count_as_one_of_the_last(tmp_path, process_group
     ("metric", "best"),
     [("eval/accuracy", [3, 5]), ("eval/loss", [1, 2])],  # larger is better; of a loss smaller
 )
-def test_retention(tmp_path, process_group, metric, best):
+def test_the_last_and_the_best_checkpoints_are_kept(tmp_path, process_group, metric, best):
     from aligner.run.checkpoints import Checkpoints
 
     config = CheckpointConfig(keep_last=2, keep_best=2, metric=metric)
@@ -385,7 +385,7 @@ def test_how_long_a_save_took_is_of_the_last_one_by_the_clock_it_is_given(tmp_pa
     assert kept.seconds == 0.0
 
 
-def test_a_metric_that_is_not_measured_is_told_once(tmp_path, process_group, capsys):
+def test_a_metric_that_is_not_measured_is_reported_once(tmp_path, process_group, capsys):
     from aligner.run.checkpoints import Checkpoints
 
     kept = Checkpoints(tmp_path, CheckpointConfig(keep_best=1, metric="reward/meen"), {}, {}, {"stage": "grpo"})

@@ -16,7 +16,7 @@ from tests import soak, stages
 
 
 @pytest.mark.slow
-def test_a_few_kills(tmp_path):
+def test_killed_runs_resume_without_a_mismatch(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(stages.ROOT)}
     command = [sys.executable, "-W", "ignore", "-m", "tests.soak", "--kills", "3", "--seed", "4", "--layouts", "one"]
     command += ["--stages", "sft", "--folder", str(tmp_path / "soak")]

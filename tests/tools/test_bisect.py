@@ -49,7 +49,7 @@ def recorded(run, step, folder="rollouts"):
     return load_file(run / folder / f"step-{step:08d}.safetensors")
 
 
-def test_a_kernel(tiny_data, tmp_path, grpo, monkeypatch):
+def test_a_changed_kernel_is_located(tiny_data, tmp_path, grpo, monkeypatch):
     """From step 2 on the trainer gives one token of the vocabulary another logprob."""
     from aligner.roles import policy
     from aligner.rollout.source import RolloutSource
@@ -97,7 +97,7 @@ def rewarded(grpo, tiny_data, tmp_path_factory):
     return stages.stage("grpo", tiny_data, root / "run", *BARE, *GRPO, own)
 
 
-def test_a_reward(grpo, rewarded):
+def test_a_changed_reward_is_located(grpo, rewarded):
     first, *others, last = told(grpo, rewarded)
     assert first == "differ at step 2 of 1 to 3: rewards"
     assert any(re.match(r"also different: content of reward.functions \S+ \| \S+$", line) for line in others)
@@ -135,7 +135,7 @@ def test_a_row_of_the_data(tiny_data, tmp_path, sft):
     assert last == f"1 of 16 rows differ: row {row} of the batch, token {len(asked)}: {ids[0]} | {ids[1]}"
 
 
-def test_a_seed(tiny_data, tmp_path, sft):
+def test_another_seed_is_located(tiny_data, tmp_path, sft):
     other = stages.stage("sft", tiny_data, tmp_path / "run", *BARE, "seed=1")
     first, second = told(sft, other)[:2]
     tensor = "policy/embedding.word_embeddings.weight"
@@ -159,7 +159,7 @@ def test_padding_and_what_one_has_alone_are_no_difference(grpo, tmp_path):
     assert re.fullmatch(r"sample \d+ of prompt \d+ \(row \d+ of the data\): valid True \| False", _sample(paths))
 
 
-def test_a_label(sft, tmp_path):
+def test_a_changed_label_is_located(sft, tmp_path):
     paths, rows = [tmp_path / name for name in "abc"], recorded(sft, 1, "rows")
     for path, label in zip(paths, (0.0, 0.0, 1.0), strict=True):
         save_file(rows | {"labels": torch.full((len(rows["tokens"]),), label)}, path)

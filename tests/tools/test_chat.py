@@ -45,7 +45,7 @@ def test_only_a_terminal_is_asked(tiny_runs, monkeypatch, capsys):
     assert between and replies[0][:2] == "> " and replies[1] == first + second
 
 
-def test_text_of_another_encoding_is_told(monkeypatch):
+def test_text_of_another_encoding_is_reported(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("ja\ngr\u00fc\u00df\n".encode("utf-8")), "utf-8"))
     assert (read_line(), read_line(), read_line()) == ("ja\n", "gr\u00fc\u00df\n", "")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("gr\u00fc\u00df\n".encode("latin-1")), "utf-8"))

@@ -28,7 +28,7 @@ def functions(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_result():
+def test_a_child_process_returns_the_result():
     number, pid, parent = call_in_child("functions_apart:who", 7)
     assert number == 7 and pid != os.getpid() == parent
 
@@ -36,7 +36,7 @@ def test_a_result():
 @pytest.mark.slow
 def test_results_errors_and_ends_by_one_fork_server():
     with fork_server.kept(["functions_apart", "torch"], dict(os.environ), ()):
-        test_a_result()
+        test_a_child_process_returns_the_result()
         with pytest.raises(ConfigError, match="seed=3: expected another one") as caught:
             call_in_child("functions_apart:refuses")
         assert caught.value.key == "seed" and caught.value.exit_code == 2

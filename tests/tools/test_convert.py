@@ -212,7 +212,7 @@ def test_an_import_writes_no_extra_state(ranks, folder, tmp_path):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("what", ["import", "export"])
-def test_an_interrupted_conversion_goes_on(ranks, folder, tmp_path, what):
+def test_an_interrupted_conversion_resumes(ranks, folder, tmp_path, what):
     source = folder
     if what == "export":
         source = tmp_path / "run"
@@ -288,7 +288,7 @@ def test_memory_is_bounded_by_a_piece(tmp_path):
 
 
 @pytest.mark.slow
-def test_command_line(folder, tmp_path):
+def test_the_command_line_imports_and_exports(folder, tmp_path):
     def run(*args):
         command = [sys.executable, "-m", "aligner", *map(str, args)]
         environ = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -190,7 +190,7 @@ def test_the_fake_has_what_the_table_asks_of_each_version(monkeypatch, version):
 
 
 @pytest.mark.slow
-def test_without_the_package(monkeypatch, tmp_path):
+def test_doctor_names_the_extra_of_a_missing_package(monkeypatch, tmp_path):
     cfg = compose(["engine=trtllm", f"run.dir='{tmp_path}'"])
     monkeypatch.setattr(doctor, "_torch", lambda env: iter(()))
     checks = {check.name: check for check in doctor.checks(cfg, RankEnv())}

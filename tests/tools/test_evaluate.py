@@ -55,7 +55,7 @@ def test_answers_are_kept_with_their_scores(folder, tiny_data):
 
 
 @pytest.mark.slow
-def test_references_that_cannot_be_read_are_told_before_anything_is_generated(folder, tmp_path):
+def test_references_that_cannot_be_read_are_reported_before_anything_is_generated(folder, tmp_path):
     rows = [{"prompt": "say a:", "completion": answer} for answer in ("1", "???", "3 apples")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     math_of = "eval.functions=[{path: math, args: {field: completion}}]"

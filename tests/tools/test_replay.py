@@ -64,7 +64,7 @@ def test_a_step_is_the_one_that_was_written(run, capsys, monkeypatch, stage, ste
         assert (again / "rollouts" / names[-1]).read_bytes() == there.read_bytes()
 
 
-def test_a_step_that_is_another_one_is_told(run, capsys):
+def test_a_step_that_is_another_one_is_reported(run, capsys):
     folder = run("sft")
     again = stages.execute(prepare(folder, 3, ["optim.lr=1e-4"]).cfg)
     assert compare(folder, again, 3) == 1
@@ -145,7 +145,7 @@ def test_what_cannot_be_executed_again(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_line(run, capfd):
+def test_the_command_line_replays_a_step(run, capfd):
     folder = run("sft")
     assert main(["replay", str(folder), "--step", "3"]) == 0
     shown = capfd.readouterr().out

@@ -167,7 +167,7 @@ def test_a_request_that_the_engine_has_cannot_be_taken_back(served, client, monk
 
 
 @pytest.mark.parametrize("error", [ValueError("odd"), KeyError("k"), AssertionError(), MemoryError(), StopIteration()])
-def test_whatever_the_engine_raises_is_told_and_it_goes_on(served, client, monkeypatch, error):
+def test_whatever_the_engine_raises_is_reported_and_it_goes_on(served, client, monkeypatch, error):
     def serve(pool, *_):
         if isinstance(error, ValueError):
             pool.take()
@@ -245,7 +245,7 @@ def test_messages_that_make_no_token_are_refused(tiny_runs, tmp_path):
 
 
 @pytest.mark.parametrize("left", ["in its request", "while it waits", "in its stream"])
-def test_of_a_client_that_leaves_nothing_is_told(left, capfd, caplog):
+def test_of_a_client_that_leaves_nothing_is_reported(left, capfd, caplog):
     begun, spoken, gone = threading.Event(), threading.Event(), threading.Event()
 
     class Slow:

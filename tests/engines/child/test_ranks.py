@@ -88,7 +88,7 @@ def late(tensors, rank: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 @on_ranks()
-def test_each_rank_writes_its_own_memory_before_the_child_is_told(world):
+def test_each_rank_writes_its_own_memory_before_the_child_is_notified(world):
     """An engine of ranks on GPUs, whose buffers are in host memory here."""
     rank, files, readers = dist.get_rank(), [], []
 
@@ -193,7 +193,7 @@ def test_tensors_come_one_after_the_other_and_are_copied_where_the_next_bucket_t
     memory.close()
 
 
-def test_ranks_that_got_other_numbers_are_told():
+def test_ranks_that_got_other_numbers_are_reported():
     worker = VllmWorker.__new__(VllmWorker)
     worker.settings, worker._checksums = SimpleNamespace(checksums=True), {}
     answers = [{"a": 1, "b": 2}, {"a": 1, "b": 2}]

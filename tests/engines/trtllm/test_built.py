@@ -278,7 +278,7 @@ def test_what_this_engine_cannot_do_is_refused():
     make_built(replace(MODELS["mistral"], attention=AttentionConfig(window=256))).close()
 
 
-def test_without_the_package(monkeypatch):
+def test_a_missing_package_names_its_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     text = r"engine.name=trtllm_engine needs `tensorrt_llm`: .*aligner\[trtllm-engine\]"
     with pytest.raises(MissingExtraError, match=text):

@@ -221,7 +221,7 @@ def test_larger_engines_are_refused_with_what_would_lift_it():
         make_engine(LLAMA, tensor_parallel=2)
 
 
-def test_without_the_package(monkeypatch):
+def test_a_missing_package_names_its_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"aligner\[trtllm\]"):
         make_engine(LLAMA)

@@ -117,7 +117,7 @@ def test_an_interruption_lets_the_requests_go():
     assert messages[-1] == ("ok", None)
 
 
-def test_bfloat16():
+def test_bfloat16_logprobs_agree_with_their_scores():
     model = reference(LLAMA).to(torch.bfloat16)
     engine = fill(make_engine(LLAMA, dtype=torch.bfloat16), model)
     out = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6))

@@ -41,7 +41,7 @@ def test_an_interpreter_without_vllm():
         make_engine(LLAMA, python="", process=True)
 
 
-def test_another_version(monkeypatch):
+def test_another_version_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.31.2"))
     with pytest.raises(ConfigError, match=r"expected vLLM 0.32.0. Installed is 0.31.2; launchers/engine_env.sh"):
         import_vllm()

@@ -37,7 +37,7 @@ def test_grpo_learns(whole):
     assert sum(rewards[-4:]) > sum(rewards[:4]) * 1.2, rewards
 
 
-def test_a_run_that_is_resumed_is_the_same_bit_by_bit(train, whole, tmp_path):
+def test_a_run_that_is_resumed_is_the_same_bit_for_bit(train, whole, tmp_path):
     """Another process generates from step 11 on, of which nothing may depend."""
     resumed = train(tmp_path / "run", f"run.resume={whole / 'checkpoints/step-00000010'}")
     assert stages.timeless(resumed) == stages.timeless(whole)[10:]
@@ -50,7 +50,7 @@ def test_a_run_that_is_resumed_is_the_same_bit_by_bit(train, whole, tmp_path):
     [(2, ("engine.tensor_parallel=2",)), (3, ("engine.ranks=2", "engine.tensor_parallel=2")), (2, ())],
     ids=["tp2", "own-tp2", "two"],
 )
-def test_several_ranks(ranks, tiny_data, tmp_path, world, layout):
+def test_grpo_learns_on_several_ranks(ranks, tiny_data, tmp_path, world, layout):
     """One engine of both; one on two ranks of its own, which get their shares of the weights by the plan; one for
     each."""
     line = stages.overrides("grpo", tiny_data, tmp_path / "run", *RUN, "run.steps=3", *layout)

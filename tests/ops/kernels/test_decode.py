@@ -55,7 +55,7 @@ def test_parts_fill_the_gpu_and_are_worth_it(programs, length):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_it_runs_here():
+def test_the_kernel_runs_on_this_gpu():
     from aligner.ops.kernels.decode import attend
     from aligner.ops.kernels.scored_attention import ScoreRule
 

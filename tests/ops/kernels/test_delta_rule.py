@@ -35,7 +35,7 @@ def by_definition(query, key, value, decay, beta, state=None):
 
 @pytest.mark.parametrize("chunk", [1, 4, 11, 64])
 @pytest.mark.parametrize("began", [False, True])
-def test_is_the_definition(chunk, began):
+def test_chunks_equal_the_definition(chunk, began):
     values = inputs()
     state = torch.randn(2, 4, 5, 3, dtype=torch.float64) if began else None
     out, last = delta_rule(*values, state, chunk)
@@ -43,7 +43,7 @@ def test_is_the_definition(chunk, began):
     assert (out - wanted).abs().max() < 1e-12 and (last - end).abs().max() < 1e-12
 
 
-def test_gradients():
+def test_gradients_pass_gradcheck():
     values = [x.requires_grad_() for x in inputs(rows=1, length=5, keys=1, values=2, dk=3, dv=2)]
     state = torch.randn(1, 2, 3, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *a: delta_rule(*a, chunk=2), (*values, state))
@@ -83,7 +83,7 @@ def test_causal_mix_goes_on():
     assert (rest - whole[:, 4:]).abs().max() < 1e-6
 
 
-def test_gates():
+def test_gates_equal_their_formula():
     decay, beta = gates(*torch.zeros(2, 3), torch.tensor([0.0, 1.0, -1.0]), torch.tensor([0.0, 0.0, 2.0]))
     assert beta.tolist() == [0.5] * 3
     softplus = torch.tensor([0.0, 0.0, 2.0]).exp().log1p()

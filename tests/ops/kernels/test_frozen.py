@@ -59,7 +59,7 @@ def test_a_shard_of_whole_blocks_is_the_shard_of_what_is_held(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_product_and_gradient(kind):
+def test_product_and_gradient_are_those_of_the_dense_matrix(kind):
     held = Frozen.of(matrix(), kind)
     x = torch.randn(2, 5, 192, requires_grad=True)
     saved = []

@@ -150,7 +150,7 @@ def test_one_token_rows_and_a_token_outside_the_vocabulary():
     temperature=st.floats(0.2, 4),
     seed=st.integers(0, 1000),
 )
-def test_any_shape(rows, width, vocab, pad, chunk, temperature, seed):
+def test_logprobs_of_any_shape_equal_the_reference(rows, width, vocab, pad, chunk, temperature, seed):
     logits, tokens, _, _ = make(rows, width, vocab + pad, vocab, torch.float64, seed)
     lp, h = token_logprobs(logits, tokens, temperature=temperature, vocab_size=vocab, chunk_tokens=chunk, entropy=True)
     want, want_h = reference(logits, tokens, temperature, vocab)

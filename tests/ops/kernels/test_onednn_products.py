@@ -52,7 +52,7 @@ def test_what_is_small_or_of_another_type_stays_with_torch(lagging, monkeypatch)
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(3)], ids=["large", "small"])
-def test_sums_of_products(lagging, rows):
+def test_sums_of_products_equal_torch(lagging, rows):
     a, b = factors()
     a = a[rows]
     base = torch.randn(len(a), N)

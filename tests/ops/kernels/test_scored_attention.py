@@ -22,7 +22,7 @@ def plain(q, k, v, seen, scale, softcap):
 
 @pytest.mark.parametrize("block", [1, 70, 1 << 24])
 @pytest.mark.parametrize("mask", ["causal", "bool", "added", "rows"])
-def test_forward_and_backward(monkeypatch, block, mask):
+def test_forward_and_backward_equal_the_reference(monkeypatch, block, mask):
     """Also where queries are the last ones of their keys, and in blocks that are made again in backward."""
     monkeypatch.setattr(module, "BLOCK", block)
     g = torch.Generator().manual_seed(0)
@@ -82,7 +82,7 @@ def test_a_cap_far_away_is_none():
     assert torch.allclose(capped(q, 1e4), q, atol=1e-5) and capped(q * 1e6, 2.0).abs().max() <= 2
 
 
-def test_logits():
+def test_logits_are_scaled_and_capped():
     logits = torch.randn(3, 7)
     assert scaled_logits(logits, ScalesConfig()) is logits
     assert torch.equal(scaled_logits(logits, ScalesConfig(logits=4.0)), logits / 4)

@@ -9,7 +9,7 @@ ROWS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=5), min_size=1,
 
 
 @given(rows=ROWS)
-def test_against_a_loop(rows):
+def test_split_documents_are_those_of_a_loop_and_join_back(rows):
     width, number = max(map(sum, rows)) + 1, 1
     tokens, documents = torch.full((len(rows), width), 99), torch.zeros(len(rows), width, dtype=torch.int64)
     pieces = []

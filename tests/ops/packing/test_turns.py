@@ -60,7 +60,7 @@ def test_what_is_appended_stays_one_row(case):
         assert sum(row.made) == sum(len(turn.output) for turn in turns)
 
 
-def test_the_three_outcomes():
+def test_turns_join_realign_or_fork():
     first = Turn([1, 2], [3, 4, 5], [-0.1, -0.2, -0.3], [-1.0, -2.0, -3.0])
     clean, realign = Turn([1, 2, 3, 4, 5, 6], [7], [-0.4]), Turn([1, 2, 3, 4, 9, 6], [7], [-0.4])
     (row,) = rows_of([first, clean])

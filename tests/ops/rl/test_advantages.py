@@ -84,7 +84,7 @@ def check(got, want):
 @settings(max_examples=60, deadline=None)
 @given(rows=samples)
 @pytest.mark.parametrize("name", LOOPS)
-def test_group_estimators(name, rows):
+def test_group_estimators_equal_a_loop(name, rows):
     ours, plain = columns(rows)
     check(OURS[name](*ours), group_loop(name, *plain))
 

@@ -17,7 +17,7 @@ def case(seed, b=6, t=8):
 
 
 @given(seed=st.integers(0, 999))
-def test_covariance(seed):
+def test_covariance_equals_a_loop(seed):
     a, lp, m = case(seed)
     at = m.nonzero().tolist()
     mean_a, mean_lp = (fmean(float(x[i, j]) for i, j in at) for x in (a, lp))

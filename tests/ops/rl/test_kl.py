@@ -17,7 +17,7 @@ def exact(name, d):
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
-def test_values(name):
+def test_estimates_have_these_values(name):
     d = torch.tensor(D, dtype=torch.float64)
     got = kl_estimate(d - 1.0, torch.full_like(d, -1.0), name)
     torch.testing.assert_close(got, torch.tensor([exact(name, x) for x in D], dtype=torch.float64))
@@ -83,7 +83,7 @@ def test_an_unknown_estimator_is_named():
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
 
 
-def test_controller():
+def test_the_controller_moves_towards_its_target():
     assert adapt_kl_coef(0.1, 0.05, 0.05, 256, 10000) == 0.1
     assert adapt_kl_coef(0.1, 0.055, 0.05, 100, 1000) == pytest.approx(0.1 * 1.01)
     assert adapt_kl_coef(0.1, 9.0, 0.05, 100, 1000) == pytest.approx(0.1 * 1.02)

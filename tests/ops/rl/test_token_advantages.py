@@ -59,7 +59,7 @@ def test_gae_without_discount_is_return_to_go_less_value():
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), shift=st.booleans(), ddof=st.sampled_from([0, 1]))
-def test_whiten(seed, shift, ddof):
+def test_whitened_values_have_mean_0_and_deviation_1(seed, shift, ddof):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(3, 6, generator=g) * 5 + 100
     m = torch.rand(3, 6, generator=g) < 0.7
@@ -79,7 +79,7 @@ def test_whiten_of_nothing_and_of_one_value():
     assert (adv.whiten(torch.full((2, 2), 3.0), one, ddof=1) == 0).all()
 
 
-def test_token_rewards():
+def test_token_rewards_equal_a_loop():
     mask = torch.tensor([[0.0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
     kl = torch.arange(18.0).reshape(3, 6).masked_fill(mask == 0, math.nan)
     got = adv.token_rewards(torch.tensor([2.0, -1.0, 7.0]), mask, kl, 0.1)
@@ -89,7 +89,7 @@ def test_token_rewards():
     assert plain.sum(1).tolist() == [2, -1, 0] and plain[0, 4] == 2 and plain[1, 5] == -1
 
 
-def test_broadcast():
+def test_broadcast_gives_each_token_its_rows_value():
     mask = torch.tensor([[0.0, 1, 1], [0, 0, 1]])
     assert adv.broadcast(torch.tensor([2.0, -3.0]), mask).tolist() == [[0, 2, 2], [0, 0, -3]]
 
