@@ -99,7 +99,7 @@ def _schedule(job: Job, requests: Requests, generator: SampleGenerator, model: S
         folder = Path(cfg.run.dir) / "checkpoints"
         schedule.forget(step, [number for number, _ in complete_checkpoints(folder)])
 
-    job.built.on_save.append(schedule.secure)
+    job.built.on_save.append(schedule.store_in_flight)
     job.built.on_commit.append(forget)
     if not cfg.checkpoint.every:  # there is no checkpoint before the end: everything stored would stay until then
         schedule.passed = forget

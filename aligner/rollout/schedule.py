@@ -72,20 +72,20 @@ class Schedule:
 
     # --- rollouts
 
-    def land(self, step: int) -> None:
+    def collect(self, step: int) -> None:
         """Wait for the engines, before `step` and its weights. Raises EngineError on every rank."""
         if self._named is not None:
             self._restore(step, self._named)
         elif self._rollouts < 0 and step > 1 and self.lag:
             self._warn("the checkpoint lists no samples in flight: they are generated again, with the current weights")
-        self._land()
+        self._collect()
         if step > 1:
             self._orders[step - 1] = self._order
         self.passed(step - 1)
         self._rollouts = max(self._rollouts, step - 1)
 
     def __call__(self, step: int, score: Score | None = None) -> Groups:
-        """Return the rollout of `step`, unscored. Call `land` and sync the weights first."""
+        """Return the rollout of `step`, unscored. Call `collect` and sync the weights first."""
         size, before = len(self.requests.own_slots), self._order
         groups = None
         while groups is None:
@@ -106,12 +106,12 @@ class Schedule:
             with self.generator.timers("generate"):
                 self._give_order(step)
         while not self.window and self._rollouts < min(step + self.lag, self.steps):
-            self._land("generate")  # engines have one order at a time
+            self._collect("generate")  # engines have one order at a time
             with self.generator.timers("generate"):
                 self._give_order(step)
         return groups
 
-    def at_once(
+    def generate_now(
         self, requests: list[Request], sampling: SamplingParams | None = None, score: Score | None = None
     ) -> Groups:
         """Return the groups of these requests, by a separate order while no rollout is in flight."""
@@ -130,11 +130,11 @@ class Schedule:
 
     # --- checkpoints
 
-    def secure(self, step: int) -> None:
+    def store_in_flight(self, step: int) -> None:
         """Generate and store everything that a checkpoint of `step` names. Raises EngineError or SaveError on every
         rank."""
         if self.lag:  # without a lag, an open order of a failed engine belongs to a later step
-            self._land()
+            self._collect()
         named = self._orders.setdefault(step, self._order)  # a step that failed may have given orders since
         if self._order in self._unstored and self._flight.numbers:
             self._keep(self._flight)
@@ -150,10 +150,10 @@ class Schedule:
         if step in self._orders and self.store is not None:
             self.store.drop(self._orders[step], set(self._orders.values()) if self.lag else ())
 
-    def give_up(self, step: int) -> int:
+    def drop_in_flight(self, step: int) -> int:
         """Forget all samples in flight, and delete the stored ones, in a run that ends with the rollout of `step`:
         the next start generates them again. Return the first rollout that this concerns."""
-        self._land()
+        self._collect()
         self._flight = self._fresh(self._flight.numbers)
         if self.store is not None:
             self.store.delete_after(0 if self.window else self._orders.get(step - 1 - self.lag, 0))
@@ -246,7 +246,7 @@ class Schedule:
         self._flight.update(states, self._order)
         return True
 
-    def _land(self, timer: str = WAIT) -> None:
+    def _collect(self, timer: str = WAIT) -> None:
         """Wait for the engines, if they generate, and store their samples."""
         if self._answer is not None:
             with self.generator.timers(timer):

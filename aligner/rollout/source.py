@@ -98,7 +98,7 @@ class RolloutSource:
     def next(self, step: int) -> Rollout:
         rewards = self.score.rewards
         rewards.begin(step)
-        self.schedule.land(step)
+        self.schedule.collect(step)
         metrics, early = self.weights(), rewards.score_early
         if self.algorithm.filter_groups:
             groups, measured = self._filtered(step, early)
@@ -121,7 +121,7 @@ class RolloutSource:
         if metrics["environment/failed"] == 1.0:
             first = samples[0].trajectory
             assert first is not None
-            self.score.rewards.forget_failures(self.schedule.give_up(step))
+            self.score.rewards.forget_failures(self.schedule.drop_in_flight(step))
             tries = f", asked {first.retried + 1} times (environment.retries)," if first.stop == Stop.FAILED else ""
             raise EnvironmentFailedError(
                 f"environment: all trajectories of a rollout failed; the first one{tries} {first.failure}"
@@ -133,7 +133,7 @@ class RolloutSource:
         requests.begin(step)
         group_filter = GroupFilter(requests.slots, requests.group, self.algorithm.filter_rounds, self.ranks, each)
         while group_filter.open:
-            groups = self.score(self.schedule.at_once(requests.take(group_filter.wanted()), score=early))
+            groups = self.score(self.schedule.generate_now(requests.take(group_filter.wanted()), score=early))
             # the running statistics of reward.normalize see kept groups only, once
             kept.append(group_filter.keep(groups, self.score.combined(groups, update=False)))
         kept = [groups for groups in kept if groups.slots] or kept[:1]  # a round may have none of this rank's
@@ -153,7 +153,7 @@ class RolloutSource:
         greedy = replace(self.generator.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         # a seed of its own is its key in the log of answers
         requests = [Request(slot, prompt, [slot]) for slot, prompt in zip(groups.slots, groups.prompts, strict=True)]
-        greedy_groups = self.score(self.schedule.at_once(requests, greedy))
+        greedy_groups = self.score(self.schedule.generate_now(requests, greedy))
         rewards = torch.tensor(self.score.combined(greedy_groups, update=False).total, dtype=torch.float32)
         ends, limit = greedy_groups.generations, self.generator.sampling.max_response_tokens
         return shaped_rewards(rewards, ends.lengths, ends.finish_reason == STOP, self.algorithm.overlong, limit)

@@ -281,7 +281,7 @@ def rolling(engine, rewards: RewardPipeline) -> RolloutSource:
 
 
 def scored_at_once(source, requests):
-    return source.score(source.schedule.at_once(requests, score=source.score.rewards.score_early))
+    return source.score(source.schedule.generate_now(requests, score=source.score.rewards.score_early))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
