@@ -29,12 +29,12 @@ from aligner.rehearse.record import RehearsalRecord, stack
 
 BYTES_OF = {"_reduce_scatter_base_": 1, "alltoall_base_": 1, "reduce_scatter_tensor_coalesced_": 1}  # argument, else 0
 P2P = ("send", "recv_")
-SPOKEN, POLL_S = ".spoken", 0.05
+SUFFIX, POLL_S = ".spoken", 0.05
 UNEVEN = ("alltoall_base_", "alltoall_")  # ranks may send each other different amounts
 AXES = ("tp", "pp", "cp", "dp", "ep", "dp_cp", "expt_dp", "mp", "embd", "tp_cp", "tp_dp_cp", "tp_ep", "tp_ep_pp")
 
 
-class UnheardError(Exception):
+class NoMessageError(Exception):
     """The end of the rank that should send before it has sent."""
 
 
@@ -45,26 +45,26 @@ class MessageLog:
 
     def __init__(self, own: Path, hears: int, record: Path):
         self.hears, self._record = hears, record
-        self._own, self._other = own.with_suffix(SPOKEN).open("ab"), record.with_suffix(SPOKEN).open("rb")
-        self._heard: dict[str, deque[Any]] = defaultdict(deque)
+        self._own, self._other = own.with_suffix(SUFFIX).open("ab"), record.with_suffix(SUFFIX).open("rb")
+        self._received: dict[str, deque[Any]] = defaultdict(deque)
 
-    def speak(self, subject: str, value: Any) -> None:
+    def send(self, subject: str, value: Any) -> None:
         pickle.dump((subject, value), self._own)
         self._own.flush()
 
-    def hear(self, subject: str) -> Any:
+    def receive(self, subject: str) -> Any:
         """Return the next message. Raises UnheardError if no more come."""
-        while not self._heard[subject]:
+        while not self._received[subject]:
             start, ended = self._other.tell(), self._record.is_file()
             try:
                 other, value = pickle.load(self._other)
-                self._heard[other].append(value)
+                self._received[other].append(value)
             except (EOFError, pickle.UnpicklingError):
                 if ended:
-                    raise UnheardError(f"rank {self.hears} sends nothing more about {subject}") from None
+                    raise NoMessageError(f"rank {self.hears} sends nothing more about {subject}") from None
                 self._other.seek(start)
                 time.sleep(POLL_S)
-        return self._heard[subject].popleft()
+        return self._received[subject].popleft()
 
 
 def join(rank: int, world: int) -> None:
@@ -101,7 +101,7 @@ class Collectives:
         self.names: dict[str, str] = {}
         self._keys: dict[str, str] = {}
         self.rank = 0  # in the job
-        self.speech: MessageLog | None = None
+        self.messages: MessageLog | None = None
         self.pending: dict[Work, list[Any]] = {}  # calls that nobody has waited for: their entries in the record
         device.collective = self.run
         self.device = device
@@ -217,11 +217,11 @@ class Collectives:
             if group.size() == 1:
                 return
             key = self._key(group)
-            assert self.speech is not None
+            assert self.messages is not None
             if src == dist.get_rank():
-                self.speech.speak(key, values)
-            elif src == self.speech.hears:
-                values[:] = self.speech.hear(key)
+                self.messages.send(key, values)
+            elif src == self.messages.hears:
+                values[:] = self.messages.receive(key)
             else:
                 raise RuntimeError(f"rank {src} broadcasts objects to group {key}: they are unknown here")
 

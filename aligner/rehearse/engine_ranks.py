@@ -34,15 +34,15 @@ def _orders(collectives: Collectives) -> None:
     class Orders(dist.HashStore):
         """The job's store: values of rank 0 are heard, and every awaited rank has come."""
 
-        def __init__(self, speech: MessageLog):
+        def __init__(self, messages: MessageLog):
             super().__init__()
-            self._speech = speech
+            self._messages = messages
 
         def set(self, key: str, value: Any) -> None:
-            self._speech.speak(key, value)
+            self._messages.send(key, value)
 
         def get(self, key: str) -> Any:
-            return self._speech.hear(key)
+            return self._messages.receive(key)
 
         def check(self, keys: list[str]) -> bool:
             return CAUSE not in keys
@@ -52,8 +52,8 @@ def _orders(collectives: Collectives) -> None:
     def split_world(last: int) -> tuple[dist.ProcessGroup, dist.Store, Any]:
         everyone, _, seal = split(last)
         collectives.call(everyone, JOB)
-        assert collectives.speech is not None
-        return everyone, Orders(collectives.speech), seal
+        assert collectives.messages is not None
+        return everyone, Orders(collectives.messages), seal
 
     job.split_world = split_world
 
@@ -114,13 +114,13 @@ def _requests(collectives: Collectives) -> None:
     def gathered(self: Fleet, prompts: TokenLists, seeds: SeedLists, begun: Any = None) -> list[SeededPrompt]:
         """Return to an engine the requests of rank 0, once for every rank that trains."""
         gather(self, [], [])
-        speech = collectives.speech
-        assert speech is not None
+        messages = collectives.messages
+        assert messages is not None
         if self.rank == 0:
-            speech.speak("requests", (prompts, seeds, count or len(prompts) * self.first))
+            messages.send("requests", (prompts, seeds, count or len(prompts) * self.first))
         if self.rank < self.first:
             return []
-        prompts, seeds, every = speech.hear("requests")
+        prompts, seeds, every = messages.receive("requests")
         pairs = list(zip(prompts, seeds, strict=True))
         return [SeededPrompt(i * self.first // every, i, *pairs[i % len(pairs)]) for i in range(every)]
 

@@ -28,7 +28,7 @@ from aligner.data.tokenizer import byte_tokenizer
 from aligner.files import write_whole
 from aligner.plan.devices import find_device
 from aligner.rehearse import cuda, engine_ranks, program, shortened
-from aligner.rehearse.collectives import SPOKEN, Collectives, MessageLog, UnheardError, join
+from aligner.rehearse.collectives import SUFFIX, Collectives, MessageLog, NoMessageError, join
 from aligner.rehearse.device import RehearsedDevice
 from aligner.rehearse.kernels import LOCAL_RANK
 from aligner.rehearse.record import RehearsalRecord
@@ -62,7 +62,7 @@ def main(path: str) -> None:
     running: dict[int, dict[str, Any]] = {}
     waiting = list(asked["cases"])
     for case in waiting:
-        Path(case["out"]).with_suffix(SPOKEN).touch()
+        Path(case["out"]).with_suffix(SUFFIX).touch()
     while waiting or running:
         while waiting and len(running) < asked["processes"]:
             case = waiting.pop(0)
@@ -108,7 +108,7 @@ def rehearse(case: dict[str, Any], device: RehearsedDevice, collectives: Collect
 
     torch.set_num_threads(1)  # makes the pools that a fork has lost, before two threads need them at once
     record, speaker = device.record, Path(case["speaker"])
-    collectives.rank, collectives.speech = case["rank"], MessageLog(out, case["hears"], speaker)
+    collectives.rank, collectives.messages = case["rank"], MessageLog(out, case["hears"], speaker)
     try:
         join(case["rank"], case["gpus"])
         cfg = load_frozen(case["config"])
@@ -117,7 +117,7 @@ def rehearse(case: dict[str, Any], device: RehearsedDevice, collectives: Collect
         with device:
             code = run_stage(cfg, RankEnv(case["rank"], LOCAL_RANK, case["gpus"], 1))
         record.whole = code == 0  # else a rank that failed has dismissed it
-    except UnheardError:  # if the other rank has ended, this is a mismatch
+    except NoMessageError:  # if the other rank has ended, this is a mismatch
         traceback.print_exc()
         record.whole = not json.loads(speaker.read_text(encoding="utf-8"))["errors"]
     except BaseException as error:  # any error: a rehearsal looks for them
