@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.builders.job import POLICY, Job, digest, tokenizer_hash
-from aligner.builders.opening import opening
+from aligner.builders.start_report import start_report
 from aligner.config.derived import response_limits
 from aligner.config.freeze import FILE_NAME, environment_code, freeze, load_frozen, reward_code
 from aligner.config.identity import definition, reads
@@ -75,7 +75,7 @@ def make_run(
     run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.cache_bytes, asked)
     run.timers.around = run.memory.phase
     if job.env.rank == 0:
-        for line in opening(job, models):
+        for line in start_report(job, models):
             job.say(line)
     return run
 

@@ -14,7 +14,7 @@ from aligner.builders.teachers import find_teachers, make_teachers
 from aligner.config.sections.distill import KEY
 from aligner.data.collate import collate_sft
 from aligner.data.mixture import Mixture
-from aligner.data.taught import MANIFEST, TaughtDataset, digest, key_of, manifests
+from aligner.data.stored_targets import MANIFEST, StoredTargets, digest, key_of, manifests
 from aligner.errors import ConfigError
 from aligner.models.safetensors_io import save_whole
 from aligner.ops.agree import by_rank_0, same_view
@@ -23,7 +23,7 @@ from aligner.roles.teacher import Teacher
 from aligner.types import TeacherTargets
 
 
-def store_targets(job: Job, train: Any) -> tuple[TaughtDataset | Mixture, int]:
+def store_targets(job: Job, train: Any) -> tuple[StoredTargets | Mixture, int]:
     """Return the training set with the teacher's targets for its rows, from `algorithm.distill.store`, and the number
     of tokens that they cover. Missing files are computed, by a model that is freed afterwards. Collective. Raises
     ConfigError if no teacher is set to compute them."""
@@ -51,7 +51,7 @@ def store_targets(job: Job, train: Any) -> tuple[TaughtDataset | Mixture, int]:
     return Mixture(stores, train.weights) if isinstance(train, Mixture) else stores[""], most
 
 
-def _store_of(job: Job, dataset: Any) -> tuple[TaughtDataset, int]:
+def _store_of(job: Job, dataset: Any) -> tuple[StoredTargets, int]:
     """Return the stored targets of a dataset, complete or not, and the number of tokens that they cover."""
     cfg = job.cfg.algorithm.distill
     store = Path(cfg.store).expanduser().absolute()
@@ -64,7 +64,7 @@ def _store_of(job: Job, dataset: Any) -> tuple[TaughtDataset, int]:
     }
     if not cfg.teacher:
         folder, manifest = by_rank_0(lambda: _fitting(store, known))
-        return TaughtDataset(dataset, folder, cfg.top_k), manifest["vocab_size"]
+        return StoredTargets(dataset, folder, cfg.top_k), manifest["vocab_size"]
     (initial,), vocab_size = find_teachers(job)
     manifest = known | {"teacher": initial.content, "dtype": str(job.dtype), "vocab_size": vocab_size}
     folder = store / key_of(manifest)
@@ -74,7 +74,7 @@ def _store_of(job: Job, dataset: Any) -> tuple[TaughtDataset, int]:
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
     by_rank_0(begin)
-    return TaughtDataset(dataset, folder, cfg.top_k), vocab_size
+    return StoredTargets(dataset, folder, cfg.top_k), vocab_size
 
 
 def _fitting(store: Path, known: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
@@ -94,7 +94,7 @@ def _fitting(store: Path, known: Mapping[str, Any]) -> tuple[Path, dict[str, Any
     raise ConfigError(f"{KEY}.store", str(store), expected, "; ".join(others[:5]) or "Nothing is there.")
 
 
-def _compute(teacher: Teacher, store: TaughtDataset, missing: list[int]) -> None:
+def _compute(teacher: Teacher, store: StoredTargets, missing: list[int]) -> None:
     """Compute files of targets. Each data-parallel rank takes every `layout.data`-th file."""
     layout = teacher.model.layout
     leads = (layout.tp_rank, layout.pgs.cp.rank(), layout.pp_rank) == (0, 0, 0)

@@ -39,12 +39,12 @@ class NoMessageError(Exception):
 
 
 class MessageLog:
-    """Messages that this rank sends, into an existing file, and those of the rank that it `hears`. The latter are read
+    """Messages that this rank sends, into an existing file, and those of the rank `source`. The latter are read
     from that rank's file as they come, until its record exists too. They are in order for each subject: a group, for
     objects that are broadcast."""
 
-    def __init__(self, own: Path, hears: int, record: Path):
-        self.hears, self._record = hears, record
+    def __init__(self, own: Path, source: int, record: Path):
+        self.source, self._record = source, record
         self._own, self._other = own.with_suffix(SUFFIX).open("ab"), record.with_suffix(SUFFIX).open("rb")
         self._received: dict[str, deque[Any]] = defaultdict(deque)
 
@@ -53,7 +53,7 @@ class MessageLog:
         self._own.flush()
 
     def receive(self, subject: str) -> Any:
-        """Return the next message. Raises UnheardError if no more come."""
+        """Return the next message. Raises NoMessageError if no more come."""
         while not self._received[subject]:
             start, ended = self._other.tell(), self._record.is_file()
             try:
@@ -61,7 +61,7 @@ class MessageLog:
                 self._received[other].append(value)
             except (EOFError, pickle.UnpicklingError):
                 if ended:
-                    raise NoMessageError(f"rank {self.hears} sends nothing more about {subject}") from None
+                    raise NoMessageError(f"rank {self.source} sends nothing more about {subject}") from None
                 self._other.seek(start)
                 time.sleep(POLL_S)
         return self._received[subject].popleft()
@@ -220,7 +220,7 @@ class Collectives:
             assert self.messages is not None
             if src == dist.get_rank():
                 self.messages.send(key, values)
-            elif src == self.messages.hears:
+            elif src == self.messages.source:
                 values[:] = self.messages.receive(key)
             else:
                 raise RuntimeError(f"rank {src} broadcasts objects to group {key}: they are unknown here")

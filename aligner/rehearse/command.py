@@ -25,7 +25,7 @@ from aligner.plan.sizing import Room, sized
 from aligner.processes import guarded
 from aligner.rehearse.prepare import prepared
 from aligner.rehearse.progress import Progress, follow
-from aligner.rehearse.ranks import chosen, heard_by
+from aligner.rehearse.ranks import chosen, source_of
 from aligner.rehearse.report import Rehearsal, show
 
 PROGRAM = "aligner.rehearse.rank"  # runs the cases of `run`
@@ -92,8 +92,8 @@ def cases_of(
     out = lambda rank: str(folder / f"rank-{rank}.json")  # noqa: E731
     cases = []
     for rank in chosen(which, ready, gpus):
-        hears = heard_by(rank, ready, gpus)
-        cases.append(shared | {"rank": rank, "out": out(rank), "hears": hears, "speaker": out(hears)})
+        source = source_of(rank, ready, gpus)
+        cases.append(shared | {"rank": rank, "out": out(rank), "source": source, "source_record": out(source)})
     return ready, cases
 
 

@@ -37,8 +37,8 @@ from aligner.run.chain import code
 
 def main(path: str) -> None:
     """Run the cases of a file: `device`, `processes` at a time, and `cases`: config, tokenizer, gpus, rank, `out` for
-    its record, and the rank that it `hears` with the record of that `speaker`, which comes before it. Prints the events
-    of `progress.py`."""
+    its record, and the rank `source` with its record `source_record`, which comes before it. Prints the events of
+    `progress.py`."""
     asked = json.loads(Path(path).read_text())
     warnings.filterwarnings("ignore")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -107,8 +107,8 @@ def rehearse(case: dict[str, Any], device: RehearsedDevice, collectives: Collect
     from aligner.megatron.transformer_engine import TE
 
     torch.set_num_threads(1)  # makes the pools that a fork has lost, before two threads need them at once
-    record, speaker = device.record, Path(case["speaker"])
-    collectives.rank, collectives.messages = case["rank"], MessageLog(out, case["hears"], speaker)
+    record, source_record = device.record, Path(case["source_record"])
+    collectives.rank, collectives.messages = case["rank"], MessageLog(out, case["source"], source_record)
     try:
         join(case["rank"], case["gpus"])
         cfg = load_frozen(case["config"])
@@ -119,7 +119,7 @@ def rehearse(case: dict[str, Any], device: RehearsedDevice, collectives: Collect
         record.whole = code == 0  # else a rank that failed has dismissed it
     except NoMessageError:  # if the other rank has ended, this is a mismatch
         traceback.print_exc()
-        record.whole = not json.loads(speaker.read_text(encoding="utf-8"))["errors"]
+        record.whole = not json.loads(source_record.read_text(encoding="utf-8"))["errors"]
     except BaseException as error:  # any error: a rehearsal looks for them
         traceback.print_exc()
         record.fail(error)

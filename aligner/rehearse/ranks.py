@@ -12,7 +12,7 @@ from aligner.errors import ConfigError
 
 
 def chosen(which: str, cfg: Config, gpus: int) -> list[int]:
-    """Return the ranks to rehearse, each after the one that it hears (`heard_by`). Raises ConfigError."""
+    """Return the ranks to rehearse, each after the one whose messages it reads (`source_of`). Raises ConfigError."""
     p = cfg.parallel
     trainers = gpus - cfg.engine.ranks
     data = trainers // p.model_size
@@ -33,11 +33,11 @@ def chosen(which: str, cfg: Config, gpus: int) -> list[int]:
         if not all(number.isdecimal() and int(number) < gpus for number in numbers):
             raise ConfigError("--ranks", which, f"stages, all-distinct, or numbers from 0 to {gpus - 1} with commas")
         ranks = {int(number) for number in numbers}
-        for _ in range(2):  # a rank that generates hears rank 0, which hears another one
-            ranks |= {heard_by(number, cfg, gpus) for number in ranks}
+        for _ in range(2):  # a rank that generates reads from rank 0, which reads from another one
+            ranks |= {source_of(number, cfg, gpus) for number in ranks}
 
     def turn(number: int) -> tuple[bool, bool, int]:
-        return number >= trainers, number != heard_by(number, cfg, gpus), number
+        return number >= trainers, number != source_of(number, cfg, gpus), number
 
     return sorted(ranks, key=turn)
 
@@ -48,7 +48,7 @@ def stage_of(rank: int, cfg: Config, gpus: int) -> int | None:
     return rank * cfg.parallel.pipeline // trainers if rank < trainers else None
 
 
-def heard_by(rank: int, cfg: Config, gpus: int) -> int:
+def source_of(rank: int, cfg: Config, gpus: int) -> int:
     """Return the rank that sends to `rank` what it cannot know: its peer on the last stage the metrics, rank 0 the
     orders."""
     trainers = gpus - cfg.engine.ranks

@@ -123,9 +123,9 @@ def test_documents_do_not_see_each_other(tiny_data, teacher, tmp_path):
 def store(tiny_data, teacher, tmp_path, monkeypatch, capsys):
     """Run with the teacher's five most likely tokens from a folder, in files of eight rows: (records, lines about
     it)."""
-    from aligner.data import taught
+    from aligner.data import stored_targets
 
-    monkeypatch.setattr(taught, "BLOCK", 8)
+    monkeypatch.setattr(stored_targets, "BLOCK", 8)
 
     def go(name, *overrides):
         own = ["algorithm.distill.top_k=5", f"algorithm.distill.store={tmp_path / 'store'}", *overrides]

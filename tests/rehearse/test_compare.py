@@ -5,7 +5,7 @@ import pytest
 from aligner.config.resolve import compose
 from aligner.errors import ConfigError
 from aligner.rehearse.compare import circle, mismatches
-from aligner.rehearse.ranks import chosen, heard_by, stage_of
+from aligner.rehearse.ranks import chosen, source_of, stage_of
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def test_who_is_listened_to_comes_first(cfg):
     assert chosen("3,17", cfg, 64) == [49, 51, 3, 17]
     for which in ("stages", "all-distinct"):
         actual = chosen(which, cfg, 64)
-        peers = [heard_by(rank, cfg, 64) for rank in actual]
+        peers = [source_of(rank, cfg, 64) for rank in actual]
         assert all(actual.index(peer) <= index for index, peer in enumerate(peers))
 
 

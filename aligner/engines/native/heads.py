@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.engines.native.attention import decode_attention, prefill_attention, rotate
-from aligner.engines.native.kit import BlockContext, DecodeStep, PrefillInputs, Product, of
+from aligner.engines.native.block_inputs import BlockContext, DecodeStep, PrefillInputs, Product, of
 from aligner.ops.kernels.scored_attention import ScoreRule
 
 

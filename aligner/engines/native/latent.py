@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.engines.native.attention import prefill_attention, rotate
-from aligner.engines.native.kit import BlockContext, DecodeStep, PrefillInputs, Product
+from aligner.engines.native.block_inputs import BlockContext, DecodeStep, PrefillInputs, Product
 from aligner.models.rope import LATENT_EPS, score_scale
 from aligner.ops.kernels.scored_attention import ScoreRule
 

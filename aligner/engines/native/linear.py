@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.native.kit import BlockContext, DecodeStep, PrefillInputs, Product
+from aligner.engines.native.block_inputs import BlockContext, DecodeStep, PrefillInputs, Product
 from aligner.engines.native.scratch import Scratch
 from aligner.ops.kernels.delta_rule import by_head, delta_rule, delta_step, gated_norm, prepared
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.engines.native.kit import BlockContext, Product, of
+from aligner.engines.native.block_inputs import BlockContext, Product, of
 from aligner.families.table import family_table
 from aligner.ops.kernels.experts import (
     add_bias,

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.attention import PrefillPositions
+from aligner.engines.native.block_inputs import BlockContext, DecodeStep, PrefillInputs, Product, nearby
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.heads import PlainHeads
-from aligner.engines.native.kit import BlockContext, DecodeStep, PrefillInputs, Product, nearby
 from aligner.engines.native.latent import LatentHeads
 from aligner.engines.native.linear import LinearLayers, LinearStates
 from aligner.engines.native.mlp import DenseMlp, ExpertMlp

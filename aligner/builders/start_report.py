@@ -14,7 +14,7 @@ from aligner.megatron.train import ShardedModel
 from aligner.megatron.transformer_engine import TE
 
 
-def opening(job: Job, models: Mapping[str, ShardedModel]) -> Iterable[str]:
+def start_report(job: Job, models: Mapping[str, ShardedModel]) -> Iterable[str]:
     """Yield lines for the terminal; `models` are those that a checkpoint has."""
     cfg, dtype = job.cfg, _name(job.dtype)
     yield f"{job.device.type}, {dtype}: {_sizes(job, models)}"

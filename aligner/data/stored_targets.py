@@ -23,7 +23,7 @@ BLOCK = 128  # rows of a file
 MANIFEST = "manifest.json"
 
 
-def places(dataset: Sequence[SftItem]) -> np.ndarray:
+def offsets(dataset: Sequence[SftItem]) -> np.ndarray:
     """Return int64 [rows + 1]: index of each row's first token among those in loss masks of all rows."""
     counts = [int(item.loss_mask.sum()) for item in (dataset[i] for i in range(len(dataset)))]
     return np.concatenate([[0], counts]).cumsum().astype(np.int64)
@@ -54,12 +54,12 @@ def manifests(store: Path) -> dict[Path, dict[str, Any]]:
     return valid
 
 
-class TaughtDataset(Sequence):
+class StoredTargets(Sequence):
     """A dataset with its teacher's targets, read from `folder` on access."""
 
     def __init__(self, dataset: Any, folder: Path, top_k: int):
         self.dataset, self.folder, self.top_k, self.report = dataset, folder, top_k, dataset.report
-        self.places = places(dataset)
+        self.offsets = offsets(dataset)
         self._open = lru_cache(64)(self._file)
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class TaughtDataset(Sequence):
 
     def __getitem__(self, index: int) -> SftItem:
         first = index // BLOCK * BLOCK
-        low, high = self.places[index : index + 2] - self.places[first]
+        low, high = self.offsets[index : index + 2] - self.offsets[first]
         content = self._open(first)
         targets = (content.get_slice(name)[int(low) : int(high)] for name in ("logprobs", "ids"))
         return self.dataset[index]._replace(teacher=tuple(targets))
@@ -95,7 +95,7 @@ class TaughtDataset(Sequence):
         return self.folder / f"rows-{first:08d}.safetensors"
 
     def _shape(self, first: int) -> tuple[int, int]:
-        return int(self.places[self.rows(first).stop] - self.places[first]), self.top_k
+        return int(self.offsets[self.rows(first).stop] - self.offsets[first]), self.top_k
 
     def _file(self, first: int) -> Any:
         return safe_open(self.path(first), "np")
