@@ -13,7 +13,7 @@ from aligner.config.sections.data import DataConfig
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_sft
 from aligner.data.dataset import PromptDataset, SftDataset
-from aligner.data.formats import ToldBy, by_none, prompt_rows
+from aligner.data.formats import TeacherOf, no_teacher, prompt_rows
 from aligner.data.mixture import Mixture, PromptMixture
 from aligner.data.readers import Rows, read_rows
 from aligner.data.stream import IndexStream, MixedStream, Stream
@@ -58,17 +58,17 @@ def _section(job: Job, section: str) -> DataConfig:
 
 
 def make_answers(
-    job: Job, path: str, key: str, data: DataConfig, told_by: ToldBy = by_none
+    job: Job, path: str, key: str, data: DataConfig, teacher_of: TeacherOf = no_teacher
 ) -> SftDataset | TextDataset:
     """Read the answers that stage sft learns."""
-    dataset = sft_dataset(rows_of(job, path, key), job.tokenizer, data, key, told_by)
+    dataset = sft_dataset(rows_of(job, path, key), job.tokenizer, data, key, teacher_of)
     job.output.say_rows(dataset.report)
     return dataset
 
 
-def make_prompts(job: Job, path: str, key: str, data: DataConfig, told_by: ToldBy = by_none) -> PromptDataset:
+def make_prompts(job: Job, path: str, key: str, data: DataConfig, teacher_of: TeacherOf = no_teacher) -> PromptDataset:
     tooling = job.tooling
-    rows = prompt_rows(rows_of(job, path, key), data, told_by, tooling.schemas if tooling else None)
+    rows = prompt_rows(rows_of(job, path, key), data, teacher_of, tooling.schemas if tooling else None)
     dataset = PromptDataset(rows, job.tokenizer, data, key)
     job.output.say_rows(dataset.report)
     return dataset

@@ -31,6 +31,6 @@ def make_own_answers(
         Requests(prompts, stream, 1, count, own_slots, cfg.seed),
         SampleGenerator(refit.engine, job.tokenizer, sampling, layout.peers, job.timers),
         layout.pgs.dp,
-        cfg.algorithm.distill.told_by,
+        cfg.algorithm.distill.teacher_of,
     )
     return answers, {"prompts": stream, "sentinel": verifier}

@@ -23,8 +23,8 @@ def collate_sft(items: Sequence[SftItem], pad_id: int) -> TrainBatch:
         numbers = [np.zeros(len(item.tokens)) if item.documents is None else item.documents for item in items]
         documents, _ = _pad(numbers, 0, np.int64)
     batch = TrainBatch(tokens, lengths, mask, documents=documents)
-    if items[0].told_by is not None:
-        batch = batch.with_payloads(TeacherNumbers(torch.tensor([item.told_by for item in items])))
+    if items[0].teacher_index is not None:
+        batch = batch.with_payloads(TeacherNumbers(torch.tensor([item.teacher_index for item in items])))
     targets = [item.teacher for item in items if item.teacher is not None]
     if targets:
         logprobs, ids = (torch.from_numpy(np.concatenate(side)) for side in zip(*targets, strict=True))

@@ -42,7 +42,7 @@ class SftDataset(TokenRows):
         reading, limit = RowReader(rows, tokenizer, data, key), data.max_tokens
         super().__init__(reading.report)
         self._mask = FlatRows(np.uint8)
-        self._told_by: list[int | None] = []
+        self._teacher_index: list[int | None] = []
         fix = data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: row.texts):
             name = shipped_in_use(tokenizer, chunk) if fix and data.loss_on != "all" else None
@@ -57,10 +57,10 @@ class SftDataset(TokenRows):
                 if reading.fits(tokens, learns=any(mask[:limit])):
                     self._tokens.append(tokens[:limit])
                     self._mask.append(mask[:limit])
-                    self._told_by.append(row.told_by)
+                    self._teacher_index.append(row.teacher_index)
 
     def __getitem__(self, index: int) -> SftItem:
-        return SftItem(self._tokens[index], self._mask[index], told_by=self._told_by[index])
+        return SftItem(self._tokens[index], self._mask[index], teacher_index=self._teacher_index[index])
 
 
 class PreferenceDataset:

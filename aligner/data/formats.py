@@ -19,7 +19,7 @@ from aligner.data.messages import Messages, Text, Tools, check_learned, read_mes
 from aligner.data.pairs import prompt_and_answers, shared_prompt
 from aligner.errors import DataError
 
-ToldBy = Callable[[Mapping[str, Any], str], int | None]  # row, where -> number of its teacher; None: only one
+TeacherOf = Callable[[Mapping[str, Any], str], int | None]  # row, where -> number of its teacher; None: only one
 
 NEEDS = {
     "messages": ("messages",),
@@ -44,7 +44,7 @@ class SftRow:
     completion: Text = ""
     where: str = ""
     tools: Tools | None = None
-    told_by: int | None = None  # number of its teacher, if there are several
+    teacher_index: int | None = None  # number of its teacher, if there are several
 
     @property
     def texts(self) -> tuple[Text, ...]:
@@ -168,22 +168,24 @@ class TypedRows[T](Sequence[T]):
         return self._make(kind, where, row)
 
 
-def by_none(row: Mapping[str, Any], where: str) -> None:
+def no_teacher(row: Mapping[str, Any], where: str) -> None:
     pass
 
 
-def sft_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, told_by: ToldBy = by_none) -> TypedRows[SftRow]:
+def sft_rows(
+    rows: Sequence[Mapping[str, Any]], data: DataConfig, teacher_of: TeacherOf = no_teacher
+) -> TypedRows[SftRow]:
     """Return rows for supervised fine-tuning."""
-    return TypedRows(rows, data, ("messages", "prompt_completion"), partial(_sft_row, told_by, data.loss_on))
+    return TypedRows(rows, data, ("messages", "prompt_completion"), partial(_sft_row, teacher_of, data.loss_on))
 
 
-def _sft_row(told_by: ToldBy, loss_on: str, kind: str, where: str, row: dict[str, Any]) -> SftRow:
-    teacher = told_by(row, where)
+def _sft_row(teacher_of: TeacherOf, loss_on: str, kind: str, where: str, row: dict[str, Any]) -> SftRow:
+    teacher = teacher_of(row, where)
     if kind == "messages":
         messages = read_messages(row["messages"], "messages", where)
         if loss_on == "assistant":
             check_learned(messages, "messages", where)
-        return SftRow(messages=messages, where=where, tools=read_tools(row, messages, where), told_by=teacher)
+        return SftRow(messages=messages, where=where, tools=read_tools(row, messages, where), teacher_index=teacher)
     prompt, (completion,) = prompt_and_answers(row, ("completion",), where)
     return SftRow(None, prompt, completion, where, read_tools(row, prompt, where), teacher)
 
@@ -286,7 +288,10 @@ def _short(value: Any) -> str:
 
 
 def prompt_rows(
-    rows: Sequence[Mapping[str, Any]], data: DataConfig, told_by: ToldBy = by_none, tools: Tools | None = None
+    rows: Sequence[Mapping[str, Any]],
+    data: DataConfig,
+    teacher_of: TeacherOf = no_teacher,
+    tools: Tools | None = None,
 ) -> TypedRows[PromptRow]:
     """Return rows to generate from; all other columns stay in `fields`.
 
@@ -294,11 +299,11 @@ def prompt_rows(
     becomes a user's message.
     """
     usable = ("prompt", "prompt_completion", "preference", "messages")
-    return TypedRows(rows, data, usable, partial(_prompt_row, told_by, tools))
+    return TypedRows(rows, data, usable, partial(_prompt_row, teacher_of, tools))
 
 
-def _prompt_row(told_by: ToldBy, tools: Tools | None, kind: str, where: str, row: dict[str, Any]) -> PromptRow:
-    told_by(row, where)
+def _prompt_row(teacher_of: TeacherOf, tools: Tools | None, kind: str, where: str, row: dict[str, Any]) -> PromptRow:
+    teacher_of(row, where)
     if kind == "messages":
         prompt = read_messages(row["messages"], "messages", where)
         prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt

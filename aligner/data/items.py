@@ -13,7 +13,7 @@ class SftItem(NamedTuple):
     documents: np.ndarray | None = None  # int64 [T] numbers of the row's documents; None: only one
     # float32 logprobs, int32 ids, both [n, k]: of the n tokens in the loss mask, if a teacher's are stored
     teacher: tuple[np.ndarray, np.ndarray] | None = None
-    told_by: int | None = None  # number of its teacher, if there are several
+    teacher_index: int | None = None  # number of its teacher, if there are several
 
     @property
     def start(self) -> int:

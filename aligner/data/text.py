@@ -9,7 +9,7 @@ import numpy as np
 
 from aligner.config.sections.data import DataConfig
 from aligner.data.dataset import SftDataset
-from aligner.data.formats import TextRow, ToldBy, TypedRows, by_none, sft_rows, text_rows
+from aligner.data.formats import TeacherOf, TextRow, TypedRows, no_teacher, sft_rows, text_rows
 from aligner.data.items import SftItem
 from aligner.data.ragged import FlatRows
 from aligner.data.row_reader import CHUNK, DataReport
@@ -75,9 +75,9 @@ def sft_dataset(
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
     key: str,
-    told_by: ToldBy = by_none,
+    teacher_of: TeacherOf = no_teacher,
 ) -> SftDataset | TextDataset:
     """Return the dataset of stage sft from rows of a file."""
     if data.format == "text":
         return TextDataset(text_rows(rows, data), tokenizer, data, key)
-    return SftDataset(sft_rows(rows, data, told_by), tokenizer, data, key)
+    return SftDataset(sft_rows(rows, data, teacher_of), tokenizer, data, key)

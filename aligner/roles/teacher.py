@@ -157,11 +157,11 @@ class TeacherHead(NamedTuple):
         return scaled_logits(torch.nn.functional.linear(hidden, self.weight), self.scales)
 
 
-def logits_of(heads: Sequence[TeacherHead], hidden: Tensor, told_by: Tensor | None = None) -> Tensor:
-    """Compute hidden [n, H] -> [n, columns], by the head whose number is in `told_by` [n]."""
-    if told_by is None:
+def logits_of(heads: Sequence[TeacherHead], hidden: Tensor, indices: Tensor | None = None) -> Tensor:
+    """Compute hidden [n, H] -> [n, columns], by the head whose number is in `indices` [n]."""
+    if indices is None:
         return heads[0].logits(hidden)
-    own = [(told_by == number).nonzero()[:, 0] for number in range(len(heads))]
+    own = [(indices == number).nonzero()[:, 0] for number in range(len(heads))]
     logits = torch.cat([head.logits(hidden[rows]) for head, rows in zip(heads, own, strict=True)])
     return torch.empty_like(logits).index_copy_(0, torch.cat(own), logits)
 
@@ -198,8 +198,8 @@ class Student(Policy):
             own = {"vocab_size": self.model.cfg.vocab_size, "group": group}
             return [token_logprobs(logits, targets, **own)[0]] if cfg.sft_coef else []
 
-        def whole(logits: Tensor, targets: Tensor, hidden: Tensor, *told_by: Tensor) -> Tensor:
-            theirs = logits_of(self.heads, hidden, *told_by)
+        def whole(logits: Tensor, targets: Tensor, hidden: Tensor, *indices: Tensor) -> Tensor:
+            theirs = logits_of(self.heads, hidden, *indices)
             if theirs.shape[1] < logits.shape[1]:  # columns that no token has
                 theirs = torch.nn.functional.pad(theirs, (0, logits.shape[1] - theirs.shape[1]))
             divergence_terms = divergences(logits, theirs, divergence, **tempered)
@@ -219,8 +219,8 @@ class Student(Policy):
         if cfg.top_k:
             how = {"read": top, "beside": (known.teacher, known.teacher_ids)}
         else:
-            told_by = [] if numbers is None else [numbers.told_by[:, None].expand_as(batch.tokens)]
-            how = {"read": whole, "beside": (known.teacher, *told_by), "numbers": WIDE}
+            indices = [] if numbers is None else [numbers.told_by[:, None].expand_as(batch.tokens)]
+            how = {"read": whole, "beside": (known.teacher, *indices), "numbers": WIDE}
         outputs = list(self.model.over_logits(hidden, batch, budget_bytes=self.batch.logits_bytes, **how).unbind(-1))
         always, rest = outputs[:4], outputs[4:]
         return StudentOutputs(*always, rest.pop(0) if cfg.sft_coef else None, rest.pop(0) if cfg.top_k else None)

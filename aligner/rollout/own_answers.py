@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from aligner.data.formats import ToldBy
+from aligner.data.formats import TeacherOf
 from aligner.ops.reduce import reduce_metrics
 from aligner.rollout.collate import collate
 from aligner.rollout.requests import Requests
@@ -25,7 +25,7 @@ class OwnAnswers:
     requests: Requests
     generator: SampleGenerator
     ranks: dist.ProcessGroup  # data-parallel
-    told_by: ToldBy  # number of a prompt's teacher, by the prompt's columns
+    teacher_of: TeacherOf  # number of a prompt's teacher, by the prompt's columns
 
     def next(self, step: int) -> tuple[TrainBatch, ScalarMetrics]:
         """Return this rank's rows, their answers in the loss mask."""
@@ -42,7 +42,7 @@ class OwnAnswers:
         }
         metrics |= reduce_metrics(means, {}, self.ranks) | self.requests.stream.metrics()
         minibatch = TrainBatch(rows.tokens, rows.lengths, loss_mask=rows.response_mask)
-        numbers = [self.told_by(sample.prompt.fields, f"prompt {sample.prompt.id}") for sample in rows.samples]
+        numbers = [self.teacher_of(sample.prompt.fields, f"prompt {sample.prompt.id}") for sample in rows.samples]
         if None not in numbers:
             minibatch = minibatch.with_payloads(TeacherNumbers(torch.tensor(numbers)))
         return minibatch, metrics

@@ -85,9 +85,9 @@ def main(job: Job) -> None:
     cfg, teachers, batches, answers, refit = job.cfg, [], None, None, None
     own, state, train, prompts = cfg.algorithm.distill, {}, None, None
     if own.on_policy < 1:
-        train = make_training_set(job, partial(make_answers, job, told_by=own.told_by))
+        train = make_training_set(job, partial(make_answers, job, teacher_of=own.teacher_of))
     if own.on_policy:
-        prompts = make_training_set(job, partial(make_prompts, job, told_by=own.told_by))
+        prompts = make_training_set(job, partial(make_prompts, job, teacher_of=own.teacher_of))
     if own.store:
         train, vocab_size = store_targets(job, train)
     if train is None:

@@ -188,7 +188,7 @@ def named(tiny_data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("overrides", [[], ["algorithm.distill.top_k=4", "batch.micro_batch_samples=2"]])
-def test_each_row_is_told_by_the_teacher_that_it_names(tiny_runs, tiny_data, teacher, named, tmp_path, overrides):
+def test_each_row_has_targets_of_the_teacher_that_it_names(tiny_runs, tiny_data, teacher, named, tmp_path, overrides):
     """The mean over all answers is that of both halves, which have as many tokens, each with its teacher alone."""
     both = {"a": teacher, "b": tiny_runs["sft"]}
     own = [f"algorithm.distill.teachers={{a: {both['a']}, b: {both['b']}}}", "run.steps=1", "run.export=false"]
@@ -213,7 +213,7 @@ def test_each_row_is_told_by_the_teacher_that_it_names(tiny_runs, tiny_data, tea
 
 
 @pytest.mark.slow
-def test_its_own_answers_are_told_by_the_teachers_of_their_prompts(
+def test_own_answers_have_targets_of_the_teachers_of_their_prompts(
     tiny_runs, tiny_data, teacher, named, tmp_path, monkeypatch
 ):
     """And a run that was stopped goes on with them bit by bit, wherever the teachers' weights lie."""

@@ -37,7 +37,7 @@ def told_of_rows(own: ParallelConfig, theirs: ParallelConfig, top_k: int) -> dic
     return {"rows": by_name, "head": teacher.head(student).weight, "tp": layout.tp_rank}
 
 
-def told_by_two(own: ParallelConfig, theirs: ParallelConfig, top_k: int, batch_cfg: BatchConfig) -> dict:
+def taught_by_two(own: ParallelConfig, theirs: ParallelConfig, top_k: int, batch_cfg: BatchConfig) -> dict:
     """Rows of two teachers of other shapes, of which the second rank has none of the first's: {row: (what is told, what
     its teacher says alone)}; and what an update by all of them counts."""
     cfg, answer = MODELS["qwen3"], DistillConfig(kind="jsd", top_k=top_k)
@@ -90,8 +90,8 @@ def test_a_teacher_of_another_layout_says_the_same(ranks, own, theirs, top_k):
 def test_several_teachers_say_of_their_rows_what_each_says_alone(ranks, own, theirs, top_k):
     """And the student learns the same from them in any layout and any micro-batches."""
     whole, small = BatchConfig(micro_batch_samples=7), BatchConfig(logprob_tokens=16, micro_batch_samples=1)
-    base = ranks.run(told_by_two, world=1, own=ONE, theirs=ONE, top_k=top_k, batch_cfg=whole)[0]
-    results = ranks.run(told_by_two, world=2, own=own, theirs=theirs, top_k=top_k, batch_cfg=small)
+    base = ranks.run(taught_by_two, world=1, own=ONE, theirs=ONE, top_k=top_k, batch_cfg=whole)[0]
+    results = ranks.run(taught_by_two, world=2, own=own, theirs=theirs, top_k=top_k, batch_cfg=small)
     assert set().union(*(out["rows"] for out in results)) == set(range(7))
     for out in [base, *results]:
         assert out["stats"] == pytest.approx(base["stats"], rel=1e-4)

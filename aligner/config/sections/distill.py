@@ -70,7 +70,7 @@ on_policy=1 => sft_coef =0 | with algorithm.distill.on_policy=1: a student does 
         several = {f"teachers.{name}": path for name, path in self.teachers.items()}
         return several or ({"teacher": self.teacher} if self.teacher else {})
 
-    def told_by(self, row: Mapping[str, Any], where: str) -> int | None:
+    def teacher_of(self, row: Mapping[str, Any], where: str) -> int | None:
         """Return the index in `teachers` of the one that a row names; None without. Raises DataError."""
         names, column = list(self.teachers), self.teacher_column
         if names and row.get(column) not in names:
