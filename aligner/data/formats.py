@@ -172,11 +172,9 @@ def no_teacher(row: Mapping[str, Any], where: str) -> None:
     pass
 
 
-def sft_rows(
-    rows: Sequence[Mapping[str, Any]], data: DataConfig, teacher_of: TeacherOf = no_teacher
-) -> TypedRows[SftRow]:
+def sft_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, teacher: TeacherOf = no_teacher) -> TypedRows[SftRow]:
     """Return rows for supervised fine-tuning."""
-    return TypedRows(rows, data, ("messages", "prompt_completion"), partial(_sft_row, teacher_of, data.loss_on))
+    return TypedRows(rows, data, ("messages", "prompt_completion"), partial(_sft_row, teacher, data.loss_on))
 
 
 def _sft_row(teacher_of: TeacherOf, loss_on: str, kind: str, where: str, row: dict[str, Any]) -> SftRow:
@@ -288,10 +286,7 @@ def _short(value: Any) -> str:
 
 
 def prompt_rows(
-    rows: Sequence[Mapping[str, Any]],
-    data: DataConfig,
-    teacher_of: TeacherOf = no_teacher,
-    tools: Tools | None = None,
+    rows: Sequence[Mapping[str, Any]], data: DataConfig, teacher: TeacherOf = no_teacher, tools: Tools | None = None
 ) -> TypedRows[PromptRow]:
     """Return rows to generate from; all other columns stay in `fields`.
 
@@ -299,7 +294,7 @@ def prompt_rows(
     becomes a user's message.
     """
     usable = ("prompt", "prompt_completion", "preference", "messages")
-    return TypedRows(rows, data, usable, partial(_prompt_row, teacher_of, tools))
+    return TypedRows(rows, data, usable, partial(_prompt_row, teacher, tools))
 
 
 def _prompt_row(teacher_of: TeacherOf, tools: Tools | None, kind: str, where: str, row: dict[str, Any]) -> PromptRow:
