@@ -38,7 +38,7 @@ def parse_json(text: str | bytes, where: str, error: Error, *, line: int = 0, na
         value = (_ANY if nan else _FINITE).decode(text)
     except json.JSONDecodeError as cause:
         at = position if line else f"{where}:{cause.lineno}"
-        raise error(f"{at}: not valid JSON ({cause.msg} at character {cause.colno}: {_shown(cause)})") from None
+        raise error(f"{at}: not valid JSON ({_shown(cause)})") from None
     except RecursionError:
         raise error(f"{position}: expected JSON nested at most {MAX_DEPTH} deep") from None
     except ValueError as cause:  # not UTF-8, or of the hooks
@@ -192,7 +192,7 @@ def _short(value: Any) -> str:
 
 
 def _shown(cause: json.JSONDecodeError) -> str:
-    return repr(cause.doc[max(0, cause.pos - 20) : cause.pos + 20])
+    return f"{cause.msg.removesuffix(' at')} at character {cause.colno}: {cause.doc[max(0, cause.pos - 20) :][:40]!r}"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def test_run_validates_prints_freezes_and_starts_the_stage(stage, capsys):
     (cfg, env) = stage[0]
     assert (cfg.seed, env.world_size) == (3, 1)
     assert load_frozen("runs/sft/config.yaml") == cfg
-    assert "32 sequences = 4 micro-batches x 8 micro_batch_samples x 1 dp" in capsys.readouterr().out
+    assert "32 sequences = 4 micro-batches x 8 micro_batch_samples x 1 data-parallel rank" in capsys.readouterr().out
     assert main(["run", "data.train=train.jsonl", "seed=4"]) == 0
     assert load_frozen("runs/sft").seed == 3  # until the stage has accepted the folder's checkpoints
     accept("runs/sft")
@@ -302,7 +302,7 @@ def test_multirun_composes_every_job_before_the_first(program, capfd):
 def test_launch_starts_ranks_that_read_one_frozen_config(program, capfd):
     assert main(["launch", "--ranks", "2", "data.train=train.jsonl", "run.dir=out"]) == 0
     out, _ = capfd.readouterr()
-    assert "trained out 0 2" in out and "x 2 dp" in out
+    assert "trained out 0 2" in out and "x 2 data-parallel ranks" in out
     assert Path("out/logs/rank-0001.log").read_text() == "trained out 1 2\n"
 
 

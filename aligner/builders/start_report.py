@@ -83,7 +83,7 @@ def _files(cfg: Config, ranks: int) -> Iterable[str]:
 
 def _warnings(job: Job, dtype: str) -> Iterable[str]:
     cfg, stored = job.cfg, _stored(job)
-    if cfg.model.dtype == "auto" and stored and stored != dtype:
+    if cfg.model.dtype == "auto" and stored and stored != dtype and cfg.stage.name != "sample":
         yield (
             f"WARNING: model.dtype=auto is {dtype} on this device, and {cfg.model.init} holds {stored}: the "
             f"export will be {dtype}. model.dtype={stored} keeps it"

@@ -182,11 +182,19 @@ def main(argv: list[str]) -> int:
     if len(argv) == 3 and argv[0] == "--exit-code":  # of launchers/body.sh
         print(meant(Path(argv[2]), int(argv[1])))
         return 0
-    if len(argv) != 1 or argv[0].startswith("-") or not Path(argv[0]).is_dir():
+    if len(argv) != 1 or argv[0].startswith("-"):
         print("usage: slurm/triage RUN_DIR | LOG_FOLDER", file=sys.stderr)
         return 2
-    decided = refused(Path(argv[0]))
-    text, cause = (f"the batch script: {decided}", True) if decided else explain(attempt_folder(Path(argv[0])))
+    folder = Path(argv[0])
+    if not folder.is_dir():
+        print(f"error: {argv[0]!r}: expected the folder of a run or of its logs", file=sys.stderr)
+        return 2
+    for marker, meaning in (("DONE", "the run is finished"), ("STOPPED", "the run saved and stopped, and can resume")):
+        if (folder / marker).is_file():
+            print(f"triage: {folder / marker}: {meaning}", flush=True)
+            return 0
+    decided = refused(folder)
+    text, cause = (f"the batch script: {decided}", True) if decided else explain(attempt_folder(folder))
     print(f"triage: {text}", flush=True)
     return 0 if cause else NO_CAUSE
 

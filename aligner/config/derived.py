@@ -72,8 +72,7 @@ def recorded_steps(cfg: Config) -> int:
 
 def batch_arithmetic(cfg: Config, world_size: int) -> str:
     """Describe how samples become minibatches and micro-batches, with this config's numbers."""
-    dp, b = data_parallel(cfg, world_size), cfg.batch
-    stage = STAGES[cfg.stage.name]
+    dp, b, stage = data_parallel(cfg, world_size), cfg.batch, STAGES[cfg.stage.name]
     if not stage.rollouts:
         return f"{b.sequences} {stage.unit} = {_micro_batches(cfg, b.sequences, dp)}"
     samples, minibatch = b.prompts * b.group, minibatch_samples(cfg)
@@ -82,18 +81,19 @@ def batch_arithmetic(cfg: Config, world_size: int) -> str:
     if stage.pairs:
         return f"{b.prompts} prompts x {b.group} group, {b.prompts} pairs = {_micro_batches(cfg, b.prompts, dp)}"
     text = f"{b.prompts} prompts x {b.group} group = {samples} samples"
-    text += f" = {samples // minibatch} minibatches x {minibatch} minibatch_samples"
+    text += f" = {samples // minibatch} minibatch{'es' * (samples > minibatch)} x {minibatch} minibatch_samples"
     text += f" ({b.epochs} epochs)" if b.epochs > 1 else ""
     return f"{text}\n{minibatch} minibatch_samples = {_micro_batches(cfg, minibatch, dp)}"
 
 
 def _micro_batches(cfg: Config, total: int, dp: int) -> str:
+    ranks = f"x {dp} data-parallel rank{'s' * (dp > 1)}"
     if cfg.batch.micro_batch_tokens:
-        return f"micro-batches of at most {cfg.batch.micro_batch_tokens} micro_batch_tokens x {dp} dp"
+        return f"micro-batches of at most {cfg.batch.micro_batch_tokens} micro_batch_tokens {ranks}"
     if cfg.batch.sizes_itself:
-        return f"micro-batches of a size that fits the memory (batch.micro_batch_samples=auto) x {dp} dp"
+        return f"micro-batches of a size that fits the memory (batch.micro_batch_samples=auto) {ranks}"
     micro = min(cfg.batch.micro_batch_rows, total // dp)
-    return f"{total // dp // micro} micro-batches x {micro} micro_batch_samples x {dp} dp"
+    return f"{total // dp // micro} micro-batch{'es' * (total // dp > micro)} x {micro} micro_batch_samples {ranks}"
 
 
 def old_logprobs_in_update(cfg: Config) -> bool:

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -119,8 +120,7 @@ def _stage_known(stage: Callable[[], str]) -> Iterator[None]:
         yield
     except UnknownKeyError as error:
         location = str(error).partition(error.hint)[2]
-        name = stage()
-        near = _nearest(error.key, name)
+        near = _nearest(error.key, name := stage())
         again = UnknownKeyError(error.key, near)
         key = (near or "").partition("=")[0]
         unread = bool(name and key) and key not in GROUPS and not uses(name, key)
@@ -134,8 +134,7 @@ def _nearest(key: str, stage: str) -> str | None:
     anywhere = nearest(key, stage=stage)
     if not stage or anywhere is None or anywhere in GROUPS or uses(stage, anywhere):
         return anywhere
-    instead = known_elsewhere(anywhere, stage)
-    if instead and uses(stage, instead.partition("=")[0]):
+    if (instead := known_elsewhere(anywhere, stage)) and uses(stage, instead.partition("=")[0]):
         return instead
     here = nearest(key, stage=stage, reads=lambda name: uses(stage, name))
     return here if here and here.rpartition(".")[2] == key.rpartition(".")[2] else anywhere
@@ -168,9 +167,8 @@ def _parse(overrides: list[str]) -> list[Override]:
             marked = text.startswith("?")
             parsed = parser.parse_overrides([text[marked:]])
             overrides_parsed += [replace(o, input_line=f"?{o.input_line}") for o in parsed] if marked else parsed
-        except OverrideParseException as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigError("override", text, "key=value, as Hydra reads it", _how_to_quote(text) or reason) from None
+        except OverrideParseException:
+            raise ConfigError("override", text, "key=value, as Hydra reads it", _how_to_quote(text)) from None
     return overrides_parsed
 
 
@@ -355,9 +353,10 @@ def _offending(error: OmegaConfBaseException, key: str, overrides: list[Override
 
 def _missing(error: MissingConfigException) -> ConfigError:
     """Return the error for a group without such an option, or a file that names a missing one."""
-    path, hint = str(error.missing_cfg_file or ""), ""
+    path = str(error.missing_cfg_file or "")
     group = next((group for group in GROUPS if path.startswith(f"{group}/")), "")
     name = path.removeprefix(f"{group}/")
+    hint = " ".join(f"Did you mean `{near}`?" for near in get_close_matches(name, error.options or (), 1))
     if group == "model" and ("/" in name or Path(name).is_dir()):
         hint = f"To start from a Hugging Face folder or a run: model.init={name}."
     if not error.options:

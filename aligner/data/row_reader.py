@@ -47,7 +47,7 @@ class DataReport:
         if self.dropped or self.truncated:
             text += f", {self.dropped} dropped and {self.truncated} truncated by {self.limit}"
         if self.empty:
-            text += f", {self.empty} with an answer without text dropped by data.empty_answers=drop"
+            text += f", {self.empty} dropped whose answer has no text (data.empty_answers=drop)"
         return "; ".join([text, *self.notes])
 
 

@@ -168,7 +168,8 @@ def show(rehearsal: Rehearsal) -> None:
     for fault in rehearsal.faults:
         print(f"FAULT {fault}")
     if not rehearsal.faults:
-        print(f"{len(rehearsal.records)} ranks rehearsed, no fault")
+        count = len(rehearsal.records)
+        print(f"{count} rank{'s' * (count > 1)} rehearsed, no fault")
 
 
 def _list(words: str, counts: Counter[str]) -> None:

@@ -66,7 +66,7 @@ class ProgressBar:
             return
         for name, short in SHOWN.items():
             if metrics.get(name) is not None:
-                self._numbers[short] = f"{metrics[name]:.3g}" if abs(metrics[name]) < 1000 else f"{metrics[name]:.0f}"
+                self._numbers[short] = f"{metrics[name]:.{'0f' if 1000 <= abs(metrics[name]) < 1e9 else '3g'}}"
         numbers = " ".join(f"{short}={value}" for short, value in self._numbers.items())
         if self._bar is not None:
             self._bar.set_postfix_str(numbers, refresh=False)

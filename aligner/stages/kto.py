@@ -112,7 +112,7 @@ def describe_labels(train: UnpairedDataset | Mixture, cfg: KtoConfig, by_tokens:
     _both_labels(share, ", ".join(source.report.key for source in parts), why)
     ratio = cfg.desirable_weight * share / (cfg.undesirable_weight * (1 - share))
     low, high = BALANCED
-    text = f"{share:.3g} of the answers are desirable, by weight {ratio:.3g} times the others"
+    text = f"{share:.3g} of the answers are desirable; weighted, they count {ratio:.3g} times as much as the others"
     if ratio * (1 + 1e-9) < low:
         better = f"desirable_weight={cfg.desirable_weight / ratio * low:.3g}"
     elif ratio > high * (1 + 1e-9):

@@ -289,6 +289,8 @@ def main(args: argparse.Namespace, env: RankEnv) -> int:
         raise ConfigError("--file-bytes", args.file_bytes, "a number >= 1")
     if args.command == "import" and args.tensor < 1:
         raise ConfigError("--tensor", args.tensor, "a number >= 1")
+    if args.command == "import" and not (source / "config.json").is_file():
+        raise ConfigError("FOLDER", args.source, "a Hugging Face folder, which has a config.json")
     if args.command == "import" and not is_known(source) and bridge.has_bridge():
         bridge.import_folder(source, target, env.world_size)
         return 0

@@ -198,11 +198,14 @@ def _data(cfg: Config) -> Iterator[Check]:
         except OSError as error:
             yield Check(key, FAIL, f"{path}: {error.strerror}")
             continue
-        yield Check(key, OK, f"{path}, {path.stat().st_size / 2**20:.1f} MiB")
+        size = path.stat().st_size
+        yield Check(key, OK, f"{path}, {f'{size / 2**20:.1f} MiB' if size > 2**20 else f'{size / 2**10:.1f} KiB'}")
 
 
 def _tokenizer(cfg: Config) -> Check:
-    folder = cfg.model.tokenizer or ("" if cfg.model.init == "random" else cfg.model.init)
+    init = Path(cfg.model.init).expanduser()  # perhaps a run, whose tokenizer is within
+    own = next((str(path) for name in ("hf", "source") if (path := init / name).is_dir()), cfg.model.init)
+    folder = cfg.model.tokenizer or ("" if cfg.model.init == "random" else own)
     if not folder:
         return Check("tokenizer", WARN, "model.tokenizer is not set; a run with model.init=random needs it")
     if not Path(folder).expanduser().is_dir():

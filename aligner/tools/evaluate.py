@@ -167,4 +167,5 @@ def _write(cfg: Config, folder: Path, measured: Evaluation) -> ScalarMetrics:
         (out / "eval.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError("run.dir", cfg.run.dir, "a folder that can be written", str(error)) from error
+    print(f"written: {out / 'eval.json'}, {SAMPLES}")
     return metrics

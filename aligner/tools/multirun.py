@@ -46,7 +46,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def show_jobs(rows: list[tuple[str, int, float, str]], total: int) -> None:
-    table = Table("overrides", "result", "at the end", "seconds", "run.dir", title=f"{len(rows)} of {total} jobs")
+    table = Table(title=f"{len(rows)} of {total} jobs")
+    for column in ("overrides", "result", "at the end", "seconds", "run.dir"):
+        table.add_column(column, overflow="fold")
     for name, code, seconds, folder in rows:
         result, last = "ok" if code == 0 else f"failed ({code})", final_metric(Path(folder))
         table.add_row(name, result, f"{last[0]} {last[1]:.4g}" if last else "", f"{seconds:.1f}", folder)

@@ -55,7 +55,9 @@ class SharedFolder:
 
     def _prepare(self, plan: dict[str, Any], fresh: bool) -> None:
         if self.target.exists():
-            raise ConfigError("FOLDER", str(self.target), "a folder that does not exist yet")
+            raise ConfigError(
+                "FOLDER", str(self.target), "a folder that does not exist yet", "Remove it, or name another."
+            )
         noted = self.partial / "plan.json"
         if fresh or not noted.is_file() or _noted(noted) != plan:
             if noted.is_file() and not fresh:

@@ -203,7 +203,7 @@ def test_the_balance_of_labels_is_reported(tiny_data, tiny_runs, tmp_path, capsy
     overrides = [f"data.train={data}", f"model.init={tiny_runs['sft']}", "run.steps=1"]
     run(tiny_data, tmp_path / "x", *overrides)
     output = capsys.readouterr().out
-    assert "WARNING: 0.25 of the answers are desirable, by weight 0.333 times" in output
+    assert "WARNING: 0.25 of the answers are desirable; weighted, they count 0.333 times as much" in output
     assert "algorithm.kto.desirable_weight=3 would do" in output
     run(tiny_data, tmp_path / "y", *overrides, "algorithm.kto.desirable_weight=3")
     assert "WARNING" not in capsys.readouterr().out

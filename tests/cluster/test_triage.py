@@ -111,6 +111,14 @@ def test_what_the_batch_script_decided_is_reported(tmp_path, capsys):
     assert triage.main([str(tmp_path)]) == 0 and "the limit is 20" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("marker", "meaning"), [("DONE", "is finished"), ("STOPPED", "can resume")])
+def test_a_run_that_did_not_fail_has_no_cause(tmp_path, capsys, marker, meaning):
+    (tmp_path / marker).touch()
+    assert triage.main([str(tmp_path)]) == 0 and meaning in capsys.readouterr().out
+    assert triage.main([str(tmp_path / "nowhere")]) == 2
+    assert "nowhere': expected the folder of a run" in capsys.readouterr().err
+
+
 def test_a_killed_task_is_told_from_srun(tmp_path):
     log(tmp_path, 0, LOST)
     (tmp_path / "srun.log").write_text("srun: error: n1: task 1: Killed\nsrun: error: n0: task 0: Terminated\n")

@@ -252,6 +252,8 @@ def test_wrong_values_name_key_value_and_expectation(override, key, value, expec
 
 def test_unknown_experiment_is_refused_with_the_options(user_conf):
     folder = user_conf("experiment/mine", "# @package _global_\n")
+    with pytest.raises(ConfigError, match=r"experiment='quickstart_gpro': .*\. Did you mean `quickstart_grpo`\?$"):
+        compose(["experiment=quickstart_gpro"])
     with pytest.raises(ConfigError, match=r"experiment='other': expected one of .*mine"):
         compose(["experiment=other"], config_dir=folder)
 
@@ -292,6 +294,11 @@ def test_sweeps_are_the_product_of_their_values():
         sweep(["sed=1,2"])
     with pytest.raises(ConfigError, match="listed"):
         sweep(["optim.lr=interval(0,1)"])
+
+
+def test_a_key_without_a_value_is_no_override():
+    with pytest.raises(ConfigError, match=r"^override='batch\.group': expected key=value, as Hydra reads it$"):
+        compose(["batch.group"])
 
 
 @pytest.mark.parametrize("text", ["a b", 'say "x"', "back\\slash", "tail\\", "it's", "a,b=[c]{d}", "${x}", "\\${x}"])

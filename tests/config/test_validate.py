@@ -118,15 +118,19 @@ def test_arithmetic_is_printed_with_numbers(make):
     )
     assert batch_arithmetic(cfg, 2).splitlines() == [
         "32 prompts x 8 group = 256 samples = 4 minibatches x 64 minibatch_samples",
-        "64 minibatch_samples = 2 micro-batches x 16 micro_batch_samples x 2 dp",
+        "64 minibatch_samples = 2 micro-batches x 16 micro_batch_samples x 2 data-parallel ranks",
     ]
     assert (
         batch_arithmetic(make("sft", "parallel=tp2", "batch.micro_batch_samples=8"), 4)
-        == "32 sequences = 2 micro-batches x 8 micro_batch_samples x 2 dp"
+        == "32 sequences = 2 micro-batches x 8 micro_batch_samples x 2 data-parallel ranks"
     )
-    assert "(batch.micro_batch_samples=auto) x 2 dp" in batch_arithmetic(make("sft", "batch.sequences=12"), 2)
-    assert batch_arithmetic(make("grpo", "engine.ranks=2"), 4).endswith("x 2 dp")
-    assert "at most 512 micro_batch_tokens x 1 dp" in batch_arithmetic(make("rm", "batch.micro_batch_tokens=512"), 1)
+    assert "(batch.micro_batch_samples=auto) x 2 data-parallel ranks" in batch_arithmetic(
+        make("sft", "batch.sequences=12"), 2
+    )
+    assert batch_arithmetic(make("grpo", "engine.ranks=2"), 4).endswith("x 2 data-parallel ranks")
+    assert "at most 512 micro_batch_tokens x 1 data-parallel rank" in batch_arithmetic(
+        make("rm", "batch.micro_batch_tokens=512"), 1
+    )
 
 
 @functools.cache
@@ -158,6 +162,5 @@ def test_what_passes_adds_up(prompts, group, minibatch, micro, world):
     else:
         assert fits
         size = min(micro, share)
-        assert f"{share // size} micro-batches x {size} micro_batch_samples x {world} dp" in batch_arithmetic(
-            cfg, world
-        )
+        count, ranks = f"micro-batch{'es' * (share > size)}", f"data-parallel rank{'s' * (world > 1)}"
+        assert f"{share // size} {count} x {size} micro_batch_samples x {world} {ranks}" in batch_arithmetic(cfg, world)

@@ -169,7 +169,7 @@ def test_pairs_with_an_empty_answer_go_where_the_config_says_so(byte):
     data = PairDataset(rows, byte, DataConfig(empty_answers="drop"))
     assert [byte.decode(data[i].chosen.tokens[data[i].chosen.start : -1]) for i in (0, 1)] == [rows[0].chosen, "good"]
     assert str(data.report) == (
-        "data.train: 4 rows, 2 kept, 2 with an answer without text dropped by data.empty_answers=drop"
+        "data.train: 4 rows, 2 kept, 2 dropped whose answer has no text (data.empty_answers=drop)"
     )
     with pytest.raises(DataError, match="expected answers with some text, found none in 2 rows"):
         PairDataset(rows[1:3], byte, DataConfig(empty_answers="drop"))

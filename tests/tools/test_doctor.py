@@ -6,6 +6,7 @@ import pytest
 
 from aligner.cluster.env import RankEnv
 from aligner.config.resolve import compose
+from aligner.data.tokenizer import byte_tokenizer
 from aligner.tools import doctor
 
 
@@ -91,6 +92,11 @@ def test_nothing_is_ok_that_is_not_there():
 def test_without_an_environment_of_vllm():
     status, detail = statuses("engine=vllm", "engine.vllm.python=/nowhere/python")["vllm"]
     assert status == doctor.FAIL and "launchers/engine_env.sh vllm makes one" in detail
+
+
+def test_the_tokenizer_of_a_run_is_found(tmp_path):
+    byte_tokenizer(str(tmp_path / "hf"))
+    assert statuses(f"model.init='{tmp_path}'")["tokenizer"] == (doctor.OK, f"{tmp_path}/hf, 261 tokens, EOS '<eos>'")
 
 
 def test_built_in_rewards_load():
