@@ -189,11 +189,11 @@ def main(argv: list[str]) -> int:
     if not folder.is_dir():
         print(f"error: {argv[0]!r}: expected the folder of a run or of its logs", file=sys.stderr)
         return 2
+    decided = refused(folder)
     for marker, meaning in (("DONE", "the run is finished"), ("STOPPED", "the run saved and stopped, and can resume")):
-        if (folder / marker).is_file():
+        if (folder / marker).is_file() and not decided:
             print(f"triage: {folder / marker}: {meaning}", flush=True)
             return 0
-    decided = refused(folder)
     text, cause = (f"the batch script: {decided}", True) if decided else explain(attempt_folder(folder))
     print(f"triage: {text}", flush=True)
     return 0 if cause else NO_CAUSE

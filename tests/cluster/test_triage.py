@@ -108,6 +108,7 @@ def test_what_the_batch_script_decided_is_reported(tmp_path, capsys):
     (tmp_path / "logs/9.0").mkdir(parents=True)
     log(tmp_path / "logs/9.0", 0, BUG)
     (tmp_path / "logs/refused").write_text("requeued 20 times, the limit is 20 (--max-requeues)\n")
+    (tmp_path / "STOPPED").touch()
     assert triage.main([str(tmp_path)]) == 0 and "the limit is 20" in capsys.readouterr().out
 
 
