@@ -299,15 +299,15 @@ def test_no_name_of_a_job_is_part_of_where_its_log_goes(stage):
 
 
 @pytest.fixture
-def slurm(root, monkeypatch):
+def slurm(workdir, monkeypatch):
     """A "job" of one node: srun runs the command, scontrol and scancel note what they were asked."""
-    folder = root / "fake"
+    folder = workdir / "fake"
     folder.mkdir()
     fakes = {
         "srun": 'while [[ "$1" == -* ]]; do shift; done\nexec "$@"\n',
-        "scontrol": f'echo "scontrol $*" >>{root}/asked\n'
+        "scontrol": f'echo "scontrol $*" >>{workdir}/asked\n'
         'case "$1" in show) echo node1;; requeue) kill -TERM $PPID;; esac\n',
-        "scancel": f'echo "scancel $*" >>{root}/asked\n',
+        "scancel": f'echo "scancel $*" >>{workdir}/asked\n',
         "squeue": 'case "$*" in *%T*) echo "${STATE:-RUNNING}";; *%E*) cat dependants 2>/dev/null || true;; esac\n',
         "sinfo": "exit 0\n",
     }
@@ -318,10 +318,10 @@ def slurm(root, monkeypatch):
     numbers = {"JOB_ID": "42", "JOB_NODELIST": "node1", "NNODES": "1", "NTASKS": "1", "PROCID": "0", "STEP_ID": "0"}
     for name, value in numbers.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setenv("SLURM_SUBMIT_DIR", str(root))
+    monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workdir))
     monkeypatch.setenv("SLURM_JOB_END_TIME", "2000000000")
     monkeypatch.setenv("ALIGNER_ROOT", str(ROOT))
-    return root / "asked"
+    return workdir / "asked"
 
 
 def asked(path: Path) -> list[str]:
