@@ -84,6 +84,16 @@ def test_the_loss_of_held_out_answers_is_transformers(folder, tiny_data):
     assert written["rows"] == len(samples) == 8 and sum(s["tokens"] for s in samples) == count
 
 
+def test_samples_of_an_evaluation_belong_to_no_step_and_have_no_advantage(folder, tiny_data, capsys):
+    sft = folder("sft")
+    overrides = ["eval.prompts=2", VOWELS, "sampling.max_response_tokens=4", "logging.samples_shown=2"]
+    _, _, samples = run(sft, *overrides, f"data.eval={tiny_data / 'train.jsonl'}")
+    out, err = capsys.readouterr()
+    assert err.startswith("samples ") and "step" not in err and "advantage" not in err
+    assert [sample["advantage"] for sample in samples] == [None, None]
+    assert f"written: {sft / 'eval.json'}, eval_samples.jsonl\n" in out
+
+
 @torch.no_grad()
 def test_pairs_are_ordered_as_by_transformers(folder, tiny_data):
     rm = folder("rm")
