@@ -1,12 +1,15 @@
 """The vLLM engine over the real package, in the environment of `launchers/engine_env.sh vllm`. One process serves all
-engines of a test session, one after the other: importing vLLM takes longer than anything that is tested."""
+engines of a test session, one after the other: starting vLLM takes longer than anything that is tested."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import socket
+import subprocess
 import tempfile
 from dataclasses import replace
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -18,10 +21,12 @@ from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.config.sections.vllm import VllmConfig
 from aligner.engines.child.buckets import MemoryFile
-from aligner.engines.vllm.engine import VllmEngine
+from aligner.engines.child.process import clean_environment, interpreter
+from aligner.engines.vllm.engine import VARIABLES, VllmEngine
 from aligner.families import served_by
 from tests import tiny
 from tests.engines import contract
+from tests.engines.vllm.lent import fork
 
 PYTHON = Path(__file__).parents[3] / VllmConfig().python
 REASON = "vLLM's environment is missing (./launchers/engine_env.sh vllm makes it)"
@@ -85,21 +90,36 @@ class Kept(MemoryFile):
         return MemoryFile, (self.size, self.fd, self.pid)
 
 
+@cache
+def server() -> str:
+    """The path of the server that forks engines (see lent.py), which ends with this process. Its cache is new."""
+    folder = tempfile.TemporaryDirectory(prefix="vllm-")
+    environ = clean_environment(os.environ, VARIABLES | {"VLLM_CACHE_ROOT": folder.name, "OMP_NUM_THREADS": "1"})
+    executable, environ = interpreter(str(PYTHON), environ, VllmConfig.KEY)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder.name}/socket")
+        listener.listen()
+        command = [executable, "-m", "tests.engines.vllm.lent", str(listener.fileno())]
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+        process = subprocess.Popen(command, env=environ, pass_fds=[listener.fileno()], **streams)
+    atexit.register(folder.cleanup)
+    atexit.register(process.communicate)
+    return f"{folder.name}/socket"
+
+
 class Shared:
-    """The process, and the memory that all its engines get their weights through."""
+    """An engine's process that other engines take over, and the memory that all get their weights through."""
 
     lent: Lent | None = None
     file: MemoryFile | None = None
-    cache = tempfile.TemporaryDirectory(prefix="vllm-")  # a new one: what a machine's first engine does, it does here
 
     @classmethod
     def start(cls, device, python):
         if cls.lent is None or cls.lent.ended():
             engine = VllmEngine.__new__(VllmEngine)
             engine.options, engine._places = VllmConfig(), [("",), (os.sched_getaffinity(0),)]
-            engine.worker = "tests.engines.vllm.lent:VllmWorker"
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("VLLM_CACHE_ROOT", cls.cache.name)
+                patch.setattr(child, "spawn", partial(fork, server()))
                 cls.lent = Lent(*engine._process(torch.device("cpu"), python))
             atexit.register(cls.lent.child.stop, 0)
         return cls.lent, cls.lent

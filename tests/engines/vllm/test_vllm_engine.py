@@ -20,7 +20,7 @@ from tests.engines.contract import (
     responses,
     seeds_for,
 )
-from tests.engines.vllm.setup import LLAMA, MODELS, Shared, make_engine, needs_vllm
+from tests.engines.vllm.setup import LLAMA, MODELS, Shared, make_engine, needs_vllm, server
 from tests.tiny import hf_weights
 
 pytestmark = [needs_vllm, pytest.mark.slow]
@@ -45,7 +45,7 @@ class TestVllmEngine(EngineContract):
 def test_no_process_is_started_to_look_at_an_architecture():
     """What one finds vLLM keeps, in a folder of this name."""
     make_engine(LLAMA)
-    assert not (Path(Shared.cache.name) / "modelinfos").exists()
+    assert not (Path(server()).parent / "modelinfos").exists()
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in TestVllmEngine.models])

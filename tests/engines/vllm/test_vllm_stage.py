@@ -1,9 +1,15 @@
 """Whole GRPO runs with vLLM in its own process: chosen by config, refitted, verified, and learning."""
 
+from functools import partial
+from unittest.mock import patch
+
 import pytest
 
+import aligner.engines.child.engine as child
 from tests import stages
-from tests.engines.vllm.setup import needs_vllm
+from tests.engines.vllm.lent import fork
+from tests.engines.vllm.setup import needs_vllm, server
+from tests.run.jobs import run_stage
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 RUN = ["engine=vllm", "engine.kv_cache_bytes=16777216", "model.head_dim=32", "refit.verify=checksum"]
@@ -22,7 +28,8 @@ def checked(run, steps: int) -> list[dict]:
 def train(tiny_data):
     def run(folder, *more):
         own = ["run.export=true", "checkpoint.every=10", "run.steps=12"]
-        return stages.stage("grpo", tiny_data, folder, *RUN, *own, *more)
+        with patch.object(child, "spawn", partial(fork, server())):
+            return stages.stage("grpo", tiny_data, folder, *RUN, *own, *more)
 
     return run
 
@@ -44,6 +51,11 @@ def test_a_run_that_is_resumed_is_the_same_bit_for_bit(train, whole, tmp_path):
     assert stages.same_weights(whole, resumed)
 
 
+def forked(arguments: list[str], path: str) -> None:
+    with patch.object(child, "spawn", partial(fork, path)):
+        run_stage(arguments)
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     ("world", "layout"),
@@ -51,8 +63,11 @@ def test_a_run_that_is_resumed_is_the_same_bit_for_bit(train, whole, tmp_path):
     ids=["tp2", "own-tp2", "two"],
 )
 def test_grpo_learns_on_several_ranks(ranks, tiny_data, tmp_path, world, layout):
-    """One engine of both; one on two ranks of its own, which get their shares of the weights by the plan; one for
-    each."""
+    """One engine of both, which starts as a user's does; one on two ranks of its own, which get their shares of the
+    weights by the plan; one for each."""
     line = stages.overrides("grpo", tiny_data, tmp_path / "run", *RUN, "run.steps=3", *layout)
-    ranks.run("tests.run.jobs:run_stage", world=world, arguments=line)
+    if layout[:1] == ("engine.tensor_parallel=2",):
+        ranks.run(run_stage, world=world, arguments=line)
+    else:
+        ranks.run(forked, world=world, arguments=line, path=server())
     checked(tmp_path / "run", 3)
