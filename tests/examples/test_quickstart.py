@@ -1,4 +1,5 @@
-"""The quick start, whole: what a newcomer runs first must learn, and learn from the reward."""
+"""The quick start, whole: what a newcomer runs first must learn. tests/algorithms/test_recipes.py shuffles the rewards
+of this task, and nothing is learned."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ import pytest
 from aligner.errors import ConfigError
 from examples.pairs import change_digit
 from examples.quickstart import STAGES, Quickstart
-from tests import stages
 
 
 def test_change_digit_gives_another_number_of_the_same_length():
@@ -77,14 +77,3 @@ class TestQuickstart:
         root, _, output = finished
         assert "stopped early on purpose" in output
         assert (root / "report.html").stat().st_size > 10_000
-
-    def test_shuffled_rewards_gain_nothing(self, finished):
-        root, summary, _ = finished
-        settings = ["experiment=quickstart_grpo", "debug.shuffle_rewards=true", f"model.init={root}/sft"]
-        settings += [f"data.train={root}/data/train.jsonl", f"data.eval={root}/data/valid.jsonl"]
-        settings += ["logging=quiet", "cluster.threads=1", f"run.dir={root}/control", "run.steps=10"]
-        records = stages.records(stages.run(settings))
-        accuracies = [record["eval/accuracy"] for record in records if record.get("eval/accuracy") is not None]
-        # the true run gains 0.2 in these steps
-        assert accuracies[-1] - accuracies[0] <= 0.08, accuracies
-        assert summary["grpo"]["accuracy"] - summary["sft"]["accuracy"] >= 0.15
