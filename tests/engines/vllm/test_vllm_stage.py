@@ -26,10 +26,10 @@ def checked(run, steps: int) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def train(tiny_data):
-    def run(folder, *more):
+    def run(folder, *overrides):
         own = ["run.export=true", "checkpoint.every=10", "run.steps=12"]
         with patch.object(child, "spawn", partial(fork, server())):
-            return stages.stage("grpo", tiny_data, folder, *RUN, *own, *more)
+            return stages.stage("grpo", tiny_data, folder, *RUN, *own, *overrides)
 
     return run
 
