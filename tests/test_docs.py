@@ -194,6 +194,15 @@ def test_a_command_that_trains_names_model_and_data(page):
     assert [line for line in bare if not re.search(r"model\.(init|tokenizer)=", line) or "data." not in line] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page", HOW_TO, ids=lambda page: page.stem)
+def test_no_two_commands_of_a_how_to_write_to_one_folder(page):
+    lines = [line for line in commands(page) if re.search(r"aligner (?:run|launch) .*=", line)]
+    words = [settings(COMMAND.search(line)[2]) for line in lines if not NEEDS_NO_MORE.search(line)]
+    folders = [compose_run([word for word in given if "=" in word]).run.dir for given in words]
+    assert len(set(folders)) == len(folders)
+
+
 def test_every_stage_has_a_launcher():
     assert {path.stem for path in (ROOT / "launchers").glob("*.sbatch")} == set(STAGES)
 
