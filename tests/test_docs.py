@@ -199,7 +199,7 @@ def test_a_command_that_trains_names_model_and_data(page):
 def test_no_two_commands_of_a_how_to_write_to_one_folder(page):
     lines = [line for line in commands(page) if re.search(r"aligner (?:run|launch) .*=", line)]
     words = [settings(COMMAND.search(line)[2]) for line in lines if not NEEDS_NO_MORE.search(line)]
-    folders = [compose_run([word for word in given if "=" in word]).run.dir for given in words]
+    folders = [compose_run([word for word in line if "=" in word]).run.dir for line in words]
     assert len(set(folders)) == len(folders)
 
 

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from aligner.config.sections.vllm import VERSION, VllmConfig, same_minor
 from aligner.engines.base import listed
 from aligner.engines.child.buckets import Slot
@@ -44,6 +46,8 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
         "gpu_memory_utilization": _FREE,
         "block_size": settings.block,
         "enable_prefix_caching": settings.prefix_reuse,
+        # on a CPU vLLM fails at a prompt that a pass cuts: it sets its generator's offset, which only CUDA has
+        "enable_chunked_prefill": torch.cuda.is_available(),
         "enable_sleep_mode": settings.sleep,
         "enforce_eager": not settings.cuda_graphs,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from

@@ -48,6 +48,14 @@ def test_no_process_is_started_to_look_at_an_architecture():
     assert not (Path(server()).parent / "modelinfos").exists()
 
 
+def test_prompts_of_more_tokens_than_a_pass_takes():
+    model = reference(LLAMA)
+    engine = fill(make_engine(LLAMA, max_batch=2048, kv_cache_bytes=1 << 28), model)
+    prompts = [[1 + i // 8, 1 + i % 8, *range(1, 20)] for i in range(64)]  # 16 times 1,344 tokens; a pass takes 8,192
+    out = engine.generate(prompts, seeds_for(prompts, 16), SamplingParams(3))
+    check_logprobs(model, prompts, 16, out, 1.0)
+
+
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in TestVllmEngine.models])
 def test_logprobs_of_every_family_after_every_update(name):
     cfg = MODELS[name]
