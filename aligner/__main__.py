@@ -41,6 +41,7 @@ COMMANDS = {
     "report": "write report.html of one or more runs",
     "board": "show runs in the browser, on this machine alone",
     "doctor": "check this machine and a config before a run; `doctor sandbox`: where models' programs run",
+    "shakedown": "check this machine's GPUs by small jobs, rung by rung, and write a report",
     "keys": "list config keys with type, default and meaning",
 }
 OF_A_STAGE = ("run", "launch", "submit", "plan", "rehearse", "sample")  # keys that the stage does not read are refused
@@ -59,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     from aligner.cluster import convert_options, submit_options
     from aligner.plan import options as plan_options
     from aligner.rehearse import options as rehearse_options
+    from aligner.shakedown import options as shakedown_options
     from aligner.tools import replay_options
 
     further = {"submit": submit_options.add_arguments, "plan": plan_options.add_arguments}
@@ -84,6 +86,11 @@ def parser() -> argparse.ArgumentParser:
                 "overrides", nargs="*", metavar="FOLDER", help="of runs, or of folders of runs; default: runs"
             )
             sub.add_argument("--port", type=int, default=8080, help="0: any that is free; default 8080")
+            continue
+        if name == "shakedown":
+            sub = subs.add_parser(name, help=text, description=text)
+            sub.add_argument("overrides", nargs="*", metavar="FOLDER | KEY=VALUE", help="default: runs/shakedown")
+            shakedown_options.add_arguments(sub)
             continue
         if name == "keys":
             sub = subs.add_parser(name, help=text, description=text)
@@ -463,6 +470,12 @@ def _doctor(args: argparse.Namespace) -> int:
     return doctor.main(cfg, env)
 
 
+def _shakedown(args: argparse.Namespace) -> int:
+    from aligner.shakedown import command
+
+    return command.main(args)
+
+
 def _keys(args: argparse.Namespace) -> None:
     from aligner.config.reference import listing
 
@@ -487,6 +500,7 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "report": _report,
     "board": _board,
     "doctor": _doctor,
+    "shakedown": _shakedown,
     "keys": _keys,
 }
 

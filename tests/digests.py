@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import os
 import shutil
 import sys
@@ -27,6 +26,7 @@ if __name__ == "__main__":  # before torch
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", NO_PROXY="127.0.0.1")
 
 from aligner.run.metrics import read_jsonl
+from aligner.shakedown.jobs import distances
 from tests import soak, stages
 
 TP2, PP2, CP2 = ([f"parallel.{name}=2"] for name in ("tensor", "pipeline", "context"))
@@ -168,20 +168,6 @@ def differences(new: Any, old: Any, where: str = "") -> list[str]:
     return [] if json.dumps(new) == json.dumps(old) else [f"{where}: {new!s:.80} instead of {old!s:.80}"]
 
 
-def distances(new: dict[str, Any], old: dict[str, Any], share: float) -> list[str]:
-    """Metrics that are further apart than `share` of the old one (of 1e-3, if that is more), the furthest first."""
-    apart = []
-    for step, (x, y) in enumerate(zip(new["metrics"], old["metrics"], strict=True)):
-        for name in x.keys() | y.keys():
-            a, b = x.get(name), y.get(name)
-            if isinstance(a, float | int) and isinstance(b, float | int):
-                distance = abs(a - b) / max(abs(b), 1e-3)
-                apart += [(distance, f"/{step}/{name}: {a} instead of {b}")] if distance > share else []
-            elif a != b:
-                apart.append((math.inf, f"/{step}/{name}: {a} instead of {b}"))
-    return [text for _, text in sorted(apart, reverse=True)]
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -207,7 +193,9 @@ def main(argv: list[str] | None = None) -> int:
         text = "recorded"
         if args.against:
             other = json.loads((args.against / f"{name}.json").read_text())
-            wrong = distances(result, other, args.close) if args.close else differences(result, other)
+            wrong = (
+                distances(result["metrics"], other["metrics"], args.close) if args.close else differences(result, other)
+            )
             bad += bool(wrong)
             text = "\n  ".join([f"{len(wrong)} differences", *wrong[:8]]) if wrong else "the same"
         print(f"{name}: {text} ({time.monotonic() - started:.0f} s)", flush=True)

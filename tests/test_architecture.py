@@ -44,6 +44,7 @@ LEVELS = [
     {"board"},
     {"tools"},
     {"rehearse"},
+    {"shakedown"},
     {"__main__"},
 ]
 LEVEL = {room: height for height, rooms in enumerate(LEVELS) for room in rooms}
@@ -316,7 +317,7 @@ PARTS = (
     "roles",
     "rollout",
 )  # of which runs are made
-OTHER_PROGRAMS = ("__main__", "board", "plan", "rehearse", "tools")
+OTHER_PROGRAMS = ("__main__", "board", "plan", "rehearse", "shakedown", "tools")
 # what one call works with, which nobody chooses
 WITHIN_A_CALL = ("engines.base.UpdateLedger", "megatron.checkpoint.ModelSave", "megatron.weight_hashes.WeightHashes")
 

@@ -245,6 +245,13 @@ world.leave(True)
 """
 
 
+def test_shakedown_runs_as_a_batch_job(cluster, tmp_path):
+    words = ["sbatch", "--parsable", f"--output={tmp_path}/log", ROOT / "launchers/shakedown.sbatch"]
+    job = cluster.run(*words, "--cpu", "--only", "machine", tmp_path / "out", ALIGNER_PYTHON=sys.executable).strip()
+    assert cluster.ended(job) == "COMPLETED", (tmp_path / "log").read_text()
+    assert "passed" in (tmp_path / "out/report.html").read_text()
+
+
 def test_mpi_bootstraps_ranks_of_srun_and_of_mpirun(mpi, tmp_path):
     shared = {"MPI4PY_MPIABI": "openmpi", "OMPI_MCA_btl_tcp_if_include": "lo", "ALIGNER_RANKS": "4"}
     program = [sys.executable, "-c", BOOTSTRAP]

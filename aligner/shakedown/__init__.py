@@ -1,0 +1,1 @@
+"""Check a machine's GPUs by small jobs, rung by rung."""

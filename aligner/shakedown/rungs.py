@@ -1,0 +1,184 @@
+"""The rungs of the shakedown, in their order: what each proves, what it needs, and its jobs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from aligner.families import FAMILIES
+from aligner.run.metrics import read_jsonl
+from aligner.shakedown.jobs import RungError, Site, demand_close, metrics
+from aligner.shakedown.toy import family_keys
+
+ROOT = Path(__file__).resolve().parents[2]
+SINGLE, HALF = 1e-3, 5e-2  # shares by which metrics may differ: in float32, and losses in bfloat16
+TWO_STEPS = ["run.steps=2", "checkpoint.final=false"]
+EXPERTS = family_keys("qwen3_moe")
+# layout -> ranks, stage, overrides of both jobs, overrides of the job on several ranks
+LAYOUTS: dict[str, tuple[str, list[str], list[str]]] = {
+    "data": ("sft", [], []),
+    "tensor": ("sft", [], ["parallel.tensor=2"]),
+    "tensor-grpo": ("grpo", [], ["parallel.tensor=2"]),
+    "pipeline": ("sft", [], ["parallel.pipeline=2"]),
+    "pipeline-grpo": ("grpo", [], ["parallel.pipeline=2"]),
+    "context": ("sft", [], ["parallel.context=2"]),
+    "experts": ("sft", EXPERTS, ["parallel.expert=2"]),
+    "engine-ranks": ("grpo", [], ["engine.ranks=1"]),
+}
+OFFLOAD, SLEEP = "memory.offload=[gradients,optimizer,weights]", "memory.sleep=always"
+RESUMED, KILLED_AFTER, STEPS = ("sft", "grpo"), 22, 30
+KEPT = [f"run.steps={STEPS}", "checkpoint.every=10", "checkpoint.async_save=true", OFFLOAD]
+LEARNED = 0.15  # rise of the mean reward
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A rung. `needs` returns why this machine cannot climb it, or ""; `climb` returns what it measured."""
+
+    proves: str
+    climb: Callable[[Site], dict[str, Any]]
+    needs: Callable[[Site], str] = lambda site: ""
+
+
+def machine(site: Site) -> dict[str, Any]:
+    command = [sys.executable, "-m", "aligner.shakedown.rates", *([] if site.gpus else ["--cpu"])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RungError(f"rates: exit code {done.returncode}\n{done.stderr[-2000:]}")
+    rates = json.loads(done.stdout)
+    for card in rates["cards"]:
+        for name, (measured, sheet, least) in card["rates"].items():
+            if measured < least * sheet:
+                expected = f"{least:.0%} of the data sheet's {sheet:.3g}"
+                raise RungError(f"{card['name']}: {name} {measured:.3g}, expected {expected}")
+    return rates
+
+
+def families(site: Site) -> dict[str, Any]:
+    with site.jobs("families") as jobs:
+        for name in FAMILIES:
+            jobs.same_on_cpu(name, "sft", *family_keys(name), *TWO_STEPS, share=SINGLE)
+    return {"families": list(FAMILIES)}
+
+
+def bfloat16(site: Site) -> dict[str, Any]:
+    names = ("llama", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_next")
+    with site.jobs("bfloat16") as jobs:
+        for name in names:
+            keys = [*family_keys(name), *TWO_STEPS, "model.dtype=bfloat16"]
+            jobs.same_on_cpu(name, "sft", *keys, share=HALF, only="/loss")
+    return {"families": list(names)}
+
+
+def stages(site: Site) -> dict[str, Any]:
+    with site.jobs("stages") as jobs:
+        bases = [jobs.start(f"{name}-base", name, "run.steps=10", on_cpu=True) for name in ("sft", "rm")]
+        sft, rm = (f"{job.wait()}" for job in bases)
+        own = {
+            "rm": [],
+            "dpo": [f"model.init={sft}"],
+            "kto": [f"model.init={sft}"],
+            "distill": [f"algorithm.distill.teacher={sft}", "algorithm.distill.on_policy=0.5"],
+            "online_dpo": [f"model.init={sft}"],
+            "grpo": [f"model.init={sft}", "refit.verify=checksum"],
+            "ppo": [f"model.init={sft}", f"reward.model={rm}", "reward.functions=[]"],
+        }
+        for name, more in own.items():
+            jobs.same_on_cpu(name, name, *more, *TWO_STEPS, share=SINGLE)
+    return {"stages": list(own)}
+
+
+def layouts(site: Site) -> dict[str, Any]:
+    with site.jobs("layouts") as jobs:
+        for name, (stage, both, several) in LAYOUTS.items():
+            one = jobs.start(f"{name}-one", stage, *both, *TWO_STEPS)
+            two = jobs.start(name, stage, *both, *several, *TWO_STEPS, ranks=2)
+            alone = metrics(one.wait())
+            demand_close(name, metrics(two.wait()), alone, SINGLE, "one rank's", ("/loss", "/grad_norm"))
+    return {"layouts": list(LAYOUTS)}
+
+
+def engines(site: Site) -> dict[str, Any]:
+    """Generate with each installed engine; each refit is verified by checksums and logprobs."""
+    python = ROOT / ".venv-vllm/bin/python"
+    installed = {"native": [OFFLOAD, SLEEP]}
+    installed |= {"vllm": [f"engine.vllm.python={python}"]} if python.exists() else {}
+    installed |= {"trtllm": []} if site.gpus and find_spec("tensorrt_llm") else {}
+    with site.jobs("engines") as jobs:
+        for name, more in installed.items():
+            verified = [f"engine.name={name}", "refit.verify=checksum", *more]
+            jobs.start(name, "grpo", *verified, *TWO_STEPS).wait()
+    return {"engines": list(installed)}
+
+
+def resume(site: Site) -> dict[str, Any]:
+    """Kill a job and start it again; its steps have the hashes of one that was not killed."""
+    with site.jobs("resume") as jobs:
+        for stage in RESUMED:
+            keys = [*KEPT, SLEEP] if stage == "grpo" else KEPT
+            whole = jobs.start(f"{stage}-whole", stage, *keys)
+            killed = jobs.start(stage, stage, *keys)
+            killed.reach(KILLED_AFTER)
+            killed.kill()
+            again = jobs.start(stage, stage, *keys)
+            left, right = (_hashes(job.wait()) for job in (again, whole))
+            wrong = [number for number, pair in enumerate(zip(left, right, strict=False), 1) if pair[0] != pair[1]]
+            if wrong or len(left) != len(right):
+                raise RungError(f"{stage}: step {[*wrong, len(left)][0]} has other bits than without a kill")
+    return {"killed after step": KILLED_AFTER}
+
+
+def _hashes(run: Path) -> list[dict[str, Any]]:
+    records = [record for record in read_jsonl(run / "steps.jsonl") if "start" not in record]
+    return [{name: value for name, value in record.items() if name != "chain"} for record in records]
+
+
+def learning(site: Site) -> dict[str, Any]:
+    with site.jobs("learning") as jobs:
+        run = jobs.start("learning", "grpo", "run.steps=40", "optim.lr=1e-2", "checkpoint.final=false").wait()
+    rewards = [record["reward/mean"] for record in metrics(run)]
+    first, last = fmean(rewards[:5]), fmean(rewards[-5:])
+    if last - first < LEARNED:
+        raise RungError(f"learning: the mean reward went from {first:.3f} to {last:.3f}, expected a rise of {LEARNED}")
+    return {"reward of the first 5 steps": first, "of the last 5": last}
+
+
+def speed(site: Site) -> dict[str, Any]:
+    out = site.folder / "speed.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--json", str(out)]
+    command += ["--shapes", "0.6b,8b_width", "--budget-s", "420"] if site.gpus else ["--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    (site.folder / "speed.log").write_text(done.stdout + done.stderr)
+    if not site.gpus and done.returncode == 0:
+        return {"self-check": done.stdout.strip()}
+    if not out.exists():
+        raise RungError(f"speed: exit code {done.returncode}; log: {site.folder / 'speed.log'}\n{done.stderr[-2000:]}")
+    return json.loads(out.read_text())
+
+
+def _two_ranks(site: Site) -> str:
+    return "" if site.ranks >= 2 else f"it needs 2 GPUs, this machine has {site.gpus}"
+
+
+def _clone(site: Site) -> str:
+    return "" if (ROOT / "benchmarks/gpu.py").exists() else "it needs a clone: benchmarks/ is not installed"
+
+
+RUNGS = {
+    "machine": Rung("Versions fit, and each card has the rates of its data sheet.", machine),
+    "families": Rung("Loss, gradients and two updates of every model family are the CPU's, in float32.", families),
+    "bfloat16": Rung("Losses in bfloat16 are the CPU's, within 5 %.", bfloat16),
+    "stages": Rung("Two steps of every stage are the CPU's, sampled tokens included.", stages),
+    "layouts": Rung("Losses and gradients on two ranks, in every layout, are those of one rank.", layouts, _two_ranks),
+    "engines": Rung("Every installed engine gets the trainer's weights, asleep and awake.", engines),
+    "resume": Rung("A killed run continues with the same bits, with offloading and asynchronous checkpoints.", resume),
+    "learning": Rung("GRPO raises the mean reward.", learning),
+    "speed": Rung("Training, refit and generation take the time that the plan says.", speed, _clone),
+}

@@ -1,0 +1,115 @@
+"""The rungs on a CPU, and faults that they have to name."""
+
+import json
+
+import pytest
+
+from aligner.__main__ import main
+from aligner.config.resolve import compose
+from aligner.config.validate import validate
+from aligner.families import FAMILIES
+from aligner.plan.devices import DEVICES
+from aligner.shakedown import command, rungs
+from aligner.shakedown.jobs import RungError, Site, Starter, distances
+from aligner.shakedown.toy import STAGES, family_keys
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    site = Site(tmp_path_factory.mktemp("shakedown"), 0, 2)
+    site.data.make()
+    return site
+
+
+def test_every_family_has_a_small_model_with_all_its_parts(site, tmp_path):
+    for name, family in FAMILIES.items():
+        cfg = compose(site.data.arguments("sft", tmp_path, *family_keys(name)))
+        validate(cfg, 1)
+        assert bool(cfg.model.attention.window) == ("attention.window" in family.varies), name
+        assert bool(cfg.model.moe.num_experts) == bool(family.moe)
+
+
+def test_every_stage_has_a_job():
+    assert {*STAGES} == {"sft", "rm", "dpo", "kto", "distill", "grpo", "online_dpo", "ppo"}
+
+
+def test_what_is_further_apart_than_a_share_comes_with_the_furthest_first():
+    old = [{"step": 1, "loss": 2.0, "small": 1e-9, "name": "a"}]
+    new = [{"step": 1, "loss": 2.1, "small": 9e-7, "name": "b"}]
+    assert distances(new, old, 1e-3) == ["/0/name: b instead of a", "/0/loss: 2.1 instead of 2.0"]
+    assert distances(new, old, 0.1, "loss") == [] and distances(new, old, 1e-3, "loss")
+    assert distances(old, old, 0.1, "los") == ["no metric ends with los"]
+    assert distances([{"loss": float("nan")}], [{"loss": 1.0}], 0.1) and distances([], old, 0.1)
+
+
+def test_unknown_rungs_and_machines_without_a_gpu_are_refused(capsys, monkeypatch):
+    assert main(["shakedown", "--cpu", "--only", "famlies"]) == 2
+    assert "--only='famlies': expected rungs of machine, families" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["shakedown"]) == 2
+    assert "expected a machine with a GPU. --cpu tries the jobs without one." in capsys.readouterr().err
+
+
+def test_a_slow_card_is_named(site, monkeypatch):
+    sheet = DEVICES["h100"].flops
+    card = {"name": "NVIDIA H100", "rates": {"products": (0.4 * sheet, sheet, 0.55)}}
+    printed = type("Done", (), {"returncode": 0, "stdout": json.dumps({"cards": [card]})})
+    monkeypatch.setattr(rungs.subprocess, "run", lambda *args, **kwargs: printed)
+    with pytest.raises(RungError, match=r"NVIDIA H100: products 3.96e.14, expected 55% of the data sheet's 9.89e.14"):
+        rungs.machine(site)
+
+
+@pytest.mark.slow
+def test_a_report_has_every_result_and_passed_rungs_are_not_repeated(site, monkeypatch, capsys):
+    monkeypatch.setattr(command, "RUNGS", {name: rungs.RUNGS[name] for name in ("machine", "layouts", "learning")})
+    monkeypatch.setattr(command, "CPU_RANKS", 1)
+    assert main(["shakedown", "--cpu", str(site.folder)]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "layouts: Losses and gradients on two ranks" in said and "left out: it needs 2 GPUs, this machine has 0" in said
+    )
+    assert main(["shakedown", "--cpu", str(site.folder)]) == 0
+    assert capsys.readouterr().out.count(": earlier") == 2
+    report = json.loads((site.folder / "report.json").read_text())
+    assert [r["outcome"] for r in report["results"]] == ["passed", "left out", "passed"]
+    assert report["results"][2]["measured"]["of the last 5"] > 0.5
+    page = (site.folder / "report.html").read_text()
+    assert report["sha256"] in page and "GRPO raises the mean reward." in page
+
+
+@pytest.mark.slow
+def test_a_device_with_other_numbers_is_named_with_the_metric(site, monkeypatch):
+    monkeypatch.setattr(rungs, "FAMILIES", ["llama"])
+    other = Site(site.folder, 0, 2, ("optim.lr=1e-2",))
+    with pytest.raises(RungError, match=r"(?s)llama: \d+ metrics differ from the CPU's by more than 0.001 of it:.*/1/"):
+        rungs.families(other)
+    broken = Site(site.folder, 0, 2, ("model.num_layers=0",))
+    with pytest.raises(RungError, match=r"(?s)llama, device: exit code 2; log: .*model.num_layers=0: expected"):
+        rungs.families(broken)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_layouts_of_two_ranks_are_compared_with_one_rank(site, monkeypatch):
+    monkeypatch.setattr(rungs, "LAYOUTS", {"tensor": rungs.LAYOUTS["tensor"]})
+    assert rungs.layouts(site) == {"layouts": ["tensor"]}
+    monkeypatch.setattr(rungs, "LAYOUTS", {"tensor": ("sft", [], ["parallel.tensor=2", "optim.lr=1e-2"])})
+    with pytest.raises(RungError, match=r"tensor: \d+ metrics differ from one rank's"):
+        rungs.layouts(site)
+
+
+@pytest.mark.slow
+def test_a_resume_with_other_bits_is_named(site, monkeypatch):
+    monkeypatch.setattr(rungs, "RESUMED", ("sft",))
+    assert rungs.resume(site) == {"killed after step": rungs.KILLED_AFTER}
+    start = Starter.start
+
+    def changed(self, name, stage, *keys, **how):
+        again = sum(job.run.name == name for job in self.started)
+        return start(self, name, stage, *keys, *["optim.lr=1e-2"] * again, **how)
+
+    monkeypatch.setattr(Starter, "start", changed)
+    other = Site(site.folder / "other", 0, 2)
+    other.data.make()
+    with pytest.raises(RungError, match=r"sft: step 2\d has other bits than without a kill"):
+        rungs.resume(other)
