@@ -152,7 +152,7 @@ def distances(new: list[dict[str, Any]], old: list[dict[str, Any]], share: float
 def demand_close(
     name: str, new: list[dict[str, Any]], old: list[dict[str, Any]], share: float, whose: str, only: Ends = ""
 ) -> None:
-    """Raises RungError with the metrics that are the furthest apart."""
+    """Raise RungError with the metrics that are the furthest apart, if any are."""
     if apart := distances(new, old, share, only):
         shown = "".join(f"\n    {text}" for text in apart[:5])
         raise RungError(f"{name}: {len(apart)} metrics differ from {whose} by more than {share:g} of it:{shown}")
