@@ -16,7 +16,7 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.files import write_whole
-from aligner.shakedown.jobs import RungError, Site
+from aligner.shakedown.jobs import RungError, TestedMachine
 from aligner.shakedown.rungs import RUNGS
 from aligner.version import VERSION
 
@@ -36,15 +36,17 @@ def main(args: argparse.Namespace) -> int:
     if len(folders) > 1:
         raise ConfigError("FOLDER", folders[1], "one folder")
     gpus = 0 if args.cpu else _gpus()
-    site = Site(Path(folders[0] if folders else DEFAULT_FOLDER).absolute(), gpus, gpus or CPU_RANKS, overrides)
-    site.data.make()
-    print(f"{len(names)} rungs on {_device(site)}; jobs and their logs: {site.folder / 'jobs'}", flush=True)
+    machine = TestedMachine(
+        Path(folders[0] if folders else DEFAULT_FOLDER).absolute(), gpus, gpus or CPU_RANKS, overrides
+    )
+    machine.data.make()
+    print(f"{len(names)} rungs on {_device(machine)}; jobs and their logs: {machine.folder / 'jobs'}", flush=True)
     for number, name in enumerate(names, 1):
         print(f"{number}/{len(names)} {name}: {RUNGS[name].proves}", flush=True)
-        result = climb(site, name, args.again)
+        result = climb(machine, name, args.again)
         print(f"    {result['outcome']}{_seconds(result)}{': ' * bool(result['why'])}{result['why']}", flush=True)
-    results = [result for name in RUNGS if (result := _noted(site, name))]
-    target = write_report(site.folder, results)
+    results = [result for name in RUNGS if (result := _noted(machine, name))]
+    target = write_report(machine.folder, results)
     print(f"report: {target}, {target.with_suffix('.json')}")
     return int(any(result["outcome"] == FAILED for result in results))
 
@@ -57,38 +59,40 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _device(site: Site) -> str:
-    return f"{site.gpus} GPU{'s' * (site.gpus > 1)}" if site.gpus else "the CPU, which shows nothing about GPUs"
+def _device(machine: TestedMachine) -> str:
+    return (
+        f"{machine.gpus} GPU{'s' * (machine.gpus > 1)}" if machine.gpus else "the CPU, which shows nothing about GPUs"
+    )
 
 
 def _seconds(result: dict[str, Any]) -> str:
     return f" ({result['seconds']:.0f} s)" if result["seconds"] else ""
 
 
-def climb(site: Site, name: str, again: bool = False) -> dict[str, Any]:
+def climb(machine: TestedMachine, name: str, again: bool = False) -> dict[str, Any]:
     """Return the rung's result: an earlier one that passed, or a new one, which is noted."""
-    rung, asked = RUNGS[name], {"version": VERSION, "device": _device(site), "overrides": list(site.overrides)}
-    before = _noted(site, name)
+    rung, asked = RUNGS[name], {"version": VERSION, "device": _device(machine), "overrides": list(machine.overrides)}
+    before = _noted(machine, name)
     if before and before["outcome"] == PASSED and before["asked"] == asked and not again:
         return before | {"why": "earlier"}
     result = {"rung": name, "proves": rung.proves, "asked": asked, "outcome": LEFT_OUT, "measured": {}, "seconds": 0.0}
-    if why := rung.needs(site):
+    if why := rung.needs(machine):
         result |= {"why": why}
     else:
         start = time.monotonic()
         try:
-            result |= {"outcome": PASSED, "measured": rung.climb(site), "why": ""}
+            result |= {"outcome": PASSED, "measured": rung.climb(machine), "why": ""}
         except RungError as error:
             result |= {"outcome": FAILED, "why": str(error)}
         result["seconds"] = time.monotonic() - start
     result["date"] = datetime.now(UTC).isoformat(timespec="seconds")
-    (site.folder / "rungs").mkdir(exist_ok=True)
-    write_whole(site.folder / "rungs" / f"{name}.json", json.dumps(result, indent=1))
+    (machine.folder / "rungs").mkdir(exist_ok=True)
+    write_whole(machine.folder / "rungs" / f"{name}.json", json.dumps(result, indent=1))
     return result
 
 
-def _noted(site: Site, name: str) -> dict[str, Any]:
-    path = site.folder / "rungs" / f"{name}.json"
+def _noted(machine: TestedMachine, name: str) -> dict[str, Any]:
+    path = machine.folder / "rungs" / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 

@@ -32,7 +32,7 @@ class RungError(AlignerError):
 
 
 @dataclass
-class Job:
+class ToyJob:
     name: str
     run: Path
     log: Path
@@ -71,7 +71,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Site:
+class TestedMachine:
     """The machine: its folder of jobs, the number of its GPUs (0: its CPU stands for them), and overrides for jobs on
     the device that is tested."""
 
@@ -99,22 +99,22 @@ class Site:
 class Starter:
     """Starts jobs, of which each has a folder by its name."""
 
-    def __init__(self, site: Site, folder: Path):
-        self.site, self.folder, self.started = site, folder, list[Job]()
+    def __init__(self, machine: TestedMachine, folder: Path):
+        self.machine, self.folder, self.started = machine, folder, list[ToyJob]()
 
-    def start(self, name: str, stage: str, *more: str, ranks: int = 1, on_cpu: bool = False) -> Job:
+    def start(self, name: str, stage: str, *more: str, ranks: int = 1, on_cpu: bool = False) -> ToyJob:
         """Start a job on the device that is tested, or on the CPU. A folder of the same name is continued."""
         run = self.folder / (f"{name}-cpu" if on_cpu else name)
         run.mkdir(parents=True, exist_ok=True)
         environ = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {})
-        arguments = self.site.data.arguments(stage, run, *more, *(() if on_cpu else self.site.overrides))
+        arguments = self.machine.data.arguments(stage, run, *more, *(() if on_cpu else self.machine.overrides))
         command = [sys.executable, "-m", "aligner", "launch", "--ranks", str(ranks), *arguments]
         log = run / "shakedown.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command, env=environ, stdout=output, stderr=output, stdin=subprocess.DEVNULL, process_group=0
             )
-        self.started.append(Job(f"{name}, {'CPU' if on_cpu else 'device'}", run, log, process))
+        self.started.append(ToyJob(f"{name}, {'CPU' if on_cpu else 'device'}", run, log, process))
         return self.started[-1]
 
     def same_on_cpu(self, name: str, stage: str, *more: str, share: float, only: Ends = "") -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from aligner.families import FAMILIES
 from aligner.run.metrics import read_jsonl
-from aligner.shakedown.jobs import RungError, Site, demand_close, metrics
+from aligner.shakedown.jobs import RungError, TestedMachine, demand_close, metrics
 from aligner.shakedown.toy import family_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,12 +43,12 @@ class Rung:
     """A rung. `needs` returns why this machine cannot climb it, or ""; `climb` returns what it measured."""
 
     proves: str
-    climb: Callable[[Site], dict[str, Any]]
-    needs: Callable[[Site], str] = lambda site: ""
+    climb: Callable[[TestedMachine], dict[str, Any]]
+    needs: Callable[[TestedMachine], str] = lambda machine: ""
 
 
-def machine(site: Site) -> dict[str, Any]:
-    command = [sys.executable, "-m", "aligner.shakedown.rates", *([] if site.gpus else ["--cpu"])]
+def card_rates(machine: TestedMachine) -> dict[str, Any]:
+    command = [sys.executable, "-m", "aligner.shakedown.rates", *([] if machine.gpus else ["--cpu"])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RungError(f"rates: exit code {done.returncode}\n{done.stderr[-2000:]}")
@@ -61,24 +61,24 @@ def machine(site: Site) -> dict[str, Any]:
     return rates
 
 
-def families(site: Site) -> dict[str, Any]:
-    with site.jobs("families") as jobs:
+def families(machine: TestedMachine) -> dict[str, Any]:
+    with machine.jobs("families") as jobs:
         for name in FAMILIES:
             jobs.same_on_cpu(name, "sft", *family_keys(name), *TWO_STEPS, share=SINGLE)
     return {"families": list(FAMILIES)}
 
 
-def bfloat16(site: Site) -> dict[str, Any]:
+def bfloat16(machine: TestedMachine) -> dict[str, Any]:
     names = ("llama", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_next")
-    with site.jobs("bfloat16") as jobs:
+    with machine.jobs("bfloat16") as jobs:
         for name in names:
             keys = [*family_keys(name), *TWO_STEPS, "model.dtype=bfloat16"]
             jobs.same_on_cpu(name, "sft", *keys, share=HALF, only="/loss")
     return {"families": list(names)}
 
 
-def stages(site: Site) -> dict[str, Any]:
-    with site.jobs("stages") as jobs:
+def stages(machine: TestedMachine) -> dict[str, Any]:
+    with machine.jobs("stages") as jobs:
         bases = [jobs.start(f"{name}-base", name, "run.steps=10", on_cpu=True) for name in ("sft", "rm")]
         sft, rm = (f"{job.wait()}" for job in bases)
         own = {
@@ -95,8 +95,8 @@ def stages(site: Site) -> dict[str, Any]:
     return {"stages": list(own)}
 
 
-def layouts(site: Site) -> dict[str, Any]:
-    with site.jobs("layouts") as jobs:
+def layouts(machine: TestedMachine) -> dict[str, Any]:
+    with machine.jobs("layouts") as jobs:
         for name, (stage, both, several) in LAYOUTS.items():
             one = jobs.start(f"{name}-one", stage, *both, *TWO_STEPS)
             two = jobs.start(name, stage, *both, *several, *TWO_STEPS, ranks=2)
@@ -105,22 +105,22 @@ def layouts(site: Site) -> dict[str, Any]:
     return {"layouts": list(LAYOUTS)}
 
 
-def engines(site: Site) -> dict[str, Any]:
+def engines(machine: TestedMachine) -> dict[str, Any]:
     """Generate with each installed engine; each refit is verified by checksums and logprobs."""
     python = ROOT / ".venv-vllm/bin/python"
     installed = {"native": [OFFLOAD, SLEEP]}
     installed |= {"vllm": [f"engine.vllm.python={python}"]} if python.exists() else {}
-    installed |= {"trtllm": []} if site.gpus and find_spec("tensorrt_llm") else {}
-    with site.jobs("engines") as jobs:
+    installed |= {"trtllm": []} if machine.gpus and find_spec("tensorrt_llm") else {}
+    with machine.jobs("engines") as jobs:
         for name, more in installed.items():
             verified = [f"engine.name={name}", "refit.verify=checksum", *more]
             jobs.start(name, "grpo", *verified, *TWO_STEPS).wait()
     return {"engines": list(installed)}
 
 
-def resume(site: Site) -> dict[str, Any]:
+def resume(machine: TestedMachine) -> dict[str, Any]:
     """Kill a job and start it again; its steps have the hashes of one that was not killed."""
-    with site.jobs("resume") as jobs:
+    with machine.jobs("resume") as jobs:
         for stage in RESUMED:
             keys = [*KEPT, SLEEP] if stage == "grpo" else KEPT
             whole = jobs.start(f"{stage}-whole", stage, *keys)
@@ -140,8 +140,8 @@ def _hashes(run: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in record.items() if name != "chain"} for record in records]
 
 
-def learning(site: Site) -> dict[str, Any]:
-    with site.jobs("learning") as jobs:
+def learning(machine: TestedMachine) -> dict[str, Any]:
+    with machine.jobs("learning") as jobs:
         run = jobs.start("learning", "grpo", "run.steps=40", "optim.lr=1e-2", "checkpoint.final=false").wait()
     rewards = [record["reward/mean"] for record in metrics(run)]
     first, last = fmean(rewards[:5]), fmean(rewards[-5:])
@@ -150,29 +150,31 @@ def learning(site: Site) -> dict[str, Any]:
     return {"reward of the first 5 steps": first, "of the last 5": last}
 
 
-def speed(site: Site) -> dict[str, Any]:
-    out = site.folder / "speed.json"
+def speed(machine: TestedMachine) -> dict[str, Any]:
+    out = machine.folder / "speed.json"
     command = [sys.executable, "-m", "benchmarks.gpu", "--json", str(out)]
-    command += ["--shapes", "0.6b,8b_width", "--budget-s", "420"] if site.gpus else ["--check"]
+    command += ["--shapes", "0.6b,8b_width", "--budget-s", "420"] if machine.gpus else ["--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    (site.folder / "speed.log").write_text(done.stdout + done.stderr)
-    if not site.gpus and done.returncode == 0:
+    (machine.folder / "speed.log").write_text(done.stdout + done.stderr)
+    if not machine.gpus and done.returncode == 0:
         return {"self-check": done.stdout.strip()}
     if not out.exists():
-        raise RungError(f"speed: exit code {done.returncode}; log: {site.folder / 'speed.log'}\n{done.stderr[-2000:]}")
+        raise RungError(
+            f"speed: exit code {done.returncode}; log: {machine.folder / 'speed.log'}\n{done.stderr[-2000:]}"
+        )
     return json.loads(out.read_text())
 
 
-def _two_ranks(site: Site) -> str:
-    return "" if site.ranks >= 2 else f"it needs 2 GPUs, this machine has {site.gpus}"
+def _two_ranks(machine: TestedMachine) -> str:
+    return "" if machine.ranks >= 2 else f"it needs 2 GPUs, this machine has {machine.gpus}"
 
 
-def _clone(site: Site) -> str:
+def _clone(machine: TestedMachine) -> str:
     return "" if (ROOT / "benchmarks/gpu.py").exists() else "it needs a clone: benchmarks/ is not installed"
 
 
 RUNGS = {
-    "machine": Rung("Versions fit, and each card has the rates of its data sheet.", machine),
+    "machine": Rung("Versions fit, and each card has the rates of its data sheet.", card_rates),
     "families": Rung("Loss, gradients and two updates of every model family are the CPU's, in float32.", families),
     "bfloat16": Rung("Losses in bfloat16 are the CPU's, within 5 %.", bfloat16),
     "stages": Rung("Two steps of every stage are the CPU's, sampled tokens included.", stages),

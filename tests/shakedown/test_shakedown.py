@@ -10,20 +10,20 @@ from aligner.config.validate import validate
 from aligner.families import FAMILIES
 from aligner.plan.devices import DEVICES
 from aligner.shakedown import command, rungs
-from aligner.shakedown.jobs import RungError, Site, Starter, distances
+from aligner.shakedown.jobs import RungError, TestedMachine, Starter, distances
 from aligner.shakedown.toy import STAGES, family_keys
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    site = Site(tmp_path_factory.mktemp("shakedown"), 0, 2)
-    site.data.make()
-    return site
+def machine(tmp_path_factory):
+    machine = TestedMachine(tmp_path_factory.mktemp("shakedown"), 0, 2)
+    machine.data.make()
+    return machine
 
 
-def test_every_family_has_a_small_model_with_all_its_parts(site, tmp_path):
+def test_every_family_has_a_small_model_with_all_its_parts(machine, tmp_path):
     for name, family in FAMILIES.items():
-        cfg = compose(site.data.arguments("sft", tmp_path, *family_keys(name)))
+        cfg = compose(machine.data.arguments("sft", tmp_path, *family_keys(name)))
         validate(cfg, 1)
         assert bool(cfg.model.attention.window) == ("attention.window" in family.varies), name
         assert bool(cfg.model.moe.num_experts) == bool(family.moe)
@@ -50,58 +50,58 @@ def test_unknown_rungs_and_machines_without_a_gpu_are_refused(capsys, monkeypatc
     assert "expected a machine with a GPU. --cpu tries the jobs without one." in capsys.readouterr().err
 
 
-def test_a_slow_card_is_named(site, monkeypatch):
+def test_a_slow_card_is_named(machine, monkeypatch):
     sheet = DEVICES["h100"].flops
     card = {"name": "NVIDIA H100", "rates": {"products": (0.4 * sheet, sheet, 0.55)}}
     printed = type("Done", (), {"returncode": 0, "stdout": json.dumps({"cards": [card]})})
     monkeypatch.setattr(rungs.subprocess, "run", lambda *args, **kwargs: printed)
     with pytest.raises(RungError, match=r"NVIDIA H100: products 3.96e.14, expected 55% of the data sheet's 9.89e.14"):
-        rungs.machine(site)
+        rungs.card_rates(machine)
 
 
 @pytest.mark.slow
-def test_a_report_has_every_result_and_passed_rungs_are_not_repeated(site, monkeypatch, capsys):
+def test_a_report_has_every_result_and_passed_rungs_are_not_repeated(machine, monkeypatch, capsys):
     monkeypatch.setattr(command, "RUNGS", {name: rungs.RUNGS[name] for name in ("machine", "layouts", "learning")})
     monkeypatch.setattr(command, "CPU_RANKS", 1)
-    assert main(["shakedown", "--cpu", str(site.folder)]) == 0
+    assert main(["shakedown", "--cpu", str(machine.folder)]) == 0
     said = capsys.readouterr().out
     assert (
         "layouts: Losses and gradients on two ranks" in said and "left out: it needs 2 GPUs, this machine has 0" in said
     )
-    assert main(["shakedown", "--cpu", str(site.folder)]) == 0
+    assert main(["shakedown", "--cpu", str(machine.folder)]) == 0
     assert capsys.readouterr().out.count(": earlier") == 2
-    report = json.loads((site.folder / "report.json").read_text())
+    report = json.loads((machine.folder / "report.json").read_text())
     assert [r["outcome"] for r in report["results"]] == ["passed", "left out", "passed"]
     assert report["results"][2]["measured"]["of the last 5"] > 0.5
-    page = (site.folder / "report.html").read_text()
+    page = (machine.folder / "report.html").read_text()
     assert report["sha256"] in page and "GRPO raises the mean reward." in page
 
 
 @pytest.mark.slow
-def test_a_device_with_other_numbers_is_named_with_the_metric(site, monkeypatch):
+def test_a_device_with_other_numbers_is_named_with_the_metric(machine, monkeypatch):
     monkeypatch.setattr(rungs, "FAMILIES", ["llama"])
-    other = Site(site.folder, 0, 2, ("optim.lr=1e-2",))
+    other = TestedMachine(machine.folder, 0, 2, ("optim.lr=1e-2",))
     with pytest.raises(RungError, match=r"(?s)llama: \d+ metrics differ from the CPU's by more than 0.001 of it:.*/1/"):
         rungs.families(other)
-    broken = Site(site.folder, 0, 2, ("model.num_layers=0",))
+    broken = TestedMachine(machine.folder, 0, 2, ("model.num_layers=0",))
     with pytest.raises(RungError, match=r"(?s)llama, device: exit code 2; log: .*model.num_layers=0: expected"):
         rungs.families(broken)
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_layouts_of_two_ranks_are_compared_with_one_rank(site, monkeypatch):
+def test_layouts_of_two_ranks_are_compared_with_one_rank(machine, monkeypatch):
     monkeypatch.setattr(rungs, "LAYOUTS", {"tensor": rungs.LAYOUTS["tensor"]})
-    assert rungs.layouts(site) == {"layouts": ["tensor"]}
+    assert rungs.layouts(machine) == {"layouts": ["tensor"]}
     monkeypatch.setattr(rungs, "LAYOUTS", {"tensor": ("sft", [], ["parallel.tensor=2", "optim.lr=1e-2"])})
     with pytest.raises(RungError, match=r"tensor: \d+ metrics differ from one rank's"):
-        rungs.layouts(site)
+        rungs.layouts(machine)
 
 
 @pytest.mark.slow
-def test_a_resume_with_other_bits_is_named(site, monkeypatch):
+def test_a_resume_with_other_bits_is_named(machine, monkeypatch):
     monkeypatch.setattr(rungs, "RESUMED", ("sft",))
-    assert rungs.resume(site) == {"killed after step": rungs.KILLED_AFTER}
+    assert rungs.resume(machine) == {"killed after step": rungs.KILLED_AFTER}
     start = Starter.start
 
     def changed(self, name, stage, *keys, **how):
@@ -109,7 +109,7 @@ def test_a_resume_with_other_bits_is_named(site, monkeypatch):
         return start(self, name, stage, *keys, *["optim.lr=1e-2"] * again, **how)
 
     monkeypatch.setattr(Starter, "start", changed)
-    other = Site(site.folder / "other", 0, 2)
+    other = TestedMachine(machine.folder / "other", 0, 2)
     other.data.make()
     with pytest.raises(RungError, match=r"sft: step 2\d has other bits than without a kill"):
         rungs.resume(other)
