@@ -16,7 +16,7 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.files import write_whole
-from aligner.shakedown.jobs import RungError, TestedMachine
+from aligner.shakedown.jobs import CheckedMachine, RungError
 from aligner.shakedown.rungs import RUNGS
 from aligner.version import VERSION
 
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     if len(folders) > 1:
         raise ConfigError("FOLDER", folders[1], "one folder")
     gpus = 0 if args.cpu else _gpus()
-    machine = TestedMachine(
+    machine = CheckedMachine(
         Path(folders[0] if folders else DEFAULT_FOLDER).absolute(), gpus, gpus or CPU_RANKS, overrides
     )
     machine.data.make()
@@ -59,7 +59,7 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _device(machine: TestedMachine) -> str:
+def _device(machine: CheckedMachine) -> str:
     return (
         f"{machine.gpus} GPU{'s' * (machine.gpus > 1)}" if machine.gpus else "the CPU, which shows nothing about GPUs"
     )
@@ -69,7 +69,7 @@ def _seconds(result: dict[str, Any]) -> str:
     return f" ({result['seconds']:.0f} s)" if result["seconds"] else ""
 
 
-def climb(machine: TestedMachine, name: str, again: bool = False) -> dict[str, Any]:
+def climb(machine: CheckedMachine, name: str, again: bool = False) -> dict[str, Any]:
     """Return the rung's result: an earlier one that passed, or a new one, which is noted."""
     rung, asked = RUNGS[name], {"version": VERSION, "device": _device(machine), "overrides": list(machine.overrides)}
     before = _noted(machine, name)
@@ -91,7 +91,7 @@ def climb(machine: TestedMachine, name: str, again: bool = False) -> dict[str, A
     return result
 
 
-def _noted(machine: TestedMachine, name: str) -> dict[str, Any]:
+def _noted(machine: CheckedMachine, name: str) -> dict[str, Any]:
     path = machine.folder / "rungs" / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 

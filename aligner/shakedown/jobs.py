@@ -71,7 +71,7 @@ class ToyJob:
 
 
 @dataclass(frozen=True)
-class TestedMachine:
+class CheckedMachine:
     """The machine: its folder of jobs, the number of its GPUs (0: its CPU stands for them), and overrides for jobs on
     the device that is tested."""
 
@@ -99,7 +99,7 @@ class TestedMachine:
 class Starter:
     """Starts jobs, of which each has a folder by its name."""
 
-    def __init__(self, machine: TestedMachine, folder: Path):
+    def __init__(self, machine: CheckedMachine, folder: Path):
         self.machine, self.folder, self.started = machine, folder, list[ToyJob]()
 
     def start(self, name: str, stage: str, *more: str, ranks: int = 1, on_cpu: bool = False) -> ToyJob:

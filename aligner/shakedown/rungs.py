@@ -14,7 +14,7 @@ from typing import Any
 
 from aligner.families import FAMILIES
 from aligner.run.metrics import read_jsonl
-from aligner.shakedown.jobs import RungError, TestedMachine, demand_close, metrics
+from aligner.shakedown.jobs import CheckedMachine, RungError, demand_close, metrics
 from aligner.shakedown.toy import family_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,11 +43,11 @@ class Rung:
     """A rung. `needs` returns why this machine cannot climb it, or ""; `climb` returns what it measured."""
 
     proves: str
-    climb: Callable[[TestedMachine], dict[str, Any]]
-    needs: Callable[[TestedMachine], str] = lambda machine: ""
+    climb: Callable[[CheckedMachine], dict[str, Any]]
+    needs: Callable[[CheckedMachine], str] = lambda machine: ""
 
 
-def card_rates(machine: TestedMachine) -> dict[str, Any]:
+def card_rates(machine: CheckedMachine) -> dict[str, Any]:
     command = [sys.executable, "-m", "aligner.shakedown.rates", *([] if machine.gpus else ["--cpu"])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -61,14 +61,14 @@ def card_rates(machine: TestedMachine) -> dict[str, Any]:
     return rates
 
 
-def families(machine: TestedMachine) -> dict[str, Any]:
+def families(machine: CheckedMachine) -> dict[str, Any]:
     with machine.jobs("families") as jobs:
         for name in FAMILIES:
             jobs.same_on_cpu(name, "sft", *family_keys(name), *TWO_STEPS, share=SINGLE)
     return {"families": list(FAMILIES)}
 
 
-def bfloat16(machine: TestedMachine) -> dict[str, Any]:
+def bfloat16(machine: CheckedMachine) -> dict[str, Any]:
     names = ("llama", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_next")
     with machine.jobs("bfloat16") as jobs:
         for name in names:
@@ -77,7 +77,7 @@ def bfloat16(machine: TestedMachine) -> dict[str, Any]:
     return {"families": list(names)}
 
 
-def stages(machine: TestedMachine) -> dict[str, Any]:
+def stages(machine: CheckedMachine) -> dict[str, Any]:
     with machine.jobs("stages") as jobs:
         bases = [jobs.start(f"{name}-base", name, "run.steps=10", on_cpu=True) for name in ("sft", "rm")]
         sft, rm = (f"{job.wait()}" for job in bases)
@@ -95,7 +95,7 @@ def stages(machine: TestedMachine) -> dict[str, Any]:
     return {"stages": list(own)}
 
 
-def layouts(machine: TestedMachine) -> dict[str, Any]:
+def layouts(machine: CheckedMachine) -> dict[str, Any]:
     with machine.jobs("layouts") as jobs:
         for name, (stage, both, several) in LAYOUTS.items():
             one = jobs.start(f"{name}-one", stage, *both, *TWO_STEPS)
@@ -105,7 +105,7 @@ def layouts(machine: TestedMachine) -> dict[str, Any]:
     return {"layouts": list(LAYOUTS)}
 
 
-def engines(machine: TestedMachine) -> dict[str, Any]:
+def engines(machine: CheckedMachine) -> dict[str, Any]:
     """Generate with each installed engine; each refit is verified by checksums and logprobs."""
     python = ROOT / ".venv-vllm/bin/python"
     installed = {"native": [OFFLOAD, SLEEP]}
@@ -118,7 +118,7 @@ def engines(machine: TestedMachine) -> dict[str, Any]:
     return {"engines": list(installed)}
 
 
-def resume(machine: TestedMachine) -> dict[str, Any]:
+def resume(machine: CheckedMachine) -> dict[str, Any]:
     """Kill a job and start it again; its steps have the hashes of one that was not killed."""
     with machine.jobs("resume") as jobs:
         for stage in RESUMED:
@@ -140,7 +140,7 @@ def _hashes(run: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in record.items() if name != "chain"} for record in records]
 
 
-def learning(machine: TestedMachine) -> dict[str, Any]:
+def learning(machine: CheckedMachine) -> dict[str, Any]:
     with machine.jobs("learning") as jobs:
         run = jobs.start("learning", "grpo", "run.steps=40", "optim.lr=1e-2", "checkpoint.final=false").wait()
     rewards = [record["reward/mean"] for record in metrics(run)]
@@ -150,7 +150,7 @@ def learning(machine: TestedMachine) -> dict[str, Any]:
     return {"reward of the first 5 steps": first, "of the last 5": last}
 
 
-def speed(machine: TestedMachine) -> dict[str, Any]:
+def speed(machine: CheckedMachine) -> dict[str, Any]:
     out = machine.folder / "speed.json"
     command = [sys.executable, "-m", "benchmarks.gpu", "--json", str(out)]
     command += ["--shapes", "0.6b,8b_width", "--budget-s", "420"] if machine.gpus else ["--check"]
@@ -165,11 +165,11 @@ def speed(machine: TestedMachine) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-def _two_ranks(machine: TestedMachine) -> str:
+def _two_ranks(machine: CheckedMachine) -> str:
     return "" if machine.ranks >= 2 else f"it needs 2 GPUs, this machine has {machine.gpus}"
 
 
-def _clone(machine: TestedMachine) -> str:
+def _clone(machine: CheckedMachine) -> str:
     return "" if (ROOT / "benchmarks/gpu.py").exists() else "it needs a clone: benchmarks/ is not installed"
 
 

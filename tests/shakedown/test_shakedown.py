@@ -10,13 +10,13 @@ from aligner.config.validate import validate
 from aligner.families import FAMILIES
 from aligner.plan.devices import DEVICES
 from aligner.shakedown import command, rungs
-from aligner.shakedown.jobs import RungError, TestedMachine, Starter, distances
+from aligner.shakedown.jobs import CheckedMachine, RungError, Starter, distances
 from aligner.shakedown.toy import STAGES, family_keys
 
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory):
-    machine = TestedMachine(tmp_path_factory.mktemp("shakedown"), 0, 2)
+    machine = CheckedMachine(tmp_path_factory.mktemp("shakedown"), 0, 2)
     machine.data.make()
     return machine
 
@@ -80,10 +80,10 @@ def test_a_report_has_every_result_and_passed_rungs_are_not_repeated(machine, mo
 @pytest.mark.slow
 def test_a_device_with_other_numbers_is_named_with_the_metric(machine, monkeypatch):
     monkeypatch.setattr(rungs, "FAMILIES", ["llama"])
-    other = TestedMachine(machine.folder, 0, 2, ("optim.lr=1e-2",))
+    other = CheckedMachine(machine.folder, 0, 2, ("optim.lr=1e-2",))
     with pytest.raises(RungError, match=r"(?s)llama: \d+ metrics differ from the CPU's by more than 0.001 of it:.*/1/"):
         rungs.families(other)
-    broken = TestedMachine(machine.folder, 0, 2, ("model.num_layers=0",))
+    broken = CheckedMachine(machine.folder, 0, 2, ("model.num_layers=0",))
     with pytest.raises(RungError, match=r"(?s)llama, device: exit code 2; log: .*model.num_layers=0: expected"):
         rungs.families(broken)
 
@@ -109,7 +109,7 @@ def test_a_resume_with_other_bits_is_named(machine, monkeypatch):
         return start(self, name, stage, *keys, *["optim.lr=1e-2"] * again, **how)
 
     monkeypatch.setattr(Starter, "start", changed)
-    other = TestedMachine(machine.folder / "other", 0, 2)
+    other = CheckedMachine(machine.folder / "other", 0, 2)
     other.data.make()
     with pytest.raises(RungError, match=r"sft: step 2\d has other bits than without a kill"):
         rungs.resume(other)
