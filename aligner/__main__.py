@@ -63,6 +63,9 @@ def parser() -> argparse.ArgumentParser:
     from aligner.shakedown import options as shakedown_options
     from aligner.tools import replay_options
 
+    own = dict.fromkeys(("import", "export"), convert_options.add_parser)
+    own |= dict.fromkeys(("replay", "bisect"), replay_options.add_parser)
+    own["shakedown"] = shakedown_options.add_parser
     further = {"submit": submit_options.add_arguments, "plan": plan_options.add_arguments}
     further["rehearse"] = rehearse_options.add_arguments
     top = argparse.ArgumentParser(
@@ -74,11 +77,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"aligner {VERSION}")
     subs = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        if name in ("import", "export"):
-            convert_options.add_parser(subs, name, text)
-            continue
-        if name in ("replay", "bisect"):
-            replay_options.add_parser(subs, name, text)
+        if name in own:
+            own[name](subs, name, text)
             continue
         if name == "board":
             sub = subs.add_parser(name, help=text, description=text)
@@ -86,11 +86,6 @@ def parser() -> argparse.ArgumentParser:
                 "overrides", nargs="*", metavar="FOLDER", help="of runs, or of folders of runs; default: runs"
             )
             sub.add_argument("--port", type=int, default=8080, help="0: any that is free; default 8080")
-            continue
-        if name == "shakedown":
-            sub = subs.add_parser(name, help=text, description=text)
-            sub.add_argument("overrides", nargs="*", metavar="FOLDER | KEY=VALUE", help="default: runs/shakedown")
-            shakedown_options.add_arguments(sub)
             continue
         if name == "keys":
             sub = subs.add_parser(name, help=text, description=text)
