@@ -246,7 +246,7 @@ world.leave(True)
 
 
 def test_shakedown_runs_as_a_batch_job(cluster, tmp_path):
-    words = ["sbatch", "--parsable", f"--output={tmp_path}/log", ROOT / "launchers/shakedown.sbatch"]
+    words = ["sbatch", "--parsable", f"--output={tmp_path}/log", ROOT / "launchers/shakedown.sh"]
     job = cluster.run(*words, "--cpu", "--only", "machine", tmp_path / "out", ALIGNER_PYTHON=sys.executable).strip()
     assert cluster.ended(job) == "COMPLETED", (tmp_path / "log").read_text()
     assert "passed" in (tmp_path / "out/report.html").read_text()

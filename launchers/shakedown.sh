@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 #SBATCH --job-name=aligner-shakedown
 #SBATCH --output=aligner-shakedown-%j.log
-# Check the GPUs of one node: sbatch --gpus-per-node=8 launchers/shakedown.sbatch [FOLDER] [KEY=VALUE ...]
+# Check the GPUs of one node: sbatch --gpus-per-node=8 launchers/shakedown.sh [FOLDER] [KEY=VALUE ...]
 set -euo pipefail
 # In a job $0 is a copy in a spool folder, and Slurm knows where it came from.
 script="$0"
 [[ -n "${ALIGNER_ROOT:-}" || -f "$(dirname "$0")/env.sh" ]] \
-    || script="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*/launchers/[a-z_]*\.sbatch\).*|\1|p' | head -n 1)"
+    || script="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*/launchers/shakedown\.sh\).*|\1|p' | head -n 1)"
 root="$(cd "${ALIGNER_ROOT:-$(dirname "$script")/..}" && pwd)"
 # shellcheck source=launchers/env.sh
 [[ -n "${ALIGNER_PYTHON:-}" ]] || source "$root/launchers/env.sh"
