@@ -102,12 +102,12 @@ class Starter:
     def __init__(self, machine: CheckedMachine, folder: Path):
         self.machine, self.folder, self.started = machine, folder, list[ToyJob]()
 
-    def start(self, name: str, stage: str, *more: str, ranks: int = 1, on_cpu: bool = False) -> ToyJob:
+    def start(self, name: str, stage: str, *overrides: str, ranks: int = 1, on_cpu: bool = False) -> ToyJob:
         """Start a job on the device that is tested, or on the CPU. A folder of the same name is continued."""
         run = self.folder / (f"{name}-cpu" if on_cpu else name)
         run.mkdir(parents=True, exist_ok=True)
         environ = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {})
-        arguments = self.machine.data.arguments(stage, run, *more, *(() if on_cpu else self.machine.overrides))
+        arguments = self.machine.data.arguments(stage, run, *overrides, *(() if on_cpu else self.machine.overrides))
         command = [sys.executable, "-m", "aligner", "launch", "--ranks", str(ranks), *arguments]
         log = run / "shakedown.log"
         with log.open("ab") as output:
@@ -117,9 +117,9 @@ class Starter:
         self.started.append(ToyJob(f"{name}, {'CPU' if on_cpu else 'device'}", run, log, process))
         return self.started[-1]
 
-    def same_on_cpu(self, name: str, stage: str, *more: str, share: float, only: Ends = "") -> None:
+    def same_on_cpu(self, name: str, stage: str, *overrides: str, share: float, only: Ends = "") -> None:
         """Run a job on the device and on the CPU, and compare the metrics whose names end with `only`."""
-        pair = [self.start(name, stage, *more, on_cpu=on_cpu) for on_cpu in (False, True)]
+        pair = [self.start(name, stage, *overrides, on_cpu=on_cpu) for on_cpu in (False, True)]
         device, cpu = [metrics(job.wait()) for job in pair]
         demand_close(name, device, cpu, share, "the CPU's", only)
 

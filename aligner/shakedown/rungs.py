@@ -90,8 +90,8 @@ def stages(machine: CheckedMachine) -> dict[str, Any]:
             "grpo": [f"model.init={sft}", "refit.verify=checksum"],
             "ppo": [f"model.init={sft}", f"reward.model={rm}", "reward.functions=[]"],
         }
-        for name, more in own.items():
-            jobs.same_on_cpu(name, name, *more, *TWO_STEPS, share=SINGLE)
+        for name, overrides in own.items():
+            jobs.same_on_cpu(name, name, *overrides, *TWO_STEPS, share=SINGLE)
     return {"stages": list(own)}
 
 
@@ -112,8 +112,8 @@ def engines(machine: CheckedMachine) -> dict[str, Any]:
     installed |= {"vllm": [f"engine.vllm.python={python}"]} if python.exists() else {}
     installed |= {"trtllm": []} if machine.gpus and find_spec("tensorrt_llm") else {}
     with machine.jobs("engines") as jobs:
-        for name, more in installed.items():
-            verified = [f"engine.name={name}", "refit.verify=checksum", *more]
+        for name, overrides in installed.items():
+            verified = [f"engine.name={name}", "refit.verify=checksum", *overrides]
             jobs.start(name, "grpo", *verified, *TWO_STEPS).wait()
     return {"engines": list(installed)}
 

@@ -61,7 +61,7 @@ class ToyData:
             (self.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
         byte_tokenizer(str(self.folder / "tokenizer"))
 
-    def arguments(self, stage: str, run: Path, *more: str) -> list[str]:
+    def arguments(self, stage: str, run: Path, *overrides: str) -> list[str]:
         """Return the overrides of a job of `stage`; later ones win."""
         paths = {
             "run.dir": run,
@@ -69,7 +69,7 @@ class ToyData:
             "model.tokenizer": self.folder / "tokenizer",
         }
         named = [f"{key}={quoted(str(path))}" for key, path in paths.items()]
-        return [f"stage={stage}", *named, *BASE, *STAGES[stage], *more]
+        return [f"stage={stage}", *named, *BASE, *STAGES[stage], *overrides]
 
 
 def family_keys(name: str) -> list[str]:
