@@ -18,10 +18,10 @@ FOLDER = Path(__file__).parent
 FILES_SHOWN = 40
 # what takes minutes is begun first: at the end of a run a worker that has one of these left would go on alone
 LONGEST = [
-    *("examples/test_quickstart.py", "test_tutorials.py", "test_invariance.py", "rehearse/test_grid.py"),
-    *("rehearse/test_plan.py", "megatron/test_layouts.py"),
-    *("engines/vllm/test_vllm_stage.py", "engines/vllm/test_vllm_engine.py", "slurm/test_slurm.py"),
-    *("rewards/test_code.py", "algorithms/test_environments.py", "algorithms/test_recipes.py"),
+    *("examples/test_quickstart.py", "test_tutorials.py", "slurm/test_slurm.py", "rehearse/test_grid.py"),
+    *("algorithms/test_environments.py", "algorithms/test_recipes.py", "test_invariance.py"),
+    *("engines/vllm/test_vllm_stage.py", "rehearse/test_shortened.py", "rewards/test_code_forgery.py"),
+    *("rehearse/test_plan.py", "megatron/test_layouts.py", "rewards/test_code.py", "engines/vllm/test_vllm_engine.py"),
 ]
 
 # the machine's pace is no property of what is tested, and every run tries the same examples; others with
