@@ -25,6 +25,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers
 from torch.utils._pytree import tree_leaves
 
 from aligner.rehearse.device import RehearsedDevice, on_device
+from aligner.rehearse.order import Communication
 from aligner.rehearse.record import RehearsalRecord, stack
 
 BYTES_OF = {"_reduce_scatter_base_": 1, "alltoall_base_": 1, "reduce_scatter_tensor_coalesced_": 1}  # argument, else 0
@@ -102,7 +103,8 @@ class Collectives:
         self._keys: dict[str, str] = {}
         self.rank = 0  # in the job
         self.messages: MessageLog | None = None
-        self.pending: dict[Work, list[Any]] = {}  # calls that nobody has waited for: their entries in the record
+        # calls that nobody has waited for, with their entries in the record
+        self.pending: dict[Work, tuple[list[Any] | None, Communication | None]] = {}
         device.collective = self.run
         self.device = device
         self._replace()
@@ -179,7 +181,10 @@ class Collectives:
         else:
             with nullcontext() if cuda else unset_fake_temporarily():
                 out = func(*args, **kwargs)
-        self.pending[Work.unbox(next(x for x in tree_leaves(out) if isinstance(x, torch.ScriptObject)))] = entry
+        work = Work.unbox(next(x for x in tree_leaves(out) if isinstance(x, torch.ScriptObject)))
+        first, second = ([t for t in tree_leaves(argument) if on_device(t)] for argument in args[:2])
+        ends = (first, []) if op == "send" else (second, first)
+        self.pending[work] = entry, self.device.order.send(*ends) if cuda else None
         for t in tree_leaves(out):
             if on_device(t):
                 self.device.track(t, what)
@@ -189,8 +194,12 @@ class Collectives:
         reduce, wait = dist.all_reduce, FakeWork.wait
 
         def waited(work: Work, *arguments: Any) -> bool:
-            if (entry := self.pending.pop(work, None)) is not None:
-                entry[-1] = self.record.moment()
+            if (call := self.pending.pop(work, None)) is not None:
+                entry, message = call
+                if entry is not None:
+                    entry[-1] = self.record.moment()
+                if message is not None:
+                    self.device.order.arrive(message)
             return wait(work, *arguments)
 
         def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:

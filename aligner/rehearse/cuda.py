@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from aligner.errors import AlignerError
 from aligner.rehearse import attention, kernels
 from aligner.rehearse.device import CUDA, RehearsedDevice, on_device
+from aligner.rehearse.order import Order, Timeline, span_of
 
 TESTED = "2.13.0"
 HAS_CONTEXT = 4  # of AcceleratorHooksInterface's virtual functions: two destructors, isBuilt, init, hasPrimaryContext
@@ -72,12 +73,17 @@ def _calls(device: RehearsedDevice, capability: tuple[int, int], kind: str) -> N
         "get_device_name": name,
         "graph_pool_handle": (0, 0),
     }
-    answers |= dict.fromkeys(("init", "_lazy_init", "empty_cache", "ipc_collect", "set_stream"))
+    answers |= dict.fromkeys(("init", "_lazy_init", "empty_cache", "ipc_collect"))
     for function, value in answers.items():
         setattr(cuda, function, lambda *a, _value=value, **k: _value)
     cuda.current_device = torch._C._accelerator_getDeviceIndex  # of this thread
     cuda.set_device = lambda index: torch._C._accelerator_setDeviceIndex(torch.device(index).index)
-    cuda.synchronize = lambda *a: device.wait("torch.cuda.synchronize")
+
+    def synchronize(*a: Any) -> None:
+        device.wait("torch.cuda.synchronize")
+        device.order.synchronize()
+
+    cuda.synchronize = synchronize
     cuda.mem_get_info = lambda *a: (memory - device.now, memory)
     cuda.memory_allocated = cuda.memory_reserved = lambda *a: device.now
     cuda.max_memory_allocated = cuda.max_memory_reserved = lambda *a: device.peak
@@ -95,22 +101,44 @@ def _calls(device: RehearsedDevice, capability: tuple[int, int], kind: str) -> N
 
 
 def _streams(device: RehearsedDevice) -> None:
-    class FakeStream:
-        """A stream and an event in one."""
+    order = device.order
+
+    class FakeStream(Timeline):
+        device, cuda_stream = CUDA, 0
 
         def __init__(self, *arguments: Any, **options: Any):
-            self.device, self.cuda_stream = CUDA, 0
+            super().__init__()
+            order.stream(self)
 
-        def _nothing(self, *arguments: Any) -> None:
-            return None
+        def wait_stream(self, other: Timeline) -> None:
+            self.join(other.release())
 
-        wait_stream = wait_event = record = wait = _nothing
+        def wait_event(self, event: FakeEvent) -> None:
+            self.join(event.released)
+
+        def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+            event = event or FakeEvent()
+            event.record(self)
+            return event
 
         def synchronize(self) -> None:
-            device.wait("stream or event synchronize")
+            device.wait("stream synchronize", self.release())
 
-        def record_event(self, event: Any = None) -> Any:
-            return event or FakeStream()
+        def query(self) -> bool:
+            return True
+
+    class FakeEvent:
+        def __init__(self, *arguments: Any, **options: Any):
+            self.released: dict[Timeline, int] = {}
+
+        def record(self, stream: Timeline | None = None) -> None:
+            self.released = (stream or order.current).release()
+
+        def wait(self, stream: Timeline | None = None) -> None:
+            (stream or order.current).join(self.released)
+
+        def synchronize(self) -> None:
+            device.wait("event synchronize", self.released)
 
         def query(self) -> bool:
             return True
@@ -118,10 +146,26 @@ def _streams(device: RehearsedDevice) -> None:
         def elapsed_time(self, other: Any) -> float:
             return 1.0
 
-    stream = FakeStream()
-    torch.cuda.Stream = torch.cuda.Event = FakeStream  # type: ignore[misc,assignment]
-    torch.cuda.current_stream = torch.cuda.default_stream = lambda *a: stream
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    order.default.__class__ = FakeStream  # without a second stream
+    torch.cuda.Stream, torch.cuda.Event = FakeStream, FakeEvent  # type: ignore[misc,assignment]
+    _current_stream(order)
+
+
+def _current_stream(order: Order) -> None:
+    @contextlib.contextmanager
+    def within(stream: Timeline | None) -> Iterator[None]:
+        before = order.current
+        switch(stream or before)
+        try:
+            yield
+        finally:
+            switch(before)
+
+    def switch(stream: Timeline) -> None:
+        order.current = stream
+
+    torch.cuda.current_stream, torch.cuda.default_stream = lambda *a: order.current, lambda *a: order.default
+    torch.cuda.stream, torch.cuda.set_stream = within, switch
     Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
 
 
@@ -161,7 +205,19 @@ def _tensors(device: RehearsedDevice) -> None:
         else address(self)
     )
     FakeTensor.tolist = lambda self: self.cpu().tolist()  # type: ignore[method-assign]
-    Tensor.pin_memory = lambda self, *a: self.clone()  # type: ignore[method-assign]
+    Tensor.pin_memory = lambda self, *a: device.pin(self.clone())  # type: ignore[method-assign]
+    for name in ("tolist", "numpy"):  # the host reads where no mode sees it
+        setattr(Tensor, name, _on_host(device, getattr(Tensor, name)))
+
+
+def _on_host(device: RehearsedDevice, original: Any) -> Any:
+    @functools.wraps(original)
+    def read(self: Tensor, *arguments: Any, **options: Any) -> Any:
+        if device.order.writes:
+            device.order.check_written(span_of(self), device.order.host)
+        return original(self, *arguments, **options)
+
+    return read
 
 
 def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:

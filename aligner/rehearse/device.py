@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from aligner.rehearse import kernels
 from aligner.rehearse.kernels import CUDA
+from aligner.rehearse.order import Order, Timeline, span_of
 from aligner.rehearse.record import RehearsalRecord, source_line
 
 aten = torch.ops.aten
@@ -60,6 +62,7 @@ class RehearsedDevice(TorchDispatchMode):
         self.now = self.peak = 0
         self._peak_before = 0  # of the phase, when it was entered
         self.live: dict[int, tuple[int, str]] = {}  # storage -> (bytes, the line that made it)
+        self.order = Order(self.live)
         self.pinned: set[int] = set()  # storages of the host
         self.capturing = False  # a CUDA graph
         self.answers: dict[tuple[str, str], Answer] = {}
@@ -107,6 +110,8 @@ class RehearsedDevice(TorchDispatchMode):
         line = source_line(3)
         self.live[key] = (size, line)
         self.record.phase.made[line, op] += 1
+        if self.order.unmarked:
+            self.order.mark(self.order.writes, span_of(t))
         if t.dtype is FLOAT64:
             self.record.phase.doubles[line] += 1
         weakref.finalize(storage, self._free, key).atexit = False
@@ -114,6 +119,7 @@ class RehearsedDevice(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self.now -= self.live.pop(key, (0, ""))[0]
+        self.order.forget(key)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Record that a storage's memory was freed, or allocated again."""
@@ -131,9 +137,11 @@ class RehearsedDevice(TorchDispatchMode):
 
     # ---- waits of the host
 
-    def wait(self, what: str) -> None:
+    def wait(self, what: str, released: dict[Timeline, int] | None = None) -> None:
+        """Let the host wait for the current stream, or for what others have `released`."""
         if self.capturing:
             raise RuntimeError(f"{what} while a CUDA graph is captured")
+        self.order.host.join(self.order.current.release() if released is None else released)
         self.record.phase.waits[what, source_line(2)] += 1
 
     def read(self, source: Tensor, dtype: torch.dtype) -> Tensor:
@@ -176,6 +184,8 @@ class RehearsedDevice(TorchDispatchMode):
                 decomposed = func.decompose(*args, **kwargs)
             if decomposed is not NotImplemented:
                 return decomposed
+        if self.order.active and func.namespace != "c10d":
+            self.order.touch(func, args, kwargs, tensors, cuda)
         if func.namespace == "c10d":
             assert self.collective is not None
             return self.collective(func, args, kwargs, cuda)
@@ -187,7 +197,7 @@ class RehearsedDevice(TorchDispatchMode):
         if op == "copy_" and on_device(args[1]) and not on_device(args[0]):
             return self._copied_out(args, kwargs)
         if op in ("_to_copy", "copy_"):
-            self._note_upload(args[op == "copy_"])
+            self._note_upload(args[op == "copy_"], kwargs.get("non_blocking") or args[2:] == (True,))
         if op in ("index", "index_put", "index_put_", "_index_put_impl_") and cuda and not on_device(args[0]):
             raise RuntimeError("a tensor on the CPU is indexed by one on cuda")
         if cuda:
@@ -217,40 +227,53 @@ class RehearsedDevice(TorchDispatchMode):
         if func is aten.copy_.default and any(t.device.type == "meta" for t in args[:2]):  # parked bytes of a storage
             return args[0]
         pinned = kwargs.pop("pin_memory", False)
-        with unset_fake_temporarily():
-            if func in FACTORIES:
-                size = args[0] if args and isinstance(args[0], list | tuple) else kwargs.get("size", ())
-                width = (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
-                if math.prod(size) * width > LARGE:
-                    with self.fake:
-                        return func(*args, **kwargs)
+        large = False
+        if func in FACTORIES:
+            size = args[0] if args and isinstance(args[0], list | tuple) else kwargs.get("size", ())
+            width = (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
+            large = math.prod(size) * width > LARGE
+        with unset_fake_temporarily(), self.fake if large else nullcontext():
             out = func(*args, **kwargs)
-        if pinned:
-            storage = out.untyped_storage()
-            self.pinned.add(storage._cdata)
-            weakref.finalize(storage, self.pinned.discard, storage._cdata).atexit = False
-        return out
+        return self.pin(out) if pinned else out
+
+    def pin(self, t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        self.pinned.add(storage._cdata)
+        weakref.finalize(storage, self._unpin, storage._cdata).atexit = False
+        return t
+
+    def _unpin(self, key: int) -> None:
+        self.pinned.discard(key)
+        self.order.forget(key)
 
     def _downloaded(self, func: Any, args: tuple, kwargs: dict) -> Tensor:
         source, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+        large = source.numel() * dtype.itemsize > LARGE
+        out = func(*args, **kwargs) if large else self.read(source, dtype)
         if not kwargs.get("non_blocking"):
             self.wait("copy to the host")
-        if source.numel() * dtype.itemsize > LARGE:
-            return func(*args, **kwargs)
-        return self.read(source, dtype)
+        else:  # into pinned memory
+            self.order.mark(self.order.writes, span_of(self.pin(out)))
+        return out
 
     def _copied_out(self, args: tuple, kwargs: dict) -> Tensor:
         into, source = args[:2]
         if not (args[2] if len(args) > 2 else kwargs.get("non_blocking")):
             self.wait("copy to the host")
+        elif into.untyped_storage()._cdata in self.pinned:  # else CUDA waits
+            self.order.mark(self.order.writes, span_of(into))
         if not isinstance(into, FakeTensor):
             with unset_fake_temporarily():
                 into.copy_(self.read(source, into.dtype))
         return into
 
-    def _note_upload(self, source: object) -> None:
-        real = isinstance(source, Tensor) and not isinstance(source, FakeTensor) and source.dim() > 0
-        if real and source.untyped_storage()._cdata not in self.pinned:
+    def _note_upload(self, source: object, non_blocking: bool) -> None:
+        if not isinstance(source, Tensor) or on_device(source) or not source.dim():
+            return
+        if source.untyped_storage()._cdata in self.pinned:
+            if non_blocking:
+                self.order.mark(self.order.reads, span_of(source))
+        elif not isinstance(source, FakeTensor):
             self.record.phase.uploads[source_line(3)] += 1
 
     # ---- operations whose result, or its shape, depends on values

@@ -188,6 +188,105 @@ def no_refill():
     NativeEngine._admit = planted
 
 
+def side_stream(waits, returns):
+    """A side stream that reads what the first one writes, and is read by it."""
+
+    def doubled(logprobs, batch):
+        stream, first = torch.cuda.Stream(), torch.cuda.current_stream()
+        if waits:
+            stream.wait_stream(first)
+        with torch.cuda.stream(stream):
+            twice = logprobs * 2
+            event = stream.record_event()
+        if returns:
+            first.wait_event(event)
+        return twice + 1
+
+    in_loss(doubled)
+
+
+def unawaited_stream():
+    side_stream(waits=False, returns=True)
+
+
+def unawaited_event():
+    side_stream(waits=True, returns=False)
+
+
+def awaited_streams():
+    side_stream(waits=True, returns=True)
+
+
+def to_host(wait, read):
+    """A copy to the host, which does not wait for it."""
+
+    def copied(logprobs, batch):
+        there = logprobs.detach().to("cpu", non_blocking=True)
+        wait()
+        return logprobs * float(len(read(there)))
+
+    in_loss(copied)
+
+
+def unfinished_copy():
+    to_host(nothing, lambda copy: copy + 1)
+
+
+def unfinished_list():
+    to_host(nothing, lambda copy: copy.tolist())
+
+
+def finished_copy():
+    to_host(lambda: torch.cuda.current_stream().record_event().synchronize(), lambda copy: (copy + 1).tolist())
+
+
+def reused(wait):
+    """A pinned buffer that is filled again."""
+    buffer = []
+
+    def uploaded(logprobs, batch):
+        buffer[:] = buffer or [torch.ones(logprobs.shape, pin_memory=True)]
+        factor = buffer[0].to(logprobs.device, non_blocking=True)
+        wait()
+        buffer[0].fill_(2)
+        return logprobs * factor
+
+    in_loss(uploaded)
+
+
+def overwritten_buffer():
+    reused(nothing)
+
+
+def reused_buffer():
+    reused(torch.cuda.synchronize)
+
+
+def unawaited_sum():
+    """A sum that is read before it has come, on all ranks."""
+
+    def summed(x, group):
+        work = dist.all_reduce(x, group=group, async_op=True)
+        x += 1
+        work.wait()
+
+    before_a_step(summed)
+
+
+def unawaited_messages():
+    """Received weights are read before they have come."""
+    from aligner.refit.exchange import Exchange
+
+    arrive = Exchange._arrive
+
+    def planted(self, works, message, words, engine):
+        arrive(self, [], message, words, engine)
+        for work in works:
+            work.wait()
+
+    Exchange._arrive = planted
+
+
 def skipped():
     """A sum over the pipeline that its last stage leaves out."""
     from aligner.megatron.train import ShardedModel

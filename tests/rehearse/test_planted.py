@@ -21,9 +21,12 @@ PLANTS = {
     **dict.fromkeys(("mixed_product", "mixed_attention", "first_device", "own_device"), PIPELINE),
     **dict.fromkeys(("strided", "mixed_gather", "split_sizes", "collectives"), PIPELINE),
     **dict.fromkeys(("pipeline_against_world", "both_at_once"), PIPELINE),
+    **dict.fromkeys(("unawaited_stream", "unawaited_event", "awaited_streams"), PIPELINE),
+    **dict.fromkeys(("unfinished_copy", "unfinished_list", "finished_copy"), PIPELINE),
+    **dict.fromkeys(("overwritten_buffer", "reused_buffer", "unawaited_sum"), PIPELINE),
     "tensor_against_data": TENSOR,
     **dict.fromkeys(("moves_on_cpu", "no_refill", "nothing_beside"), SLOTS),
-    **dict.fromkeys(("skipped_send", "cpu_engine", "refused"), APART),
+    **dict.fromkeys(("skipped_send", "cpu_engine", "refused", "unawaited_messages"), APART),
     **dict.fromkeys(("grows", "refused_beside"), BESIDE),
     "nothing": PIPELINE,
 }
@@ -56,7 +59,10 @@ def places(rehearsals, kind, phase="update"):
     return {entry[-2] for entries in lists for entry in entries}
 
 
-@pytest.mark.parametrize("plant", ["nothing", "nothing_beside", "collectives", "both_at_once", "own_device"])
+HONEST = ["nothing", "nothing_beside", "collectives", "both_at_once", "own_device"]
+
+
+@pytest.mark.parametrize("plant", [*HONEST, "awaited_streams", "finished_copy", "reused_buffer"])
 def test_honest_programs_have_no_fault(rehearsals, plant):
     assert rehearsals[plant].faults == []
 
@@ -84,6 +90,18 @@ def test_a_wrong_shape_on_the_last_stage(rehearsals):
         ("mixed_gather", "update", "aligner/roles/", "allgather_base of torch.bfloat16 and torch.float32"),
         ("split_sizes", "update", "aligner/roles/", "alltoall_base of 4 rows over 2 ranks, with split sizes [2, 1]"),
         ("first_device", "update", "aligner/roles/", "a tensor on cuda:0, but this rank's device is cuda:3"),
+        ("unawaited_stream", "update", "aligner/roles/", "a stream uses a tensor that is not written yet (aligner/"),
+        ("unawaited_event", "update", "aligner/roles/", "a stream uses a tensor that is not written yet (aligner/"),
+        ("unfinished_copy", "update", "aligner/roles/", "the host uses a tensor that is not written yet (aligner/"),
+        ("unfinished_list", "update", "aligner/roles/", "the host uses a tensor that is not written yet (aligner/"),
+        ("overwritten_buffer", "update", "aligner/roles/", "the host uses a tensor that is still read (aligner/"),
+        ("unawaited_sum", "update", "aligner/roles/", "a stream uses a tensor that is not written yet (aligner/"),
+        (
+            "unawaited_messages",
+            "refit",
+            "aligner/models/shards.py",
+            "a stream uses a tensor that is not written yet (aligner/",
+        ),
         ("moves_on_cpu", "generate", "aligner/engines/native/", "cpu"),
         ("no_refill", "generate", "aligner/engines/native/", "cpu"),
     ],
