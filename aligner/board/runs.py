@@ -153,7 +153,7 @@ class RunFolder:
 
     @property
     def job(self) -> str | None:
-        return watch.last_job(self.folder) if self.recorded else None
+        return watch.last_job(self.folder)[0] if self.recorded else None
 
     def seconds(self) -> float | None:
         """Return the seconds from each start to its end, or to its last record of metrics if no end was recorded; None:

@@ -55,8 +55,8 @@ def test_the_form_has_every_group_and_key():
     ],
 )
 def test_what_is_wrong_is_reported_as_the_command_line_does(wish, key, capsys, tmp_path, monkeypatch):
-    answer = ask(**wish)
     monkeypatch.chdir(tmp_path)
+    answer = ask(**wish)
     words = shlex.split(answer["command"])
     assert words[:3] == ["python", "-m", "aligner"] and command_line.main(words[3:]) == 2
     assert capsys.readouterr().err == answer["error"]["text"] + "\n"
