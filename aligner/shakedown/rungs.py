@@ -113,7 +113,7 @@ def engines(machine: CheckedMachine) -> dict[str, Any]:
     installed |= {"trtllm": []} if machine.gpus and find_spec("tensorrt_llm") else {}
     with machine.jobs("engines") as jobs:
         for name, overrides in installed.items():
-            verified = [f"engine.name={name}", "refit.verify=checksum", *overrides]
+            verified = [f"engine.name={name}", "refit.verify=checksum", "model.head_dim=64", *overrides]
             jobs.start(name, "grpo", *verified, *TWO_STEPS).wait()
     return {"engines": list(installed)}
 

@@ -28,7 +28,7 @@ STAGES = {
     **dict.fromkeys(("sft", "rm", "dpo", "kto"), SUPERVISED),
     "distill": ["data.max_tokens=32", "data.max_prompt_tokens=16", *ROWS_A_STEP, "sampling.max_response_tokens=4"],
     **dict.fromkeys(("grpo", "online_dpo"), GENERATING),
-    "ppo": [*GENERATING, "batch.group=1", "critic.optim.lr=3e-3"],
+    "ppo": [*GENERATING, "batch.group=1", "batch.minibatch_samples=0", "critic.optim.lr=3e-3"],
 }
 
 
