@@ -194,7 +194,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.against:
             other = json.loads((args.against / f"{name}.json").read_text())
             wrong = (
-                distances(result["metrics"], other["metrics"], args.close) if args.close else differences(result, other)
+                distances(result["metrics"], other["metrics"], args.close, floor=1e-3)
+                if args.close
+                else differences(result, other)
             )
             bad += bool(wrong)
             text = "\n  ".join([f"{len(wrong)} differences", *wrong[:8]]) if wrong else "the same"

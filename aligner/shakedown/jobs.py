@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,9 +23,9 @@ from aligner.shakedown.toy import ToyData
 TIMEOUT_S = 900.0
 Ends = str | tuple[str, ...]
 TAIL_LINES = 12
-# metrics of time and memory, in which two right runs differ
-UNCOMPARED = ("time/", "throughput/", "memory/", "wall_time", "refit/")
-FLOOR = 1e-3  # differences are shares of a metric's value, or of this, if it is more
+# metrics in which two right runs differ: time, memory, and shares of pairs, some of which tie
+UNCOMPARED = re.compile(r"(time|throughput|memory|refit)/|wall_time$|.*/accuracy$")
+FLOOR = 1e-2  # differences are shares of a metric's value, or of this, if it is more
 
 
 class RungError(AlignerError):
@@ -127,12 +128,14 @@ class Starter:
 def metrics(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     records = read_jsonl(path) if path.exists() else []
-    return [{name: x for name, x in record.items() if not name.startswith(UNCOMPARED)} for record in records]
+    return [{name: x for name, x in record.items() if not UNCOMPARED.match(name)} for record in records]
 
 
-def distances(new: list[dict[str, Any]], old: list[dict[str, Any]], share: float, only: Ends = "") -> list[str]:
-    """Describe metrics, whose names end with `only`, that are further apart than `share` of the old value (of FLOOR, if
-    that is more), the furthest first."""
+def distances(
+    new: list[dict[str, Any]], old: list[dict[str, Any]], share: float, only: Ends = "", floor: float = FLOOR
+) -> list[str]:
+    """Describe metrics, whose names end with `only`, that are further apart than `share` of the old value, or of
+    `floor`, if that is more; the furthest first."""
     if len(new) != len(old):
         return [f"{len(new)} steps instead of {len(old)}"]
     if not any(name.endswith(only) for record in old for name in record):
@@ -142,7 +145,7 @@ def distances(new: list[dict[str, Any]], old: list[dict[str, Any]], share: float
         for name in sorted(n for n in x.keys() | y.keys() if n.endswith(only)):
             a, b = x.get(name), y.get(name)
             if isinstance(a, float | int) and isinstance(b, float | int):
-                distance = abs(a - b) / max(abs(b), FLOOR)
+                distance = abs(a - b) / max(abs(b), floor)
                 apart += [(distance, f"/{step}/{name}: {a} instead of {b}")] if not distance <= share else []
             elif a != b:
                 apart.append((math.inf, f"/{step}/{name}: {a} instead of {b}"))

@@ -37,7 +37,8 @@ def card(device: torch.device) -> dict[str, Any]:
     """Return name and memory, and for each rate: measured, the data sheet's (0 if unknown), the least share of it."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else platform.machine()
-    sheet = next((sheet for key, sheet in DEVICES.items() if key in name.lower()), None)
+    sockets = {} if "pcie" in name.lower() else DEVICES  # the sheets are those of cards in sockets
+    sheet = next((sheet for key, sheet in sockets.items() if key in name.lower()), None)
     n, size = (8192, 1 << 31) if cuda else (256, 1 << 24)
     a = torch.randn(n, n, device=device, dtype=torch.bfloat16)
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))

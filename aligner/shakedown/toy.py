@@ -18,15 +18,23 @@ BASE = [
     *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=48", "model.num_kv_heads=2"),
     *("model.max_position=64", "model.dtype=float32"),
 ]
+# by default an engine takes all memory of a card, which two jobs may share here
+CACHE = "engine.kv_cache_bytes=67108864"
 ROWS_A_STEP = ["batch.sequences=8", "batch.micro_batch_samples=4"]
 SUPERVISED = ["data.max_tokens=32", *ROWS_A_STEP]
 GENERATING = [
-    *("data.max_prompt_tokens=16", "sampling.max_response_tokens=4", "batch.prompts=8", "batch.group=4"),
+    *("data.max_prompt_tokens=16", "sampling.max_response_tokens=4", "batch.prompts=8", "batch.group=4", CACHE),
     *("batch.micro_batch_samples=8", "reward.functions=[{path: aligner.shakedown.toy:vowels}]"),
 ]
 STAGES = {
     **dict.fromkeys(("sft", "rm", "dpo", "kto"), SUPERVISED),
-    "distill": ["data.max_tokens=32", "data.max_prompt_tokens=16", *ROWS_A_STEP, "sampling.max_response_tokens=4"],
+    "distill": [
+        "data.max_tokens=32",
+        "data.max_prompt_tokens=16",
+        *ROWS_A_STEP,
+        "sampling.max_response_tokens=4",
+        CACHE,
+    ],
     **dict.fromkeys(("grpo", "online_dpo"), GENERATING),
     "ppo": [*GENERATING, "batch.group=1", "batch.minibatch_samples=0", "critic.optim.lr=3e-3"],
 }
