@@ -26,7 +26,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.errors import AlignerError
 from aligner.families.table import parameters
-from aligner.plan.devices import DEVICES, Assumptions, Device
+from aligner.plan.devices import DEVICES, Assumptions, Device, sheet_of
 from aligner.plan.job import Engine, PlanJob, PlannedModel, PlannedRows
 from aligner.plan.memory import plan_memory
 from aligner.plan.prediction import predict
@@ -132,7 +132,7 @@ class Report:
 def measure_machine(device: torch.device, small: bool) -> Machine:
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads"
-    sheet = next((d for key, d in DEVICES.items() if key in name.lower()), None)
+    sheet = sheet_of(name)
     n, size = (256, 1 << 20) if small else (8192, 4 << 30)
     products, copy = Products([(n, n, n)], torch.bfloat16, device), Copy(2 * size, device)
     matrix_rate = products.operations / median_seconds(products, device, 10)

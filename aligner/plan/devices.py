@@ -3,6 +3,7 @@ project."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from aligner.errors import ConfigError
@@ -22,10 +23,11 @@ class Device:
     network: float  # to other nodes
 
 
-# Peaks: NVIDIA's data sheets "A100 Tensor Core GPU" (2021), "H100 Tensor Core GPU" (SXM), "H200 Tensor Core GPU" and
-# "DGX B200"; the sheets' matrix rates are with sparsity, halved here, their NVLink rates both directions together.
-# Memory: what torch reports of an 80 GB and a 141 GB card; of the B200 the sheet's 1,440 GB / 8. Network: one HDR
-# (A100) or NDR (others) InfiniBand adapter for each GPU, as in DGX nodes.
+# Peaks: NVIDIA's data sheets "A100 Tensor Core GPU" (2021), "H100 Tensor Core GPU" (SXM), "H200 Tensor Core GPU", "DGX
+# B200", "GB200 NVL72" and "GB300 NVL72", the last three divided by their GPUs. The sheets' matrix rates are with
+# sparsity, halved here, and their NVLink rates both directions together. Memory: what torch reports of an 80 GB and a
+# 141 GB card, else the sheet's. Network: one InfiniBand adapter for each GPU, HDR (A100), XDR (GB300) or NDR. A rack of
+# 72 GPUs is one node: `--gpus-per-node 72`.
 DEVICES = {
     d.name: d
     for d in (
@@ -33,8 +35,16 @@ DEVICES = {
         Device("h100", 989.4e12, 79 * GIB, 3.35e12, 450e9, 50e9),
         Device("h200", 989.4e12, 139 * GIB, 4.8e12, 450e9, 50e9),
         Device("b200", 2250e12, 180e9, 8e12, 900e9, 50e9),
+        Device("gb200", 2500e12, 186e9, 8e12, 900e9, 50e9),
+        Device("gb300", 2500e12, 279e9, 8e12, 900e9, 100e9),
     )
 }
+
+
+def sheet_of(name: str) -> Device | None:
+    """Return the data sheet of a card by the name that CUDA gives it; None for unknown ones and those in PCIe slots."""
+    words = re.findall(r"\w+", name.lower())
+    return None if "pcie" in words else next((device for key, device in DEVICES.items() if key in words), None)
 
 
 def find_device(name: str, key: str = "--device") -> Device:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from aligner.plan.devices import DEVICES
+from aligner.plan.devices import sheet_of
 
 PACKAGES = ("torch", "megatron-core", "transformers", "aligner")
 # shares of the data sheet below which a card is not fit
@@ -37,8 +37,7 @@ def card(device: torch.device) -> dict[str, Any]:
     """Return name and memory, and for each rate: measured, the data sheet's (0 if unknown), the least share of it."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else platform.machine()
-    sockets = {} if "pcie" in name.lower() else DEVICES  # the sheets are those of cards in sockets
-    sheet = next((sheet for key, sheet in sockets.items() if key in name.lower()), None)
+    sheet = sheet_of(name)
     n, size = (8192, 1 << 31) if cuda else (256, 1 << 24)
     a = torch.randn(n, n, device=device, dtype=torch.bfloat16)
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))

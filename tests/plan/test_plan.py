@@ -19,7 +19,7 @@ from aligner.errors import ConfigError
 from aligner.families.hf_config import hf_config
 from aligner.families.table import parameters
 from aligner.plan.activations import activation_bytes
-from aligner.plan.devices import DEVICES, GIB, Assumptions
+from aligner.plan.devices import DEVICES, GIB, Assumptions, sheet_of
 from aligner.plan.host import engine_host_bytes, host_items
 from aligner.plan.job import Engine, PlanJob, PlannedModel, PlannedRows, job_of, shape_at
 from aligner.plan.lengths import Lengths, read_lengths
@@ -197,7 +197,7 @@ def test_a_step_gets_faster_with_more_of_everything():
     model = shape("llama3_8b")
     job = grpo(model, Grid(data=8))
     base = plan_times(job, H100, Assumptions())
-    for device in ("h200", "b200"):
+    for device in ("h200", "b200", "gb200", "gb300"):
         actual = plan_times(job, DEVICES[device], Assumptions())
         assert actual["update"].seconds <= base["update"].seconds and actual["refit"].seconds < base["refit"].seconds
     assert (
@@ -209,6 +209,18 @@ def test_a_step_gets_faster_with_more_of_everything():
     assert slow.parts["dp communication"] > 5 * base["update"].parts["dp communication"]  # by network
     assert slow.wire_bytes == base["update"].wire_bytes
     assert 0.3 < update_mfu(job, H100, base["update"]) < Assumptions().matrix + 0.02
+
+
+def test_a_card_is_found_by_cudas_name():
+    names = {"h100": "NVIDIA H100 80GB HBM3", "a100": "NVIDIA A100-SXM4-80GB", "gb200": "NVIDIA GB200"}
+    assert {key: sheet_of(name) for key, name in names.items()} == {key: DEVICES[key] for key in names}
+    assert sheet_of("NVIDIA GH200 480GB") is None and sheet_of("NVIDIA H100 PCIe") is None
+
+
+def test_a_rack_is_one_node():
+    job = grpo(shape("llama3_8b"), Grid(data=72))
+    dgx, rack = (plan_times(replace(job, gpus_per_node=n), DEVICES["gb200"], Assumptions()) for n in (8, 72))
+    assert dgx["update"].parts["dp communication"] > 5 * rack["update"].parts["dp communication"]
 
 
 def test_the_bubble_is_stages_less_one_of_the_micro_batches():
