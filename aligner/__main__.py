@@ -504,13 +504,14 @@ def entry() -> None:
     """Run the `aligner` command. Like `python -m aligner` it finds modules in the current folder."""
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
-    with quiet_pipe():
-        code = main()
-    if code == INTERRUPTED:  # as a shell expects: otherwise its loops continue after Ctrl-C
-        sys.stdout.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    sys.exit(code)
+    try:
+        with quiet_pipe():
+            sys.exit(main())
+    except SystemExit as end:
+        if end.code == INTERRUPTED:  # as a shell expects: otherwise its loops continue after Ctrl-C
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        raise
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 #SBATCH --job-name=aligner-shakedown
+#SBATCH --nodes=1
+#SBATCH --exclusive
 #SBATCH --output=aligner-shakedown-%j.log
 # Check the GPUs of one node: sbatch --gpus-per-node=8 launchers/shakedown.sh [FOLDER] [KEY=VALUE ...]
 set -euo pipefail

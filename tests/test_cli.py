@@ -92,7 +92,24 @@ def test_a_command_whose_reader_has_gone_ends_quietly(arguments, code):
 
 
 @pytest.mark.parametrize(
-    "command", [name for name in COMMANDS if name not in ("import", "export", "keys", "board", "replay", "bisect")]
+    ("end", "code", "shown"),
+    [("raise ValueError('boom')", 1, "ValueError: boom"), ("sys.exit(2)", 2, ""), ("sys.exit(0)", CLOSED, "")],
+)
+def test_errors_stay_where_the_reader_has_gone(end, code, shown):
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = f"import sys\nfrom aligner.pipe import quiet_pipe\nwith quiet_pipe():\n    print('line')\n    {end}"
+    environ = os.environ | {"PYTHONUNBUFFERED": ""}  # the line waits for the end of the block
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert done.returncode == code and done.stderr.strip().endswith(shown) and bool(done.stderr) == bool(shown)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [name for name in COMMANDS if name not in ("import", "export", "keys", "board", "replay", "bisect", "shakedown")],
 )
 def test_cfg_prints_the_resolved_config_on_every_command_with_one(command, capsys):
     ranks = ["--ranks", "2"] if command == "launch" else []

@@ -138,13 +138,13 @@ class RunFolder:
     def state(self, jobs: dict[str, str]) -> str:
         """Return the state by the queue, its own files, and the lock, which every user of the folder keeps fresh."""
         state = watch.state_of(self.folder, jobs) if self.recorded else "not started"
-        if state not in ("ended", "not started"):
+        if state not in ("ended", "failed", "not started"):
             return state
         with suppress(OSError):
             lock = os.lstat(self.folder / LOCK)
             if stat.S_ISREG(lock.st_mode) and abs(time.time() - lock.st_mtime) < 4 * BEAT_S:
                 return "running"
-        return "ended" if self.starts or self.series.size else state
+        return "ended" if state == "not started" and (self.starts or self.series.size) else state
 
     @property
     def recorded(self) -> bool:

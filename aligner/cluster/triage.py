@@ -168,6 +168,13 @@ def refused(folder: Path) -> str:
     return _read(folder / "logs" / "refused").strip()
 
 
+def _newer(marker: Path, begun: Path) -> bool:
+    """Return whether a marker is of the attempt that `begun` notes, or of whatever there is without one."""
+    if not marker.is_file():
+        return False
+    return not begun.is_file() or marker.stat().st_mtime_ns > begun.stat().st_mtime_ns
+
+
 def attempt_folder(folder: Path) -> Path:
     """Return the folder itself if it has rank logs, else the newest attempt of a run folder."""
     if any(folder.glob("rank-*.log")):
@@ -189,9 +196,9 @@ def main(argv: list[str]) -> int:
     if not folder.is_dir():
         print(f"error: {argv[0]!r}: expected the folder of a run or of its logs", file=sys.stderr)
         return 2
-    decided = refused(folder)
+    decided, begun = refused(folder), attempt_folder(folder) / "started"
     for marker, meaning in (("DONE", "the run is finished"), ("STOPPED", "the run saved and stopped, and can resume")):
-        if (folder / marker).is_file() and not decided:
+        if _newer(folder / marker, begun) and not decided:
             print(f"triage: {folder / marker}: {meaning}", flush=True)
             return 0
     text, cause = (f"the batch script: {decided}", True) if decided else explain(attempt_folder(folder))

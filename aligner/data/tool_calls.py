@@ -1,27 +1,13 @@
 r"""Tool calls in a model's text, in the formats of the families.
 
-hermes       <tool_call>
-{"name": "add", "arguments": {"a": 1}}
-</tool_call>, also several     Qwen, Hermes, ...
+hermes       <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>, also several     Qwen, Hermes, ...
 llama3       {"name": "add", "parameters": {"a": 1}}, perhaps behind <|python_tag|>; several after a semicolon
 mistral      [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], or add[ARGS]{"a": 1} behind each [TOOL_CALLS]
-qwen3_coder  <tool_call>
-<function=add>
-<parameter=a>
-1
-</parameter>
-</function>
-</tool_call>
+qwen3_coder  <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>
                                                                      Qwen3-Coder, Qwen3.5, Nemotron 3
-glm45        <tool_call>add
-<arg_key>a</arg_key>
-<arg_value>1</arg_value>
-</tool_call>         GLM-4.5, GLM-4.6
+glm45        <tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>         GLM-4.5, GLM-4.6
 deepseek     <｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>                        DeepSeek-V3.1
-             <｜tool▁call▁begin｜>function<｜tool▁sep｜>add
-```json
-{"a": 1}
-```<｜tool▁call▁end｜>  V3, R1
+             <｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>  V3, R1
 kimi_k2      <|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>
 harmony      <|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>      gpt-oss
 

@@ -10,6 +10,7 @@ import hashlib
 import html
 import json
 import time
+import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,16 @@ def main(args: argparse.Namespace) -> int:
     )
     machine.data.make()
     print(f"{len(names)} rungs on {_device(machine)}; jobs and their logs: {machine.folder / 'jobs'}", flush=True)
+    failed = False
     for number, name in enumerate(names, 1):
         print(f"{number}/{len(names)} {name}: {RUNGS[name].proves}", flush=True)
         result = climb(machine, name, args.again)
         print(f"    {result['outcome']}{_seconds(result)}{': ' * bool(result['why'])}{result['why']}", flush=True)
+        failed |= result["outcome"] == FAILED
     results = [result for name in RUNGS if (result := _noted(machine, name))]
     target = write_report(machine.folder, results)
     print(f"report: {target}, {target.with_suffix('.json')}")
-    return int(any(result["outcome"] == FAILED for result in results))
+    return int(failed)
 
 
 def _gpus() -> int:
@@ -63,6 +66,11 @@ def _device(machine: CheckedMachine) -> str:
     return (
         f"{machine.gpus} GPU{'s' * (machine.gpus > 1)}" if machine.gpus else "the CPU, which shows nothing about GPUs"
     )
+
+
+def _of(result: dict[str, Any]) -> str:
+    asked = result["asked"]
+    return f"{asked['device']}; {result['date']}; {asked['version']} {' '.join(asked['overrides'])}"
 
 
 def _seconds(result: dict[str, Any]) -> str:
@@ -84,6 +92,8 @@ def climb(machine: CheckedMachine, name: str, again: bool = False) -> dict[str, 
             result |= {"outcome": PASSED, "measured": rung.climb(machine), "why": ""}
         except RungError as error:
             result |= {"outcome": FAILED, "why": str(error)}
+        except Exception as error:  # the report says so, and the other rungs are climbed
+            result |= {"outcome": FAILED, "why": "".join(traceback.format_exception(error))}
         result["seconds"] = time.monotonic() - start
     result["date"] = datetime.now(UTC).isoformat(timespec="seconds")
     (machine.folder / "rungs").mkdir(exist_ok=True)
@@ -103,7 +113,8 @@ def write_report(folder: Path, results: list[dict[str, Any]]) -> Path:
     write_whole(folder / "report.json", json.dumps({"sha256": digest, "results": results}, indent=1))
     rows = "".join(
         f"<tr class='{result['outcome'].replace(' ', '-')}'><td>{result['rung']}<td>{html.escape(result['proves'])}"
-        f"<td>{result['outcome']}<td>{result['seconds']:.0f}<td><pre>{html.escape(result['why'])}</pre>"
+        f"<td>{result['outcome']}<td>{result['seconds']:.0f}"
+        f"<td>{html.escape(_of(result))}<td><pre>{html.escape(result['why'])}</pre>"
         "<details><summary>measured</summary>"
         f"<pre>{html.escape(json.dumps(result['measured'], indent=1))}</pre></details>"
         for result in results
@@ -114,7 +125,7 @@ def write_report(folder: Path, results: list[dict[str, Any]]) -> Path:
         "td,th{padding:.4em;text-align:left;vertical-align:top;border-top:1px solid #ccc}</style>"
         f"<h1>aligner {VERSION}, shakedown</h1><p>SHA-256 of the results: <code>{digest}</code>. If a rung failed, "
         "send this page, <code>report.json</code> and the logs of the jobs that it names.</p>"
-        f"<table><tr><th>rung<th>what it proves<th>outcome<th>seconds<th>why, and figures{rows}</table>\n"
+        f"<table><tr><th>rung<th>what it proves<th>outcome<th>seconds<th>of<th>why, and figures{rows}</table>\n"
     )
     write_whole(folder / "report.html", page)
     return folder / "report.html"

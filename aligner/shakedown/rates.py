@@ -1,4 +1,4 @@
-"""Print the rates of each card as JSON: matrix products, copies on the card and from the host, sums over all cards."""
+"""Print the rates of each card as JSON: matrix products, copies on the card and from the host."""
 
 from __future__ import annotations
 

@@ -116,6 +116,11 @@ def test_what_the_batch_script_decided_is_reported(tmp_path, capsys):
 def test_a_run_that_did_not_fail_has_no_cause(tmp_path, capsys, marker, meaning):
     (tmp_path / marker).touch()
     assert triage.main([str(tmp_path)]) == 0 and meaning in capsys.readouterr().out
+    (tmp_path / "logs/9.0").mkdir(parents=True)  # of a later attempt
+    log(tmp_path / "logs/9.0", 0, BUG)
+    (tmp_path / "logs/9.0/started").touch()
+    os.utime(tmp_path / marker, (0, 0))
+    assert triage.main([str(tmp_path)]) == 0 and "rank 0" in capsys.readouterr().out
     assert triage.main([str(tmp_path / "nowhere")]) == 2
     assert "nowhere': expected the folder of a run" in capsys.readouterr().err
 

@@ -219,7 +219,7 @@ def test_a_failing_environment_makes_the_sample_invalid_never_zero(play, tmp_pat
         EnvironmentFailedError, match=r"first one, asked 2 times \(environment\.retries\), .*no network"
     ):
         RolloutSource(
-            None, None, SimpleNamespace(give_up=lambda step: step), scorer, AlgorithmConfig()
+            None, None, SimpleNamespace(drop_in_flight=lambda step: step), scorer, AlgorithmConfig()
         )._check_failures(1, [broken], {"environment/failed": 1.0})
     answers = (tmp_path / "run" / "step-00000001-rank-00000.jsonl").read_text()  # a later start asks again
     assert "no network" not in answers and len(answers.splitlines()) == 3
@@ -295,7 +295,7 @@ def test_one_opening_that_cannot_be_ends_one_trajectory(play, tmp_path, world, k
     assert scores.valid == [False, False] and all(map(math.isnan, scores.total))
     with pytest.raises(EnvironmentFailedError, match=words):
         RolloutSource(
-            None, None, SimpleNamespace(give_up=lambda step: step), scorer, AlgorithmConfig()
+            None, None, SimpleNamespace(drop_in_flight=lambda step: step), scorer, AlgorithmConfig()
         )._check_failures(1, groups.samples, {"environment/failed": 1.0})
 
 
