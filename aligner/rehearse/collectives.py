@@ -28,7 +28,8 @@ from aligner.rehearse.device import RehearsedDevice, on_device
 from aligner.rehearse.order import Communication
 from aligner.rehearse.record import RehearsalRecord, stack
 
-BYTES_OF = {"_reduce_scatter_base_": 1, "alltoall_base_": 1, "reduce_scatter_tensor_coalesced_": 1}  # argument, else 0
+# argument, else 0
+BYTES_OF = {"_reduce_scatter_base_": 1, "alltoall_base_": 1, "reduce_scatter_tensor_coalesced_": 1, "gather_": 1}
 P2P = ("send", "recv_")
 SUFFIX, POLL_S = ".spoken", 0.05
 UNEVEN = ("alltoall_base_", "alltoall_")  # ranks may send each other different amounts
@@ -79,12 +80,12 @@ def _type(argument: Any) -> Any:
 
 def _refuse(what: str, args: tuple, ranks: int) -> None:
     """Raise RuntimeError for tensors that NCCL does not take."""
-    ends = [[t for t in tree_leaves(argument) if isinstance(t, Tensor)] for argument in args[:2]]
-    for t in (*ends[0], *ends[1]):
+    tensors = [t for t in tree_leaves(args[:2]) if isinstance(t, Tensor)]
+    for t in tensors:
         if not t.is_contiguous():
             raise RuntimeError(f"{what} of a tensor of {tuple(t.shape)} with strides {t.stride()}: NCCL wants it whole")
-        if t.dtype != ends[0][0].dtype:
-            raise RuntimeError(f"{what} of {t.dtype} and {ends[0][0].dtype}: NCCL wants one dtype")
+        if t.dtype != tensors[0].dtype:
+            raise RuntimeError(f"{what} of {t.dtype} and {tensors[0].dtype}: NCCL wants one dtype")
     if what in ("allgather_base", "reduce_scatter_base"):
         few, many = sorted(t.numel() for t in args[:2])
         if many != few * ranks:
@@ -183,7 +184,8 @@ class Collectives:
                 out = func(*args, **kwargs)
         work = Work.unbox(next(x for x in tree_leaves(out) if isinstance(x, torch.ScriptObject)))
         first, second = ([t for t in tree_leaves(argument) if on_device(t)] for argument in args[:2])
-        ends = (first, []) if op == "send" else (second, first)
+        sends = op == "send" or (op == "broadcast_" and args[2] == group.rank())
+        ends = (first, []) if sends else (second, first)
         self.pending[work] = entry, self.device.order.send(*ends) if cuda else None
         for t in tree_leaves(out):
             if on_device(t):

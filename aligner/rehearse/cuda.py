@@ -126,6 +126,7 @@ def _streams(device: RehearsedDevice) -> None:
             device.wait("stream synchronize", self.release())
 
         def query(self) -> bool:
+            order.host.join(self.release())
             return True
 
     class FakeEvent:
@@ -142,6 +143,7 @@ def _streams(device: RehearsedDevice) -> None:
             device.wait("event synchronize", self.released)
 
         def query(self) -> bool:
+            order.host.join(self.released)
             return True
 
         def elapsed_time(self, other: Any) -> float:

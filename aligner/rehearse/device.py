@@ -258,10 +258,11 @@ class RehearsedDevice(TorchDispatchMode):
 
     def _copied_out(self, args: tuple, kwargs: dict) -> Tensor:
         into, source = args[:2]
-        if not (args[2] if len(args) > 2 else kwargs.get("non_blocking")):
-            self.wait("copy to the host")
-        elif into.untyped_storage()._cdata in self.pinned:  # else CUDA waits
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking")
+        if non_blocking and into.untyped_storage()._cdata in self.pinned:
             self.order.mark(self.order.writes, span_of(into))
+        else:  # CUDA always waits where memory is not pinned
+            self.wait("copy to the host")
         if not isinstance(into, FakeTensor):
             with unset_fake_temporarily():
                 into.copy_(self.read(source, into.dtype))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from aligner.rehearse.record import source_line
 
@@ -145,11 +146,11 @@ class Order:
         for t in tensors:
             self.check_written(span_of(t), by)
         for number, name in written:
-            t = args[number] if number < len(args) else kwargs.get(name)
-            if isinstance(t, Tensor):
-                self._check(self.reads, span_of(t), by, "still read")
-                if self.unmarked and cuda:
-                    self.mark(self.writes, span_of(t))
+            for t in tree_leaves(args[number] if number < len(args) else kwargs.get(name)):
+                if isinstance(t, Tensor):
+                    self._check(self.reads, span_of(t), by, "still read")
+                    if self.unmarked and cuda:
+                        self.mark(self.writes, span_of(t))
 
     def check_written(self, span: Span, by: Timeline) -> None:
         """Raise RuntimeError if the last writes are not known to have ended."""

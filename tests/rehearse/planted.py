@@ -72,14 +72,14 @@ def mixed_attention():
     functional.scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention = planted
 
 
-def before_a_step(change):
-    """`change(tensor, group)` before each optimizer step, of two data-parallel ranks."""
+def before_a_step(change, axis="dp"):
+    """`change(tensor, group)` before each optimizer step, of two data-parallel ranks or stages."""
     from aligner.megatron.train import ShardedModel
 
     step = ShardedModel.step
 
     def planted(self, *arguments):
-        change(torch.zeros(4, 6, device=self.device), self.layout.pgs.dp)
+        change(torch.zeros(4, 6, device=self.device), getattr(self.layout.pgs, axis))
         return step(self, *arguments)
 
     ShardedModel.step = planted
@@ -97,8 +97,24 @@ def split_sizes():
     before_a_step(lambda x, group: dist.all_to_all_single(x, x.clone(), [3, 1], [2, 1], group=group))
 
 
+def gathered(x, group):
+    """Only the first stage has outputs."""
+    dist.gather(x, [x.clone(), x.clone()] if group.rank() == 0 else None, group=group, group_dst=0)
+
+
+def broadcast(x, group):
+    """The first stage reads what it sends."""
+    work = dist.broadcast(x, group=group, group_src=0, async_op=True)
+    if group.rank() == 0:
+        x + 1
+    work.wait()
+    x += 1
+
+
 def collectives():
     """The honest ones."""
+    before_a_step(gathered, "pp")
+    before_a_step(broadcast, "pp")
     before_a_step(lambda x, group: dist.all_reduce(x.t().contiguous(), group=group))
     before_a_step(lambda x, group: dist.all_gather_into_tensor(x.new_empty(8, 6), x, group=group))
     before_a_step(lambda x, group: dist.all_to_all_single(x, x.clone(), [3, 1], [1, 3], group=group))
@@ -240,7 +256,22 @@ def finished_copy():
     to_host(lambda: torch.cuda.current_stream().record_event().synchronize(), lambda copy: (copy + 1).tolist())
 
 
-def reused(wait):
+def polled_copy():
+    to_host(lambda: torch.cuda.current_stream().record_event().query(), lambda copy: copy + 1)
+
+
+def pageable_copy():
+    """A copy into memory that is not pinned, for which CUDA waits, beside a second stream."""
+
+    def copied(logprobs, batch):
+        torch.cuda.Stream()
+        there = torch.zeros(logprobs.shape).copy_(logprobs.detach(), non_blocking=True)
+        return logprobs * float(len(there + 1))
+
+    in_loss(copied)
+
+
+def reused(wait, fill=lambda buffer: buffer.fill_(2)):
     """A pinned buffer that is filled again."""
     buffer = []
 
@@ -248,7 +279,7 @@ def reused(wait):
         buffer[:] = buffer or [torch.ones(logprobs.shape, pin_memory=True)]
         factor = buffer[0].to(logprobs.device, non_blocking=True)
         wait()
-        buffer[0].fill_(2)
+        fill(buffer[0])
         return logprobs * factor
 
     in_loss(uploaded)
@@ -258,8 +289,16 @@ def overwritten_buffer():
     reused(nothing)
 
 
+def overwritten_list():
+    reused(nothing, lambda buffer: torch._foreach_mul_([buffer], 2))
+
+
 def reused_buffer():
     reused(torch.cuda.synchronize)
+
+
+def polled_buffer():
+    reused(lambda: torch.cuda.current_stream().query())
 
 
 def unawaited_sum():

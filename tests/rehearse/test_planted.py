@@ -24,6 +24,7 @@ PLANTS = {
     **dict.fromkeys(("unawaited_stream", "unawaited_event", "awaited_streams"), PIPELINE),
     **dict.fromkeys(("unfinished_copy", "unfinished_list", "finished_copy"), PIPELINE),
     **dict.fromkeys(("overwritten_buffer", "reused_buffer", "unawaited_sum"), PIPELINE),
+    **dict.fromkeys(("overwritten_list", "pageable_copy", "polled_copy", "polled_buffer"), PIPELINE),
     "tensor_against_data": TENSOR,
     **dict.fromkeys(("moves_on_cpu", "no_refill", "nothing_beside"), SLOTS),
     **dict.fromkeys(("skipped_send", "cpu_engine", "refused", "unawaited_messages"), APART),
@@ -59,10 +60,11 @@ def places(rehearsals, kind, phase="update"):
     return {entry[-2] for entries in lists for entry in entries}
 
 
-HONEST = ["nothing", "nothing_beside", "collectives", "both_at_once", "own_device"]
+HONEST = ["nothing", "nothing_beside", "collectives", "both_at_once", "own_device", "awaited_streams"]
+HONEST += ["finished_copy", "polled_copy", "pageable_copy", "reused_buffer", "polled_buffer"]
 
 
-@pytest.mark.parametrize("plant", [*HONEST, "awaited_streams", "finished_copy", "reused_buffer"])
+@pytest.mark.parametrize("plant", HONEST)
 def test_honest_programs_have_no_fault(rehearsals, plant):
     assert rehearsals[plant].faults == []
 
@@ -95,6 +97,7 @@ def test_a_wrong_shape_on_the_last_stage(rehearsals):
         ("unfinished_copy", "update", "aligner/roles/", "the host uses a tensor that is not written yet (aligner/"),
         ("unfinished_list", "update", "aligner/roles/", "the host uses a tensor that is not written yet (aligner/"),
         ("overwritten_buffer", "update", "aligner/roles/", "the host uses a tensor that is still read (aligner/"),
+        ("overwritten_list", "update", "aligner/roles/", "the host uses a tensor that is still read (aligner/"),
         ("unawaited_sum", "update", "aligner/roles/", "a stream uses a tensor that is not written yet (aligner/"),
         (
             "unawaited_messages",
