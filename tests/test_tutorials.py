@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -133,13 +134,14 @@ def test_the_slurm_tutorial_does_what_it_shows(tmp_path):
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     if lack := [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if not shutil.which(name, path=path)]:
         lacking(f"no Slurm ({', '.join(lack)}): apt-get install {PACKAGES}")
-    root = tmp_path / "cluster"
-    environ = {"LOCALSLURM_ROOT": str(root), "LOCALSLURM_PORT": str(free_ports(NODES)), "PATH": path}
-    environ["ALIGNER_PYTHON"] = sys.executable  # of the jobs, whose clone is ROOT
     folder = tmp_path / "clone"
     folder.mkdir()
-    try:
-        execute("slurm", clone(folder), **environ)
-    finally:
-        if root.exists():
-            subprocess.run([ROOT / "slurm/localslurm", "down"], env=os.environ | environ, check=False)
+    with tempfile.TemporaryDirectory(prefix="slurm-") as short:  # Slurm makes sockets there
+        root = Path(short, "cluster")
+        environ = {"LOCALSLURM_ROOT": str(root), "LOCALSLURM_PORT": str(free_ports(NODES)), "PATH": path}
+        environ["ALIGNER_PYTHON"] = sys.executable  # of the jobs, whose clone is ROOT
+        try:
+            execute("slurm", clone(folder), **environ)
+        finally:
+            if root.exists():
+                subprocess.run([ROOT / "slurm/localslurm", "down"], env=os.environ | environ, check=False)

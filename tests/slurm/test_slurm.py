@@ -394,6 +394,7 @@ def test_the_cluster_comes_and_goes(tmp_path, cluster):
         (["node-down"], "needs the name of a node"),
         (["up", "--nodes", "x"], "expected a number"),
         (["up", "--root", "/tmp/a b"], "expected a path"),
+        (["up", "--root", f"/tmp/{'a' * 66}"], "expected a path of at most 70 characters"),
         (["up", "--colour", "red"], "unknown option"),
     ):
         done = subprocess.run([script, *arguments], env=environ, capture_output=True, text=True)
