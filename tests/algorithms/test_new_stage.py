@@ -29,7 +29,7 @@ class SharpConfig(Section, key="stage.sharp"):
     scale: float = key(1.0, "Factor of the loss.", above=0)
 
 
-STAGE = Stage(beside=lambda cfg: ("reference",), section=SharpConfig)
+STAGE = Stage(other_models=lambda cfg: ("reference",), section=SharpConfig)
 
 
 def main(job):
