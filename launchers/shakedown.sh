@@ -7,10 +7,9 @@
 set -euo pipefail
 # In a job $0 is a copy in a spool folder, and Slurm knows where it came from.
 script="$0"
-[[ -n "${ALIGNER_ROOT:-}" || -f "$(dirname "$0")/env.sh" ]] \
+[[ -n "${ALIGNER_ROOT:-}" || -f "$(dirname "$0")/body.sh" ]] \
     || script="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*/launchers/shakedown\.sh\).*|\1|p' | head -n 1)"
-root="$(cd "${ALIGNER_ROOT:-$(dirname "$script")/..}" && pwd)"
-# shellcheck source=launchers/env.sh
-[[ -n "${ALIGNER_PYTHON:-}" ]] || source "$root/launchers/env.sh"
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec "${ALIGNER_PYTHON:-python}" -m aligner shakedown "$@"
+# shellcheck source=launchers/body.sh
+source "${ALIGNER_ROOT:-$(dirname "$script")/..}/launchers/body.sh"
+aligner_python
+exec "$ALIGNER_PYTHON" -m aligner shakedown "$@"

@@ -15,9 +15,9 @@ from unittest.mock import patch
 import torch
 
 from aligner.config.schema import Config
-from aligner.data.tokenizer import byte_tokenizer
 from aligner.loading import for_good
 from aligner.run.metrics import read_jsonl
+from aligner.shakedown.toy import ToyData
 
 ROOT = Path(__file__).resolve().parent.parent
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEF"
@@ -86,21 +86,9 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 def make_data(root: Path) -> Path:
     """A byte tokenizer, and the task "say the letter again": answers, pairs with margins, the answers of these with
     labels, and scored answers."""
-    byte_tokenizer(str(root / "tokenizer"))
-    rows = [{"prompt": f"say {c}:", "completion": c} for c in LETTERS]
-    write_jsonl(root / "train.jsonl", rows)
+    ToyData(root).make()
+    rows = read_jsonl(root / "train.jsonl")
     write_jsonl(root / "eval.jsonl", rows[:8])
-    pairs = [
-        {"prompt": r["prompt"], "chosen": r["completion"], "rejected": "?" * (1 + i % 3), "margin": 0.25 * (i % 4)}
-        for i, r in enumerate(rows)
-    ]
-    write_jsonl(root / "pairs.jsonl", pairs)
-    labels = [
-        {"prompt": p["prompt"], "completion": p[side], "label": side == "chosen"}
-        for p in pairs
-        for side in ("chosen", "rejected")
-    ]
-    write_jsonl(root / "labels.jsonl", labels)
     scored = [r | {"good": float(i % 2), "short": i % 3 - 1.0, "completion": "yn"[i % 2]} for i, r in enumerate(rows)]
     write_jsonl(root / "scored.jsonl", scored)
     return root

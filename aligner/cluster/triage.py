@@ -196,12 +196,12 @@ def main(argv: list[str]) -> int:
     if not folder.is_dir():
         print(f"error: {argv[0]!r}: expected the folder of a run or of its logs", file=sys.stderr)
         return 2
-    decided, begun = refused(folder), attempt_folder(folder) / "started"
+    decided, attempt = refused(folder), attempt_folder(folder)
     for marker, meaning in (("DONE", "the run is finished"), ("STOPPED", "the run saved and stopped, and can resume")):
-        if _newer(folder / marker, begun) and not decided:
+        if _newer(folder / marker, attempt / "started") and not decided:
             print(f"triage: {folder / marker}: {meaning}", flush=True)
             return 0
-    text, cause = (f"the batch script: {decided}", True) if decided else explain(attempt_folder(folder))
+    text, cause = (f"the batch script: {decided}", True) if decided else explain(attempt)
     print(f"triage: {text}", flush=True)
     return 0 if cause else NO_CAUSE
 

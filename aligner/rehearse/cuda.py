@@ -22,8 +22,14 @@ from aligner.rehearse.order import Order, Timeline, span_of
 
 TESTED = "2.13.0"
 HAS_CONTEXT = 4  # of AcceleratorHooksInterface's virtual functions: two destructors, isBuilt, init, hasPrimaryContext
-CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}
-CAPABILITIES |= {"gb200": (10, 0), "gb300": (10, 3)}
+CAPABILITIES = {
+    "a100": (8, 0),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "b200": (10, 0),
+    "gb200": (10, 0),
+    "gb300": (10, 3),
+}
 _kept: list[Any] = []  # objects that C++ points to
 
 

@@ -60,7 +60,7 @@ class ToyJob:
         """Wait until a step is in the metrics. Raises RungError if the job ends before."""
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline and self.process.poll() is None:
-            if metrics(self.run)[-1:] and metrics(self.run)[-1]["step"] >= step:
+            if any(record["step"] >= step for record in metrics(self.run)):
                 return
             time.sleep(0.02)
         self.kill()
@@ -126,8 +126,7 @@ class Starter:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    records = read_jsonl(path) if path.exists() else []
+    records = read_jsonl(run / "metrics.jsonl")
     return [{name: x for name, x in record.items() if not UNCOMPARED.match(name)} for record in records]
 
 

@@ -59,7 +59,10 @@ class ToyData:
         self.folder.mkdir(parents=True, exist_ok=True)
         letters = string.ascii_letters[:32]
         rows = [{"prompt": f"say {c}:", "completion": c} for c in letters]
-        pairs = [{"prompt": f"say {c}:", "chosen": c, "rejected": "?" * (1 + i % 3)} for i, c in enumerate(letters)]
+        pairs = [
+            {"prompt": f"say {c}:", "chosen": c, "rejected": "?" * (1 + i % 3), "margin": 0.25 * (i % 4)}
+            for i, c in enumerate(letters)
+        ]
         labels = [
             {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
             for pair in pairs

@@ -123,5 +123,5 @@ def test_a_resume_with_other_bits_is_named(machine, monkeypatch):
     monkeypatch.setattr(Starter, "start", changed)
     other = CheckedMachine(machine.folder / "other", 0, 2)
     other.data.make()
-    with pytest.raises(RungError, match=r"sft: step 2\d has other bits than without a kill"):
+    with pytest.raises(RungError, match=r"^sft, whole and killed: differ at step 2\d of 1 to 30: "):
         rungs.resume(other)
