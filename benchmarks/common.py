@@ -1,5 +1,4 @@
-"""Shared code of the benchmarks: description of machine and versions, a clock, and rates of matrix products and
-copies."""
+"""Shared code of the benchmarks: description of machine and versions, and a clock."""
 
 from __future__ import annotations
 
@@ -8,17 +7,16 @@ import json
 import os
 import platform
 import re
-import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from aligner.ops.kernels.products import product_into
+from aligner.shakedown.rates import seconds
 
 PACKAGES = ("torch", "megatron-core", "transformers")
 ROOT = Path(__file__).parents[1]
@@ -71,22 +69,6 @@ def cache_bytes() -> int:
     return max(sizes)
 
 
-# ---- clocks
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def seconds(action: Callable[[], object], device: torch.device) -> float:
-    wait(device)
-    start = time.perf_counter()
-    action()
-    wait(device)
-    return time.perf_counter() - start
-
-
 def busy_seconds(action: Callable[[], object], device: torch.device) -> float:
     """Measure like `seconds`, but CPU seconds if one thread computes on a CPU: other programs then do not count."""
     if device.type != "cpu" or torch.get_num_threads() > 1:
@@ -94,40 +76,3 @@ def busy_seconds(action: Callable[[], object], device: torch.device) -> float:
     start = time.process_time()
     action()
     return time.process_time() - start
-
-
-def median_seconds(action: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Measure after one run that warms caches and buffers."""
-    action()
-    return statistics.median(seconds(action, device) for _ in range(repeats))
-
-
-# ---- rates: actions to time, with their operations or bytes
-
-
-class Products:
-    """Products x [m, k] W^T for each (m, n, k) of `shapes`, in the fastest way, like linear layers. `operations` of one
-    call."""
-
-    def __init__(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: torch.device):
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, device=device).to(dtype)
-
-        self.operations = sum(2.0 * m * n * k for m, n, k in shapes)
-        self._sets = [(random(m, k), random(n, k).t(), random(m, n)) for m, n, k in shapes]
-
-    def __call__(self) -> None:
-        for x, w, out in self._sets:
-            product_into(out, x, w)
-
-
-class Copy:
-    """A flat copy that reads and writes `moved` bytes in all."""
-
-    def __init__(self, moved: float, device: torch.device):
-        self.moved = 8 * max(1, int(moved) // 8)
-        self._source = torch.ones(self.moved // 8, dtype=torch.float32, device=device)
-        self._target = torch.zeros_like(self._source)
-
-    def __call__(self) -> None:
-        self._target.copy_(self._source)

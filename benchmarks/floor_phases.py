@@ -25,9 +25,10 @@ from aligner.plan.times import (
     refit_phase,
     update_phase,
 )
+from aligner.shakedown.rates import Copy, Products
 from aligner.types import PolicyTargets, TrainBatch
 from benchmarks import gpu
-from benchmarks.common import Copy, Products, busy_seconds
+from benchmarks.common import busy_seconds
 from benchmarks.gpu_bench import Bench
 from benchmarks.versus.workload import SIZES, long_tailed
 

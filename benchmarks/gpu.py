@@ -31,7 +31,8 @@ from aligner.plan.job import Engine, PlanJob, PlannedModel, PlannedRows
 from aligner.plan.memory import plan_memory
 from aligner.plan.prediction import predict
 from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, kv_bytes
-from benchmarks.common import Copy, Products, median_seconds, seconds, write_json
+from aligner.shakedown.rates import measured_rates, median_seconds, seconds
+from benchmarks.common import write_json
 
 if TYPE_CHECKING:  # the other one imports Megatron, which takes seconds
     from aligner.types import TrainBatch
@@ -133,10 +134,8 @@ def measure_machine(device: torch.device, small: bool) -> Machine:
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads"
     sheet = sheet_of(name)
-    n, size = (256, 1 << 20) if small else (8192, 4 << 30)
-    products, copy = Products([(n, n, n)], torch.bfloat16, device), Copy(2 * size, device)
-    matrix_rate = products.operations / median_seconds(products, device, 10)
-    return Machine(device, name, sheet, copy.moved / median_seconds(copy, device, 10), matrix_rate)
+    matrix_rate, copy_rate = measured_rates(device, small)
+    return Machine(device, name, sheet, copy_rate, matrix_rate)
 
 
 def job_for(cfg: ModelConfig, size: Size, micro_tokens: int, element: int) -> PlanJob:

@@ -150,8 +150,8 @@ def here(rounds: int = 5) -> list[dict]:
 
     from aligner.cluster.env import RankEnv
     from aligner.megatron.groups import init_distributed
+    from aligner.shakedown.rates import Copy, Products, seconds
     from benchmarks import gpu
-    from benchmarks.common import Copy, Products, seconds
     from benchmarks.gpu_bench import Bench
 
     torch.set_num_threads(1)

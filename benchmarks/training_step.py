@@ -29,10 +29,11 @@ from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import random_source
 from aligner.ops.packing.needed import WORTH
 from aligner.roles.policy import Policy
+from aligner.shakedown.rates import Products
+from aligner.shakedown.rates import seconds as seconds_of
 from aligner.stages.sft import sft_loss
 from aligner.types import TrainBatch
-from benchmarks.common import Products, write_json
-from benchmarks.common import seconds as seconds_of
+from benchmarks.common import write_json
 
 # name -> model, rows, longest row
 SHAPES = {
