@@ -67,3 +67,23 @@ class Assumptions:
     layer_s: float = 70e-6  # of host time for a layer of a decode step: some 14 kernels, launched one by one
     usable: float = 0.94  # of the memory, after fragments of the allocator
     context_bytes: float = 2.5 * GIB  # of CUDA, cuBLAS workspaces and NCCL's buffers
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Shares of a data sheet's peaks that single kernels and messages reach, and costs that no size changes. "H200":
+    measured on one, benchmarks/gpu.md."""
+
+    products: float = 0.75  # of the peak, large bfloat16 products (H200: 762 of 989 TFLOP/s, 0.77, for one of 8,192^3)
+    # attention by its own operations, half of all pairs where causal. torch's flash kernel is FlashAttention-2, which
+    # FlashAttention-3's authors measured at 35 to 40 % of an H100 (arXiv:2407.08608); its backward at three quarters
+    flash_forward: float = 0.38
+    flash_backward: float = 0.29
+    # likewise torch's memory-efficient kernel, which computes masked pairs too: an estimate, not measured here
+    masked_forward: float = 0.13
+    masked_backward: float = 0.10
+    memory: float = 0.89  # of the bandwidth, bytes read and written by element-wise kernels (H200: 4.26 of 4.8 TB/s)
+    kernel_s: float = 2.5e-6  # on the device, to start and end a kernel: an estimate
+    launch_s: float = 8e-6  # of host time for a kernel launched from Python or autograd: an estimate
+    message_s: float = 20e-6  # latency of a collective or message, as in Assumptions
+    link: float = 0.70  # of the link's bandwidth, large collectives, as in Assumptions
