@@ -61,15 +61,15 @@ def in_place() -> Iterator[list[int]]:
     each call."""
     from aligner.megatron import varlen
 
-    calls, kept = [], (real.varlen_attn, varlen.check)
+    calls, kept = [], (real.varlen_attn, varlen.is_used)
 
     def counted(*args, **kwargs) -> Tensor:
         calls.append(len(args[0]))
         return varlen_attn(*args, **kwargs)
 
     counted.__signature__ = SIGNATURE
-    real.varlen_attn, varlen.check = counted, lambda *args: None
+    real.varlen_attn, varlen.is_used = counted, lambda cfg, *args: cfg.varlen_attention is True
     try:
         yield calls
     finally:
-        real.varlen_attn, varlen.check = kept
+        real.varlen_attn, varlen.is_used = kept

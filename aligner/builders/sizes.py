@@ -37,7 +37,9 @@ def decide(cfg: Config, env: RankEnv, device: torch.device) -> str:
         earlier = _earlier(cfg)
         known = cfg if earlier is None else taken_over(cfg, earlier)
         kernels = "te" if uses_transformer_engine(cfg.model) else "own"  # te shares no prompts, and needs more
-        settled = sized(replace(known, model=replace(known.model, kernels=kernels)), env.world_size, room)
+        varlen = known.model.varlen_attention if room.cuda else False
+        model = replace(known.model, kernels=kernels, varlen_attention=varlen)
+        settled = sized(replace(known, model=model), env.world_size, room)
         _keep(settled)
         return settled
 

@@ -84,7 +84,7 @@ ENGINES = {
         made_by="aligner.engines.vllm.engine:VllmEngine",
         made_apart_by="aligner.engines.vllm.in_place:InPlaceVllmEngine",
         section="vllm",
-        by_default=(),
+        by_default=("cuda_graphs",),
         check=vllm.check_model,
     ),
     "trtllm": EngineEntry(

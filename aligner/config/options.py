@@ -28,7 +28,6 @@ GROUPS = (
     "engine",
     "data",
     "reward",
-    "cluster",
     "logging",
     "experiment",
 )

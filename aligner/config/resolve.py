@@ -40,6 +40,9 @@ from aligner.config.stages import STAGES
 from aligner.errors import ConfigError, UnknownKeyError
 from aligner.files import conf_dir
 
+# sections that are no group of files, and what decides their defaults
+NOT_CHOSEN = {"algorithm": "stage=NAME sets a stage's own defaults", "cluster": "its defaults follow from the machine"}
+
 
 def compose(overrides: list[str], *, config_dir: str | None = None) -> Config:
     """Compose, resolve and type the config. `config_dir` is a further folder of config groups (hydra.searchpath).
@@ -220,9 +223,8 @@ def _checked(override: Override) -> Override:
         return _checked(replace(override, key_or_group=RENAMED[key]))
     if key_type(key) is None:
         raise UnknownKeyError(key, nearest(key))
-    if key == "algorithm" and isinstance(override._value, str | QuotedString):
-        expected = "algorithm.<key>=<value>: stage=NAME sets a stage's own defaults"
-        raise ConfigError(key, override.value(), expected)
+    if key in NOT_CHOSEN and isinstance(override._value, str | QuotedString):
+        raise ConfigError(key, override.value(), f"{key}.<key>=<value>: {NOT_CHOSEN[key]}")
     if override.is_delete():
         raise ConfigError(key, "~", "a value: keys of the schema cannot be deleted")
     return override

@@ -224,8 +224,7 @@ def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) ->
     check_te(cfg)
     if cfg.kernels == "te" and not has_transformer_engine():
         raise ConfigError("model.kernels", "te", "auto or own", f"TransformerEngine is not used here: {TE.lacks}.")
-    if cfg.varlen_attention:
-        varlen.check(cfg, dtype, device)
+    varlen.is_used(cfg, dtype, device)
 
 
 def _with_plain_strides(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.errors import AlignerError
+from aligner.megatron import varlen
 from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import sum_parts
 from aligner.megatron.expert_load import ExpertLoad
@@ -142,6 +143,7 @@ class ShardedModel:
         # experts are balanced by every token, TransformerEngine's attention needs as many queries as keys, and in
         # the other layouts a row is on several ranks
         elsewhere = layout.context > 1 or layout.sequence or uses_transformer_engine(cfg)
+        self._ragged = varlen.is_used(cfg, dtype, device) and not uses_transformer_engine(cfg)
         self._narrows = not (elsewhere or cfg.moe.num_experts)
         self._schedule = get_forward_backward_func(pp_size=layout.pipeline, vp_size=None)
 
@@ -239,7 +241,7 @@ class ShardedModel:
             over_heads=layout.over_heads,
             share=batch.tokens if self.share and not uses_transformer_engine(self.cfg) else None,
             routing=batch.routing,
-            ragged=self.cfg.varlen_attention,
+            ragged=self._ragged,
         )
         if batch.wanted is not None and layout.is_last_stage:
             packing = without_unread(packing, batch.wanted, self._round)

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.kernels import unfit_for_varlen
 from aligner.errors import ConfigError
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.ragged import Ragged
 
-OPTIONS = {"scale", "window_size"}  # not every version of torch's function has them
 CAPABILITY = (8, 0)  # of the kernels that torch brings
-LARGEST_HEAD = 256
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, rows: Ragged, scale: float | None) -> Tensor:
@@ -54,42 +53,21 @@ def _grouped(fewer_keys: bool) -> dict[str, bool]:
     return {"enable_gqa": fewer_keys} if asked else {}
 
 
-def check(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Check that the kernel exists and accepts this model. Raises ConfigError."""
-    reason = _missing(device) or _refused(cfg, dtype)
-    if reason:
-        raise ConfigError("model.varlen_attention", True, f"false: {reason}")
+def is_used(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether `model.varlen_attention` is on. auto: where the kernel supports device and model. Raises
+    ConfigError for a true one elsewhere."""
+    reason = cfg.varlen_attention and (_unfit_device(device) or unfit_for_varlen(cfg))
+    if cfg.varlen_attention and not reason and dtype not in (torch.bfloat16, torch.float16):
+        reason = f"it computes in 16 bits, and the model is {str(dtype).removeprefix('torch.')} (model.dtype)"
+    if reason and cfg.varlen_attention is True:
+        raise ConfigError("model.varlen_attention", True, f"false or auto: {reason}")
+    return bool(cfg.varlen_attention) and not reason
 
 
-def _missing(device: torch.device) -> str:
+def _unfit_device(device: torch.device) -> str:
     if device.type != "cuda":
         return f"it needs a CUDA device, and this is {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < CAPABILITY:
         return f"it needs compute capability {CAPABILITY[0]}.{CAPABILITY[1]}, and this GPU has {major}.{minor}"
-    return _missing_in_torch()
-
-
-def _missing_in_torch() -> str:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
-    lacks = OPTIONS - inspect.signature(varlen_attn).parameters.keys()
-    return f"varlen_attn of torch {torch.__version__} lacks {', '.join(sorted(lacks))}" if lacks else ""
-
-
-def _refused(cfg: ModelConfig, dtype: torch.dtype) -> str:
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bfloat16 or float16, and the model is {str(dtype).removeprefix('torch.')} (model.dtype)"
-    if cfg.attention.softcap:
-        return f"it does not cap scores, and these are capped (model.attention.softcap={cfg.attention.softcap:g})"
-    if cfg.linear.key_heads:
-        return f"linear attention takes rows that are padded, which model.family={cfg.family} has"
-    if cfg.traits.sinks:
-        return f"it does not support attention sinks, which model.family={cfg.family} has"
-    if cfg.latent.kv_rank:
-        return "it takes keys and values of one width, and those of latent attention have two (model.latent)"
-    if cfg.kv_channels % 8 or cfg.kv_channels > LARGEST_HEAD:
-        return f"it takes heads of a multiple of 8 up to {LARGEST_HEAD} numbers, and these have {cfg.kv_channels}"
     return ""

@@ -30,7 +30,7 @@ def reads(job: PlanJob, model: PlannedModel, tokens: float) -> ReadTokens:
     each = 1.0 if last else rows.response_mean
     pairs = tokens * each / (rows.mean if job.packing else rows.longest)
     elsewhere = grid.context > 1 or grid.sequence or model.shape.moe.num_experts or model.shape.kernels == "te"
-    too_large = not model.shape.varlen_attention and pairs * rows.mean > LAST_LAYER_MASK
+    too_large = not model.shape.varlen_on_gpu and pairs * rows.mean > LAST_LAYER_MASK
     if elsewhere or pairs > WORTH * tokens or too_large:
         return ReadTokens(pairs, tokens, rows.context)
     return ReadTokens(pairs, pairs, rows.read_seen or (rows.mean if last else rows.prompt_mean + each / 2))

@@ -34,7 +34,7 @@ def shared(job: PlanJob, tokens: float, micro_batches: int, in_order: bool) -> S
         return None
     prompts = min(count, _prompts(job, count, micro_batches, in_order))
     saved = (count - prompts) * prompt
-    masks = not job.policy.shape.varlen_attention
+    masks = not job.policy.shape.varlen_on_gpu
     if 10 * saved < tokens or (masks and tokens * own > SHARED_MASK):
         return None
     followers = tokens - prompts * rows.longest

@@ -86,7 +86,7 @@ def test_reaches_are_few_and_little_more_than_is_needed():
 
 def test_auto_captures_where_it_can():
     assert EngineConfig().captures and not EngineConfig(tensor_parallel=2).captures
-    assert not EngineConfig(cuda_graphs=False).captures and not EngineConfig(name="vllm").captures
+    assert not EngineConfig(cuda_graphs=False).captures and EngineConfig(name="vllm", tensor_parallel=2).captures
     assert plain(LLAMA).graphs is None  # on a CPU
 
 

@@ -135,7 +135,7 @@ CPU, HALF = torch.device("cpu"), torch.bfloat16
             {"family": "gemma2", "attention": AttentionConfig(softcap=50.0, query_scale_dim=8)},
             HALF,
             (9, 0),
-            "these are capped (model.attention.softcap=50)",
+            "scores are capped (model.attention.softcap=50)",
         ),
         (
             {"family": "gpt_oss", "moe": MoeConfig(4, 2, 16)},
@@ -151,14 +151,17 @@ CPU, HALF = torch.device("cpu"), torch.bfloat16
 def test_what_the_kernel_cannot_do_is_refused(monkeypatch, changes, dtype, gpu, says):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
     device = torch.device("cuda") if gpu else CPU
-    model.check_kernels(replace(LLAMA, **changes), dtype, device)  # not asked for
-    cfg = replace(LLAMA, varlen_attention=True, **changes)
+    auto = replace(LLAMA, **changes)
+    assert varlen.is_used(auto, dtype, device) == (says is None)
+    assert not varlen.is_used(replace(auto, varlen_attention=False), dtype, device)
+    cfg = replace(auto, varlen_attention=True)
     if says is None:
         model.check_kernels(cfg, dtype, device)
+        assert varlen.is_used(cfg, dtype, device)
         return
     with pytest.raises(ConfigError) as caught:
         model.check_kernels(cfg, dtype, device)
-    assert "model.varlen_attention=True: expected false" in str(caught.value) and says in str(caught.value)
+    assert "model.varlen_attention=True: expected false or auto" in str(caught.value) and says in str(caught.value)
 
 
 def test_a_torch_that_groups_heads_unasked_is_not_asked(monkeypatch):
@@ -173,17 +176,6 @@ def test_a_torch_that_groups_heads_unasked_is_not_asked(monkeypatch):
     p = next(layouts({"rows": [(0, 5)], "how": "packed", "multiple": 1, "reads": "all"}, ragged=True))
     varlen.attend(torch.zeros(5, 4, 8), torch.zeros(5, 2, 8), torch.zeros(5, 2, 8), p.ragged, None)
     assert called == [(4, 2)]
-
-
-def test_another_torch_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    cfg, device = replace(LLAMA, varlen_attention=True), torch.device("cuda")
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", lambda query, scale: None)
-    with pytest.raises(ConfigError, match=r"torch .* lacks window_size"):
-        model.check_kernels(cfg, HALF, device)
-    monkeypatch.setitem(__import__("sys").modules, "torch.nn.attention.varlen", None)
-    with pytest.raises(ConfigError, match=r"torch .* has no torch\.nn\.attention\.varlen"):
-        varlen.check(cfg, HALF, device)
 
 
 def test_modules_of_our_own_where_transformer_engine_knows_less(monkeypatch):

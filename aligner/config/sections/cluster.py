@@ -47,7 +47,7 @@ class Limits:
 class ClusterConfig(Section, key="cluster"):
     backend: str = key("auto", "Library for collectives.", choices=("auto", "gloo", "nccl"))
     timeout_s: float = key(
-        1800.0, "Maximum seconds of a collective. An engine's child may extend it (docs/how-to/resume.md).", above=0
+        3900.0, "Maximum seconds of a collective. An engine's child may extend it (docs/how-to/resume.md).", above=0
     )
     threads: int = key(0, "Threads per rank. 0: OMP_NUM_THREADS, else cores / local ranks.", least=0)
     signal: str = key(

@@ -60,8 +60,8 @@ class EngineConfig(Section, key="engine"):
     )
     cuda_graphs: Switch = key(
         AUTO,
-        "Capture decode steps as CUDA graphs (vllm: also compile the model). auto: true for trtllm, and for native on "
-        "a GPU without experts and with engine.tensor_parallel=1.",
+        "Capture decode steps as CUDA graphs (vllm: also compile the model). auto: on a GPU, if the engine can; native "
+        "only without experts and with engine.tensor_parallel=1.",
         auto=True,
     )
     sleep: Switch = key(

@@ -165,7 +165,7 @@ class ChildEngine(RolloutEngine):
             self.config.sleeps,
             self.options.sleep_weights,
             self.options.prefix_reuse,
-            self.config.captures,
+            self.config.captures and (self.device.type == "cuda" or self.config.cuda_graphs is True),
             self.pad_id,
             self.checked,
             tensor_parallel=1 if self._group is None else self._group.size(),

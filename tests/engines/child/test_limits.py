@@ -16,8 +16,8 @@ class Asked(Exception):
 @pytest.mark.parametrize(
     ("overrides", "least"),
     [
-        (["engine=native"], 1800),
-        (TRTLLM, 3601),
+        (["engine=native"], 3900),
+        (TRTLLM, 3900),
         ([*TRTLLM, "engine.trtllm.start_timeout_s=9000"], 9001),
         ([*TRTLLM, "cluster.timeout_s=9000"], 9000),
     ],

@@ -289,7 +289,7 @@ def test_what_sleep_cannot_do_in_old_versions(monkeypatch):
     with pytest.raises(ConfigError, match=r"engine.trtllm.sleep_weights=True.*1\.2"):
         make_engine(LLAMA, sleep_weights=True, cuda_graphs=False)
     with pytest.raises(ConfigError, match=r"engine.cuda_graphs=True.*1\.2.*engine.sleep=false"):
-        make_engine(LLAMA)
+        make_engine(LLAMA, cuda_graphs=True)
     make_engine(LLAMA, sleep=False).close()
 
 

@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from aligner.config.checks import AUTO, Switch
 from aligner.config.key import REFUSE, REPORT, Section, key, section
 from aligner.config.rule import rules
 from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig, check_layers
-from aligner.config.sections.model.kernels import KERNELS
+from aligner.config.sections.model.kernels import KERNELS, unfit_for_varlen
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig, check_linear
 from aligner.config.sections.model.lora import LoraConfig
@@ -68,8 +69,12 @@ class ModelConfig(Section, key="model"):
         choices=KERNELS,
         resume=REPORT,
     )
-    varlen_attention: bool = key(
-        False, "Compute attention of rows of any length in one call, without padding and masks, on CUDA.", resume=REPORT
+    varlen_attention: Switch = key(
+        AUTO,
+        "Compute attention of rows of any length in one call, without padding and masks. auto: on a GPU that supports "
+        "the model, without te.",
+        auto=True,
+        resume=REPORT,
     )
 
     WORDS = MappingProxyType(
@@ -152,6 +157,12 @@ traits.linear => linear.key_heads >=1 | with model.family={family}
     def queries_per_group(self) -> int:
         """Heads that the queries' product makes for each of keys: queries and, in some families, their gates."""
         return self.num_heads * (2 if self.traits.gated_attention else 1) // self.num_kv_heads
+
+    @property
+    def varlen_on_gpu(self) -> bool:
+        """`varlen_attention`, decided for a GPU."""
+        fits = not (self.kernels == "te" or self.dtype == "float32" or unfit_for_varlen(self))
+        return fits if self.varlen_attention == AUTO else bool(self.varlen_attention)
 
     def layer_kinds(self, layer: int) -> tuple[str, ...]:
         """Return the kinds of layer 0, 1, ...: it has the rows of the family's table that are of one of them, or of

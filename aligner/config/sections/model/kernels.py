@@ -26,8 +26,21 @@ def unfit_for_te(model: ModelConfig) -> str:
         "this model.scales": model.scales != ScalesConfig(),
         "layers of several kinds": model.mixed_layers,
         "this model.rope_scaling: only Llama 3.1's": not _rotates_as_llama(model.rope_scaling),
-        "model.varlen_attention, which is another attention": model.varlen_attention,
+        "model.varlen_attention, which is another attention": model.varlen_attention is True,
         "model.dtype=float32: its attention computes in 16 bits": model.dtype == "float32",
+    }
+    return next((reason for reason, there in reasons.items() if there), "")
+
+
+def unfit_for_varlen(model: ModelConfig) -> str:
+    """Return what `model.varlen_attention` does not support of this model; "" if nothing."""
+    family, width = f"which model.family={model.family} has", model.kv_channels
+    reasons = {
+        f"scores are capped (model.attention.softcap={model.attention.softcap:g})": bool(model.attention.softcap),
+        f"linear attention takes rows that are padded, {family}": bool(model.linear.key_heads),
+        f"it does not support attention sinks, {family}": model.traits.sinks,
+        f"keys and values must have one width, unlike latent attention's, {family}": bool(model.latent.kv_rank),
+        f"it takes heads of a multiple of 8 up to 256 numbers, and these have {width}": width % 8 or width > 256,
     }
     return next((reason for reason, there in reasons.items() if there), "")
 
