@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from aligner.ops.kernels import fused
+
 
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.bfloat16 else x
@@ -66,11 +68,13 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(x: Tensor) -> Tensor:
     """Return silu(gate) * up, x = [gate, up] along the last dimension (Shazeer 2020, arXiv:2002.05202)."""
-    return _SwiGLU.apply(x)
+    return fused.gated(x, "silu") if fused.takes(x) else _SwiGLU.apply(x)
 
 
 def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """Return activation(gate) * up, x = [gate, up] along the last dimension."""
+    if activation is gelu_tanh and fused.takes(x):
+        return fused.gated(x, "gelu_tanh")
     gate, up = x.chunk(2, -1)
     return activation(gate) * up
 

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.families.family import GATE_ALPHA, GATE_LIMIT
+from aligner.ops.kernels import fused
 from aligner.ops.kernels.products import product_into
 from aligner.ops.kernels.spread import spread
 
@@ -230,4 +231,4 @@ def _clamped(x: Tensor) -> tuple[Tensor, Tensor]:
 def clamped_gate(x: Tensor) -> Tensor:
     """Return (up + 1) * gate * sigmoid(alpha * gate), x = [gate, up] along the last dimension, with the gate at most
     the limit and up within it on both sides (gpt-oss, arXiv:2508.10925). Only x is kept for backward."""
-    return _ClampedGate.apply(x)
+    return fused.gated(x, "clamped") if fused.takes(x) else _ClampedGate.apply(x)

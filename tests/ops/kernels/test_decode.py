@@ -10,12 +10,9 @@ from tests.needs import package
 
 package("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource, compile  # noqa: E402
-
 from aligner.ops.kernels.decode import PROGRAMS, STAGES, WARPS, _attend, parts_for  # noqa: E402
+from tests.ops.kernels.triton_compiled import CAPABILITIES, compiled  # noqa: E402
 
-SHARED_BYTES = 227 << 10  # of a multiprocessor of compute capability 9.0 and 10.0
 BASE = {"SHARE": 4, "WIDTH": 128, "VALUE_WIDTH": 128, "WINDOW": 0, "CAPPED": False, "SINKS": False, "EXACT": False}
 BASE |= {"PARTS": 1, "HEADS": 16, "WIDE": 128, "VALUE_WIDE": 128, "STEP": 64}
 LARGE = {"SHARE": 17, "HEADS": 32, "WIDE": 256, "WIDTH": 256, "VALUE_WIDE": 256, "VALUE_WIDTH": 256}
@@ -30,21 +27,14 @@ def test_it_equals_a_loop_in_float64():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("options", [{}, WILD, LARGE | {"EXACT": True, "STEP": 32}], ids=["plain", "wild", "large"])
 def test_it_compiles_for_gpus(options, capability):
     constants, element = BASE | options, "fp32" if options.get("EXACT") else "bf16"
-    kinds = dict.fromkeys(_attend.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
-    kinds |= dict.fromkeys(["query", "key", "value", "sinks", "out"], f"*{element}")
+    kinds = dict.fromkeys(["query", "key", "value", "sinks", "out"], f"*{element}")
     kinds |= {"positions": "*i64", "tops": "*fp32", "sums": "*fp32", "scale": "fp32", "cap": "fp32"}
     kinds |= {"out": "*fp32"} if constants["PARTS"] > 1 else {}
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(_attend.arg_names) if kinds[name] != "constexpr"
-    }
-    floats = {(_attend.arg_names.index(name),) for name in ("scale", "cap")}
-    source = ASTSource(_attend, kinds, constants, {k: v for k, v in aligned.items() if k not in floats})
-    made = compile(source, GPUTarget("cuda", capability, 32), {"num_stages": STAGES, "num_warps": WARPS})
-    assert made.asm["cubin"] and made.metadata.shared <= SHARED_BYTES
+    compiled(_attend, kinds, constants, capability, num_stages=STAGES, num_warps=WARPS)
 
 
 @pytest.mark.parametrize(("programs", "length"), [(1, 100), (8, 8192), (64, 8192), (2048, 1 << 20)])

@@ -1,0 +1,73 @@
+"""Triton kernels of one pass over memory, as torch operations `torch.ops.aligner.NAME` on CUDA.
+
+As operations they also give tensors without storage, so that rehearsals count their bytes and launches. Triton comes
+with torch for CUDA, and is imported at the first call. Without it, on a CPU and in float64, callers run torch's
+operations, which take more passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+DEVICES, DTYPES = {"cuda"} if find_spec("triton") else set(), {torch.float32, torch.bfloat16, torch.float16}
+library = torch.library.Library("aligner", "DEF")
+OPERATIONS: dict[str, Callable] = {}
+
+
+def takes(x: Tensor) -> bool:
+    """Return whether the operations here take tensors of this device and dtype."""
+    return x.device.type in DEVICES and x.dtype in DTYPES
+
+
+def _define(schema: str, run: Callable) -> None:
+    """Define an operation. `run` returns new tensors, and fills them unless they have no storage."""
+    OPERATIONS[library.define(schema)] = run
+    for key in ("CUDA", "Meta"):
+        library.impl(schema.partition("(")[0], run, key)
+
+
+def _gate(x: Tensor, kind: str) -> Tensor:
+    out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    if not x.is_meta:
+        from aligner.ops.kernels import gates
+
+        gates.forward(x.contiguous(), out, kind)
+    return out
+
+
+def _gate_backward(grad: Tensor, x: Tensor, kind: str) -> Tensor:
+    out = x.new_empty(x.shape)
+    if not x.is_meta:
+        from aligner.ops.kernels import gates
+
+        gates.backward(grad.contiguous(), x.contiguous(), out, kind)
+    return out
+
+
+_define("gate(Tensor x, str kind) -> Tensor", _gate)
+_define("gate_backward(Tensor grad, Tensor x, str kind) -> Tensor", _gate_backward)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.kind = kind
+        return torch.ops.aligner.gate(x, kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.ops.aligner.gate_backward(grad, *ctx.saved_tensors, ctx.kind), None
+
+
+def gated(x: Tensor, kind: str) -> Tensor:
+    """Compute x [..., 2 F] = [gate, up] -> activation(gate) * up [..., F] by `gates.py`; only x is kept for
+    backward."""
+    return _Gated.apply(x, kind)

@@ -1,0 +1,117 @@
+"""Bytes that operations of a training step move, by torch's kernels and by those of `aligner/ops/kernels/fused.py`.
+
+    python -m benchmarks.fused [--json FILE]
+
+Counts on tensors without storage: each operation reads its inputs and writes its outputs once. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from aligner.megatron import kernels
+from aligner.ops.kernels import fused
+
+TOKENS = 8192  # of a micro-batch
+RATE = 4.26e12  # bytes/s of copies, and
+UPDATE_FLOPS = 0.467 * 989e12  # of an update of the 8B width on one H200, without attention's (gpu.md)
+HIDDEN, FFN, LAYERS = 4096, 14336, 32  # Llama 3 8B
+WEIGHTS = 7.5e9  # that are multiplied
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    function: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    times: int  # in an update of a micro-batch
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    return kernels.swiglu(x)
+
+
+CASES = [Case("SwiGLU", _swiglu, ((TOKENS, 2 * FFN),), LAYERS)]
+
+
+class Moved(TorchDispatchMode):
+    """Bytes that operations read and write, and how many move any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.kernels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func._overloadpacket.__name__
+        if func.is_view or "empty" in name or name == "detach":
+            return out
+        written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        overwrites = name in ("copy_", "zero_", "fill_") or func._overloadname in ("out", "grad_input")
+        if name in ("index_select", "gather"):  # reads the rows that it writes
+            read = [*written, args[2]]
+        else:
+            read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            read = [t for t in read if not (overwrites and any(t is w for w in written))]
+        self.bytes += sum(map(_bytes, [*read, *written]))
+        self.kernels += 1
+        return out
+
+
+def _bytes(t: Tensor) -> int:
+    """Return the bytes that are different: of a number that is repeated, one."""
+    numbers = 1
+    for size, stride in zip(t.shape, t.stride(), strict=True):
+        numbers *= size if stride else 1
+    return numbers * t.element_size()
+
+
+def moved(case: Case, by_fused: bool) -> Moved:
+    """Count forward and backward of a case in bfloat16."""
+    fused.DEVICES.discard("meta")
+    if by_fused:
+        fused.DEVICES.add("meta")
+    inputs = [torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for shape in case.shapes]
+    with Moved() as counts:
+        outs = case.function(*inputs)
+        outs = [outs] if isinstance(outs, Tensor) else [x for x in outs if x is not None]
+        torch.autograd.backward(outs, [torch.empty_like(x) for x in outs])
+    fused.DEVICES.discard("meta")
+    return counts
+
+
+def main(arguments: list[str]) -> int:
+    from benchmarks.common import write_json
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fused", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    update_s = 6 * WEIGHTS * TOKENS / UPDATE_FLOPS
+    print(f"bfloat16, {TOKENS} tokens, Llama 3 8B: {update_s * 1e3:.0f} ms of an update; copies at {RATE / 1e12} TB/s")
+    print(f"{'':<28}{'kernels':>9}{'MB':>16}{'ms of the update':>20}{'saved':>8}")
+    rows = []
+    for case in CASES:
+        before, after = moved(case, False), moved(case, True)
+        ms = [x.bytes * case.times / RATE * 1e3 for x in (before, after)]
+        share = (ms[0] - ms[1]) / 1e3 / update_s
+        size = f"{before.bytes / 1e6:.0f} -> {after.bytes / 1e6:.0f}"
+        time = f"{ms[0]:.1f} -> {ms[1]:.1f}"
+        print(f"{case.name:<28}{f'{before.kernels} -> {after.kernels}':>9}{size:>16}{time:>20}{share:>8.1%}")
+        rows.append({"name": case.name, "bytes": [before.bytes, after.bytes], "ms": ms, "share": share})
+    write_json(options.json, {"rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,32 @@
+"""Gated activations in Triton's interpreter, and as they are compiled for GPUs that are not here."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.needs import package
+
+package("triton")
+
+from aligner.ops.kernels import gates  # noqa: E402
+from tests.ops.kernels.triton_compiled import CAPABILITIES, compiled  # noqa: E402
+
+
+def test_they_equal_their_formulas_and_swiglu_rounds_as_torchs_operations():
+    """In a process of its own: Triton decides whether it interprets when it is imported."""
+    command = [sys.executable, "-m", "tests.ops.kernels.gates_cases"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout.count("\n") == 37, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "clamped"])
+@pytest.mark.parametrize("element", ["bf16", "fp32"])
+def test_they_compile_for_gpus(kind, element, capability):
+    constants = {"KIND": kind, "ALPHA": 1.702, "LIMIT": 7.0, "BLOCK": gates.BLOCK}
+    kinds = dict.fromkeys(("grad", "x", "out"), f"*{element}")
+    for kernel in (gates._forward, gates._backward):
+        numbers = compiled(kernel, kinds, constants, capability, num_warps=gates.WARPS)
+        assert not numbers["spilled"] and numbers["registers"] <= 64  # so that a multiprocessor has 8 programs at least
