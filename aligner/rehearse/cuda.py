@@ -175,7 +175,7 @@ def _current_stream(order: Order) -> None:
 
     torch.cuda.current_stream, torch.cuda.default_stream = lambda *a: order.current, lambda *a: order.default
     torch.cuda.stream, torch.cuda.set_stream = within, switch
-    Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    Tensor.record_stream = lambda self, stream: order.recorded.add((self.untyped_storage()._cdata, stream))  # type: ignore
 
 
 def _graphs(device: RehearsedDevice) -> None:

@@ -110,8 +110,7 @@ class RehearsedDevice(TorchDispatchMode):
         line = source_line(3)
         self.live[key] = (size, line)
         self.record.phase.made[line, op] += 1
-        if self.order.unmarked:
-            self.order.mark(self.order.writes, span_of(t))
+        self.order.allocate(t)
         if t.dtype is FLOAT64:
             self.record.phase.doubles[line] += 1
         weakref.finalize(storage, self._free, key).atexit = False

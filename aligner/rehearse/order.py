@@ -71,6 +71,16 @@ class Mark:
 Marks = dict[int, list[Mark]]  # of a storage
 
 
+@dataclass(frozen=True)
+class Loan:
+    """Use of a tensor by another stream than the one whose memory it is in."""
+
+    owner: Timeline
+    by: Timeline
+    epoch: int
+    line: str
+
+
 @functools.cache
 def _written(func: Any) -> tuple[tuple[int, str], ...] | None:
     """Return the arguments that an operation writes, None if it looks at no number."""
@@ -89,6 +99,10 @@ class Order:
         self.streams = [self.default]
         self.writes: Marks = {}  # last writes
         self.reads: Marks = {}  # of copies and messages on their way
+        self.owners: dict[int, Timeline] = {}  # storage -> the stream that made it, if that is not the default
+        self.loans: dict[tuple[int, Timeline], Loan] = {}  # the last of a stream
+        self.recorded: set[tuple[int, Timeline]] = set()
+        self.freed: list[Loan] = []  # that had not ended
         self.unmarked: Mark | None = None  # with several streams: the last write where there is no mark
 
     @property
@@ -113,10 +127,32 @@ class Order:
         by = by or self.current
         marks[key] = [*others, Mark(by, by.epoch, source_line(2), start, stop)]
 
+    def allocate(self, t: Tensor) -> None:
+        """Let the current stream make a tensor. Raises RuntimeError if its memory may be that of a freed one which
+        another stream still uses."""
+        if self.unmarked is None:
+            return
+        self.freed = [loan for loan in self.freed if not self._ended(loan, loan.owner)]
+        for loan in self.freed:
+            if loan.owner is self.current:
+                raise RuntimeError(
+                    f"a stream still uses the memory of a tensor that was freed ({loan.line}): call record_stream"
+                )
+        span = span_of(t)
+        self.mark(self.writes, span)
+        if self.current is not self.default:
+            self.owners[span.storage] = self.current
+
     def forget(self, storage: int) -> None:
         """Forget a storage that is no more."""
         self.writes.pop(storage, None)
         self.reads.pop(storage, None)
+        self.owners.pop(storage, None)
+        for stream in self.streams if self.unmarked else ():
+            loan = self.loans.pop((storage, stream), None)
+            if loan and (storage, stream) not in self.recorded:
+                self.freed.append(loan)
+            self.recorded.discard((storage, stream))
 
     def send(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> Communication:
         """Send a message behind the work of the current stream."""
@@ -144,7 +180,11 @@ class Order:
             return
         by = self.current if cuda else self.host
         for t in tensors:
-            self.check_written(span_of(t), by)
+            span = span_of(t)
+            self.check_written(span, by)
+            owner = self.owners.get(span.storage, self.default)
+            if self.unmarked and cuda and owner is not by:
+                self.loans[span.storage, by] = Loan(owner, by, by.epoch, source_line(2))
         for number, name in written:
             for t in tree_leaves(args[number] if number < len(args) else kwargs.get(name)):
                 if isinstance(t, Tensor):
@@ -158,12 +198,15 @@ class Order:
             line = self.made[span.storage][1]
             self._check({span.storage: [replace(self.unmarked, line=line)]}, span, by, "not written yet")
 
+    def _ended(self, work: Mark | Loan, waiting: Timeline) -> bool:
+        """Return whether work is known to have ended by who waits, or by the host."""
+        return max(waiting.known.get(work.by, 0), self.host.known.get(work.by, 0)) > work.epoch
+
     def _check(self, marks: Marks, span: Span, by: Timeline, what: str) -> bool:
         """Return whether there are marks."""
         there = [mark for mark in marks.get(span.storage, ()) if mark.start < span.stop and mark.stop > span.start]
         for mark in there:
-            ended = max(by.known.get(mark.by, 0), self.host.known.get(mark.by, 0))
-            if mark.by is not by and ended <= mark.epoch:
+            if mark.by is not by and not self._ended(mark, by):
                 who = "the host" if by is self.host else "a stream"
                 raise RuntimeError(f"{who} uses a tensor that is {what} ({mark.line}): wait for that first")
         return bool(there)

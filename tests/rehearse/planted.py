@@ -72,6 +72,14 @@ def mixed_attention():
     functional.scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention = planted
 
 
+def mixed_varlen():
+    """The same in the kernel for rows of any length."""
+    from torch.nn.attention import varlen
+
+    attend = varlen.varlen_attn
+    varlen.varlen_attn = lambda query, key, value, *rows, **options: attend(query, key, value.float(), *rows, **options)
+
+
 def before_a_step(change, axis="dp"):
     """`change(tensor, group)` before each optimizer step, of two data-parallel ranks or stages."""
     from aligner.megatron.train import ShardedModel
@@ -231,6 +239,36 @@ def unawaited_event():
 
 def awaited_streams():
     side_stream(waits=True, returns=True)
+
+
+def freed_early(keep):
+    """A tensor that a side stream reads while it is freed, and another that takes memory."""
+
+    def doubled(logprobs, batch):
+        stream, first = torch.cuda.Stream(), torch.cuda.current_stream()
+        lent = logprobs.detach() + 1
+        stream.wait_stream(first)
+        with torch.cuda.stream(stream):
+            twice = lent * 2
+        keep(lent, stream)
+        del lent
+        other = logprobs.detach() + 1
+        first.wait_stream(stream)
+        return logprobs * twice * other
+
+    in_loss(doubled)
+
+
+def freed_tensor():
+    freed_early(lambda lent, stream: None)
+
+
+def recorded_tensor():
+    freed_early(lambda lent, stream: lent.record_stream(stream))
+
+
+def awaited_tensor():
+    freed_early(lambda lent, stream: torch.cuda.current_stream().wait_stream(stream))
 
 
 def to_host(wait, read):

@@ -18,13 +18,15 @@ TENSOR = ["stage=sft", "parallel.tensor=2", *SMALL]
 SLOTS = [*BESIDE, "batch.prompts=16", "engine.max_batch=4"]
 PLANTS = {
     **dict.fromkeys(("cpu_tensor", "item", "wrong_shape", "float64", "per_token", "skipped"), PIPELINE),
-    **dict.fromkeys(("mixed_product", "mixed_attention", "first_device", "own_device"), PIPELINE),
+    **dict.fromkeys(("mixed_product", "mixed_varlen", "first_device", "own_device"), PIPELINE),
     **dict.fromkeys(("strided", "mixed_gather", "split_sizes", "collectives"), PIPELINE),
     **dict.fromkeys(("pipeline_against_world", "both_at_once"), PIPELINE),
     **dict.fromkeys(("unawaited_stream", "unawaited_event", "awaited_streams"), PIPELINE),
+    **dict.fromkeys(("freed_tensor", "recorded_tensor", "awaited_tensor"), PIPELINE),
     **dict.fromkeys(("unfinished_copy", "unfinished_list", "finished_copy"), PIPELINE),
     **dict.fromkeys(("overwritten_buffer", "reused_buffer", "unawaited_sum"), PIPELINE),
     **dict.fromkeys(("overwritten_list", "pageable_copy", "polled_copy", "polled_buffer"), PIPELINE),
+    "mixed_attention": [*PIPELINE, "model.varlen_attention=false"],
     "tensor_against_data": TENSOR,
     **dict.fromkeys(("moves_on_cpu", "no_refill", "nothing_beside"), SLOTS),
     **dict.fromkeys(("skipped_send", "cpu_engine", "refused", "unawaited_messages"), APART),
@@ -62,6 +64,7 @@ def places(rehearsals, kind, phase="update"):
 
 HONEST = ["nothing", "nothing_beside", "collectives", "both_at_once", "own_device", "awaited_streams"]
 HONEST += ["finished_copy", "polled_copy", "pageable_copy", "reused_buffer", "polled_buffer"]
+HONEST += ["recorded_tensor", "awaited_tensor"]
 
 
 @pytest.mark.parametrize("plant", HONEST)
@@ -88,12 +91,19 @@ def test_a_wrong_shape_on_the_last_stage(rehearsals):
     [
         ("mixed_product", "update", "aligner/roles/", "mm of torch.bfloat16 and torch.float32"),
         ("mixed_attention", "update", "aligner/ops/", "attention of torch.bfloat16 and torch.float32"),
+        ("mixed_varlen", "update", "aligner/megatron/varlen.py", "attn of torch.bfloat16 and torch.float32"),
         ("strided", "update", "aligner/roles/", "allreduce of a tensor of (6, 4) with strides (1, 6)"),
         ("mixed_gather", "update", "aligner/roles/", "allgather_base of torch.bfloat16 and torch.float32"),
         ("split_sizes", "update", "aligner/roles/", "alltoall_base of 4 rows over 2 ranks, with split sizes [2, 1]"),
         ("first_device", "update", "aligner/roles/", "a tensor on cuda:0, but this rank's device is cuda:3"),
         ("unawaited_stream", "update", "aligner/roles/", "a stream uses a tensor that is not written yet (aligner/"),
         ("unawaited_event", "update", "aligner/roles/", "a stream uses a tensor that is not written yet (aligner/"),
+        (
+            "freed_tensor",
+            "update",
+            "aligner/roles/",
+            "a stream still uses the memory of a tensor that was freed (aligner/",
+        ),
         ("unfinished_copy", "update", "aligner/roles/", "the host uses a tensor that is not written yet (aligner/"),
         ("unfinished_list", "update", "aligner/roles/", "the host uses a tensor that is not written yet (aligner/"),
         ("overwritten_buffer", "update", "aligner/roles/", "the host uses a tensor that is still read (aligner/"),
