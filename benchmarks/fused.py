@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 from aligner.megatron import kernels
 from aligner.ops.kernels import fused
+from aligner.ops.kernels.logprobs import token_logprobs
 
 TOKENS = 8192  # of a micro-batch
 RATE = 4.26e12  # bytes/s of copies, and
 UPDATE_FLOPS = 0.467 * 989e12  # of an update of the 8B width on one H200, without attention's (gpu.md)
-HIDDEN, FFN, LAYERS = 4096, 14336, 32  # Llama 3 8B
+FFN, LAYERS, VOCABULARY = 14336, 32, 128256  # Llama 3 8B
 WEIGHTS = 7.5e9  # that are multiplied
 
 
@@ -41,7 +43,16 @@ def _swiglu(x: Tensor) -> Tensor:
     return kernels.swiglu(x)
 
 
-CASES = [Case("SwiGLU", _swiglu, ((TOKENS, 2 * FFN),), LAYERS)]
+def _logprobs(logits: Tensor, entropy: bool = False) -> Tensor:
+    targets = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    return token_logprobs(logits, targets, vocab_size=logits.shape[1], entropy=entropy)[0]
+
+
+CASES = [
+    Case("SwiGLU", _swiglu, ((TOKENS, 2 * FFN),), LAYERS),
+    Case("logprobs of logits", _logprobs, ((TOKENS, VOCABULARY),), 1),
+    Case("and entropy, as a metric", partial(_logprobs, entropy=True), ((TOKENS, VOCABULARY),), 1),
+]
 
 
 class Moved(TorchDispatchMode):

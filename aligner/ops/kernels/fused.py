@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 DEVICES, DTYPES = {"cuda"} if find_spec("triton") else set(), {torch.float32, torch.bfloat16, torch.float16}
 library = torch.library.Library("aligner", "DEF")
 OPERATIONS: dict[str, Callable] = {}
+_COLUMNS = "int offset, int columns, float rate, bool entropy"
 
 
 def takes(x: Tensor) -> bool:
@@ -50,8 +51,35 @@ def _gate_backward(grad: Tensor, x: Tensor, kind: str) -> Tensor:
     return out
 
 
+def _token_sums(logits: Tensor, targets: Tensor, offset: int, columns: int, rate: float, entropy: bool) -> Tensor:
+    out = logits.new_empty(4, len(logits), dtype=torch.float32)
+    if out.numel() and not logits.is_meta:
+        from aligner.ops.kernels import token_softmax
+
+        token_softmax.sums(_dense_rows(logits), targets.contiguous(), out, offset, columns, rate, entropy)
+    return out
+
+
+def _token_gradient(
+    logits: Tensor, targets: Tensor, numbers: Tensor, offset: int, columns: int, rate: float, entropy: bool
+) -> Tensor:
+    out = logits.new_empty(logits.shape)
+    if out.numel() and not logits.is_meta:
+        from aligner.ops.kernels import token_softmax
+
+        rows, targets = _dense_rows(logits), targets.contiguous()
+        token_softmax.gradient(rows, targets, numbers, out, offset, columns, rate, entropy)
+    return out
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 _define("gate(Tensor x, str kind) -> Tensor", _gate)
 _define("gate_backward(Tensor grad, Tensor x, str kind) -> Tensor", _gate_backward)
+_define(f"token_sums(Tensor logits, Tensor targets, {_COLUMNS}) -> Tensor", _token_sums)
+_define(f"token_gradient(Tensor logits, Tensor targets, Tensor numbers, {_COLUMNS}) -> Tensor", _token_gradient)
 
 
 class _Gated(torch.autograd.Function):

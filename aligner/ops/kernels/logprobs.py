@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from aligner.ops.kernels import fused
 from aligner.ops.reduce import max_over, sum_over
 
 IN_CACHE = 1 << 19  # logits of a chunk on a CPU
@@ -137,6 +138,12 @@ def log_sum_exp(tensors: tuple[Tensor, ...], shard: VocabularyShard) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, shard: VocabularyShard, entropy: bool):
+        ctx.shard = shard
+        ctx.set_materialize_grads(False)
+        if fused.takes(logits):
+            logprobs, entropies, lse = _in_one_pass(logits, targets, shard, entropy)
+            ctx.save_for_backward(logits, targets, lse, entropies)
+            return logprobs, entropies
         logprobs = torch.zeros(targets.shape, dtype=shard.dtype, device=logits.device)
         entropies = torch.zeros_like(logprobs) if entropy else None
         lse = torch.zeros_like(logprobs) if shard.group is not None else None
@@ -148,9 +155,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[at] = lp
             if entropies is not None:
                 entropies[at] = h
-        ctx.shard = shard
         ctx.save_for_backward(logits, targets, lse, entropies)
-        ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
@@ -159,6 +164,12 @@ class _TokenLogprobs(torch.autograd.Function):
         logits, targets, lse, entropies = ctx.saved_tensors
         shard: VocabularyShard = ctx.shard
         n = shard.columns
+        if fused.takes(logits):
+            zero, both = torch.zeros_like(lse), g_entropy is not None
+            numbers = [lse, g_logprobs, entropies if both else None, g_entropy]
+            numbers = torch.stack([zero if x is None else x for x in numbers])
+            where = shard.offset, n, 1 / shard.temperature, both
+            return torch.ops.aligner.token_gradient(logits, targets, numbers, *where), None, None, None
         grad = torch.empty_like(logits)
         grad[:, n:] = 0
         for at in shard.chunks(len(targets) if n else 0):
@@ -181,6 +192,25 @@ class _TokenLogprobs(torch.autograd.Function):
                 dz.scatter_add_(-1, column[:, None], (g * here)[:, None])
             grad[at, :n] = dz
         return grad, None, None, None
+
+
+def _in_one_pass(
+    logits: Tensor, targets: Tensor, shard: VocabularyShard, entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return what `_sharded` does, of all tokens, by one kernel (`token_softmax.py`). A shard that is all padding has
+    a sum of 0."""
+    where = shard.offset, shard.columns, 1 / shard.temperature, entropy
+    top, total, weighted, target = torch.ops.aligner.token_sums(logits, targets, *where)
+    if shard.group is not None:
+        most = max_over(top.clone(), shard.group)
+        below = top - most
+        sums = torch.stack([total, weighted + below * total, target + below])
+        sums[:2].mul_(below.exp())
+        sums[2].mul_(shard.local(targets)[1])
+        total, weighted, target = sum_over(sums, shard.group)
+        top = most
+    log_total = total.log()
+    return target - log_total, log_total - weighted / total if entropy else None, top + log_total
 
 
 def _whole(z: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from aligner.ops.kernels import fused
+from aligner.ops.kernels.logprobs import token_logprobs
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,18 @@ def test_a_gate_halves_the_last_dimension_and_keeps_only_its_input():
     out.sum().backward()
     assert out.shape == (5, 1, 6) and out.dtype == torch.bfloat16 and x.grad.shape == x.shape
     assert kept == [x.shape]
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_logprobs_keep_logits_and_a_few_numbers_of_each_row(entropy):
+    logits, targets = empty(5, 40), torch.empty(5, dtype=torch.int64, device="meta")
+    outs = token_logprobs(logits, targets, temperature=0.5, vocab_size=33, entropy=entropy)
+    outs = [x for x in outs if x is not None]
+    kept = [t for t in outs[0].grad_fn.saved_tensors if t is not None]
+    assert sorted(t.numel() for t in kept) == [5] * (2 + entropy) + [200]
+    torch.autograd.backward(outs, [torch.empty_like(x) for x in outs])
+    assert len(outs) == 1 + entropy and all(x.shape == (5,) and x.dtype == torch.float32 for x in outs)
+    assert logits.grad.shape == logits.shape and logits.grad.dtype == torch.bfloat16
 
 
 def test_only_a_gpus_tensors_of_at_most_32_bits_are_taken(monkeypatch):
