@@ -72,9 +72,10 @@ class Assumptions:
 @dataclass(frozen=True)
 class Prices:
     """Shares of a data sheet's peaks that single kernels and messages reach, and costs that no size changes. "H200":
-    measured on one, benchmarks/gpu.md."""
+    one card, benchmarks/gpu.md; "fitted": to the kinds' shares in its profile of an update, with products at 0.75."""
 
     products: float = 0.75  # of the peak, large bfloat16 products (H200: 762 of 989 TFLOP/s, 0.77, for one of 8,192^3)
+    wide: float = 1 / 16  # of that, float32 and float64 products outside of tensor cores (data sheets of A100 and H100)
     # attention by its own operations, half of all pairs where causal. torch's flash kernel is FlashAttention-2, which
     # FlashAttention-3's authors measured at 35 to 40 % of an H100 (arXiv:2407.08608); its backward at three quarters
     flash_forward: float = 0.38
@@ -82,8 +83,12 @@ class Prices:
     # likewise torch's memory-efficient kernel, which computes masked pairs too: an estimate, not measured here
     masked_forward: float = 0.13
     masked_backward: float = 0.10
-    memory: float = 0.89  # of the bandwidth, bytes read and written by element-wise kernels (H200: 4.26 of 4.8 TB/s)
+    memory: float = 0.80  # of the bandwidth, bytes read and written by element-wise kernels: fitted (H200: copies 0.89)
+    # elements per second of kernels that read strided tensors or several dtypes, one number at a time: fitted
+    slow_elements: float = 300e9
     kernel_s: float = 2.5e-6  # on the device, to start and end a kernel: an estimate
-    launch_s: float = 8e-6  # of host time for a kernel launched from Python or autograd: an estimate
+    # of host time for a kernel launched from Python: 484 kernels more in a decode step take 6.8 ms more (H200)
+    launch_s: float = 14e-6
     message_s: float = 20e-6  # latency of a collective or message, as in Assumptions
     link: float = 0.70  # of the link's bandwidth, large collectives, as in Assumptions
+    host_link: float = 50e9  # bytes per second between host memory and the device (PCIe 5 x16: 64 on the data sheet)
