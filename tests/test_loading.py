@@ -73,9 +73,13 @@ def test_a_torch_that_is_too_old_is_refused_before_it_is_imported(version, enoug
         with pytest.raises(ConfigError, match=r"torch=.*: expected 2\.11 or later"):
             check_torch()
     functional = types.SimpleNamespace(grouped_mm=None)
-    torch = types.SimpleNamespace(__version__=version, nn=types.SimpleNamespace(functional=functional))
+    cuda = types.SimpleNamespace(cuda="13.0")
+    torch = types.SimpleNamespace(__version__=version, nn=types.SimpleNamespace(functional=functional), version=cuda)
     monkeypatch.setattr(container_check.importlib, "import_module", {"torch": torch}.get)
     assert [text.partition(":")[0] for text in container_check.problems()] == [f"torch {version}"] * (not enough)
+    cuda.cuda = None
+    assert len(list(container_check.problems())) == 1 + (not enough)
+    assert len(list(container_check.problems(cpu=True))) == (not enough)
 
 
 def test_a_torch_that_is_not_there_says_so_itself(monkeypatch):
@@ -87,12 +91,19 @@ def test_a_torch_that_is_not_there_says_so_itself(monkeypatch):
 
 
 def test_an_image_is_told_everything_that_it_lacks(container_check, monkeypatch):
+    there = {"torch": importlib.import_module("torch")}
+
     def broken(name):
         raise OSError("libcudart.so.13: not there")
 
     monkeypatch.setattr(container_check.importlib, "import_module", broken)
     reported = list(container_check.problems())
     assert len(reported) == 1 + len(container_check.NEEDED) and all("OSError: libcudart" in text for text in reported)
+    monkeypatch.setattr(container_check.importlib, "import_module", lambda name: there.get(name) or broken(name))
+    monkeypatch.setattr(container_check.platform, "machine", lambda: "riscv64")
+    reported = list(container_check.problems())
+    assert [text.partition(" does")[0] for text in reported[1:4]] == [*container_check.KERNELS]
+    assert reported[0] == "machine riscv64: expected one of x86_64, aarch64"
 
 
 def test_the_least_torch_is_the_same_everywhere(container_check):

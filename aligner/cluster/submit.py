@@ -21,6 +21,7 @@ from aligner.cluster.lock import RunLock
 from aligner.cluster.render import JobSpec, batch_script, job_lines
 from aligner.cluster.site import Site, find_site
 from aligner.cluster.size import Size, job_size
+from aligner.cluster.versions import check_versions
 from aligner.config.derived import batch_arithmetic
 from aligner.config.freeze import FILE_NAME, freeze, job_file, load_frozen
 from aligner.config.resolve import compose, job_labels, quoted, sweep
@@ -48,6 +49,7 @@ def main(args: argparse.Namespace, rehearse: Callable[[Config, int, str], None])
     for cfg in configs:
         _check_engines(cfg, size)
         validate(_with_upstream_there(cfg, args.upstream), size.ranks)
+        check_versions(cfg, site)
         if site.gpu:
             check(cfg, size.ranks, size.per_node, _gpus(site, size))
     if args.rehearse and not site.gpu:

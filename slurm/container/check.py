@@ -1,9 +1,10 @@
 """Check that an image has all that a run needs: exit code 1 and a line for each problem. Run at its build (Dockerfile),
-and by hand in an image of your own."""
+and by hand in an image of your own; with --cpu for one without CUDA and its kernels."""
 
 from __future__ import annotations
 
 import importlib
+import platform
 import re
 import sys
 from collections.abc import Iterator
@@ -20,17 +21,25 @@ NEEDED = (
     "httpx",
     "mpi4py",
 )
-TE = "transformer_engine.pytorch"
+KERNELS = ("transformer_engine.pytorch", "flash_attn", "amp_C")  # the last one is Apex's
+MACHINES = ("x86_64", "aarch64")
 
 
-def problems() -> Iterator[str]:
+def problems(cpu: bool = False) -> Iterator[str]:
+    if platform.machine() not in MACHINES:
+        yield f"machine {platform.machine()}: expected one of {', '.join(MACHINES)}"
+    if sys.version_info[:2] != (3, 12):
+        yield f"python {platform.python_version()}: expected 3.12"
     torch = yield from _imported("torch")
     if torch is not None:
         if tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) < TORCH:
             yield f"torch {torch.__version__}: expected {'.'.join(map(str, TORCH))} or later"
         if not hasattr(torch.nn.functional, "grouped_mm"):
             yield f"torch {torch.__version__}: has no torch.nn.functional.grouped_mm, which experts need"
-        yield from _imported(TE)
+        if not cpu and not torch.version.cuda:
+            yield f"torch {torch.__version__}: built without CUDA for {platform.machine()}"
+        for name in () if cpu else KERNELS:
+            yield from _imported(name)
     for name in NEEDED:
         yield from _imported(name)
 
@@ -46,6 +55,6 @@ def _imported(name: str):
 
 
 if __name__ == "__main__":
-    missing = list(problems())
-    print("\n".join(missing) or f"complete, with torch {sys.modules['torch'].__version__}")
+    missing = list(problems("--cpu" in sys.argv[1:]))
+    print("\n".join(missing) or f"complete on {platform.machine()}, with torch {sys.modules['torch'].__version__}")
     sys.exit(1 if missing else 0)
