@@ -48,8 +48,22 @@ def _logprobs(logits: Tensor, entropy: bool = False) -> Tensor:
     return token_logprobs(logits, targets, vocab_size=logits.shape[1], entropy=entropy)[0]
 
 
+def _split(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return kernels.split_and_rotate(mixed, *_angles(mixed))
+
+
+def _rotate(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    return kernels.rotate(query, *_angles(query)), kernels.rotate(key, *_angles(key))
+
+
+def _angles(x: Tensor) -> list[Tensor]:
+    return [x.new_empty(TOKENS, 1, x.shape[-1] // 2) for _ in range(2)]
+
+
 CASES = [
     Case("SwiGLU", _swiglu, ((TOKENS, 2 * FFN),), LAYERS),
+    Case("rope and split", _split, ((TOKENS, 8, 6, 128),), LAYERS),
+    Case("rope of queries and keys", _rotate, ((TOKENS, 32, 128), (TOKENS, 8, 128)), LAYERS),
     Case("logprobs of logits", _logprobs, ((TOKENS, VOCABULARY),), 1),
     Case("and entropy, as a metric", partial(_logprobs, entropy=True), ((TOKENS, VOCABULARY),), 1),
 ]

@@ -100,6 +100,8 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.neighbours = neighbours
+        if fused.takes(x):
+            return torch.ops.aligner.rotate(x, cos, sin, neighbours, False)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _turn(x, cos, sin, out, 1, neighbours)
         return out
@@ -107,6 +109,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if fused.takes(grad):
+            return torch.ops.aligner.rotate(grad, *ctx.saved_tensors, ctx.neighbours, True), None, None, None
         out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
         _turn(grad, *ctx.saved_tensors, out, -1, ctx.neighbours)
         return out, None, None, None
@@ -121,10 +125,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Ten
 class _SplitAndRotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> tuple[Tensor, Tensor, Tensor]:
-        n, groups, share, d = mixed.shape
-        share -= 2
         ctx.save_for_backward(cos, sin)
         ctx.neighbours = neighbours
+        if fused.takes(mixed):
+            return torch.ops.aligner.split(mixed, cos, sin, neighbours)
+        n, groups, share, d = mixed.shape
+        share -= 2
         query, key = mixed.new_empty(n, groups, share, d), mixed.new_empty(n, groups, d)
         _turn(mixed[:, :, :share], cos[:, :, None], sin[:, :, None], query, 1, neighbours)
         _turn(mixed[:, :, share], cos, sin, key, 1, neighbours)
@@ -134,6 +140,8 @@ class _SplitAndRotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_query: Tensor, d_key: Tensor, d_value: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
+        if fused.takes(d_key):
+            return torch.ops.aligner.join(d_query, d_key, d_value, cos, sin, ctx.neighbours), None, None, None
         n, groups, d = d_key.shape
         share = d_query.shape[1] // groups
         out = d_key.new_empty(n, groups, share + 2, d)

@@ -76,10 +76,45 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool, back: bool) -> Tensor:
+    out = x.new_empty(x.shape)
+    if out.numel() and not x.is_meta:
+        from aligner.ops.kernels import rope
+
+        if back:
+            rope.rotate(out[:, None], [_dense_rows(x)], cos, sin, neighbours, back)
+        else:
+            rope.rotate(x.contiguous()[:, None], [out], cos, sin, neighbours, back)
+    return out
+
+
+def _split(mixed: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> tuple[Tensor, Tensor, Tensor]:
+    n, groups, each, d = mixed.shape
+    parts = mixed.new_empty(n, groups * (each - 2), d), mixed.new_empty(n, groups, d), mixed.new_empty(n, groups, d)
+    if mixed.numel() and not mixed.is_meta:
+        from aligner.ops.kernels import rope
+
+        rope.rotate(mixed.contiguous(), parts, cos, sin, neighbours, back=False)
+    return parts
+
+
+def _join(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
+    n, groups, d = key.shape
+    out = key.new_empty(n, groups, query.shape[1] // groups + 2, d)
+    if out.numel() and not key.is_meta:
+        from aligner.ops.kernels import rope
+
+        rope.rotate(out, [_dense_rows(x) for x in (query, key, value)], cos, sin, neighbours, back=True)
+    return out
+
+
 _define("gate(Tensor x, str kind) -> Tensor", _gate)
 _define("gate_backward(Tensor grad, Tensor x, str kind) -> Tensor", _gate_backward)
 _define(f"token_sums(Tensor logits, Tensor targets, {_COLUMNS}) -> Tensor", _token_sums)
 _define(f"token_gradient(Tensor logits, Tensor targets, Tensor numbers, {_COLUMNS}) -> Tensor", _token_gradient)
+_define("rotate(Tensor x, Tensor cos, Tensor sin, bool neighbours, bool back) -> Tensor", _rotate)
+_define("split(Tensor mixed, Tensor cos, Tensor sin, bool neighbours) -> (Tensor, Tensor, Tensor)", _split)
+_define("join(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, bool neighbours) -> Tensor", _join)
 
 
 class _Gated(torch.autograd.Function):

@@ -23,6 +23,7 @@ def _sums(
     stride,
     offset,  # vocabulary id of column 0
     columns,  # leading ones, that are no padding
+    width,  # V: as a rule a multiple of 16, which loads of 16 bytes need of the bound they stay in
     rate,
     ENTROPY: tl.constexpr,  # else there is no weighted sum
     BLOCK: tl.constexpr,
@@ -32,7 +33,8 @@ def _sums(
     top, total, weighted = -1e30, 0.0, 0.0  # not -inf, which has no difference from itself
     for first in range(0, columns, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        z = tl.load(logits + column, column < columns, float("-inf")).to(tl.float32) * rate
+        z = tl.load(logits + column, column < width, 0.0).to(tl.float32) * rate
+        z = tl.where(column < columns, z, float("-inf"))
         higher = tl.maximum(top, tl.max(z, 0))
         e, kept = tl.exp(z - higher), tl.exp(top - higher)
         if ENTROPY:
@@ -65,7 +67,7 @@ def _gradient(
 ):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     lse, g = tl.load(numbers + row), tl.load(numbers + rows + row) * rate
-    z = tl.load(logits + row * stride + column, column < columns, float("-inf")).to(tl.float32) * rate
+    z = tl.load(logits + row * stride + column, column < width, 0.0).to(tl.float32) * rate
     logp = z - lse
     factor = -g
     if ENTROPY:
@@ -79,8 +81,8 @@ def _gradient(
 
 def sums(logits: Tensor, targets: Tensor, out: Tensor, offset: int, columns: int, rate: float, entropy: bool) -> None:
     """Compute logits [n, V], whose rows are dense, targets int64 [n] -> out float32 [4, n], as in `_sums`."""
-    n = len(targets)
-    _sums[n,](logits, targets, out, n, logits.stride(0), offset, columns, rate, entropy, BLOCK, num_warps=WARPS)
+    (n, width), stride = logits.shape, logits.stride(0)
+    _sums[n,](logits, targets, out, n, stride, offset, columns, width, rate, entropy, BLOCK, num_warps=WARPS)
 
 
 def gradient(

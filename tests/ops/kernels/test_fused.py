@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from aligner.megatron import kernels
 from aligner.ops.kernels import fused
 from aligner.ops.kernels.logprobs import token_logprobs
 
@@ -23,6 +24,16 @@ def test_a_gate_halves_the_last_dimension_and_keeps_only_its_input():
     out.sum().backward()
     assert out.shape == (5, 1, 6) and out.dtype == torch.bfloat16 and x.grad.shape == x.shape
     assert kept == [x.shape]
+
+
+def test_queries_keys_and_values_are_dense_and_their_gradients_one_tensor():
+    mixed, angles = empty(5, 3, 4, 8), [torch.empty(5, 1, 3, device="meta") for _ in range(2)]
+    outs = kernels.split_and_rotate(mixed, *angles)
+    torch.autograd.backward(outs, [torch.empty_like(x) for x in outs])
+    assert [x.shape for x in outs] == [(5, 6, 8), (5, 3, 8), (5, 3, 8)] and all(x.is_contiguous() for x in outs)
+    assert mixed.grad.shape == mixed.shape
+    query = empty(5, 2, 16)[:, :, :8]
+    assert kernels.rotate(query, *angles, neighbours=True).shape == query.shape
 
 
 @pytest.mark.parametrize("entropy", [False, True])

@@ -25,7 +25,8 @@ def compiled(
     **options: int,
 ) -> dict[str, int]:
     """Compile for a GPU. `kinds`: argument -> Triton's name of its type, i32 where there is none; `odd`: those that may
-    be no multiple of 16. Prints and returns registers, spilled bytes and shared bytes."""
+    be no multiple of 16. Prints and returns registers, spilled bytes, shared bytes and how many
+    instructions load 16 bytes for each thread."""
     names = kernel.arg_names
     kinds = dict.fromkeys(names, "i32") | dict(kinds) | dict.fromkeys(constants, "constexpr")
     kinds = {name: kinds[name] for name in names}
@@ -38,5 +39,6 @@ def compiled(
         text = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     usage = {key: int(number) for key, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     numbers = {"registers": usage["REG"], "spilled": usage["STACK"] + usage["LOCAL"], "shared": made.metadata.shared}
+    numbers["wide"] = len(re.findall(r"(?:ld\.global|cp\.async)\S*(?:\.v4|\.cg)", made.asm["ptx"]))
     print(kernel.__name__, f"sm_{capability}", *(f"{n} {what}" for what, n in numbers.items()))
     return numbers
