@@ -22,13 +22,15 @@ from torch.utils._pytree import tree_leaves
 
 from aligner.megatron import kernels
 from aligner.ops.kernels import fused
+from aligner.ops.kernels.experts import Pairs, combine, expand
 from aligner.ops.kernels.logprobs import token_logprobs
 
 TOKENS = 8192  # of a micro-batch
 RATE = 4.26e12  # bytes/s of copies, and
-UPDATE_FLOPS = 0.467 * 989e12  # of an update of the 8B width on one H200, without attention's (gpu.md)
+# of an update on one H200, without attention: weights that a token is multiplied with, and MFU of gpu.md
+EIGHT_B_S = 6 * 7.5e9 * TOKENS / (0.467 * 989e12)
+EXPERTS_S = 6 * 3.0e9 * TOKENS / (0.253 * 989e12)
 FFN, LAYERS, VOCABULARY = 14336, 32, 128256  # Llama 3 8B
-WEIGHTS = 7.5e9  # that are multiplied
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Case:
     function: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
     times: int  # in an update of a micro-batch
+    update_s: float = EIGHT_B_S
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -60,12 +63,19 @@ def _angles(x: Tensor) -> list[Tensor]:
     return [x.new_empty(TOKENS, 1, x.shape[-1] // 2) for _ in range(2)]
 
 
+def _experts(x: Tensor, weights: Tensor) -> Tensor:
+    order = torch.empty(weights.numel(), dtype=torch.int64, device=x.device)
+    pairs = Pairs(order, order, order[:128], weights.shape[1])
+    return combine(expand(x, pairs), pairs, weights)
+
+
 CASES = [
     Case("SwiGLU", _swiglu, ((TOKENS, 2 * FFN),), LAYERS),
     Case("rope and split", _split, ((TOKENS, 8, 6, 128),), LAYERS),
     Case("rope of queries and keys", _rotate, ((TOKENS, 32, 128), (TOKENS, 8, 128)), LAYERS),
     Case("logprobs of logits", _logprobs, ((TOKENS, VOCABULARY),), 1),
     Case("and entropy, as a metric", partial(_logprobs, entropy=True), ((TOKENS, VOCABULARY),), 1),
+    Case("rows of experts (30B-A3B)", _experts, ((TOKENS, 2048), (TOKENS, 8)), 48, EXPERTS_S),
 ]
 
 
@@ -122,14 +132,16 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fused", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    update_s = 6 * WEIGHTS * TOKENS / UPDATE_FLOPS
-    print(f"bfloat16, {TOKENS} tokens, Llama 3 8B: {update_s * 1e3:.0f} ms of an update; copies at {RATE / 1e12} TB/s")
+    print(
+        f"bfloat16, {TOKENS} tokens; copies at {RATE / 1e12} TB/s. {EIGHT_B_S * 1e3:.0f} ms of an update of Llama 3 8B,"
+    )
+    print(f"{EXPERTS_S * 1e3:.0f} of 30B-A3B")
     print(f"{'':<28}{'kernels':>9}{'MB':>16}{'ms of the update':>20}{'saved':>8}")
     rows = []
     for case in CASES:
         before, after = moved(case, False), moved(case, True)
         ms = [x.bytes * case.times / RATE * 1e3 for x in (before, after)]
-        share = (ms[0] - ms[1]) / 1e3 / update_s
+        share = (ms[0] - ms[1]) / 1e3 / case.update_s
         size = f"{before.bytes / 1e6:.0f} -> {after.bytes / 1e6:.0f}"
         time = f"{ms[0]:.1f} -> {ms[1]:.1f}"
         print(f"{case.name:<28}{f'{before.kernels} -> {after.kernels}':>9}{size:>16}{time:>20}{share:>8.1%}")

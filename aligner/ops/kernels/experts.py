@@ -122,6 +122,8 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if fused.takes(grad):
+            return torch.ops.aligner.sum_pairs(grad, *ctx.saved_tensors, None, ctx.top_k), None, None, None
         grad = grad.index_select(0, ctx.saved_tensors[0])
         return grad.view(-1, ctx.top_k, grad.shape[1]).sum(1), None, None, None
 
@@ -131,9 +133,24 @@ def expand(x: Tensor, pairs: Pairs) -> Tensor:
     return _Expand.apply(x, pairs.order, pairs.inverse, pairs.top_k)
 
 
+class _SumPairs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, index, weights)
+        return torch.ops.aligner.sum_pairs(x, index, weights, weights.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+        d_x, d_weights = torch.ops.aligner.sum_pairs_backward(grad, *ctx.saved_tensors)
+        return d_x, None, d_weights
+
+
 def combine(x: Tensor, pairs: Pairs, weights: Tensor) -> Tensor:
     """Combine the experts' output for each pair [N * k, H], by expert -> its weighted sum for each token [N, H]."""
     n, k = weights.shape
+    if fused.takes(x):
+        return _SumPairs.apply(x, pairs.inverse, weights.to(x.dtype))
     x = spread(x, pairs.inverse, pairs.order).view(n, k, x.shape[1])
     return torch.bmm(weights.to(x.dtype)[:, None], x)[:, 0]
 

@@ -108,6 +108,24 @@ def _join(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, n
     return out
 
 
+def _sum_pairs(x: Tensor, index: Tensor, weights: Tensor | None, top_k: int) -> Tensor:
+    out = x.new_empty(len(x) // top_k, x.shape[1])
+    if out.numel() and not x.is_meta:
+        from aligner.ops.kernels import pair_sums
+
+        pair_sums.add_up(x.contiguous(), index, None if weights is None else weights.contiguous(), out)
+    return out
+
+
+def _sum_pairs_backward(grad: Tensor, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    d_x, d_weights = x.new_empty(x.shape), weights.new_empty(weights.shape)
+    if x.numel() and not x.is_meta:
+        from aligner.ops.kernels import pair_sums
+
+        pair_sums.gradient(grad.contiguous(), x.contiguous(), index, weights.contiguous(), d_x, d_weights)
+    return d_x, d_weights
+
+
 _define("gate(Tensor x, str kind) -> Tensor", _gate)
 _define("gate_backward(Tensor grad, Tensor x, str kind) -> Tensor", _gate_backward)
 _define(f"token_sums(Tensor logits, Tensor targets, {_COLUMNS}) -> Tensor", _token_sums)
@@ -115,6 +133,10 @@ _define(f"token_gradient(Tensor logits, Tensor targets, Tensor numbers, {_COLUMN
 _define("rotate(Tensor x, Tensor cos, Tensor sin, bool neighbours, bool back) -> Tensor", _rotate)
 _define("split(Tensor mixed, Tensor cos, Tensor sin, bool neighbours) -> (Tensor, Tensor, Tensor)", _split)
 _define("join(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, bool neighbours) -> Tensor", _join)
+_define("sum_pairs(Tensor x, Tensor index, Tensor? weights, int top_k) -> Tensor", _sum_pairs)
+_define(
+    "sum_pairs_backward(Tensor grad, Tensor x, Tensor index, Tensor weights) -> (Tensor, Tensor)", _sum_pairs_backward
+)
 
 
 class _Gated(torch.autograd.Function):

@@ -5,6 +5,7 @@ import torch
 
 from aligner.megatron import kernels
 from aligner.ops.kernels import fused
+from aligner.ops.kernels.experts import Pairs, combine, expand
 from aligner.ops.kernels.logprobs import token_logprobs
 
 
@@ -34,6 +35,17 @@ def test_queries_keys_and_values_are_dense_and_their_gradients_one_tensor():
     assert mixed.grad.shape == mixed.shape
     query = empty(5, 2, 16)[:, :, :8]
     assert kernels.rotate(query, *angles, neighbours=True).shape == query.shape
+
+
+def test_rows_of_experts_are_kept_once():
+    x, weights, order = empty(5, 16), empty(5, 4), torch.empty(20, dtype=torch.int64, device="meta")
+    pairs = Pairs(order, order, order[:8], 4)
+    rows = expand(x, pairs)
+    out = combine(rows, pairs, weights)
+    kept = [t.shape for t in out.grad_fn.saved_tensors]
+    out.backward(torch.empty_like(out))
+    assert kept == [(20, 16), (20,), (5, 4)] and rows.shape == (20, 16) and out.shape == x.grad.shape == x.shape
+    assert weights.grad.shape == weights.shape
 
 
 @pytest.mark.parametrize("entropy", [False, True])

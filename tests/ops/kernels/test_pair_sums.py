@@ -1,0 +1,32 @@
+"""Sums over experts in Triton's interpreter, and as they are compiled for GPUs that are not here."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.needs import package
+
+package("triton")
+
+from aligner.ops.kernels import pair_sums  # noqa: E402
+from tests.ops.kernels.triton_compiled import CAPABILITIES, compiled  # noqa: E402
+
+
+def test_they_equal_torchs_operations():
+    """In a process of its own: Triton decides whether it interprets when it is imported."""
+    command = [sys.executable, "-m", "tests.ops.kernels.pair_sums_cases"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout.count("\n") == 20, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("element", ["bf16", "fp32"])
+def test_they_compile_for_gpus(element, weighted, capability):
+    kinds = dict.fromkeys(("grad", "x", "weights", "out", "d_x", "d_weights"), f"*{element}") | {"index": "*i64"}
+    constants = {"TOP_K": 8, "BLOCK": pair_sums.BLOCK}
+    for kernel, own in ((pair_sums._sum, {"WEIGHTED": weighted}), (pair_sums._gradient, {})):
+        numbers = compiled(kernel, kinds, constants | own, capability, num_warps=pair_sums.WARPS)
+        assert not numbers["spilled"] and numbers["wide"] and numbers["registers"] <= 64
