@@ -3,7 +3,8 @@
 #SBATCH --nodes=1
 #SBATCH --exclusive
 #SBATCH --output=aligner-shakedown-%j.log
-# Check the GPUs of one node: sbatch --gpus-per-node=8 launchers/shakedown.sh [FOLDER] [KEY=VALUE ...]
+# Check the GPUs of one node, or with --nodes=2 those of two and their network:
+#   sbatch --gpus-per-node=8 launchers/shakedown.sh [FOLDER] [KEY=VALUE ...]
 set -euo pipefail
 # In a job $0 is a copy in a spool folder, and Slurm knows where it came from.
 script="$0"

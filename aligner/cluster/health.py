@@ -24,6 +24,7 @@ from aligner.foreign import read_record
 
 VISIBLE_WITHIN_S = 15.0  # time that a network file system may take to show a new file
 MIN_FREE_BYTES = 1 << 30
+REPEATS = 5  # of a sum whose seconds are measured
 MAX_SKEW_S = 60.0  # NCCL and TLS do not care; file times and logs do
 
 
@@ -110,8 +111,9 @@ def collect(folder: Path, nodes: list[str], max_skew_s: float = MAX_SKEW_S) -> d
     return dict(sorted(bad.items()))
 
 
-def all_reduce(megabytes: int = 64, timeout_s: float = 120.0) -> int:
-    """Sum over all ranks by NCCL, or gloo without GPUs; return 0 if it is right. Ranks as in training."""
+def all_reduce(megabytes: int = 0, timeout_s: float = 120.0) -> int:
+    """Sum over all ranks by NCCL, or gloo without GPUs; return 0 if it is right. Ranks as in training. Printed is the
+    rate at which a rank's links carry a sum: 2 (n - 1) / n of the bytes, over the median of the seconds."""
     from datetime import timedelta
 
     import torch
@@ -121,17 +123,26 @@ def all_reduce(megabytes: int = 64, timeout_s: float = 120.0) -> int:
 
     env = rank_env()
     cuda = torch.cuda.is_available()
+    megabytes = megabytes or (1024 if cuda else 16)
     device = torch.device("cuda", env.local_rank) if cuda else torch.device("cpu")
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = env.master_addr, str(env.master_port)
     dist.init_process_group(
         "nccl" if cuda else "gloo", rank=env.rank, world_size=env.world_size, timeout=timedelta(seconds=timeout_s)
     )
     numbers = torch.full((megabytes * 2**18,), float(env.rank + 1), device=device)
-    started = time.monotonic()
     dist.all_reduce(numbers)
     wrong = int((numbers != env.world_size * (env.world_size + 1) / 2).sum())
-    seconds = time.monotonic() - started
-    print(f"{node_name()} rank {env.rank}: {megabytes} MB in {seconds:.2f} s, {wrong} wrong", flush=True)
+    numbers.zero_()
+    times = []
+    for _ in range(REPEATS):
+        started = time.monotonic()
+        dist.all_reduce(numbers)
+        float(numbers[0])  # waits for the device
+        times.append(time.monotonic() - started)
+    seconds, moved = statistics.median(times), 2 * (env.world_size - 1) / env.world_size * megabytes * 2**20
+    card = torch.cuda.get_device_name(device) if cuda else "CPU"
+    rate = f"{megabytes} MB in {seconds:.4f} s, {moved / seconds / 1e9:.4g} GB/s"
+    print(f"{node_name()} rank {env.rank} ({card}): {rate}, {wrong} wrong", flush=True)
     dist.destroy_process_group()
     return int(wrong > 0)
 

@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import html
 import json
+import os
 import time
 import traceback
 from datetime import UTC, datetime
@@ -38,7 +39,14 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("FOLDER", folders[1], "one folder")
     gpus = 0 if args.cpu else _gpus()
     machine = CheckedMachine(
-        Path(folders[0] if folders else DEFAULT_FOLDER).absolute(), gpus, gpus or CPU_RANKS, overrides
+        Path(folders[0] if folders else DEFAULT_FOLDER).absolute(),
+        gpus,
+        gpus or CPU_RANKS,
+        overrides,
+        int(os.environ.get("SLURM_NNODES", 1)),
+        args.weights,
+        args.rows,
+        _band(args.band),
     )
     machine.data.make()
     print(f"{len(names)} rungs on {_device(machine)}; jobs and their logs: {machine.folder / 'jobs'}", flush=True)
@@ -54,6 +62,14 @@ def main(args: argparse.Namespace) -> int:
     return int(failed)
 
 
+def _band(text: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        raise ConfigError("--band", text, "two numbers: 0.65,0.85") from None
+    return low, high
+
+
 def _gpus() -> int:
     import torch
 
@@ -63,9 +79,11 @@ def _gpus() -> int:
 
 
 def _device(machine: CheckedMachine) -> str:
-    return (
+    nodes = f"{machine.nodes} nodes with " if machine.nodes > 1 else ""
+    gpus = (
         f"{machine.gpus} GPU{'s' * (machine.gpus > 1)}" if machine.gpus else "the CPU, which shows nothing about GPUs"
     )
+    return nodes + gpus
 
 
 def _of(result: dict[str, Any]) -> str:
@@ -80,6 +98,8 @@ def _seconds(result: dict[str, Any]) -> str:
 def climb(machine: CheckedMachine, name: str, again: bool = False) -> dict[str, Any]:
     """Return the rung's result: an earlier one that passed, or a new one, which is noted."""
     rung, asked = RUNGS[name], {"version": VERSION, "device": _device(machine), "overrides": list(machine.overrides)}
+    if name == "published":
+        asked["published"] = [machine.weights, machine.rows, *machine.band]
     before = _noted(machine, name)
     if before and before["outcome"] == PASSED and before["asked"] == asked and not again:
         return before | {"why": "earlier"}

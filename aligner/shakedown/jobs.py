@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,8 +78,12 @@ class CheckedMachine:
 
     folder: Path
     gpus: int
-    ranks: int  # most ranks of a job
+    ranks: int  # most ranks of a job on this node
     overrides: tuple[str, ...] = ()
+    nodes: int = 1  # of the Slurm job that this is in
+    weights: str = ""  # folder of a model, for the rung `published`
+    rows: str = ""  # folder of its data
+    band: tuple[float, float] = (0.0, 1.0)  # of its accuracy
 
     @property
     def data(self) -> ToyData:
@@ -103,13 +107,23 @@ class Starter:
     def __init__(self, machine: CheckedMachine, folder: Path):
         self.machine, self.folder, self.started = machine, folder, list[ToyJob]()
 
-    def start(self, name: str, stage: str, *overrides: str, ranks: int = 1, on_cpu: bool = False) -> ToyJob:
+    def start(
+        self, name: str, stage: str, *overrides: str, ranks: int = 1, on_cpu: bool = False, nodes: int = 1
+    ) -> ToyJob:
         """Start a job on the device that is tested, or on the CPU. A folder of the same name is continued."""
         run = self.folder / (f"{name}-cpu" if on_cpu else name)
+        arguments = self.machine.data.arguments(stage, run, *overrides, *(() if on_cpu else self.machine.overrides))
+        return self.launch(name, run, arguments, ranks, on_cpu, nodes)
+
+    def launch(
+        self, name: str, run: Path, arguments: Sequence[str], ranks: int, on_cpu: bool = False, nodes: int = 1
+    ) -> ToyJob:
         run.mkdir(parents=True, exist_ok=True)
         environ = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {})
-        arguments = self.machine.data.arguments(stage, run, *overrides, *(() if on_cpu else self.machine.overrides))
         command = [sys.executable, "-m", "aligner", "launch", "--ranks", str(ranks), *arguments]
+        if nodes > 1:
+            environ["MASTER_ADDR"] = own_address()
+            command = [*on_nodes(nodes, ranks), sys.executable, "-m", "aligner", "run", *arguments]
         log = run / "shakedown.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -123,6 +137,19 @@ class Starter:
         pair = [self.start(name, stage, *overrides, on_cpu=on_cpu) for on_cpu in (False, True)]
         device, cpu = [metrics(job.wait()) for job in pair]
         demand_close(name, device, cpu, share, "the CPU's", only)
+
+
+def on_nodes(nodes: int, ranks: int) -> list[str]:
+    """Return the words before the command of ranks, as many on each node of this Slurm job."""
+    counts = [f"--nodes={nodes}", f"--ntasks={ranks}", f"--ntasks-per-node={ranks // nodes}"]
+    return ["srun", *counts, "--mpi=none", "--cpu-bind=none", "--overlap", "--mem=0", "--kill-on-bad-exit=1"]
+
+
+def own_address() -> str:
+    """Return this node's address, by which Slurm itself reaches it."""
+    command = ["scontrol", "show", "node", "-o", os.environ["SLURMD_NODENAME"]]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.search(r"NodeAddr=(\S+)", shown)[1]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,8 @@
 """The rungs on a CPU, and faults that they have to name."""
 
 import json
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,7 +36,7 @@ def test_every_family_has_a_small_model_with_all_its_parts(machine, tmp_path):
 def test_every_job_can_be_started(rung, machine, tmp_path, monkeypatch):
     seen = set()
 
-    def composed(self, name, stage, *overrides, ranks=1, on_cpu=False):
+    def composed(self, name, stage, *overrides, ranks=1, on_cpu=False, nodes=1):
         seen.add(stage)
         validate(compose(machine.data.arguments(stage, tmp_path / name, *overrides)), ranks)
         return SimpleNamespace(wait=lambda: tmp_path)
@@ -57,7 +59,7 @@ def test_what_is_further_apart_than_a_share_comes_with_the_furthest_first():
 
 def test_unknown_rungs_and_machines_without_a_gpu_are_refused(capsys, monkeypatch):
     assert main(["shakedown", "--cpu", "--only", "famlies"]) == 2
-    assert "--only='famlies': expected rungs of machine, families" in capsys.readouterr().err
+    assert "--only='famlies': expected rungs of machine, links, families" in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["shakedown"]) == 2
     assert "expected a machine with a GPU. --cpu tries the jobs without one." in capsys.readouterr().err
@@ -70,6 +72,79 @@ def test_a_slow_card_is_named(machine, monkeypatch):
     monkeypatch.setattr(rungs.subprocess, "run", lambda *args, **kwargs: printed)
     with pytest.raises(RungError, match=r"NVIDIA H100: products 3.96e.14, expected 55% of the data sheet's 9.89e.14"):
         rungs.card_rates(machine)
+
+
+def reports(*rates, wrong=0, card="NVIDIA H100 80GB HBM3"):
+    """What ranks of `health --all-reduce` print."""
+    text = "1024 MB in 0.0050 s, {} GB/s, {} wrong\n"
+    lines = [f"node{i} rank {i} ({card}): " + text.format(rate, wrong) for i, rate in enumerate(rates)]
+    return lambda *args, **kwargs: SimpleNamespace(returncode=bool(wrong), stdout="".join(lines), stderr="")
+
+
+def test_slow_or_wrong_links_are_named(machine, monkeypatch):
+    gpus = CheckedMachine(machine.folder, 2, 2, nodes=2)
+    monkeypatch.setattr(rungs.subprocess, "run", reports(300.0, 2.95e2))
+    assert rungs.links(gpus)["all-reduce, GB/s"]["node1 rank 1 (NVIDIA H100 80GB HBM3)"] == 295
+    monkeypatch.setattr(rungs.subprocess, "run", reports(300.0, 40.5))
+    with pytest.raises(RungError, match=r"node1 rank 1 \(.*\): all-reduce at 40.5 GB/s, expected 50% of .* 450"):
+        rungs.links(gpus)
+    assert rungs.links(CheckedMachine(machine.folder, 0, 2))  # a CPU has no data sheet
+    monkeypatch.setattr(rungs.subprocess, "run", reports(*[10.0] * 4))
+    monkeypatch.setattr(rungs, "LAYOUTS", {})
+    monkeypatch.setattr(rungs, "own_address", lambda: "node0")
+    with pytest.raises(RungError, match=r"all-reduce at 10 GB/s, expected 50% of the data sheet's 50"):
+        rungs.across_nodes(gpus)
+    monkeypatch.setattr(rungs.subprocess, "run", reports(300.0, 300.0, wrong=7))
+    with pytest.raises(RungError, match=r"(?s)all-reduce over 2 ranks: exit code True.*rank 1 .* 7 wrong"):
+        rungs.links(gpus)
+    monkeypatch.setattr(rungs.subprocess, "run", reports(300.0))
+    with pytest.raises(RungError, match=r"all-reduce over 2 ranks: 1 reported a rate"):
+        rungs.links(gpus)
+
+
+def test_memory_far_from_the_rehearsal_is_named(machine, monkeypatch, tmp_path):
+    gib, record = (
+        1 << 30,
+        {"memory/update_peak_bytes": 11 << 30, "memory/refit_peak_bytes": 1 << 30, "time/update_s": 2.0},
+    )
+
+    def run(command, **how):
+        if command[3] == "rehearse":
+            phases = {"build": {"peak_bytes": gib}, "refit": {"peak_bytes": gib}}
+            phases["update"] = {"peak_bytes": 10 * gib, "planned_bytes": 12 * gib}
+            out = Path(command[command.index("--json") + 1])
+            out.write_text(json.dumps({"ranks": {"0": {"phases": phases}}}))
+        return SimpleNamespace(returncode=0, stdout=json.dumps({"time": {"update": {"seconds": 1.5}}}), stderr="")
+
+    monkeypatch.setattr(rungs.subprocess, "run", run)
+    monkeypatch.setattr(Starter, "start", lambda *args, **how: SimpleNamespace(wait=lambda: tmp_path))
+    monkeypatch.setattr(rungs, "read_jsonl", lambda path: [record])
+    monkeypatch.setattr(rungs, "device_name", lambda machine: "h100")
+    monkeypatch.setattr(CheckedMachine, "jobs", lambda self, rung: nullcontext(Starter(self, tmp_path)))
+    gpu = CheckedMachine(tmp_path, 1, 1)
+    update = {"bytes": 11 * gib, "rehearsed": 10 * gib, "planned": 12 * gib, "seconds": 2.0, "planned seconds": 1.5}
+    assert rungs.prediction(gpu)["phases"]["update"] == update
+    record["memory/update_peak_bytes"] = 13 << 30
+    with pytest.raises(
+        RungError, match=r"memory/update_peak_bytes 1.396e\+10, expected 1.074e\+10, as rehearsed, within 15%"
+    ):
+        rungs.prediction(gpu)
+    assert rungs.prediction(CheckedMachine(tmp_path, 0, 2))["phases"].keys() == {"refit", "update"}
+    record.clear()
+    with pytest.raises(RungError, match=r"prediction: no memory/<phase>_peak_bytes in "):
+        rungs.prediction(gpu)
+
+
+def test_what_a_machine_lacks_leaves_a_rung_out(machine, monkeypatch):
+    monkeypatch.setattr(command, "RUNGS", {name: rungs.RUNGS[name] for name in ("links", "nodes", "published")})
+    one = CheckedMachine(machine.folder / "lacking", 1, 1)
+    one.folder.mkdir()
+    lacks = {name: command.climb(one, name)["why"] for name in command.RUNGS}
+    assert lacks["links"] == "it needs 2 GPUs, this machine has 1"
+    assert lacks["nodes"].startswith("it needs 2 nodes") and lacks["published"].startswith("it needs a model and data")
+    monkeypatch.setattr(rungs.subprocess, "run", lambda *args, **how: SimpleNamespace(stdout="Some Card\n"))
+    assert rungs.RUNGS["prediction"].needs(one) == "plan and rehearse do not know this card"
+    assert main(["shakedown", "--cpu", "--band", "high"]) == 2
 
 
 @pytest.mark.slow
@@ -125,3 +200,40 @@ def test_a_resume_with_other_bits_is_named(machine, monkeypatch):
     other.data.make()
     with pytest.raises(RungError, match=r"^sft, whole and killed: differ at step 2\d of 1 to 30: "):
         rungs.resume(other)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_links_and_predictions_of_a_cpu_flow_into_the_report(machine):
+    rates = rungs.links(machine)["all-reduce, GB/s"]
+    assert len(rates) == 2 and all(rate > 0 for rate in rates.values())
+    phases = rungs.prediction(machine)["phases"]
+    assert {"refit", "generate", "logprobs", "update"} <= phases.keys()
+    update = phases["update"]
+    assert min(update["rehearsed"], update["planned"], update["seconds"], update["planned seconds"]) > 0
+
+
+@pytest.mark.slow
+def test_an_accuracy_out_of_the_band_is_named(machine):
+    rows = machine.folder / "questions"
+    rows.mkdir()
+    for name in ("train", "test"):
+        lines = [json.dumps({"question": f"{i} + 1?", "answer": f"so #### {i + 1}"}) for i in range(16)]
+        (rows / f"{name}.jsonl").write_text("\n".join(lines))
+    with machine.jobs("base") as starter:
+        weights = starter.start("base", "sft", "run.steps=1").wait()
+    small = [
+        "run.steps=2",
+        "run.eval_every=2",
+        "batch.prompts=4",
+        "batch.group=2",
+        "eval.prompts=4",
+        "engine.max_batch=8",
+    ]
+    small += ["data.max_prompt_tokens=16", "sampling.max_response_tokens=8", "logging=quiet"]
+    small += ["data.prompt_template='{question}'", "engine.kv_cache_bytes=67108864"]
+    result = rungs.published(CheckedMachine(machine.folder, 0, 1, tuple(small), 1, str(weights), str(rows), (0.0, 1.0)))
+    assert len(result["accuracy"]) == 2 and result["band"] == [0.0, 1.0]
+    strict = CheckedMachine(machine.folder, 0, 1, tuple(small), 1, str(weights), str(rows), (1.01, 2.0))
+    with pytest.raises(RungError, match=r"^published: accuracy \[0\.\d+\] in .*, expected 1.01 to 2.0"):
+        rungs.published(strict)
