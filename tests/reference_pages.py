@@ -21,10 +21,13 @@ from omegaconf import OmegaConf
 from aligner import errors
 from aligner.__main__ import COMMANDS, parser
 from aligner.config import engines, reference
+from aligner.config.resolve import compose
+from aligner.config.sections.model.kernels import te_lacks
 from aligner.config.sections.trtllm import NOT_SERVED
 from aligner.config.stages import STAGES
 from aligner.families import FAMILIES
 from aligner.families.family import Family
+from aligner.shakedown.toy import family_keys
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/reference"
@@ -183,7 +186,7 @@ def families() -> str:
 
 
 def structures() -> str:
-    head = ("family", "experts", "attention", "windows", "biases", "norms", "files", "TransformerEngine", "varlen")
+    head = ("family", "experts", "attention", "windows", "biases", "norms", "files", "varlen")
     return table(head, map(structure, FAMILIES.values()))
 
 
@@ -200,9 +203,25 @@ def structure(family: Family) -> tuple[str, ...]:
         ("config" if "qkv_bias" in family.varies else "always") if family.qkv_bias else "",
         ", ".join(norms),
         "joined" if family.joined else "",
-        yes(not family.own_layers),
-        yes(not (attention or capped)),
+        yes(not (family.latent or family.sinks or capped)),
     )
+
+
+def modules() -> str:
+    """Return a table of whose modules compute each family where TransformerEngine is loaded."""
+    rows = []
+    for name, family in FAMILIES.items():
+        usual = ["model.latent.rotary_dim=4", "model.latent.value_dim=8"] * family.latent  # widths of fused attention
+        usual += ["model.attention.softcap=50"] * ("attention.softcap" in family.varies)
+        own = {
+            "attention": ["delta rule"] * family.linear,
+            "linears": ["router, experts"] * bool(family.moe) + ["what all tensor ranks have whole"] * family.latent,
+            "norms": ["over all heads"] * family.wide_qk_norm + ["of the delta rule"] * family.linear,
+        }
+        lacks = te_lacks(compose(["stage=sft", *family_keys(name), *usual]).model)
+        cells = [f"own: {lack}" if lack else "; own: ".join(["TE", *own[kind]]) for kind, lack in lacks.items()]
+        rows.append((f"`{name}`", *cells))
+    return table(("family", "attention", "linear layers", "norms"), rows)
 
 
 def capabilities() -> str:
@@ -246,7 +265,7 @@ def shapes() -> str:
 
 PAGES = ("cli.md", "keys.md", "recipes.md", "exit-codes.md", "support.md")
 BLOCKS: tuple[Callable[[], str], ...] = (common_options, commands, algorithms, whole_runs, error_codes)
-BLOCKS += (families, structures, capabilities, reasons, stages, shapes)
+BLOCKS += (families, structures, modules, capabilities, reasons, stages, shapes)
 
 
 def page(name: str) -> str:

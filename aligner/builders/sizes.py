@@ -16,7 +16,7 @@ from aligner.config.derived import undecided
 from aligner.config.freeze import FILE_NAME, PENDING_NAME, freeze, load_frozen
 from aligner.config.schema import Config
 from aligner.errors import AlignerError
-from aligner.megatron.model import uses_transformer_engine
+from aligner.megatron.model import te_kinds
 from aligner.ops.agree import by_rank_0
 from aligner.ops.reduce import gathered
 from aligner.plan.sizing import KEYS, Room, sized, taken_over
@@ -36,7 +36,7 @@ def decide(cfg: Config, env: RankEnv, device: torch.device) -> str:
     def chosen() -> Config:
         earlier = _earlier(cfg)
         known = cfg if earlier is None else taken_over(cfg, earlier)
-        kernels = "te" if uses_transformer_engine(cfg.model) else "own"  # te shares no prompts, and needs more
+        kernels = "te" if te_kinds(cfg.model).get("attention") == "" else "own"
         varlen = known.model.varlen_attention if room.cuda else False
         model = replace(known.model, kernels=kernels, varlen_attention=varlen)
         settled = sized(replace(known, model=model), env.world_size, room)

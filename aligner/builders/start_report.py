@@ -10,6 +10,7 @@ from aligner.config.schema import ROLLOUT_STAGES, Config
 from aligner.errors import AlignerError
 from aligner.families.table import parameters
 from aligner.foreign import read_record
+from aligner.megatron.model import te_kinds
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.transformer_engine import TE
 
@@ -20,6 +21,8 @@ def start_report(job: Job, models: Mapping[str, ShardedModel]) -> Iterable[str]:
     yield f"{job.device.type}, {dtype}: {_sizes(job, models)}"
     if job.env.world_size > 1:
         yield _layout(job)
+    for kind, reason in te_kinds(job.initial.config).items():
+        yield f"TransformerEngine's {kind}: {f'not used, {reason}' if reason else 'used'}"
     yield _length(job)
     yield f"writes to {cfg.run.dir}: {', '.join(_files(cfg, job.env.world_size))}"
     yield from _warnings(job, dtype)

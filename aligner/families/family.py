@@ -115,11 +115,6 @@ class Family:
         return 2 * (self.pre_norms + self.post_norms)
 
     @property
-    def own_layers(self) -> bool:
-        """Whether its layers differ from those that Megatron's and TransformerEngine's modules can build."""
-        return bool(self.post_norms or self.interleaved_rotary or self.latent or self.linear or self.sinks)
-
-    @property
     def joined(self) -> bool:
         """Whether its files keep several matrices in one tensor."""
         return bool(self.fused or self.stacked)

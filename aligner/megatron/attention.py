@@ -25,18 +25,19 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.megatron import kernels, varlen
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
-from aligner.megatron.sharing import SharedVector
+from aligner.megatron.sharing import LayerConfig, SharedVector
 from aligner.ops.kernels.bfloat16_products import widened
 from aligner.ops.kernels.scored_attention import ScoreRule, attention
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.pack import Final, Packing, Segment, Times
+
+Kernel = Callable[..., Tensor] | None  # of rows of any length (`varlen.attend`); None where there are segments
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class StreamAttention(SelfAttention):
     """hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> [N, 1, H]; of the last layer with a `Final` [K,
     1, H] and, where Megatron has a bias, which of the N these are: for `add_residual`."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, model: ModelConfig, **kwargs: Any):
+    def __init__(self, config: LayerConfig, *args: Any, model: ModelConfig, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         layer, shape = self.layer_number - 1, model.attention
         self.is_local, self.is_rotated = shape.is_local(layer), layer not in shape.nope_layers
@@ -79,10 +80,10 @@ class StreamAttention(SelfAttention):
         final = stream.packing.final if self.is_last else None
         scores = self.scores if self.sinks is None else self.scores._replace(sinks=self.sinks.weight)
         if final is None:
-            context = attend(query, key, value, stream, scores)
+            context = attend(query, key, value, stream, scores, self.config.rows)
         else:
             query = kernels.collect(query, final.kept)
-            context = _segments(query, key, value, final, scores)
+            context = _segments(query, key, value, final, scores, self.config.rows)
             gate = None if gate is None else kernels.collect(gate, final.kept)
         if gate is not None:
             context = context * gate.sigmoid()
@@ -126,34 +127,28 @@ def residual_adder(scale: float) -> Callable:
     return add_residual
 
 
-class NoCoreAttention(torch.nn.Module):
-    """Takes the place of Megatron's core attention, which `StreamAttention` does not call."""
-
-    def __init__(self, config: TransformerConfig, **unused: Any):
-        super().__init__()
-        assert not config.attention_dropout, "dropout is off in policy and reference"
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, stream: Stream, scores: ScoreRule) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, stream: Stream, scores: ScoreRule, kernel: Kernel) -> Tensor:
     """Compute causal attention within rows: query [N, heads, d], key [N, kv_heads, d], value [N, kv_heads, e] ->
     [N, heads, e]."""
     if stream.group is None:
-        return _segments(query, key, value, stream.packing, scores)
+        return _segments(query, key, value, stream.packing, scores, kernel)
     if stream.over_heads:
         mixed = tokens_to_heads([query, key, value], stream.group)
         if scores.sinks is not None:
             scores = scores._replace(sinks=scores.sinks.chunk(stream.group.size())[stream.group.rank()])
-        return heads_to_tokens(_segments(*mixed, stream.packing, scores), stream.group)
+        return heads_to_tokens(_segments(*mixed, stream.packing, scores, kernel), stream.group)
     both = gather_first(torch.cat([key, value], 2), stream.group)
     key, value = both.split([key.shape[2], value.shape[2]], 2)
-    return _segments(query, key, value, stream.packing, scores)
+    return _segments(query, key, value, stream.packing, scores, kernel)
 
 
-def _segments(query: Tensor, key: Tensor, value: Tensor, packing: Packing | Final, scores: ScoreRule) -> Tensor:
+def _segments(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing | Final, scores: ScoreRule, kernel: Kernel
+) -> Tensor:
     """Compute attention of each segment in its padded shape, or of all rows unpadded (`ops/packing/ragged.py`). Queries
     may be fewer than keys (other ranks have them, or nobody reads them)."""
     if packing.ragged is not None:
-        return varlen.attend(query, key, value, packing.ragged, scores.scale)
+        return varlen.attend(query, key, value, packing.ragged, scores, kernel)
     n, heads, width = len(query), query.shape[1], value.shape[2]
     if packing.q_index is None:
         return _sdpa(query, key, value, packing.segments[0], scores).reshape(n, heads, width)
@@ -210,7 +205,7 @@ class RMSNorm(torch.nn.Module):
     parallelism, so that its gradient is summed over tensor ranks. With `layernorm_zero_centered_gamma` the factor is
     1 + weight, and rounding comes last, as in Gemma."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any):
+    def __init__(self, config: LayerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
@@ -225,7 +220,7 @@ class RMSNorm(torch.nn.Module):
 class WideNorm(SharedVector):
     """Root-mean-square norm over all heads of a token; a tensor rank has a share of them (OLMo 2, arXiv:2501.00656)."""
 
-    def __init__(self, config: TransformerConfig, size: int, group: dist.ProcessGroup):
+    def __init__(self, config: LayerConfig, size: int, group: dist.ProcessGroup):
         super().__init__(config, size, 1.0, group)
         self.size, self.eps = size, config.layernorm_epsilon
 

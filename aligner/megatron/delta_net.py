@@ -15,8 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
-from megatron.core.transformer import TransformerConfig
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from aligner.config.sections.model.linear import LinearConfig
 from aligner.megatron import kernels
 from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
-from aligner.megatron.sharing import checkpoint_entries, mark_shared
+from aligner.megatron.sharing import LayerConfig, checkpoint_entries, mark_shared
 from aligner.ops.kernels.delta_rule import by_head, delta_rule, gated_norm, prepared
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.pack import Packing, Segment
@@ -40,20 +39,14 @@ class DeltaNet(MegatronModule):
     """hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> [N, 1, H]; of the last layer with a `Final` [K,
     1, H] and which of the N these are, as `StreamAttention`."""
 
-    def __init__(
-        self, config: TransformerConfig, layer_number: int, pg_collection: Any, linear: LinearConfig, **unused: Any
-    ):
+    def __init__(self, config: LayerConfig, layer_number: int, pg_collection: Any, linear: LinearConfig, **unused: Any):
         super().__init__(config)
         self.linear, self.pgs, self.is_last = linear, pg_collection, layer_number == config.num_layers
         tp, dtype = pg_collection.tp, config.params_dtype
-        values = linear.value_heads * linear.value_head_dim
+        hidden, values = config.hidden_size, linear.value_heads * linear.value_head_dim
         common = {"config": config, "init_method": config.init_method, "bias": False, "tp_group": tp}
-        self.in_proj = ColumnParallelLinear(
-            config.hidden_size, linear.key_heads * linear.width, gather_output=False, **common
-        )
-        self.out_proj = RowParallelLinear(
-            values, config.hidden_size, input_is_parallel=True, skip_bias_add=True, **common
-        )
+        self.in_proj = config.column(hidden, linear.key_heads * linear.width, gather_output=False, **common)
+        self.out_proj = config.row(values, hidden, input_is_parallel=True, skip_bias_add=True, **common)
         # whole on every tensor rank, which uses the channels of its heads; the others' order is not theirs
         self.conv1d = _Weight(linear.key_heads * linear.mixed_width, 1, linear.conv, dtype=dtype)
         self.out_norm = _Weight(linear.value_head_dim, dtype=dtype)

@@ -13,19 +13,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.megatron import kernels
-from aligner.megatron.attention import RMSNorm, Stream, attend
+from aligner.megatron.attention import Stream, attend
+from aligner.megatron.sharing import LayerConfig
 from aligner.models.rope import LATENT_EPS, score_scale
 from aligner.ops.kernels.scored_attention import ScoreRule
 
@@ -34,7 +29,7 @@ class SharedLinear(torch.nn.Module):
     """A matrix [out, in] that every tensor rank has whole. Its gradient comes from the rank's own tokens with
     sequence parallelism; without, it is the same on all ranks."""
 
-    def __init__(self, config: TransformerConfig, size: int, out: int):
+    def __init__(self, config: LayerConfig, size: int, out: int):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(out, size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
@@ -47,13 +42,13 @@ class LatentAttention(MegatronModule):
     """Replacement of Megatron's self-attention: hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> [N,
     1, H], without bias. Parameters have the names of Megatron's `MLASelfAttention`."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, model: ModelConfig, pg_collection: Any, **_: Any):
+    def __init__(self, config: LayerConfig, layer_number: int, model: ModelConfig, pg_collection: Any, **_: Any):
         super().__init__(config)
         self.tp_group, self.sequence, self.latent = pg_collection.tp, config.sequence_parallel, model.latent
         self.heads, self.scale = model.num_heads // self.tp_group.size(), score_scale(model)
         latent, hidden, heads = model.latent, model.hidden_size, model.num_heads
         options = {"config": config, "init_method": config.init_method, "bias": False, "tp_group": self.tp_group}
-        widen, norm = partial(ColumnParallelLinear, gather_output=False, **options), partial(RMSNorm, config)
+        widen, norm = partial(config.column, gather_output=False, **options), partial(config.norm, config)
         if model.latent_queries:
             self.linear_q_down_proj = SharedLinear(config, hidden, latent.query_rank)
             self.q_layernorm = norm(latent.query_rank, LATENT_EPS)
@@ -64,7 +59,7 @@ class LatentAttention(MegatronModule):
         self.kv_layernorm = norm(latent.kv_rank, LATENT_EPS)
         self.linear_kv_up_proj = widen(latent.kv_rank, heads * (latent.plain_dim + latent.value_dim))
         width = heads * latent.value_dim
-        self.linear_proj = RowParallelLinear(width, hidden, input_is_parallel=True, skip_bias_add=True, **options)
+        self.linear_proj = config.row(width, hidden, input_is_parallel=True, skip_bias_add=True, **options)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: Stream, **unused: Any
@@ -72,7 +67,7 @@ class LatentAttention(MegatronModule):
         stream = packed_seq_params
         assert stream.packing.final is None, "rows of models with experts are not narrowed"
         query, (key, value) = self._queries(hidden_states, stream), self._keys_and_values(hidden_states, stream)
-        context = attend(query, key, value, stream, ScoreRule(self.scale))
+        context = attend(query, key, value, stream, ScoreRule(self.scale), self.config.rows)
         return self.linear_proj(context.reshape(len(context), 1, -1))[0], None
 
     def _queries(self, hidden: Tensor, stream: Stream) -> Tensor:

@@ -238,10 +238,11 @@ def _hook(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Any) -> A
     the output."""
     if not module.adapters.on:
         return None
-    bias = None if getattr(module, "skip_bias_add", True) else module.bias
-    if isinstance(output, tuple):
-        return module.adapters.add(inputs[0], output[0], bias), output[1]
-    return module.adapters.add(inputs[0], output, bias)
+    if not isinstance(output, tuple):
+        return module.adapters.add(inputs[0], output, None)
+    out, apart = output
+    has_bias = apart is None and module.bias is not None and module.bias.numel() > 0  # TransformerEngine's may be empty
+    return module.adapters.add(inputs[0], out, module.bias if has_bias else None), apart
 
 
 @dataclass(frozen=True)

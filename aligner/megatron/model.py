@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import megatron.core.extensions.transformer_engine as te
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_submodules,
-    get_gpt_layer_with_transformer_engine_spec,
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.model.kernels import check_te, unfit_for_te
+from aligner.config.sections.model.kernels import te_lacks
 from aligner.errors import ConfigError
-from aligner.megatron import varlen
-from aligner.megatron.attention import GatedMLP, NoCoreAttention, RMSNorm, StreamAttention, residual_adder
+from aligner.megatron import transformer_engine, varlen
+from aligner.megatron.attention import GatedMLP, RMSNorm, StreamAttention, residual_adder
 from aligner.megatron.delta_net import DeltaNet
 from aligner.megatron.groups import Layout
 from aligner.megatron.kernels import gelu_tanh
 from aligner.megatron.latent import LatentAttention
 from aligner.megatron.moe import ExpertLayer, StreamLayer
-from aligner.megatron.sharing import checkpoint_entries, with_fields
+from aligner.megatron.sharing import LayerConfig, checkpoint_entries, with_fields
 from aligner.megatron.transformer_engine import TE
 from aligner.megatron.variants import NormedAttention, NormedMLP, scale_embeddings
 from aligner.models.params import embedding_factor
@@ -52,13 +54,28 @@ class Head:
     outputs: int = 1
 
 
-def has_transformer_engine() -> bool:
-    return not TE.lacks
+def te_kinds(cfg: ModelConfig) -> dict[str, str]:
+    """Return `te_lacks` on this machine, or nothing where TransformerEngine is not loaded."""
+    return {} if TE.lacks else te_lacks(cfg, transformer_engine.unfused(cfg))
 
 
-def uses_transformer_engine(cfg: ModelConfig) -> bool:
-    """Return whether the model uses TransformerEngine's modules; otherwise it is made of our own."""
-    return cfg.kernels != "own" and has_transformer_engine() and not unfit_for_te(cfg)
+def modules_of(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return what the model's layers are made of, by the names of `LayerConfig`."""
+    used = {kind for kind, reason in te_kinds(cfg).items() if not reason}
+    column, row = ColumnParallelLinear, RowParallelLinear
+    if "linears" in used:
+        column, row = (partial(_summing, kind) for kind in (te.TEColumnParallelLinear, te.TERowParallelLinear))
+    rows = varlen.flash if varlen.is_used(cfg, dtype, device) else None
+    rows = transformer_engine.attend if "attention" in used else rows
+    return {"column": column, "row": row, "norm": te.TENorm if "norms" in used else RMSNorm, "rows": rows}
+
+
+def _summing(kind: type[torch.nn.Module], *sizes: int, config: LayerConfig, **options: Any) -> torch.nn.Module:
+    """Make a linear module of TransformerEngine whose backward adds the weight's gradient straight to the sum over
+    micro-batches. Other modules refuse these fields."""
+    fields = {"gradient_accumulation_fusion": True, "disable_parameter_transpose_cache": True}
+    options = {"skip_bias_add": False, "is_expert": False} | options  # which TransformerEngine's lack
+    return kind(*sizes, config=with_fields(config, **fields), **options)
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -79,9 +96,10 @@ def padded_vocab(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
-def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
-    family, fused = cfg.traits, uses_transformer_engine(cfg)
-    return TransformerConfig(
+def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype, device: torch.device) -> LayerConfig:
+    family = cfg.traits
+    return LayerConfig(
+        **modules_of(cfg, dtype, device),
         num_layers=cfg.num_layers,
         hidden_size=cfg.hidden_size,
         ffn_hidden_size=cfg.ffn_hidden_size,
@@ -99,7 +117,6 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> 
         attention_output_gate=cfg.traits.gated_attention,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        attention_softmax_in_fp32=True,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context,
@@ -116,57 +133,45 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype) -> 
         recompute_granularity="full" if cfg.recompute == "full" else None,
         recompute_method="uniform" if cfg.recompute == "full" else None,
         recompute_num_layers=1 if cfg.recompute == "full" else None,
-        # Megatron refuses to build the output layer with it where Apex's extension is not there
-        gradient_accumulation_fusion=fused and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=fused,  # SwiGLU: else its parts are kept for backward
-        bias_dropout_fusion=False,
-        apply_rope_fusion=fused,  # else it loops over rows, and the host reads how long they are
-        cp_comm_type="a2a" if fused and layout.over_heads else "p2p",
     )
 
 
-def layer_spec(cfg: ModelConfig, config: TransformerConfig, layout: Layout) -> ModuleSpec | TransformerBlockSubmodules:
+def layer_spec(cfg: ModelConfig, config: LayerConfig, layout: Layout) -> TransformerBlockSubmodules:
     experts = partial(ExpertLayer, model=cfg, layout=layout) if cfg.moe.num_experts else None
-    if uses_transformer_engine(cfg):
-        # with experts the norm before the MLP is a module of its own, without it is a part of the MLP
-        spec = get_gpt_layer_with_transformer_engine_spec(cfg.moe.num_experts or None, qk_layernorm=cfg.qk_norm)
-        if experts:
-            spec.module, spec.submodules.mlp = StreamLayer, experts
-        return spec
     first = get_transformer_layer_offset(config, pp_rank=layout.pp_rank)
     count = get_num_layers_to_build(config, pp_rank=layout.pp_rank)
     kinds = [cfg.layer_kinds(layer) for layer in range(first, first + count)]
-    specs = {kind: _own_layer(cfg, kind, experts if "sparse" in kind else None) for kind in set(kinds)}
-    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=RMSNorm)
+    specs = {kind: _layer(cfg, config, kind, experts if "sparse" in kind else None) for kind in set(kinds)}
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=config.norm)
 
 
-def _own_layer(cfg: ModelConfig, kinds: tuple[str, ...], experts: partial | None) -> ModuleSpec:
-    """Return a layer of these kinds, made of our own modules."""
+def _layer(cfg: ModelConfig, config: LayerConfig, kinds: tuple[str, ...], experts: partial | None) -> ModuleSpec:
+    """Return a layer of these kinds."""
     submodules = get_gpt_layer_local_submodules(normalization="RMSNorm")
     family, wide = cfg.traits, cfg.traits.wide_qk_norm
-    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm if family.pre_norms else IdentityOp
-    post_norms = family.post_norms
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = config.norm if family.pre_norms else IdentityOp
     attention = submodules.self_attention.submodules
     if cfg.latent.kv_rank:
         submodules.self_attention = ModuleSpec(module=LatentAttention)
     else:
-        submodules.self_attention.module = NormedAttention if post_norms else StreamAttention
-        attention.core_attention = NoCoreAttention
+        submodules.self_attention.module = NormedAttention if family.post_norms else StreamAttention
+        attention.linear_qkv, attention.linear_proj = config.column, config.row
+        attention.core_attention = IdentityOp  # which `StreamAttention` does not call
     submodules.self_attention.params["model"] = cfg
     submodules.self_attn_bda = residual_adder(cfg.scales.residual)
     if cfg.scales.residual != 1:
         submodules.mlp_bda = submodules.self_attn_bda
-    dense = NormedMLP if post_norms else GatedMLP
-    submodules.mlp = experts or partial(_dense, dense, cfg.mlp_bias, **submodules.mlp.keywords)
+    dense = NormedMLP if family.post_norms else GatedMLP
+    matrices = MLPSubmodules(config.column, config.row)
+    submodules.mlp = experts or partial(_dense, dense, cfg.mlp_bias, submodules=matrices)
     if cfg.qk_norm and not wide:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = config.norm
     if "linear" in kinds:
         submodules.self_attention = ModuleSpec(module=DeltaNet, params={"linear": cfg.linear})
     return ModuleSpec(module=StreamLayer if experts else TransformerLayer, submodules=submodules)
 
 
-def _dense(kind: type[GatedMLP], has_bias: bool, *, config: TransformerConfig, **options: Any) -> GatedMLP:
+def _dense(kind: type[GatedMLP], has_bias: bool, *, config: LayerConfig, **options: Any) -> GatedMLP:
     """Make an MLP with its own flag for biases: Megatron has one for those of attention's output and of the MLP."""
     return kind.as_mlp_submodule(config=with_fields(config, add_bias_linear=has_bias), **options)
 
@@ -174,7 +179,7 @@ def _dense(kind: type[GatedMLP], has_bias: bool, *, config: TransformerConfig, *
 class ScoreHead(torch.nn.Module):
     """Linear hidden -> `outputs` in float32, replicated over tensor ranks. Answers like Megatron's output layer."""
 
-    def __init__(self, config: TransformerConfig, outputs: int, tp_group: torch.distributed.ProcessGroup):
+    def __init__(self, config: LayerConfig, outputs: int, tp_group: torch.distributed.ProcessGroup):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(outputs, config.hidden_size, dtype=torch.float32))
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
@@ -221,9 +226,9 @@ class StageModel(GPTModel):
 
 def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Check that this machine and this model support what the config requests. Raises ConfigError."""
-    check_te(cfg)
-    if cfg.kernels == "te" and not has_transformer_engine():
-        raise ConfigError("model.kernels", "te", "auto or own", f"TransformerEngine is not used here: {TE.lacks}.")
+    reason = TE.lacks or te_kinds(cfg)["attention"]
+    if cfg.kernels == "te" and reason:
+        raise ConfigError("model.kernels", "te", "auto or own", f"TransformerEngine is not used here: {reason}.")
     varlen.is_used(cfg, dtype, device)
 
 
@@ -240,7 +245,7 @@ def build_model(cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype
     use_fast_products(device, dtype)
     tp_rank = layout.tp_rank
     model_parallel_cuda_manual_seed(0, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank, force_reset_rng=True)
-    config = transformer_config(cfg, layout, dtype)
+    config = transformer_config(cfg, layout, dtype, device)
     model = StageModel(
         config=config,
         transformer_layer_spec=layer_spec(cfg, config, layout),
@@ -250,11 +255,7 @@ def build_model(cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype
         post_process=layout.is_last_stage,
         parallel_output=True,
         share_embeddings_and_output_weights=cfg.tie_embeddings and head.kind == "lm",
-        # the stream brings its own rotary angles (see attention.py); TransformerEngine's attention wants Megatron's
-        position_embedding_type="rope" if uses_transformer_engine(cfg) else "none",
-        rotary_base=cfg.rope_base,
-        rope_scaling=cfg.rope_scaling.factor != 1,
-        rope_scaling_factor=cfg.rope_scaling.factor,
+        position_embedding_type="none",  # the stream brings its own rotary angles (see attention.py)
         pg_collection=layout.pgs,
     )
     model.mixed_layers = cfg.mixed_layers

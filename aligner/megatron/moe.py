@@ -32,14 +32,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -51,7 +48,7 @@ from aligner.megatron import kernels
 from aligner.megatron.attention import GatedMLP
 from aligner.megatron.collectives import all_to_all
 from aligner.megatron.groups import Layout
-from aligner.megatron.sharing import checkpoint_entries, mark_shared, with_fields
+from aligner.megatron.sharing import LayerConfig, checkpoint_entries, mark_shared, with_fields
 from aligner.ops.kernels.experts import (
     ReplayedExperts,
     Routing,
@@ -85,7 +82,7 @@ class Router(torch.nn.Module):
     """Router with weight [E, H] and, in some families, bias [E], the same on every rank. Other families have
     `expert_bias` [E], which affects only the choice, in float32; no gradient changes it."""
 
-    def __init__(self, config: TransformerConfig, num_experts: int, traits: Family):
+    def __init__(self, config: LayerConfig, num_experts: int, traits: Family):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(num_experts, config.hidden_size, dtype=config.params_dtype))
         bias = torch.nn.Parameter(torch.zeros(num_experts, dtype=config.params_dtype)) if traits.expert_bias else None
@@ -97,7 +94,7 @@ class Router(torch.nn.Module):
 class ExpertBias(torch.nn.Module):
     """`bias`, Megatron's name for a parameter without weight decay; `split`: tensor ranks share its last axis."""
 
-    def __init__(self, config: TransformerConfig, shape: tuple[int, ...], split: bool):
+    def __init__(self, config: LayerConfig, shape: tuple[int, ...], split: bool):
         super().__init__()
         self.bias = torch.nn.Parameter(torch.zeros(shape, dtype=config.params_dtype))
         _mark(self.bias, split)
@@ -114,7 +111,7 @@ class Experts(torch.nn.Module):
     tp]. Gate and up are an axis of their own, so that every shard is a plain slice. In some families with biases
     [E / ep, 2, F / tp] and [E / ep, H]; the latter is the same on all tensor ranks, and the first adds it."""
 
-    def __init__(self, config: TransformerConfig, model: ModelConfig, layout: Layout):
+    def __init__(self, config: LayerConfig, model: ModelConfig, layout: Layout):
         super().__init__()
         self.layout, self.has_bias = layout, model.traits.expert_bias
         self.gate = clamped_gate if model.traits.clamped_gate else kernels.swiglu
@@ -171,7 +168,7 @@ class ExpertLayer(torch.nn.Module):
     """Replacement of Megatron's MLP: hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> the same
     shape, without bias. In some families one more MLP computes every token (`shared_experts`)."""
 
-    def __init__(self, config: TransformerConfig, model: ModelConfig, layout: Layout, **unused: Any):
+    def __init__(self, config: LayerConfig, model: ModelConfig, layout: Layout, **unused: Any):
         super().__init__()
         self.moe, self.layout = model.moe, layout
         self.router = Router(config, model.moe.num_experts, model.traits)
@@ -180,7 +177,7 @@ class ExpertLayer(torch.nn.Module):
         self.shared_experts = None
         if width:
             kind = GatedShared if model.traits.shared_gate else GatedMLP
-            matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+            matrices = MLPSubmodules(linear_fc1=config.column, linear_fc2=config.row)
             own = with_fields(config, ffn_hidden_size=width)
             self.shared_experts = kind(own, matrices, tp_group=layout.pgs.tp)
         self.counting = False  # also in passes without gradient
@@ -302,7 +299,7 @@ class ExpertLayer(torch.nn.Module):
 class GatedShared(GatedMLP):
     """An MLP whose output is multiplied by the sigmoid of one more product, `gate_weight` [1, H] on every rank."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+    def __init__(self, config: LayerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.gate_weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
         self.gate_weight.sequence_parallel = config.sequence_parallel

@@ -1,9 +1,11 @@
-"""Megatron's marks for modules of our own: which parameters tensor ranks share, and how a checkpoint splits them."""
+"""What modules of our own know of Megatron: its config, its marks of parameters that tensor ranks share, and how a
+checkpoint splits them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +13,16 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+
+
+@dataclass
+class LayerConfig(TransformerConfig):
+    """Megatron's config, and what layers are made of: Megatron's modules, TransformerEngine's or our own."""
+
+    column: Callable[..., Any] | None = None  # linear layers
+    row: Callable[..., Any] | None = None
+    norm: Callable[..., Any] | None = None
+    rows: Callable[..., Tensor] | None = None  # attention of rows of any length (`varlen.attend`); None: by segments
 
 
 def mark_shared(param: torch.nn.Parameter, axis: int = 0) -> None:
@@ -34,7 +46,7 @@ def checkpoint_entries(
     return make_sharded_tensors_for_checkpoint(dict(tensors), prefix, dict(axes or {}), offsets, **groups)
 
 
-def with_fields(config: TransformerConfig, **fields: Any) -> TransformerConfig:
+def with_fields(config: LayerConfig, **fields: Any) -> LayerConfig:
     """Return a copy for one kind of module, with other values. Megatron's checks of a new config do not run again."""
     own = copy.copy(config)
     for name, value in fields.items():
@@ -45,7 +57,7 @@ def with_fields(config: TransformerConfig, **fields: Any) -> TransformerConfig:
 class SharedVector(torch.nn.Module):
     """`weight` [size / tensor ranks]: this rank's share of a vector."""
 
-    def __init__(self, config: TransformerConfig, size: int, value: float, group: dist.ProcessGroup):
+    def __init__(self, config: LayerConfig, size: int, value: float, group: dist.ProcessGroup):
         super().__init__()
         self.group = group
         self.weight = torch.nn.Parameter(torch.full((size // group.size(),), value, dtype=config.params_dtype))

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
@@ -26,13 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.errors import AlignerError
-from aligner.megatron import varlen
 from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import sum_parts
 from aligner.megatron.expert_load import ExpertLoad
 from aligner.megatron.groups import Layout
 from aligner.megatron.lora import AdaptedModel, MergedWeights, SplitWeights, attach
-from aligner.megatron.model import Head, build_model, uses_transformer_engine
+from aligner.megatron.model import Head, build_model
 from aligner.megatron.optimizer_state import fuse
 from aligner.megatron.pipeline import Pipeline
 from aligner.megatron.quantized_base import hold, share_frozen
@@ -57,20 +55,6 @@ if TYPE_CHECKING:
 # (what the last stage gives for each token of its stream, micro-batch with its `packing`): hidden states [N, H] for
 # `over_logits` with a language-model head, [N, K] with a scalar head
 LossFunction = Callable[[Tensor, TrainBatch], LossOutput]
-
-
-@dataclass
-class CountedPackedSeqParams(PackedSeqParams):
-    """Megatron's description of a packed micro-batch, with `Packing.times` for a model with experts."""
-
-    times: Times | None = None
-
-
-def packed_rows(packing: Packing, longest: int, times: Times | None) -> PackedSeqParams:
-    """Return what TransformerEngine's attention needs of a micro-batch whose longest row has `longest` tokens."""
-    ends = torch.nn.functional.pad(packing.lengths.cumsum(0), (1, 0)).int()
-    sizes = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
-    return CountedPackedSeqParams(qkv_format="thd", **sizes, times=times)
 
 
 def last_hidden(hidden_states: Tensor, **unused) -> Tensor:
@@ -140,11 +124,8 @@ class ShardedModel:
         else:
             self.wrapped = self._wrap(optim)
             self.optimizer = self._build_optimizer(optim)
-        # experts are balanced by every token, TransformerEngine's attention needs as many queries as keys, and in
-        # the other layouts a row is on several ranks
-        elsewhere = layout.context > 1 or layout.sequence or uses_transformer_engine(cfg)
-        self._ragged = varlen.is_used(cfg, dtype, device) and not uses_transformer_engine(cfg)
-        self._narrows = not (elsewhere or cfg.moe.num_experts)
+        # experts are balanced by every token, and in these layouts a row is on several ranks
+        self._narrows = not (layout.context > 1 or layout.sequence or cfg.moe.num_experts)
         self._schedule = get_forward_backward_func(pp_size=layout.pipeline, vp_size=None)
 
     @property
@@ -204,19 +185,16 @@ class ShardedModel:
         no_norms_apart(optimizer)
         return optimizer
 
-    def _prepare(self, micro_batch: TrainBatch) -> tuple[TrainBatch, Stream | PackedSeqParams]:
+    def _prepare(self, micro_batch: TrainBatch) -> tuple[TrainBatch, Stream]:
         """Return a micro-batch on the device with its `packing`, and what attention needs of it."""
         batch = micro_batch.trim()
         packing, window = self._pack(batch), self.cfg.attention.window
         near = windowed(packing, window).additive(self.dtype) if window else None
         times = self._times(batch, packing) if self.cfg.moe.num_experts else None  # once for all layers, by the host
         packing, batch = packing.additive(self.dtype), replace(batch, routing=None)
-        longest = int(packing.lengths.max())  # of the rows as they were lengthened; here the host need not wait
         if not self.layout.is_last_stage:
             batch = batch.without(TeacherTargets)
         batch, packing, near, times = upload([batch, packing, near, times], self.device)
-        if uses_transformer_engine(self.cfg):
-            return replace(batch, packing=packing), packed_rows(packing, longest, times)
         local = None if near is None else self._rotated(near, True, times)
         return replace(batch, packing=packing), replace(self._rotated(packing, False, times), local=local)
 
@@ -239,9 +217,10 @@ class ShardedModel:
             rank=layout.pgs.cp.rank(),
             multiple=layout.tensor if layout.sequence else self._round(int(batch.lengths.sum())),
             over_heads=layout.over_heads,
-            share=batch.tokens if self.share and not uses_transformer_engine(self.cfg) else None,
+            share=batch.tokens if self.share else None,
             routing=batch.routing,
-            ragged=self._ragged,
+            ragged=self.module.config.rows is not None,
+            segments=bool(self.cfg.linear.key_heads),
         )
         if batch.wanted is not None and layout.is_last_stage:
             packing = without_unread(packing, batch.wanted, self._round)
@@ -418,7 +397,8 @@ class ShardedModel:
         applied, grad_norm, _ = self.optimizer.step()
         assert applied, "the optimizer refused the step"
         self.step_count += 1
-        stats = self._reduce(outputs) | self.load.metrics() | {"grad_norm": float(grad_norm or 0.0), "lr": lr}
+        norm = 0.0 if grad_norm is None else float(grad_norm)  # with TransformerEngine it is on the device
+        stats = self._reduce(outputs) | self.load.metrics() | {"grad_norm": norm, "lr": lr}
         if self.adapted is not None:
             stats["lora/b_norm"] = self.adapted.b_norm()
         if not math.isfinite(stats["grad_norm"]):  # the same on every rank, and the weights are lost

@@ -6,19 +6,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from aligner.megatron.attention import GatedMLP, RMSNorm, StreamAttention
-from aligner.megatron.sharing import checkpoint_entries
+from aligner.megatron.attention import GatedMLP, StreamAttention
+from aligner.megatron.sharing import LayerConfig, checkpoint_entries
 
 
 class _NormedOutput:
     """Base of a module whose output is normalised before it is added to the residual stream."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+    def __init__(self, config: LayerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        self.post_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_layernorm = config.norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         out, bias = super().forward(*args, **kwargs)  # type: ignore[misc]

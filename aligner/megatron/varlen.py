@@ -1,10 +1,12 @@
-"""`model.varlen_attention`: attention of the whole stream in one call of torch's FlashAttention for rows of any length,
-where `attention.py` computes segments of padded rows with masks. CUDA only."""
+"""Attention of the whole stream in one call of a kernel for rows of any length, where `attention.py` computes segments
+of padded rows with masks. CUDA only: TransformerEngine's (`transformer_engine.py`), or with `model.varlen_attention`
+torch's FlashAttention."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,35 +14,33 @@ from torch import Tensor
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.kernels import unfit_for_varlen
 from aligner.errors import ConfigError
+from aligner.ops.kernels.scored_attention import ScoreRule
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.ragged import Ragged
 
 CAPABILITY = (8, 0)  # of the kernels that torch brings
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, rows: Ragged, scale: float | None) -> Tensor:
-    """Compute attention: query [queries, heads, d], key and value [keys, kv_heads, d] -> [queries, heads, d]."""
-    from torch.nn.attention.varlen import varlen_attn
-
+def attend(query: Tensor, key: Tensor, value: Tensor, rows: Ragged, scores: ScoreRule, kernel: Callable) -> Tensor:
+    """Compute attention by `kernel`: query [queries, heads, d], key [keys, kv_heads, d], value [keys, kv_heads, e] ->
+    [queries, heads, e]."""
     if rows.order is not None:
         query = spread(query, rows.order, rows.back)
     if rows.k_index is not None:
         key, value = key.index_select(0, rows.k_index), value.index_select(0, rows.k_index)
     elif rows.order is not None:
         key, value = (spread(x, rows.order, rows.back) for x in (key, value))
-    out = varlen_attn(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        rows.cu_q,
-        rows.cu_k,
-        rows.max_q,
-        rows.max_k,
-        scale=scale,
-        window_size=rows.sight,
-        **_grouped(query.shape[1] != key.shape[1]),
-    )
+    out = kernel(query.contiguous(), key.contiguous(), value.contiguous(), rows, scores)
     return out if rows.order is None else spread(out, rows.back, rows.order)
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, rows: Ragged, scores: ScoreRule) -> Tensor:
+    """Call torch's kernel. `check` refuses what it cannot do."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
+    grouped = _grouped(query.shape[1] != key.shape[1])
+    return varlen_attn(query, key, value, *ends, scale=scores.scale, window_size=rows.sight, **grouped)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Weights of a sharded model by canonical name: set from any full source, gathered back one tensor at a time.
 
-Canonical names are those of `families/rows.py`; this file maps them to the parameters of this rank, for the local and
-the TransformerEngine layer spec (which fuses the norms into the next linear), pipeline stages and tied embeddings.
+Canonical names are those of `families/rows.py`; this file maps them to the parameters of this rank, for pipeline stages
+and tied embeddings.
 """
 
 from __future__ import annotations
@@ -22,11 +22,6 @@ from aligner.models.params import ParamSpec, merge_tp, split_tp
 from aligner.models.slices import HfSource, Shard
 from aligner.ops.reduce import of_each_rank
 
-# TransformerEngine parameter suffix -> canonical suffix
-FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 WeightSource = Callable[[ParamSpec], Tensor]  # spec -> full canonical tensor (tensor-parallel size 1)
@@ -34,9 +29,6 @@ WeightSource = Callable[[ParamSpec], Tensor]  # spec -> full canonical tensor (t
 
 def canonical_name(name: str, first_layer: int) -> str:
     """Return the canonical name of a stage's parameter `name`; `first_layer` is the global index of its layer 0."""
-    for fused, plain in FUSED_NORMS.items():
-        if name.endswith(fused):
-            name = name.removesuffix(fused) + plain
     if name.startswith("decoder.layers."):
         index, rest = name.removeprefix("decoder.layers.").split(".", 1)
         return f"decoder.layers.{int(index) + first_layer}.{rest}"

@@ -264,7 +264,7 @@ def job_of(
         micro_tokens=b.micro_batch_tokens,
         unit=pairs,
         packing=b.packing,
-        share=_shares(cfg, shape),
+        share=_shares(cfg),
         recompute=cfg.model.recompute == "full",
         logprob_tokens=b.logprob_budget,
         logits_bytes=b.logits_bytes,
@@ -403,10 +403,11 @@ def _judges(cfg: Config, shape: ModelConfig, rows: PlannedRows, engine: Engine) 
     return tuple(planned)
 
 
-def _shares(cfg: Config, shape: ModelConfig) -> bool:
-    """Return whether rows may share prompts. TransformerEngine's attention computes every row separately."""
-    other = cfg.parallel.context > 1 or cfg.mismatch.replay_routing or shape.kernels == "te"
-    return cfg.batch.share_prompts and cfg.batch.packing and not other
+def _shares(cfg: Config) -> bool:
+    """Return whether rows may share prompts."""
+    return (
+        cfg.batch.share_prompts and cfg.batch.packing and cfg.parallel.context == 1 and not cfg.mismatch.replay_routing
+    )
 
 
 def known_shape(cfg: Config, reader: str) -> ModelConfig:

@@ -23,13 +23,12 @@ class ReadTokens:
 
 def reads(job: PlanJob, model: PlannedModel, tokens: float) -> ReadTokens:
     """Count the tokens that are read. A reward model reads the last token of each row, every other model the token
-    before each one of the response. TransformerEngine's attention computes every token: counted so where
-    `model.kernels` asks for it."""
+    before each one of the response."""
     rows, grid = job.rows, job.grid
     last = model.name == "reward" or STAGES[job.stage].scores
     each = 1.0 if last else rows.response_mean
     pairs = tokens * each / (rows.mean if job.packing else rows.longest)
-    elsewhere = grid.context > 1 or grid.sequence or model.shape.moe.num_experts or model.shape.kernels == "te"
+    elsewhere = grid.context > 1 or grid.sequence or model.shape.moe.num_experts
     too_large = not model.shape.varlen_on_gpu and pairs * rows.mean > LAST_LAYER_MASK
     if elsewhere or pairs > WORTH * tokens or too_large:
         return ReadTokens(pairs, tokens, rows.context)

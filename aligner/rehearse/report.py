@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from aligner.config.schema import Config
-from aligner.config.sections.model.kernels import unfit_for_te
+from aligner.config.sections.model.kernels import te_lacks
 from aligner.plan.devices import GIB, Assumptions, Device
 from aligner.plan.job import PlanJob, job_of
 from aligner.plan.memory import engine_phases, stage_phases
@@ -102,7 +102,7 @@ class Rehearsal:
     @property
     def path(self) -> str:
         lacks = {record["transformer_engine_lacks"] for record in self.records.values()} - {None}
-        why = max(lacks, default="no rank reached it") or unfit_for_te(self.cfg.model)
+        why = max(lacks, default="no rank reached it") or min(te_lacks(self.cfg.model).values())
         te, apex = not why, importlib.util.find_spec("apex") is not None
         if te or apex:
             there = " and ".join(["TransformerEngine"] * te + ["Apex"] * apex)

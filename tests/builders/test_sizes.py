@@ -10,6 +10,7 @@ from aligner.builders.stage import run_stage
 from aligner.cluster.env import RankEnv
 from aligner.config.freeze import PENDING_NAME, freeze, freeze_start, load_frozen
 from aligner.config.resolve import compose
+from aligner.megatron import transformer_engine
 from aligner.megatron.transformer_engine import TE
 from aligner.plan.devices import GIB
 from tests import stages
@@ -67,20 +68,22 @@ def test_the_smallest_rank_decides(monkeypatch, tmp_path):
     assert load_frozen(tmp_path).engine.kv_cache_bytes == GIB // 4
 
 
-def test_transformer_engine_shares_no_prompts_and_gets_smaller_micro_batches(memory, monkeypatch, tmp_path):
-    memory(50 * GIB)
+def test_transformer_engine_needs_no_masks_and_gets_larger_micro_batches(memory, monkeypatch, tmp_path):
+    memory(30 * GIB)
     line = ["stage=online_dpo", "model=qwen3_0.6b", "data.max_prompt_tokens=4096"]
 
     def tokens(lacks: str, *overrides: str) -> int:
         monkeypatch.setattr(TE, "lacks", lacks)
+        monkeypatch.setattr(transformer_engine, "unfused", lambda cfg: "")
         cfg = compose([*line, f"run.dir={tmp_path}", *overrides])
         sizes.decide(cfg, RankEnv(), torch.device("cuda"))
         assert cfg.model == compose([*line, *overrides]).model
         return cfg.batch.micro_batch_tokens
 
     without = tokens("it is not installed")
-    assert tokens("") < without and tokens("", "model.kernels=own") == without
-    assert tokens("", "batch.share_prompts=false") == tokens("")
+    assert tokens("") == tokens("", "model.kernels=own") == without  # without masks, too
+    masks = "model.varlen_attention=false"
+    assert tokens("", masks) == without > tokens("it is not installed", masks)
 
 
 def test_what_is_set_is_neither_asked_nor_told(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.megatron.te_rows import attend, attend_backward, halves
+from tests.megatron.te_rows import Rule, attend, attend_backward
 
 
 class DType(enum.IntEnum):
@@ -60,7 +60,7 @@ def get_cublasLt_version() -> int:
 
 
 def get_cudnn_version() -> int:
-    return 91200
+    return 91800  # the first with sinks of packed rows
 
 
 def get_num_cublas_streams() -> int:
@@ -111,110 +111,33 @@ def rmsnorm_bwd(dz, x, rsigma, gamma, sm_margin, zero_centered_gamma):
     return dx.to(x.dtype).view_as(x), (g * unit).sum(0).to(gamma.dtype)
 
 
-# ---- rotary embeddings
-
-
-def _angles(freqs: Tensor, ends: Tensor, size: int, rank: int) -> Tensor:
-    """Of each token of this rank's rows; of `size` ranks each has two chunks of every row."""
-    parts = []
-    for whole in ends.diff().tolist():
-        assert whole <= len(freqs), f"the table of {len(freqs)} angles ends before the row of {whole}"
-        chunk = whole // (2 * size)
-        assert size == 1 or whole == chunk * 2 * size, f"a row of {whole} is not dealt evenly to {size} ranks"
-        last = whole - chunk * rank
-        parts += [freqs[:whole]] if size == 1 else [freqs[chunk * rank :][:chunk], freqs[last - chunk : last]]
-    return torch.cat(parts)[:, 0]
-
-
-def _turned(t: Tensor, freqs, start, form, interleaved, ends, size, rank, back: bool) -> Tensor:
-    assert form.name == "NVTE_THD" and start is None and not interleaved and ends.dtype == torch.int32
-    angles = _angles(freqs, ends, size, rank)
-    assert len(angles) == len(t), f"rows of {len(angles)} tokens, and {len(t)} are here"
-    cos, sin = angles.cos(), angles.sin()
-    x = t.float()
-    first, second = (x * sin if back else x).chunk(2, -1)
-    half = torch.cat([second, -first] if back else [-second, first], -1)
-    return (x * cos + (half if back else half * sin)).to(t.dtype)
-
-
-def fused_rope_forward(t, freqs, start, form, interleaved, ends, size, rank):
-    return _turned(t, freqs, start, form, interleaved, ends, size, rank, back=False)
-
-
-def fused_rope_backward(t, freqs, start, form, interleaved, ends, size, rank):
-    return _turned(t, freqs, start, form, interleaved, ends, size, rank, back=True)
-
-
 # ---- attention of rows end to end
+
+
+def get_fused_attn_backend(*args: Any, **kwargs: Any) -> tuple[int, str]:
+    return int(NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen), ""
+
+
+def _rule(scale: float, mask: Any, window: tuple[int, int], bottom_right: bool) -> Rule:
+    assert window[1] == 0 and "PADDING" in mask.name
+    return Rule(scale, "CAUSAL" in mask.name, bottom_right, window[0])
 
 
 def fused_attn_fwd(max_q, max_kv, training, scale, dropout, fill, layout, o_form, scale_form, bias_type, mask, softmax,
                    window, bottom_right, ends_q, ends_kv, q, k, v, dtype, padded_q, padded_kv, *rest):  # fmt: skip
-    assert layout.name.count("T") >= 3 and dropout == 0 and not bottom_right and window[0] == -1, layout.name
-    places = [ends_q if padded_q is None else padded_q, ends_kv if padded_kv is None else padded_kv]
-    out, stats = attend(q, k, v, scale, [ends_q, ends_kv], places, (max_q, max_kv), "CAUSAL" in mask.name)
-    return [out, stats, torch.zeros(2, dtype=torch.int64)]
+    assert layout.name.count("T") >= 3 and dropout == 0 and padded_q is ends_q and padded_kv is ends_kv, layout.name
+    sinks, rule = rest[5], _rule(scale, mask, window, bottom_right)
+    out, stats = attend(q, k, v, rule, (ends_q, ends_kv), (max_q, max_kv), sinks)
+    return [out, stats, torch.zeros(2, dtype=torch.int64), *([] if sinks is None else [sinks])]
 
 
 def fused_attn_bwd(max_q, max_kv, scale, dropout, fill, l1, f1, f2, l2, f3, f4, bias_type, mask, softmax, window,
                    bottom_right, exact, ends_q, ends_kv, q, k, v, o, d_o, dtype, kept, padded_q, padded_kv,
                    *rest):  # fmt: skip
-    places = [ends_q if padded_q is None else padded_q, ends_kv if padded_kv is None else padded_kv]
-    causal = "CAUSAL" in mask.name
-    grads = attend_backward(q, k, v, o, d_o, kept[0], scale, [ends_q, ends_kv], places, causal)
-    return [*grads, None, None]
-
-
-def thd_read_half_tensor(x: Tensor, ends: Tensor, half: int) -> Tensor:
-    return x.index_select(0 if x.dim() == 3 else 1, halves(ends)[half])
-
-
-def thd_read_second_half_lse(lse: Tensor, ends: Tensor, packed: bool, length: int) -> Tensor:
-    assert packed and length >= lse.shape[1] // 2
-    return lse[:, halves(ends)[1]]
-
-
-def thd_second_half_lse_correction(lse: Tensor, step: Tensor, ends: Tensor, packed: bool) -> None:
-    assert packed
-    second = halves(ends)[1]
-    lse[:, second] = torch.logaddexp(lse[:, second], step)
-
-
-def thd_out_correction(out, step, old, new, lse_step, ends, only_second_half: bool, packed: bool) -> None:
-    assert packed and out.dtype == step.dtype
-    where = halves(ends)[1] if only_second_half else torch.arange(len(out))
-    kept, added = ((a - new[:, where]).exp().t()[..., None] for a in (old[:, where], lse_step))
-    out[where] = (out[where] * kept + step.view(len(where), *out.shape[1:]) * added).to(out.dtype)
-
-
-def thd_grad_correction(grad: Tensor, step: Tensor, ends: Tensor, first: str, second: str) -> None:
-    parts = list(zip(halves(ends), (first, second), strict=True))
-    taken = [where for where, how in parts if how in ("copy", "add")]
-    assert len(step) == sum(map(len, taken))
-    for where, how in parts:
-        source = step[where] if len(taken) == 2 else step
-        if how == "zero":
-            grad[where] = 0
-        elif how != "none":
-            grad[where] = grad[where] + source if how == "add" else source
-
-
-def _rank_order(ends: Tensor, size: int) -> Tensor:
-    """The tokens of rank 0, then of rank 1, ...: of each row its chunks i and 2 size - 1 - i."""
-    order = []
-    for rank in range(size):
-        for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-            chunks = torch.arange(begin, end).view(2 * size, -1)
-            order += [chunks[rank], chunks[2 * size - 1 - rank]]
-    return torch.cat(order)
-
-
-def thd_sequence_order_to_cp_rank_order(x: Tensor, ends: Tensor, size: int, tokens: int) -> Tensor:
-    return x[_rank_order(ends, size)]
-
-
-def thd_cp_rank_order_to_sequence_order(x: Tensor, ends: Tensor, size: int, tokens: int) -> Tensor:
-    return torch.empty_like(x).index_copy_(0, _rank_order(ends, size), x)
+    stats, _, *sinks = kept
+    rule = _rule(scale, mask, window, bottom_right)
+    *grads, of_sinks = attend_backward(q, k, v, o, d_o, stats, rule, (ends_q, ends_kv), *(sinks or [None]))
+    return [*grads, None, of_sinks]
 
 
 # ---- the optimizer

@@ -3,6 +3,7 @@ imports Megatron, in a process that has nothing else to do. `launchers/te_python
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.machinery
 import importlib.util
 import inspect
@@ -60,7 +61,6 @@ def install() -> None:
     extension.__all__ = sorted(names | {name for name in vars(extension) if name[0].islower()})
     spec.loader.exec_module(package)
     _choose_attention()
-    _wait_once()
 
 
 def _like_a_gpu() -> None:
@@ -82,31 +82,15 @@ def _like_a_gpu() -> None:
 
 
 def _choose_attention() -> None:
-    """cuDNN's, as on a GPU in bfloat16, also for the float32 in which the tests compare."""
+    """What the package chooses for bfloat16, also for the float32 in which the tests compare."""
     from transformer_engine.pytorch.attention.dot_product_attention import backends, dot_product_attention, utils
 
-    kind = int(utils.FusedAttnBackend.F16_arbitrary_seqlen)
-    utils.get_attention_backend = lambda params: (False, None, True, kind, False, [False, True, False])
+    choose, zeros = utils.get_attention_backend, torch.zeros
+
+    utils.get_attention_backend = lambda params: choose(dataclasses.replace(params, qkv_dtype=torch.bfloat16))
+    dot_product_attention.torch = SimpleNamespace(**vars(torch))
+    dot_product_attention.torch.zeros = lambda *size, device: zeros(*size)  # it names the device
     source, known = inspect.getsource(backends.FusedAttention), "[torch.float16, torch.bfloat16]"
     assert source.count(known) == 1
     exec(source.replace(known, "[torch.float16, torch.bfloat16, torch.float32]"), backends.__dict__)
     dot_product_attention.FusedAttention = backends.FusedAttention
-
-
-class _Once:
-    """A message that may be waited for again, as NCCL's may and gloo's may not."""
-
-    def __init__(self, work: Any):
-        self.work = work
-
-    def wait(self) -> None:
-        work, self.work = self.work, None
-        if work is not None:
-            work.wait()
-
-
-def _wait_once() -> None:
-    from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
-
-    exchange = context_parallel.flash_attn_p2p_communicate
-    context_parallel.flash_attn_p2p_communicate = lambda *args: [_Once(work) for work in exchange(*args)]

@@ -46,7 +46,7 @@ def on_cuda(monkeypatch):
             made = [(ours, HEADS), (sum(lengths), KV_HEADS), (sum(lengths), KV_HEADS)]
             q, k, v = (torch.empty(*m, HEAD_DIM, dtype=dtype, device="cuda", requires_grad=True) for m in made)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
-            attention._segments(q, k, v, upload(packing.additive(dtype), torch.device("cuda")), ScoreRule())
+            attention._segments(q, k, v, upload(packing.additive(dtype), torch.device("cuda")), ScoreRule(), None)
         return heads, sum(kept.values())
 
     return run

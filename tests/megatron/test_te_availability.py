@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from aligner.config.sections.model.attention import AttentionConfig
 from aligner.errors import ConfigError
 from aligner.megatron import model
 from aligner.megatron import transformer_engine as te
@@ -56,16 +57,17 @@ def test_one_that_does_not_load_is_reported_and_hidden(install, kind):
     te.settle("auto")
     assert te.TE.broken and te.TE.lacks.startswith(f"it does not import: {kind}") and hidden()
     assert "\n" not in te.TE.lacks
-    assert not model.uses_transformer_engine(LLAMA)
+    assert not model.te_kinds(LLAMA)
     with pytest.raises(ConfigError, match=rf"(?s)model\.kernels='te': expected auto or own.*{kind}"):
         model.check_kernels(replace(LLAMA, kernels="te"), torch.bfloat16, torch.device("cpu"))
 
 
-def test_one_that_loads_is_used_unless_the_config_says_own(install):
+def test_one_that_loads_is_used_unless_the_config_says_own(install, monkeypatch):
     install("")
     te.settle("te")
+    monkeypatch.setattr(te, "unfused", lambda cfg: "")
     assert not te.TE.lacks and importlib.import_module(f"{te.NAME}.pytorch")
-    assert model.uses_transformer_engine(LLAMA) and not model.uses_transformer_engine(replace(LLAMA, kernels="own"))
+    assert not any(model.te_kinds(LLAMA).values()) and all(model.te_kinds(replace(LLAMA, kernels="own")).values())
     model.check_kernels(replace(LLAMA, kernels="te"), torch.bfloat16, torch.device("cpu"))
     te.settle("own")
     assert te.TE.lacks == "model.kernels=own" and not te.TE.broken and hidden()
@@ -112,7 +114,8 @@ def test_megatron_that_does_not_load_with_it_loads_without(install):
     [
         ({"dtype": "float32"}, "model.dtype=float32"),
         ({"varlen_attention": True}, "varlen_attention"),
-        ({"mlp_bias": True}, "model.mlp_bias"),
+        ({"attention": AttentionConfig(softcap=30.0), "family": "gemma2"}, "model.attention.softcap=30"),
+        ({"head_dim": 12}, "these have 12"),
     ],
 )
 def test_te_for_a_model_that_it_cannot_be_is_refused_by_the_config(changes, says):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from aligner.config.sections.model.attention import AttentionConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.errors import ConfigError
-from aligner.megatron import attention, model, varlen
+from aligner.megatron import attention, model, transformer_engine, varlen
 from aligner.ops.kernels.scored_attention import ScoreRule
 from aligner.ops.kernels.upload import upload
 from aligner.ops.packing import needed
@@ -69,9 +69,9 @@ def outputs(p, case, q, k, v):
     """Attention of the stream and, where there is one, of its `Final`, and the gradients of their sum."""
     p = windowed(p, case["window"]) if case["window"] else p
     p = p.additive(torch.float64)
-    results = [attention._segments(q, k, v, p, ScoreRule(case["scale"]))]
+    results = [attention._segments(q, k, v, p, ScoreRule(case["scale"]), varlen.flash)]
     if p.final is not None:
-        results.append(attention._segments(q[p.final.kept], k, v, p.final, ScoreRule(case["scale"])))
+        results.append(attention._segments(q[p.final.kept], k, v, p.final, ScoreRule(case["scale"]), varlen.flash))
     weights = [torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape) for out in results]
     return [*results, *torch.autograd.grad([(o * w).sum() for o, w in zip(results, weights, strict=True)], (q, k, v))]
 
@@ -99,7 +99,7 @@ def test_the_real_operator_takes_what_it_is_given(how):
     for p in layouts(case, ragged=True):
         p = upload(windowed(p, 4).additive(torch.bfloat16), meta)
         tensors = [x.detach().to(meta, torch.bfloat16).requires_grad_() for x in inputs(p, case)]
-        out = varlen.attend(*tensors, p.ragged, case["scale"])
+        out = varlen.attend(*tensors, p.ragged, ScoreRule(case["scale"]), varlen.flash)
         gradients = torch.autograd.grad(out.float().sum(), tensors)
         assert [x.shape for x in (out, *gradients)] == [tensors[0].shape, *(t.shape for t in tensors)]
 
@@ -174,12 +174,27 @@ def test_a_torch_that_groups_heads_unasked_is_not_asked(monkeypatch):
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", older)
     monkeypatch.setattr(varlen, "_grouped", varlen._grouped.__wrapped__)  # without what it remembers
     p = next(layouts({"rows": [(0, 5)], "how": "packed", "multiple": 1, "reads": "all"}, ragged=True))
-    varlen.attend(torch.zeros(5, 4, 8), torch.zeros(5, 2, 8), torch.zeros(5, 2, 8), p.ragged, None)
+    varlen.attend(torch.zeros(5, 4, 8), torch.zeros(5, 2, 8), torch.zeros(5, 2, 8), p.ragged, ScoreRule(), varlen.flash)
     assert called == [(4, 2)]
 
 
-def test_modules_of_our_own_where_transformer_engine_knows_less(monkeypatch):
-    monkeypatch.setattr(model, "has_transformer_engine", lambda: True)
-    assert all(model.uses_transformer_engine(MODELS[name]) for name in ("llama", "llama3", "qwen2", "qwen3"))
-    assert not any(model.uses_transformer_engine(cfg) for cfg in MORE.values())
-    assert not model.uses_transformer_engine(replace(LLAMA, varlen_attention=True))
+@pytest.mark.parametrize("name", MODELS | MORE)
+def test_transformer_engine_has_the_attention_of_what_it_supports(monkeypatch, name):
+    monkeypatch.setattr(model.TE, "lacks", "")
+    monkeypatch.setattr(transformer_engine, "unfused", lambda cfg: "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cfg, device = (MODELS | MORE)[name], torch.device("cuda")
+    kernels = [model.modules_of(c, HALF, device)["rows"] for c in (cfg, replace(cfg, varlen_attention=False))]
+    others = {"gemma2", "deepseek_v3", "deepseek_v3-direct"}  # the last two: heads of 18 numbers
+    assert kernels == [None if name in others else transformer_engine.attend] * 2
+
+
+def test_torchs_attention_is_used_where_it_is_set(monkeypatch):
+    monkeypatch.setattr(model.TE, "lacks", "")
+    monkeypatch.setattr(transformer_engine, "unfused", lambda cfg: "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    modules = model.modules_of(replace(LLAMA, varlen_attention=True), HALF, torch.device("cuda"))
+    assert modules["rows"] is varlen.flash and modules["norm"] is model.te.TENorm
+    monkeypatch.setattr(model.TE, "lacks", "it is not installed")
+    modules = model.modules_of(LLAMA, HALF, torch.device("cuda"))
+    assert modules["rows"] is varlen.flash and modules["norm"] is attention.RMSNorm

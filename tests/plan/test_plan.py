@@ -683,9 +683,11 @@ def test_a_critics_pretraining_is_reported_beside_the_step():
     assert f"critic.pretrain_steps {ten.pretrain_s:.1f} s, once" in ten.text()
 
 
-def test_transformer_engine_computes_each_shared_prompt_again():
+def test_transformer_engine_shares_prompts_without_masks():
     line = ["stage=grpo", "model=qwen3_0.6b", "batch.group=16", "batch.prompts=4", "data.max_prompt_tokens=4096"]
-    extra = "model.kernels=own", "model.kernels=te", "batch.share_prompts=false"
-    own, te, alone = (job_of(compose([*line, "batch.micro_batch_samples=16", one]), 1) for one in extra)
-    sizes = [activation_bytes(job, job.policy, 0) for job in (own, te, alone)]
-    assert sizes[1] == sizes[2] > 3 * sizes[0]
+    line += ["batch.micro_batch_samples=16", "model.varlen_attention=false"]
+    extra = [["model.kernels=own"], ["model.kernels=te"], ["model.kernels=own", "model.varlen_attention=auto"]]
+    extra += [["model.kernels=te", "batch.share_prompts=false"]]
+    own, te, varlen, alone = (job_of(compose([*line, *one]), 1) for one in extra)
+    sizes = [activation_bytes(job, job.policy, 0) for job in (own, te, varlen, alone)]
+    assert sizes[1] == sizes[2] < sizes[0] and sizes[3] > 3 * sizes[1]

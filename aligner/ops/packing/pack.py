@@ -86,7 +86,7 @@ class Packing:
     q_index: Tensor | None  # int64 [sum of rows * q_width]
     out_index: Tensor | None  # int64 [N]
     final: Final | None = None
-    ragged: Ragged | None = None  # in place of the segments (`ragged.in_rows`)
+    ragged: Ragged | None = None  # in place of the segments, or beside them (`ragged.in_rows`)
 
     @property
     def tokens(self) -> int:
@@ -135,6 +135,7 @@ def pack(
     share: Tensor | None = None,
     routing: Tensor | None = None,
     ragged: bool = False,
+    segments: bool = False,
 ) -> Packing:
     """Lay rows of `lengths` (int64 [B], on the CPU; each 1 .. width) end to end for context rank `rank` of `context`.
 
@@ -144,7 +145,7 @@ def pack(
     like a row before it (a group's samples: with their prompt) then has only the rest of its tokens in the stream.
     Results are the same, for less work. Not with padding or context parallelism. `routing` [B, T, layers, k]: the
     tokens' experts, which shared tokens must have in common. `ragged`: rows of any length in place of segments
-    (`ops/packing/ragged.py`), without masks.
+    (`ops/packing/ragged.py`), or with `segments` beside them, without masks.
     """
     shared, masks = None, not ragged
     if share is not None and not padded and context == 1:
@@ -153,7 +154,7 @@ def pack(
         packing = _pack_shared(lengths, width, multiple, *shared, masks)
     else:
         packing = _pack_rows(lengths, width, padded, context, rank, multiple, over_heads, masks)
-    return in_rows(packing) if ragged else packing
+    return in_rows(packing, segments) if ragged else packing
 
 
 def _pack_rows(

@@ -33,9 +33,10 @@ class Ragged:
         return (self.window - 1 if 0 < self.window < self.max_k else -1), 0
 
 
-def in_rows(spans):
-    """Return a `Packing` (before its `additive`) or `Final` with its rows in place of its segments."""
-    return replace(spans, segments=[], q_index=None, out_index=None, ragged=_rows(spans))
+def in_rows(spans, beside: bool = False):
+    """Return a `Packing` (before its `additive`) or `Final` with its rows in place of, or `beside`, its segments."""
+    segments = {} if beside else {"segments": [], "q_index": None, "out_index": None}
+    return replace(spans, ragged=_rows(spans), **segments)
 
 
 def _rows(spans: Packing | Final) -> Ragged:

@@ -65,7 +65,7 @@ class ModelConfig(Section, key="model"):
     )
     kernels: str = key(
         "auto",
-        "Modules of the model: own, or te (TransformerEngine). auto: te on a GPU, if it loads and supports the model.",
+        "Modules of the model: own, or te (TransformerEngine). auto: on a GPU those of te that it has, if it loads.",
         choices=KERNELS,
         resume=REPORT,
     )
@@ -160,9 +160,9 @@ traits.linear => linear.key_heads >=1 | with model.family={family}
 
     @property
     def varlen_on_gpu(self) -> bool:
-        """`varlen_attention`, decided for a GPU."""
-        fits = not (self.kernels == "te" or self.dtype == "float32" or unfit_for_varlen(self))
-        return fits if self.varlen_attention == AUTO else bool(self.varlen_attention)
+        """Whether attention takes rows of any length on a GPU: TransformerEngine's, or by `varlen_attention`."""
+        fits = not (self.dtype == "float32" or unfit_for_varlen(self))
+        return self.kernels == "te" or (fits if self.varlen_attention == AUTO else bool(self.varlen_attention))
 
     def layer_kinds(self, layer: int) -> tuple[str, ...]:
         """Return the kinds of layer 0, 1, ...: it has the rows of the family's table that are of one of them, or of

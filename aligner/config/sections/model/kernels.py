@@ -1,11 +1,10 @@
-"""Choice of a model's modules: `model.kernels`."""
+"""Choice of a model's modules: `model.kernels`, and of its attention: `model.varlen_attention`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig
-from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,44 +13,48 @@ if TYPE_CHECKING:
 KERNELS = ("auto", "own", "te")
 
 
-def unfit_for_te(model: ModelConfig) -> str:
-    """Return what TransformerEngine's modules, or Megatron's use of them, do not support of this model; "" if
-    nothing."""
-    reasons = {
-        f"the layers of model.family={model.family}": model.traits.own_layers,
-        "adapters (model.lora)": bool(model.lora.rank) or model.lora.quantize_base != "none",
-        "a bias after attention (model.qkv_bias)": model.output_bias,
-        "biases in the MLP (model.mlp_bias)": model.mlp_bias,
-        "this model.attention": model.attention != AttentionConfig(),
-        "this model.scales": model.scales != ScalesConfig(),
-        "layers of several kinds": model.mixed_layers,
-        "this model.rope_scaling: only Llama 3.1's": not _rotates_as_llama(model.rope_scaling),
-        "model.varlen_attention, which is another attention": model.varlen_attention is True,
-        "model.dtype=float32: its attention computes in 16 bits": model.dtype == "float32",
+def te_lacks(model: ModelConfig, unfused: str = "") -> dict[str, str]:
+    """Return kind of module -> why a model has none of TransformerEngine's where that is loaded; "" where it has.
+    `unfused`: why the machine has no attention for it."""
+    cap = model.attention.softcap
+    everywhere = {
+        "model.kernels=own": model.kernels == "own",
+        "model.dtype=float32: its products round to 10 bits, its attention computes in 16": model.dtype == "float32",
     }
-    return next((reason for reason, there in reasons.items() if there), "")
+    attention = {
+        "model.varlen_attention=true, which is another": model.varlen_attention is True,
+        f"cuDNN's does not cap scores (model.attention.softcap={cap:g})": bool(cap),
+        unfused: bool(unfused),
+    } | _of_width(model.kv_channels, model.value_channels)
+    linears = {"a base in 4 or 8 bits (model.lora.quantize_base)": model.lora.quantize_base != "none"}
+    kinds = {"attention": attention, "linears": linears, "norms": {}}
+    return {kind: _first(everywhere | reasons) for kind, reasons in kinds.items()}
 
 
 def unfit_for_varlen(model: ModelConfig) -> str:
     """Return what `model.varlen_attention` does not support of this model; "" if nothing."""
-    family, width = f"which model.family={model.family} has", model.kv_channels
+    family = f"which model.family={model.family} has"
     reasons = {
         f"scores are capped (model.attention.softcap={model.attention.softcap:g})": bool(model.attention.softcap),
-        f"linear attention takes rows that are padded, {family}": bool(model.linear.key_heads),
         f"it does not support attention sinks, {family}": model.traits.sinks,
         f"keys and values must have one width, unlike latent attention's, {family}": bool(model.latent.kv_rank),
-        f"it takes heads of a multiple of 8 up to 256 numbers, and these have {width}": width % 8 or width > 256,
     }
+    return _first(reasons | _of_width(model.kv_channels))
+
+
+def _of_width(*widths: int) -> dict[str, object]:
+    return {
+        f"it takes heads of a multiple of 8 up to 256 numbers, and these have {width}": width % 8 or width > 256
+        for width in widths
+    }
+
+
+def _first(reasons: Mapping[str, object]) -> str:
     return next((reason for reason, there in reasons.items() if there), "")
 
 
-def _rotates_as_llama(scaling: RopeScalingConfig) -> bool:
-    shape = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position
-    return scaling.type == "llama3" and (scaling.factor == 1 or shape == (1.0, 4.0, 8192))
-
-
 def check_te(model: ModelConfig) -> None:
-    """Check that TransformerEngine, if it is set, supports the model. Raises ConfigError."""
-    reason = unfit_for_te(model) if model.kernels == "te" else ""
+    """Check that TransformerEngine, if it is set, computes the model's attention. Raises ConfigError."""
+    reason = te_lacks(model)["attention"] if model.kernels == "te" else ""
     if reason:
-        raise ConfigError("model.kernels", "te", f"auto or own: TransformerEngine's modules do not support {reason}")
+        raise ConfigError("model.kernels", "te", f"auto or own: no attention of TransformerEngine: {reason}")
