@@ -68,14 +68,14 @@ def _stream(job: PlanJob, model: PlannedModel) -> StepTokens:
 
 def _put_together(model: PlannedModel, grid: Grid, alike: Shared, linear: bool) -> float:
     """Return the elements that a layer keeps in addition to those of a stream without shared prompts. Keys and values
-    of whole rows replace the stream's. Followers' have as many heads as queries have, as no fused kernel with a mask
-    takes fewer. Attention's output is kept before it is put back into the stream."""
+    of whole rows replace the stream's. With masks, those of followers have as many heads as queries, and attention's
+    output is kept before it is put back into the stream."""
     if linear:
         return 0.0
     a, k, v, out = attention_widths(model.shape)
     keys = k + max(v, k)
-    wide = a + max(out, a) if alike.mask else keys
-    return (a * alike.tokens + keys * (alike.leaders - alike.tokens) + wide * alike.followers) / grid.tensor
+    wide, before = (a + max(out, a), a) if alike.mask else (keys, 0)
+    return (before * alike.tokens + keys * (alike.leaders - alike.tokens) + wide * alike.followers) / grid.tensor
 
 
 def _layers(job: PlanJob, model: PlannedModel, stage: int) -> list[float]:
