@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aligner.cluster import triage
+from aligner.cluster.lock import user_here
 from aligner.errors import AlignerError
 from aligner.foreign import parse_json, read_record, record
 from aligner.pipe import quiet_pipe
@@ -89,10 +90,11 @@ def status(run: Path, jobs: dict[str, str], now_s: float) -> Status:
 
 
 def state_of(run: Path, jobs: dict[str, str]) -> str:
-    """Return the job's state in the queue, or how the run ended. `failed`: by an error of a rank or of the batch
-    script. `ended`: the job is over and nobody recorded why (a cancelled job, a node that is gone)."""
+    """Return the job's state in the queue, or how the run ended. Without a scheduler a job is RUNNING if its process is
+    here. `failed`: by an error of a rank or of the batch script. `ended`: the job is over and nobody recorded why (a
+    cancelled job, a node that is gone)."""
     job, outcome = last_job(run)
-    state = jobs.get(job, "")
+    state = jobs.get(job, "") or "RUNNING" * (job == "local" and user_here(run) is not None)
     if (run / "DONE").exists() and state != "RUNNING":
         return "DONE"
     if state or outcome in FAILURES or triage.refused(run):

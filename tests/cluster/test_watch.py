@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from aligner.cluster import watch
+from aligner.cluster.lock import RunLock
 from aligner.config.freeze import freeze
 from aligner.config.resolve import compose
 
@@ -48,6 +49,13 @@ def test_state_follows_from_files_and_queue(tmp_path):
     assert (new.state, new.goodput, new.left_s, new.step_s) == ("not started", None, None, None)
     again = watch.status(run(tmp_path / "again", rows=rows, DONE="sft"), {"7": "RUNNING"}, 2000)
     assert again.state == "RUNNING"  # an old DONE, before the run removes it
+
+
+def test_a_job_without_a_scheduler_runs_while_its_process_has_the_lock(tmp_path):
+    folder = run(tmp_path / "a", rows=[("start", "local", 0, 1000, 0, "-", 1)])
+    with RunLock(folder):
+        assert watch.status(folder, {}, 2000).state == "RUNNING"
+    assert watch.status(folder, {}, 2000).state == "ended"
 
 
 def test_an_attempt_that_could_not_say_its_end(tmp_path):
