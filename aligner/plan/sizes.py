@@ -60,32 +60,34 @@ def optimizer_share(count: Count, grid: Grid, distributed: bool) -> float:
 
 def logit_bytes(job: PlanJob, model: PlannedModel, trains: bool) -> int:
     """Return the bytes of each logit, in float32 numbers as `ShardedModel.over_logits` counts them."""
-    numbers = COMPARED if trains and job.compares and model is job.policy else 3
+    numbers = job.element // 2 if job.stage != "distill" else COMPARED if trains and job.compares else 3
     return 4 * (numbers + 2 * bool(model.shape.scales.logits_softcap))
 
 
 def logits_bytes(job: PlanJob, model: PlannedModel, tokens: float, trains: bool = False) -> float:
     """Return the bytes of one part of logits, at most `batch.logits_bytes`, of `tokens` that are read. Without gradient
-    a logit exists as it was made, as float32 and as its exponential."""
+    a logit exists as it was made; a capped or a teacher's also as float32 and as its exponential."""
     if model.head != "lm":
         return 0.0
     each = logit_bytes(job, model, trains)
     most = min(each * tokens * model.shape.vocab_size / job.grid.tensor, job.logits_bytes)
-    return most if trains else most * (8 + job.element * (job.element < 4)) / each
+    wide = bool(model.shape.scales.logits_softcap) or job.stage == "distill"
+    return most if trains else most * min(each, job.element + 8 * wide) / each
 
 
 def head_bytes(job: PlanJob, model: PlannedModel, tokens: float) -> float:
     """Return the bytes of a training pass's logits and of the gradients of their matrix.
 
-    The gradient of all parts exists while the next part's logits are made. Then that part's own is added, when a third
-    of the logits' numbers are left. Autograd adds up the first two gradients into a third."""
+    The gradient of all parts exists while the next part's logits are made. Then that part's own is added, when their
+    gradient is left of the logits. Autograd adds up the first two gradients into a third."""
     logits = logits_bytes(job, model, tokens, trains=True)
     if model.head != "lm" or is_adapted(model):
         return logits
     vocabulary = -(-model.shape.vocab_size // job.grid.tensor)
-    again = logit_bytes(job, model, True) * tokens * vocabulary > job.logits_bytes
+    each = logit_bytes(job, model, True)
+    again = each * tokens * vocabulary > job.logits_bytes
     gradient = job.element * vocabulary * model.shape.hidden_size
-    return max(logits + again * gradient, logits / 3 + (1 + again) * gradient, 3 * again * gradient)
+    return max(logits + again * gradient, logits * job.element / each + (1 + again) * gradient, 3 * again * gradient)
 
 
 def embedding_bytes(job: PlanJob, model: PlannedModel) -> float:

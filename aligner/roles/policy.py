@@ -12,7 +12,7 @@ from torch import Tensor
 from aligner.config.sections.batch import BatchConfig
 from aligner.megatron.train import ShardedModel
 from aligner.ops.kernels.concentration import log_square_sum
-from aligner.ops.kernels.logprobs import token_logprobs
+from aligner.ops.kernels.logprobs import logit_numbers, token_logprobs
 from aligner.ops.packing.documents import split_forks
 from aligner.ops.packing.needed import predicting
 from aligner.ops.rl.accuracy import greedy_hits
@@ -61,7 +61,9 @@ class Policy:
             outputs += [log_square_sum(logits, temperature=self.temperature, **where)] if log_squares else []
             return torch.stack([x for x in outputs if x is not None], 1)
 
-        logprobs, *others = self.model.over_logits(hidden, batch, read, self.batch.logits_bytes).unbind(-1)
+        numbers = 3 if log_squares else logit_numbers(hidden)
+        outputs = self.model.over_logits(hidden, batch, read, self.batch.logits_bytes, numbers=numbers)
+        logprobs, *others = outputs.unbind(-1)
         return TokenOutputs(logprobs, *(others.pop(0) if on else None for on in (entropy, hits, log_squares)))
 
     def logprobs(self, rows: RolloutBatch | TrainBatch, mask: Tensor | None = None, unit: int = 1) -> Tensor:

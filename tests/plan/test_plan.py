@@ -176,7 +176,7 @@ def test_what_nobody_reads_costs_nothing():
     """As many tokens of which fewer are responses: fewer logits, and less of the last layer where it is narrowed."""
     model = shape("llama3_8b")
     long = grpo(model, Grid(data=8), micro_tokens=0, micro_rows=2, logits_bytes=1e15)
-    assert plan_memory(long, H100, Assumptions()).phases["update"]["logits"] == 12 * 2 * 2048 * model.vocab_size
+    assert plan_memory(long, H100, Assumptions()).phases["update"]["logits"] == 4 * 2 * 2048 * model.vocab_size
     short = replace(long, rows=replace(long.rows, prompt_mean=512, response_mean=128))
     results = {}
     for name, context in (("narrowed", 1), ("whole", 2)):

@@ -62,6 +62,12 @@ def own_columns(
     return group if ranks > 1 else None, rank * width, min(max(vocab_size - rank * width, 0), width)
 
 
+def logit_numbers(x: Tensor) -> int:
+    """Return how many float32 numbers each logit of this device and dtype takes in `token_logprobs`, with itself and
+    its gradient."""
+    return x.element_size() // 2 if fused.takes(x) else 3
+
+
 @dataclass(frozen=True)
 class VocabularyShard:
     """This rank's columns of the vocabulary, and how a kernel walks over the tokens."""
