@@ -1,4 +1,4 @@
-"""Bytes that operations of a training step move, by torch's kernels and by those of `aligner/ops/kernels/fused.py`.
+"""Bytes that operations of a training step move, by torch's kernels and by those of `aligner/ops/kernels/cuda`.
 
     python -m benchmarks.fused [--json FILE]
 

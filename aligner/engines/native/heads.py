@@ -121,7 +121,7 @@ class PlainHeads:
         keys, values = step.cache.kv[index, :, : len(queries), :, : step.longest]
         scores = self._scores(index)
         if step.fused:
-            from aligner.ops.kernels.decode import attend  # imports Triton
+            from aligner.ops.kernels.cuda.decode import attend  # imports Triton
 
             window = self.kit.cfg.attention.window if local else 0
             return attend(queries, keys, values, step.positions, scores, window).flatten(1)

@@ -203,8 +203,8 @@ class _TokenLogprobs(torch.autograd.Function):
 def _in_one_pass(
     logits: Tensor, targets: Tensor, shard: VocabularyShard, entropy: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return what `_sharded` does, of all tokens, by one kernel (`token_softmax.py`). A shard that is all padding has
-    a sum of 0."""
+    """Return what `_sharded` does, of all tokens, by one kernel (`cuda/token_softmax.py`). A shard that is all padding
+    has a sum of 0."""
     where = shard.offset, shard.columns, 1 / shard.temperature, entropy
     top, total, weighted, target = torch.ops.aligner.token_sums(logits, targets, *where)
     if shard.group is not None:

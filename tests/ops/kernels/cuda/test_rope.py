@@ -9,8 +9,8 @@ from tests.needs import package
 
 package("triton")
 
-from aligner.ops.kernels.rope import WARPS, _rotate  # noqa: E402
-from tests.ops.kernels.triton_compiled import CAPABILITIES, compiled  # noqa: E402
+from aligner.ops.kernels.cuda.rope import WARPS, _rotate  # noqa: E402
+from tests.ops.kernels.cuda.triton_compiled import CAPABILITIES, compiled  # noqa: E402
 
 PLAIN = {"SHARE": 4, "EXTRA": 2, "HALF": 64, "WIDTH": 128, "HEADS": 16, "PAIRS": 64, "REST": 0}
 PARTIAL = {"SHARE": 5, "EXTRA": 2, "HALF": 40, "WIDTH": 256, "HEADS": 16, "PAIRS": 64, "REST": 256}
@@ -19,7 +19,7 @@ ALONE = {"SHARE": 1, "EXTRA": 0, "HALF": 32, "WIDTH": 64, "HEADS": 32, "PAIRS": 
 
 def test_it_equals_torchs_operations():
     """In a process of its own: Triton decides whether it interprets when it is imported."""
-    command = [sys.executable, "-m", "tests.ops.kernels.rope_cases"]
+    command = [sys.executable, "-m", "tests.ops.kernels.cuda.rope_cases"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and done.stdout.count("\n") == 96, done.stdout + done.stderr
 

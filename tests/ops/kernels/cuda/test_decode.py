@@ -10,8 +10,8 @@ from tests.needs import package
 
 package("triton")
 
-from aligner.ops.kernels.decode import PROGRAMS, STAGES, WARPS, _attend, parts_for  # noqa: E402
-from tests.ops.kernels.triton_compiled import CAPABILITIES, compiled  # noqa: E402
+from aligner.ops.kernels.cuda.decode import PROGRAMS, STAGES, WARPS, _attend, parts_for  # noqa: E402
+from tests.ops.kernels.cuda.triton_compiled import CAPABILITIES, compiled  # noqa: E402
 
 BASE = {"SHARE": 4, "WIDTH": 128, "VALUE_WIDTH": 128, "WINDOW": 0, "CAPPED": False, "SINKS": False, "EXACT": False}
 BASE |= {"PARTS": 1, "HEADS": 16, "WIDE": 128, "VALUE_WIDE": 128, "STEP": 64}
@@ -21,7 +21,7 @@ WILD = {"PARTS": 4, "WINDOW": 300, "CAPPED": True, "SINKS": True}
 
 def test_it_equals_a_loop_in_float64():
     """In a process of its own: Triton decides whether it interprets when it is imported."""
-    command = [sys.executable, "-m", "tests.ops.kernels.decode_cases", "0", "48"]
+    command = [sys.executable, "-m", "tests.ops.kernels.cuda.decode_cases", "0", "48"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and done.stdout.count("\n") == 48, done.stdout + done.stderr
 
@@ -46,7 +46,7 @@ def test_parts_fill_the_gpu_and_are_worth_it(programs, length):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_kernel_runs_on_this_gpu():
-    from aligner.ops.kernels.decode import attend
+    from aligner.ops.kernels.cuda.decode import attend
     from aligner.ops.kernels.scored_attention import ScoreRule
 
     q, kv = torch.randn(3, 8, 64, device="cuda"), torch.randn(2, 3, 2, 40, 64, device="cuda")

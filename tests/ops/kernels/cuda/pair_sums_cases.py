@@ -1,6 +1,6 @@
-"""`aligner/ops/kernels/pair_sums.py` against torch's operations in float64: in Triton's interpreter, or on the GPU.
+"""`ops/kernels/cuda/pair_sums.py` against torch's operations in float64: in Triton's interpreter, or on the GPU.
 
-python -m tests.ops.kernels.pair_sums_cases     # prints the greatest differences; exit 1 where one is too large
+python -m tests.ops.kernels.cuda.pair_sums_cases     # prints the greatest differences; exit 1 for a large one
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from tests.ops.kernels.interpreted import DEVICE, differ
+from tests.ops.kernels.cuda.interpreted import DEVICE, differ
 
 SHAPES = [(5, 3, 4, 12), (7, 8, 8, 6), (3, 9, 1, 1025), (2, 4, 2, 2880), (0, 4, 2, 8)]  # tokens, experts, k, H
 

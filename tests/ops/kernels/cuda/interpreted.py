@@ -1,4 +1,4 @@
-"""The operations of `aligner/ops/kernels/fused.py` on a GPU or, in Triton's interpreter, on tensors of the CPU.
+"""The operations of `ops/kernels/cuda/operations.py` on a GPU or, in Triton's interpreter, on tensors of the CPU.
 
 Triton decides whether it interprets when it is imported: this is for processes of their own.
 """
@@ -26,8 +26,8 @@ def interpret() -> None:
     """Run the operations on the CPU. To bfloat16 the interpreter cuts digits off, where a GPU rounds to the nearest."""
     from triton.runtime import interpreter
 
-    for name, run in fused.OPERATIONS.items():
-        fused.library.impl(name, run, "CPU")
+    for name, run in fused.operations().OPERATIONS.items():
+        fused.operations().library.impl(name, run, "CPU")
     fused.DEVICES.add("cpu")
     convert = interpreter._convert_float
 

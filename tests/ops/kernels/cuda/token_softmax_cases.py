@@ -1,6 +1,6 @@
-"""`aligner/ops/kernels/token_softmax.py` against torch's operations in float64: in Triton's interpreter, or on the GPU.
+"""`ops/kernels/cuda/token_softmax.py` against torch's operations in float64: in Triton's interpreter, or on the GPU.
 
-python -m tests.ops.kernels.token_softmax_cases     # prints the greatest differences; exit 1 where one is too large
+python -m tests.ops.kernels.cuda.token_softmax_cases     # prints the greatest differences; exit 1 for a large one
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from tests.ops.kernels.interpreted import DEVICE, differ
+from tests.ops.kernels.cuda.interpreted import DEVICE, differ
 
 RANKS, WIDTH = 2, 600  # columns of a rank
 

@@ -1,6 +1,6 @@
-"""`aligner/ops/kernels/decode.py` against a loop in float64: in Triton's interpreter, or on the GPU.
+"""`aligner/ops/kernels/cuda/decode.py` against a loop in float64: in Triton's interpreter, or on the GPU.
 
-python -m tests.ops.kernels.decode_cases 0 48     # prints the greatest differences; exit 1 where one is too large
+python -m tests.ops.kernels.cuda.decode_cases 0 48     # prints the greatest differences; exit 1 where one is too large
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
-from aligner.ops.kernels.decode import LEAST, attend, parts_for
+from aligner.ops.kernels.cuda.decode import LEAST, attend, parts_for
 from aligner.ops.kernels.scored_attention import ScoreRule
 
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # whose products the interpreter knows

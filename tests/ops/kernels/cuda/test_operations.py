@@ -12,6 +12,7 @@ from aligner.ops.kernels.logprobs import token_logprobs
 @pytest.fixture(autouse=True)
 def meta(monkeypatch):
     monkeypatch.setattr(fused, "DEVICES", {"meta"})
+    fused.operations()
 
 
 def empty(*shape, dtype=torch.bfloat16):

@@ -9,13 +9,13 @@ from tests.needs import package
 
 package("triton")
 
-from aligner.ops.kernels import gates  # noqa: E402
-from tests.ops.kernels.triton_compiled import CAPABILITIES, compiled  # noqa: E402
+from aligner.ops.kernels.cuda import gates  # noqa: E402
+from tests.ops.kernels.cuda.triton_compiled import CAPABILITIES, compiled  # noqa: E402
 
 
 def test_they_equal_their_formulas_and_swiglu_rounds_as_torchs_operations():
     """In a process of its own: Triton decides whether it interprets when it is imported."""
-    command = [sys.executable, "-m", "tests.ops.kernels.gates_cases"]
+    command = [sys.executable, "-m", "tests.ops.kernels.cuda.gates_cases"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and done.stdout.count("\n") == 37, done.stdout + done.stderr
 

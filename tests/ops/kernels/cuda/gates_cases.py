@@ -1,6 +1,6 @@
-"""`aligner/ops/kernels/gates.py` against its formulas: in Triton's interpreter, or on the GPU.
+"""`aligner/ops/kernels/cuda/gates.py` against its formulas: in Triton's interpreter, or on the GPU.
 
-python -m tests.ops.kernels.gates_cases     # prints the greatest differences; exit 1 where one is too large
+python -m tests.ops.kernels.cuda.gates_cases     # prints the greatest differences; exit 1 where one is too large
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import torch
 from torch.nn.functional import gelu, silu
 
-from tests.ops.kernels.interpreted import DEVICE, differ, fused
+from tests.ops.kernels.cuda.interpreted import DEVICE, differ, fused
 
 
 def plain(x, kind):

@@ -1,6 +1,6 @@
-"""`aligner/ops/kernels/rope.py` against torch's operations in float64: in Triton's interpreter, or on the GPU.
+"""`aligner/ops/kernels/cuda/rope.py` against torch's operations in float64: in Triton's interpreter, or on the GPU.
 
-python -m tests.ops.kernels.rope_cases     # prints the greatest differences; exit 1 where one is too large
+python -m tests.ops.kernels.cuda.rope_cases     # prints the greatest differences; exit 1 where one is too large
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from tests.ops.kernels.interpreted import DEVICE, differ
+from tests.ops.kernels.cuda.interpreted import DEVICE, differ
 
 # kv heads, queries of each, numbers of a head, how many are rotated: also more heads than a program takes
 SHAPES = [(2, 3, 8, 8), (1, 1, 16, 6), (3, 2, 40, 10), (2, 33, 80, 80), (1, 5, 12, 12), (4, 1, 256, 64)]
