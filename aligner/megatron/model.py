@@ -60,8 +60,10 @@ def te_kinds(cfg: ModelConfig) -> dict[str, str]:
 
 
 def modules_of(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return what the model's layers are made of, by the names of `LayerConfig`."""
-    used = {kind for kind, reason in te_kinds(cfg).items() if not reason}
+    """Return what the model's layers are made of, by the names of `LayerConfig`. Parameters are the same for all."""
+    used = {
+        kind for kind, reason in te_kinds(cfg).items() if not reason and device.type != "meta"
+    }  # TE's would be real
     column, row = ColumnParallelLinear, RowParallelLinear
     if "linears" in used:
         column, row = (partial(_summing, kind) for kind in (te.TEColumnParallelLinear, te.TERowParallelLinear))

@@ -10,7 +10,10 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.kernels import te_lacks
 from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.config.sections.parallel import ParallelConfig
-from aligner.megatron import model, transformer_engine
+from aligner.megatron import groups, model, transformer_engine
+from aligner.megatron.chunks import places_of
+from aligner.megatron.model import Head
+from aligner.roles.batching import micro_batches
 from tests.megatron import models, te_stand_in, test_waits
 from tests.needs import lacking
 from tests.ranks import Ranks
@@ -162,6 +165,34 @@ def test_a_model_has_the_modules_that_are_said_to_be_there(te_ranks, name):
     assert got["attention"] == (0 if lacks["attention"] else len(cfg.layers_of("attention")))
     assert got["linears"] == {HOMES["linears"][not lacks["linears"]]}
     assert got["norms"] == ({OWN, ITS} if cfg.traits.wide_qk_norm else {ITS})
+
+
+def without_numbers(cfg: ModelConfig) -> dict:
+    head, meta, layout = Head(), torch.device("meta"), groups.build_layout(ParallelConfig())
+    with meta:
+        built = model.build_model(cfg, layout, head, torch.float32, meta)
+    assert not any("transformer_engine" in type(one).__module__ for one in built.modules())
+    return {name: (place.key, place.size) for name, place in places_of(cfg, head, torch.float32).items()}
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "gemma3", "qwen3_moe"])
+def test_without_numbers_no_memory_of_the_device_is_taken(ranks, te_ranks, name):
+    """The package's modules would take it, whatever torch's device is."""
+    assert te_ranks.run(without_numbers, cfg=FAMILIES[name]) == ranks.run(without_numbers, cfg=FAMILIES[name])
+
+
+def critic_on_policy(cfg: ModelConfig) -> list[dict]:
+    trunk = models.build(cfg, optim=ADAM)
+    critic, full = models.build_on(trunk), batch(cfg)
+    parts = micro_batches(full, BASE)
+    return [one.step(parts, models.nll_loss(one, full)) for one in (critic, trunk, critic)]
+
+
+@pytest.mark.slow
+def test_a_critic_has_the_modules_of_its_trunk(ranks, te_ranks):
+    (wanted,), (got,) = (pool.run(critic_on_policy, cfg=ADAPTED["dora with biases"]) for pool in (ranks, te_ranks))
+    for a, b in zip(got, wanted, strict=True):
+        assert a == {name: pytest.approx(value, rel=1e-5, abs=1e-6) for name, value in b.items()}
 
 
 def fused_and_exact(exact: bool) -> list[str]:
