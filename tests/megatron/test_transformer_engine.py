@@ -157,6 +157,7 @@ def made_of(cfg: ModelConfig) -> dict:
     return homes | {"attention": len(calls)}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", FAMILIES | ADAPTED)
 def test_a_model_has_the_modules_that_are_said_to_be_there(te_ranks, name):
     """Norms over all heads are our own: tensor ranks have shares of them."""
@@ -172,7 +173,7 @@ def without_numbers(cfg: ModelConfig) -> dict:
     with meta:
         built = model.build_model(cfg, layout, head, torch.float32, meta)
     assert not any("transformer_engine" in type(one).__module__ for one in built.modules())
-    return {name: (place.key, place.size) for name, place in places_of(cfg, head, torch.float32).items()}
+    return {name: (where.key, where.size) for name, where in places_of(cfg, head, torch.float32).items()}
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "gemma3", "qwen3_moe"])
