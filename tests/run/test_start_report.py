@@ -38,6 +38,17 @@ def test_where_what_how_long_and_to_where(tiny_data, tmp_path, capsys):
     assert "loss=" in err[-1] and "lr=0.003" in err[-1]
 
 
+def test_modules_of_transformer_engine_and_the_reasons_for_others(tiny_data, tmp_path, capsys, monkeypatch):
+    kinds = {"attention": "heads of 12 numbers", "linears": "", "norms": ""}
+    monkeypatch.setattr("aligner.builders.start_report.te_kinds", lambda cfg: kinds)
+    out, _ = run(capsys, "sft", tiny_data, tmp_path, "batch.sequences=8")
+    assert [text for text in out if "TransformerEngine" in text] == [
+        "TransformerEngine's attention: not used, heads of 12 numbers",
+        "TransformerEngine's linears: used",
+        "TransformerEngine's norms: used",
+    ]
+
+
 def test_epochs_are_reported_as_steps(tiny_data, tmp_path, capsys):
     out, _ = run(capsys, "sft", tiny_data, tmp_path, "run.steps=0", "run.epochs=0.5", "batch.sequences=16")
     assert line(out, "1 step ") == "1 step of 16 rows: 0.5 epochs (2 steps an epoch of 32)"
