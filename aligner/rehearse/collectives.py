@@ -145,6 +145,7 @@ class Collectives:
         """Note a call that returns when all ranks have made it."""
         if (entry := self.note(group, what, 0, detail or what)) is not None:
             entry[-1] = entry[-2]
+            self._price(group, what, 0, None)
 
     def note(self, group: dist.ProcessGroup, what: str, size: int, detail: str, peer: int | None = None) -> Any:
         """Note a call, and return its entry in the record."""
@@ -186,11 +187,21 @@ class Collectives:
         first, second = ([t for t in tree_leaves(argument) if on_device(t)] for argument in args[:2])
         sends = op == "send" or (op == "broadcast_" and args[2] == group.rank())
         ends = (first, []) if sends else (second, first)
-        self.pending[work] = entry, self.device.order.send(*ends) if cuda else None
+        message = self.device.order.send(*ends) if cuda else None
+        self._price(group, what, size, args[2] if op in P2P else None, message)
+        self.pending[work] = entry, message
         for t in tree_leaves(out):
             if on_device(t):
                 self.device.track(t, what)
         return out
+
+    def _price(
+        self, group: dist.ProcessGroup, what: str, size: int, peer: int | None, message: Communication | None = None
+    ) -> None:
+        ranks, pricing = self._ranks(group), self.device.pricing
+        end = None if peer is None else ranks[peer]
+        seconds = pricing.seconds_of(what, size, ranks, self.rank, end)
+        pricing.send(seconds, (group.group_name, what if peer is not None else ""), message)
 
     def _replace(self) -> None:
         reduce, wait = dist.all_reduce, FakeWork.wait

@@ -23,6 +23,7 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.plan.devices import DEVICES, Device, find_device
 from aligner.plan.sizing import Room, sized
 from aligner.processes import guarded
+from aligner.rehearse.options import GPUS_PER_NODE
 from aligner.rehearse.prepare import prepared
 from aligner.rehearse.progress import Progress, follow
 from aligner.rehearse.ranks import chosen, source_of
@@ -38,9 +39,10 @@ class RehearsalError(AlignerError):
 def main(args: argparse.Namespace, cfg: Config) -> int:
     """Run `aligner rehearse`. Raises ConfigError for a config that is refused before a run, RehearsalError for faults
     in it."""
-    if args.gpus < 1:
-        raise ConfigError("--gpus", args.gpus, "a number >= 1")
-    rehearsal = rehearse(cfg, args.gpus, find_device(args.device), args.ranks)
+    for key in ("gpus", "gpus_per_node"):
+        if getattr(args, key) < 1:
+            raise ConfigError(f"--{key.replace('_', '-')}", getattr(args, key), "a number >= 1")
+    rehearsal = rehearse(cfg, args.gpus, find_device(args.device), args.ranks, args.gpus_per_node)
     show(rehearsal)
     if args.json:
         Path(args.json).write_text(json.dumps(rehearsal.data(), indent=1), encoding="utf-8")
@@ -60,11 +62,13 @@ def refuse(rehearsal: Rehearsal) -> None:
         raise RehearsalError(f"the job would fail: {rehearsal.faults[0]}{others}")
 
 
-def rehearse(cfg: Config, gpus: int, device: Device, which: str = "stages") -> Rehearsal:
+def rehearse(
+    cfg: Config, gpus: int, device: Device, which: str = "stages", gpus_per_node: int = GPUS_PER_NODE
+) -> Rehearsal:
     start = time.monotonic()
     with _ended_tidily(), tempfile.TemporaryDirectory(prefix="aligner-rehearse-") as name:
         ready, cases = cases_of(cfg, gpus, which, Path(name) / "job", device)
-        records = {record["rank"]: record for record in run(cases, device.name, Path(name))}
+        records = {record["rank"]: record for record in run(cases, device.name, Path(name), gpus_per_node)}
     return Rehearsal(ready, gpus, device, dict(sorted(records.items())), time.monotonic() - start)
 
 
@@ -97,12 +101,15 @@ def cases_of(
     return ready, cases
 
 
-def run(cases: Sequence[dict[str, Any]], device: str, folder: Path) -> list[dict[str, Any]]:
+def run(
+    cases: Sequence[dict[str, Any]], device: str, folder: Path, gpus_per_node: int = GPUS_PER_NODE
+) -> list[dict[str, Any]]:
     """Return the records of rehearsed ranks. `folder` is for files between processes, which end with this one. Raises
     RehearsalError if they cannot run at all."""
     processes = min(len(cases), len(os.sched_getaffinity(0)))
     path, log = folder / "cases.json", folder / "processes.log"
-    path.write_text(json.dumps({"device": device, "processes": processes, "cases": list(cases)}), encoding="utf-8")
+    asked = {"device": device, "gpus_per_node": gpus_per_node, "processes": processes, "cases": list(cases)}
+    path.write_text(json.dumps(asked), encoding="utf-8")
     command = guarded([sys.executable, "-m", PROGRAM, str(path)])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with (

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from aligner.errors import AlignerError
 from aligner.rehearse import attention, kernels
 from aligner.rehearse.device import CUDA, RehearsedDevice, on_device
-from aligner.rehearse.order import Order, Timeline, span_of
+from aligner.rehearse.order import Order, Released, Timeline, span_of
 
 TESTED = "2.13.0"
 HAS_CONTEXT = 4  # of AcceleratorHooksInterface's virtual functions: two destructors, isBuilt, init, hasPrimaryContext
@@ -137,7 +137,7 @@ def _streams(device: RehearsedDevice) -> None:
 
     class FakeEvent:
         def __init__(self, *arguments: Any, **options: Any):
-            self.released: dict[Timeline, int] = {}
+            self.released = Released({}, 0.0)
 
         def record(self, stream: Timeline | None = None) -> None:
             self.released = (stream or order.current).release()

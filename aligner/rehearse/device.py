@@ -22,9 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from aligner.plan.devices import Device
 from aligner.rehearse import kernels
 from aligner.rehearse.kernels import CUDA
-from aligner.rehearse.order import Order, Timeline, span_of
+from aligner.rehearse.order import Order, Released, span_of
+from aligner.rehearse.prices import Pricing
 from aligner.rehearse.record import RehearsalRecord, source_line
 
 aten = torch.ops.aten
@@ -55,14 +57,16 @@ def _flat(values: tuple | list, tensors: list) -> list:
 class RehearsedDevice(TorchDispatchMode):
     """The GPU of the rehearsed rank; a context in which the program runs."""
 
-    def __init__(self, record: RehearsalRecord, memory_bytes: int):
+    def __init__(self, record: RehearsalRecord, sheet: Device, gpus_per_node: int):
         super().__init__()
-        self.record, self.memory_bytes = record, memory_bytes
+        self.record, self.memory_bytes = record, int(sheet.memory_bytes)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.now = self.peak = 0
         self._peak_before = 0  # of the phase, when it was entered
         self.live: dict[int, tuple[int, str]] = {}  # storage -> (bytes, the line that made it)
         self.order = Order(self.live)
+        self.pricing = Pricing(record, self.order, sheet, gpus_per_node)
+        self._operations: dict[tuple, int] = {}  # of products, by the function and its sizes
         self.pinned: set[int] = set()  # storages of the host
         self.capturing = False  # a CUDA graph
         self.answers: dict[tuple[str, str], Answer] = {}
@@ -136,11 +140,12 @@ class RehearsedDevice(TorchDispatchMode):
 
     # ---- waits of the host
 
-    def wait(self, what: str, released: dict[Timeline, int] | None = None) -> None:
+    def wait(self, what: str, released: Released | None = None) -> None:
         """Let the host wait for the current stream, or for what others have `released`."""
         if self.capturing:
             raise RuntimeError(f"{what} while a CUDA graph is captured")
         self.order.host.join(self.order.current.release() if released is None else released)
+        self.pricing.advance()
         self.record.phase.waits[what, source_line(2)] += 1
 
     def read(self, source: Tensor, dtype: torch.dtype) -> Tensor:
@@ -195,8 +200,10 @@ class RehearsedDevice(TorchDispatchMode):
             return self._downloaded(func, args, kwargs)
         if op == "copy_" and on_device(args[1]) and not on_device(args[0]):
             return self._copied_out(args, kwargs)
-        if op in ("_to_copy", "copy_"):
-            self._note_upload(args[op == "copy_"], kwargs.get("non_blocking") or args[2:] == (True,))
+        source = args[op == "copy_"] if op in ("_to_copy", "copy_") else None
+        uploads = isinstance(source, Tensor) and not on_device(source) and (target == "cuda" or on_device(args[0]))
+        if uploads and source.dim():
+            self._note_upload(source, kwargs.get("non_blocking") or args[2:] == (True,))
         if op in ("index", "index_put", "index_put_", "_index_put_impl_") and cuda and not on_device(args[0]):
             raise RuntimeError("a tensor on the CPU is indexed by one on cuda")
         if cuda:
@@ -205,20 +212,25 @@ class RehearsedDevice(TorchDispatchMode):
         if out is NotImplemented:
             alone = not device and all(on_device(t) for t in tensors) and kernels.plain(func)
             out = kernels.run(self.fake, func, args, kwargs) if alone else func(*args, **kwargs)
-        return self._done(func, args, kwargs, out)
-
-    def _done(self, func: Any, args: tuple, kwargs: dict, out: Any) -> Any:
-        phase, made = self.record.phase, False
-        for t in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if on_device(t):
-                made = True
-                self.track(t, func._overloadpacket.__name__)
-        phase.kernels += made
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            with unset_fake_temporarily():
-                phase.flops += count(*args, **kwargs, out_val=out)
+        made = [t for t in ((out,) if isinstance(out, Tensor) else tree_leaves(out)) if on_device(t)]
+        for t in made:
+            self.track(t, op)
+        if uploads:
+            self.pricing.transfer(source.nbytes)
+        elif cuda or made:
+            self._count(func, args, kwargs, tensors, made, out)
         return out
+
+    def _count(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor], made: list[Tensor], out: Any) -> None:
+        operations, formula = 0, flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            sizes = (*(t.shape for t in tensors), *(t.shape for t in made), *(a for a in args if isinstance(a, int)))
+            if (func, sizes) not in self._operations:
+                with unset_fake_temporarily():
+                    self._operations[func, sizes] = formula(*args, **kwargs, out_val=out)
+            operations = self._operations[func, sizes]
+            self.record.phase.flops += operations
+        self.pricing.operation(func, args, kwargs, tensors, made, operations)
 
     # ---- between host and device
 
@@ -249,6 +261,7 @@ class RehearsedDevice(TorchDispatchMode):
         source, dtype = args[0], kwargs.get("dtype") or args[0].dtype
         large = source.numel() * dtype.itemsize > LARGE
         out = func(*args, **kwargs) if large else self.read(source, dtype)
+        self.pricing.transfer(source.nbytes)
         if not kwargs.get("non_blocking"):
             self.wait("copy to the host")
         else:  # into pinned memory
@@ -258,6 +271,7 @@ class RehearsedDevice(TorchDispatchMode):
     def _copied_out(self, args: tuple, kwargs: dict) -> Tensor:
         into, source = args[:2]
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking")
+        self.pricing.transfer(source.nbytes)
         if non_blocking and into.untyped_storage()._cdata in self.pinned:
             self.order.mark(self.order.writes, span_of(into))
         else:  # CUDA always waits where memory is not pinned
@@ -267,9 +281,7 @@ class RehearsedDevice(TorchDispatchMode):
                 into.copy_(self.read(source, into.dtype))
         return into
 
-    def _note_upload(self, source: object, non_blocking: bool) -> None:
-        if not isinstance(source, Tensor) or on_device(source) or not source.dim():
-            return
+    def _note_upload(self, source: Tensor, non_blocking: bool) -> None:
         if source.untyped_storage()._cdata in self.pinned:
             if non_blocking:
                 self.order.mark(self.order.reads, span_of(source))
@@ -280,6 +292,7 @@ class RehearsedDevice(TorchDispatchMode):
 
     def _of_values(self, op: str, func: Any, args: tuple, kwargs: dict) -> Any:
         if op == "_local_scalar_dense":
+            self.pricing.transfer(args[0].nbytes)
             self.wait("a number is read (.item(), bool(), float(), int())")
             if args[0].is_floating_point():
                 return 1.0

@@ -20,21 +20,30 @@ from aligner.rehearse.record import source_line
 UNREAD = ("_like", "record_stream", "resize_", "set_")  # ends of operations that look at no number; also `new_...`
 
 
+class Released(NamedTuple):
+    """End of an epoch: what those know who wait for it, and when."""
+
+    epochs: dict[Timeline, int]
+    s: float
+
+
 @dataclass(eq=False)
 class Timeline:
     """A stream, the host, or a message."""
 
     epoch: int = 0
     known: dict[Timeline, int] = field(default_factory=dict)  # other -> number of its epochs that have ended
+    s: float = 0.0  # when its work so far ends, by the clock of `prices.py`
 
-    def release(self) -> dict[Timeline, int]:
-        """End an epoch. Return what those know who wait for it."""
+    def release(self) -> Released:
+        """End an epoch."""
         self.epoch += 1
-        return self.known | {self: self.epoch}
+        return Released(self.known | {self: self.epoch}, self.s)
 
-    def join(self, released: dict[Timeline, int]) -> None:
-        for other, epochs in released.items():
+    def join(self, released: Released) -> None:
+        for other, epochs in released.epochs.items():
             self.known[other] = max(epochs, self.known.get(other, 0))
+        self.s = max(self.s, released.s)
 
 
 class Span(NamedTuple):
@@ -165,6 +174,7 @@ class Order:
 
     def arrive(self, message: Communication) -> None:
         """Let the current stream wait for a message."""
+        self.current.s = max(self.current.s, message.s)
         for marks, spans in ((self.reads, message.read), (self.writes, message.written)):
             for span in spans:
                 marks[span.storage] = [mark for mark in marks.pop(span.storage, ()) if mark.by is not message]

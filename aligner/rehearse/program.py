@@ -42,7 +42,7 @@ def install(device: RehearsedDevice, names: Callable[[Any], None]) -> None:
     """Install the patches, after `files_are_the_same`. `names` is called with each layout."""
     _models(device)
     _engine(device)
-    _experts(device)
+    route_evenly(device)
     _rollouts()
     _checkpoints(device)
     _phases(device)
@@ -103,6 +103,7 @@ def _engine(device: RehearsedDevice) -> None:
     def stepped(self: Any, *arguments: Any) -> Any:
         moves = step(self, *arguments)
         device.record.mark("step of the engine", device.by_line())
+        device.record.phase.decode_steps += 1
         return moves
 
     def ended(flags: Tensor, inside: dict[str, Any]) -> Tensor:
@@ -124,7 +125,7 @@ def _engine(device: RehearsedDevice) -> None:
     device.answers["refit/transfer.py", "largest"] = own  # else a refit that fails here would continue
 
 
-def _experts(device: RehearsedDevice) -> None:
+def route_evenly(device: RehearsedDevice) -> None:
     """Route equal shares of the tokens to experts."""
 
     def even(source: Tensor, inside: dict[str, Any]) -> Tensor:

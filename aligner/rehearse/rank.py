@@ -36,15 +36,15 @@ from aligner.run.chain import code
 
 
 def main(path: str) -> None:
-    """Run the cases of a file: `device`, `processes` at a time, and `cases`: config, tokenizer, gpus, rank, `out` for
-    its record, and the rank `source` with its record `source_record`, which comes before it. Prints the events of
-    `progress.py`."""
+    """Run the cases of a file: `device`, `gpus_per_node`, `processes` at a time, and `cases`: config, tokenizer, gpus,
+    rank, `out` for its record, and the rank `source` with its record `source_record`, which comes before it. Prints the
+    events of `progress.py`."""
     asked = json.loads(Path(path).read_text())
     warnings.filterwarnings("ignore")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     record = RehearsalRecord()
-    device = RehearsedDevice(record, int(find_device(asked["device"]).memory_bytes))
+    device = RehearsedDevice(record, find_device(asked["device"]), asked["gpus_per_node"])
     loading.kernels = load_frozen(asked["cases"][0]["config"]).model.kernels
     cuda.install(device, asked["device"])
     program.files_are_the_same()

@@ -69,7 +69,14 @@ class Phase:
     peak_bytes: int = 0
     held: dict[str, int] = field(default_factory=dict)  # by owner, at its end
     flops: float = 0.0
-    kernels: int = 0  # operations on the device
+    product_flops: float = 0.0  # of them, without attention's
+    kernels: int = 0  # that are launched
+    seconds: float = 0.0  # by the clock of `prices.py`
+    device_s: Counter[str] = field(default_factory=Counter)  # kind: seconds of kernels or messages
+    launch_s: float = 0.0  # of the host, to launch them
+    idle_s: float = 0.0  # in which the device has no work, as the host has launched none
+    bubble_s: float = 0.0  # in which a pipeline's other stages work
+    decode_steps: int = 0  # of an engine: fewer than a job's
     comm: dict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # (what, place): times
     attention: Counter[tuple[str, str]] = field(default_factory=Counter)  # (kernel, place): times
@@ -80,7 +87,8 @@ class Phase:
     uploads: Counter[str] = field(default_factory=Counter)  # place: copies from memory that is not pinned
 
 
-COUNTERS = ("waits", "attention", "made", "doubles", "uploads")
+COUNTERS = ("waits", "attention", "made", "doubles", "uploads", "device_s")
+NUMBERS = ("flops", "product_flops", "kernels", "seconds", "launch_s", "idle_s")
 
 
 @dataclass(frozen=True)
@@ -132,8 +140,9 @@ class RehearsalRecord:
         """Count the events since then so many times more. They are one entry of a group's calls, in which ranks that
         repeat differently differ."""
         phase, before = self.phase, since.phase
-        phase.flops += times * (phase.flops - before.flops)
-        phase.kernels += times * (phase.kernels - before.kernels)
+        for name in NUMBERS:
+            now, then = getattr(phase, name), getattr(before, name)
+            setattr(phase, name, now + times * (now - then))
         for name in COUNTERS:
             now, then = getattr(phase, name), getattr(before, name)
             now.update({key: times * (number - then[key]) for key, number in now.items()})
@@ -150,7 +159,7 @@ class RehearsalRecord:
         phase = self.phase
         before = deepcopy(phase)
         yield
-        for name in ("flops", "kernels", "comm", *COUNTERS):
+        for name in (*NUMBERS, "comm", *COUNTERS):
             setattr(phase, name, getattr(before, name))
 
     def fail(self, error: BaseException) -> None:
@@ -182,7 +191,14 @@ class RehearsalRecord:
                 "entries": phase.entries,
                 "micro_batches": phase.micro_batches,
                 "flops": phase.flops,
+                "product_flops": phase.product_flops,
                 "kernels": phase.kernels,
+                "seconds": phase.seconds,
+                "device_s": dict(phase.device_s),
+                "launch_s": phase.launch_s,
+                "idle_s": phase.idle_s,
+                "bubble_s": phase.bubble_s,
+                "decode_steps": phase.decode_steps,
                 "collectives": [[*key, calls, size] for key, (calls, size) in phase.comm.items()],
                 "waits": table(phase.waits),
                 "attention": table(phase.attention),

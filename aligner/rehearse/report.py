@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 from aligner.config.schema import Config
@@ -20,6 +21,13 @@ from aligner.rehearse.ranks import stage_of
 
 MADE_IN_A_LAYER = 32  # tensors that one operation of one line may make in a layer of a micro-batch; 17 were seen
 SHOWN = 8  # places of a list in the table; the file has all
+KINDS = {  # of `prices.py`: head of a column
+    "products": "products",
+    "attention": "attention",
+    "element-wise": "elements",
+    "communication": "messages",
+    "transfers": "transfers",
+}
 LISTS = {
     "waits": "the host waits for the device",
     "attention": "attention kernels",
@@ -62,6 +70,17 @@ class Rehearsal:
         if stage is None:  # judges make it generate
             sizes["generate"] = max(sizes["generate"], sizes.pop("score", 0.0))
         return sizes
+
+    @cached_property
+    def update(self) -> tuple[float, float]:
+        """Seconds of a step's update on the slowest rank, and its MFU: the share of the peak of matrix products, also
+        recomputed ones, without attention's. (0, 0) if no rank trains."""
+        phases = [record["phases"]["update"] for record in self.records.values() if "update" in record["phases"]]
+        seconds = max((phase["seconds"] / phase["entries"] for phase in phases), default=0.0)
+        if not seconds:
+            return 0.0, 0.0
+        products = fmean(phase["product_flops"] / phase["entries"] for phase in phases)
+        return seconds, products / (seconds * self.device.flops)
 
     @cached_property
     def faults(self) -> list[str]:
@@ -119,7 +138,7 @@ class Rehearsal:
                     record["phases"][name]["planned_bytes"] = size
         head = {"device": self.device.name, "gpus": self.gpus, "stage": self.cfg.stage.name, "seconds": self.seconds}
         head |= {"path": self.path, "faults": self.faults, "mismatches": self.mismatches}
-        head |= {"circle": self.circle}
+        head |= {"circle": self.circle, "update_s": self.update[0], "update_mfu": self.update[1]}
         return head | {"one_by_one": dict(self.one_by_one), "ranks": ranks}
 
 
@@ -148,6 +167,10 @@ def show(rehearsal: Rehearsal) -> None:
         table.add_section()
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
+    console.print(_times(rehearsal))
+    seconds, mfu = rehearsal.update
+    if seconds:
+        print(f"update: {1000 * seconds:.0f} ms a step, MFU {100 * mfu:.0f} % (products, also recomputed ones)")
     for kind, words in LISTS.items():
         counts: Counter[str] = Counter()
         for record in rehearsal.records.values():
@@ -170,6 +193,27 @@ def show(rehearsal: Rehearsal) -> None:
     if not rehearsal.faults:
         count = len(rehearsal.records)
         print(f"{count} rank{'s' * (count > 1)} rehearsed, no fault")
+
+
+def _times(rehearsal: Rehearsal) -> Any:
+    """Return a table of one entry of each phase, but of those that decode fewer steps than a job."""
+    from rich.table import Table
+
+    title = "milliseconds by prices of kernels: of the phase, of it on the device by kind, and to launch"
+    table = Table("rank", "phase", title=title)
+    for name in ("all", *KINDS.values(), "bubble", "launches", "idle %"):
+        table.add_column(name, justify="right")
+    for rank, record in rehearsal.records.items():
+        for name, phase in record["phases"].items():
+            if not phase["seconds"] or phase["decode_steps"]:
+                continue
+            parts = [phase["device_s"].get(kind, 0.0) for kind in KINDS]
+            every = [phase["seconds"], *parts, phase["bubble_s"], phase["launch_s"]]
+            idle = 100 * phase["idle_s"] / phase["seconds"]
+            numbers = [f"{1000 * seconds / phase['entries']:.1f}" for seconds in every]
+            table.add_row(str(rank), name, *numbers, f"{idle:.0f}")
+        table.add_section()
+    return table
 
 
 def _list(words: str, counts: Counter[str]) -> None:

@@ -35,10 +35,20 @@ def install(record: RehearsalRecord) -> None:
 
     run = ShardedModel._run
 
+    def timed(self: Any, micro_batches: Sequence[TrainBatch], *arguments: Any, **named: Any) -> list:
+        """Add the pipeline's bubble: the first micro-batch's way to the last stage (`plan/times.py`)."""
+        phase = record.phase
+        before = phase.seconds
+        outputs = shortened(self, micro_batches, *arguments, **named)
+        bubble_s = (phase.seconds - before) * (self.layout.pipeline - 1) / max(1, len(micro_batches))
+        phase.bubble_s += bubble_s
+        phase.seconds += bubble_s
+        phase.micro_batches += len(micro_batches)
+        return outputs
+
     def shortened(
         self: Any, micro_batches: Sequence[TrainBatch], collect: Callable, forward_only: bool, non_loss: bool
     ) -> list:
-        record.phase.micro_batches += len(micro_batches)
         plan = kept([_kind(batch) for batch in micro_batches], self.layout.pipeline)
         if len(plan) == len(micro_batches):
             return run(self, micro_batches, collect, forward_only, non_loss)
@@ -65,7 +75,7 @@ def install(record: RehearsalRecord) -> None:
             ]
         return [each for output, others in zip(outputs, repeated, strict=True) for each in (output, *others)]
 
-    ShardedModel._run = shortened
+    ShardedModel._run = timed
 
 
 def _kind(batch: TrainBatch) -> tuple:

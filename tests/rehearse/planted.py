@@ -128,6 +128,21 @@ def collectives():
     before_a_step(lambda x, group: dist.all_to_all_single(x, x.clone(), [3, 1], [1, 3], group=group))
 
 
+def float32_pass():
+    """Read and write 32 GiB in float32."""
+    before_a_step(lambda x, group: x.new_empty(1 << 33).add_(1))
+
+
+def extra_sum():
+    """Add up 16 GiB of two data-parallel ranks."""
+    before_a_step(lambda x, group: dist.all_reduce(x.new_empty(1 << 32), group=group))
+
+
+def wide_product():
+    """Multiply in float32."""
+    before_a_step(lambda x, group: x.new_empty(16384, 16384) @ x.new_empty(16384, 16384))
+
+
 def in_turn(first, second):
     x = torch.zeros(4, device="cuda")
     for group in (first, second):

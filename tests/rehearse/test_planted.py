@@ -3,7 +3,7 @@
 import pytest
 
 from aligner.config.resolve import compose
-from aligner.plan.devices import find_device
+from aligner.plan.devices import Prices, find_device
 from aligner.rehearse import command
 from aligner.rehearse.report import Rehearsal
 
@@ -27,6 +27,7 @@ PLANTS = {
     **dict.fromkeys(("overwritten_buffer", "reused_buffer", "unawaited_sum"), PIPELINE),
     **dict.fromkeys(("overwritten_list", "pageable_copy", "polled_copy", "polled_buffer"), PIPELINE),
     "mixed_attention": [*PIPELINE, "model.varlen_attention=false"],
+    **dict.fromkeys(("float32_pass", "extra_sum", "wide_product"), PIPELINE),
     "tensor_against_data": TENSOR,
     **dict.fromkeys(("moves_on_cpu", "no_refill", "nothing_beside"), SLOTS),
     **dict.fromkeys(("skipped_send", "cpu_engine", "refused", "unawaited_messages"), APART),
@@ -133,6 +134,27 @@ def test_a_number_that_is_read_in_a_step(rehearsals):
 def test_float64_left_over(rehearsals):
     forward, backward = sorted(places(rehearsals["float64"], "float64"), reverse=True)
     assert forward.startswith("aligner/roles/policy.py") and backward.startswith("aligner/megatron/train.py")
+
+
+H100, PRICES = find_device("h100"), Prices()
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind", "seconds"),
+    [
+        ("float32_pass", "element-wise", (64 << 30) / (H100.bandwidth * PRICES.memory)),
+        ("extra_sum", "communication", (16 << 30) / (H100.nvlink * PRICES.link)),
+        ("wide_product", "products", 2 * 16384**3 / (H100.flops * PRICES.products * PRICES.wide)),
+    ],
+)
+def test_slow_work_costs_its_own_kind_alone(rehearsals, plant, kind, seconds):
+    """In each of two steps, where the host launches behind it."""
+    before, after = (rehearsals[name].records[2]["phases"]["update"] for name in ("nothing", plant))
+    for name in before["device_s"]:
+        grown = after["device_s"][name] - before["device_s"][name]
+        assert grown == pytest.approx(2 * seconds if name == kind else 0, rel=0.01, abs=0.01 * seconds), name
+    longer = rehearsals[plant].update[0] - rehearsals["nothing"].update[0]
+    assert seconds - before["seconds"] / before["entries"] < longer < 1.01 * seconds
 
 
 def test_a_collective_that_one_stage_skips(rehearsals):

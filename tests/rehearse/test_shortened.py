@@ -41,7 +41,10 @@ def test_all_numbers_are_those_of_the_whole_job(tmp_path, monkeypatch):
         for name, phase in whole["phases"].items():
             other = short["phases"][name]
             assert other["peak_bytes"] == pytest.approx(phase["peak_bytes"], rel=0.01)  # a loss of each micro-batch
-            for kind in phase.keys() - {"peak_bytes"}:
+            assert other["device_s"] == pytest.approx(phase["device_s"])
+            for kind in ("seconds", "launch_s", "idle_s", "bubble_s"):
+                assert other[kind] == pytest.approx(phase[kind], rel=0.01), (name, kind)
+            for kind in phase.keys() - {"peak_bytes", "device_s", "seconds", "launch_s", "idle_s", "bubble_s"}:
                 sides = [
                     side if isinstance(side, int | float | dict) else sorted(side)
                     for side in (other[kind], phase[kind])
