@@ -6,7 +6,7 @@ import torch
 from aligner.megatron import kernels
 from aligner.ops.kernels import fused
 from aligner.ops.kernels.experts import Pairs, combine, expand
-from aligner.ops.kernels.logprobs import token_logprobs
+from aligner.ops.kernels.logprobs import logit_numbers, token_logprobs
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +59,12 @@ def test_logprobs_keep_logits_and_a_few_numbers_of_each_row(entropy):
     torch.autograd.backward(outs, [torch.empty_like(x) for x in outs])
     assert len(outs) == 1 + entropy and all(x.shape == (5,) and x.dtype == torch.float32 for x in outs)
     assert logits.grad.shape == logits.shape and logits.grad.dtype == torch.bfloat16
+
+
+def test_a_logit_has_no_softmax_beside_it(monkeypatch):
+    assert [logit_numbers(empty(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)] == [1, 2]
+    monkeypatch.undo()
+    assert logit_numbers(torch.empty(2, dtype=torch.bfloat16)) == 3
 
 
 def test_only_a_gpus_tensors_of_at_most_32_bits_are_taken(monkeypatch):
