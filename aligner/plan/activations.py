@@ -102,7 +102,7 @@ def activation_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     stream = _stream(job, model)
     own, share = stream.tokens / grid.context, grid.tensor if grid.sequence else 1
     ends = (stage == 0) * m.hidden_size / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
-    kept = len(layers) * own * m.hidden_size / share if job.recompute else sum(layers)
+    kept = len(layers) * own * m.hidden_size / share if job.recompute else job.kept * sum(layers)
     in_flight = min(stream.count, grid.pipeline - stage)
     mask = stream.shared.mask if stream.shared else 0.0
     return job.element * in_flight * (kept + ends * own + mask)

@@ -1,5 +1,4 @@
-"""Data sheets of devices, and the share of their peaks that a program gets. These numbers are no measurements of this
-project."""
+"""Data sheets of devices, and the shares of their peaks and other costs that plan and rehearse count with."""
 
 from __future__ import annotations
 
@@ -54,22 +53,6 @@ def find_device(name: str, key: str = "--device") -> Device:
 
 
 @dataclass(frozen=True)
-class Assumptions:
-    """Shares of the peaks and other numbers that no data sheet gives: one set for all models, layouts and devices. The
-    shares are the project's goals on a GPU (benchmarks/gpu), not measurements; docs/how-to/plan.md says how far
-    published runs are from them."""
-
-    matrix: float = 0.47  # of the peak: dense layers in training, logprobs and prefill, element-wise work included
-    experts: float = 0.25  # likewise, products of experts: smaller matrices, uneven loads, permutations
-    memory_bandwidth: float = 0.60  # of the peak: decode, optimizer
-    link: float = 0.70  # of the link's bandwidth: large collectives
-    message_s: float = 20e-6  # per collective, and per hop of a pipeline
-    layer_s: float = 70e-6  # of host time for a layer of a decode step: some 14 kernels, launched one by one
-    usable: float = 0.94  # of the memory, after fragments of the allocator
-    context_bytes: float = 2.5 * GIB  # of CUDA, cuBLAS workspaces and NCCL's buffers
-
-
-@dataclass(frozen=True)
 class Prices:
     """Shares of a data sheet's peaks that single kernels and messages reach, and costs that no size changes. "H200":
     one card, benchmarks/gpu.md; "fitted": to the kinds' shares in its profile of an update, with products at 0.75."""
@@ -89,6 +72,38 @@ class Prices:
     kernel_s: float = 2.5e-6  # on the device, to start and end a kernel: an estimate
     # of host time for a kernel launched from Python: 484 kernels more in a decode step take 6.8 ms more (H200)
     launch_s: float = 14e-6
-    message_s: float = 20e-6  # latency of a collective or message, as in Assumptions
-    link: float = 0.70  # of the link's bandwidth, large collectives, as in Assumptions
+    message_s: float = 20e-6  # latency of a collective or message
+    link: float = 0.70  # of the link's bandwidth: large collectives
     host_link: float = 50e9  # bytes per second between host memory and the device (PCIe 5 x16: 64 on the data sheet)
+
+
+@dataclass(frozen=True)
+class Assumptions(Prices):
+    """The prices, and what plan counts of kernels that it does not tell apart: one set for all models, layouts and
+    devices. "Published": fitted to half of the runs of benchmarks/plan_check."""
+
+    experts: float = 0.30  # of the peak: grouped products, with permutations (published)
+    # of the bandwidth: kernels of a step, fast and slow ones together, as the H200's profile has it
+    element_wise: float = 0.46
+    # numbers that they read or write of a token in a layer's forward pass, backward twice as many, in units of the
+    # stream's, of queries', keys' and values', of an MLP's and of an expert's inputs (counted in a rehearsal of 8B)
+    stream_passes: float = 14
+    head_passes: float = 4
+    mlp_passes: float = 2.7
+    routed_passes: float = 4
+    logit_bytes: float = 2  # that they read or write of a logit whose logprob is made; backward twice as many
+    sampled_bytes: float = 60  # of a logit that is sampled from
+    decode: float = 0.60  # of the bandwidth: products for few rows, and attention to a cache
+    layer_kernels: int = 24  # of a decode step (H200)
+    sampler_s: float = 4e-3  # of host time beside its layers, where kernels are launched one by one (H200)
+    # an engine in its own process: host time of a decode step; of a rollout, to exchange rows and answers; and of each
+    # whole tensor of a refit (published)
+    engine_s: float = 9e-3
+    turn_s: float = 16.0
+    tensor_s: float = 1.3e-4
+    # published runs have, and this project does not: products in FP8, their rate over bfloat16's with casts; and
+    # messages beside products, the share of their time that shows
+    fp8: float = 1.65
+    exposed: float = 0.28
+    usable: float = 0.94  # of the memory, after fragments of the allocator
+    context_bytes: float = 2.5 * GIB  # of CUDA, cuBLAS workspaces and NCCL's buffers

@@ -50,8 +50,9 @@ class Engine:
     element: int = 2
     max_batch: int = 512
     kv_bytes: float = 1 << 30  # budget
+    # a process of its own, as vLLM's: it takes the whole budget when it starts, and rows take pages as they grow
+    reserved: bool = False
     refill: bool = True  # a finished row's place is taken by a waiting one; else batches end before the next begins
-    reserved: bool = False  # the whole budget is taken when it starts
     padded: bool = True  # every row of a decode step reads the cache up to the longest row's position
     launches: bool = True  # kernels are launched one by one, not as a graph
     placed: bool = True  # a refit writes shards in place, else it hands over whole tensors
@@ -61,6 +62,7 @@ class Engine:
     lag: int = 0  # > 0: they generate while the others train
     window: int = 0  # decode steps after which samples pause; 0: they do not
     pauses: bool = True  # it can have such windows
+    in_flight: bool = False  # not of this project yet: it takes weights while rows run on, and keeps their cache
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class PlanJob:
     unit: int = 1  # rows of what `batch.micro_batch_samples` counts
     packing: bool = True
     share: bool = False  # the prompts of rows that follow each other in a micro-batch: see `shared.py`
+    balanced: bool = True  # rows are dealt to data-parallel ranks by their cost, else by their number
     recompute: bool = False
     logprob_tokens: int = 16384
     logits_bytes: float = 1 << 30
@@ -142,6 +145,14 @@ class PlanJob:
     pretrain_steps: int = 0  # of the critic, once
     # of a stage without rollouts: `config.stage.Stage.passes`
     passes: Mapping[str, float] = field(default_factory=dict)
+    # not of this project yet: what published runs have, as `Grid.virtual` and `Grid.folded`
+    fp8: bool = False  # products of layers
+    overlap: tuple[str, ...] = ()  # axes whose messages run beside products
+    node_dispatch: bool = False  # a token goes once to each node with experts that it chose
+    attention: float = 1.0  # speed of its kernel over torch's
+    fused: float = 1.0  # share of element-wise passes that fused kernels leave
+    kept: float = 1.0  # share of activations that FP8 or recomputing some of them leaves
+    gradient: int = 4  # bytes of a parameter's gradient
 
     @property
     def policy(self) -> PlannedModel:
@@ -207,7 +218,11 @@ class PlanJob:
         engine, shape = self.engine, self.policy.shape
         assert engine is not None
         token = kv_bytes(shape, engine.element, engine.tensor) + self.routing
-        rows = self.rows.count / self.replicas * (1 + engine.lag if engine.window else 1)  # in flight
+        at_once = engine.lag if engine.in_flight else 1 + engine.lag * bool(engine.window)
+        rows = self.rows.count / self.replicas * at_once
+        if engine.reserved:  # pages hold what rows have so far, on average half of a response
+            held = token * (self.rows.prompt_mean + self.rows.response_mean / 2) + row_bytes(shape) / engine.tensor
+            return int(max(1, min(ceil(rows), engine.max_batch, engine.kv_bytes // held))), engine.kv_bytes
         prompts = rows if self.turns else self.rows.prompts / self.replicas  # trajectories go on with others
         positions = self.rows.longest - 1
         budget, longest = engine.kv_bytes // token, self.rows.prompt_longest + self.turns
@@ -222,7 +237,7 @@ class PlanJob:
         between_steps = engine.tensor == 1 and bool(engine.lag or not engine.ranks)  # turns are taken, not in rounds
         keeps = self.turns and between_steps and not state_positions  # rows between their turns
         held = (room if keeps else slots) * (positions + state_positions) + chunk
-        return slots, engine.kv_bytes if engine.reserved else held * token
+        return slots, held * token
 
 
 def grid_of(cfg: Config, gpus: int) -> Grid:
@@ -264,6 +279,7 @@ def job_of(
         micro_tokens=b.micro_batch_tokens,
         unit=pairs,
         packing=b.packing,
+        balanced=b.balance,
         share=_shares(cfg),
         recompute=cfg.model.recompute == "full",
         logprob_tokens=b.logprob_budget,

@@ -1,4 +1,4 @@
-"""Lengths of responses: exponential around a mean, or read from a file."""
+"""Lengths of responses: lognormal around a mean, or read from a file."""
 
 from __future__ import annotations
 
@@ -8,27 +8,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import exp, isinf
+from math import exp, inf, log
 from pathlib import Path
 from random import Random
+from statistics import NormalDist
 
 from aligner.errors import ConfigError
 
-KEY = "--lengths"
+KEY, NORMAL = "--lengths", NormalDist()
+SPREAD = 0.8  # standard deviation of the logarithm of response lengths
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths in tokens, at most `longest`. `counts`: (length, responses), ascending; without any, lengths are
-    exponential."""
+    """Lengths in tokens, at most `longest`, where those that would be longer end. `counts`: (length, responses),
+    ascending; without any, lengths are lognormal."""
 
     mean: float
     longest: int
     counts: tuple[tuple[int, int], ...] = ()
 
     @cached_property
-    def _decay(self) -> float:
-        return decay(self.mean, self.longest)
+    def _median(self) -> float:
+        """Median for which lengths that end at `longest` have this mean; infinite if all are of the longest length."""
+        if self.mean >= 0.999 * self.longest:
+            return inf
+        low, high = 1e-3 * self.mean, 1e4 * self.longest
+        for _ in range(80):
+            middle = (low * high) ** 0.5
+            end = log(self.longest / middle) / SPREAD
+            mean = middle * exp(SPREAD**2 / 2) * NORMAL.cdf(end - SPREAD) + self.longest * NORMAL.cdf(-end)
+            low, high = (middle, high) if mean < self.mean else (low, middle)
+        return high
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -36,11 +47,18 @@ class Lengths:
         return list(accumulate(count for _, count in self.counts))
 
     def alive(self, t: float) -> float:
-        """Return the share of responses that are longer than `t`."""
+        """Return the share of responses that are longer than `t`, which is above 0 and below the longest."""
         if not self.counts:
-            return exp(-t / self._decay)
+            return NORMAL.cdf(log(self._median / t) / SPREAD)
         ended = bisect_right(self.counts, t, key=lambda each: each[0])
         return 1 - self._ends[ended - 1] / self._ends[-1] if ended else 1.0
+
+    @property
+    def deviation(self) -> float:
+        """Return their standard deviation."""
+        width = self.longest / (parts := 256)
+        squares = sum(2 * (t := (i + 0.5) * width) * self.alive(t) * width for i in range(parts))
+        return max(0.0, squares - self.mean**2) ** 0.5
 
     def drawn(self) -> Iterator[int]:
         """Yield lengths without end, the same ones each time."""
@@ -48,20 +66,8 @@ class Lengths:
         while self.counts:
             yield self.counts[bisect_right(self._ends, draw.randrange(self._ends[-1]))][0]
         while True:
-            length = self.longest if isinf(self._decay) else draw.expovariate(1 / self._decay)
-            yield max(1, min(self.longest, round(length)))
-
-
-def decay(mean: float, longest: float) -> float:
-    """Return the decay of exponential lengths that are cut at `longest` and have this mean. Infinite if all are of the
-    longest length."""
-    if mean >= 0.999 * longest:
-        return float("inf")
-    low, high = 1e-3 * mean, 1e4 * longest
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if middle * (1 - exp(-longest / middle)) < mean else (low, middle)
-    return high
+            length = self._median * exp(draw.gauss(0, SPREAD))
+            yield max(1, round(min(self.longest, length)))
 
 
 def read_lengths(path: str) -> tuple[tuple[int, int], ...]:

@@ -27,7 +27,7 @@ PARTS = {
     "edp communication": "{step} (more samples in an optimizer step)",
     "engines communication": "engine.tensor_parallel",
     "optimizer": "optim.distributed, {step}",
-    "products": "operations (more GPUs, or a smaller model)",
+    "kernels": "operations (more GPUs, or a smaller model)",
     "prefill": "operations (more GPUs, or a smaller model)",
     "decode": "memory bandwidth (more GPUs, engine.tensor_parallel)",
     "copy": "engine.tensor_parallel",

@@ -101,7 +101,7 @@ def _models(job: PlanJob, stage: int, reads: tuple[str, ...] = (), trains: bool 
         if model.role in reads or "weights" not in job.offload:
             items["weights"] += model_bytes(job, model, stage)
         if model.trained and (trains or "gradients" not in job.offload):
-            items["gradients"] += gradient_bytes(count)
+            items["gradients"] += gradient_bytes(count, job.gradient)
         if model.trained and (trains or "optimizer" not in job.offload):
             items["optimizer"] += optimizer_bytes(count, job.grid, job.element, model.distributed, model.averaged)
     if heads := sum(teacher_heads(job)):
@@ -127,7 +127,7 @@ def _building(job: PlanJob, stage: int) -> dict[str, float]:
         if model.trained:
             count = trained_parameters(model, job.grid, stage)
             for own in (replace(count, experts=0), Count(experts=count.experts)):  # buffers, one after the other
-                gradients += gradient_bytes(own)
+                gradients += gradient_bytes(own, job.gradient)
                 beside = model.distributed * weight_bytes(own, job.element)
                 moments.append((weights + beside, gradients, optimizer, engine))
             optimizer += 4 * optimizer_share(count, job.grid, model.distributed) * (job.element < 4)
@@ -192,7 +192,7 @@ def stage_phases(job: PlanJob, stage: int) -> dict[str, dict[str, float]]:
     if job.engine is not None:
         if not job.engine.ranks:
             kept, needed = engine_items(job)
-            phases["load"]["engine weights"] = kept["engine weights"]
+            phases["load"]["engine weights"] = kept["engine weights"] * job.engine.resident
             phases["generate"] = _models(job, stage) | kept | needed
             stays = _stays(job, kept) if job.engine.resident else {}
         moved = {"buckets": refit_buffers(job, stage)}
@@ -283,7 +283,8 @@ def _keys(job: PlanJob, phase: str, item: str) -> str:
         first.append("memory.sleep=auto")
     if item == "optimizer" and not all(model.distributed for model in job.models):
         first.append("optim.distributed=true")
-    return ", ".join([*first, ITEMS[item][1]])
+    keys = ", ".join([*first, ITEMS[item][1]])
+    return keys if job.policy.shape.moe.num_experts else keys.replace(", parallel.expert", "")
 
 
 def refuse(job: PlanJob, device: Device, memory: Memory) -> None:

@@ -28,6 +28,10 @@ class Grid:
     data: int = 1
     sequence: bool = False
     over_heads: bool = False  # context parallelism by all-to-all, else by all-gather of keys and values
+    # not of this project yet: parts of the model on each rank of a pipeline that takes turns with them, and experts
+    # whole on tensor ranks, each of which sends its own tokens alone
+    virtual: int = 1
+    folded: bool = False
 
     @property
     def gpus(self) -> int:
@@ -37,6 +41,18 @@ class Grid:
     def replicas(self) -> int:
         """Number of ranks with the same dense parameters."""
         return self.data * self.context
+
+    @property
+    def expert_replicas(self) -> int:
+        """Number of ranks with the same experts."""
+        return max(1, self.replicas * (self.tensor if self.folded else 1) // self.expert)
+
+    def layers(self, count: int, stage: int) -> range:
+        """Return the numbers of a stage's layers. Where `count` does not divide, the first and the last have fewest."""
+        more = count % self.pipeline
+        first = (self.pipeline - more + 1) // 2  # stages before those that have one more
+        begin = [stage * (count // self.pipeline) + min(more, max(0, stage - first)) for stage in (stage, stage + 1)]
+        return range(*begin)
 
     def __str__(self) -> str:
         sizes = [("tp", self.tensor), ("pp", self.pipeline), ("cp", self.context), ("ep", self.expert)]
@@ -78,14 +94,12 @@ def sparse_share(m: ModelConfig) -> float:
 
 def stage_layers(m: ModelConfig, grid: Grid, stage: int) -> list[bool]:
     """Return for each layer of a pipeline stage whether it has experts."""
-    count = m.num_layers // grid.pipeline
-    return ["sparse" in m.layer_kinds(layer) for layer in range(stage * count, (stage + 1) * count)]
+    return ["sparse" in m.layer_kinds(layer) for layer in grid.layers(m.num_layers, stage)]
 
 
 def stage_linear(m: ModelConfig, grid: Grid, stage: int) -> list[bool]:
     """Return for each layer of a pipeline stage whether it has linear attention."""
-    count = m.num_layers // grid.pipeline
-    return [m.linear.is_linear(layer) for layer in range(stage * count, (stage + 1) * count)]
+    return [m.linear.is_linear(layer) for layer in grid.layers(m.num_layers, stage)]
 
 
 def attention_matrices(m: ModelConfig) -> int:
@@ -156,9 +170,8 @@ def layer_norms(m: ModelConfig, linear: bool = False) -> int:
 def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", outputs: int = 1) -> Count:
     """Count the parameters of one rank on pipeline stage `stage`, by the family's rows. The vocabulary, padded to a
     multiple of tp, is on the first stage and again on the last (once where tied and pp = 1)."""
-    count, total = m.num_layers // grid.pipeline, Counter[str]()
-    last = stage == grid.pipeline - 1
-    for kinds, layers in Counter(map(m.layer_kinds, range(stage * count, (stage + 1) * count))).items():
+    total, last = Counter[str](), stage == grid.pipeline - 1
+    for kinds, layers in Counter(map(m.layer_kinds, grid.layers(m.num_layers, stage))).items():
         for spec in layer_table(m, kinds):
             total[_holders(spec)] += layers * _rank_elements(spec, grid)
     for spec in end_table(m, head, outputs):
@@ -179,7 +192,8 @@ def _rank_elements(spec: ParamSpec, grid: Grid) -> int:
     elements = prod(spec.shape)
     if spec.padded:
         return -(-spec.shape[0] // grid.tensor) * spec.shape[1]
-    return elements // (1 if spec.tp_axis is None else grid.tensor) // (grid.expert if spec.experts else 1)
+    whole = spec.tp_axis is None or (spec.experts and grid.folded)
+    return elements // (1 if whole else grid.tensor) // (grid.expert if spec.experts else 1)
 
 
 def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float | None = None) -> float:

@@ -37,9 +37,9 @@ def whole_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     return max(weight_bytes(held_parameters(model, model.grid, one), job.element) for one in stages)
 
 
-def gradient_bytes(count: Count) -> float:
+def gradient_bytes(count: Count, element: int = 4) -> float:
     """Return the bytes of `grad_reduce_in_fp32`: one float32 number for each parameter, on every data-parallel rank."""
-    return 4.0 * (count.total - count.fixed)
+    return float(element) * (count.total - count.fixed)
 
 
 def optimizer_bytes(count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False) -> float:
@@ -48,7 +48,7 @@ def optimizer_bytes(count: Count, grid: Grid, element: int, distributed: bool, a
     `averaged`: with `ema`'s float32 numbers."""
     per, dense, experts = (8 if element == 4 else 12) + 4 * averaged, 1, 1
     if distributed:
-        dense, experts = grid.replicas, max(1, grid.replicas // grid.expert)
+        dense, experts = grid.replicas, grid.expert_replicas
     plain = 8 * (count.score / dense + count.magnitudes / experts)
     return per * (count.dense / dense + count.experts / experts) + plain
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, log, log2, sqrt
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.families.table import parameters
@@ -25,15 +25,28 @@ from aligner.plan.linear import row_bytes
 from aligner.plan.reads import reads
 from aligner.plan.shapes import (
     Grid,
+    attention_widths,
     decode_weight_bytes,
     expert_operations,
     head_operations,
     kv_bytes,
     latent_matrices,
     layer_operations,
+    mlp_width,
+    sparse_share,
 )
+from aligner.plan.shared import Shared, shared
 from aligner.plan.sizes import logit_bytes, optimizer_share
-from aligner.plan.traffic import CollectiveCalls, apart_bytes, axis_size, axis_span, pass_calls, refit_calls, step_calls
+from aligner.plan.traffic import (
+    CollectiveCalls,
+    apart_bytes,
+    axis_size,
+    axis_stride,
+    pass_calls,
+    refit_calls,
+    step_calls,
+    tensors,
+)
 
 DECODE_PARTS = 64  # of a generation, each at its own number of rows and length
 
@@ -51,6 +64,15 @@ class PhaseTime:
 
 
 @dataclass(frozen=True)
+class Work:
+    """Passes over a model's layers: how often forward and backward, and whether matrices get gradients."""
+
+    forward: int = 1
+    backward: int = 0
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
 class Machine:
     device: Device
     assumed: Assumptions
@@ -58,75 +80,124 @@ class Machine:
 
     @property
     def rate(self) -> float:
-        return self.device.flops * self.assumed.matrix
+        return self.device.flops * self.assumed.products
 
-    def layer_seconds(self, m: ModelConfig, tokens: float, context: float, kept: float | None = None) -> float:
-        """Return the seconds of one layer's forward products; `kept`: see `layer_operations`."""
+    def copied(self, size: float) -> float:
+        """Return the seconds of copies, or of an optimizer, that read and write so many bytes."""
+        return size / (self.device.bandwidth * self.assumed.memory)
+
+    def moved(self, size: float) -> float:
+        """Return the seconds of a step's other element-wise kernels that read and write so many bytes."""
+        return size / (self.device.bandwidth * self.assumed.element_wise)
+
+    def layer_products(self, m: ModelConfig, tokens: float, kept: float | None = None) -> float:
+        """Return the seconds of one layer's forward products of tokens with matrices; `kept`: see
+        `layer_operations`."""
         experts = expert_operations(m, tokens) / (self.device.flops * self.assumed.experts)
-        return layer_operations(m, tokens, context, kept) / self.rate + experts
+        return layer_operations(m, tokens, 0, kept) / self.rate + experts
 
-    @property
-    def bandwidth(self) -> float:
-        return self.device.bandwidth * self.assumed.memory_bandwidth
+    def attention(
+        self, m: ModelConfig, tokens: float, context: float, work: Work = Work(), masked: float = 0.0
+    ) -> float:
+        """Return the seconds of one layer's products of tokens with tokens; `masked`: share of them under a mask.
+        Backward has five for the two of forward."""
+        prices, operations = self.assumed, layer_operations(m, 0, context, tokens) - layer_operations(m, 0, 0, tokens)
+        forward = (1 - masked) / prices.flash_forward + masked / prices.masked_forward
+        backward = (1 - masked) / prices.flash_backward + masked / prices.masked_backward
+        return operations * (work.forward * forward + 2.5 * work.backward * backward) / self.device.flops
 
-    def link(self, span: int) -> float:
-        """Return the bandwidth of collectives of ranks that lie so far apart."""
-        fast = span <= self.gpus_per_node
-        return (self.device.nvlink if fast else self.device.network) * self.assumed.link
+    def element_wise(self, m: ModelConfig, tokens: float, stream: float, element: int) -> float:
+        """Return the seconds of one layer's element-wise kernels in a forward pass over a rank's share of `tokens`,
+        `stream` of which are in the stream between its products."""
+        a, k, v, _ = attention_widths(m)
+        sparse, routed = sparse_share(m), m.moe.top_k * m.hidden_size
+        mlp = sparse * mlp_width(m, True) + (1 - sparse) * m.ffn_hidden_size
+        passes = self.assumed
+        own = passes.head_passes * (a + k + v) + passes.mlp_passes * mlp + passes.routed_passes * sparse * routed
+        return self.moved(element * (tokens * own + stream * passes.stream_passes * m.hidden_size))
 
-    def seconds(self, call: CollectiveCalls, grid: Grid) -> float:
-        wire = call.wire(axis_size(grid, call.axis))
-        return wire / self.link(axis_span(grid, call.axis)) + call.count * self.assumed.message_s
+    def seconds(self, call: CollectiveCalls, grid: Grid, once: bool = False) -> float:
+        """Return the seconds of a call. In a ring as many network adapters of a node work as it has members there; in
+        an all-to-all a rank uses NVLink and its adapter at the same time. `once`: a token's copies go together to each
+        other node. Each doubling of nodes adds a message's latency."""
+        ranks, stride = axis_size(grid, call.axis), axis_stride(grid, call.axis)
+        nvlink, network = self.device.nvlink, self.device.network
+        here = min(ranks, max(1, self.gpus_per_node // stride))  # members in a node
+        wire = call.wire(ranks)
+        if here == ranks:
+            took = wire / nvlink
+        elif call.op == "all_to_all":
+            nodes = ranks / here
+            far = call.size * (1 - 1 / nodes)
+            if once:
+                far *= nodes * (1 - (1 - 1 / nodes) ** call.copies) / call.copies
+            took = max(call.size * (here - 1) / ranks / nvlink, far / network)
+        else:
+            took = wire / (network if call.op == "send" else min(nvlink, here * network))
+        hops = 1 if call.op == "send" else 1 + log2(ranks / here)
+        return took / self.assumed.link + call.count * self.assumed.message_s * hops
 
 
 def _communicate(
     phase: PhaseTime, calls: Iterable[CollectiveCalls], job: PlanJob, machine: Machine, times: float = 1.0
 ) -> None:
     for call in calls:
-        phase.parts[f"{call.axis} communication"] += times * machine.seconds(call, job.grid)
+        beside = machine.assumed.exposed if call.axis in job.overlap else 1.0
+        phase.parts[f"{call.axis} communication"] += times * beside * machine.seconds(call, job.grid, job.node_dispatch)
         phase.wire_bytes[call.axis] += times * call.wire(axis_size(job.grid, call.axis))
 
 
-def _forward(
-    job: PlanJob, model: PlannedModel, stage: int, tokens: float, machine: Machine, attention: bool = True
-) -> float:
-    """Return the seconds of the stage's layers, without adapters; without `attention` also without its products of
-    tokens with tokens."""
-    grid, m, read = job.grid, model.shape, reads(job, model, tokens)
-    own, share = tokens / grid.context / grid.tensor, 1 / grid.context / grid.tensor
-    seen, read_seen = (job.rows.context, read.context) if attention else (0.0, 0.0)
-    layer = machine.layer_seconds(m, own, seen)
-    total = m.num_layers / grid.pipeline * layer
-    if stage == grid.pipeline - 1:
-        total += machine.layer_seconds(m, own, read_seen, read.kept * share) - layer
+def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machine: Machine, work: Work) -> float:
+    """Return the seconds of the stage's layers, without adapters. Prompts that rows share are computed once."""
+    grid, m, read, assumed = job.grid, model.shape, reads(job, model, tokens), machine.assumed
+    alike = _alike(job, tokens)
+    computed = alike.tokens / tokens if alike else 1.0
+    masked = alike.followers / tokens if alike and alike.mask else 0.0
+    share = 1 / grid.context / grid.tensor
+    own, kept, last = computed * tokens * share, computed * read.kept * share, stage == grid.pipeline - 1
+    count = len(grid.layers(m.num_layers, stage))
+    products = (count - last) * machine.layer_products(m, own) + last * machine.layer_products(m, own, kept)
     if not grid.sequence:  # what makes latent vectors is computed whole by every tensor rank
-        whole = 2 * latent_matrices(m) * tokens / grid.context * (1 - 1 / grid.tensor) / machine.rate
-        total += m.num_layers / grid.pipeline * whole
-    return total
+        products += count * 2 * latent_matrices(m) * own * (grid.tensor - 1) / machine.rate
+    products *= work.forward + (2 - work.frozen) * work.backward
+    attention = (count - last) * machine.attention(m, tokens * share, job.rows.context, work, masked)
+    attention += last * machine.attention(m, read.kept * share, read.context, work, masked)
+    stream = own * (1 if grid.sequence else grid.tensor)
+    passes = count * job.fused * machine.element_wise(m, own, stream, job.element) * (work.forward + 2 * work.backward)
+    return products / (assumed.fp8 if job.fp8 else 1) + attention / job.attention + passes
+
+
+def _alike(job: PlanJob, tokens: float) -> Shared | None:
+    """Return what rows of mean length share in a micro-batch of `tokens`."""
+    rows = job.rows
+    mean = replace(rows, prompt_longest=rows.prompt_mean, response_longest=rows.response_mean)
+    return shared(replace(job, rows=mean), tokens, job.micro_batches()[0], in_order=not job.micro_tokens)
 
 
 def micro_batch_seconds(
     job: PlanJob, model: PlannedModel, stage: int, tokens: float, backward: bool, machine: Machine
 ) -> float:
-    """Return the seconds of one rank's products: forward 1, backward 2 (of frozen matrices 1), recomputed layers 1
-    more, likewise a head whose logits come in parts. Outputs that nobody reads are left out."""
+    """Return the seconds of one rank's kernels: forward 1, backward 2 (of frozen matrices 1), recomputed layers 1
+    more, likewise a head whose logits come in parts. Outputs that nobody reads are left out. Gradients of a micro-batch
+    are added to float32 ones."""
     grid, m, read, frozen = job.grid, model.shape, reads(job, model, tokens), is_adapted(model)
-    total = _forward(job, model, stage, tokens, machine) * ((4 if job.recompute else 3) if backward else 1)
+    work = Work(1 + job.recompute, 1, frozen) if backward else Work()
+    total = _layers(job, model, stage, tokens, machine, work)
     if frozen:
         own, kept = tokens / grid.context, read.kept / grid.context
         total += adapter_operations(model, grid, stage, own, kept, backward, job.recompute) / machine.rate
-        if backward:
-            total -= _forward(job, model, stage, tokens, machine, attention=False)
-            if needs_no_input_gradient(grid, stage, job.recompute):
-                total -= first_operations(m, grid, own) / machine.rate
+        if backward and needs_no_input_gradient(grid, stage, job.recompute):
+            total -= first_operations(m, grid, own) / machine.rate
+    if backward:
+        total += job.fused * machine.moved((8 + job.element) * trained_parameters(model, grid, stage).total)
     if stage == grid.pipeline - 1:
         language = model.head == "lm"
         asked = (read.pairs if language else read.kept) / grid.context
-        logits = logit_bytes(job, model, backward) * asked * m.vocab_size / grid.tensor
-        again = 4 if language and logits > job.logits_bytes else 3
-        again -= frozen and language
+        made = asked * m.vocab_size / grid.tensor * language
+        again = backward and logit_bytes(job, model, backward) * made > job.logits_bytes
         head = head_operations(m, asked, model.head, model.outputs, grid.tensor)
-        total += head * (again if backward else 1) / machine.rate
+        total += head * (1 + again + backward * (2 - (frozen and language))) / machine.rate
+        total += job.fused * machine.moved(machine.assumed.logit_bytes * made * (1 + again + 2 * backward))
     return total
 
 
@@ -134,15 +205,22 @@ def _pipeline(
     phase: PhaseTime, job: PlanJob, model: PlannedModel, machine: Machine, count: int, tokens: float, backward: bool
 ) -> None:
     """Add `count` micro-batches through all stages. Each costs what the slowest stage does. The first one's way to the
-    last stage comes on top, (stages - 1) / count of the whole (1F1B, arXiv:2104.04473)."""
-    stages = job.grid.pipeline
-    products, stage = max((micro_batch_seconds(job, model, s, tokens, backward, machine), s) for s in range(stages))
-    phase.parts["products"] += count * products
+    last stage comes on top, (stages - 1) / count of the whole (1F1B; divided by `virtual`: arXiv:2104.04473)."""
+    grid, one = job.grid, PhaseTime()
+    stages = range(grid.pipeline)
+    kernels, stage = max((micro_batch_seconds(job, model, s, tokens, backward, machine), s) for s in stages)
+    one.parts["kernels"] = kernels * (1 if job.balanced else _largest_share(job))
     calls = pass_calls(job, model, stage, tokens, backward)
-    _communicate(phase, calls, job, machine, count)
-    if stages > 1:
-        one = products + sum(machine.seconds(call, job.grid) for call in calls)
-        phase.parts["bubble"] += (stages - 1) * one
+    _communicate(one, [c if c.axis != "pp" else replace(c, size=c.size * grid.virtual) for c in calls], job, machine)
+    if grid.pipeline > 1:
+        phase.parts["bubble"] += (grid.pipeline - 1) / grid.virtual * one.seconds
+    _add(phase, one, count)
+
+
+def _largest_share(job: PlanJob) -> float:
+    """Return the tokens of the data-parallel rank with most over their mean: rows of a normal sum, dealt by number."""
+    rows, ranks = job.learned / job.grid.data, job.grid.data
+    return 1 + job.rows.lengths.deviation / job.rows.mean * sqrt(2 * log(ranks) / rows)
 
 
 def forward_phase(job: PlanJob, models: Iterable[PlannedModel], machine: Machine, share: float = 1.0) -> PhaseTime:
@@ -198,46 +276,61 @@ def _optimizer_step(job: PlanJob, model: PlannedModel, machine: Machine) -> Phas
     _communicate(one, step_calls(job, model, 0), job, machine)
     state = trained_parameters(model, job.grid, 0)
     share = optimizer_share(state, job.grid, model.distributed)
-    one.parts["optimizer"] += adam_bytes(job.element) * share / machine.bandwidth
+    one.parts["optimizer"] += machine.copied(adam_bytes(job.element) * share)
     return one
 
 
 def refit_phase(job: PlanJob, machine: Machine) -> PhaseTime:
     """Return the time to receive from other ranks and to copy the engine's shard into its place (read and written)."""
-    phase = PhaseTime()
+    phase, assumed = PhaseTime(), machine.assumed
     assert job.engine is not None
     if job.engine.ranks:
-        moved = phase.wire_bytes["engines"] = apart_bytes(job)
+        whole = parameters(job.policy.shape) * job.element
+        moved = phase.wire_bytes["engines"] = apart_bytes(job) if job.engine.placed else whole
         messages = ceil(moved / job.bucket_bytes)
-        phase.parts["engines communication"] = moved / machine.link(job.gpus) + messages * machine.assumed.message_s
+        link = machine.device.nvlink if job.gpus <= job.gpus_per_node else machine.device.network
+        phase.parts["engines communication"] = moved / link / assumed.link + messages * assumed.message_s
     else:
         _communicate(phase, refit_calls(job), job, machine)
+    if not job.engine.placed:
+        phase.parts["tensors"] += assumed.tensor_s * tensors(job.policy.shape)
     size = parameters(job.policy.shape) * job.engine.element / job.engine.tensor
-    phase.parts["copy"] += 2 * size / machine.bandwidth
+    phase.parts["copy"] += machine.copied(2 * size)
     return phase
 
 
 def decode_step(job: PlanJob, machine: Machine, rows: float, context: float) -> tuple[float, float]:
     """Return (seconds of one decode step of an engine with `rows` rows at `context` tokens, seconds of its
-    collectives). A step takes the larger of bytes (weights once, each row's cache) over bandwidth, operations over
-    rate, and the host's time to launch."""
+    collectives). A step takes the larger of bytes (weights once, each row's cache) over bandwidth and operations over
+    rate, then samples; at least the host's time to launch."""
     engine, m = job.engine, job.policy.shape
     assert engine is not None
     tp, assumed = engine.tensor, machine.assumed
     kept = context * kv_bytes(m, engine.element, tp) + 2 * row_bytes(m) / tp  # memories are written too
     moved = decode_weight_bytes(m, rows, engine.element) / tp + rows * kept
-    products = m.num_layers * machine.layer_seconds(m, rows, context) + head_operations(m, rows) / machine.rate
-    busy = max(moved / machine.bandwidth, products / tp)
+    products = head_operations(m, rows) / machine.rate + m.num_layers * machine.layer_products(m, rows)
+    products += m.num_layers * machine.attention(m, rows, context)
+    busy = max(moved / machine.device.bandwidth / assumed.decode, products / tp)
+    busy += m.num_layers * assumed.layer_kernels * assumed.kernel_s
+    busy += machine.moved(assumed.sampled_bytes * rows * m.vocab_size / (tp if engine.reserved else 1))
     if engine.launches:
-        busy = max(busy, m.num_layers * assumed.layer_s)
+        busy = max(busy, m.num_layers * assumed.layer_kernels * assumed.launch_s + assumed.sampler_s)
+    busy += assumed.engine_s * engine.reserved
     if tp == 1:
         return busy, 0.0
     call = CollectiveCalls(
         "tp", "all_reduce", 2 * m.num_layers * rows * m.hidden_size * engine.element, 2 * m.num_layers
     )
-    # latency of a small all-reduce in a node by NVLink: the engines have kernels of their own for it
-    wire = call.wire(tp) / machine.link(tp) + call.count * assumed.message_s / 2
+    # latency of a small all-reduce by NVLink: engines have kernels of their own for it, for up to 8 ranks
+    near = tp <= min(8, job.gpus_per_node)
+    wire = machine.seconds(replace(call, count=call.count / 2 if near else call.count), Grid(tp, data=job.gpus // tp))
     return busy + wire, wire
+
+
+def prefill_seconds(m: ModelConfig, tokens: float, context: float, machine: Machine) -> float:
+    """Return the seconds of one GPU's layers over `tokens` that see `context` tokens on average."""
+    kernels = machine.layer_products(m, tokens) + machine.attention(m, tokens, context)
+    return m.num_layers * (kernels + machine.element_wise(m, tokens, tokens, 2))
 
 
 def generate_phase(job: PlanJob, machine: Machine) -> PhaseTime:
@@ -248,10 +341,10 @@ def generate_phase(job: PlanJob, machine: Machine) -> PhaseTime:
     phase, engine, rows = PhaseTime(), job.engine, job.rows
     assert engine is not None
     m, prompts = job.policy.shape, rows.prompts / job.replicas
-    products = m.num_layers * machine.layer_seconds(m, prompts * rows.prompt_mean, rows.prompt_mean / 2)
-    phase.parts["prefill"] += products / engine.tensor
+    phase.parts["prefill"] += prefill_seconds(m, prompts * rows.prompt_mean, rows.prompt_mean / 2, machine)
+    phase.parts["prefill"] /= engine.tensor
     own_rows, slots = rows.count / job.replicas, job.slots()[0]
-    slots, lengths = min(slots, own_rows), rows.lengths
+    slots, lengths = min(slots, own_rows * (engine.lag if engine.in_flight else 1)), rows.lengths
 
     def run(active: float, steps: float, t: float) -> None:
         reach = rows.prompt_longest + t if engine.padded else rows.prompt_mean + t
@@ -260,6 +353,9 @@ def generate_phase(job: PlanJob, machine: Machine) -> PhaseTime:
         if wire:
             phase.parts["tp communication"] += steps * wire
 
+    if engine.in_flight:  # others begin as soon as rows end
+        run(slots, own_rows * rows.response_mean / slots, rows.response_mean / 2)
+        return phase
     waves = ceil(own_rows / slots - 1e-9)
     if engine.refill and waves > 1:
         late = rows.response_longest if engine.padded else rows.response_mean / 2
@@ -284,8 +380,10 @@ def plan_times(job: PlanJob, device: Device, assumed: Assumptions) -> dict[str, 
             phases["refit"] = refit_phase(job, machine)
             phases["generate"] = generate_phase(job, machine)
         scorers = [model for model in job.models if model.name == "reward"]
-        if scorers or job.judges:
+        host_s = assumed.turn_s if job.engine is not None and job.engine.reserved else 0.0
+        if scorers or job.judges or host_s:
             phases["score"] = forward_phase(job, scorers, machine)
+            phases["score"].parts["host"] += host_s
         for judge in job.judges:
             _add(phases["score"], generate_phase(job.asked_by(judge), machine), prefix="judges' ")
     if job.asked:

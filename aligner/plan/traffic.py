@@ -13,6 +13,7 @@ from itertools import chain
 from math import ceil
 
 from aligner.config.sections.model.config import ModelConfig
+from aligner.families.table import end_table, layer_table
 from aligner.plan.adapters import (
     adapter_calls,
     is_adapted,
@@ -46,6 +47,7 @@ class CollectiveCalls:
     op: str
     size: float
     count: float = 1
+    copies: float = 1  # in an all-to-all: of each number, to ranks that it chooses
 
     def wire(self, ranks: int) -> float:
         """Return the bytes that one rank sends."""
@@ -60,25 +62,18 @@ def axis_size(grid: Grid, axis: str) -> int:
         "cp": grid.context,
         "dp": grid.replicas,
         "ep": grid.expert,
-        "edp": grid.replicas // grid.expert,
+        "edp": grid.expert_replicas,
         "ends": 2 if grid.pipeline > 1 else 1,
     }[axis]
 
 
-def axis_span(grid: Grid, axis: str) -> int:
-    """Return how many ranks apart the group's first and last are, plus one. The group stays in a node if that is no
-    more than the node's GPUs. Ranks are numbered tensor, context, data, pipeline, the fastest first."""
+def axis_stride(grid: Grid, axis: str) -> int:
+    """Return how many ranks apart neighbours of the group are. Ranks are numbered tensor, context, data, pipeline, the
+    fastest first."""
     tp = grid.tensor
-    stage = tp * grid.replicas
-    return {
-        "tp": tp,
-        "cp": tp * grid.context,
-        "ep": tp * grid.expert,
-        "dp": stage,
-        "edp": stage,
-        "pp": stage * grid.pipeline,
-        "ends": stage * grid.pipeline,
-    }[axis]
+    stage, experts = tp * grid.replicas, 1 if grid.folded else tp
+    strides = {"tp": 1, "cp": tp, "ep": experts, "dp": tp, "edp": experts * grid.expert, "pp": stage}
+    return strides.get(axis, stage * (grid.pipeline - 1))
 
 
 def within(calls: Iterable[CollectiveCalls], grid: Grid) -> list[CollectiveCalls]:
@@ -104,7 +99,7 @@ def layer_forward(
         yield CollectiveCalls("tp", "all_reduce", (1 + mlps) * hidden, 1 + mlps)
     yield from (_linear_context if linear else _context)(model, grid, tokens, element, backward=False)
     if sparse:
-        yield _experts(model, own, element)
+        yield _experts(model, grid, own, element)
     if is_adapted(model):
         for op, size in adapter_calls(model, grid, own, kept / grid.context, element, sparse, linear)[0]:
             yield CollectiveCalls("tp", op, size)
@@ -127,7 +122,7 @@ def frozen_backward(
         yield CollectiveCalls("tp", "all_reduce", share * hidden + mlps * last, len(inputs) - direct + mlps)
     yield from (_linear_context if linear else _context)(model, grid, tokens, element, backward=True)
     if sparse:
-        yield _experts(model, own, element)
+        yield _experts(model, grid, own, element)
     for op, size in adapter_calls(model, grid, own, kept / grid.context, element, sparse, linear)[1]:
         yield CollectiveCalls("tp", op, size)
 
@@ -157,7 +152,7 @@ def layer_backward(
         yield CollectiveCalls("tp", "all_reduce", linear_alike(m) * element, 2)  # of the mixing's weight and the norm's
     yield from (_linear_context if linear else _context)(model, grid, tokens, element, backward=True)
     if sparse:
-        yield _experts(model, own, element)
+        yield _experts(model, grid, own, element)
 
 
 def _inputs(m: ModelConfig) -> list[int]:
@@ -196,9 +191,10 @@ def _linear_context(
         yield CollectiveCalls("cp", "reduce_scatter" if backward else "all_gather", tokens * width * element)
 
 
-def _experts(model: PlannedModel, own: float, element: int) -> CollectiveCalls:
-    m = model.shape
-    return CollectiveCalls("ep", "all_to_all", 2 * own * m.moe.top_k * m.hidden_size * element, 2)
+def _experts(model: PlannedModel, grid: Grid, own: float, element: int) -> CollectiveCalls:
+    m, k = model.shape, model.shape.moe.top_k
+    own /= grid.tensor if grid.folded else 1
+    return CollectiveCalls("ep", "all_to_all", 2 * own * k * m.hidden_size * element, 2, k)
 
 
 def _sum(layers: Iterable[Iterable[CollectiveCalls]]) -> list[CollectiveCalls]:
@@ -207,7 +203,8 @@ def _sum(layers: Iterable[Iterable[CollectiveCalls]]) -> list[CollectiveCalls]:
     for call in chain.from_iterable(layers):
         by_key.setdefault((call.axis, call.op), []).append(call)
     return [
-        CollectiveCalls(*key, sum(c.size for c in calls), sum(c.count for c in calls)) for key, calls in by_key.items()
+        CollectiveCalls(*key, sum(c.size for c in calls), sum(c.count for c in calls), calls[0].copies)
+        for key, calls in by_key.items()
     ]
 
 
@@ -264,7 +261,7 @@ def step_calls(job: PlanJob, model: PlannedModel, stage: int) -> list[Collective
     calls: list[CollectiveCalls] = []
     for axis, dense, score in (("dp", count.dense, count.score), ("edp", count.experts, count.magnitudes)):
         if model.distributed:
-            calls.append(CollectiveCalls(axis, "reduce_scatter", 4.0 * (dense + score)))
+            calls.append(CollectiveCalls(axis, "reduce_scatter", float(job.gradient) * (dense + score)))
             # with experts Megatron has two optimizers, and after the step of each gathers the parameters of both
             times = 2 if count.experts else 1
             calls.append(CollectiveCalls(axis, "all_gather", times * float(e * dense + 4 * score), times))
@@ -368,6 +365,12 @@ def gathered_calls(job: PlanJob, stage: int = 0) -> list[CollectiveCalls]:
         whole = grid.tensor * (count.dense - norms - _copied(model, grid, s) + grid.expert * count.experts) + norms
         calls.append(CollectiveCalls("pp", "broadcast", float(e * whole)))
     return within(calls, grid)
+
+
+def tensors(m: ModelConfig) -> int:
+    """Count the tensors of a checkpoint: one for each expert."""
+    rows = [spec for layer in range(m.num_layers) for spec in layer_table(m, m.layer_kinds(layer))]
+    return sum(len(spec.hf) * (m.moe.num_experts if spec.experts else 1) for spec in [*rows, *end_table(m, "lm", 1)])
 
 
 def _whole(model: PlannedModel, grid: Grid, stage: int) -> tuple[int, int, int]:

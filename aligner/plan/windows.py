@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from aligner.plan.job import PlanJob
-from aligner.plan.times import Machine, PhaseTime, decode_step
+from aligner.plan.times import Machine, PhaseTime, decode_step, prefill_seconds
 
 STEPS, WARM_UP = 24, 8  # of training, and those that do not count
 ROWS = 1024  # of a rollout at most: larger ones are made smaller, and the slots with them
@@ -175,7 +175,7 @@ def window_of(job: PlanJob, machine: Machine, phases: Mapping[str, PhaseTime]) -
     rollout = rows.prompts, max(1, rows.count // rows.prompts)
     window = engine.window or max(1, round(rest))
     mean = rows.prompt_mean + rows.response_mean / 2
-    read_s = job.policy.shape.num_layers * machine.layer_seconds(job.policy.shape, mean, mean / 2) / mean
+    read_s = prefill_seconds(job.policy.shape, mean, mean / 2, machine) / mean
     again = RereadCost(rows.prompt_mean, read_s / engine.tensor / job.replicas / each)
     fixed = engine.lag, round(slots * job.replicas), window, rest, again
     return each, clocked(rows.lengths.drawn(), rollout, *fixed)
