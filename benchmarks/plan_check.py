@@ -2,8 +2,10 @@
 
     python -m benchmarks.plan_check [--here] [--json FILE]
 
-Settings that a source does not give are guesses, marked in `guessed`. None of these systems is this project: their
-engines and overlaps differ. The calculator gets their known settings (CUDA graphs, refilled batches, engine layout).
+Constants of `aligner/plan/devices.py` were fitted to the runs with odd numbers ("fit"), not to those with even ones
+("test") nor to the last eight ("later"). None of these systems is this project: their jobs say what they have and we
+do not (`PlanJob.fp8` and after, `Grid.virtual`, `Engine.in_flight`). Guesses: the longest prompt, vLLM's 256 rows,
+mean prompts (published tokens/s less the mean response), the rank of LoRA (16).
 
 --here: a GRPO step of this project on one rank of this machine, against the formulas with the matrix-product and copy
 rates measured between its steps. Rates are then those that can be reached, so predictions are floors.

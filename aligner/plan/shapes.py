@@ -49,9 +49,9 @@ class Grid:
 
     def layers(self, count: int, stage: int) -> range:
         """Return the numbers of a stage's layers. Where `count` does not divide, the first and the last have fewest."""
-        more = count % self.pipeline
-        first = (self.pipeline - more + 1) // 2  # stages before those that have one more
-        begin = [stage * (count // self.pipeline) + min(more, max(0, stage - first)) for stage in (stage, stage + 1)]
+        longer = count % self.pipeline
+        first = (self.pipeline - longer + 1) // 2  # stages before those that have one more
+        begin = [stage * (count // self.pipeline) + min(longer, max(0, stage - first)) for stage in (stage, stage + 1)]
         return range(*begin)
 
     def __str__(self) -> str:
