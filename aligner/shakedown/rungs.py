@@ -18,7 +18,7 @@ from aligner.config.resolve import quoted
 from aligner.families import FAMILIES
 from aligner.plan.devices import sheet_of
 from aligner.run.metrics import read_jsonl
-from aligner.shakedown.jobs import CheckedMachine, RungError, demand_close, metrics, on_nodes, own_address
+from aligner.shakedown.jobs import TIMEOUT_S, CheckedMachine, RungError, demand_close, metrics, on_nodes, own_address
 from aligner.shakedown.toy import family_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,11 +83,15 @@ def card_rates(machine: CheckedMachine) -> dict[str, Any]:
 def _links(machine: CheckedMachine, nodes: int, ranks: int) -> dict[str, Any]:
     """Sum over all ranks; compare the slowest rank's links with the data sheet's."""
     program = ["-m", "aligner.cluster.health", "--all-reduce"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *program]
+    here = ["--standalone", "--local-addr=127.0.0.1"]  # it would wait for a host name that nothing resolves
+    command = [sys.executable, "-m", "torch.distributed.run", *here, f"--nproc-per-node={ranks}", *program]
     if nodes > 1:
         command = [*on_nodes(nodes, ranks), sys.executable, *program]
     environ = os.environ | {"MASTER_ADDR": own_address()} if nodes > 1 else None
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise RungError(f"all-reduce over {ranks} ranks: no end after {TIMEOUT_S:.0f} s") from None
     if done.returncode:
         raise RungError(
             f"all-reduce over {ranks} ranks: exit code {done.returncode}\n{done.stdout}{done.stderr[-2000:]}"
@@ -241,6 +245,7 @@ def prediction(machine: CheckedMachine) -> dict[str, Any]:
         if measured := last.get(f"memory/{name}_peak_bytes"):
             phases[name] = {"bytes": measured, "rehearsed": phase["peak_bytes"], "planned": phase.get("planned_bytes")}
             phases[name] |= {"seconds": last.get(f"time/{name}_s")}
+            phases[name] |= {"rehearsed seconds": phase["seconds"] / phase["entries"]}
             phases[name] |= {"planned seconds": planned["time"].get(name, {}).get("seconds")}
             far = abs(measured - phase["peak_bytes"]) > NEAR * phase["peak_bytes"] + NEAR_BYTES
             if machine.gpus and far:
