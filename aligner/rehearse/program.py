@@ -24,7 +24,7 @@ from aligner.rehearse.device import RehearsedDevice, on_device
 from aligner.rehearse.record import BETWEEN
 from aligner.types import Sample, Stop
 
-DECODED = 5  # steps of the engine after which all rows have ended: every further one repeats the last
+DECODED = 5  # steps of the engine, at most, after which all rows have ended: every further one repeats the last
 
 
 def reward(samples: Sequence[Sample]) -> list[float]:
@@ -111,10 +111,11 @@ def _engine(device: RehearsedDevice) -> None:
         quarter of the rows, so that others get their slots."""
         batch = inside["self"]
         batch.rehearsed = getattr(batch, "rehearsed", 0) + 1
-        step, rows = batch.rehearsed % DECODED, len(flags)
+        last = min(DECODED, batch._limit)
+        step, rows = batch.rehearsed % last, len(flags)
         ends = torch.full((rows,), step == 0)
-        ends[:1] |= step >= DECODED - 2
-        ends[3 * rows // 4 :] |= step == DECODED - 1
+        ends[:1] |= step >= last - 2
+        ends[3 * rows // 4 :] |= step == last - 1
         return ends
 
     def own(source: Tensor, inside: dict[str, Any]) -> Tensor:

@@ -445,7 +445,7 @@ def refused():
 
 
 refused_beside = refused
-nothing_beside = nothing
+nothing_beside = nothing_in_short_rows = nothing_in_many_rows = nothing
 
 
 def rehearse(case, device, collectives):

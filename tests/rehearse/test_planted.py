@@ -33,6 +33,8 @@ PLANTS = {
     **dict.fromkeys(("skipped_send", "cpu_engine", "refused", "unawaited_messages"), APART),
     **dict.fromkeys(("grows", "refused_beside"), BESIDE),
     "nothing": PIPELINE,
+    "nothing_in_short_rows": [*SLOTS, "sampling.max_response_tokens=3"],
+    "nothing_in_many_rows": [*BESIDE, "batch.prompts=32", "batch.group=8"],
 }
 
 RANKS = {"tensor_against_data": "all-distinct"}
@@ -65,7 +67,7 @@ def places(rehearsals, kind, phase="update"):
 
 HONEST = ["nothing", "nothing_beside", "collectives", "both_at_once", "own_device", "awaited_streams"]
 HONEST += ["finished_copy", "polled_copy", "pageable_copy", "reused_buffer", "polled_buffer"]
-HONEST += ["recorded_tensor", "awaited_tensor"]
+HONEST += ["recorded_tensor", "awaited_tensor", "nothing_in_short_rows", "nothing_in_many_rows"]
 
 
 @pytest.mark.parametrize("plant", HONEST)
