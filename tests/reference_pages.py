@@ -215,11 +215,12 @@ def modules() -> str:
         usual += ["model.attention.softcap=50"] * ("attention.softcap" in family.varies)
         own = {
             "attention": ["delta rule"] * family.linear,
-            "linears": ["router, experts"] * bool(family.moe) + ["what all tensor ranks have whole"] * family.latent,
+            "linear layers": ["router, experts"] * bool(family.moe)
+            + ["what all tensor ranks have whole"] * family.latent,
             "norms": ["over all heads"] * family.wide_qk_norm + ["of the delta rule"] * family.linear,
         }
         lacks = te_lacks(compose(["stage=sft", *family_keys(name), *usual]).model)
-        cells = [f"own: {lack}" if lack else "; own: ".join(["TE", *own[kind]]) for kind, lack in lacks.items()]
+        cells = [f"own: {lack}" if lack else ", own: ".join(["TE", *own[kind]]) for kind, lack in lacks.items()]
         rows.append((f"`{name}`", *cells))
     return table(("family", "attention", "linear layers", "norms"), rows)
 

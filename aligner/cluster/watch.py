@@ -94,7 +94,9 @@ def state_of(run: Path, jobs: dict[str, str]) -> str:
     here. `failed`: by an error of a rank or of the batch script. `ended`: the job is over and nobody recorded why (a
     cancelled job, a node that is gone)."""
     job, outcome = last_job(run)
-    state = jobs.get(job, "") or "RUNNING" * (job == "local" and user_here(run) is not None)
+    state = jobs.get(job, "")
+    if job == "local" and user_here(run) is not None:
+        state = "RUNNING"
     if (run / "DONE").exists() and state != "RUNNING":
         return "DONE"
     if state or outcome in FAILURES or triage.refused(run):

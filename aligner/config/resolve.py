@@ -41,7 +41,7 @@ from aligner.errors import ConfigError, UnknownKeyError
 from aligner.files import conf_dir
 
 # sections that are no group of files, and what decides their defaults
-NOT_CHOSEN = {"algorithm": "stage=NAME sets a stage's own defaults", "cluster": "its defaults follow from the machine"}
+NOT_CHOSEN = {"algorithm": "stage=NAME sets a stage's own defaults", "cluster": "its defaults fit all machines"}
 
 
 def compose(overrides: list[str], *, config_dir: str | None = None) -> Config:

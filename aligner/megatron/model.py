@@ -61,11 +61,10 @@ def te_kinds(cfg: ModelConfig) -> dict[str, str]:
 
 def modules_of(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Return what the model's layers are made of, by the names of `LayerConfig`. Parameters are the same for all."""
-    used = {
-        kind for kind, reason in te_kinds(cfg).items() if not reason and device.type != "meta"
-    }  # TE's would be real
+    # on the meta device TransformerEngine's modules would take memory
+    used = {kind for kind, reason in te_kinds(cfg).items() if not reason and device.type != "meta"}
     column, row = ColumnParallelLinear, RowParallelLinear
-    if "linears" in used:
+    if "linear layers" in used:
         column, row = (partial(_summing, kind) for kind in (te.TEColumnParallelLinear, te.TERowParallelLinear))
     rows = varlen.flash if varlen.is_used(cfg, dtype, device) else None
     rows = transformer_engine.attend if "attention" in used else rows

@@ -35,7 +35,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rows: Ragged, scores: Scor
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, rows: Ragged, scores: ScoreRule) -> Tensor:
-    """Call torch's kernel. `check` refuses what it cannot do."""
+    """Call torch's kernel. `is_used` refuses what it cannot do."""
     from torch.nn.attention.varlen import varlen_attn
 
     ends = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k

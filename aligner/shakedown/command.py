@@ -41,12 +41,12 @@ def main(args: argparse.Namespace) -> int:
     machine = CheckedMachine(
         Path(folders[0] if folders else DEFAULT_FOLDER).absolute(),
         gpus,
-        gpus or CPU_RANKS,
-        overrides,
-        int(os.environ.get("SLURM_NNODES", 1)),
-        args.weights,
-        args.rows,
-        _band(args.band),
+        ranks=gpus or CPU_RANKS,
+        overrides=overrides,
+        nodes=int(os.environ.get("SLURM_NNODES", 1)),
+        weights=args.weights,
+        rows=args.rows,
+        band=_band(args.band),
     )
     machine.data.make()
     print(f"{len(names)} rungs on {_device(machine)}; jobs and their logs: {machine.folder / 'jobs'}", flush=True)

@@ -45,16 +45,17 @@ def without_wheel(wanted: Sequence[str], machine: str, options: Sequence[str] = 
 
 
 def main(argv: Sequence[str]) -> int:
-    before, _, options = " ".join(argv).partition(" -- ")
+    end = argv.index("--") if "--" in argv else len(argv)
+    before, options = argv[:end], argv[end + 1 :]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, default=[ROOT / name for name in FILES], metavar="FILE")
     parser.add_argument("--machine", default="aarch64", help="as `uname -m` says it (default: aarch64)")
-    args = parser.parse_args(before.split())
+    args = parser.parse_args(before)
     lacking = 0
     for path in args.files:
         wanted = pins(path)
-        missing = without_wheel(wanted, args.machine, options.split())
-        source = without_wheel(missing, "x86_64", options.split())
+        missing = without_wheel(wanted, args.machine, options)
+        source = without_wheel(missing, "x86_64", options)
         there = len(wanted) - len(missing)
         print(f"{path.name}: {there} of {len(wanted)} pins have a wheel for {args.machine}")
         print("".join(f"  {pin}: from source, for x86_64 too\n" for pin in source), end="")

@@ -87,6 +87,12 @@ def test_a_python_of_the_ranks_that_lacks_what_setup_asks_for_is_refused(asked):
     (asked / "python").write_text("#!/bin/sh\necho 'no such library' >&2\nexit 1\n")
     with pytest.raises(ConfigError, match=r"expected a Python that starts on this machine. no such library"):
         check_versions(cfg, Site(python=str(asked / "python")), {})
+    check_versions(
+        cfg, Site(python=str(asked / "python"), modules=["python/3.12"]), {}
+    )  # which may bring what it lacks
+    (asked / "python").chmod(0o644)
+    with pytest.raises(ConfigError, match=r"ALIGNER_PYTHON=.* a Python that starts on this machine. .*Permission"):
+        check_versions(cfg, Site(), {"ALIGNER_PYTHON": str(asked / "python")})
 
 
 def test_this_python_has_what_setup_asks_for(tmp_path):
@@ -102,6 +108,9 @@ def test_another_vllm_than_the_supported_one_is_refused(asked, tmp_path):
     ):
         check_versions(cfg, Site(), {})
     check_versions(cfg, Site(container=Container("apptainer", "x.sif")), {})  # the image's own
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(ConfigError, match=r"engine.vllm.python=.* a Python that starts on this machine"):
+        check_versions(cfg, Site(), {})
 
 
 def test_a_run_of_a_later_aligner_is_refused(tmp_path):

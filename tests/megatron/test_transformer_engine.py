@@ -137,9 +137,9 @@ def test_shared_prompts_and_tokens_that_are_not_read(ranks, te_ranks, name, kind
 
 
 OWN, ITS = "aligner.megatron.attention", "transformer_engine.pytorch.module.rmsnorm"
-HOMES = {"linears": ("megatron.core.tensor_parallel.layers", "megatron.core.extensions.transformer_engine")}
+HOMES = {"linear layers": ("megatron.core.tensor_parallel.layers", "megatron.core.extensions.transformer_engine")}
 HOMES["norms"] = (OWN, ITS)
-ENDS = {"linears": ("linear_qkv", "linear_proj", "mlp.linear_fc1", "in_proj"), "norms": ("layernorm",)}
+ENDS = {"linear layers": ("linear_qkv", "linear_proj", "mlp.linear_fc1", "in_proj"), "norms": ("layernorm",)}
 
 
 def made_of(cfg: ModelConfig) -> dict:
@@ -164,7 +164,7 @@ def test_a_model_has_the_modules_that_are_said_to_be_there(te_ranks, name):
     cfg = (FAMILIES | ADAPTED)[name]
     lacks, (got,) = te_lacks(cfg), te_ranks.run(made_of, cfg=cfg)
     assert got["attention"] == (0 if lacks["attention"] else len(cfg.layers_of("attention")))
-    assert got["linears"] == {HOMES["linears"][not lacks["linears"]]}
+    assert got["linear layers"] == {HOMES["linear layers"][not lacks["linear layers"]]}
     assert got["norms"] == ({OWN, ITS} if cfg.traits.wide_qk_norm else {ITS})
 
 

@@ -39,12 +39,12 @@ def test_where_what_how_long_and_to_where(tiny_data, tmp_path, capsys):
 
 
 def test_modules_of_transformer_engine_and_the_reasons_for_others(tiny_data, tmp_path, capsys, monkeypatch):
-    kinds = {"attention": "heads of 12 numbers", "linears": "", "norms": ""}
+    kinds = {"attention": "heads of 12 numbers", "linear layers": "", "norms": ""}
     monkeypatch.setattr("aligner.builders.start_report.te_kinds", lambda cfg: kinds)
     out, _ = run(capsys, "sft", tiny_data, tmp_path, "batch.sequences=8")
     assert [text for text in out if "TransformerEngine" in text] == [
         "TransformerEngine's attention: not used, heads of 12 numbers",
-        "TransformerEngine's linears: used",
+        "TransformerEngine's linear layers: used",
         "TransformerEngine's norms: used",
     ]
 

@@ -78,7 +78,7 @@ def reports(*rates, wrong=0, card="NVIDIA H100 80GB HBM3"):
     """What ranks of `health --all-reduce` print."""
     text = "1024 MB in 0.0050 s, {} GB/s, {} wrong\n"
     lines = [f"node{i} rank {i} ({card}): " + text.format(rate, wrong) for i, rate in enumerate(rates)]
-    return lambda *args, **kwargs: SimpleNamespace(returncode=bool(wrong), stdout="".join(lines), stderr="")
+    return lambda *args, **kwargs: SimpleNamespace(returncode=int(wrong > 0), stdout="".join(lines), stderr="")
 
 
 def test_slow_or_wrong_links_are_named(machine, monkeypatch):
@@ -95,7 +95,7 @@ def test_slow_or_wrong_links_are_named(machine, monkeypatch):
     with pytest.raises(RungError, match=r"all-reduce at 10 GB/s, expected 50% of the data sheet's 50"):
         rungs.across_nodes(gpus)
     monkeypatch.setattr(rungs.subprocess, "run", reports(300.0, 300.0, wrong=7))
-    with pytest.raises(RungError, match=r"(?s)all-reduce over 2 ranks: exit code True.*rank 1 .* 7 wrong"):
+    with pytest.raises(RungError, match=r"(?s)all-reduce over 2 ranks: exit code 1.*rank 1 .* 7 wrong"):
         rungs.links(gpus)
     monkeypatch.setattr(rungs.subprocess, "run", reports(300.0))
     with pytest.raises(RungError, match=r"all-reduce over 2 ranks: 1 reported a rate"):

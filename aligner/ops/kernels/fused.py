@@ -25,7 +25,7 @@ def takes(x: Tensor) -> bool:
 
 @functools.cache
 def operations() -> Any:
-    """Import the module that defines them, by its name: nothing else needs it."""
+    """Import the module that defines them, by its name, as only a GPU needs it."""
     return importlib.import_module("aligner.ops.kernels.cuda.operations")
 
 

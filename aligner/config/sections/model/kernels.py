@@ -22,12 +22,12 @@ def te_lacks(model: ModelConfig, unfused: str = "") -> dict[str, str]:
         "model.dtype=float32: its products round to 10 bits, its attention computes in 16": model.dtype == "float32",
     }
     attention = {
-        "model.varlen_attention=true, which is another": model.varlen_attention is True,
+        "model.varlen_attention=true chooses torch's": model.varlen_attention is True,
         f"cuDNN's does not cap scores (model.attention.softcap={cap:g})": bool(cap),
         unfused: bool(unfused),
     } | _of_width(model.kv_channels, model.value_channels)
     linears = {"a base in 4 or 8 bits (model.lora.quantize_base)": model.lora.quantize_base != "none"}
-    kinds = {"attention": attention, "linears": linears, "norms": {}}
+    kinds = {"attention": attention, "linear layers": linears, "norms": {}}
     return {kind: _first(everywhere | reasons) for kind, reasons in kinds.items()}
 
 
