@@ -3,9 +3,9 @@
     python -m benchmarks.plan_check [--here] [--json FILE]
 
 Constants of `aligner/plan/devices.py` were fitted to the runs with odd numbers ("fit"), not to those with even ones
-("test") nor to the last eight ("later"). None of these systems is this project: their jobs say what they have and we
-do not (`PlanJob.fp8` and after, `Grid.virtual`, `Engine.in_flight`). Guesses: the longest prompt, vLLM's 256 rows,
-mean prompts (published tokens/s less the mean response), the rank of LoRA (16).
+("test") nor to the last eight ("later"). None of these systems is this project: what they have and we do not is in
+their jobs (`PlanJob.overlap` and after, `Grid.virtual`, `Engine.in_flight`) and in `PEERS`. Guesses: the longest
+prompt, vLLM's 256 rows, mean prompts (published tokens/s less the mean response), the rank of LoRA (16).
 
 --here: a GRPO step of this project on one rank of this machine, against the formulas with the matrix-product and copy
 rates measured between its steps. Rates are then those that can be reached, so predictions are floors.
@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aligner.config.resolve import compose
 from aligner.config.sections.model.config import ModelConfig
 from aligner.families.table import parameters
-from aligner.plan.devices import DEVICES, GIB, Device
+from aligner.plan.devices import DEVICES, GIB, Assumptions, Device
 from aligner.plan.job import Engine, PlanJob, PlannedModel, PlannedRows
 from aligner.plan.prediction import predict
 from aligner.plan.shapes import Grid
@@ -38,7 +38,8 @@ BRIDGE = "NVIDIA-NeMo/Megatron-Bridge 067f987, docs/performance-summary-archive.
 
 @dataclass(frozen=True)
 class Published:
-    """A run. `seconds` of a step. Rows with odd numbers are those that constants were fitted to."""
+    """A run, whose name ends with its products' precision if it is FP8. `seconds` of a step. Rows with odd numbers are
+    those that constants were fitted to."""
 
     name: str
     source: str
@@ -66,9 +67,17 @@ GPT_OSS = shape("gpt_oss_20b", "num_layers=36", "moe.num_experts=128")
 ENGINE_SHARE = 0.6  # vllm_cfg.gpu_memory_utilization
 LATER = 28  # runs that were looked at after all else was done
 WORK_BYTES = 3e9  # of vLLM beside weights and cache
+OWN, ATTENTION, FUSED = Assumptions(), 1.6, 0.64
 # TransformerEngine's: attention as FlashAttention-3's authors have it (1.5 to 2 times as fast as the second, arXiv:
-# 2407.08608); rope in 4 passes for 12, norms and residual in 22 for 42, SwiGLU in as many: of an 8B layer 0.64
-FUSED = {"attention": 1.6, "fused": 0.64, "gradient": 2}
+# 2407.08608); rope in 4 passes for 12, norms and residual in 22 for 42, SwiGLU in as many: of an 8B layer 0.64.
+# Logits are sampled in as many passes as here. Fitted: messages beside products, and what NeMo-RL's engines take, which
+# are actors of Ray.
+PEERS = Assumptions(
+    flash_forward=ATTENTION * OWN.flash_forward, flash_backward=ATTENTION * OWN.flash_backward,
+    element_wise=OWN.element_wise / FUSED, sampled_bytes=OWN.sampled_bytes / FUSED,
+    exposed=0.28, engine_s=9e-3, rollout_s=16.0, tensor_s=1.3e-4,
+)  # fmt: skip
+FP8 = replace(PEERS, fp8=1.65)  # fitted: with casts
 
 
 def nemo_rl(
@@ -114,7 +123,7 @@ def nemo_rl(
         recompute=recompute,
         offload=("gradients", "optimizer", "weights"),
         overlap=("dp", "edp"),
-        **FUSED,
+        gradient=2,
         **changes,
     )
 
@@ -128,9 +137,8 @@ def pretraining(model: ModelConfig, batch: int, length: int, grid: Grid, device:
         rows,
         None,
         gpus_per_node=8 if device == H100 else 72,
-        **FUSED
-        | {"micro_rows": 1, "overlap": ("dp", "edp", "pp"), "kept": 0.6 if changes.get("fp8") else 1.0}
-        | changes,
+        gradient=2,
+        **{"micro_rows": 1, "overlap": ("dp", "edp", "pp")} | changes,
     )
 
 
@@ -177,24 +185,24 @@ def published() -> list[Published]:
          nemo_rl(QWEN30, many, (103, 3199, 4096), Grid(1, 1, 1, 16, 16), 1, device=GB200, recompute=False, **dense)),
     ]  # fmt: skip
     pre = [
-        ("Llama-3-8B, 8, FP8", "25.11", H100, 14451, pretraining(LLAMA8, 128, 8192, Grid(data=8), fp8=True)),
+        ("Llama-3-8B, 8, FP8", "25.11", H100, 14451, pretraining(LLAMA8, 128, 8192, Grid(data=8), kept=0.6)),
         ("Llama-3-70B, 64, FP8", "26.04.01", H100, 1664,
-         pretraining(LLAMA70, 256, 8192, Grid(4, 8, data=2, sequence=True, virtual=5), fp8=True, overlap=tp)),
+         pretraining(LLAMA70, 256, 8192, Grid(4, 8, data=2, sequence=True, virtual=5), kept=0.6, overlap=tp)),
         ("GPT-OSS-120B, 64, BF16", "26.04.01", H100, 5824, pretraining(GPT_OSS, 1280, 4096, Grid(1, 4, 1, 8, 16))),
         ("Qwen3-30B-A3B, 16, FP8", "26.04.01", H100, 8960,
-         pretraining(QWEN30, 1024, 4096, Grid(expert=16, data=16), fp8=True, **flex)),
+         pretraining(QWEN30, 1024, 4096, Grid(expert=16, data=16), kept=0.6, **flex)),
         ("Qwen3-235B, 256, FP8", "26.04.01", H100, 1712,
-         pretraining(QWEN235, 8192, 4096, Grid(2, 8, 1, 32, 16, True, virtual=4, **folded), fp8=True,
+         pretraining(QWEN235, 8192, 4096, Grid(2, 8, 1, 32, 16, True, virtual=4, **folded), kept=0.6,
                      overlap=("dp", "edp", "pp", "ep"))),
         ("DeepSeek-V3, 1,024, FP8", "25.09", H100, 1297,
-         pretraining(DEEPSEEK, 8192, 4096, Grid(2, 8, 1, 64, 64, True, virtual=4, **folded), fp8=True, **flex,
+         pretraining(DEEPSEEK, 8192, 4096, Grid(2, 8, 1, 64, 64, True, virtual=4, **folded), **flex,
                      overlap=("dp", "edp", "pp", "ep"), kept=0.5)),
         ("Llama-3.1-405B, 1,024, FP8", "26.04.01", H100, 328,
-         pretraining(LLAMA405, 1536, 8192, Grid(8, 8, 2, data=8, sequence=True, virtual=8), fp8=True, overlap=tp)),
+         pretraining(LLAMA405, 1536, 8192, Grid(8, 8, 2, data=8, sequence=True, virtual=8), kept=0.6, overlap=tp)),
         ("Llama-3-70B SFT, 32, FP8", "26.06", H100, 1638,
-         pretraining(LLAMA70, 32, 4096, Grid(4, 4, data=2, sequence=True, virtual=5), fp8=True, overlap=tp)),
+         pretraining(LLAMA70, 32, 4096, Grid(4, 4, data=2, sequence=True, virtual=5), kept=0.6, overlap=tp)),
         ("Llama-3-70B LoRA, 8, FP8", "26.06", H100, 2643,
-         pretraining(shape("llama3_70b", "lora.rank=16"), 32, 4096, Grid(2, 4, sequence=True, virtual=20), fp8=True,
+         pretraining(shape("llama3_70b", "lora.rank=16"), 32, 4096, Grid(2, 4, sequence=True, virtual=20), kept=0.6,
                      overlap=tp)),
         ("DeepSeek-V3, 256 GB200, BF16", "25.11", GB200, 3139,
          pretraining(DEEPSEEK, 4096, 4096, Grid(1, 4, 1, 64, 64, virtual=4), GB200, kept=0.7)),
@@ -236,7 +244,7 @@ def _by_rate(name: str, container: str, device: str, rate: float, job: PlanJob) 
 
 
 def compare(number: int, case: Published) -> dict:
-    prediction = predict(case.job, DEVICES[case.device])
+    prediction = predict(case.job, DEVICES[case.device], FP8 if case.name.endswith("FP8") else PEERS)
     return {
         "case": case.name,
         "half": "later" if number > LATER else "fit" if number % 2 else "test",

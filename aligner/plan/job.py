@@ -146,11 +146,8 @@ class PlanJob:
     # of a stage without rollouts: `config.stage.Stage.passes`
     passes: Mapping[str, float] = field(default_factory=dict)
     # not of this project yet: what published runs have, as `Grid.virtual` and `Grid.folded`
-    fp8: bool = False  # products of layers
     overlap: tuple[str, ...] = ()  # axes whose messages run beside products
     node_dispatch: bool = False  # a token goes once to each node with experts that it chose
-    attention: float = 1.0  # speed of its kernel over torch's
-    fused: float = 1.0  # share of element-wise passes that fused kernels leave
     kept: float = 1.0  # share of activations that FP8 or recomputing some of them leaves
     gradient: int = 4  # bytes of a parameter's gradient
 

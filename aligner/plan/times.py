@@ -149,7 +149,7 @@ def _communicate(
 
 def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machine: Machine, work: Work) -> float:
     """Return the seconds of the stage's layers, without adapters. Prompts that rows share are computed once."""
-    grid, m, read, assumed = job.grid, model.shape, reads(job, model, tokens), machine.assumed
+    grid, m, read = job.grid, model.shape, reads(job, model, tokens)
     alike = _alike(job, tokens)
     computed = alike.tokens / tokens if alike else 1.0
     masked = alike.followers / tokens if alike and alike.mask else 0.0
@@ -163,8 +163,8 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machin
     attention = (count - last) * machine.attention(m, tokens * share, job.rows.context, work, masked)
     attention += last * machine.attention(m, read.kept * share, read.context, work, masked)
     stream = own * (1 if grid.sequence else grid.tensor)
-    passes = count * job.fused * machine.element_wise(m, own, stream, job.element) * (work.forward + 2 * work.backward)
-    return products / (assumed.fp8 if job.fp8 else 1) + attention / job.attention + passes
+    passes = count * machine.element_wise(m, own, stream, job.element) * (work.forward + 2 * work.backward)
+    return products / machine.assumed.fp8 + attention + passes
 
 
 def _alike(job: PlanJob, tokens: float) -> Shared | None:
@@ -189,7 +189,7 @@ def micro_batch_seconds(
         if backward and needs_no_input_gradient(grid, stage, job.recompute):
             total -= first_operations(m, grid, own) / machine.rate
     if backward:
-        total += job.fused * machine.moved((8 + job.element) * trained_parameters(model, grid, stage).total)
+        total += machine.moved((8 + job.element) * trained_parameters(model, grid, stage).total)
     if stage == grid.pipeline - 1:
         language = model.head == "lm"
         asked = (read.pairs if language else read.kept) / grid.context
@@ -197,7 +197,7 @@ def micro_batch_seconds(
         again = backward and logit_bytes(job, model, backward) * made > job.logits_bytes
         head = head_operations(m, asked, model.head, model.outputs, grid.tensor)
         total += head * (1 + again + backward * (2 - (frozen and language))) / machine.rate
-        total += job.fused * machine.moved(machine.assumed.logit_bytes * made * (1 + again + 2 * backward))
+        total += machine.moved(machine.assumed.logit_bytes * made * (1 + again + 2 * backward))
     return total
 
 
@@ -380,7 +380,7 @@ def plan_times(job: PlanJob, device: Device, assumed: Assumptions) -> dict[str, 
             phases["refit"] = refit_phase(job, machine)
             phases["generate"] = generate_phase(job, machine)
         scorers = [model for model in job.models if model.name == "reward"]
-        host_s = assumed.turn_s if job.engine is not None and job.engine.reserved else 0.0
+        host_s = assumed.rollout_s if job.engine is not None and job.engine.reserved else 0.0
         if scorers or job.judges or host_s:
             phases["score"] = forward_phase(job, scorers, machine)
             phases["score"].parts["host"] += host_s

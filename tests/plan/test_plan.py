@@ -287,15 +287,16 @@ def test_folded_experts_are_whole_and_send_their_own_tokens():
 
 
 def test_what_published_runs_have_is_not_assumed_of_this_project():
-    """FP8, messages beside products, fused kernels: each makes an update faster, and no config has it."""
+    """FP8, messages beside products: each makes an update faster, and no config has it."""
     job = job_of(compose(["stage=grpo", "model=qwen3_30b_a3b", "parallel.tensor=2", "parallel.expert=8"]), 32)
     job = replace(job, grid=replace(job.grid, pipeline=4, data=4))
     own = plan_times(job, H100, Assumptions())["update"].seconds
-    changes = {"fp8": True, "overlap": ("tp", "ep", "dp"), "node_dispatch": True, "attention": 1.6, "fused": 0.5}
-    for name, value in changes.items():
+    for name, value in {"overlap": ("tp", "ep", "dp"), "node_dispatch": True}.items():
         assert getattr(job, name) != value
-        assert plan_times(replace(job, **{name: value}), H100, Assumptions())["update"].seconds < own, name
-    assert (job.grid.virtual, job.grid.folded, job.gradient, job.kept) == (1, False, 4, 1.0)
+        changed = replace(job, **{name: value})
+        assert plan_times(changed, H100, Assumptions(exposed=0.3))["update"].seconds < own, name
+    assert plan_times(job, H100, Assumptions(fp8=1.6, exposed=0.3))["update"].seconds < own
+    assert (job.grid.virtual, job.grid.folded, job.gradient, job.kept, Assumptions().fp8) == (1, False, 4, 1.0, 1.0)
     update = plan_memory(job, H100, Assumptions()).phases["update"]
     less = plan_memory(replace(job, gradient=2, kept=0.5), H100, Assumptions()).phases["update"]
     assert less["gradients"] == update["gradients"] / 2 and less["activations"] < 0.6 * update["activations"]
@@ -341,15 +342,17 @@ def test_an_engine_in_its_own_process_has_pages_and_costs_of_its_own():
     engine = Engine(kv_bytes=token * 384.0 * 10, padded=False, launches=False)
     native, own = (grpo(model, Grid(data=8), replace(engine, reserved=reserved)) for reserved in (False, True))
     assert native.slots()[0] < own.slots()[0] == 10  # of 128 + 512 / 2 tokens each
-    machine = Machine(H100, Assumptions(), 8)
+    costs = Assumptions(engine_s=9e-3, rollout_s=16.0, tensor_s=1.3e-4)
+    machine = Machine(H100, costs, 8)
     steps = [
         decode_step(replace(job, engine=replace(job.engine, reserved=on)), machine, 8, 99)[0]
         for job, on in ((native, False), (native, True))
     ]
     assert steps[1] - steps[0] == pytest.approx(9e-3)
-    times = plan_times(own, H100, Assumptions())
-    assert times["score"].parts == {"host": 16.0} and "score" not in plan_times(native, H100, Assumptions())
-    streamed = plan_times(replace(own, engine=replace(own.engine, placed=False)), H100, Assumptions())["refit"]
+    times = plan_times(own, H100, costs)
+    assert times["score"].parts == {"host": 16.0} and "score" not in plan_times(native, H100, costs)
+    assert "score" not in plan_times(own, H100, Assumptions())  # nothing of it is measured
+    streamed = plan_times(replace(own, engine=replace(own.engine, placed=False)), H100, costs)["refit"]
     assert streamed.parts["tensors"] == pytest.approx(1.3e-4 * 291)  # of Llama-3-8B's files
     running = replace(own, engine=replace(own.engine, in_flight=True, lag=1, kv_bytes=1e12))
     assert running.slots()[0] == 128
