@@ -25,12 +25,15 @@ PARTS = {
     "pp communication": "parallel.pipeline",
     "dp communication": "{step} (more samples in an optimizer step)",
     "edp communication": "{step} (more samples in an optimizer step)",
+    "ends communication": "parallel.pipeline",
     "engines communication": "engine.tensor_parallel",
     "optimizer": "optim.distributed, {step}",
     "kernels": "operations (more GPUs, or a smaller model)",
     "prefill": "operations (more GPUs, or a smaller model)",
     "decode": "memory bandwidth (more GPUs, engine.tensor_parallel)",
     "copy": "engine.tensor_parallel",
+    "tensors": "the number of tensors (engine.name=native takes weights in place)",
+    "host": "the engine's own process (engine.name=native has none)",
 }
 CACHE = (
     "the memory that is left to engine.kv_cache_bytes (memory.offload=[gradients,optimizer], engine.tensor_parallel)"
@@ -75,7 +78,7 @@ def _largest(job: PlanJob, name: str, phase: PhaseTime) -> str:
     largest = max(phase.parts, key=phase.parts.__getitem__).removeprefix("judges' ")
     if name == "generate" and "communication" in largest:
         return "engine.tensor_parallel"
-    return PARTS.get(largest, largest).format(step=next(key for key in STEP if uses(job.stage, key)))
+    return PARTS[largest].format(step=next(key for key in STEP if uses(job.stage, key)))
 
 
 def _generating(job: PlanJob, machine: Machine) -> Iterator[Change]:
