@@ -10,7 +10,7 @@ from math import ceil
 from aligner.config.identity import uses
 from aligner.plan.job import PlanJob
 from aligner.plan.memory import plan_memory
-from aligner.plan.sizing import TOKENS, largest_cache, whole_cache
+from aligner.plan.sizing import TOKENS, UNIT, largest_cache, whole_cache
 from aligner.plan.times import Machine, PhaseTime, generate_phase, update_phase
 
 WORTH = 0.95  # of a phase's seconds: a change that saves less is not reported
@@ -85,8 +85,9 @@ def _generating(job: PlanJob, machine: Machine) -> Iterator[Change]:
     engine = job.engine
     assert engine is not None
     cached = largest_cache(job, machine.device.memory_bytes, machine.device.memory_bytes)
-    if cached.engine.kv_bytes > engine.kv_bytes:
-        yield "engine.kv_cache_bytes", int(cached.engine.kv_bytes), cached
+    filled = ceil(cached.slots()[1] / UNIT) * UNIT  # rows of a rollout leave the rest of a budget empty
+    if filled > engine.kv_bytes:
+        yield "engine.kv_cache_bytes", filled, replace(job, engine=replace(engine, kv_bytes=float(filled)))
     rows = ceil(job.rows.count / job.replicas)
     if job.slots()[0] == engine.max_batch < rows:
         most = min(rows, GRADUAL * engine.max_batch)
