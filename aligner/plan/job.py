@@ -136,6 +136,7 @@ class PlanJob:
     offload: tuple[str, ...] = ()  # memory.offload
     old_in_update: bool = False  # `config.derived.old_logprobs_in_update`
     compares: bool = False  # a student whole distributions: it keeps its teachers' output matrices (`roles/teacher.py`)
+    log_squares: bool = False  # each update sums the squares of a token's probabilities (`roles/policy.py`)
     sleeps: bool = True  # the KV cache is given back while others work
     routing: int = 0  # bytes of a token, if the engine's routing is replayed
     turns: int = 0  # tokens by which prompts of trajectories may grow; 0: samples are answers of one turn
@@ -285,6 +286,7 @@ def job_of(
         offload=tuple(cfg.memory.offload),
         old_in_update=old_logprobs_in_update(cfg),
         compares="teacher" in stage.other_models(cfg) and not cfg.algorithm.distill.top_k,
+        log_squares=cfg.algorithm.preference.wpo,
         sleeps=cfg.memory.sleep != "never" and cfg.engine.sleeps,
         routing=routing_bytes(shape) if cfg.mismatch.replay_routing else 0,
         turns=cfg.environment.max_tokens - cfg.sampling.max_response_tokens if cfg.environment.on else 0,

@@ -60,7 +60,10 @@ def optimizer_share(count: Count, grid: Grid, distributed: bool) -> float:
 
 def logit_bytes(job: PlanJob, model: PlannedModel, trains: bool) -> int:
     """Return the bytes of each logit, in float32 numbers as `ShardedModel.over_logits` counts them."""
-    numbers = job.element // 2 if job.stage != "distill" else COMPARED if trains and job.compares else 3
+    if trains and job.compares:
+        numbers = COMPARED
+    else:
+        numbers = 3 if job.stage == "distill" or (trains and job.log_squares) else job.element // 2
     return 4 * (numbers + 2 * bool(model.shape.scales.logits_softcap))
 
 

@@ -532,6 +532,14 @@ def test_a_student_keeps_its_teachers_matrices_and_a_tied_embedding_has_three_gr
     assert logit_bytes(whole, whole.policy, True) == 36 and logit_bytes(whole, whole.policy, False) == 20
 
 
+def test_updates_that_sum_squares_of_probabilities_take_three_numbers_a_logit():
+    line = ["stage=dpo", "model=qwen3_0.6b", "batch.sequences=64", "batch.logits_bytes=100000000000"]
+    plain, squares = (job_of(compose([*line, *overrides]), 8) for overrides in ([], ["algorithm.preference.wpo=true"]))
+    assert [logit_bytes(squares, squares.policy, trains) for trains in (True, False)] == [12, 4]
+    update, wider = (plan_memory(job, H100, Assumptions()).phases["update"]["logits"] for job in (plain, squares))
+    assert wider == 3 * update
+
+
 def test_an_engine_in_a_process_of_its_own_takes_its_cache_whole_and_keeps_it_unless_it_sleeps():
     line = ["stage=grpo", "model=llama3_8b", "parallel.tensor=2", "engine.kv_cache_bytes=20000000000"]
     kept = {}
