@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from math import ceil, log, log2, sqrt
+from math import ceil, log, sqrt
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.families.table import parameters
@@ -42,6 +42,7 @@ from aligner.plan.traffic import (
     apart_bytes,
     axis_size,
     axis_stride,
+    message_seconds,
     pass_calls,
     refit_calls,
     step_calls,
@@ -117,25 +118,10 @@ class Machine:
         return self.moved(element * (tokens * own + stream * passes.stream_passes * m.hidden_size))
 
     def seconds(self, call: CollectiveCalls, grid: Grid, once: bool = False) -> float:
-        """Return the seconds of a call. In a ring as many network adapters of a node work as it has members there; in
-        an all-to-all a rank uses NVLink and its adapter at the same time. `once`: a token's copies go together to each
-        other node. Each doubling of nodes adds a message's latency."""
+        """Return the seconds of a call; `once`: see `message_seconds`."""
         ranks, stride = axis_size(grid, call.axis), axis_stride(grid, call.axis)
-        nvlink, network = self.device.nvlink, self.device.network
-        here = min(ranks, max(1, self.gpus_per_node // stride))  # members in a node
-        wire = call.wire(ranks)
-        if here == ranks:
-            took = wire / nvlink
-        elif call.op == "all_to_all":
-            nodes = ranks / here
-            far = call.size * (1 - 1 / nodes)
-            if once:
-                far *= nodes * (1 - (1 - 1 / nodes) ** call.copies) / call.copies
-            took = max(call.size * (here - 1) / ranks / nvlink, far / network)
-        else:
-            took = wire / (network if call.op == "send" else min(nvlink, here * network))
-        hops = 1 if call.op == "send" else 1 + log2(ranks / here)
-        return took / self.assumed.link + call.count * self.assumed.message_s * hops
+        here = min(ranks, max(1, self.gpus_per_node // stride))
+        return message_seconds(call, ranks, here, self.device, self.assumed, once)
 
 
 def _communicate(

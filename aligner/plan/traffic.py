@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from math import ceil
+from math import ceil, log2
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.families.table import end_table, layer_table
@@ -22,6 +22,7 @@ from aligner.plan.adapters import (
     trained_parameters,
     whole_numbers,
 )
+from aligner.plan.devices import Device, Prices
 from aligner.plan.job import PlanJob, PlannedModel
 from aligner.plan.linear import gathered_width, linear_alike
 from aligner.plan.reads import reads
@@ -53,6 +54,27 @@ class CollectiveCalls:
         """Return the bytes that one rank sends."""
         share = (ranks - 1) / ranks
         return self.size * {"all_reduce": 2 * share, "broadcast": 1.0, "send": 1.0}.get(self.op, share)
+
+
+def message_seconds(
+    call: CollectiveCalls, ranks: int, here: int, device: Device, prices: Prices, once: bool = False
+) -> float:
+    """Return the seconds of a call over `ranks`, of which `here` are in a node. In a ring as many network adapters of a
+    node work as it has members there; in an all-to-all a rank uses NVLink and its adapter at the same time. `once`: a
+    token's copies go together to each other node. Each doubling of nodes adds a message's latency."""
+    wire, nvlink, network = call.wire(ranks), device.nvlink, device.network
+    if here == ranks:
+        took = wire / nvlink
+    elif call.op == "all_to_all":
+        nodes = ranks / here
+        far = call.size * (1 - 1 / nodes)
+        if once:
+            far *= nodes * (1 - (1 - 1 / nodes) ** call.copies) / call.copies
+        took = max(call.size * (here - 1) / ranks / nvlink, far / network)
+    else:
+        took = wire / (network if call.op == "send" else min(nvlink, here * network))
+    hops = 1 if call.op == "send" else 1 + log2(ranks / here)
+    return took / prices.link + call.count * prices.message_s * hops
 
 
 def axis_size(grid: Grid, axis: str) -> int:

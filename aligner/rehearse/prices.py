@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import register_flop_formula
 
 from aligner.plan.devices import Device, Prices
+from aligner.plan.traffic import CollectiveCalls, message_seconds
 from aligner.rehearse.order import Communication, Order
 from aligner.rehearse.record import RehearsalRecord
 
@@ -162,21 +163,13 @@ class Pricing:
         self._now = now
 
     def seconds_of(self, what: str, size: int, ranks: Sequence[int], rank: int, peer: int | None) -> float:
-        """Return the seconds of a message of `ranks` in the job. Rings leave a node through the adapters of all its
-        ranks; ranks of an all-to-all send each share over their own."""
-        nvlink, network = self.device.nvlink * self.prices.link, self.device.network * self.prices.link
-        node = rank // self.gpus_per_node
+        """Return the seconds of a message of `ranks` in the job, or from `rank` to its `peer`, as `plan` prices it."""
+        ops = {"allreduce": "all_reduce", "alltoall": "all_to_all", "broadcast": "broadcast"}
+        op = ops.get(what.split("_")[0], "broadcast" if what == "reduce" else "all_gather")
         if peer is not None:
-            seconds = size / (nvlink if peer // self.gpus_per_node == node else network)
-        else:
-            count, near = len(ranks), sum(other // self.gpus_per_node == node for other in ranks)
-            if what.startswith("alltoall"):
-                seconds = max((near - 1) / count * size / nvlink, (count - near) / count * size / network)
-            else:
-                wire = size * (1 if what in ("broadcast", "reduce") else (count - 1) / count)
-                wire *= 2 if what == "allreduce" else 1
-                seconds = wire / (nvlink if near == count else min(nvlink, near * network))
-        return seconds + self.prices.message_s
+            op, ranks = "send", (rank, peer)
+        here = sum(other // self.gpus_per_node == rank // self.gpus_per_node for other in ranks)
+        return message_seconds(CollectiveCalls("", op, size), len(ranks), here, self.device, self.prices)
 
     def send(self, seconds: float, link: tuple[str, str], message: Communication | None) -> None:
         """Send a message behind the current stream's work and the link's last message; None: from host to host, which

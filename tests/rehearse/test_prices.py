@@ -155,20 +155,23 @@ NVLINK, NETWORK = H200.nvlink * PRICES.link, H200.network * PRICES.link
 
 
 @pytest.mark.parametrize(
-    ("what", "ranks", "peer", "seconds"),
+    ("what", "ranks", "peer", "seconds", "hops"),
     [
-        ("allgather_base", range(8), None, 7 / 8 * GB / NVLINK),
-        ("allreduce", range(8), None, 7 / 4 * GB / NVLINK),
-        ("broadcast", range(8), None, GB / NVLINK),
-        ("allgather_base", range(0, 64, 8), None, 7 / 8 * GB / NETWORK),
-        ("allgather_base", range(0, 64, 4), None, 15 / 16 * GB / (2 * NETWORK)),  # two adapters of each node
-        ("alltoall_base", range(16), None, 8 / 16 * GB / NETWORK),
-        ("send", range(16), 1, GB / NVLINK),
-        ("send", range(16), 8, GB / NETWORK),
+        ("allgather_base", range(8), None, 7 / 8 * GB / NVLINK, 1),
+        ("allreduce", range(8), None, 7 / 4 * GB / NVLINK, 1),
+        ("allreduce_coalesced", range(8), None, 7 / 4 * GB / NVLINK, 1),
+        ("broadcast", range(8), None, GB / NVLINK, 1),
+        ("reduce", range(8), None, GB / NVLINK, 1),
+        ("reduce_scatter_base", range(8), None, 7 / 8 * GB / NVLINK, 1),
+        ("allgather_base", range(0, 64, 8), None, 7 / 8 * GB / NETWORK, 4),  # and three doublings of nodes
+        ("allgather_base", range(0, 64, 4), None, 15 / 16 * GB / (2 * NETWORK), 4),  # two adapters of each node
+        ("alltoall_base", range(16), None, 8 / 16 * GB / NETWORK, 2),
+        ("send", range(16), 1, GB / NVLINK, 1),
+        ("send", range(16), 8, GB / NETWORK, 1),
     ],
 )
-def test_messages_take_their_bytes_over_the_links_of_the_span(pricing, what, ranks, peer, seconds):
-    assert pricing.seconds_of(what, GB, ranks, 0, peer) == pytest.approx(seconds + PRICES.message_s)
+def test_messages_take_their_bytes_over_the_links_of_the_span(pricing, what, ranks, peer, seconds, hops):
+    assert pricing.seconds_of(what, GB, ranks, 0, peer) == pytest.approx(seconds + hops * PRICES.message_s, rel=1e-9)
 
 
 def test_a_rack_is_one_node():
