@@ -13,4 +13,5 @@ def test_published_runs_fit_and_are_as_near_as_the_notes_say():
     assert [row["case"] for row in compared if not row["fits"]] == []  # what peers ran is not refused
     errors = {half: [abs(row["error"]) for row in compared if row["half"] == half] for half in ("fit", "test", "later")}
     assert [len(of) for of in errors.values()] == [14, 14, 8]
-    assert statistics.mean(errors["fit"]) < 0.08 and statistics.mean(errors["test"]) < 0.16
+    means = {half: statistics.mean(of) for half, of in errors.items()}
+    assert means["fit"] < 0.08 and means["test"] < 0.16 and means["later"] < 0.27

@@ -218,7 +218,7 @@ def test_a_step_gets_faster_with_more_of_everything():
     slow = plan_times(replace(job, gpus_per_node=1), H100, Assumptions())["update"]
     assert slow.parts["dp communication"] > 5 * base["update"].parts["dp communication"]  # by network
     assert slow.wire_bytes == base["update"].wire_bytes
-    assert 0.3 < update_mfu(job, H100, base["update"]) < Assumptions().products
+    assert 0.45 < update_mfu(job, H100, base["update"]) < 0.5
 
 
 def test_a_card_is_found_by_cudas_name():
