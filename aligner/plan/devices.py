@@ -54,8 +54,9 @@ def find_device(name: str, key: str = "--device") -> Device:
 
 @dataclass(frozen=True)
 class Prices:
-    """Shares of a data sheet's peaks that single kernels and messages reach, and costs that no size changes. "H200":
-    one card, benchmarks/gpu.md; "fitted": to the kinds' shares in its profile of an update, with products at 0.75."""
+    """Shares of a data sheet's peaks that single kernels and messages reach, rates, and costs that no size changes.
+    "H200": one card, benchmarks/gpu.md; "fitted": to the kinds' shares in its profile of an update, with products at
+    0.75."""
 
     products: float = 0.75  # of the peak, large bfloat16 products (H200: 762 of 989 TFLOP/s, 0.77, for one of 8,192^3)
     wide: float = 1 / 16  # of that, float32 and float64 products outside of tensor cores (data sheets of A100 and H100)
@@ -67,14 +68,14 @@ class Prices:
     masked_forward: float = 0.13
     masked_backward: float = 0.10
     memory: float = 0.80  # of the bandwidth, bytes read and written by element-wise kernels: fitted (H200: copies 0.89)
-    # elements per second of kernels that read strided tensors or several dtypes, one number at a time: fitted
+    # in elements per second: kernels that read strided tensors or several dtypes, one number at a time: fitted
     slow_elements: float = 300e9
     kernel_s: float = 2.5e-6  # on the device, to start and end a kernel: an estimate
     # of host time for a kernel launched from Python: 484 kernels more in a decode step take 6.8 ms more (H200)
     launch_s: float = 14e-6
     message_s: float = 20e-6  # latency of a collective or message
     link: float = 0.70  # of the link's bandwidth: large collectives
-    host_link: float = 50e9  # bytes per second between host memory and the device (PCIe 5 x16: 64 on the data sheet)
+    host_link: float = 50e9  # in bytes per second, to and from host memory (PCIe 5 x16: 64e9 on the data sheet)
 
 
 @dataclass(frozen=True)
