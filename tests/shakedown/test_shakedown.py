@@ -113,6 +113,7 @@ def test_memory_far_from_the_rehearsal_is_named(machine, monkeypatch, tmp_path):
     )
 
     def run(command, **how):
+        assert "model.kernels=own" in command  # else TransformerEngine's, which fail in a rehearsal
         if command[3] == "rehearse":
             phases = {name: {"peak_bytes": gib, "seconds": 0.0, "entries": 1} for name in ("build", "refit")}
             phases["update"] = {"peak_bytes": 10 * gib, "planned_bytes": 12 * gib, "seconds": 3.0, "entries": 2}
@@ -120,8 +121,12 @@ def test_memory_far_from_the_rehearsal_is_named(machine, monkeypatch, tmp_path):
             out.write_text(json.dumps({"ranks": {"0": {"phases": phases}}}))
         return SimpleNamespace(returncode=0, stdout=json.dumps({"time": {"update": {"seconds": 1.5}}}), stderr="")
 
+    def start(starter, name, stage, *keys):
+        assert "model.kernels=own" in keys
+        return SimpleNamespace(wait=lambda: tmp_path)
+
     monkeypatch.setattr(rungs.subprocess, "run", run)
-    monkeypatch.setattr(Starter, "start", lambda *args, **how: SimpleNamespace(wait=lambda: tmp_path))
+    monkeypatch.setattr(Starter, "start", start)
     monkeypatch.setattr(rungs, "read_jsonl", lambda path: [record])
     monkeypatch.setattr(rungs, "device_name", lambda machine: "h100")
     monkeypatch.setattr(CheckedMachine, "jobs", lambda self, rung: nullcontext(Starter(self, tmp_path)))
