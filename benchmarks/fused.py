@@ -2,7 +2,7 @@
 
     python -m benchmarks.fused [--json FILE]
 
-Counts on tensors without storage: each operation reads its inputs and writes its outputs once. Nothing is timed.
+Counts on tensors without storage, by the rules of rehearsals (`aligner/rehearse/prices.py`). Nothing is timed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from aligner.megatron import kernels
 from aligner.ops.kernels import fused
 from aligner.ops.kernels.experts import Pairs, combine, expand
 from aligner.ops.kernels.logprobs import token_logprobs
+from aligner.rehearse.prices import kernel_of, moved_bytes
 
 TOKENS = 8192  # of a micro-batch
 RATE = 4.26e12  # bytes/s of copies, and
@@ -80,7 +81,7 @@ CASES = [
 
 
 class Moved(TorchDispatchMode):
-    """Bytes that operations read and write, and how many move any."""
+    """Bytes that operations read and write, counted like a rehearsal's, and how many move any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,27 +90,11 @@ class Moved(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        name = func._overloadpacket.__name__
-        if func.is_view or "empty" in name or name == "detach":
-            return out
-        written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        overwrites = name in ("copy_", "zero_", "fill_") or func._overloadname in ("out", "grad_input")
-        if name in ("index_select", "gather"):  # reads the rows that it writes
-            read = [*written, args[2]]
-        else:
-            read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            read = [t for t in read if not (overwrites and any(t is w for w in written))]
-        self.bytes += sum(map(_bytes, [*read, *written]))
-        self.kernels += 1
+        if rule := kernel_of(func):
+            tensors, made = ([t for t in tree_leaves(x) if isinstance(t, Tensor)] for x in ((args, kwargs), out))
+            self.bytes += moved_bytes(rule, args, kwargs, tensors, made)
+            self.kernels += 1
         return out
-
-
-def _bytes(t: Tensor) -> int:
-    """Return the bytes that are different: of a number that is repeated, one."""
-    numbers = 1
-    for size, stride in zip(t.shape, t.stride(), strict=True):
-        numbers *= size if stride else 1
-    return numbers * t.element_size()
 
 
 def moved(case: Case, by_fused: bool) -> Moved:

@@ -55,7 +55,7 @@ def kernel_of(func: Any) -> KernelKind | None:
         return None
     kind = ATTENTION if "attention" in name or "_attn" in name else ELEMENTWISE
     written = tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-    overwrites = name in FILLS or "out" in func._overloadname
+    overwrites = name in FILLS or any(a.is_out for a in arguments)
     causal = next((i for i, a in enumerate(arguments) if a.name == "is_causal"), -1)
     pointwise = torch.Tag.pointwise in func.tags or name in ("copy_", "_to_copy")
     return KernelKind(name, kind, written, overwrites, causal, pointwise)
