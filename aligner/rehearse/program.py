@@ -24,7 +24,7 @@ from aligner.rehearse.device import RehearsedDevice, on_device
 from aligner.rehearse.record import BETWEEN
 from aligner.types import Sample, Stop
 
-DECODED = 5  # steps of the engine, at most, after which all rows have ended: every further one repeats the last
+DECODED = 7  # steps of the engine, at most, until all rows have ended, a single one after `record.GROWN_MARKS` and one
 
 
 def reward(samples: Sequence[Sample]) -> list[float]:

@@ -18,7 +18,7 @@ MEGATRON = "/megatron/core/"
 _own: dict[str, str] = {}  # file -> its name in reports, "" for others' files
 BETWEEN = "between"  # two phases
 MADE = 16  # lines with most tensors that are kept
-GROWN_MARKS = 5  # a line with more after each of so many steps keeps what it makes; scripted ends of rows repeat sooner
+GROWN_MARKS = 4  # a line with more after each of so many steps keeps what it makes; rows end in three (`program.py`)
 
 
 def _name(file: str) -> str:

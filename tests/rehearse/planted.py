@@ -406,6 +406,19 @@ def grows():
     NativeEngine.step = planted
 
 
+def grows_within():
+    """The engine keeps a tensor for each token until its rollout ends."""
+    from aligner.engines.native.engine import NativeEngine
+
+    step = NativeEngine.step
+
+    def planted(self, plan, batch, sampling):
+        batch.kept = [*getattr(batch, "kept", []), torch.zeros(1000, device=self.device)]
+        return step(self, plan, batch, sampling)
+
+    NativeEngine.step = planted
+
+
 def skipped_send():
     """Rank 0, which trains, sends its weights once, and not again."""
     from aligner.refit.exchange import Exchange

@@ -32,9 +32,10 @@ PLANTS = {
     **dict.fromkeys(("moves_on_cpu", "no_refill", "nothing_beside"), SLOTS),
     **dict.fromkeys(("skipped_send", "cpu_engine", "refused", "unawaited_messages"), APART),
     **dict.fromkeys(("grows", "refused_beside"), BESIDE),
+    "grows_within": ["stage=ppo", *SMALL, "batch.group=1", "batch.minibatch_samples=0"],  # a row for each rank
     "nothing": PIPELINE,
     "nothing_in_short_rows": [*SLOTS, "sampling.max_response_tokens=3"],
-    "nothing_in_many_rows": [*BESIDE, "batch.prompts=32", "batch.group=8"],
+    "nothing_in_many_rows": [*BESIDE, "batch.prompts=64", "batch.group=32"],
 }
 
 RANKS = {"tensor_against_data": "all-distinct"}
@@ -213,6 +214,7 @@ def test_a_tensor_for_each_token(rehearsals):
     }
 
 
-def test_what_the_engine_keeps_of_each_token(rehearsals):
-    faults = rehearsals["grows"].faults
+@pytest.mark.parametrize("plant", ["grows", "grows_within"])
+def test_what_the_engine_keeps_of_each_token(rehearsals, plant):
+    faults = rehearsals[plant].faults
     assert faults and all("step of the engine" in fault and "aligner/engines/native/" in fault for fault in faults)
