@@ -81,7 +81,7 @@ Marks = dict[int, list[Mark]]  # of a storage
 
 
 @dataclass(frozen=True)
-class Loan:
+class StreamUse:
     """Use of a tensor by another stream than the one whose memory it is in."""
 
     owner: Timeline
@@ -109,9 +109,9 @@ class Order:
         self.writes: Marks = {}  # last writes
         self.reads: Marks = {}  # of copies and messages on their way
         self.owners: dict[int, Timeline] = {}  # storage -> the stream that made it, if that is not the default
-        self.loans: dict[tuple[int, Timeline], Loan] = {}  # the last of a stream
+        self.uses: dict[tuple[int, Timeline], StreamUse] = {}  # the last of a stream
         self.recorded: set[tuple[int, Timeline]] = set()
-        self.freed: list[Loan] = []  # that had not ended
+        self.freed_uses: list[StreamUse] = []  # of storages that are no more, which may not have ended
         self.unmarked: Mark | None = None  # with several streams: the last write where there is no mark
 
     @property
@@ -141,11 +141,11 @@ class Order:
         another stream still uses."""
         if self.unmarked is None:
             return
-        self.freed = [loan for loan in self.freed if not self._ended(loan, loan.owner)]
-        for loan in self.freed:
-            if loan.owner is self.current:
+        self.freed_uses = [use for use in self.freed_uses if not self._ended(use, use.owner)]
+        for use in self.freed_uses:
+            if use.owner is self.current:
                 raise RuntimeError(
-                    f"a stream still uses the memory of a tensor that was freed ({loan.line}): call record_stream"
+                    f"a stream still uses the memory of a tensor that was freed ({use.line}): call record_stream"
                 )
         span = span_of(t)
         self.mark(self.writes, span)
@@ -158,9 +158,9 @@ class Order:
         self.reads.pop(storage, None)
         self.owners.pop(storage, None)
         for stream in self.streams if self.unmarked else ():
-            loan = self.loans.pop((storage, stream), None)
-            if loan and (storage, stream) not in self.recorded:
-                self.freed.append(loan)
+            use = self.uses.pop((storage, stream), None)
+            if use and (storage, stream) not in self.recorded:
+                self.freed_uses.append(use)
             self.recorded.discard((storage, stream))
 
     def send(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> Communication:
@@ -194,7 +194,7 @@ class Order:
             self.check_written(span, by)
             owner = self.owners.get(span.storage, self.default)
             if self.unmarked and cuda and owner is not by:
-                self.loans[span.storage, by] = Loan(owner, by, by.epoch, source_line(2))
+                self.uses[span.storage, by] = StreamUse(owner, by, by.epoch, source_line(2))
         for number, name in written:
             for t in tree_leaves(args[number] if number < len(args) else kwargs.get(name)):
                 if isinstance(t, Tensor):
@@ -208,7 +208,7 @@ class Order:
             line = self.made[span.storage][1]
             self._check({span.storage: [replace(self.unmarked, line=line)]}, span, by, "not written yet")
 
-    def _ended(self, work: Mark | Loan, waiting: Timeline) -> bool:
+    def _ended(self, work: Mark | StreamUse, waiting: Timeline) -> bool:
         """Return whether work is known to have ended by who waits, or by the host."""
         return max(waiting.known.get(work.by, 0), self.host.known.get(work.by, 0)) > work.epoch
 

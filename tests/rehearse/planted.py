@@ -261,12 +261,12 @@ def freed_early(keep):
 
     def doubled(logprobs, batch):
         stream, first = torch.cuda.Stream(), torch.cuda.current_stream()
-        lent = logprobs.detach() + 1
+        shared = logprobs.detach() + 1
         stream.wait_stream(first)
         with torch.cuda.stream(stream):
-            twice = lent * 2
-        keep(lent, stream)
-        del lent
+            twice = shared * 2
+        keep(shared, stream)
+        del shared
         other = logprobs.detach() + 1
         first.wait_stream(stream)
         return logprobs * twice * other
@@ -275,15 +275,15 @@ def freed_early(keep):
 
 
 def freed_tensor():
-    freed_early(lambda lent, stream: None)
+    freed_early(lambda shared, stream: None)
 
 
 def recorded_tensor():
-    freed_early(lambda lent, stream: lent.record_stream(stream))
+    freed_early(lambda shared, stream: shared.record_stream(stream))
 
 
 def awaited_tensor():
-    freed_early(lambda lent, stream: torch.cuda.current_stream().wait_stream(stream))
+    freed_early(lambda shared, stream: torch.cuda.current_stream().wait_stream(stream))
 
 
 def to_host(wait, read):
