@@ -1,9 +1,9 @@
-"""Updates and logprobs of `gpu.py`, priced by a rehearsal, beside what one H200 measured.
+"""Updates and logprobs of `gpu.py`, estimated by a rehearsal, beside what one H200 measured.
 
     python -m benchmarks.rehearse_check [--shapes 8b_width,moe_width,0.6b] [--now] [--json FILE]
 
 The H200 ran torch's operations where the trainer now has kernels of its own (`ops/kernels/fused.py`) and attention in
-one call. So both are off here, but for `--now`, which prices the present code.
+one call. So both are off here, but for `--now`, which estimates the present code.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def rehearse(name: str, now: bool) -> dict[str, Any]:
 
 def show(name: str, results: dict[str, Any]) -> None:
     for key, measured in MEASURED[name].items():
-        priced = results["figures"][key]
-        print(f"{name:<10}{key:<16}{measured:8.3f} measured{priced:8.3f} priced{priced / measured - 1:+8.1%}")
+        estimated = results["figures"][key]
+        print(f"{name:<10}{key:<16}{measured:8.3f} measured{estimated:8.3f} estimated{estimated / measured - 1:+8.1%}")
     for key, phase in results["phases"].items():
         parts = ", ".join(f"{kind} {seconds:.3f}" for kind, seconds in phase["device_s"].items())
         print(f"{name:<10}{key:<16}{phase['seconds']:8.3f} s: {parts}, launches {phase['launch_s']:.3f}")

@@ -170,7 +170,8 @@ def show(rehearsal: Rehearsal) -> None:
     console.print(_times(rehearsal))
     seconds, mfu = rehearsal.update
     if seconds:
-        print(f"update: {1000 * seconds:.0f} ms a step, MFU {100 * mfu:.0f} % (products, also recomputed ones)")
+        of = "recomputed products count, attention does not"
+        print(f"update: estimated {1000 * seconds:.0f} ms a step, MFU {100 * mfu:.0f} % ({of})")
     for kind, words in LISTS.items():
         counts: Counter[str] = Counter()
         for record in rehearsal.records.values():
@@ -199,7 +200,7 @@ def _times(rehearsal: Rehearsal) -> Any:
     """Return a table of one entry of each phase, but of those that decode fewer steps than a job."""
     from rich.table import Table
 
-    title = "milliseconds by prices of kernels: of the phase, of it on the device by kind, and to launch"
+    title = "estimated milliseconds: whole phase, device time by kind, wait for other stages, host time to launch"
     table = Table("rank", "phase", title=title)
     for name in ("all", *KINDS.values(), "bubble", "launches", "idle %"):
         table.add_column(name, justify="right")
