@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from aligner.config.resolve import compose_over
+from aligner.config.rules import RuleContext
 from aligner.config.schema import Config
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.vllm import check_model
 from aligner.config.validate import validate_engines, validate_layout
 from aligner.errors import ConfigError
 from aligner.plan.devices import GIB, Device, find_device
@@ -20,6 +24,8 @@ from aligner.plan.prediction import Prediction, predict, shares_text
 from aligner.plan.sizing import Room, sized
 from aligner.plan.split import splits
 from aligner.plan.sweep import sweep
+
+FASTER = 0.9  # of the native engine's seconds: a step with vLLM that is worth a line
 
 
 def main(args: argparse.Namespace, cfg: Config) -> int:
@@ -39,7 +45,12 @@ def main(args: argparse.Namespace, cfg: Config) -> int:
         split = {"split": predictions[0].lag_data()} if predictions else {}
         print(json.dumps(prediction.data() | split, indent=1), flush=True)
     else:
-        print("\n".join([prediction.text(), *_split_lines(prediction, predictions)]), flush=True)
+        print(
+            "\n".join(
+                [prediction.text(), *_split_lines(prediction, predictions), *_engine_lines(args, cfg, prediction)]
+            ),
+            flush=True,
+        )
     refuse(prediction.job, prediction.device, prediction.memory)
     return 0
 
@@ -82,6 +93,21 @@ def _split_lines(here: Prediction, predictions: list[Prediction]) -> list[str]:
         return [f"engine.ranks={here.ranks} is the fastest {among}"]
     keys = f"engine.ranks={predictions[0].ranks}, with engine.window={window},"
     return [f"{keys} is the fastest {among}: step {step_s:.1f} s, {shares_text(*shares)}"]
+
+
+def _engine_lines(args: argparse.Namespace, cfg: Config, here: Prediction) -> list[str]:
+    """Return the report's line about vLLM where the native engine's steps take longer."""
+    if here.job.engine is None or cfg.engine.name != "native":
+        return []
+    with suppress(ConfigError):  # of what vLLM does not support
+        other_cfg = compose_over(cfg, ["engine.name=vllm"])
+        RuleContext(other_cfg, args.gpus).check("engines", "factors", "routing", "ranks")
+        check_model(other_cfg, here.job.policy.shape)
+        other = predicted(args, other_cfg)
+        step_s, native_s = other.overlapped[0], here.overlapped[0]
+        if step_s < FASTER * native_s and other.memory.fits:
+            return [f"engine=vllm would be faster: step {step_s:.1f} s instead of {native_s:.1f} s"]
+    return []
 
 
 def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, Callable[[Config], PlanJob]]:

@@ -220,3 +220,18 @@ def test_a_site_names_a_device_of_the_table(tmp_path):
     path.write_text("description: x\ngpu: h900\n")
     with pytest.raises(ConfigError, match=r"gpu='h900'.*h100"):
         load_site(str(path))
+
+
+@pytest.mark.parametrize(
+    "model, faster",
+    [
+        (["model=llama3_8b", "parallel.tensor=4", "engine.tensor_parallel=2"], True),
+        (["model=llama3_8b", "parallel.tensor=4", "engine.tensor_parallel=2", "engine=vllm"], False),
+        (["model=qwen3_1.7b"], False),  # whose decode steps are CUDA graphs here, too
+        (["model=gpt_oss_20b", "parallel.tensor=4", "engine.tensor_parallel=2"], False),  # which vLLM was not tried with
+    ],
+)
+def test_a_plan_names_vllm_where_it_would_be_faster(model, faster, capsys):
+    long = ["--response-tokens", "2000", "sampling.max_response_tokens=8192", "parallel.sequence=true"]
+    main(["plan", "--gpus", "64", "stage=grpo", *model, *long, "batch.prompts=128", "batch.group=16"])
+    assert ("engine=vllm would be faster: step " in capsys.readouterr().out) == faster
