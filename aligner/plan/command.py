@@ -97,7 +97,7 @@ def _split_lines(here: Prediction, predictions: list[Prediction]) -> list[str]:
 
 def _engine_lines(args: argparse.Namespace, cfg: Config, here: Prediction) -> list[str]:
     """Return the report's line about vLLM where the native engine's steps take longer."""
-    if here.job.engine is None or cfg.engine.name != "native":
+    if here.job.engine is None or not cfg.engine.can.computes_here:
         return []
     with suppress(ConfigError):  # of what vLLM does not support
         other_cfg = compose_over(cfg, ["engine.name=vllm"])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.config.freeze import freeze
+from aligner.config.rules import RuleContext
 from aligner.config.schema import Config
 from aligner.config.validate import validate
 from aligner.config.validate_model import validate_on_gpu
@@ -89,6 +90,7 @@ def cases_of(
 ) -> tuple[Config, list[dict[str, Any]]]:
     """Return the config as it is rehearsed, and a case for each rank to `run`, with its files in a new `folder`. Raises
     ConfigError."""
+    RuleContext(cfg, gpus).check("ranks", "batch")  # by whose numbers `sized` divides
     ready = prepared(sized(cfg, gpus, Room.of(device)), folder)
     validate(ready, gpus)
     validate_on_gpu(ready, ready.model)

@@ -228,7 +228,10 @@ def test_a_site_names_a_device_of_the_table(tmp_path):
         (["model=llama3_8b", "parallel.tensor=4", "engine.tensor_parallel=2"], True),
         (["model=llama3_8b", "parallel.tensor=4", "engine.tensor_parallel=2", "engine=vllm"], False),
         (["model=qwen3_1.7b"], False),  # whose decode steps are CUDA graphs here, too
-        (["model=gpt_oss_20b", "parallel.tensor=4", "engine.tensor_parallel=2"], False),  # which vLLM was not tried with
+        (
+            ["model=gpt_oss_20b", "parallel.tensor=4", "engine.tensor_parallel=2"],
+            False,
+        ),  # which vLLM was not tried with
     ],
 )
 def test_a_plan_names_vllm_where_it_would_be_faster(model, faster, capsys):

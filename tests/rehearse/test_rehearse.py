@@ -49,3 +49,5 @@ def test_judges_answers_to_held_out_prompts_and_an_export(tmp_path, capsys):
 def test_a_layout_that_does_not_divide_is_refused(capsys):
     assert main(["rehearse", "--gpus", "3", *TINY]) == 2
     assert "world size=3" in capsys.readouterr().err
+    assert main(["rehearse", "--gpus", "4", "stage=ppo", "batch.prompts=4", "batch.group=1", *TINY]) == 2
+    assert "batch.minibatch_samples=64: expected a divisor" in capsys.readouterr().err
