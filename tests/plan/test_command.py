@@ -231,7 +231,7 @@ def test_a_site_names_a_device_of_the_table(tmp_path):
         (
             ["model=gpt_oss_20b", "parallel.tensor=4", "engine.tensor_parallel=2"],
             False,
-        ),  # which vLLM was not tried with
+        ),  # vLLM was not tried
     ],
 )
 def test_a_plan_names_vllm_where_it_would_be_faster(model, faster, capsys):
