@@ -88,7 +88,7 @@ CASES = {
     "tp2 pp2": (UNTIED, {"tensor": 2, "pipeline": 2, **SEQ}, 4, {}),
     # what nobody reads is left out: prompts of 2/3 of the tokens, and of a row all but the last token
     "responses": (LLAMA, {}, 1, {"prompt": 16}),
-    "responses, logits in parts": (LLAMA, {}, 1, {"prompt": 16, "logits_bytes": 12 * 101 * 24}),
+    "responses, logits in parts": (LLAMA, {}, 1, {"prompt": 16, "logits_bytes": 12 * 101 * 8}),
     "responses, recompute": (UNTIED, {}, 1, {"prompt": 16, "recompute": True, "logits_bytes": 12 * 101 * 40}),
     "responses, tp2": (MODELS["qwen3"], {"tensor": 2}, 2, {"prompt": 16, "micro_rows": 8}),
     "responses, tp2, sequence": (LLAMA, {"tensor": 2, **SEQ}, 2, {"prompt": 16, "micro_rows": 8}),

@@ -44,6 +44,9 @@ def shared(tmp_path_factory):
     (packages,) = folder.glob("lib/python*/site-packages")
     for name in PACKAGES:
         shutil.copytree(Path(sysconfig.get_path("platlib")) / name, packages / name)
+    for about in Path(sysconfig.get_path("platlib")).glob("*.dist-info"):  # `submit` asks for what setup.py names
+        (packages / about.name).mkdir()
+        shutil.copy(about / "METADATA", packages / about.name)
     (packages / "sitecustomize.py").write_text(COUNTS)
     return folder
 
