@@ -142,7 +142,8 @@ def all_reduce(megabytes: int = 0, timeout_s: float = 120.0) -> int:
     seconds, moved = statistics.median(times), 2 * (env.world_size - 1) / env.world_size * megabytes * 2**20
     card = torch.cuda.get_device_name(device) if cuda else "CPU"
     rate = f"{megabytes} MB in {seconds:.4f} s, {moved / seconds / 1e9:.4g} GB/s"
-    print(f"{node_name()} rank {env.rank} ({card}): {rate}, {wrong} wrong", flush=True)
+    line = f"{node_name()} rank {env.rank} ({card}): {rate}, {wrong} wrong\n"
+    print(line, end="", flush=True)  # in one write, as other ranks print to the same place
     dist.destroy_process_group()
     return int(wrong > 0)
 
