@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,12 +66,20 @@ class Rung:
     needs: Callable[[CheckedMachine], str] = lambda machine: ""
 
 
+def _printed(command: Sequence[str], what: str, **options: Any) -> str:
+    """Run a command and return what it prints. Raises RungError with the exit code and the output if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    except subprocess.TimeoutExpired as error:
+        raise RungError(f"{what}: no end after {error.timeout:.0f} s") from None
+    if done.returncode:
+        raise RungError(f"{what}: exit code {done.returncode}\n{done.stdout}{done.stderr[-2000:]}")
+    return done.stdout
+
+
 def card_rates(machine: CheckedMachine) -> dict[str, Any]:
     command = [sys.executable, "-m", "aligner.shakedown.rates", *([] if machine.gpus else ["--cpu"])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RungError(f"rates: exit code {done.returncode}\n{done.stderr[-2000:]}")
-    rates = json.loads(done.stdout)
+    rates = json.loads(_printed(command, "rates"))
     for card in rates["cards"]:
         for name, (measured, sheet, least) in card["rates"].items():
             if measured < least * sheet:
@@ -88,17 +96,11 @@ def _links(machine: CheckedMachine, nodes: int, ranks: int) -> dict[str, Any]:
     if nodes > 1:
         command = [*on_nodes(nodes, ranks), sys.executable, *program]
     environ = os.environ | {"MASTER_ADDR": own_address()} if nodes > 1 else None
-    try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise RungError(f"all-reduce over {ranks} ranks: no end after {TIMEOUT_S:.0f} s") from None
-    if done.returncode:
-        raise RungError(
-            f"all-reduce over {ranks} ranks: exit code {done.returncode}\n{done.stdout}{done.stderr[-2000:]}"
-        )
-    rates = {card: float(rate) for card, rate in re.findall(r"^(.*\)): .* ([\d.e+]+) GB/s", done.stdout, re.MULTILINE)}
+    what = f"all-reduce over {ranks} ranks"
+    text = _printed(command, what, env=environ, timeout=TIMEOUT_S)
+    rates = {card: float(rate) for card, rate in re.findall(r"^(.*\)): .* ([\d.e+]+) GB/s", text, re.MULTILINE)}
     if len(rates) != ranks:
-        raise RungError(f"all-reduce over {ranks} ranks: {len(rates)} reported a rate\n{done.stdout}")
+        raise RungError(f"{what}: {len(rates)} reported a rate\n{text}")
     slowest = min(rates, key=lambda card: rates[card])
     if machine.gpus and (sheet := sheet_of(slowest)):
         link = (sheet.network if nodes > 1 else sheet.nvlink) / 1e9
@@ -233,14 +235,10 @@ def prediction(machine: CheckedMachine) -> dict[str, Any]:
         run = jobs.start("prediction", "grpo", *keys).wait()
         asked = [*machine.data.arguments("grpo", jobs.folder / "rehearsed", *keys, *machine.overrides)]
         out = jobs.folder / "rehearsed.json"
-        options = ["--gpus", "1", "--device", card]
-        for command in (["rehearse", *options, "--json", str(out)], ["plan", *options, "--json"]):
-            done = subprocess.run(
-                [sys.executable, "-m", "aligner", *command, *asked], capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                raise RungError(f"{command[0]} of a job that runs: exit code {done.returncode}\n{done.stderr[-2000:]}")
-    rehearsed, planned = json.loads(out.read_text())["ranks"]["0"]["phases"], json.loads(done.stdout)
+        program, options = [sys.executable, "-m", "aligner"], ["--gpus", "1", "--device", card]
+        _printed([*program, "rehearse", *options, "--json", str(out), *asked], "rehearse of a job that runs")
+        planned = json.loads(_printed([*program, "plan", *options, "--json", *asked], "plan of a job that runs"))
+    rehearsed = json.loads(out.read_text())["ranks"]["0"]["phases"]
     last, phases = read_jsonl(run / "metrics.jsonl")[-1], dict[str, Any]()
     for name, phase in rehearsed.items():
         if measured := last.get(f"memory/{name}_peak_bytes"):
