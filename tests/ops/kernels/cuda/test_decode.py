@@ -1,8 +1,5 @@
 """The kernel of decode steps in Triton's interpreter, and as it is compiled for GPUs that are not here."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -11,7 +8,7 @@ from tests.needs import package
 package("triton")
 
 from aligner.ops.kernels.cuda.decode import PROGRAMS, STAGES, WARPS, _attend, parts_for  # noqa: E402
-from tests.ops.kernels.cuda.triton_compiled import CAPABILITIES, compiled  # noqa: E402
+from tests.ops.kernels.cuda.triton_compiled import CAPABILITIES, compiled, lines_of_cases  # noqa: E402
 
 BASE = {"SHARE": 4, "WIDTH": 128, "VALUE_WIDTH": 128, "WINDOW": 0, "CAPPED": False, "SINKS": False, "EXACT": False}
 BASE |= {"PARTS": 1, "HEADS": 16, "WIDE": 128, "VALUE_WIDE": 128, "STEP": 64}
@@ -20,10 +17,8 @@ WILD = {"PARTS": 4, "WINDOW": 300, "CAPPED": True, "SINKS": True}
 
 
 def test_it_equals_a_loop_in_float64():
-    """In a process of its own: Triton decides whether it interprets when it is imported."""
-    command = [sys.executable, "-m", "tests.ops.kernels.cuda.decode_cases", "0", "48"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and done.stdout.count("\n") == 48, done.stdout + done.stderr
+    lines = lines_of_cases("decode_cases", "0", "48")
+    assert len(lines) == 48, "\n".join(lines)
 
 
 @pytest.mark.slow

@@ -1,8 +1,5 @@
 """Gated activations in Triton's interpreter, and as they are compiled for GPUs that are not here."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.needs import package
@@ -10,14 +7,12 @@ from tests.needs import package
 package("triton")
 
 from aligner.ops.kernels.cuda import gates  # noqa: E402
-from tests.ops.kernels.cuda.triton_compiled import CAPABILITIES, compiled  # noqa: E402
+from tests.ops.kernels.cuda.triton_compiled import CAPABILITIES, compiled, lines_of_cases  # noqa: E402
 
 
 def test_they_equal_their_formulas_and_swiglu_rounds_as_torchs_operations():
-    """In a process of its own: Triton decides whether it interprets when it is imported."""
-    command = [sys.executable, "-m", "tests.ops.kernels.cuda.gates_cases"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and done.stdout.count("\n") == 37, done.stdout + done.stderr
+    lines = lines_of_cases("gates_cases")
+    assert len(lines) == 37, "\n".join(lines)
 
 
 @pytest.mark.slow

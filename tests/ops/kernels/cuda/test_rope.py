@@ -1,8 +1,5 @@
 """Rotary embedding in Triton's interpreter, and as it is compiled for GPUs that are not here."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.needs import package
@@ -10,7 +7,7 @@ from tests.needs import package
 package("triton")
 
 from aligner.ops.kernels.cuda.rope import WARPS, _rotate  # noqa: E402
-from tests.ops.kernels.cuda.triton_compiled import CAPABILITIES, compiled  # noqa: E402
+from tests.ops.kernels.cuda.triton_compiled import CAPABILITIES, compiled, lines_of_cases  # noqa: E402
 
 PLAIN = {"SHARE": 4, "EXTRA": 2, "HALF": 64, "WIDTH": 128, "HEADS": 16, "PAIRS": 64, "REST": 0}
 PARTIAL = {"SHARE": 5, "EXTRA": 2, "HALF": 40, "WIDTH": 256, "HEADS": 16, "PAIRS": 64, "REST": 256}
@@ -18,10 +15,8 @@ ALONE = {"SHARE": 1, "EXTRA": 0, "HALF": 32, "WIDTH": 64, "HEADS": 32, "PAIRS": 
 
 
 def test_it_equals_torchs_operations():
-    """In a process of its own: Triton decides whether it interprets when it is imported."""
-    command = [sys.executable, "-m", "tests.ops.kernels.cuda.rope_cases"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and done.stdout.count("\n") == 96, done.stdout + done.stderr
+    lines = lines_of_cases("rope_cases")
+    assert len(lines) == 96, "\n".join(lines)
 
 
 @pytest.mark.slow

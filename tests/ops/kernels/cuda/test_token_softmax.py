@@ -1,8 +1,5 @@
 """Softmax of logits in Triton's interpreter, and as it is compiled for GPUs that are not here."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.needs import package
@@ -10,14 +7,12 @@ from tests.needs import package
 package("triton")
 
 from aligner.ops.kernels.cuda import token_softmax  # noqa: E402
-from tests.ops.kernels.cuda.triton_compiled import CAPABILITIES, compiled  # noqa: E402
+from tests.ops.kernels.cuda.triton_compiled import CAPABILITIES, compiled, lines_of_cases  # noqa: E402
 
 
 def test_it_equals_torchs_operations_on_one_rank_and_on_two():
-    """In a process of its own: Triton decides whether it interprets when it is imported."""
-    command = [sys.executable, "-m", "tests.ops.kernels.cuda.token_softmax_cases"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and done.stdout.count("torch.") == 70, done.stdout + done.stderr
+    lines = lines_of_cases("token_softmax_cases")
+    assert "".join(lines).count("torch.") == 70, "\n".join(lines)
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""Triton kernels as they are compiled for GPUs that are not here."""
+"""Triton kernels in the interpreter, and as they are compiled for GPUs that are not here."""
 
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -14,6 +15,15 @@ from triton.compiler import ASTSource, compile
 SHARED_BYTES = 227 << 10  # of a multiprocessor of compute capability 9.0 and 10.0
 CAPABILITIES = (90, 100)
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def lines_of_cases(name: str, *arguments: str) -> list[str]:
+    """Run `tests/ops/kernels/cuda/NAME.py`, which must pass, and return what it prints. In a process of its own: Triton
+    decides whether it interprets when it is imported."""
+    command = [sys.executable, "-m", f"tests.ops.kernels.cuda.{name}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
 
 
 def compiled(
