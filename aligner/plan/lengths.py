@@ -16,6 +16,7 @@ from statistics import NormalDist
 from aligner.errors import ConfigError
 
 KEY, NORMAL = "--lengths", NormalDist()
+DEVIATION_PARTS = 256  # in which a deviation is summed
 SPREAD = 0.8  # standard deviation of the logarithm of response lengths: a choice, not measured
 
 
@@ -56,8 +57,9 @@ class Lengths:
     @property
     def deviation(self) -> float:
         """Return their standard deviation."""
-        width = self.longest / (parts := 256)
-        squares = sum(2 * (t := (i + 0.5) * width) * self.alive(t) * width for i in range(parts))
+        width = self.longest / DEVIATION_PARTS
+        middles = [(i + 0.5) * width for i in range(DEVIATION_PARTS)]
+        squares = sum(2 * t * self.alive(t) * width for t in middles)
         return max(0.0, squares - self.mean**2) ** 0.5
 
     def drawn(self) -> Iterator[int]:

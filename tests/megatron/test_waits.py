@@ -113,7 +113,7 @@ class Waits(TorchDispatchMode):
 
 
 def waits(cfg: ModelConfig, layout: dict) -> tuple[dict, dict]:
-    """In the second optimizer step, as what is asked once should not be asked again, and in a pass for logprobs."""
+    """In the second optimizer step, which knows what only the first one reads, and in a pass for logprobs."""
     model, full = build(cfg, ParallelConfig(**layout), ADAM, dtype=torch.bfloat16), batch(cfg)
     own, loss = equal_shares(model, full), nll_loss(model, full)
     parts = micro_batches(own, BatchConfig(micro_batch_samples=MICRO))
@@ -148,7 +148,7 @@ def test_the_host_waits_for_numbers_it_needs_and_no_others(ranks, cfg, layout, w
             wanted[METRICS] = 1
         if cfg.moe.num_experts:
             wanted[LOAD] = 1
-        if experts > 1:  # how many tokens go where: the network is told by the host
+        if experts > 1:  # the host passes the counts of tokens to send
             wanted[SENT] = len(batch(cfg).lengths) // experts // MICRO * cfg.num_layers
         assert step == wanted
         assert set(logprobs) <= {("batching.py", "forward_rows"), SENT} and (SENT not in logprobs or experts > 1)
