@@ -181,6 +181,19 @@ MORE |= {
         moe=MoeConfig(4, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=20),
     ),
 }
+NEMOTRON = replace(
+    LLAMA,
+    family="nemotron_h",
+    pattern="M-*E",
+    num_layers=4,
+    tie_embeddings=False,
+    linear=LinearConfig(4, 8, 8, 6, 4, rule="mamba2"),
+    moe=MoeConfig(4, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=20, groups=2, scale=1.3),
+)
+MORE |= {
+    "nemotron_h": NEMOTRON,
+    "nemotron_h-dense": replace(NEMOTRON, pattern="M*M-", moe=MoeConfig()),
+}
 ADAM = OptimConfig(lr=1e-3)
 # Adam with a huge eps and no memory is gradient descent with learning rate 1: updates are gradients
 SGD = OptimConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad=0.0)

@@ -69,7 +69,11 @@ class Family:
     default_rope: tuple[tuple[str, Any], ...] = ()  # for a config.json without rope_parameters and rope_scaling
     score_architecture: str = ""  # prefix in `architectures` of a sequence classifier; empty: `architecture`
     activation_key: str = "hidden_act"  # config.json's name of the activation
-    activation: str = "silu"  # of the gate; config.json's value
+    activation: str = "silu"  # of the gate, or of an MLP without one; config.json's value
+    norm_key: str = "rms_norm_eps"  # config.json's name of the norms' epsilon
+    rotary: bool = True  # attention has positions
+    ties: bool = True  # the output layer may be the embedding
+    stored: str = ""  # first part of names in files, where those of transformers' classes begin with `model`
     offset_norms: bool = False  # norms multiply by 1 + weight
     # matrices that its files join, rows after rows: name there, names of the matrices
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -89,6 +93,7 @@ class Family:
 
     latent = _has("self_attention.kv_layernorm.weight")  # latent attention
     linear = _has("self_attention.conv1d.weight")  # layers without attention: `model.linear`
+    mamba = _has("self_attention.D")  # of Mamba-2
     qk_norm = _has("self_attention.k_layernorm.weight")
     qkv_bias = _has("self_attention.linear_qkv.bias")  # in all its models, unless `varies` has it
     output_bias = _has("self_attention.linear_proj.bias")  # if queries, keys and values have one
@@ -105,6 +110,22 @@ class Family:
         return frozenset(row.canonical for row in self.table)
 
     @cached_property
+    def single(self) -> bool:
+        """Whether a layer is one module (`model.pattern`), with one norm."""
+        return any(row.canonical == in_layer("input_layernorm.weight") and row.kind for row in self.table)
+
+    @cached_property
+    def ungated(self) -> bool:
+        """Whether an MLP has no gate."""
+        return any(row.canonical.endswith("mlp.linear_fc1.weight") and row.transform == "copy" for row in self.table)
+
+    def beside(self, ours: str, layer: int) -> str:
+        """Return what the names of the row `ours` of a layer, and of its neighbours, begin with in Hugging Face's
+        files."""
+        name = next(row.hf[0] for row in self.table if row.canonical == in_layer(ours))
+        return name.format(layer=layer).removesuffix(".weight").rpartition(".")[0] + "."
+
+    @cached_property
     def wide_qk_norm(self) -> bool:
         """Whether queries and keys are normalised over all heads of a token, not over each."""
         return any(row.canonical.endswith("self_attention.k_layernorm.weight") and row.units for row in self.table)
@@ -112,12 +133,12 @@ class Family:
     @property
     def norms(self) -> int:
         """Number of a layer's norms over the hidden size."""
-        return 2 * (self.pre_norms + self.post_norms)
+        return (1 if self.single else 2) * (self.pre_norms + self.post_norms)
 
     @property
     def joined(self) -> bool:
-        """Whether its files keep several matrices in one tensor."""
-        return bool(self.fused or self.stacked)
+        """Whether its files keep several matrices in one tensor, or have names of their own."""
+        return bool(self.fused or self.stacked or self.stored)
 
     @cached_property
     def varies(self) -> tuple[str, ...]:
@@ -129,6 +150,8 @@ class Family:
             "attention.local_rope_base": self.default_local_base,
             "attention.nope_layers": self.nope_every,
             "attention.rotary_fraction": self.default_rotary_fraction,
+            "pattern": self.single,
+            "linear.rule": self.mamba,
             "linear.attention_every": self.default_attention_every,
             "linear.attention_layers": self.default_attention_every,
             "moe.dense_layers": moe.dense_layers or moe.first_dense,

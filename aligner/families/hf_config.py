@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig, layer_pattern
-from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.config import PATTERN, ModelConfig
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.moe import MoeConfig
@@ -20,6 +21,9 @@ from aligner.foreign import JsonObject, read_record
 
 # limits, so that a damaged digit gives a message instead of an exhausted memory
 MOST_LAYERS, MOST_HEADS, MOST_CHANNELS, MOST_EXPERTS = 10_000, 65_536, 1 << 28, 4096
+UNLIMITED = [0.0, math.inf], [0.0, {"__float__": "Infinity"}]  # Mamba-2's steps; the latter as transformers 5 writes it
+# kinds of `layers_block_type`, old and new -> `model.pattern`
+BLOCKS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
 
 
 def hf_config(
@@ -53,7 +57,7 @@ def hf_config(
         family.activation_key: family.activation,
         "max_position_embeddings": cfg.max_position,
         "initializer_range": cfg.init_std,
-        "rms_norm_eps": cfg.norm_eps,
+        family.norm_key: cfg.norm_eps,
         "tie_word_embeddings": cfg.tie_embeddings,
         "attention_dropout": 0.0,
         "bos_token_id": bos_token_id,
@@ -67,8 +71,10 @@ def hf_config(
     out |= family.constants
     if family.predicts_ahead:
         out[family.predicts_ahead] = 0
-    out |= {theirs: _out_value(cfg, ours, default) for ours, theirs, default in family.keys}
-    if family.moe is not None:
+    without = () if cfg.moe.num_experts else ("moe.",)  # in a family some of whose models have experts
+    keys = [key for key in family.keys if not key[0].startswith(without)]
+    out |= {theirs: _out_value(cfg, ours, default) for ours, theirs, default in keys}
+    if family.moe is not None and cfg.moe.num_experts:
         keys = {name: key for name, key in dataclasses.asdict(family.moe).items() if key}
         ours = dataclasses.asdict(cfg.moe) | {"ffn_hidden_size": cfg.expert_ffn}
         ours |= {"first_dense": len(cfg.moe.dense_layers), "shared": cfg.moe.shared_ffn_hidden_size // cfg.expert_ffn}
@@ -81,6 +87,8 @@ def hf_config(
 
 def _layers_out(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     """Return the keys of positions, and of the kinds of the layers."""
+    if family.single:
+        return {"hybrid_override_pattern": cfg.pattern}
     scaling = scaling_out(cfg.rope_scaling)
     # transformers 4 reads the first two keys, transformers 5 the third
     out: dict[str, Any] = {"rope_theta": cfg.rope_base, "rope_scaling": scaling}
@@ -141,9 +149,12 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"model.init={str(folder)!r}: expected a Hugging Face folder, but it has no config.json")
-    raw = read_record(path, CheckpointError)
+    raw = read_record(path, CheckpointError, nan=True)
     family = _family_of(raw, path)
     float8_block(raw)  # refuses other quantisations before tensors are reported missing
+    pattern = _pattern_in(raw, family)
+    if pattern:  # alone where transformers 5 wrote the file
+        raw.fields["num_hidden_layers"] = len(pattern)
     raw.need("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
     default = {**DEFAULTS, **dict(family.defaults)}
     max_position = raw.integer("max_position_embeddings", default["max_position_embeddings"], low=1)
@@ -154,6 +165,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     return ModelConfig(
         family=family.model_type,
         num_layers=raw.integer("num_hidden_layers", low=1, high=MOST_LAYERS),
+        pattern=pattern,
         hidden_size=raw.integer("hidden_size", low=1, high=MOST_CHANNELS),
         ffn_hidden_size=raw.integer("intermediate_size", low=1, high=MOST_CHANNELS),
         num_heads=heads,
@@ -163,7 +175,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
         vocab_size=raw.integer("vocab_size", low=1, high=MOST_CHANNELS),
         rope_base=base,
         rope_scaling=scaling,
-        norm_eps=raw.number("rms_norm_eps", default["rms_norm_eps"], above=0),
+        norm_eps=raw.number(family.norm_key, default["rms_norm_eps"], above=0),
         max_position=max_position,
         tie_embeddings=raw.flag("tie_word_embeddings", default["tie_word_embeddings"]),
         qk_norm=family.qk_norm,
@@ -174,12 +186,29 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
             rotary_fraction=rotary_fraction_in(raw, family.default_rotary_fraction or 1.0),
             nope_layers=[layer for layer, rotated in enumerate(_rotated_layers(raw, family)) if not rotated],
         ),
-        linear=LinearConfig(**sections["linear"], **_linear_layers_in(raw, family, path)),
+        linear=_linear_in(raw, family, path, pattern, sections["linear"]),
         scales=ScalesConfig(**sections["scales"]),
-        moe=_experts_in(raw, family, sections["moe"]),
+        moe=MoeConfig() if pattern and "E" not in pattern else _experts_in(raw, family, sections["moe"]),
         init_std=raw.number("initializer_range", default["initializer_range"], above=0),
         init=str(folder),
     )
+
+
+def _pattern_in(raw: JsonObject, family: Family) -> str:
+    """Return `model.pattern`; empty in families whose layers are not one module each."""
+    if not family.single:
+        return ""
+    if raw.fields.get("time_step_limit") not in (None, *UNLIMITED):
+        raw.refuse("time_step_limit", "0 and infinity: steps without bounds")
+    if raw.fields.get("hybrid_override_pattern") is not None:
+        pattern = raw.text("hybrid_override_pattern")
+        if not pattern or set(pattern) - set(PATTERN):
+            raw.refuse("hybrid_override_pattern", f"one of {' '.join(PATTERN)} for each layer")
+        return pattern
+    kinds = raw.texts("layers_block_type")
+    if not kinds or set(kinds) - set(BLOCKS):
+        raw.refuse("layers_block_type", f"one of {', '.join(BLOCKS)} for each layer")
+    return "".join(BLOCKS[kind] for kind in kinds)
 
 
 def _keys_in(raw: JsonObject, family: Family) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -216,16 +245,20 @@ def _windows_in(raw: JsonObject, family: Family, path: Path) -> dict[str, Any]:
     )
 
 
-def _linear_layers_in(raw: JsonObject, family: Family, path: Path) -> dict[str, Any]:
-    """Return fields of LinearConfig for the layers with attention."""
+def _linear_in(raw: JsonObject, family: Family, path: Path, pattern: str, fields: dict[str, Any]) -> LinearConfig:
+    """Return the fields of layers without attention."""
+    if pattern and "M" not in pattern:
+        fields = {}
+    if family.mamba:
+        fields["rule"] = "mamba2"
     if not family.default_attention_every:
-        return {}
-    layers, every = raw.integer("num_hidden_layers"), family.default_attention_every
+        return LinearConfig(**fields)
+    count, every = raw.integer("num_hidden_layers"), family.default_attention_every
     every = raw.integer("full_attention_interval", every, low=1)
-    usual = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    usual = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(count)]
     kinds = _layer_types(raw, usual, path, "linear_attention")
-    pattern = layer_pattern([kind == "full_attention" for kind in kinds])
-    return {name.replace("global", "attention"): value for name, value in pattern.items()}
+    layers = layer_pattern([kind == "full_attention" for kind in kinds])
+    return LinearConfig(**fields, **{name.replace("global", "attention"): value for name, value in layers.items()})
 
 
 def _layer_types(raw: JsonObject, usual: list[str], path: Path, other: str) -> list[str]:

@@ -36,15 +36,20 @@ def outs_of(spec: ParamSpec, cfg: ModelConfig) -> list[int]:
     if spec.transform in ("qkv", "linear_in"):
         return [spec.units * rows for rows in rows_of_group(spec, cfg)]
     out, _ = sizes_of(spec)
-    return [out // 2] * 2 if spec.transform in ("gate_up", "experts_gate_up") else [out]
+    if spec.transform == "experts_gate_up":
+        return [out // spec.shape[1]] * spec.shape[1]
+    return [out // 2] * 2 if spec.transform == "gate_up" else [out]
 
 
 def rows_of_group(spec: ParamSpec, cfg: ModelConfig) -> list[int]:
     """Return rows of each Hugging Face tensor in a group of the canonical one, which interleaves them.
 
     Megatron has [queries of the group, key, value], group after group. For linear attention a group is a key head.
-    Queries alternate with their gates.
+    Queries alternate with their gates. A group of Mamba-2 is [query, key, inputs, gates, steps].
     """
+    if cfg.traits.mamba and spec.transform == "linear_in":
+        key, values = cfg.linear.key_head_dim, cfg.linear.values_per_key * cfg.linear.value_head_dim
+        return [key, key, values, values, cfg.linear.numbers]
     if spec.transform == "linear_in":
         return [cfg.linear.gated_width, cfg.linear.width - cfg.linear.gated_width]
     head = cfg.kv_channels

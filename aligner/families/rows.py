@@ -50,10 +50,11 @@ def layer(
 
 
 def experts(block: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[ParamSpec, ...]:
-    """Return the rows of a layer of experts by its names in Hugging Face's files."""
+    """Return the rows of a layer of experts by its names in Hugging Face's files. `gate` may be empty: they have
+    none."""
     at = f"{block}.experts.{{expert}}."
-    both, each = (f"{at}{gate}.weight", f"{at}{up}.weight"), {"experts": True, "kind": "sparse"}
-    inner, outer, units = "experts 2 expert_ffn hidden", "experts hidden expert_ffn", "expert_ffn"
+    both, each = tuple(f"{at}{name}.weight" for name in (gate, up) if name), {"experts": True, "kind": "sparse"}
+    inner, outer, units = f"experts {len(both)} expert_ffn hidden", "experts hidden expert_ffn", "expert_ffn"
     return (
         layer("mlp.router.weight", f"{block}.{router}.weight", "experts hidden", kind="sparse"),
         layer("mlp.experts.gate_up", both, inner, 2, units, "experts_gate_up", **each),
@@ -72,20 +73,22 @@ def expert_biases(block: str, gate: str, up: str, down: str, router: str) -> tup
     )
 
 
-def sigmoid_router(block: str, shared: str) -> tuple[ParamSpec, ...]:
-    """Return the rows besides `experts` of a router with a bias, and of the MLP for every token."""
+def sigmoid_router(block: str, shared: str, gated: bool = True) -> tuple[ParamSpec, ...]:
+    """Return the rows besides `experts` of a router with a bias, and of the MLP for every token, `gated` or not."""
     bias = f"{block}.gate.e_score_correction_bias"
     router = layer("mlp.router.expert_bias", bias, "experts", float32=True, kind="sparse")
-    return router, *shared_expert(block, shared)
+    return router, *shared_expert(block, shared, gated=gated)
 
 
-def shared_expert(block: str, shared: str, gate: str = "") -> tuple[ParamSpec, ...]:
-    """Return the rows of the MLP for every token and, if it has a name, of the gate of its output."""
+def shared_expert(block: str, shared: str, gate: str = "", gated: bool = True) -> tuple[ParamSpec, ...]:
+    """Return the rows of the MLP for every token, `gated` or not, and, if it has a name, of the gate of its
+    output."""
     at, ours, units = f"{block}.{shared}.", "mlp.shared_experts.", "shared_ffn"
     both = f"{at}gate_proj.weight", f"{at}up_proj.weight"
+    first = (both, "2shared_ffn hidden", 0, units, "gate_up") if gated else (both[1], "shared_ffn hidden", 0, units)
     rows = (
         layer(ours + "gate_weight", f"{block}.{gate}.weight", "1 hidden", kind="sparse"),
-        layer(ours + "linear_fc1.weight", both, "2shared_ffn hidden", 0, units, "gate_up", kind="sparse"),
+        layer(ours + "linear_fc1.weight", *first, kind="sparse"),
         layer(ours + "linear_fc2.weight", f"{at}down_proj.weight", "hidden shared_ffn", 1, units, kind="sparse"),
     )
     return rows if gate else rows[1:]

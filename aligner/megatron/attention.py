@@ -60,7 +60,7 @@ class StreamAttention(SelfAttention):
     def __init__(self, config: LayerConfig, *args: Any, model: ModelConfig, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         layer, shape = self.layer_number - 1, model.attention
-        self.is_local, self.is_rotated = shape.is_local(layer), layer not in shape.nope_layers
+        self.is_local, self.is_rotated = shape.is_local(layer), model.is_rotated(layer)
         self.is_last = self.layer_number == config.num_layers
         self.scores = ScoreRule(shape.scale, shape.softcap)
         self.neighbours = model.traits.interleaved_rotary
@@ -190,13 +190,17 @@ def _flash_takes(query: Tensor, mask: Tensor | None) -> bool:
 
 
 class GatedMLP(MLP):
-    """Megatron's MLP with SwiGLU in two passes over memory, or with another gate."""
+    """Megatron's MLP with SwiGLU in two passes over memory, with another gate, or without one."""
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **unused: Any):
         assert per_token_scale is None, "experts have their own module"
         (mixed, bias), gate = self.linear_fc1(hidden_states), self.config.activation_func
         mixed = mixed if bias is None else mixed + bias
-        out, bias = self.linear_fc2(kernels.swiglu(mixed) if gate is silu else kernels.gated(mixed, gate))
+        if self.config.gated_linear_unit:
+            mixed = kernels.swiglu(mixed) if gate is silu else kernels.gated(mixed, gate)
+        else:
+            mixed = gate(mixed)
+        out, bias = self.linear_fc2(mixed)
         return out if bias is None else out + bias, None
 
 

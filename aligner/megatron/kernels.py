@@ -79,6 +79,11 @@ def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     return activation(gate) * up
 
 
+def relu2(x: Tensor) -> Tensor:
+    """Return the square of ReLU (arXiv:2109.08668)."""
+    return torch.nn.functional.relu(x).square()
+
+
 def gelu_tanh(x: Tensor) -> Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 

@@ -18,10 +18,14 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import ModuleSpec
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
@@ -30,10 +34,10 @@ from aligner.config.sections.model.kernels import te_lacks
 from aligner.errors import ConfigError
 from aligner.megatron import transformer_engine, varlen
 from aligner.megatron.attention import GatedMLP, RMSNorm, StreamAttention, residual_adder
-from aligner.megatron.delta_net import DeltaNet
 from aligner.megatron.groups import Layout
-from aligner.megatron.kernels import gelu_tanh
+from aligner.megatron.kernels import gelu_tanh, relu2
 from aligner.megatron.latent import LatentAttention
+from aligner.megatron.linear_attention import LinearAttention
 from aligner.megatron.moe import ExpertLayer, StreamLayer
 from aligner.megatron.sharing import LayerConfig, checkpoint_entries, with_fields
 from aligner.megatron.transformer_engine import TE
@@ -41,7 +45,7 @@ from aligner.megatron.variants import NormedAttention, NormedMLP, scale_embeddin
 from aligner.models.params import embedding_factor
 from aligner.ops.kernels.products import use_fast_products
 
-ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_pytorch_tanh": gelu_tanh}
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_pytorch_tanh": gelu_tanh, "relu2": relu2}
 
 logging.getLogger("megatron.core").setLevel(logging.ERROR)  # GPTModel logs its deprecation at every construction
 
@@ -109,7 +113,7 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype, dev
         kv_channels=cfg.kv_channels,
         normalization="RMSNorm",
         layernorm_epsilon=cfg.norm_eps,
-        gated_linear_unit=True,
+        gated_linear_unit=not family.ungated,
         activation_func=ACTIVATIONS[family.activation],
         layernorm_zero_centered_gamma=family.offset_norms,
         add_bias_linear=cfg.output_bias,  # of attention; the MLP has its own (`GatedMLP`)
@@ -168,8 +172,17 @@ def _layer(cfg: ModelConfig, config: LayerConfig, kinds: tuple[str, ...], expert
     if cfg.qk_norm and not wide:
         attention.q_layernorm = attention.k_layernorm = config.norm
     if "linear" in kinds:
-        submodules.self_attention = ModuleSpec(module=DeltaNet, params={"linear": cfg.linear})
+        submodules.self_attention = ModuleSpec(module=LinearAttention, params={"linear": cfg.linear})
+    if family.single:
+        _remove_half(submodules, "mlp" if {"attention", "linear"} & set(kinds) else "self_attention")
     return ModuleSpec(module=StreamLayer if experts else TransformerLayer, submodules=submodules)
+
+
+def _remove_half(submodules: TransformerLayerSubmodules, half: str) -> None:
+    """Make "mlp" or "self_attention" of a layer leave its input as it is."""
+    norm, adder = ("pre_mlp_layernorm", "mlp_bda") if half == "mlp" else ("input_layernorm", "self_attn_bda")
+    for name, kind in ((half, IdentityOp), (norm, IdentityOp), (adder, IdentityFuncOp)):
+        setattr(submodules, name, kind)
 
 
 def _dense(kind: type[GatedMLP], has_bias: bool, *, config: LayerConfig, **options: Any) -> GatedMLP:

@@ -108,16 +108,19 @@ def _mark(param: torch.nn.Parameter, split: bool) -> None:
 
 class Experts(torch.nn.Module):
     """This rank's experts, or its tensor-parallel share of them: gate_up [E / ep, 2, F / tp, H], down [E / ep, H, F /
-    tp]. Gate and up are an axis of their own, so that every shard is a plain slice. In some families with biases
-    [E / ep, 2, F / tp] and [E / ep, H]; the latter is the same on all tensor ranks, and the first adds it."""
+    tp]. Gate and up are an axis of their own, so that every shard is a plain slice; without a gate it has one entry. In
+    some families with biases [E / ep, 2, F / tp] and [E / ep, H]; the latter is the same on all tensor ranks, and the
+    first adds it."""
 
     def __init__(self, config: LayerConfig, model: ModelConfig, layout: Layout):
         super().__init__()
         self.layout, self.has_bias = layout, model.traits.expert_bias
         self.gate = clamped_gate if model.traits.clamped_gate else kernels.swiglu
+        if model.traits.ungated:
+            self.gate = kernels.relu2
         local, share = model.moe.num_experts // layout.expert, model.expert_ffn // layout.tensor
         hidden = config.hidden_size
-        self.gate_up = torch.nn.Parameter(torch.zeros(local, 2, share, hidden, dtype=config.params_dtype))
+        self.gate_up = torch.nn.Parameter(torch.zeros(local, model.mlp_parts, share, hidden, dtype=config.params_dtype))
         self.down = torch.nn.Parameter(torch.zeros(local, hidden, share, dtype=config.params_dtype))
         for param in (self.gate_up, self.down):
             _mark(param, split=True)
@@ -170,7 +173,7 @@ class ExpertLayer(torch.nn.Module):
 
     def __init__(self, config: LayerConfig, model: ModelConfig, layout: Layout, **unused: Any):
         super().__init__()
-        self.moe, self.layout = model.moe, layout
+        self.model, self.moe, self.layout = model, model.moe, layout
         self.router = Router(config, model.moe.num_experts, model.traits)
         self.experts = Experts(config, model, layout)
         width = model.moe.shared_ffn_hidden_size
@@ -193,7 +196,7 @@ class ExpertLayer(torch.nn.Module):
         """Take the layer's number, which Megatron counts from 1 over all pipeline stages."""
         layer, each = number - 1, self._stage_layers
         # among the layers with experts of this stage
-        self.position = sum(i not in self.moe.dense_layers for i in range(layer // each * each, layer))
+        self.position = sum("sparse" in self.model.layer_kinds(i) for i in range(layer // each * each, layer))
 
     def reset(self) -> None:
         """Forget the counts."""

@@ -124,8 +124,8 @@ class ShardedModel:
         else:
             self.wrapped = self._wrap(optim)
             self.optimizer = self._build_optimizer(optim)
-        # experts are balanced by every token, and in these layouts a row is on several ranks
-        self._narrows = not (layout.context > 1 or layout.sequence or cfg.moe.num_experts)
+        # in these layouts a row is on several ranks
+        self._narrows = not (layout.context > 1 or layout.sequence) and cfg.narrows
         self._schedule = get_forward_backward_func(pp_size=layout.pipeline, vp_size=None)
 
     @property

@@ -15,7 +15,7 @@ from aligner.models.params import expected_hf_shapes
 from aligner.models.quantised import FLOAT8, MXFP4, grid
 from aligner.models.safetensors_io import HfTensors
 
-EMBEDDING, LM_HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+LM_HEAD, SCORE = "lm_head.weight", "score.weight"
 # buffers that old versions of transformers stored, and every version computes; Qwen3-Next's layers for multi-token
 # prediction, which transformers also ignores
 DISPENSABLE = (re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"), re.compile(r"mtp\..*"))
@@ -53,7 +53,7 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
         )
     _check_types(tensors, wanted)
     if cfg.tie_embeddings and LM_HEAD in tensors:
-        _check_tied(tensors)
+        _check_tied(tensors, cfg.traits.table[0].hf[0])
     if head == "score" and SCORE in tensors:
         wanted = body | {SCORE: tensors.shape(SCORE)}
     tensors.close()
@@ -82,19 +82,19 @@ def _check_types(tensors: HfTensors, wanted: dict[str, tuple[int, ...]]) -> None
         raise CheckpointError(f"{tensors.where}: {pair}: expected half-precision numbers of one kind")
 
 
-def _check_tied(tensors: HfTensors) -> None:
+def _check_tied(tensors: HfTensors, embedding: str) -> None:
     """Check that a stored head equals tied embeddings.
 
     transformers uses a stored head that differs despite config.json, so the intended one is unknown.
     """
-    shape = tensors.shape(EMBEDDING)
+    shape = tensors.shape(embedding)
     same = tensors.shape(LM_HEAD) == shape
     for row in range(0, shape[0] if same else 0, ROWS):
         stop = min(shape[0], row + ROWS)
-        same = same and bool((tensors.read(LM_HEAD, 0, row, stop) == tensors.read(EMBEDDING, 0, row, stop)).all())
+        same = same and bool((tensors.read(LM_HEAD, 0, row, stop) == tensors.read(embedding, 0, row, stop)).all())
     if not same:
         raise CheckpointError(
-            f"{tensors.where}: {LM_HEAD} differs from {EMBEDDING}, although config.json says tie_word_embeddings=true: "
+            f"{tensors.where}: {LM_HEAD} differs from {embedding}, although config.json says tie_word_embeddings=true: "
             "set that to false to use both, or remove the head"
         )
 

@@ -49,10 +49,15 @@ def parts_of(cfg: ModelConfig) -> dict[str, FusedMatrix]:
     """Return the location of each matrix in the files of this model."""
     family = cfg.traits
     shapes = expected_hf_shapes(cfg) if family.joined else {}
-    return _rows(family, shapes) | _experts(family, shapes, cfg.moe.num_experts)
+    parts = joined_rows(family, shapes) | _experts(family, shapes, cfg.moe.num_experts)
+    for name, shape in shapes.items() if family.stored else ():
+        part = parts.get(name, FusedMatrix(name, shape, (slice(None),) * len(shape)))
+        parts[name] = replace(part, stored=re.sub(r"^model\.", f"{family.stored}.", part.stored))
+    return parts
 
 
-def _rows(family: Family, shapes: dict[str, Shape]) -> dict[str, FusedMatrix]:
+def joined_rows(family: Family, shapes: dict[str, Shape]) -> dict[str, FusedMatrix]:
+    """Return the location of each matrix that files join with others, rows after rows, under transformers' names."""
     located = {}
     for fused, parts in family.fused:
         for name in (name for name in shapes if f".{parts[0]}." in name):

@@ -55,7 +55,7 @@ def assemble(spec: ParamSpec, parts: Sequence[Tensor], cfg: ModelConfig) -> Tens
         return torch.cat(list(parts))
     if spec.experts:
         stacked = torch.stack(list(parts))
-        return stacked.unflatten(0, (-1, 2)) if spec.transform == "experts_gate_up" else stacked
+        return stacked.unflatten(0, (-1, spec.shape[1])) if spec.transform == "experts_gate_up" else stacked
     sizes = rows_of_group(spec, cfg)
     return torch.cat([p.unflatten(0, (-1, n)) for p, n in zip(parts, sizes, strict=True)], dim=1).flatten(0, 1)
 

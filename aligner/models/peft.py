@@ -24,7 +24,8 @@ from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.errors import CheckpointError, ConfigError
 from aligner.foreign import read_record
 from aligner.models.adapters import LORA_A, LORA_B, MAGNITUDE, adapter_table
-from aligner.models.fused import parts_of
+from aligner.models.fused import joined_rows
+from aligner.models.params import expected_hf_shapes
 from aligner.models.peft_rules import Rules, check_kind
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -148,7 +149,7 @@ class _Whole(NamedTuple):
 
 def _wholes(cfg: ModelConfig, modules: Iterable[str]) -> dict[str, _Whole]:
     adapted, wholes, counts = set(modules), dict[str, _Whole](), dict[str, int]()
-    for name, matrix in parts_of(cfg).items() if cfg.traits.fused else ():
+    for name, matrix in joined_rows(cfg.traits, expected_hf_shapes(cfg)).items() if cfg.traits.fused else ():
         stored, own = matrix.stored.removesuffix(".weight"), name.removesuffix(".weight")
         counts[stored] = counts.get(stored, 0) + 1
         if own in adapted:

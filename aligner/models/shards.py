@@ -69,7 +69,7 @@ class HfTensor:
 
     @property
     def expert(self) -> int:
-        return self.index // (2 if self.spec.transform == "experts_gate_up" else 1)
+        return self.index // (self.spec.shape[1] if self.spec.transform == "experts_gate_up" else 1)
 
     def interval(self, tensor: int, rank: int) -> tuple[int, int]:
         """Return the slice of tensor rank `rank` of `tensor`. Raises LayoutError if the ranks cannot share it."""
@@ -100,7 +100,7 @@ class HfTensor:
         if spec.transform == "gate_up":
             return shard.unflatten(0, (2, -1))[self.index, a:b]
         if spec.transform == "experts_gate_up":
-            return shard[self.expert - first_expert, self.index % 2, a:b]
+            return shard[self.expert - first_expert, self.index % spec.shape[1], a:b]
         if spec.transform == "experts":
             return shard[self.expert - first_expert].narrow(self.axis, a, b - a)
         assert spec.transform in INTERLEAVED, f"{spec.transform}: no view of its slices"

@@ -28,7 +28,7 @@ class PlainHeads:
         # halves are interleaved unless a part of a head alone is rotated, its neighbours together, or gates lie between
         own_order = traits.interleaved_rotary or traits.gated_attention
         self.interleaves = cfg.rotary_dim == self.head_dim and not own_order
-        self.turns = [layer not in attention.nope_layers for layer in range(cfg.num_layers)]
+        self.turns = [cfg.is_rotated(layer) for layer in range(cfg.num_layers)]
         self.local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
         self.scores = ScoreRule(attention.scale, attention.softcap)
         layers = cfg.layers_of("attention")
@@ -63,7 +63,8 @@ class PlainHeads:
         return {name: view for layer in self.index for name, view in self._views(layer)}
 
     def _views(self, layer: int) -> list[tuple[str, Tensor]]:
-        at, i, views = f"model.layers.{layer}.self_attn.", self.index[layer], []
+        i, views = self.index[layer], []
+        at = self.traits.beside("self_attention.linear_proj.weight", layer)
         parts = [n * self.head_dim for n in (self.heads, self.groups, self.groups)]
         for kind, buffer in (("weight", self.qkv), ("bias", self.qkv_bias)):
             if buffer is not None:

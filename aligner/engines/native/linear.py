@@ -1,4 +1,4 @@
-"""The native engine's layers of linear attention (`ops/kernels/delta_rule.py`), and their memories of running rows:
+"""The native engine's layers of linear attention (`ops/kernels/linear_rules.py`), and their memories of running rows:
 for each slot one matrix for each head and the last inputs of the mixing, for a row of any length."""
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from torch import Tensor
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.block_inputs import BlockContext, DecodeStep, PrefillInputs, Product
 from aligner.engines.native.scratch import Scratch
-from aligner.ops.kernels.delta_rule import by_head, delta_rule, delta_step, gated_norm, prepared
+from aligner.families.matrices import rows_of_group
+from aligner.families.table import family_table
+from aligner.ops.kernels.linear_rules import RULES
 
 
 class LinearStates:
@@ -79,6 +81,7 @@ class LinearLayers:
     def __init__(self, kit: BlockContext):
         cfg, share, rank = kit.cfg, kit.peers.size, kit.peers.rank
         linear = self.linear = cfg.linear
+        self.cfg, self.rule = cfg, RULES[linear.rule]
         self.index = {layer: i for i, layer in enumerate(cfg.layers_of("linear"))}
         self.eps, count, self.heads = cfg.norm_eps, len(self.index), linear.key_heads // share
         self.own = slice(rank * self.heads, (rank + 1) * self.heads)
@@ -90,24 +93,24 @@ class LinearLayers:
         self.into = empty(self.heads, linear.width, cfg.hidden_size)
         self.out = empty(cfg.hidden_size, values * linear.value_head_dim)
         self.conv = empty(linear.key_heads * linear.mixed_width, 1, linear.conv)  # every rank has the whole
-        self.log_rate, self.bias, self.norm = empty(values), empty(values), empty(linear.value_head_dim)
+        self.conv_bias = empty(linear.key_heads * linear.mixed_width) if self.rule.biased else None
+        self.vectors = {name: empty(values) for name in self.rule.vectors}
+        self.norm = empty((values if self.rule.wide_norm else 1) * linear.value_head_dim)
 
     def matrices(self) -> Mapping[str, Sequence[Tensor]]:
         return {}
 
     def views(self) -> dict[str, Tensor]:
+        own = {"conv1d.weight": self.conv, "conv1d.bias": self.conv_bias, "out_norm.weight": self.norm}
+        own |= {"out_proj.weight": self.out} | self.vectors
         views = {}
-        for layer, i in self.index.items():
-            at, width = f"model.layers.{layer}.linear_attn.", self.linear.gated_width
-            views |= {
-                at + "in_proj_qkvz.weight": self.into[i, :, :width],
-                at + "in_proj_ba.weight": self.into[i, :, width:],
-                at + "conv1d.weight": self.conv[i],
-                at + "A_log": self.log_rate[i],
-                at + "dt_bias": self.bias[i],
-                at + "norm.weight": self.norm[i],
-                at + "out_proj.weight": self.out[i],
-            }
+        for spec in family_table(self.cfg):
+            at, _, name = spec.canonical.partition(".self_attention.")
+            i = self.index.get(int(at.rpartition(".")[2])) if name else None
+            if i is not None and name == "in_proj.weight":
+                views |= zip(spec.hf, self.into[i].split(rows_of_group(spec, self.cfg), 1), strict=True)
+            elif i is not None:
+                views[spec.hf[0]] = own[name][i]
         return views
 
     def out_of(self, layer: int) -> Product:
@@ -119,25 +122,23 @@ class LinearLayers:
         y, real, memories = y.view(prompts.rows, prompts.length, -1), prompts.real, prompts.memories
         i = self.index[layer]
         mixed, gate = self._split(y @ self.into[i].flatten(0, 1).t())
-        query, key, value, decay, beta = prepared(mixed, *self._weights(i), self.linear)
-        if real is not None:
-            decay, beta = decay * real[..., None], beta * real[..., None]
-        out, state = delta_rule(query, key, value, decay, beta)
+        rule_inputs = self.rule.prepared(mixed, self._weights(i), self.linear)
+        out, state = self.rule.rows(*(rule_inputs if real is None else self.rule.still(rule_inputs, real)))
         if memories is not None:
             kept, inputs = (staged[i] for staged in memories.staged)
             kept.copy_(state)
             inputs.copy_(self._last_inputs(mixed, real))
-        return gated_norm(out, gate, self.norm[i], self.eps).flatten(2).flatten(0, 1)
+        return self.rule.norm(out, gate, self.norm[i], self.eps, self.linear).flatten(2).flatten(0, 1)
 
     def decode(self, layer: int, y: Tensor, step: DecodeStep) -> Tensor:
         """Return y [n, hidden] of one new token for each of slots [0, n) -> [n, H * dv]; their memories change."""
         i = self.index[layer]
         state, inputs = (slots[i, : len(y)] for slots in step.cache.memories.slots)
         mixed, gate = self._split((y @ self.into[i].flatten(0, 1).t())[:, None])
-        rule_inputs = prepared(mixed, *self._weights(i), self.linear, inputs)
+        rule_inputs = self.rule.prepared(mixed, self._weights(i), self.linear, inputs)
         inputs.copy_(torch.cat([inputs[:, 1:], self._channels(mixed)], 1))
-        out = delta_step(*(x.squeeze(1) for x in rule_inputs), state)
-        return gated_norm(out, gate.squeeze(1), self.norm[i], self.eps).flatten(1)
+        out = self.rule.step(*(x if x.dim() == 1 else x.squeeze(1) for x in rule_inputs), state)
+        return self.rule.norm(out, gate.squeeze(1), self.norm[i], self.eps, self.linear).flatten(1)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """Return [B, T, G * width] -> (channels and numbers [B, T, G, ...], gates [B, T, H, dv])."""
@@ -150,8 +151,10 @@ class LinearLayers:
     def _channels(self, mixed: Tensor) -> Tensor:
         return mixed[..., : self.linear.mixed_width].flatten(2)
 
-    def _weights(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        return by_head(self.conv[i], self.linear)[self.own], self.log_rate[i], self.bias[i]
+    def _weights(self, i: int) -> dict[str, Tensor]:
+        mixing = {"conv1d.weight": self.conv, "conv1d.bias": self.conv_bias}
+        own = {k: self.rule.by_head(x[i], self.linear)[self.own] for k, x in mixing.items() if x is not None}
+        return own | {name: vector[i] for name, vector in self.vectors.items()}
 
     def _last_inputs(self, mixed: Tensor, real: Tensor | None) -> Tensor:
         """Return [P, K - 1, channels]: each row's last K - 1 real tokens; 0 before its first."""

@@ -29,7 +29,7 @@ class DenseMlp:
         cfg = kit.cfg
         self.kit, layers, ffn = kit, cfg.layers_of("dense"), cfg.ffn_hidden_size // kit.peers.size
         self.index, count = {layer: i for i, layer in enumerate(layers)}, len(layers)
-        self.gate_up = kit.matrices(count, 2 * ffn, cfg.hidden_size)
+        self.gate_up = kit.matrices(count, cfg.mlp_parts * ffn, cfg.hidden_size)
         self.down = kit.matrices(count, cfg.hidden_size, ffn)
         self.gate_up_bias = kit.empty(count, 2 * ffn) if cfg.mlp_bias else None
         self.down_bias = kit.empty(count, cfg.hidden_size) if cfg.mlp_bias else None
@@ -42,20 +42,25 @@ class DenseMlp:
         return self.kit.packs["down", index], of(self.down_bias, index)
 
     def views(self) -> dict[str, Tensor]:
-        views = {}
+        views, traits = {}, self.kit.cfg.traits
         for kind, gate_up, down in (
             ("weight", self.gate_up, self.down),
             ("bias", self.gate_up_bias, self.down_bias),
         ):
             for layer, i in self.index.items() if gate_up is not None else ():
-                at, (gate, up) = f"model.layers.{layer}.mlp.", gate_up[i].chunk(2)
-                views |= {f"{at}gate_proj.{kind}": gate, f"{at}up_proj.{kind}": up, f"{at}down_proj.{kind}": down[i]}
+                at, parts = traits.beside("mlp.linear_fc2.weight", layer), gate_up[i].chunk(self.kit.cfg.mlp_parts)
+                names = ("gate_proj", "up_proj")[-len(parts) :]
+                views |= {f"{at}{name}.{kind}": part for name, part in zip(names, parts, strict=True)}
+                views[f"{at}down_proj.{kind}"] = down[i]
         return views
 
     def __call__(self, layer: int, y: Tensor) -> Tensor:
         """Return y [M, hidden] -> [M, ffn], the input of the last product."""
         index = self.index[layer]
-        gate, up = self.kit.product("gate_up", index, y, of(self.gate_up_bias, index)).chunk(2, dim=1)
+        mixed = self.kit.product("gate_up", index, y, of(self.gate_up_bias, index))
+        if self.kit.cfg.traits.ungated:
+            return relu2_(mixed)
+        gate, up = mixed.chunk(2, dim=1)
         silu = self.kit.cfg.traits.activation == "silu"
         return (F.silu(gate, inplace=True) if silu else F.gelu(gate, approximate="tanh")).mul_(up)
 
@@ -70,14 +75,14 @@ class ExpertMlp:
         experts, ffn, biased = cfg.moe.num_experts, cfg.expert_ffn // share, cfg.traits.expert_bias
         self.router = kit.empty(count, experts, hidden)
         self.router_bias = kit.empty(count, experts) if biased else None
-        self.gate_up = kit.empty(count, experts, 2 * ffn, hidden)
+        self.gate_up = kit.empty(count, experts, cfg.mlp_parts * ffn, hidden)
         self.gate_up_bias = kit.empty(count, experts, 2 * ffn) if biased else None
         self.down = kit.empty(count, experts, hidden, ffn)
         self.down_bias = kit.empty(count, experts, hidden) if biased else None
         # float32, as the scores of the choice are
         self.score_bias = torch.zeros(count, experts, device=kit.device) if cfg.traits.sigmoid_router else None
         wide = cfg.moe.shared_ffn_hidden_size // share
-        self.shared_gate_up = kit.empty(count, 2 * wide, hidden) if wide else None
+        self.shared_gate_up = kit.empty(count, cfg.mlp_parts * wide, hidden) if wide else None
         self.shared_down = kit.empty(count, hidden, wide) if wide else None
         self.shared_gate = kit.empty(count, 1, hidden) if cfg.traits.shared_gate else None
 
@@ -86,7 +91,7 @@ class ExpertMlp:
 
     def views(self) -> dict[str, Tensor]:
         """Return the views, named by the family's table, which has one row for all experts of a layer."""
-        halves = self.gate_up.unflatten(2, (2, -1)).flatten(1, 2)  # gate and up of every expert
+        halves = self.gate_up.unflatten(2, (self.kit.cfg.mlp_parts, -1)).flatten(1, 2)  # gate and up of every expert
         parts = {"router.weight": self.router[:, None], "experts.gate_up": halves, "experts.down": self.down}
         if self.traits.expert_bias:
             parts["router.bias"] = self.router_bias[:, None]
@@ -95,7 +100,7 @@ class ExpertMlp:
         if self.score_bias is not None:
             parts["router.expert_bias"] = self.score_bias[:, None]
         if self.shared_gate_up is not None:
-            parts["shared_experts.linear_fc1.weight"] = self.shared_gate_up.unflatten(1, (2, -1))
+            parts["shared_experts.linear_fc1.weight"] = self.shared_gate_up.unflatten(1, (self.kit.cfg.mlp_parts, -1))
             parts["shared_experts.linear_fc2.weight"] = self.shared_down[:, None]
         if self.shared_gate is not None:
             parts["shared_experts.gate_weight"] = self.shared_gate[:, None]
@@ -120,22 +125,29 @@ class ExpertMlp:
         mixed = grouped_linear(expand(y, pairs), self.gate_up[index], pairs.counts)
         if self.gate_up_bias is not None:
             mixed = add_bias(mixed, self.gate_up_bias[index], pairs.counts)
-        if self.traits.clamped_gate:
-            mixed = clamped_gate(mixed)
-        else:
-            gate, up = mixed.chunk(2, dim=1)
-            mixed = F.silu(gate, inplace=True).mul_(up)
+        mixed = clamped_gate(mixed) if self.traits.clamped_gate else self._between(mixed)
         out = grouped_linear(mixed, self.down[index], pairs.counts)
         if self.down_bias is not None and self.kit.peers.rank == 0:  # of all ranks' sum
             out = add_bias(out, self.down_bias[index], pairs.counts)
         return self._shared(index, y, combine(out, pairs, routing.weights))
 
+    def _between(self, mixed: Tensor) -> Tensor:
+        """Return the input of an MLP's last product from the output of its first, in place."""
+        if self.traits.ungated:
+            return relu2_(mixed)
+        gate, up = mixed.chunk(2, dim=1)
+        return F.silu(gate, inplace=True).mul_(up)
+
     def _shared(self, index: int, y: Tensor, out: Tensor) -> Tensor:
         """Add the output of the experts that all tokens share."""
         if self.shared_gate_up is None:
             return out
-        gate, up = F.linear(y, self.shared_gate_up[index]).chunk(2, dim=1)
-        hidden = F.silu(gate).mul_(up)
+        hidden = self._between(F.linear(y, self.shared_gate_up[index]))
         if self.shared_gate is not None:
             hidden *= F.linear(y, self.shared_gate[index]).sigmoid()
         return out.addmm_(hidden, self.shared_down[index].t())
+
+
+def relu2_(x: Tensor) -> Tensor:
+    """Return the square of ReLU, in place of x."""
+    return F.relu(x, inplace=True).square_()

@@ -19,6 +19,7 @@ from aligner.engines.native.packs import PackedMatrices
 from aligner.engines.native.peers import EngineRanks
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.scratch import Scratch
+from aligner.families.rows import in_layer
 from aligner.families.table import family_table
 from aligner.models.params import embedding_factor, expected_hf_shapes
 from aligner.models.rope import attention_factor, inverse_frequencies
@@ -27,6 +28,7 @@ from aligner.ops.kernels.products import add_linear, linear, use_fast_products
 from aligner.ops.kernels.scored_attention import scaled_logits
 from aligner.ops.reduce import sum_halves
 
+EMBEDDING = "embedding.word_embeddings.weight"
 # before attention, before the MLP, behind either: a family has some of them
 NORMS = BEFORE, BEFORE_MLP, BEHIND, BEHIND_MLP = (
     "input_layernorm",
@@ -49,13 +51,13 @@ class NativeModel:
         # a rank has 1 / share of heads, FFN rows and vocabulary
         share, rank = self.peers.size, self.peers.rank
         self.intervals = {name: tensor.interval(share, rank) for name, tensor in self.tensors.items()}
-        self.first_token, high = self.interval(self.tensors["model.embed_tokens.weight"])
+        hf = {spec.canonical: spec.hf[0] for spec in family_table(cfg)}
+        self.first_token, high = self.interval(self.tensors[hf[EMBEDDING]])
         tokens = high - self.first_token
         self.embedding = kit.empty(tokens, cfg.hidden_size)
         self.head = self.embedding if cfg.tie_embeddings else kit.empty(tokens, cfg.hidden_size)
-        table = {spec.canonical for spec in family_table(cfg)}
         # the norms that the family has, in the order of rows
-        self.norm_rows = [name for name in NORMS if f"decoder.layers.0.{name}.weight" in table]
+        self.norm_rows = [name for name in NORMS if in_layer(f"{name}.weight") in cfg.traits.names]
         self.norms = kit.empty(cfg.num_layers, len(self.norm_rows), cfg.hidden_size)
         self.final_norm = kit.empty(cfg.hidden_size)
         self._compose()
@@ -110,13 +112,14 @@ class NativeModel:
 
     def _hf_views(self) -> dict[str, Tensor]:
         """Return Hugging Face name -> view into the fused buffers whose elements are in Hugging Face's order."""
-        views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
+        hf = {spec.canonical: spec.hf[0] for spec in family_table(self.cfg)}
+        views = {hf[EMBEDDING]: self.embedding, hf["decoder.final_layernorm.weight"]: self.final_norm}
         if not self.cfg.tie_embeddings:
             views["lm_head.weight"] = self.head
-        hf = {spec.canonical: spec.hf[0] for spec in family_table(self.cfg)}
         for layer, rows in enumerate(self.norms):
             for name, row in zip(self.norm_rows, rows, strict=True):
-                views[hf[f"decoder.layers.{layer}.{name}.weight"]] = row
+                if stored := hf.get(f"decoder.layers.{layer}.{name}.weight"):  # layers may differ
+                    views[stored] = row
         for block in self.blocks:
             views |= block.views()
         return views
@@ -279,13 +282,14 @@ class NativeModel:
         if self._embedding_factor != 1:
             x *= self._embedding_factor
         for layer in range(self.cfg.num_layers):
-            mixer, y = self.mixers[layer], self._normed(x, layer, BEFORE)
-            x = self._add(x, mix(mixer, layer, y), mixer.out_of(layer), layer, BEHIND)
-            y = self._normed(x, layer, BEFORE_MLP)
+            if mixer := self.mixers.get(layer):
+                y = self._normed(x, layer, BEFORE)
+                x = self._add(x, mix(mixer, layer, y), mixer.out_of(layer), layer, BEHIND)
             if layer in self.experts:
+                y = self._normed(x, layer, BEFORE_MLP)
                 x += self.peers.add(self.experts[layer](layer, y, routes))
-            else:
-                mlp = self.mlps[layer]
+            elif mlp := self.mlps.get(layer):
+                y = self._normed(x, layer, BEFORE_MLP)
                 x = self._add(x, mlp(layer, y), mlp.out_of(layer), layer, BEHIND_MLP)
         return self.kit.norm(x, self.final_norm)
 

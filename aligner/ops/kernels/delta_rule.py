@@ -10,6 +10,8 @@ input).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch import Tensor
 from aligner.config.sections.model.linear import LinearConfig
 
 CHUNK = 64
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _EPS = 1e-6
 
 
@@ -87,12 +90,12 @@ def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Te
     return q, k, value.to(wide)
 
 
-def causal_mix(x: Tensor, weight: Tensor, before: Tensor | None = None) -> Tensor:
+def causal_mix(x: Tensor, weight: Tensor, before: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """Return SiLU of each channel's last K inputs, weighted: x [B, T, C], weight [C, K], the last for the token
-    itself -> [B, T, C]. `before` [B, K - 1, C] has the inputs ahead of the first (None: 0)."""
+    itself, bias [C] -> [B, T, C]. `before` [B, K - 1, C] has the inputs ahead of the first (None: 0)."""
     past = x.new_zeros(len(x), weight.shape[1] - 1, x.shape[2]) if before is None else before.to(x.dtype)
     inputs = torch.cat([past, x], 1).transpose(1, 2)
-    return F.silu(F.conv1d(inputs, weight[:, None], groups=len(weight))).transpose(1, 2)
+    return F.silu(F.conv1d(inputs, weight[:, None], bias, groups=len(weight))).transpose(1, 2)
 
 
 def gates(beta: Tensor, step: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,11 +105,17 @@ def gates(beta: Tensor, step: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[T
     return -log_rate.to(wide).exp() * F.softplus(step.to(wide) + bias), beta.to(wide).sigmoid()
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, linear: LinearConfig) -> Tensor:
     """Return the root-mean-square norm of x [..., dv] with weight [dv], times SiLU(gate), gate [..., dv]. It is
     rounded before the weight and at the end, as in transformers."""
     normed = F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
     return (weight * normed * F.silu(gate.float())).to(x.dtype)
+
+
+def still(inputs: Inputs, real: Tensor) -> Inputs:
+    """Return the arguments of `delta_rule` with which tokens that are not `real` [B, T] leave the state unchanged."""
+    *others, decay, beta = inputs
+    return *others, decay * real[..., None], beta * real[..., None]
 
 
 def by_head(conv: Tensor, linear: LinearConfig) -> Tensor:
@@ -118,14 +127,14 @@ def by_head(conv: Tensor, linear: LinearConfig) -> Tensor:
 
 
 def prepared(
-    mixed: Tensor, conv: Tensor, log_rate: Tensor, bias: Tensor, linear: LinearConfig, before: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    mixed: Tensor, weights: Mapping[str, Tensor], linear: LinearConfig, before: Tensor | None = None
+) -> Inputs:
     """Return the arguments of `delta_rule` from a layer's projections: mixed [B, T, G, channels of a key head, then
-    two numbers for each head of its values], conv [G, channels, K], log_rate and bias [H]. `before` is as in
-    `causal_mix`."""
+    two numbers for each head of its values], weights conv1d.weight [G, channels, K], A_log and dt_bias [H]. `before`
+    is as in `causal_mix`."""
     heads, dk, times = mixed.shape[2], linear.key_head_dim, linear.values_per_key
     channels, forward, step = mixed.split([linear.mixed_width, times, times], -1)
-    x = causal_mix(channels.flatten(2), conv.flatten(0, 1), before).unflatten(2, (heads, -1))
+    x = causal_mix(channels.flatten(2), weights["conv1d.weight"].flatten(0, 1), before).unflatten(2, (heads, -1))
     query, key, value = x.split([dk, dk, times * linear.value_head_dim], -1)
     value = value.unflatten(3, (times, -1)).flatten(2, 3)
-    return query, key, value, *gates(forward.flatten(2), step.flatten(2), log_rate, bias)
+    return query, key, value, *gates(forward.flatten(2), step.flatten(2), weights["A_log"], weights["dt_bias"])

@@ -23,6 +23,7 @@ from aligner.families.family import LAYERS, Family
 # keys that the run decides, whatever folder the weights come from
 OF_THE_RUN = ("dtype", "recompute", "kernels", "varlen_attention", "tokenizer", "init", "lora")
 MOE_OF_THE_RUN = ("aux_coef", "aux_over")
+PATTERN = {"M": "linear", "*": "attention", "-": "dense", "E": "sparse"}  # `model.pattern` -> kind of a layer
 # all keys of `model` that are the run's; the others are of its shape
 RUNS = (*OF_THE_RUN, *(f"moe.{name}" for name in MOE_OF_THE_RUN), "rope_scaling.factors", "init_std")
 
@@ -33,8 +34,13 @@ class ModelConfig(Section, key="model"):
         "llama", "Model family: `model_type` of config.json (docs/how-to/models.md).", choices=tuple(FAMILIES)
     )
     num_layers: int = key(4, "Decoder layers.", least=1)
+    pattern: str = key(
+        "",
+        "Kinds of layers that are one module each, in order: M (linear), * (attention), - (MLP), E (experts). Empty: "
+        "a layer is attention and an MLP.",
+    )
     hidden_size: int = key(128, "Width of the residual stream.", least=1)
-    ffn_hidden_size: int = key(384, "Width of the gated MLP.", least=1)
+    ffn_hidden_size: int = key(384, "Width of the MLP.", least=1)
     num_heads: int = key(4, "Query heads.", least=1)
     num_kv_heads: int = key(4, "Heads of keys and values. It must divide num_heads.", least=1)
     head_dim: int = key(0, "Width of a head. 0: hidden_size / num_heads.", least=0)
@@ -85,24 +91,27 @@ class ModelConfig(Section, key="model"):
     )
     RULES = rules(
         """
-traits.moe => moe.num_experts >=1 | with model.family={family}
+traits.moe !pattern => moe.num_experts >=1 | with model.family={family}
 !traits.moe moe.num_experts => family | one of $MOE with model.moe.num_experts={moe.num_experts}
 traits.moe !traits.moe.norm_topk_prob => moe.norm_topk_prob =true | for model.family={family}
 traits.shared_gate => moe.shared_ffn_hidden_size >=1 | with model.family={family}
 traits.sigmoid_router => moe.num_experts %moe.groups | , at least 2 in each
-traits.sigmoid_router moe.of_group<2 => moe.num_experts
+traits.sigmoid_router moe.num_experts moe.of_group<2 => moe.num_experts
     | a multiple of model.moe.groups={moe.groups}, at least 2 in each
 traits.sigmoid_router => moe.top_groups <=moe.groups
-traits.sigmoid_router => moe.top_k <=moe.reachable
-traits.sigmoid_router => moe.ffn_hidden_size, moe.shared_ffn_hidden_size >=1 | for model.family={family}
-traits.sigmoid_router => moe.shared_ffn_hidden_size %moe.ffn_hidden_size | for model.family={family}
+traits.sigmoid_router moe.num_experts => moe.top_k <=moe.reachable
+traits.sigmoid_router moe.num_experts => moe.ffn_hidden_size, moe.shared_ffn_hidden_size >=1
+    | for model.family={family}
+traits.moe traits.moe.shared => moe.shared_ffn_hidden_size %moe.ffn_hidden_size | for model.family={family}
 traits.sigmoid_router !moe.dense_first => moe.dense_layers | the first layers for model.family={family}
 traits.latent => latent.kv_rank, latent.plain_dim, latent.rotary_dim, latent.value_dim >=1
     | for model.family={family}
 traits.latent => latent.rotary_dim %2
 traits.latent => num_kv_heads ==num_heads | with latent attention, which makes a key of each head
 traits.latent head_dim => head_dim ==latent.head_dim
-traits.linear => linear.key_heads >=1 | with model.family={family}
+traits.linear !pattern => linear.key_heads >=1 | with model.family={family}
+!traits.ties => tie_embeddings =false | for model.family={family}
+traits.mamba => linear.rule =mamba2 | for model.family={family}
 => num_kv_heads /num_heads
 !head_dim !latent.kv_rank => hidden_size %num_heads | , or head_dim
 """,
@@ -112,6 +121,7 @@ traits.linear => linear.key_heads >=1 | with model.family={family}
     def __post_init__(self) -> None:
         super().__post_init__()
         check_traits(self)
+        check_pattern(self)
         check_layers(self.attention, self.num_layers)
         check_dense_layers(self.moe, self.num_layers)
         check_linear(self)
@@ -166,12 +176,30 @@ traits.linear => linear.key_heads >=1 | with model.family={family}
 
     def layer_kinds(self, layer: int) -> tuple[str, ...]:
         """Return the kinds of layer 0, 1, ...: it has the rows of the family's table that are of one of them, or of
-        none. Its MLP: "dense", or "sparse" with experts. Before it: "attention", or "linear"."""
+        none. Its MLP: "dense", or "sparse" with experts. Before it: "attention", or "linear". With `pattern` one of
+        them alone."""
+        if self.pattern:
+            return (PATTERN[self.pattern[layer]],)
         sparse = self.moe.num_experts and layer not in self.moe.dense_layers
         return "sparse" if sparse else "dense", "linear" if self.linear.is_linear(layer) else "attention"
 
     def layers_of(self, kind: str) -> list[int]:
         return [layer for layer in range(self.num_layers) if kind in self.layer_kinds(layer)]
+
+    def is_rotated(self, layer: int) -> bool:
+        return self.traits.rotary and layer not in self.attention.nope_layers
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the last layer may leave out tokens whose output nobody reads: it mixes tokens, and has no experts,
+        which are balanced by every token."""
+        last = self.layer_kinds(self.num_layers - 1)
+        return not self.moe.num_experts and ("attention" in last or "linear" in last)
+
+    @property
+    def mlp_parts(self) -> int:
+        """Matrices of an MLP that read its input: gate and up, or one."""
+        return 1 if self.traits.ungated else 2
 
     @property
     def dense(self) -> bool:
@@ -207,9 +235,26 @@ def check_traits(model: ModelConfig) -> None:
             raise ConfigError(f"model.{name}", value, "none without model.attention.window")
 
 
+def check_pattern(model: ModelConfig) -> None:
+    """Check the pattern of a family whose layers are one module each. Raises ConfigError."""
+    pattern = model.pattern
+    if not model.traits.single:
+        return
+    if len(pattern) != model.num_layers or set(pattern) - set(PATTERN) or "*" not in pattern:
+        expected = f"one of {' '.join(PATTERN)} for each of model.num_layers={model.num_layers} layers, * among them"
+        raise ConfigError("model.pattern", pattern, expected)
+    for letter, name, count in (
+        ("M", "linear.key_heads", model.linear.key_heads),
+        ("E", "moe.num_experts", model.moe.num_experts),
+    ):
+        if (letter in pattern) != (count > 0):
+            expected = "at least 1" if letter in pattern else "0"
+            raise ConfigError(f"model.{name}", count, f"{expected} with model.pattern={pattern}")
+
+
 def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
     """Return (key, value, value in a plain model) of optional keys that differ from a plain model's."""
-    entries: list[tuple[str, Any, Any]] = [("mlp_bias", model.mlp_bias, False)]
+    entries: list[tuple[str, Any, Any]] = [("mlp_bias", model.mlp_bias, False), ("pattern", model.pattern, "")]
     moe = {"dense_layers": [], "shared_ffn_hidden_size": 0, "groups": 1, "top_groups": 1, "scale": 1.0}
     entries += [(f"moe.{name}", getattr(model.moe, name), plain) for name, plain in moe.items()]
     sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "linear": LinearConfig()}

@@ -1,4 +1,4 @@
-"""Layers with a gated delta rule in place of attention (`ops/kernels/delta_rule.py`): `model.linear.*`."""
+"""Layers with a memory of fixed size in place of attention (`ops/kernels/linear_rules.py`): `model.linear.*`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ class LinearConfig(Section, key="model.linear"):
     conv: int = key(0, "Number of inputs that a token's channels mix, its own included.", least=0)
     attention_every: int = key(0, "Interval of layers with attention: n, 2n, ... 0: none.", least=0)
     attention_layers: list[int] = key([], "Additional layers with attention, counted from 0.")
+    rule: str = key(
+        "delta",
+        "How a layer remembers: delta (gated delta rule, arXiv:2412.06464), or mamba2 (arXiv:2405.21060; its groups "
+        "are heads of keys, its states' size is the width of keys).",
+        choices=("delta", "mamba2"),
+    )
 
     RULES = rules("""
 key_heads => value_heads, key_head_dim, value_head_dim, conv >=1
@@ -52,12 +58,20 @@ key_heads => value_heads %key_heads
 
     @property
     def width(self) -> int:
-        """The same with two numbers for each head of values: how far it moves, and forgets."""
-        return self.gated_width + 2 * self.values_per_key
+        """The same with the numbers of each head of values."""
+        return self.gated_width + self.numbers
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a key head that say how far each of its heads of values moves and forgets: two, or one for
+        both."""
+        return self.values_per_key * (2 if self.rule == "delta" else 1)
 
 
 def check_linear(model: ModelConfig) -> None:
     linear, layers = model.linear, model.num_layers
+    if model.pattern:
+        return
     beyond = [layer for layer in linear.attention_layers if not 0 <= layer < layers]
     if beyond:
         raise ConfigError("model.linear.attention_layers", beyond, f"layers from 0 to {layers - 1}")

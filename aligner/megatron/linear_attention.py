@@ -1,17 +1,18 @@
-"""Linear attention over a flat stream of tokens (`ops/packing/pack.py`): Gated DeltaNet as in Qwen3-Next, in place of
-attention in some layers.
+"""Linear attention over a flat stream of tokens (`ops/packing/pack.py`): Gated DeltaNet as in Qwen3-Next, or Mamba-2,
+in place of attention in some layers.
 
-Megatron-Core's own (`core/ssm/gated_delta_net`) runs only on CUDA, with flash-linear-attention installed, and supports
-neither padded rows nor prompts that rows share. The module here has its names; a row's memory begins with its first
+Megatron-Core's own (`core/ssm`) run only on CUDA, with flash-linear-attention or mamba-ssm installed, and support
+neither padded rows nor prompts that rows share. The module here has their names; a row's memory begins with its first
 token, at any position in the stream.
 
-The tensors of a key head (query, key, values, gates, and the two numbers of each head of values) are neighbours, so
-tensor ranks have shares of the heads. Context parallelism as attention does it: "allgather": every rank gets the tokens
+The tensors of a key head (query, key, values, gates, and the numbers of each head of values) are neighbours, so tensor
+ranks have shares of the heads. Context parallelism as attention does it: "allgather": every rank gets the tokens
 of all ranks, and computes those rows up to its own last token; "alltoall": all tokens of a share of the heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,33 +25,39 @@ from aligner.megatron import kernels
 from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.megatron.sharing import LayerConfig, checkpoint_entries, mark_shared
-from aligner.ops.kernels.delta_rule import by_head, delta_rule, gated_norm, prepared
+from aligner.ops.kernels.linear_rules import RULES
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.pack import Packing, Segment
 
 
 class _Weight(torch.nn.Module):
-    def __init__(self, *shape: int, dtype: torch.dtype):
+    def __init__(self, *shape: int, dtype: torch.dtype, biased: bool = False):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+        if biased:
+            self.bias = torch.nn.Parameter(torch.zeros(shape[0], dtype=dtype))
 
 
-class DeltaNet(MegatronModule):
+class LinearAttention(MegatronModule):
     """hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> [N, 1, H]; of the last layer with a `Final` [K,
     1, H] and which of the N these are, as `StreamAttention`."""
 
     def __init__(self, config: LayerConfig, layer_number: int, pg_collection: Any, linear: LinearConfig, **unused: Any):
         super().__init__(config)
         self.linear, self.pgs, self.is_last = linear, pg_collection, layer_number == config.num_layers
+        self.rule = RULES[linear.rule]
         tp, dtype = pg_collection.tp, config.params_dtype
         hidden, values = config.hidden_size, linear.value_heads * linear.value_head_dim
         common = {"config": config, "init_method": config.init_method, "bias": False, "tp_group": tp}
         self.in_proj = config.column(hidden, linear.key_heads * linear.width, gather_output=False, **common)
         self.out_proj = config.row(values, hidden, input_is_parallel=True, skip_bias_add=True, **common)
         # whole on every tensor rank, which uses the channels of its heads; the others' order is not theirs
-        self.conv1d = _Weight(linear.key_heads * linear.mixed_width, 1, linear.conv, dtype=dtype)
-        self.out_norm = _Weight(linear.value_head_dim, dtype=dtype)
-        for name in ("A_log", "dt_bias"):
+        channels = linear.key_heads * linear.mixed_width
+        self.conv1d = _Weight(channels, 1, linear.conv, dtype=dtype, biased=self.rule.biased)
+        self.out_norm = _Weight(values // tp.size() if self.rule.wide_norm else linear.value_head_dim, dtype=dtype)
+        if self.rule.wide_norm:
+            mark_shared(self.out_norm.weight)
+        for name in self.rule.vectors:
             parameter = torch.nn.Parameter(torch.zeros(linear.value_heads // tp.size(), dtype=dtype))
             mark_shared(parameter)
             setattr(self, name, parameter)
@@ -62,14 +69,15 @@ class DeltaNet(MegatronModule):
         mixed, _ = self.in_proj(hidden_states)
         mixed = mixed.view(len(mixed), -1, linear.width)
         channels, gate, numbers = mixed.split(
-            [linear.mixed_width, linear.gated_width - linear.mixed_width, 2 * linear.values_per_key], -1
+            [linear.mixed_width, linear.gated_width - linear.mixed_width, linear.numbers], -1
         )
         out = self._over_context(torch.cat([channels, numbers], -1), stream)
         gate = gate.reshape(out.shape)
         final = stream.packing.final if self.is_last else None
         if final is not None:
             out, gate = kernels.collect(out, final.kept), kernels.collect(gate, final.kept)
-        out = gated_norm(out, gate, self._whole(self.out_norm.weight), self.config.layernorm_epsilon)
+        norm = self.out_norm.weight if self.rule.wide_norm else self._whole(self.out_norm.weight)
+        out = self.rule.norm(out, gate, norm, self.config.layernorm_epsilon, linear)
         out, _ = self.out_proj(out.view(len(out), 1, -1))
         return out, None if final is None else final.kept
 
@@ -103,18 +111,18 @@ class DeltaNet(MegatronModule):
         outs = [self._rows(x, s, weights) for x, s in zip(parts, packing.segments, strict=True)]
         return kernels.collect(torch.cat(outs), packing.out_index)
 
-    def _weights(self, share: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return conv [G, channels, K] and, for its value heads, A_log and dt_bias."""
+    def _weights(self, share: int, heads: int) -> dict[str, Tensor]:
+        """Return the weights of the mixing [G, channels, ...] and the vectors of its value heads."""
         values = heads * self.linear.values_per_key
         first = self.pgs.tp.rank() * (self.linear.key_heads // self.pgs.tp.size()) + share * heads
-        conv = by_head(self._whole(self.conv1d.weight), self.linear)[first : first + heads]
-        own = slice(share * values, (share + 1) * values)
-        return conv, self.A_log[own], self.dt_bias[own]
+        mixing = {f"conv1d.{name}": self._whole(weight) for name, weight in self.conv1d.named_parameters()}
+        mixing = {k: self.rule.by_head(weight, self.linear)[first : first + heads] for k, weight in mixing.items()}
+        return mixing | {k: getattr(self, k)[share * values : (share + 1) * values] for k in self.rule.vectors}
 
-    def _rows(self, mixed: Tensor, segment: Segment, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def _rows(self, mixed: Tensor, segment: Segment, weights: Mapping[str, Tensor]) -> Tensor:
         """Compute mixed [rows * k_width, G, ...] -> the outputs [rows * q_width, H, dv] of the segment's queries."""
         rows = mixed.unflatten(0, (segment.rows, segment.k_width))
-        out, _ = delta_rule(*prepared(rows, *weights, self.linear))
+        out, _ = self.rule.rows(*self.rule.prepared(rows, weights, self.linear))
         if segment.q_start is not None or segment.q_width != segment.k_width:
             query = torch.arange(segment.q_width, device=out.device)
             first = 0 if segment.q_start is None else segment.q_start[:, None]
@@ -126,7 +134,7 @@ class DeltaNet(MegatronModule):
         own = {
             name: tensor for name, tensor in self.state_dict(prefix="", keep_vars=True).items() if "_proj" not in name
         }
-        axes = {"A_log": 0, "dt_bias": 0}
+        axes = dict.fromkeys((*self.rule.vectors, *["out_norm.weight"] * self.rule.wide_norm), 0)
         entries = checkpoint_entries(own, prefix, sharded_offsets, metadata, self.pgs.tp, axes)
         for name in ("in_proj", "out_proj"):
             entries |= getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
