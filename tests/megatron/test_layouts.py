@@ -39,6 +39,7 @@ CUT = {  # layers for two stages; yarn and longrope are Llama, but for its angle
     for name, cfg in MORE.items()
     if name not in ("yarn", "longrope")
 }
+LINEAR = ("qwen3_next", "nemotron_h")
 WINDOWED = {name: {"cfg": cfg} for name, cfg in (WINDOWS | {"sinks": GPT_OSS}).items()}
 
 
@@ -121,19 +122,20 @@ def test_windows_learn_the_same(ranks, alone, name, layout):
 def test_more_families_learn_the_same(ranks, alone, name, layout):
     """Those whose features reach across ranks."""
     world, parallel = LAYOUTS[layout]
-    optim = GENTLE if name == "qwen3_next" else SGD
+    optim = GENTLE if name.startswith(LINEAR) else SGD
     got = agreed(ranks, world, **CUT[name], parallel=parallel, optim=optim, bc=BASE)
     check(got, alone(name, optim), SGD)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("layout", ["cp2-heads", "cp2-tp2-sequence", "cp4", "padded", "shared"])
-def test_linear_layers_learn_the_same(ranks, alone, layout):
+def test_linear_layers_learn_the_same(ranks, alone, name, layout):
     """A row's memory begins with its first token, wherever its tokens are."""
     world, parallel = {"padded": (1, DP), "shared": (1, DP), **LAYOUTS}[layout]
     bc = replace(BASE, packing=layout != "padded", share_prompts=layout == "shared")
-    got = agreed(ranks, world, **CUT["qwen3_next"], parallel=parallel, optim=GENTLE, bc=bc)
-    check(got, alone("qwen3_next", GENTLE), SGD)
+    got = agreed(ranks, world, **CUT[name], parallel=parallel, optim=GENTLE, bc=bc)
+    check(got, alone(name, GENTLE), SGD)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2-sequence", "tp2-pp2"])
