@@ -48,7 +48,7 @@ class Saved:
 def saved_bytes(cfg: ModelConfig, tokens: int, context: int, mode: str, element: int) -> Saved:
     """Return the bytes by the calculator's formula, `aligner.plan.activations.layer_activations`."""
     grid = Grid(context=context, over_heads=mode == "alltoall")
-    own, gathered = layer_activations(PlannedModel("policy", cfg), grid, sparse=False)
+    own, gathered = layer_activations(PlannedModel("policy", cfg), grid, cfg.layer_kinds(0))
     return Saved(cfg.num_layers * own * tokens / context * element, cfg.num_layers * gathered * tokens * element)
 
 

@@ -4,47 +4,42 @@ addition."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from aligner.plan.adapters import adapter_widths, is_adapted
 from aligner.plan.job import PlanJob, PlannedModel
 from aligner.plan.linear import gathered_width, rule_activations
-from aligner.plan.shapes import Grid, attention_widths, latent_widths, mlp_width, stage_layers, stage_linear, widest_mlp
+from aligner.plan.shapes import Grid, Kinds, attention_widths, latent_widths, mlp_width, stage_layers, widest_mlp
 from aligner.plan.shared import Shared, shared
 
 
-def layer_activations(model: PlannedModel, grid: Grid, sparse: bool) -> tuple[float, float]:
+def layer_activations(model: PlannedModel, grid: Grid, kinds: Kinds) -> tuple[float, float]:
     """Return the elements that one layer keeps for backward: (for each own token, for each token of all
     context-parallel ranks).
 
     Per own token: inputs and outputs of two norms (4 H; a 1/tp share with sequence parallelism), queries and the
     attention's output (2 A / tp; 3 A where context parallelism reorders), gate, up and their product (3 F / tp), keys
     and values (2 K / tp). Latent attention keeps its vectors, twice. An expert's token also keeps its input and output
-    (2 H) for each of k. With all-gather: keys and values of the whole row, once as gathered and about once as used."""
-    m, tp = model.shape, grid.tensor
+    (2 H) for each of k. With all-gather: keys and values of the whole row, once as gathered and about once as used.
+    Linear attention keeps, without `rule_activations`, inputs and outputs of its products."""
+    m, tp, linear = model.shape, grid.tensor, model.shape.linear
     a, k, v, _ = attention_widths(m)
     v = max(v, k)  # fused attention pads narrower ones
-    own = 4 * m.hidden_size / (tp if grid.sequence else 1) + (2 if grid.context == 1 else 3) * a / tp
-    own += 2 * sum(latent_widths(m)) / (tp if grid.sequence else 1)
-    own += 3 * mlp_width(m, sparse) / tp
+    own = 2 * len(kinds) * m.hidden_size / (tp if grid.sequence else 1)
+    own += (1 + m.mlp_parts) * mlp_width(m, kinds) / tp
+    if "sparse" in kinds:
+        own += m.hidden_size + m.moe.top_k * 2 * m.hidden_size
+    if "linear" in kinds:
+        own += (linear.key_heads * linear.width + 2 * linear.value_heads * linear.value_head_dim) / tp
+        return own, gathered_width(m) / tp if grid.context > 1 and not grid.over_heads else 0.0
+    if "attention" not in kinds:
+        return own, 0.0
+    own += (2 if grid.context == 1 else 3) * a / tp + 2 * sum(latent_widths(m)) / (tp if grid.sequence else 1)
     if m.qk_norm:
         own += (a + k) / tp
-    if sparse:
-        own += m.hidden_size + m.moe.top_k * 2 * m.hidden_size
     if grid.context > 1 and not grid.over_heads:
         return own, (k + v) * (1 + 1 / (2 * grid.context)) / tp
     return own + (k + v) / tp, 0.0
-
-
-def _linear_activations(model: PlannedModel, grid: Grid, sparse: bool) -> tuple[float, float]:
-    """Return `layer_activations` of a layer of linear attention, without `rule_activations`. Inputs and outputs of its
-    products replace queries, keys, values and output."""
-    m, linear = model.shape, model.shape.linear
-    a, k, v, _ = attention_widths(m)
-    attention = ((2 if grid.context == 1 else 3) * a + k + max(v, k) + m.qk_norm * (a + k)) / grid.tensor
-    own = layer_activations(model, replace(grid, over_heads=True), sparse)[0] - attention
-    own += (linear.key_heads * linear.width + 2 * linear.value_heads * linear.value_head_dim) / grid.tensor
-    return own, gathered_width(m) / grid.tensor if grid.context > 1 and not grid.over_heads else 0.0
 
 
 @dataclass(frozen=True)
@@ -66,11 +61,11 @@ def _stream(job: PlanJob, model: PlannedModel) -> StepTokens:
     return StepTokens(count + ptx_count, max(tokens, ptx_tokens), None if ptx_tokens > tokens else alike)
 
 
-def _put_together(model: PlannedModel, grid: Grid, alike: Shared, linear: bool) -> float:
+def _put_together(model: PlannedModel, grid: Grid, alike: Shared, kinds: Kinds) -> float:
     """Return the elements that a layer keeps in addition to those of a stream without shared prompts. Keys and values
     of whole rows replace the stream's. With masks, those of followers have as many heads as queries, and attention's
     output is kept before it is put back into the stream."""
-    if linear:
+    if "attention" not in kinds:
         return 0.0
     a, k, v, out = attention_widths(model.shape)
     keys = k + max(v, k)
@@ -83,12 +78,12 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int) -> list[float]:
     grid, m = job.grid, model.shape
     stream = _stream(job, model)
     tokens, layers = stream.tokens, []
-    for sparse, linear in zip(stage_layers(m, grid, stage), stage_linear(m, grid, stage), strict=True):
-        per_token, per_gathered = (_linear_activations if linear else layer_activations)(model, grid, sparse)
-        per_token += adapter_widths(m, sparse, linear, grid.tensor) if is_adapted(model) else 0
+    for kinds in stage_layers(m, grid, stage):
+        per_token, per_gathered = layer_activations(model, grid, kinds)
+        per_token += adapter_widths(m, kinds, grid.tensor) if is_adapted(model) else 0
         layers.append(per_token * tokens / grid.context + per_gathered * tokens)
-        layers[-1] += _put_together(model, grid, stream.shared, linear) if stream.shared else 0.0
-        if linear:  # in float32; where others' tokens are gathered, of rows from their beginning
+        layers[-1] += _put_together(model, grid, stream.shared, kinds) if stream.shared else 0.0
+        if "linear" in kinds:  # in float32; where others' tokens are gathered, of rows from their beginning
             again = 1 + 1 / (2 * grid.context) if grid.context > 1 and not grid.over_heads else 1 / grid.context
             layers[-1] += rule_activations(m) / grid.tensor * again * tokens * 4 / job.element
     return layers
@@ -110,13 +105,14 @@ def activation_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
 
 def backward_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     """Return the bytes that backward of one layer needs in addition. With recomputation: all that the layer keeps. Its
-    MLP's gradients: 4 F / tp (gate and up, their product and its factors), and 2 H for each of an expert's k tokens.
+    MLP's gradients: 4 F / tp (gate and up, their product and its factors; 3 F without gates), and 2 H for each of an
+    expert's k tokens.
     Its input's gradient, and with sequence parallelism its gathered input. A gradient to or from a neighbouring
     stage."""
     grid, m = job.grid, model.shape
     tokens = _stream(job, model).tokens
-    sparse = any(stage_layers(m, grid, stage))
-    each = 4 * widest_mlp(m) / grid.tensor + sparse * 2 * m.moe.top_k * m.hidden_size
+    sparse = any("sparse" in kinds for kinds in stage_layers(m, grid, stage))
+    each = (2 + m.mlp_parts) * widest_mlp(m) / grid.tensor + sparse * 2 * m.moe.top_k * m.hidden_size
     each += m.hidden_size * (2 if grid.sequence else 1)
     each += (grid.pipeline > 1) * m.hidden_size / (grid.tensor if grid.sequence else 1)
     return job.element * (each * tokens / grid.context + (max(_layers(job, model, stage)) if job.recompute else 0))

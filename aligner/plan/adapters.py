@@ -17,7 +17,7 @@ from aligner.families.matrices import Split, is_matrix, outs_of, sizes_of, split
 from aligner.families.rows import ParamSpec
 from aligner.families.table import layer_table
 from aligner.plan.job import PlannedModel
-from aligner.plan.shapes import Count, Grid, rank_parameters, stage_layers, stage_linear
+from aligner.plan.shapes import Count, Grid, Kinds, rank_parameters, stage_layers
 
 HELD_BITS = {"int8": 8.5, "fp8": 8.5, "nf4": 4.5}  # of a number in `ops/kernels/frozen.py`, with its share of a scale
 
@@ -38,18 +38,17 @@ def is_adapted(model: PlannedModel) -> bool:
     return model.trained and model.shape.lora.rank > 0
 
 
-def matrices(m: ModelConfig, sparse: bool, linear: bool) -> list[Matrix]:
+def matrices(m: ModelConfig, kinds: Kinds) -> list[Matrix]:
     """Return the matrices of a layer that have adapters."""
     wanted = set(m.lora.targets)
-    candidates = (_matrix(m, spec, wanted) for spec in _layer_matrices(m, sparse, linear))
+    candidates = (_matrix(m, spec, wanted) for spec in _layer_matrices(m, kinds))
     return [matrix for matrix in candidates if matrix.targets]
 
 
 Moved = tuple[str, float]  # a collective between tensor ranks, and its bytes
 
 
-def _layer_matrices(m: ModelConfig, sparse: bool, linear: bool) -> list[ParamSpec]:
-    kinds = ("sparse" if sparse else "dense", "linear" if linear else "attention")
+def _layer_matrices(m: ModelConfig, kinds: Kinds) -> list[ParamSpec]:
     return [spec for spec in layer_table(m, kinds) if is_matrix(spec)]
 
 
@@ -67,7 +66,7 @@ def _matrix(m: ModelConfig, spec: ParamSpec, wanted: set[str]) -> Matrix:
 
 def _layers(m: ModelConfig, grid: Grid, stage: int) -> Iterator[list[Matrix]]:
     each = cache(partial(matrices, m))
-    return map(each, stage_layers(m, grid, stage), stage_linear(m, grid, stage))
+    return map(each, stage_layers(m, grid, stage))
 
 
 def factor_sizes(matrix: Matrix, m: ModelConfig, grid: Grid) -> tuple[int, int]:
@@ -192,12 +191,12 @@ def _operations(matrix: Matrix, m: ModelConfig, grid: Grid, own: float, kept: fl
 
 
 def adapter_calls(
-    model: PlannedModel, grid: Grid, own: float, kept: float, element: int, sparse: bool, linear: bool
+    model: PlannedModel, grid: Grid, own: float, kept: float, element: int, kinds: Kinds
 ) -> tuple[list[Moved], list[Moved]]:
     """Return the collectives of a layer's adapters between tensor ranks, forward and backward: of A x, and for experts
     of the gradients of factors that all ranks have whole."""
     m, forward, backward = model.shape, [], []
-    for matrix in matrices(m, sparse, linear):
+    for matrix in matrices(m, kinds):
         tokens, width = kept if matrix.late else own, matrix.targets * m.lora.rank
         if matrix.experts:
             near = matrix.experts // grid.expert
@@ -249,7 +248,7 @@ def first_operations(m: ModelConfig, grid: Grid, own: float) -> float:
     """Return the operations, on one rank, of the gradient that the inputs of the first layer's frozen matrices would
     have."""
     total = 0.0
-    for spec in _layer_matrices(m, False, m.linear.is_linear(0)):
+    for spec in _layer_matrices(m, m.layer_kinds(0)):
         matrix = _matrix(m, spec, set())
         if matrix.of_hidden:
             share = 1 / grid.tensor if matrix.split == "out" or grid.sequence else 1.0
@@ -257,11 +256,11 @@ def first_operations(m: ModelConfig, grid: Grid, own: float) -> float:
     return total
 
 
-def adapter_widths(m: ModelConfig, sparse: bool, linear: bool, tensor: int) -> float:
+def adapter_widths(m: ModelConfig, kinds: Kinds, tensor: int) -> float:
     """Return the numbers of a token that a layer keeps for backward in addition: A x and, with DoRA, the magnitudes'
     factors."""
     total = 0.0
-    for matrix in matrices(m, sparse, linear):
+    for matrix in matrices(m, kinds):
         often = m.moe.top_k if matrix.experts else 1
         total += often * matrix.targets * m.lora.rank
         kept = 2 * often if matrix.experts else 1  # of experts each token has the factor of its own

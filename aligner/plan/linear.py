@@ -1,4 +1,4 @@
-"""Parameters, operations and memory of layers of linear attention (`ops/kernels/delta_rule.py`).
+"""Parameters, operations and memory of layers of linear attention (`ops/kernels/linear_rules.py`).
 
 Names: H hidden; G heads of keys with dk numbers, V heads of values with dv; W the width of the first product's output
 for a head of keys; M its mixed channels of K inputs each.
@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from aligner.config.sections.model.config import ModelConfig
 
-CHUNK = 64  # tokens, as in `ops/kernels/delta_rule.py`, which imports torch
-
-
-def linear_share(m: ModelConfig) -> float:
-    """Return the share of layers with linear attention."""
-    return len(m.layers_of("linear")) / m.num_layers
+CHUNK = 64  # tokens, as in `ops/kernels/delta_rule.py` and `mamba2.py`, which import torch
 
 
 def linear_matrices(m: ModelConfig) -> tuple[int, int]:
@@ -23,14 +18,19 @@ def linear_matrices(m: ModelConfig) -> tuple[int, int]:
 
 
 def linear_alike(m: ModelConfig) -> int:
-    """Return the elements that every tensor rank holds alike, whose gradients are summed in backward: G M K + dv."""
-    return m.linear.key_heads * m.linear.mixed_width * m.linear.conv + m.linear.value_head_dim
+    """Return the elements that every tensor rank holds alike, whose gradients are summed in backward: G M K + dv, or G
+    M (K + 1) of Mamba-2."""
+    channels, mamba = m.linear.key_heads * m.linear.mixed_width, m.traits.mamba
+    return channels * (m.linear.conv + mamba) + (0 if mamba else m.linear.value_head_dim)
 
 
 def rule_operations(m: ModelConfig, tokens: float) -> float:
     """Return the operations of the rule by chunks of C tokens, for each head of values: products with the state, 3 of 2
-    dk dv. Between the tokens of a chunk: 2 C (dk + dv) twice and the triangular system's C (dk + dv)."""
+    dk dv. Between the tokens of a chunk: 2 C (dk + dv) twice and the triangular system's C (dk + dv). Mamba-2: 2 of 2
+    dk dv, and 2 C (dk + dv)."""
     dk, dv = m.linear.key_head_dim, m.linear.value_head_dim
+    if m.traits.mamba:
+        return tokens * m.linear.value_heads * (4 * dk * dv + 2 * CHUNK * (dk + dv))
     return tokens * m.linear.value_heads * (6 * dk * dv + 5 * CHUNK * (dk + dv))
 
 
@@ -43,8 +43,8 @@ def row_bytes(m: ModelConfig) -> int:
 
 
 def gathered_width(m: ModelConfig) -> int:
-    """Return the numbers of a token that context-parallel ranks exchange: its channels and the two of each head."""
-    return m.linear.key_heads * (m.linear.mixed_width + 2 * m.linear.values_per_key)
+    """Return the numbers of a token that context-parallel ranks exchange: its channels and the numbers of each head."""
+    return m.linear.key_heads * (m.linear.mixed_width + m.linear.numbers)
 
 
 def rule_activations(m: ModelConfig) -> float:

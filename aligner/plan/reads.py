@@ -28,7 +28,7 @@ def reads(job: PlanJob, model: PlannedModel, tokens: float) -> ReadTokens:
     last = model.name == "reward" or STAGES[job.stage].scores
     each = 1.0 if last else rows.response_mean
     pairs = tokens * each / (rows.mean if job.packing else rows.longest)
-    elsewhere = grid.context > 1 or grid.sequence or model.shape.moe.num_experts
+    elsewhere = grid.context > 1 or grid.sequence or not model.shape.narrows
     too_large = not model.shape.varlen_on_gpu and pairs * rows.mean > LAST_LAYER_MASK
     if elsewhere or pairs > WORTH * tokens or too_large:
         return ReadTokens(pairs, tokens, rows.context)

@@ -14,7 +14,9 @@ from math import prod
 from aligner.config.sections.model.config import ModelConfig
 from aligner.families.rows import SCORE_HEAD, ParamSpec
 from aligner.families.table import end_table, layer_table
-from aligner.plan.linear import linear_alike, linear_matrices, linear_share, rule_operations
+from aligner.plan.linear import linear_alike, linear_matrices, rule_operations
+
+Kinds = tuple[str, ...]  # of a layer (`ModelConfig.layer_kinds`)
 
 
 @dataclass(frozen=True)
@@ -87,19 +89,14 @@ def attention_widths(m: ModelConfig) -> tuple[int, int, int, int]:
     return a, k, m.num_kv_heads * m.value_channels, m.num_heads * m.value_channels
 
 
-def sparse_share(m: ModelConfig) -> float:
-    """Return the share of layers with experts."""
-    return len(m.layers_of("sparse")) / m.num_layers
+def stage_layers(m: ModelConfig, grid: Grid, stage: int) -> list[Kinds]:
+    """Return the kinds of each layer of a pipeline stage."""
+    return [m.layer_kinds(layer) for layer in grid.layers(m.num_layers, stage)]
 
 
-def stage_layers(m: ModelConfig, grid: Grid, stage: int) -> list[bool]:
-    """Return for each layer of a pipeline stage whether it has experts."""
-    return ["sparse" in m.layer_kinds(layer) for layer in grid.layers(m.num_layers, stage)]
-
-
-def stage_linear(m: ModelConfig, grid: Grid, stage: int) -> list[bool]:
-    """Return for each layer of a pipeline stage whether it has linear attention."""
-    return [m.linear.is_linear(layer) for layer in grid.layers(m.num_layers, stage)]
+def mixers(kinds: Kinds) -> int:
+    """Return whether a layer has attention, of either sort: 1 or 0."""
+    return int("attention" in kinds or "linear" in kinds)
 
 
 def attention_matrices(m: ModelConfig) -> int:
@@ -132,37 +129,39 @@ def kept_widths(m: ModelConfig) -> tuple[int, int]:
 
 
 def mlp_matrices(m: ModelConfig, sparse: bool) -> int:
-    """Count the elements that every token of a layer meets, without `shared_matrices`: 3HF of a dense MLP, or the
-    router's HE."""
-    return m.hidden_size * (m.moe.num_experts if sparse else 3 * m.ffn_hidden_size)
+    """Count the elements that every token of a layer meets, without `shared_matrices`: 3HF of a dense MLP (2HF without
+    a gate), or the router's HE."""
+    return m.hidden_size * (m.moe.num_experts if sparse else (1 + m.mlp_parts) * m.ffn_hidden_size)
 
 
 def shared_matrices(m: ModelConfig) -> int:
     """Count the elements of the MLP for every token beside the experts, without its gate."""
-    return 3 * m.hidden_size * m.moe.shared_ffn_hidden_size
+    return (1 + m.mlp_parts) * m.hidden_size * m.moe.shared_ffn_hidden_size
 
 
-def mlp_width(m: ModelConfig, sparse: bool) -> int:
+def mlp_width(m: ModelConfig, kinds: Kinds) -> int:
     """Return the numbers that a token has between the matrices of an MLP."""
-    return m.moe.top_k * m.expert_ffn + m.moe.shared_ffn_hidden_size if sparse else m.ffn_hidden_size
+    if "sparse" in kinds:
+        return m.moe.top_k * m.expert_ffn + m.moe.shared_ffn_hidden_size
+    return m.ffn_hidden_size if "dense" in kinds else 0
 
 
 def widest_mlp(m: ModelConfig) -> int:
-    return max(mlp_width(m, sparse) for sparse in set(stage_layers(m, Grid(), 0)))
+    return max(mlp_width(m, kinds) for kinds in set(stage_layers(m, Grid(), 0)))
 
 
 def _mean_mlp(m: ModelConfig) -> float:
-    share = sparse_share(m)
-    return share * (mlp_matrices(m, True) + shared_matrices(m)) + (1 - share) * mlp_matrices(m, False)
+    experts = m.share("sparse") * (mlp_matrices(m, True) + shared_matrices(m))
+    return experts + m.share("dense") * mlp_matrices(m, False)
 
 
-def layer_norms(m: ModelConfig, linear: bool = False) -> int:
-    """Count the elements of a layer (`linear`: of linear attention) that every tensor rank holds alike and that
-    sequence parallelism computes on shares of the tokens. They are norms, biases that are added like them, the matrices
-    of latent attention's vectors, and the gate of the MLP for every token."""
+def layer_norms(m: ModelConfig, kinds: Kinds = ("attention",)) -> int:
+    """Count the elements of a layer of these kinds that every tensor rank holds alike and that sequence parallelism
+    computes on shares of the tokens. They are norms, biases that are added like them, the matrices of latent
+    attention's vectors, and the gate of the MLP for every token."""
     biases, traits = m.output_bias + m.mlp_bias, m.traits  # of projections into the residual stream
     biases += traits.shared_gate
-    each_head = m.qk_norm and not traits.wide_qk_norm and not linear
+    each_head = m.qk_norm and not traits.wide_qk_norm and "attention" in kinds
     latent = m.latent.query_rank + m.latent.kv_rank + latent_matrices(m)
     return (traits.norms + biases) * m.hidden_size + (2 * m.kv_channels if each_head else 0) + latent
 
@@ -201,20 +200,20 @@ def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float 
     half the row), without experts' own (`expert_operations`).
 
     They are 2 x matrix elements, and 4 A x context for scores and their sum over values. `kept`: only queries, keys and
-    values are made of the other tokens, 2 H (A + 2K); `context` is that of the kept ones. Layers of linear attention
-    count by their share of all."""
+    values are made of the other tokens, 2 H (A + 2K); `context` is that of the kept ones. Each kind of layer counts by
+    its share of all."""
     a, _, _, out = attention_widths(m)
-    kept, linear = tokens if kept is None else kept, linear_share(m)
+    kept = tokens if kept is None else kept
     mixed = attention_matrices(m) - m.hidden_size * out + latent_matrices(m)
     attention = 2 * tokens * mixed + kept * (2 * m.hidden_size * out + 2 * (a + out) * context)
     into, onto = linear_matrices(m)
     remembers = 2 * tokens * into + 2 * kept * onto + rule_operations(m, tokens)
-    return (1 - linear) * attention + linear * remembers + 2 * kept * _mean_mlp(m)
+    return m.share("attention") * attention + m.share("linear") * remembers + 2 * kept * _mean_mlp(m)
 
 
 def expert_operations(m: ModelConfig, tokens: float) -> float:
-    """Count the operations of one layer's experts: 6 k H F_e a token."""
-    return 6.0 * tokens * sparse_share(m) * m.moe.top_k * m.hidden_size * m.expert_ffn
+    """Count the operations of one layer's experts: 6 k H F_e a token, 4 without gates."""
+    return 2.0 * (1 + m.mlp_parts) * tokens * m.share("sparse") * m.moe.top_k * m.hidden_size * m.expert_ffn
 
 
 def head_operations(m: ModelConfig, tokens: float, head: str = "lm", outputs: int = 1, tensor: int = 1) -> float:
@@ -246,10 +245,9 @@ def decode_weight_bytes(m: ModelConfig, rows: float, element: int) -> float:
     """Return the bytes read by one decode step over `rows` rows. Of E experts, rows that choose evenly touch E (1 - (1
     - k/E)^rows)."""
     moe, h = m.moe, m.hidden_size
-    linear = linear_share(m)
-    layer = (1 - linear) * (attention_matrices(m) + layer_norms(m)) + _mean_mlp(m)
-    layer += linear * (sum(linear_matrices(m)) + linear_alike(m) + layer_norms(m, True))
+    layer = m.share("attention") * (attention_matrices(m) + layer_norms(m)) + _mean_mlp(m)
+    layer += m.share("linear") * (sum(linear_matrices(m)) + linear_alike(m) + layer_norms(m, ("linear",)))
     if moe.num_experts:
         touched = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** rows)
-        layer += sparse_share(m) * touched * 3 * h * m.expert_ffn
+        layer += m.share("sparse") * touched * (1 + m.mlp_parts) * h * m.expert_ffn
     return element * (m.num_layers * layer + h * (m.vocab_size + 1))

@@ -107,7 +107,7 @@ def forward_bytes(job: PlanJob, model: PlannedModel, tokens: float) -> float:
     """Return the bytes of a layer without gradient: the stream and its norm, inputs and outputs of attention and MLP,
     and the widest product with its factors. Experts: input and output of each pair."""
     m, grid = model.shape, model.grid or job.grid
-    wide = 3 * widest_mlp(m) / grid.tensor + 2 * m.moe.top_k * m.hidden_size * bool(m.moe.num_experts)
+    wide = (1 + m.mlp_parts) * widest_mlp(m) / grid.tensor + 2 * m.moe.top_k * m.hidden_size * bool(m.moe.num_experts)
     stream = (1 + 4 / (grid.tensor if grid.sequence else 1)) * m.hidden_size
     return job.element * tokens * (stream + wide)
 
@@ -139,7 +139,7 @@ def engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:
     assert engine is not None
     slots, cache = job.slots()
     tokens = min(PREFILL_TOKENS, ceil(job.rows.prompts / job.replicas) * job.rows.prompt_longest)
-    wide = (m.num_heads + 2 * m.num_kv_heads) * m.kv_channels + 3 * widest_mlp(m)
+    wide = (m.num_heads + 2 * m.num_kv_heads) * m.kv_channels + (1 + m.mlp_parts) * widest_mlp(m)
     logits = slots * m.vocab_size
     weights = engine.element * parameters(m) / engine.tensor
     weights += kept_bytes(m, job.element, engine.tensor) if engine.factors else 0

@@ -33,7 +33,6 @@ from aligner.plan.shapes import (
     latent_matrices,
     layer_operations,
     mlp_width,
-    sparse_share,
 )
 from aligner.plan.shared import Shared, shared
 from aligner.plan.sizes import logit_bytes, optimizer_share
@@ -111,11 +110,13 @@ class Machine:
         """Return the seconds of one layer's element-wise kernels in a forward pass over a rank's share of `tokens`,
         `stream` of which are in the stream between its products."""
         a, k, v, _ = attention_widths(m)
-        sparse, routed = sparse_share(m), m.moe.top_k * m.hidden_size
-        mlp = sparse * mlp_width(m, True) + (1 - sparse) * m.ffn_hidden_size
-        passes = self.assumed
-        own = passes.head_passes * (a + k + v) + passes.mlp_passes * mlp + passes.routed_passes * sparse * routed
-        return self.moved(element * (tokens * own + stream * passes.stream_passes * m.hidden_size))
+        sparse, routed = m.share("sparse"), m.moe.top_k * m.hidden_size
+        mlp = sparse * mlp_width(m, ("sparse",)) + m.share("dense") * m.ffn_hidden_size
+        mixers, passes = m.share("attention") + m.share("linear"), self.assumed
+        own = passes.head_passes * mixers * (a + k + v)
+        own += passes.mlp_passes * mlp + passes.routed_passes * sparse * routed
+        halves = 0.5 if m.traits.single else 1.0
+        return self.moved(element * (tokens * own + stream * halves * passes.stream_passes * m.hidden_size))
 
     def seconds(self, call: CollectiveCalls, grid: Grid, once: bool = False) -> float:
         """Return the seconds of a call; `once`: see `message_seconds`."""

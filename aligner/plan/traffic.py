@@ -28,13 +28,14 @@ from aligner.plan.linear import gathered_width, linear_alike
 from aligner.plan.reads import reads
 from aligner.plan.shapes import (
     Grid,
+    Kinds,
     attention_widths,
     latent_widths,
     layer_norms,
+    mixers,
     mlp_matrices,
     rank_parameters,
     stage_layers,
-    stage_linear,
 )
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
@@ -104,65 +105,66 @@ def within(calls: Iterable[CollectiveCalls], grid: Grid) -> list[CollectiveCalls
 
 
 def layer_forward(
-    model: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool
+    model: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, kinds: Kinds
 ) -> Iterator[CollectiveCalls]:
-    """Yield the calls of one layer (`sparse`: with experts; `linear`: of linear attention) for `tokens` of all
-    context-parallel ranks, `kept` of them whole (`plan.reads`).
+    """Yield the calls of one layer of these kinds for `tokens` of all context-parallel ranks, `kept` of them whole
+    (`plan.reads`).
 
     Tensor parallelism sums the outputs of attention and MLP (Megatron-LM, arXiv:1909.08053). Sequence parallelism
     scatters them and gathers the inputs (arXiv:2205.05198)."""
     m, own = model.shape, tokens / grid.context
-    hidden, inputs, mlps = kept / grid.context * m.hidden_size * element, _inputs(m), _mlps(m, sparse)
+    hidden, inputs, mlps = kept / grid.context * m.hidden_size * element, _inputs(m, kinds), _mlps(m, kinds)
+    outputs = mixers(kinds) + mlps
     if grid.sequence:
         share = sum(inputs) / m.hidden_size
         yield CollectiveCalls("tp", "all_gather", (share + mlps) * hidden, len(inputs) + mlps)
-        yield CollectiveCalls("tp", "reduce_scatter", (1 + mlps) * hidden, 1 + mlps)
+        yield CollectiveCalls("tp", "reduce_scatter", outputs * hidden, outputs)
     else:
-        yield CollectiveCalls("tp", "all_reduce", (1 + mlps) * hidden, 1 + mlps)
-    yield from (_linear_context if linear else _context)(model, grid, tokens, element, backward=False)
-    if sparse:
+        yield CollectiveCalls("tp", "all_reduce", outputs * hidden, outputs)
+    yield from _context(model, grid, tokens, element, kinds, backward=False)
+    if "sparse" in kinds:
         yield _experts(model, grid, own, element)
     if is_adapted(model):
-        for op, size in adapter_calls(model, grid, own, kept / grid.context, element, sparse, linear)[0]:
+        for op, size in adapter_calls(model, grid, own, kept / grid.context, element, kinds)[0]:
             yield CollectiveCalls("tp", op, size)
 
 
 def frozen_backward(
-    model: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool, first: bool
+    model: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, kinds: Kinds, first: bool
 ) -> Iterator[CollectiveCalls]:
     """Yield the calls of `layer_backward` where only adapters are trained: no gradients of weights, and none of the
     `first` layer's input."""
     m, own = model.shape, tokens / grid.context
-    hidden, inputs, mlps = own * m.hidden_size * element, _inputs(m), _mlps(m, sparse)
-    direct = first and not m.latent.query_rank
+    hidden, inputs, mlps = own * m.hidden_size * element, _inputs(m, kinds), _mlps(m, kinds)
+    outputs = mixers(kinds) + mlps
+    direct = first and mixers(kinds) and not m.latent.query_rank
     share = (sum(inputs) - (m.hidden_size if direct else 0)) / m.hidden_size
     if grid.sequence:
-        yield CollectiveCalls("tp", "all_gather", (1 + mlps) * hidden, 1 + mlps)
+        yield CollectiveCalls("tp", "all_gather", outputs * hidden, outputs)
         yield CollectiveCalls("tp", "reduce_scatter", (share + mlps) * hidden, len(inputs) - direct + mlps)
     else:
         last = kept / grid.context * m.hidden_size * element
         yield CollectiveCalls("tp", "all_reduce", share * hidden + mlps * last, len(inputs) - direct + mlps)
-    yield from (_linear_context if linear else _context)(model, grid, tokens, element, backward=True)
-    if sparse:
+    yield from _context(model, grid, tokens, element, kinds, backward=True)
+    if "sparse" in kinds:
         yield _experts(model, grid, own, element)
-    for op, size in adapter_calls(model, grid, own, kept / grid.context, element, sparse, linear)[1]:
+    for op, size in adapter_calls(model, grid, own, kept / grid.context, element, kinds)[1]:
         yield CollectiveCalls("tp", op, size)
 
 
 def layer_backward(
-    model: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, sparse: bool, linear: bool
+    model: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, kinds: Kinds
 ) -> Iterator[CollectiveCalls]:
     """Yield the calls for the gradients of the same. With sequence parallelism the inputs of the two column-parallel
     products are gathered a second time for the gradients of their weights (experts keep theirs)."""
     m, own = model.shape, tokens / grid.context
-    hidden, inputs, mlps = own * m.hidden_size * element, _inputs(m), _mlps(m, sparse)
+    hidden, inputs, mlps = own * m.hidden_size * element, _inputs(m, kinds), _mlps(m, kinds)
+    outputs, sparse = mixers(kinds) + mlps, "sparse" in kinds
     share = sum(inputs) / m.hidden_size
     if grid.sequence:
         again = sum(inputs[:2]) / m.hidden_size  # the rotated key goes through no product
         dense = mlps - sparse
-        yield CollectiveCalls(
-            "tp", "all_gather", (1 + mlps + again + dense) * hidden, 1 + mlps + len(inputs[:2]) + dense
-        )
+        yield CollectiveCalls("tp", "all_gather", (outputs + again + dense) * hidden, outputs + len(inputs[:2]) + dense)
         yield CollectiveCalls("tp", "reduce_scatter", (share + mlps) * hidden, len(inputs) + mlps)
     else:
         last = kept / grid.context * m.hidden_size * element
@@ -170,29 +172,40 @@ def layer_backward(
     if sparse:
         copies = 1 + m.traits.expert_bias  # the router's weight, and what is added behind experts
         yield CollectiveCalls("tp", "all_reduce", copies * m.moe.num_experts * m.hidden_size * element, copies)
-    if linear:
-        yield CollectiveCalls("tp", "all_reduce", linear_alike(m) * element, 2)  # of the mixing's weight and the norm's
-    yield from (_linear_context if linear else _context)(model, grid, tokens, element, backward=True)
+    if "linear" in kinds:  # of the mixing's weight, and the norm's or the mixing's bias
+        yield CollectiveCalls("tp", "all_reduce", linear_alike(m) * element, 2)
+    yield from _context(model, grid, tokens, element, kinds, backward=True)
     if sparse:
         yield _experts(model, grid, own, element)
 
 
-def _inputs(m: ModelConfig) -> list[int]:
+def _inputs(m: ModelConfig, kinds: Kinds) -> list[int]:
     """Return the widths of the inputs of attention's column-parallel products, each with a collective of its own."""
+    if not mixers(kinds):
+        return []
     if not m.latent.kv_rank:
         return [m.hidden_size]
     query, *others = latent_widths(m)
     return [query or m.hidden_size, *others]
 
 
-def _mlps(m: ModelConfig, sparse: bool) -> int:
-    return 2 if sparse and m.moe.shared_ffn_hidden_size else 1
+def _mlps(m: ModelConfig, kinds: Kinds) -> int:
+    """Return the number of a layer's MLPs that tensor ranks share; experts are one."""
+    if "sparse" in kinds and m.moe.shared_ffn_hidden_size:
+        return 2
+    return int("sparse" in kinds or "dense" in kinds)
 
 
-def _context(model: PlannedModel, grid: Grid, tokens: float, element: int, backward: bool) -> Iterator[CollectiveCalls]:
+def _context(
+    model: PlannedModel, grid: Grid, tokens: float, element: int, kinds: Kinds, backward: bool
+) -> Iterator[CollectiveCalls]:
     """Yield calls that send keys and values to all ranks, or their gradients back; or queries, keys, values and the
     output over heads."""
     m = model.shape
+    if "linear" in kinds:
+        yield from _linear_context(model, grid, tokens, element, backward)
+    if "attention" not in kinds:
+        return
     a, k, v, out = (width / grid.tensor for width in attention_widths(m))
     if grid.over_heads:
         yield CollectiveCalls("cp", "all_to_all", tokens / grid.context * (a + k + v + out) * element, 4)
@@ -238,16 +251,16 @@ def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, bac
     read, kept = reads(job, model, tokens), [tokens] * len(layers)
     if last:
         kept[-1] = read.kept
-    each = list(zip(kept, layers, stage_linear(m, grid, stage), strict=True))
+    each = list(zip(kept, layers, strict=True))
     again = 2 if backward and job.recompute else 1
-    calls = _sum(layer_forward(model, grid, tokens, k, e, *kind) for k, *kind in each * again)
+    calls = _sum(layer_forward(model, grid, tokens, k, e, kinds) for k, kinds in each * again)
     if backward and is_adapted(model):
         free = needs_no_input_gradient(grid, stage, job.recompute)
         calls += _sum(
-            frozen_backward(model, grid, tokens, k, e, *kind, free and i == 0) for i, (k, *kind) in enumerate(each)
+            frozen_backward(model, grid, tokens, k, e, kinds, free and i == 0) for i, (k, kinds) in enumerate(each)
         )
     elif backward:
-        calls += _sum(layer_backward(model, grid, tokens, k, e, *kind) for k, *kind in each)
+        calls += _sum(layer_backward(model, grid, tokens, k, e, kinds) for k, kinds in each)
     if stage == 0:
         calls.append(CollectiveCalls("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden))
         if backward and grid.sequence and not is_adapted(model):
@@ -289,16 +302,18 @@ def step_calls(job: PlanJob, model: PlannedModel, stage: int) -> list[Collective
             calls.append(CollectiveCalls(axis, "all_gather", times * float(e * dense + 4 * score), times))
         else:
             calls.append(CollectiveCalls(axis, "all_reduce", 4.0 * (dense + score)))
-    linear = stage_linear(m, grid, stage)
+    layers = stage_layers(m, grid, stage)
     if is_adapted(model):
         if grid.sequence:
             calls.append(CollectiveCalls("tp", "all_reduce", 4.0 * whole_numbers(model, grid, stage)))
         return within(calls, grid)
     if grid.sequence:
-        norms = sum(layer_norms(m, each) for each in linear) + m.hidden_size * (stage == grid.pipeline - 1)
+        norms = sum(layer_norms(m, kinds) for kinds in layers) + m.hidden_size * (stage == grid.pipeline - 1)
         calls.append(CollectiveCalls("tp", "all_reduce", 4.0 * norms))
     elif m.qk_norm:  # of which every tensor rank sees its own heads' part
-        calls.append(CollectiveCalls("tp", "all_reduce", 8.0 * m.kv_channels * linear.count(False)))
+        calls.append(
+            CollectiveCalls("tp", "all_reduce", 8.0 * m.kv_channels * sum("attention" in kinds for kinds in layers))
+        )
     if m.tie_embeddings and model.head == "lm" and stage in (0, grid.pipeline - 1):
         calls.append(CollectiveCalls("ends", "all_reduce", 4.0 * -(-m.vocab_size // grid.tensor) * m.hidden_size))
     return within(calls, grid)
@@ -412,6 +427,8 @@ def _copied(model: PlannedModel, grid: Grid, stage: int) -> int:
 def _replicated(model: PlannedModel, grid: Grid, stage: int) -> int:
     """Return the parameters of a stage that every tensor rank holds whole."""
     m = model.shape
-    layers = [sparse * mlp_matrices(m, True) for sparse in stage_layers(m, grid, stage)]
-    layers += [layer_norms(m, linear) + linear * linear_alike(m) for linear in stage_linear(m, grid, stage)]
-    return sum(layers) + m.hidden_size * (stage == grid.pipeline - 1)
+    total = 0
+    for kinds in stage_layers(m, grid, stage):
+        total += layer_norms(m, kinds) + ("sparse" in kinds) * mlp_matrices(m, True)
+        total += ("linear" in kinds) * linear_alike(m)
+    return total + m.hidden_size * (stage == grid.pipeline - 1)

@@ -81,6 +81,13 @@ CASES = {
         2,
         {},
     ),
+    "Mamba-2, experts, cp2": (MORE["nemotron_h"], {"context": 2}, 2, {}),
+    "Mamba-2, tp2": (
+        replace(MORE["nemotron_h-dense"], linear=replace(MORE["nemotron_h"].linear, value_head_dim=128)),
+        {"tensor": 2},
+        2,
+        {},
+    ),
     "latent, tp2": (DEEPSEEK, {"tensor": 2}, 2, {}),
     "latent, tp2, sequence": (DEEPSEEK, {"tensor": 2, **SEQ}, 2, {}),
     "latent, cp2": (DEEPSEEK, {"context": 2}, 2, {}),

@@ -24,11 +24,14 @@ def row_costs(lengths: Tensor, model: ModelConfig) -> Tensor:
     else:
         projections = 2 * h * wide + 2 * h * model.num_kv_heads * model.kv_channels
     # matrices that compute a token
-    sparse = 3 * h * (model.expert_ffn * model.moe.top_k + model.moe.shared_ffn_hidden_size) + h * model.moe.num_experts
-    share = len(model.layers_of("sparse")) / model.num_layers
-    mlp = 3 * h * model.ffn_hidden_size * (1 - share) + sparse * share
+    each = (1 + model.mlp_parts) * h  # of an MLP, for one number between its matrices
+    sparse = each * (model.expert_ffn * model.moe.top_k + model.moe.shared_ffn_hidden_size) + h * model.moe.num_experts
+    mlp = each * model.ffn_hidden_size * model.share("dense") + sparse * model.share("sparse")
+    mixing = model.share("attention") if model.pattern else 1.0
+    linear = model.linear.key_heads * model.linear.width + model.linear.value_heads * model.linear.value_head_dim
+    projections = mixing * projections + (model.share("linear") * h * linear if model.pattern else 0.0)
     parameters = projections + mlp + h * model.vocab_size / model.num_layers
-    return 2 * parameters * n + (wide + out) * n.square()
+    return 2 * parameters * n + mixing * (wide + out) * n.square()
 
 
 def deal(costs: Sequence[float], parts: int) -> list[list[int]]:

@@ -186,6 +186,10 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
     def layers_of(self, kind: str) -> list[int]:
         return [layer for layer in range(self.num_layers) if kind in self.layer_kinds(layer)]
 
+    def share(self, kind: str) -> float:
+        """Return the share of layers of this kind."""
+        return len(self.layers_of(kind)) / self.num_layers
+
     def is_rotated(self, layer: int) -> bool:
         return self.traits.rotary and layer not in self.attention.nope_layers
 
