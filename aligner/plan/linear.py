@@ -49,8 +49,12 @@ def gathered_width(m: ModelConfig) -> int:
 
 def rule_activations(m: ModelConfig) -> float:
     """Return the float32 numbers of a token that autograd keeps between the products (measured on one CPU, seven
-    shapes, within a hundredth): V (5 C + 10 dk + 8 dv + dk dv / C) + 3 G M."""
+    shapes, within a hundredth): V (5 C + 10 dk + 8 dv + dk dv / C) + 3 G M, or of Mamba-2 V (3 C + 6 dk + 10 dv + dk
+    dv / C) + 4 G dk."""
     linear = m.linear
     dk, dv = linear.key_head_dim, linear.value_head_dim
+    if m.traits.mamba:
+        each = 3 * CHUNK + 6 * dk + 10 * dv + dk * dv / CHUNK
+        return linear.value_heads * each + 4 * linear.key_heads * dk
     each = 5 * CHUNK + 10 * dk + 8 * dv + dk * dv / CHUNK
     return linear.value_heads * each + 3 * linear.key_heads * linear.mixed_width
