@@ -78,6 +78,8 @@ LATENT += [
 LINEAR = [*EXPERTS, "model.family=qwen3_next", "model.linear.attention_every=2", "model.moe.shared_ffn_hidden_size=20"]
 LINEAR += [f"model.linear.{n}={x}" for n, x in (("key_heads", 2), ("value_heads", 4), ("conv", 4))]
 LINEAR += ["model.linear.key_head_dim=8", "model.linear.value_head_dim=6"]
+MAMBA = [*EXPERTS, "model.family=nemotron_h", "model.pattern=ME*-", "model.num_layers=4", "model.tie_embeddings=false"]
+MAMBA += ["model.moe.shared_ffn_hidden_size=20", "model.linear.rule=mamba2", *LINEAR[-5:]]
 GPT_OSS = [*RANDOM, "model.family=gpt_oss", "model.qkv_bias=true", "model.attention.window=6"]
 GPT_OSS += [
     "model.attention.global_every=2",
@@ -86,7 +88,8 @@ GPT_OSS += [
     "model.ffn_hidden_size=48",
 ]
 GPT_OSS += ["model.moe.ffn_hidden_size=48"]
-for name, own in {"gemma3": GEMMA, "deepseek": LATENT, "qwen3_next": LINEAR, "gpt_oss": GPT_OSS}.items():
+FAMILIES = {"gemma3": GEMMA, "deepseek": LATENT, "qwen3_next": LINEAR, "nemotron_h": MAMBA, "gpt_oss": GPT_OSS}
+for name, own in FAMILIES.items():
     CASES[f"sft-{name}"] = (1, "sft", own)
     CASES[f"grpo-{name}-tp2"] = (2, "grpo", [*own, *([] if own is LINEAR else TP2)])
 REMOTE, TOP_P = ["engine.ranks=1", "engine.lag=1"], ["sampling.top_p=0.9", "sampling.temperature=0.8"]

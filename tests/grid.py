@@ -43,6 +43,7 @@ KEYS: dict[str, Draw] = {
     "attention.window": lambda r, _: r.choice([0, *range(1, 13)]),
     "attention.local_rope_base": lambda r, _: r.uniform(20, 1000),
     "attention.nope_layers": lambda r, shape: [n for n in range(shape.num_layers) if r.random() < 0.4],
+    "pattern": lambda r, shape: _shuffled(r, ["*", "E", "M", *r.choices("M*-E", k=shape.num_layers)]),
     "moe.dense_layers": lambda r, shape: [n for n in range(shape.num_layers - 1) if r.random() < 0.4],
     "moe.shared_ffn_hidden_size": lambda r, _: r.randint(1, 2),  # times an expert's
     "moe.groups": lambda r, _: r.randint(1, 3),
@@ -61,7 +62,7 @@ KEYS: dict[str, Draw] = {
 }
 LAYERS = ("attention.global_every", "attention.global_layers")  # two words for one thing, drawn together
 # what transformers refuses: other scalings, heads that do not multiply to the hidden size
-ROPE, SQUARE = {"phi3": ("longrope",)}, ("phi3",)
+ROPE, SQUARE = {"phi3": ("longrope",), "nemotron_h": ()}, ("phi3",)
 
 
 def draw(family: str, seed: int) -> ModelConfig:
@@ -83,7 +84,7 @@ def draw(family: str, seed: int) -> ModelConfig:
         "tie_embeddings": r.random() < 0.5,
     }
     shape = ModelConfig(**sizes)
-    linear = _linear(r, shape.num_layers) if traits.linear else LinearConfig()
+    linear = _linear(r, shape.num_layers, traits.single) if traits.linear else LinearConfig()
     together = (*LAYERS, *(f"linear.{field.name}" for field in fields(LinearConfig)))
     assert set(traits.varies) <= {*KEYS, *together}, set(traits.varies) - {*KEYS, *together}
     values = {key: KEYS[key](r, shape) for key in KEYS if key in traits.varies}  # whatever order the table has
@@ -93,6 +94,9 @@ def draw(family: str, seed: int) -> ModelConfig:
         pattern = layer_pattern([r.random() < 0.5 for _ in range(shape.num_layers)])
         values |= {f"attention.{name}": value for name, value in pattern.items()}
     rotary_dim = int(shape.kv_channels * values.get("attention.rotary_fraction", 1.0))
+    if traits.single:
+        sizes["num_layers"] = len(values["pattern"])
+    sizes["tie_embeddings"] &= traits.ties
     latent = LatentConfig(**_section("latent", values))
     if traits.latent:
         sizes |= {"num_kv_heads": heads, "head_dim": latent.head_dim}
@@ -108,9 +112,16 @@ def draw(family: str, seed: int) -> ModelConfig:
     )
 
 
-def _linear(r: random.Random, layers: int) -> LinearConfig:
+def _shuffled(r: random.Random, letters: list[str]) -> str:
+    return "".join(r.sample(letters, len(letters)))
+
+
+def _linear(r: random.Random, layers: int, single: bool) -> LinearConfig:
     """One layer at least has attention."""
     keys, has = r.randint(1, 3), r.randrange(layers)
+    if single:
+        sizes = keys, keys * r.randint(1, 3), r.randint(4, 9), r.randint(1, 9), r.randint(2, 5)
+        return LinearConfig(*sizes, rule="mamba2")
     pattern = layer_pattern([n == has or r.random() < 0.3 for n in range(layers)])
     by_name = {name.replace("global", "attention"): value for name, value in pattern.items()}
     return LinearConfig(keys, keys * r.randint(1, 3), r.randint(4, 9), r.randint(1, 9), r.randint(2, 5), **by_name)
@@ -128,7 +139,7 @@ def _experts(r: random.Random, family: str, ffn_hidden_size: int, values: dict[s
         values = values | {
             "shared_ffn_hidden_size": width * values["shared_ffn_hidden_size"],
             "top_groups": min(groups, values["top_groups"]),
-            "dense_layers": list(range(len(values["dense_layers"]))),
+            "dense_layers": list(range(len(values.get("dense_layers", ())))),
         }
         count, open_ = each * groups, each * values["top_groups"]
     return MoeConfig(count, r.randint(1, open_), width, norm_topk_prob=always or r.random() < 0.5, **values)

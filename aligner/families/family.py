@@ -151,7 +151,6 @@ class Family:
             "attention.nope_layers": self.nope_every,
             "attention.rotary_fraction": self.default_rotary_fraction,
             "pattern": self.single,
-            "linear.rule": self.mamba,
             "linear.attention_every": self.default_attention_every,
             "linear.attention_layers": self.default_attention_every,
             "moe.dense_layers": moe.dense_layers or moe.first_dense,

@@ -87,11 +87,16 @@ def family_keys(name: str) -> list[str]:
     """Return overrides of a small model of the family, with every part that its layers can have."""
     family = FAMILIES[name]
     keys: dict[str, Any] = {"family": name, "qk_norm": family.qk_norm, "qkv_bias": family.qkv_bias}
+    if family.single:
+        keys |= {"pattern": "M*-E", "num_layers": 4, "linear.rule": "mamba2"}
+    if not family.ties:
+        keys["tie_embeddings"] = False
     if family.latent:
         keys |= {"num_kv_heads": 4, "latent.kv_rank": 24, "latent.plain_dim": 12, "latent.rotary_dim": 6}
         keys |= {"latent.value_dim": 10}
     if family.linear:
-        keys |= {"linear.attention_every": 2, "linear.key_heads": 2, "linear.value_heads": 4, "linear.conv": 4}
+        keys |= {"linear.attention_every": 2} if "linear.attention_every" in family.varies else {}
+        keys |= {"linear.key_heads": 2, "linear.value_heads": 4, "linear.conv": 4}
         keys |= {"linear.key_head_dim": 8, "linear.value_head_dim": 6}
     if family.moe:
         keys |= {"moe.num_experts": 4, "moe.top_k": 2, "moe.ffn_hidden_size": 48}

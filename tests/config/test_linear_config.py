@@ -35,8 +35,29 @@ def test_what_cannot_be_is_refused(change, key):
 def test_other_families_have_none():
     with pytest.raises(ConfigError, match=r"model\.linear\..*qwen3_next have it"):
         replace(LLAMA, linear=CFG.linear)
+    with pytest.raises(ConfigError, match=r"model\.pattern=.*nemotron_h have it"):
+        replace(LLAMA, pattern="**")
     with pytest.raises(ConfigError, match="shared_ffn_hidden_size"):
         replace(CFG, moe=replace(CFG.moe, shared_ffn_hidden_size=0))
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"pattern": "M-*"}, "model.pattern"),
+        ({"pattern": "M-XE"}, "model.pattern"),
+        ({"pattern": "M-ME"}, "model.pattern"),
+        ({"pattern": "M-*-"}, "model.moe.num_experts"),
+        ({"pattern": "--*E"}, "model.linear.key_heads"),
+        ({"linear": replace(MORE["nemotron_h"].linear, rule="delta")}, "model.linear.rule"),
+        ({"linear": replace(MORE["nemotron_h"].linear, attention_every=2)}, "model.linear.attention_every"),
+        ({"tie_embeddings": True}, "model.tie_embeddings"),
+    ],
+)
+def test_patterns_that_cannot_be_are_refused(change, key):
+    with pytest.raises(ConfigError) as caught:
+        replace(MORE["nemotron_h"], **change)
+    assert caught.value.key == key
 
 
 def test_which_layers_are_linear():

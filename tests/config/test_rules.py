@@ -251,6 +251,9 @@ sft ; model=deepseek_v3 ; model.latent.value_dim=0 => model.latent.value_dim
 sft ; model=qwen3_next_80b_a3b ; model.linear.key_heads=0 => model.linear.key_heads
 sft ; model.num_kv_heads=3 => model.num_kv_heads
 sft ; model.hidden_size=130 => model.hidden_size
+sft ; model=nemotron3_nano_30b_a3b ; model.tie_embeddings=true => model.tie_embeddings
+sft ; model=nemotron3_nano_30b_a3b ; model.linear.rule=delta => model.linear.rule
+sft ; model=qwen3_next_80b_a3b ; model.linear.rule=mamba2 => model.linear.rule
 sft ; model=qwen3_next_80b_a3b ; model.linear.value_heads=0 => model.linear.value_heads
 sft ; model=qwen3_next_80b_a3b ; model.linear.key_head_dim=0 => model.linear.key_head_dim
 sft ; model=qwen3_next_80b_a3b ; model.linear.value_head_dim=0 => model.linear.value_head_dim

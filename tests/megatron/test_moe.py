@@ -150,9 +150,10 @@ def test_biased_experts_learn_the_same(ranks, alone, layout):
     check(learned(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(cfg, SGD), SGD)
 
 
-def test_gated_shared_experts_learn_the_same(ranks, alone):
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+def test_gated_shared_experts_and_those_without_a_gate_learn_the_same(ranks, alone, name):
     world, parallel = LAYOUTS["ep2-tp2-sequence"]
-    cfg, optim = MORE["qwen3_next"], replace(SGD, lr=SGD.lr / 10)
+    cfg, optim = MORE[name], replace(SGD, lr=SGD.lr / 10)
     check(learned(ranks, world, cfg=cfg, parallel=parallel, optim=optim, bc=BASE), alone(cfg, optim), SGD)
 
 
@@ -334,6 +335,7 @@ CHAINS = {
     "sharded": ["one", "ep2-dp4", "ep2-pp2", "tp2"],
     "plain": ["one", "ep2-dp4", "ep2-pp2", "tp2"],
     "linear": ["ep2-tp2", "ep2-pp2"],
+    "mamba": ["ep2-tp2", "ep2-pp2"],
     "mixed": ["ep2-pp2", "one"],  # some layers are dense, all of those on the first of two stages
 }
 
@@ -343,7 +345,7 @@ CHAINS = {
 def test_checkpoints_change_layouts(ranks, tmp_path, kind):
     """Two expert ranks -> one -> four, two of which have the same experts -> two stages -> two tensor ranks: weights
     bit by bit, and the optimizer goes on."""
-    models = {"linear": MORE["qwen3_next"], "mixed": MORE["qwen3_moe-mixed"]}
+    models = {"linear": MORE["qwen3_next"], "mamba": MORE["nemotron_h"], "mixed": MORE["qwen3_moe-mixed"]}
     job = {"cfg": models.get(kind, MOE), "share": equal_shares, "optim": replace(ADAM, distributed=kind != "plain")}
     first = ranks.run(save_and_go_on, world=2, folder=tmp_path / "0", parallel=LAYOUTS["ep2"][1], **job)[0]
     for i, layout in enumerate(CHAINS[kind]):

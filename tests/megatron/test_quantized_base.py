@@ -31,6 +31,7 @@ CASES = {
     "experts-fp8": (MOE, replace(LORA, quantize_base="fp8")),
     "deepseek_v3-nf4": (MORE["deepseek_v3"], replace(LORA, targets=["all-linear"])),
     "qwen3_next-nf4": (MORE["qwen3_next"], replace(LORA, targets=["q_proj"])),
+    "nemotron_h-nf4": (MORE["nemotron_h"], replace(LORA, targets=["all-linear"])),
 }
 WIDE = replace(MODELS["llama"], hidden_size=128, ffn_hidden_size=128, num_heads=4, num_kv_heads=2, lora=LORA)
 

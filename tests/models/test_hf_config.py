@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from aligner.config.sections.model.linear import LinearConfig
-from aligner.errors import CheckpointError
+from aligner.errors import AlignerError, CheckpointError
 from aligner.families import FAMILIES
 from aligner.families.hf_config import config_from_hf, hf_config
 from tests.tiny import MIXTRAL, MODELS, MOE, MORE, WINDOWS
@@ -42,7 +42,7 @@ def written(folder, cfg, **change):
     return raw
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case, cfg in CASES.items() if not cfg.pattern])
 def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
     cfg = CASES[case]
     raw = written(tmp_path, replace(cfg, num_layers=5) if cfg.linear.key_heads else cfg)
@@ -84,6 +84,48 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
         local = rope.get("sliding_attention", {"rope_theta": 0})
         assert ours.attention.local_rope_base == local["rope_theta"]
         assert ours.attention.query_scale_dim == getattr(theirs, "query_pre_attn_scalar", 0)
+
+
+@pytest.mark.parametrize("case", ["nemotron_h", "nemotron_h-dense"])
+def test_absent_keys_of_layers_of_one_module_mean_what_they_mean_to_transformers(case, tmp_path):
+    raw = written(tmp_path, CASES[case])
+    kept = {key: raw[key] for key in (*KEPT, "hybrid_override_pattern") if key in raw}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    ours, theirs = config_from_hf(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    assert ours.pattern == theirs.hybrid_override_pattern and ours.tie_embeddings == theirs.tie_word_embeddings
+    assert ours.norm_eps == theirs.layer_norm_epsilon and ours.init_std == theirs.initializer_range
+    assert ours.max_position == theirs.max_position_embeddings and ours.kv_channels == theirs.head_dim
+    sizes = theirs.n_groups, theirs.mamba_num_heads, theirs.ssm_state_size, theirs.mamba_head_dim, theirs.conv_kernel
+    assert ours.linear == LinearConfig(*sizes, rule="mamba2")
+    if "E" in ours.pattern:
+        assert ours.moe.shared_ffn_hidden_size == theirs.moe_shared_expert_intermediate_size
+        assert (ours.moe.groups, ours.moe.top_groups) == (theirs.n_group, theirs.topk_group)
+        assert ours.moe.scale == theirs.routed_scaling_factor
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"moe_latent_size": 8}, "moe_latent_size=None"),
+        ({"use_conv_bias": False}, "use_conv_bias=True"),
+        ({"tie_word_embeddings": True}, "tie_embeddings=True"),
+        ({"hybrid_override_pattern": "M-*X"}, "hybrid_override_pattern='M-\\*X': expected one of M"),
+        ({"hybrid_override_pattern": None, "layers_block_type": ["mamba", "rnn"]}, "layers_block_type=.*moe"),
+        ({"time_step_limit": [0.001, 1.0]}, "time_step_limit=.*without bounds"),
+    ],
+)
+def test_other_layers_of_one_module_are_refused(change, words, tmp_path):
+    written(tmp_path, MORE["nemotron_h"], **change)
+    with pytest.raises(AlignerError, match=words):
+        config_from_hf(tmp_path)
+
+
+def test_steps_without_bounds_and_blocks_by_their_old_names_are_read(tmp_path):
+    """As config.json of the hub, and as transformers 5 writes it."""
+    cfg, kinds = MORE["nemotron_h"], ["mamba", "mlp", "attention", "moe"]
+    for limit in ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+        written(tmp_path, cfg, hybrid_override_pattern=None, layers_block_type=kinds, time_step_limit=limit)
+        assert config_from_hf(tmp_path) == replace(cfg, head_dim=cfg.kv_channels, init=str(tmp_path))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -36,6 +36,7 @@ CASES = {  # world, model, trainer's layout, engine's tensor ranks, dtype of the
     "experts, ep2 tp2 to tp2, dora": (4, SPARSE_DORA, ParallelConfig(expert=2, tensor=2), 2, FULL, FULL),
     "latent, tp2 to 2 engines": (2, replace(MORE["deepseek_v3-direct"], lora=LORA), TP2, 1, FULL, FULL),
     "linear, tp2 to 2 engines": (2, replace(MORE["qwen3_next"], lora=LORA), TP2, 1, FULL, FULL),
+    "Mamba-2, tp2 to 2 engines": (2, replace(MORE["nemotron_h"], lora=LORA), TP2, 1, FULL, FULL),
     "nf4 base, pp2": (2, replace(SOME, lora=replace(SOME.lora, quantize_base="nf4")), PP2, 1, HALF, HALF),
 }
 

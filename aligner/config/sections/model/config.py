@@ -112,6 +112,7 @@ traits.latent head_dim => head_dim ==latent.head_dim
 traits.linear !pattern => linear.key_heads >=1 | with model.family={family}
 !traits.ties => tie_embeddings =false | for model.family={family}
 traits.mamba => linear.rule =mamba2 | for model.family={family}
+!traits.mamba => linear.rule =delta | for model.family={family}
 => num_kv_heads /num_heads
 !head_dim !latent.kv_rank => hidden_size %num_heads | , or head_dim
 """,
@@ -261,7 +262,8 @@ def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
     entries: list[tuple[str, Any, Any]] = [("mlp_bias", model.mlp_bias, False), ("pattern", model.pattern, "")]
     moe = {"dense_layers": [], "shared_ffn_hidden_size": 0, "groups": 1, "top_groups": 1, "scale": 1.0}
     entries += [(f"moe.{name}", getattr(model.moe, name), plain) for name, plain in moe.items()]
-    sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "linear": LinearConfig()}
+    linear = LinearConfig(rule=model.linear.rule)  # which the family decides
+    sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "linear": linear}
     for name, plain in (sections | {"scales": ScalesConfig()}).items():
         values, defaults = asdict(getattr(model, name)), asdict(plain)
         entries += [(f"{name}.{key}", values[key], defaults[key]) for key in values]
