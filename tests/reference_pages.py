@@ -213,12 +213,12 @@ def modules() -> str:
     for name, family in FAMILIES.items():
         usual = ["model.latent.rotary_dim=4", "model.latent.value_dim=8"] * family.latent  # widths of fused attention
         usual += ["model.attention.softcap=50"] * ("attention.softcap" in family.varies)
+        rule = "Mamba-2" if family.mamba else "the delta rule"
         own = {
-            "attention": ["Mamba-2" if family.mamba else "delta rule"] * family.linear,
+            "attention": [rule.removeprefix("the ")] * family.linear,
             "linear layers": ["router, experts"] * bool(family.moe)
             + ["what all tensor ranks have whole"] * family.latent,
-            "norms": ["over all heads"] * family.wide_qk_norm
-            + [f"of {'Mamba-2' if family.mamba else 'the delta rule'}"] * family.linear,
+            "norms": ["over all heads"] * family.wide_qk_norm + [f"of {rule}"] * family.linear,
         }
         lacks = te_lacks(compose(["stage=sft", *family_keys(name), *usual]).model)
         cells = [f"own: {lack}" if lack else ", own: ".join(["TE", *own[kind]]) for kind, lack in lacks.items()]
