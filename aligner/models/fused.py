@@ -51,8 +51,8 @@ def parts_of(cfg: ModelConfig) -> dict[str, FusedMatrix]:
     shapes = expected_hf_shapes(cfg) if family.joined else {}
     parts = joined_rows(family, shapes) | _experts(family, shapes, cfg.moe.num_experts)
     for name, shape in shapes.items() if family.stored else ():
-        part = parts.get(name, FusedMatrix(name, shape, (slice(None),) * len(shape)))
-        parts[name] = replace(part, stored=re.sub(r"^model\.", f"{family.stored}.", part.stored))
+        matrix = parts.get(name, FusedMatrix(name, shape, (slice(None),) * len(shape)))
+        parts[name] = replace(matrix, stored=re.sub(r"^model\.", f"{family.stored}.", matrix.stored))
     return parts
 
 

@@ -50,7 +50,7 @@ class DenseMlp:
             for layer, i in self.index.items() if gate_up is not None else ():
                 at, parts = traits.beside("mlp.linear_fc2.weight", layer), gate_up[i].chunk(self.kit.cfg.mlp_parts)
                 names = ("gate_proj", "up_proj")[-len(parts) :]
-                views |= {f"{at}{name}.{kind}": part for name, part in zip(names, parts, strict=True)}
+                views |= {f"{at}{name}.{kind}": matrix for name, matrix in zip(names, parts, strict=True)}
                 views[f"{at}down_proj.{kind}"] = down[i]
         return views
 

@@ -8,7 +8,7 @@ from aligner.families import rows
 from aligner.families.family import Family, MoeKeys
 
 _NORMS = {"linear": "input", "attention": "input", "dense": "pre_mlp", "sparse": "pre_mlp"}
-_IN = tuple(f"mixer.in_proj_{part}" for part in ("z", "x", "B", "C", "dt"))  # in the order of its files
+_IN = tuple(f"mixer.in_proj_{name}" for name in ("z", "x", "B", "C", "dt"))  # in the order of its files
 
 
 def _mamba(ours: str, hf: str | tuple[str, ...], shape: str, *where: object) -> rows.ParamSpec:
@@ -25,7 +25,7 @@ _TABLE = (
     ),
     _mamba(
         "in_proj.weight",
-        tuple(f"{_IN[part]}.weight" for part in (3, 2, 1, 0, 4)),
+        tuple(f"{_IN[i]}.weight" for i in (3, 2, 1, 0, 4)),
         "linear_in hidden",
         0,
         "key_heads",
