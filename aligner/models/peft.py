@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -99,13 +99,15 @@ def read_adapter(folder: Path, cfg: ModelConfig) -> dict[str, Tensor]:
     return _parted(folder / WEIGHTS, cfg, tensors, rules)
 
 
-def _check_loadable(cfg: ModelConfig, modules: Iterable[str]) -> None:
+def _check_loadable(cfg: ModelConfig, modules: Sequence[str]) -> None:
     """Refuse adapters that peft 0.21 cannot store, or would misread."""
     experts = {_leaf(name) for name in modules if ".experts." in name}
     others = [name for name in modules if ".experts." not in name and _leaf(name) in experts]
     expected = ""
     if experts and cfg.traits.stacked:
         expected = f"no experts' matrices for a peft folder of family {cfg.family}, whose files stack them"
+    elif cfg.traits.mamba and any(_leaf(name) == "out_proj" for name in modules):
+        expected = f"no out_proj for a peft folder of family {cfg.family}: peft refuses it"
     elif others:  # peft applies their targets only to the experts
         expected = f"for a peft folder not both experts' matrices and {others[0]}, which peft would leave out"
     elif len(experts & {"gate_proj", "up_proj"}) == 1 or len(experts & {"w1", "w3"}) == 1:

@@ -16,6 +16,7 @@ from aligner.models.safetensors_io import write_hf
 from tests.tiny import DEEPSEEK, GPT_OSS, MIXTRAL, MODELS, MOE, MORE, WINDOWS, hf_weights, transformers_model
 
 LORA = LoraConfig(rank=3, alpha=7)
+IN_PROJ = [f"in_proj_{name}" for name in ("z", "x", "B", "C", "dt")]
 CASES = {
     "llama": (MODELS["llama"], LORA),
     "qwen2-rslora": (MODELS["qwen2"], replace(LORA, rslora=True)),
@@ -24,6 +25,8 @@ CASES = {
     "phi3": (MORE["phi3"], LORA),  # its files join q, k, v and gate, up
     "phi3-part": (MORE["phi3"], replace(LORA, targets=["k_proj", "down_proj"], rslora=True)),
     "glm-dora": (MORE["glm"], replace(LORA, dora=True)),
+    "nemotron_h": (MORE["nemotron_h"], replace(LORA, targets=["q_proj", "in_proj_x", "in_proj_dt"])),
+    "nemotron_h-dora": (MORE["nemotron_h-dense"], replace(LORA, targets=[*IN_PROJ, "up_proj", "down_proj"], dora=True)),
     "qwen3_moe": (MOE, LORA),
     "qwen3_moe-rslora": (MOE, replace(LORA, rslora=True)),
     "mixtral-rslora": (MIXTRAL, replace(LORA, targets=["q_proj", "w1", "w2", "w3"], rslora=True)),
@@ -190,6 +193,7 @@ LOST = {
     "shared experts": (DEEPSEEK, replace(LORA, targets=["gate_proj", "up_proj", "down_proj"]), "leave out"),
     "experts with dora": (MOE, replace(LORA, dora=True), "other modules"),
     "one of gate and up": (MOE, replace(LORA, targets=["gate_proj"]), "together"),
+    "Mamba-2": (MORE["nemotron_h"], replace(LORA, targets=["out_proj"]), "no out_proj.*nemotron_h"),
     "a part with dora": (MORE["phi3"], replace(LORA, targets=["k_proj"], dora=True), "all parts of qkv_proj"),
 }
 
