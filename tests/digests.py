@@ -79,7 +79,7 @@ LINEAR = [*EXPERTS, "model.family=qwen3_next", "model.linear.attention_every=2",
 LINEAR += [f"model.linear.{n}={x}" for n, x in (("key_heads", 2), ("value_heads", 4), ("conv", 4))]
 LINEAR += ["model.linear.key_head_dim=8", "model.linear.value_head_dim=6"]
 MAMBA = [*EXPERTS, "model.family=nemotron_h", "model.pattern=ME*-", "model.num_layers=4", "model.tie_embeddings=false"]
-MAMBA += ["model.moe.shared_ffn_hidden_size=20", "model.linear.rule=mamba2", *LINEAR[-5:]]
+MAMBA += ["model.moe.shared_ffn_hidden_size=20", "model.linear.rule=mamba2", "model.qk_norm=false", *LINEAR[-5:]]
 GPT_OSS = [*RANDOM, "model.family=gpt_oss", "model.qkv_bias=true", "model.attention.window=6"]
 GPT_OSS += [
     "model.attention.global_every=2",
