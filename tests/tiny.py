@@ -194,6 +194,11 @@ MORE |= {
     "nemotron_h": NEMOTRON,
     "nemotron_h-dense": replace(NEMOTRON, pattern="M*M-", moe=MoeConfig()),
 }
+NEXT = MORE["qwen3_next"]
+MORE |= {
+    "qwen3_5": replace(NEXT, family="qwen3_5_text", moe=MoeConfig()),
+    "qwen3_5_moe": replace(NEXT, family="qwen3_5_moe_text", ffn_hidden_size=NEXT.moe.ffn_hidden_size),
+}
 ADAM = OptimConfig(lr=1e-3)
 # Adam with a huge eps and no memory is gradient descent with learning rate 1: updates are gradients
 SGD = OptimConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad=0.0)

@@ -53,6 +53,8 @@ class Family:
     architecture: str
     table: tuple[ParamSpec, ...]
     models: str = ""  # published ones, for docs/reference/support.md
+    # model_type of models that have it as text_config beside a vision tower, prefix of its body's names there
+    within: tuple[str, str] = ("", "")
     moe: MoeKeys | None = None
     keys: tuple[Key, ...] = ()  # in which its models differ, besides sizes
     constants: tuple[tuple[str, Any], ...] = ()  # values of config.json; other values are not supported
@@ -80,6 +82,7 @@ class Family:
     # matrices that its files stack, one entry for each expert, transposed (or in MXFP4): name there, names of the
     # matrices, whose columns alternate
     stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    experts_stacked: bool = False  # so are those of experts: gate above up, and down, neither transposed
     clamped_gate: bool = False  # of experts, instead of SwiGLU (`ops/kernels/experts.py`)
     interleaved_rotary: bool = False  # adjacent numbers are rotated together, not halves of the head
     scaled_embeddings: bool = False  # multiplied by the square root of the hidden size
@@ -101,6 +104,7 @@ class Family:
     sigmoid_router = _has("mlp.router.expert_bias")  # experts by sigmoids and a bias, in groups, not by a softmax
     expert_bias = _has("mlp.router.bias")  # router and experts have biases
     shared_gate = _has("mlp.shared_experts.gate_weight")  # the MLP for every token is multiplied by a gate's sigmoid
+    dense = _has("mlp.linear_fc1.weight")  # has, or may have, layers without experts
     pre_norms = _has("input_layernorm.weight")  # inputs of attention and the MLP are normalised
     # outputs of attention and the MLP are normalised before the residual stream
     post_norms = _has("self_attention.post_layernorm.weight")
@@ -138,7 +142,7 @@ class Family:
     @property
     def joined(self) -> bool:
         """Whether its files keep several matrices in one tensor, or have names of their own."""
-        return bool(self.fused or self.stacked or self.stored)
+        return bool(self.fused or self.stacked or self.experts_stacked or self.stored)
 
     @cached_property
     def varies(self) -> tuple[str, ...]:
@@ -164,4 +168,11 @@ TIED = ("tie_word_embeddings", True)
 FUSED_QKV = ("self_attn.qkv_proj", tuple(f"self_attn.{x}_proj" for x in "qkv"))
 FUSED_MLP = ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 ATTENTION_BIAS: Key = ("qkv_bias", "attention_bias", False)
+DELTA_NET_KEYS: tuple[Key, ...] = (
+    ("linear.key_heads", "linear_num_key_heads", 16),
+    ("linear.value_heads", "linear_num_value_heads", 32),
+    ("linear.key_head_dim", "linear_key_head_dim", 128),
+    ("linear.value_head_dim", "linear_value_head_dim", 128),
+    ("linear.conv", "linear_conv_kernel_dim", 4),
+)
 BIAS_KEYS: tuple[Key, ...] = (ATTENTION_BIAS, ("mlp_bias", "mlp_bias", False))

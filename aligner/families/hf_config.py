@@ -17,7 +17,8 @@ from aligner.families import FAMILIES
 from aligner.families.family import DEFAULTS, Family
 from aligner.families.hf_rope import NOTHING, rope_in, rotary_fraction_in, scaling_out
 from aligner.families.table import check_family
-from aligner.foreign import JsonObject, read_record
+from aligner.families.within import INNER, language_model
+from aligner.foreign import REQUIRED, JsonObject, read_record
 
 # limits, so that a damaged digit gives a message instead of an exhausted memory
 MOST_LAYERS, MOST_HEADS, MOST_CHANNELS, MOST_EXPERTS = 10_000, 65_536, 1 << 28, 4096
@@ -68,6 +69,8 @@ def hf_config(
     }
     if cfg.latent.kv_rank:
         del out["head_dim"]  # transformers uses this name for the rotated part of a head
+    if not family.dense:
+        del out["intermediate_size"]
     out |= family.constants
     if family.predicts_ahead:
         out[family.predicts_ahead] = 0
@@ -149,25 +152,27 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"model.init={str(folder)!r}: expected a Hugging Face folder, but it has no config.json")
-    raw = read_record(path, CheckpointError, nan=True)
-    family = _family_of(raw, path)
+    whole = read_record(path, CheckpointError, nan=True)
+    raw = language_model(whole)
+    family = _family_of(raw, whole, path)
     float8_block(raw)  # refuses other quantisations before tensors are reported missing
     pattern = _pattern_in(raw, family)
     if pattern:  # alone where transformers 5 wrote the file
         raw.fields["num_hidden_layers"] = len(pattern)
-    raw.need("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
+    raw.need("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
     default = {**DEFAULTS, **dict(family.defaults)}
     max_position = raw.integer("max_position_embeddings", default["max_position_embeddings"], low=1)
     base, scaling = rope_in(raw, path, dict(family.default_rope), default["rope_theta"], max_position)
     heads = raw.integer("num_attention_heads", low=1, high=MOST_HEADS)
     flags, sections = _keys_in(raw, family)
     latent = LatentConfig(**sections["latent"])
+    moe = MoeConfig() if pattern and "E" not in pattern else _experts_in(raw, family, sections["moe"])
     return ModelConfig(
         family=family.model_type,
         num_layers=raw.integer("num_hidden_layers", low=1, high=MOST_LAYERS),
         pattern=pattern,
         hidden_size=raw.integer("hidden_size", low=1, high=MOST_CHANNELS),
-        ffn_hidden_size=raw.integer("intermediate_size", low=1, high=MOST_CHANNELS),
+        ffn_hidden_size=raw.integer("intermediate_size", moe.ffn_hidden_size or REQUIRED, low=1, high=MOST_CHANNELS),
         num_heads=heads,
         num_kv_heads=raw.integer("num_key_value_heads", heads, low=1, high=heads),
         head_dim=latent.head_dim or raw.integer("head_dim", family.default_head_dim, low=1, high=MOST_CHANNELS),
@@ -188,7 +193,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
         ),
         linear=_linear_in(raw, family, path, pattern, sections["linear"]),
         scales=ScalesConfig(**sections["scales"]),
-        moe=MoeConfig() if pattern and "E" not in pattern else _experts_in(raw, family, sections["moe"]),
+        moe=moe,
         init_std=raw.number("initializer_range", default["initializer_range"], above=0),
         init=str(folder),
     )
@@ -302,7 +307,7 @@ def _local_rope_in(raw: JsonObject, family: Family) -> dict[str, Any]:
 def is_known(folder: Path) -> bool:
     """Return whether the model in a Hugging Face folder is of a supported family; True if config.json is unreadable."""
     try:
-        kind = read_record(folder / "config.json", CheckpointError).text("model_type")
+        kind = language_model(read_record(folder / "config.json", CheckpointError)).text("model_type")
     except CheckpointError:
         return True
     return kind in FAMILIES
@@ -335,9 +340,12 @@ def _experts_in(raw: JsonObject, family: Family, fields: dict[str, Any]) -> MoeC
     return moe
 
 
-def _family_of(raw: JsonObject, path: Path) -> Family:
+def _family_of(raw: JsonObject, whole: JsonObject, path: Path) -> Family:
     known = ", ".join(FAMILIES)
     kind = raw.text("model_type", None)
+    if kind in FAMILIES and INNER in whole and whole.text("model_type", None) != FAMILIES[kind].within[0]:
+        expected = f"model_type {FAMILIES[kind].within[0] or kind} around {INNER}.model_type {kind}"
+        raise ConfigError("model.init", str(path.parent), expected, f"It is {whole.fields.get('model_type')!r}.")
     if kind not in FAMILIES:
         hint = f"Its model_type is {kind!r}; `aligner import` converts others where Megatron-Bridge is installed."
         raise ConfigError("model.init", str(path.parent), f"model_type {known}", hint)

@@ -47,10 +47,8 @@ def rows_of_group(spec: ParamSpec, cfg: ModelConfig) -> list[int]:
     Megatron has [queries of the group, key, value], group after group. For linear attention a group is a key head.
     Queries alternate with their gates. A group of Mamba-2 is [query, key, inputs, gates, steps].
     """
-    if cfg.traits.mamba and spec.transform == "linear_in":
-        key, values = cfg.linear.key_head_dim, cfg.linear.values_per_key * cfg.linear.value_head_dim
-        return [key, key, values, values, cfg.linear.numbers]
     if spec.transform == "linear_in":
-        return [cfg.linear.gated_width, cfg.linear.width - cfg.linear.gated_width]
+        each = cfg.linear.parts
+        return each if len(spec.hf) == len(each) else [sum(each[:4]), sum(each[4:])]
     head = cfg.kv_channels
     return [cfg.queries_per_group * head, head, head]

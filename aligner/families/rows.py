@@ -184,10 +184,14 @@ def _linear(ours: str, hf: tuple[str, ...], shape: str, *where: Any) -> ParamSpe
     return layer(f"self_attention.{ours}", tuple(f"linear_attn.{name}" for name in hf), shape, *where, kind="linear")
 
 
-DELTA_NET = (
-    _linear(
-        "in_proj.weight", ("in_proj_qkvz.weight", "in_proj_ba.weight"), "linear_in hidden", 0, "key_heads", "linear_in"
-    ),
+def delta_net(*inputs: str) -> tuple[ParamSpec, ...]:
+    """Return the rows of a gated delta rule. `inputs`: names of its input projections, in the order that a head of keys
+    has them (`rows_of_group`)."""
+    names = tuple(f"in_proj_{name}.weight" for name in inputs)
+    return _linear("in_proj.weight", names, "linear_in hidden", 0, "key_heads", "linear_in"), *_DELTA_NET
+
+
+_DELTA_NET = (
     # whole on every tensor rank: its queries, keys and values are not adjacent
     _linear("conv1d.weight", ("conv1d.weight",), "linear_mixed 1 conv"),
     _linear("A_log", ("A_log",), "value_heads", 0, "key_heads"),

@@ -11,14 +11,14 @@ from collections.abc import Collection
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import CheckpointError
+from aligner.models.beside import check_beside, names_beside
 from aligner.models.params import expected_hf_shapes
 from aligner.models.quantised import FLOAT8, MXFP4, grid
 from aligner.models.safetensors_io import HfTensors
 
 LM_HEAD, SCORE = "lm_head.weight", "score.weight"
-# buffers that old versions of transformers stored, and every version computes; Qwen3-Next's layers for multi-token
-# prediction, which transformers also ignores
-DISPENSABLE = (re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"), re.compile(r"mtp\..*"))
+# buffers that old versions of transformers stored, and every version computes
+DISPENSABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 FLOATS = ("F64", "F32", "F16", "BF16")
 ROWS = 4096  # of tied embeddings, compared at a time
 
@@ -36,13 +36,9 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
         raise CheckpointError(f"{tensors.where}: expected a language model, found {SCORE}: this is a reward model")
     wanted = announced if head == "lm" else body
     missing = [name for name in wanted if name not in tensors]
-    ahead = f"model.layers.{cfg.num_layers}." if cfg.traits.predicts_ahead else None
-    unread = [name for name in tensors if ahead and name.startswith(ahead)]
-    if unread:
-        where = f"{tensors.where}: {len(unread)} tensors of multi-token prediction ({ahead}*) are not read"
-        print(where, file=sys.stderr, flush=True)
-    known = {*body, LM_HEAD, SCORE, *unread}
-    unknown = [name for name in tensors if name not in known and not _dispensable(name)]
+    beside = names_beside(tensors, cfg)
+    known = {*body, LM_HEAD, SCORE, *beside}
+    unknown = [name for name in tensors if name not in known and not DISPENSABLE.fullmatch(name)]
     unknown += tensors.unlisted()
     if missing or unknown:
         faults = [f"lack {_first(missing)}"] * bool(missing) + [f"also hold {_first(unknown)}"] * bool(unknown)
@@ -51,6 +47,8 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
             f"{tensors.where}: its weights {' and '.join(faults)}, where config.json announces {cfg.family} with "
             f"num_hidden_layers={cfg.num_layers}, tie_word_embeddings={ties}"
         )
+    if beside:
+        print(check_beside(tensors, cfg, beside), file=sys.stderr, flush=True)
     _check_types(tensors, wanted)
     if cfg.tie_embeddings and LM_HEAD in tensors:
         _check_tied(tensors, cfg.traits.table[0].hf[0])
@@ -97,10 +95,6 @@ def _check_tied(tensors: HfTensors, embedding: str) -> None:
             f"{tensors.where}: {LM_HEAD} differs from {embedding}, although config.json says tie_word_embeddings=true: "
             "set that to false to use both, or remove the head"
         )
-
-
-def _dispensable(name: str) -> bool:
-    return any(pattern.fullmatch(name) for pattern in DISPENSABLE)
 
 
 def _first(names: Collection[str], limit: int = 3) -> str:

@@ -18,6 +18,7 @@ from aligner.families.family import Family
 from aligner.models.params import expected_hf_shapes
 
 _EXPERT = re.compile(r"(?P<before>.+\.experts\.)(?P<number>\d+)\.(?P<matrix>\w+\.\w+)")
+_STACKED = (("gate_up_proj", ("gate_proj.weight", "up_proj.weight")), ("down_proj", ("down_proj.weight",)))
 Shape = tuple[int, ...]
 
 
@@ -73,13 +74,19 @@ def joined_rows(family: Family, shapes: dict[str, Shape]) -> dict[str, FusedMatr
 
 
 def _experts(family: Family, shapes: dict[str, Shape], experts: int) -> dict[str, FusedMatrix]:
-    positions = {matrix: (i, len(parts), name) for name, parts in family.stacked for i, matrix in enumerate(parts)}
+    stacked = _STACKED if family.experts_stacked else family.stacked
+    positions = {matrix: (i, len(parts), name) for name, parts in stacked for i, matrix in enumerate(parts)}
     located = {}
     for name, shape in shapes.items():
         match = _EXPERT.fullmatch(name)
         if match is None or match["matrix"] not in positions:
             continue
         position, count, stored = positions[match["matrix"]]
+        if family.experts_stacked:
+            rows, columns = shape
+            index = int(match["number"]), slice(position * rows, (position + 1) * rows), slice(None)
+            located[name] = FusedMatrix(match["before"] + stored, (experts, count * rows, columns), index)
+            continue
         *columns, last = reversed(shape)
         whole = (experts, *columns, count * last)
         located[name] = FusedMatrix(

@@ -16,7 +16,9 @@ from torch import Tensor
 from aligner.errors import CheckpointError
 from aligner.families import FAMILIES
 from aligner.families.hf_config import config_from_hf, float8_block, is_mxfp4
-from aligner.foreign import read_record
+from aligner.families.hf_rope import NOTHING
+from aligner.families.within import INNER, language_model, own_name
+from aligner.foreign import JsonObject, read_record
 from aligner.models.fused import FusedMatrix, parts_of
 from aligner.models.quantised import (
     BLOCKS,
@@ -37,7 +39,8 @@ class HfTensors(Mapping[str, Tensor]):
 
     With `block`, tensors with a scale are dequantised to float32, and scales are no entries. With `parts`, fused
     tensors are no entries, but their matrices are (`models/fused.py`). If `packed`, these may be in MXFP4, and are also
-    read as float32.
+    read as float32. `announced`: of a language model within a larger one (`families/within.py`), config.json's numbers
+    of layers of the other parts, by their keys.
     """
 
     def __init__(
@@ -46,8 +49,11 @@ class HfTensors(Mapping[str, Tensor]):
         block: tuple[int, int] | None = None,
         parts: Mapping[str, FusedMatrix] | None = None,
         packed: bool = False,
+        announced: Mapping[str, int] | None = None,
     ):
         self.block = block
+        self.within = announced is not None
+        self.announced = announced or {}
         self._listed = files
         parts = parts or {}
         self._parts = {name: matrix for name, matrix in parts.items() if matrix.stored in files}
@@ -189,9 +195,27 @@ class HfTensors(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def _open(path: Path):
+class _File:
+    """An open file, its tensors by the names that a language model alone would have."""
+
+    def __init__(self, path: Path):
+        self._file = safe_open(str(path), framework="pt", device="cpu")
+        self._stored = dict[str, str]()
+        for name in self._file.keys():  # noqa: SIM118 (no mapping)
+            if (other := self._stored.setdefault(own_name(name), name)) != name:
+                raise CheckpointError(f"{path}: {own_name(name)} is there twice, as {other} and {name}")
+        self.keys = self._stored.keys
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._file.get_tensor(self._stored.get(name, name))
+
+    def get_slice(self, name: str) -> Any:
+        return self._file.get_slice(self._stored.get(name, name))
+
+
+def _open(path: Path) -> _File:
     try:
-        return safe_open(str(path), framework="pt", device="cpu")
+        return _File(path)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from None
 
@@ -203,9 +227,10 @@ def open_hf(folder: str | Path) -> HfTensors:
     """
     folder = Path(folder)
     config, single, index = folder / "config.json", folder / SINGLE, folder / INDEX
-    block, parts, packed = None, dict[str, FusedMatrix](), False
+    block, parts, packed, announced = None, dict[str, FusedMatrix](), False, None
     if config.is_file():
-        raw = read_record(config, CheckpointError)
+        whole = read_record(config, CheckpointError)
+        raw, announced = language_model(whole), _announced(whole)
         block, packed = float8_block(raw), is_mxfp4(raw)
         family = FAMILIES.get(raw.text("model_type", ""))
         if family is not None and family.joined:
@@ -213,7 +238,7 @@ def open_hf(folder: str | Path) -> HfTensors:
     if single.is_file() and index.is_file():
         raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found both: remove the unintended one")
     if single.is_file():
-        return HfTensors(dict.fromkeys(_open(single).keys(), single), block, parts, packed)
+        return HfTensors(dict.fromkeys(_open(single).keys(), single), block, parts, packed, announced)
     if not index.is_file():
         pickled = any(folder.glob("pytorch_model*.bin"))
         hint = ". Pickled weights (*.bin) are not read: save them again as safetensors" if pickled else ""
@@ -223,7 +248,16 @@ def open_hf(folder: str | Path) -> HfTensors:
     if absent or not files:
         names = ", ".join(map(repr, absent)) or "none"
         raise CheckpointError(f"{folder}: {INDEX} names missing files: {names}")
-    return HfTensors({name: folder / file for name, file in files.items()}, block, parts, packed)
+    return HfTensors({own_name(name): folder / file for name, file in files.items()}, block, parts, packed, announced)
+
+
+def _announced(raw: JsonObject) -> dict[str, int] | None:
+    """Return the numbers of layers of the parts beside a language model by config.json; None if it is alone."""
+    if INNER not in raw:
+        return None
+    vision = raw.record("vision_config", NOTHING)
+    keys = [(vision, "depth"), (vision, "num_hidden_layers"), (raw.record(INNER), "mtp_num_hidden_layers")]
+    return {section.prefix + key: section.integer(key) for section, key in keys if key in section}
 
 
 def write_hf(

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from aligner.files import HashedFile
 
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool, "U8": torch.uint8},
+    **{"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

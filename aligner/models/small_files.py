@@ -11,7 +11,9 @@ from typing import Any
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import CheckpointError
 from aligner.families.hf_config import hf_config
+from aligner.families.within import INNER, language_model, put_within
 from aligner.foreign import read_record
+from aligner.models.beside import Beside
 
 GENERATION, CARD = "generation_config.json", "README.md"
 # besides the files that `save_pretrained` of a tokenizer writes
@@ -42,7 +44,7 @@ def carry(origin: Path | None, folder: Path, *extra: str) -> None:
 
 def write_generation(folder: Path, config: dict[str, Any], stops: Sequence[int]) -> None:
     """Write the stop tokens of training into the generation config of `folder`, a model with this config.json."""
-    path = folder / GENERATION
+    path, config = folder / GENERATION, config.get(INNER, config)
     ids = {name: config[name] for name in ("bos_token_id", "pad_token_id") if config.get(name) is not None}
     fields = read_record(path, CheckpointError).fields if path.is_file() else ids
     before = fields.get("eos_token_id")
@@ -61,27 +63,38 @@ def carry_tokenizer(tokenizer: Any, folder: Path) -> None:
             shutil.copyfile(origin / name, folder / name)
 
 
-def carried_config(origin: Path | None, own: dict[str, Any]) -> dict[str, Any]:
+def carried_config(origin: Path | None, own: dict[str, Any], unchanged: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return config.json of a model from `origin`: its tokens and keys unknown to this project, and this project's
-    values."""
+    values except for the keys `unchanged`. A language model goes back to the parts beside it, without which it scores.
+    """
     path = None if origin is None else origin / "config.json"
     if path is None or not path.is_file():
         return own
-    before = read_record(path, CheckpointError).fields
+    whole = read_record(path, CheckpointError)
+    before = language_model(whole).fields
     if before.get("model_type") != own["model_type"]:
         return own
     before = {key: value for key, value in before.items() if key not in NOT_CARRIED}
-    if "ForSequenceClassification" not in own["architectures"][0]:
+    scores = "ForSequenceClassification" in own["architectures"][0]
+    if not scores:
         before = {key: value for key, value in before.items() if key not in ("id2label", "label2id", "num_labels")}
-    kept = {key: before[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if before.get(key) is not None}
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", *unchanged)
+    kept = {key: before[key] for key in names if before.get(key) is not None}
     kept |= {key: before[key] for key in OF_TRAINING if before.get(key) is not None and not own.get(key)}
-    return before | own | kept
+    config = before | own | kept
+    images = {key: value for key, value in (before.get("rope_parameters") or {}).items() if key.startswith("mrope_")}
+    if images:
+        config["rope_parameters"] = own["rope_parameters"] | images
+    outer = {key: value for key, value in whole.fields.items() if key not in NOT_CARRIED}
+    return config if scores or INNER not in whole else put_within(outer, config)
 
 
 def exported_config(
-    cfg: ModelConfig, tokenizer: Any, origin: Path | None, head: str, outputs: int, dtype: str
+    cfg: ModelConfig, tokenizer: Any, beside: Beside, head: str, outputs: int, dtype: str
 ) -> dict[str, Any]:
-    """Return config.json of a model of this shape with its tokenizer and the keys of `origin`. Arguments as of
+    """Return config.json of a model of this shape with its tokenizer and the keys of its origin. Arguments as of
     `hf_config`."""
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return carried_config(origin, hf_config(cfg, **ids, head=head, num_labels=outputs, dtype=dtype))
+    unchanged = (cfg.traits.predicts_ahead,) if beside.names else ()
+    own = hf_config(cfg, **ids, head=head, num_labels=outputs, dtype=dtype)
+    return carried_config(beside.folder, own, unchanged)

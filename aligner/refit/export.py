@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch.distributed as dist
 
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import CheckpointError, WriteError
+from aligner.families.within import stored_name
 from aligner.foreign import read_record
 from aligner.megatron.train import ShardedModel
+from aligner.models.beside import Beside
 from aligner.models.fused import joined, parts_of
 from aligner.models.safetensors_io import write_hf
 from aligner.models.small_files import carry, exported_config, write_generation
@@ -32,21 +35,24 @@ def export_hf(
     stream = WeightStream(model, bucket_bytes=256 << 20)
     error = ""
     if dist.get_rank() == 0:
-        dtype = str(model.dtype).removeprefix("torch.")
-        config = exported_config(model.cfg, tokenizer, origin, model.head.kind, model.head.outputs, dtype)
+        cfg, head, dtype = model.cfg, model.head, str(model.dtype).removeprefix("torch.")
 
         def add_files(path: Path) -> None:
             carry(origin, path)
-            if model.head.kind == "lm":
+            if head.kind == "lm":
                 write_generation(path, config, stop_token_ids(tokenizer))
             tokenizer.save_pretrained(str(path))
             (path / EXTRA_FILE).write_text(json.dumps(extra or {}, indent=2) + "\n", encoding="utf-8")
 
         buckets = iter(stream)
         try:
-            tensors = ((name, t.cpu()) for bucket in buckets for name, t in bucket)
-            write_hf(folder, joined(tensors, parts_of(model.cfg)), config, extra=add_files)
-        except OSError as cause:
+            beside = Beside.of(origin, cfg, head.kind)
+            config = exported_config(cfg, tokenizer, beside, head.kind, head.outputs, dtype)
+            tensors = joined(((name, t.cpu()) for bucket in buckets for name, t in bucket), parts_of(cfg))
+            own = ((stored_name(name, cfg.traits, config), t) for name, t in tensors)
+            others = ((name, beside.read(name, model.dtype)) for name in beside.names)
+            write_hf(folder, chain(own, others), config, extra=add_files)
+        except (OSError, CheckpointError) as cause:
             for _ in buckets:  # the other ranks take part in every bucket
                 pass
             error = f"cannot write {folder}: {cause}. The checkpoints are untouched; free space or change run.dir"

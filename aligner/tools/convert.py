@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from aligner.cluster.env import RankEnv
 from aligner.config.freeze import freeze
@@ -26,6 +27,7 @@ from aligner.data.tokenizer import check_vocab, load_tokenizer, stop_token_ids
 from aligner.errors import CheckpointError, ConfigError
 from aligner.families.hf_config import config_from_hf, is_known
 from aligner.families.table import family_table
+from aligner.families.within import stored_name
 from aligner.files import file_hash
 from aligner.megatron import bridge
 from aligner.megatron.checkpoint_files import FORMAT, find_checkpoint, write_manifest
@@ -33,6 +35,7 @@ from aligner.megatron.checkpoint_index import INTEGRITY, noted_checksums
 from aligner.megatron.chunks import Block, BlockFile, Blocks, StorageLocation, places_of, write_index
 from aligner.megatron.groups import init_distributed, leave_distributed
 from aligner.megatron.model import Head
+from aligner.models.beside import Beside
 from aligner.models.folder_check import SCORE, check_folder
 from aligner.models.fused import FusedMatrix, joined, parts_of
 from aligner.models.params import ParamSpec, hf_axis, to_hf
@@ -122,6 +125,12 @@ def _as_run(
     kept = out / SOURCE
     kept.mkdir(exist_ok=True)
     carry(source, kept, "config.json", EXTRA_FILE, *TOKENIZER)
+    if (beside := Beside.of(source, cfg, head.kind)).names:
+        metas = {name: beside.meta(name, torch.float32) for name in beside.names}
+        shapes = {name: (t.dtype, tuple(t.shape)) for name, t in metas.items()}
+        with SafetensorsFile(kept / SINGLE, shapes) as file:
+            for name in beside.names:
+                file.add(name, beside.read(name, torch.float32))
     config = compose([])
     config.model, config.run.dir = cfg, str(target)
     freeze(config, out)
@@ -147,13 +156,18 @@ def export_checkpoint(
     if not adapted:
         _check_sizes(blocks, table, where)
     weights = Merged.of(initial, head, where) if adapted else Stored(blocks, where, cfg)
-    files = into_files(list(_units(table, weights, parts)), file_bytes, _file_name)
+    beside = Beside.of(initial.origin, cfg, head.kind)
+    norm = next(spec for spec in table if spec.canonical == "decoder.final_layernorm.weight")
+    dtype = weights.dtype(norm)
+    config = exported_config(cfg, initial.tokenizer, beside, head.kind, head.outputs, str(dtype).removeprefix("torch."))
+    others = [((name, 0), beside.meta(name, dtype).nbytes) for name in beside.names]
+    files = into_files([*_units(table, weights, parts), *others], file_bytes, _file_name)
     stat = {p: [(folder / p).stat().st_size, (folder / p).stat().st_mtime_ns] for p in sorted(blocks.files())}
     plan = {
         "export": str(folder.resolve()),
         "files": stat,
         "model": asdict(cfg),
-        "cut": [file_bytes, *["merged"] * merge],
+        "cut": [file_bytes, *["merged"] * merge, *beside.names],
     }
     shared = SharedFolder(target, plan, fresh)
     listed = noted_checksums(folder, blocks.index)
@@ -162,24 +176,28 @@ def export_checkpoint(
         shared.finish(partial(export_adapter, checkpoint, initial, head))
         return _say(env, f"{folder} -> {target}")
 
+    def stored(part: Any, first: int, meta: bool) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(part, str):
+            yield part, beside.meta(part, dtype) if meta else beside.read(part, dtype)
+            return
+        shape = torch.empty(part.shape, dtype=weights.dtype(part), device="meta")
+        whole = to_hf(part, shape, cfg) if meta else weights.tensors(part, first)
+        for name, tensor in joined(whole.items(), parts):
+            yield stored_name(name, cfg.traits, config), tensor
+
     def write(path: Path, file: FilePlan, add: Callable[[int], None]) -> tuple[str, Any]:
-        shapes = {}
-        for spec, _ in file.parts:
-            meta = torch.empty(spec.shape, dtype=weights.dtype(spec), device="meta")
-            stored = joined(to_hf(spec, meta, cfg).items(), parts)
-            shapes |= {name: (t.dtype, tuple(t.shape)) for name, t in stored}
+        metas = (pair for part in file.parts for pair in stored(*part, meta=True))
+        shapes = {name: (t.dtype, tuple(t.shape)) for name, t in metas}
         with SafetensorsFile(path, shapes) as out:
-            for spec, first in file.parts:
-                for name, tensor in joined(weights.tensors(spec, first).items(), parts):
+            for part in file.parts:
+                for name, tensor in stored(*part, meta=False):
                     out.add(name, tensor)
                     add(tensor.nbytes)
         return out.sha256, list(shapes)
 
     written = shared.write(files, write)
-    norm = next(spec for spec in table if spec.canonical == "decoder.final_layernorm.weight")
-    dtype = str(weights.dtype(norm)).removeprefix("torch.")
     total = sum(f.bytes for f in files)
-    shared.finish(lambda out: _as_hf(out, written, total, initial, head, dtype))
+    shared.finish(lambda out: _as_hf(out, written, total, initial, head, config))
     _say(env, f"{folder} -> {target}")
 
 
@@ -228,7 +246,12 @@ def _file_name(number: int, count: int) -> str:
 
 
 def _as_hf(
-    out: Path, written: dict[str, tuple[str, Any]], total: int, initial: InitialModel, head: Head, dtype: str
+    out: Path,
+    written: dict[str, tuple[str, Any]],
+    total: int,
+    initial: InitialModel,
+    head: Head,
+    config: dict[str, Any],
 ) -> None:
     """Write the small files of a Hugging Face folder."""
     if len(written) > 1:
@@ -238,7 +261,6 @@ def _as_hf(
         }
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     tokenizer = initial.tokenizer
-    config = exported_config(initial.config, tokenizer, initial.origin, head.kind, head.outputs, dtype)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     carry_tokenizer(tokenizer, out)
     carry(initial.origin, out)

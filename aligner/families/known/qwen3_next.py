@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from aligner.families import rows
-from aligner.families.family import Family, MoeKeys
+from aligner.families.family import DELTA_NET_KEYS, Family, MoeKeys
 
 FAMILIES = (
     Family(
         "qwen3_next",
         "Qwen3Next",
         rows.in_attention_layers(rows.COMMON + rows.QK_NORM)
-        + rows.DELTA_NET
+        + rows.delta_net("qkvz", "ba")
         + rows.MLP
         + rows.experts("mlp", "gate_proj", "up_proj", "down_proj")
         + rows.shared_expert("mlp", "shared_expert", "shared_expert_gate"),
@@ -18,11 +18,7 @@ FAMILIES = (
         moe=MoeKeys("num_experts", "moe_intermediate_size", "norm_topk_prob", dense_layers="mlp_only_layers"),
         keys=(
             ("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
-            ("linear.key_heads", "linear_num_key_heads", 16),
-            ("linear.value_heads", "linear_num_value_heads", 32),
-            ("linear.key_head_dim", "linear_key_head_dim", 128),
-            ("linear.value_head_dim", "linear_value_head_dim", 128),
-            ("linear.conv", "linear_conv_kernel_dim", 4),
+            *DELTA_NET_KEYS,
         ),
         constants=(("decoder_sparse_step", 1),),
         default_head_dim=256,

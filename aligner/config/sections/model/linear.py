@@ -47,25 +47,30 @@ key_heads => value_heads %key_heads
         return self.value_heads // max(1, self.key_heads)
 
     @property
+    def parts(self) -> list[int]:
+        """Channels of one key head: its query, its key, its values, gates of their outputs, and for each head of
+        values how far it moves, and forgets: two numbers, or one for both."""
+        heads, key = self.values_per_key, self.key_head_dim
+        values = heads * self.value_head_dim
+        return [key, key, values, values, *[heads] * (2 if self.rule == "delta" else 1)]
+
+    @property
     def mixed_width(self) -> int:
         """Channels of one key head that are mixed: its query, its key, its values."""
-        return 2 * self.key_head_dim + self.values_per_key * self.value_head_dim
+        return sum(self.parts[:3])
 
     @property
     def gated_width(self) -> int:
         """The same with the gates of its values' outputs."""
-        return self.mixed_width + self.values_per_key * self.value_head_dim
+        return sum(self.parts[:4])
 
     @property
     def width(self) -> int:
-        """The same with the numbers of each head of values."""
-        return self.gated_width + self.numbers
+        return sum(self.parts)
 
     @property
     def numbers(self) -> int:
-        """Numbers of a key head that say how far each of its heads of values moves and forgets: two, or one for
-        both."""
-        return self.values_per_key * (2 if self.rule == "delta" else 1)
+        return sum(self.parts[4:])
 
 
 def check_linear(model: ModelConfig) -> None:

@@ -1,0 +1,52 @@
+"""Language models within models that also see: how config.json and the files name them there.
+
+Everywhere else a tensor has the name that it has in the language model alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aligner.families.family import Family
+from aligner.foreign import JsonObject
+
+INNER = "text_config"  # of config.json: the language model's part
+# prefixes of its body and its head there, by transformers' versions
+_BODIES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
+_HEADS = {"language_model.model.": "language_model.lm_head."}
+
+
+def own_name(name: str) -> str:
+    """Return the name of a tensor of a file in the language model alone; a tensor of another part keeps its name."""
+    for outer, own in _BODIES.items():
+        if name.startswith(outer):
+            return own + name.removeprefix(outer)
+    return name
+
+
+def stored_name(name: str, family: Family, config: dict[str, Any]) -> str:
+    """Return the name of a tensor of the language model in files with this config.json."""
+    if INNER not in config:
+        return name
+    prefix = family.within[1]
+    outer = {"model.": prefix, "lm_head.": _HEADS.get(prefix, "lm_head.")}
+    start = name[: name.index(".") + 1]
+    return outer[start] + name.removeprefix(start)
+
+
+def language_model(raw: JsonObject) -> JsonObject:
+    """Return the language model's part of config.json, or all of it if that is all."""
+    if INNER not in raw:
+        return raw
+    inner = raw.record(INNER)
+    outer = {key: raw.fields[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
+    for key, value in outer.items():
+        if key in inner and inner.fields[key] != value:
+            inner.refuse(key, f"{value!r}, as beside {INNER}")
+    return JsonObject(outer | inner.fields, raw.where, raw.error, inner.prefix)
+
+
+def put_within(outer: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json of the larger model with this language model."""
+    both = {key: inner[key] for key in ("tie_word_embeddings", "torch_dtype", "dtype")}
+    return outer | both | {INNER: {key: value for key, value in inner.items() if key != "architectures"}}

@@ -1,0 +1,185 @@
+"""What a folder holds beside a language model: through training, import and export byte for byte."""
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from aligner.cluster.env import RankEnv
+from aligner.config.sections.model.config import ModelConfig
+from aligner.data.tokenizer import byte_tokenizer
+from aligner.errors import CheckpointError, ConfigError
+from aligner.families import FAMILIES
+from aligner.families.hf_config import config_from_hf, hf_config
+from aligner.families.within import put_within
+from aligner.megatron.groups import build_layout
+from aligner.megatron.model import Head
+from aligner.megatron.train import ShardedModel
+from aligner.models.folder_check import check_folder
+from aligner.models.safetensors_io import INDEX, SINGLE, open_hf
+from aligner.refit.export import export_hf
+from aligner.roles.model_init import resolve
+from aligner.tools import convert
+from tests.megatron.models import ONE, plain_logits
+from tests.tiny import DEEPSEEK, MORE, batch, transformers_model, write_folder
+
+pytestmark = pytest.mark.multirank
+QWEN = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
+QWEN |= {"num_position_embeddings": 16}
+MODELS = {name: replace(MORE[name], vocab_size=263, tie_embeddings=False) for name in ("qwen3_5", "qwen3_5_moe")}
+VISION = {"qwen3_5": QWEN, "qwen3_5_moe": QWEN}
+
+
+def whole_folder(name: str, folder: Path) -> tuple[Path, torch.nn.Module]:
+    """A published kind of folder: a vision tower, the language model within, and heads of multi-token prediction."""
+    cfg = MODELS[name]
+    kind = FAMILIES[cfg.family].within[0]
+    inner = hf_config(cfg, bos_token_id=None, eos_token_id=1, pad_token_id=0) | {"mtp_num_hidden_layers": 1}
+    inner["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    outer = {"model_type": kind, "vision_config": VISION[name], "image_token_id": 90, "video_token_id": 91}
+    raw = put_within(outer, inner)
+    model = transformers.AutoModelForImageTextToText.from_config(
+        transformers.AutoConfig.for_model(**copy.deepcopy(raw))
+    ).eval()
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * 0.2)
+    model.save_pretrained(folder)
+    tensors = load_file(folder / SINGLE)
+    heads = {f"mtp.{x}.weight": torch.randn(3, 4, dtype=torch.bfloat16) for x in ("fc", "norm", "layers.0.mlp")}
+    heads |= {f"mtp.layers.0.mlp.experts.{i}.up_proj.weight": torch.randn(2, 3) for i in range(2)}
+    save_file(tensors | heads, folder / SINGLE, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw | {"architectures": [type(model).__name__]}))
+    byte_tokenizer(str(folder))
+    return folder, model
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    out = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            out |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return out
+
+
+def through_training(folder: str, out: Path, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    initial = resolve(ModelConfig(dtype="float32"), folder, 0)
+    source = initial.source(Head())
+    model = ShardedModel(initial.config, build_layout(ONE), Head(), torch.float32, torch.device("cpu"), source)
+    export_hf(model, out, initial.tokenizer, None, initial.origin)
+    return plain_logits(model, tokens, lengths)
+
+
+def converted(folder: Path, run: Path, out: Path, file_bytes: float) -> None:
+    convert.import_hf(folder, run, RankEnv(), tensor=1, file_bytes=file_bytes, fresh=False)
+    convert.export_checkpoint(run, out, RankEnv(), role="", file_bytes=file_bytes, fresh=False)
+
+
+def check_same(folder: Path, out: Path) -> None:
+    before, after = stored(folder), stored(out)
+    experts = {name for name in before if ".experts." in name and not name.startswith("mtp.")}  # stacked in exports
+    assert before.keys() - experts == {name for name in after if ".experts." not in name or name.startswith("mtp.")}
+    for name in before.keys() - experts:
+        assert before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]), name
+    assert sorted(open_hf(folder)) == sorted(open_hf(out))
+    assert bool(experts) == any(name.endswith("layers.0.mlp.experts.gate_up_proj") for name in after)
+    theirs, ours = (json.loads((f / "config.json").read_text()) for f in (folder, out))
+    text = {key for key in theirs["text_config"] if theirs["text_config"][key] != ours["text_config"].get(key)}
+    assert text <= {"eos_token_id", "bos_token_id", "pad_token_id"}
+    assert ours | {"text_config": 0} == theirs | {"text_config": 0}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_nothing_trains_is_exported_byte_for_byte(ranks, tmp_path, capsys, name):
+    folder, model = whole_folder(name, tmp_path / "hf")
+    rows = batch(MODELS[name], rows=3, width=11)
+    job = {"folder": str(folder), "out": tmp_path / "out", "tokens": rows.tokens, "lengths": rows.lengths}
+    logits = ranks.run(through_training, **job)[0]
+    real = torch.arange(11)[None] < rows.lengths[:, None]
+    with torch.no_grad():
+        wanted = model(rows.tokens, attention_mask=real.long()).logits
+    assert (logits - wanted)[real].abs().max() <= 1e-4 and wanted[real].std() > 0.1
+    ranks.run(converted, folder=folder, run=tmp_path / "run", out=tmp_path / "later", file_bytes=2e4)
+    assert (tmp_path / "later" / INDEX).exists()
+    for out in (tmp_path / "out", tmp_path / "later"):
+        check_same(folder, out)
+        loaded, info = type(model).from_pretrained(out, output_loading_info=True)
+        assert not info["missing_keys"] and all(key.startswith("mtp.") for key in info["unexpected_keys"])
+        with torch.no_grad():
+            assert torch.equal(loaded(rows.tokens, attention_mask=real.long()).logits, wanted)
+        text = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)[1]
+        assert not text["missing_keys"], "the language model alone"
+
+
+def test_a_scorer_is_exported_alone(ranks, tmp_path):
+    folder, _ = whole_folder("qwen3_5", tmp_path / "hf")
+    ranks.run(score_export, folder=str(folder), out=tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["model_type"] == "qwen3_5_text" and "vision_config" not in config
+    names = set(stored(tmp_path / "out"))
+    assert not [name for name in names if "visual" in name or "language_model" in name or "mtp" in name]
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not loaded[1]["missing_keys"] and not loaded[1]["unexpected_keys"]
+
+
+def score_export(folder: str, out: Path) -> None:
+    initial = resolve(ModelConfig(dtype="float32"), folder, 0)
+    head = Head("score", 1)
+    model = ShardedModel(
+        initial.config, build_layout(ONE), head, torch.float32, torch.device("cpu"), initial.source(head)
+    )
+    export_hf(model, out, initial.tokenizer, None, initial.origin)
+
+
+def test_heads_that_predict_ahead_are_exported(ranks, tmp_path):
+    """In DeepSeek's kind of folder, a further layer; and where nothing else is beside the language model."""
+    further = {f"model.layers.3.{name}.weight": torch.randn(4) for name in ("enorm", "shared_head.norm")}
+    cases = {"deepseek": (DEEPSEEK, further, {"num_nextn_predict_layers": 1})}
+    cases["qwen3_next"] = MORE["qwen3_next"], {"mtp.fc.weight": torch.randn(4)}, {}
+    for name, (cfg, tensors, keys) in cases.items():
+        model, raw = transformers_model(replace(cfg, vocab_size=263))
+        folder = Path(write_folder(model, raw | keys, tmp_path / name))
+        save_file(load_file(folder / SINGLE) | tensors, folder / SINGLE)
+        byte_tokenizer(str(folder))
+        rows = batch(cfg, rows=1, width=3)
+        out = tmp_path / f"{name}-out"
+        ranks.run(through_training, folder=str(folder), out=out, tokens=rows.tokens, lengths=rows.lengths)
+        after = stored(out)
+        assert all(torch.equal(after[name], tensor) for name, tensor in tensors.items())
+        assert json.loads((out / "config.json").read_text()).items() >= keys.items()
+
+
+def test_an_incomplete_folder_is_refused(tmp_path):
+    folder, _ = whole_folder("qwen3_5", tmp_path / "hf")
+    cfg, whole = config_from_hf(folder), load_file(folder / SINGLE)
+    config = json.loads((folder / "config.json").read_text())
+    block = "model.visual.blocks.1."
+
+    def refused(tensors, message, **keys):
+        save_file(tensors, folder / SINGLE)
+        (folder / "config.json").write_text(json.dumps(config | keys))
+        with pytest.raises((CheckpointError, ConfigError), match=message):
+            check_folder(open_hf(folder), config_from_hf(folder))
+
+    def without(*starts):
+        return {name: t for name, t in whole.items() if not name.startswith(starts)}
+
+    refused(without(block + "attn.qkv.bias"), r"visual.blocks.0.attn.qkv.bias, but no model.visual.blocks.1.attn.qkv")
+    refused(without(block), r"vision_config.depth=2, but the weights have 1")
+    refused(without("mtp.layers.0.mlp.experts.0"), r"but no mtp.layers.0.mlp.experts.0.up_proj.weight")
+    inner = config["text_config"]
+    refused(whole, r"mtp_num_hidden_layers=2, but", text_config=inner | {"mtp_num_hidden_layers": 2})
+    refused(whole, r"model_type qwen3_5 around text_config.model_type qwen3_5_text.*'qwen2_vl'", model_type="qwen2_vl")
+    refused(whole, r"tie_word_embeddings=False: expected True, as beside", tie_word_embeddings=True)
+    twice = whole | {"model.norm.weight": whole["model.language_model.norm.weight"].clone()}
+    refused(twice, r"model.norm.weight .* twice")
+    save_file(without("mtp.", "model.visual."), folder / SINGLE)
+    (folder / "config.json").write_text(json.dumps(config))
+    check_folder(open_hf(folder), cfg)  # nothing beside it is complete too
