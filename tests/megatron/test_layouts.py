@@ -122,7 +122,7 @@ def test_windows_learn_the_same(ranks, alone, name, layout):
 def test_more_families_learn_the_same(ranks, alone, name, layout):
     """Those whose features reach across ranks."""
     world, parallel = LAYOUTS[layout]
-    optim = GENTLE if name.startswith(LINEAR) else SGD
+    optim = GENTLE if CUT[name]["cfg"].linear.key_heads else SGD
     got = agreed(ranks, world, **CUT[name], parallel=parallel, optim=optim, bc=BASE)
     check(got, alone(name, optim), SGD)
 

@@ -48,7 +48,7 @@ def train(ranks, world, bc=BASE, **kwargs):
 
 
 def small_step(name: str) -> dict:
-    linear = name.startswith(("qwen3_next", "nemotron_h"))
+    linear = FAMILIES[name].linear.key_heads
     return {"optim": replace(SGD, lr=SGD.lr / 100), "steps": 1} if linear else {"optim": GENTLE}
 
 
