@@ -32,7 +32,7 @@ _OPTIONAL = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("attention_factor",),
 }
-_OLD_NAMES = {"su": "longrope", "mrope": "default"}  # Phi-3's first files; positions of images, not of text
+_OLD_NAMES = {"su": "longrope"}  # of Phi-3's first files
 
 
 def scaling_out(scaling: RopeScalingConfig) -> dict[str, Any] | None:

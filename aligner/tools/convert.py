@@ -176,21 +176,21 @@ def export_checkpoint(
         shared.finish(partial(export_adapter, checkpoint, initial, head))
         return _say(env, f"{folder} -> {target}")
 
-    def stored(part: Any, first: int, meta: bool) -> Iterator[tuple[str, Tensor]]:
-        if isinstance(part, str):
-            yield part, beside.meta(part, dtype) if meta else beside.read(part, dtype)
+    def stored(spec: ParamSpec | str, first: int, meta: bool) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(spec, str):
+            yield spec, beside.meta(spec, dtype) if meta else beside.read(spec, dtype)
             return
-        shape = torch.empty(part.shape, dtype=weights.dtype(part), device="meta")
-        whole = to_hf(part, shape, cfg) if meta else weights.tensors(part, first)
+        shape = torch.empty(spec.shape, dtype=weights.dtype(spec), device="meta")
+        whole = to_hf(spec, shape, cfg) if meta else weights.tensors(spec, first)
         for name, tensor in joined(whole.items(), parts):
             yield stored_name(name, cfg.traits, config), tensor
 
     def write(path: Path, file: FilePlan, add: Callable[[int], None]) -> tuple[str, Any]:
-        metas = (pair for part in file.parts for pair in stored(*part, meta=True))
+        metas = (pair for spec, first in file.parts for pair in stored(spec, first, meta=True))
         shapes = {name: (t.dtype, tuple(t.shape)) for name, t in metas}
         with SafetensorsFile(path, shapes) as out:
-            for part in file.parts:
-                for name, tensor in stored(*part, meta=False):
+            for spec, first in file.parts:
+                for name, tensor in stored(spec, first, meta=False):
                     out.add(name, tensor)
                     add(tensor.nbytes)
         return out.sha256, list(shapes)
