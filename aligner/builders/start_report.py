@@ -9,7 +9,7 @@ from aligner.builders.job import Job
 from aligner.config.schema import ROLLOUT_STAGES, Config
 from aligner.errors import AlignerError
 from aligner.families.table import parameters
-from aligner.foreign import read_record
+from aligner.families.within import language_model, read_config
 from aligner.megatron.model import te_kinds
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.transformer_engine import TE
@@ -107,8 +107,9 @@ def _stored(job: Job) -> str:
     if folder is None:
         return ""
     try:
-        raw = read_record(folder / "config.json", AlignerError)
-        dtype = raw.fields.get("dtype") or raw.fields.get("torch_dtype")
+        raw = read_config(folder)
+        fields = raw.fields | language_model(raw).fields
+        dtype = fields.get("dtype") or fields.get("torch_dtype")
     except AlignerError:
         return ""
     return dtype if dtype in ("float32", "bfloat16") else ""

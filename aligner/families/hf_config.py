@@ -17,8 +17,8 @@ from aligner.families import FAMILIES
 from aligner.families.family import DEFAULTS, Family
 from aligner.families.hf_rope import NOTHING, rope_in, rotary_fraction_in, scaling_out
 from aligner.families.table import check_family
-from aligner.families.within import INNER, language_model
-from aligner.foreign import REQUIRED, JsonObject, read_record
+from aligner.families.within import INNER, language_model, read_config
+from aligner.foreign import REQUIRED, JsonObject
 
 # limits, so that a damaged digit gives a message instead of an exhausted memory
 MOST_LAYERS, MOST_HEADS, MOST_CHANNELS, MOST_EXPERTS = 10_000, 65_536, 1 << 28, 4096
@@ -152,7 +152,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"model.init={str(folder)!r}: expected a Hugging Face folder, but it has no config.json")
-    whole = read_record(path, CheckpointError, nan=True)
+    whole = read_config(path.parent)
     raw = language_model(whole)
     family = _family_of(raw, whole, path)
     float8_block(raw)  # refuses other quantisations before tensors are reported missing
@@ -307,7 +307,7 @@ def _local_rope_in(raw: JsonObject, family: Family) -> dict[str, Any]:
 def is_known(folder: Path) -> bool:
     """Return whether the model in a Hugging Face folder is of a supported family; True if config.json is unreadable."""
     try:
-        kind = language_model(read_record(folder / "config.json", CheckpointError)).text("model_type")
+        kind = language_model(read_config(folder)).text("model_type")
     except CheckpointError:
         return True
     return kind in FAMILIES

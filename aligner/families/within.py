@@ -5,10 +5,12 @@ Everywhere else a tensor has the name that it has in the language model alone.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from aligner.errors import CheckpointError
 from aligner.families.family import Family
-from aligner.foreign import JsonObject
+from aligner.foreign import JsonObject, read_record
 
 INNER = "text_config"  # of config.json: the language model's part
 # prefixes of its body and its head there, by transformers' versions
@@ -32,6 +34,11 @@ def stored_name(name: str, family: Family, config: dict[str, Any]) -> str:
     outer = {"model.": prefix, "lm_head.": _HEADS.get(prefix, "lm_head.")}
     start = name[: name.index(".") + 1]
     return outer[start] + name.removeprefix(start)
+
+
+def read_config(folder: Path) -> JsonObject:
+    """Read config.json, whose numbers may be infinite. Raises CheckpointError."""
+    return read_record(folder / "config.json", CheckpointError, nan=True)
 
 
 def language_model(raw: JsonObject) -> JsonObject:

@@ -17,7 +17,7 @@ from aligner.errors import CheckpointError
 from aligner.families import FAMILIES
 from aligner.families.hf_config import config_from_hf, float8_block, is_mxfp4
 from aligner.families.hf_rope import NOTHING
-from aligner.families.within import INNER, language_model, own_name
+from aligner.families.within import INNER, language_model, own_name, read_config
 from aligner.foreign import JsonObject, read_record
 from aligner.models.fused import FusedMatrix, parts_of
 from aligner.models.quantised import (
@@ -229,7 +229,7 @@ def open_hf(folder: str | Path) -> HfTensors:
     config, single, index = folder / "config.json", folder / SINGLE, folder / INDEX
     block, parts, packed, announced = None, dict[str, FusedMatrix](), False, None
     if config.is_file():
-        whole = read_record(config, CheckpointError)
+        whole = read_config(folder)
         raw, announced = language_model(whole), _announced(whole)
         block, packed = float8_block(raw), is_mxfp4(raw)
         family = FAMILIES.get(raw.text("model_type", ""))

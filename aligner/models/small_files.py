@@ -11,7 +11,7 @@ from typing import Any
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import CheckpointError
 from aligner.families.hf_config import hf_config
-from aligner.families.within import INNER, language_model, put_within
+from aligner.families.within import INNER, language_model, put_within, read_config
 from aligner.foreign import read_record
 from aligner.models.beside import Beside
 
@@ -70,7 +70,7 @@ def carried_config(origin: Path | None, own: dict[str, Any], unchanged: tuple[st
     path = None if origin is None else origin / "config.json"
     if path is None or not path.is_file():
         return own
-    whole = read_record(path, CheckpointError)
+    whole = read_config(path.parent)
     before = language_model(whole).fields
     if before.get("model_type") != own["model_type"]:
         return own

@@ -2,6 +2,7 @@
 again as a folder with the same bits that transformers loads."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +85,7 @@ for name in ("granite", "nemotron_h", "qwen3_5_moe"):  # transformers has no suc
 def test_in_and_out(ranks, small_files, tmp_path, name, head):
     cfg = FAMILIES[name]
     model, raw = transformers_model(cfg, head, 3)
+    raw |= {"time_step_limit": [0.0, math.inf]} if name == "nemotron_h" else {}  # as published
     folder, out = (
         Path(write_folder(model, raw | {"eos_token_id": [1, 7], "made_by": "x"}, tmp_path / "hf")),
         tmp_path / "out",
