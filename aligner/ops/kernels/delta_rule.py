@@ -10,7 +10,7 @@ input).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -43,16 +43,9 @@ def delta_rule(
     q, k, v = _wide(query, key, value)
     wide = v.dtype
     chunk = min(chunk, length)
-    q, k, v, g, b = (
-        F.pad(x, (0, 0) * (x.dim() - 2) + (0, -length % chunk))
-        .unflatten(1, (-1, chunk))
-        .movedim(3, 1)  # [B, H, chunks, chunk, ...]
-        for x in (q, k, v, decay.to(wide), beta.to(wide))
-    )
+    q, k, v, g, b = in_chunks(chunk, q, k, v, decay.to(wide), beta.to(wide))
     total = g.cumsum(3)
-    # exp(g_j+1 + ... + g_i) for j <= i; the others, which may be huge, never come to be
-    ahead = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu(1)
-    between = (total[..., None] - total[..., None, :]).masked_fill(ahead, -torch.inf).exp()
+    between = decays(total)
     written = torch.cat([v, k * total.exp()[..., None]], -1) * b[..., None]
     system = (k * b[..., None]) @ k.mT * between
     written = torch.linalg.solve_triangular(system, written, upper=False, unitriangular=True)
@@ -81,13 +74,32 @@ def delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
 
 
 def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return unit vectors of queries, scaled, and keys, and the values, as `repeated` does."""
+    q, k = (x.to(torch.promote_types(value.dtype, torch.float32)) for x in (query, key))
+    q, k = (x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt() for x in (q, k))
+    return repeated(q * key.shape[-1] ** -0.5, k, value)
+
+
+def repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return them in the dtype of the computation, heads of queries and keys repeated for their values' heads."""
     wide = torch.promote_types(value.dtype, torch.float32)
     times = value.shape[-2] // key.shape[-2]
-    q, k = (x.to(wide) for x in (query, key))
-    q, k = (x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt() for x in (q, k))
-    q, k = ((x if times == 1 else x.repeat_interleave(times, -2)) for x in (q * key.shape[-1] ** -0.5, k))
+    q, k = (x.to(wide) if times == 1 else x.to(wide).repeat_interleave(times, -2) for x in (query, key))
     return q, k, value.to(wide)
+
+
+def in_chunks(chunk: int, *numbers: Tensor) -> Iterator[Tensor]:
+    """Return tensors [B, T, H, ...], padded by 0, as [B, H, chunks, chunk, ...]."""
+    for x in numbers:
+        padding = (0, 0) * (x.dim() - 2) + (0, -x.shape[1] % chunk)
+        yield F.pad(x, padding).unflatten(1, (-1, chunk)).movedim(3, 1)
+
+
+def decays(total: Tensor) -> Tensor:
+    """Return exp(g_j+1 + ... + g_i) for j <= i, else 0, of the sums g_0 + ... + g_i [..., chunk] -> [..., chunk,
+    chunk]. The others, which may be huge, never come to be."""
+    ahead = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
+    return (total[..., None] - total[..., None, :]).masked_fill(ahead, -torch.inf).exp()
 
 
 def causal_mix(x: Tensor, weight: Tensor, before: Tensor | None = None, bias: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.config.sections.model.linear import LinearConfig
-from aligner.ops.kernels.delta_rule import causal_mix
+from aligner.ops.kernels.delta_rule import causal_mix, decays, in_chunks, repeated
 
 CHUNK = 64
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -39,19 +39,13 @@ def scan(
     Rows are computed in chunks, with products of matrices inside (section 6). Only the state passes from chunk to
     chunk."""
     dtype, (batch, length, heads, width) = value.dtype, value.shape
-    q, k, x = _wide(query, key, value)
+    q, k, x = repeated(query, key, value)
     wide = x.dtype
     chunk = min(chunk, length)
-    q, k, v, d = (
-        F.pad(each, (0, 0) * (each.dim() - 2) + (0, -length % chunk)).unflatten(1, (-1, chunk)).movedim(3, 1)
-        for each in (q, k, x, step.to(wide))
-    )  # [B, H, chunks, chunk, ...]
+    q, k, v, d = in_chunks(chunk, q, k, x, step.to(wide))
     v = v * d[..., None]
     total = (d * rate.to(wide)[:, None, None]).cumsum(3)
-    # exp(a (d_j+1 + ... + d_i)) for j <= i; the others, which may be huge, never come to be
-    ahead = torch.ones(chunk, chunk, dtype=torch.bool, device=d.device).triu(1)
-    between = (total[..., None] - total[..., None, :]).masked_fill(ahead, -torch.inf).exp()
-    inside = (q @ k.mT * between) @ v
+    inside = (q @ k.mT * decays(total)) @ v
     written = (k * (total[..., -1:] - total).exp()[..., None]).mT @ v
     q, kept = q * total.exp()[..., None], total[..., -1, None, None].exp()
     state = v.new_zeros(batch, heads, k.shape[-1], width) if state is None else state.to(wide)
@@ -68,18 +62,10 @@ def scan_step(
 ) -> Tensor:
     """Compute one token for each row: query, key [n, G, dk], value [n, H, dv], step [n, H] -> [n, H, dv]. `state`
     [n, H, dk, dv] is changed in place."""
-    q, k, x = _wide(query, key, value)
+    q, k, x = repeated(query, key, value)
     state.mul_((step * rate).exp()[..., None, None])
     state.addcmul_(k[..., None], (x * step[..., None])[..., None, :])
     return ((q[..., None, :] @ state).squeeze(-2) + skip.to(x.dtype)[:, None] * x).to(value.dtype)
-
-
-def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return them in the dtype of the computation, queries and keys repeated for the heads of their group."""
-    wide = torch.promote_types(value.dtype, torch.float32)
-    times = value.shape[-2] // key.shape[-2]
-    q, k = (x.to(wide) if times == 1 else x.to(wide).repeat_interleave(times, -2) for x in (query, key))
-    return q, k, value.to(wide)
 
 
 def by_group(conv: Tensor, linear: LinearConfig) -> Tensor:
