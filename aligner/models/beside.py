@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -69,7 +69,7 @@ class Beside:
     """These tensors of `folder`, the origin of a model; none without an origin, or for a model that scores."""
 
     folder: Path | None
-    tensors: HfTensors | None = None
+    tensors: HfTensors = field(default_factory=lambda: HfTensors({}))
     names: tuple[str, ...] = ()
 
     @classmethod
@@ -81,13 +81,10 @@ class Beside:
 
     def kind(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in exports: as stored, but `dtype` of float8 with scales, which exports do not have."""
-        assert self.tensors is not None
         return dtype if self.tensors.scale_shape(name) is not None else DTYPES[self.tensors.dtype(name)]
 
     def meta(self, name: str, dtype: torch.dtype) -> Tensor:
-        assert self.tensors is not None
         return torch.empty(self.tensors.shape(name), dtype=self.kind(name, dtype), device="meta")
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        assert self.tensors is not None
         return self.tensors[name].to(self.kind(name, dtype))

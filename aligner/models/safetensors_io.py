@@ -200,10 +200,7 @@ class _File:
 
     def __init__(self, path: Path):
         self._file = safe_open(str(path), framework="pt", device="cpu")
-        self._stored = dict[str, str]()
-        for name in self._file.keys():  # noqa: SIM118 (no mapping)
-            if (other := self._stored.setdefault(own_name(name), name)) != name:
-                raise CheckpointError(f"{path}: {own_name(name)} is there twice, as {other} and {name}")
+        self._stored = _own_names(self._file.keys(), path)
         self.keys = self._stored.keys
 
     def get_tensor(self, name: str) -> Tensor:
@@ -211,6 +208,15 @@ class _File:
 
     def get_slice(self, name: str) -> Any:
         return self._file.get_slice(self._stored.get(name, name))
+
+
+def _own_names(stored: Iterable[str], path: Path) -> dict[str, str]:
+    """Return the name in files of each tensor, by its own name."""
+    names = dict[str, str]()
+    for name in stored:
+        if (other := names.setdefault(own_name(name), name)) != name:
+            raise CheckpointError(f"{path}: {own_name(name)} is there twice, as {other} and {name}")
+    return names
 
 
 def _open(path: Path) -> _File:
@@ -248,7 +254,8 @@ def open_hf(folder: str | Path) -> HfTensors:
     if absent or not files:
         names = ", ".join(map(repr, absent)) or "none"
         raise CheckpointError(f"{folder}: {INDEX} names missing files: {names}")
-    return HfTensors({own_name(name): folder / file for name, file in files.items()}, block, parts, packed, announced)
+    located = {own: folder / files[name] for own, name in _own_names(files, index).items()}
+    return HfTensors(located, block, parts, packed, announced)
 
 
 def _announced(raw: JsonObject) -> dict[str, int] | None:

@@ -180,6 +180,12 @@ def test_an_incomplete_folder_is_refused(tmp_path):
     refused(whole, r"tie_word_embeddings=False: expected True, as beside", tie_word_embeddings=True)
     twice = whole | {"model.norm.weight": whole["model.language_model.norm.weight"].clone()}
     refused(twice, r"model.norm.weight .* twice")
+    (folder / SINGLE).rename(folder / "part.safetensors")
+    index = {"weight_map": dict.fromkeys(twice, "part.safetensors")}
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"{INDEX}: model.norm.weight .* twice"):
+        open_hf(folder)
+    (folder / INDEX).unlink()
     save_file(without("mtp.", "model.visual."), folder / SINGLE)
     (folder / "config.json").write_text(json.dumps(config))
     check_folder(open_hf(folder), cfg)  # nothing beside it is complete too
