@@ -204,8 +204,9 @@ def shape_of(cfg: ModelConfig) -> dict[str, Any]:
         kept = {key: values[key] for key in values if key in _OLD.get(name, ()) or values[key] != usual[key]}
         if values != usual or name == "rope_scaling":
             shape[name] = {key: value for key, value in kept.items() if key != "factors"}
-    if not shape["mlp_bias"]:
-        del shape["mlp_bias"]
+    for name in ("mlp_bias", "pattern"):  # of later versions
+        if not shape[name]:
+            del shape[name]
     moe = shape.pop("moe")
     if cfg.moe.num_experts:  # the identity of a dense model is what it was before there were others
         usual = dataclasses.asdict(MoeConfig())
