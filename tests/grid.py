@@ -35,6 +35,7 @@ ATOL = 1e-4
 Draw = Callable[[random.Random, ModelConfig], Any]  # of a shape; its family is not drawn yet
 KEYS: dict[str, Draw] = {
     "qkv_bias": lambda r, _: r.random() < 0.5,
+    "qk_norm": lambda r, _: r.random() < 0.5,
     "mlp_bias": lambda r, _: r.random() < 0.5,
     "attention.rotary_fraction": lambda r, shape: r.randrange(4, shape.kv_channels + 1, 2) / shape.kv_channels,
     "attention.multiplier": lambda r, _: r.choice([0.0, r.uniform(0.05, 0.5)]),

@@ -144,6 +144,16 @@ DEEPSEEK = replace(
         9, top_k=4, ffn_hidden_size=20, shared_ffn_hidden_size=20, groups=3, top_groups=2, scale=0.6, dense_layers=[0]
     ),
 )
+GLM = replace(
+    LLAMA,
+    family="glm4_moe",
+    tie_embeddings=False,
+    head_dim=16,
+    qk_norm=True,
+    qkv_bias=True,
+    attention=AttentionConfig(rotary_fraction=0.5),
+    moe=replace(DEEPSEEK.moe, num_experts=4, top_k=2, groups=1, top_groups=1),
+)
 MOE = replace(MODELS["qwen3"], family="qwen3_moe", moe=MoeConfig(4, top_k=2, ffn_hidden_size=24))
 MIXTRAL = replace(LLAMA, family="mixtral", ffn_hidden_size=40, moe=MoeConfig(6, top_k=3, ffn_hidden_size=40))
 GPT_OSS = replace(
@@ -168,6 +178,8 @@ MORE |= {
         latent=replace(LATENT, query_rank=0, value_dim=20, neighbours=False),
         moe=replace(DEEPSEEK.moe, dense_layers=[], norm_topk_prob=False, shared_ffn_hidden_size=40),
     ),
+    "glm4_moe": GLM,
+    "glm4_moe-air": replace(GLM, qk_norm=False),
     "qwen3_moe-window": replace(MOE, qkv_bias=True, attention=AttentionConfig(window=6)),
     "qwen3_moe-mixed": replace(MOE, num_layers=4, moe=replace(MOE.moe, dense_layers=[0, 1, 3])),
 }

@@ -97,8 +97,9 @@ class Family:
     latent = _has("self_attention.kv_layernorm.weight")  # latent attention
     linear = _has("self_attention.conv1d.weight")  # layers without attention: `model.linear`
     mamba = _has("self_attention.D")  # of Mamba-2
+    # these two in all its models, unless `varies` has it
     qk_norm = _has("self_attention.k_layernorm.weight")
-    qkv_bias = _has("self_attention.linear_qkv.bias")  # in all its models, unless `varies` has it
+    qkv_bias = _has("self_attention.linear_qkv.bias")
     output_bias = _has("self_attention.linear_proj.bias")  # if queries, keys and values have one
     sinks = _has("self_attention.sinks.weight")  # a learned score per head joins the softmax, without a value
     sigmoid_router = _has("mlp.router.expert_bias")  # experts by sigmoids and a bias, in groups, not by a softmax

@@ -183,8 +183,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
         norm_eps=raw.number(family.norm_key, default["rms_norm_eps"], above=0),
         max_position=max_position,
         tie_embeddings=raw.flag("tie_word_embeddings", default["tie_word_embeddings"]),
-        qk_norm=family.qk_norm,
-        **{"qkv_bias": family.qkv_bias} | flags,
+        **{"qkv_bias": family.qkv_bias, "qk_norm": family.qk_norm} | flags,
         attention=AttentionConfig(
             **_windows_in(raw, family, path),
             **sections["attention"],

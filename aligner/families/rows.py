@@ -153,7 +153,9 @@ MLP_BIASES = (
     layer("mlp.linear_fc1.bias", _named(_GATE_UP, "bias"), "2ffn", 0, "ffn", "gate_up", when="mlp_bias"),
     layer("mlp.linear_fc2.bias", "mlp.down_proj.bias", "hidden", when="mlp_bias"),
 )
-QK_NORM = tuple(layer(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "head") for x in "qk")
+QK_NORM = tuple(
+    layer(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "head", when="qk_norm") for x in "qk"
+)
 WIDE_QK_NORM = tuple(
     layer(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", size, 0, units)
     for x, size, units in (("q", "q", "heads"), ("k", "kv", "groups"))

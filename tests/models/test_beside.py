@@ -140,8 +140,10 @@ def score_export(folder: str, out: Path) -> None:
 
 def test_heads_that_predict_ahead_are_exported(ranks, tmp_path):
     """In DeepSeek's kind of folder, a further layer; and where nothing else is beside the language model."""
-    further = {f"model.layers.3.{name}.weight": torch.randn(4) for name in ("enorm", "shared_head.norm")}
-    cases = {"deepseek": (DEEPSEEK, further, {"num_nextn_predict_layers": 1})}
+    cases = {}
+    for cfg in (DEEPSEEK, MORE["glm4_moe"]):
+        names = (f"model.layers.{cfg.num_layers}.{name}.weight" for name in ("enorm", "shared_head.norm"))
+        cases[cfg.family] = cfg, {name: torch.randn(4) for name in names}, {"num_nextn_predict_layers": 1}
     cases["qwen3_next"] = MORE["qwen3_next"], {"mtp.fc.weight": torch.randn(4)}, {}
     for name, (cfg, tensors, keys) in cases.items():
         model, raw = transformers_model(replace(cfg, vocab_size=263))

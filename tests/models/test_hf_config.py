@@ -64,6 +64,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
     assert ours.attention.window == (window or 0)
     biased = getattr(theirs, "attention_bias", ours.family == "qwen2")
     assert ours.qkv_bias == biased and ours.mlp_bias == getattr(theirs, "mlp_bias", False)
+    assert ours.qk_norm == getattr(theirs, "use_qk_norm", FAMILIES[ours.family].qk_norm)
     assert ours.attention.nope_layers == [i for i, on in enumerate(getattr(theirs, "no_rope_layers", ())) if not on]
     for key, value in theirs.to_dict().items():
         if key in SCALES:

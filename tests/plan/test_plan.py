@@ -70,10 +70,11 @@ def grpo(model: ModelConfig, grid: Grid, engine: Engine | None = None, **changes
         ("qwen3_30b_a3b", 30_532_122_624, 3.04e9),
         ("gpt_oss_20b", 20_914_757_184, 3.61e9),
         ("qwen3_next_80b_a3b", 79_674_391_296, None),
+        ("glm4.5_air", 106_852_245_504 + 45 * 128, 12.8e9),  # and what is added to the scores of a choice
         # the language model alone, as transformers' class has it
         ("qwen3.5_4b", 4_205_751_296, None),
         ("qwen3.5_35b_a3b", 34_660_610_688, None),
-        ("nemotron3_nano_30b_a3b", 31_577_937_344 + 23 * 128, 3.27e9),  # and what is added to the scores of a choice
+        ("nemotron3_nano_30b_a3b", 31_577_937_344 + 23 * 128, 3.27e9),
     ],
 )
 def test_parameters_of_published_models(name, total, active):

@@ -24,6 +24,7 @@ FAMILIES = {  # model: its shape; where there are two kinds of layers, both
     "deepseek_v3": ["model.moe.num_experts=16", "model.moe.dense_layers=[0]"],
     "qwen3_next_80b_a3b": ["model.moe.num_experts=16", "model.linear.attention_every=2"],
     "nemotron3_nano_30b_a3b": ["model.moe.num_experts=16", "model.num_layers=4", "model.pattern=ME*-"],
+    "glm4.5_air": ["model.moe.num_experts=16"],
 }
 EXPERTS = tuple(FAMILIES)[7:]
 LAYOUTS = {

@@ -5,23 +5,26 @@ from __future__ import annotations
 from aligner.families import rows
 from aligner.families.family import Family, MoeKeys
 
+EXPERTS = (
+    *rows.MLP,
+    *rows.experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    *rows.sigmoid_router("mlp", "shared_experts"),
+)
+MOE = MoeKeys(
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    aux_coef="",
+    first_dense="first_k_dense_replace",
+    shared="n_shared_experts",
+)
 FAMILIES = (
     Family(
         "deepseek_v3",
         "DeepseekV3",
-        rows.LATENT
-        + rows.MLP
-        + rows.experts("mlp", "gate_proj", "up_proj", "down_proj")
-        + rows.sigmoid_router("mlp", "shared_experts"),
+        rows.LATENT + EXPERTS,
         models="DeepSeek-V3, R1, Moonlight, the text model of Kimi-K2",
-        moe=MoeKeys(
-            "n_routed_experts",
-            "moe_intermediate_size",
-            "norm_topk_prob",
-            aux_coef="",
-            first_dense="first_k_dense_replace",
-            shared="n_shared_experts",
-        ),
+        moe=MOE,
         keys=(
             ("latent.kv_rank", "kv_lora_rank", 512),
             ("latent.query_rank", "q_lora_rank", 1536),
