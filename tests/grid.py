@@ -44,6 +44,7 @@ KEYS: dict[str, Draw] = {
     "attention.window": lambda r, _: r.choice([0, *range(1, 13)]),
     "attention.local_rope_base": lambda r, _: r.uniform(20, 1000),
     "attention.nope_layers": lambda r, shape: [n for n in range(shape.num_layers) if r.random() < 0.4],
+    "rope_scaling.llama_4_scaling_beta": lambda r, _: r.choice([0.0, r.uniform(0.05, 0.5)]),
     "pattern": lambda r, shape: _shuffled(r, ["*", "E", "M", *r.choices("M*-E", k=shape.num_layers)]),
     "moe.dense_layers": lambda r, shape: [n for n in range(shape.num_layers - 1) if r.random() < 0.4],
     "moe.shared_ffn_hidden_size": lambda r, _: r.randint(1, 2),  # times an expert's
@@ -63,7 +64,8 @@ KEYS: dict[str, Draw] = {
 }
 LAYERS = ("attention.global_every", "attention.global_layers")  # two words for one thing, drawn together
 # what transformers refuses: other scalings, heads that do not multiply to the hidden size
-ROPE, SQUARE = {"phi3": ("longrope",), "nemotron_h": ()}, ("phi3",)
+ROPE = {"phi3": ("", "longrope"), "nemotron_h": ("",), "ministral3": ("yarn",)}
+SQUARE = ("phi3",)
 
 
 def draw(family: str, seed: int) -> ModelConfig:
@@ -109,7 +111,7 @@ def draw(family: str, seed: int) -> ModelConfig:
         linear=linear,
         scales=ScalesConfig(**_section("scales", values)),
         moe=_experts(r, family, shape.ffn_hidden_size, _section("moe", values)) if traits.moe else MoeConfig(),
-        rope_scaling=_scaling(r, ROPE.get(family, ROPE_TYPES), rotary_dim),
+        rope_scaling=_scaling(r, ROPE.get(family, ("", *ROPE_TYPES)), rotary_dim, _section("rope_scaling", values)),
     )
 
 
@@ -146,8 +148,8 @@ def _experts(r: random.Random, family: str, ffn_hidden_size: int, values: dict[s
     return MoeConfig(count, r.randint(1, open_), width, norm_topk_prob=always or r.random() < 0.5, **values)
 
 
-def _scaling(r: random.Random, types: tuple[str, ...], rotary_dim: int) -> RopeScalingConfig:
-    kind = r.choice(["", *types])
+def _scaling(r: random.Random, types: tuple[str, ...], rotary_dim: int, values: dict[str, Any]) -> RopeScalingConfig:
+    kind = r.choice(types)
     if not kind:
         return RopeScalingConfig()
     fields: dict[str, Any] = {"type": kind, "factor": r.uniform(1.5, 9)}
@@ -159,7 +161,7 @@ def _scaling(r: random.Random, types: tuple[str, ...], rotary_dim: int) -> RopeS
         fields |= {"attention_factor": r.uniform(0.7, 1.4)}
     if kind == "longrope":
         fields |= {name: [r.uniform(1, 20) for _ in range(rotary_dim // 2)] for name in ("short_factor", "long_factor")}
-    return RopeScalingConfig(**fields)
+    return RopeScalingConfig(**fields, **values)
 
 
 def compare(cfg: ModelConfig, folder: str, ranks: Ranks, device: str = "cpu") -> None:

@@ -129,6 +129,15 @@ MORE |= {
             long_factor=[1.0, 2.0, 4.0],
         ),
     ),
+    "ministral3": replace(
+        LLAMA,
+        family="ministral3",
+        head_dim=16,
+        attention=AttentionConfig(window=7),
+        rope_scaling=RopeScalingConfig(
+            8.0, original_max_position=4, type="yarn", mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3
+        ),
+    ),
     "glm": replace(LLAMA, family="glm", qkv_bias=True, attention=AttentionConfig(rotary_fraction=0.5)),
     "glm4": replace(LLAMA, family="glm4", attention=AttentionConfig(rotary_fraction=0.25), head_dim=16),
 }

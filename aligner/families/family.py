@@ -85,6 +85,7 @@ class Family:
     experts_stacked: bool = False  # so are those of experts: gate above up, and down, neither transposed
     clamped_gate: bool = False  # of experts, instead of SwiGLU (`ops/kernels/experts.py`)
     interleaved_rotary: bool = False  # adjacent numbers are rotated together, not halves of the head
+    scaled_queries: bool = False  # by their positions: `rope_scaling.llama_4_scaling_beta`
     scaled_embeddings: bool = False  # multiplied by the square root of the hidden size
     gated_attention: bool = False  # attention's output times the sigmoid of gates, projected with the queries
     default_attention_every: int = 0  # config.json has layer_types: linear_attention, except layers n, 2n, ...
@@ -155,6 +156,7 @@ class Family:
             "attention.local_rope_base": self.default_local_base,
             "attention.nope_layers": self.nope_every,
             "attention.rotary_fraction": self.default_rotary_fraction,
+            "rope_scaling.llama_4_scaling_beta": self.scaled_queries,
             "pattern": self.single,
             "linear.attention_every": self.default_attention_every,
             "linear.attention_layers": self.default_attention_every,

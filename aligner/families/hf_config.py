@@ -92,9 +92,13 @@ def _layers_out(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     """Return the keys of positions, and of the kinds of the layers."""
     if family.single:
         return {"hybrid_override_pattern": cfg.pattern}
-    scaling = scaling_out(cfg.rope_scaling)
+    scaling, out = scaling_out(cfg.rope_scaling), dict[str, Any]()
+    if family.scaled_queries:  # transformers needs the first key also where it is 0, vLLM reads the second
+        beta, length = cfg.rope_scaling.llama_4_scaling_beta, cfg.rope_scaling.original_max_position
+        scaling = (scaling or {}) | {"llama_4_scaling_beta": beta}
+        out["llama_4_scaling"] = {"beta": beta, "original_max_position_embeddings": length}
     # transformers 4 reads the first two keys, transformers 5 the third
-    out: dict[str, Any] = {"rope_theta": cfg.rope_base, "rope_scaling": scaling}
+    out |= {"rope_theta": cfg.rope_base, "rope_scaling": scaling}
     out["rope_parameters"] = {"rope_type": "default", "rope_theta": cfg.rope_base} | (scaling or {})
     if cfg.attention.rotary_fraction != 1 or family.default_rotary_fraction not in (0, 1):
         fraction = {"partial_rotary_factor": cfg.attention.rotary_fraction}

@@ -28,8 +28,9 @@ _NEEDED = {
         "original_max_position": "original_max_position_embeddings",
     },
 }
+_YARN = "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
 _OPTIONAL = {
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "yarn": (*_YARN, "truncate", "llama_4_scaling_beta"),
     "longrope": ("attention_factor",),
 }
 _OLD_NAMES = {"su": "longrope"}  # of Phi-3's first files

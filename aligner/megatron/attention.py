@@ -50,6 +50,7 @@ class Stream:
     group: dist.ProcessGroup | None  # of the context-parallel ranks, None if there is one
     over_heads: bool  # all-to-all instead of all-gather
     times: Times | None = None  # of a model with experts
+    factors: Tensor | None = None  # of queries, float32 [N, 1, 1]
     local: Stream | None = None  # of layers with a window: its masks, their angles
 
 
@@ -77,6 +78,7 @@ class StreamAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         stream = packed_seq_params.local if self.is_local else packed_seq_params
         query, key, value, gate = self._heads(hidden_states, stream)
+        query = query if stream.factors is None else query * stream.factors.to(query.dtype)
         final = stream.packing.final if self.is_last else None
         scores = self.scores if self.sinks is None else self.scores._replace(sinks=self.sinks.weight)
         if final is None:

@@ -36,7 +36,7 @@ from aligner.megatron.pipeline import Pipeline
 from aligner.megatron.quantized_base import hold, share_frozen
 from aligner.megatron.update import no_norms_apart, use_few_passes
 from aligner.megatron.weights import EMBEDDING, WeightSource, load_weights, local_parameters
-from aligner.models.rope import attention_factor, inverse_frequencies
+from aligner.models.rope import attention_factor, inverse_frequencies, query_factors
 from aligner.ops.kernels.frozen import Frozen
 from aligner.ops.kernels.products import shape_step
 from aligner.ops.kernels.scored_attention import scaled_logits
@@ -238,8 +238,9 @@ class ShardedModel:
         angles = packing.positions[:, None].float() * self._frequencies[local]
         scale = attention_factor(self.cfg, local)
         cos, sin = ((f(angles) * scale).to(self.dtype)[:, None] for f in (torch.cos, torch.sin))
+        factors = query_factors(self.cfg, packing.positions[:, None, None])
         group = self.layout.pgs.cp if self.layout.context > 1 else None
-        return Stream(packing, cos, sin, group, self.layout.over_heads, times)
+        return Stream(packing, cos, sin, group, self.layout.over_heads, times, factors)
 
     def over_logits(
         self,

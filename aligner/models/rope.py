@@ -49,6 +49,12 @@ def attention_factor(cfg: ModelConfig, local: bool = False) -> float:
     return _mscale(scaling.factor, 1.0)
 
 
+def query_factors(cfg: ModelConfig, positions: Tensor) -> Tensor | None:
+    """Return the factors of queries at these positions, if they have some: attention to long rows is sharpened."""
+    beta, length = cfg.rope_scaling.llama_4_scaling_beta, cfg.rope_scaling.original_max_position
+    return 1 + beta * (positions // length).float().log1p() if beta else None
+
+
 def score_scale(cfg: ModelConfig) -> float | None:
     """Return the scale of attention scores; None: 1 / sqrt(head_dim).
 

@@ -91,6 +91,9 @@ def family_keys(name: str) -> list[str]:
         keys |= {"pattern": "M*-E", "num_layers": 4, "linear.rule": "mamba2"}
     if not family.ties:
         keys["tie_embeddings"] = False
+    if family.scaled_queries:
+        keys |= {"rope_scaling.type": "yarn", "rope_scaling.original_max_position": 8}
+        keys |= {"rope_scaling.factor": 8.0, "rope_scaling.llama_4_scaling_beta": 0.1}
     if family.latent:
         keys |= {"num_kv_heads": 4, "latent.kv_rank": 24, "latent.plain_dim": 12, "latent.rotary_dim": 6}
         keys |= {"latent.value_dim": 10}

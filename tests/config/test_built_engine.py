@@ -67,3 +67,9 @@ def test_joined_files_are_not_for_the_other_engine_either():
     stacked = compose(["model=gpt_oss_20b"]).model
     with pytest.raises(ConfigError, match=r"model.family='gpt_oss': expected a family whose files"):
         validate_model(compose([*[o for o in GRPO if not o.startswith("engine=")], "engine=trtllm"]), stacked)
+
+
+def test_the_other_engine_does_not_get_queries_with_factors():
+    ministral = replace(tiny.MORE["ministral3"], max_position=4096)
+    with pytest.raises(ConfigError, match=r"model.family='ministral3': expected a family whose queries"):
+        validate_model(compose([*[o for o in GRPO if not o.startswith("engine=")], "engine=trtllm"]), ministral)

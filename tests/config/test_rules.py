@@ -252,6 +252,8 @@ sft ; model=qwen3_next_80b_a3b ; model.linear.key_heads=0 => model.linear.key_he
 sft ; model.num_kv_heads=3 => model.num_kv_heads
 sft ; model.hidden_size=130 => model.hidden_size
 sft ; model=nemotron3_nano_30b_a3b ; model.tie_embeddings=true => model.tie_embeddings
+sft ; model.family=ministral3 => model.rope_scaling.type
+sft ; model.rope_scaling={type: yarn, llama_4_scaling_beta: 0.1} => model.rope_scaling.llama_4_scaling_beta
 sft ; model=nemotron3_nano_30b_a3b ; model.linear.rule=delta => model.linear.rule
 sft ; model=qwen3_next_80b_a3b ; model.linear.rule=mamba2 => model.linear.rule
 sft ; model=qwen3_next_80b_a3b ; model.linear.value_heads=0 => model.linear.value_heads

@@ -38,6 +38,7 @@ NEW = {
         "glm",
         "glm4",
         "glm4_moe",
+        "ministral3",
         "qwen3_next",
         "nemotron_h",
         "qwen3_5",

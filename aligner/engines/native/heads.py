@@ -28,6 +28,7 @@ class PlainHeads:
         # halves are interleaved unless a part of a head alone is rotated, its neighbours together, or gates lie between
         own_order = traits.interleaved_rotary or traits.gated_attention
         self.interleaves = cfg.rotary_dim == self.head_dim and not own_order
+        self.scaled_queries = cfg.rope_scaling.llama_4_scaling_beta > 0
         self.turns = [cfg.is_rotated(layer) for layer in range(cfg.num_layers)]
         self.local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
         self.scores = ScoreRule(attention.scale, attention.softcap)
@@ -142,7 +143,7 @@ class PlainHeads:
         buffer that the next layer uses again."""
         index = self.index[layer]
         heads = self.kit.product("qkv", index, y, of(self.qkv_bias, index)).view(len(y), -1, self.head_dim)
-        self._norm_and_rotate(layer, heads[:, : self.rotated], rope[-1 if self.local[layer] else 0])
+        self._norm_and_rotate(layer, heads[:, : self.rotated], rope)
         return heads
 
     def _norm_and_rotate(self, layer: int, qk: Tensor, rope: Tensor) -> None:
@@ -151,7 +152,11 @@ class PlainHeads:
         if self.turns[layer]:
             y = y.float()
             turned = y[..., : self.kit.cfg.rotary_dim]
-            rotate(turned, rope, self.interleaves or self.traits.interleaved_rotary)
+            turns = [(turned, rope[-1 if self.local[layer] else 0])]
+            if self.scaled_queries:
+                turns = [(turned[:, : self.heads], rope[1]), (turned[:, self.heads :], rope[0])]
+            for heads, by in turns:
+                rotate(heads, by, self.interleaves or self.traits.interleaved_rotary)
         if y.data_ptr() != qk.data_ptr():
             qk.copy_(y)
 

@@ -22,7 +22,7 @@ from aligner.engines.native.scratch import Scratch
 from aligner.families.rows import in_layer
 from aligner.families.table import family_table
 from aligner.models.params import embedding_factor, expected_hf_shapes
-from aligner.models.rope import attention_factor, inverse_frequencies
+from aligner.models.rope import attention_factor, inverse_frequencies, query_factors
 from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.kernels.products import add_linear, linear, use_fast_products
 from aligner.ops.kernels.scored_attention import scaled_logits
@@ -167,8 +167,8 @@ class NativeModel:
     # ---- forward
 
     def rotations(self, positions: Tensor, longest: int) -> Tensor:
-        """Return complex64 [K, M, 1, rotary_dim / 2] for positions int64 [M] below `longest`: of all layers, or of
-        global and of local ones."""
+        """Return complex64 [K, M, 1, rotary_dim / 2] for positions int64 [M] below `longest`: of all layers, of
+        global and of local ones, or of keys and of queries."""
         self.extend_rotations(longest)
         return self._rope[:, positions, None]
 
@@ -185,7 +185,9 @@ class NativeModel:
             frequencies = torch.stack([inverse_frequencies(self.cfg, local) for local in kinds])
             angles = torch.arange(longest).float()[:, None] * frequencies[:, None]
             scales = torch.tensor([attention_factor(self.cfg, local) for local in kinds])
-            self._rope = torch.polar(scales[:, None, None].expand_as(angles), angles).to(self.device)
+            rope = torch.polar(scales[:, None, None].expand_as(angles), angles)
+            factors = query_factors(self.cfg, torch.arange(longest)[:, None])
+            self._rope = (rope if factors is None else torch.cat([rope, rope * factors])).to(self.device)
 
     def prefill(
         self,

@@ -111,6 +111,7 @@ traits.latent => num_kv_heads ==num_heads | with latent attention, which makes a
 traits.latent head_dim => head_dim ==latent.head_dim
 traits.linear !pattern => linear.key_heads >=1 | with model.family={family}
 !traits.ties => tie_embeddings =false | for model.family={family}
+traits.scaled_queries => rope_scaling.type =yarn | for model.family={family}
 traits.mamba => linear.rule =mamba2 | for model.family={family}
 !traits.mamba => linear.rule =delta | for model.family={family}
 => num_kv_heads /num_heads
@@ -260,6 +261,7 @@ def check_pattern(model: ModelConfig) -> None:
 def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
     """Return (key, value, value in a plain model) of optional keys that differ from a plain model's."""
     entries: list[tuple[str, Any, Any]] = [("mlp_bias", model.mlp_bias, False), ("pattern", model.pattern, "")]
+    entries.append(("rope_scaling.llama_4_scaling_beta", model.rope_scaling.llama_4_scaling_beta, 0.0))
     moe = {"dense_layers": [], "shared_ffn_hidden_size": 0, "groups": 1, "top_groups": 1, "scale": 1.0}
     entries += [(f"moe.{name}", getattr(model.moe, name), plain) for name, plain in moe.items()]
     linear = LinearConfig(rule=model.linear.rule)  # which the family decides

@@ -28,6 +28,9 @@ class RopeScalingConfig(Section, key="model.rope_scaling"):
     mscale: float = key(0.0, "Part of the derived attention factor, with mscale_all_dim (yarn).")
     mscale_all_dim: float = key(0.0, "Divisor of the derived attention factor (yarn).")
     truncate: bool = key(True, "End the ramp at whole dimensions (yarn).")
+    llama_4_scaling_beta: float = key(
+        0.0, "Queries are multiplied by 1 + this x ln(1 + floor(position / original_max_position)) (yarn).", least=0
+    )
     short_factor: list[float] = key([], "Divisors of the frequencies, one for each (longrope).")
     long_factor: list[float] = key([], "Divisors of the frequencies for long rows (longrope).")
     factors: str = key(
@@ -39,7 +42,7 @@ class RopeScalingConfig(Section, key="model.rope_scaling"):
 
     @property
     def scales(self) -> bool:
-        return self.factor != 1.0 or self.type == "longrope"
+        return self.factor != 1.0 or self.type == "longrope" or self.llama_4_scaling_beta > 0
 
 
 def check_rope(scaling: RopeScalingConfig, rotary_dim: int) -> None:
