@@ -13,6 +13,7 @@ FAMILIES: dict[str, Family] = {
     for module in iter_modules(known.__path__)
     for family in import_module(f"{known.__name__}.{module.name}").FAMILIES
 }
+SAME = {other: name for name, family in FAMILIES.items() for other in family.also}
 
 
 def served_by(engine: str) -> list[str]:

@@ -52,6 +52,7 @@ class Family:
     model_type: str
     architecture: str
     table: tuple[ParamSpec, ...]
+    also: tuple[str, ...] = ()  # other names of `model_type` in config.json, which exports do not have
     models: str = ""  # published ones, for docs/reference/support.md
     # model_type of models that have it as text_config beside a vision tower, prefix of its body's names there
     within: tuple[str, str] = ("", "")

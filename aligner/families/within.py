@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.errors import CheckpointError
+from aligner.families import SAME
 from aligner.families.family import Family
 from aligner.foreign import JsonObject, read_record
 
@@ -42,9 +43,10 @@ def read_config(folder: Path) -> JsonObject:
 
 
 def language_model(raw: JsonObject) -> JsonObject:
-    """Return the language model's part of config.json, or all of it if that is all."""
+    """Return the language model's part of config.json, or all of it if that is all, with its family's `model_type`."""
     if INNER not in raw:
-        return raw
+        kind = raw.text("model_type", "")
+        return JsonObject(raw.fields | {"model_type": SAME[kind]}, raw.where, raw.error) if kind in SAME else raw
     inner = raw.record(INNER)
     outer = {key: raw.fields[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
     for key, value in outer.items():

@@ -11,7 +11,7 @@ import transformers
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.errors import AlignerError, CheckpointError
 from aligner.families import FAMILIES
-from aligner.families.hf_config import config_from_hf, hf_config
+from aligner.families.hf_config import config_from_hf, hf_config, is_known
 from tests.tiny import MIXTRAL, MODELS, MOE, MORE, WINDOWS
 
 CASES = {**MODELS, **WINDOWS, **MORE, "moe": MOE, "mixtral": MIXTRAL}
@@ -135,6 +135,14 @@ def test_what_is_written_is_read(case, tmp_path):
     written(tmp_path, CASES[case])
     cfg = CASES[case]
     assert config_from_hf(tmp_path) == replace(cfg, head_dim=cfg.kv_channels, init=str(tmp_path))
+
+
+def test_another_name_of_a_family_is_read(tmp_path):
+    """Kimi-K2's classes are DeepSeek-V3's; its YaRN begins and ends at the same number of turns."""
+    rope = replace(MORE["deepseek_v3"].rope_scaling, beta_fast=1.0)
+    cfg = replace(MORE["deepseek_v3"], rope_scaling=rope, head_dim=MORE["deepseek_v3"].kv_channels)
+    written(tmp_path, cfg, model_type="kimi_k2")
+    assert config_from_hf(tmp_path) == replace(cfg, init=str(tmp_path)) and is_known(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -24,3 +24,10 @@ def test_what_training_did_not_change_keeps_its_value(tmp_path):
     assert carried_config(tmp_path, own | {"router_aux_loss_coef": 0.0})["router_aux_loss_coef"] == 0.02
     actual = carried_config(tmp_path, own | {"router_aux_loss_coef": 0.001})
     assert (actual["router_aux_loss_coef"], actual["attention_dropout"], actual["vocab_size"]) == (0.001, 0.1, 8)
+
+
+def test_an_export_has_the_name_that_classes_know(tmp_path):
+    before = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(before | {"aux_loss_alpha": 0.001, "eos_token_id": 5}))
+    own = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "eos_token_id": 1}
+    assert carried_config(tmp_path, own) == own | {"aux_loss_alpha": 0.001, "eos_token_id": 5}

@@ -70,6 +70,7 @@ def grpo(model: ModelConfig, grid: Grid, engine: Engine | None = None, **changes
         ("qwen3_30b_a3b", 30_532_122_624, 3.04e9),
         ("gpt_oss_20b", 20_914_757_184, 3.61e9),
         ("qwen3_next_80b_a3b", 79_674_391_296, None),
+        ("kimi_k2", 1_026_408_209_408 + 60 * 384, 31.7e9),
         ("glm4.5_air", 106_852_245_504 + 45 * 128, 12.8e9),  # and what is added to the scores of a choice
         # the language model alone, as transformers' class has it
         ("qwen3.5_4b", 4_205_751_296, None),

@@ -23,7 +23,8 @@ FAMILIES = (
         "deepseek_v3",
         "DeepseekV3",
         rows.LATENT + EXPERTS,
-        models="DeepSeek-V3, R1, Moonlight, the text model of Kimi-K2",
+        also=("kimi_k2",),
+        models="DeepSeek-V3, R1, Moonlight, Kimi-K2",
         moe=MOE,
         keys=(
             ("latent.kv_rank", "kv_lora_rank", 512),
