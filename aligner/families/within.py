@@ -44,15 +44,15 @@ def read_config(folder: Path) -> JsonObject:
 
 def language_model(raw: JsonObject) -> JsonObject:
     """Return the language model's part of config.json, or all of it if that is all, with its family's `model_type`."""
-    if INNER not in raw:
-        kind = raw.text("model_type", "")
-        return JsonObject(raw.fields | {"model_type": SAME[kind]}, raw.where, raw.error) if kind in SAME else raw
-    inner = raw.record(INNER)
-    outer = {key: raw.fields[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
+    inner, outer = raw, dict[str, Any]()
+    if INNER in raw:
+        inner = raw.record(INNER)
+        outer = {key: raw.fields[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
+    same = SAME.get(inner.text("model_type", ""))
     for key, value in outer.items():
         if key in inner and inner.fields[key] != value:
             inner.refuse(key, f"{value!r}, as beside {INNER}")
-    return JsonObject(outer | inner.fields, raw.where, raw.error, inner.prefix)
+    return JsonObject(outer | inner.fields | ({"model_type": same} if same else {}), raw.where, raw.error, inner.prefix)
 
 
 def put_within(outer: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
