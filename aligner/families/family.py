@@ -69,6 +69,7 @@ class Family:
     # files may have further layers for multi-token prediction, which are not read; config.json's key of their number
     predicts_ahead: str = ""
     defaults: tuple[tuple[str, Any], ...] = ()  # for a config.json without other keys, if not DEFAULTS
+    sizes: tuple[tuple[str, int], ...] = ()  # for a config.json without these
     default_rope: tuple[tuple[str, Any], ...] = ()  # for a config.json without rope_parameters and rope_scaling
     score_architecture: str = ""  # prefix in `architectures` of a sequence classifier; empty: `architecture`
     activation_key: str = "hidden_act"  # config.json's name of the activation

@@ -163,8 +163,9 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     pattern = _pattern_in(raw, family)
     if pattern:  # alone where transformers 5 wrote the file
         raw.fields["num_hidden_layers"] = len(pattern)
-    raw.need("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
     default = {**DEFAULTS, **dict(family.defaults)}
+    raw.fields.update((key, size) for key, size in family.sizes if key not in raw)
+    raw.need("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
     max_position = raw.integer("max_position_embeddings", default["max_position_embeddings"], low=1)
     base, scaling = rope_in(raw, path, dict(family.default_rope), default["rope_theta"], max_position)
     heads = raw.integer("num_attention_heads", low=1, high=MOST_HEADS)

@@ -34,10 +34,13 @@ QWEN = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, 
 QWEN |= {"num_position_embeddings": 16}
 PIXTRAL = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 PIXTRAL |= {"num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14}
+SIGLIP = {key: PIXTRAL[key] for key in PIXTRAL if key not in ("model_type", "head_dim")}
 QWENS, MISTRALS = ("qwen3_5", "qwen3_5_moe"), ("mistral", "ministral3")
 OUTER = {name: {"vision_config": QWEN, "image_token_id": 90, "video_token_id": 91} for name in QWENS}
 OUTER |= {name: {"vision_config": PIXTRAL, "image_token_index": 90} for name in MISTRALS}
-MODELS = {name: replace((WINDOWS | MORE)[name], vocab_size=263, tie_embeddings=name == "mistral") for name in OUTER}
+OUTER["gemma3"] = {"vision_config": SIGLIP, "mm_tokens_per_image": 4}
+TIED = ("mistral", "gemma3")
+MODELS = {name: replace((WINDOWS | MORE)[name], vocab_size=263, tie_embeddings=name in TIED) for name in OUTER}
 
 
 def whole_folder(name: str, folder: Path) -> tuple[Path, torch.nn.Module]:

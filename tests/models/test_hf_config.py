@@ -46,8 +46,12 @@ def written(folder, cfg, **change):
 def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
     cfg = CASES[case]
     raw = written(tmp_path, replace(cfg, num_layers=5) if cfg.linear.key_heads else cfg)
-    (tmp_path / "config.json").write_text(json.dumps({key: raw[key] for key in KEPT if key in raw}))
+    kept = {key: raw[key] for key in KEPT if key in raw and key not in dict(cfg.traits.sizes)}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
     ours, theirs = config_from_hf(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    sizes = ours.vocab_size, ours.hidden_size, ours.ffn_hidden_size, ours.num_layers, ours.num_heads, ours.num_kv_heads
+    keys = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+    assert sizes == tuple(getattr(theirs, key, size) for key, size in zip(keys.split(), sizes, strict=True))
     rope = theirs.rope_parameters
     assert ours.rope_base == rope.get("full_attention", rope)["rope_theta"]
     scaling, kind = ours.rope_scaling, rope.get("full_attention", rope).get("rope_type", "default")

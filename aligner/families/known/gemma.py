@@ -14,6 +14,15 @@ _NORMS = rows.norms(
     behind="post_attention_layernorm",
     behind_mlp="post_feedforward_layernorm",
 )
+# of Gemma 3's folders with a vision tower, whose text_config leaves out what its class has as defaults
+_SIZES = (
+    ("vocab_size", 262208),
+    ("hidden_size", 2304),
+    ("intermediate_size", 9216),
+    ("num_hidden_layers", 26),
+    ("num_attention_heads", 8),
+    ("num_key_value_heads", 4),
+)
 _BOTH: dict[str, Any] = {
     "default_head_dim": 256,
     "windows": "layers",
@@ -45,7 +54,8 @@ FAMILIES = (
         "gemma3_text",
         "Gemma3",
         _NORMS + rows.MLP + rows.QK_NORM + rows.BIASES,
-        models="Gemma 3 270M and 1B, and text-only folders of the larger ones",
+        models="Gemma 3",
+        within=("gemma3", "language_model.model."),
         keys=(ATTENTION_BIAS, _SCALE),
         constants=(
             ("attn_logit_softcapping", None),
@@ -54,6 +64,7 @@ FAMILIES = (
         ),
         default_global=("sliding_window_pattern", 6),
         defaults=(TIED, LONG, ("rope_theta", 1e6)),
+        sizes=_SIZES,
         score_architecture="Gemma3Text",
         default_local_base=1e4,
         **_BOTH,
