@@ -15,7 +15,7 @@ from aligner.data.formats import PreferenceRow, PromptRow, ScoredRow, SftRow
 from aligner.data.items import PairItem, PreferenceItem, ScoredItem, SftItem
 from aligner.data.ragged import FlatRows
 from aligner.data.row_reader import DataReport, RowReader, TokenRows
-from aligner.data.templates import encode_answers, encode_prompts, encode_sft, shipped_in_use
+from aligner.data.templates import encode_answers, encode_prompts, encode_sft, replacement_in_use
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
 from aligner.types import Prompt
@@ -45,11 +45,11 @@ class SftDataset(TokenRows):
         self._teacher_index: list[int | None] = []
         fix = data.chat_template == "auto"
         for chunk in reading.chunks(lambda row: row.texts):
-            name = shipped_in_use(tokenizer, chunk) if fix and data.loss_on != "all" else None
-            if name is not None:
+            other = replacement_in_use(tokenizer, chunk) if fix and data.loss_on != "all" else None
+            if other is not None:
                 self.report.note(
-                    f"learns answers with the shipped chat template {name}, because the tokenizer's own renders them "
-                    f"unlike they are generated (data.chat_template)"
+                    f"learns answers with {other.name}, because the tokenizer's own template renders them unlike they "
+                    f"are generated (data.chat_template)"
                 )
             texts = reading.learned(encode_sft(tokenizer, chunk, data.loss_on, data.template_arguments, fix))
             for row, (tokens, mask) in zip(chunk, texts, strict=True):

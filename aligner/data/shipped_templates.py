@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aligner.config.sections.data import DataConfig
-from aligner.data.rendering import try_text
+from aligner.data.rendering import template_of, try_text
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FOLDER = Path(__file__).with_name("chat_templates")
-# replacements of templates that render answers unlike they are generated, at once or when the conversation grows
-FOR_TRAINING = ("qwen3", "qwen3_thinking", "phi3", "deepseek_r1")
+# replacements of templates that render answers unlike they are generated, at once or when the conversation grows,
+# each with its arguments
+FOR_TRAINING: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((name, {}) for name in ("qwen3", "qwen3_thinking", "qwen3_5", "glm4_5", "gpt_oss", "phi3", "deepseek_r1")),
+    ("qwen3_5", {"enable_thinking": False}),  # of models up to 2B
+)
+# arguments by which templates keep the thoughts of earlier answers: Qwen3.6's, Nemotron 3's, GLM-4.7's
+KEEPING = {"preserve_thinking": True, "truncate_history_thinking": False, "clear_thinking": False}
 
 _END = "<|im_end|>"
 _USER = [{"role": "user", "content": "a question"}]
@@ -30,7 +37,8 @@ _CALL = [
     }
 ]
 _RESULT = [{"role": "tool", "content": "a result"}]
-_TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+_LOOK = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+_TOOLS = [{"type": "function", "function": _LOOK}]
 # conversations that a template and its training template render alike: none continues after an answer to a user
 _PROBES: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
     (_USER, {"add_generation_prompt": True}),
@@ -43,6 +51,13 @@ _PROBES: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
     (_USER + _CALL, {}),
     (_USER + _CALL + _RESULT + _RESULT, {"add_generation_prompt": True}),
 ]
+
+
+class TrainingTemplate(NamedTuple):
+    """A template for training. `name`: for messages; `options`: of apply_chat_template."""
+
+    name: str
+    options: Mapping[str, Any]
 
 
 def shipped() -> tuple[str, ...]:
@@ -81,16 +96,22 @@ def _fitting(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return template if _END in tokenizer.get_vocab() else template.replace(f"'{_END}\\n'", "eos_token + '\\n'")
 
 
-def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the name of the shipped template that renders like the tokenizer's own, or None.
+def training_template(tokenizer: PreTrainedTokenizerBase) -> TrainingTemplate | None:
+    """Return the tokenizer's own template with earlier thoughts, or the shipped one that renders like it, or None.
 
-    Both must agree on conversations that do not continue after an answer, and that the shipped one does not refuse.
+    The own one has an argument for that. The shipped one must agree with it on conversations that do not continue after
+    an answer, and that the shipped one does not refuse.
     """
+    variables = set(re.findall(r"\w+", template_of(tokenizer, {}, "data.chat_template")))
+    for variable, value in KEEPING.items():
+        if variable in variables:
+            return TrainingTemplate(f"the argument {variable}: {str(value).lower()}", {variable: value})
     own = [_rendered(tokenizer, {}, *probe) for probe in _PROBES]
-    for name in FOR_TRAINING:
-        other = {"chat_template": shipped_template(name), "as_published": True}
-        if all(_rendered(tokenizer, other, *probe) in (text, None) for probe, text in zip(_PROBES, own, strict=True)):
-            return name
+    for name, arguments in FOR_TRAINING:
+        options = {**arguments, "chat_template": shipped_template(name)}
+        other = [_rendered(tokenizer, {**options, "as_published": True}, *probe) for probe in _PROBES]
+        if all(theirs in (text, None) for theirs, text in zip(other, own, strict=True)):
+            return TrainingTemplate(f"the shipped chat template {name}", options)
     return None
 
 
@@ -105,4 +126,4 @@ def _rendered(
     tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any], chat: list, options: Mapping[str, Any]
 ) -> str | None:
     """Return the text of a conversation; None if the template refuses it or fails."""
-    return try_text(tokenizer, chat, **template, **options)
+    return try_text(tokenizer, chat, **{**template, **options})

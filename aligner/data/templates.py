@@ -13,7 +13,7 @@ from aligner.data.answer_ends import AnswerEnds
 from aligner.data.chats import Chat, Options, marks_answers, render
 from aligner.data.formats import SftRow, Text, Tools
 from aligner.data.rendering import USER, template_of
-from aligner.data.shipped_templates import answers_openings, shipped, shipped_template, training_template
+from aligner.data.shipped_templates import TrainingTemplate, answers_openings, shipped, training_template
 from aligner.data.template_checks import check_shown
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Ids = list[int]
+_Texts = dict[tuple[int, int], Ids]  # by numbers of conversation and message
 NO_ARGUMENTS: Mapping[str, Any] = {}
 
 
@@ -188,12 +189,12 @@ def _with_thoughts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], op
     This applies if the tokenizer's template does not begin answers with the generation prompt. The tokens are the
     generation prompt, then the answer by the shipped template.
     """
-    name = None if answers_openings(tokenizer) else training_template(tokenizer)
-    indices = [i for i, chat in enumerate(chats) if name and _thinks(chat)]
-    if not indices:
+    training = None if answers_openings(tokenizer) else training_template(tokenizer)
+    indices = [i for i, chat in enumerate(chats) if _thinks(chat)]
+    if training is None or not indices:
         return {}
     starts = _openings(tokenizer, [chats[i].head(-1) for i in indices], options)
-    fixed: Options = {**options, "chat_template": shipped_template(str(name))}
+    fixed: Options = {**training.options, **options}
     alone = [Chat(chats[i].messages[-2:], chats[i].where) for i in indices]  # earlier answers may have no thoughts
     heads = _openings(tokenizer, [chat.head(-1) for chat in alone], fixed)
     encoded = {}
@@ -211,10 +212,10 @@ def _thinks(chat: Chat) -> bool:
     return bool(last.get("reasoning_content")) or "</think>" in last["content"]
 
 
-def shipped_in_use(tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow]) -> str | None:
-    """Return the shipped template by which `encode_sft` learns conversations, or None.
+def replacement_in_use(tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow]) -> TrainingTemplate | None:
+    """Return the template by which `encode_sft` learns conversations instead of the tokenizer's, or None.
 
-    It replaces a tokenizer's template that may render answers unlike they are generated.
+    It replaces one that may render answers unlike they are generated.
     """
     chats = _chats([row for row in rows if row.messages is not None or not isinstance(row.prompt, str)])
     if (
@@ -272,15 +273,15 @@ def _masked(
 ) -> list[tuple[Ids, Ids]]:
     """Encode with loss masks: by the template's marks, else by prefixes.
 
-    Answers that a template without marks may omit are rendered by the shipped template that agrees with it.
+    Answers that a template without marks may omit are rendered by the template for training that agrees with it.
     """
     if not chats or marks_answers(tokenizer, chats, options):
         return _by_marks(tokenizer, chats, options)
     forgotten = _in_danger(tokenizer, chats) if fix else []
-    name = training_template(tokenizer) if forgotten else None
-    if name is None:
+    training = training_template(tokenizer) if forgotten else None
+    if training is None:
         return _by_prefixes(tokenizer, chats, options)
-    fixed: Options = {**options, "chat_template": shipped_template(name)}
+    fixed: Options = {**training.options, **options}
     by = _by_marks if marks_answers(tokenizer, chats[:1], fixed) else _by_prefixes
     encoded = dict(zip(forgotten, by(tokenizer, [chats[i] for i in forgotten], fixed), strict=True))
     rest = [i for i in range(len(chats)) if i not in encoded]
@@ -310,13 +311,36 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], opti
     # many templates refuse to render no messages
     opening = _opening(tokenizer, options) if len(opened) < len(spans) else []
     after = render(tokenizer, [chats[i].head(k + 1) for i, k in spans], options)["input_ids"]
+    ends = dict(zip(spans, after, strict=True))
+    starts |= _other_openings(tokenizer, chats, options, starts, ends)
     masks = [[0] * len(ids) for ids in whole]
-    for (i, k), end in zip(spans, after, strict=True):
+    for (i, k), end in ends.items():
         start, where = starts[i, k] if k else _head(end, opening), chats[i].where
         _check_prefix(tokenizer, start, end, where, f"messages[:{k}] and the opening of the assistant's turn")
         _check_prefix(tokenizer, end, whole[i], where, f"messages[:{k + 1}]")
         masks[i][len(start) : len(end)] = [1] * (len(end) - len(start))
     return list(zip(whole, masks, strict=True))
+
+
+def _other_openings(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options, starts: _Texts, ends: _Texts
+) -> _Texts:
+    """Return openings for answers that do not have the run's, with thoughts or without: those of the other mode.
+
+    Only conversations with an answer in the run's mode may have others.
+    """
+    fits = {at for at, start in starts.items() if ends[at][: len(start)] == start}
+    mixed = {i for i, _ in fits}
+    other = [(i, k) for i, k in starts if i in mixed and (i, k) not in fits]
+    openings: _Texts = {}
+    for mode in (True, False) if other and _switches(tokenizer, options) else ():
+        ids = _openings(tokenizer, [chats[i].head(k) for i, k in other], {**options, "enable_thinking": mode})
+        openings |= {at: start for at, start in zip(other, ids, strict=True) if ends[at][: len(start)] == start}
+    return openings
+
+
+def _switches(tokenizer: PreTrainedTokenizerBase, options: Options) -> bool:
+    return "enable_thinking" in template_of(tokenizer, options, "data.chat_template")
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase, options: Options) -> Ids:
@@ -341,7 +365,7 @@ def _check_prefix(tokenizer: PreTrainedTokenizerBase, short: Ids, long: Ids, whe
         return
     at = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), min(len(short), len(long)))
     window = slice(max(0, at - 8), at + 12)
-    opens = what.endswith("turn") and "enable_thinking" in template_of(tokenizer, {}, where)
+    opens = what.endswith("turn") and _switches(tokenizer, {})
     other = "data.template_arguments={enable_thinking: false}, or true, which changes the opening; " if opens else ""
     raise DataError(
         f"{where}: the chat template is not prefix-preserving: the tokens of {what} are not the start of the tokens of "

@@ -1,13 +1,17 @@
 """Shipped templates render what the families' own do, and mark each answer of a conversation."""
 
+import hashlib
+import re
+
 import pytest
 from hypothesis import given, settings
 
 from aligner.config.sections.data import DataConfig
 from aligner.data.dataset import PromptDataset, SftDataset
 from aligner.data.formats import SftRow, prompt_rows, sft_rows
+from aligner.data.rendering import try_text
 from aligner.data.shipped_templates import shipped, shipped_template, training_template, use_chat_template
-from aligner.data.templates import encode_answers, encode_sft, shipped_in_use
+from aligner.data.templates import encode_answers, encode_sft, replacement_in_use
 from aligner.data.tokenizer import load_tokenizer, stop_token_ids
 from aligner.errors import ConfigError, DataError
 from tests.data.test_templates import chats
@@ -118,7 +122,8 @@ def test_a_single_answer_is_learned_by_the_own_template_and_alike(qwen3, phi3, t
         (tokens, mask), (alone, alone_mask) = encode_sft(tokenizer, [row(two)])[0], own[0]
         size = len(alone) - (name == "phi3")  # but for the end of text behind the last one
         assert (tokens[:size], mask[:size]) == (alone[:size], alone_mask[:size])
-        assert shipped_in_use(tokenizer, [row(chat)]) is None and shipped_in_use(tokenizer, [row(two)]) == name
+        assert replacement_in_use(tokenizer, [row(chat)]) is None
+        assert replacement_in_use(tokenizer, [row(two)]).name == f"the shipped chat template {name}"
 
 
 def test_a_template_that_loses_every_thought_is_replaced_for_single_answers_too(deepseek):
@@ -132,7 +137,7 @@ def test_a_template_that_loses_every_thought_is_replaced_for_single_answers_too(
     for tokens, mask in encode_sft(deepseek, rows):
         assert deepseek.decode(tokens) == f"{opening}hm\n</think>\n\n7{R1[2]}"
         assert learned(deepseek, (tokens, mask)) == f"hm\n</think>\n\n7{R1[2]}"
-    assert shipped_in_use(deepseek, rows) == "deepseek_r1"
+    assert replacement_in_use(deepseek, rows).name == "the shipped chat template deepseek_r1"
     with pytest.raises(DataError, match="not prefix-preserving"):
         encode_sft(deepseek, rows, fix=False)
     with pytest.raises(DataError, match="an answer without thoughts"):
@@ -163,15 +168,16 @@ def test_a_reward_model_reads_the_thoughts_that_a_rollout_has(deepseek, qwen3):
 
 
 def test_only_what_renders_alike_is_replaced(qwen3, thinking, deepseek, phi3, forgetful, chatml, make_folder):
-    assert training_template(qwen3) == "qwen3" and training_template(thinking) == "qwen3_thinking"
-    assert training_template(deepseek) == "deepseek_r1" and training_template(phi3) == "phi3"
+    for tokenizer, name in ((qwen3, "qwen3"), (thinking, "qwen3_thinking"), (deepseek, "deepseek_r1"), (phi3, "phi3")):
+        assert training_template(tokenizer).name == f"the shipped chat template {name}"
     assert training_template(forgetful) is training_template(chatml) is None
     other = load_tokenizer(make_folder(like_qwen3().replace("a json object", "JSON"), extra=THINK))
     assert training_template(other) is None  # differs with tools alone
     two = [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]
     with pytest.raises(
         DataError,
-        match=r"not prefix-preserving.*data.chat_template=FILE.*chatml, deepseek_r1, phi3, qwen3, qwen3_thinking",
+        match=r"not prefix-preserving.*data.chat_template=FILE.*chatml, deepseek_r1, glm4_5, gpt_oss, phi3, qwen3, "
+        r"qwen3_5, qwen3_thinking",
     ):
         encode_sft(other, [row(two)])
     with pytest.raises(DataError, match="not prefix-preserving"):  # a template that was named is taken as it is
@@ -241,3 +247,189 @@ def test_a_template_by_name_or_file(make_folder, tmp_path):
     assert tokenizer.decode(encode_sft(tokenizer, [row(chat)], fix=False)[0][0]) == "q<|im_end|>a<|im_end|>"
     with pytest.raises(ConfigError, match=rf"data.chat_template='qwen4': expected auto, one of {', '.join(shipped())}"):
         use_chat_template(tokenizer, DataConfig(chat_template="qwen4"))
+
+
+def like_qwen3_5(keeps=""):
+    """Its own: answers before the last question lose their block."""
+    template, block = shipped_template("qwen3_5"), "'<think>\\n' + thoughts + '\\n</think>\\n\\n'"
+    assert "assistant\\n<think>\\n' + thoughts" in template
+    template = template.replace("assistant\\n<think>\\n' + thoughts + '\\n</think>\\n\\n' + content", "BLOCK")
+    kept = f"({block} if loop.last or loop.nextitem.role == 'tool'{keeps} else '')"
+    return template.replace("BLOCK", f"assistant\\n' + {kept} + content")
+
+
+def like_glm4_5():
+    return shipped_template("glm4_5").replace(
+        "thoughts.strip()", "(thoughts.strip() if loop.last or loop.nextitem.role == 'tool' else '')"
+    )
+
+
+def like_gpt_oss():
+    """Its own: a final answer has its thoughts and its own end only where the conversation ends."""
+    template = shipped_template("gpt_oss").replace("+ '<|return|>'", "+ ('<|return|>' if loop.last else '<|end|>')")
+    return template.replace("if thoughts or (", "if (loop.last or not final) and (thoughts or ").replace(
+        "{%- set last = namespace(call='') %}",
+        "{%- set last = namespace(call='') %}{%- set final = messages[-1].role == 'assistant' and not "
+        "messages[-1].tool_calls %}",
+    )
+
+
+HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>")
+GLM = ("<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", *THINK)
+FAMILIES = {
+    "qwen3_5": (like_qwen3_5, {"extra": THINK, "regex": False}),
+    "glm4_5": (like_glm4_5, {"extra": GLM, "eos": "<|endoftext|>", "pad": "<s>"}),
+    "gpt_oss": (like_gpt_oss, {"extra": HARMONY, "eos": "<|return|>"}),
+}
+
+
+@pytest.fixture(scope="module")
+def family(make_folder):
+    return lambda name: load_tokenizer(make_folder(FAMILIES[name][0](), **FAMILIES[name][1]))
+
+
+LEARNED = {
+    "qwen3_5": [
+        "hm\n</think>\n\n<tool_call>\n<function=look>\n<parameter=at>\nit\n</parameter>\n</function>\n</tool_call>"
+        "<|im_end|>\n",
+        "so\n</think>\n\nit is 7<|im_end|>\n",
+        "yes\n</think>\n\nbye<|im_end|>\n",
+    ],
+    "glm4_5": [
+        "\n<think>hm</think>\n<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>it</arg_value>\n</tool_call>",
+        "\n<think>so</think>\nit is 7<|user|>",
+        "\n<think>yes</think>\nbye<|user|>",
+    ],
+    "gpt_oss": [
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.look<|channel|>commentary json"
+        '<|message|>{"at": "it"}<|call|>',
+        "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>it is 7<|return|>",
+        "<|channel|>analysis<|message|>yes<|end|><|start|>assistant<|channel|>final<|message|>bye<|return|>",
+    ],
+}
+TURNS = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]},
+    {"role": "tool", "content": "7"},
+    {"role": "assistant", "content": "it is 7", "reasoning_content": "so"},
+    {"role": "user", "content": "thanks"},
+    {"role": "assistant", "content": "bye", "reasoning_content": "yes"},
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_thoughts_of_all_turns_are_learned_where_the_own_template_drops_them(family, name):
+    tokenizer, rows = family(name), [row(TURNS), row(TURNS[:4])]
+    assert replacement_in_use(tokenizer, rows).name == f"the shipped chat template {name}"
+    whole, shorter = encode_sft(tokenizer, rows)
+    assert learned(tokenizer, whole) == "".join(LEARNED[name])
+    size = len(shorter[0]) - (name == "glm4_5")  # the next question's mark closes its answer
+    assert [ids[:size] for ids in whole] == [ids[:size] for ids in shorter]
+    with pytest.raises(DataError, match="not prefix-preserving"):
+        encode_sft(tokenizer, rows, fix=False)
+
+
+def test_answers_without_thoughts_among_others_follow_the_opening_of_their_own(family):
+    tokenizer = family("qwen3_5")
+    first = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "no"}]
+    (encoded,) = encode_sft(tokenizer, [row(first + TURNS)])
+    assert learned(tokenizer, encoded) == "no<|im_end|>\n" + "".join(LEARNED["qwen3_5"])
+    assert tokenizer.decode(encoded[0]).startswith(
+        "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n<think>\n\n</"
+    )
+    (off,) = encode_sft(tokenizer, [row(first + TURNS)], arguments={"enable_thinking": False})
+    assert off == encoded
+    for alone in (first, first + first):  # none has the run's: its weights would be trained for another opening
+        with pytest.raises(DataError, match=r"enable_thinking: false\}, or true"):
+            encode_sft(tokenizer, [row(alone)])
+        (encoded,) = encode_sft(tokenizer, [row(alone)], arguments={"enable_thinking": False})
+        assert learned(tokenizer, encoded) == "no<|im_end|>\n" * (len(alone) // 2)
+
+
+@pytest.mark.parametrize(
+    "switch", ["preserve_thinking: true", "truncate_history_thinking: false", "clear_thinking: false"]
+)
+def test_a_template_that_can_keep_thoughts_is_taken_itself(make_folder, switch):
+    """Qwen3.6's, Nemotron 3's, and GLM-4.7's."""
+    name, value = switch.split(": ")
+    keeps = f" or ({name} is defined and {name} is {value})"
+    tokenizer = load_tokenizer(make_folder(like_qwen3_5(keeps), extra=THINK, regex=False))
+    assert replacement_in_use(tokenizer, [row(TURNS)]).name == f"the argument {switch}"
+    (encoded,) = encode_sft(tokenizer, [row(TURNS)])
+    assert learned(tokenizer, encoded) == "".join(LEARNED["qwen3_5"])
+    with pytest.raises(DataError, match="not prefix-preserving"):  # what was named is taken as it is
+        encode_sft(tokenizer, [row(TURNS)], arguments={name: value != "true"})
+
+
+def test_the_small_models_of_qwen3_5_are_known_by_their_opening(make_folder):
+    """Models up to 2B do not think unless they are made to."""
+    opening = "enable_thinking is defined and enable_thinking is false"
+    assert opening in like_qwen3_5()
+    small = like_qwen3_5().replace(opening, "not (enable_thinking is defined and enable_thinking is true)")
+    tokenizer = load_tokenizer(make_folder(small, extra=THINK, regex=False))
+    first = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "no"}]
+    (encoded,) = encode_sft(tokenizer, [row(first + first)])
+    assert learned(tokenizer, encoded) == "no<|im_end|>\n" * 2
+    (encoded,) = encode_sft(tokenizer, [row(TURNS)], arguments={"enable_thinking": True})
+    assert learned(tokenizer, encoded) == "".join(LEARNED["qwen3_5"])
+
+
+SCHEMA = {
+    "at": {"type": "string", "description": "Where, “there”."},
+    "how": {"type": "string", "enum": ["a", "b"], "default": "a"},
+    "numbers": {"type": "array", "items": {"type": "integer"}},
+    "more": {"type": "object", "properties": {"x": {"type": "number"}, "y": {"oneOf": [{"type": "string"}, {}]}}},
+}
+LOOK = {
+    "name": "look",
+    "description": "Looks.",
+    "parameters": {"type": "object", "properties": SCHEMA, "required": ["at"]},
+}
+RICH = {"at": 'it, "é"\n', "numbers": [1, 2], "more": {"x": 1.5, "y": None}, "on": True}
+ASK = [{"role": "system", "content": " Be brief.\n"}, {"role": "user", "content": "q <b> ü "}]
+RICH_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": RICH}}],
+}
+ENDING = [  # conversations that do not continue after an answer, with tools or without
+    (ASK, False),
+    (ASK[1:], True),
+    ([*ASK, {"role": "assistant", "content": " a\n\nb", "reasoning_content": "hm\n"}], True),
+    ([*ASK[1:], {"role": "assistant", "content": "", "reasoning_content": "hm"}], False),
+    ([*ASK, RICH_CALL], True),
+    (
+        [
+            *ASK,
+            RICH_CALL | {"reasoning_content": "hm"},
+            {"role": "tool", "content": "é\n"},
+            RICH_CALL,
+            *[{"role": "tool", "content": ""}] * 2,
+        ],
+        True,
+    ),
+]
+# of the texts of ENDING, and of its first without thinking, by the published templates (copies of TRL 1.16.0)
+PUBLISHED_DIGESTS = {
+    "qwen3_5": "a264ef431d0f aa5271bcfa8f dd0546d32af4 45853b541314 376b979c98b1 741870684de7 bedb69053b61",
+    "glm4_5": "e9690a8db00a f80eee1047fa e316eb4cad27 40a16a97e3e9 fd0dd1dd78e9 716e5368f6e4 df6b9b913a67",
+    "gpt_oss": "0c45d25258b2 677e2e5a7328 65627cbf1f11 18e2045e111a df8f6c1f4563 36782418010e 0c45d25258b2",
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_ends_at_an_answer_is_rendered_as_the_published_template_does(family, name):
+    tokenizer = family(name)
+    tokenizer.chat_template = shipped_template(name)
+    assert rendered_digests(tokenizer) == PUBLISHED_DIGESTS[name].split()
+
+
+def rendered_digests(tokenizer):
+    asked = [(*one, {}) for one in ENDING] + [(*ENDING[0], {"enable_thinking": False})]
+    texts = [
+        try_text(tokenizer, chat, tools=[{"type": "function", "function": LOOK}] if tools else None,
+                 add_generation_prompt=chat[-1]["role"] != "assistant", **options)
+        for chat, tools, options in asked
+    ]  # fmt: skip
+    texts = [re.sub(r"Current date: [\d-]+", "", text) for text in texts]
+    return [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts]
