@@ -14,15 +14,15 @@ Ids = list[int]
 
 
 class AnswerEnds:
-    """The stop tokens of a tokenizer; `closing` is added after a last answer that has none."""
+    """The stop tokens of a tokenizer; one of `closing`, by whether it calls, is added after a last answer without."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]):
         self.tokenizer, self.stops = tokenizer, frozenset(stop_ids)
-        end = turn_end(tokenizer)
-        self.closing = end if end in self.stops else tokenizer.eos_token_id
+        ends = [turn_end(tokenizer), turn_end(tokenizer, call=True)]
+        self.closing = [end if end in self.stops else tokenizer.eos_token_id for end in (ends[0], ends[1] or ends[0])]
 
-    def cut(self, ids: Ids) -> Ids:
-        """Return a conversation up to the stop token of its last answer.
+    def cut(self, ids: Ids, calls: bool) -> Ids:
+        """Return a conversation up to the stop token of its last answer, which may have `calls`.
 
         White space behind that is removed, or an EOS (Phi-3's), which nobody generates.
         """
@@ -31,9 +31,9 @@ class AnswerEnds:
             last = self._last_word(ids, 0, last)
         if last >= 0 and ids[last] in self.stops:
             return ids[: last + 1]
-        return [*ids, self.closing]
+        return [*ids, self.closing[calls]]
 
-    def close(self, ids: Ids, mask: Ids, answered: bool) -> None:
+    def close(self, ids: Ids, mask: Ids, answered: bool, calls: bool) -> None:
         """Put loss on the stop token of each answer, in place.
 
         This is the token right behind the answer, if the template puts it there; it may open the next turn. Else it is
@@ -46,7 +46,7 @@ class AnswerEnds:
                 mask[end] = 1
             elif answered and self._last_word(ids, end, len(ids)) < end:
                 mask[end:] = [1] * (len(ids) - end + 1)
-                ids.append(self.closing)
+                ids.append(self.closing[calls])
 
     def ended(self, ids: Sequence[int], start: int, end: int) -> bool:
         """Return whether these tokens, without white space at their end, end with a stop token."""

@@ -179,7 +179,7 @@ def encode_answers(
     replaced = _with_thoughts(tokenizer, whole, arguments) if fix and whole else {}
     ends = AnswerEnds(tokenizer, stop_ids) if whole else None
     for index, i in enumerate(chats):
-        out[i] = ends.cut(replaced.get(index, rendered_ids[index]))
+        out[i] = ends.cut(replaced.get(index, rendered_ids[index]), "tool_calls" in answers[i][-1])
     return out
 
 
@@ -264,7 +264,8 @@ def _encode_chats(
         encoded = _masked(tokenizer, chats, options, fix)
     ends = AnswerEnds(tokenizer, stop_token_ids(tokenizer)) if chats else None
     for chat, (ids, mask) in zip(chats, encoded, strict=True):
-        ends.close(ids, mask, chat.messages[-1]["role"] == "assistant")
+        last = chat.messages[-1]
+        ends.close(ids, mask, last["role"] == "assistant", "tool_calls" in last)
     return encoded
 
 

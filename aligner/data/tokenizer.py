@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aligner.config.checks import path_hint
 from aligner.data.rendering import THOUGHT, USER, try_text
+from aligner.data.tool_calls import READERS, written
 from aligner.errors import ConfigError, DataError
 from aligner.foreign import read_record
 
@@ -166,15 +167,15 @@ def decode_responses(
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return tokens that end a response: EOS, those of generation_config.json, and the end of a chat turn."""
+    """Return tokens that end a response: EOS, those of generation_config.json, and the ends of a chat turn."""
     ids = [tokenizer.eos_token_id]
     path = Path(tokenizer.name_or_path) / "generation_config.json"
     if path.is_file():
         settings = read_record(path, DataError)
         many = isinstance(settings.fields.get("eos_token_id"), list)
         ids += settings.integers("eos_token_id") if many else [settings.integer("eos_token_id", tokenizer.eos_token_id)]
-    end = turn_end(tokenizer)
-    return tuple(dict.fromkeys(ids if end is None else [*ids, end]))
+    ends = [turn_end(tokenizer), turn_end(tokenizer, call=True)]
+    return tuple(dict.fromkeys([*ids, *(end for end in ends if end is not None)]))
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -187,26 +188,37 @@ def sampled_with(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {"stop_token_ids": stop_token_ids(tokenizer), "vocabulary": vocabulary_size(tokenizer)}
 
 
-def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the first special token that the chat template puts behind an answer (<|im_end|>).
+def turn_end(tokenizer: PreTrainedTokenizerBase, call: bool = False) -> int | None:
+    """Return the first special token that the chat template puts behind an answer (<|im_end|>), or behind its `call`.
 
     If a conversation ends with none, it is the token right behind an answer that the conversation continues from
-    (GLM-4's <|user|>).
+    (GLM-4's <|user|>, and <|observation|> behind a call).
     """
     if tokenizer.chat_template is None:
         return None
-    answer, question = "an answer 7", "a question 8"
-    chats = [[USER, {"role": "assistant", "content": thought + answer}] for thought in ("", THOUGHT)]
+    answer, reply = "an answer 7", {"role": "user", "content": "a question 8"}
+    fields: dict[str, Any] = {"content": answer}
+    if call:
+        function = {"name": "look", "arguments": {"at": answer}}
+        fields = {"content": "", "tool_calls": [{"id": "call00007", "type": "function", "function": function}]}
+        reply |= {"role": "tool", "name": "look", "tool_call_id": "call00007"}
+    chats = [
+        [USER, {"role": "assistant", **fields, "content": thought + fields["content"]}] for thought in ("", THOUGHT)
+    ]
     chat, text = next(((c, t) for c in chats if (t := try_text(tokenizer, c)) is not None), (chats[0], ""))
+    if call and answer not in text:
+        return None
     tail = text.rpartition(answer)[2]
-    special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    marks = "".join(written(kind, "look", {"at": answer}) for kind in READERS) if call else ""
+    special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special and t.content not in marks}
     ends = [i for i in tokenizer(tail, add_special_tokens=False)["input_ids"] if i in special]
     if ends:
         return ends[0]
-    longer = try_text(tokenizer, [*chat, {"role": "user", "content": question}]) or ""
-    between = longer.rpartition(answer)[2].partition(question)[0].lstrip()
+    longer = (try_text(tokenizer, [*chat, reply]) or "").rpartition(answer)[2]
+    between = longer.removeprefix(tail if call else "").partition(reply["content"])[0].lstrip()
     following = tokenizer(between, add_special_tokens=False)["input_ids"][:1]
-    never = (tokenizer.bos_token_id, tokenizer.pad_token_id)
+    never = [tokenizer.bos_token_id, tokenizer.pad_token_id]
+    never += tokenizer(text, add_special_tokens=False)["input_ids"] if call else []  # these open other turns too
     return following[0] if following and following[0] in special and following[0] not in never else None
 
 

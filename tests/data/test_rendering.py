@@ -187,6 +187,33 @@ def test_a_turn_that_the_next_one_closes_is_learned_with_what_opens_that(make_fo
     assert tokenizer.decode(ids[0]).endswith("ok<|user|>")
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_call_ends_with_a_token_of_its_own(make_folder, known):
+    """GLM-4.5's result opens with <|observation|>, which ends the call; gpt-oss ends calls with <|call|>."""
+    calls = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    glm = "{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>{{ m.content }}" + calls
+    glm += "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    extra = ["<|user|>", "<|assistant|>", "<|observation|>", "<tool_call>", "</tool_call>", "<|call|>"]
+    oss = CHATML.replace("'<|im_end|>\n'", "('<|call|>' if m.tool_calls else '<|im_end|>')").replace(
+        "m['content'] +", "m['content'] ~ (m.tool_calls[0].function | tojson if m.tool_calls else '') ~"
+    )
+    for template, end, answer in ((glm, "<|observation|>", "<|user|>"), (oss, "<|call|>", "<|im_end|>")):
+        tokenizer = load_tokenizer(make_folder(template, eos="<|endoftext|>", pad="<s>", extra=extra))
+        if known:
+            ends = [tokenizer.convert_tokens_to_ids(name) for name in (end, answer)]
+            (Path(tokenizer.name_or_path) / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
+        stops = stop_token_ids(tokenizer)
+        names = [tokenizer.convert_ids_to_tokens(i) for i in stops]
+        assert sorted(names) == sorted(["<|endoftext|>", end, answer])
+        call = '{"name": "add", "arguments": {"a": 2}}'
+        call = f"<tool_call>{call}</tool_call>" if template == glm else call
+        question, *answers = called("")["messages"]
+        assert learned(tokenizer, SftRow(messages=[question, *answers], where="r")) == call + end + "four" + answer
+        assert learned(tokenizer, SftRow(messages=[question, answers[0]], where="r")) == call + end
+        (ids,) = encode_answers(tokenizer, [[question]], [answers[:1]], ["r"], stops)
+        assert tokenizer.decode(ids).endswith(call + end)
+
+
 def test_chatml_ends_with_the_eos_of_a_tokenizer_without_its_tokens(byte):
     byte = load_tokenizer(byte.name_or_path)
     use_chat_template(byte, DataConfig(chat_template="chatml"))

@@ -296,7 +296,8 @@ LEARNED = {
         "yes\n</think>\n\nbye<|im_end|>\n",
     ],
     "glm4_5": [
-        "\n<think>hm</think>\n<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>it</arg_value>\n</tool_call>",
+        "\n<think>hm</think>\n<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>it</arg_value>\n</tool_call>"
+        "<|observation|>",
         "\n<think>so</think>\nit is 7<|user|>",
         "\n<think>yes</think>\nbye<|user|>",
     ],
