@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from aligner.data.tool_values import types_of, value_of, value_text
 Tools = Sequence[dict[str, Any]]
 Found = tuple[str, "list[Call]"]
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_KEYS = {"name", "arguments", "parameters", "id", "type"}  # of a call in JSON
 _MISTRAL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?={)")
 _V3 = re.compile(r"\s*\w+\s*<｜tool▁sep｜>\s*([^\n{]*?)\s*```json\s*")
 _CALLS, _CALL, _CALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -105,7 +106,8 @@ def written(kind: str, name: str, arguments: dict[str, Any]) -> str:
 
 
 def _hermes(text: str, tools: Tools) -> Found:
-    return _HERMES.sub("", text).strip(), [_read(body) for body in _HERMES.findall(text)]
+    beside, bodies = _bodies(text, "<tool_call>", ("</tool_call>",))
+    return beside.strip(), [_read(body) for body in bodies]
 
 
 def _llama3(text: str, tools: Tools) -> Found:
@@ -164,26 +166,23 @@ def _glm45(text: str, tools: Tools) -> Found:
 
 
 def _deepseek(text: str, tools: Tools) -> Found:
-    beside, *bodies = text.split(_CALL)
     calls = []
-    for body in bodies:
-        block = body.partition(_CALL_END)[0]
+    for block in _bodies(text, _CALL, (_CALL_END, _CALL))[1]:
         if (header := _V3.match(block)) is not None:
             calls.append(_named(header[1], block[header.end() :]))
         else:
             name, sep, arguments = block.partition("<｜tool▁sep｜>")
             calls.append(_named(name if sep else "", arguments))
-    return beside.replace(_CALLS, "").strip(), calls
+    return text.partition(_CALL)[0].replace(_CALLS, "").strip(), calls
 
 
 def _kimi_k2(text: str, tools: Tools) -> Found:
-    beside, *bodies = text.split(_KIMI_CALL)
     calls = []
-    for body in bodies:
-        own, sep, arguments = body.partition(_KIMI_END)[0].partition(_KIMI_ARGUMENTS)
+    for body in _bodies(text, _KIMI_CALL, (_KIMI_END, _KIMI_CALL))[1]:
+        own, sep, arguments = body.partition(_KIMI_ARGUMENTS)
         name = own.strip().removeprefix("functions.").partition(":")[0] if sep else ""
         calls.append(_named(name, arguments))
-    return beside.replace(_KIMI_CALLS, "").strip(), calls
+    return text.partition(_KIMI_CALL)[0].replace(_KIMI_CALLS, "").strip(), calls
 
 
 def _harmony(text: str, tools: Tools) -> Found:
@@ -200,31 +199,47 @@ def _harmony(text: str, tools: Tools) -> Found:
     return "\n".join(thought if calls else final).strip(), calls
 
 
+def _bodies(text: str, opens: str, ends: tuple[str, ...]) -> tuple[str, list[str]]:
+    """Return (the text beside calls, the texts of calls), each up to the first of `ends` behind its JSON."""
+    beside, bodies, end = [], [], 0
+    while (start := text.find(opens, end)) >= 0:
+        beside.append(text[end:start])
+        start = behind = start + len(opens)
+        if (brace := text.find("{", start, _first(text, ends, start))) >= 0:
+            with suppress(ValueError, RecursionError):
+                behind = json.JSONDecoder().raw_decode(text, brace)[1]
+        end = _first(text, ends, behind)
+        bodies.append(text[start:end])
+        end += len(ends[0]) if text.startswith(ends[0], end) else 0
+    return "".join([*beside, text[end:]]), bodies
+
+
 def _pairs(
     text: str, position: int, marks: tuple[str, str, str, str], ends: tuple[str, ...]
 ) -> tuple[list[tuple[str, str]] | None, int]:
     """Read (key, value) pairs from `position` on; also return the position of the first of `ends` behind them.
 
     `marks`: before a key, behind it, before its value, behind it. A value ends before another pair or an end. Returns
-    None for pairs if other text stands between them.
+    None for pairs if a mark is missing: other text stands between them, or a value would contain the next one.
     """
     before, behind, opens, closes = marks
     pairs: list[tuple[str, str]] = []
     while True:
         position = _past(text, position, "")
         if position == len(text) or text.startswith(ends, position):
-            return pairs, position
+            return pairs if pairs or position < len(text) else None, position  # a name alone may be a part of one
         if not text.startswith(before, position):
             return None, _first(text, ends, position)
         key, position = _upto(text, position + len(before), behind)
-        start = _past(text, position, opens) if opens else position
-        end = start
+        end = start = _past(text, position, opens) if opens else position
+        if "<" in key or "\n" in key or (opens and start == position):
+            return None, _first(text, ends, position)
         while (end := text.find(closes, end)) >= 0:
             position = _past(text, end + len(closes), "")
             if position == len(text) or text.startswith((before, *ends), position):
                 break
             end += len(closes)
-        if end < 0:
+        if end < 0 or before in text[start:end] or (opens and opens in text[start:end]):
             return None, _first(text, ends, start)
         pairs.append((key, text[start:end]))
 
@@ -256,6 +271,8 @@ def _call(name: str, pairs: list[tuple[str, str]] | None, before: str, tools: To
         return Call(fault="a call begins with the name of a function")
     if pairs is None:
         return Call(fault=f"the arguments of {name} are not written as {MARKS[kind]}...: each value has an end")
+    if len({key.strip() for key, _ in pairs}) < len(pairs):
+        return Call(fault=f"an argument of {name} is written twice")
     types = types_of(name, tools)
     return _sound(name, {key.strip(): value_of(kind, value, types.get(key.strip())) for key, value in pairs})
 
@@ -264,7 +281,7 @@ def _named(name: str, arguments: str) -> Call:
     """Read JSON arguments; only white space and the end of a code block may follow them."""
     try:
         text = arguments.strip()
-        value, end = json.JSONDecoder().raw_decode(text) if text else ({}, 0)
+        value, end = json.JSONDecoder().raw_decode(text)
         if (rest := text[end:].strip()) not in ("", "```"):
             return Call(fault=f"this call is not valid JSON (behind its end stands {rest[:20]!r})")
     except (ValueError, RecursionError) as cause:
@@ -301,6 +318,8 @@ def _read(value: Any) -> Call:
         value = json.loads(value) if isinstance(value, str) else value
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return Call(fault='a call is a JSON object with "name"')
+        if others := sorted(value.keys() - _KEYS):
+            return Call(fault=f"a call has a name and arguments, found the key {others[0]!r}")
         arguments = value.get("arguments", value.get("parameters", {}))
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as cause:

@@ -62,7 +62,12 @@ PROPERTIES = {name: {"type": kind} for name, kind in KINDS.items()}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "d", "parameters": {
     "type": "object", "properties": PROPERTIES}}}]  # fmt: skip
 WORDS = st.lists(
-    st.sampled_from(["a", " ", "\n", '"', "'", "</parameter>", "</arg_value>", "é", "7", "{", "true", "\\"])
+    st.sampled_from(
+        [
+            *("a", " ", "\n", '"', "'", "</parameter>", "</arg_value>", "é", "7", "{", "true", "\\"),
+            *("<｜tool▁call▁end｜>", "<|tool_call_end|>"),
+        ]
+    )
 )
 JSON = st.recursive(st.integers(-9, 9) | st.booleans() | st.text(max_size=4), lambda x: st.lists(x, max_size=2))
 ARGUMENTS = st.fixed_dictionaries(
@@ -115,15 +120,16 @@ def test_a_format_that_only_looks_like_a_known_one_is_refused(make_folder, befor
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=60, deadline=None)
-@given(arguments=ARGUMENTS)
-def test_a_call_that_a_template_renders_is_read_back(dialogue, name, arguments):
-    one = dialogue(name)
-    call = {"id": "x1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+@given(several=st.lists(ARGUMENTS, min_size=1, max_size=3))
+def test_calls_that_a_template_renders_are_read_back(dialogue, name, several):
+    one, several = dialogue(name), several[:1] if name == "harmony" else several
+    functions = [{"name": "add", "arguments": arguments} for arguments in several]
+    calls = [{"id": f"x{i}", "type": "function", "function": function} for i, function in enumerate(functions)]
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls}]
     text = one._render(chat)
     answer = text.partition("assistant\n")[2].rpartition("<|im_end|>")[0]
     actual = one.read(answer)[1]
-    assert [(c.name, c.arguments) for c in actual] == [("add", arguments)]
+    assert [(c.name, c.arguments) for c in actual] == [("add", arguments) for arguments in several]
 
 
 @pytest.mark.parametrize("kind", READERS)
@@ -149,6 +155,21 @@ def test_no_text_breaks_a_reader(kind, text):
         ("qwen3_coder", "<tool_call>\n<function=f>\nso</function>\n</tool_call>"),
         ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1\n</tool_call>"),
         ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{oops<｜tool▁call▁end｜>"),
+        ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
+        ("hermes", '<tool_call>\n{"name": "f", "argumnts": {"a": 1}}\n</tool_call>'),
+        ("llama3", '{"name": "f", "params": {}}'),
+        ("qwen3_coder", "<function=f><parameter=a>\n1\n</parameter><parameter=a>\n2\n</parameter></function>"),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<argval>1</arg_value>\n</tool_call>"),
+        (
+            "glm45",
+            "<tool_call>f\n<arg_key>a</key>\n<arg_value>1</arg_value><arg_key>b</arg_key><arg_value>1</arg_value>",
+        ),
+        (
+            "glm45",
+            "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<ag_key>b</arg_key>\n<arg_value>1</arg_value>",
+        ),
+        ("glm45", "<tool_call>ad"),
+        ("qwen3_coder", "<tool_call>\n<function=ad"),
         ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>[1]<|tool_call_end|>"),
         ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{oops"),
     ],
@@ -156,3 +177,17 @@ def test_no_text_breaks_a_reader(kind, text):
 def test_a_call_that_cannot_be_read_says_why(kind, text):
     (call,) = read_calls(text, kind)[1]
     assert call.fault and not call.name
+
+
+@pytest.mark.parametrize("kind, end", [("qwen3_coder", "\n</parameter>"), ("glm45", "</arg_value>")])
+def test_a_value_without_an_end_does_not_take_the_next_call(kind, end):
+    call = written(kind, "f", {"a": "1"})
+    first, second = read_calls(call.replace(end, "") + "\n" + call, kind)[1]
+    assert first.fault and (second.name, second.arguments) == ("f", {"a": "1"})
+
+
+@pytest.mark.parametrize("kind", ["hermes", "deepseek", "kimi_k2"])
+def test_a_mark_within_json_is_text(kind):
+    arguments = {"a": "</tool_call> <｜tool▁call▁end｜> <|tool_call_end|> {"}
+    beside, calls = read_calls("so " + written(kind, "f", arguments) * 2, kind)
+    assert beside == "so" and [(call.name, call.arguments) for call in calls] == [("f", arguments)] * 2
