@@ -33,6 +33,7 @@ NEEDS = {
     "alpaca": ("instruction",),
 }
 CONVERTED = ("sharegpt", "alpaca")
+MEDIA = {"images": "<image>", "videos": "<video>", "audios": "<audio>"}  # columns of files, and where texts show them
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,10 @@ class TypedRows[T](Sequence[T]):
     def _typed(self, index: int, original: Mapping[str, Any]) -> T:
         where, kind = self._where(index), self.format
         row = columns_of(original, self._data, where)
+        for name, mark in MEDIA.items():
+            if row.get(name) and mark in str({**row, name: None}):
+                expected = "rows of text: images, video and audio are not read"
+                raise DataError(f"{where}: the column `{name}`, shown in a text by {mark}: expected {expected}")
         if kind in CONVERTED:
             kind = "preference" if "preference" in self._usable and row.get("chosen") is not None else self._usable[0]
             row = converted(self.format, row, kind, where)

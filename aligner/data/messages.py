@@ -26,7 +26,7 @@ ROLES = (
 _MEANT = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
 # other keys are left to the template; a mistyped key is compared with these
 KEYS = ("content", "tool_calls", "tool_call_id", "reasoning_content", "function_call", "function_calls")
-_TEXTS = ("reasoning_content", "reasoning", "thinking")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def read_text(value: Any, name: str, where: str) -> Text:
@@ -82,7 +82,7 @@ def _check_keys(message: Mapping[str, Any], path: str) -> None:
         near = None if key in KEYS else _nearest(key, KEYS)
         if near is not None and near not in message:
             raise DataError(f"{path}: found the key {key!r}, which no template reads. Did you mean {near!r}?")
-    for key in _TEXTS:
+    for key in THOUGHTS:
         if not isinstance(message.get(key, ""), str):
             _refuse(f"{path}.{key}", message[key], "a string")
 
@@ -138,7 +138,8 @@ def _joined(parts: list[Any], name: str, where: str) -> str:
         if not isinstance(piece, Mapping) or piece.get("type") != "text" or not isinstance(piece.get("text"), str):
             raise DataError(
                 f"{where}: expected a message of `{name}` to have a text as content, or a list of parts "
-                f"{{type: text, text: ...}}, found the part {str(piece)[:120]} (data.columns)"
+                f"{{type: text, text: ...}}, found the part {str(piece)[:120]}: images, video and audio are not read "
+                "(data.columns)"
             )
     return "".join(piece["text"] for piece in parts)
 

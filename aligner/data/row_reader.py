@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,9 +11,10 @@ import numpy as np
 from aligner.config.sections.data import DataConfig
 from aligner.data.answer_ends import AnswerEnds, spans
 from aligner.data.chats import check_arguments, unread_tools
-from aligner.data.formats import Messages, Text, Tools, TypedRows
+from aligner.data.formats import Messages, SftRow, Text, Tools, TypedRows
 from aligner.data.ragged import FlatRows
-from aligner.data.template_checks import shows_beside, shows_key
+from aligner.data.shipped_templates import training_template
+from aligner.data.template_checks import loses_thoughts, shows_beside, shows_key, thinking
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
 
@@ -88,6 +89,8 @@ class RowReader[Row]:
         self._learned = self._open = 0  # answers, and those without a stop token
         self._keys: dict[tuple[str, str], None] = {}  # of messages, with their role
         self._beside = 0  # rows whose text beside calls the template omits
+        self._thoughtless = 0  # rows of which the template omits thoughts
+        self._loses: dict[Hashable, bool] = {}  # by shape
         self._shows_beside: dict[bool, bool] = {}  # with tools, and without: the template may differ
         for note in rows.notes if isinstance(rows, TypedRows) else ():
             self.report.note(note)
@@ -102,6 +105,8 @@ class RowReader[Row]:
                 for row, messages in zip(chunk, chats, strict=True):
                     self._note_keys(messages)
                     self._beside += self._loses_words(messages, row.tools)
+                    if isinstance(row, SftRow) and row.messages is not None:
+                        self._thoughtless += self._loses_thoughts(messages, row.tools)
                 check_arguments(self.tokenizer, self.data.template_arguments)
                 if unread_tools(self.tokenizer, [row.tools for row in chunk]):
                     self.report.note("the column `tools` has no effect: the chat template does not read it")
@@ -116,7 +121,23 @@ class RowReader[Row]:
                 f"the chat template leaves out the text beside tool calls, in {self._beside} rows: only the calls are "
                 "read and learned there. To learn both: a template that shows both (data.chat_template)"
             )
+        if self._thoughtless:
+            self.report.note(
+                f"the chat template leaves out thoughts of responses, in {self._thoughtless} rows: these are learned "
+                "without (data.chat_template)"
+            )
         self._check_left()
+
+    def _loses_thoughts(self, messages: Messages, tools: Tools | None) -> bool:
+        where = thinking(messages)
+        shape = tuple((m["role"], where.get(i), "tool_calls" in m) for i, m in enumerate(messages)), bool(tools)
+        if where and shape not in self._loses:
+            options = self.data.template_arguments
+            lost = loses_thoughts(self.tokenizer, messages, options, tools)
+            if lost and self.data.chat_template == "auto" and (other := training_template(self.tokenizer)) is not None:
+                lost = loses_thoughts(self.tokenizer, messages, {**other.options, **options}, tools)
+            self._loses[shape] = lost
+        return bool(where) and self._loses[shape]
 
     def _loses_words(self, messages: Messages, tools: Tools | None) -> bool:
         if not any(message.get("tool_calls") and message["content"].strip() for message in messages):

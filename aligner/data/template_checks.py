@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from aligner.data.messages import THOUGHTS
 from aligner.data.rendering import THOUGHT, USER, Conversation, form_of, template_of, try_text
 from aligner.data.tokenizer import stop_token_ids, turn_end
 from aligner.data.tool_calls import format_of
@@ -96,6 +97,24 @@ def _refuse(tokenizer: PreTrainedTokenizerBase, chat: Chat, what: str) -> None:
 def shows_key(tokenizer: PreTrainedTokenizerBase, role: str, key: str, options: Mapping[str, Any]) -> bool:
     """Return whether the template shows the value of this key in a message of this role. True if unknown."""
     return _marks(try_text(tokenizer, chat, **options) for chat in _conversations(role, {key: MARK}))
+
+
+def thinking(messages: Conversation) -> dict[int, str]:
+    """Return by index the key of the messages' thoughts, `content` if they are in it."""
+    keys = ((i, next((key for key in THOUGHTS if message.get(key)), "")) for i, message in enumerate(messages))
+    inside = {i: "content" for i, message in enumerate(messages) if "</think>" in message["content"]}
+    return inside | {i: key for i, key in keys if key}
+
+
+def loses_thoughts(
+    tokenizer: PreTrainedTokenizerBase, messages: Conversation, options: Mapping[str, Any], tools: Any = None
+) -> bool:
+    """Return whether the template leaves out thoughts of a conversation. False if unknown."""
+    marked = [dict(message) for message in messages]
+    for i, key in thinking(messages).items():
+        marked[i][key] = f"<think>\nthought-{i}-x\n</think>\n\nwords" if key == "content" else f"thought-{i}-x"
+    text = try_text(tokenizer, marked, tools=tools, **options)
+    return text is not None and any(f"thought-{i}-x" not in text for i in thinking(messages))
 
 
 def shows_beside(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], tools: Any = None) -> bool:

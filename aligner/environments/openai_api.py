@@ -183,10 +183,14 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _text(value: Any, where: str) -> str:
     """Return a text, or the joined texts of content parts."""
-    if isinstance(value, list) and all(isinstance(item, dict) and isinstance(item.get("text"), str) for item in value):
+    if isinstance(value, list) and all(
+        isinstance(item, dict) and item.get("type", "text") == "text" and isinstance(item.get("text"), str)
+        for item in value
+    ):
         value = "".join(item["text"] for item in value)
     if not isinstance(value, str):
-        raise ApiError(f"{where}={value!r:.80}: expected a text, or a list of texts", where, "unsupported_content")
+        error = f"{where}={value!r:.80}: expected a text, or a list of texts: images, video and audio are not read"
+        raise ApiError(error, where, "unsupported_content")
     return value
 
 

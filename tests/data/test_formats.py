@@ -3,7 +3,7 @@ import json
 import pytest
 
 from aligner.config.sections.data import DataConfig
-from aligner.data.formats import preference_rows, prompt_rows, scored_rows, sft_rows
+from aligner.data.formats import preference_rows, prompt_rows, scored_rows, sft_rows, unpaired_rows
 from aligner.data.readers import read_rows
 from aligner.errors import DataError
 
@@ -144,6 +144,40 @@ def test_content_in_parts_is_joined_and_pictures_are_refused():
     parts.append({"type": "image_url", "image_url": {"url": "x"}})
     with pytest.raises(DataError, match=r"row 1: expected a message of `messages` .*found the part.*image"):
         sft_rows([{"messages": [{"role": "user", "content": parts}, *GOOD]}], DataConfig())
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "video", "audio", "input_audio"])
+@pytest.mark.parametrize(
+    "read, column, others",
+    [
+        (sft_rows, "messages", {}),
+        (sft_rows, "prompt", {"completion": GOOD}),
+        (preference_rows, "chosen", {"rejected": USER + GOOD}),
+        (unpaired_rows, "prompt", {"completion": GOOD, "label": True}),
+        (prompt_rows, "prompt", {}),
+    ],
+)
+def test_media_are_refused_by_file_and_row(tmp_path, read, column, others, kind):
+    chat = lambda parts: [{"role": "user", "content": [{"type": "text", "text": "q"}, *parts]}, *GOOD]  # noqa: E731
+    rows = [
+        {column: chat(parts)[: 1 if column == "prompt" else 2], **others} for parts in ([], [{"type": kind, kind: "x"}])
+    ]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expected = (
+        rf"x.jsonl, row 2: expected a message of `{column}` to have a text .*found the part .*{kind}.*: images, video"
+    )
+    with pytest.raises(DataError, match=expected):
+        list(read(read_rows(str(tmp_path / "x.jsonl")), DataConfig()))
+
+
+def test_a_column_of_media_is_refused_where_a_text_shows_them():
+    row = {"messages": [{"role": "user", "content": "<image>Which?"}, *GOOD], "images": ["x.png"]}
+    with pytest.raises(
+        DataError, match=r"row 1: the column `images`, shown in a text by <image>: expected rows of text"
+    ):
+        sft_rows([row], DataConfig())
+    for plain in ({**row, "images": []}, {**row, "images": "python:3.12", "messages": USER + GOOD}):
+        assert sft_rows([plain], DataConfig())[0].messages[1:] == GOOD
 
 
 def test_tools_are_schemas_or_their_json():

@@ -16,7 +16,8 @@ from aligner.data.templates import encode_answers, encode_prompts, encode_sft
 from aligner.data.tokenizer import decode_responses, load_tokenizer, stop_token_ids
 from aligner.data.unpaired import UnpairedDataset
 from aligner.errors import DataError
-from tests.data.conftest import CHATML
+from tests.data.conftest import CHATML, CHATML_MARKED
+from tests.data.test_shipped_templates import like_qwen3
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
 TAIL = "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -146,6 +147,23 @@ def test_words_beside_calls_are_counted_in_answers_too(make_folder):
     lost = CALLS_ALONE.replace("{{ c.function | tojson }}", "")
     with pytest.raises(DataError, match=r"leaves out `tool_calls` of messages\[1\]"):
         PairDataset(preference_rows([pair], data), load_tokenizer(make_folder(lost)), data)
+
+
+def test_thoughts_that_a_template_leaves_out_are_counted(make_folder):
+    """DeepSeek-V3.1's of all answers, LFM2.5's of earlier ones; Qwen3's are kept by the shipped template."""
+    thought, question = "<think>\nhm\n</think>\n\n", {"role": "user", "content": "q"}
+    inside, beside = {"content": thought + "a"}, {"content": "a", "reasoning_content": "hm"}
+    rows = [[question, {"role": "assistant", **answer}] * n for answer in (inside, beside) for n in (1, 2)]
+    rows = [{"messages": messages} for messages in [*rows, [question, {"role": "assistant", "content": "a"}]]]
+    shown = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    kept = CHATML_MARKED.replace("{% generation %}", "{% generation %}" + shown)
+    last = kept.replace("m.reasoning_content %}", "m.reasoning_content and loop.last %}")
+    never = CHATML_MARKED.replace("m['content'] +", "m['content'].split('</think>')[-1] +")
+    for template, count in ((kept, 0), (last, 1), (never, 4), (like_qwen3(), 0)):
+        tokenizer = load_tokenizer(make_folder(template, extra=("<think>", "</think>")))
+        report = str(SftDataset(sft_rows(rows, DataConfig()), tokenizer, DataConfig()).report)
+        assert ("leaves out thoughts" in report) == bool(count)
+        assert not count or f"leaves out thoughts of responses, in {count} rows" in report
 
 
 NINE = "{% if ID | length != 9 %}{{ raise_exception('ids of length 9') }}{% endif %}{{ '<' + ID + '>' }}"

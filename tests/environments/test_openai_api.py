@@ -28,6 +28,19 @@ def test_what_a_message_says_otherwise_than_by_its_text_is_refused(name, value):
     assert refused.value.body["error"]["param"] == f"messages[1].{name}"
 
 
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+@pytest.mark.parametrize("kind", ["image_url", "video_url", "input_audio", "file"])
+def test_media_are_refused_in_every_role(role, kind):
+    """A text beside them, as some clients send, is no content either."""
+    parts = [{"type": "text", "text": "q"}, {"type": kind, kind: {"url": "x"}, "text": "a picture"}]
+    with pytest.raises(
+        ApiError, match="expected a text, or a list of texts: images, video and audio are not"
+    ) as refused:
+        last(role=role, content=parts)
+    assert refused.value.body["error"]["param"] == "messages[1].content"
+    assert last(role=role, content=parts[:1])["content"] == "q"
+
+
 def test_what_openais_client_sends_back_of_an_answer_is_read():
     unsaid = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
     assert last(role="assistant", content="a", **unsaid) == {"role": "assistant", "content": "a"}
