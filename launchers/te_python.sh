@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Gets TransformerEngine's own Python, without its kernels, into .te-python: tests run it over a stand-in for those. No
-# run ever looks there. A second call is instant.
+# Gets TransformerEngine's own Python, without its kernels, and flash-linear-attention into .te-python: tests run them over
+# a stand-in for those and in Triton's interpreter. No run ever looks there. A second call is instant.
 set -euo pipefail
 
 # shellcheck source=launchers/env.sh

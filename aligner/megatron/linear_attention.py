@@ -25,6 +25,7 @@ from aligner.megatron import kernels
 from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.megatron.sharing import LayerConfig, checkpoint_entries, mark_shared
+from aligner.ops.kernels import fused
 from aligner.ops.kernels.linear_rules import RULES
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.pack import Packing, Segment
@@ -97,9 +98,12 @@ class LinearAttention(MegatronModule):
         return heads_to_tokens(self._segments(mixed, packing, group.rank()), group)
 
     def _segments(self, mixed: Tensor, packing: Packing, share: int) -> Tensor:
-        """Compute the rows of each segment in their padded shape. mixed [keys, G, ...] -> [N, H, dv]. G is the
-        `share`-th share of this rank's heads. A row's padding comes after it, and nobody reads its output."""
+        """Compute the rows of each segment in their padded shape, or of all rows unpadded. mixed [keys, G, ...] ->
+        [N, H, dv]. G is the `share`-th share of this rank's heads. A row's padding comes after it, and nobody reads its
+        output."""
         weights = self._weights(share, mixed.shape[1])
+        if packing.ragged is not None and fused.linear(mixed):
+            return self._packed(mixed, packing, weights)
         if packing.q_index is None:
             return self._rows(mixed, packing.segments[0], weights)
         if packing.segments[0].k_index is None:
@@ -110,6 +114,20 @@ class LinearAttention(MegatronModule):
             parts = [mixed.index_select(0, s.k_index) for s in packing.segments]
         outs = [self._rows(x, s, weights) for x, s in zip(parts, packing.segments, strict=True)]
         return kernels.collect(torch.cat(outs), packing.out_index)
+
+    def _packed(self, mixed: Tensor, packing: Packing, weights: Mapping[str, Tensor]) -> Tensor:
+        rows = packing.ragged
+        if rows.k_index is not None:
+            mixed = mixed.index_select(0, rows.k_index)
+        elif rows.order is not None:
+            mixed = spread(mixed, rows.order, rows.back)
+        arguments = self.rule.prepared(mixed[None], weights, self.linear, ends=rows.cu_k)
+        out = self.rule.rows(*arguments, ends=rows.cu_k)[0][0]
+        if rows.k_index is not None:  # queries are the last of a row's keys
+            count = len(packing.out_index)
+            ahead = (rows.cu_k - rows.cu_q)[1:].repeat_interleave(rows.cu_q.diff(), output_size=count)
+            out = out.index_select(0, torch.arange(count, device=out.device) + ahead)
+        return out if rows.order is None else spread(out, rows.back, rows.order)
 
     def _weights(self, share: int, heads: int) -> dict[str, Tensor]:
         """Return the weights of the mixing [G, channels, ...] and the vectors of its value heads."""

@@ -83,9 +83,8 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int) -> list[float]:
         per_token += adapter_widths(m, kinds, grid.tensor) if is_adapted(model) else 0
         layers.append(per_token * tokens / grid.context + per_gathered * tokens)
         layers[-1] += _put_together(model, grid, stream.shared, kinds) if stream.shared else 0.0
-        if "linear" in kinds:  # in float32; where others' tokens are gathered, of rows from their beginning
-            again = 1 + 1 / (2 * grid.context) if grid.context > 1 and not grid.over_heads else 1 / grid.context
-            layers[-1] += rule_activations(m) / grid.tensor * again * tokens * 4 / job.element
+        if "linear" in kinds:  # where others' tokens are gathered, of rows from their beginning
+            layers[-1] += rule_activations(m, job.package) / grid.tensor * grid.rule_share * tokens / job.element
     return layers
 
 

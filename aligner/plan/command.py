@@ -45,12 +45,8 @@ def main(args: argparse.Namespace, cfg: Config) -> int:
         split = {"split": predictions[0].lag_data()} if predictions else {}
         print(json.dumps(prediction.data() | split, indent=1), flush=True)
     else:
-        print(
-            "\n".join(
-                [prediction.text(), *_split_lines(prediction, predictions), *_engine_lines(args, cfg, prediction)]
-            ),
-            flush=True,
-        )
+        lines = [prediction.text(), *_split_lines(prediction, predictions), *_engine_lines(args, cfg, prediction)]
+        print("\n".join([*lines, *_package_lines(prediction)]), flush=True)
     refuse(prediction.job, prediction.device, prediction.memory)
     return 0
 
@@ -108,6 +104,16 @@ def _engine_lines(args: argparse.Namespace, cfg: Config, here: Prediction) -> li
         if step_s < FASTER * native_s and other.memory.fits:
             return [f"engine=vllm would be faster: step {step_s:.1f} s instead of {native_s:.1f} s"]
     return []
+
+
+def _package_lines(here: Prediction) -> list[str]:
+    """Return the report's line about the package that computes linear attention, where it is not installed."""
+    job = here.job
+    if job.package or job.element > 2 or not job.policy.shape.layers_of("linear"):
+        return []
+    other = predict(replace(job, package=True), here.device)
+    sizes = (f"{p.step_s:.1f} s and {p.memory.peak_bytes / GIB:.1f} GiB" for p in (other, here))
+    return ["with pip install 'aligner[linear]' on the GPUs' nodes: step " + " instead of ".join(sizes)]
 
 
 def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, Callable[[Config], PlanJob]]:

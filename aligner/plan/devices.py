@@ -92,6 +92,10 @@ class Assumptions(Prices):
     head_passes: float = 4
     mlp_passes: float = 2.7
     routed_passes: float = 4
+    # bytes that torch's operations of a linear layer's rule read or write for each that autograd keeps, backward twice
+    # as many (counted in a rehearsal of Qwen3-Next, whose strided kernels are slow); passes over an engine's states
+    rule_passes: float = 10
+    state_passes: float = 6
     logit_bytes: float = 2  # that they read or write of a logit whose logprob is made; backward twice as many
     sampled_bytes: float = 60  # of a logit that is sampled from
     decode: float = 0.60  # of the bandwidth: products for few rows, and attention to a cache

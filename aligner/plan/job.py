@@ -17,7 +17,7 @@ from aligner.config.stages import STAGES
 from aligner.errors import ConfigError
 from aligner.families.hf_config import config_from_hf
 from aligner.plan.lengths import Lengths
-from aligner.plan.linear import row_bytes
+from aligner.plan.linear import package_installed, row_bytes
 from aligner.plan.shapes import Grid, kv_bytes, routing_bytes
 
 PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill of the native engine
@@ -146,6 +146,7 @@ class PlanJob:
     pretrain_steps: int = 0  # of the critic, once
     # of a stage without rollouts: `config.stage.Stage.passes`
     passes: Mapping[str, float] = field(default_factory=dict)
+    package: bool = False  # flash-linear-attention computes linear attention
     # not of this project yet: what published runs have, as `Grid.virtual` and `Grid.folded`
     overlap: tuple[str, ...] = ()  # axes whose messages run beside products
     node_dispatch: bool = False  # a token goes once to each node with experts that it chose
@@ -271,6 +272,7 @@ def job_of(
         engine=engine,
         gpus_per_node=gpus_per_node,
         element=element,
+        package=element == 2 and package_installed(),
         minibatches=rows.count // minibatch_samples(cfg) if rollout else 1,
         epochs=b.epochs if rollout else 1,
         micro_rows=b.micro_batch_rows * pairs,

@@ -6,6 +6,8 @@ for a head of keys; M its mixed channels of K inputs each.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from aligner.config.sections.model.config import ModelConfig
 
 CHUNK = 64  # tokens, as in `ops/kernels/delta_rule.py` and `mamba2.py`, which import torch
@@ -47,14 +49,33 @@ def gathered_width(m: ModelConfig) -> int:
     return m.linear.key_heads * (m.linear.mixed_width + m.linear.numbers)
 
 
-def rule_activations(m: ModelConfig) -> float:
-    """Return the float32 numbers of a token that autograd keeps between the products (measured on one CPU, seven
-    shapes, within a hundredth): V (5 C + 10 dk + 8 dv + dk dv / C) + 3 G M, or of Mamba-2 V (3 C + 6 dk + 10 dv + dk
-    dv / C) + 4 G dk."""
+def package_installed() -> bool:
+    """Return whether this Python finds flash-linear-attention, and not only a folder of its name."""
+    spec = find_spec("fla")
+    return spec is not None and spec.origin is not None
+
+
+def rule_activations(m: ModelConfig, package: bool = False) -> float:
+    """Return the bytes of a token that autograd keeps between the products. In float32 (measured on one CPU, seven
+    shapes, within a hundredth) V (5 C + 10 dk + 8 dv + dk dv / C) + 3 G M numbers, or of Mamba-2 V (3 C + 6 dk + 10 dv
+    + dk dv / C) + 4 G dk. By the `package` in 16 bits V (C + 9 dv + 16) + 2 G dk + G M, 8 dv of them for the norm of
+    outputs (rehearsed without context parallelism, within 3 %, and Mamba-2's shape of Nemotron 3)."""
     linear = m.linear
-    dk, dv = linear.key_head_dim, linear.value_head_dim
+    dk, dv, mixed = linear.key_head_dim, linear.value_head_dim, linear.key_heads * linear.mixed_width
+    if package:
+        return 2 * (linear.value_heads * (CHUNK + 9 * dv + 16) + 2 * linear.key_heads * dk + mixed)
     if m.traits.mamba:
         each = 3 * CHUNK + 6 * dk + 10 * dv + dk * dv / CHUNK
-        return linear.value_heads * each + 4 * linear.key_heads * dk
-    each = 5 * CHUNK + 10 * dk + 8 * dv + dk * dv / CHUNK
-    return linear.value_heads * each + 3 * linear.key_heads * linear.mixed_width
+        return 4 * (linear.value_heads * each + 4 * linear.key_heads * dk)
+    return 4 * (linear.value_heads * (5 * CHUNK + 10 * dk + 8 * dv + dk * dv / CHUNK) + 3 * mixed)
+
+
+def rule_bytes(m: ModelConfig, passes: float, package: bool) -> float:
+    """Return the bytes of a token that a forward pass of the rule reads and writes: by torch's operations `passes`
+    times what autograd keeps. By the `package` in 16 bits the mixing's inputs and outputs, and what kernels hand on."""
+    linear = m.linear
+    dk, dv = linear.key_head_dim, linear.value_head_dim
+    if not package:
+        return passes * rule_activations(m)
+    each = 2 * (dk + 4 * dv + CHUNK + dk * dv / CHUNK)  # written once and read once
+    return 2 * (linear.value_heads * each + linear.key_heads * (6 * dk + 2 * linear.mixed_width))

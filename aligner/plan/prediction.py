@@ -15,6 +15,7 @@ from aligner.plan.devices import GIB, Assumptions, Device, find_device
 from aligner.plan.host import engine_host_bytes, host_items
 from aligner.plan.job import PlanJob, job_of
 from aligner.plan.limits import Limit, limits
+from aligner.plan.linear import row_bytes
 from aligner.plan.memory import Memory, generating, most_of, plan_memory, refuse, training
 from aligner.plan.sizing import Room, sized
 from aligner.plan.times import Machine, PhaseTime, plan_times, pretrain_phase, update_mfu
@@ -171,6 +172,7 @@ class Prediction:
             *(self._lag_lines() if self.lag else []),
             *([f"critic.pretrain_steps {self.pretrain_s:.1f} s, once"] if self.pretrain_s else []),
             f"sizes {' '.join(f'{key}={value}' for key, value in self.sizes.items())}{self._slots_text()}",
+            *self._linear_lines(),
             *(str(limit) for limit in self.limits),
             f"memory {memory.peak_bytes / GIB:.1f} of {memory.limit_bytes / GIB:.1f} GiB in {memory.peak}"
             f"{self._apart_text()}",
@@ -196,6 +198,15 @@ class Prediction:
             return ""
         rows = ceil(self.job.rows.count / self.job.replicas)
         return f" ({self.job.slots()[0]} of an engine's {rows} rows are decoded together)"
+
+    def _linear_lines(self) -> list[str]:
+        """Return the line about what linear attention remembers of a row."""
+        engine, shape = self.job.engine, self.job.policy.shape
+        if engine is None or not shape.layers_of("linear"):
+            return []
+        each, slots = row_bytes(shape) / engine.tensor, self.job.slots()[0]
+        held = f"{each / 1e6:.1f} MB of a row of any length, {each * slots / GIB:.1f} GiB of {slots} rows"
+        return [f"linear attention remembers on an engine's GPU {held}"]
 
     def _apart_text(self) -> str:
         if not self.ranks:

@@ -49,6 +49,12 @@ class Grid:
         """Number of ranks with the same experts."""
         return max(1, self.replicas * (self.tensor if self.folded else 1) // self.expert)
 
+    @property
+    def rule_share(self) -> float:
+        """Share of all tokens for which a context-parallel rank computes the rule of linear attention: where it gathers
+        them, those of rows from their beginning."""
+        return 1 / self.context if self.context == 1 or self.over_heads else 1 + 1 / (2 * self.context)
+
     def layers(self, count: int, stage: int) -> range:
         """Return the numbers of a stage's layers. Where `count` does not divide, the first and the last have fewest."""
         longer = count % self.pipeline

@@ -21,7 +21,7 @@ from aligner.plan.adapters import (
 )
 from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import PlanJob, PlannedModel
-from aligner.plan.linear import row_bytes
+from aligner.plan.linear import row_bytes, rule_bytes, rule_operations
 from aligner.plan.reads import reads
 from aligner.plan.shapes import (
     Grid,
@@ -94,7 +94,16 @@ class Machine:
         """Return the seconds of one layer's forward products of tokens with matrices; `kept`: see
         `layer_operations`."""
         experts = expert_operations(m, tokens) / (self.device.flops * self.assumed.experts)
-        return layer_operations(m, tokens, 0, kept) / self.rate + experts
+        rules = m.share("linear") * rule_operations(m, tokens)
+        return (layer_operations(m, tokens, 0, kept) - rules) / self.rate + experts
+
+    def rule(self, m: ModelConfig, tokens: float, package: bool) -> float:
+        """Return the seconds of one layer's forward rule of linear attention: torch's operations are in float32."""
+        if not m.share("linear"):
+            return 0.0
+        rate = self.rate * (1 if package else self.assumed.wide)
+        moved = self.moved(tokens * rule_bytes(m, self.assumed.rule_passes, package))
+        return m.share("linear") * (rule_operations(m, tokens) / rate + moved)
 
     def attention(
         self, m: ModelConfig, tokens: float, context: float, work: Work = Work(), masked: float = 0.0
@@ -151,7 +160,9 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machin
     attention += last * machine.attention(m, read.kept * share, read.context, work, masked)
     stream = own * (1 if grid.sequence else grid.tensor)
     passes = count * machine.element_wise(m, own, stream, job.element) * (work.forward + 2 * work.backward)
-    return products / machine.assumed.fp8 + attention + passes
+    rules = count * machine.rule(m, tokens * grid.rule_share / grid.tensor, job.package)
+    rules *= work.forward + 2 * work.backward
+    return products / machine.assumed.fp8 + attention + passes + rules
 
 
 def _alike(job: PlanJob, tokens: float) -> Shared | None:
@@ -293,7 +304,8 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float) -> 
     engine, m = job.engine, job.policy.shape
     assert engine is not None
     tp, assumed = engine.tensor, machine.assumed
-    kept = context * kv_bytes(m, engine.element, tp) + 2 * row_bytes(m) / tp  # memories are written too
+    passes = 4 if job.package and not m.traits.mamba else assumed.state_passes  # the kernel's states are copied back
+    kept = context * kv_bytes(m, engine.element, tp) + passes * row_bytes(m) / tp
     moved = decode_weight_bytes(m, rows, engine.element) / tp + rows * kept
     products = head_operations(m, rows) / machine.rate + m.num_layers * machine.layer_products(m, rows)
     products += m.num_layers * machine.attention(m, rows, context)
@@ -314,9 +326,10 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float) -> 
     return busy + wire, wire
 
 
-def prefill_seconds(m: ModelConfig, tokens: float, context: float, machine: Machine) -> float:
+def prefill_seconds(m: ModelConfig, tokens: float, context: float, machine: Machine, package: bool) -> float:
     """Return the seconds of one GPU's layers over `tokens` that see `context` tokens on average."""
     kernels = machine.layer_products(m, tokens) + machine.attention(m, tokens, context)
+    kernels += machine.rule(m, tokens, package)
     return m.num_layers * (kernels + machine.element_wise(m, tokens, tokens, 2))
 
 
@@ -328,7 +341,8 @@ def generate_phase(job: PlanJob, machine: Machine) -> PhaseTime:
     phase, engine, rows = PhaseTime(), job.engine, job.rows
     assert engine is not None
     m, prompts = job.policy.shape, rows.prompts / job.replicas
-    phase.parts["prefill"] += prefill_seconds(m, prompts * rows.prompt_mean, rows.prompt_mean / 2, machine)
+    tokens, seen = prompts * rows.prompt_mean, rows.prompt_mean / 2
+    phase.parts["prefill"] += prefill_seconds(m, tokens, seen, machine, job.package)
     phase.parts["prefill"] /= engine.tensor
     own_rows, slots = rows.count / job.replicas, job.slots()[0]
     slots, lengths = min(slots, own_rows * (engine.lag if engine.in_flight else 1)), rows.lengths

@@ -175,7 +175,7 @@ def window_of(job: PlanJob, machine: Machine, phases: Mapping[str, PhaseTime]) -
     rollout = rows.prompts, max(1, rows.count // rows.prompts)
     window = engine.window or max(1, round(rest))
     mean = rows.prompt_mean + rows.response_mean / 2
-    read_s = prefill_seconds(job.policy.shape, mean, mean / 2, machine) / mean
+    read_s = prefill_seconds(job.policy.shape, mean, mean / 2, machine, job.package) / mean
     again = RereadCost(rows.prompt_mean, read_s / engine.tensor / job.replicas / each)
     fixed = engine.lag, round(slots * job.replicas), window, rest, again
     return each, clocked(rows.lengths.drawn(), rollout, *fixed)

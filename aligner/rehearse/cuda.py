@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from aligner.errors import AlignerError
 from aligner.ops.kernels import fused
-from aligner.rehearse import attention, kernels
+from aligner.rehearse import attention, kernels, linear
 from aligner.rehearse.device import CUDA, RehearsedDevice, on_device
 from aligner.rehearse.order import Order, Released, Timeline, span_of
 
@@ -48,6 +48,7 @@ def install(device: RehearsedDevice, kind: str) -> None:
     _tensors(device)
     attention.install(device)
     kernels.install()
+    linear.install()
     fused.DEVICES.add(CUDA.type)  # without Triton too, which a GPU has: nothing is launched
 
 

@@ -29,6 +29,7 @@ EXTRAS = {  # module -> extra, what it is for
     "modelopt": ("modelopt", "quantization"),
     "mpi4py": ("mpi", "ranks placed by MPI"),
     "uvicorn": ("serve", "agents, and `aligner serve`"),
+    "fla": ("linear", "linear attention on GPUs"),
 }
 # in another interpreter: the version of the package with the module `vllm`, which is not imported
 FIND_VLLM = """from importlib.metadata import *

@@ -21,7 +21,8 @@ NEEDED = (
     "httpx",
     "mpi4py",
 )
-KERNELS = ("transformer_engine.pytorch", "flash_attn", "amp_C")  # the last one is Apex's
+# the last one is Apex's
+KERNELS = ("transformer_engine.pytorch", "flash_attn", "fla.ops.gated_delta_rule", "amp_C")
 MACHINES = ("x86_64", "aarch64")
 
 

@@ -1,5 +1,6 @@
 """The native engine: the contract, and what is its own (cache, scheduler, sampler)."""
 
+import contextlib
 import math
 import random
 from dataclasses import replace
@@ -16,6 +17,7 @@ from aligner.engines.native.scratch import Scratch
 from aligner.errors import ConfigError, EngineError
 from aligner.ops.kernels.scored_attention import ScoreRule
 from aligner.types import STOP, SamplingParams
+from tests import linear_stand_in
 from tests.engines.contract import (
     LLAMA,
     MODELS,
@@ -48,6 +50,21 @@ def test_more_families_equal_transformers(name):
     out = engine.generate(prompts, seeds_for(prompts), SamplingParams(20, temperature=0))
     check_greedy(model, prompts, 20, out)
     check_logprobs(model, prompts, 1, out)
+
+
+@pytest.mark.parametrize("name, rule", [("qwen3_next", "gated_delta_rule"), ("nemotron_h", "simple_gla")])
+@torch.inference_mode()
+def test_the_package_of_linear_attention_changes_nothing(name, rule):
+    cfg, sampling = MORE[name], SamplingParams(9, stop_token_ids=(3, 11))
+    model, wanted = reference(cfg), None
+    for context in (contextlib.nullcontext(()), linear_stand_in.in_place()):
+        with context as calls:
+            engine = fill(make_engine(cfg), model)
+            out = engine.generate(PROMPTS, seeds_for(PROMPTS, 3), sampling)
+        wanted = wanted or responses(out)
+        assert responses(out) == wanted
+    steps = {"fused_recurrent_gated_delta_rule"} if name == "qwen3_next" else set()
+    assert set(calls) == {"causal_conv1d", f"chunk_{rule}"} | steps
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

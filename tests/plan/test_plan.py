@@ -24,6 +24,7 @@ from aligner.plan.devices import DEVICES, GIB, Assumptions, sheet_of
 from aligner.plan.host import engine_host_bytes, host_items
 from aligner.plan.job import Engine, PlanJob, PlannedModel, PlannedRows, job_of, shape_at
 from aligner.plan.lengths import Lengths, read_lengths
+from aligner.plan.linear import row_bytes
 from aligner.plan.memory import MemoryPlanError, engine_phases, plan_memory, refuse
 from aligner.plan.prediction import Prediction, predict
 from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, rank_parameters, routing_bytes
@@ -871,3 +872,21 @@ def test_transformer_engine_shares_prompts_without_masks():
     own, te, varlen, alone = (job_of(compose([*line, *one]), 1) for one in extra)
     sizes = [activation_bytes(job, job.policy, 0) for job in (own, te, varlen, alone)]
     assert sizes[1] == sizes[2] < sizes[0] and sizes[3] > 3 * sizes[1]
+
+
+def test_linear_attention_is_counted_with_and_without_its_package():
+    model = shape("qwen3_next_80b_a3b")
+    linear = model.linear
+    states = linear.value_heads * linear.key_head_dim * linear.value_head_dim
+    inputs = 3 * linear.key_heads * linear.mixed_width
+    assert row_bytes(model) == 36 * 4 * (states + inputs)
+    job = grpo(model, Grid(2, 1, expert=8, data=8, sequence=True))
+    plain, package = (predict(replace(job, package=which), H100) for which in (False, True))
+    assert package.phases["update"].seconds < plain.phases["update"].seconds
+    assert package.phases["generate"].seconds < plain.phases["generate"].seconds
+    activations = [p.memory.phases["update"]["activations"] for p in (package, plain)]
+    assert activations[0] < 0.6 * activations[1]
+    held, slots = row_bytes(model) / job.engine.tensor, job.slots()[0]
+    line = f"linear attention remembers on an engine's GPU {held / 1e6:.1f} MB of a row of any length, "
+    assert f"{line}{held * slots / 2**30:.1f} GiB of {slots} rows\n" in plain.text()
+    assert "linear attention remembers" not in predict(grpo(shape("llama3_8b"), Grid(8, data=8)), H100).text()

@@ -15,7 +15,7 @@ from aligner.roles.model_init import shape_of
 from aligner.roles.policy import Policy, Reference
 from aligner.roles.reward_model import AttributeWeight, RewardModel
 from aligner.types import LabelTargets, LossOutput, PolicyTargets, Prompt, Sample, TrainBatch, ValueTargets
-from tests import varlen_stand_in
+from tests import linear_stand_in, varlen_stand_in
 from tests.megatron.models import build, from_folder, same, shares, weights
 from tests.ranks import on_ranks
 from tests.tiny import ADAM, LLAMA, MODELS, MOE, MORE, SGD, WINDOWS, batch, relative, transformers_model, write_folder
@@ -247,6 +247,7 @@ def test_pairs_stay_together_and_separate(world, parallel, bc):
 
 HEADS = {"policy": Head(), "critic": Head("score"), "reward model": Head("score", 2)}
 WHOLE = replace(LLAMA, tie_embeddings=False)
+LINEAR = MORE["qwen3_next"]
 
 
 @pytest.mark.few(5)
@@ -308,7 +309,10 @@ def test_what_other_families_have_is_not_in_an_identity():
         ("policy", WINDOWS["mistral"], 2, ParallelConfig(context=2), BatchConfig()),
         ("policy", WHOLE, 2, ParallelConfig(context=2, context_mode="alltoall"), BatchConfig()),
         ("policy", MOE, 1, ParallelConfig(), BatchConfig()),
-        ("policy", MORE["qwen3_next"], 1, ParallelConfig(), BatchConfig()),
+        ("policy", LINEAR, 1, ParallelConfig(), BatchConfig()),
+        ("policy", LINEAR, 2, ParallelConfig(context=2), BatchConfig()),
+        ("policy", LINEAR, 2, ParallelConfig(context=2, context_mode="alltoall"), BatchConfig()),
+        ("policy", MORE["nemotron_h"], 1, ParallelConfig(), BatchConfig()),
     ],
     ids=[
         "shared",
@@ -322,13 +326,19 @@ def test_what_other_families_have_is_not_in_an_identity():
         "alltoall",
         "experts",
         "linear",
+        "linear cp2",
+        "linear alltoall",
+        "mamba2",
     ],
 )
 @on_ranks()
 def test_attention_of_rows_of_any_length_changes_nothing(head, cfg, world, parallel, bc):
-    """By `model.varlen_attention`, on its stand-in."""
+    """By `model.varlen_attention`, on its stand-in; likewise linear attention."""
     plain = read_or_all(cfg, parallel, HEADS[head], bc)
-    with varlen_stand_in.in_place() as calls:
+    with varlen_stand_in.in_place() as calls, linear_stand_in.in_place() as linear_calls:
         got = read_or_all(replace(cfg, varlen_attention=True), parallel, HEADS[head], bc)
+    if cfg.linear.key_heads:
+        rule = "chunk_simple_gla" if cfg.traits.mamba else "chunk_gated_delta_rule"
+        assert set(linear_calls) == {f"{rule} packed", "causal_conv1d packed"}
     assert len(calls) >= len(cfg.layers_of("attention")) / parallel.pipeline and got["kept"] == plain["kept"]
     equal(got, plain)

@@ -135,7 +135,7 @@ class LinearLayers:
         i = self.index[layer]
         state, inputs = (slots[i, : len(y)] for slots in step.cache.memories.slots)
         mixed, gate = self._split((y @ self.into[i].flatten(0, 1).t())[:, None])
-        rule_inputs = self.rule.prepared(mixed, self._weights(i), self.linear, inputs)
+        rule_inputs = self.rule.prepared(mixed, self._weights(i), self.linear, before=inputs)
         inputs.copy_(torch.cat([inputs[:, 1:], self._channels(mixed)], 1))
         out = self.rule.step(*(x if x.dim() == 1 else x.squeeze(1) for x in rule_inputs), state)
         return self.rule.norm(out, gate.squeeze(1), self.norm[i], self.eps, self.linear).flatten(1)

@@ -5,7 +5,7 @@ a row is one matrix for each head, however long the row is.
 
 g <= 0 forgets; beta in (0, 1) says how far the value that k recalls moves to v. Queries and keys become unit vectors
 here, and queries are divided by sqrt(dk), as in Qwen3-Next. Everything is computed in float32 (in float64 of float64
-input).
+input). In 16 bits on a GPU flash-linear-attention computes it where that is installed (`cuda/linear.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.config.sections.model.linear import LinearConfig
+from aligner.ops.kernels import fused
 
 CHUNK = 64
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -31,14 +32,18 @@ def delta_rule(
     beta: Tensor,
     state: Tensor | None = None,
     chunk: int = CHUNK,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute rows in order. query, key [B, T, G, dk], value [B, T, H, dv] (heads of a key are neighbours), decay (g)
     and beta [B, T, H], state [B, H, dk, dv] before the first token (None: 0) -> ([B, T, H, dv] of value's dtype,
-    state after the last). A token with g = 0 and beta = 0 leaves the state unchanged.
+    state after the last). A token with g = 0 and beta = 0 leaves the state unchanged. `ends`: see `cuda/linear.py`,
+    which alone takes packed rows; B is 1 then.
 
     Rows are computed in chunks, with products of matrices inside (section 3.3). What the tokens of a chunk write
     depends on what those before them wrote, which is a triangular system. Only the state passes from chunk to chunk.
     """
+    if kernels := fused.linear(value):
+        return kernels.delta_rule(query, key, value, decay, beta, state, ends)
     dtype, (batch, length, heads, width) = value.dtype, value.shape
     q, k, v = _wide(query, key, value)
     wide = v.dtype
@@ -66,6 +71,8 @@ def delta_rule(
 def delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     """Compute one token for each row: query, key [n, G, dk], value [n, H, dv], decay and beta [n, H] -> [n, H, dv].
     `state` [n, H, dk, dv] is changed in place."""
+    if kernels := fused.linear(value):
+        return kernels.delta_step(query, key, value, decay, beta, state)
     q, k, v = _wide(query, key, value)
     state.mul_(decay.exp()[..., None, None])
     change = (v - (k[..., None, :] @ state).squeeze(-2)) * beta[..., None]
@@ -102,9 +109,14 @@ def decays(total: Tensor) -> Tensor:
     return (total[..., None] - total[..., None, :]).masked_fill(ahead, -torch.inf).exp()
 
 
-def causal_mix(x: Tensor, weight: Tensor, before: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def causal_mix(
+    x: Tensor, weight: Tensor, before: Tensor | None = None, bias: Tensor | None = None, ends: Tensor | None = None
+) -> Tensor:
     """Return SiLU of each channel's last K inputs, weighted: x [B, T, C], weight [C, K], the last for the token
-    itself, bias [C] -> [B, T, C]. `before` [B, K - 1, C] has the inputs ahead of the first (None: 0)."""
+    itself, bias [C] -> [B, T, C]. `before` [B, K - 1, C] has the inputs ahead of the first (None: 0). `ends`: as in
+    `delta_rule`."""
+    if before is None and (kernels := fused.linear(x)):
+        return kernels.mix(x, weight, bias, ends)
     past = x.new_zeros(len(x), weight.shape[1] - 1, x.shape[2]) if before is None else before.to(x.dtype)
     inputs = torch.cat([past, x], 1).transpose(1, 2)
     return F.silu(F.conv1d(inputs, weight[:, None], bias, groups=len(weight))).transpose(1, 2)
@@ -138,15 +150,13 @@ def by_head(conv: Tensor, linear: LinearConfig) -> Tensor:
     return torch.cat([kind.unflatten(0, (linear.key_heads, -1)) for kind in parts], 1)
 
 
-def prepared(
-    mixed: Tensor, weights: Mapping[str, Tensor], linear: LinearConfig, before: Tensor | None = None
-) -> Inputs:
+def prepared(mixed: Tensor, weights: Mapping[str, Tensor], linear: LinearConfig, **where: Tensor) -> Inputs:
     """Return the arguments of `delta_rule` from a layer's projections: mixed [B, T, G, channels of a key head, then
-    two numbers for each head of its values], weights conv1d.weight [G, channels, K], A_log and dt_bias [H]. `before`
-    is as in `causal_mix`."""
+    two numbers for each head of its values], weights conv1d.weight [G, channels, K], A_log and dt_bias [H]. `where`:
+    `before` or `ends` of `causal_mix`."""
     heads, dk, times = mixed.shape[2], linear.key_head_dim, linear.values_per_key
     channels, forward, step = mixed.split([linear.mixed_width, times, times], -1)
-    x = causal_mix(channels.flatten(2), weights["conv1d.weight"].flatten(0, 1), before).unflatten(2, (heads, -1))
+    x = causal_mix(channels.flatten(2), weights["conv1d.weight"].flatten(0, 1), **where).unflatten(2, (heads, -1))
     query, key, value = x.split([dk, dk, times * linear.value_head_dim], -1)
     value = value.unflatten(3, (times, -1)).flatten(2, 3)
     return query, key, value, *gates(forward.flatten(2), step.flatten(2), weights["A_log"], weights["dt_bias"])

@@ -1,7 +1,7 @@
 """Whether kernels of one pass over memory compute a tensor: `torch.ops.aligner.NAME` of `cuda/operations.py`.
 
 They are in Triton, which comes with torch for CUDA. Without it, on a CPU and in float64, callers run torch's
-operations, which take more passes.
+operations, which take more passes. Layers of linear attention ask for `cuda/linear.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 DEVICES, DTYPES = {"cuda"} if find_spec("triton") else set(), {torch.float32, torch.bfloat16, torch.float16}
+HALVES = {torch.bfloat16, torch.float16}
 
 
 def takes(x: Tensor) -> bool:
@@ -27,6 +28,22 @@ def takes(x: Tensor) -> bool:
 def operations() -> Any:
     """Import the module that defines them, by its name, as only a GPU needs it."""
     return importlib.import_module("aligner.ops.kernels.cuda.operations")
+
+
+def linear(x: Tensor) -> Any | None:
+    """Return `cuda/linear.py`, which calls flash-linear-attention, if that is installed and x is in 16 bits on a GPU.
+    None: the caller runs torch's operations."""
+    return _linear() if x.device.type in DEVICES and x.dtype in HALVES else None
+
+
+@functools.cache
+def _linear() -> Any | None:
+    try:
+        return importlib.import_module("aligner.ops.kernels.cuda.linear")
+    except ImportError as error:  # also of a release with other names
+        remedy = "runs torch's operations, which are slow on a GPU: pip install 'aligner[linear]'"
+        print(f"linear attention without flash-linear-attention ({error}) {remedy}", flush=True)
+        return None
 
 
 class _Gated(torch.autograd.Function):

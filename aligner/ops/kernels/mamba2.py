@@ -4,7 +4,8 @@
 
 a < 0 and s are numbers of a head, d_t > 0 is its step, x_t its input. Heads of a group share k (B in the paper) and q
 (C). Everything is computed in float32 (in float64 of float64 input). Steps have no bounds, as in training and in
-`time_step_limit` of config.json; transformers (5.23) takes `time_step_min` for one.
+`time_step_limit` of config.json; transformers (5.23) takes `time_step_min` for one. In 16 bits on a GPU
+flash-linear-attention computes it where that is installed (`cuda/linear.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.config.sections.model.linear import LinearConfig
+from aligner.ops.kernels import fused
 from aligner.ops.kernels.delta_rule import causal_mix, decays, in_chunks, repeated
 
 CHUNK = 64
@@ -31,13 +33,16 @@ def scan(
     skip: Tensor,
     state: Tensor | None = None,
     chunk: int = CHUNK,
+    ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute rows in order. query, key [B, T, G, dk], value (x) [B, T, H, dv] (heads of a group are neighbours), step
     (d) [B, T, H], rate (a) and skip (s) [H], state [B, H, dk, dv] before the first token (None: 0) -> ([B, T, H, dv]
-    of value's dtype, state after the last). A token with d = 0 leaves the state unchanged.
+    of value's dtype, state after the last). A token with d = 0 leaves the state unchanged. `ends` as in `delta_rule`.
 
     Rows are computed in chunks, with products of matrices inside (section 6). Only the state passes from chunk to
     chunk."""
+    if kernels := fused.linear(value):
+        return kernels.scan(query, key, value, step, rate, skip, state, ends)
     dtype, (batch, length, heads, width) = value.dtype, value.shape
     q, k, x = repeated(query, key, value)
     wide = x.dtype
@@ -78,16 +83,14 @@ def by_group(conv: Tensor, linear: LinearConfig) -> Tensor:
     return torch.cat([kind.unflatten(0, (linear.key_heads, -1)) for kind in reversed(parts)], 1)
 
 
-def prepared(
-    mixed: Tensor, weights: Mapping[str, Tensor], linear: LinearConfig, before: Tensor | None = None
-) -> Inputs:
+def prepared(mixed: Tensor, weights: Mapping[str, Tensor], linear: LinearConfig, **where: Tensor) -> Inputs:
     """Return the arguments of `scan` from a layer's projections: mixed [B, T, G, channels of a group, then a number
     for each of its heads], weights conv1d.weight [G, channels, K], conv1d.bias [G, channels], A_log, dt_bias and D
-    [H]. `before` is as in `causal_mix`."""
+    [H]. `where`: `before` or `ends` of `causal_mix`."""
     heads, dk, times = mixed.shape[2], linear.key_head_dim, linear.values_per_key
     channels, step = mixed.split([linear.mixed_width, times], -1)
     conv, bias = (weights[f"conv1d.{name}"].flatten(0, 1) for name in ("weight", "bias"))
-    x = causal_mix(channels.flatten(2), conv, before, bias).unflatten(2, (heads, -1))
+    x = causal_mix(channels.flatten(2), conv, bias=bias, **where).unflatten(2, (heads, -1))
     query, key, value = x.split([dk, dk, times * linear.value_head_dim], -1)
     wide = torch.promote_types(step.dtype, torch.float32)
     step, rate = F.softplus(step.flatten(2).to(wide) + weights["dt_bias"]), -weights["A_log"].to(wide).exp()

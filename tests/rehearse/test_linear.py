@@ -1,0 +1,20 @@
+"""Linear attention by flash-linear-attention: a rehearsal needs no more of it than that it is found."""
+
+import pytest
+
+from tests.rehearse import grid
+
+
+@pytest.mark.slow
+def test_it_takes_the_memory_that_plan_says(tmp_path, monkeypatch):
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(grid, "SMALL", [*grid.SMALL, "data.max_tokens=2048"])  # torch's operations keep 11 % more then
+    cases = [("sft", name, "tensor") for name in ("qwen3_next_80b_a3b", "nemotron3_nano_30b_a3b")]
+    for case, result in grid.rehearsed(cases, tmp_path).items():
+        assert not result.faults, case
+        for rank, phases in result.planned.items():
+            there = result.records[rank]["phases"]["update"]["peak_bytes"]
+            assert phases["update"] == pytest.approx(there, rel=0.04), (case, rank)
