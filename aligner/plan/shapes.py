@@ -13,7 +13,7 @@ from math import prod
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.families.rows import SCORE_HEAD, ParamSpec
-from aligner.families.table import end_table, layer_table
+from aligner.families.table import dimensions, is_of_layer, rows_of
 from aligner.plan.linear import linear_alike, linear_matrices, rule_operations
 
 Kinds = tuple[str, ...]  # of a layer (`ModelConfig.layer_kinds`)
@@ -175,30 +175,32 @@ def layer_norms(m: ModelConfig, kinds: Kinds = ("attention",)) -> int:
 def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", outputs: int = 1) -> Count:
     """Count the parameters of one rank on pipeline stage `stage`, by the family's rows. The vocabulary, padded to a
     multiple of tp, is on the first stage and again on the last (once where tied and pp = 1)."""
-    total, last = Counter[str](), stage == grid.pipeline - 1
-    for kinds, layers in Counter(map(m.layer_kinds, grid.layers(m.num_layers, stage))).items():
-        for spec in layer_table(m, kinds):
-            total[_holders(spec)] += layers * _rank_elements(spec, grid)
-    for spec in end_table(m, head, outputs):
-        here = last if not spec.canonical.startswith("embedding.") else stage == 0
-        tied = spec.padded and last and head == "lm" and m.tie_embeddings
-        total[_holders(spec)] += (here or tied) * _rank_elements(spec, grid)
+    total, last, sizes = Counter[str](), stage == grid.pipeline - 1, dimensions(m, outputs)
+    layers = Counter(map(m.layer_kinds, grid.layers(m.num_layers, stage)))
+    for row in rows_of(m, head):
+        if is_of_layer(row):
+            times = sum(number for kinds, number in layers.items() if not row.kind or row.kind in kinds)
+        else:
+            here = last if not row.canonical.startswith("embedding.") else stage == 0
+            times = int(here or (row.padded and last and head == "lm" and m.tie_embeddings))
+        if times:
+            total[_holders(row)] += times * _rank_elements(row, [sizes[name] for name in row.shape], grid)
     return Count(**total)
 
 
-def _holders(spec: ParamSpec) -> str:
+def _holders(row: ParamSpec) -> str:
     """Return the field of `Count` for the row."""
-    if spec.experts:
+    if row.experts:
         return "experts"
-    return "score" if spec.hf == SCORE_HEAD.hf else "fixed" if spec.float32 else "dense"
+    return "score" if row.hf == SCORE_HEAD.hf else "fixed" if row.float32 else "dense"
 
 
-def _rank_elements(spec: ParamSpec, grid: Grid) -> int:
-    elements = prod(spec.shape)
-    if spec.padded:
-        return -(-spec.shape[0] // grid.tensor) * spec.shape[1]
-    whole = spec.tp_axis is None or (spec.experts and grid.folded)
-    return elements // (1 if whole else grid.tensor) // (grid.expert if spec.experts else 1)
+def _rank_elements(row: ParamSpec, shape: list[int], grid: Grid) -> int:
+    elements = prod(shape)
+    if row.padded:
+        return -(-shape[0] // grid.tensor) * shape[1]
+    whole = row.tp_axis is None or (row.experts and grid.folded)
+    return elements // (1 if whole else grid.tensor) // (grid.expert if row.experts else 1)
 
 
 def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float | None = None) -> float:
