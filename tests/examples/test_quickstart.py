@@ -1,5 +1,5 @@
-"""The quick start, whole: what a newcomer runs first must learn. tests/algorithms/test_recipes.py shuffles the rewards
-of this task, and nothing is learned."""
+"""The quick start, whole, in the tutorial that begins with it: what a newcomer runs first must learn.
+tests/algorithms/test_recipes.py shuffles the rewards of this task, and nothing is learned."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from aligner.errors import ConfigError
 from examples.pairs import change_digit
 from examples.quickstart import STAGES, Quickstart
+from tests.test_tutorials import clone, execute
 
 
 def test_change_digit_gives_another_number_of_the_same_length():
@@ -51,12 +52,12 @@ def test_seconds_of_the_shell_that_it_was_are_not_its_own(tmp_path):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The quick start of seed 0, run once: (folder, summary)."""
-    root = tmp_path_factory.mktemp("quickstart") / "runs"
-    command = [sys.executable, "-m", "examples.quickstart", f"run.dir={root}", "logging.progress=false"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return root, json.loads((root / "summary.json").read_text()), done.stdout
+    """The first tutorial, which does what it shows, in a folder of its own; its quick start's (folder, summary,
+    output)."""
+    folder = clone(tmp_path_factory.mktemp("quickstart"))
+    output = execute("first-run", folder, limit_s=7000)
+    root = folder / "runs/quickstart"
+    return root, json.loads((root / "summary.json").read_text()), output
 
 
 @pytest.mark.slow
