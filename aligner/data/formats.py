@@ -33,7 +33,7 @@ NEEDS = {
     "alpaca": ("instruction",),
 }
 CONVERTED = ("sharegpt", "alpaca")
-MEDIA = {"images": "<image>", "videos": "<video>", "audios": "<audio>"}  # columns of files, and where texts show them
+MEDIA = ("image", "video", "audio")  # columns of files, also in the plural; a text shows one by <image>
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,11 @@ class TypedRows[T](Sequence[T]):
     def _typed(self, index: int, original: Mapping[str, Any]) -> T:
         where, kind = self._where(index), self.format
         row = columns_of(original, self._data, where)
-        for name, mark in MEDIA.items():
-            if row.get(name) and mark in str({**row, name: None}):
+        for name, value in original.items():
+            mark = str(name).removesuffix("s")
+            if value and mark in MEDIA and (f"<{mark}>" in str({**original, name: None}) or _is_data(value)):
                 expected = "rows of text: images, video and audio are not read"
-                raise DataError(f"{where}: the column `{name}`, shown in a text by {mark}: expected {expected}")
+                raise DataError(f"{where}: the column `{name}` has {mark} data: expected {expected}. Remove such rows")
         if kind in CONVERTED:
             kind = "preference" if "preference" in self._usable and row.get("chosen") is not None else self._usable[0]
             row = converted(self.format, row, kind, where)
@@ -334,6 +335,14 @@ def _detect(row: Mapping[str, Any], data: DataConfig, usable: tuple[str, ...], w
         if all(row.get(name) is not None for name in NEEDS[kind]):
             return kind
     raise DataError(_wrong_columns(where, row, usable))
+
+
+def _is_data(value: Any) -> bool:
+    """Return whether a column has files' bytes, or paths as columns of Hugging Face's type Image have them."""
+    values = value if isinstance(value, list) else [value]
+    return any(
+        isinstance(one, bytes) or (isinstance(one, Mapping) and {"bytes", "path"} & one.keys()) for one in values
+    )
 
 
 def _wrong_columns(where: str, row: Mapping[str, Any], usable: tuple[str, ...], missing: Sequence[str] = ()) -> str:

@@ -2,7 +2,8 @@
 
 A conversation is first converted to the template's form. A call's arguments are a mapping or JSON text. Ids of calls
 are those that it accepts (Kimi's carry the names, Mistral's have nine letters). `developer` becomes `system` if there
-is no such role. Any failure inside a template is a DataError that names the row, the message and the template's line.
+is no such role. Thoughts within the content become `reasoning_content` if the template shows only those as thoughts.
+Any failure inside a template is a DataError that names the row, the message and the template's line.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from aligner.data.messages import THOUGHTS
 from aligner.errors import DataError
 from aligner.foreign import parse_json
 
@@ -37,6 +39,7 @@ class TemplateForm:
     named_ids: bool = False  # it shows ids of calls instead of their names, as Kimi's `functions.look:0`
     nine_ids: bool = False  # it accepts only ids of calls of nine letters or digits, as Mistral's
     renamed: bool = False  # role `developer` is shown as `system`
+    apart: bool = False  # thoughts are only read from a key of their own, as gpt-oss's and Qwen3.8's
 
 
 _forms: dict[tuple[str, str], TemplateForm] = {}  # by template and special tokens
@@ -131,7 +134,12 @@ def _probed(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForm:
     named_ids = shown is not None and "call00007" in shown and "look" not in shown
     developer, system = (text([{"role": role, "content": _VALUE}, USER]) or "" for role in ("developer", "system"))
     nine_ids = shown is not None and other_ids is None
-    return TemplateForm(wants_text, named_ids, nine_ids, _VALUE in system and _VALUE not in developer)
+    inside, apart = (
+        text([USER, {"role": "assistant", **fields}]) or ""
+        for fields in ({"content": THOUGHT + _VALUE}, {"content": _VALUE, "reasoning_content": "a thought"})
+    )
+    another = "a thought" in apart and inside.count("</think>") > apart.count("</think>")
+    return TemplateForm(wants_text, named_ids, nine_ids, _VALUE in system and _VALUE not in developer, another)
 
 
 def in_form(conversation: Conversation, form: TemplateForm, source: str) -> list[dict[str, Any]]:
@@ -140,6 +148,11 @@ def in_form(conversation: Conversation, form: TemplateForm, source: str) -> list
     for number, message in enumerate(messages):
         if form.renamed and message.get("role") == "developer":
             message["role"] = "system"
+        if form.apart and message.get("role") == "assistant" and not any(message.get(key) for key in THOUGHTS):
+            thoughts, end, answer = str(message.get("content") or "").partition("</think>")
+            if end:
+                message["reasoning_content"] = thoughts.rpartition("<think>")[2].strip("\n")
+                message["content"] = answer.lstrip("\n")
         calls = message.get("tool_calls")
         if isinstance(calls, Sequence) and not isinstance(calls, str):
             where = f"{source}: messages[{number}].tool_calls"

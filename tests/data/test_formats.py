@@ -170,14 +170,20 @@ def test_media_are_refused_by_file_and_row(tmp_path, read, column, others, kind)
         list(read(read_rows(str(tmp_path / "x.jsonl")), DataConfig()))
 
 
-def test_a_column_of_media_is_refused_where_a_text_shows_them():
-    row = {"messages": [{"role": "user", "content": "<image>Which?"}, *GOOD], "images": ["x.png"]}
-    with pytest.raises(
-        DataError, match=r"row 1: the column `images`, shown in a text by <image>: expected rows of text"
-    ):
-        sft_rows([row], DataConfig())
-    for plain in ({**row, "images": []}, {**row, "images": "python:3.12", "messages": USER + GOOD}):
-        assert sft_rows([plain], DataConfig())[0].messages[1:] == GOOD
+@pytest.mark.parametrize("column", ["image", "images", "videos", "audio"])
+def test_a_column_of_media_is_refused_by_file_and_row(tmp_path, column):
+    """A text shows them, or the column has them as datasets of Hugging Face do."""
+    shown, plain = f"<{column.removesuffix('s')}>Which?", {"messages": USER + GOOD}
+    rows = [{"messages": [{"role": "user", "content": shown}, *GOOD], column: ["x.png"]}]
+    rows += [{**plain, column: value} for value in ({"bytes": None, "path": "x.png"}, [{"bytes": "x"}])]
+    for row in rows:
+        (tmp_path / "x.jsonl").write_text(json.dumps(plain) + "\n" + json.dumps(row))
+        with pytest.raises(
+            DataError, match=rf"x.jsonl, row 2: the column `{column}` has .* data: expected rows of text"
+        ):
+            list(sft_rows(read_rows(str(tmp_path / "x.jsonl")), DataConfig()))
+    for other in ({**rows[0], column: []}, {**plain, column: "python:3.12"}):
+        assert sft_rows([other], DataConfig())[0].messages[1:] == GOOD
 
 
 def test_tools_are_schemas_or_their_json():

@@ -79,6 +79,9 @@ def test_what_a_template_leaves_out_is_refused_or_told(make_folder):
     )
     with pytest.raises(DataError, match=r"f, row 3: .*leaves out the content of messages\[1\] \(role tool\)"):
         encode_sft(tokenizer, [chat(("user", "q"), ("tool", "q"), ("assistant", "a"))])
+    neither = load_tokenizer(make_folder(only.replace(", 'system')", ")")))
+    with pytest.raises(DataError, match=r"f, row 3: .*leaves out the content of messages\[0\] \(role developer\)"):
+        encode_sft(neither, [chat(("developer", "French"), ("user", "q"), ("assistant", "a"))])
     rows = [{"messages": [{"role": "user", "content": "q", "name": "Eve"}, {"role": "assistant", "content": "a"}]}]
     report = str(SftDataset(sft_rows(rows, DataConfig()), tokenizer, DataConfig()).report)
     assert "leaves out `name` of role user" in report

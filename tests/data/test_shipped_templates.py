@@ -347,6 +347,23 @@ def test_answers_without_thoughts_among_others_follow_the_opening_of_their_own(f
         assert learned(tokenizer, encoded) == "no<|im_end|>\n" * (len(alone) // 2)
 
 
+def test_thoughts_within_the_content_are_those_of_a_template_that_has_a_key_for_them(family, make_folder):
+    """gpt-oss's own, and one that puts a block before any content, as Qwen3.8's."""
+    inside = [TURNS[0], {"role": "assistant", "content": "<think>\nso\n</think>\n\nit is 7"}]
+    keyed = [TURNS[0], {**TURNS[3]}]
+    splits = shipped_template("qwen3_5").replace("'</think>' in content", "false")
+    assert splits != shipped_template("qwen3_5")
+    for tokenizer, name in (
+        (family("gpt_oss"), "gpt_oss"),
+        (load_tokenizer(make_folder(splits, extra=THINK, regex=False)), "qwen3_5"),
+    ):
+        (encoded,) = encode_sft(tokenizer, [row(inside)])
+        assert [encoded] == encode_sft(tokenizer, [row(keyed)])
+        assert learned(tokenizer, encoded) == LEARNED[name][1]
+    (encoded,) = encode_sft(family("gpt_oss"), [row([*inside, *TURNS[4:]])])
+    assert learned(family("gpt_oss"), encoded) == "".join(LEARNED["gpt_oss"][1:])
+
+
 @pytest.mark.parametrize(
     "switch", ["preserve_thinking: true", "truncate_history_thinking: false", "clear_thinking: false"]
 )
