@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import CheckpointError
-from aligner.models.safetensors_io import INDEX, SINGLE, HfTensors, open_hf
+from aligner.models.safetensors_io import AHEAD, INDEX, SINGLE, HfTensors, open_hf
 from aligner.models.safetensors_stream import DTYPES
 
 _LANGUAGE = re.compile(r"(model\.(layers|embed_tokens|norm)|lm_head|score)\.")
@@ -34,9 +34,10 @@ def names_beside(tensors: HfTensors, cfg: ModelConfig) -> list[str]:
     return [name for name in tensors if is_beside(name)]
 
 
-def check_beside(tensors: HfTensors, cfg: ModelConfig, names: list[str]) -> str:
-    """Return a line about these tensors. Raises CheckpointError if some of them are missing: equal members of a module
-    must have the same tensors, as many members as config.json says, and the files must have what their index lists."""
+def check_beside(tensors: HfTensors, cfg: ModelConfig, names: list[str]) -> list[str]:
+    """Return lines about these tensors, and about heads that config.json announces and the weights lack. Raises
+    CheckpointError if some of the tensors are missing: equal members of a module must have the same tensors, as many
+    members as config.json says, and the files must have what their index lists."""
     members, places = defaultdict[str, set[int]](set), dict[tuple[str, str], str]()
     for name in names:
         tensors.shape(name)  # raises if its file lacks it
@@ -51,13 +52,17 @@ def check_beside(tensors: HfTensors, cfg: ModelConfig, names: list[str]) -> str:
         for number in range(first, max(members[before]) + 1):
             if (wanted := f"{before}.{number}.{after}") not in tensors:
                 raise CheckpointError(f"{tensors.where}: the weights have {name}, but no {wanted}: complete it")
+    lines, heads = [], any(name.startswith(("mtp.", "model.layers.")) for name in names)
     for key, count in tensors.announced.items():
-        ahead = ".mtp_" in key
+        ahead = key.endswith(AHEAD)
+        if ahead and count and not heads:
+            lines.append(f"{tensors.where}: config.json says {key}={count}, but the weights have no such layers")
         own = [len(of) for before, of in members.items() if _stack(before) and before.startswith("mtp.") == ahead]
         if own and max(own) != count:
             raise CheckpointError(f"{tensors.where}: config.json says {key}={count}, but the weights have {max(own)}")
     kinds = sorted({".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in names})
-    return f"{tensors.where}: {len(names)} tensors ({', '.join(kinds)}) are not trained; exports have them unchanged"
+    carried = f"{tensors.where}: {len(names)} tensors ({', '.join(kinds)}) are not trained; exports have them unchanged"
+    return [*lines, carried] if names else lines
 
 
 def _stack(module: str) -> bool:

@@ -47,8 +47,8 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
             f"{tensors.where}: its weights {' and '.join(faults)}, where config.json announces {cfg.family} with "
             f"num_hidden_layers={cfg.num_layers}, tie_word_embeddings={ties}"
         )
-    if beside:
-        print(check_beside(tensors, cfg, beside), file=sys.stderr, flush=True)
+    for line in check_beside(tensors, cfg, beside):
+        print(line, file=sys.stderr, flush=True)
     _check_types(tensors, wanted)
     if cfg.tie_embeddings and LM_HEAD in tensors:
         _check_tied(tensors, cfg.traits.table[0].hf[0])

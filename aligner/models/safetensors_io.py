@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from aligner.models.quantised import (
 )
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+AHEAD = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # of config.json: layers that predict further tokens
 
 
 class HfTensors(Mapping[str, Tensor]):
@@ -39,8 +41,8 @@ class HfTensors(Mapping[str, Tensor]):
 
     With `block`, tensors with a scale are dequantised to float32, and scales are no entries. With `parts`, fused
     tensors are no entries, but their matrices are (`models/fused.py`). If `packed`, these may be in MXFP4, and are also
-    read as float32. `announced`: of a language model within a larger one (`families/within.py`), config.json's numbers
-    of layers of the other parts, by their keys.
+    read as float32. `within`: of a language model within a larger one (`families/within.py`). `announced`:
+    config.json's numbers of layers that are not the language model's own, by their keys.
     """
 
     def __init__(
@@ -49,11 +51,10 @@ class HfTensors(Mapping[str, Tensor]):
         block: tuple[int, int] | None = None,
         parts: Mapping[str, FusedMatrix] | None = None,
         packed: bool = False,
-        announced: Mapping[str, int] | None = None,
+        announced: Mapping[str, int] = MappingProxyType({}),
+        within: bool = False,
     ):
-        self.block = block
-        self.within = announced is not None
-        self.announced = announced or {}
+        self.block, self.announced, self.within = block, announced, within
         self._listed = files
         parts = parts or {}
         self._parts = {name: matrix for name, matrix in parts.items() if matrix.stored in files}
@@ -233,10 +234,11 @@ def open_hf(folder: str | Path) -> HfTensors:
     """
     folder = Path(folder)
     config, single, index = folder / "config.json", folder / SINGLE, folder / INDEX
-    block, parts, packed, announced = None, dict[str, FusedMatrix](), False, None
+    block, parts, packed, beside = None, dict[str, FusedMatrix](), False, dict[str, Any]()
     if config.is_file():
         whole = read_config(folder)
-        raw, announced = language_model(whole), _announced(whole)
+        raw = language_model(whole)
+        beside = {"announced": _announced(whole, raw), "within": INNER in whole}
         block, packed = float8_block(raw), is_mxfp4(raw)
         family = FAMILIES.get(raw.text("model_type", ""))
         if family is not None and family.joined:
@@ -244,7 +246,7 @@ def open_hf(folder: str | Path) -> HfTensors:
     if single.is_file() and index.is_file():
         raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found both: remove the unintended one")
     if single.is_file():
-        return HfTensors(dict.fromkeys(_open(single).keys(), single), block, parts, packed, announced)
+        return HfTensors(dict.fromkeys(_open(single).keys(), single), block, parts, packed, **beside)
     if not index.is_file():
         pickled = any(folder.glob("pytorch_model*.bin"))
         hint = ". Pickled weights (*.bin) are not read: save them again as safetensors" if pickled else ""
@@ -255,16 +257,14 @@ def open_hf(folder: str | Path) -> HfTensors:
         names = ", ".join(map(repr, absent)) or "none"
         raise CheckpointError(f"{folder}: {INDEX} names missing files: {names}")
     located = {own: folder / files[name] for own, name in _own_names(files, index).items()}
-    return HfTensors(located, block, parts, packed, announced)
+    return HfTensors(located, block, parts, packed, **beside)
 
 
-def _announced(raw: JsonObject) -> dict[str, int] | None:
-    """Return the numbers of layers of the parts beside a language model by config.json; None if it is alone."""
-    if INNER not in raw:
-        return None
-    vision = raw.record("vision_config", NOTHING)
-    keys = [(vision, "depth"), (vision, "num_hidden_layers"), (raw.record(INNER), "mtp_num_hidden_layers")]
-    return {section.prefix + key: section.integer(key) for section, key in keys if key in section}
+def _announced(whole: JsonObject, raw: JsonObject) -> dict[str, int]:
+    """Return the numbers of layers of the parts beside a language model by config.json, whose own part is `raw`."""
+    vision = whole.record("vision_config", NOTHING)
+    keys = [(vision, "depth"), (vision, "num_hidden_layers"), *((raw, key) for key in AHEAD)]
+    return {section.prefix + key: section.integer(key) for section, key in keys if section.fields.get(key) is not None}
 
 
 def write_hf(

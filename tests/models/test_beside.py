@@ -147,7 +147,7 @@ def score_export(folder: str, out: Path) -> None:
     export_hf(model, out, initial.tokenizer, None, initial.origin)
 
 
-def test_heads_that_predict_ahead_are_exported(ranks, tmp_path):
+def test_heads_that_predict_ahead_are_exported(ranks, tmp_path, capsys):
     """In DeepSeek's kind of folder, a further layer; and where nothing else is beside the language model."""
     cases = {}
     for cfg in (DEEPSEEK, MORE["glm4_moe"]):
@@ -165,9 +165,13 @@ def test_heads_that_predict_ahead_are_exported(ranks, tmp_path):
         after = stored(out)
         assert all(torch.equal(after[name], tensor) for name, tensor in tensors.items())
         assert json.loads((out / "config.json").read_text()).items() >= keys.items()
+        write_folder(model, raw | keys, tmp_path / name)
+        check_folder(open_hf(folder), config_from_hf(folder))
+        lines = [f"{folder}: config.json says {key}=1, but the weights have no such layers" for key in keys]
+        assert [line for line in capsys.readouterr().err.splitlines() if "config.json" in line] == lines
 
 
-def test_an_incomplete_folder_is_refused(tmp_path):
+def test_an_incomplete_folder_is_refused(tmp_path, capsys):
     folder, _ = whole_folder("qwen3_5", tmp_path / "hf")
     cfg, whole = config_from_hf(folder), load_file(folder / SINGLE)
     config = json.loads((folder / "config.json").read_text())
@@ -200,3 +204,5 @@ def test_an_incomplete_folder_is_refused(tmp_path):
     save_file(without("mtp.", "model.visual."), folder / SINGLE)
     (folder / "config.json").write_text(json.dumps(config))
     check_folder(open_hf(folder), cfg)  # nothing beside it is complete too
+    line = "config.json says text_config.mtp_num_hidden_layers=1, but the weights have no such layers"
+    assert capsys.readouterr().err.splitlines()[-1] == f"{folder}: {line}"
