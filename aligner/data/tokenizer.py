@@ -58,10 +58,16 @@ def load_tokenizer(folder: str, announce: bool = True) -> PreTrainedTokenizerBas
             f"model.tokenizer={folder!r}: expected a folder with a Hugging Face tokenizer, found none of its files "
             f"({', '.join(VOCABULARIES)}): copy them there, or name the folder that has them"
         )
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, TokenizersBackend
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        # with config.json of some models it splits text by their rules, whatever tokenizer.json says
+        stored = Path(path, "tokenizer_config.json")
+        if TokenizersBackend in type(tokenizer).__bases__ and stored.is_file():
+            record = read_record(stored, DataError)
+            if record.text("tokenizer_class", "") == TokenizersBackend.__name__:
+                tokenizer = TokenizersBackend.from_pretrained(path, local_files_only=True)
     except Exception as error:  # the Rust core of `tokenizers` raises bare Exception; always re-raised, with its cause
         raise DataError(
             f"model.tokenizer={folder!r}: expected a folder that transformers.AutoTokenizer loads offline "

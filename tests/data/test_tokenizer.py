@@ -70,6 +70,14 @@ def test_split_words_keeps_words_apart_and_digits_can_merge(tmp_path):
     assert tokenizer.convert_ids_to_tokens(tokenizer("one 1234")["input_ids"]) == ["one", "Ġ1234"]
 
 
+@pytest.mark.parametrize("model", ["qwen2", "qwen3_5_moe_text", "llama"])
+def test_text_is_split_alike_beside_a_model(tmp_path, model):
+    """As its tokenizer.json says, not as published models of this kind split it."""
+    made = train_tokenizer(PROBLEMS, str(tmp_path), 400, split_words=False)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
+    assert load_tokenizer(str(tmp_path))(PROBLEMS)["input_ids"] == made(PROBLEMS)["input_ids"]
+
+
 def test_vocabulary_smaller_than_the_bytes_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"vocab_size=100: expected an integer >= 261"):
         train_tokenizer(["x"], str(tmp_path), 100)
