@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aligner.config.checks import path_hint
 from aligner.data.rendering import THOUGHT, USER, try_text
-from aligner.data.tool_calls import READERS, written
+from aligner.data.tool_calls import READERS, format_of, written
 from aligner.errors import ConfigError, DataError
 from aligner.foreign import read_record
 
@@ -197,8 +197,8 @@ def sampled_with(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 def turn_end(tokenizer: PreTrainedTokenizerBase, call: bool = False) -> int | None:
     """Return the first special token that the chat template puts behind an answer (<|im_end|>), or behind its `call`.
 
-    If a conversation ends with none, it is the token right behind an answer that the conversation continues from
-    (GLM-4's <|user|>, and <|observation|> behind a call).
+    None behind a call whose format is unknown. If a conversation ends with none, it is the token right behind an answer
+    that the conversation continues from (GLM-4's <|user|>, and <|observation|> behind a call).
     """
     if tokenizer.chat_template is None:
         return None
@@ -212,12 +212,16 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, call: bool = False) -> int | No
         [USER, {"role": "assistant", **fields, "content": thought + fields["content"]}] for thought in ("", THOUGHT)
     ]
     chat, text = next(((c, t) for c in chats if (t := try_text(tokenizer, c)) is not None), (chats[0], ""))
-    if call and answer not in text:
-        return None
     tail = text.rpartition(answer)[2]
     marks = "".join(written(kind, "look", {"at": answer}) for kind in READERS) if call else ""
     special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special and t.content not in marks}
     ends = [i for i in tokenizer(tail, add_special_tokens=False)["input_ids"] if i in special]
+    if call:  # special tokens of an unknown format may be within the call
+        opening = try_text(tokenizer, [USER], add_generation_prompt=True) or ""
+        shown = text.removesuffix(tail) + (tail.partition(tokenizer.decode(ends[:1]))[0] if ends else tail)
+        turn = shown[len(opening) :] if shown.startswith(opening) else shown.rpartition(USER["content"])[2]
+        if not format_of(turn, "look", {"at": answer}):
+            return None
     if ends:
         return ends[0]
     longer = (try_text(tokenizer, [*chat, reply]) or "").rpartition(answer)[2]

@@ -235,6 +235,13 @@ def test_a_call_ends_with_a_token_of_its_own(make_folder, known):
         assert tokenizer.decode(ids).endswith(call + end)
 
 
+def test_a_call_of_an_unknown_format_adds_no_stop_token(make_folder):
+    """Gemma 4 quotes arguments by a special token: generation must not stop there."""
+    calls = "<|call>call:{{ c.function.name }}{at:<|q|>{{ c.function.arguments.at }}<|q|>}<call|>"
+    tokenizer = load_tokenizer(make_folder(HEAD + calls + TAIL, extra=["<|q|>", "<|call>", "<call|>"]))
+    assert [tokenizer.convert_ids_to_tokens(i) for i in stop_token_ids(tokenizer)] == ["<|im_end|>"]
+
+
 def test_chatml_ends_with_the_eos_of_a_tokenizer_without_its_tokens(byte):
     byte = load_tokenizer(byte.name_or_path)
     use_chat_template(byte, DataConfig(chat_template="chatml"))
