@@ -48,6 +48,7 @@ KEYS: dict[str, Draw] = {
     "pattern": lambda r, shape: _shuffled(r, ["*", "E", "M", *r.choices("M*-E", k=shape.num_layers)]),
     "moe.dense_layers": lambda r, shape: [n for n in range(shape.num_layers - 1) if r.random() < 0.4],
     "moe.shared_ffn_hidden_size": lambda r, _: r.randint(1, 2),  # times an expert's
+    "moe.latent_size": lambda r, _: r.choice([0, r.randint(4, 30)]),
     "moe.groups": lambda r, _: r.randint(1, 3),
     "moe.top_groups": lambda r, _: r.randint(1, 3),  # at most the groups
     "moe.scale": lambda r, _: r.uniform(0.3, 1.5),

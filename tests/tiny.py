@@ -209,10 +209,11 @@ NEMOTRON = replace(
     num_layers=4,
     tie_embeddings=False,
     linear=LinearConfig(4, 8, 8, 6, 4, rule="mamba2"),
-    moe=MoeConfig(4, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=20, groups=2, scale=1.3),
+    moe=MoeConfig(4, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=20, latent_size=20, groups=2, scale=1.3),
 )
 MORE |= {
     "nemotron_h": NEMOTRON,
+    "nemotron_h-nano": replace(NEMOTRON, moe=replace(NEMOTRON.moe, latent_size=0)),
     "nemotron_h-dense": replace(NEMOTRON, pattern="M*M-", moe=MoeConfig()),
 }
 NEXT = MORE["qwen3_next"]

@@ -54,7 +54,8 @@ def experts(block: str, gate: str, up: str, down: str, router: str = "gate") -> 
     none."""
     at = f"{block}.experts.{{expert}}."
     both, each = tuple(f"{at}{name}.weight" for name in (gate, up) if name), {"experts": True, "kind": "sparse"}
-    inner, outer, units = f"experts {len(both)} expert_ffn hidden", "experts hidden expert_ffn", "expert_ffn"
+    units, outer = "expert_ffn", "experts expert_hidden expert_ffn"
+    inner = f"experts {len(both)} expert_ffn expert_hidden"
     return (
         layer("mlp.router.weight", f"{block}.{router}.weight", "experts hidden", kind="sparse"),
         layer("mlp.experts.gate_up", both, inner, 2, units, "experts_gate_up", **each),

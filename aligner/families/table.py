@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from math import prod
+from operator import attrgetter
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import ConfigError
@@ -40,6 +41,7 @@ def dimensions(cfg: ModelConfig, num_labels: int = 1) -> dict[str, int]:
         "2ffn": 2 * cfg.ffn_hidden_size,
         "experts": cfg.moe.num_experts,
         "expert_ffn": cfg.expert_ffn,
+        "expert_hidden": cfg.expert_hidden,
         "2": 2,
         "head": head,
         "heads": heads,
@@ -68,7 +70,7 @@ def dimensions(cfg: ModelConfig, num_labels: int = 1) -> dict[str, int]:
 def rows_of(cfg: ModelConfig, head: str) -> list[ParamSpec]:
     """Return the family's rows that this model has, not yet expanded. `head` may be empty: no row of a head."""
     assert head in ("lm", "score", ""), f"head={head!r}: expected lm, score or nothing"
-    table = [row for row in cfg.traits.table if not row.when or getattr(cfg, row.when)]
+    table = [row for row in cfg.traits.table if not row.when or attrgetter(row.when)(cfg)]
     if head == "score":
         table.append(rows.SCORE_HEAD)
     elif head and not cfg.tie_embeddings:

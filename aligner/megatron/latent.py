@@ -20,22 +20,9 @@ from torch import Tensor
 from aligner.config.sections.model.config import ModelConfig
 from aligner.megatron import kernels
 from aligner.megatron.attention import Stream, attend
-from aligner.megatron.sharing import LayerConfig
+from aligner.megatron.sharing import LayerConfig, SharedLinear
 from aligner.models.rope import LATENT_EPS, score_scale
 from aligner.ops.kernels.scored_attention import ScoreRule
-
-
-class SharedLinear(torch.nn.Module):
-    """A matrix [out, in] that every tensor rank has whole. Its gradient comes from the rank's own tokens with
-    sequence parallelism; without, it is the same on all ranks."""
-
-    def __init__(self, config: LayerConfig, size: int, out: int):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(out, size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.weight)
 
 
 class LatentAttention(MegatronModule):

@@ -48,7 +48,7 @@ from aligner.megatron import kernels
 from aligner.megatron.attention import GatedMLP
 from aligner.megatron.collectives import all_to_all
 from aligner.megatron.groups import Layout
-from aligner.megatron.sharing import LayerConfig, checkpoint_entries, mark_shared, with_fields
+from aligner.megatron.sharing import LayerConfig, SharedLinear, checkpoint_entries, mark_shared, with_fields
 from aligner.ops.kernels.experts import (
     ReplayedExperts,
     Routing,
@@ -108,9 +108,9 @@ def _mark(param: torch.nn.Parameter, split: bool) -> None:
 
 class Experts(torch.nn.Module):
     """This rank's experts, or its tensor-parallel share of them: gate_up [E / ep, 2, F / tp, H], down [E / ep, H, F /
-    tp]. Gate and up are an axis of their own, so that every shard is a plain slice; without a gate it has one entry. In
-    some families with biases [E / ep, 2, F / tp] and [E / ep, H]; the latter is the same on all tensor ranks, and the
-    first adds it."""
+    tp], where H is the experts' own width. Gate and up are an axis of their own, so that every shard is a plain slice;
+    without a gate it has one entry. In some families with biases [E / ep, 2, F / tp] and [E / ep, H]; the latter is the
+    same on all tensor ranks, and the first adds it."""
 
     def __init__(self, config: LayerConfig, model: ModelConfig, layout: Layout):
         super().__init__()
@@ -119,7 +119,7 @@ class Experts(torch.nn.Module):
         if model.traits.ungated:
             self.gate = kernels.relu2
         local, share = model.moe.num_experts // layout.expert, model.expert_ffn // layout.tensor
-        hidden = config.hidden_size
+        hidden = model.expert_hidden
         self.gate_up = torch.nn.Parameter(torch.zeros(local, model.mlp_parts, share, hidden, dtype=config.params_dtype))
         self.down = torch.nn.Parameter(torch.zeros(local, hidden, share, dtype=config.params_dtype))
         for param in (self.gate_up, self.down):
@@ -169,14 +169,17 @@ def _product(x: Tensor, weight: Tensor, adapters: Adapters | None, sizes: Tensor
 
 class ExpertLayer(torch.nn.Module):
     """Replacement of Megatron's MLP: hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> the same
-    shape, without bias. In some families one more MLP computes every token (`shared_experts`)."""
+    shape, without bias. In some families one more MLP computes every token (`shared_experts`), and experts see fewer
+    numbers of a token, which the layer makes of its own tokens, and the stream's of the experts' output."""
 
     def __init__(self, config: LayerConfig, model: ModelConfig, layout: Layout, **unused: Any):
         super().__init__()
         self.model, self.moe, self.layout = model, model.moe, layout
         self.router = Router(config, model.moe.num_experts, model.traits)
         self.experts = Experts(config, model, layout)
-        width = model.moe.shared_ffn_hidden_size
+        width, latent = model.moe.shared_ffn_hidden_size, model.moe.latent_size
+        self.fc1_latent_proj = SharedLinear(config, model.hidden_size, latent) if latent else None
+        self.fc2_latent_proj = SharedLinear(config, latent, model.hidden_size) if latent else None
         self.shared_experts = None
         if width:
             kind = GatedShared if model.traits.shared_gate else GatedMLP
@@ -209,25 +212,31 @@ class ExpertLayer(torch.nn.Module):
     def forward(self, hidden: Tensor, padding_mask: Times, **unused: Any) -> tuple[Tensor, None]:
         """Compute the layer. `padding_mask` (Megatron's name) is `Packing.times`."""
         times, sequence, tp = padding_mask, self.layout.sequence, self.layout.pgs.tp
-        x = hidden[:, 0]
-        if sequence:
-            x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=tp)
-        elif self.layout.tensor > 1:
-            x = copy_to_tensor_model_parallel_region(x, group=tp)
-        if times.real is None:
-            out = self._mix(x, times)
-        else:
-            some = self._mix(kernels.collect(x, times.real), times)
-            out = torch.zeros_like(x).index_copy(0, times.real, some)
+        x = y = self._of_all(hidden[:, 0], times)
+        if self.fc1_latent_proj is not None:
+            y = self._of_all(self.fc1_latent_proj(hidden[:, 0]), times)
+        out = self._mix(x, y, times)
+        if times.real is not None:
+            rows = len(hidden) * (self.layout.tensor if sequence else 1)
+            out = out.new_zeros(rows, out.shape[1]).index_copy(0, times.real, out)
         if sequence:
             out = reduce_scatter_to_sequence_parallel_region(out, group=tp)
         elif self.layout.tensor > 1:
             out = reduce_from_tensor_model_parallel_region(out, group=tp)
-        out = out[:, None]
+        out = (out if self.fc2_latent_proj is None else self.fc2_latent_proj(out))[:, None]
         return out if self.shared_experts is None else out + self.shared_experts(hidden)[0], None
 
-    def _mix(self, x: Tensor, times: Times) -> Tensor:
-        """Compute x [n, H], all of them tokens -> this tensor rank's addend [n, H]."""
+    def _of_all(self, x: Tensor, times: Times) -> Tensor:
+        """Return x of all tokens without padding. Its gradient is a sum over tensor ranks."""
+        if self.layout.sequence:
+            x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.layout.pgs.tp)
+        elif self.layout.tensor > 1:
+            x = copy_to_tensor_model_parallel_region(x, group=self.layout.pgs.tp)
+        return x if times.real is None else kernels.collect(x, times.real)
+
+    def _mix(self, x: Tensor, y: Tensor, times: Times) -> Tensor:
+        """Compute x [n, H], by which the router chooses, and y [n, width], which experts see, of all tokens -> this
+        tensor rank's addend [n, width]."""
         router, bias, tp = self.router.weight, self.router.bias, self.layout.pgs.tp
         if self.layout.tensor > 1:
             router = copy_to_tensor_model_parallel_region(router, group=tp)
@@ -243,7 +252,7 @@ class ExpertLayer(torch.nn.Module):
             self.replays = both if self.replays is None else self.replays + both
         pairs = sort_pairs(routing.experts, self.moe.num_experts)
         weights = self._balance(routing, times.count)
-        return combine(self._compute(expand(x, pairs), pairs.counts), pairs, weights)
+        return combine(self._compute(expand(y, pairs), pairs.counts), pairs, weights)
 
     def _compute(self, x: Tensor, counts: Tensor) -> Tensor:
         """Compute x [M, H] by expert, counts int64 [E] -> the output of the experts, on any rank, in that order."""
@@ -292,7 +301,11 @@ class ExpertLayer(torch.nn.Module):
         return _AddLoss.apply(routing.weights, self.moe.aux_coef * loss / self.layout.tensor)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        entries = checkpoint_entries(self.router, f"{prefix}router.", sharded_offsets, metadata, self.layout.pgs.tp)
+        entries: dict[str, Any] = {}
+        for name in ("router", "fc1_latent_proj", "fc2_latent_proj"):  # whole on every tensor rank
+            if (module := getattr(self, name)) is not None:
+                at = f"{prefix}{name}."
+                entries |= checkpoint_entries(module, at, sharded_offsets, metadata, self.layout.pgs.tp)
         for name in ("experts", "shared_experts"):
             if (module := getattr(self, name)) is not None:
                 entries |= module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)

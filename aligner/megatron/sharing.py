@@ -54,6 +54,19 @@ def with_fields(config: LayerConfig, **fields: Any) -> LayerConfig:
     return own
 
 
+class SharedLinear(torch.nn.Module):
+    """A matrix [out, in] that every tensor rank has whole. Its gradient comes from the rank's own tokens with
+    sequence parallelism; without, it is the same on all ranks."""
+
+    def __init__(self, config: LayerConfig, size: int, out: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(out, size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight)
+
+
 class SharedVector(torch.nn.Module):
     """`weight` [size / tensor ranks]: this rank's share of a vector."""
 

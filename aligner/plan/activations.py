@@ -28,7 +28,7 @@ def layer_activations(model: PlannedModel, grid: Grid, kinds: Kinds) -> tuple[fl
     own = 2 * len(kinds) * m.hidden_size / (tp if grid.sequence else 1)
     own += (1 + m.mlp_parts) * mlp_width(m, kinds) / tp
     if "sparse" in kinds:
-        own += m.hidden_size + m.moe.top_k * 2 * m.hidden_size
+        own += m.hidden_size + m.moe.latent_size + m.moe.top_k * 2 * m.expert_hidden
     if "linear" in kinds:
         own += (linear.key_heads * linear.width + 2 * linear.value_heads * linear.value_head_dim) / tp
         return own, gathered_width(m) / tp if grid.context > 1 and not grid.over_heads else 0.0
@@ -111,7 +111,7 @@ def backward_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     grid, m = job.grid, model.shape
     tokens = _stream(job, model).tokens
     sparse = any("sparse" in kinds for kinds in stage_layers(m, grid, stage))
-    each = (2 + m.mlp_parts) * widest_mlp(m) / grid.tensor + sparse * 2 * m.moe.top_k * m.hidden_size
+    each = (2 + m.mlp_parts) * widest_mlp(m) / grid.tensor + sparse * 2 * m.moe.top_k * m.expert_hidden
     each += m.hidden_size * (2 if grid.sequence else 1)
     each += (grid.pipeline > 1) * m.hidden_size / (grid.tensor if grid.sequence else 1)
     return job.element * (each * tokens / grid.context + (max(_layers(job, model, stage)) if job.recompute else 0))

@@ -145,6 +145,11 @@ def shared_matrices(m: ModelConfig) -> int:
     return (1 + m.mlp_parts) * m.hidden_size * m.moe.shared_ffn_hidden_size
 
 
+def expert_latents(m: ModelConfig) -> int:
+    """Count the elements of the two matrices to and from the width of experts, if it is their own."""
+    return 2 * m.hidden_size * m.moe.latent_size
+
+
 def mlp_width(m: ModelConfig, kinds: Kinds) -> int:
     """Return the numbers that a token has between the matrices of an MLP."""
     if "sparse" in kinds:
@@ -157,18 +162,18 @@ def widest_mlp(m: ModelConfig) -> int:
 
 
 def _mean_mlp(m: ModelConfig) -> float:
-    experts = m.share("sparse") * (mlp_matrices(m, True) + shared_matrices(m))
+    experts = m.share("sparse") * (mlp_matrices(m, True) + shared_matrices(m) + expert_latents(m))
     return experts + m.share("dense") * mlp_matrices(m, False)
 
 
 def layer_norms(m: ModelConfig, kinds: Kinds = ("attention",)) -> int:
     """Count the elements of a layer of these kinds that every tensor rank holds alike and that sequence parallelism
     computes on shares of the tokens. They are norms, biases that are added like them, the matrices of latent
-    attention's vectors, and the gate of the MLP for every token."""
+    attention's vectors and to and from experts, and the gate of the MLP for every token."""
     biases, traits = m.output_bias + m.mlp_bias, m.traits  # of projections into the residual stream
     biases += traits.shared_gate
     each_head = m.qk_norm and not traits.wide_qk_norm and "attention" in kinds
-    latent = m.latent.query_rank + m.latent.kv_rank + latent_matrices(m)
+    latent = m.latent.query_rank + m.latent.kv_rank + latent_matrices(m) + ("sparse" in kinds) * expert_latents(m)
     return (traits.norms + biases) * m.hidden_size + (2 * m.kv_channels if each_head else 0) + latent
 
 
@@ -220,8 +225,8 @@ def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float 
 
 
 def expert_operations(m: ModelConfig, tokens: float) -> float:
-    """Count the operations of one layer's experts: 6 k H F_e a token, 4 without gates."""
-    return 2.0 * (1 + m.mlp_parts) * tokens * m.share("sparse") * m.moe.top_k * m.hidden_size * m.expert_ffn
+    """Count the operations of one layer's experts: 6 k H F_e a token, 4 without gates; H of their own."""
+    return 2.0 * (1 + m.mlp_parts) * tokens * m.share("sparse") * m.moe.top_k * m.expert_hidden * m.expert_ffn
 
 
 def head_operations(m: ModelConfig, tokens: float, head: str = "lm", outputs: int = 1, tensor: int = 1) -> float:
@@ -257,5 +262,5 @@ def decode_weight_bytes(m: ModelConfig, rows: float, element: int) -> float:
     layer += m.share("linear") * (sum(linear_matrices(m)) + linear_alike(m) + layer_norms(m, ("linear",)))
     if moe.num_experts:
         touched = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** rows)
-        layer += m.share("sparse") * touched * (1 + m.mlp_parts) * h * m.expert_ffn
+        layer += m.share("sparse") * touched * (1 + m.mlp_parts) * m.expert_hidden * m.expert_ffn
     return element * (m.num_layers * layer + h * (m.vocab_size + 1))

@@ -107,7 +107,7 @@ def forward_bytes(job: PlanJob, model: PlannedModel, tokens: float) -> float:
     """Return the bytes of a layer without gradient: the stream and its norm, inputs and outputs of attention and MLP,
     and the widest product with its factors. Experts: input and output of each pair."""
     m, grid = model.shape, model.grid or job.grid
-    wide = (1 + m.mlp_parts) * widest_mlp(m) / grid.tensor + 2 * m.moe.top_k * m.hidden_size * bool(m.moe.num_experts)
+    wide = (1 + m.mlp_parts) * widest_mlp(m) / grid.tensor + 2 * m.moe.top_k * m.expert_hidden * bool(m.moe.num_experts)
     stream = (1 + 4 / (grid.tensor if grid.sequence else 1)) * m.hidden_size
     return job.element * tokens * (stream + wide)
 

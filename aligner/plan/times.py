@@ -119,7 +119,7 @@ class Machine:
         """Return the seconds of one layer's element-wise kernels in a forward pass over a rank's share of `tokens`,
         `stream` of which are in the stream between its products."""
         a, k, v, _ = attention_widths(m)
-        sparse, routed = m.share("sparse"), m.moe.top_k * m.hidden_size
+        sparse, routed = m.share("sparse"), m.moe.top_k * m.expert_hidden
         mlp = sparse * mlp_width(m, ("sparse",)) + m.share("dense") * m.ffn_hidden_size
         mixers, passes = m.share("attention") + m.share("linear"), self.assumed
         own = passes.head_passes * mixers * (a + k + v)

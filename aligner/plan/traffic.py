@@ -112,15 +112,13 @@ def layer_forward(
 
     Tensor parallelism sums the outputs of attention and MLP (Megatron-LM, arXiv:1909.08053). Sequence parallelism
     scatters them and gathers the inputs (arXiv:2205.05198)."""
-    m, own = model.shape, tokens / grid.context
-    hidden, inputs, mlps = kept / grid.context * m.hidden_size * element, _inputs(m, kinds), _mlps(m, kinds)
-    outputs = mixers(kinds) + mlps
+    m, own, each = model.shape, tokens / grid.context, kept / grid.context * element
+    inputs, outputs = [*_inputs(m, kinds), *_mlp_inputs(m, kinds)], _outputs(m, kinds)
     if grid.sequence:
-        share = sum(inputs) / m.hidden_size
-        yield CollectiveCalls("tp", "all_gather", (share + mlps) * hidden, len(inputs) + mlps)
-        yield CollectiveCalls("tp", "reduce_scatter", outputs * hidden, outputs)
+        yield CollectiveCalls("tp", "all_gather", sum(inputs) * each, len(inputs))
+        yield CollectiveCalls("tp", "reduce_scatter", sum(outputs) * each, len(outputs))
     else:
-        yield CollectiveCalls("tp", "all_reduce", outputs * hidden, outputs)
+        yield CollectiveCalls("tp", "all_reduce", sum(outputs) * each, len(outputs))
     yield from _context(model, grid, tokens, element, kinds, backward=False)
     if "sparse" in kinds:
         yield _experts(model, grid, own, element)
@@ -135,16 +133,13 @@ def frozen_backward(
     """Yield the calls of `layer_backward` where only adapters are trained: no gradients of weights, and none of the
     `first` layer's input."""
     m, own = model.shape, tokens / grid.context
-    hidden, inputs, mlps = own * m.hidden_size * element, _inputs(m, kinds), _mlps(m, kinds)
-    outputs = mixers(kinds) + mlps
-    direct = first and mixers(kinds) and not m.latent.query_rank
-    share = (sum(inputs) - (m.hidden_size if direct else 0)) / m.hidden_size
+    each, last, mlps, outputs = own * element, kept / grid.context * element, _mlp_inputs(m, kinds), _outputs(m, kinds)
+    inputs = _inputs(m, kinds)[1 if first and not m.latent.query_rank else 0 :]
     if grid.sequence:
-        yield CollectiveCalls("tp", "all_gather", outputs * hidden, outputs)
-        yield CollectiveCalls("tp", "reduce_scatter", (share + mlps) * hidden, len(inputs) - direct + mlps)
+        yield CollectiveCalls("tp", "all_gather", sum(outputs) * each, len(outputs))
+        yield CollectiveCalls("tp", "reduce_scatter", sum(inputs + mlps) * each, len(inputs + mlps))
     else:
-        last = kept / grid.context * m.hidden_size * element
-        yield CollectiveCalls("tp", "all_reduce", share * hidden + mlps * last, len(inputs) - direct + mlps)
+        yield CollectiveCalls("tp", "all_reduce", sum(inputs) * each + sum(mlps) * last, len(inputs + mlps))
     yield from _context(model, grid, tokens, element, kinds, backward=True)
     if "sparse" in kinds:
         yield _experts(model, grid, own, element)
@@ -157,18 +152,15 @@ def layer_backward(
 ) -> Iterator[CollectiveCalls]:
     """Yield the calls for the gradients of the same. With sequence parallelism the inputs of the two column-parallel
     products are gathered a second time for the gradients of their weights (experts keep theirs)."""
-    m, own = model.shape, tokens / grid.context
-    hidden, inputs, mlps = own * m.hidden_size * element, _inputs(m, kinds), _mlps(m, kinds)
-    outputs, sparse = mixers(kinds) + mlps, "sparse" in kinds
-    share = sum(inputs) / m.hidden_size
+    m, own, sparse = model.shape, tokens / grid.context, "sparse" in kinds
+    each, last, inputs, mlps = own * element, kept / grid.context * element, _inputs(m, kinds), _mlp_inputs(m, kinds)
     if grid.sequence:
-        again = sum(inputs[:2]) / m.hidden_size  # the rotated key goes through no product
-        dense = mlps - sparse
-        yield CollectiveCalls("tp", "all_gather", (outputs + again + dense) * hidden, outputs + len(inputs[:2]) + dense)
-        yield CollectiveCalls("tp", "reduce_scatter", (share + mlps) * hidden, len(inputs) + mlps)
+        # the rotated key goes through no product
+        gathered = _outputs(m, kinds) + inputs[:2] + mlps[1 + bool(m.moe.latent_size) if sparse else 0 :]
+        yield CollectiveCalls("tp", "all_gather", sum(gathered) * each, len(gathered))
+        yield CollectiveCalls("tp", "reduce_scatter", sum(inputs + mlps) * each, len(inputs + mlps))
     else:
-        last = kept / grid.context * m.hidden_size * element
-        yield CollectiveCalls("tp", "all_reduce", share * hidden + mlps * last, len(inputs) + mlps)
+        yield CollectiveCalls("tp", "all_reduce", sum(inputs) * each + sum(mlps) * last, len(inputs + mlps))
     if sparse:
         copies = 1 + m.traits.expert_bias  # the router's weight, and what is added behind experts
         yield CollectiveCalls("tp", "all_reduce", copies * m.moe.num_experts * m.hidden_size * element, copies)
@@ -189,11 +181,20 @@ def _inputs(m: ModelConfig, kinds: Kinds) -> list[int]:
     return [query or m.hidden_size, *others]
 
 
-def _mlps(m: ModelConfig, kinds: Kinds) -> int:
-    """Return the number of a layer's MLPs that tensor ranks share; experts are one."""
-    if "sparse" in kinds and m.moe.shared_ffn_hidden_size:
-        return 2
-    return int("sparse" in kinds or "dense" in kinds)
+def _mlp_inputs(m: ModelConfig, kinds: Kinds) -> list[int]:
+    """Return the widths of the inputs of a layer's MLPs that tensor ranks share: the router's and the experts', which
+    are one unless they have a width of their own, before that of the MLP for every token."""
+    if "sparse" not in kinds:
+        return [m.hidden_size] * ("dense" in kinds)
+    return [m.hidden_size, *filter(None, [m.moe.latent_size]), *[m.hidden_size] * bool(m.moe.shared_ffn_hidden_size)]
+
+
+def _outputs(m: ModelConfig, kinds: Kinds) -> list[int]:
+    """Return the widths of the sums over tensor ranks: of attention and MLPs."""
+    outputs = [m.hidden_size] * (mixers(kinds) + ("dense" in kinds))
+    if "sparse" in kinds:
+        outputs += [m.expert_hidden, *[m.hidden_size] * bool(m.moe.shared_ffn_hidden_size)]
+    return outputs
 
 
 def _context(
@@ -229,7 +230,7 @@ def _linear_context(
 def _experts(model: PlannedModel, grid: Grid, own: float, element: int) -> CollectiveCalls:
     m, k = model.shape, model.shape.moe.top_k
     own /= grid.tensor if grid.folded else 1
-    return CollectiveCalls("ep", "all_to_all", 2 * own * k * m.hidden_size * element, 2, k)
+    return CollectiveCalls("ep", "all_to_all", 2 * own * k * m.expert_hidden * element, 2, k)
 
 
 def _sum(layers: Iterable[Iterable[CollectiveCalls]]) -> list[CollectiveCalls]:

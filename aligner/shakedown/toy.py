@@ -105,6 +105,8 @@ def family_keys(name: str) -> list[str]:
         keys |= {"moe.num_experts": 4, "moe.top_k": 2, "moe.ffn_hidden_size": 48}
     if "moe.shared_ffn_hidden_size" in family.varies:
         keys["moe.shared_ffn_hidden_size"] = 48
+    if "moe.latent_size" in family.varies:
+        keys["moe.latent_size"] = 16
     for key, value in {"attention.window": 6, "attention.global_every": 2, "attention.local_rope_base": 100.0}.items():
         keys |= {key: value} if key in family.varies else {}
     return [f"model.{key}={str(value).lower() if value in (True, False) else value}" for key, value in keys.items()]

@@ -92,7 +92,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
         assert ours.attention.query_scale_dim == getattr(theirs, "query_pre_attn_scalar", 0)
 
 
-@pytest.mark.parametrize("case", ["nemotron_h", "nemotron_h-dense"])
+@pytest.mark.parametrize("case", ["nemotron_h", "nemotron_h-nano", "nemotron_h-dense"])
 def test_absent_keys_of_layers_of_one_module_mean_what_they_mean_to_transformers(case, tmp_path):
     raw = written(tmp_path, CASES[case])
     kept = {key: raw[key] for key in (*KEPT, "hybrid_override_pattern") if key in raw}
@@ -107,12 +107,12 @@ def test_absent_keys_of_layers_of_one_module_mean_what_they_mean_to_transformers
         assert ours.moe.shared_ffn_hidden_size == theirs.moe_shared_expert_intermediate_size
         assert (ours.moe.groups, ours.moe.top_groups) == (theirs.n_group, theirs.topk_group)
         assert ours.moe.scale == theirs.routed_scaling_factor
+        assert ours.moe.latent_size == (theirs.moe_latent_size or 0)
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"moe_latent_size": 8}, "moe_latent_size=None"),
         ({"use_conv_bias": False}, "use_conv_bias=True"),
         ({"tie_word_embeddings": True}, "tie_embeddings=True"),
         ({"hybrid_override_pattern": "M-*X"}, "hybrid_override_pattern='M-\\*X': expected one of M"),

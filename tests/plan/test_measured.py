@@ -57,6 +57,7 @@ SEQ = {"sequence": True}
 ADAPTED = replace(LLAMA, lora=LoraConfig(rank=8, targets=[ALL_LINEAR]))
 SOME = LoraConfig(rank=8, dora=True, targets=["q_proj", "o_proj", "up_proj", "down_proj"])
 DORA, WIDE_DORA = (replace(cfg, hidden_size=64, lora=SOME) for cfg in (MODELS["qwen3"], MOE))
+MAMBA = replace(MORE["nemotron_h"], linear=replace(MORE["nemotron_h"].linear, value_head_dim=128))
 CASES = {
     "untied": (UNTIED, {}, 1, {}),
     "tp2": (MODELS["qwen2"], {"tensor": 2}, 2, {}),
@@ -82,12 +83,8 @@ CASES = {
         {},
     ),
     "Mamba-2, experts, cp2": (MORE["nemotron_h"], {"context": 2}, 2, {}),
-    "Mamba-2, tp2": (
-        replace(MORE["nemotron_h-dense"], linear=replace(MORE["nemotron_h"].linear, value_head_dim=128)),
-        {"tensor": 2},
-        2,
-        {},
-    ),
+    "Mamba-2, experts of their own width, tp2": (MAMBA, {"tensor": 2}, 2, {}),
+    "Mamba-2, experts of their own width, tp2, sequence": (MAMBA, {"tensor": 2, **SEQ}, 2, {}),
     "latent, tp2": (DEEPSEEK, {"tensor": 2}, 2, {}),
     "latent, tp2, sequence": (DEEPSEEK, {"tensor": 2, **SEQ}, 2, {}),
     "latent, cp2": (DEEPSEEK, {"context": 2}, 2, {}),

@@ -75,9 +75,12 @@ class ExpertMlp:
         experts, ffn, biased = cfg.moe.num_experts, cfg.expert_ffn // share, cfg.traits.expert_bias
         self.router = kit.empty(count, experts, hidden)
         self.router_bias = kit.empty(count, experts) if biased else None
-        self.gate_up = kit.empty(count, experts, cfg.mlp_parts * ffn, hidden)
+        width, latent = cfg.expert_hidden, cfg.moe.latent_size
+        self.into = kit.empty(count, latent, hidden) if latent else None
+        self.onto = kit.empty(count, hidden, latent) if latent else None
+        self.gate_up = kit.empty(count, experts, cfg.mlp_parts * ffn, width)
         self.gate_up_bias = kit.empty(count, experts, 2 * ffn) if biased else None
-        self.down = kit.empty(count, experts, hidden, ffn)
+        self.down = kit.empty(count, experts, width, ffn)
         self.down_bias = kit.empty(count, experts, hidden) if biased else None
         # float32, as the scores of the choice are
         self.score_bias = torch.zeros(count, experts, device=kit.device) if cfg.traits.sigmoid_router else None
@@ -97,6 +100,9 @@ class ExpertMlp:
             parts["router.bias"] = self.router_bias[:, None]
             parts["experts.linear_fc1.bias"] = self.gate_up_bias.unflatten(2, (2, -1)).flatten(1, 2)
             parts["experts.linear_fc2.bias"] = self.down_bias
+        if self.into is not None:
+            parts["fc1_latent_proj.weight"] = self.into[:, None]
+            parts["fc2_latent_proj.weight"] = self.onto[:, None]
         if self.score_bias is not None:
             parts["router.expert_bias"] = self.score_bias[:, None]
         if self.shared_gate_up is not None:
@@ -122,14 +128,16 @@ class ExpertMlp:
         if routes is not None:
             routes[:, index] = routing.experts
         pairs = sort_pairs(routing.experts, moe.num_experts)
-        mixed = grouped_linear(expand(y, pairs), self.gate_up[index], pairs.counts)
+        x = y if self.into is None else F.linear(y, self.into[index])
+        mixed = grouped_linear(expand(x, pairs), self.gate_up[index], pairs.counts)
         if self.gate_up_bias is not None:
             mixed = add_bias(mixed, self.gate_up_bias[index], pairs.counts)
         mixed = clamped_gate(mixed) if self.traits.clamped_gate else self._between(mixed)
         out = grouped_linear(mixed, self.down[index], pairs.counts)
         if self.down_bias is not None and self.kit.peers.rank == 0:  # of all ranks' sum
             out = add_bias(out, self.down_bias[index], pairs.counts)
-        return self._shared(index, y, combine(out, pairs, routing.weights))
+        out = combine(out, pairs, routing.weights)
+        return self._shared(index, y, out if self.onto is None else F.linear(out, self.onto[index]))
 
     def _between(self, mixed: Tensor) -> Tensor:
         """Return the input of an MLP's last product from the output of its first, in place."""

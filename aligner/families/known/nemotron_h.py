@@ -41,6 +41,10 @@ _TABLE = (
     rows.layer("mlp.linear_fc2.weight", "mixer.down_proj.weight", "hidden ffn", 1, "ffn", kind="dense"),
     *rows.experts("mixer", "", "up_proj", "down_proj"),
     *rows.sigmoid_router("mixer", "shared_experts", gated=False),
+    *(
+        rows.layer(f"mlp.{name}.weight", f"mixer.{name}.weight", shape, kind="sparse", when="moe.latent_size")
+        for name, shape in (("fc1_latent_proj", "expert_hidden hidden"), ("fc2_latent_proj", "hidden expert_hidden"))
+    ),
     replace(rows.COMMON[-1], hf=("model.norm_f.weight",)),
 )
 FAMILIES = (
@@ -48,7 +52,7 @@ FAMILIES = (
         "nemotron_h",
         "NemotronH",
         _TABLE,
-        models="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
+        models="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano and Super",
         moe=MoeKeys("n_routed_experts", "moe_intermediate_size", "norm_topk_prob", aux_coef=""),
         keys=(
             ("linear.key_heads", "n_groups", 8),
@@ -57,6 +61,7 @@ FAMILIES = (
             ("linear.value_head_dim", "mamba_head_dim", 64),
             ("linear.conv", "conv_kernel", 4),
             ("moe.shared_ffn_hidden_size", "moe_shared_expert_intermediate_size", 7688),
+            ("moe.latent_size", "moe_latent_size", 0),
             ("moe.groups", "n_group", 1),
             ("moe.top_groups", "topk_group", 1),
             ("moe.scale", "routed_scaling_factor", 1.0),
@@ -66,7 +71,6 @@ FAMILIES = (
             ("use_conv_bias", True),
             ("mamba_proj_bias", False),
             ("mamba_hidden_act", "silu"),
-            ("moe_latent_size", None),
             ("n_shared_experts", 1),
             ("residual_in_fp32", False),
         ),

@@ -25,7 +25,9 @@ def row_costs(lengths: Tensor, model: ModelConfig) -> Tensor:
         projections = 2 * h * wide + 2 * h * model.num_kv_heads * model.kv_channels
     # matrices that compute a token
     each = (1 + model.mlp_parts) * h  # of an MLP, for one number between its matrices
-    sparse = each * (model.expert_ffn * model.moe.top_k + model.moe.shared_ffn_hidden_size) + h * model.moe.num_experts
+    routed = (1 + model.mlp_parts) * model.expert_hidden * model.expert_ffn * model.moe.top_k
+    beside = model.moe.num_experts + 2 * model.moe.latent_size
+    sparse = routed + each * model.moe.shared_ffn_hidden_size + h * beside
     mlp = each * model.ffn_hidden_size * model.share("dense") + sparse * model.share("sparse")
     mixing = model.share("attention") if model.pattern else 1.0
     linear = model.linear.key_heads * model.linear.width + model.linear.value_heads * model.linear.value_head_dim

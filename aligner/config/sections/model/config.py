@@ -166,6 +166,11 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
         return self.moe.ffn_hidden_size or self.ffn_hidden_size
 
     @property
+    def expert_hidden(self) -> int:
+        """Width of an expert's input and output."""
+        return self.moe.latent_size or self.hidden_size
+
+    @property
     def queries_per_group(self) -> int:
         """Heads that the queries' product makes for each of keys: queries and, in some families, their gates."""
         return self.num_heads * (2 if self.traits.gated_attention else 1) // self.num_kv_heads
@@ -262,7 +267,8 @@ def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
     """Return (key, value, value in a plain model) of optional keys that differ from a plain model's."""
     entries: list[tuple[str, Any, Any]] = [("mlp_bias", model.mlp_bias, False), ("pattern", model.pattern, "")]
     entries.append(("rope_scaling.llama_4_scaling_beta", model.rope_scaling.llama_4_scaling_beta, 0.0))
-    moe = {"dense_layers": [], "shared_ffn_hidden_size": 0, "groups": 1, "top_groups": 1, "scale": 1.0}
+    moe = {"dense_layers": [], "shared_ffn_hidden_size": 0, "latent_size": 0, "groups": 1, "top_groups": 1}
+    moe["scale"] = 1.0
     entries += [(f"moe.{name}", getattr(model.moe, name), plain) for name, plain in moe.items()]
     linear = LinearConfig(rule=model.linear.rule)  # which the family decides
     sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "linear": linear}

@@ -20,6 +20,11 @@ class MoeConfig(Section, key="model.moe"):
     shared_ffn_hidden_size: int = key(
         0, "Width of an additional MLP for every token of such a layer. 0: none.", least=0
     )
+    latent_size: int = key(
+        0,
+        "Width of the experts' inputs and outputs, which two matrices of the layer convert. 0: model.hidden_size.",
+        least=0,
+    )
     groups: int = key(1, "Number of equal groups of experts. A token uses `top_groups` of them.", least=1)
     top_groups: int = key(
         1, "Number of groups per token: those with the largest sums of their two best scores.", least=1
