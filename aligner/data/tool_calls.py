@@ -31,6 +31,7 @@ Found = tuple[str, "list[Call]"]
 _KEYS = {"name", "arguments", "parameters", "id", "type"}  # of a call in JSON
 _MISTRAL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?={)")
 _V3 = re.compile(r"\s*\w+\s*<｜tool▁sep｜>\s*([^\n{]*?)\s*```json\s*")
+_ENDS = "</tool_call>", "<tool_call>"  # of a call: its own, or the next one begins
 _CALLS, _CALL, _CALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _KIMI_CALLS, _KIMI_CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
 _KIMI_ARGUMENTS, _KIMI_END = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -106,7 +107,7 @@ def written(kind: str, name: str, arguments: dict[str, Any]) -> str:
 
 
 def _hermes(text: str, tools: Tools) -> Found:
-    beside, bodies = _bodies(text, "<tool_call>", ("</tool_call>",))
+    beside, bodies = _bodies(text, "<tool_call>", _ENDS)
     return beside.strip(), [_read(body) for body in bodies]
 
 
@@ -146,7 +147,7 @@ def _qwen3_coder(text: str, tools: Tools) -> Found:
             calls.append(Call(fault="a call is <function=NAME>, its parameters, </function> within <tool_call>"))
         else:
             name, inside = _upto(text, opened + len("<function="), ">")
-            pairs, end = _pairs(text, inside, ("<parameter=", ">", "", "</parameter>"), ("</function>", "</tool_call>"))
+            pairs, end = _pairs(text, inside, ("<parameter=", ">", "", "</parameter>"), ("</function>", *_ENDS))
             calls.append(_call(name, pairs, text[:end], tools, "qwen3_coder"))
             end = _past(text, end, "</function>")
         end = _past(text, end, "</tool_call>")
@@ -158,8 +159,8 @@ def _glm45(text: str, tools: Tools) -> Found:
     while (start := text.find("<tool_call>", end)) >= 0:
         beside.append(text[end:start])
         opened = start + len("<tool_call>")
-        inside = _first(text, ("<arg_key>", "</tool_call>", "\n"), _past(text, opened, ""))
-        pairs, end = _pairs(text, inside, ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), ("</tool_call>",))
+        inside = _first(text, ("<arg_key>", *_ENDS, "\n"), _past(text, opened, ""))
+        pairs, end = _pairs(text, inside, ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), _ENDS)
         calls.append(_call(text[opened:inside], pairs, text[:end], tools, "glm45"))
         end = _past(text, end, "</tool_call>")
     return "".join([*beside, text[end:]]).strip(), calls
@@ -230,10 +231,11 @@ def _pairs(
             return pairs if pairs or position < len(text) else None, position  # a name alone may be a part of one
         if not text.startswith(before, position):
             return None, _first(text, ends, position)
-        key, position = _upto(text, position + len(before), behind)
+        own = position + len(before)
+        key, position = _upto(text, own, behind)
         end = start = _past(text, position, opens) if opens else position
         if "<" in key or "\n" in key or (opens and start == position):
-            return None, _first(text, ends, position)
+            return None, _first(text, ends, own)
         while (end := text.find(closes, end)) >= 0:
             position = _past(text, end + len(closes), "")
             if position == len(text) or text.startswith((before, *ends), position):

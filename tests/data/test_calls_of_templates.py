@@ -1,5 +1,7 @@
 """Calls as the families' templates write them, in short faithful copies: what is rendered is read back, and told."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -179,11 +181,13 @@ def test_a_call_that_cannot_be_read_says_why(kind, text):
     assert call.fault and not call.name
 
 
-@pytest.mark.parametrize("kind, end", [("qwen3_coder", "\n</parameter>"), ("glm45", "</arg_value>")])
-def test_a_value_without_an_end_does_not_take_the_next_call(kind, end):
-    call = written(kind, "f", {"a": "1"})
-    first, second = read_calls(call.replace(end, "") + "\n" + call, kind)[1]
-    assert first.fault and (second.name, second.arguments) == ("f", {"a": "1"})
+@pytest.mark.parametrize("kind", ["hermes", "qwen3_coder", "glm45", "deepseek", "kimi_k2"])
+def test_a_call_that_lacks_a_mark_does_not_take_the_next_one(kind):
+    broken, call = (written(kind, name, {"a": "1"}) for name in "gf")
+    for mark in re.findall(r"<[^>]+>|[{}]", broken):
+        *others, last = read_calls(broken.replace(mark, "", 1) + "\n" + call, kind)[1]
+        assert (last.name, last.arguments) == ("f", {"a": "1"}), mark
+        assert not others or others[0].fault or (others[0].name, others[0].arguments) == ("g", {"a": "1"}), mark
 
 
 @pytest.mark.parametrize("kind", ["hermes", "deepseek", "kimi_k2"])
