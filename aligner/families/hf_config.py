@@ -348,7 +348,8 @@ def _family_of(raw: JsonObject, whole: JsonObject, path: Path) -> Family:
     known = ", ".join(FAMILIES)
     kind = raw.text("model_type", None)
     if kind in FAMILIES and INNER in whole and whole.text("model_type", None) != FAMILIES[kind].within[0]:
-        expected = f"model_type {FAMILIES[kind].within[0] or kind} around {INNER}.model_type {kind}"
+        outer = FAMILIES[kind].within[0] or "of a family"  # Kimi-K2.5's is none
+        expected = f"model_type {outer} around {INNER}.model_type {kind}"
         raise ConfigError("model.init", str(path.parent), expected, f"It is {whole.fields.get('model_type')!r}.")
     if kind not in FAMILIES:
         hint = f"Its model_type is {kind!r}; `aligner import` converts others where Megatron-Bridge is installed."

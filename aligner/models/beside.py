@@ -37,7 +37,8 @@ def names_beside(tensors: HfTensors, cfg: ModelConfig) -> list[str]:
 def check_beside(tensors: HfTensors, cfg: ModelConfig, names: list[str]) -> list[str]:
     """Return lines about these tensors, and about heads that config.json announces and the weights lack. Raises
     CheckpointError if some of the tensors are missing: equal members of a module must have the same tensors, as many
-    members as config.json says, and the files must have what their index lists."""
+    members as config.json says, and the files must have what their index lists. Where layers are single modules of
+    several kinds, a head consists of several unlike ones, and only their number is checked."""
     members, places = defaultdict[str, set[int]](set), dict[tuple[str, str], str]()
     for name in names:
         tensors.shape(name)  # raises if its file lacks it
@@ -48,18 +49,20 @@ def check_beside(tensors: HfTensors, cfg: ModelConfig, names: list[str]) -> list
                 members[before].add(int(number))
                 places.setdefault((before, after), name)
     for (before, after), name in places.items():
+        if before == "mtp.layers" and cfg.traits.single:
+            continue
         first = cfg.num_layers if before == "model.layers" else 0
         for number in range(first, max(members[before]) + 1):
             if (wanted := f"{before}.{number}.{after}") not in tensors:
                 raise CheckpointError(f"{tensors.where}: the weights have {name}, but no {wanted}: complete it")
     lines, heads = [], any(name.startswith(("mtp.", "model.layers.")) for name in names)
     for key, count in tensors.announced.items():
-        ahead = key.endswith(AHEAD)
+        ahead, layers = key.endswith(AHEAD), f"{tensors.where}: layers by config.json's {key}: expected {count}"
         if ahead and count and not heads:
-            lines.append(f"{tensors.where}: config.json says {key}={count}, but the weights have no such layers")
+            lines.append(f"{layers}, found none: exports have none either")
         own = [len(of) for before, of in members.items() if _stack(before) and before.startswith("mtp.") == ahead]
         if own and max(own) != count:
-            raise CheckpointError(f"{tensors.where}: config.json says {key}={count}, but the weights have {max(own)}")
+            raise CheckpointError(f"{layers}, found {max(own)}")
     kinds = sorted({".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in names})
     carried = f"{tensors.where}: {len(names)} tensors ({', '.join(kinds)}) are not trained; exports have them unchanged"
     return [*lines, carried] if names else lines

@@ -264,7 +264,10 @@ def _announced(whole: JsonObject, raw: JsonObject) -> dict[str, int]:
     """Return the numbers of layers of the parts beside a language model by config.json, whose own part is `raw`."""
     vision = whole.record("vision_config", NOTHING)
     keys = [(vision, "depth"), (vision, "num_hidden_layers"), *((raw, key) for key in AHEAD)]
-    return {section.prefix + key: section.integer(key) for section, key in keys if section.fields.get(key) is not None}
+    counts = {section.prefix + key: section.integer(key) for section, key in keys if key in section}
+    # Nemotron's heads consist of several layers
+    kinds = raw.text("mtp_hybrid_override_pattern", "") or raw.list("mtp_layers_block_type", []) or ["one"]
+    return {key: count * len(kinds) if key.endswith(AHEAD) else count for key, count in counts.items()}
 
 
 def write_hf(

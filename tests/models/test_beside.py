@@ -154,6 +154,10 @@ def test_heads_that_predict_ahead_are_exported(ranks, tmp_path, capsys):
         names = (f"model.layers.{cfg.num_layers}.{name}.weight" for name in ("enorm", "shared_head.norm"))
         cases[cfg.family] = cfg, {name: torch.randn(4) for name in names}, {"num_nextn_predict_layers": 1}
     cases["qwen3_next"] = MORE["qwen3_next"], {"mtp.fc.weight": torch.randn(4)}, {}
+    names = ("0.eh_proj", "0.mixer.q_proj", "1.mixer.gate", "1.mixer.experts.0.up_proj", "1.mixer.experts.1.up_proj")
+    heads = {f"mtp.layers.{name}.weight": torch.randn(4) for name in names}  # attention, then experts
+    announced = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    cases["nemotron_h"] = MORE["nemotron_h"], heads, announced
     for name, (cfg, tensors, keys) in cases.items():
         model, raw = transformers_model(replace(cfg, vocab_size=263))
         folder = Path(write_folder(model, raw | keys, tmp_path / name))
@@ -167,8 +171,14 @@ def test_heads_that_predict_ahead_are_exported(ranks, tmp_path, capsys):
         assert json.loads((out / "config.json").read_text()).items() >= keys.items()
         write_folder(model, raw | keys, tmp_path / name)
         check_folder(open_hf(folder), config_from_hf(folder))
-        lines = [f"{folder}: config.json says {key}=1, but the weights have no such layers" for key in keys]
+        count = len(keys.get("mtp_hybrid_override_pattern", "1"))
+        line = f"{folder}: layers by config.json's num_nextn_predict_layers: expected {count}, found none"
+        lines = [f"{line}: exports have none either"] if keys else []
         assert [line for line in capsys.readouterr().err.splitlines() if "config.json" in line] == lines
+    whole = load_file(folder / SINGLE) | {name: t for name, t in heads.items() if ".1." not in name}
+    save_file(whole, folder / SINGLE)
+    with pytest.raises(CheckpointError, match="num_nextn_predict_layers: expected 2, found 1"):
+        check_folder(open_hf(folder), config_from_hf(folder))
 
 
 def test_an_incomplete_folder_is_refused(tmp_path, capsys):
@@ -187,10 +197,11 @@ def test_an_incomplete_folder_is_refused(tmp_path, capsys):
         return {name: t for name, t in whole.items() if not name.startswith(starts)}
 
     refused(without(block + "attn.qkv.bias"), r"visual.blocks.0.attn.qkv.bias, but no model.visual.blocks.1.attn.qkv")
-    refused(without(block), r"vision_config.depth=2, but the weights have 1")
+    refused(without(block), r"by config.json's vision_config.depth: expected 2, found 1")
     refused(without("mtp.layers.0.mlp.experts.0"), r"but no mtp.layers.0.mlp.experts.0.up_proj.weight")
     inner = config["text_config"]
-    refused(whole, r"mtp_num_hidden_layers=2, but", text_config=inner | {"mtp_num_hidden_layers": 2})
+    two = inner | {"mtp_num_hidden_layers": 2}
+    refused(whole, r"text_config.mtp_num_hidden_layers: expected 2, found 1", text_config=two)
     refused(whole, r"model_type qwen3_5 around text_config.model_type qwen3_5_text.*'qwen2_vl'", model_type="qwen2_vl")
     refused(whole, r"tie_word_embeddings=False: expected True, as beside", tie_word_embeddings=True)
     twice = whole | {"model.norm.weight": whole["model.language_model.norm.weight"].clone()}
@@ -204,5 +215,5 @@ def test_an_incomplete_folder_is_refused(tmp_path, capsys):
     save_file(without("mtp.", "model.visual."), folder / SINGLE)
     (folder / "config.json").write_text(json.dumps(config))
     check_folder(open_hf(folder), cfg)  # nothing beside it is complete too
-    line = "config.json says text_config.mtp_num_hidden_layers=1, but the weights have no such layers"
+    line = "layers by config.json's text_config.mtp_num_hidden_layers: expected 1, found none: exports have none either"
     assert capsys.readouterr().err.splitlines()[-1] == f"{folder}: {line}"
