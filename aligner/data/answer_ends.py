@@ -18,8 +18,9 @@ class AnswerEnds:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]):
         self.tokenizer, self.stops = tokenizer, frozenset(stop_ids)
-        ends = [turn_end(tokenizer), turn_end(tokenizer, call=True)]
-        self.closing = [end if end in self.stops else tokenizer.eos_token_id for end in (ends[0], ends[1] or ends[0])]
+        end, behind_call = turn_end(tokenizer), turn_end(tokenizer, call=True)
+        ends = end, end if behind_call is None else behind_call
+        self.closing = [end if end in self.stops else tokenizer.eos_token_id for end in ends]
 
     def cut(self, ids: Ids, calls: bool) -> Ids:
         """Return a conversation up to the stop token of its last answer, which may have `calls`.

@@ -151,8 +151,9 @@ def in_form(conversation: Conversation, form: TemplateForm, source: str) -> list
         if form.apart and message.get("role") == "assistant" and not any(message.get(key) for key in THOUGHTS):
             thoughts, end, answer = str(message.get("content") or "").partition("</think>")
             if end:
-                message["reasoning_content"] = thoughts.rpartition("<think>")[2].strip("\n")
-                message["content"] = answer.lstrip("\n")
+                words, _, thoughts = thoughts.rpartition("<think>")
+                message["reasoning_content"] = thoughts.strip("\n")
+                message["content"] = words + answer.lstrip("\n")
         calls = message.get("tool_calls")
         if isinstance(calls, Sequence) and not isinstance(calls, str):
             where = f"{source}: messages[{number}].tool_calls"

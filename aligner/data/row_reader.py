@@ -13,8 +13,8 @@ from aligner.data.answer_ends import AnswerEnds, spans
 from aligner.data.chats import check_arguments, unread_tools
 from aligner.data.formats import Messages, SftRow, Text, Tools, TypedRows
 from aligner.data.ragged import FlatRows
-from aligner.data.shipped_templates import training_template
 from aligner.data.template_checks import loses_thoughts, shows_beside, shows_key, thinking
+from aligner.data.templates import replacement_in_use
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
 
@@ -105,8 +105,8 @@ class RowReader[Row]:
                 for row, messages in zip(chunk, chats, strict=True):
                     self._note_keys(messages)
                     self._beside += self._loses_words(messages, row.tools)
-                    if isinstance(row, SftRow) and row.messages is not None:
-                        self._thoughtless += self._loses_thoughts(messages, row.tools)
+                    if isinstance(row, SftRow):
+                        self._thoughtless += self._loses_thoughts(row, messages)
                 check_arguments(self.tokenizer, self.data.template_arguments)
                 if unread_tools(self.tokenizer, [row.tools for row in chunk]):
                     self.report.note("the column `tools` has no effect: the chat template does not read it")
@@ -128,14 +128,17 @@ class RowReader[Row]:
             )
         self._check_left()
 
-    def _loses_thoughts(self, messages: Messages, tools: Tools | None) -> bool:
-        where = thinking(messages)
-        shape = tuple((m["role"], where.get(i), "tool_calls" in m) for i, m in enumerate(messages)), bool(tools)
+    def _loses_thoughts(self, row: SftRow, messages: Messages) -> bool:
+        """`messages`: all of the row's."""
+        where, split = thinking(messages), None if row.messages is not None else len(row.prompt)
+        shape = tuple((m["role"], where.get(i), "tool_calls" in m) for i, m in enumerate(messages))
+        shape = shape, split, bool(row.tools)
         if where and shape not in self._loses:
-            options = self.data.template_arguments
-            lost = loses_thoughts(self.tokenizer, messages, options, tools)
-            if lost and self.data.chat_template == "auto" and (other := training_template(self.tokenizer)) is not None:
-                lost = loses_thoughts(self.tokenizer, messages, {**other.options, **options}, tools)
+            data, options = self.data, self.data.template_arguments
+            fix = data.chat_template == "auto" and data.loss_on != "all"
+            lost = loses_thoughts(self.tokenizer, messages, options, row.tools)
+            if lost and fix and (other := replacement_in_use(self.tokenizer, [row])) is not None:
+                lost = loses_thoughts(self.tokenizer, messages, {**other.options, **options}, row.tools)
             self._loses[shape] = lost
         return bool(where) and self._loses[shape]
 

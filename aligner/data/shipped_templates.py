@@ -60,6 +60,9 @@ class TrainingTemplate(NamedTuple):
     options: Mapping[str, Any]
 
 
+_for_training: dict[tuple[str, str], TrainingTemplate | None] = {}  # by template and special tokens
+
+
 def shipped() -> tuple[str, ...]:
     """Return the names that `data.chat_template` accepts."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.jinja")))
@@ -102,7 +105,14 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> TrainingTemplate | 
     The own one has an argument for that. The shipped one must agree with it on conversations that do not continue after
     an answer, and that the shipped one does not refuse.
     """
-    variables = set(re.findall(r"\w+", template_of(tokenizer, {}, "data.chat_template")))
+    key = template_of(tokenizer, {}, "data.chat_template"), repr(tokenizer.special_tokens_map)
+    if key not in _for_training:
+        _for_training[key] = _agreeing(tokenizer, key[0])
+    return _for_training[key]
+
+
+def _agreeing(tokenizer: PreTrainedTokenizerBase, template: str) -> TrainingTemplate | None:
+    variables = set(re.findall(r"\w+", template))
     for variable, value in KEEPING.items():
         if variable in variables:
             return TrainingTemplate(f"the argument {variable}: {str(value).lower()}", {variable: value})

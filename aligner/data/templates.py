@@ -162,7 +162,7 @@ def encode_answers(
 ) -> list[Ids]:
     """Encode prompt + answer like a rollout: it ends with its stop token, where a reward model scores it.
 
-    `fix`: a shipped template renders thoughts that the tokenizer's template omits.
+    `fix`: the template for training (`training_template`) renders thoughts that the tokenizer's omits.
     """
     out: list[Ids] = [[] for _ in prompts]
     tools = tools or [None] * len(prompts)
@@ -187,7 +187,7 @@ def _with_thoughts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], op
     """Return by index the tokens of conversations that end in thoughts and an answer.
 
     This applies if the tokenizer's template does not begin answers with the generation prompt. The tokens are the
-    generation prompt, then the answer by the shipped template.
+    generation prompt, then the answer by the template for training.
     """
     training = None if answers_openings(tokenizer) else training_template(tokenizer)
     indices = [i for i, chat in enumerate(chats) if _thinks(chat)]

@@ -162,9 +162,14 @@ def test_thoughts_that_a_template_leaves_out_are_counted(make_folder):
     kept = CHATML_MARKED.replace("{% generation %}", "{% generation %}" + shown)
     last = kept.replace("m.reasoning_content %}", "m.reasoning_content and loop.last %}")
     never = CHATML_MARKED.replace("m['content'] +", "m['content'].split('</think>')[-1] +")
-    for template, count in ((kept, 0), (last, 1), (never, 4), (like_qwen3(), 0)):
+    split = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in rows]
+    some, whole = DataConfig(), DataConfig(loss_on="all")
+    for template, data, form, count in (
+        *((kept, some, rows, 0), (last, some, rows, 1), (never, some, rows, 4), (last, some, split, 1)),
+        *((like_qwen3(), some, rows, 0), (like_qwen3(), whole, rows, 2), (like_qwen3(), whole, split, 2)),
+    ):
         tokenizer = load_tokenizer(make_folder(template, extra=("<think>", "</think>")))
-        report = str(SftDataset(sft_rows(rows, DataConfig()), tokenizer, DataConfig()).report)
+        report = str(SftDataset(sft_rows(form, data), tokenizer, data).report)
         assert ("leaves out thoughts" in report) == bool(count)
         assert not count or f"leaves out thoughts of responses, in {count} rows" in report
 
