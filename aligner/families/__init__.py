@@ -13,6 +13,7 @@ FAMILIES: dict[str, Family] = {
     for module in iter_modules(known.__path__)
     for family in import_module(f"{known.__name__}.{module.name}").FAMILIES
 }
+# other values of model_type -> the family that they are read as: kimi_k2 as deepseek_v3
 SAME = {other: name for name, family in FAMILIES.items() for other in family.also}
 
 

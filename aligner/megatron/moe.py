@@ -169,8 +169,8 @@ def _product(x: Tensor, weight: Tensor, adapters: Adapters | None, sizes: Tensor
 
 class ExpertLayer(torch.nn.Module):
     """Replacement of Megatron's MLP: hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> the same
-    shape, without bias. In some families one more MLP computes every token (`shared_experts`), and experts see fewer
-    numbers of a token, which the layer makes of its own tokens, and the stream's of the experts' output."""
+    shape, without bias. In some families one more MLP computes every token (`shared_experts`). In some, one matrix
+    narrows this rank's tokens before they go to experts, and another widens the experts' output again."""
 
     def __init__(self, config: LayerConfig, model: ModelConfig, layout: Layout, **unused: Any):
         super().__init__()

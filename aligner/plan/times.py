@@ -27,6 +27,7 @@ from aligner.plan.shapes import (
     Grid,
     attention_widths,
     decode_weight_bytes,
+    expert_latents,
     expert_operations,
     head_operations,
     kv_bytes,
@@ -153,8 +154,9 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machin
     own, kept, last = computed * tokens * share, computed * read.kept * share, stage == grid.pipeline - 1
     count = len(grid.layers(m.num_layers, stage))
     products = (count - last) * machine.layer_products(m, own) + last * machine.layer_products(m, own, kept)
-    if not grid.sequence:  # what makes latent vectors is computed whole by every tensor rank
-        products += count * 2 * latent_matrices(m) * own * (grid.tensor - 1) / machine.rate
+    if not grid.sequence:  # what every tensor rank has whole, it computes for all tokens
+        whole = latent_matrices(m) + m.share("sparse") * expert_latents(m)
+        products += count * 2 * whole * own * (grid.tensor - 1) / machine.rate
     products *= work.forward + (2 - work.frozen) * work.backward
     attention = (count - last) * machine.attention(m, tokens * share, job.rows.context, work, masked)
     attention += last * machine.attention(m, read.kept * share, read.context, work, masked)

@@ -22,7 +22,7 @@ class MoeConfig(Section, key="model.moe"):
     )
     latent_size: int = key(
         0,
-        "Width of the experts' inputs and outputs, which two matrices of the layer convert. 0: model.hidden_size.",
+        "Width of the experts' inputs and outputs; two matrices convert from model.hidden_size and back. 0: none do.",
         least=0,
     )
     groups: int = key(1, "Number of equal groups of experts. A token uses `top_groups` of them.", least=1)
