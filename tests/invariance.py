@@ -51,8 +51,8 @@ BALANCED = replace(EXPERTS, moe=replace(EXPERTS.moe, aux_coef=0.05))  # with the
 MEASURES = ("loss", "gradient", "sgd", "adam")
 # loss: |difference| / max(1, |loss|); gradient: worst tensor's ||difference|| / ||gradient||; sgd: worst tensor's
 # ||difference|| / ||weight|| after two steps; adam: ||difference|| / ||update|| after two steps (Adam turns a gradient
-# of the size of rounding into a full step)
-BOUNDS = {"loss": 1e-5, "gradient": 1e-5, "sgd": 1e-5, "adam": 1e-3}
+# of the size of rounding into a full step). On CPUs without AVX-512 `dpo_others` reaches 1.2e-5 of sgd.
+BOUNDS = {"loss": 1e-5, "gradient": 1e-5, "sgd": 2e-5, "adam": 1e-3}
 CONTEXT_BOUNDS = BOUNDS | {"gradient": 1e-4}  # attention adds in another order
 # against bfloat16 on one rank: 8 bits of mantissa, and sums in another order (seen: 6e-4, 2.3e-2, 5e-3, 0.16)
 BFLOAT16_BOUNDS = {"loss": 5e-3, "gradient": 5e-2, "sgd": 2e-2, "adam": 0.3}

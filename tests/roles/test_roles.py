@@ -212,7 +212,7 @@ def test_parts_of_a_trajectory_do_not_see_each_other_and_the_loss_sees_all_of_it
             pieces.append(policy.logprobs(alone)[0])
     got = policy.logprobs(rows)
     actual = torch.cat([row[:n] for row, n in zip(got, rows.lengths, strict=True)])
-    torch.testing.assert_close(actual, torch.cat(pieces), atol=2e-6, rtol=0)
+    torch.testing.assert_close(actual, torch.cat(pieces), atol=2e-6, rtol=1e-6)  # CPUs add in different orders
     assert not got[0::2, 4].any()  # nothing is before it
     policy_update(MODELS["qwen2"], parallel, forked=True)
     critic_update(LLAMA, parallel, forked=True)
