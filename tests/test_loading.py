@@ -102,7 +102,9 @@ def test_an_image_is_told_everything_that_it_lacks(container_check, monkeypatch)
     monkeypatch.setattr(container_check.importlib, "import_module", lambda name: there.get(name) or broken(name))
     monkeypatch.setattr(container_check.platform, "machine", lambda: "riscv64")
     reported = list(container_check.problems())
-    assert [text.partition(" does")[0] for text in reported[1:4]] == [*container_check.KERNELS]
+    assert [text.partition(" does")[0] for text in reported[1 : 1 + len(container_check.KERNELS)]] == [
+        *container_check.KERNELS
+    ]
     assert reported[0] == "machine riscv64: expected one of x86_64, aarch64"
 
 
