@@ -57,12 +57,13 @@ def test_a_killed_run_resumes_with_what_its_agents_did(grpo, tmp_path):
 
 @pytest.mark.slow
 def test_an_agent_that_does_what_an_environment_does_is_trained_on_to_the_same_bits(grpo):
-    """But for the words in which they end, and the sentinel's rows, which are the data's."""
+    """But for the words in which they end, the sentinel's rows, which are the data's, and the mismatch: rounding, which
+    depends on how many rows the engine decodes at once."""
     environment = grpo("environment", "environment.path=tests/assets/environments.py:Clock", "run.steps=2")
     agent = grpo("agent", f"{AGENT}seeded", "run.steps=2")
     assert stages.same_weights(environment, agent) and max(turns(agent)) > 1.2
     by_name = {name for _, name, _, _ in stages.differences(environment, agent)}
-    assert all(name.startswith(("stop/", "refit/sentinel_")) for name in by_name)
+    assert {name for name in by_name if not name.startswith(("stop/", "refit/sentinel_", "mismatch/"))} == set()
 
 
 @pytest.mark.slow

@@ -144,9 +144,10 @@ def all_told(actual, seeds):
     return heard / max(1, len(rows) * len(actual["outs"]))
 
 
-def same(actual, wanted, rows=slice(None), atol=1e-5):
-    """Equal tokens; logprobs within `atol` of rows `rows` of `wanted`. Where a cut of the distribution is renormalised,
-    a token at its very edge may be in or out: then those of the full distribution are compared."""
+def same(actual, wanted, rows=slice(None), atol=2e-5):
+    """Equal tokens; logprobs within `atol` of rows `rows` of `wanted`: without AVX-512 some differ by just over 1e-5.
+    Where a cut of the distribution is renormalised, a token at its very edge may be in or out: then those of the full
+    distribution are compared."""
     assert responses(actual) == responses(wanted)[rows]
     assert torch.equal(actual.finish_reason, wanted.finish_reason[rows])
     width = actual.tokens.shape[1]
