@@ -8,16 +8,9 @@
 # the slow tests.
 set -euo pipefail
 
-export ALIGNER_EXTRAS=dev
-threads="${OMP_NUM_THREADS:-}" # before env.sh gives a process all cores
-# shellcheck source=launchers/env.sh
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-cd "$ALIGNER_ROOT"
-
 install_packages() {
     local sudo=() folder program missing=0
     [[ "$(id -u)" == 0 ]] || sudo=(sudo -n)
-    export PATH="$PATH:/usr/sbin:/sbin"
     for program in slurmctld slurmd sbatch munged mpirun chromium cc; do
         command -v "$program" >/dev/null || missing=1
     done
@@ -34,6 +27,17 @@ install_packages() {
     done
 }
 
+export PATH="$PATH:/usr/sbin:/sbin"
+if [[ " $* " == *" --all "* ]]; then
+    install_packages & # beside pip, which takes one core
+    packages=$!
+fi
+export ALIGNER_EXTRAS=dev
+threads="${OMP_NUM_THREADS:-}" # before env.sh gives a process all cores
+# shellcheck source=launchers/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+cd "$ALIGNER_ROOT"
+
 arguments=()
 cores=$(env -u OMP_NUM_THREADS nproc) # nproc would else count only OMP_NUM_THREADS
 workers=$cores
@@ -46,10 +50,12 @@ for argument in "$@"; do
             waiting=0
             ;;
         --all)
-            install_packages
+            "$ALIGNER_ROOT/launchers/engine_env.sh" vllm &
+            engine=$!
             ALIGNER_EXTRAS=reasoning-gym _aligner_install
-            "$ALIGNER_ROOT/launchers/engine_env.sh" vllm
             "$ALIGNER_ROOT/launchers/te_python.sh"
+            wait "$engine"
+            wait "$packages"
             export ALIGNER_TEST_ALL=1
             ;;
         *)
