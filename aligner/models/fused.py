@@ -18,7 +18,7 @@ from aligner.families.family import Family
 from aligner.models.params import expected_hf_shapes
 
 _EXPERT = re.compile(r"(?P<before>.+\.experts\.)(?P<number>\d+)\.(?P<matrix>\w+\.\w+)")
-_STACKED = (("gate_up_proj", ("gate_proj.weight", "up_proj.weight")), ("down_proj", ("down_proj.weight",)))
+STACKED = (("gate_up_proj", ("gate_proj.weight", "up_proj.weight")), ("down_proj", ("down_proj.weight",)))
 Shape = tuple[int, ...]
 
 
@@ -74,7 +74,7 @@ def joined_rows(family: Family, shapes: dict[str, Shape]) -> dict[str, FusedMatr
 
 
 def _experts(family: Family, shapes: dict[str, Shape], experts: int) -> dict[str, FusedMatrix]:
-    stacked = _STACKED if family.experts_stacked else family.stacked
+    stacked = STACKED if family.experts_stacked else family.stacked
     positions = {matrix: (i, len(parts), name) for name, parts in stacked for i, matrix in enumerate(parts)}
     located = {}
     for name, shape in shapes.items():
