@@ -18,11 +18,13 @@ from aligner.families.family import DEFAULTS, Family
 from aligner.families.hf_rope import NOTHING, rope_in, rotary_fraction_in, scaling_out
 from aligner.families.table import check_family
 from aligner.families.within import INNER, language_model, read_config
-from aligner.foreign import REQUIRED, JsonObject
+from aligner.foreign import REQUIRED, JsonObject, read_record
 
 # limits, so that a damaged digit gives a message instead of an exhausted memory
 MOST_LAYERS, MOST_HEADS, MOST_CHANNELS, MOST_EXPERTS = 10_000, 65_536, 1 << 28, 4096
 UNLIMITED = [0.0, math.inf], [0.0, {"__float__": "Infinity"}]  # Mamba-2's steps; the latter as transformers 5 writes it
+UNQUANTISED = "weights that are not quantised, or float8 in blocks (quant_method fp8, weight_block_size)"
+MODELOPT = "hf_quant_config.json"
 # kinds of `layers_block_type`, old and new -> `model.pattern`
 BLOCKS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
 
@@ -369,23 +371,32 @@ def _family_of(raw: JsonObject, whole: JsonObject, path: Path) -> Family:
 
 def float8_block(raw: JsonObject) -> tuple[int, int] | None:
     """Return the size of a block by config.json; None if it is not quantised in blocks. Raises ConfigError for another
-    quantisation."""
+    quantisation, which a folder by ModelOpt may name in a file of its own."""
     scheme = raw.record("quantization_config", None)
     if scheme is None or is_mxfp4(raw):
+        _refuse_modelopt(Path(raw.where).with_name(MODELOPT))
         return None
     wanted = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
     optional = ("fmt", "activation_scheme", "scale_fmt")
     own = scheme.fields
     other = {k: own.get(k) for k, v in wanted.items() if own.get(k, v if k in optional else None) != v}
+    other |= {k: own[k] for k in ("quant_algo", "format") if k in own}  # by ModelOpt and compressed-tensors
     if other or "weight_block_size" not in scheme:
         keys = ", ".join(f"{k}={v!r}" for k, v in (other or {"weight_block_size": None}).items())
-        expected = "weights that are not quantised, or float8 in blocks (quant_method fp8, weight_block_size)"
         hint = f"Its quantization_config has {keys}; start from the unquantised weights."
-        raise ConfigError("model.init", str(Path(raw.where).parent), expected, hint)
+        raise ConfigError("model.init", str(Path(raw.where).parent), UNQUANTISED, hint)
     block = scheme.integers("weight_block_size", low=1)
     if len(block) != 2:
         scheme.refuse("weight_block_size", "two integers")
     return block[0], block[1]
+
+
+def _refuse_modelopt(file: Path) -> None:
+    quantisation = read_record(file, CheckpointError).record("quantization", None) if file.is_file() else None
+    algorithm = quantisation and quantisation.text("quant_algo", None)  # without one only the cache is quantised
+    if algorithm:
+        hint = f"Its {MODELOPT} has quant_algo={algorithm!r}; start from the unquantised weights."
+        raise ConfigError("model.init", str(file.parent), UNQUANTISED, hint)
 
 
 def is_mxfp4(raw: JsonObject) -> bool:

@@ -210,6 +210,8 @@ def test_other_quantisations_are_refused_by_name(tmp_path):
         ({"quant_method": "gptq", "bits": 4}, ("quant_method='gptq'",)),
         ({"quant_method": "awq"}, ("quant_method='awq'",)),
         ({"quant_method": "mxfp4"}, ("quant_method='mxfp4'",)),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ("quant_method='modelopt', quant_algo='NVFP4'",)),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, ("format='pack-quantized'",)),
         ({"quant_method": "fp8", "fmt": "e4m3"}, ("weight_block_size=None",)),
         ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [16, 16]}, ("fmt='e5m2'",)),
         ({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [16, 16]}, ("static",)),
@@ -222,6 +224,10 @@ def test_other_quantisations_are_refused_by_name(tmp_path):
     for change, words in cases:
         (folder / "config.json").write_text(json.dumps(content | {"quantization_config": change}))
         refused(lambda: as_trainer(folder), *words)
+    for algorithm, words in ((None, "weight_scale_inv"), ("NVFP4", "hf_quant_config.json has quant_algo='NVFP4'")):
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
+        refused(lambda: as_trainer(folder), words)
+    (folder / "hf_quant_config.json").unlink()
     (folder / "config.json").write_text(json.dumps(content))
     as_trainer(folder)
     tensors = open_hf(folder)
