@@ -43,6 +43,9 @@ KEYS: dict[str, Draw] = {
     "attention.softcap": lambda r, _: r.choice([0.0, r.uniform(0.5, 5)]),
     "attention.window": lambda r, _: r.choice([0, *range(1, 13)]),
     "attention.local_rope_base": lambda r, _: r.uniform(20, 1000),
+    "attention.global_head_dim": lambda r, _: 2 * r.randint(2, 9),
+    "attention.global_kv_heads": lambda r, shape: r.choice([0, 1, shape.num_kv_heads, shape.num_heads]),
+    "attention.key_is_value": lambda r, _: r.random() < 0.7,
     "attention.nope_layers": lambda r, shape: [n for n in range(shape.num_layers) if r.random() < 0.4],
     "rope_scaling.llama_4_scaling_beta": lambda r, _: r.choice([0.0, r.uniform(0.05, 0.5)]),
     "pattern": lambda r, shape: _shuffled(r, ["*", "E", "M", *r.choices("M*-E", k=shape.num_layers)]),
@@ -65,7 +68,8 @@ KEYS: dict[str, Draw] = {
 }
 LAYERS = ("attention.global_every", "attention.global_layers")  # two words for one thing, drawn together
 # what transformers refuses: other scalings, heads that do not multiply to the hidden size
-ROPE = {"phi3": ("", "longrope"), "nemotron_h": ("",), "ministral3": ("yarn",)}
+ROPE = {"phi3": ("", "longrope"), "nemotron_h": ("",), "ministral3": ("yarn",), "gemma4_text": ("proportional",)}
+USUAL = ("", *(kind for kind in ROPE_TYPES if kind != "proportional"))
 SQUARE = ("phi3",)
 
 
@@ -95,8 +99,11 @@ def draw(family: str, seed: int) -> ModelConfig:
     if "attention.local_rope_base" in values:
         values["attention.window"] = values["attention.window"] or 1
     if set(LAYERS) <= set(traits.varies) and values["attention.window"]:
-        pattern = layer_pattern([r.random() < 0.5 for _ in range(shape.num_layers)])
+        kinds = [r.random() < 0.5 for _ in range(shape.num_layers)]
+        pattern = layer_pattern([*kinds[:-1], kinds[-1] or traits.global_heads])
         values |= {f"attention.{name}": value for name, value in pattern.items()}
+    if traits.global_heads and not values["attention.key_is_value"]:
+        values["attention.global_kv_heads"] = 0
     rotary_dim = int(shape.kv_channels * values.get("attention.rotary_fraction", 1.0))
     if traits.single:
         sizes["num_layers"] = len(values["pattern"])
@@ -112,7 +119,7 @@ def draw(family: str, seed: int) -> ModelConfig:
         linear=linear,
         scales=ScalesConfig(**_section("scales", values)),
         moe=_experts(r, family, shape.ffn_hidden_size, _section("moe", values)) if traits.moe else MoeConfig(),
-        rope_scaling=_scaling(r, ROPE.get(family, ("", *ROPE_TYPES)), rotary_dim, _section("rope_scaling", values)),
+        rope_scaling=_scaling(r, ROPE.get(family, USUAL), rotary_dim, _section("rope_scaling", values)),
     )
 
 

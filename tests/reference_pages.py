@@ -193,7 +193,7 @@ def structures() -> str:
 def structure(family: Family) -> tuple[str, ...]:
     """Return a family's row of the table of structures."""
     attention = [name for name in ("latent", "linear", "sinks") if getattr(family, name)]
-    capped = ["capped scores"] if any(key.endswith("softcap") for key, _, _ in family.keys) else []
+    capped = ["capped scores"] if "attention.softcap" in family.varies else []
     norms = [text for text, has in (("qk", family.qk_norm), ("after", family.post_norms)) if has]
     return (
         f"`{family.model_type}`",
@@ -203,7 +203,7 @@ def structure(family: Family) -> tuple[str, ...]:
         ("config" if "qkv_bias" in family.varies else "always") if family.qkv_bias else "",
         ", ".join(norms),
         "joined" if family.joined else "",
-        yes(not (family.latent or family.sinks or capped)),
+        yes(not (family.latent or family.sinks or family.global_heads or capped)),
     )
 
 
@@ -213,6 +213,7 @@ def modules() -> str:
     for name, family in FAMILIES.items():
         usual = ["model.latent.rotary_dim=4", "model.latent.value_dim=8"] * family.latent  # widths of fused attention
         usual += ["model.attention.softcap=50"] * ("attention.softcap" in family.varies)
+        usual += ["model.attention.global_head_dim=512"] * family.global_heads
         rule = "Mamba-2" if family.mamba else "the delta rule"
         own = {
             "attention": [rule.removeprefix("the ")] * family.linear,

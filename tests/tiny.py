@@ -108,6 +108,26 @@ MORE |= {
         attention=AttentionConfig(window=6, global_every=2, query_scale_dim=10, softcap=2.0),
         scales=ScalesConfig(logits_softcap=3.0),
     ),
+    "gemma4": replace(
+        LLAMA,
+        family="gemma4_text",
+        num_layers=4,
+        num_kv_heads=4,
+        head_dim=4,
+        qk_norm=True,
+        rope_base=1e4,
+        rope_scaling=RopeScalingConfig(type="proportional"),
+        attention=AttentionConfig(
+            window=6,
+            global_every=2,
+            local_rope_base=100.0,
+            rotary_fraction=0.5,
+            global_head_dim=8,
+            global_kv_heads=2,
+            key_is_value=True,
+        ),
+        scales=ScalesConfig(logits_softcap=3.0),
+    ),
     "olmo2": replace(LLAMA, family="olmo2", qk_norm=True),
     "olmo3": replace(
         LLAMA,
@@ -227,7 +247,7 @@ SGD = OptimConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad
 
 
 def norm_middle(cfg: ModelConfig, name: str) -> float:
-    """The weight with which the norm of that name, in Megatron or in files, multiplies by 1."""
+    """The weight with which the norm, or the scalar, of that name, in Megatron or in files, multiplies by 1."""
     of_linear_attention = "out_norm" in name or "linear_attn.norm" in name
     return 0.0 if FAMILIES[cfg.family].offset_norms and not of_linear_attention else 1.0
 
@@ -238,7 +258,8 @@ def wild_source(cfg: ModelConfig, seed: int = 0):
     def source(spec) -> torch.Tensor:
         word = hashlib.sha256(f"{seed}/{spec.canonical}".encode()).digest()
         noise = torch.randn(spec.shape, generator=torch.Generator().manual_seed(int.from_bytes(word[:6], "big")))
-        return 0.2 * noise + (norm_middle(cfg, spec.canonical) if "norm" in spec.canonical else 0.0)
+        multiplies = "norm" in spec.canonical or "scalar" in spec.canonical
+        return 0.2 * noise + (norm_middle(cfg, spec.canonical) if multiplies else 0.0)
 
     return source
 
@@ -269,12 +290,19 @@ def transformers_model(cfg: ModelConfig, head: str = "lm", outputs: int = 1, see
             p.copy_(torch.randn(p.shape, generator=g) * 0.2 + (norm_middle(cfg, name) if "norm" in name else 0.0))
         for b in choice_biases(model):
             b.copy_(torch.randn(b.shape, generator=g) * 0.2)
+        for b in layer_scalars(model):
+            b.copy_(1 + torch.randn(b.shape, generator=g) * 0.2)
     return model, raw
 
 
 def choice_biases(model) -> list[torch.Tensor]:
     """Buffers that are weights: what routers add to scores for the choice of experts. transformers makes them 0."""
     return [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+
+
+def layer_scalars(model) -> list[torch.Tensor]:
+    """Buffers that are weights, too: factors of layers' outputs. transformers makes them 1."""
+    return [b for name, b in model.named_buffers() if name.endswith("layer_scalar")]
 
 
 def hf_weights(model) -> dict[str, torch.Tensor]:

@@ -99,11 +99,11 @@ engine.ranks => world size less engine.ranks %ranks.grid | | Change --ranks or t
 => parallel.expert /ranks.experts | , which share the experts
 """),
     "layout": rules("""
-=> model.num_heads, model.num_kv_heads, model.linear.key_heads %parallel.tensor
+=> model.num_heads, model.num_kv_heads, model.attention.global_kv_heads, model.linear.key_heads %parallel.tensor
 model.dense => model.ffn_hidden_size %parallel.tensor
 => model.moe.shared_ffn_hidden_size %parallel.tensor
 parallel.context>1 parallel.context_mode=alltoall
-    => model.num_heads, model.num_kv_heads, model.linear.key_heads %ranks.heads
+    => model.num_heads, model.num_kv_heads, model.attention.global_kv_heads, model.linear.key_heads %ranks.heads
     | | parallel.context_mode=allgather takes any number of heads.
 => model.num_layers %parallel.pipeline
 !model.moe.num_experts !scorer => mismatch.replay_routing =false | for a model without experts (model.moe)
@@ -121,7 +121,7 @@ engine.can.computes_here engine.cuda_graphs=true model.moe.num_experts => engine
     | with experts: how many rows one gets is not known ahead
 """),
     "shares": rules("""
-=> model.num_heads, model.num_kv_heads, model.linear.key_heads %engine.tensor_parallel
+=> model.num_heads, model.num_kv_heads, model.attention.global_kv_heads, model.linear.key_heads %engine.tensor_parallel
 model.dense => model.ffn_hidden_size %engine.tensor_parallel
 => model.moe.shared_ffn_hidden_size %engine.tensor_parallel
 model.moe.num_experts => model.expert_ffn %engine.tensor_parallel

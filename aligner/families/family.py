@@ -89,6 +89,8 @@ class Family:
     interleaved_rotary: bool = False  # adjacent numbers are rotated together, not halves of the head
     scaled_queries: bool = False  # by their positions: `rope_scaling.llama_4_scaling_beta`
     scaled_embeddings: bool = False  # multiplied by the square root of the hidden size
+    plain_scores: bool = False  # queries times keys, without a factor
+    value_norm: bool = False  # heads of values are normalised, without a weight
     gated_attention: bool = False  # attention's output times the sigmoid of gates, projected with the queries
     default_attention_every: int = 0  # config.json has layer_types: linear_attention, except layers n, 2n, ...
     default_local_base: float = 0.0  # rotary base of local layers; 0: they share the base
@@ -110,6 +112,7 @@ class Family:
     shared_gate = _has("mlp.shared_experts.gate_weight")  # the MLP for every token is multiplied by a gate's sigmoid
     dense = _has("mlp.linear_fc1.weight")  # has, or may have, layers without experts
     pre_norms = _has("input_layernorm.weight")  # inputs of attention and the MLP are normalised
+    layer_scalar = _has("layer_scalar")  # a layer's output is multiplied by a number that is not trained
     # outputs of attention and the MLP are normalised before the residual stream
     post_norms = _has("self_attention.post_layernorm.weight")
 
@@ -121,6 +124,11 @@ class Family:
     def single(self) -> bool:
         """Whether a layer is one module (`model.pattern`), with one norm."""
         return any(row.canonical == in_layer("input_layernorm.weight") and row.kind for row in self.table)
+
+    @cached_property
+    def global_heads(self) -> bool:
+        """Whether global layers have heads of another width and number."""
+        return any(row.kind == "global" for row in self.table)
 
     @cached_property
     def ungated(self) -> bool:

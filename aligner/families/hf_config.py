@@ -100,7 +100,8 @@ def _layers_out(cfg: ModelConfig, family: Family) -> dict[str, Any]:
         scaling = (scaling or {}) | {"llama_4_scaling_beta": beta}
         out["llama_4_scaling"] = {"beta": beta, "original_max_position_embeddings": length}
     # transformers 4 reads the first two keys, transformers 5 the third
-    out |= {"rope_theta": cfg.rope_base, "rope_scaling": scaling}
+    if cfg.rope_scaling.type != "proportional":  # which transformers 4 does not know
+        out |= {"rope_theta": cfg.rope_base, "rope_scaling": scaling}
     out["rope_parameters"] = {"rope_type": "default", "rope_theta": cfg.rope_base} | (scaling or {})
     if cfg.attention.rotary_fraction != 1 or family.default_rotary_fraction not in (0, 1):
         fraction = {"partial_rotary_factor": cfg.attention.rotary_fraction}
@@ -120,7 +121,7 @@ def _out_value(cfg: ModelConfig, key: str, default: Any) -> Any:
     """Return config.json's value for a key of `model`; null for a number that is 0 here: none, or the default."""
     section, _, name = key.rpartition(".")
     value = getattr(getattr(cfg, section) if section else cfg, name)
-    if name == "query_scale_dim":
+    if name in ("query_scale_dim", "global_head_dim"):
         return value or cfg.kv_channels
     if name == "multiplier":
         return value or cfg.kv_channels**-0.5
@@ -171,6 +172,8 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     max_position = raw.integer("max_position_embeddings", default["max_position_embeddings"], low=1)
     base, scaling = rope_in(raw, path, dict(family.default_rope), default["rope_theta"], max_position)
     heads = raw.integer("num_attention_heads", low=1, high=MOST_HEADS)
+    if family.global_heads:
+        _put_global_heads(raw)
     flags, sections = _keys_in(raw, family)
     latent = LatentConfig(**sections["latent"])
     moe = MoeConfig() if pattern and "E" not in pattern else _experts_in(raw, family, sections["moe"])
@@ -300,6 +303,20 @@ def _default_layers(raw: JsonObject, family: Family, layers: int) -> list[str]:
     return ["full_attention" if is_global else "sliding_attention" for is_global in first]
 
 
+def _put_global_heads(raw: JsonObject) -> None:
+    """Put the heads of global layers, which transformers 5 writes layer by layer, where published files have them."""
+    layers = raw.record("per_layer_config", NOTHING)
+    if not list(layers):
+        return
+    kinds, each = raw.texts("layer_types", []), [layers.record(layer).fields for layer in layers]
+    wanted = {str(layer) for layer, kind in enumerate(kinds) if kind == "full_attention"}
+    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    if set(layers) != wanted or any(fields != each[0] for fields in each) or set(each[0]) - set(names):
+        raw.refuse("per_layer_config", f"the same {' and '.join(names)} for each layer of full_attention, and no other")
+    raw.fields.update((names[key], value) for key, value in each[0].items())
+    raw.fields.setdefault("global_head_dim", raw.fields.get("head_dim"))
+
+
 def _local_rope_in(raw: JsonObject, family: Family) -> dict[str, Any]:
     if not family.default_local_base:
         return {}
@@ -361,11 +378,12 @@ def _family_of(raw: JsonObject, whole: JsonObject, path: Path) -> Family:
     for key in (*(theirs for _, theirs, _ in family.keys), *(["use_sliding_window"] if family.window_switch else [])):
         wrong.pop(key, None)
     wrong |= {family.activation_key: family.activation} | dict(family.constants)
+    absent = dict(family.defaults)
     for key, wanted in wrong.items():
-        if raw.fields.get(key) not in (None, wanted):
-            raise ConfigError(
-                "model.init", str(path.parent), f"{key}={wanted!r} in config.json", f"It has {raw.fields[key]!r}."
-            )
+        value = raw.fields.get(key, absent.get(key))
+        if value not in (None, wanted):
+            hint = f"It has {value!r}." if key in raw else f"Without the key it is {value!r}."
+            raise ConfigError("model.init", str(path.parent), f"{key}={wanted!r} in config.json", hint)
     return family
 
 

@@ -20,6 +20,7 @@ _NEEDED = {
     },
     "linear": {"factor": "factor"},
     "dynamic": {"factor": "factor"},
+    "proportional": {},
     "yarn": {"factor": "factor", "original_max_position": "original_max_position_embeddings"},
     "longrope": {
         "short_factor": "short_factor",
@@ -32,6 +33,7 @@ _YARN = "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"
 _OPTIONAL = {
     "yarn": (*_YARN, "truncate", "llama_4_scaling_beta"),
     "longrope": ("attention_factor",),
+    "proportional": ("factor",),
 }
 _OLD_NAMES = {"su": "longrope"}  # of Phi-3's first files
 
@@ -80,8 +82,10 @@ def rope_in(
 
 
 def rotary_fraction_in(raw: JsonObject, default: float) -> float:
-    """Return the rotated fraction of a head."""
+    """Return the rotated fraction of a head, in global layers if local ones have angles of their own."""
     new = raw.record("rope_parameters", NOTHING)
+    if "full_attention" in new:
+        return new.record("full_attention").number("partial_rotary_factor", 1.0, above=0)
     beside = raw.number("partial_rotary_factor", default, above=0)
     return new.number("partial_rotary_factor", beside, above=0)
 
@@ -94,7 +98,8 @@ def _scaling_in(rope: JsonObject, kind: str, max_position: int) -> RopeScalingCo
         fields["original_max_position"] = original
     # Phi-3 and DeepSeek name the two lengths instead of a factor
     ratio = None if original == max_position else max_position / original
-    fields["factor"] = rope.number("factor", above=0) if ratio is None else rope.number("factor", ratio, above=0)
+    if "factor" in _NEEDED[kind]:
+        fields["factor"] = rope.number("factor", above=0) if ratio is None else rope.number("factor", ratio, above=0)
     for name in ("low_freq_factor", "high_freq_factor"):
         if name in _NEEDED[kind]:
             fields[name] = rope.number(name, above=0)

@@ -44,11 +44,12 @@ def outs_of(spec: ParamSpec, cfg: ModelConfig) -> list[int]:
 def rows_of_group(spec: ParamSpec, cfg: ModelConfig) -> list[int]:
     """Return rows of each Hugging Face tensor in a group of the canonical one, which interleaves them.
 
-    Megatron has [queries of the group, key, value], group after group. For linear attention a group is a key head.
-    Queries alternate with their gates. A group of Mamba-2 is [query, key, inputs, gates, steps].
+    Megatron has [queries of the group, key, value], group after group, or no value. For linear attention a group is a
+    key head. Queries alternate with their gates. A group of Mamba-2 is [query, key, inputs, gates, steps].
     """
     if spec.transform == "linear_in":
         each = cfg.linear.parts
         return each if len(spec.hf) == len(each) else [sum(each[:4]), sum(each[4:])]
-    head = cfg.kv_channels
-    return [cfg.queries_per_group * head, head, head]
+    queries, others = cfg.query_heads // spec.units, len(spec.hf) - 1
+    head = spec.shape[0] // spec.units // (queries + others)
+    return [queries * head, *[head] * others]

@@ -143,6 +143,18 @@ MLP = (
     layer("mlp.linear_fc1.weight", _named(_GATE_UP, "weight"), "2ffn hidden", 0, "ffn", "gate_up", kind="dense"),
     layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden ffn", 1, "ffn", kind="dense"),
 )
+# of families whose global layers have heads of their own, which may have no matrix of values
+GLOBAL_QKV = (
+    layer("self_attention.linear_qkv.weight", _named(_QKV, "weight"), "qkv hidden", 0, "groups", "qkv", kind="local"),
+    *(
+        layer("self_attention.linear_qkv.weight", names, shape, 0, "groups", "qkv", kind="global", when=when)
+        for names, shape, when in (
+            (_named(_QKV, "weight"), "qkv hidden", "attention.own_values"),
+            (_named(_QKV[:2], "weight"), "qk hidden", "attention.key_is_value"),
+        )
+    ),
+)
+LAYER_SCALAR = layer("layer_scalar", "layer_scalar", "1")
 QKV_BIAS = (
     layer("self_attention.linear_qkv.bias", _named(_QKV, "bias"), "qkv", 0, "groups", "qkv_bias", when="qkv_bias"),
 )

@@ -55,6 +55,7 @@ def dimensions(cfg: ModelConfig, num_labels: int = 1) -> dict[str, int]:
         "kv_rank+rotary": cfg.latent.kv_rank + cfg.latent.rotary_dim,
         "plain+value": heads * (cfg.latent.plain_dim + cfg.latent.value_dim),
         "kv": groups * head,
+        "qk": (cfg.queries_per_group + 1) * groups * head,
         "qkv": (cfg.queries_per_group + 2) * groups * head,
         "key_heads": linear.key_heads,
         "value_heads": linear.value_heads,
@@ -84,17 +85,18 @@ def family_table(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> lis
     `head`: "lm" (no row of its own when embeddings are tied) or "score" (reward and value models, `num_labels` rows).
     """
     check_family(cfg)
-    sizes, experts = dimensions(cfg, num_labels), range(cfg.moe.num_experts)
+    experts, kinds = range(cfg.moe.num_experts), [cfg.layer_kinds(layer) for layer in range(cfg.num_layers)]
+    sizes = {each: dimensions(cfg.of_kinds(each), num_labels) for each in set(kinds)}
     out = []
     for row in rows_of(cfg, head):
-        layers = cfg.layers_of(row.kind) if row.kind else range(cfg.num_layers)
-        out += [_filled(row, sizes, layer, experts) for layer in (layers if is_of_layer(row) else (0,))]
+        layers = [layer for layer, each in enumerate(kinds) if not row.kind or row.kind in each]
+        out += [_filled(row, sizes[kinds[layer]], layer, experts) for layer in (layers if is_of_layer(row) else (0,))]
     return out
 
 
 def layer_table(cfg: ModelConfig, kinds: tuple[str, ...]) -> list[ParamSpec]:
     """Return the rows of one layer of these kinds (`ModelConfig.layer_kinds`), named as layer 0 and its expert 0."""
-    sizes = dimensions(cfg)
+    sizes = dimensions(cfg.of_kinds(kinds))
     wanted = (row for row in rows_of(cfg, "") if is_of_layer(row) and (not row.kind or row.kind in kinds))
     return [_filled(row, sizes, 0, range(1)) for row in wanted]
 

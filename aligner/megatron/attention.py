@@ -31,7 +31,8 @@ from torch.nn.functional import silu
 from aligner.config.sections.model.config import ModelConfig
 from aligner.megatron import kernels, varlen
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
-from aligner.megatron.sharing import LayerConfig, SharedVector
+from aligner.megatron.sharing import LayerConfig, SharedVector, with_fields
+from aligner.models.rope import score_scale
 from aligner.ops.kernels.bfloat16_products import widened
 from aligner.ops.kernels.scored_attention import ScoreRule, attention
 from aligner.ops.kernels.spread import spread
@@ -59,12 +60,16 @@ class StreamAttention(SelfAttention):
     1, H] and, where Megatron has a bias, which of the N these are: for `add_residual`."""
 
     def __init__(self, config: LayerConfig, *args: Any, model: ModelConfig, **kwargs: Any):
+        config = with_fields(config, kv_channels=model.kv_channels, num_query_groups=model.num_kv_heads)
         super().__init__(config, *args, **kwargs)
         layer, shape = self.layer_number - 1, model.attention
         self.is_local, self.is_rotated = shape.is_local(layer), model.is_rotated(layer)
         self.is_last = self.layer_number == config.num_layers
-        self.scores = ScoreRule(shape.scale, shape.softcap)
+        self.scores = ScoreRule(score_scale(model), shape.softcap)
         self.neighbours = model.traits.interleaved_rotary
+        # of [queries, key, value] of a group
+        self.each = [model.queries_per_group, 1] + [1] * model.has_values(model.heads_of(layer))
+        self.norms_values = model.traits.value_norm
         self.wide = model.traits.wide_qk_norm
         has_sinks, tp = model.traits.sinks, self.pg_collection.tp
         self.sinks = SharedVector(config, model.num_heads, 0.0, tp) if has_sinks else None
@@ -100,9 +105,12 @@ class StreamAttention(SelfAttention):
         normed = self.q_layernorm is not None and not isinstance(self.q_layernorm, IdentityOp)
         if self.is_rotated and not normed:
             return *kernels.split_and_rotate(mixed, stream.cos, stream.sin, self.neighbours), None
-        parts = mixed.split([mixed.shape[2] - 2, 1, 1], dim=2)
+        parts = mixed.split(self.each, dim=2)
         # copies: as views keys and values would keep all of `mixed` for backward, beside the copied queries
-        query, key, value = (x.reshape(len(mixed), -1, d).contiguous() for x in parts)
+        query, key, *own = (x.reshape(len(mixed), -1, d).contiguous() for x in parts)
+        value = own[0] if own else key
+        if self.norms_values:
+            value = kernels.rms_norm(value, value.new_ones(d), self.config.layernorm_epsilon)
         query, gate = (query[:, ::2], query[:, 1::2]) if self.gated else (query, None)
         if normed:
             query, key = self._normed(self.q_layernorm, query), self._normed(self.k_layernorm, key)

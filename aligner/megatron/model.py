@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,7 +42,7 @@ from aligner.megatron.linear_attention import LinearAttention
 from aligner.megatron.moe import ExpertLayer, StreamLayer
 from aligner.megatron.sharing import LayerConfig, checkpoint_entries, with_fields
 from aligner.megatron.transformer_engine import TE
-from aligner.megatron.variants import NormedAttention, NormedMLP, scale_embeddings
+from aligner.megatron.variants import NormedAttention, NormedMLP, ScaledLayer, scale_embeddings
 from aligner.models.params import embedding_factor
 from aligner.ops.kernels.products import use_fast_products
 
@@ -162,7 +163,10 @@ def _layer(cfg: ModelConfig, config: LayerConfig, kinds: tuple[str, ...], expert
         submodules.self_attention.module = NormedAttention if family.post_norms else StreamAttention
         attention.linear_qkv, attention.linear_proj = config.column, config.row
         attention.core_attention = IdentityOp  # which `StreamAttention` does not call
-    submodules.self_attention.params["model"] = cfg
+    heads = cfg.of_kinds(kinds)
+    submodules.self_attention.params["model"] = heads
+    if not cfg.has_values(kinds):
+        attention.linear_qkv = partial(_narrower, config.column, heads.num_kv_heads * heads.kv_channels)
     submodules.self_attn_bda = residual_adder(cfg.scales.residual)
     if cfg.scales.residual != 1:
         submodules.mlp_bda = submodules.self_attn_bda
@@ -175,7 +179,13 @@ def _layer(cfg: ModelConfig, config: LayerConfig, kinds: tuple[str, ...], expert
         submodules.self_attention = ModuleSpec(module=LinearAttention, params={"linear": cfg.linear})
     if family.single:
         _remove_half(submodules, "mlp" if {"attention", "linear"} & set(kinds) else "self_attention")
-    return ModuleSpec(module=StreamLayer if experts else TransformerLayer, submodules=submodules)
+    plain = ScaledLayer if family.layer_scalar else TransformerLayer
+    return ModuleSpec(module=StreamLayer if experts else plain, submodules=submodules)
+
+
+def _narrower(column: Callable, less: int, size: int, width: int, **options: Any) -> torch.nn.Module:
+    """Make a linear layer whose output is narrower than requested."""
+    return column(size, width - less, **options)
 
 
 def _remove_half(submodules: TransformerLayerSubmodules, half: str) -> None:

@@ -99,6 +99,8 @@ def unfused(cfg: ModelConfig) -> str:
     # an odd length: some versions of cuDNN take multiples of 64 only
     asked = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv", "num_tokens_q", "num_tokens_kv"), 4001)
     asked |= {"num_heads": cfg.num_heads, "head_dim_qk": cfg.kv_channels, "head_dim_v": cfg.value_channels}
+    if cfg.attention.global_head_dim > cfg.kv_channels:
+        asked |= dict.fromkeys(("head_dim_qk", "head_dim_v"), cfg.attention.global_head_dim)
     asked |= {"num_gqa_groups": cfg.num_kv_heads, "window_size": (cfg.attention.window - 1, 0)}
     asked |= {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal_bottom_right", "batch_size": 64}
     asked |= {"core_attention_bias_requires_grad": False}

@@ -1,11 +1,12 @@
 """Modules of families whose layers Megatron's own cannot build: norms after attention and MLP (Gemma 3,
-arXiv:2503.19786), scaled embeddings."""
+arXiv:2503.19786), scaled embeddings and layers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from aligner.megatron.attention import GatedMLP, StreamAttention
@@ -34,6 +35,17 @@ class NormedMLP(_NormedOutput, GatedMLP):
         at = f"{prefix}post_layernorm."
         norm = checkpoint_entries(self.post_layernorm, at, sharded_offsets, metadata, self.tp_group)
         return super().sharded_state_dict(prefix, sharded_offsets, metadata) | norm
+
+
+class ScaledLayer(TransformerLayer):
+    """A layer whose output is multiplied by `layer_scalar` [1]; no gradient changes it."""
+
+    def __init__(self, config: LayerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.layer_scalar = torch.nn.Parameter(torch.ones(1, dtype=config.params_dtype), requires_grad=False)
+
+    def _forward_mlp(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super()._forward_mlp(*args, **kwargs) * self.layer_scalar
 
 
 def scale_embeddings(embedding: torch.nn.Module, factor: float) -> None:

@@ -24,6 +24,7 @@ def inverse_frequencies(cfg: ModelConfig, local: bool = False) -> Tensor:
     They are scaled by `model.rope_scaling`. `local`: of layers with a window, whose own base is not scaled.
     """
     own_base = cfg.attention.local_rope_base if local else 0.0
+    cfg = cfg.of_kinds(("local" if local else "global",)) if cfg.traits.global_heads else cfg
     periods = (own_base or cfg.rope_base) ** _exponents(cfg)
     if own_base or not cfg.rope_scaling.scales:
         return 1.0 / periods
@@ -62,6 +63,8 @@ def score_scale(cfg: ModelConfig) -> float | None:
     (DeepSeek-V3's modeling files).
     """
     scaling = cfg.rope_scaling
+    if cfg.traits.plain_scores:
+        return 1.0
     if not (cfg.latent.kv_rank and scaling.scales and scaling.mscale_all_dim):
         return cfg.attention.scale
     return cfg.kv_channels**-0.5 * _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
@@ -128,4 +131,17 @@ def _longrope(cfg: ModelConfig, periods: Tensor) -> Tensor:
     return 1.0 / (torch.tensor(scaling.long_factor if long else scaling.short_factor) * periods)
 
 
-_SCALED = {"llama3": _llama3, "linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "longrope": _longrope}
+def _proportional(cfg: ModelConfig, periods: Tensor) -> Tensor:
+    """Rotate the first pairs alone: the others have frequency 0. Pairs are of the whole head."""
+    turning = torch.arange(len(periods)) < int(cfg.attention.rotary_fraction * cfg.kv_channels // 2)
+    return turning / periods / cfg.rope_scaling.factor
+
+
+_SCALED = {
+    "llama3": _llama3,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "proportional": _proportional,
+}

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from aligner.plan.adapters import adapter_widths, is_adapted
 from aligner.plan.job import PlanJob, PlannedModel
 from aligner.plan.linear import gathered_width, rule_activations
-from aligner.plan.shapes import Grid, Kinds, attention_widths, latent_widths, mlp_width, stage_layers, widest_mlp
+from aligner.plan.shapes import (
+    Grid,
+    Kinds,
+    attention_widths,
+    latent_widths,
+    mixers,
+    mlp_width,
+    stage_layers,
+    widest_mlp,
+)
 from aligner.plan.shared import Shared, shared
 
 
@@ -23,9 +32,9 @@ def layer_activations(model: PlannedModel, grid: Grid, kinds: Kinds) -> tuple[fl
     (2 H) for each of k. With all-gather: keys and values of the whole row, once as gathered and about once as used.
     Linear attention keeps, without `rule_activations`, inputs and outputs of its products."""
     m, tp, linear = model.shape, grid.tensor, model.shape.linear
-    a, k, v, _ = attention_widths(m)
+    a, k, v, _ = attention_widths(m, kinds)
     v = max(v, k)  # fused attention pads narrower ones
-    own = 2 * len(kinds) * m.hidden_size / (tp if grid.sequence else 1)
+    own = 2 * (mixers(kinds) + (mlp_width(m, kinds) > 0)) * m.hidden_size / (tp if grid.sequence else 1)
     own += (1 + m.mlp_parts) * mlp_width(m, kinds) / tp
     if "sparse" in kinds:
         own += m.hidden_size + m.moe.latent_size + m.moe.top_k * 2 * m.expert_hidden
@@ -67,7 +76,7 @@ def _put_together(model: PlannedModel, grid: Grid, alike: Shared, kinds: Kinds) 
     output is kept before it is put back into the stream."""
     if "attention" not in kinds:
         return 0.0
-    a, k, v, out = attention_widths(model.shape)
+    a, k, v, out = attention_widths(model.shape, kinds)
     keys = k + max(v, k)
     wide, before = (a + max(out, a), a) if alike.mask else (keys, 0)
     return (before * alike.tokens + keys * (alike.leaders - alike.tokens) + wide * alike.followers) / grid.tensor

@@ -89,8 +89,14 @@ class Count:
         return sum(astuple(self))
 
 
-def attention_widths(m: ModelConfig) -> tuple[int, int, int, int]:
-    """Return the numbers of a token's queries, keys, values and attention output, over all heads."""
+def attention_widths(m: ModelConfig, kinds: Kinds = ()) -> tuple[float, float, float, float]:
+    """Return the numbers of a token's queries, keys, values and attention output, over all heads: in layers of these
+    kinds, or on average."""
+    if m.traits.global_heads and not kinds:
+        each = [[share * width for width in attention_widths(m, kinds)] for kinds, share in m.head_kinds().items()]
+        a, k, v, out = map(sum, zip(*each, strict=True))
+        return a, k, v, out
+    m = m.of_kinds(kinds)
     a, k = m.num_heads * m.kv_channels, m.num_kv_heads * m.kv_channels
     return a, k, m.num_kv_heads * m.value_channels, m.num_heads * m.value_channels
 
@@ -105,10 +111,12 @@ def mixers(kinds: Kinds) -> int:
     return int("attention" in kinds or "linear" in kinds)
 
 
-def attention_matrices(m: ModelConfig) -> int:
-    """Count the elements that tensor ranks share: H(A + 2K) + AH, and HA of gates where a family has them. Latent
-    attention: the matrices that make queries, keys and values of its vectors, and the output's."""
+def attention_matrices(m: ModelConfig) -> float:
+    """Count the elements that tensor ranks share: H(A + 2K) + AH, and HA of gates where a family has them; the mean
+    over layers. Latent attention: the matrices that make queries, keys and values of its vectors, and the output's."""
     (a, k, v, out), latent = attention_widths(m), m.latent
+    if m.attention.key_is_value:  # then global layers have no matrix of values
+        v = m.share("local") * attention_widths(m, ("local",))[2]
     if not latent.kv_rank:
         return m.hidden_size * (a + k + v + out + a * m.traits.gated_attention)
     ups = a * (latent.query_rank or m.hidden_size) + (m.num_heads * latent.plain_dim + v) * latent.kv_rank
@@ -127,7 +135,7 @@ def latent_matrices(m: ModelConfig) -> int:
     return m.hidden_size * sum(latent_widths(m))
 
 
-def kept_widths(m: ModelConfig) -> tuple[int, int]:
+def kept_widths(m: ModelConfig) -> tuple[float, int]:
     """Return the numbers that an engine keeps of a position and layer: (on its tensor ranks together, on each of
     them)."""
     _, k, v, _ = attention_widths(m)
@@ -174,22 +182,23 @@ def layer_norms(m: ModelConfig, kinds: Kinds = ("attention",)) -> int:
     biases += traits.shared_gate
     each_head = m.qk_norm and not traits.wide_qk_norm and "attention" in kinds
     latent = m.latent.query_rank + m.latent.kv_rank + latent_matrices(m) + ("sparse" in kinds) * expert_latents(m)
-    return (traits.norms + biases) * m.hidden_size + (2 * m.kv_channels if each_head else 0) + latent
+    return (traits.norms + biases) * m.hidden_size + (2 * m.of_kinds(kinds).kv_channels if each_head else 0) + latent
 
 
 def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", outputs: int = 1) -> Count:
     """Count the parameters of one rank on pipeline stage `stage`, by the family's rows. The vocabulary, padded to a
     multiple of tp, is on the first stage and again on the last (once where tied and pp = 1)."""
-    total, last, sizes = Counter[str](), stage == grid.pipeline - 1, dimensions(m, outputs)
+    total, last = Counter[str](), stage == grid.pipeline - 1
     layers = Counter(map(m.layer_kinds, grid.layers(m.num_layers, stage)))
+    sizes = {kinds: dimensions(m.of_kinds(kinds), outputs) for kinds in (*layers, ())}
     for row in rows_of(m, head):
         if is_of_layer(row):
-            times = sum(number for kinds, number in layers.items() if not row.kind or row.kind in kinds)
+            times = {kinds: number for kinds, number in layers.items() if not row.kind or row.kind in kinds}
         else:
             here = last if not row.canonical.startswith("embedding.") else stage == 0
-            times = int(here or (row.padded and last and head == "lm" and m.tie_embeddings))
-        if times:
-            total[_holders(row)] += times * _rank_elements(row, [sizes[name] for name in row.shape], grid)
+            times = {(): int(here or (row.padded and last and head == "lm" and m.tie_embeddings))}
+        for kinds, number in times.items():
+            total[_holders(row)] += number * _rank_elements(row, [sizes[kinds][name] for name in row.shape], grid)
     return Count(**total)
 
 

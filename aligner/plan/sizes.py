@@ -139,7 +139,9 @@ def engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:
     assert engine is not None
     slots, cache = job.slots()
     tokens = min(PREFILL_TOKENS, ceil(job.rows.prompts / job.replicas) * job.rows.prompt_longest)
-    wide = (m.num_heads + 2 * m.num_kv_heads) * m.kv_channels + (1 + m.mlp_parts) * widest_mlp(m)
+    heads = [m.of_kinds(kinds) for kinds in m.head_kinds()]
+    wide = max((each.num_heads + 2 * each.num_kv_heads) * each.kv_channels for each in heads)
+    wide += (1 + m.mlp_parts) * widest_mlp(m)
     logits = slots * m.vocab_size
     weights = engine.element * parameters(m) / engine.tensor
     weights += kept_bytes(m, job.element, engine.tensor) if engine.factors else 0

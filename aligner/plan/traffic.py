@@ -207,7 +207,7 @@ def _context(
         yield from _linear_context(model, grid, tokens, element, backward)
     if "attention" not in kinds:
         return
-    a, k, v, out = (width / grid.tensor for width in attention_widths(m))
+    a, k, v, out = (width / grid.tensor for width in attention_widths(m, kinds))
     if grid.over_heads:
         yield CollectiveCalls("cp", "all_to_all", tokens / grid.context * (a + k + v + out) * element, 4)
     else:
@@ -312,9 +312,8 @@ def step_calls(job: PlanJob, model: PlannedModel, stage: int) -> list[Collective
         norms = sum(layer_norms(m, kinds) for kinds in layers) + m.hidden_size * (stage == grid.pipeline - 1)
         calls.append(CollectiveCalls("tp", "all_reduce", 4.0 * norms))
     elif m.qk_norm:  # of which every tensor rank sees its own heads' part
-        calls.append(
-            CollectiveCalls("tp", "all_reduce", 8.0 * m.kv_channels * sum("attention" in kinds for kinds in layers))
-        )
+        widths = sum(m.of_kinds(kinds).kv_channels for kinds in layers if "attention" in kinds)
+        calls.append(CollectiveCalls("tp", "all_reduce", 8.0 * widths))
     if m.tie_embeddings and model.head == "lm" and stage in (0, grid.pipeline - 1):
         calls.append(CollectiveCalls("ends", "all_reduce", 4.0 * -(-m.vocab_size // grid.tensor) * m.hidden_size))
     return within(calls, grid)
@@ -431,5 +430,5 @@ def _replicated(model: PlannedModel, grid: Grid, stage: int) -> int:
     total = 0
     for kinds in stage_layers(m, grid, stage):
         total += layer_norms(m, kinds) + ("sparse" in kinds) * mlp_matrices(m, True)
-        total += ("linear" in kinds) * linear_alike(m)
+        total += ("linear" in kinds) * linear_alike(m) + m.traits.layer_scalar
     return total + m.hidden_size * (stage == grid.pipeline - 1)

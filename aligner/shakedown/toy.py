@@ -107,6 +107,9 @@ def family_keys(name: str) -> list[str]:
         keys["moe.shared_ffn_hidden_size"] = 48
     if "moe.latent_size" in family.varies:
         keys["moe.latent_size"] = 16
+    if family.global_heads:
+        keys |= {"rope_scaling.type": "proportional", "attention.rotary_fraction": 0.5, "attention.key_is_value": True}
+        keys |= {"attention.global_head_dim": 16, "attention.global_kv_heads": 2}
     for key, value in {"attention.window": 6, "attention.global_every": 2, "attention.local_rope_base": 100.0}.items():
         keys |= {key: value} if key in family.varies else {}
     return [f"model.{key}={str(value).lower() if value in (True, False) else value}" for key, value in keys.items()]

@@ -73,3 +73,10 @@ def test_the_other_engine_does_not_get_queries_with_factors():
     ministral = replace(tiny.MORE["ministral3"], max_position=4096)
     with pytest.raises(ConfigError, match=r"model.family='ministral3': expected a family whose queries"):
         validate_model(compose([*[o for o in GRPO if not o.startswith("engine=")], "engine=trtllm"]), ministral)
+
+
+def test_neither_of_the_other_engines_gets_heads_of_two_kinds():
+    gemma = replace(tiny.MORE["gemma4"], max_position=4096)
+    for engine in ("trtllm", "trtllm_engine", "vllm"):
+        with pytest.raises(ConfigError, match=r"model.family='gemma4_text': expected"):
+            validate_model(compose([*[o for o in GRPO if not o.startswith("engine=")], f"engine={engine}"]), gemma)

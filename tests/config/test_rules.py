@@ -254,6 +254,16 @@ sft ; model.hidden_size=130 => model.hidden_size
 sft ; model=nemotron3_nano_30b_a3b ; model.tie_embeddings=true => model.tie_embeddings
 sft ; model.family=ministral3 => model.rope_scaling.type
 sft ; model.rope_scaling={type: yarn, llama_4_scaling_beta: 0.1} => model.rope_scaling.llama_4_scaling_beta
+sft ; model=gemma4_31b ; model.rope_scaling.type=llama3 => model.rope_scaling.type
+sft ; model.rope_scaling.type=proportional => model.family
+sft ; model=gemma4_31b ; model.attention.global_head_dim=0 => model.attention.global_head_dim
+sft ; model=gemma4_31b ; model.attention.global_kv_heads=5 => model.attention.global_kv_heads
+sft ; model=gemma4_31b ; model.attention.key_is_value=false => model.attention.global_kv_heads
+sft@2 ; model=gemma4_31b ; model.attention.global_kv_heads=1 ; parallel.tensor=2 => model.attention.global_kv_heads
+sft@2 ; model=gemma4_31b ; model.attention.global_kv_heads=1 ; parallel={context: 2, context_mode: alltoall}
+    => model.attention.global_kv_heads
+grpo@2 ; model=gemma4_31b ; model.attention.global_kv_heads=1 ; engine.tensor_parallel=2
+    => model.attention.global_kv_heads
 sft ; model=nemotron3_nano_30b_a3b ; model.linear.rule=delta => model.linear.rule
 sft ; model=qwen3_next_80b_a3b ; model.linear.rule=mamba2 => model.linear.rule
 sft ; model=qwen3_next_80b_a3b ; model.linear.value_heads=0 => model.linear.value_heads

@@ -18,7 +18,7 @@ from aligner.families.hf_config import hf_config
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.refit.verify import staleness
 from aligner.types import LENGTH, STOP, SamplingParams
-from tests.tiny import choice_biases, hf_weights, norm_middle
+from tests.tiny import choice_biases, hf_weights, layer_scalars, norm_middle
 
 SHAPE = {
     "num_layers": 2,
@@ -65,6 +65,8 @@ def reference(cfg: ModelConfig, seed: int = 0):
             )
         for b in choice_biases(model):
             b.normal_(0.0, 0.2)
+        for b in layer_scalars(model):
+            b.normal_(1.0, 0.2)
     return model
 
 

@@ -40,7 +40,7 @@ CUT = {  # layers for two stages; yarn and longrope are Llama, but for its angle
     if name not in ("yarn", "longrope")
 }
 LINEAR = ("qwen3_next", "nemotron_h")
-WINDOWED = {name: {"cfg": cfg} for name, cfg in (WINDOWS | {"sinks": GPT_OSS}).items()}
+WINDOWED = {name: {"cfg": cfg} for name, cfg in (WINDOWS | {"sinks": GPT_OSS, "gemma4": MORE["gemma4"]}).items()}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,11 @@ def alone(ranks):
     return get
 
 
-def check(got, base, optim):
+def bound_of(cfg) -> float:
+    return 6e-5 if cfg.traits.plain_scores else 2e-5  # whose softmax is sharp, which magnifies what is rounded
+
+
+def check(got, base, optim, bound=2e-5):
     start, wanted = base
     for ours, theirs in zip(got["metrics"], wanted["metrics"], strict=True):
         for name in theirs:
@@ -69,9 +73,10 @@ def check(got, base, optim):
     assert got["weights"].keys() == wanted["weights"].keys()
     for name, value in wanted["weights"].items():
         update = value - start[name]
-        assert update.any() != name.endswith("e_score_correction_bias"), name  # which no gradient changes
+        fixed = name.endswith(("e_score_correction_bias", "layer_scalar"))  # which no gradient changes
+        assert update.any() != fixed, name
         # gradient descent: the sum of two gradients. Adam turns noise-sized gradients into full steps: looser
-        assert relative(got["weights"][name], value, update) <= (2e-5 if optim is SGD else 1e-3), name
+        assert relative(got["weights"][name], value, update) <= (bound if optim is SGD else 1e-3), name
 
 
 @pytest.mark.few(2)
@@ -104,6 +109,7 @@ def test_layouts_learn_the_same(ranks, alone, name, layout, optim):
         ("mistral", "cp2-heads"),
         ("mistral", "padded"),
         ("mistral", "shared"),
+        ("gemma4", "cp2-heads"),
         ("sinks", "cp2-heads"),  # whose ranks have a share of them
         ("sinks", "shared"),
     ],
@@ -112,7 +118,7 @@ def test_windows_learn_the_same(ranks, alone, name, layout):
     world, parallel = {"padded": (1, DP), "shared": (1, DP), **LAYOUTS}[layout]
     bc = replace(BASE, packing=layout != "padded", share_prompts=layout == "shared")
     got = agreed(ranks, world, **WINDOWED[name], parallel=parallel, optim=SGD, bc=bc)
-    check(got, alone(name, SGD), SGD)
+    check(got, alone(name, SGD), SGD, bound_of(WINDOWED[name]["cfg"]))
 
 
 @pytest.mark.few(3)
@@ -124,7 +130,7 @@ def test_more_families_learn_the_same(ranks, alone, name, layout):
     world, parallel = LAYOUTS[layout]
     optim = GENTLE if CUT[name]["cfg"].linear.key_heads else SGD
     got = agreed(ranks, world, **CUT[name], parallel=parallel, optim=optim, bc=BASE)
-    check(got, alone(name, optim), SGD)
+    check(got, alone(name, optim), SGD, bound_of(CUT[name]["cfg"]))
 
 
 @pytest.mark.few(4)

@@ -42,6 +42,7 @@ LAYOUTS = {
     "dora of experts": (SPARSE_DORA, (TP2, ParallelConfig(expert=2))),
     "latent": (replace(MORE["deepseek_v3-direct"], lora=LORA), (SP2,)),
     "linear": (replace(MORE["qwen3_next"], lora=LORA), (SP2,)),
+    "heads of two kinds": (replace(MORE["gemma4"], lora=LORA), (SP2,)),
     "optional norms": (replace(MORE["glm4_moe"], lora=LORA), (SP2,)),
     "mamba": (replace(MORE["nemotron_h"], lora=LORA), (SP2,)),
 }

@@ -39,7 +39,10 @@ QWENS, MISTRALS = ("qwen3_5", "qwen3_5_moe"), ("mistral", "ministral3")
 OUTER = {name: {"vision_config": QWEN, "image_token_id": 90, "video_token_id": 91} for name in QWENS}
 OUTER |= {name: {"vision_config": PIXTRAL, "image_token_index": 90} for name in MISTRALS}
 OUTER["gemma3"] = {"vision_config": SIGLIP, "mm_tokens_per_image": 4}
-TIED = ("mistral", "gemma3")
+OUTER["gemma4"] = {f"{name}_token_id": 90 for name in ("boi", "eoi", "image", "video", "boa", "audio")}
+OUTER["gemma4"] |= {"audio_config": None}
+OUTER["gemma4"]["vision_config"] = {**SIGLIP, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}
+TIED = ("mistral", "gemma3", "gemma4")
 MODELS = {name: replace((WINDOWS | MORE)[name], vocab_size=263, tie_embeddings=name in TIED) for name in OUTER}
 
 

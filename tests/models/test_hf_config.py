@@ -18,7 +18,7 @@ CASES = {**MODELS, **WINDOWS, **MORE, "moe": MOE, "mixtral": MIXTRAL}
 KEPT = ("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 KEPT += ("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "num_experts_per_tok")
 KEPT += ("moe_intermediate_size", "norm_topk_prob", "n_routed_experts", "n_shared_experts")
-KEPT += ("n_group", "topk_group", "first_k_dense_replace")
+KEPT += ("n_group", "topk_group", "first_k_dense_replace", "hidden_size_per_layer_input")
 SCALES = {
     "attn_logit_softcapping": "attention.softcap",
     "final_logit_softcapping": "scales.logits_softcap",
@@ -45,7 +45,8 @@ def written(folder, cfg, **change):
 @pytest.mark.parametrize("case", [case for case, cfg in CASES.items() if not cfg.pattern])
 def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
     cfg = CASES[case]
-    raw = written(tmp_path, replace(cfg, num_layers=5) if cfg.linear.key_heads else cfg)
+    layers = 5 if cfg.linear.key_heads else 6 if cfg.traits.global_heads else cfg.num_layers
+    raw = written(tmp_path, replace(cfg, num_layers=layers))
     kept = {key: raw[key] for key in KEPT if key in raw and key not in dict(cfg.traits.sizes)}
     (tmp_path / "config.json").write_text(json.dumps(kept))
     ours, theirs = config_from_hf(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
@@ -63,7 +64,8 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
     assert ours.norm_eps == theirs.rms_norm_eps and ours.init_std == theirs.initializer_range
     assert ours.max_position == theirs.max_position_embeddings
     assert ours.tie_embeddings == theirs.tie_word_embeddings
-    of_head = getattr(theirs, "qk_head_dim", None) or getattr(theirs, "head_dim", None)
+    layer = theirs.per_layer_config[0] if ours.traits.global_heads else theirs
+    of_head = getattr(theirs, "qk_head_dim", None) or getattr(layer, "head_dim", None)
     assert ours.kv_channels == (of_head or theirs.hidden_size // theirs.num_attention_heads)
     window = getattr(theirs, "sliding_window", None) if getattr(theirs, "use_sliding_window", True) else 0
     assert ours.attention.window == (window or 0)
@@ -90,6 +92,49 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
         local = rope.get("sliding_attention", {"rope_theta": 0})
         assert ours.attention.local_rope_base == local["rope_theta"]
         assert ours.attention.query_scale_dim == getattr(theirs, "query_pre_attn_scalar", 0)
+    if ours.traits.global_heads:
+        last, fraction = theirs.per_layer_config[ours.num_layers - 1], rope["full_attention"]["partial_rotary_factor"]
+        heads = ours.of_kinds(ours.layer_kinds(ours.num_layers - 1))
+        assert (heads.kv_channels, heads.num_kv_heads) == (last.head_dim, last.num_key_value_heads)
+        assert ours.attention.rotary_fraction == fraction and ours.attention.own_values
+
+
+def test_heads_of_global_layers_are_read_as_transformers_writes_them(tmp_path):
+    cfg = MORE["gemma4"]
+    raw = written(tmp_path, cfg)
+    transformers.AutoConfig.for_model(**raw).save_pretrained(tmp_path)
+    theirs = json.loads((tmp_path / "config.json").read_text())
+    assert "global_head_dim" not in theirs
+    assert replace(config_from_hf(tmp_path), init="random") == cfg
+    theirs["per_layer_config"]["1"]["head_dim"] = 16
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    with pytest.raises(AlignerError, match=r"per_layer_config.*the same head_dim"):
+        config_from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=0 .*It has 256"),
+        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers=0 .*It has 20"),
+        ({"enable_moe_block": True}, "enable_moe_block=False .*It has True"),
+        ({"use_double_wide_mlp": True}, "use_double_wide_mlp=False"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='vision'.*It has 'all'"),
+        ({"attention_bias": True}, "attention_bias=False"),
+        ({"attention_k_eq_v": False}, "model.attention.global_kv_heads=2: expected 0"),
+        ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "layer 3, the last, among the global"),
+        ({"rope_parameters": {"rope_type": "default"}}, "model.rope_scaling.type='llama3': expected proportional"),
+    ],
+)
+def test_other_models_of_gemma4_are_refused(change, words, tmp_path):
+    written(tmp_path, MORE["gemma4"], **change)
+    with pytest.raises(AlignerError, match=words):
+        config_from_hf(tmp_path)
+    raw = written(tmp_path, MORE["gemma4"])
+    del raw["hidden_size_per_layer_input"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(AlignerError, match=r"hidden_size_per_layer_input=0 .*Without the key it is 256"):
+        config_from_hf(tmp_path)
 
 
 @pytest.mark.parametrize("case", ["nemotron_h", "nemotron_h-nano", "nemotron_h-dense"])

@@ -25,6 +25,7 @@ CASES = {
     "phi3": (MORE["phi3"], LORA),  # its files join q, k, v and gate, up
     "phi3-part": (MORE["phi3"], replace(LORA, targets=["k_proj", "down_proj"], rslora=True)),
     "glm-dora": (MORE["glm"], replace(LORA, dora=True)),
+    "gemma4": (MORE["gemma4"], LORA),
     "nemotron_h": (MORE["nemotron_h"], replace(LORA, targets=["q_proj", "in_proj_x", "in_proj_dt"])),
     "nemotron_h-dora": (MORE["nemotron_h-dense"], replace(LORA, targets=[*IN_PROJ, "up_proj", "down_proj"], dora=True)),
     "qwen3_moe": (MOE, LORA),

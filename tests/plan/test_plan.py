@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
-from math import inf, log
+from math import inf, log, prod
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.errors import ConfigError
 from aligner.families.hf_config import hf_config
-from aligner.families.table import parameters
+from aligner.families.table import family_table, parameters
 from aligner.plan.activations import activation_bytes
 from aligner.plan.devices import DEVICES, GIB, Assumptions, sheet_of
 from aligner.plan.host import engine_host_bytes, host_items
@@ -27,7 +27,15 @@ from aligner.plan.lengths import Lengths, read_lengths
 from aligner.plan.linear import row_bytes
 from aligner.plan.memory import MemoryPlanError, engine_phases, plan_memory, refuse
 from aligner.plan.prediction import Prediction, predict
-from aligner.plan.shapes import Grid, active_parameters, decode_weight_bytes, rank_parameters, routing_bytes
+from aligner.plan.shapes import (
+    Grid,
+    active_parameters,
+    attention_widths,
+    decode_weight_bytes,
+    kv_bytes,
+    rank_parameters,
+    routing_bytes,
+)
 from aligner.plan.sizes import logit_bytes
 from aligner.plan.times import (
     Machine,
@@ -80,6 +88,7 @@ def grpo(model: ModelConfig, grid: Grid, engine: Engine | None = None, **changes
         # the language model alone, as transformers' class has it
         ("qwen3.5_4b", 4_205_751_296, None),
         ("qwen3.5_35b_a3b", 34_660_610_688, None),
+        ("gemma4_31b", 30_697_345_280 + 60, None),  # and a scalar of each layer
         ("nemotron3_nano_30b_a3b", 31_577_937_344 + 23 * 128, 3.27e9),
     ],
 )
@@ -88,6 +97,16 @@ def test_parameters_of_published_models(name, total, active):
     assert parameters(model) == total
     if active:
         assert active_parameters(model) == pytest.approx(active, rel=0.005)
+
+
+def test_heads_of_two_kinds_count_by_their_layers():
+    model = shape("gemma4_31b")
+    assert active_parameters(model) == 30_696_013_824  # all its matrices: ten layers have none of values
+    assert kv_bytes(model, 2) == pytest.approx(2 * (50 * 2 * 16 * 256 + 10 * 2 * 4 * 512))
+    assert attention_widths(model, ("global",)) == (32 * 512, 4 * 512, 4 * 512, 32 * 512)
+    ranks = [rank_parameters(model, Grid(tensor=4, pipeline=2), stage).dense for stage in (0, 1)]
+    alike = sum(len(row.shape) == 1 and prod(row.shape) for row in family_table(model))  # on all tensor ranks
+    assert 4 * sum(ranks) - 3 * alike == parameters(model) + model.vocab_size * model.hidden_size
 
 
 def test_ranks_together_hold_the_model_once():

@@ -31,6 +31,7 @@ NEW = {
     for name in (
         "llama-biases",
         "gemma2",
+        "gemma4",
         "granite",
         "olmo2",
         "smollm3-windows",
@@ -79,7 +80,7 @@ def small_files(tmp_path_factory):
 
 
 CASES = [(name, head) for name in FAMILIES for head in ("lm", "score")]
-for name in ("granite", "glm4_moe", "nemotron_h", "qwen3_5_moe"):  # transformers has no such class
+for name in ("gemma4", "granite", "glm4_moe", "nemotron_h", "qwen3_5_moe"):  # transformers has no such class
     CASES.remove((name, "score"))
 
 

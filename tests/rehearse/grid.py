@@ -20,6 +20,7 @@ FAMILIES = {  # model: its shape; where there are two kinds of layers, both
     **{name: [] for name in ("llama3_8b", "qwen2.5_7b", "qwen3_1.7b", "gemma2_2b", "olmo2_1b", "phi4_mini")},
     "smollm3_3b": ["model.attention.nope_layers=[1]"],
     "qwen3.5_9b": ["model.linear.attention_every=2"],
+    "gemma4_31b": ["model.attention.global_every=2"],
     "qwen3_30b_a3b": ["model.moe.num_experts=16"],
     "gpt_oss_20b": ["model.moe.num_experts=8"],
     "deepseek_v3": ["model.moe.num_experts=16", "model.moe.dense_layers=[0]"],
@@ -27,7 +28,7 @@ FAMILIES = {  # model: its shape; where there are two kinds of layers, both
     "nemotron3_nano_30b_a3b": ["model.moe.num_experts=16", "model.num_layers=4", "model.pattern=ME*-"],
     "glm4.5_air": ["model.moe.num_experts=16"],
 }
-EXPERTS = tuple(FAMILIES)[8:]
+EXPERTS = tuple(FAMILIES)[9:]
 LAYOUTS = {
     "data": [],
     "tensor": ["parallel.tensor=2"],

@@ -440,7 +440,7 @@ def cpu_engine():
     rotations = NativeModel.rotations
 
     def planted(self, *arguments):
-        return rotations(self, *arguments).cpu()
+        return tuple(rope.cpu() for rope in rotations(self, *arguments))
 
     NativeModel.rotations = planted
 

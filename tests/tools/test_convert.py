@@ -46,6 +46,7 @@ MODELS = {
     "phi3": replace(MORE["phi3"], num_layers=6, vocab_size=263),
     "biases": replace(MORE["llama-biases"], num_layers=6, vocab_size=263),
     "gpt_oss": replace(MORE["gpt_oss"], vocab_size=263, tie_embeddings=False),
+    "gemma4": replace(MORE["gemma4"], vocab_size=263),
     "nemotron_h": replace(MORE["nemotron_h"], vocab_size=263),
 }
 PARTS = {"tensor": 2, "file_bytes": 60_000.0}
@@ -167,6 +168,7 @@ def convert(ranks, what, source, target, world=1, error="", **options):
         ("biases", "lm", 2, ParallelConfig(tensor=2)),
         ("phi3", "lm", 2, ParallelConfig(tensor=2)),
         ("gpt_oss", "lm", 4, ParallelConfig(tensor=2, expert=2)),
+        ("gemma4", "lm", 4, ParallelConfig(tensor=2, pipeline=2)),
         ("deepseek_v3", "lm", 2, ParallelConfig(tensor=2)),
         ("nemotron_h", "lm", 4, ParallelConfig(tensor=2, expert=2)),
     ],

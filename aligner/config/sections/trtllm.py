@@ -19,6 +19,7 @@ NOT_SERVED = {
     "joined": "a family whose files keep each matrix separately with engine.name=trtllm, which receives them so",
     "linear": "a family without linear attention with engine.name=trtllm, where it was not tried",
     "latent": "a family without latent attention with engine.name=trtllm: its treatment of such weights is unknown",
+    "global_heads": "a family whose layers have the same heads with engine.name=trtllm, where others were not tried",
     "scaled_queries": "a family whose queries have no factors with engine.name=trtllm, where it was not tried",
 }
 

@@ -39,10 +39,10 @@ class PrefillInputs(NamedTuple):
 
     rows: int
     length: int
-    rope: Tensor  # complex64 [K, P * T, 1, rotary_dim / 2]
+    rope: tuple[Tensor, ...]  # of `NativeModel.rotations`, of P * T positions
     causal: Tensor | None  # bool [P, 1, T, staged positions], with `behind`
     near: Tensor | None  # the same, or [T, T], of layers with a local window; None: as all
-    staged: Tensor | None  # [layer, plane, P, kv_head, T, d]
+    staged: tuple[Tensor, ...] | None  # of each kind of heads [layer, plane, P, kv_head, T, d]
     behind: PrefillPositions | None
     real: Tensor | None  # bool [P, T]: tokens that are no padding
     memories: LinearStates | None
@@ -58,8 +58,8 @@ class DecodeStep:
     positions: Tensor  # int64 [n]
     fused: bool  # attention of plain heads is one kernel (`ops/kernels/cuda/decode.py`), which needs no mask
     cache: SlotCache
-    places: Tensor  # int64 [n] of `cache.places`
-    rope: Tensor
+    places: tuple[Tensor, ...]  # of each kind of heads, of `cache.places`
+    rope: tuple[Tensor, ...]  # of `NativeModel.rotations`
 
     @cached_property
     def mask(self) -> Tensor:

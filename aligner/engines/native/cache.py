@@ -15,7 +15,7 @@ from aligner.engines.native.scratch import Scratch
 class SlotCache:
     """The KV cache [layer, plane, slot, kv_head, position, head_dim]. The two planes are keys and values. Latent
     attention has one plane of one head, from which keys and values are computed. `memories`: of layers without
-    attention."""
+    attention. `beside`: the cache of other layers, whose heads are of another number or width."""
 
     def __init__(
         self,
@@ -26,16 +26,27 @@ class SlotCache:
         dtype: torch.dtype,
         planes: int = 2,
         memories: LinearStates | None = None,
+        beside: SlotCache | None = None,
     ):
-        self.memories = memories
+        self.memories, self.beside = memories, beside
         self.layers, self.planes, self.kv_heads, self.head_dim = layers, planes, kv_heads, head_dim
-        self.token_bytes = layers * planes * kv_heads * head_dim * torch.empty((), dtype=dtype).element_size()
+        self._own_bytes = layers * planes * kv_heads * head_dim * torch.empty((), dtype=dtype).element_size()
         self._scratch = Scratch(device, dtype)
         self.kv = self.staged = torch.empty(0, dtype=dtype, device=device)
 
     @property
+    def kinds(self) -> tuple[SlotCache, ...]:
+        """This cache, and the one beside it."""
+        return (self,) if self.beside is None else (self, self.beside)
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(each._own_bytes for each in self.kinds)
+
+    @property
     def held_bytes(self) -> int:
-        return self._scratch.held_bytes + (self.memories.held_bytes if self.memories else 0)
+        held = sum(each._scratch.held_bytes for each in self.kinds)
+        return held + (self.memories.held_bytes if self.memories else 0)
 
     @property
     def row_bytes(self) -> int:
@@ -51,34 +62,47 @@ class SlotCache:
         Memory is kept between generations and grows when it must, but never beyond the budget: an earlier
         generation's memory for slots may not add up with this one's for prompts.
         """
-        size = self.kv.element_size()
         wanted = {"slots": slots * positions, "staged": staged}
-        held = {name: self._scratch.size(name) * size for name in wanted}
-        self.kv = self.staged = self.kv.new_empty(0)  # or what is replaced would live until its successor does
-        total = sum(max(n * self.token_bytes, held[name]) for name, n in wanted.items())
+        total = sum(each._needs(wanted) for each in self.kinds)
+        self._let_go()  # or what is replaced would live until its successor does
         if total + (self.memories.needs(slots, prompts) if self.memories else 0) > budget_bytes:
             self.release()
         if self.memories:
             self.memories.resize(slots)
-        self.kv = self._scratch.take("slots", self.layers, self.planes, slots, self.kv_heads, positions, self.head_dim)
+        for each in self.kinds:
+            each.kv = each._scratch.take("slots", *each._shape(slots, positions))
 
-    def stage(self, prompts: int, positions: int) -> Tensor:
-        """Return space for the keys and values of prefilled prompts until their rows get slots."""
-        shape = (self.layers, self.planes, prompts, self.kv_heads, positions, self.head_dim)
-        self.staged = self.staged.new_empty(0)
-        self.staged = self._scratch.take("staged", *shape)
+    def _needs(self, wanted: dict[str, int]) -> int:
+        """Return the bytes of these positions, or of the memory that is held for them."""
+        size = self.kv.element_size()
+        return sum(max(n * self._own_bytes, self._scratch.size(name) * size) for name, n in wanted.items())
+
+    def _shape(self, rows: int, positions: int) -> tuple[int, ...]:
+        return self.layers, self.planes, rows, self.kv_heads, positions, self.head_dim
+
+    def _let_go(self) -> None:
+        for each in self.kinds:
+            each.kv = each.staged = each.kv.new_empty(0)
+
+    def stage(self, prompts: int, positions: int) -> tuple[Tensor, ...]:
+        """Return space of each kind for the keys and values of prefilled prompts until their rows get slots."""
+        for each in self.kinds:
+            each.staged = each.staged.new_empty(0)
+            each.staged = each._scratch.take("staged", *each._shape(prompts, positions))
         if self.memories:
             self.memories.stage(prompts)
-        return self.staged
+        return tuple(each.staged for each in self.kinds)
 
     def stage_held(self, prompt: int, slot: int, length: int) -> None:
         """Copy the first `length` positions of a slot to staged prompt `prompt`."""
-        self.staged[:, :, prompt, :, :length].copy_(self.kv[:, :, slot, :, :length])
+        for each in self.kinds:
+            each.staged[:, :, prompt, :, :length].copy_(each.kv[:, :, slot, :, :length])
 
     def admit(self, prompt: int, length: int, first: int, count: int) -> None:
         """Copy the `length` positions of staged prompt `prompt` into slots [first, first + count)."""
-        source = self.staged[:, :, prompt : prompt + 1, :, :length]
-        self.kv[:, :, first : first + count, :, :length].copy_(source)
+        for each in self.kinds:
+            source = each.staged[:, :, prompt : prompt + 1, :, :length]
+            each.kv[:, :, first : first + count, :, :length].copy_(source)
         if self.memories:
             self.memories.admit(prompt, first, count)
 
@@ -98,13 +122,15 @@ class SlotCache:
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first `length` positions of slots `source` to slots `target` (int64 [m] each)."""
-        view = self.kv[:, :, :, :, :length]
-        view[:, :, target] = view[:, :, source]
+        for each in self.kinds:
+            view = each.kv[:, :, :, :, :length]
+            view[:, :, target] = view[:, :, source]
         if self.memories:
             self.memories.move(source, target)
 
     def release(self) -> None:
         if self.memories:
             self.memories.release()
-        self._scratch.clear()
-        self.kv = self.staged = self.kv.new_empty(0)
+        for each in self.kinds:
+            each._scratch.clear()
+        self._let_go()

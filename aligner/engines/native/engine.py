@@ -77,10 +77,10 @@ class NativeEngine(RolloutEngine):
             keep_freed_memory()
         self.peers = EngineRanks(group)
         self.model = NativeModel(model, self.device, dtype, self.peers)
-        planes, heads, width = self.model.cached
         memories = LinearStates(model, self.peers.size, self.device) if model.layers_of("linear") else None
-        layers = len(model.layers_of("attention"))
-        self.cache = SlotCache(layers, heads, width, self.device, dtype, planes, memories)
+        (*sizes, planes), *others = self.model.cached
+        beside = [SlotCache(*each[:3], self.device, dtype) for each in others]
+        self.cache = SlotCache(*sizes, self.device, dtype, planes, memories, *beside)
         self.routes = None
         if reports_routing:
             layers = len(model.layers_of("sparse"))

@@ -81,7 +81,8 @@ class DecodeGraphs:
         """See `NativeModel.decode`; the result lives until the next call."""
         slots, capacity = cache.kv.shape[2], cache.kv.shape[4]
         self.model.extend_rotations(capacity)
-        memory = cache.kv.data_ptr(), cache.kv.shape, self.model.rotations_at
+        places = [each.kv.data_ptr() for each in cache.kinds]
+        memory = places, cache.kv.shape, self.model.rotations_at
         if self._memory != memory:
             self.clear()
             self._memory, device = memory, tokens.device

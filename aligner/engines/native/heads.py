@@ -14,27 +14,33 @@ from torch import Tensor
 
 from aligner.engines.native.attention import decode_attention, prefill_attention, rotate
 from aligner.engines.native.block_inputs import BlockContext, DecodeStep, PrefillInputs, Product, of
+from aligner.models.rope import score_scale
 from aligner.ops.kernels.scored_attention import ScoreRule
+
+WIDEST = 256  # head that the fused kernel takes
 
 
 class PlainHeads:
-    """This rank's share of the heads of all layers with attention."""
+    """This rank's share of the heads of all layers of a kind: with attention, or local or global ones alone."""
 
-    def __init__(self, kit: BlockContext):
-        cfg, traits, share = kit.cfg, kit.cfg.traits, kit.peers.size
-        self.kit, self.traits, attention = kit, traits, cfg.attention
+    def __init__(self, kit: BlockContext, kind: str = "attention"):
+        cfg, traits, share = kit.cfg.of_kinds((kind,)), kit.cfg.traits, kit.peers.size
+        self.kit, self.cfg, self.traits, attention = kit, cfg, traits, cfg.attention
+        self.cached_as = int(kind == "global" and bool(cfg.layers_of("local")))  # number of its kind in the cache
+        self.qkv_name, self.out_name = (f"{name} {kind}" if self.cached_as else name for name in ("qkv", "out"))
         self.heads, self.groups, self.head_dim = cfg.num_heads // share, cfg.num_kv_heads // share, cfg.kv_channels
         self.rotated = self.heads + self.groups  # query and key heads
         # halves are interleaved unless a part of a head alone is rotated, its neighbours together, or gates lie between
         own_order = traits.interleaved_rotary or traits.gated_attention
-        self.interleaves = cfg.rotary_dim == self.head_dim and not own_order
+        self.has_values = cfg.has_values((kind,))  # else they are keys, whose order is the output's
+        self.interleaves = cfg.rotary_dim == self.head_dim and not own_order and self.has_values
         self.scaled_queries = cfg.rope_scaling.llama_4_scaling_beta > 0
         self.turns = [cfg.is_rotated(layer) for layer in range(cfg.num_layers)]
         self.local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
-        self.scores = ScoreRule(attention.scale, attention.softcap)
-        layers = cfg.layers_of("attention")
+        self.scores = ScoreRule(score_scale(cfg), attention.softcap)
+        layers = cfg.layers_of(kind)
         self.index, count = {layer: i for i, layer in enumerate(layers)}, len(layers)
-        made = self.rotated + self.groups + (self.heads if traits.gated_attention else 0)
+        made = self.rotated + (self.groups if self.has_values else 0) + (self.heads if traits.gated_attention else 0)
         width, hidden = made * self.head_dim, cfg.hidden_size
         self.qkv = kit.matrices(count, width, hidden)
         self.qkv_bias = kit.empty(count, width) if cfg.qkv_bias else None
@@ -49,16 +55,16 @@ class PlainHeads:
         self._head_kind = torch.tensor([0] * self.heads + [1] * self.groups, device=kit.device)
 
     @property
-    def cached(self) -> tuple[int, int, int]:
-        """The cache's planes, heads, and numbers of a head, for each position."""
-        return 2, self.groups, self.head_dim
+    def cached(self) -> tuple[int, int, int, int]:
+        """The cache's layers, heads, numbers of a head, and planes."""
+        return len(self.index), self.groups, self.head_dim, 2
 
     def matrices(self) -> Mapping[str, Sequence[Tensor]]:
-        return {"qkv": self.qkv, "out": self.out}
+        return {self.qkv_name: self.qkv, self.out_name: self.out}
 
     def out_of(self, layer: int) -> Product:
         index = self.index[layer]
-        return self.kit.packs["out", index], of(self.out_bias, index)
+        return self.kit.packs[self.out_name, index], of(self.out_bias, index)
 
     def views(self) -> dict[str, Tensor]:
         return {name: view for layer in self.index for name, view in self._views(layer)}
@@ -66,12 +72,13 @@ class PlainHeads:
     def _views(self, layer: int) -> list[tuple[str, Tensor]]:
         i, views = self.index[layer], []
         at = self.traits.beside("self_attention.linear_proj.weight", layer)
-        parts = [n * self.head_dim for n in (self.heads, self.groups, self.groups)]
+        parts = [n * self.head_dim for n in (self.heads, self.groups, *[self.groups] * self.has_values)]
         for kind, buffer in (("weight", self.qkv), ("bias", self.qkv_bias)):
             if buffer is not None:
-                q, k, v = buffer[i][: sum(parts)].split(parts)
+                q, k, *v = buffer[i][: sum(parts)].split(parts)
                 q = self._with_gates(buffer[i]) if self.traits.gated_attention else self._halves(q)
-                views += [(f"q_proj.{kind}", q), (f"k_proj.{kind}", self._halves(k)), (f"v_proj.{kind}", v)]
+                views += [(f"q_proj.{kind}", q), (f"k_proj.{kind}", self._halves(k))]
+                views += [(f"v_proj.{kind}", rows) for rows in v]
         if self.qk_norm is not None:
             rows = self.qk_norm[i].split(parts[:2]) if self.traits.wide_qk_norm else self.qk_norm[i]
             views += [(f"{x}_norm.weight", self._halves(row)) for x, row in zip("qk", rows, strict=True)]
@@ -100,6 +107,7 @@ class PlainHeads:
         are any."""
         heads = self._heads(layer, y, prompts.rope).view(prompts.rows, prompts.length, -1, self.head_dim)
         (q, k, v, gates), index, staged = self._parts(heads), self.index[layer], prompts.staged
+        staged = None if staged is None else staged[self.cached_as]
         if prompts.behind is not None:
             for plane, new in zip(staged[index], (k, v), strict=True):
                 plane[prompts.behind.rows, :, prompts.behind.positions] = new.flatten(0, 1)
@@ -113,19 +121,20 @@ class PlainHeads:
     def decode(self, layer: int, y: Tensor, step: DecodeStep) -> Tensor:
         """Return y [n, hidden] -> [n, heads * d]; keys and values are written to the cache."""
         heads, index = self._heads(layer, y, step.rope), self.index[layer]
-        step.cache.write(index, step.places, heads[:, self.heads : self.rotated + self.groups])
+        cache, places = step.cache.kinds[self.cached_as], step.places[self.cached_as]
+        cache.write(index, places, heads[:, self.heads : self.rotated + self.groups])
         gates = self._parts(heads)[3]
         return _gated(self._attended(layer, heads[:, : self.heads], step), gates)
 
     def _attended(self, layer: int, queries: Tensor, step: DecodeStep) -> Tensor:
         """Return queries [n, heads, d] -> [n, heads * d]."""
         index, local = self.index[layer], self.local[layer]
-        keys, values = step.cache.kv[index, :, : len(queries), :, : step.longest]
+        keys, values = step.cache.kinds[self.cached_as].kv[index, :, : len(queries), :, : step.longest]
         scores = self._scores(index)
-        if step.fused:
+        if step.fused and self.head_dim <= WIDEST:
             from aligner.ops.kernels.cuda.decode import attend  # imports Triton
 
-            window = self.kit.cfg.attention.window if local else 0
+            window = self.cfg.attention.window if local else 0
             return attend(queries, keys, values, step.positions, scores, window).flatten(1)
         seen = step.near if local and step.near is not None else step.mask
         return decode_attention(queries, keys, values, seen, self.kit.scratch, scores)
@@ -138,20 +147,25 @@ class PlainHeads:
         q, k, v, gates = heads.tensor_split([self.heads, self.rotated, self.rotated + self.groups], dim=-2)
         return q, k, v, gates if self.traits.gated_attention else None
 
-    def _heads(self, layer: int, y: Tensor, rope: Tensor) -> Tensor:
+    def _heads(self, layer: int, y: Tensor, rope: tuple[Tensor, ...]) -> Tensor:
         """Return queries, keys, values and, in some families, gates [M, heads + 2 kv_heads (+ heads), d], in a
         buffer that the next layer uses again."""
         index = self.index[layer]
-        heads = self.kit.product("qkv", index, y, of(self.qkv_bias, index)).view(len(y), -1, self.head_dim)
+        heads = self.kit.product(self.qkv_name, index, y, of(self.qkv_bias, index)).view(len(y), -1, self.head_dim)
+        if not self.has_values:
+            heads = torch.cat([heads, heads[:, self.heads :]], 1)
+        if self.traits.value_norm:
+            values = heads[:, self.rotated : self.rotated + self.groups]
+            values.copy_(F.rms_norm(values, (self.head_dim,), None, self.cfg.norm_eps))
         self._norm_and_rotate(layer, heads[:, : self.rotated], rope)
         return heads
 
-    def _norm_and_rotate(self, layer: int, qk: Tensor, rope: Tensor) -> None:
+    def _norm_and_rotate(self, layer: int, qk: Tensor, rope: tuple[Tensor, ...]) -> None:
         """Normalise and rotate the query and key heads [M, rotated, d] in place; the rotation is done in float32."""
         y = qk if self.qk_norm is None else self._normed(self.qk_norm[self.index[layer]], qk)
         if self.turns[layer]:
             y = y.float()
-            turned = y[..., : self.kit.cfg.rotary_dim]
+            turned = y[..., : self.cfg.rotary_dim]
             turns = [(turned, rope[-1 if self.local[layer] else 0])]
             if self.scaled_queries:
                 turns = [(turned[:, : self.heads], rope[1]), (turned[:, self.heads :], rope[0])]
@@ -166,14 +180,14 @@ class PlainHeads:
         y, weight = qk, weight[self._head_kind]
         if self.traits.offset_norms:
             y, weight = y.float(), 1 + weight.float()
-        return F.rms_norm(y, (self.head_dim,), None, self.kit.cfg.norm_eps) * weight
+        return F.rms_norm(y, (self.head_dim,), None, self.cfg.norm_eps) * weight
 
     def _normed_wide(self, weight: Tensor, qk: Tensor) -> Tensor:
         """Normalise queries, and keys, each over all heads of a token on all ranks."""
         y = qk.float()
         squares, parts = y.square().sum(-1), [self.heads, self.groups]
         sums = self.kit.peers.add(torch.stack([shard.sum(1) for shard in squares.split(parts, 1)], 1))
-        factors = (sums / self._wide_sizes + self.kit.cfg.norm_eps).rsqrt()[:, self._head_kind]  # [M, rotated]
+        factors = (sums / self._wide_sizes + self.cfg.norm_eps).rsqrt()[:, self._head_kind]  # [M, rotated]
         return (y * factors[..., None] * weight.view(-1, self.head_dim)).to(qk.dtype)
 
 

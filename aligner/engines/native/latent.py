@@ -47,9 +47,9 @@ class LatentHeads:
         return self.shape.kv_rank + self.shape.rotary_dim
 
     @property
-    def cached(self) -> tuple[int, int, int]:
-        """The cache's planes, heads, and numbers of a head, for each position."""
-        return 1, 1, self.width
+    def cached(self) -> tuple[int, int, int, int]:
+        """The cache's layers, heads, numbers of a head, and planes."""
+        return len(self.out), 1, self.width, 1
 
     def matrices(self) -> Mapping[str, Sequence[Tensor]]:
         return {"out": self.out}
@@ -72,7 +72,7 @@ class LatentHeads:
         """Return y [P * T, hidden] -> [P * T, heads * value_dim]; kept numbers are written to the staged ones, if
         there are any."""
         rope, rows, behind = prompts.rope[0], prompts.rows, prompts.behind
-        staged = None if prompts.staged is None else prompts.staged[layer, 0, :, 0]  # [P, T, width]
+        staged = None if prompts.staged is None else prompts.staged[0][layer, 0, :, 0]  # [P, T, width]
         latent, (plain, rotated) = self.shape, self._queries(layer, y, rope)
         kept = self._kept(layer, y, rope)
         if behind is not None:
@@ -91,7 +91,7 @@ class LatentHeads:
     def decode(self, layer: int, y: Tensor, step: DecodeStep) -> Tensor:
         """Return y [n, hidden] -> [n, heads * value_dim]; kept numbers are written to the cache."""
         query, kept = self._absorbed(layer, y, step.rope[0])
-        step.cache.write(layer, step.places, kept[:, None])
+        step.cache.write(layer, step.places[0], kept[:, None])
         seen = step.cache.kv[layer, 0, : len(y), 0, : step.longest]
         return self._attended(layer, query, seen, step.mask[:, 0])
 

@@ -60,23 +60,25 @@ class NativeModel:
         self.norm_rows = [name for name in NORMS if in_layer(f"{name}.weight") in cfg.traits.names]
         self.norms = kit.empty(cfg.num_layers, len(self.norm_rows), cfg.hidden_size)
         self.final_norm = kit.empty(cfg.hidden_size)
+        self.scalars = kit.empty(cfg.num_layers, 1) if cfg.traits.layer_scalar else None
         self._compose()
         self._views = self._hf_views()
         assert self._views.keys() == self.shapes.keys(), self._views.keys() ^ self.shapes.keys()
         plain = {name: layers for block in self.blocks for name, layers in block.matrices().items()}
         kit.packs = PackedMatrices(plain | {"head": [self.head]}, self._views, ("head",) if cfg.tie_embeddings else ())
-        self._rope = torch.empty(0, device=device)
+        self._ropes: tuple[Tensor, ...] = ()
         self._embedding_factor = embedding_factor(cfg, dtype)
 
     def _compose(self) -> None:
         """Make the blocks of the family, and map each layer to those that it goes through."""
         cfg, kit = self.cfg, self.kit
-        heads = LatentHeads(kit) if cfg.latent.kv_rank else PlainHeads(kit)
-        self.cached = heads.cached
-        self.mixers: dict[int, Mixer] = dict.fromkeys(cfg.layers_of("attention"), heads)
+        kinds = [kind for kind in ("local", "global") if cfg.layers_of(kind)] or ["attention"]
+        heads = {kind: LatentHeads(kit) if cfg.latent.kv_rank else PlainHeads(kit, kind) for kind in kinds}
+        self.cached = [each.cached for each in heads.values()]
+        self.mixers: dict[int, Mixer] = {layer: heads[kind] for kind in kinds for layer in cfg.layers_of(kind)}
         self.mlps: dict[int, DenseMlp] = {}
         self.experts: dict[int, ExpertMlp] = {}
-        self.blocks: list[Mixer | DenseMlp | ExpertMlp] = [heads]
+        self.blocks: list[Mixer | DenseMlp | ExpertMlp] = [*heads.values()]
         if layers := cfg.layers_of("linear"):
             self.mixers |= dict.fromkeys(layers, LinearLayers(kit))
             self.blocks.append(self.mixers[layers[0]])
@@ -120,6 +122,8 @@ class NativeModel:
             for name, row in zip(self.norm_rows, rows, strict=True):
                 if stored := hf.get(f"decoder.layers.{layer}.{name}.weight"):  # layers may differ
                     views[stored] = row
+            if self.scalars is not None:
+                views[hf[f"decoder.layers.{layer}.layer_scalar"]] = self.scalars[layer]
         for block in self.blocks:
             views |= block.views()
         return views
@@ -166,33 +170,36 @@ class NativeModel:
 
     # ---- forward
 
-    def rotations(self, positions: Tensor, longest: int) -> Tensor:
-        """Return complex64 [K, M, 1, rotary_dim / 2] for positions int64 [M] below `longest`: of all layers, of
+    def rotations(self, positions: Tensor, longest: int) -> tuple[Tensor, ...]:
+        """Return complex64 [M, 1, rotary_dim / 2] each for positions int64 [M] below `longest`: of all layers, of
         global and of local ones, or of keys and of queries."""
         self.extend_rotations(longest)
-        return self._rope[:, positions, None]
+        return tuple(rope[positions, None] for rope in self._ropes)
 
     @property
-    def rotations_at(self) -> int:
-        """The address of the table of rotations."""
-        return self._rope.data_ptr()
+    def rotations_at(self) -> tuple[int, ...]:
+        """The addresses of the tables of rotations."""
+        return tuple(rope.data_ptr() for rope in self._ropes)
 
     def extend_rotations(self, longest: int) -> None:
-        """Extend the table of rotations to positions below `longest`."""
-        if self._rope.dim() == 1 or self._rope.shape[1] < longest:
-            longest = max(longest, 2 * self._rope.shape[1] if self._rope.dim() > 1 else 0)
+        """Extend the tables of rotations to positions below `longest`."""
+        held = len(self._ropes[0]) if self._ropes else 0
+        if held < longest:
+            longest = max(longest, 2 * held)
             kinds = (False, True) if self.cfg.attention.local_rope_base else (False,)
-            frequencies = torch.stack([inverse_frequencies(self.cfg, local) for local in kinds])
-            angles = torch.arange(longest).float()[:, None] * frequencies[:, None]
-            scales = torch.tensor([attention_factor(self.cfg, local) for local in kinds])
-            rope = torch.polar(scales[:, None, None].expand_as(angles), angles)
+            ropes = [self._rotations(longest, local) for local in kinds]
             factors = query_factors(self.cfg, torch.arange(longest)[:, None])
-            self._rope = (rope if factors is None else torch.cat([rope, rope * factors])).to(self.device)
+            ropes += [] if factors is None else [rope * factors for rope in ropes]
+            self._ropes = tuple(rope.to(self.device) for rope in ropes)
+
+    def _rotations(self, longest: int, local: bool) -> Tensor:
+        angles = torch.arange(longest).float()[:, None] * inverse_frequencies(self.cfg, local)
+        return torch.polar(torch.tensor(attention_factor(self.cfg, local)).expand_as(angles), angles)
 
     def prefill(
         self,
         tokens: Tensor,
-        staged: Tensor | None = None,
+        staged: tuple[Tensor, ...] | None = None,
         routes: Tensor | None = None,
         memories: LinearStates | None = None,
         lengths: Tensor | None = None,
@@ -200,7 +207,7 @@ class NativeModel:
     ) -> Tensor:
         """Return tokens int64 [P, T] right-padded -> normalised hidden states [P, T, hidden].
 
-        Keys and values are written to staged [layer, plane, P, kv_head, T, d] if given, each token's experts to
+        Keys and values are written to `staged`, of each kind of heads, if given, each token's experts to
         routes [P, T, layer, top_k]. The memories of linear layers behind the `lengths` int64 [P] of the rows are
         written to the staged `memories`. With `held` int64 [P] (not for linear layers) the tokens follow so many
         that are staged already.
@@ -218,7 +225,7 @@ class NativeModel:
         self,
         rows: int,
         length: int,
-        staged: Tensor | None,
+        staged: tuple[Tensor, ...] | None,
         memories: LinearStates | None,
         lengths: Tensor | None,
         held: Tensor | None,
@@ -227,7 +234,7 @@ class NativeModel:
         positions, reach = torch.arange(length, device=self.device).repeat(rows), length
         behind = None
         if held is not None:
-            reach = staged.shape[-2]
+            reach = staged[0].shape[-2]
             positions += held.repeat_interleave(length)
             seen = torch.arange(reach, device=self.device) <= positions[:, None]
             which = torch.arange(rows, device=self.device).repeat_interleave(length)
@@ -252,7 +259,7 @@ class NativeModel:
         longest. `fused`: attention by one kernel, which is for a GPU; its launch alone costs the host more than
         torch's few."""
         n = len(tokens)
-        places, window = cache.places(positions), self.cfg.attention.window
+        places, window = tuple(each.places(positions) for each in cache.kinds), self.cfg.attention.window
         step = DecodeStep(longest, window, positions, fused, cache, places, self.rotations(positions, longest))
 
         def mix(mixer: Mixer, layer: int, y: Tensor) -> Tensor:
@@ -293,6 +300,8 @@ class NativeModel:
             elif mlp := self.mlps.get(layer):
                 y = self._normed(x, layer, BEFORE_MLP)
                 x = self._add(x, mlp(layer, y), mlp.out_of(layer), layer, BEHIND_MLP)
+            if self.scalars is not None:
+                x *= self.scalars[layer]
         return self.kit.norm(x, self.final_norm)
 
     def _normed(self, x: Tensor, layer: int, name: str) -> Tensor:

@@ -15,14 +15,17 @@ def row_costs(lengths: Tensor, model: ModelConfig) -> Tensor:
     """Return float64 [B]: operations of a forward pass by row of n tokens, per layer (of mixed ones on average). They
     are 2 P n for the matrix products with P parameters (the output layer's spread over the layers). Causal attention
     over heads of A = heads x head_dim numbers in all adds 2 n^2 A (scores and weighted sums, half of the square)."""
-    n, h, wide, latent = lengths.double(), model.hidden_size, model.num_heads * model.kv_channels, model.latent
-    out = model.num_heads * model.value_channels
+    n, h, latent = lengths.double(), model.hidden_size, model.latent
+    heads = [(share, model.of_kinds(kinds)) for kinds, share in model.head_kinds().items()]
+    wide = sum(share * each.num_heads * each.kv_channels for share, each in heads)
+    keys = sum(share * each.num_kv_heads * each.kv_channels for share, each in heads)
+    out = sum(share * each.num_heads * each.value_channels for share, each in heads)
     if latent.kv_rank:
         vectors = latent.query_rank + latent.kv_rank + latent.rotary_dim
         ups = wide * (latent.query_rank or h) + (model.num_heads * latent.plain_dim + out) * latent.kv_rank
         projections = h * vectors + ups + h * out
     else:
-        projections = 2 * h * wide + 2 * h * model.num_kv_heads * model.kv_channels
+        projections = 2 * h * wide + 2 * h * keys
     # matrices that compute a token
     each = (1 + model.mlp_parts) * h  # of an MLP, for one number between its matrices
     routed = (1 + model.mlp_parts) * model.expert_hidden * model.expert_ffn * model.moe.top_k

@@ -23,6 +23,9 @@ class AttentionConfig(Section, key="model.attention"):
     local_rope_base: float = key(
         0.0, "Base of the rotary frequencies of local layers, which are not scaled. 0: as in global layers.", least=0
     )
+    global_head_dim: int = key(0, "Width of a head in global layers. 0: model.head_dim.", least=0)
+    global_kv_heads: int = key(0, "Heads of keys and values in global layers. 0: model.num_kv_heads.", least=0)
+    key_is_value: bool = key(False, "In global layers values are the keys before their norm, without a matrix.")
     query_scale_dim: int = key(0, "Divide queries by the square root of this. 0: model.head_dim.", least=0)
     global_layers: list[int] = key([], "Additional global layers, counted from 0.")
     nope_layers: list[int] = key([], "Layers, counted from 0, without positions (no rotation).")
@@ -34,6 +37,10 @@ class AttentionConfig(Section, key="model.attention"):
         """Return whether layer 0, 1, ... is local."""
         regular = self.global_every and (layer + 1) % self.global_every == 0
         return self.window > 0 and not (regular or layer in self.global_layers)
+
+    @property
+    def own_values(self) -> bool:
+        return not self.key_is_value
 
     @property
     def scale(self) -> float | None:

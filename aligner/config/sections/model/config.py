@@ -112,12 +112,18 @@ traits.latent head_dim => head_dim ==latent.head_dim
 traits.linear !pattern => linear.key_heads >=1 | with model.family={family}
 !traits.ties => tie_embeddings =false | for model.family={family}
 traits.scaled_queries => rope_scaling.type =yarn | for model.family={family}
+traits.global_heads => rope_scaling.type =proportional | for model.family={family}
+!traits.global_heads rope_scaling.type=proportional => family | one of $GLOBAL with model.rope_scaling.type=proportional
+traits.global_heads => attention.global_head_dim >=1 | for model.family={family}
+attention.global_kv_heads => attention.global_kv_heads /num_heads
+attention.own_values => attention.global_kv_heads =0 | without model.attention.key_is_value
 traits.mamba => linear.rule =mamba2 | for model.family={family}
 !traits.mamba => linear.rule =delta | for model.family={family}
 => num_kv_heads /num_heads
 !head_dim !latent.kv_rank => hidden_size %num_heads | , or head_dim
 """,
         MOE=[name for name, family in FAMILIES.items() if family.moe],
+        GLOBAL=[name for name, family in FAMILIES.items() if family.global_heads],
     )
 
     def __post_init__(self) -> None:
@@ -154,7 +160,9 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a head that are rotated."""
+        """Numbers of a head that are rotated, or would be at another frequency than 0."""
+        if self.rope_scaling.type == "proportional":
+            return self.kv_channels
         return self.latent.rotary_dim or int(self.kv_channels * self.attention.rotary_fraction)
 
     @property
@@ -171,9 +179,14 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
         return self.moe.latent_size or self.hidden_size
 
     @property
+    def query_heads(self) -> int:
+        """Heads that the queries' product makes: queries and, in some families, their gates."""
+        return self.num_heads * (2 if self.traits.gated_attention else 1)
+
+    @property
     def queries_per_group(self) -> int:
-        """Heads that the queries' product makes for each of keys: queries and, in some families, their gates."""
-        return self.num_heads * (2 if self.traits.gated_attention else 1) // self.num_kv_heads
+        """Heads that the queries' product makes for each of keys."""
+        return self.query_heads // self.num_kv_heads
 
     @property
     def varlen_on_gpu(self) -> bool:
@@ -183,12 +196,37 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
 
     def layer_kinds(self, layer: int) -> tuple[str, ...]:
         """Return the kinds of layer 0, 1, ...: it has the rows of the family's table that are of one of them, or of
-        none. Its MLP: "dense", or "sparse" with experts. Before it: "attention", or "linear". With `pattern` one of
-        them alone."""
+        none. Its MLP: "dense", or "sparse" with experts. Before it: "attention", or "linear". Its heads, in families
+        whose global layers have others: "local" or "global". With `pattern` one of them alone."""
         if self.pattern:
             return (PATTERN[self.pattern[layer]],)
         sparse = self.moe.num_experts and layer not in self.moe.dense_layers
-        return "sparse" if sparse else "dense", "linear" if self.linear.is_linear(layer) else "attention"
+        kinds = "sparse" if sparse else "dense", "linear" if self.linear.is_linear(layer) else "attention"
+        return (*kinds, *self.heads_of(layer))
+
+    def heads_of(self, layer: int) -> tuple[str, ...]:
+        """Return whose heads layer 0, 1, ... has: "local" or "global"; nothing if all layers have the same."""
+        if not self.traits.global_heads:
+            return ()
+        return ("local" if self.attention.is_local(layer) else "global",)
+
+    def of_kinds(self, kinds: tuple[str, ...]) -> ModelConfig:
+        """Return the model with the heads of layers of these kinds in all layers."""
+        if "global" not in kinds:
+            return self
+        attention = self.attention
+        heads = attention.global_kv_heads or self.num_kv_heads
+        return replace(self, head_dim=attention.global_head_dim, num_kv_heads=heads)
+
+    def head_kinds(self) -> dict[tuple[str, ...], float]:
+        """Return kinds of layers with the same heads -> their share of the layers with attention."""
+        if not self.traits.global_heads:
+            return {("attention",): 1.0}
+        return {(kind,): self.share(kind) for kind in ("local", "global")}
+
+    def has_values(self, kinds: tuple[str, ...]) -> bool:
+        """Return whether layers of these kinds have a matrix of values."""
+        return self.attention.own_values or "global" not in kinds
 
     def layers_of(self, kind: str) -> list[int]:
         return [layer for layer in range(self.num_layers) if kind in self.layer_kinds(layer)]
@@ -238,6 +276,9 @@ def check_traits(model: ModelConfig) -> None:
             having = ", ".join(family for family, its in FAMILIES.items() if name in its.varies)
             raise ConfigError(f"model.{name}", value, f"{plain} with model.family={model.family}: {having} have it")
     window = model.attention.window
+    if model.traits.global_heads and model.attention.is_local(model.num_layers - 1):
+        expected = f"layer {model.num_layers - 1}, the last, among the global ones for model.family={model.family}"
+        raise ConfigError("model.attention.global_layers", model.attention.global_layers, expected)
     if "attention.local_rope_base" in varies and not window:
         raise ConfigError("model.attention.window", 0, f"at least 1 for model.family={model.family}")
     for name in LAYERS:

@@ -25,7 +25,7 @@ def te_lacks(model: ModelConfig, unfused: str = "") -> dict[str, str]:
         "model.varlen_attention=true chooses torch's": model.varlen_attention is True,
         f"cuDNN's does not cap scores (model.attention.softcap={cap:g})": bool(cap),
         unfused: bool(unfused),
-    } | _of_width(model.kv_channels, model.value_channels)
+    } | _of_width(*_widths(model), model.value_channels)
     linears = {"a base in 4 or 8 bits (model.lora.quantize_base)": model.lora.quantize_base != "none"}
     kinds = {"attention": attention, "linear layers": linears, "norms": {}}
     return {kind: _first(everywhere | reasons) for kind, reasons in kinds.items()}
@@ -39,7 +39,11 @@ def unfit_for_varlen(model: ModelConfig) -> str:
         f"it does not support attention sinks, {family}": model.traits.sinks,
         f"keys and values must have one width, unlike latent attention's, {family}": bool(model.latent.kv_rank),
     }
-    return _first(reasons | _of_width(model.kv_channels))
+    return _first(reasons | _of_width(*_widths(model)))
+
+
+def _widths(model: ModelConfig) -> tuple[int, ...]:
+    return (model.kv_channels, model.attention.global_head_dim or model.kv_channels)
 
 
 def _of_width(*widths: int) -> dict[str, object]:

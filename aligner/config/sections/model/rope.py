@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from aligner.config.key import REFUSE, Section, key
 from aligner.errors import ConfigError
 
-ROPE_TYPES = ("llama3", "linear", "dynamic", "yarn", "longrope")
+ROPE_TYPES = ("llama3", "linear", "dynamic", "yarn", "longrope", "proportional")
 
 
 @dataclass
 class RopeScalingConfig(Section, key="model.rope_scaling"):
     """Keys of scaled frequencies: config.json's `rope_type` and its parameters. Factor 1 is no scaling (of longrope:
-    no scaling of its angles' length). The model alone decides, except for `factors`."""
+    no scaling of its angles' length; of proportional: the fraction that is rotated spans both halves of a head). The
+    model alone decides, except for `factors`."""
 
     factor: float = key(1.0, "Factor of the context length. 1: no scaling.", least=1)
     low_freq_factor: float = key(1.0, "Value of config.json (llama3).")
@@ -42,7 +43,7 @@ class RopeScalingConfig(Section, key="model.rope_scaling"):
 
     @property
     def scales(self) -> bool:
-        return self.factor != 1.0 or self.type == "longrope" or self.llama_4_scaling_beta > 0
+        return self.factor != 1.0 or self.type in ("longrope", "proportional") or self.llama_4_scaling_beta > 0
 
 
 def check_rope(scaling: RopeScalingConfig, rotary_dim: int) -> None:
