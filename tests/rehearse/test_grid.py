@@ -6,7 +6,7 @@ import pytest
 from aligner.config.stages import STAGES
 from tests.rehearse.grid import EXPERTS, FAMILIES, LAYOUTS, MORE, cases, rehearsed
 
-CHOSEN = [case for number, case in enumerate(cases()) if number % 11 in (0, 3, 7)]
+CHOSEN = [case for number, case in enumerate(cases()) if number % 11 in (1, 4, 8)]
 
 
 @pytest.mark.slow
