@@ -309,9 +309,10 @@ def _put_global_heads(raw: JsonObject) -> None:
     if not list(layers):
         return
     kinds, each = raw.texts("layer_types", []), [layers.record(layer).fields for layer in layers]
-    wanted = {str(layer) for layer, kind in enumerate(kinds) if kind == "full_attention"}
+    wanted = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    if set(layers) != wanted or any(fields != each[0] for fields in each) or set(each[0]) - set(names):
+    actual = sorted(int(layer) if layer.isdecimal() else -1 for layer in layers)  # 05 in large models
+    if actual != wanted or any(fields != each[0] for fields in each) or set(each[0]) - set(names):
         raw.refuse("per_layer_config", f"the same {' and '.join(names)} for each layer of full_attention, and no other")
     raw.fields.update((names[key], value) for key, value in each[0].items())
     raw.fields.setdefault("global_head_dim", raw.fields.get("head_dim"))

@@ -100,13 +100,13 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case, tmp_path):
 
 
 def test_heads_of_global_layers_are_read_as_transformers_writes_them(tmp_path):
-    cfg = MORE["gemma4"]
+    cfg = replace(MORE["gemma4"], num_layers=12)
     raw = written(tmp_path, cfg)
     transformers.AutoConfig.for_model(**raw).save_pretrained(tmp_path)
     theirs = json.loads((tmp_path / "config.json").read_text())
     assert "global_head_dim" not in theirs
     assert replace(config_from_hf(tmp_path), init="random") == cfg
-    theirs["per_layer_config"]["1"]["head_dim"] = 16
+    theirs["per_layer_config"]["01"]["head_dim"] = 16
     (tmp_path / "config.json").write_text(json.dumps(theirs))
     with pytest.raises(AlignerError, match=r"per_layer_config.*the same head_dim"):
         config_from_hf(tmp_path)
