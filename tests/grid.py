@@ -112,18 +112,18 @@ def draw(family: str, seed: int) -> ModelConfig:
     if traits.latent:
         sizes |= {"num_kv_heads": heads, "head_dim": latent.head_dim}
         rotary_dim = latent.rotary_dim
-    scaling = _scaling(r, ROPE.get(family, USUAL), rotary_dim, _section("rope_scaling", values))
-    if "attention.local_rope_base" in values:  # transformers 5.23 reads `truncate` where no file with two bases has it
-        scaling.truncate = True
-    return ModelConfig(
+    cfg = ModelConfig(
         **sizes | {"family": family, "qkv_bias": traits.qkv_bias, "qk_norm": traits.qk_norm} | _section("", values),
         attention=AttentionConfig(**_section("attention", values)),
         latent=latent,
         linear=linear,
         scales=ScalesConfig(**_section("scales", values)),
         moe=_experts(r, family, shape.ffn_hidden_size, _section("moe", values)) if traits.moe else MoeConfig(),
-        rope_scaling=scaling,
+        rope_scaling=_scaling(r, ROPE.get(family, USUAL), rotary_dim, _section("rope_scaling", values)),
     )
+    if "attention.local_rope_base" in values:  # transformers 5.23 reads `truncate` where no file with two bases has it
+        cfg.rope_scaling.truncate = True
+    return cfg
 
 
 def _shuffled(r: random.Random, letters: list[str]) -> str:
