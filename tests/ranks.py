@@ -222,9 +222,6 @@ def _wait_for_listener(port: int) -> None:
 
 def _serve(pipe: Connection) -> None:
     """A rank's life: jobs until the pipe closes."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
     from aligner.cluster.env import RankEnv
     from aligner.megatron import groups
 
@@ -233,6 +230,7 @@ def _serve(pipe: Connection) -> None:
             target, rank, world, port, kwargs = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
+        loaded = len(sys.modules)
         if rank:
             _wait_for_listener(port)
         for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port))):
@@ -253,10 +251,9 @@ def _serve(pipe: Connection) -> None:
             pipe.recv_bytes()
         except EOFError:
             return
-        gc.collect()
-        gc.freeze()  # what modules that a job imports have made stays: each collection would look through it again
-        dist.destroy_process_group()
-        parallel_state.destroy_global_memory_buffer()
+        groups.leave_distributed()
+        if len(sys.modules) > loaded:  # what they have made stays: each collection would look through it again
+            gc.freeze()  # not after every job, whose last model would stay too, with the threads of its groups
 
 
 def _explain_assertions() -> None:
