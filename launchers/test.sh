@@ -29,6 +29,7 @@ install_packages() {
 
 export PATH="$PATH:/usr/sbin:/sbin"
 if [[ " $* " == *" --all "* ]]; then
+    trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
     install_packages & # beside pip, which takes one core
     packages=$!
 fi

@@ -9,10 +9,11 @@ a name of ours is not there, or in another order.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -129,9 +130,15 @@ def _same(family: Family, name: str, names: set[str]) -> set[str]:
     return {other for other in names if any(re.fullmatch(re.escape(other).replace(r"\*", ".*"), way) for way in ways)}
 
 
-def main(folder: str) -> int:
-    failed = False
-    for name, table in sorted(read_tables(Path(folder)).items()):
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a checkout of Megatron-Bridge or mbridge")
+    folder = parser.parse_args(arguments).folder
+    tables, failed = read_tables(folder), False
+    if not tables:
+        print(f"{folder}: expected a checkout of Megatron-Bridge or mbridge, found no table", file=sys.stderr)
+        return 1
+    for name, table in sorted(tables.items()):
         wrong, only_theirs = differences(FAMILIES[name], table)
         failed |= bool(wrong)
         print(f"{name}: {len(table.names)} names; {'; '.join(wrong) or 'all of ours are there'}")
@@ -141,4 +148,4 @@ def main(folder: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main())

@@ -226,11 +226,11 @@ def _serve(pipe: Connection) -> None:
     from aligner.megatron import groups
 
     while True:
+        loaded = len(sys.modules)
         try:
             target, rank, world, port, kwargs = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        loaded = len(sys.modules)
         if rank:
             _wait_for_listener(port)
         for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port))):

@@ -76,12 +76,17 @@ class Qwen3Bridge:
 def test_a_fault_is_named(source, old, new, report, tmp_path, capsys):
     swapped = source.replace(old, "\0").replace(new, old).replace("\0", new) if old else source
     (tmp_path / "bridge.py").write_text(swapped)
-    assert main(str(tmp_path)) == bool(old)
+    assert main([str(tmp_path)]) == bool(old)
     assert report in capsys.readouterr().out
 
 
 def test_names_that_only_they_have_are_listed(tmp_path, capsys):
     extra = "model.layers.*.self_attn.gate_proj.weight"
     (tmp_path / "bridge.py").write_text(CALLS.replace("*common(),", f'*common(), AutoMapping("decoder.x", "{extra}"),'))
-    assert main(str(tmp_path)) == 0
+    assert main([str(tmp_path)]) == 0
     assert f"only there: {extra}" in capsys.readouterr().out
+
+
+def test_a_folder_without_tables_is_refused(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 1
+    assert f"{tmp_path}: expected a checkout of Megatron-Bridge or mbridge" in capsys.readouterr().err

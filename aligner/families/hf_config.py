@@ -105,7 +105,7 @@ def _layers_out(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     out["rope_parameters"] = {"rope_type": "default", "rope_theta": cfg.rope_base} | (scaling or {})
     if cfg.attention.rotary_fraction != 1 or family.default_rotary_fraction not in (0, 1):
         fraction = {"partial_rotary_factor": cfg.attention.rotary_fraction}
-        out |= fraction
+        out |= {} if family.default_local_base else fraction  # which transformers would give to local layers too
         out["rope_parameters"] |= fraction
     if cfg.rope_scaling.type == "longrope":  # Phi-3's class assumes another number without it
         out["original_max_position_embeddings"] = cfg.rope_scaling.original_max_position
@@ -121,7 +121,7 @@ def _out_value(cfg: ModelConfig, key: str, default: Any) -> Any:
     """Return config.json's value for a key of `model`; null for a number that is 0 here: none, or the default."""
     section, _, name = key.rpartition(".")
     value = getattr(getattr(cfg, section) if section else cfg, name)
-    if name in ("query_scale_dim", "global_head_dim"):
+    if name == "query_scale_dim":
         return value or cfg.kv_channels
     if name == "multiplier":
         return value or cfg.kv_channels**-0.5
@@ -305,17 +305,18 @@ def _default_layers(raw: JsonObject, family: Family, layers: int) -> list[str]:
 
 def _put_global_heads(raw: JsonObject) -> None:
     """Put the heads of global layers, which transformers 5 writes layer by layer, where published files have them."""
-    layers = raw.record("per_layer_config", NOTHING)
-    if not list(layers):
+    if "per_layer_config" not in raw:
         return
+    layers = raw.record("per_layer_config")
     kinds, each = raw.texts("layer_types", []), [layers.record(layer).fields for layer in layers]
     wanted = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     actual = sorted(int(layer) if layer.isdecimal() else -1 for layer in layers)  # 05 in large models
-    if actual != wanted or any(fields != each[0] for fields in each) or set(each[0]) - set(names):
+    own = each[0] if each else {}  # none if both kinds have the same heads
+    if each and (actual != wanted or any(fields != own for fields in each) or set(own) - set(names)):
         raw.refuse("per_layer_config", f"the same {' and '.join(names)} for each layer of full_attention, and no other")
-    raw.fields.update((names[key], value) for key, value in each[0].items())
-    raw.fields.setdefault("global_head_dim", raw.fields.get("head_dim"))
+    raw.fields.update((theirs, own.get(key)) for key, theirs in names.items())
+    raw.fields["global_head_dim"] = own.get("head_dim", raw.fields.get("head_dim"))
 
 
 def _local_rope_in(raw: JsonObject, family: Family) -> dict[str, Any]:
@@ -399,7 +400,7 @@ def float8_block(raw: JsonObject) -> tuple[int, int] | None:
     optional = ("fmt", "activation_scheme", "scale_fmt")
     own = scheme.fields
     other = {k: own.get(k) for k, v in wanted.items() if own.get(k, v if k in optional else None) != v}
-    other |= {k: own[k] for k in ("quant_algo", "format") if k in own}  # by ModelOpt and compressed-tensors
+    other |= {k: own[k] for k in ("quant_algo", "format") if own.get(k)}  # by ModelOpt and compressed-tensors
     if other or "weight_block_size" not in scheme:
         keys = ", ".join(f"{k}={v!r}" for k, v in (other or {"weight_block_size": None}).items())
         hint = f"Its quantization_config has {keys}; start from the unquantised weights."

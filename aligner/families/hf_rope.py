@@ -85,7 +85,7 @@ def rotary_fraction_in(raw: JsonObject, default: float) -> float:
     """Return the rotated fraction of a head, in global layers if local ones have angles of their own."""
     new = raw.record("rope_parameters", NOTHING)
     if "full_attention" in new:
-        return new.record("full_attention").number("partial_rotary_factor", 1.0, above=0)
+        new, default = new.record("full_attention"), 1.0
     beside = raw.number("partial_rotary_factor", default, above=0)
     return new.number("partial_rotary_factor", beside, above=0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,10 @@ def carry_tokenizer(tokenizer: Any, folder: Path) -> None:
             shutil.copyfile(origin / name, folder / name)
 
 
-def carried_config(origin: Path | None, own: dict[str, Any], unchanged: tuple[str, ...] = ()) -> dict[str, Any]:
+def carried_config(origin: Path | None, own: dict[str, Any], unchanged: Collection[str] = ()) -> dict[str, Any]:
     """Return config.json of a model from `origin`: its tokens and keys unknown to this project, and this project's
-    values except for the keys `unchanged`. A language model goes back to the parts beside it, without which it scores.
-    """
+    values except for the keys `unchanged`, which it may lack. A language model goes back to the parts beside it,
+    without which it scores."""
     path = None if origin is None else origin / "config.json"
     if path is None or not path.is_file():
         return own
@@ -78,8 +78,9 @@ def carried_config(origin: Path | None, own: dict[str, Any], unchanged: tuple[st
     scores = "ForSequenceClassification" in own["architectures"][0]
     if not scores:
         before = {key: value for key, value in before.items() if key not in ("id2label", "label2id", "num_labels")}
-    names = ("bos_token_id", "eos_token_id", "pad_token_id", *unchanged)
-    kept = {key: before[key] for key in names if before.get(key) is not None}
+    kept = {key: before[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if before.get(key) is not None}
+    own = {key: value for key, value in own.items() if key not in unchanged or key in before}
+    kept |= {key: before[key] for key in unchanged if key in before}
     kept |= {key: before[key] for key in OF_TRAINING if before.get(key) is not None and not own.get(key)}
     config = before | own | kept
     images = {key: value for key, value in (before.get("rope_parameters") or {}).items() if key.startswith("mrope_")}
@@ -95,6 +96,7 @@ def exported_config(
     """Return config.json of a model of this shape with its tokenizer and the keys of its origin. Arguments as of
     `hf_config`."""
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    unchanged = (cfg.traits.predicts_ahead,) if beside.names else ()
+    unchanged = [key for key, _ in cfg.traits.constants]  # for the parts beside it another value may mean another thing
+    unchanged += [cfg.traits.predicts_ahead] if beside.names else []
     own = hf_config(cfg, **ids, head=head, num_labels=outputs, dtype=dtype)
     return carried_config(beside.folder, own, unchanged)

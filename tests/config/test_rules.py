@@ -257,6 +257,8 @@ sft ; model.rope_scaling={type: yarn, llama_4_scaling_beta: 0.1} => model.rope_s
 sft ; model=gemma4_31b ; model.rope_scaling.type=llama3 => model.rope_scaling.type
 sft ; model.rope_scaling.type=proportional => model.family
 sft ; model=gemma4_31b ; model.attention.global_head_dim=0 => model.attention.global_head_dim
+sft ; model=gemma4_31b ; model.attention.global_head_dim=7 => model.attention.global_head_dim
+sft ; model=gemma4_31b ; model.attention.local_rope_base=0 => model.attention.local_rope_base
 sft ; model=gemma4_31b ; model.attention.global_kv_heads=5 => model.attention.global_kv_heads
 sft ; model=gemma4_31b ; model.attention.key_is_value=false => model.attention.global_kv_heads
 sft@2 ; model=gemma4_31b ; model.attention.global_kv_heads=1 ; parallel.tensor=2 => model.attention.global_kv_heads

@@ -106,10 +106,24 @@ def test_heads_of_global_layers_are_read_as_transformers_writes_them(tmp_path):
     theirs = json.loads((tmp_path / "config.json").read_text())
     assert "global_head_dim" not in theirs
     assert replace(config_from_hf(tmp_path), init="random") == cfg
+    alone = json.loads(json.dumps(theirs)) | {"partial_rotary_factor": cfg.attention.rotary_fraction}
+    del alone["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+    (tmp_path / "config.json").write_text(json.dumps(alone))
+    assert config_from_hf(tmp_path).attention.rotary_fraction == cfg.attention.rotary_fraction
+    (tmp_path / "config.json").write_text(json.dumps(theirs | {"per_layer_config": {}}))
+    heads = config_from_hf(tmp_path)
+    assert (heads.attention.global_head_dim, heads.attention.global_kv_heads) == (cfg.head_dim, 0)
     theirs["per_layer_config"]["01"]["head_dim"] = 16
     (tmp_path / "config.json").write_text(json.dumps(theirs))
     with pytest.raises(AlignerError, match=r"per_layer_config.*the same head_dim"):
         config_from_hf(tmp_path)
+
+
+def test_local_layers_of_gemma4_are_rotated_whole_by_every_reader(tmp_path):
+    """The class in transformers gives what stands beside the kinds of layers to each of them, and vLLM then uses it."""
+    theirs = transformers.AutoConfig.for_model(**written(tmp_path, MORE["gemma4"]))
+    theirs.standardize_rope_params()
+    assert "partial_rotary_factor" not in theirs.rope_parameters["sliding_attention"]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,14 @@ def test_what_training_did_not_change_keeps_its_value(tmp_path):
     assert (actual["router_aux_loss_coef"], actual["attention_dropout"], actual["vocab_size"]) == (0.001, 0.1, 8)
 
 
+def test_what_means_the_same_to_the_language_model_stays_as_it_was(tmp_path):
+    """Parts beside it may read it: a null, another value, or nothing."""
+    own = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "a": 1, "b": 1, "c": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "a": None, "b": 2}))
+    actual = carried_config(tmp_path, own, ("a", "b", "c"))
+    assert (actual["a"], actual["b"], "c" in actual) == (None, 2, False)
+
+
 def test_an_export_has_the_name_that_classes_know(tmp_path):
     before = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
     (tmp_path / "config.json").write_text(json.dumps(before | {"aux_loss_alpha": 0.001, "eos_token_id": 5}))

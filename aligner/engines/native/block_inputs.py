@@ -56,7 +56,7 @@ class DecodeStep:
     longest: int
     window: int  # of layers with a local window; 0: there are none
     positions: Tensor  # int64 [n]
-    fused: bool  # attention of plain heads is one kernel (`ops/kernels/cuda/decode.py`), which needs no mask
+    fused: bool  # attention of plain heads is one kernel (`ops/kernels/cuda/decode.py`), if it takes their width
     cache: SlotCache
     places: tuple[Tensor, ...]  # of each kind of heads, of `cache.places`
     rope: tuple[Tensor, ...]  # of `NativeModel.rotations`

@@ -22,7 +22,7 @@ REACH = 128  # positions that a cache grows by
 
 def rounded_reach(longest: int, capacity: int) -> int:
     """Round up to a multiple of a quarter of the power of two above. Attention reads no row beyond its end, except
-    for latent heads, where only a mask hides the rest."""
+    for latent and very wide heads, where only a mask hides the rest."""
     unit = max(REACH, 1 << max(0, (longest - 1).bit_length() - 2))
     return min(capacity, -(-longest // unit) * unit)
 

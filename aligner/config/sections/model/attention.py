@@ -23,7 +23,7 @@ class AttentionConfig(Section, key="model.attention"):
     local_rope_base: float = key(
         0.0, "Base of the rotary frequencies of local layers, which are not scaled. 0: as in global layers.", least=0
     )
-    global_head_dim: int = key(0, "Width of a head in global layers. 0: model.head_dim.", least=0)
+    global_head_dim: int = key(0, "Width of a head in global layers, in families that have it.", least=0)
     global_kv_heads: int = key(0, "Heads of keys and values in global layers. 0: model.num_kv_heads.", least=0)
     key_is_value: bool = key(False, "In global layers values are the keys before their norm, without a matrix.")
     query_scale_dim: int = key(0, "Divide queries by the square root of this. 0: model.head_dim.", least=0)

@@ -115,6 +115,8 @@ traits.scaled_queries => rope_scaling.type =yarn | for model.family={family}
 traits.global_heads => rope_scaling.type =proportional | for model.family={family}
 !traits.global_heads rope_scaling.type=proportional => family | one of $GLOBAL with model.rope_scaling.type=proportional
 traits.global_heads => attention.global_head_dim >=1 | for model.family={family}
+traits.global_heads => attention.global_head_dim %2
+traits.global_heads => attention.local_rope_base >0 | for model.family={family}
 attention.global_kv_heads => attention.global_kv_heads /num_heads
 attention.own_values => attention.global_kv_heads =0 | without model.attention.key_is_value
 traits.mamba => linear.rule =mamba2 | for model.family={family}
