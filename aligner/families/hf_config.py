@@ -23,7 +23,6 @@ from aligner.foreign import REQUIRED, JsonObject, read_record
 # limits, so that a damaged digit gives a message instead of an exhausted memory
 MOST_LAYERS, MOST_HEADS, MOST_CHANNELS, MOST_EXPERTS = 10_000, 65_536, 1 << 28, 4096
 UNLIMITED = [0.0, math.inf], [0.0, {"__float__": "Infinity"}]  # Mamba-2's steps; the latter as transformers 5 writes it
-UNQUANTISED = "weights that are not quantised, or float8 in blocks (quant_method fp8, weight_block_size)"
 MODELOPT = "hf_quant_config.json"
 # kinds of `layers_block_type`, old and new -> `model.pattern`
 BLOCKS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
@@ -403,8 +402,7 @@ def float8_block(raw: JsonObject) -> tuple[int, int] | None:
     other |= {k: own[k] for k in ("quant_algo", "format") if own.get(k)}  # by ModelOpt and compressed-tensors
     if other or "weight_block_size" not in scheme:
         keys = ", ".join(f"{k}={v!r}" for k, v in (other or {"weight_block_size": None}).items())
-        hint = f"Its quantization_config has {keys}; start from the unquantised weights."
-        raise ConfigError("model.init", str(Path(raw.where).parent), UNQUANTISED, hint)
+        raise _quantised(Path(raw.where).parent, f"quantization_config has {keys}")
     block = scheme.integers("weight_block_size", low=1)
     if len(block) != 2:
         scheme.refuse("weight_block_size", "two integers")
@@ -415,8 +413,12 @@ def _refuse_modelopt(file: Path) -> None:
     quantisation = read_record(file, CheckpointError).record("quantization", None) if file.is_file() else None
     algorithm = quantisation and quantisation.text("quant_algo", None)  # without one only the cache is quantised
     if algorithm:
-        hint = f"Its {MODELOPT} has quant_algo={algorithm!r}; start from the unquantised weights."
-        raise ConfigError("model.init", str(file.parent), UNQUANTISED, hint)
+        raise _quantised(file.parent, f"{MODELOPT} has quant_algo={algorithm!r}")
+
+
+def _quantised(folder: Path, what: str) -> ConfigError:
+    expected = "weights that are not quantised, or float8 in blocks (quant_method fp8, weight_block_size)"
+    return ConfigError("model.init", str(folder), expected, f"Its {what}; start from the unquantised weights.")
 
 
 def is_mxfp4(raw: JsonObject) -> bool:

@@ -8,7 +8,7 @@ from aligner.families import rows
 from aligner.families.family import ATTENTION_BIAS, LONG, TIED, Family, Key
 
 _SCALE: Key = ("attention.query_scale_dim", "query_pre_attn_scalar", 256)
-_NORMS = rows.norms(
+NORMS = rows.norms(
     before="input_layernorm",
     before_mlp="pre_feedforward_layernorm",
     behind="post_attention_layernorm",
@@ -37,7 +37,7 @@ FAMILIES = (
     Family(
         "gemma2",
         "Gemma2",
-        _NORMS + rows.MLP + rows.BIASES,
+        NORMS + rows.MLP + rows.BIASES,
         models="Gemma 2",
         keys=(
             ATTENTION_BIAS,
@@ -53,7 +53,7 @@ FAMILIES = (
     Family(
         "gemma3_text",
         "Gemma3",
-        _NORMS + rows.MLP + rows.QK_NORM + rows.BIASES,
+        NORMS + rows.MLP + rows.QK_NORM + rows.BIASES,
         models="Gemma 3",
         within=("gemma3", "language_model.model."),
         keys=(ATTENTION_BIAS, _SCALE),

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from aligner.families import rows
 from aligner.families.family import LONG, TIED, Family
+from aligner.families.known.gemma import NORMS
 
-_NORMS = rows.norms(
-    before="input_layernorm",
-    before_mlp="pre_feedforward_layernorm",
-    behind="post_attention_layernorm",
-    behind_mlp="post_feedforward_layernorm",
-)
-_OTHERS = tuple(row for row in _NORMS if "linear_qkv" not in row.canonical)
+_OTHERS = tuple(row for row in NORMS if "linear_qkv" not in row.canonical)
 FAMILIES = (
     Family(
         "gemma4_text",
