@@ -59,24 +59,28 @@ def test_options_it_does_not_support_are_refused():
     validate_model(compose(["stage=sft", "engine=trtllm_engine", "run.deterministic=true"]), LLAMA)
 
 
+def with_engine(name):
+    return compose([*[o for o in GRPO if not o.startswith("engine=")], f"engine={name}"])
+
+
 def test_joined_files_are_not_for_the_other_engine_either():
     phi = replace(LLAMA, family="phi3")
     with pytest.raises(ConfigError, match=r"model.family='phi3': expected a family whose files"):
-        validate_model(compose([*[o for o in GRPO if not o.startswith("engine=")], "engine=trtllm"]), phi)
+        validate_model(with_engine("trtllm"), phi)
     validate_model(compose(["stage=grpo", "reward.functions=[{path: math}]"]), phi)
     stacked = compose(["model=gpt_oss_20b"]).model
     with pytest.raises(ConfigError, match=r"model.family='gpt_oss': expected a family whose files"):
-        validate_model(compose([*[o for o in GRPO if not o.startswith("engine=")], "engine=trtllm"]), stacked)
+        validate_model(with_engine("trtllm"), stacked)
 
 
 def test_the_other_engine_does_not_get_queries_with_factors():
     ministral = replace(tiny.MORE["ministral3"], max_position=4096)
     with pytest.raises(ConfigError, match=r"model.family='ministral3': expected a family whose queries"):
-        validate_model(compose([*[o for o in GRPO if not o.startswith("engine=")], "engine=trtllm"]), ministral)
+        validate_model(with_engine("trtllm"), ministral)
 
 
 def test_neither_of_the_other_engines_gets_heads_of_two_kinds():
     gemma = replace(tiny.MORE["gemma4"], max_position=4096)
     for engine in ("trtllm", "trtllm_engine", "vllm"):
         with pytest.raises(ConfigError, match=r"model.family='gemma4_text': expected"):
-            validate_model(compose([*[o for o in GRPO if not o.startswith("engine=")], f"engine={engine}"]), gemma)
+            validate_model(with_engine(engine), gemma)

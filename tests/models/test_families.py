@@ -19,7 +19,7 @@ from aligner.models.fused import joined, parts_of
 from aligner.models.params import expected_hf_shapes, from_hf, merge_tp, split_tp, to_hf
 from aligner.models.rope import inverse_frequencies
 from aligner.models.safetensors_io import INDEX, open_hf, write_hf
-from tests.tiny import MORE, choice_biases, hf_weights
+from tests.tiny import MORE, choice_biases, hf_weights, layer_scalars
 
 SMALL = {
     "num_layers": 2,
@@ -63,7 +63,7 @@ def reference(cfg, head="lm", num_labels=1):
     torch.manual_seed(0)
     model = kind.from_config(transformers.AutoConfig.for_model(**raw))
     with torch.no_grad():  # norms and biases start as constants, which would hide a mix-up
-        for p in (*model.parameters(), *choice_biases(model)):
+        for p in (*model.parameters(), *choice_biases(model), *layer_scalars(model)):
             p.normal_()
     return model, raw
 

@@ -28,7 +28,7 @@ FAMILIES = {  # model: its shape; where there are two kinds of layers, both
     "nemotron3_nano_30b_a3b": ["model.moe.num_experts=16", "model.num_layers=4", "model.pattern=ME*-"],
     "glm4.5_air": ["model.moe.num_experts=16"],
 }
-EXPERTS = tuple(FAMILIES)[9:]
+EXPERTS = tuple(name for name, keys in FAMILIES.items() if any("moe.num_experts" in key for key in keys))
 LAYOUTS = {
     "data": [],
     "tensor": ["parallel.tensor=2"],
