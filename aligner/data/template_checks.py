@@ -146,12 +146,13 @@ def _conversations(role: str, keys: Mapping[str, Any]) -> list[list[dict[str, An
 def shown_calls(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], tools: Any = None) -> str:
     """Return the format in which the template writes a call, "other" for an unknown one; empty if it writes none."""
     text: Callable[..., str | None] = partial(try_text, tokenizer, tools=tools, **options)
-    opening, end = text([USER], add_generation_prompt=True) or "", turn_end(tokenizer)
+    openings, end = (text([USER], add_generation_prompt=True), text([USER])), turn_end(tokenizer)
     for thought in ("", THOUGHT):
         whole = text([USER, {"role": "assistant", "content": thought, "tool_calls": [LOOK]}])
         if whole is None:
             continue
-        turn = whole[len(opening) :] if opening and whole.startswith(opening) else whole.rpartition(USER["content"])[2]
+        head = next((one for one in openings if one and whole.startswith(one)), None)
+        turn = whole[len(head) :] if head else whole.rpartition(USER["content"])[2]
         turn = turn.partition(tokenizer.decode([end]))[0] if end is not None else turn
         kind = format_of(turn.removeprefix(thought), "look", {"at": "it 7"})
         if kind or "it 7" in turn:

@@ -10,8 +10,11 @@ deepseek     <｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁
              <｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>  V3, R1
 kimi_k2      <|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>
 harmony      <|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>      gpt-oss
+gemma4       <|tool_call>call:add{a:1}<tool_call|>, one behind the other                            Gemma 4
+lfm2         <|tool_call_start|>[add(a=1), add(a=2)]<|tool_call_end|>                               LFM2, LFM2.5
 
-The values of qwen3_coder and glm45 are plain text: `tool_values.py` reads them by the tool's schema.
+The values of qwen3_coder and glm45 are plain text: `tool_values.py` reads them by the tool's schema. `value_reader.py`
+reads those of gemma4 and lfm2.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.data.tool_values import types_of, value_of, value_text
+from aligner.data.value_reader import GEMMA_QUOTE, ValueReader, gemma_text, python_text
 
 Tools = Sequence[dict[str, Any]]
 Found = tuple[str, "list[Call]"]
@@ -35,6 +39,8 @@ _ENDS = "</tool_call>", "<tool_call>"  # of a call: its own, or the next one beg
 _CALLS, _CALL, _CALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _KIMI_CALLS, _KIMI_CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
 _KIMI_ARGUMENTS, _KIMI_END = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_GEMMA_CALL, _GEMMA_END = "<|tool_call>", "<tool_call|>"
+_LFM_CALLS, _LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 # texts by which a template that shows no call may describe the format, the most specific first
 MARKS = {
@@ -43,6 +49,8 @@ MARKS = {
     "deepseek": _CALL,
     "kimi_k2": _KIMI_CALL,
     "harmony": "<|channel|>commentary",
+    "gemma4": _GEMMA_CALL,
+    "lfm2": _LFM_CALLS,
     "hermes": "<tool_call>",
     "mistral": "[TOOL_CALLS]",
     "llama3": '"parameters": ',
@@ -103,6 +111,9 @@ def written(kind: str, name: str, arguments: dict[str, Any]) -> str:
         "kimi_k2": f"{_KIMI_CALLS}{_KIMI_CALL}functions.{name}:0{_KIMI_ARGUMENTS}{text}{_KIMI_END}"
         "<|tool_calls_section_end|>",
         "harmony": f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{text}",
+        "gemma4": f"{_GEMMA_CALL}call:{name}{gemma_text(arguments)}{_GEMMA_END}",
+        "lfm2": f"{_LFM_CALLS}[{name}({', '.join(f'{key}={python_text(each)}' for key, each in arguments.items())})]"
+        f"{_LFM_END}",
     }[kind]
 
 
@@ -198,6 +209,53 @@ def _harmony(text: str, tools: Tools) -> Found:
         else:
             (thought if "analysis" in header else final).append(content)
     return "\n".join(thought if calls else final).strip(), calls
+
+
+def _gemma4(text: str, tools: Tools) -> Found:
+    def read(reader: ValueReader) -> list[Call]:
+        reader.expect("call:")
+        name = reader.word()
+        reader.expect("{")
+        return [_sound(name, reader.pairs(":", "}"))]
+
+    return _notated(text, (_GEMMA_END, _GEMMA_CALL), ((GEMMA_QUOTE,), False), read)
+
+
+def _lfm2(text: str, tools: Tools) -> Found:
+    def read(reader: ValueReader) -> list[Call]:
+        calls: list[Call] = []
+        reader.expect("[")
+        while not calls or reader.passes(","):
+            name = reader.word()
+            reader.expect("(")
+            calls.append(_sound(name, reader.pairs("=", ")")))
+        reader.expect("]")
+        return calls
+
+    return _notated(text, (_LFM_END, _LFM_CALLS), (("'", '"'), True), read)
+
+
+def _notated(
+    text: str,
+    ends: tuple[str, str],
+    notation: tuple[tuple[str, ...], bool],
+    read: Callable[[ValueReader], list[Call]],
+) -> Found:
+    """Read calls in a notation of their own. `ends`: of a call, or the next one begins."""
+    beside, calls, end = [], list[Call](), 0
+    while (start := text.find(ends[1], end)) >= 0:
+        beside.append(text[end:start])
+        reader = ValueReader(text, start + len(ends[1]), *notation)
+        try:
+            made = read(reader)
+            if not (reader.passes(ends[0]) or reader.ends() or text.startswith(ends[1], _past(text, reader.at, ""))):
+                raise ValueError(f"behind its end stands {text[reader.at : reader.at + 20]!r}")
+            end = reader.at
+        except (ValueError, RecursionError) as cause:
+            made = [Call(fault=f"this call is not valid ({cause})")]
+            end = _past(text, _first(text, ends, start + len(ends[1])), ends[0])
+        calls += made
+    return "".join([*beside, text[end:]]).strip(), calls
 
 
 def _bodies(text: str, opens: str, ends: tuple[str, ...]) -> tuple[str, list[str]]:
@@ -338,4 +396,6 @@ READERS: dict[str, Callable[[str, Tools], Found]] = {
     "deepseek": _deepseek,
     "kimi_k2": _kimi_k2,
     "harmony": _harmony,
+    "gemma4": _gemma4,
+    "lfm2": _lfm2,
 }

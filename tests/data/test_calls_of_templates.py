@@ -40,6 +40,22 @@ _HARMONY = (
     "{% for c in m.tool_calls[:1] %}{{ ' to=functions.' + c.function.name + '<|channel|>commentary json<|message|>' }}"
     "{{ c.function.arguments | tojson }}<|call|>{% endfor %}"
 )
+_GEMMA = (
+    "{% macro shown(v) %}{% if v is string %}<|\"|>{{ v }}<|\"|>{% elif v is boolean %}{{ 'true' if v else 'false' }}"
+    "{% elif v is mapping %}{{ '{' }}{% for k, e in v | dictsort %}{{ k }}:{{ shown(e) }}{{ ',' if not loop.last }}"
+    "{% endfor %}{{ '}' }}{% elif v is sequence %}[{% for e in v %}{{ shown(e) }}{{ ',' if not loop.last }}"
+    "{% endfor %}]{% else %}{{ v }}{% endif %}{% endmacro %}"
+    + _EACH
+    + "{{ '<|tool_call>call:' + f.name }}{{ shown(f.arguments) }}<tool_call|>{% endfor %}"
+)
+_LFM = (
+    "{% macro shown(v) %}{% if v is string %}'{{ v | replace('\\\\', '\\\\\\\\') | replace(\"'\", \"\\\\'\") | "
+    "replace('\\n', '\\\\n') | replace('\\r', '\\\\r') }}'{% elif v is mapping or v is iterable %}{{ v | tojson }}"
+    "{% else %}{{ v | string }}{% endif %}{% endmacro %}<|tool_call_start|>["
+    + _EACH
+    + "{{ ', ' if not loop.first }}{{ f.name }}({% for k, v in f.arguments|items %}{{ k }}={{ shown(v) }}"
+    "{{ ', ' if not loop.last }}{% endfor %}){% endfor %}]<|tool_call_end|>"
+)
 
 
 def _whole(calls):
@@ -58,6 +74,8 @@ TEMPLATES = {
     "v31": ("deepseek", _whole(_V31)),
     "kimi": ("kimi_k2", _whole(_KIMI)),
     "harmony": ("harmony", _whole(_HARMONY)),
+    "gemma": ("gemma4", _whole(_GEMMA)),
+    "lfm": ("lfm2", _whole(_LFM)),
 }
 KINDS = {"text": "string", "count": "integer", "ratio": "number", "on": "boolean", "items": "array", "more": "object"}
 PROPERTIES = {name: {"type": kind} for name, kind in KINDS.items()}
@@ -67,7 +85,7 @@ WORDS = st.lists(
     st.sampled_from(
         [
             *("a", " ", "\n", '"', "'", "</parameter>", "</arg_value>", "é", "7", "{", "true", "\\"),
-            *("<｜tool▁call▁end｜>", "<|tool_call_end|>"),
+            *("<｜tool▁call▁end｜>", "<|tool_call_end|>", "<tool_call|>", "\r"),
         ]
     )
 )
@@ -83,6 +101,7 @@ ARGUMENTS = st.fixed_dictionaries(
         "more": st.dictionaries(st.text(max_size=3), JSON, max_size=2),
     },
 )
+PLAIN = ARGUMENTS.filter(lambda them: all(key.isalnum() for key in them.get("more", {})))  # Gemma's writes keys bare
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +141,9 @@ def test_a_format_that_only_looks_like_a_known_one_is_refused(make_folder, befor
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=60, deadline=None)
-@given(several=st.lists(ARGUMENTS, min_size=1, max_size=3))
-def test_calls_that_a_template_renders_are_read_back(dialogue, name, several):
+@given(data=st.data())
+def test_calls_that_a_template_renders_are_read_back(dialogue, name, data):
+    several = data.draw(st.lists(PLAIN if name == "gemma" else ARGUMENTS, min_size=1, max_size=3))
     one, several = dialogue(name), several[:1] if name == "harmony" else several
     functions = [{"name": "add", "arguments": arguments} for arguments in several]
     calls = [{"id": f"x{i}", "type": "function", "function": function} for i, function in enumerate(functions)]
@@ -146,7 +166,8 @@ def test_a_call_that_is_written_is_read(kind, arguments):
 @given(st.text(alphabet='ab{}[]":,;\\ <|>/=\n', max_size=40))
 def test_no_text_breaks_a_reader(kind, text):
     for mark in ("", "<tool_call>", "<tool_call><function=f>", "<tool_call>f<arg_key>", "<｜tool▁call▁begin｜>",
-                 "<|tool_call_begin|>", "<|channel|>commentary to=functions.f <|message|>"):  # fmt: skip
+                 "<|tool_call_begin|>", "<|channel|>commentary to=functions.f <|message|>",
+                 "<|tool_call>call:f{a:", "<|tool_call_start|>[f(a="):  # fmt: skip
         read_calls(mark + text, kind)
 
 
@@ -174,6 +195,18 @@ def test_no_text_breaks_a_reader(kind, text):
         ("qwen3_coder", "<tool_call>\n<function=ad"),
         ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>[1]<|tool_call_end|>"),
         ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{oops"),
+        ("gemma4", "<|tool_call>call:f{a:it}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:f{a:1,a:2}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:f{a:1}, I think<tool_call|>"),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>it}<tool_call|>'),
+        ("gemma4", "<|tool_call>call:f" + "{a:" * 2000),
+        ("lfm2", "<|tool_call_start|>f(a=1)<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(1)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(a=g(1))]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(a='it, b='so')]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(a='it)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>"),
+        ("lfm2", r"<|tool_call_start|>[f(a='\ud800')]<|tool_call_end|>"),
     ],
 )
 def test_a_call_that_cannot_be_read_says_why(kind, text):
@@ -181,17 +214,82 @@ def test_a_call_that_cannot_be_read_says_why(kind, text):
     assert call.fault and not call.name
 
 
-@pytest.mark.parametrize("kind", ["hermes", "qwen3_coder", "glm45", "deepseek", "kimi_k2"])
+@pytest.mark.parametrize("kind", ["hermes", "qwen3_coder", "glm45", "deepseek", "kimi_k2", "gemma4", "lfm2"])
 def test_a_call_that_lacks_a_mark_does_not_take_the_next_one(kind):
     broken, call = (written(kind, name, {"a": "1"}) for name in "gf")
-    for mark in re.findall(r"<[^>]+>|[{}]", broken):
+    for mark in re.findall(r"<[^>]+>|[{}()']", broken):
         *others, last = read_calls(broken.replace(mark, "", 1) + "\n" + call, kind)[1]
         assert (last.name, last.arguments) == ("f", {"a": "1"}), mark
         assert not others or others[0].fault or (others[0].name, others[0].arguments) == ("g", {"a": "1"}), mark
 
 
-@pytest.mark.parametrize("kind", ["hermes", "deepseek", "kimi_k2"])
+@pytest.mark.parametrize("kind", ["hermes", "deepseek", "kimi_k2", "gemma4", "lfm2"])
 def test_a_mark_within_json_is_text(kind):
-    arguments = {"a": "</tool_call> <｜tool▁call▁end｜> <|tool_call_end|> {"}
+    arguments = {"a": "</tool_call> <｜tool▁call▁end｜> <|tool_call_end|> <tool_call|> {"}
     beside, calls = read_calls("so " + written(kind, "f", arguments) * 2, kind)
     assert beside == "so" and [(call.name, call.arguments) for call in calls] == [("f", arguments)] * 2
+
+
+@pytest.mark.parametrize(
+    "text, arguments",
+    [
+        ('a=\'it\'s\', b="say \\"no\\""', {"a": "it's", "b": 'say "no"'}),
+        (r"a='C:\\d\n\u00e9\q', b=None", {"a": "C:\\d\né\\q", "b": None}),
+        ("a=True, b=[1, 'x', false], c={\"d\": null,}", {"a": True, "b": [1, "x", False], "c": {"d": None}}),
+        ("a=-1.5e3 , b = 7,", {"a": -1500.0, "b": 7}),
+        ("", {}),
+    ],
+)
+def test_a_call_in_python(text, arguments):
+    """Also with quotes that the published template of LFM2.5 does not escape."""
+    beside, (call,) = read_calls(f"so <|tool_call_start|>[f.g({text})]<|tool_call_end|> yes", "lfm2")
+    assert (beside, call.name, call.arguments) == ("so  yes", "f.g", arguments)
+
+
+# as the folders of these models describe their answers to transformers
+ANSWERS = {
+    "gemma4": {
+        "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
+        "close_pattern": r"<tool_call\|>\s*",
+        "content": "json",
+        "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
+    },
+    "lfm2": {
+        "open_pattern": r"(?:<\|tool_call_start\|>\[|,\s*)(?P<name>\w+)\(",
+        "close_pattern": r"\)(?:\]<\|tool_call_end\|>)?\s*",
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"(?P<key>\w+)=(?P<value>'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,)]*)",
+            "value_parser": {"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+@settings(max_examples=30, deadline=None)
+@given(
+    several=st.lists(
+        st.fixed_dictionaries(
+            {"text": st.text(alphabet="ab é7 ", max_size=9)},
+            optional={"count": st.integers(-99, 99), "items": st.lists(st.integers(0, 9), max_size=3)},
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_calls_are_read_as_transformers_reads_them(kind, several):
+    from transformers.utils.chat_parsing import parse_response
+
+    text = "".join(written(kind, "add", arguments) for arguments in several)
+    field = ANSWERS[kind] | {
+        "repeats": True,
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    }
+    template = {
+        "start_anchor": "<start>",
+        "fields": {"tool_calls": field, "content": {"close_pattern": "<end>|$", "content": "text"}},
+    }
+    theirs = [call["function"] for call in parse_response(text, template, prefix="<start>")["tool_calls"]]
+    ours = [{"name": call.name, "arguments": call.arguments} for call in read_calls(text, kind)[1]]
+    assert ours == theirs == [{"name": "add", "arguments": arguments} for arguments in several]

@@ -12,6 +12,7 @@ from aligner.config.rule import rules
 from aligner.errors import ConfigError
 
 CALL_FORMATS = ("hermes", "llama3", "mistral", "qwen3_coder", "glm45", "deepseek", "kimi_k2", "harmony")
+CALL_FORMATS += ("gemma4", "lfm2")
 
 
 @dataclass
