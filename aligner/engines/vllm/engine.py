@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from aligner.engines.child.buckets import Memory
 from aligner.engines.child.engine import ChildEngine
 from aligner.engines.child.worker import Settings
 from aligner.engines.native.fleet import Replicated
+from aligner.engines.vllm.pages import Pages
 from aligner.errors import ConfigError
 
 VARIABLES = {
@@ -33,21 +35,43 @@ class VllmEngine(Replicated, ChildEngine):
     block = 32
 
     def __init__(self, model: ModelConfig, config: EngineConfig, *, device: torch.device | str, **options: Any):
-        if config.sleeps and torch.device(device).type == "cpu":
+        on_cpu = torch.device(device).type == "cpu"
+        if config.sleeps and on_cpu:
             raise ConfigError("engine.sleep", True, "false on a CPU, where vLLM cannot release memory")
+        if model.linear.key_heads and on_cpu and options["dtype"] != torch.bfloat16:
+            dtype = str(options["dtype"]).removeprefix("torch.")
+            raise ConfigError("engine.dtype", dtype, "bfloat16 for linear layers of vLLM on a CPU")
         super().__init__(model, config, device=device, **options)
         self.tensor_parallel = config.tensor_parallel
 
     def _settings(self, memories: list[Memory]) -> Settings:
         """Return the settings. vLLM wants room for the longest row of `max_seq_len`: that is shorter where its cache
         is small."""
-        fits = (self.config.cache_bytes // (self.block * self.position_bytes) - 1) * self.block - 1
-        settings = super()._settings(memories)
-        return replace(settings, max_seq_len=min(settings.max_seq_len, max(fits, 1)), block=self.block)
+        pages = self._pages
+        fits = (self.config.cache_bytes // pages.bytes - pages.kept) // pages.groups * pages.tokens - 1
+        settings, longest = super()._settings(memories), max(fits, 1)
+        return replace(
+            settings,
+            max_seq_len=min(settings.max_seq_len, longest),
+            block=self.block,
+            prefix_reuse=self._reuses,
+        )
+
+    @property
+    def _reuses(self) -> bool:
+        """Whether prefixes are reused: with linear layers vLLM cuts prompts for that, which it cannot on a CPU."""
+        linear = bool(self.cfg.linear.key_heads)
+        return self.options.prefix_reuse and not (linear and self.device.type == "cpu")
 
     def _cache_bytes(self, row: int) -> int:
-        """Add the token that follows a row that is scored, and a block that vLLM keeps for itself."""
-        return super()._cache_bytes(row + 1) + self.block * self.position_bytes
+        """Add the token that follows a row that is scored."""
+        pages = self._pages
+        return (-(-(row + 1) // pages.tokens) * pages.groups + pages.kept) * pages.bytes
+
+    @cached_property
+    def _pages(self) -> Pages:
+        ranks = 1 if self._group is None else self._group.size()
+        return Pages.of(self.cfg, self.dtype, ranks, self.block, states=2 if self._reuses else 1)
 
     def _variables(self) -> dict[str, str]:
         return VARIABLES | {"OMP_NUM_THREADS": str(torch.get_num_threads())}

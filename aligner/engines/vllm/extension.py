@@ -28,6 +28,7 @@ class Extension:
         self.aligner_buffer = memory.tensor(self.model_runner.device.index or 0)
         self.aligner_lasting = lasting
         self.aligner_hashes = self.rank == 0 or not isinstance(memory, MemoryFile)
+        _take_single_projections(self.model_runner.get_model())
 
     def aligner_begin(self) -> None:
         from vllm.config import set_current_vllm_config
@@ -84,6 +85,17 @@ class Extension:
         """Temper the distribution of the logprobs of prompts from now on."""
         plain = type(self.model_runner.sampler).compute_logprobs
         self.model_runner.sampler.compute_logprobs = lambda logits: plain(logits / temperature)
+
+
+def _take_single_projections(model: torch.nn.Module) -> None:
+    """Let queries, keys and values of the gated delta rule come one by one. vLLM only knows them joined, as files of
+    Qwen3.5 have them."""
+    for module in model.modules():
+        mapper = getattr(module, "hf_to_vllm_mapper", None)
+        into, shards = getattr(mapper, "orig_to_new_stacked", {}).get(".in_proj_qkv", ("", ()))
+        if shards:
+            single = {f".in_proj_{name}.": (f"{into}.", shard) for name, shard in zip("qkv", shards, strict=True)}
+            module.hf_to_vllm_mapper = mapper | type(mapper)(orig_to_new_stacked=single)
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:

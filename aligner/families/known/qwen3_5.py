@@ -10,12 +10,13 @@ from aligner.families.family import DELTA_NET_KEYS, Family, MoeKeys
 _PARTS = tuple(f"linear_attn.in_proj_{name}" for name in "qkv")
 _LAYERS = rows.in_attention_layers(rows.COMMON + rows.QK_NORM) + rows.delta_net("q", "k", "v", "z", "b", "a")
 _BOTH: dict[str, Any] = {
-    "constants": (("attn_output_gate", True),),
+    "constants": (("attn_output_gate", True), ("mamba_ssm_dtype", "float32")),  # of the states in engines
     "default_head_dim": 256,
     "default_rotary_fraction": 0.25,
     "default_attention_every": 4,
     "offset_norms": True,
     "gated_attention": True,
+    "served_by": ("vllm",),
     "fused": (("linear_attn.in_proj_qkv", _PARTS),),
 }
 FAMILIES = (

@@ -18,6 +18,7 @@ import torch
 
 import aligner.engines.child.engine as child
 from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.config.sections.vllm import VllmConfig
 from aligner.engines.child.buckets import MemoryFile
@@ -40,6 +41,19 @@ FURTHER = {name: replace(tiny.MORE[name], vocab_size=53) for name in served_by("
 FURTHER["phi3"] = replace(FURTHER["phi3"], rope_scaling=RopeScalingConfig())  # its factors are of a narrower head
 MODELS = {name: replace(cfg, hidden_size=128, head_dim=32) for name, cfg in (contract.MODELS | FURTHER).items()}
 LLAMA = MODELS["llama"]
+# with linear layers only in bfloat16, of heads of 64 and more
+LINEAR = {
+    name: replace(
+        tiny.MORE[name],
+        vocab_size=53,
+        hidden_size=128,
+        head_dim=32,
+        max_position=512,
+        tie_embeddings=name == "qwen3_5",
+        linear=LinearConfig(2, 4, 64, 64, 4, attention_every=2),
+    )
+    for name in ("qwen3_5", "qwen3_5_moe")
+}
 
 
 class Lent:

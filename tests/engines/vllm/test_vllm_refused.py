@@ -26,7 +26,7 @@ from aligner.engines.vllm.sampling import sampling_arguments
 from aligner.engines.vllm.worker import VllmWorker, import_vllm
 from aligner.errors import ConfigError, LayoutError, RefitError
 from aligner.types import SamplingParams
-from tests.engines.vllm.setup import LLAMA, PYTHON, make_engine, needs_vllm
+from tests.engines.vllm.setup import LINEAR, LLAMA, PYTHON, make_engine, needs_vllm
 
 
 def test_without_an_environment_one_line_says_how_to_get_it():
@@ -50,6 +50,11 @@ def test_another_version_is_refused(monkeypatch):
 def test_sleep_on_a_cpu():
     with pytest.raises(ConfigError, match=r"engine.sleep=True: expected false on a CPU"):
         make_engine(LLAMA, sleep=True, python=sys.executable)
+
+
+def test_linear_layers_in_float32_on_a_cpu():
+    with pytest.raises(ConfigError, match=r"engine.dtype='float32': expected bfloat16 for linear layers"):
+        make_engine(LINEAR["qwen3_5"], python=sys.executable)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""How vLLM cuts its cache. Its pages are of one size, a row's state of a linear layer fills one, and layers share a
+page's number in groups of one kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from aligner.config.sections.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Pages:
+    tokens: int  # of a page
+    bytes: int  # of a page in all layers of a group
+    groups: int  # of layers with attention, each with pages of its own for a row's tokens
+    kept: int  # pages of a row of any length, and one that vLLM keeps for itself
+
+    @classmethod
+    def of(cls, model: ModelConfig, dtype: torch.dtype, ranks: int, block: int, states: int) -> Pages:
+        """Return the pages of one of `ranks`. Without linear layers they have `block` tokens, with them the smallest
+        multiple that holds a state. `states`: of a row, in each linear layer."""
+        token = 2 * (model.num_kv_heads // ranks) * model.kv_channels * dtype.itemsize
+        linear, layers = model.linear, len(model.layers_of("linear"))
+        if not layers:
+            return cls(block, model.num_layers * block * token, 1, 1)
+        state = 4 * linear.value_heads * linear.value_head_dim * linear.key_head_dim
+        state += dtype.itemsize * (linear.conv - 1) * linear.key_heads * linear.mixed_width
+        tokens = block * ceil(state / ranks / (block * token))
+        most, least = max(layers, model.num_layers - layers), min(layers, model.num_layers - layers)
+        group = most if most < 1.5 * least else least
+        groups = ceil((model.num_layers - layers) / group)
+        return cls(tokens, group * tokens * token, groups, 1 + states * ceil(layers / group))
