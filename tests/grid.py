@@ -18,6 +18,7 @@ import torch
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig, layer_pattern
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.indexer import IndexerConfig
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.moe import MoeConfig
@@ -61,6 +62,10 @@ KEYS: dict[str, Draw] = {
     "latent.rotary_dim": lambda r, _: 2 * r.randint(1, 6),
     "latent.value_dim": lambda r, _: r.randint(1, 20),
     "latent.neighbours": lambda r, _: r.random() < 0.5,
+    "indexer.heads": lambda r, _: r.randint(14, 18),  # few would give many scores of 0
+    "indexer.head_dim": lambda r, _: r.randint(0, 9),  # more than is rotated
+    "indexer.top_k": lambda r, _: r.randint(1, PROMPT + RESPONSE),
+    "indexer.shared_layers": lambda r, shape: [n for n in range(1, shape.num_layers) if r.random() < 0.5],
     "scales.embedding": lambda r, _: r.uniform(0.5, 4),
     "scales.residual": lambda r, _: r.uniform(0.2, 1.5),
     "scales.logits": lambda r, _: r.uniform(0.5, 3),
@@ -112,10 +117,14 @@ def draw(family: str, seed: int) -> ModelConfig:
     if traits.latent:
         sizes |= {"num_kv_heads": heads, "head_dim": latent.head_dim}
         rotary_dim = latent.rotary_dim
+    if traits.indexer:
+        latent.query_rank = latent.query_rank or 5
+        values["indexer.head_dim"] += rotary_dim
     cfg = ModelConfig(
         **sizes | {"family": family, "qkv_bias": traits.qkv_bias, "qk_norm": traits.qk_norm} | _section("", values),
         attention=AttentionConfig(**_section("attention", values)),
         latent=latent,
+        indexer=IndexerConfig(**_section("indexer", values)),
         linear=linear,
         scales=ScalesConfig(**_section("scales", values)),
         moe=_experts(r, family, shape.ffn_hidden_size, _section("moe", values)) if traits.moe else MoeConfig(),
@@ -161,7 +170,7 @@ def _experts(r: random.Random, family: str, ffn_hidden_size: int, values: dict[s
 
 def _scaling(r: random.Random, types: tuple[str, ...], rotary_dim: int, values: dict[str, Any]) -> RopeScalingConfig:
     kind = r.choice(types)
-    if not kind:
+    if not kind or (kind == "dynamic" and rotary_dim == 2):  # transformers divides by rotary_dim - 2
         return RopeScalingConfig()
     fields: dict[str, Any] = {"type": kind, "factor": r.uniform(1.5, 9)}
     if kind in ("llama3", "yarn", "longrope"):

@@ -13,6 +13,7 @@ import torch
 
 from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.indexer import IndexerConfig
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.moe import MoeConfig
@@ -206,6 +207,15 @@ MORE |= {
         rope_scaling=RopeScalingConfig(),
         latent=replace(LATENT, query_rank=0, value_dim=20, neighbours=False),
         moe=replace(DEEPSEEK.moe, dense_layers=[], norm_topk_prob=False, shared_ffn_hidden_size=40),
+    ),
+    "deepseek_v32": replace(DEEPSEEK, family="deepseek_v32", indexer=IndexerConfig(16, 8, 5)),
+    "glm_moe_dsa": replace(
+        DEEPSEEK,
+        family="glm_moe_dsa",
+        num_layers=4,
+        rope_scaling=RopeScalingConfig(),
+        indexer=IndexerConfig(16, 8, 5, shared_layers=[1, 3]),
+        moe=replace(DEEPSEEK.moe, groups=1, top_groups=1),
     ),
     "glm4_moe": GLM,
     "glm4_moe-air": replace(GLM, qk_norm=False),

@@ -106,6 +106,8 @@ parallel.context>1 parallel.context_mode=alltoall
     => model.num_heads, model.num_kv_heads, model.attention.global_kv_heads, model.linear.key_heads %ranks.heads
     | | parallel.context_mode=allgather takes any number of heads.
 => model.num_layers %parallel.pipeline
+ranks.choices => parallel.pipeline
+    | stages that begin with an indexer of their own: layers {ranks.choices} use the choice of the layer before
 !model.moe.num_experts !scorer => mismatch.replay_routing =false | for a model without experts (model.moe)
 !model.moe.num_experts !scorer => parallel.expert =1 | for a model without experts (model.moe)
 model.moe.num_experts => model.moe.num_experts %parallel.expert
@@ -276,6 +278,7 @@ FACTS: dict[str, Callable[[RuleContext], Any]] = {  # values derived from severa
     "ranks.grid": lambda s: s.cfg.parallel.model_size,
     "ranks.heads": lambda s: s.cfg.parallel.tensor * s.cfg.parallel.context,
     "ranks.experts": lambda s: (s.ranks - s.cfg.engine.ranks) // (s.cfg.parallel.tensor * s.cfg.parallel.pipeline),
+    "ranks.choices": lambda s: s.shape.choices_cut(s.cfg.parallel.pipeline),
     "ranks.data": lambda s: data_parallel(s.cfg, s.ranks),
     "ranks.rows": lambda s: 8,  # CUDA's product of all experts, in bfloat16, needs rows of multiples of 16 bytes
     "ranks.tensor_rows": lambda s: 8 * s.cfg.parallel.tensor,

@@ -89,6 +89,8 @@ class Family:
     interleaved_rotary: bool = False  # adjacent numbers are rotated together, not halves of the head
     scaled_queries: bool = False  # by their positions: `rope_scaling.llama_4_scaling_beta`
     scaled_embeddings: bool = False  # multiplied by the square root of the hidden size
+    indexer_neighbours: bool = False  # of indexers: adjacent numbers are rotated together, not halves of the head
+    shares_indexer: bool = False  # layers may use the choice of the layer before (config.json's indexer_types)
     plain_scores: bool = False  # queries times keys, without a factor
     value_norm: bool = False  # heads of values are normalised, without a weight
     gated_attention: bool = False  # attention's output times the sigmoid of gates, projected with the queries
@@ -100,6 +102,7 @@ class Family:
     vllm_divides_hidden: bool = False  # vLLM ignores head_dim: a head is hidden_size / num_attention_heads
 
     latent = _has("self_attention.kv_layernorm.weight")  # latent attention
+    indexer = _has("self_attention.indexer.k_norm.weight")  # attention sees the tokens that it chooses
     linear = _has("self_attention.conv1d.weight")  # layers without attention: `model.linear`
     mamba = _has("self_attention.D")  # of Mamba-2
     # these two in all its models, unless `varies` has it
@@ -168,6 +171,7 @@ class Family:
             "attention.rotary_fraction": self.default_rotary_fraction,
             "rope_scaling.llama_4_scaling_beta": self.scaled_queries,
             "pattern": self.single,
+            "indexer.shared_layers": self.shares_indexer,
             "linear.attention_every": self.default_attention_every,
             "linear.attention_layers": self.default_attention_every,
             "moe.dense_layers": moe.dense_layers or moe.first_dense,

@@ -9,6 +9,7 @@ from typing import Any
 
 from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig, layer_pattern
 from aligner.config.sections.model.config import PATTERN, ModelConfig
+from aligner.config.sections.model.indexer import IndexerConfig
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.moe import MoeConfig
@@ -108,6 +109,9 @@ def _layers_out(cfg: ModelConfig, family: Family) -> dict[str, Any]:
         out["rope_parameters"] |= fraction
     if cfg.rope_scaling.type == "longrope":  # Phi-3's class assumes another number without it
         out["original_max_position_embeddings"] = cfg.rope_scaling.original_max_position
+    if family.shares_indexer:
+        full = map(cfg.indexer.is_full, range(cfg.num_layers))
+        out["indexer_types"] = ["full" if own else "shared" for own in full]
     if family.nope_every:
         out["no_rope_layers"] = [int(layer not in cfg.attention.nope_layers) for layer in range(cfg.num_layers)]
     if family.default_attention_every:
@@ -186,6 +190,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
         num_kv_heads=raw.integer("num_key_value_heads", heads, low=1, high=heads),
         head_dim=latent.head_dim or raw.integer("head_dim", family.default_head_dim, low=1, high=MOST_CHANNELS),
         latent=latent,
+        indexer=IndexerConfig(**sections["indexer"], shared_layers=_shared_layers(raw, family)),
         vocab_size=raw.integer("vocab_size", low=1, high=MOST_CHANNELS),
         rope_base=base,
         rope_scaling=scaling,
@@ -227,7 +232,7 @@ def _pattern_in(raw: JsonObject, family: Family) -> str:
 def _keys_in(raw: JsonObject, family: Family) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return fields of ModelConfig, and of its sections, by the family's `keys`; null is read as 0, which means
     none."""
-    names = ("", "attention", "latent", "linear", "moe", "scales")
+    names = ("", "attention", "latent", "indexer", "linear", "moe", "scales")
     fields: dict[str, dict[str, Any]] = {name: {} for name in names}
     for ours, theirs, default in family.keys:
         section, _, name = ours.rpartition(".")
@@ -272,6 +277,21 @@ def _linear_in(raw: JsonObject, family: Family, path: Path, pattern: str, fields
     kinds = _layer_types(raw, usual, path, "linear_attention")
     layers = layer_pattern([kind == "full_attention" for kind in kinds])
     return LinearConfig(**fields, **{name.replace("global", "attention"): value for name, value in layers.items()})
+
+
+def _shared_layers(raw: JsonObject, family: Family) -> list[int]:
+    """Return the layers that use the choice of an earlier layer's indexer."""
+    if not family.shares_indexer:
+        return []
+    layers, every = raw.integer("num_hidden_layers"), raw.integer("index_topk_freq", 1, low=1)
+    first = raw.integer("index_skip_topk_offset", 2)
+    kinds = ["shared" if max(layer - first + 1, 0) % every else "full" for layer in range(layers)]
+    if "indexer_types" not in raw and "index_topk_pattern" in raw:
+        kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in raw.text("index_topk_pattern")]
+    kinds = raw.texts("indexer_types", kinds)
+    if len(kinds) != layers or set(kinds) - {"full", "shared"} or kinds[0] != "full":
+        raw.refuse("indexer_types", f"full or shared for each of {layers} layers, the first full")
+    return [layer for layer, kind in enumerate(kinds) if kind == "shared"]
 
 
 def _layer_types(raw: JsonObject, usual: list[str], path: Path, other: str) -> list[str]:
@@ -355,13 +375,24 @@ def _experts_in(raw: JsonObject, family: Family, fields: dict[str, Any]) -> MoeC
     if keys.norm_topk_prob:
         moe.norm_topk_prob = raw.flag(keys.norm_topk_prob)
     if keys.first_dense:
-        moe.dense_layers = list(range(raw.integer(keys.first_dense, high=MOST_LAYERS)))
+        moe.dense_layers = list(range(_first_dense(raw, keys.first_dense)))
     if keys.shared:
         moe.shared_ffn_hidden_size = moe.ffn_hidden_size * raw.integer(keys.shared, low=1, high=MOST_EXPERTS)
     if keys.dense_layers:
         layers = raw.integer("num_hidden_layers")
         moe.dense_layers = sorted({layer for layer in raw.integers(keys.dense_layers, []) if layer < layers})
     return moe
+
+
+def _first_dense(raw: JsonObject, key: str) -> int:
+    """Return how many layers, the first ones, have no experts."""
+    kinds = raw.texts("mlp_layer_types", None)
+    if not kinds:
+        return raw.integer(key, high=MOST_LAYERS)
+    first = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    if kinds != ["dense"] * first + ["sparse"] * (raw.integer("num_hidden_layers") - first):
+        raw.refuse("mlp_layer_types", "dense for the first layers, sparse for all others")
+    return first
 
 
 def _family_of(raw: JsonObject, whole: JsonObject, path: Path) -> Family:
@@ -395,10 +426,11 @@ def float8_block(raw: JsonObject) -> tuple[int, int] | None:
     if scheme is None or is_mxfp4(raw):
         _refuse_modelopt(Path(raw.where).with_name(MODELOPT))
         return None
-    wanted = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
-    optional = ("fmt", "activation_scheme", "scale_fmt")
+    wanted = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    optional = ("fmt", "activation_scheme")
     own = scheme.fields
     other = {k: own.get(k) for k, v in wanted.items() if own.get(k, v if k in optional else None) != v}
+    other |= {k: own[k] for k in ("scale_fmt",) if own.get(k, "float") not in ("float", "ue8m0")}
     other |= {k: own[k] for k in ("quant_algo", "format") if own.get(k)}  # by ModelOpt and compressed-tensors
     if other or "weight_block_size" not in scheme:
         keys = ", ".join(f"{k}={v!r}" for k, v in (other or {"weight_block_size": None}).items())

@@ -25,7 +25,8 @@ class ParamSpec:
     padded: bool = False  # the vocabulary: split pads it to a multiple of TP, merge cuts it to `units`
     experts: bool = False  # axis 0 is the expert; expert-parallel ranks have equal shares of it
     when: str = ""  # in a family's table: models with this flag of ModelConfig have it; empty: all
-    float32: bool = False  # in any model dtype
+    float32: bool = False  # in any model dtype; no gradient changes it
+    frozen: bool = False  # no gradient changes it
     kind: str = ""  # in a family's table: kind of its layers (`ModelConfig.layer_kinds`); empty: all layers
 
 
@@ -154,7 +155,7 @@ GLOBAL_QKV = (
         )
     ),
 )
-LAYER_SCALAR = layer("layer_scalar", "layer_scalar", "1")
+LAYER_SCALAR = layer("layer_scalar", "layer_scalar", "1", frozen=True)
 QKV_BIAS = (
     layer("self_attention.linear_qkv.bias", _named(_QKV, "bias"), "qkv", 0, "groups", "qkv_bias", when="qkv_bias"),
 )
@@ -195,13 +196,23 @@ LATENT = (
 )
 
 
-# of linear layers: how fast a state is forgotten, which tokens multiply; vLLM and files of Qwen3.5 have it in float32
-DECAY = "A_log"
+def _index(ours: str, hf: str, shape: str) -> ParamSpec:
+    return layer(f"self_attention.indexer.{ours}", f"self_attn.indexer.{hf}", shape, kind="indexer", frozen=True)
+
+
+# Megatron's names (`DSAIndexer`)
+INDEXED = (
+    *LATENT,
+    _index("linear_wq_b.weight", "wq_b.weight", "index_q q_rank"),
+    _index("linear_wk.weight", "wk.weight", "index_head hidden"),
+    _index("k_norm.weight", "k_norm.weight", "index_head"),
+    _index("k_norm.bias", "k_norm.bias", "index_head"),
+    _index("linear_weights_proj.weight", "weights_proj.weight", "index_heads hidden"),
+)
 
 
 def _linear(ours: str, hf: tuple[str, ...], shape: str, *where: Any) -> ParamSpec:
-    names = tuple(f"linear_attn.{name}" for name in hf)
-    return layer(f"self_attention.{ours}", names, shape, *where, kind="linear", float32=ours == DECAY)
+    return layer(f"self_attention.{ours}", tuple(f"linear_attn.{name}" for name in hf), shape, *where, kind="linear")
 
 
 def delta_net(*inputs: str) -> tuple[ParamSpec, ...]:

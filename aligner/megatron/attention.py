@@ -13,7 +13,7 @@ arXiv:2309.14509).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_t
 from aligner.megatron.sharing import LayerConfig, SharedVector, with_fields
 from aligner.models.rope import score_scale
 from aligner.ops.kernels.bfloat16_products import widened
+from aligner.ops.kernels.indexed_attention import Index, indexed_attention
 from aligner.ops.kernels.scored_attention import ScoreRule, attention
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.pack import Final, Packing, Segment, Times
@@ -53,6 +54,7 @@ class Stream:
     times: Times | None = None  # of a model with experts
     factors: Tensor | None = None  # of queries, float32 [N, 1, 1]
     local: Stream | None = None  # of layers with a window: its masks, their angles
+    indices: dict[int, Index] = field(default_factory=dict)  # of layers whose choice the following layers use
 
 
 class StreamAttention(SelfAttention):
@@ -137,23 +139,47 @@ def residual_adder(scale: float) -> Callable:
     return add_residual
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, stream: Stream, scores: ScoreRule, kernel: Kernel) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    stream: Stream,
+    scores: ScoreRule,
+    kernel: Kernel,
+    index: Index | None = None,
+) -> Tensor:
     """Compute causal attention within rows: query [N, heads, d], key [N, kv_heads, d], value [N, kv_heads, e] ->
-    [N, heads, e]."""
+    [N, heads, e]. `index`: what chooses the keys, of the tokens whose queries and keys this rank has (`gathered`)."""
     if stream.group is None:
-        return _segments(query, key, value, stream.packing, scores, kernel)
+        return _segments(query, key, value, stream.packing, scores, kernel, index)
     if stream.over_heads:
         mixed = tokens_to_heads([query, key, value], stream.group)
         if scores.sinks is not None:
             scores = scores._replace(sinks=scores.sinks.chunk(stream.group.size())[stream.group.rank()])
-        return heads_to_tokens(_segments(*mixed, stream.packing, scores, kernel), stream.group)
+        return heads_to_tokens(_segments(*mixed, stream.packing, scores, kernel, index), stream.group)
     both = gather_first(torch.cat([key, value], 2), stream.group)
     key, value = both.split([key.shape[2], value.shape[2]], 2)
-    return _segments(query, key, value, stream.packing, scores, kernel)
+    return _segments(query, key, value, stream.packing, scores, kernel, index)
+
+
+def gathered(index: Index, stream: Stream) -> Index:
+    """Return the index of all tokens whose queries, or keys, `attend` computes on this context-parallel rank."""
+    if stream.group is None:
+        return index
+    index = index._replace(key=gather_first(index.key, stream.group))
+    if not stream.over_heads:
+        return index
+    return index._replace(**{name: gather_first(getattr(index, name), stream.group) for name in ("query", "weight")})
 
 
 def _segments(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing | Final, scores: ScoreRule, kernel: Kernel
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing | Final,
+    scores: ScoreRule,
+    kernel: Kernel,
+    index: Index | None = None,
 ) -> Tensor:
     """Compute attention of each segment in its padded shape, or of all rows unpadded (`ops/packing/ragged.py`). Queries
     may be fewer than keys (other ranks have them, or nobody reads them)."""
@@ -161,7 +187,8 @@ def _segments(
         return varlen.attend(query, key, value, packing.ragged, scores, kernel)
     n, heads, width = len(query), query.shape[1], value.shape[2]
     if packing.q_index is None:
-        return _sdpa(query, key, value, packing.segments[0], scores).reshape(n, heads, width)
+        return _sdpa(query, key, value, packing.segments[0], scores, index).reshape(n, heads, width)
+    indices = [None] * len(packing.segments) if index is None else _indices(index, packing)
     query = spread(query, packing.q_index, packing.out_index)
     if packing.segments[0].k_index is None:
         key, value = (spread(x, packing.q_index, packing.out_index) for x in (key, value))
@@ -171,13 +198,24 @@ def _segments(
     queries = query.split([s.rows * s.q_width for s in packing.segments])
     keys, values = (x.split([s.rows * s.k_width for s in packing.segments]) for x in (key, value))
     outs = [
-        _sdpa(*parts, segment, scores).reshape(-1, heads, width)
-        for *parts, segment in zip(queries, keys, values, packing.segments, strict=True)
+        _sdpa(*parts, scores, own).reshape(-1, heads, width)
+        for *parts, own in zip(queries, keys, values, packing.segments, indices, strict=True)
     ]
     return kernels.collect(outs[0] if len(outs) == 1 else torch.cat(outs), packing.out_index)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scores: ScoreRule) -> Tensor:
+def _indices(index: Index, packing: Packing | Final) -> list[Index | None]:
+    """Return the index of each segment."""
+    q_index, keys = packing.q_index, [s.k_index for s in packing.segments]
+    rows = q_index if keys[0] is None else torch.cat(keys)
+    of_queries = [x.index_select(0, q_index).split([s.rows * s.q_width for s in packing.segments]) for x in index[:2]]
+    of_keys = index.key.index_select(0, rows).split([s.rows * s.k_width for s in packing.segments])
+    return [Index(*parts, index.top_k) for parts in zip(*of_queries, of_keys, strict=True)]
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, segment: Segment, scores: ScoreRule, index: Index | None
+) -> Tensor:
     """Compute [rows * width, heads, d] each (values may be of another width) -> [rows, q_width, heads, that width].
     Padding needs no mask: a padded key comes after every real query, and nobody reads a padded query."""
     rows = segment.rows
@@ -187,6 +225,9 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segment: Segment, scores: S
     if widened(q.device, dtype):  # the fused kernel has products of its own
         q, k, v = q.float(), k.float(), v.float()
         mask = None if mask is None else mask.float()
+    if index is not None and segment.k_width > index.top_k:
+        own = Index(*(x.unflatten(0, (rows, -1)) for x in index[:3]), index.top_k)
+        return indexed_attention(q, k, v, mask, scores.scale, own).to(dtype).transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.device.type == "cuda" and not _flash_takes(q, mask):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))

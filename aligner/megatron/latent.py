@@ -5,6 +5,9 @@ for all heads; queries from norm(W_dq h), or from h. Between the two column-para
 a tensor rank has its share of the heads, as elsewhere. The products that make c, r and the queries' vector are small,
 and every tensor rank computes them whole. With sequence parallelism it does so for its own tokens, so c is sent, not
 h.
+
+Layers with an indexer (`ops/kernels/indexed_attention.py`) also compute what it compares, from the same vector of
+queries and from h: every tensor rank does, for all tokens.
 """
 
 from __future__ import annotations
@@ -13,15 +16,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.megatron import kernels
-from aligner.megatron.attention import Stream, attend
+from aligner.megatron.attention import Stream, attend, gathered
 from aligner.megatron.sharing import LayerConfig, SharedLinear
-from aligner.models.rope import LATENT_EPS, score_scale
+from aligner.models.rope import INDEX_EPS, LATENT_EPS, score_scale
+from aligner.ops.kernels.indexed_attention import Index
 from aligner.ops.kernels.scored_attention import ScoreRule
 
 
@@ -47,22 +52,42 @@ class LatentAttention(MegatronModule):
         self.linear_kv_up_proj = widen(latent.kv_rank, heads * (latent.plain_dim + latent.value_dim))
         width = heads * latent.value_dim
         self.linear_proj = config.row(width, hidden, input_is_parallel=True, skip_bias_add=True, **options)
+        layer = layer_number - 1
+        self.indexer = Indexer(config, model, self.tp_group) if model.indexer.is_full(layer) else None
+        self.layer, self.chooses, self.top_k = layer, model.indexer.heads > 0, model.indexer.top_k
+        self.is_followed = model.indexer.is_followed(layer)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: Stream, **unused: Any
     ) -> tuple[Tensor, None]:
         stream = packed_seq_params
         assert stream.packing.final is None, "rows of models with experts are not narrowed"
-        query, (key, value) = self._queries(hidden_states, stream), self._keys_and_values(hidden_states, stream)
-        context = attend(query, key, value, stream, ScoreRule(self.scale), self.config.rows)
+        vector = self._query_vector(hidden_states)
+        query, (key, value) = self._queries(vector, stream), self._keys_and_values(hidden_states, stream)
+        index = self._index(hidden_states, vector, stream) if self.chooses else None
+        context = attend(query, key, value, stream, ScoreRule(self.scale), self.config.rows, index)
         return self.linear_proj(context.reshape(len(context), 1, -1))[0], None
 
-    def _queries(self, hidden: Tensor, stream: Stream) -> Tensor:
-        """Return [N, heads, plain_dim + rotary_dim]."""
-        if self.latent.query_rank:
-            mixed, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
+    def _index(self, hidden: Tensor, vector: Tensor, stream: Stream) -> Index | None:
+        """Return what this layer's indexer compares, or that of the layer whose choice it uses; None where no row is
+        longer than a choice."""
+        if all(segment.k_width <= self.top_k for segment in stream.packing.segments):
+            return None
+        if self.indexer is None:
+            index = stream.indices[self.layer - 1]
         else:
-            mixed, _ = self.linear_q_proj(hidden)
+            index = gathered(self.indexer(hidden[:, 0], vector[:, 0], stream), stream)
+        if self.is_followed:
+            stream.indices[self.layer] = index
+        return index
+
+    def _query_vector(self, hidden: Tensor) -> Tensor:
+        """Return what the queries are made of."""
+        return self.q_layernorm(self.linear_q_down_proj(hidden)) if self.latent.query_rank else hidden
+
+    def _queries(self, vector: Tensor, stream: Stream) -> Tensor:
+        """Return [N, heads, plain_dim + rotary_dim]."""
+        mixed, _ = (self.linear_q_up_proj if self.latent.query_rank else self.linear_q_proj)(vector)
         plain, rotary = mixed.view(len(mixed), self.heads, -1).split([self.latent.plain_dim, self.latent.rotary_dim], 2)
         return torch.cat([plain, self._rotate(rotary, stream)], 2)
 
@@ -80,3 +105,32 @@ class LatentAttention(MegatronModule):
 
     def _rotate(self, x: Tensor, stream: Stream) -> Tensor:
         return kernels.rotate(x, stream.cos, stream.sin, self.latent.neighbours)
+
+
+class Indexer(torch.nn.Module):
+    """What scores the tokens that attention may see. Its parameters have the names of Megatron's `DSAIndexer`, every
+    tensor rank has them whole, and no gradient changes them."""
+
+    def __init__(self, config: LayerConfig, model: ModelConfig, group: dist.ProcessGroup):
+        super().__init__()
+        shape, rank = model.indexer, model.latent.query_rank
+        self.shape, self.group, self.sequence = shape, group, config.sequence_parallel
+        self.neighbours = model.traits.indexer_neighbours
+        self.linear_wq_b = SharedLinear(config, rank, shape.heads * shape.head_dim)
+        self.linear_wk = SharedLinear(config, model.hidden_size, shape.head_dim)
+        self.k_norm = torch.nn.LayerNorm(shape.head_dim, INDEX_EPS, dtype=config.params_dtype)
+        self.linear_weights_proj = SharedLinear(config, model.hidden_size, shape.heads)
+        self.requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(self, hidden: Tensor, vector: Tensor, stream: Stream) -> Index:
+        """Compare tokens by their hidden states and the vectors of their queries, [N, H] and [N, query_rank] (a 1/TP
+        share of N with sequence parallelism)."""
+        key, weight = self.k_norm(self.linear_wk(hidden)), self.linear_weights_proj(hidden)
+        if self.sequence:
+            own = key, weight, vector
+            key, weight, vector = (gather_from_sequence_parallel_region(x, group=self.group) for x in own)
+        heads, d = self.shape.heads, self.shape.head_dim
+        both = self.linear_wq_b(vector).view(len(vector), heads, d), key[:, None]
+        query, key = (kernels.rotate(x, stream.cos, stream.sin, self.neighbours) for x in both)
+        return Index(query, weight.float() * (heads * d) ** -0.5, key[:, 0], self.shape.top_k)

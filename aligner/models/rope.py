@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 
+INDEX_EPS = 1e-6  # of the norms of indexers' keys
 LATENT_EPS = 1e-6  # of the norms of latent vectors, independent of `model.norm_eps`
 
 

@@ -71,14 +71,15 @@ class Grid:
 @dataclass(frozen=True)
 class Count:
     """Parameters by who shares them: `dense` over the data- and context-parallel ranks, `experts` over the expert
-    data-parallel ones; `score` is a scalar head, float32 in every dtype; `fixed`, float32 too, no gradient changes;
-    `magnitudes`, float32 too, are shared as `experts`, whose adapters' they are."""
+    data-parallel ones; `score` is a scalar head, float32 in every dtype; `fixed`, float32 too, and `frozen` no
+    gradient changes; `magnitudes`, float32 too, are shared as `experts`, whose adapters' they are."""
 
     dense: int = 0
     experts: int = 0
     score: int = 0
     fixed: int = 0
     magnitudes: int = 0
+    frozen: int = 0
 
     def __add__(self, other: Count) -> Count:
         both = zip(astuple(self), astuple(other), strict=True)
@@ -135,11 +136,27 @@ def latent_matrices(m: ModelConfig) -> int:
     return m.hidden_size * sum(latent_widths(m))
 
 
+def index_matrices(m: ModelConfig) -> int:
+    """Count the elements of the matrices of a layer's indexer: every tensor rank has them whole."""
+    heads, d = m.indexer.heads, m.indexer.head_dim
+    return m.latent.query_rank * heads * d + m.hidden_size * (heads + d)
+
+
+def index_operations(m: ModelConfig, tokens: float) -> float:
+    """Count the operations of one layer's indexer before its scores. Backward has none."""
+    return 2 * tokens * m.share("indexer") * index_matrices(m)
+
+
+def chooses(m: ModelConfig, context: float) -> bool:
+    """Return whether indexers choose in rows whose tokens see `context` tokens on average, half the row."""
+    return bool(m.indexer.heads) and 2 * context > m.indexer.top_k
+
+
 def kept_widths(m: ModelConfig) -> tuple[float, int]:
     """Return the numbers that an engine keeps of a position and layer: (on its tensor ranks together, on each of
     them)."""
     _, k, v, _ = attention_widths(m)
-    return (0, m.latent.kv_rank + m.latent.rotary_dim) if m.latent.kv_rank else (k + v, 0)
+    return (0, m.latent.kv_rank + m.latent.rotary_dim + m.indexer.head_dim) if m.latent.kv_rank else (k + v, 0)
 
 
 def mlp_matrices(m: ModelConfig, sparse: bool) -> int:
@@ -206,6 +223,8 @@ def _holders(row: ParamSpec) -> str:
     """Return the field of `Count` for the row."""
     if row.experts:
         return "experts"
+    if row.frozen:
+        return "frozen"
     return "score" if row.hf == SCORE_HEAD.hf else "fixed" if row.float32 else "dense"
 
 
@@ -247,7 +266,7 @@ def head_operations(m: ModelConfig, tokens: float, head: str = "lm", outputs: in
 def active_parameters(m: ModelConfig) -> int:
     """Count the parameters that a token is multiplied with: the N of 6 N operations a trained token. The embedding is a
     look-up."""
-    layer = layer_operations(m, 1, 0) + expert_operations(m, 1)
+    layer = layer_operations(m, 1, 0) + index_operations(m, 1) + expert_operations(m, 1)
     return round((m.num_layers * layer + head_operations(m, 1)) / 2)
 
 
@@ -268,6 +287,7 @@ def decode_weight_bytes(m: ModelConfig, rows: float, element: int) -> float:
     - k/E)^rows)."""
     moe, h = m.moe, m.hidden_size
     layer = m.share("attention") * (attention_matrices(m) + layer_norms(m)) + _mean_mlp(m)
+    layer += m.share("indexer") * index_matrices(m)
     layer += m.share("linear") * (sum(linear_matrices(m)) + linear_alike(m) + layer_norms(m, ("linear",)))
     if moe.num_experts:
         touched = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** rows)

@@ -19,7 +19,7 @@ SAMPLED_LOGITS = 1 << 26  # float64 cumulative sums of the native sampler at a t
 
 
 def weight_bytes(count: Count, element: int) -> float:
-    return element * (count.dense + count.experts) + 4 * (count.score + count.fixed + count.magnitudes)
+    return element * (count.dense + count.experts + count.frozen) + 4 * (count.score + count.fixed + count.magnitudes)
 
 
 def model_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
@@ -39,7 +39,7 @@ def whole_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
 
 def gradient_bytes(count: Count, element: int = 4) -> float:
     """Return the bytes of `grad_reduce_in_fp32`: one float32 number for each parameter, on every data-parallel rank."""
-    return float(element) * (count.total - count.fixed)
+    return float(element) * (count.total - count.fixed - count.frozen)
 
 
 def optimizer_bytes(count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False) -> float:

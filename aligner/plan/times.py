@@ -26,10 +26,12 @@ from aligner.plan.reads import reads
 from aligner.plan.shapes import (
     Grid,
     attention_widths,
+    chooses,
     decode_weight_bytes,
     expert_latents,
     expert_operations,
     head_operations,
+    index_operations,
     kv_bytes,
     latent_matrices,
     layer_operations,
@@ -112,9 +114,20 @@ class Machine:
         """Return the seconds of one layer's products of tokens with tokens; `masked`: share of them under a mask.
         Backward has five for the two of forward."""
         prices, operations = self.assumed, layer_operations(m, 0, context, tokens) - layer_operations(m, 0, 0, tokens)
+        if chooses(m, context):
+            return self._chosen(m, tokens, context, work, operations)
         forward = (1 - masked) / prices.flash_forward + masked / prices.masked_forward
         backward = (1 - masked) / prices.flash_backward + masked / prices.masked_backward
         return operations * (work.forward * forward + 2.5 * work.backward * backward) / self.device.flops
+
+    def _chosen(self, m: ModelConfig, tokens: float, context: float, work: Work, operations: float) -> float:
+        """Return the seconds of attention under masks of indexers, all of which backward makes again. Their scores are
+        float32: written, cut off at 0, and summed over heads."""
+        prices, heads = self.assumed, m.indexer.heads * tokens * context
+        index = 2 * heads * m.indexer.head_dim / self.rate + self.moved(16 * heads)
+        forward = operations / prices.masked_forward / self.device.flops
+        backward = 2.5 * operations / prices.masked_backward / self.device.flops
+        return (work.forward + work.backward) * (index + forward) + work.backward * backward
 
     def element_wise(self, m: ModelConfig, tokens: float, stream: float, element: int) -> float:
         """Return the seconds of one layer's element-wise kernels in a forward pass over a rank's share of `tokens`,
@@ -158,6 +171,7 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machin
         whole = latent_matrices(m) + m.share("sparse") * expert_latents(m)
         products += count * 2 * whole * own * (grid.tensor - 1) / machine.rate
     products *= work.forward + (2 - work.frozen) * work.backward
+    products += work.forward * count * index_operations(m, own * grid.tensor) / machine.rate
     attention = (count - last) * machine.attention(m, tokens * share, job.rows.context, work, masked)
     attention += last * machine.attention(m, read.kept * share, read.context, work, masked)
     stream = own * (1 if grid.sequence else grid.tensor)
@@ -310,7 +324,7 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float) -> 
     kept = context * kv_bytes(m, engine.element, tp) + passes * row_bytes(m) / tp
     moved = decode_weight_bytes(m, rows, engine.element) / tp + rows * kept
     products = head_operations(m, rows) / machine.rate + m.num_layers * machine.layer_products(m, rows)
-    products += m.num_layers * machine.attention(m, rows, context)
+    products += m.num_layers * (index_operations(m, rows) / machine.rate + machine.attention(m, rows, context))
     busy = max(moved / machine.device.bandwidth / assumed.decode, products / tp)
     busy += m.num_layers * assumed.layer_kernels * assumed.kernel_s
     busy += machine.moved(assumed.sampled_bytes * rows * m.vocab_size / (tp if engine.reserved else 1))
@@ -331,7 +345,7 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float) -> 
 def prefill_seconds(m: ModelConfig, tokens: float, context: float, machine: Machine, package: bool) -> float:
     """Return the seconds of one GPU's layers over `tokens` that see `context` tokens on average."""
     kernels = machine.layer_products(m, tokens) + machine.attention(m, tokens, context)
-    kernels += machine.rule(m, tokens, package)
+    kernels += machine.rule(m, tokens, package) + index_operations(m, tokens) / machine.rate
     return m.num_layers * (kernels + machine.element_wise(m, tokens, tokens, 2))
 
 

@@ -30,6 +30,7 @@ from aligner.plan.shapes import (
     Grid,
     Kinds,
     attention_widths,
+    index_matrices,
     latent_widths,
     layer_norms,
     mixers,
@@ -115,7 +116,8 @@ def layer_forward(
     m, own, each = model.shape, tokens / grid.context, kept / grid.context * element
     inputs, outputs = [*_inputs(m, kinds), *_mlp_inputs(m, kinds)], _outputs(m, kinds)
     if grid.sequence:
-        yield CollectiveCalls("tp", "all_gather", sum(inputs) * each, len(inputs))
+        index = [m.latent.query_rank, m.indexer.heads, m.indexer.head_dim] if "indexer" in kinds else []
+        yield CollectiveCalls("tp", "all_gather", sum(inputs + index) * each, len(inputs + index))
         yield CollectiveCalls("tp", "reduce_scatter", sum(outputs) * each, len(outputs))
     else:
         yield CollectiveCalls("tp", "all_reduce", sum(outputs) * each, len(outputs))
@@ -207,6 +209,10 @@ def _context(
         yield from _linear_context(model, grid, tokens, element, backward)
     if "attention" not in kinds:
         return
+    if "indexer" in kinds and not backward:  # its keys; over heads its queries and their weights too
+        heads, d = m.indexer.heads, m.indexer.head_dim
+        size = d * element + grid.over_heads * heads * (d * element + 4)
+        yield CollectiveCalls("cp", "all_gather", tokens * size, 1 + 2 * grid.over_heads)
     a, k, v, out = (width / grid.tensor for width in attention_widths(m, kinds))
     if grid.over_heads:
         yield CollectiveCalls("cp", "all_to_all", tokens / grid.context * (a + k + v + out) * element, 4)
@@ -431,4 +437,5 @@ def _replicated(model: PlannedModel, grid: Grid, stage: int) -> int:
     for kinds in stage_layers(m, grid, stage):
         total += layer_norms(m, kinds) + ("sparse" in kinds) * mlp_matrices(m, True)
         total += ("linear" in kinds) * linear_alike(m) + m.traits.layer_scalar
+        total += ("indexer" in kinds) * (index_matrices(m) + 2 * m.indexer.head_dim)
     return total + m.hidden_size * (stage == grid.pipeline - 1)

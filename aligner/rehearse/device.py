@@ -226,8 +226,9 @@ class RehearsedDevice(TorchDispatchMode):
         if formula is not None:
             sizes = (*(t.shape for t in tensors), *(t.shape for t in made), *(a for a in args if isinstance(a, int)))
             if (func, sizes) not in self._operations:
+                known = (a for a in args if not isinstance(a, torch.dtype))  # torch's formulas know no `out_dtype`
                 with unset_fake_temporarily():
-                    self._operations[func, sizes] = formula(*args, **kwargs, out_val=out)
+                    self._operations[func, sizes] = formula(*known, **kwargs, out_val=out)
             operations = self._operations[func, sizes]
             self.record.phase.flops += operations
         self.pricing.operation(func, args, kwargs, tensors, made, operations)

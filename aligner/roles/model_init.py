@@ -15,6 +15,7 @@ from aligner.config.options import from_plain
 from aligner.config.schema import Config
 from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig
 from aligner.config.sections.model.config import MOE_OF_THE_RUN, OF_THE_RUN, ModelConfig, for_run
+from aligner.config.sections.model.indexer import IndexerConfig
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.lora import LoraConfig
@@ -197,8 +198,8 @@ def _with_tokenizer(model: InitialModel, folder: str) -> InitialModel:
 def shape_of(cfg: ModelConfig) -> dict[str, Any]:
     """Return the fields that make two models' weights exchangeable: the identity of a checkpoint."""
     shape = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in (*OF_THE_RUN, "init_std")}
-    sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "linear": LinearConfig()}
-    sections |= {"scales": ScalesConfig(), "rope_scaling": RopeScalingConfig()}
+    sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "indexer": IndexerConfig()}
+    sections |= {"linear": LinearConfig(), "scales": ScalesConfig(), "rope_scaling": RopeScalingConfig()}
     for name, plain in sections.items():
         values, usual = shape.pop(name), dataclasses.asdict(plain)
         kept = {key: values[key] for key in values if key in _OLD.get(name, ()) or values[key] != usual[key]}

@@ -97,6 +97,8 @@ def family_keys(name: str) -> list[str]:
     if family.latent:
         keys |= {"num_kv_heads": 4, "latent.kv_rank": 24, "latent.plain_dim": 12, "latent.rotary_dim": 6}
         keys |= {"latent.value_dim": 10}
+    if family.indexer:
+        keys |= {"latent.query_rank": 20, "indexer.heads": 16, "indexer.head_dim": 8, "indexer.top_k": 5}
     if family.linear:
         keys |= {"linear.attention_every": 2} if "linear.attention_every" in family.varies else {}
         keys |= {"linear.key_heads": 2, "linear.value_heads": 4, "linear.conv": 4}

@@ -254,6 +254,12 @@ sft ; model.hidden_size=130 => model.hidden_size
 sft ; model=nemotron3_nano_30b_a3b ; model.tie_embeddings=true => model.tie_embeddings
 sft ; model.family=ministral3 => model.rope_scaling.type
 sft ; model.rope_scaling={type: yarn, llama_4_scaling_beta: 0.1} => model.rope_scaling.llama_4_scaling_beta
+sft ; model=glm5 ; model.indexer.heads=0 => model.indexer.heads
+sft ; model=glm5 ; model.latent.query_rank=0 => model.latent.query_rank
+sft ; model=glm5 ; model.indexer.head_dim=32 => model.indexer.head_dim
+sft ; model=glm5 ; model.indexer.head_dim=0 => model.indexer.head_dim
+sft ; model=glm5 ; model.indexer.top_k=0 => model.indexer.top_k
+sft@2 ; model=glm5 ; model.indexer.shared_layers=[3, 39] ; parallel.pipeline=2 => parallel.pipeline
 sft ; model=gemma4_31b ; model.rope_scaling.type=llama3 => model.rope_scaling.type
 sft ; model.rope_scaling.type=proportional => model.family
 sft ; model=gemma4_31b ; model.attention.global_head_dim=0 => model.attention.global_head_dim

@@ -41,6 +41,7 @@ LAYOUTS = {
     "experts": (SPARSE, (SP2, ParallelConfig(expert=2))),
     "dora of experts": (SPARSE_DORA, (TP2, ParallelConfig(expert=2))),
     "latent": (replace(MORE["deepseek_v3-direct"], lora=LORA), (SP2,)),
+    "indexed": (replace(MORE["glm_moe_dsa"], lora=LORA), (SP2,)),
     "linear": (replace(MORE["qwen3_next"], lora=LORA), (SP2,)),
     "heads of two kinds": (replace(MORE["gemma4"], lora=LORA), (SP2,)),
     "optional norms": (replace(MORE["glm4_moe"], lora=LORA), (SP2,)),

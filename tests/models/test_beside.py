@@ -153,7 +153,7 @@ def score_export(folder: str, out: Path) -> None:
 def test_heads_that_predict_ahead_are_exported(ranks, tmp_path, capsys):
     """In DeepSeek's kind of folder, a further layer; and where nothing else is beside the language model."""
     cases = {}
-    for cfg in (DEEPSEEK, MORE["glm4_moe"]):
+    for cfg in (DEEPSEEK, MORE["glm4_moe"], MORE["glm_moe_dsa"]):
         names = (f"model.layers.{cfg.num_layers}.{name}.weight" for name in ("enorm", "shared_head.norm"))
         cases[cfg.family] = cfg, {name: torch.randn(4) for name in names}, {"num_nextn_predict_layers": 1}
     cases["qwen3_next"] = MORE["qwen3_next"], {"mtp.fc.weight": torch.randn(4)}, {}

@@ -20,9 +20,10 @@ from aligner.models.params import expected_hf_shapes, from_hf
 from aligner.models.safetensors_io import INDEX, open_hf, write_hf
 from aligner.models.slices import Shard, read_shard
 from aligner.roles.model_init import InitialModel
-from tests.tiny import DEEPSEEK, GPT_OSS, MIXTRAL, MODELS, MOE, WINDOWS
+from tests.tiny import DEEPSEEK, GPT_OSS, MIXTRAL, MODELS, MOE, MORE, WINDOWS
 
 CASES = {**MODELS, **WINDOWS, "moe": MOE, "mixtral": MIXTRAL, "gpt_oss": GPT_OSS, "deepseek_v3": DEEPSEEK}
+CASES["deepseek_v32"] = MORE["deepseek_v32"]
 Q, EMBEDDING, HEAD = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -145,14 +146,14 @@ def quantised(tensor, block):
     return stored, scales
 
 
-def float8_folder(path, cfg, block, **change):
-    """(folder, weight -> its numbers in float64)."""
+def float8_folder(path, cfg, block, kind=torch.bfloat16, **change):
+    """(folder, weight -> its numbers in float64); `kind`: dtype of scales."""
     stored, exact = {}, {}
     for name, tensor in weights(cfg).items():
         if name.endswith(("_proj.weight", "_with_mqa.weight")):
             stored[name], scales = quantised(tensor, block)
-            stored[f"{name}_scale_inv"] = scales.bfloat16()
-            scales = scales.bfloat16().double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+            stored[f"{name}_scale_inv"] = scales.to(kind)
+            scales = scales.to(kind).double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
             exact[name] = stored[name].double() * scales[: tensor.shape[0], : tensor.shape[1]]
         else:
             stored[name] = tensor.bfloat16()
@@ -161,11 +162,12 @@ def float8_folder(path, cfg, block, **change):
     return folder_of(path, cfg, stored, quantization_config=reports | change), exact
 
 
-@pytest.mark.parametrize("case", ["qwen3", "moe", "deepseek_v3"])
+@pytest.mark.parametrize("case", ["qwen3", "moe", "deepseek_v3", "deepseek_v32"])
 def test_float8_blocks_are_dequantised(case, tmp_path):
     """Of the whole tensors, of the shards of tensor ranks that cut through blocks, and in the engine."""
     cfg, block = replace(CASES[case], hidden_size=40), (12, 16)  # no multiples of each other
-    folder, exact = float8_folder(tmp_path / "hf", cfg, block)
+    powers = {"scale_fmt": "ue8m0", "kind": torch.float8_e8m0fnu} if case == "deepseek_v32" else {}
+    folder, exact = float8_folder(tmp_path / "hf", cfg, block, **powers)
     assert config_from_hf(folder).num_layers == cfg.num_layers
     tensors = open_hf(folder)
     assert check_folder(tensors, cfg).keys() == exact.keys() == set(tensors)

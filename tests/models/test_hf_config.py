@@ -119,6 +119,57 @@ def test_heads_of_global_layers_are_read_as_transformers_writes_them(tmp_path):
         config_from_hf(tmp_path)
 
 
+LAYERS = {"num_hidden_layers": 12, "first_k_dense_replace": 1}
+
+
+@pytest.mark.parametrize(
+    "keys, shared",
+    [
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, [3, 4, 5, 7, 8, 9, 11]),  # GLM-5.2's
+        ({"index_topk_freq": 3}, [2, 3, 5, 6, 8, 9, 11]),
+        ({"index_topk_pattern": "FFSFSSFFFFFS"}, [2, 4, 5, 11]),
+        ({"indexer_types": ["full"] * 11 + ["shared"], "index_topk_freq": 4}, [11]),
+        ({}, []),
+    ],
+)
+def test_shared_choices_are_those_of_transformers(keys, shared, tmp_path):
+    raw = written(tmp_path, MORE["glm_moe_dsa"]) | LAYERS | keys
+    if "indexer_types" not in keys:
+        del raw["indexer_types"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    ours, theirs = config_from_hf(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    assert ours.indexer.shared_layers == shared
+    assert [kind == "shared" for kind in theirs.indexer_types] == [layer in shared for layer in range(12)]
+
+
+def test_dense_layers_may_be_listed(tmp_path):
+    raw = written(tmp_path, MORE["glm_moe_dsa"])
+    del raw["first_k_dense_replace"]
+    for kinds in (["dense", *["sparse"] * 3], ["dense"] * 3 + ["sparse"], ["sparse"] * 4):
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"mlp_layer_types": kinds}))
+        assert config_from_hf(tmp_path).moe.dense_layers == [n for n, kind in enumerate(kinds) if kind == "dense"]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"indexer_types": ["shared", *["full"] * 3]}, "indexer_types.*the first full"),
+        ({"indexer_types": ["full"] * 3}, "indexer_types.*each of 4 layers"),
+        ({"indexer_types": ["full", "half", "full", "full"]}, "indexer_types.*full or shared"),
+        ({"indexer_types": None, "index_topk_pattern": "FXFF"}, "indexer_types.*full or shared"),
+        ({"mlp_layer_types": ["sparse", *["dense"] * 3]}, "mlp_layer_types.*dense for the first"),
+        ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types.*dense for the first"),
+        ({"indexer_rope_interleave": False}, "indexer_rope_interleave=True .*It has False"),
+        ({"q_lora_rank": None}, "model.latent.query_rank=0: expected at least 1"),
+        ({"index_topk": 0}, "index_topk"),
+    ],
+)
+def test_other_indexers_are_refused(change, words, tmp_path):
+    written(tmp_path, MORE["glm_moe_dsa"], **change)
+    with pytest.raises(AlignerError, match=words):
+        config_from_hf(tmp_path)
+
+
 def test_local_layers_of_gemma4_are_rotated_whole_by_every_reader(tmp_path):
     """The class in transformers gives what stands beside the kinds of layers to each of them, and vLLM then uses it."""
     theirs = transformers.AutoConfig.for_model(**written(tmp_path, MORE["gemma4"]))

@@ -58,6 +58,7 @@ ADAPTED = replace(LLAMA, lora=LoraConfig(rank=8, targets=[ALL_LINEAR]))
 SOME = LoraConfig(rank=8, dora=True, targets=["q_proj", "o_proj", "up_proj", "down_proj"])
 DORA, WIDE_DORA = (replace(cfg, hidden_size=64, lora=SOME) for cfg in (MODELS["qwen3"], MOE))
 MAMBA = replace(MORE["nemotron_h"], linear=replace(MORE["nemotron_h"].linear, value_head_dim=128))
+INDEXED = MORE["glm_moe_dsa"]
 CASES = {
     "untied": (UNTIED, {}, 1, {}),
     "tp2": (MODELS["qwen2"], {"tensor": 2}, 2, {}),
@@ -88,6 +89,10 @@ CASES = {
     "latent, tp2": (DEEPSEEK, {"tensor": 2}, 2, {}),
     "latent, tp2, sequence": (DEEPSEEK, {"tensor": 2, **SEQ}, 2, {}),
     "latent, cp2": (DEEPSEEK, {"context": 2}, 2, {}),
+    "indexed, tp2": (INDEXED, {"tensor": 2}, 2, {}),
+    "indexed, tp2, sequence": (INDEXED, {"tensor": 2, **SEQ}, 2, {}),
+    "indexed, cp2": (INDEXED, {"context": 2}, 2, {}),
+    "indexed, cp2 over heads": (INDEXED, {"context": 2, "context_mode": "alltoall"}, 2, {}),
     "score, tp2, dp2": (LLAMA, {"tensor": 2, **SEQ}, 4, {"outputs": 3}),
     "tp2 pp2": (UNTIED, {"tensor": 2, "pipeline": 2, **SEQ}, 4, {}),
     # what nobody reads is left out: prompts of 2/3 of the tokens, and of a row all but the last token

@@ -85,6 +85,9 @@ def grpo(model: ModelConfig, grid: Grid, engine: Engine | None = None, **changes
         ("qwen3_next_80b_a3b", 79_674_391_296, None),
         ("kimi_k2", 1_026_408_209_408 + 60 * 384, 31.7e9),
         ("glm4.5_air", 106_852_245_504 + 45 * 128, 12.8e9),  # and what is added to the scores of a choice
+        # transformers' class, and what is added to the scores of a choice
+        ("deepseek_v3.2", 671_877_929_216 + 58 * 256, None),
+        ("glm5", 743_911_199_232 + 75 * 256, None),
         # the language model alone, as transformers' class has it
         ("qwen3.5_4b", 4_205_751_296, None),
         ("qwen3.5_35b_a3b", 34_660_610_688, None),
@@ -104,9 +107,9 @@ def test_heads_of_two_kinds_count_by_their_layers():
     assert active_parameters(model) == 30_696_013_824  # all its matrices: ten layers have none of values
     assert kv_bytes(model, 2) == pytest.approx(2 * (50 * 2 * 16 * 256 + 10 * 2 * 4 * 512))
     assert attention_widths(model, ("global",)) == (32 * 512, 4 * 512, 4 * 512, 32 * 512)
-    ranks = [rank_parameters(model, Grid(tensor=4, pipeline=2), stage).dense for stage in (0, 1)]
+    counts = [rank_parameters(model, Grid(tensor=4, pipeline=2), stage) for stage in (0, 1)]
     alike = sum(len(row.shape) == 1 and prod(row.shape) for row in family_table(model))  # on all tensor ranks
-    assert 4 * sum(ranks) - 3 * alike == parameters(model) + model.vocab_size * model.hidden_size
+    assert 4 * sum(each.dense + each.frozen for each in counts) - 3 * alike == parameters(model) + model.vocab_size * model.hidden_size
 
 
 def test_ranks_together_hold_the_model_once():

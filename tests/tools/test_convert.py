@@ -46,6 +46,9 @@ MODELS = {
     "phi3": replace(MORE["phi3"], num_layers=6, vocab_size=263),
     "biases": replace(MORE["llama-biases"], num_layers=6, vocab_size=263),
     "gpt_oss": replace(MORE["gpt_oss"], vocab_size=263, tie_embeddings=False),
+    "glm_moe_dsa": replace(
+        MORE["glm_moe_dsa"], vocab_size=263, moe=replace(DEEPSEEK.moe, num_experts=4, groups=1, top_groups=1)
+    ),
     "gemma4": replace(MORE["gemma4"], vocab_size=263),
     "nemotron_h": replace(MORE["nemotron_h"], vocab_size=263),
 }
@@ -170,6 +173,7 @@ def convert(ranks, what, source, target, world=1, error="", **options):
         ("gpt_oss", "lm", 4, ParallelConfig(tensor=2, expert=2)),
         ("gemma4", "lm", 4, ParallelConfig(tensor=2, pipeline=2)),
         ("deepseek_v3", "lm", 2, ParallelConfig(tensor=2)),
+        ("glm_moe_dsa", "lm", 4, ParallelConfig(tensor=2, pipeline=2)),
         ("nemotron_h", "lm", 4, ParallelConfig(tensor=2, expert=2)),
     ],
 )

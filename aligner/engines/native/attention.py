@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.engines.native.scratch import Scratch
+from aligner.ops.kernels.indexed_attention import Index, indexed_attention
 from aligner.ops.kernels.scored_attention import ScoreRule, attention, capped
 
 # positions up to which products and sums beat thousands of tiny matrix products on CPU (measured)
@@ -24,17 +25,21 @@ class PrefillPositions(NamedTuple):
     seen: Tensor  # bool [P, 1, T, staged positions]: all up to their own
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: ScoreRule) -> Tensor:
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: ScoreRule, index: Index | None = None
+) -> Tensor:
     """Return causal attention. q [P, T, heads, d], k [P, T, kv_heads, d], v [P, T, kv_heads, e], right-padded -> [P, T,
     heads * e]. `mask` bool [T, T]: the keys that a query sees, instead of all up to its own; or [P, 1, T, T'] of other
-    keys.
+    keys. `index` [P, T, ...]: what chooses among these.
 
     Right padding needs no mask: a padded key comes after every real query.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if mask is not None and mask.dim() == 2 and scores.softcap:
         mask = mask[None, None]
-    return attention(q, k, v, mask, scores).transpose(1, 2).flatten(2)
+    if index is None:
+        return attention(q, k, v, mask, scores).transpose(1, 2).flatten(2)
+    return indexed_attention(q, k, v, mask, scores.scale, index).transpose(1, 2).flatten(2)
 
 
 def rotate(x: Tensor, rope: Tensor, neighbours: bool) -> None:

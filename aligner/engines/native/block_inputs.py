@@ -11,7 +11,7 @@ and computes its share of a pass:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +24,7 @@ from aligner.engines.native.attention import PrefillPositions
 from aligner.engines.native.packs import PackedMatrices, matrices
 from aligner.engines.native.peers import EngineRanks
 from aligner.engines.native.scratch import Scratch, zeros
+from aligner.ops.kernels.indexed_attention import Index
 from aligner.ops.kernels.packed_products import packed_linear
 from aligner.ops.kernels.products import product_into
 
@@ -46,6 +47,7 @@ class PrefillInputs(NamedTuple):
     behind: PrefillPositions | None
     real: Tensor | None  # bool [P, T]: tokens that are no padding
     memories: LinearStates | None
+    indices: dict[int, Index]  # of layers whose choice the layer behind them uses
 
 
 @dataclass
@@ -60,6 +62,7 @@ class DecodeStep:
     cache: SlotCache
     places: tuple[Tensor, ...]  # of each kind of heads, of `cache.places`
     rope: tuple[Tensor, ...]  # of `NativeModel.rotations`
+    masks: dict[int, Tensor] = field(default_factory=dict)  # of layers whose choice the layer behind them uses
 
     @cached_property
     def mask(self) -> Tensor:

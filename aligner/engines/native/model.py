@@ -244,7 +244,7 @@ class NativeModel:
         near = near if causal is None or near is None else near.view_as(causal)
         rope = self.rotations(positions, reach)
         real = None if lengths is None else positions[:length] < lengths[:, None]
-        return PrefillInputs(rows, length, rope, causal, near, staged, behind, real, memories)
+        return PrefillInputs(rows, length, rope, causal, near, staged, behind, real, memories, {})
 
     def decode(
         self,

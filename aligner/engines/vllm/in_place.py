@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.child.buckets import Memory, MemoryFile, Slot, aligned
 from aligner.engines.child.worker import Settings
 from aligner.engines.vllm.engine import VllmEngine
-from aligner.families.table import family_table
-from aligner.models.params import expected_hf_shapes, hf_dtypes
+from aligner.models.params import expected_hf_shapes
 from aligner.models.shards import hf_tensors
 
 
@@ -38,10 +38,10 @@ class InPlaceVllmEngine(VllmEngine):
         self._bucket_bytes = bucket_bytes
         self._tensors = {tensor.name: tensor for tensor in hf_tensors(model)}
         self._slots: dict[str, Slot] = {}
-        end, dtypes = 0, hf_dtypes(family_table(model), dtype)
+        end = 0
         for name, shape in expected_hf_shapes(model).items():
-            self._slots[name] = Slot(name, shape, dtypes[name], end)
-            end = aligned(end + self._slots[name].nbytes)
+            self._slots[name] = Slot(name, shape, dtype, end)
+            end = aligned(end + prod(shape) * dtype.itemsize)
         super().__init__(model, config, dtype=dtype, bucket_bytes=end, **options)
         self.can = replace(self.can, in_place=True)
 

@@ -9,6 +9,7 @@ head that joins the softmax is that of one more key, whose value is 0 (`sink_att
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ def scored_attention(
     """Compute query [B, heads, n, d], key and value [B, kv_heads, m, d] -> [B, heads, n, d] in their dtype, softmax
     in float32. `mask` that can be expanded to [B, 1, n, m]: bool (what a query sees), or added to the scores; None:
     causal, the last query sees all keys. `scale`: None for 1 / sqrt(d)."""
-    batch, heads, n, d = query.shape
+    batch, heads, _, d = query.shape
     scale, step = scale or d**-0.5, max(1, BLOCK // (batch * heads * key.shape[2]))
 
     def block(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -67,18 +68,34 @@ def scored_attention(
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         return torch.matmul(scores.softmax(-1).to(value.dtype), value[:, :, None]).flatten(1, 2)
 
-    parts = []
+    return in_blocks(block, query, key, value, mask, step)
+
+
+def in_blocks(
+    block: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    step: int,
+    *own: Tensor,
+    again: bool = False,
+) -> Tensor:
+    """Call `block(query, key, value, mask, *own)` for `step` queries at a time, and again in backward where there are
+    several, or with `again`. `own`: tensors [B, any, n, ...] of the queries. Other shapes and `mask` are as in
+    `scored_attention`; `block` always gets a mask."""
+    n, parts = query.shape[2], []
     for first in range(0, n, step):
         stop = min(n, first + step)
         if mask is None:
             m = key.shape[2]
-            own = torch.arange(first, stop, device=key.device)[:, None] + m - n
-            seen = (torch.arange(m, device=key.device) <= own)[None, None]
+            last = torch.arange(first, stop, device=key.device)[:, None] + m - n
+            seen = (torch.arange(m, device=key.device) <= last)[None, None]
         else:
             seen = mask.expand(-1, -1, n, -1)[:, :, first:stop]
-        arguments = query[:, :, first:stop], key, value, seen
-        again = torch.is_grad_enabled() and n > step
-        parts.append(checkpoint(block, *arguments, use_reentrant=False) if again else block(*arguments))
+        arguments = query[:, :, first:stop], key, value, seen, *(x[:, :, first:stop] for x in own)
+        twice = torch.is_grad_enabled() and (again or n > step)
+        parts.append(checkpoint(block, *arguments, use_reentrant=False) if twice else block(*arguments))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 

@@ -14,8 +14,10 @@ from aligner.config.sections.model.config import ModelConfig
 def row_costs(lengths: Tensor, model: ModelConfig) -> Tensor:
     """Return float64 [B]: operations of a forward pass by row of n tokens, per layer (of mixed ones on average). They
     are 2 P n for the matrix products with P parameters (the output layer's spread over the layers). Causal attention
-    over heads of A = heads x head_dim numbers in all adds 2 n^2 A (scores and weighted sums, half of the square)."""
+    over heads of A = heads x head_dim numbers in all adds 2 n^2 A (scores and weighted sums, half of the square). Those
+    of an indexer add n^2 A of its own."""
     n, h, latent = lengths.double(), model.hidden_size, model.latent
+    scored = model.share("indexer") * model.indexer.heads * model.indexer.head_dim
     heads = [(share, model.of_kinds(kinds)) for kinds, share in model.head_kinds().items()]
     wide = sum(share * each.num_heads * each.kv_channels for share, each in heads)
     keys = sum(share * each.num_kv_heads * each.kv_channels for share, each in heads)
@@ -23,7 +25,7 @@ def row_costs(lengths: Tensor, model: ModelConfig) -> Tensor:
     if latent.kv_rank:
         vectors = latent.query_rank + latent.kv_rank + latent.rotary_dim
         ups = wide * (latent.query_rank or h) + (model.num_heads * latent.plain_dim + out) * latent.kv_rank
-        projections = h * vectors + ups + h * out
+        projections = h * vectors + ups + h * out + scored * latent.query_rank
     else:
         projections = 2 * h * wide + 2 * h * keys
     # matrices that compute a token
@@ -36,7 +38,7 @@ def row_costs(lengths: Tensor, model: ModelConfig) -> Tensor:
     linear = model.linear.key_heads * model.linear.width + model.linear.value_heads * model.linear.value_head_dim
     projections = mixing * projections + (model.share("linear") * h * linear if model.pattern else 0.0)
     parameters = projections + mlp + h * model.vocab_size / model.num_layers
-    return 2 * parameters * n + mixing * (wide + out) * n.square()
+    return 2 * parameters * n + (mixing * (wide + out) + scored) * n.square()
 
 
 def deal(costs: Sequence[float], parts: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ from aligner.config.checks import AUTO, Switch
 from aligner.config.key import REFUSE, REPORT, Section, key, section
 from aligner.config.rule import rules
 from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig, check_layers
+from aligner.config.sections.model.indexer import IndexerConfig, check_indexer
 from aligner.config.sections.model.kernels import KERNELS, unfit_for_varlen
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig, check_linear
@@ -55,6 +56,7 @@ class ModelConfig(Section, key="model"):
     rope_scaling: RopeScalingConfig = section(RopeScalingConfig)
     attention: AttentionConfig = section(AttentionConfig)
     latent: LatentConfig = section(LatentConfig)
+    indexer: IndexerConfig = section(IndexerConfig)
     linear: LinearConfig = section(LinearConfig)
     scales: ScalesConfig = section(ScalesConfig)
     moe: MoeConfig = section(MoeConfig)
@@ -109,6 +111,8 @@ traits.latent => latent.kv_rank, latent.plain_dim, latent.rotary_dim, latent.val
 traits.latent => latent.rotary_dim %2
 traits.latent => num_kv_heads ==num_heads | with latent attention, which makes a key of each head
 traits.latent head_dim => head_dim ==latent.head_dim
+traits.indexer => indexer.heads, latent.query_rank >=1 | for model.family={family}
+traits.indexer => indexer.head_dim >=latent.rotary_dim
 traits.linear !pattern => linear.key_heads >=1 | with model.family={family}
 !traits.ties => tie_embeddings =false | for model.family={family}
 traits.scaled_queries => rope_scaling.type =yarn | for model.family={family}
@@ -135,6 +139,7 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
         check_layers(self.attention, self.num_layers)
         check_dense_layers(self.moe, self.num_layers)
         check_linear(self)
+        check_indexer(self.indexer, self.num_layers)
         check_rope(self.rope_scaling, self.rotary_dim)
 
     @property
@@ -199,12 +204,13 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
     def layer_kinds(self, layer: int) -> tuple[str, ...]:
         """Return the kinds of layer 0, 1, ...: it has the rows of the family's table that are of one of them, or of
         none. Its MLP: "dense", or "sparse" with experts. Before it: "attention", or "linear". Its heads, in families
-        whose global layers have others: "local" or "global". With `pattern` one of them alone."""
+        whose global layers have others: "local" or "global". With an indexer: "indexer". With `pattern` one of them
+        alone."""
         if self.pattern:
             return (PATTERN[self.pattern[layer]],)
         sparse = self.moe.num_experts and layer not in self.moe.dense_layers
         kinds = "sparse" if sparse else "dense", "linear" if self.linear.is_linear(layer) else "attention"
-        return (*kinds, *self.heads_of(layer))
+        return (*kinds, *self.heads_of(layer), *["indexer"] * self.indexer.is_full(layer))
 
     def heads_of(self, layer: int) -> tuple[str, ...]:
         """Return whose heads layer 0, 1, ... has: "local" or "global"; nothing if all layers have the same."""
@@ -232,6 +238,10 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
 
     def layers_of(self, kind: str) -> list[int]:
         return [layer for layer in range(self.num_layers) if kind in self.layer_kinds(layer)]
+
+    def choices_cut(self, stages: int) -> list[int]:
+        """Return the layers that begin a stage of a pipeline and use the choice of the layer before."""
+        return [n for n in self.indexer.shared_layers if n % (self.num_layers // stages) == 0]
 
     def share(self, kind: str) -> float:
         """Return the share of layers of this kind."""
@@ -314,7 +324,7 @@ def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
     moe["scale"] = 1.0
     entries += [(f"moe.{name}", getattr(model.moe, name), plain) for name, plain in moe.items()]
     linear = LinearConfig(rule=model.linear.rule)  # which the family decides
-    sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "linear": linear}
+    sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "indexer": IndexerConfig(), "linear": linear}
     for name, plain in (sections | {"scales": ScalesConfig()}).items():
         values, defaults = asdict(getattr(model, name)), asdict(plain)
         entries += [(f"{name}.{key}", values[key], defaults[key]) for key in values]
