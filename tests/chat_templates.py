@@ -74,4 +74,18 @@ TEMPLATES = {
 WITHOUT_TOOLS = {"chatml": shipped_template("chatml"), "phi3": shipped_template("phi3")}
 SPECIAL = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[TOOL_CALLS]", "</s>")
 SPECIAL += ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
-ENDS = {"llama3": "<|eot_id|>", "mistral": "</s>"}  # of an answer; of the others <|im_end|>
+SPECIAL += (
+    "<|turn>",
+    "<turn|>",
+    "<|channel>",
+    "<channel|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    '<|"|>',
+)
+ENDS = {
+    "llama3": "<|eot_id|>",
+    "mistral": "</s>",
+    "gemma4 for training": "<|tool_response>",
+}  # of an answer; of the others <|im_end|>

@@ -51,7 +51,8 @@ class SftDataset(TokenRows):
                     f"learns answers with {other.name}, because the tokenizer's own template renders them unlike they "
                     f"are generated (data.chat_template)"
                 )
-            texts = reading.learned(encode_sft(tokenizer, chunk, data.loss_on, data.template_arguments, fix))
+            encoded = encode_sft(tokenizer, chunk, data.loss_on, data.template_arguments, fix, reading.modes)
+            texts = reading.learned(encoded)
             for row, (tokens, mask) in zip(chunk, texts, strict=True):
                 # a row whose answer is cut off entirely has nothing to learn
                 if reading.fits(tokens, learns=any(mask[:limit])):
@@ -138,7 +139,8 @@ class PairDataset(Answers):
                 for row in chunk
                 for x in (row.chosen, row.rejected)
             ]
-            texts = reading.learned(encode_sft(tokenizer, answers, arguments=data.template_arguments, fix=fix))
+            options = data.template_arguments
+            texts = reading.learned(encode_sft(tokenizer, answers, arguments=options, fix=fix, modes=reading.modes))
             for row, chosen, rejected in zip(chunk, texts[0::2], texts[1::2], strict=True):
                 _check_prompt(row, chosen, rejected)
                 learns = (
@@ -264,5 +266,6 @@ def _check_prompt(row: PreferenceRow, chosen: tuple[list[int], list[int]], rejec
     if ends[0] != ends[1] or chosen[0][: ends[0]] != rejected[0][: ends[1]]:
         raise DataError(
             f"{row.where}: expected `chosen` and `rejected` to answer the same prompt, found different tokens before "
-            f"the answers, {ends[0]} and {ends[1]} of them (add a column `prompt`, or the same first messages)"
+            f"the answers, {ends[0]} and {ends[1]} of them (add a column `prompt`, the same first messages, or "
+            "thoughts to both)"
         )

@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 Conversation = Sequence[Mapping[str, Any]]
 USER = {"role": "user", "content": "a question"}
 THOUGHT = "<think>\na thought\n</think>\n\n"
+# before and behind thoughts in the text of an answer; the first one may be in the prompt
+THOUGHT_MARKS = (("<think>", "</think>"), ("<|channel>thought\n", "<channel|>"), ("[THINK]", "[/THINK]"))
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 _SOURCE = ("<template>", "<unknown>")  # a template's file name in tracebacks
 _VALUE = "a value 7"
+_THOUGHTS = [{"content": thought} for thought in ("", THOUGHT)]
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -116,10 +119,10 @@ def _probed(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForm:
         except Exception:  # as above; here the template does not accept this form
             return None
 
-    def called(arguments: Any, own: str = "call00007") -> str | None:
+    def called(arguments: Any, own: str = "call00007", thoughts: Sequence[dict[str, Any]] = _THOUGHTS) -> str | None:
         call = {"id": own, "type": "function", "function": {"name": "look", "arguments": arguments}}
-        for thought in ("", THOUGHT):
-            answer = {"role": "assistant", "content": thought, "tool_calls": [call]}
+        for thought in thoughts:
+            answer = {"role": "assistant", "tool_calls": [call], **thought}
             for tools in (None, TOOLS):
                 if (shown := text([USER, answer], tools)) is not None:
                     return shown
@@ -134,11 +137,14 @@ def _probed(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForm:
     named_ids = shown is not None and "call00007" in shown and "look" not in shown
     developer, system = (text([{"role": role, "content": _VALUE}, USER]) or "" for role in ("developer", "system"))
     nine_ids = shown is not None and other_ids is None
-    inside, apart = (
-        text([USER, {"role": "assistant", **fields}]) or ""
-        for fields in ({"content": THOUGHT + _VALUE}, {"content": _VALUE, "reasoning_content": "a thought"})
+    within, beside = {"content": THOUGHT + _VALUE}, {"content": _VALUE, "reasoning_content": "a thought"}
+    arguments = json.dumps({"at": _VALUE}) if wants_text else {"at": _VALUE}
+    answers = [[text([USER, {"role": "assistant", **fields}]) for fields in (within, beside)]]
+    answers.append([called(arguments, thoughts=[fields]) for fields in (within, beside)])  # Gemma 4's of 2026-04
+    another = any(
+        "a thought" in (apart or "") and (inside or "").count("</think>") > apart.count("</think>")
+        for inside, apart in answers
     )
-    another = "a thought" in apart and inside.count("</think>") > apart.count("</think>")
     return TemplateForm(wants_text, named_ids, nine_ids, _VALUE in system and _VALUE not in developer, another)
 
 
@@ -149,11 +155,9 @@ def in_form(conversation: Conversation, form: TemplateForm, source: str) -> list
         if form.renamed and message.get("role") == "developer":
             message["role"] = "system"
         if form.apart and message.get("role") == "assistant" and not any(message.get(key) for key in THOUGHTS):
-            thoughts, end, answer = str(message.get("content") or "").partition("</think>")
-            if end:
-                words, _, thoughts = thoughts.rpartition("<think>")
-                message["reasoning_content"] = thoughts.strip("\n")
-                message["content"] = words + answer.lstrip("\n")
+            thoughts, content = split_thoughts(str(message.get("content") or ""))
+            if thoughts is not None:
+                message["reasoning_content"], message["content"] = thoughts, content
         calls = message.get("tool_calls")
         if isinstance(calls, Sequence) and not isinstance(calls, str):
             where = f"{source}: messages[{number}].tool_calls"
@@ -161,6 +165,16 @@ def in_form(conversation: Conversation, form: TemplateForm, source: str) -> list
     if form.named_ids or form.nine_ids:
         _fit_ids(messages, form)
     return messages
+
+
+def split_thoughts(text: str) -> tuple[str | None, str]:
+    """Return (the thoughts of an answer, the rest of its text); None for no thoughts."""
+    for opens, closes in THOUGHT_MARKS:
+        thoughts, end, answer = text.partition(closes)
+        if end:
+            words, _, thoughts = thoughts.rpartition(opens)
+            return thoughts.strip("\n"), words + answer.lstrip("\n")
+    return None, text
 
 
 def _call(call: Any, form: TemplateForm, where: str) -> Any:

@@ -12,6 +12,7 @@ from aligner.config.sections.data import DataConfig
 from aligner.data.answer_ends import AnswerEnds, spans
 from aligner.data.chats import check_arguments, unread_tools
 from aligner.data.formats import Messages, SftRow, Text, Tools, TypedRows
+from aligner.data.opened_modes import OpenedModes
 from aligner.data.ragged import FlatRows
 from aligner.data.template_checks import loses_thoughts, shows_beside, shows_key, thinking
 from aligner.data.templates import replacement_in_use
@@ -85,6 +86,7 @@ class RowReader[Row]:
         self.limit, self.cut = getattr(data, limit_key), data.overlong == "truncate"
         self.report = DataReport(key, f"data.{limit_key}={self.limit}", rows=len(rows))
         self._shortest: int | None = None
+        self.modes = OpenedModes()
         self._ends: AnswerEnds | None = None
         self._learned = self._open = 0  # answers, and those without a stop token
         self._keys: dict[tuple[str, str], None] = {}  # of messages, with their role
@@ -111,6 +113,8 @@ class RowReader[Row]:
                 if unread_tools(self.tokenizer, [row.tools for row in chunk]):
                     self.report.note("the column `tools` has no effect: the chat template does not read it")
             yield chunk
+        for note in self.modes.notes(self.report.key):
+            self.report.note(note)
         if self._open:
             self.report.note(
                 f"{self._open} of {self._learned} answers are learned without an end token: the chat template puts no "

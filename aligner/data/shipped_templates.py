@@ -20,6 +20,7 @@ FOLDER = Path(__file__).with_name("chat_templates")
 FOR_TRAINING: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, {}) for name in ("qwen3", "qwen3_thinking", "qwen3_5", "glm4_5", "gpt_oss", "phi3", "deepseek_r1")),
     ("qwen3_5", {"enable_thinking": False}),  # of models up to 2B
+    *(("gemma4", dict.fromkeys(names, True)) for names in ((), ("large",), ("older",), ("large", "older"))),
 )
 # arguments by which templates keep the thoughts of earlier answers: Qwen3.6's, Nemotron 3's, GLM-4.7's
 KEEPING = {"preserve_thinking": True, "truncate_history_thinking": False, "clear_thinking": False}
@@ -50,6 +51,7 @@ _PROBES: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
     (_USER + _THOUGHT, {}),
     (_USER + _CALL, {}),
     (_USER + _CALL + _RESULT + _RESULT, {"add_generation_prompt": True}),
+    (_USER + _CALL + _RESULT, {"add_generation_prompt": True, "enable_thinking": True}),
 ]
 
 
@@ -114,7 +116,8 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> TrainingTemplate | 
 def _agreeing(tokenizer: PreTrainedTokenizerBase, template: str) -> TrainingTemplate | None:
     variables = set(re.findall(r"\w+", template))
     for variable, value in KEEPING.items():
-        if variable in variables:
+        longer = _rendered(tokenizer, {variable: value}, _USER + _THOUGHT + _USER + _ANSWER, {})
+        if variable in variables and (longer is None or "a thought" in longer):  # Gemma 4's keeps those of calls alone
             return TrainingTemplate(f"the argument {variable}: {str(value).lower()}", {variable: value})
     own = [_rendered(tokenizer, {}, *probe) for probe in _PROBES]
     for name, arguments in FOR_TRAINING:
@@ -126,10 +129,13 @@ def _agreeing(tokenizer: PreTrainedTokenizerBase, template: str) -> TrainingTemp
 
 
 def answers_openings(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether an answer, as the tokenizer's template renders it, begins with the generation prompt."""
+    """Return whether a last answer, as the tokenizer's template renders it, begins with the generation prompt, and has
+    its thoughts."""
     opening = _rendered(tokenizer, {}, _USER, {"add_generation_prompt": True})
-    whole = _rendered(tokenizer, {}, _USER + _ANSWER, {})
-    return opening is None or whole is None or whole.startswith(opening)
+    whole, thought = (_rendered(tokenizer, {}, _USER + answer, {}) for answer in (_ANSWER, _THOUGHT))
+    if opening is None or whole is None:
+        return True
+    return whole.startswith(opening) and (thought is None or "a thought" in thought)
 
 
 def _rendered(

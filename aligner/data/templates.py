@@ -7,14 +7,15 @@ in front of the prompt and EOS behind the completion. `arguments` are the templa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aligner.data.answer_ends import AnswerEnds
 from aligner.data.chats import Chat, Options, marks_answers, render
 from aligner.data.formats import SftRow, Text, Tools
-from aligner.data.rendering import USER, template_of
+from aligner.data.opened_modes import OpenedModes
+from aligner.data.rendering import USER, template_of, try_text
 from aligner.data.shipped_templates import TrainingTemplate, answers_openings, shipped, training_template
-from aligner.data.template_checks import check_shown
+from aligner.data.template_checks import check_shown, thinking
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import DataError
 
@@ -104,11 +105,12 @@ def encode_sft(
     loss_on: str = "assistant",
     arguments: Options = NO_ARGUMENTS,
     fix: bool = True,
+    modes: OpenedModes | None = None,
 ) -> list[tuple[Ids, Ids]]:
     """Return (tokens, loss mask of 0 and 1, same length) of each row.
 
     `loss_on="all"`: loss on every token but the first. `fix`: a shipped template may replace the tokenizer's
-    (`_encode_chats`).
+    (`_encode_chats`). `modes`: counts conversations with thoughts and without.
 
     Plain: encode(prompt) + encode(completion) + [EOS], loss on completion and EOS. Conversations: loss on the assistant
     turns (of the completion, if there is a separate prompt). Raises DataError if a row has no token to learn.
@@ -122,7 +124,7 @@ def encode_sft(
     for i, prompt, answer in zip(plain, prompts, answers, strict=True):
         answer = _with_eos(answer, eos)
         out[i] = prompt + answer, [0] * len(prompt) + [1] * len(answer)
-    encoded = _encode_chats(tokenizer, [rows[i] for i in chats], loss_on, arguments, fix)
+    encoded = _encode_chats(tokenizer, [rows[i] for i in chats], loss_on, arguments, fix, modes or OpenedModes())
     for i, pair in zip(chats, encoded, strict=True):
         out[i] = pair
     for i, (tokens, mask) in enumerate(out):
@@ -218,14 +220,7 @@ def replacement_in_use(tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow
     It replaces one that may render answers unlike they are generated.
     """
     chats = _chats([row for row in rows if row.messages is not None or not isinstance(row.prompt, str)])
-    if (
-        tokenizer.chat_template is None
-        or not chats
-        or marks_answers(tokenizer, chats[:1], {})
-        or not _in_danger(tokenizer, chats)
-    ):
-        return None
-    return training_template(tokenizer)
+    return None if tokenizer.chat_template is None else _replacement(tokenizer, chats)[0]
 
 
 def _chats(rows: Sequence[SftRow]) -> list[Chat]:
@@ -253,7 +248,12 @@ def _in_danger(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> lis
 
 
 def _encode_chats(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow], loss_on: str, options: Options, fix: bool
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[SftRow],
+    loss_on: str,
+    options: Options,
+    fix: bool,
+    modes: OpenedModes,
 ) -> list[tuple[Ids, Ids]]:
     """Encode conversations, with each answer's end token."""
     chats = _chats(rows)
@@ -261,7 +261,7 @@ def _encode_chats(
     if loss_on == "all":
         encoded = [(ids, [1] * len(ids)) for ids in render(tokenizer, chats, options)["input_ids"]]
     else:
-        encoded = _masked(tokenizer, chats, options, fix)
+        encoded = _masked(tokenizer, chats, options, fix, modes)
     ends = AnswerEnds(tokenizer, stop_token_ids(tokenizer)) if chats else None
     for chat, (ids, mask) in zip(chats, encoded, strict=True):
         last = chat.messages[-1]
@@ -270,24 +270,38 @@ def _encode_chats(
 
 
 def _masked(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options, fix: bool
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options, fix: bool, modes: OpenedModes
 ) -> list[tuple[Ids, Ids]]:
     """Encode with loss masks: by the template's marks, else by prefixes.
 
-    Answers that a template without marks may omit are rendered by the template for training that agrees with it.
+    Answers that a template may omit are rendered by the template for training that agrees with it.
     """
-    if not chats or marks_answers(tokenizer, chats, options):
-        return _by_marks(tokenizer, chats, options)
-    forgotten = _in_danger(tokenizer, chats) if fix else []
-    training = training_template(tokenizer) if forgotten else None
-    if training is None:
-        return _by_prefixes(tokenizer, chats, options)
-    fixed: Options = {**training.options, **options}
-    by = _by_marks if marks_answers(tokenizer, chats[:1], fixed) else _by_prefixes
-    encoded = dict(zip(forgotten, by(tokenizer, [chats[i] for i in forgotten], fixed), strict=True))
-    rest = [i for i in range(len(chats)) if i not in encoded]
-    encoded |= dict(zip(rest, _by_prefixes(tokenizer, [chats[i] for i in rest], options), strict=True))
+    training, replaced = _replacement(tokenizer, chats) if fix else (None, [])
+    fixed: Options = {**training.options, **options} if training is not None else options
+    rest = sorted(set(range(len(chats))) - set(replaced))
+    encoded: dict[int, tuple[Ids, Ids]] = {}
+    for indices, own in ((replaced, fixed), (rest, options)):
+        group = [chats[i] for i in indices]
+        if marks_answers(tokenizer, group, own):
+            pairs = _by_marks(tokenizer, group, own)
+        else:
+            pairs = _by_prefixes(tokenizer, group, own, modes)
+        encoded |= dict(zip(indices, pairs, strict=True))
     return [encoded[i] for i in range(len(chats))]
+
+
+def _replacement(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]
+) -> tuple[TrainingTemplate | None, list[int]]:
+    """Return the template for training, and the conversations that it renders.
+
+    A template that marks answers is not replaced by a shipped one.
+    """
+    indices = _in_danger(tokenizer, chats) if chats else []
+    training = training_template(tokenizer) if indices else None
+    if training is None or ("chat_template" in training.options and marks_answers(tokenizer, chats[:1], {})):
+        return None, []
+    return training, indices
 
 
 def _by_marks(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options) -> list[tuple[Ids, Ids]]:
@@ -302,8 +316,57 @@ def _by_marks(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options
     return pairs
 
 
-def _by_prefixes(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options) -> list[tuple[Ids, Ids]]:
-    """Locate assistant spans for a template without generation markers: the tokens that message k adds."""
+def _by_prefixes(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options, modes: OpenedModes
+) -> list[tuple[Ids, Ids]]:
+    """Encode by prefixes, each conversation in its mode: with thoughts, as the run's, or without.
+
+    Some templates write the mode into the system's turn (Gemma 4's, Qwen3.8's): a conversation has one mode there.
+    """
+    on, off = (_mode(tokenizer, options, value) for value in (True, False))
+    thinks = [i for i, chat in enumerate(chats) if thinking(chat.messages)] if on != options else []
+    rest = sorted(set(range(len(chats))) - set(thinks))
+    encoded: dict[int, EncodedChat | DataError] = {}
+    for indices, mode in ((thinks, on), (rest, options)):
+        encoded |= dict(zip(indices, _prefixed(tokenizer, [chats[i] for i in indices], mode), strict=True))
+    plain = [i for i in rest if isinstance(encoded[i], DataError)] if off != options else []
+    for i, again in zip(plain, _prefixed(tokenizer, [chats[i] for i in plain], off), strict=True):
+        encoded[i] = encoded[i] if isinstance(again, DataError) else again._replace(own=False)
+    pairs = []
+    for i, chat in enumerate(chats):
+        one = encoded[i]
+        if isinstance(one, DataError):
+            raise one
+        if chat.answers:
+            modes.count(one.own and i not in thinks, bool(thinking(chat.messages)))
+        pairs.append((one.ids, one.mask))
+    return pairs
+
+
+class EncodedChat(NamedTuple):
+    """Tokens with their mask. `own`: an answer has the opening of the options."""
+
+    ids: Ids
+    mask: Ids
+    own: bool
+
+
+def _mode(tokenizer: PreTrainedTokenizerBase, options: Options, value: bool) -> Options:
+    """Return options that set the mode; `options` if they open answers alike."""
+    if not _switches(tokenizer, options):
+        return options
+    other = {**options, "enable_thinking": value}
+    texts = [try_text(tokenizer, [USER], **each, add_generation_prompt=True) for each in (options, other)]
+    return options if texts[0] == texts[1] else other
+
+
+def _prefixed(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options
+) -> list[EncodedChat | DataError]:
+    """Locate assistant spans for a template without generation markers: the tokens that message k adds.
+
+    Returns the error of a conversation with an answer that follows no opening.
+    """
     spans = [(i, k) for i, chat in enumerate(chats) for k in chat.answers]
     whole = render(tokenizer, chats, options)["input_ids"]
     opened = [(i, k) for i, k in spans if k]
@@ -313,26 +376,26 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], opti
     opening = _opening(tokenizer, options) if len(opened) < len(spans) else []
     after = render(tokenizer, [chats[i].head(k + 1) for i, k in spans], options)["input_ids"]
     ends = dict(zip(spans, after, strict=True))
+    own = {i for i, k in spans if not k or ends[i, k][: len(starts[i, k])] == starts[i, k]}
     starts |= _other_openings(tokenizer, chats, options, starts, ends)
     masks = [[0] * len(ids) for ids in whole]
+    faults: dict[int, DataError] = {}
     for (i, k), end in ends.items():
         start, where = starts[i, k] if k else _head(end, opening), chats[i].where
-        _check_prefix(tokenizer, start, end, where, f"messages[:{k}] and the opening of the assistant's turn")
-        _check_prefix(tokenizer, end, whole[i], where, f"messages[:{k + 1}]")
+        try:
+            _check_prefix(tokenizer, start, end, where, f"messages[:{k}] and the opening of the assistant's turn")
+            _check_prefix(tokenizer, end, whole[i], where, f"messages[:{k + 1}]")
+        except DataError as fault:
+            faults.setdefault(i, fault)
         masks[i][len(start) : len(end)] = [1] * (len(end) - len(start))
-    return list(zip(whole, masks, strict=True))
+    return [faults.get(i) or EncodedChat(whole[i], masks[i], i in own) for i in range(len(chats))]
 
 
 def _other_openings(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options, starts: _Texts, ends: _Texts
 ) -> _Texts:
-    """Return openings for answers that do not have the run's, with thoughts or without: those of the other mode.
-
-    Only conversations with an answer in the run's mode may have others.
-    """
-    fits = {at for at, start in starts.items() if ends[at][: len(start)] == start}
-    mixed = {i for i, _ in fits}
-    other = [(i, k) for i, k in starts if i in mixed and (i, k) not in fits]
+    """Return openings for answers that do not have that of `options`, with thoughts or without: the other mode's."""
+    other = [at for at, start in starts.items() if ends[at][: len(start)] != start]
     openings: _Texts = {}
     for mode in (True, False) if other and _switches(tokenizer, options) else ():
         ids = _openings(tokenizer, [chats[i].head(k) for i, k in other], {**options, "enable_thinking": mode})

@@ -218,7 +218,7 @@ def _gemma4(text: str, tools: Tools) -> Found:
         reader.expect("{")
         return [_sound(name, reader.pairs(":", "}"))]
 
-    return _notated(text, (_GEMMA_END, _GEMMA_CALL), ((GEMMA_QUOTE,), False), read)
+    return _notated(text, (_GEMMA_END, _GEMMA_CALL), ((GEMMA_QUOTE, '"'), False), read)
 
 
 def _lfm2(text: str, tools: Tools) -> Found:

@@ -46,7 +46,8 @@ class UnpairedDataset(Answers):
                 if reading.answered(row.where, **{column: answer})
             ]
             texts = [SftRow(prompt=r.prompt, completion=x, where=r.where, tools=r.tools) for r, x, _ in answers]
-            encoded = reading.learned(encode_sft(tokenizer, texts, arguments=data.template_arguments, fix=fix))
+            options = data.template_arguments
+            encoded = reading.learned(encode_sft(tokenizer, texts, arguments=options, fix=fix, modes=reading.modes))
             for (*_, label), (tokens, mask) in zip(answers, encoded, strict=True):
                 if reading.fits(tokens, learns=any(mask[:limit])):
                     self._append(tokens, mask, limit)

@@ -1,6 +1,6 @@
 """Values of calls in notations near JSON.
 
-Gemma 4    {at:<|"|>Rome<|"|>,days:3,deep:{on:true}}: keys without quotes, texts within a token of their own
+Gemma 4    {at:<|"|>Rome<|"|>,days:3,deep:{on:true}}: keys without quotes, texts within a token of their own, or JSON's
 LFM2       at='Rome', days=3, on=True: Python's, and JSON's within them
 """
 

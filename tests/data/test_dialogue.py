@@ -15,6 +15,7 @@ from aligner.errors import ConfigError
 from aligner.ops.packing.turns import TAIL, Turn, rows_of
 from tests.assets.environments import add
 from tests.chat_templates import ENDS, SPECIAL, TEMPLATES, WITHOUT_TOOLS
+from tests.data.test_shipped_templates import GEMMA, like_gemma4
 
 TOOLS = [_schema(add)]
 SAID = st.text(alphabet='ab é\n<>{}"7', max_size=8)
@@ -120,6 +121,28 @@ def test_a_template_that_refuses_an_answer_ends_the_conversation(dialogue):
     prompt = one.begin(messages)
     answer = [*messages, {"role": "assistant", "content": "no thoughts"}, {"role": "tool", "content": "7"}]
     assert one.follow(prompt, tokens_of(one.tokenizer, "no thoughts<|im_end|>", True), answer) is None
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_gemma_4_keeps_its_thoughts_and_tokens_through_calls(make_folder, thinks):
+    """By its own template: the channel of thoughts that it opens behind a result is continued."""
+    tokenizer = load_tokenizer(make_folder(like_gemma4(), extra=GEMMA, eos="<turn|>"))
+    one = Dialogue(tokenizer, TOOLS, {"enable_thinking": thinks})
+    assert (one.calls, one.verbatim) == ("gemma4", False)
+    messages = [{"role": "user", "content": "what is it"}]
+    prompt = one.begin(messages)
+    for number in range(3):
+        opened = prompt.text.endswith("<|channel>thought\n")
+        assert opened == (thinks and number > 0)
+        thought = ("" if opened else "<|channel>thought\n") + f"so {number}\n<channel|>" if thinks else ""
+        text = f"{thought}<|tool_call>call:add{{a:{number},b:2}}<tool_call|>"
+        output = tokenizer.encode(text + "<|tool_response>", add_special_tokens=False)
+        beside, calls = one.read(text)
+        assert [(call.name, call.arguments) for call in calls] == [("add", {"a": number, "b": 2})]
+        messages += [one.answer_message(text, beside, calls, number), one.result(calls[0], number, "7")]
+        before, prompt = prompt, one.follow(prompt, output, messages)
+        assert prompt.tokens[: len(before.tokens) + len(output)] == (*before.tokens, *output)
+        assert one.decode(prompt.tokens) == prompt.text
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2"])

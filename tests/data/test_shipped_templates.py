@@ -176,8 +176,8 @@ def test_only_what_renders_alike_is_replaced(qwen3, thinking, deepseek, phi3, fo
     two = [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]
     with pytest.raises(
         DataError,
-        match=r"not prefix-preserving.*data.chat_template=FILE.*chatml, deepseek_r1, glm4_5, gpt_oss, phi3, qwen3, "
-        r"qwen3_5, qwen3_thinking",
+        match=r"not prefix-preserving.*data.chat_template=FILE.*chatml, deepseek_r1, gemma4, glm4_5, gpt_oss, phi3, "
+        r"qwen3, qwen3_5, qwen3_thinking",
     ):
         encode_sft(other, [row(two)])
     with pytest.raises(DataError, match="not prefix-preserving"):  # a template that was named is taken as it is
@@ -274,12 +274,25 @@ def like_gpt_oss():
     )
 
 
+def like_gemma4(variant=""):
+    """Its own: thoughts of answers before the last question are dropped."""
+    thoughts = "message.reasoning_content or '' %}"
+    assert thoughts in shipped_template("gemma4")
+    later = "(messages[1:] if opened else messages)[loop.index:] | selectattr('role', 'equalto', 'user') | list"
+    template = shipped_template("gemma4").replace(
+        thoughts, f"{thoughts}{{%- set thoughts = '' if {later} else thoughts %}}"
+    )
+    return "".join(f"{{%- set {name} = true %}}" for name in ("as_published", *variant.split())) + template
+
+
 HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>")
+GEMMA = ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", '<|"|>')
 GLM = ("<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", *THINK)
 FAMILIES = {
     "qwen3_5": (like_qwen3_5, {"extra": THINK, "regex": False}),
     "glm4_5": (like_glm4_5, {"extra": GLM, "eos": "<|endoftext|>", "pad": "<s>"}),
     "gpt_oss": (like_gpt_oss, {"extra": HARMONY, "eos": "<|return|>"}),
+    "gemma4": (like_gemma4, {"extra": GEMMA, "eos": "<turn|>"}),
 }
 
 
@@ -306,6 +319,11 @@ LEARNED = {
         '<|message|>{"at": "it"}<|call|>',
         "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>it is 7<|return|>",
         "<|channel|>analysis<|message|>yes<|end|><|start|>assistant<|channel|>final<|message|>bye<|return|>",
+    ],
+    "gemma4": [
+        '<|channel>thought\nhm\n<channel|><|tool_call>call:look{at:<|"|>it<|"|>}<tool_call|><|tool_response>',
+        "so\n<channel|>it is 7<turn|>\n",
+        "<|channel>thought\nyes\n<channel|>bye<turn|>\n",
     ],
 }
 TURNS = [
@@ -340,11 +358,28 @@ def test_answers_without_thoughts_among_others_follow_the_opening_of_their_own(f
     )
     (off,) = encode_sft(tokenizer, [row(first + TURNS)], arguments={"enable_thinking": False})
     assert off == encoded
-    for alone in (first, first + first):  # none has the run's: its weights would be trained for another opening
-        with pytest.raises(DataError, match=r"enable_thinking: false\}, or true"):
-            encode_sft(tokenizer, [row(alone)])
-        (encoded,) = encode_sft(tokenizer, [row(alone)], arguments={"enable_thinking": False})
-        assert learned(tokenizer, encoded) == "no<|im_end|>\n" * (len(alone) // 2)
+    for alone in (first, first + first):
+        assert learned(tokenizer, encode_sft(tokenizer, [row(alone)])[0]) == "no<|im_end|>\n" * (len(alone) // 2)
+        assert encode_sft(tokenizer, [row(alone)]) == encode_sft(
+            tokenizer, [row(alone)], arguments={"enable_thinking": False}
+        )
+
+
+def test_a_file_of_both_modes_is_counted_and_one_of_the_other_mode_is_refused(family):
+    """Its weights would be trained for an opening that no later prompt has."""
+    tokenizer = family("qwen3_5")
+    first = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "no"}]
+    both = sft_rows([{"messages": first}, {"messages": TURNS[:4]}, {"messages": first + TURNS}], DataConfig())
+    note = "1 conversations have responses that open with enable_thinking: false, unlike prompts of this run"
+    assert note in str(SftDataset(both, tokenizer, DataConfig()).report)
+    off = DataConfig(template_arguments={"enable_thinking": False})
+    assert "2 conversations have responses that open with enable_thinking: true" in str(
+        SftDataset(both, tokenizer, off).report
+    )
+    alone = sft_rows([{"messages": first}, {"messages": first + first}], DataConfig())
+    with pytest.raises(DataError, match=r"data.train: .*none among 2: .*=\{enable_thinking: false\}, also in"):
+        SftDataset(alone, tokenizer, DataConfig())
+    assert "enable_thinking" not in str(SftDataset(alone, tokenizer, off).report)
 
 
 def test_thoughts_within_the_content_are_those_of_a_template_that_has_a_key_for_them(family, make_folder):
@@ -388,8 +423,65 @@ def test_the_small_models_of_qwen3_5_are_known_by_their_opening(make_folder):
     first = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "no"}]
     (encoded,) = encode_sft(tokenizer, [row(first + first)])
     assert learned(tokenizer, encoded) == "no<|im_end|>\n" * 2
-    (encoded,) = encode_sft(tokenizer, [row(TURNS)], arguments={"enable_thinking": True})
-    assert learned(tokenizer, encoded) == "".join(LEARNED["qwen3_5"])
+    for arguments in ({"enable_thinking": True}, {}):
+        (encoded,) = encode_sft(tokenizer, [row(TURNS)], arguments=arguments)
+        assert learned(tokenizer, encoded) == "".join(LEARNED["qwen3_5"])
+
+
+def test_gemma_4_has_one_mode_in_a_conversation_which_its_system_turn_tells(family):
+    tokenizer = family("gemma4")
+    plain = [TURNS[0], {"role": "assistant", "content": "no"}]
+    for messages, thinks in (
+        (TURNS, True),
+        (TURNS[:4], True),
+        (plain, False),
+        (plain + plain, False),
+        (plain + TURNS, True),
+    ):
+        for arguments in ({}, {"enable_thinking": False}):
+            (encoded,) = encode_sft(tokenizer, [row(messages)], arguments=arguments)
+            assert tokenizer.decode(encoded[0]).startswith("<|turn>system\n<|think|>\n<turn|>\n") == thinks
+    rows = sft_rows([{"messages": plain}, {"messages": TURNS}], DataConfig())
+    note = "1 conversations have responses that open with enable_thinking: true"
+    assert note in str(SftDataset(rows, tokenizer, DataConfig()).report)
+    with pytest.raises(DataError, match=r"template_arguments=\{enable_thinking: true\}, also in later stages"):
+        SftDataset(sft_rows([{"messages": TURNS}], DataConfig()), tokenizer, DataConfig())
+
+
+def test_gemma_4_without_thoughts_and_with_words_beside_a_call(family):
+    """Within thinking, the channel that is open behind a result is closed at once."""
+    tokenizer = family("gemma4")
+    looks = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
+    call = '<|tool_call>call:look{at:<|"|>it<|"|>}<tool_call|><|tool_response>'
+    chat = [TURNS[0], looks, TURNS[2], {"role": "assistant", "content": "it is 7"}]
+    assert learned(tokenizer, encode_sft(tokenizer, [row(chat)])[0]) == f"I look.{call}it is 7<turn|>\n"
+    chat[1] = looks | {"reasoning_content": "hm"}
+    (encoded,) = encode_sft(tokenizer, [row(chat)])
+    expected = f"<|channel>thought\nhm\n<channel|>I look.{call}<channel|>it is 7<turn|>\n"
+    assert learned(tokenizer, encoded) == expected
+    chat[1] = looks | {"content": "<think>\nhm\n</think>\n\nI look."}
+    assert encode_sft(tokenizer, [row(chat)]) == [encoded]
+
+
+@pytest.mark.parametrize("variant", ["large", "older", "large older"])
+def test_each_published_form_of_gemma_4_is_recognised(make_folder, variant):
+    """Large models get an empty channel without thinking; before 2026-07, thoughts of a last answer were dropped."""
+    tokenizer = load_tokenizer(make_folder(like_gemma4(variant), **FAMILIES["gemma4"][1]))
+    options = training_template(tokenizer).options
+    assert {name for name in ("large", "older") if options.get(name)} == set(variant.split())
+    (encoded,) = encode_sft(tokenizer, [row(TURNS)])
+    opens = "<|channel>thought\n" if "older" in variant else ""
+    first, second, third = LEARNED["gemma4"]
+    assert learned(tokenizer, encoded) == first + opens + second + third
+    for chat, texts in ((TURNS[:1], ["no"]), (TURNS[:1] + TURNS[5:] + TURNS[4:5], ["bye", "no"])):
+        chat = [*chat, {"role": "assistant", "content": "no"}]
+        plain = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in chat]
+        (encoded,) = encode_sft(tokenizer, [row(plain)])
+        assert learned(tokenizer, encoded) == "".join(f"{text}<turn|>\n" for text in texts)
+        closed = tokenizer.decode(encoded[0]).count("<|turn>model\n<|channel>thought\n<channel|>")
+        assert closed == (len(texts) if "large" in variant else 0)
+    single = [TURNS[0], TURNS[5]]  # whose thoughts the older ones drop
+    assert learned(tokenizer, encode_sft(tokenizer, [row(single)])[0]) == LEARNED["gemma4"][2]
 
 
 SCHEMA = {
@@ -432,6 +524,7 @@ PUBLISHED_DIGESTS = {
     "qwen3_5": "a264ef431d0f aa5271bcfa8f dd0546d32af4 45853b541314 376b979c98b1 741870684de7 bedb69053b61",
     "glm4_5": "e9690a8db00a f80eee1047fa e316eb4cad27 40a16a97e3e9 fd0dd1dd78e9 716e5368f6e4 df6b9b913a67",
     "gpt_oss": "0c45d25258b2 677e2e5a7328 65627cbf1f11 18e2045e111a df8f6c1f4563 36782418010e 0c45d25258b2",
+    "gemma4": "0bb0b153024a 98e98c8cbc74 8a1c69d61607 f7decd9fea1f 78f36c1e2216 86efaad492a8 0bb0b153024a",
 }
 
 

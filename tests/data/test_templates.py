@@ -3,6 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.config.sections.data import DataConfig
+from aligner.data.dataset import SftDataset
 from aligner.data.formats import SftRow, sft_rows
 from aligner.data.templates import encode_answers, encode_prompts, encode_sft
 from aligner.data.tokenizer import load_tokenizer, stop_token_ids
@@ -188,8 +189,10 @@ def test_an_opening_that_begins_thoughts_names_the_argument_that_changes_it(make
     """As Nemotron 3's; the remedy holds."""
     opening = "{% if add_generation_prompt and enable_thinking | default(true) %}<think>\n{% endif %}"
     tokenizer = load_tokenizer(make_folder(CHATML + opening))
-    rows = [row([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])]
+    (typed,) = sft_rows(
+        [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}], DataConfig()
+    )
     with pytest.raises(DataError, match=r"Fix: data.template_arguments=\{enable_thinking: false\}"):
-        encode_sft(tokenizer, rows)
-    ((tokens, mask),) = encode_sft(tokenizer, rows, arguments={"enable_thinking": False})
+        SftDataset([typed], tokenizer, DataConfig())
+    ((tokens, mask),) = encode_sft(tokenizer, [typed], arguments={"enable_thinking": False})
     assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "a<|im_end|>\n"
