@@ -120,6 +120,7 @@ def draw(family: str, seed: int) -> ModelConfig:
     if traits.indexer:
         latent.query_rank = latent.query_rank or 5
         values["indexer.head_dim"] += rotary_dim
+    has_experts = traits.moe and not (traits.moe.switch and r.random() < 0.4)
     cfg = ModelConfig(
         **sizes | {"family": family, "qkv_bias": traits.qkv_bias, "qk_norm": traits.qk_norm} | _section("", values),
         attention=AttentionConfig(**_section("attention", values)),
@@ -127,7 +128,7 @@ def draw(family: str, seed: int) -> ModelConfig:
         indexer=IndexerConfig(**_section("indexer", values)),
         linear=linear,
         scales=ScalesConfig(**_section("scales", values)),
-        moe=_experts(r, family, shape.ffn_hidden_size, _section("moe", values)) if traits.moe else MoeConfig(),
+        moe=_experts(r, family, shape.ffn_hidden_size, _section("moe", values)) if has_experts else MoeConfig(),
         rope_scaling=_scaling(r, ROPE.get(family, USUAL), rotary_dim, _section("rope_scaling", values)),
     )
     if "attention.local_rope_base" in values:  # transformers 5.23 reads `truncate` where no file with two bases has it
@@ -165,6 +166,8 @@ def _experts(r: random.Random, family: str, ffn_hidden_size: int, values: dict[s
             "dense_layers": list(range(len(values.get("dense_layers", ())))),
         }
         count, open_ = each * groups, each * values["top_groups"]
+    if FAMILIES[family].branch_norms:
+        values, width = values | {"shared_ffn_hidden_size": ffn_hidden_size}, r.randint(7, 40)
     return MoeConfig(count, r.randint(1, open_), width, norm_topk_prob=always or r.random() < 0.5, **values)
 
 

@@ -222,6 +222,9 @@ MORE |= {
     "qwen3_moe-window": replace(MOE, qkv_bias=True, attention=AttentionConfig(window=6)),
     "qwen3_moe-mixed": replace(MOE, num_layers=4, moe=replace(MOE.moe, dense_layers=[0, 1, 3])),
 }
+MORE["gemma4-experts"] = replace(
+    MORE["gemma4"], moe=MoeConfig(4, top_k=2, ffn_hidden_size=20, shared_ffn_hidden_size=LLAMA.ffn_hidden_size)
+)
 MORE |= {
     "qwen3_next": replace(
         MOE,
@@ -318,7 +321,8 @@ def layer_scalars(model) -> list[torch.Tensor]:
 def hf_weights(model) -> dict[str, torch.Tensor]:
     """A transformers model's tensors by their names in files, those of fused ones by their parts' names."""
     # in memory all experts of a layer are one tensor
-    if getattr(model.config, "num_experts_per_tok", None) or FAMILIES[model.config.model_type].fused:
+    family = FAMILIES[model.config.model_type]
+    if family.moe or family.fused:
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             tensors = open_hf(folder)

@@ -15,7 +15,8 @@ from aligner.families.rows import ParamSpec, in_layer
 
 @dataclass(frozen=True)
 class MoeKeys:
-    """config.json's names of the fields of `model.moe`; `norm_topk_prob` empty: always true."""
+    """config.json's names of the fields of `model.moe`; `norm_topk_prob` empty: always true. `switch`: its flag of
+    whether there are experts; empty: always."""
 
     num_experts: str
     ffn_hidden_size: str
@@ -25,6 +26,7 @@ class MoeKeys:
     dense_layers: str = ""  # list of dense layers; empty: no layer is dense
     first_dense: str = ""  # instead, number of dense layers at the beginning
     shared: str = ""  # width of the shared MLP, in widths of an expert; empty: there is none
+    switch: str = ""
 
 
 GATE_LIMIT, GATE_ALPHA = 7.0, 1.702  # of a clamped gate
@@ -113,6 +115,8 @@ class Family:
     sigmoid_router = _has("mlp.router.expert_bias")  # experts by sigmoids and a bias, in groups, not by a softmax
     expert_bias = _has("mlp.router.bias")  # router and experts have biases
     shared_gate = _has("mlp.shared_experts.gate_weight")  # the MLP for every token is multiplied by a gate's sigmoid
+    # experts stand beside the MLP of every token, both between norms of their own (`rows.BRANCH_NORMS`)
+    branch_norms = _has("mlp.experts_layernorm.weight")
     dense = _has("mlp.linear_fc1.weight")  # has, or may have, layers without experts
     pre_norms = _has("input_layernorm.weight")  # inputs of attention and the MLP are normalised
     layer_scalar = _has("layer_scalar")  # a layer's output is multiplied by a number that is not trained

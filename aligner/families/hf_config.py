@@ -79,11 +79,11 @@ def hf_config(
     without = () if cfg.moe.num_experts else ("moe.",)  # in a family some of whose models have experts
     keys = [key for key in family.keys if not key[0].startswith(without)]
     out |= {theirs: _out_value(cfg, ours, default) for ours, theirs, default in keys}
-    if family.moe is not None and cfg.moe.num_experts:
-        keys = {name: key for name, key in dataclasses.asdict(family.moe).items() if key}
-        ours = dataclasses.asdict(cfg.moe) | {"ffn_hidden_size": cfg.expert_ffn}
+    if family.moe is not None:
+        names = dataclasses.asdict(family.moe) if cfg.moe.num_experts else {"switch": family.moe.switch}
+        ours = dataclasses.asdict(cfg.moe) | {"ffn_hidden_size": cfg.expert_ffn, "switch": cfg.moe.num_experts > 0}
         ours |= {"first_dense": len(cfg.moe.dense_layers), "shared": cfg.moe.shared_ffn_hidden_size // cfg.expert_ffn}
-        out |= {key: ours[name] for name, key in keys.items()}
+        out |= {key: ours[name] for name, key in names.items() if key}
     if head != "lm":  # transformers derives num_labels from the label maps
         out["id2label"] = {str(i): f"LABEL_{i}" for i in range(num_labels)}
         out["label2id"] = {f"LABEL_{i}": i for i in range(num_labels)}
@@ -359,9 +359,9 @@ def is_known(folder: Path) -> bool:
 
 def _experts_in(raw: JsonObject, family: Family, fields: dict[str, Any]) -> MoeConfig:
     """Return the fields of experts, without the coefficient of the auxiliary loss, which a run decides."""
-    if family.moe is None:
-        return MoeConfig()
     keys = family.moe
+    if keys is None or (keys.switch and not raw.flag(keys.switch, False)):
+        return MoeConfig()
     # transformers 5 writes num_local_experts for every family
     count = keys.num_experts if keys.num_experts in raw else "num_local_experts"
     if count not in raw:

@@ -155,6 +155,14 @@ GLOBAL_QKV = (
         )
     ),
 )
+# norms of what the router, the experts and the MLP beside them see, and of what the latter two compute
+BRANCH_NORMS = (
+    "router_layernorm",
+    "experts_layernorm",
+    "shared_layernorm",
+    "experts_post_layernorm",
+    "shared_post_layernorm",
+)
 LAYER_SCALAR = layer("layer_scalar", "layer_scalar", "1", frozen=True)
 QKV_BIAS = (
     layer("self_attention.linear_qkv.bias", _named(_QKV, "bias"), "qkv", 0, "groups", "qkv_bias", when="qkv_bias"),

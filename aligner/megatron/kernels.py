@@ -79,6 +79,10 @@ def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     return activation(gate) * up
 
 
+def geglu(x: Tensor) -> Tensor:
+    return gated(x, gelu_tanh)
+
+
 def relu2(x: Tensor) -> Tensor:
     """Return the square of ReLU (arXiv:2109.08668)."""
     return torch.nn.functional.relu(x).square()

@@ -42,7 +42,7 @@ from aligner.megatron.linear_attention import LinearAttention
 from aligner.megatron.moe import ExpertLayer, StreamLayer
 from aligner.megatron.sharing import LayerConfig, checkpoint_entries, with_fields
 from aligner.megatron.transformer_engine import TE
-from aligner.megatron.variants import NormedAttention, NormedMLP, ScaledLayer, scale_embeddings
+from aligner.megatron.variants import NormedAttention, NormedMLP, ScaledLayer, ScaledStreamLayer, scale_embeddings
 from aligner.models.params import embedding_factor
 from aligner.ops.kernels.products import use_fast_products
 
@@ -179,8 +179,10 @@ def _layer(cfg: ModelConfig, config: LayerConfig, kinds: tuple[str, ...], expert
         submodules.self_attention = ModuleSpec(module=LinearAttention, params={"linear": cfg.linear})
     if family.single:
         _remove_half(submodules, "mlp" if {"attention", "linear"} & set(kinds) else "self_attention")
-    plain = ScaledLayer if family.layer_scalar else TransformerLayer
-    return ModuleSpec(module=StreamLayer if experts else plain, submodules=submodules)
+    if family.branch_norms and experts:
+        submodules.pre_mlp_layernorm = IdentityOp
+    layers = (ScaledLayer, ScaledStreamLayer) if family.layer_scalar else (TransformerLayer, StreamLayer)
+    return ModuleSpec(module=layers[experts is not None], submodules=submodules)
 
 
 def _narrower(column: Callable, less: int, size: int, width: int, **options: Any) -> torch.nn.Module:

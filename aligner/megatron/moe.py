@@ -44,6 +44,7 @@ from torch.utils.checkpoint import checkpoint
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.families.family import Family
+from aligner.families.rows import BRANCH_NORMS
 from aligner.megatron import kernels
 from aligner.megatron.attention import GatedMLP
 from aligner.megatron.collectives import all_to_all
@@ -71,6 +72,9 @@ if TYPE_CHECKING:
     from aligner.megatron.lora import Adapters
 
 
+GATES = {"silu": kernels.swiglu, "gelu_pytorch_tanh": kernels.geglu, "relu2": kernels.relu2}
+
+
 class StreamLayer(TransformerLayer):
     """A layer that passes its MLP how often each token of the stream counts (`packed_seq_params.times`)."""
 
@@ -80,7 +84,8 @@ class StreamLayer(TransformerLayer):
 
 class Router(torch.nn.Module):
     """Router with weight [E, H] and, in some families, bias [E], the same on every rank. Other families have
-    `expert_bias` [E], which affects only the choice, in float32; no gradient changes it."""
+    `expert_bias` [E], which affects only the choice, in float32; no gradient changes it. Others have `expert_scale`
+    [E], factors of the experts' weights."""
 
     def __init__(self, config: LayerConfig, num_experts: int, traits: Family):
         super().__init__()
@@ -89,6 +94,8 @@ class Router(torch.nn.Module):
         self.register_parameter("bias", bias)
         choice = torch.nn.Parameter(torch.zeros(num_experts), requires_grad=False) if traits.sigmoid_router else None
         self.register_parameter("expert_bias", choice)
+        scale = torch.nn.Parameter(torch.ones(num_experts, dtype=config.params_dtype)) if traits.branch_norms else None
+        self.register_parameter("expert_scale", scale)
 
 
 class ExpertBias(torch.nn.Module):
@@ -115,9 +122,7 @@ class Experts(torch.nn.Module):
     def __init__(self, config: LayerConfig, model: ModelConfig, layout: Layout):
         super().__init__()
         self.layout, self.has_bias = layout, model.traits.expert_bias
-        self.gate = clamped_gate if model.traits.clamped_gate else kernels.swiglu
-        if model.traits.ungated:
-            self.gate = kernels.relu2
+        self.gate = clamped_gate if model.traits.clamped_gate else GATES[model.traits.activation]
         local, share = model.moe.num_experts // layout.expert, model.expert_ffn // layout.tensor
         hidden = model.expert_hidden
         self.gate_up = torch.nn.Parameter(torch.zeros(local, model.mlp_parts, share, hidden, dtype=config.params_dtype))
@@ -170,7 +175,8 @@ def _product(x: Tensor, weight: Tensor, adapters: Adapters | None, sizes: Tensor
 class ExpertLayer(torch.nn.Module):
     """Replacement of Megatron's MLP: hidden [N, 1, H] (a 1/TP share of N with sequence parallelism) -> the same
     shape, without bias. In some families one more MLP computes every token (`shared_experts`). In some, one matrix
-    narrows this rank's tokens before they go to experts, and another widens the experts' output again."""
+    narrows this rank's tokens before they go to experts, and another widens the experts' output again. In some, router,
+    experts and that MLP have norms of their own (`rows.BRANCH_NORMS`), and see what no other norm changed."""
 
     def __init__(self, config: LayerConfig, model: ModelConfig, layout: Layout, **unused: Any):
         super().__init__()
@@ -186,6 +192,9 @@ class ExpertLayer(torch.nn.Module):
             matrices = MLPSubmodules(linear_fc1=config.column, linear_fc2=config.row)
             own = with_fields(config, ffn_hidden_size=width)
             self.shared_experts = kind(own, matrices, tp_group=layout.pgs.tp)
+        norms = BRANCH_NORMS if model.traits.branch_norms else ()
+        for name in (*norms, "post_layernorm") if model.traits.post_norms else norms:
+            setattr(self, name, config.norm(config, config.hidden_size, config.layernorm_epsilon))
         self.counting = False  # also in passes without gradient
         # f of the auxiliary loss; None: of each micro-batch, with those that the ranks of `peers` compute meanwhile
         self.fractions: Tensor | None = None
@@ -211,11 +220,15 @@ class ExpertLayer(torch.nn.Module):
 
     def forward(self, hidden: Tensor, padding_mask: Times, **unused: Any) -> tuple[Tensor, None]:
         """Compute the layer. `padding_mask` (Megatron's name) is `Packing.times`."""
-        times, sequence, tp = padding_mask, self.layout.sequence, self.layout.pgs.tp
-        x = y = self._of_all(hidden[:, 0], times)
+        times, sequence, tp, traits = padding_mask, self.layout.sequence, self.layout.pgs.tp, self.model.traits
+        routed, entering, shared = hidden[:, 0], None, hidden
         if self.fc1_latent_proj is not None:
-            y = self._of_all(self.fc1_latent_proj(hidden[:, 0]), times)
-        out = self._mix(x, y, times)
+            entering = self.fc1_latent_proj(routed)
+        if traits.branch_norms:
+            entering, shared = self.experts_layernorm(hidden)[:, 0], self.shared_layernorm(hidden)
+            routed = self.router_layernorm(hidden)[:, 0] * hidden.shape[2] ** -0.5
+        x = self._of_all(routed, times)
+        out = self._mix(x, x if entering is None else self._of_all(entering, times), times)
         if times.real is not None:
             rows = len(hidden) * (self.layout.tensor if sequence else 1)
             out = out.new_zeros(rows, out.shape[1]).index_copy(0, times.real, out)
@@ -224,7 +237,12 @@ class ExpertLayer(torch.nn.Module):
         elif self.layout.tensor > 1:
             out = reduce_from_tensor_model_parallel_region(out, group=tp)
         out = (out if self.fc2_latent_proj is None else self.fc2_latent_proj(out))[:, None]
-        return out if self.shared_experts is None else out + self.shared_experts(hidden)[0], None
+        if self.shared_experts is not None:
+            shared = self.shared_experts(shared)[0]
+            if traits.branch_norms:
+                out, shared = self.experts_post_layernorm(out), self.shared_post_layernorm(shared)
+            out = out + shared
+        return self.post_layernorm(out) if traits.post_norms else out, None
 
     def _of_all(self, x: Tensor, times: Times) -> Tensor:
         """Return x of all tokens without padding. Its gradient is a sum over tensor ranks."""
@@ -237,14 +255,15 @@ class ExpertLayer(torch.nn.Module):
     def _mix(self, x: Tensor, y: Tensor, times: Times) -> Tensor:
         """Compute x [n, H], by which the router chooses, and y [n, width], which experts see, of all tokens -> this
         tensor rank's addend [n, width]."""
-        router, bias, tp = self.router.weight, self.router.bias, self.layout.pgs.tp
+        own: list[Tensor | None] = [self.router.weight, self.router.bias, self.router.expert_scale]
         if self.layout.tensor > 1:
-            router = copy_to_tensor_model_parallel_region(router, group=tp)
-            bias = None if bias is None else copy_to_tensor_model_parallel_region(bias, group=tp)
+            tp = self.layout.pgs.tp
+            own = [x if x is None else copy_to_tensor_model_parallel_region(x, group=tp) for x in own]
+        router, bias, scale = own
         replay = times.replay
         replayed = None if replay is None else ReplayedExperts(replay.experts[self.position], replay.known)
         if self.router.expert_bias is None:
-            routing = route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias, replayed)
+            routing = route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias, replayed, scale)
         else:
             routing = route_by_groups(x, router, self.router.expert_bias, self.moe, replayed)
         if replayed is not None and (self.counting or self._learns()):
@@ -302,8 +321,9 @@ class ExpertLayer(torch.nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         entries: dict[str, Any] = {}
-        for name in ("router", "fc1_latent_proj", "fc2_latent_proj"):  # whole on every tensor rank
-            if (module := getattr(self, name)) is not None:
+        whole = "router", "fc1_latent_proj", "fc2_latent_proj", *BRANCH_NORMS, "post_layernorm"  # on every tensor rank
+        for name in whole:
+            if (module := getattr(self, name, None)) is not None:
                 at = f"{prefix}{name}."
                 entries |= checkpoint_entries(module, at, sharded_offsets, metadata, self.layout.pgs.tp)
         for name in ("experts", "shared_experts"):

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from aligner.megatron.attention import GatedMLP, StreamAttention
+from aligner.megatron.moe import StreamLayer
 from aligner.megatron.sharing import LayerConfig, checkpoint_entries
 
 
@@ -46,6 +47,10 @@ class ScaledLayer(TransformerLayer):
 
     def _forward_mlp(self, *args: Any, **kwargs: Any) -> Tensor:
         return super()._forward_mlp(*args, **kwargs) * self.layer_scalar
+
+
+class ScaledStreamLayer(ScaledLayer, StreamLayer):
+    pass
 
 
 def scale_embeddings(embedding: torch.nn.Module, factor: float) -> None:

@@ -102,7 +102,7 @@ def random_source(cfg: ModelConfig, seed: int) -> WeightSource:
             return torch.full(spec.shape, 0.0 if offset else 1.0)
         if spec.canonical.endswith("bias"):
             return torch.full(spec.shape, float(spec.canonical.endswith("dt_bias")))
-        if spec.canonical.endswith(("self_attention.D", "layer_scalar")):
+        if spec.canonical.endswith(("self_attention.D", "layer_scalar", "expert_scale")):
             return torch.ones(spec.shape)
         word = hashlib.sha256(f"{seed}/{spec.canonical}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(word[:7], "big"))

@@ -29,7 +29,8 @@ def layer_activations(model: PlannedModel, grid: Grid, kinds: Kinds) -> tuple[fl
     Per own token: inputs and outputs of two norms (4 H; a 1/tp share with sequence parallelism), queries and the
     attention's output (2 A / tp; 3 A where context parallelism reorders), gate, up and their product (3 F / tp), keys
     and values (2 K / tp). Latent attention keeps its vectors, twice. An expert's token also keeps its input and output
-    (2 H) for each of k. With all-gather: keys and values of the whole row, once as gathered and about once as used.
+    (2 H) for each of k; norms around experts and the MLP beside them keep 4 H, and experts' own input is H. With
+    all-gather: keys and values of the whole row, once as gathered and about once as used.
     Linear attention keeps, without `rule_activations`, inputs and outputs of its products."""
     m, tp, linear = model.shape, grid.tensor, model.shape.linear
     a, k, v, _ = attention_widths(m, kinds)
@@ -38,6 +39,7 @@ def layer_activations(model: PlannedModel, grid: Grid, kinds: Kinds) -> tuple[fl
     own += (1 + m.mlp_parts) * mlp_width(m, kinds) / tp
     if "sparse" in kinds:
         own += m.hidden_size + m.moe.latent_size + m.moe.top_k * 2 * m.expert_hidden
+        own += m.traits.branch_norms * m.hidden_size * (1 + 4 / (tp if grid.sequence else 1))
     if "linear" in kinds:
         own += (linear.key_heads * linear.width + 2 * linear.value_heads * linear.value_head_dim) / tp
         return own, gathered_width(m) / tp if grid.context > 1 and not grid.over_heads else 0.0

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 from math import prod
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.families.rows import SCORE_HEAD, ParamSpec
+from aligner.families.rows import BRANCH_NORMS, SCORE_HEAD, ParamSpec
 from aligner.families.table import dimensions, is_of_layer, rows_of
 from aligner.plan.linear import linear_alike, linear_matrices, rule_operations
 
@@ -170,6 +170,11 @@ def shared_matrices(m: ModelConfig) -> int:
     return (1 + m.mlp_parts) * m.hidden_size * m.moe.shared_ffn_hidden_size
 
 
+def expert_inputs(m: ModelConfig) -> list[int]:
+    """Return the width of what experts see, if it is not what their router sees."""
+    return [m.expert_hidden] if m.moe.latent_size or m.traits.branch_norms else []
+
+
 def expert_latents(m: ModelConfig) -> int:
     """Count the elements of the two matrices to and from the width of experts, if it is their own."""
     return 2 * m.hidden_size * m.moe.latent_size
@@ -197,6 +202,7 @@ def layer_norms(m: ModelConfig, kinds: Kinds = ("attention",)) -> int:
     attention's vectors and to and from experts, and the gate of the MLP for every token."""
     biases, traits = m.output_bias + m.mlp_bias, m.traits  # of projections into the residual stream
     biases += traits.shared_gate
+    biases += ("sparse" in kinds) * traits.branch_norms * (len(BRANCH_NORMS) - 1)  # one stands for the norm before
     each_head = m.qk_norm and not traits.wide_qk_norm and "attention" in kinds
     latent = m.latent.query_rank + m.latent.kv_rank + latent_matrices(m) + ("sparse" in kinds) * expert_latents(m)
     return (traits.norms + biases) * m.hidden_size + (2 * m.of_kinds(kinds).kv_channels if each_head else 0) + latent

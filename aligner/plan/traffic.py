@@ -30,6 +30,7 @@ from aligner.plan.shapes import (
     Grid,
     Kinds,
     attention_widths,
+    expert_inputs,
     index_matrices,
     latent_widths,
     layer_norms,
@@ -158,7 +159,7 @@ def layer_backward(
     each, last, inputs, mlps = own * element, kept / grid.context * element, _inputs(m, kinds), _mlp_inputs(m, kinds)
     if grid.sequence:
         # the rotated key goes through no product
-        gathered = _outputs(m, kinds) + inputs[:2] + mlps[1 + bool(m.moe.latent_size) if sparse else 0 :]
+        gathered = _outputs(m, kinds) + inputs[:2] + mlps[1 + len(expert_inputs(m)) if sparse else 0 :]
         yield CollectiveCalls("tp", "all_gather", sum(gathered) * each, len(gathered))
         yield CollectiveCalls("tp", "reduce_scatter", sum(inputs + mlps) * each, len(inputs + mlps))
     else:
@@ -185,10 +186,10 @@ def _inputs(m: ModelConfig, kinds: Kinds) -> list[int]:
 
 def _mlp_inputs(m: ModelConfig, kinds: Kinds) -> list[int]:
     """Return the widths of the inputs of a layer's MLPs that tensor ranks share: the router's and the experts', which
-    are one unless they have a width of their own, before that of the MLP for every token."""
+    may be one, before that of the MLP for every token."""
     if "sparse" not in kinds:
         return [m.hidden_size] * ("dense" in kinds)
-    return [m.hidden_size, *filter(None, [m.moe.latent_size]), *[m.hidden_size] * bool(m.moe.shared_ffn_hidden_size)]
+    return [m.hidden_size, *expert_inputs(m), *[m.hidden_size] * bool(m.moe.shared_ffn_hidden_size)]
 
 
 def _outputs(m: ModelConfig, kinds: Kinds) -> list[int]:
@@ -438,4 +439,5 @@ def _replicated(model: PlannedModel, grid: Grid, stage: int) -> int:
         total += layer_norms(m, kinds) + ("sparse" in kinds) * mlp_matrices(m, True)
         total += ("linear" in kinds) * linear_alike(m) + m.traits.layer_scalar
         total += ("indexer" in kinds) * (index_matrices(m) + 2 * m.indexer.head_dim)
+        total += ("sparse" in kinds) * m.traits.branch_norms * m.moe.num_experts  # factors of the experts' weights
     return total + m.hidden_size * (stage == grid.pipeline - 1)

@@ -107,6 +107,8 @@ def family_keys(name: str) -> list[str]:
         keys |= {"moe.num_experts": 4, "moe.top_k": 2, "moe.ffn_hidden_size": 48}
     if "moe.shared_ffn_hidden_size" in family.varies:
         keys["moe.shared_ffn_hidden_size"] = 48
+    if family.branch_norms:
+        keys["ffn_hidden_size"] = 48  # of the MLP beside the experts
     if "moe.latent_size" in family.varies:
         keys["moe.latent_size"] = 16
     if family.global_heads:

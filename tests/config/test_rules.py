@@ -266,6 +266,7 @@ sft ; model=gemma4_31b ; model.attention.global_head_dim=0 => model.attention.gl
 sft ; model=gemma4_31b ; model.attention.global_head_dim=7 => model.attention.global_head_dim
 sft ; model=gemma4_31b ; model.attention.local_rope_base=0 => model.attention.local_rope_base
 sft ; model=gemma4_31b ; model.attention.global_kv_heads=5 => model.attention.global_kv_heads
+sft ; model=gemma4_26b_a4b ; model.moe.shared_ffn_hidden_size=704 => model.moe.shared_ffn_hidden_size
 sft ; model=gemma4_31b ; model.attention.key_is_value=false => model.attention.global_kv_heads
 sft@2 ; model=gemma4_31b ; model.attention.global_kv_heads=1 ; parallel.tensor=2 => model.attention.global_kv_heads
 sft@2 ; model=gemma4_31b ; model.attention.global_kv_heads=1 ; parallel={context: 2, context_mode: alltoall}

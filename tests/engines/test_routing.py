@@ -10,10 +10,11 @@ from aligner.engines.native import NativeEngine
 from aligner.types import SamplingParams
 from tests.engines.contract import MODELS, PROMPTS, fill, hf_weights, reference, responses, seeds_for
 from tests.engines.test_fleet import generate
-from tests.tiny import DEEPSEEK, GPT_OSS
+from tests.tiny import MORE
 
 QWEN3 = MODELS["qwen3_moe"]
 MIXED = replace(QWEN3, num_layers=3, moe=replace(QWEN3.moe, dense_layers=[1]))
+ROUTERS = "TopKRouter", "TopkRouter", "TextRouter"
 SAMPLING = SamplingParams(15, stop_token_ids=(3, 11, 20, 30))
 
 
@@ -24,7 +25,7 @@ def make(cfg, reports=True, **options):
 
 def routers_choice(model, row: list[int]) -> torch.Tensor:
     """[T, layers, top_k], ascending."""
-    routers, results = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")], []
+    routers, results = [m for m in model.modules() if type(m).__name__.endswith(ROUTERS)], []
     hooks = [m.register_forward_hook(lambda _, __, out: results.append(out[2].sort(-1).values)) for m in routers]
     with torch.no_grad():
         model(torch.tensor([row]))
@@ -34,10 +35,10 @@ def routers_choice(model, row: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("max_batch", [5, 512])
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "mixed", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "mixed", "gpt_oss", "deepseek_v3", "gemma4-experts"])
 def test_it_is_that_of_transformers_routers(name, max_batch):
     """Of prompts and responses, less each row's last token; the rest is 0. Samples are those without the report."""
-    cfg = (MODELS | {"mixed": MIXED, "gpt_oss": GPT_OSS, "deepseek_v3": DEEPSEEK})[name]
+    cfg = (MODELS | MORE | {"mixed": MIXED})[name]
     model = reference(cfg)
     engine = fill(make(cfg, max_batch=max_batch), model)
     out = engine.generate(PROMPTS, seeds_for(PROMPTS, 6), SAMPLING)

@@ -103,9 +103,8 @@ def check(got, base, optim):
             assert abs(ours[name] - theirs[name]) <= 1e-5 * max(1.0, abs(theirs[name])), name
     for name, value in wanted["weights"].items():
         scale = value if optim is SGD else value - start[name]  # of gradient descent the weights, of Adam the update
-        assert (value - start[name]).any() != name.endswith("e_score_correction_bias"), (
-            name
-        )  # which no gradient changes
+        fixed = name.endswith(("e_score_correction_bias", "layer_scalar"))  # which no gradient changes
+        assert (value - start[name]).any() != fixed, name
         assert relative(got["weights"][name], value, scale) <= (1e-5 if optim is SGD else 1e-3), name
         if optim is SGD:  # two updates are two gradients
             assert relative(got["weights"][name], value, value - start[name]) <= 1e-4, name
@@ -150,10 +149,19 @@ def test_biased_experts_learn_the_same(ranks, alone, layout):
     check(learned(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(cfg, SGD), SGD)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
-def test_gated_shared_experts_and_those_without_a_gate_learn_the_same(ranks, alone, name):
-    world, parallel = LAYOUTS["ep2-tp2-sequence"]
-    cfg, optim = MORE[name], replace(SGD, lr=SGD.lr / 10)
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, "ep2-tp2-sequence") for name in ("qwen3_next", "nemotron_h", "gemma4-experts")),
+        *(("gemma4-experts", layout) for layout in ("ep2-tp2", "ep2-cp2", "ep2-pp2")),
+    ],
+)
+def test_experts_beside_an_mlp_for_every_token_learn_the_same(ranks, alone, name, layout):
+    """It has a gate, no gates inside, or norms of its own, as its experts then have."""
+    world, parallel = LAYOUTS[layout]
+    cfg = MORE[name]
+    optim = replace(SGD, lr=SGD.lr / 10) if cfg.linear.key_heads else SGD
     check(learned(ranks, world, cfg=cfg, parallel=parallel, optim=optim, bc=BASE), alone(cfg, optim), SGD)
 
 
@@ -217,10 +225,11 @@ def test_shared_prompts_count_for_every_row(ranks, alone, layout):
     check(learned(ranks, world, cfg=BALANCED, parallel=parallel, optim=SGD, bc=sharing, full=full), base, SGD)
 
 
-def test_a_score_head_on_experts(ranks, alone):
+@pytest.mark.parametrize("cfg", [MOE, MORE["gemma4-experts"]], ids=lambda cfg: cfg.family)
+def test_a_score_head_on_experts(ranks, alone, cfg):
     world, parallel = LAYOUTS["ep2-pp2"]
-    got = learned(ranks, world, cfg=MOE, parallel=parallel, optim=SGD, bc=BASE, outputs=2)
-    check(got, alone(MOE, SGD, outputs=2), SGD)
+    got = learned(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE, outputs=2)
+    check(got, alone(cfg, SGD, outputs=2), SGD)
 
 
 @pytest.mark.parametrize("layout", ["ep2-tp2-sequence", "ep2-pp2"])
@@ -336,6 +345,7 @@ CHAINS = {
     "plain": ["one", "ep2-dp4", "ep2-pp2", "tp2"],
     "linear": ["ep2-tp2", "ep2-pp2"],
     "mamba": ["ep2-tp2", "ep2-pp2"],
+    "beside an MLP": ["ep2-tp2", "ep2-pp2"],
     "mixed": ["ep2-pp2", "one"],  # some layers are dense, all of those on the first of two stages
 }
 
@@ -346,6 +356,7 @@ def test_checkpoints_change_layouts(ranks, tmp_path, kind):
     """Two expert ranks -> one -> four, two of which have the same experts -> two stages -> two tensor ranks: weights
     bit by bit, and the optimizer goes on."""
     models = {"linear": MORE["qwen3_next"], "mamba": MORE["nemotron_h"], "mixed": MORE["qwen3_moe-mixed"]}
+    models["beside an MLP"] = MORE["gemma4-experts"]
     job = {"cfg": models.get(kind, MOE), "share": equal_shares, "optim": replace(ADAM, distributed=kind != "plain")}
     first = ranks.run(save_and_go_on, world=2, folder=tmp_path / "0", parallel=LAYOUTS["ep2"][1], **job)[0]
     for i, layout in enumerate(CHAINS[kind]):

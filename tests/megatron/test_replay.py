@@ -25,6 +25,7 @@ from tests.tiny import (
     GPT_OSS,
     MIXTRAL,
     MOE,
+    MORE,
     SGD,
     batch,
     random_routing,
@@ -164,15 +165,15 @@ def test_the_layer_against_loops(ranks, normalise):
         assert relative(results[0]["params"][name], value) < 1e-5, name
 
 
-@pytest.mark.parametrize("cfg", [MOE, MIXTRAL, GPT_OSS, DEEPSEEK], ids=lambda cfg: cfg.family)
+@pytest.mark.parametrize("cfg", [MOE, MIXTRAL, GPT_OSS, DEEPSEEK, MORE["gemma4-experts"]], ids=lambda cfg: cfg.family)
 def test_logits_equal_transformers_whose_routers_choose_the_same(ranks, tmp_path, cfg, monkeypatch):
     model, raw = transformers_model(cfg)
     folder = write_folder(model, raw, tmp_path / "hf")
     rows = batch(cfg, rows=3, width=19)
     routing = random_routing(cfg, rows)
     for index, number in enumerate(cfg.layers_of("sparse")):
-        mlp = model.model.layers[number].mlp
-        router = mlp.router if cfg is GPT_OSS else mlp.gate
+        layer = model.model.layers[number]
+        router = getattr(layer, "router", None) or (layer.mlp.router if cfg is GPT_OSS else layer.mlp.gate)
         monkeypatch.setattr(router, "forward", chooser(router, routing[:, :, index].flatten(0, 1), cfg))
     with torch.no_grad():
         wanted = model(rows.tokens).logits
@@ -187,11 +188,16 @@ def chooser(router, experts: torch.Tensor, cfg):
     """A router of transformers that is told what to choose."""
 
     def forward(hidden):
-        bias = getattr(router, "bias", None)
-        logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight, bias)
+        scale = cfg.moe.scale
+        if cfg.traits.branch_norms:
+            logits = router.proj(router.norm(hidden) * router.scale * router.scalar_root_size)
+            scale = router.per_expert_scale[experts.long()]
+        else:
+            bias = getattr(router, "bias", None)
+            logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight, bias)
         scores = logits.sigmoid() if cfg is DEEPSEEK else logits.softmax(-1)
         weights = scores.gather(-1, experts.long())
-        return logits, cfg.moe.scale * weights / weights.sum(-1, keepdim=True), experts.long()
+        return logits, scale * weights / weights.sum(-1, keepdim=True), experts.long()
 
     return forward
 

@@ -48,7 +48,8 @@ FAMILIES = {
     "mixtral": ModelConfig(family="mixtral", moe=MoeConfig(3, 2, SMALL["ffn_hidden_size"]), **SMALL),
 } | {name: replace(cfg, head_dim=cfg.kv_channels, num_kv_heads=4) for name, cfg in MORE.items()}
 four = replace(MORE["gemma4"].attention, global_kv_heads=4)
-FAMILIES["gemma4"] = replace(FAMILIES["gemma4"], num_heads=8, num_kv_heads=8, attention=four)
+for gemma in ("gemma4", "gemma4-experts"):
+    FAMILIES[gemma] = replace(FAMILIES[gemma], num_heads=8, num_kv_heads=8, attention=four)
 CASES = [
     pytest.param(replace(c, tie_embeddings=t), id=f"{n}-tied{int(t)}")
     for n, c in FAMILIES.items()

@@ -74,6 +74,8 @@ CASES = {
     "experts, tp2, sequence": (MOE, {"tensor": 2, **SEQ}, 2, {}),
     "biased experts, ep2": (replace(GPT_OSS, num_layers=2), {"expert": 2}, 2, {}),
     "biased experts, tp2": (replace(GPT_OSS, num_layers=2), {"tensor": 2}, 2, {}),
+    "experts beside an MLP, tp2, sequence": (MORE["gemma4-experts"], {"tensor": 2, **SEQ}, 2, {}),
+    "experts beside an MLP, ep2 pp2": (MORE["gemma4-experts"], {"expert": 2, "pipeline": 2}, 4, {}),
     "latent": (DEEPSEEK, {}, 1, {}),
     "linear attention, cp2": (MORE["qwen3_next"], {"context": 2}, 2, {}),
     # wide enough that none of its sums over tensor ranks is among the small messages that are not compared

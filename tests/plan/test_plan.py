@@ -92,6 +92,7 @@ def grpo(model: ModelConfig, grid: Grid, engine: Engine | None = None, **changes
         ("qwen3.5_4b", 4_205_751_296, None),
         ("qwen3.5_35b_a3b", 34_660_610_688, None),
         ("gemma4_31b", 30_697_345_280 + 60, None),  # and a scalar of each layer
+        ("gemma4_26b_a4b", 25_233_141_760 + 30, 3.82e9),
         ("nemotron3_nano_30b_a3b", 31_577_937_344 + 23 * 128, 3.27e9),
     ],
 )
@@ -109,7 +110,10 @@ def test_heads_of_two_kinds_count_by_their_layers():
     assert attention_widths(model, ("global",)) == (32 * 512, 4 * 512, 4 * 512, 32 * 512)
     counts = [rank_parameters(model, Grid(tensor=4, pipeline=2), stage) for stage in (0, 1)]
     alike = sum(len(row.shape) == 1 and prod(row.shape) for row in family_table(model))  # on all tensor ranks
-    assert 4 * sum(each.dense + each.frozen for each in counts) - 3 * alike == parameters(model) + model.vocab_size * model.hidden_size
+    assert (
+        4 * sum(each.dense + each.frozen for each in counts) - 3 * alike
+        == parameters(model) + model.vocab_size * model.hidden_size
+    )
 
 
 def test_ranks_together_hold_the_model_once():

@@ -32,6 +32,7 @@ NEW = {
         "llama-biases",
         "gemma2",
         "gemma4",
+        "gemma4-experts",
         "granite",
         "olmo2",
         "smollm3-windows",
@@ -84,6 +85,7 @@ def small_files(tmp_path_factory):
 CASES = [(name, head) for name in FAMILIES for head in ("lm", "score")]
 for name in (
     "gemma4",
+    "gemma4-experts",
     "granite",
     "glm4_moe",
     "deepseek_v32",

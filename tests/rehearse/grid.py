@@ -28,6 +28,7 @@ FAMILIES = {  # model: its shape; where there are two kinds of layers, both
     "qwen3_next_80b_a3b": ["model.moe.num_experts=16", "model.linear.attention_every=2"],
     "nemotron3_nano_30b_a3b": ["model.moe.num_experts=16", "model.num_layers=4", "model.pattern=ME*-"],
     "glm4.5_air": ["model.moe.num_experts=16"],
+    "gemma4_26b_a4b": ["model.moe.num_experts=16", "model.attention.global_every=2"],
 }
 EXPERTS = tuple(name for name, keys in FAMILIES.items() if any("moe.num_experts" in key for key in keys))
 LAYOUTS = {

@@ -50,6 +50,7 @@ MODELS = {
         MORE["glm_moe_dsa"], vocab_size=263, moe=replace(DEEPSEEK.moe, num_experts=4, groups=1, top_groups=1)
     ),
     "gemma4": replace(MORE["gemma4"], vocab_size=263),
+    "gemma4-experts": replace(MORE["gemma4-experts"], vocab_size=263),
     "nemotron_h": replace(MORE["nemotron_h"], vocab_size=263),
 }
 PARTS = {"tensor": 2, "file_bytes": 60_000.0}
@@ -172,6 +173,7 @@ def convert(ranks, what, source, target, world=1, error="", **options):
         ("phi3", "lm", 2, ParallelConfig(tensor=2)),
         ("gpt_oss", "lm", 4, ParallelConfig(tensor=2, expert=2)),
         ("gemma4", "lm", 4, ParallelConfig(tensor=2, pipeline=2)),
+        ("gemma4-experts", "lm", 4, ParallelConfig(tensor=2, expert=2)),
         ("deepseek_v3", "lm", 2, ParallelConfig(tensor=2)),
         ("glm_moe_dsa", "lm", 4, ParallelConfig(tensor=2, pipeline=2)),
         ("nemotron_h", "lm", 4, ParallelConfig(tensor=2, expert=2)),

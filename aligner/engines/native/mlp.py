@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.engines.native.block_inputs import BlockContext, Product, of
+from aligner.families.family import Family
+from aligner.families.rows import BRANCH_NORMS
 from aligner.families.table import family_table
 from aligner.ops.kernels.experts import (
     add_bias,
@@ -57,12 +59,7 @@ class DenseMlp:
     def __call__(self, layer: int, y: Tensor) -> Tensor:
         """Return y [M, hidden] -> [M, ffn], the input of the last product."""
         index = self.index[layer]
-        mixed = self.kit.product("gate_up", index, y, of(self.gate_up_bias, index))
-        if self.kit.cfg.traits.ungated:
-            return relu2_(mixed)
-        gate, up = mixed.chunk(2, dim=1)
-        silu = self.kit.cfg.traits.activation == "silu"
-        return (F.silu(gate, inplace=True) if silu else F.gelu(gate, approximate="tanh")).mul_(up)
+        return between(self.kit.product("gate_up", index, y, of(self.gate_up_bias, index)), self.kit.cfg.traits)
 
 
 class ExpertMlp:
@@ -88,6 +85,8 @@ class ExpertMlp:
         self.shared_gate_up = kit.empty(count, cfg.mlp_parts * wide, hidden) if wide else None
         self.shared_down = kit.empty(count, hidden, wide) if wide else None
         self.shared_gate = kit.empty(count, 1, hidden) if cfg.traits.shared_gate else None
+        self.scale = kit.empty(count, experts) if cfg.traits.branch_norms else None
+        self.norms = {name: kit.empty(count, hidden) for name in BRANCH_NORMS if cfg.traits.branch_norms}
 
     def matrices(self) -> Mapping[str, Sequence[Tensor]]:
         return {}
@@ -100,6 +99,9 @@ class ExpertMlp:
             parts["router.bias"] = self.router_bias[:, None]
             parts["experts.linear_fc1.bias"] = self.gate_up_bias.unflatten(2, (2, -1)).flatten(1, 2)
             parts["experts.linear_fc2.bias"] = self.down_bias
+        if self.scale is not None:
+            parts["router.expert_scale"] = self.scale[:, None]
+        parts |= {f"{name}.weight": weights[:, None] for name, weights in self.norms.items()}
         if self.into is not None:
             parts["fc1_latent_proj.weight"] = self.into[:, None]
             parts["fc2_latent_proj.weight"] = self.onto[:, None]
@@ -118,44 +120,55 @@ class ExpertMlp:
         return views
 
     def __call__(self, layer: int, y: Tensor, routes: Tensor | None) -> Tensor:
-        """Return y [M, hidden] -> this rank's share of the output of each row's experts; all rows of an expert in
-        one product. The experts' numbers are written to `routes` [M, layer, top_k] if given."""
+        """Return y [M, hidden] -> the output of each row's experts; all rows of an expert in one product. The experts'
+        numbers are written to `routes` [M, layer, top_k] if given."""
         moe, index = self.kit.cfg.moe, self.index[layer]
         if self.score_bias is None:
-            routing = route(y, self.router[index], moe.top_k, moe.norm_topk_prob, of(self.router_bias, index))
+            bias, scale = of(self.router_bias, index), of(self.scale, index)
+            x = y if scale is None else self._normed("router_layernorm", index, y) * y.shape[1] ** -0.5
+            routing = route(x, self.router[index], moe.top_k, moe.norm_topk_prob, bias, scale=scale)
         else:
             routing = route_by_groups(y, self.router[index], self.score_bias[index], moe)
         if routes is not None:
             routes[:, index] = routing.experts
         pairs = sort_pairs(routing.experts, moe.num_experts)
-        x = y if self.into is None else F.linear(y, self.into[index])
+        x = self._normed("experts_layernorm", index, y)
+        x = x if self.into is None else F.linear(x, self.into[index])
         mixed = grouped_linear(expand(x, pairs), self.gate_up[index], pairs.counts)
         if self.gate_up_bias is not None:
             mixed = add_bias(mixed, self.gate_up_bias[index], pairs.counts)
-        mixed = clamped_gate(mixed) if self.traits.clamped_gate else self._between(mixed)
+        mixed = clamped_gate(mixed) if self.traits.clamped_gate else between(mixed, self.traits)
         out = grouped_linear(mixed, self.down[index], pairs.counts)
         if self.down_bias is not None and self.kit.peers.rank == 0:  # of all ranks' sum
             out = add_bias(out, self.down_bias[index], pairs.counts)
         out = combine(out, pairs, routing.weights)
-        return self._shared(index, y, out if self.onto is None else F.linear(out, self.onto[index]))
+        return self._with_shared(index, y, out if self.onto is None else F.linear(out, self.onto[index]))
 
-    def _between(self, mixed: Tensor) -> Tensor:
-        """Return the input of an MLP's last product from the output of its first, in place."""
-        if self.traits.ungated:
-            return relu2_(mixed)
-        gate, up = mixed.chunk(2, dim=1)
-        return F.silu(gate, inplace=True).mul_(up)
+    def _normed(self, name: str, index: int, x: Tensor) -> Tensor:
+        return self.kit.norm(x, self.norms[name][index]) if self.norms else x
+
+    def _with_shared(self, index: int, y: Tensor, out: Tensor) -> Tensor:
+        """Return the sum over all ranks' shares of `out` and of the output of the MLP for every token."""
+        if not self.norms:
+            return self.kit.peers.add(self._shared(index, y, out))
+        shared = self._shared(index, self._normed("shared_layernorm", index, y), torch.zeros_like(out))
+        out, shared = self.kit.peers.add(torch.stack([out, shared]))
+        out = self._normed("experts_post_layernorm", index, out)
+        return out.add_(self._normed("shared_post_layernorm", index, shared))
 
     def _shared(self, index: int, y: Tensor, out: Tensor) -> Tensor:
         """Add the output of the experts that all tokens share."""
         if self.shared_gate_up is None:
             return out
-        hidden = self._between(F.linear(y, self.shared_gate_up[index]))
+        hidden = between(F.linear(y, self.shared_gate_up[index]), self.traits)
         if self.shared_gate is not None:
             hidden *= F.linear(y, self.shared_gate[index]).sigmoid()
         return out.addmm_(hidden, self.shared_down[index].t())
 
 
-def relu2_(x: Tensor) -> Tensor:
-    """Return the square of ReLU, in place of x."""
-    return F.relu(x, inplace=True).square_()
+def between(mixed: Tensor, traits: Family) -> Tensor:
+    """Return the input of an MLP's last product from the output of its first, perhaps in place."""
+    if traits.ungated:
+        return F.relu(mixed, inplace=True).square_()
+    gate, up = mixed.chunk(2, dim=1)
+    return (F.silu(gate, inplace=True) if traits.activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)

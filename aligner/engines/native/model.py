@@ -56,8 +56,10 @@ class NativeModel:
         tokens = high - self.first_token
         self.embedding = kit.empty(tokens, cfg.hidden_size)
         self.head = self.embedding if cfg.tie_embeddings else kit.empty(tokens, cfg.hidden_size)
-        # the norms that the family has, in the order of rows
-        self.norm_rows = [name for name in NORMS if in_layer(f"{name}.weight") in cfg.traits.names]
+        # the norms that any layer has, in the order of rows
+        names, layers = [in_layer(f"{name}.weight") for name in NORMS], range(cfg.num_layers)
+        has = [any(name.format(layer=layer) in hf for layer in layers) for name in names]
+        self.norm_rows = [name for name, here in zip(NORMS, has, strict=True) if here]
         self.norms = kit.empty(cfg.num_layers, len(self.norm_rows), cfg.hidden_size)
         self.final_norm = kit.empty(cfg.hidden_size)
         self.scalars = kit.empty(cfg.num_layers, 1) if cfg.traits.layer_scalar else None
@@ -296,7 +298,7 @@ class NativeModel:
                 x = self._add(x, mix(mixer, layer, y), mixer.out_of(layer), layer, BEHIND)
             if layer in self.experts:
                 y = self._normed(x, layer, BEFORE_MLP)
-                x += self.peers.add(self.experts[layer](layer, y, routes))
+                x += self._normed(self.experts[layer](layer, y, routes), layer, BEHIND_MLP)
             elif mlp := self.mlps.get(layer):
                 y = self._normed(x, layer, BEFORE_MLP)
                 x = self._add(x, mlp(layer, y), mlp.out_of(layer), layer, BEHIND_MLP)

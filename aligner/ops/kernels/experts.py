@@ -43,6 +43,7 @@ def route(
     normalise: bool,
     bias: Tensor | None = None,
     chosen_before: ReplayedExperts | None = None,
+    scale: Tensor | None = None,
 ) -> Routing:
     """Route hidden [N, H] with router [E, H], bias [E]. It computes in float32 whatever the dtype, so that a token
     near a tie of two experts falls on the same side in the trainer and in the engine. Normalised weights are a
@@ -50,7 +51,7 @@ def route(
     exactly 0, not one of rounding, of which Adam would make a step.
 
     Experts `chosen_before` replace those of largest p, and are weighted by this router's p: it learns as if it had
-    chosen them (arXiv:2510.11370).
+    chosen them (arXiv:2510.11370). Each weight is multiplied by its expert's `scale` [E].
     """
     logits = torch.nn.functional.linear(hidden.float(), router.float(), None if bias is None else bias.float())
     probs = logits.softmax(-1)
@@ -59,7 +60,8 @@ def route(
     if chosen_before is not None:
         experts = chosen_before.experts.long().where(chosen_before.known[:, None], own)
         chosen = logits.gather(-1, experts)
-    return Routing(probs, chosen.softmax(-1) if normalise else probs.gather(-1, experts), experts, own)
+    weights = chosen.softmax(-1) if normalise else probs.gather(-1, experts)
+    return Routing(probs, weights if scale is None else weights * scale.float()[experts], experts, own)
 
 
 def rerouted(routing: Routing) -> Tensor:

@@ -93,10 +93,11 @@ class ModelConfig(Section, key="model"):
     )
     RULES = rules(
         """
-traits.moe !pattern => moe.num_experts >=1 | with model.family={family}
+traits.moe !traits.moe.switch !pattern => moe.num_experts >=1 | with model.family={family}
 !traits.moe moe.num_experts => family | one of $MOE with model.moe.num_experts={moe.num_experts}
 traits.moe !traits.moe.norm_topk_prob => moe.norm_topk_prob =true | for model.family={family}
 traits.shared_gate => moe.shared_ffn_hidden_size >=1 | with model.family={family}
+traits.branch_norms moe.num_experts => moe.shared_ffn_hidden_size ==ffn_hidden_size | for model.family={family}
 traits.sigmoid_router => moe.num_experts %moe.groups | , at least 2 in each
 traits.sigmoid_router moe.num_experts moe.of_group<2 => moe.num_experts
     | a multiple of model.moe.groups={moe.groups}, at least 2 in each
