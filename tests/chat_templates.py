@@ -60,6 +60,74 @@ TRIMS = QWEN2.replace("+ m.content }}", "+ (m.content | trim) }}", 1)
 SHOUTS = QWEN2.replace("+ m.content }}", "+ (m.content | upper if m.role == 'assistant' else m.content) }}", 1)
 FORGETS = QWEN2.replace("{% for m in messages %}", "{% for m in messages[-4:] %}", 1)
 
+_ROWS = "{% set opened = messages[0].role == 'system' %}"
+_REST = "{% for m in (messages[1:] if opened else messages) %}"
+_LATER = "(messages[1:] if opened else messages)[loop.index:] | selectattr('role', 'equalto', 'user') | list"
+NEMOTRON3 = (
+    _ROWS
+    + "<|im_start|>system\n{{ messages[0].content if opened else '' }}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "<|im_end|>\n{% set all = (truncate_history_thinking is defined and not truncate_history_thinking) %}" + _REST + ""
+    "{% if m.role == 'assistant' %}{% set c = m.content or '' %}{% if m.reasoning_content %}"
+    "{% set c = '<think>\n' + m.reasoning_content + '\n</think>\n' + c %}"
+    "{% elif '<think>' not in c and '</think>' not in c %}{% set c = '<think></think>' + c %}{% endif %}"
+    "{% if " + _LATER + " and not all %}{% set c = '<think></think>' + c.split('</think>')[-1] %}{% endif %}"
+    "<|im_start|>assistant\n{{ c | trim }}{{ '\n' if m.tool_calls }}{% for c in m.tool_calls or [] %}"
+    "{{ '<tool_call>\n<function=' + c.function.name + '>\n' }}{% for k, v in c.function.arguments | items %}"
+    "{{ '<parameter=' + k + '>\n' }}"
+    "{{ v | tojson if v is mapping or (v is sequence and v is not string) else v | string }}"
+    "{{ '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>\n' }}{% endfor %}<|im_end|>\n"
+    "{% elif m.role == 'tool' %}{{ '<|im_start|>user\n' if loop.previtem.role != 'tool' }}<tool_response>\n"
+    "{{ m.content }}"
+    "{{ '\n</tool_response>\n' }}{{ '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' }}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "<|im_start|>assistant\n<think>{{ '\n' if enable_thinking | default(true) else '</think>' }}{% endif %}"
+)
+KIMI_K2 = (
+    "{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}"
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_system|>system<|im_middle|>You are "
+    "Kimi, an AI assistant created by Moonshot AI.<|im_end|>{% endif %}"
+    "<|im_{{ m.role if m.role in ('user', 'assistant') else 'system' }}|>"
+    "{{ m.name or m.role }}<|im_middle|>{{ '## Return of ' + m.tool_call_id + '\n' if m.role == 'tool' }}"
+    "{{ m.content }}"
+    "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>{{ c.id }}"
+    "<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
+    "<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
+# thoughts are an entry of a list of contents
+MINISTRAL3 = (
+    _ROWS + "{{ bos_token }}[SYSTEM_PROMPT]{{ messages[0].content if opened else 'Think.' }}[/SYSTEM_PROMPT]"
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% set ns = namespace(i=0) %}"
+    + _REST
+    + "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (ns.i % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+    "{% set ns.i = ns.i + 1 %}{% endif %}{% endfor %}" + _REST + "{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% elif m.role == 'assistant' %}{% if not m.content and not m.tool_calls %}{{ raise_exception('empty') }}"
+    "{% endif %}"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for b in m.content %}{% if b.type == 'text' %}{{ b.text }}"
+    "{% elif b.type == 'thinking' %}[THINK]{{ b.thinking }}[/THINK]{% else %}{{ raise_exception('a content') }}"
+    "{% endif %}"
+    "{% endfor %}{% endif %}{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]"
+    "{{ c.function.arguments | tojson }}{% endfor %}{{ eos_token }}{% elif m.role == 'tool' %}[TOOL_RESULTS]"
+    "{{ m.content }}[/TOOL_RESULTS]{% else %}{{ raise_exception('role ' + m.role) }}{% endif %}{% endfor %}"
+)
+LFM2_5 = (
+    "{% macro value(v) %}{% if v is string %}'{{ v }}'{% elif v is mapping %}{{ v | tojson }}{% else %}{{ v | string }}"
+    "{% endif %}{% endmacro %}" + _ROWS + "{{ bos_token }}{% set system = messages[0].content if opened else '' %}"
+    "{% if tools %}{% set system = system + ('\n' if system else '') + 'List of tools: ' + (tools | tojson) %}"
+    "{% endif %}{{ '<|im_start|>system\n' + system + '<|im_end|>\n' if system }}" + _REST + "<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{% set keeps = preserve_thinking or not (" + _LATER + ") %}"
+    "{% set thoughts = m.thinking or m.reasoning_content %}"
+    "{{ '<think>' + thoughts + '</think>' if thoughts and keeps }}"
+    "{{ m.content if keeps or '</think>' not in m.content else m.content.split('</think>')[-1] | trim }}"
+    "{% if m.tool_calls %}<|tool_call_start|>[{% for c in m.tool_calls %}{{ ', ' if not loop.first }}"
+    "{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ ', ' if not loop.first }}{{ k }}="
+    "{{ value(v) }}{% endfor %}){% endfor %}]<|tool_call_end|>{% endif %}<|im_end|>\n{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 TEMPLATES = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,

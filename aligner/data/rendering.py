@@ -2,7 +2,8 @@
 
 A conversation is first converted to the template's form. A call's arguments are a mapping or JSON text. Ids of calls
 are those that it accepts (Kimi's carry the names, Mistral's have nine letters). `developer` becomes `system` if there
-is no such role. Thoughts within the content become `reasoning_content` if the template shows only those as thoughts.
+is no such role. Thoughts within the content become `reasoning_content` if the template shows only those as thoughts;
+they become an entry of a list of contents if it shows only those.
 Any failure inside a template is a DataError that names the row, the message and the template's line.
 """
 
@@ -26,7 +27,7 @@ Conversation = Sequence[Mapping[str, Any]]
 USER = {"role": "user", "content": "a question"}
 THOUGHT = "<think>\na thought\n</think>\n\n"
 # before and behind thoughts in the text of an answer; the first one may be in the prompt
-THOUGHT_MARKS = (("<think>", "</think>"), ("<|channel>thought\n", "<channel|>"), ("[THINK]", "[/THINK]"))
+THOUGHT_MARKS = (("<think>", "</think>"), ("<|channel>thought\n", "<channel|>"))
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 _SOURCE = ("<template>", "<unknown>")  # a template's file name in tracebacks
 _VALUE = "a value 7"
@@ -43,6 +44,7 @@ class TemplateForm:
     nine_ids: bool = False  # it accepts only ids of calls of nine letters or digits, as Mistral's
     renamed: bool = False  # role `developer` is shown as `system`
     apart: bool = False  # thoughts are only read from a key of their own, as gpt-oss's and Qwen3.8's
+    listed: bool = False  # thoughts are only read from a list of contents, as Ministral 3's
 
 
 _forms: dict[tuple[str, str], TemplateForm] = {}  # by template and special tokens
@@ -145,7 +147,11 @@ def _probed(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForm:
         "a thought" in (apart or "") and (inside or "").count("</think>") > apart.count("</think>")
         for inside, apart in answers
     )
-    return TemplateForm(wants_text, named_ids, nine_ids, _VALUE in system and _VALUE not in developer, another)
+    listed = text([USER, {"role": "assistant", "content": _parts("a thought", _VALUE)}]) or ""
+    lists = "a thought" in listed and _VALUE in listed and "type" not in listed  # a list that is printed has its keys
+    lists &= "a thought" not in (answers[0][1] or "")
+    renamed = _VALUE in system and _VALUE not in developer
+    return TemplateForm(wants_text, named_ids, nine_ids, renamed, another, lists)
 
 
 def in_form(conversation: Conversation, form: TemplateForm, source: str) -> list[dict[str, Any]]:
@@ -158,6 +164,8 @@ def in_form(conversation: Conversation, form: TemplateForm, source: str) -> list
             thoughts, content = split_thoughts(str(message.get("content") or ""))
             if thoughts is not None:
                 message["reasoning_content"], message["content"] = thoughts, content
+        if form.listed and message.get("role") == "assistant":
+            _list_thoughts(message)
         calls = message.get("tool_calls")
         if isinstance(calls, Sequence) and not isinstance(calls, str):
             where = f"{source}: messages[{number}].tool_calls"
@@ -165,6 +173,20 @@ def in_form(conversation: Conversation, form: TemplateForm, source: str) -> list
     if form.named_ids or form.nine_ids:
         _fit_ids(messages, form)
     return messages
+
+
+def _list_thoughts(message: dict[str, Any]) -> None:
+    """Move the thoughts of a key, or those within <think>, into a list of contents."""
+    thoughts, content = next((message[key] for key in THOUGHTS if message.get(key)), None), message.get("content")
+    if thoughts is None and isinstance(content, str) and THOUGHT_MARKS[0][1] in content:
+        thoughts, content = split_thoughts(content)
+    if thoughts is not None and not isinstance(content, list):
+        message["content"] = _parts(thoughts, content or "")
+
+
+def _parts(thoughts: str, content: str) -> list[dict[str, str]]:
+    parts = [{"type": "thinking", "thinking": thoughts}]
+    return [*parts, {"type": "text", "text": content}] if content else parts
 
 
 def split_thoughts(text: str) -> tuple[str | None, str]:
