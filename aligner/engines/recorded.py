@@ -24,7 +24,7 @@ from aligner.engines.base import EngineWrapper, RolloutEngine, UpdateLedger
 from aligner.errors import ConfigError, DataError, EngineError
 from aligner.families.table import family_table
 from aligner.foreign import parse_json, record
-from aligner.models.params import dtype_of, expected_hf_shapes
+from aligner.models.params import expected_hf_shapes, hf_dtypes
 from aligner.models.safetensors_io import save_whole
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
@@ -137,7 +137,7 @@ class RecordedEngine(RolloutEngine):
     def __init__(self, model: ModelConfig, folder: str | Path, *, dtype: torch.dtype):
         self.dtype, self.answers = dtype, AnswerFiles(Path(folder).expanduser())
         self._ledger, self._asleep = UpdateLedger(expected_hf_shapes(model)), False
-        self._kept = {name: dtype_of(spec, dtype) for spec in family_table(model) for name in spec.hf}
+        self._kept = hf_dtypes(family_table(model), dtype)
         self._checksums: dict[str, int] = {}
 
     @property

@@ -25,7 +25,7 @@ class ParamSpec:
     padded: bool = False  # the vocabulary: split pads it to a multiple of TP, merge cuts it to `units`
     experts: bool = False  # axis 0 is the expert; expert-parallel ranks have equal shares of it
     when: str = ""  # in a family's table: models with this flag of ModelConfig have it; empty: all
-    float32: bool = False  # in any model dtype; no gradient changes it
+    float32: bool = False  # in any model dtype
     frozen: bool = False  # no gradient changes it
     kind: str = ""  # in a family's table: kind of its layers (`ModelConfig.layer_kinds`); empty: all layers
 
@@ -219,8 +219,13 @@ INDEXED = (
 )
 
 
+# of linear layers: how fast a state is forgotten, which tokens multiply; vLLM and files of Qwen3.5 have it in float32
+DECAY = "A_log"
+
+
 def _linear(ours: str, hf: tuple[str, ...], shape: str, *where: Any) -> ParamSpec:
-    return layer(f"self_attention.{ours}", tuple(f"linear_attn.{name}" for name in hf), shape, *where, kind="linear")
+    names = tuple(f"linear_attn.{name}" for name in hf)
+    return layer(f"self_attention.{ours}", names, shape, *where, kind="linear", float32=ours == DECAY)
 
 
 def delta_net(*inputs: str) -> tuple[ParamSpec, ...]:

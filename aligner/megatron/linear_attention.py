@@ -26,7 +26,7 @@ from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.megatron.sharing import LayerConfig, checkpoint_entries, mark_shared
 from aligner.ops.kernels import fused
-from aligner.ops.kernels.linear_rules import RULES
+from aligner.ops.kernels.linear_rules import RULES, vector_dtype
 from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.pack import Packing, Segment
 
@@ -59,7 +59,8 @@ class LinearAttention(MegatronModule):
         if self.rule.wide_norm:
             mark_shared(self.out_norm.weight)
         for name in self.rule.vectors:
-            parameter = torch.nn.Parameter(torch.zeros(linear.value_heads // tp.size(), dtype=dtype))
+            own = vector_dtype(name, dtype)
+            parameter = torch.nn.Parameter(torch.zeros(linear.value_heads // tp.size(), dtype=own))
             mark_shared(parameter)
             setattr(self, name, parameter)
 

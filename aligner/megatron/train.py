@@ -116,8 +116,8 @@ class ShardedModel:
         self.load = ExpertLoad(self.module, cfg.moe, layout)
         self._frequencies = {local: inverse_frequencies(cfg, local).to(device) for local in (False, True)}
         # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can
-        mixed = (head.kind == "score" or (self.adapted is not None and cfg.lora.dora)) and dtype == torch.bfloat16
-        self._distributed = optim is not None and (optim.distributed or mixed)
+        mixed = head.kind == "score" or (cfg.lora.dora if self.adapted is not None else cfg.traits.linear)
+        self._distributed = optim is not None and (optim.distributed or (mixed and dtype == torch.bfloat16))
         if optim is None:
             self.module.eval().requires_grad_(False)
             self.wrapped = self.module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,11 @@ from aligner.families.table import family_table
 def dtype_of(spec: ParamSpec, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a parameter in a model of `dtype`."""
     return torch.float32 if spec.float32 else dtype
+
+
+def hf_dtypes(table: Iterable[ParamSpec], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtype of each Hugging Face tensor of a model of `dtype`."""
+    return {name: dtype_of(spec, dtype) for spec in table for name in spec.hf}
 
 
 def to_hf(spec: ParamSpec, full: Tensor, cfg: ModelConfig) -> dict[str, Tensor]:

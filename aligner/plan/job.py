@@ -362,12 +362,14 @@ def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Planned
     stage = STAGES[cfg.stage.name]
     trains = stage.trains and not cfg.debug.rollout_only
     other_models = stage.other_models(cfg) if trains else ()
-    mixed = cfg.model.dtype != "float32"  # a float32 head on a bfloat16 body has the distributed optimizer in any case
+    # float32 parameters in a bfloat16 body have the distributed optimizer in any case: heads, and of linear layers
+    mixed = cfg.model.dtype != "float32"
     if stage.scores:
         outputs = max(1, len(cfg.algorithm.reward_loss.attributes))
         return (PlannedModel("policy", shape, "score", True, outputs, cfg.optim.distributed or mixed),)
     averaged = cfg.ema.decay > 0
-    models = [PlannedModel("policy", shape, trained=trains, distributed=cfg.optim.distributed, averaged=averaged)]
+    distributed = cfg.optim.distributed or (mixed and shape.traits.linear)
+    models = [PlannedModel("policy", shape, trained=trains, distributed=distributed, averaged=averaged)]
     scorer = shape_at(shape, cfg.reward.model)
     if "reference" in other_models:
         models.append(PlannedModel("reference", shape, shared=shares_weights(cfg)))

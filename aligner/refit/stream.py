@@ -11,7 +11,7 @@ from torch import Tensor
 from aligner.families.table import family_table
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import gather_weights
-from aligner.models.params import ParamSpec, dtype_of, expected_hf_shapes, to_hf
+from aligner.models.params import ParamSpec, expected_hf_shapes, hf_dtypes, to_hf
 from aligner.ops.reduce import gathered
 from aligner.refit.plan import buckets
 
@@ -67,7 +67,7 @@ class WeightStream:
         shapes = expected_hf_shapes(model.cfg, model.head.kind, model.head.outputs)
         owned = set(self._owned[stage])
         dtype = torch.float32 if model.head.kind == "score" else model.dtype  # score heads are float32
-        kept = {n: dtype_of(spec, dtype) for spec in self.table() if spec.canonical in owned for n in spec.hf}
+        kept = hf_dtypes((spec for spec in self.table() if spec.canonical in owned), dtype)
         names = list(kept)
         sizes = [torch.Size(shapes[name]).numel() * kept[name].itemsize for name in names]
         room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]

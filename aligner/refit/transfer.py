@@ -24,7 +24,7 @@ from aligner.engines.base import RolloutEngine
 from aligner.errors import RefitError
 from aligner.megatron.train import ShardedModel
 from aligner.models.adapters import factor_tensors
-from aligner.models.params import dtype_of
+from aligner.models.params import dtype_of, hf_dtypes
 from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops import agree
 from aligner.ops.kernels.checksum import tensor_checksum
@@ -158,7 +158,7 @@ class Refit:
     def _streamed(self) -> tuple[int, int]:
         assert self.stream is not None
         moved, layout = 0, self.model.layout
-        kept = {name: dtype_of(spec, self.engine.dtype) for spec in self.stream.table() for name in spec.hf}
+        kept = hf_dtypes(self.stream.table(), self.engine.dtype)
         for bucket in self.stream:  # always consumed whole, even after a refusal: it is collective
             self._ask(self.engine.update_weights, bucket)
             for name, tensor in bucket:

@@ -23,7 +23,7 @@ from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
 from aligner.refit.transfer import Refit
 from tests.megatron.models import build
 from tests.ranks import on_ranks
-from tests.tiny import DEEPSEEK, LLAMA, MODELS, MOE, wild_source
+from tests.tiny import DEEPSEEK, LLAMA, MODELS, MOE, MORE, wild_source
 
 pytestmark = pytest.mark.multirank
 
@@ -159,7 +159,7 @@ def truth(cfg, dtype=torch.float32) -> dict[str, int]:
     return {name: tensor_checksum(t.to(kept[name])) for name, t in full.items()}
 
 
-LATENT = replace(DEEPSEEK, num_layers=4)
+LATENT, LINEAR = replace(DEEPSEEK, num_layers=4), MORE["qwen3_5"]
 UNTIED, QWEN2 = (replace(cfg, tie_embeddings=False) for cfg in (LLAMA, MODELS["qwen2"]))
 CASES = {  # world, model, trainer, engines, bucket bytes, engine's dtype
     "tp2 to 2 engines": (2, QWEN2, TrainerGrid(2, 2), EngineGrid((0, 1)), 3000, torch.float32),
@@ -169,6 +169,8 @@ CASES = {  # world, model, trainer, engines, bucket bytes, engine's dtype
     "ep2 tp2 to 4": (4, MOE, TrainerGrid(2, 2, data=2, expert=2), EngineGrid((0, 1, 2, 3)), 5000, torch.float32),
     # the bias of the choice stays float32 on the way to an engine in bfloat16
     "latent, pp2 to 2": (2, LATENT, TrainerGrid(4, 1, 2), EngineGrid((0, 1)), 5000, torch.bfloat16),
+    # and how fast states are forgotten
+    "linear, tp2 to 2": (2, LINEAR, TrainerGrid(2, 2), EngineGrid((0, 1)), 5000, torch.bfloat16),
     "other ranks, tp2 to tp2": (4, LLAMA, TrainerGrid(2, 2), EngineGrid((2, 3), 2), 5000, torch.bfloat16),
     "other ranks, dp2 to 2": (4, UNTIED, TrainerGrid(2, data=2, first=1), EngineGrid((3, 0)), 4000, torch.float32),
 }

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aligner.config.sections.engine import RefitConfig
+from aligner.config.sections.engine import EngineConfig, RefitConfig
+from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.engines.base import RolloutEngine
+from aligner.engines.native.engine import NativeEngine
 from aligner.errors import RefitError
 from aligner.families.table import family_table
 from aligner.megatron.model import Head
@@ -20,9 +22,9 @@ from aligner.models.params import dtype_of, to_hf
 from aligner.refit.plan import buckets
 from aligner.refit.stream import WeightStream
 from aligner.refit.transfer import Refit, fail_together
-from tests.megatron.models import build
+from tests.megatron.models import build, stepped, weights
 from tests.ranks import on_ranks
-from tests.tiny import DEEPSEEK, LLAMA, MODELS, MOE, wild_source
+from tests.tiny import DEEPSEEK, LLAMA, MODELS, MOE, MORE, wild_source
 
 LAYOUTS = {
     "one": (1, ParallelConfig()),
@@ -110,6 +112,29 @@ def test_score_heads_and_bfloat16(world, parallel):
     wanted = {n: t.to(kept[n]) for n, t in full_weights(mixed).items()}
     check_stream(build(mixed, parallel, dtype=torch.bfloat16), wanted, 5000)
     check_stream(build(LLAMA, parallel, head=Head("score", 3)), full_weights(LLAMA, "score", 3), 5000)
+
+
+def decays(cfg) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """How fast states are forgotten after a small step: in files, and in an engine that got it in a bucket."""
+    model = stepped(cfg, 1, dtype=torch.bfloat16, optim=OptimConfig(lr=1e-5, distributed=False))
+    held = weights(model)
+    engine = NativeEngine(cfg, EngineConfig(), device="cpu", dtype=torch.bfloat16, pad_id=0)
+    engine.begin_update(1)
+    engine.update_weights(held.items())
+    engine.finish_update()
+    return {name: (t, engine.model.views[name].clone()) for name, t in held.items() if name.endswith("A_log")}
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+def test_how_fast_states_are_forgotten_stays_float32(ranks, name):
+    """In bfloat16 the start would be rounded, and a step of 1e-5 be none."""
+    cfg = MORE[name]
+    start, moved = full_weights(cfg), ranks.run(decays, cfg=cfg)[0]
+    assert len(moved) == len(cfg.layers_of("linear"))
+    for tensor, (ours, engines) in moved.items():
+        assert ours.dtype == engines.dtype == torch.float32 and torch.equal(ours, engines)
+        assert 0 < (ours - start[tensor]).abs().max() < 2e-5
 
 
 @pytest.mark.few(4)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -130,21 +130,22 @@ def checksums(slots: Iterable[Slot], buffer: Tensor) -> dict[str, int]:
 
 
 class BucketWriter:
-    """The trainer's side of the transfer. `buffer` uint8 [bytes] on the device of the transport."""
+    """The trainer's side of the transfer. `buffer` uint8 [bytes] on the device of the transport; `dtypes` of the
+    engine's tensors."""
 
-    def __init__(self, buffer: Tensor, dtype: torch.dtype):
-        self.buffer, self.dtype = buffer, dtype
+    def __init__(self, buffer: Tensor, dtypes: Mapping[str, torch.dtype]):
+        self.buffer, self.dtypes = buffer, dtypes
 
     def buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[Slot]]:
-        """Copy tensors in, cast to the engine's dtype; yield each full bucket, to be read before the next is asked
+        """Copy tensors in, cast to the engine's dtypes; yield each full bucket, to be read before the next is asked
         for. The buffer must hold the largest tensor."""
         slots: list[Slot] = []
         end = 0
         for name, tensor in tensors:
-            slot = Slot(name, tuple(tensor.shape), self.dtype, end)
+            slot = Slot(name, tuple(tensor.shape), self.dtypes[name], end)
             if slots and slot.start + slot.nbytes > self.buffer.numel():
                 yield self._ready(slots)
-                slots, slot = [], Slot(name, slot.shape, self.dtype, 0)
+                slots, slot = [], replace(slot, start=0)
             assert slot.start + slot.nbytes <= self.buffer.numel(), (name, slot.nbytes, self.buffer.numel())
             slot.view(self.buffer).copy_(tensor)
             slots.append(slot)

@@ -33,7 +33,8 @@ from aligner.engines.child.process import ChildChannel, ChildEnd, clean_environm
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Row, Settings
 from aligner.errors import AlignerError, ConfigError, EngineError, RefitError
 from aligner.families.hf_config import hf_config
-from aligner.models.params import expected_hf_shapes
+from aligner.families.table import family_table
+from aligner.models.params import expected_hf_shapes, hf_dtypes
 from aligner.ops.reduce import gathered
 from aligner.types import STOP, Generations, Progress, SamplingParams, SeedLists, TokenLists
 
@@ -79,14 +80,14 @@ class ChildEngine(RolloutEngine):
         self.device, self.dtype, self.pad_id, self._decode = torch.device(device), dtype, pad_id, decode
         self.max_seq_len = min(self.options.max_seq_len or max_seq_len or model.max_position, model.max_position)
         self.checked = checksums
-        shapes = expected_hf_shapes(model)
+        shapes, dtypes = expected_hf_shapes(model), hf_dtypes(family_table(model), dtype)
         self._ledger, self._asleep = UpdateLedger(shapes, group), False
         self._released: list[str] = []  # tags of memory
-        size = max(bucket_bytes, *(prod(shape) * dtype.itemsize for shape in shapes.values()))
+        size = max(bucket_bytes, *(prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()))
         buffer, memory = self._buffer(size)
         memories = [each or memory for each in self._of_ranks(memory)]
         self._places = [*zip(*self._of_ranks((self._device_name(), os.sched_getaffinity(0))), strict=True)]
-        self._writer = BucketWriter(buffer, dtype)
+        self._writer = BucketWriter(buffer, dtypes)
         self._folder = tempfile.TemporaryDirectory(prefix="aligner-engine-")
         self._channel: ChildChannel | None = None
         settings = None

@@ -14,7 +14,7 @@ from aligner.engines.native.block_inputs import BlockContext, DecodeStep, Prefil
 from aligner.engines.native.scratch import Scratch
 from aligner.families.matrices import rows_of_group
 from aligner.families.table import family_table
-from aligner.ops.kernels.linear_rules import RULES
+from aligner.ops.kernels.linear_rules import RULES, vector_dtype
 
 
 class LinearStates:
@@ -94,7 +94,7 @@ class LinearLayers:
         self.out = empty(cfg.hidden_size, values * linear.value_head_dim)
         self.conv = empty(linear.key_heads * linear.mixed_width, 1, linear.conv)  # every rank has the whole
         self.conv_bias = empty(linear.key_heads * linear.mixed_width) if self.rule.biased else None
-        self.vectors = {name: empty(values) for name in self.rule.vectors}
+        self.vectors = {name: empty(values).to(vector_dtype(name, kit.dtype)) for name in self.rule.vectors}
         self.norm = empty((values if self.rule.wide_norm else 1) * linear.value_head_dim)
 
     def matrices(self) -> Mapping[str, Sequence[Tensor]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.child.buckets import Memory, MemoryFile, Slot, aligned
 from aligner.engines.child.worker import Settings
 from aligner.engines.vllm.engine import VllmEngine
-from aligner.models.params import expected_hf_shapes
+from aligner.families.table import family_table
+from aligner.models.params import expected_hf_shapes, hf_dtypes
 from aligner.models.shards import hf_tensors
 
 
@@ -38,10 +38,10 @@ class InPlaceVllmEngine(VllmEngine):
         self._bucket_bytes = bucket_bytes
         self._tensors = {tensor.name: tensor for tensor in hf_tensors(model)}
         self._slots: dict[str, Slot] = {}
-        end = 0
+        end, dtypes = 0, hf_dtypes(family_table(model), dtype)
         for name, shape in expected_hf_shapes(model).items():
-            self._slots[name] = Slot(name, shape, dtype, end)
-            end = aligned(end + prod(shape) * dtype.itemsize)
+            self._slots[name] = Slot(name, shape, dtypes[name], end)
+            end = aligned(end + self._slots[name].nbytes)
         super().__init__(model, config, dtype=dtype, bucket_bytes=end, **options)
         self.can = replace(self.can, in_place=True)
 

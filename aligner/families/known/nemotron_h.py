@@ -12,7 +12,7 @@ _IN = tuple(f"mixer.in_proj_{name}" for name in ("z", "x", "B", "C", "dt"))  # i
 
 
 def _mamba(ours: str, hf: str | tuple[str, ...], shape: str, *where: object) -> rows.ParamSpec:
-    return rows.layer(f"self_attention.{ours}", hf, shape, *where, kind="linear")
+    return rows.layer(f"self_attention.{ours}", hf, shape, *where, kind="linear", float32=ours == rows.DECAY)
 
 
 _TABLE = (

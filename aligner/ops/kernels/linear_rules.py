@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from aligner.families.rows import DECAY
 from aligner.ops.kernels import delta_rule, mamba2
 
 
@@ -23,6 +25,11 @@ class LinearRule(NamedTuple):
     vectors: tuple[str, ...]  # parameters with a number for each head of values
     biased: bool  # the mixing of channels has a bias
     wide_norm: bool  # the norm's weight has a number for each output of every head, not for those of one
+
+
+def vector_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a vector in a model of `dtype`."""
+    return torch.float32 if name == DECAY else dtype
 
 
 RULES = {

@@ -97,8 +97,15 @@ def test_a_cuda_buffer_is_opened_on_the_childs_first_device(monkeypatch):
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", classmethod(opened), raising=False)
     actual = pickle.loads(reported).tensor()
     assert asked == [(0, *shared)]
-    (slots,) = BucketWriter(buffer, torch.float32).buckets([("w", torch.arange(6.0).view(2, 3))])
+    (slots,) = BucketWriter(buffer, {"w": torch.float32}).buckets([("w", torch.arange(6.0).view(2, 3))])
     assert actual.dtype is torch.uint8 and torch.equal(slots[0].view(actual), torch.arange(6.0).view(2, 3))
+
+
+def test_tensors_that_stay_float32_are_not_rounded_on_their_way():
+    buffer, thirds = torch.empty(4096, dtype=torch.uint8), torch.tensor([1 / 3, 2 / 3])
+    writer = BucketWriter(buffer, {"half": torch.bfloat16, "whole": torch.float32})
+    (slots,) = writer.buckets([("half", thirds), ("whole", thirds)])
+    assert torch.equal(slots[0].view(buffer), thirds.bfloat16()) and torch.equal(slots[1].view(buffer), thirds)
 
 
 def test_weights_on_their_way_have_no_name():

@@ -11,7 +11,10 @@ from torch.nn.utils.rnn import pad_sequence
 from aligner.engines.vllm.in_place import InPlaceVllmEngine
 from aligner.engines.vllm.pages import Pages
 from aligner.errors import ConfigError, EngineError
+from aligner.families.table import family_table
+from aligner.models.params import hf_dtypes
 from aligner.models.shards import hf_tensors
+from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import SamplingParams
 from tests.engines.contract import (
     PROMPTS,
@@ -86,6 +89,8 @@ def test_logprobs_of_linear_layers_after_every_update(name):
     for version in (2, 3):
         half = reference(cfg, version).to(torch.bfloat16)
         fill(engine, half, version)
+        kept = hf_dtypes(family_table(cfg), torch.bfloat16)
+        assert engine.checksums() == {n: tensor_checksum(t.to(kept[n])) for n, t in hf_weights(half).items()}
         out = engine.generate(prompts, seeds_for(prompts), SamplingParams(12))
         rows = [[*prompt, *answer] for prompt, answer in zip(prompts, responses(out), strict=True)]
         exact, rounded = of_rows(deepcopy(half).float(), rows), of_rows(half, rows)
