@@ -165,7 +165,7 @@ def trained_parameters(model: PlannedModel, grid: Grid, stage: int) -> Count:
     count = rank_parameters(model.shape, grid, stage, model.head, model.outputs)
     if not is_adapted(model):
         return count
-    return adapter_parameters(model.shape, grid, stage) + Count(score=count.score)
+    return adapter_parameters(model.shape, grid, stage) + Count(score=count.score if model.head == "score" else 0)
 
 
 def whole_numbers(model: PlannedModel, grid: Grid, stage: int) -> int:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from aligner.config.stages import STAGES
 from aligner.errors import AlignerError
 from aligner.plan.activations import activation_bytes, backward_bytes
-from aligner.plan.adapters import merging_bytes, trained_parameters
+from aligner.plan.adapters import is_adapted, merging_bytes, trained_parameters
 from aligner.plan.devices import GIB, Assumptions, Device
 from aligner.plan.job import PlanJob, PlannedJudge, PlannedModel
 from aligner.plan.reads import most_read
-from aligner.plan.shapes import Count
+from aligner.plan.shapes import Count, largest_parameter
 from aligner.plan.sizes import (
     embedding_bytes,
     engine_items,
@@ -131,6 +131,7 @@ def _building(job: PlanJob, stage: int) -> dict[str, float]:
                 beside = model.distributed * weight_bytes(own, job.element)
                 moments.append((weights + beside, gradients, optimizer, engine))
             optimizer += 4 * optimizer_share(count, job.grid, model.distributed) * (job.element < 4)
+            moments.append((weights, gradients, optimizer + _main_copy(job, model, count, stage), engine))
     for head in teacher_heads(job):  # the teacher's shard, the student's shares of it, and these together
         moments.append((weights + 3 * head, gradients, optimizer, engine))
         weights += head
@@ -138,6 +139,15 @@ def _building(job: PlanJob, stage: int) -> dict[str, float]:
         engine = engine_items(job)[0]["engine weights"]
     moments.append((weights, gradients, optimizer, engine))
     return dict(zip(("weights", "gradients", "optimizer", "engine weights"), max(moments, key=sum), strict=True))
+
+
+def _main_copy(job: PlanJob, model: PlannedModel, count: Count, stage: int) -> float:
+    """Return the bytes of the copy that Megatron's distributed optimizer makes of a parameter's share before it makes
+    the float32 one: of the largest."""
+    if job.element == 4 or not model.distributed or is_adapted(model):
+        return 0.0
+    share = max(count.dense / job.grid.replicas, count.experts / job.grid.expert_replicas)
+    return job.element * min(share, largest_parameter(model.shape, job.grid, stage, model.head))
 
 
 def plan_memory(job: PlanJob, device: Device, assumed: Assumptions) -> Memory:
@@ -240,7 +250,7 @@ def _read(
     made = stage == job.grid.pipeline - 1 and not job.compares  # else the update makes logits of kept hidden states
     logits = max(logits_bytes(job, model, most_read(job, tokens, rows)) for model in models) if made else 0.0
     logits += job.element * tokens * job.policy.shape.hidden_size
-    forward = max(forward_bytes(job, model, tokens) for model in models)
+    forward = max(forward_bytes(job, model, stage, tokens) for model in models)
     work = {"forward": forward} if forward > logits else {"logits": logits}
     return _models(job, stage, there) | work
 

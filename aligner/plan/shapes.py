@@ -8,11 +8,12 @@ numbers of "a layer" are their mean.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from math import prod
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.families.rows import BRANCH_NORMS, SCORE_HEAD, ParamSpec
+from aligner.families.rows import BRANCH_NORMS, DECAY, SCORE_HEAD, ParamSpec
 from aligner.families.table import dimensions, is_of_layer, rows_of
 from aligner.plan.linear import linear_alike, linear_matrices, rule_operations
 
@@ -71,8 +72,9 @@ class Grid:
 @dataclass(frozen=True)
 class Count:
     """Parameters by who shares them: `dense` over the data- and context-parallel ranks, `experts` over the expert
-    data-parallel ones; `score` is a scalar head, float32 in every dtype; `fixed`, float32 too, and `frozen` no
-    gradient changes; `magnitudes`, float32 too, are shared as `experts`, whose adapters' they are."""
+    data-parallel ones; `score` is a scalar head, or how fast linear layers forget, float32 in every dtype; `fixed`,
+    float32 too, and `frozen` no gradient changes; `magnitudes`, float32 too, are shared as `experts`, whose adapters'
+    they are."""
 
     dense: int = 0
     experts: int = 0
@@ -211,7 +213,22 @@ def layer_norms(m: ModelConfig, kinds: Kinds = ("attention",)) -> int:
 def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", outputs: int = 1) -> Count:
     """Count the parameters of one rank on pipeline stage `stage`, by the family's rows. The vocabulary, padded to a
     multiple of tp, is on the first stage and again on the last (once where tied and pp = 1)."""
-    total, last = Counter[str](), stage == grid.pipeline - 1
+    total = Counter[str]()
+    for row, number, elements in _rank_rows(m, grid, stage, head, outputs):
+        total[_holders(row)] += number * elements
+    return Count(**total)
+
+
+def largest_parameter(m: ModelConfig, grid: Grid, stage: int, head: str = "lm") -> int:
+    """Return the elements of one rank's largest parameter."""
+    return max(elements for _, number, elements in _rank_rows(m, grid, stage, head) if number)
+
+
+def _rank_rows(
+    m: ModelConfig, grid: Grid, stage: int, head: str, outputs: int = 1
+) -> Iterator[tuple[ParamSpec, int, int]]:
+    """Yield each row of the family, how often a rank has it, and its elements there."""
+    last = stage == grid.pipeline - 1
     layers = Counter(map(m.layer_kinds, grid.layers(m.num_layers, stage)))
     sizes = {kinds: dimensions(m.of_kinds(kinds), outputs) for kinds in (*layers, ())}
     for row in rows_of(m, head):
@@ -221,8 +238,7 @@ def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", ou
             here = last if not row.canonical.startswith("embedding.") else stage == 0
             times = {(): int(here or (row.padded and last and head == "lm" and m.tie_embeddings))}
         for kinds, number in times.items():
-            total[_holders(row)] += number * _rank_elements(row, [sizes[kinds][name] for name in row.shape], grid)
-    return Count(**total)
+            yield row, number, _rank_elements(row, [sizes[kinds][name] for name in row.shape], grid)
 
 
 def _holders(row: ParamSpec) -> str:
@@ -231,7 +247,9 @@ def _holders(row: ParamSpec) -> str:
         return "experts"
     if row.frozen:
         return "frozen"
-    return "score" if row.hf == SCORE_HEAD.hf else "fixed" if row.float32 else "dense"
+    if row.hf == SCORE_HEAD.hf or row.canonical.endswith(DECAY):
+        return "score"
+    return "fixed" if row.float32 else "dense"
 
 
 def _rank_elements(row: ParamSpec, shape: list[int], grid: Grid) -> int:

@@ -12,6 +12,7 @@ from aligner.config.sections.engine import message_bytes
 from aligner.families.table import parameters
 from aligner.plan.adapters import held_parameters, is_adapted, kept_bytes, saved_bytes, trained_parameters
 from aligner.plan.job import PREFILL_TOKENS, PlanJob, PlannedModel
+from aligner.plan.linear import rule_forward
 from aligner.plan.shapes import Count, Grid, rank_parameters, widest_mlp
 
 COMPARED = 7  # numbers of a logit of a student and its teacher, as `WIDE` in `roles/teacher.py`, which imports torch
@@ -103,13 +104,17 @@ def embedding_bytes(job: PlanJob, model: PlannedModel) -> float:
     return float(gradient * (3 if both else 1))
 
 
-def forward_bytes(job: PlanJob, model: PlannedModel, tokens: float) -> float:
+def forward_bytes(job: PlanJob, model: PlannedModel, stage: int, tokens: float) -> float:
     """Return the bytes of a layer without gradient: the stream and its norm, inputs and outputs of attention and MLP,
-    and the widest product with its factors. Experts: input and output of each pair."""
+    and the widest product with its factors, or the rule of linear attention. Experts: input and output of each pair."""
     m, grid = model.shape, model.grid or job.grid
     wide = (1 + m.mlp_parts) * widest_mlp(m) / grid.tensor + 2 * m.moe.top_k * m.expert_hidden * bool(m.moe.num_experts)
     stream = (1 + 4 / (grid.tensor if grid.sequence else 1)) * m.hidden_size
-    return job.element * tokens * (stream + wide)
+    every = grid.context * min(1.0, grid.rule_share)  # tokens that the rule sees, for each of the rank's own
+    layers = grid.layers(m.num_layers, stage) if model.grid is None else range(m.num_layers)
+    linear = not set(layers).isdisjoint(m.layers_of("linear"))
+    rule = rule_forward(m, job.package) * every / grid.tensor if linear else 0.0
+    return tokens * (job.element * stream + max(job.element * wide, rule))
 
 
 def teacher_heads(job: PlanJob) -> list[float]:

@@ -161,7 +161,7 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machin
     """Return the seconds of the stage's layers, without adapters. Prompts that rows share are computed once."""
     grid, m, read = job.grid, model.shape, reads(job, model, tokens)
     alike = _alike(job, tokens)
-    computed = alike.tokens / tokens if alike else 1.0
+    computed = _computed(alike, tokens)
     masked = alike.followers / tokens if alike and alike.mask else 0.0
     share = 1 / grid.context / grid.tensor
     own, kept, last = computed * tokens * share, computed * read.kept * share, stage == grid.pipeline - 1
@@ -186,6 +186,11 @@ def _alike(job: PlanJob, tokens: float) -> Shared | None:
     rows = job.rows
     mean = replace(rows, prompt_longest=rows.prompt_mean, response_longest=rows.response_mean)
     return shared(replace(job, rows=mean), tokens, job.micro_batches()[0], in_order=not job.micro_tokens)
+
+
+def _computed(alike: Shared | None, tokens: float) -> float:
+    """Return the share of a micro-batch's `tokens` that is computed."""
+    return alike.tokens / tokens if alike else 1.0
 
 
 def micro_batch_seconds(
@@ -413,14 +418,16 @@ def plan_times(job: PlanJob, device: Device, assumed: Assumptions) -> dict[str, 
 
 def update_mfu(job: PlanJob, device: Device, update: PhaseTime) -> float:
     """Return the computed operations over the peak of the GPUs that train: 6 N a token (4 N of frozen matrices) less
-    those of outputs that nobody reads. Attention's, adapters' and recomputed operations are left out."""
+    those of outputs that nobody reads, and of prompts that rows share and that are computed once. Attention's,
+    adapters' and recomputed operations are left out."""
     count, tokens = job.micro_batches()
-    real = tokens if job.packing else tokens * job.rows.mean / job.rows.longest
+    once = _computed(_alike(job, tokens), tokens)
+    real = once * (tokens if job.packing else tokens * job.rows.mean / job.rows.longest)
     made = 0.0
     for model in job.models:
         if model.trained:
             m, read = model.shape, reads(job, model, tokens)
-            kept = min(read.kept, real)
+            kept = min(once * read.kept, real)
             forward = (m.num_layers - 1) * layer_operations(m, real, 0) + layer_operations(m, real, 0, kept)
             forward += m.num_layers * expert_operations(m, real)
             forward += head_operations(m, read.pairs if model.head == "lm" else kept, model.head)

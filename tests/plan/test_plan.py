@@ -366,6 +366,8 @@ def test_shared_prompts_and_unbalanced_ranks_are_in_the_time():
     alone, alike = (plan_times(replace(job, share=share), H100, products)["update"] for share in (False, True))
     head = 0.5 * 128256 * 4096 / active_parameters(model) / (1 - 0.5 * 128256 * 4096 / active_parameters(model))
     assert alike.parts["kernels"] / alone.parts["kernels"] == pytest.approx((17 / 32 + head) / (1 + head), rel=0.03)
+    # the share of the peak is of what is computed
+    assert update_mfu(replace(job, share=True), H100, alike) == pytest.approx(update_mfu(job, H100, alone), rel=0.06)
     spread = grpo(model, Grid(data=8), minibatches=4)
     even, uneven = (plan_times(replace(spread, balanced=on), H100, products)["update"] for on in (True, False))
     deviation = spread.rows.lengths.deviation / spread.rows.mean
@@ -755,6 +757,13 @@ def test_models_are_built_and_loaded_before_anything_is_sent_away():
     held = replace(job, models=(PlannedModel("policy", replace(model, lora=lora), trained=True),), engine=None)
     phases = plan_memory(held, H100, Assumptions()).phases
     assert sum(phases["build"].values()) > 2 * numbers > 2 * sum(phases["save"].values())
+
+
+def test_a_copy_of_the_largest_parameter_is_made_before_its_float32_weights():
+    model = shape("llama3_8b")
+    job = replace(grpo(model, Grid(data=2)), engine=None)
+    build = plan_memory(job, H100, Assumptions()).phases["build"]
+    assert sum(build.values()) == (2 + 4 + 4 / 2) * parameters(model) + 2 * model.vocab_size * model.hidden_size
 
 
 def test_a_save_takes_nothing_on_the_device_and_its_share_on_the_host():
