@@ -109,6 +109,7 @@ parallel.context>1 parallel.context_mode=alltoall
 ranks.choices => parallel.pipeline
     | stages that begin with an indexer of their own: layers {ranks.choices} use the choice of the layer before
 !model.moe.num_experts !scorer => mismatch.replay_routing =false | for a model without experts (model.moe)
+!model.indexer.heads => model.indexer.loss =0 | for a model without indexers (model.indexer)
 !model.moe.num_experts !scorer => parallel.expert =1 | for a model without experts (model.moe)
 model.moe.num_experts => model.moe.num_experts %parallel.expert
 model.moe.num_experts => model.expert_ffn %parallel.tensor

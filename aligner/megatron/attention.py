@@ -169,7 +169,8 @@ def gathered(index: Index, stream: Stream) -> Index:
     index = index._replace(key=gather_first(index.key, stream.group))
     if not stream.over_heads:
         return index
-    return index._replace(**{name: gather_first(getattr(index, name), stream.group) for name in ("query", "weight")})
+    query, weight = (gather_first(x, stream.group) for x in index[:2])
+    return index._replace(query=query, weight=weight, lesson=index.lesson and index.lesson.over(stream.group))
 
 
 def _segments(
@@ -210,7 +211,12 @@ def _indices(index: Index, packing: Packing | Final) -> list[Index | None]:
     rows = q_index if keys[0] is None else torch.cat(keys)
     of_queries = [x.index_select(0, q_index).split([s.rows * s.q_width for s in packing.segments]) for x in index[:2]]
     of_keys = index.key.index_select(0, rows).split([s.rows * s.k_width for s in packing.segments])
-    return [Index(*parts, index.top_k) for parts in zip(*of_queries, of_keys, strict=True)]
+    own = [Index(*parts, index.top_k) for parts in zip(*of_queries, of_keys, strict=True)]
+    if index.lesson is None:
+        return own
+    factors = index.lesson.factors.new_zeros(len(q_index)).index_copy_(0, packing.out_index, index.lesson.factors)
+    each = factors.split([len(one.query) for one in own])  # 0 of padded cells
+    return [one._replace(lesson=index.lesson._replace(factors=x)) for one, x in zip(own, each, strict=True)]
 
 
 def _sdpa(
@@ -225,8 +231,8 @@ def _sdpa(
     if widened(q.device, dtype):  # the fused kernel has products of its own
         q, k, v = q.float(), k.float(), v.float()
         mask = None if mask is None else mask.float()
-    if index is not None and segment.k_width > index.top_k:
-        own = Index(*(x.unflatten(0, (rows, -1)) for x in index[:3]), index.top_k)
+    if index is not None and (index.lesson is not None or segment.k_width > index.top_k):
+        own = Index(*(x.unflatten(0, (rows, -1)) for x in index[:3]), index.top_k, index.lesson)
         return indexed_attention(q, k, v, mask, scores.scale, own).to(dtype).transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.device.type == "cuda" and not _flash_takes(q, mask):

@@ -15,6 +15,14 @@ from aligner.ops.kernels.experts import balance_loss
 from aligner.types import ScalarMetrics, TrainBatch
 
 
+def tokens_of(micro_batches: Sequence[TrainBatch], layout: Layout) -> float:
+    """Return the tokens of a minibatch. Collective over the data-parallel ranks."""
+    # on the CPU: the host reads them at once
+    tokens = torch.tensor(float(sum(int(b.lengths.sum()) for b in micro_batches)), dtype=torch.float64)
+    dist.all_reduce(tokens, group=layout.pgs.dp)
+    return float(tokens)
+
+
 class ExpertLoad:
     """The layers of this pipeline stage; without experts nothing happens."""
 
@@ -33,13 +41,10 @@ class ExpertLoad:
         if not self.moe.aux_coef:
             return
         layout = self.layout
-        # on the CPU: the host reads them at once
-        tokens = torch.tensor(float(sum(int(b.lengths.sum()) for b in micro_batches)), dtype=torch.float64)
-        most = torch.tensor(len(micro_batches))
-        dist.all_reduce(tokens, group=layout.pgs.dp)
+        tokens, most = tokens_of(micro_batches, layout), torch.tensor(len(micro_batches))
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=layout.pgs.dp)
         for layer in self.layers:
-            layer.tokens, layer.fractions, layer.peers = float(tokens), None, layout.pgs.cp
+            layer.tokens, layer.fractions, layer.peers = tokens, None, layout.pgs.cp
         if self.moe.aux_over == "minibatch":
             if int(most) == 1:  # of every rank: the pass itself sees the whole minibatch
                 for layer in self.layers:

@@ -26,7 +26,7 @@ from aligner.megatron import kernels
 from aligner.megatron.attention import Stream, attend, gathered
 from aligner.megatron.sharing import LayerConfig, SharedLinear
 from aligner.models.rope import INDEX_EPS, LATENT_EPS, score_scale
-from aligner.ops.kernels.indexed_attention import Index
+from aligner.ops.kernels.indexed_attention import Index, Lesson
 from aligner.ops.kernels.scored_attention import ScoreRule
 
 
@@ -70,15 +70,16 @@ class LatentAttention(MegatronModule):
 
     def _index(self, hidden: Tensor, vector: Tensor, stream: Stream) -> Index | None:
         """Return what this layer's indexer compares, or that of the layer whose choice it uses; None where no row is
-        longer than a choice."""
-        if all(segment.k_width <= self.top_k for segment in stream.packing.segments):
+        longer than a choice, unless the indexer learns."""
+        learns = self.indexer is not None and self.indexer.learns
+        if not learns and all(segment.k_width <= self.top_k for segment in stream.packing.segments):
             return None
         if self.indexer is None:
             index = stream.indices[self.layer - 1]
         else:
             index = gathered(self.indexer(hidden[:, 0], vector[:, 0], stream), stream)
         if self.is_followed:
-            stream.indices[self.layer] = index
+            stream.indices[self.layer] = index._replace(lesson=None)
         return index
 
     def _query_vector(self, hidden: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ class LatentAttention(MegatronModule):
 
 class Indexer(torch.nn.Module):
     """What scores the tokens that attention may see. Its parameters have the names of Megatron's `DSAIndexer`, every
-    tensor rank has them whole, and no gradient changes them."""
+    tensor rank has them whole. `model.indexer.loss` trains them, and no other loss does."""
 
     def __init__(self, config: LayerConfig, model: ModelConfig, group: dist.ProcessGroup):
         super().__init__()
@@ -120,17 +121,34 @@ class Indexer(torch.nn.Module):
         self.linear_wk = SharedLinear(config, model.hidden_size, shape.head_dim)
         self.k_norm = torch.nn.LayerNorm(shape.head_dim, INDEX_EPS, dtype=config.params_dtype)
         self.linear_weights_proj = SharedLinear(config, model.hidden_size, shape.heads)
-        self.requires_grad_(False)
+        self.requires_grad_(shape.loss > 0)
+        for each in (self.linear_wk, self.linear_weights_proj, self.k_norm):  # they see a rank's share of the tokens
+            for parameter in each.parameters():
+                parameter.sequence_parallel = config.sequence_parallel
+        self.linear_wq_b.weight.sequence_parallel = False
+        self.tokens = 0.0  # of the minibatch
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64), persistent=False)  # of the step's loss
 
-    @torch.no_grad()
+    @property
+    def learns(self) -> bool:
+        return self.shape.loss > 0 and self.training and torch.is_grad_enabled()
+
     def forward(self, hidden: Tensor, vector: Tensor, stream: Stream) -> Index:
         """Compare tokens by their hidden states and the vectors of their queries, [N, H] and [N, query_rank] (a 1/TP
         share of N with sequence parallelism)."""
+        hidden, vector = hidden.detach(), vector.detach()
         key, weight = self.k_norm(self.linear_wk(hidden)), self.linear_weights_proj(hidden)
         if self.sequence:
-            own = key, weight, vector
-            key, weight, vector = (gather_from_sequence_parallel_region(x, group=self.group) for x in own)
+            alike = {"tensor_parallel_output_grad": False, "group": self.group}  # all ranks compute the same loss
+            key, weight, vector = (gather_from_sequence_parallel_region(x, **alike) for x in (key, weight, vector))
         heads, d = self.shape.heads, self.shape.head_dim
         both = self.linear_wq_b(vector).view(len(vector), heads, d), key[:, None]
         query, key = (kernels.rotate(x, stream.cos, stream.sin, self.neighbours) for x in both)
-        return Index(query, weight.float() * (heads * d) ** -0.5, key[:, 0], self.shape.top_k)
+        lesson = self._lesson(len(vector), stream) if self.learns else None
+        return Index(query, weight.float() * (heads * d) ** -0.5, key[:, 0], self.shape.top_k, lesson)
+
+    def _lesson(self, tokens: int, stream: Stream) -> Lesson:
+        """Return a lesson in which each token counts as often as it stands in the micro-batch."""
+        real, count = stream.times.real, stream.times.count * (self.shape.loss / self.tokens)
+        factors = count if real is None else count.new_zeros(tokens).index_copy_(0, real, count)
+        return Lesson(factors, self.total, (self.group,) if self.group.size() > 1 else ())

@@ -50,6 +50,7 @@ from aligner.megatron.attention import GatedMLP
 from aligner.megatron.collectives import all_to_all
 from aligner.megatron.groups import Layout
 from aligner.megatron.sharing import LayerConfig, SharedLinear, checkpoint_entries, mark_shared, with_fields
+from aligner.ops.kernels.add_loss import add_loss
 from aligner.ops.kernels.experts import (
     ReplayedExperts,
     Routing,
@@ -317,7 +318,7 @@ class ExpertLayer(torch.nn.Module):
                 dist.all_reduce(chosen, group=self.peers)
             fractions = (chosen / chosen.sum()).float()
         loss = balance_loss(times @ routing.probs / self.tokens, fractions)
-        return _AddLoss.apply(routing.weights, self.moe.aux_coef * loss / self.layout.tensor)
+        return add_loss(routing.weights, self.moe.aux_coef * loss / self.layout.tensor)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         entries: dict[str, Any] = {}
@@ -348,15 +349,3 @@ class GatedShared(GatedMLP):
         """Add the gate, as Megatron's method covers only the modules inside."""
         gate = checkpoint_entries({"gate_weight": self.gate_weight}, prefix, sharded_offsets, metadata, self.tp_group)
         return super().sharded_state_dict(prefix, sharded_offsets, metadata) | gate
-
-
-class _AddLoss(torch.autograd.Function):
-    """x unchanged; backward minimises a loss as well."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad.new_ones(())

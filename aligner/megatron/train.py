@@ -29,6 +29,7 @@ from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import sum_parts
 from aligner.megatron.expert_load import ExpertLoad
 from aligner.megatron.groups import Layout
+from aligner.megatron.indexer_loss import IndexerLoss
 from aligner.megatron.lora import AdaptedModel, MergedWeights, SplitWeights, attach
 from aligner.megatron.model import Head, build_model
 from aligner.megatron.optimizer_state import fuse
@@ -114,6 +115,7 @@ class ShardedModel:
             if factors is not None:
                 self.adapted.start_from(factors)
         self.load = ExpertLoad(self.module, cfg.moe, layout)
+        self.indexer_loss = IndexerLoss(self.module, cfg.indexer.loss, layout)
         self._frequencies = {local: inverse_frequencies(cfg, local).to(device) for local in (False, True)}
         # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can
         mixed = head.kind == "score" or (cfg.lora.dora if self.adapted is not None else cfg.traits.linear)
@@ -385,6 +387,7 @@ class ShardedModel:
             self.adapted.begin(self.step_count)
 
         self.load.begin(micro_batches, lambda: self._look(micro_batches))
+        self.indexer_loss.begin(micro_batches)
 
         def collect(output: Tensor, batch: TrainBatch):
             out = loss(output, batch)
@@ -399,7 +402,9 @@ class ShardedModel:
         assert applied, "the optimizer refused the step"
         self.step_count += 1
         norm = 0.0 if grad_norm is None else float(grad_norm)  # with TransformerEngine it is on the device
-        stats = self._reduce(outputs) | self.load.metrics() | {"grad_norm": norm, "lr": lr}
+        stats = (
+            self._reduce(outputs) | self.load.metrics() | self.indexer_loss.metrics() | {"grad_norm": norm, "lr": lr}
+        )
         if self.adapted is not None:
             stats["lora/b_norm"] = self.adapted.b_norm()
         if not math.isfinite(stats["grad_norm"]):  # the same on every rank, and the weights are lost

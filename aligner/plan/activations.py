@@ -46,6 +46,8 @@ def layer_activations(model: PlannedModel, grid: Grid, kinds: Kinds) -> tuple[fl
     if "attention" not in kinds:
         return own, 0.0
     own += (2 if grid.context == 1 else 3) * a / tp + 2 * sum(latent_widths(m)) / (tp if grid.sequence else 1)
+    if m.indexer.loss and "indexer" in kinds:  # queries before and after rotation, keys
+        own += 2 * (m.indexer.heads + 1) * m.indexer.head_dim
     if m.qk_norm:
         own += (a + k) / tp
     if grid.context > 1 and not grid.over_heads:

@@ -145,13 +145,13 @@ def index_matrices(m: ModelConfig) -> int:
 
 
 def index_operations(m: ModelConfig, tokens: float) -> float:
-    """Count the operations of one layer's indexer before its scores. Backward has none."""
+    """Count the operations of one layer's indexer before its scores. Backward has none, unless it learns."""
     return 2 * tokens * m.share("indexer") * index_matrices(m)
 
 
 def chooses(m: ModelConfig, context: float) -> bool:
-    """Return whether indexers choose in rows whose tokens see `context` tokens on average, half the row."""
-    return bool(m.indexer.heads) and 2 * context > m.indexer.top_k
+    """Return whether indexers choose, or learn, in rows whose tokens see `context` tokens on average, half the row."""
+    return bool(m.indexer.heads) and (m.indexer.loss > 0 or 2 * context > m.indexer.top_k)
 
 
 def kept_widths(m: ModelConfig) -> tuple[float, int]:
@@ -215,7 +215,7 @@ def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", ou
     multiple of tp, is on the first stage and again on the last (once where tied and pp = 1)."""
     total = Counter[str]()
     for row, number, elements in _rank_rows(m, grid, stage, head, outputs):
-        total[_holders(row)] += number * elements
+        total[_holders(row, m)] += number * elements
     return Count(**total)
 
 
@@ -241,11 +241,11 @@ def _rank_rows(
             yield row, number, _rank_elements(row, [sizes[kinds][name] for name in row.shape], grid)
 
 
-def _holders(row: ParamSpec) -> str:
+def _holders(row: ParamSpec, m: ModelConfig) -> str:
     """Return the field of `Count` for the row."""
     if row.experts:
         return "experts"
-    if row.frozen:
+    if row.frozen and not (row.kind == "indexer" and m.indexer.loss):
         return "frozen"
     if row.hf == SCORE_HEAD.hf or row.canonical.endswith(DECAY):
         return "score"

@@ -127,6 +127,9 @@ class Machine:
         index = 2 * heads * m.indexer.head_dim / self.rate + self.moved(16 * heads)
         forward = operations / prices.masked_forward / self.device.flops
         backward = 2.5 * operations / prices.masked_backward / self.device.flops
+        if m.indexer.loss and work.backward:  # weights of all heads in float32, and the scores' gradients
+            forward += operations / self.rate / 2 + self.moved(12 * m.num_heads * tokens * context)
+            backward += 2 * index
         return (work.forward + work.backward) * (index + forward) + work.backward * backward
 
     def element_wise(self, m: ModelConfig, tokens: float, stream: float, element: int) -> float:
@@ -171,7 +174,8 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machin
         whole = latent_matrices(m) + m.share("sparse") * expert_latents(m)
         products += count * 2 * whole * own * (grid.tensor - 1) / machine.rate
     products *= work.forward + (2 - work.frozen) * work.backward
-    products += work.forward * count * index_operations(m, own * grid.tensor) / machine.rate
+    passed = work.forward + work.backward * (m.indexer.loss > 0)
+    products += passed * count * index_operations(m, own * grid.tensor) / machine.rate
     attention = (count - last) * machine.attention(m, tokens * share, job.rows.context, work, masked)
     attention += last * machine.attention(m, read.kept * share, read.context, work, masked)
     stream = own * (1 if grid.sequence else grid.tensor)

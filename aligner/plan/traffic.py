@@ -269,6 +269,9 @@ def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, bac
         )
     elif backward:
         calls += _sum(layer_backward(model, grid, tokens, k, e, kinds) for k, kinds in each)
+    if backward and m.indexer.loss:  # what the heads of all ranks weigh, float32, and again in backward
+        count = 2 * sum("indexer" in kinds for kinds in layers)
+        calls.append(CollectiveCalls("tp", "all_reduce", 4 * count * own * 2 * job.rows.context, count))
     if stage == 0:
         calls.append(CollectiveCalls("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden))
         if backward and grid.sequence and not is_adapted(model):

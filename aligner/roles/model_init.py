@@ -204,7 +204,7 @@ def shape_of(cfg: ModelConfig) -> dict[str, Any]:
         values, usual = shape.pop(name), dataclasses.asdict(plain)
         kept = {key: values[key] for key in values if key in _OLD.get(name, ()) or values[key] != usual[key]}
         if values != usual or name == "rope_scaling":
-            shape[name] = {key: value for key, value in kept.items() if key != "factors"}
+            shape[name] = {key: value for key, value in kept.items() if key not in ("factors", "loss")}
     for name in ("mlp_bias", "pattern"):  # of later versions
         if not shape[name]:
             del shape[name]

@@ -259,6 +259,8 @@ sft ; model=glm5 ; model.latent.query_rank=0 => model.latent.query_rank
 sft ; model=glm5 ; model.indexer.head_dim=32 => model.indexer.head_dim
 sft ; model=glm5 ; model.indexer.head_dim=0 => model.indexer.head_dim
 sft ; model=glm5 ; model.indexer.top_k=0 => model.indexer.top_k
+sft ; model.indexer.loss=1 => model.indexer.loss
+sft ; model=glm5 ; model.indexer.loss=1 ; model.lora.rank=2 => model.indexer.loss
 sft@2 ; model=glm5 ; model.indexer.shared_layers=[3, 39] ; parallel.pipeline=2 => parallel.pipeline
 sft ; model=gemma4_31b ; model.rope_scaling.type=llama3 => model.rope_scaling.type
 sft ; model.rope_scaling.type=proportional => model.family

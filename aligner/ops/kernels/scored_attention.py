@@ -80,10 +80,10 @@ def in_blocks(
     step: int,
     *own: Tensor,
     again: bool = False,
-) -> Tensor:
+) -> Any:
     """Call `block(query, key, value, mask, *own)` for `step` queries at a time, and again in backward where there are
-    several, or with `again`. `own`: tensors [B, any, n, ...] of the queries. Other shapes and `mask` are as in
-    `scored_attention`; `block` always gets a mask."""
+    several, or with `again`. It returns [B, any, n, ...], or several of them. `own`: such tensors of the queries. Other
+    shapes and `mask` are as in `scored_attention`; `block` always gets a mask."""
     n, parts = query.shape[2], []
     for first in range(0, n, step):
         stop = min(n, first + step)
@@ -96,7 +96,13 @@ def in_blocks(
         arguments = query[:, :, first:stop], key, value, seen, *(x[:, :, first:stop] for x in own)
         twice = torch.is_grad_enabled() and (again or n > step)
         parts.append(checkpoint(block, *arguments, use_reentrant=False) if twice else block(*arguments))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    if len(parts) == 1:
+        return parts[0]
+    return (
+        torch.cat(parts, 2)
+        if isinstance(parts[0], Tensor)
+        else tuple(torch.cat(x, 2) for x in zip(*parts, strict=True))
+    )
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None) -> Tensor:

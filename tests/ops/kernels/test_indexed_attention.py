@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from aligner.ops.kernels import indexed_attention as module
-from aligner.ops.kernels.indexed_attention import Index, chosen, indexed_attention
+from aligner.ops.kernels.indexed_attention import Index, Lesson, chosen, indexed_attention
 
 ROWS, QUERIES, KEYS, HEADS = 2, 5, 9, 3
 
@@ -70,4 +70,39 @@ def test_forward_and_backward_equal_the_reference(monkeypatch, mask, block):
     (out * weight.float()).sum().backward()
     (wanted * weight).sum().backward()
     for ours, theirs in zip(inputs, exact, strict=True):
+        assert torch.allclose(ours.grad.double(), theirs.grad, atol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [3, KEYS])
+@pytest.mark.parametrize("block", [1, 40, 1 << 26])
+def test_scores_learn_what_attention_weighs(monkeypatch, block, top_k):
+    """The index has the gradient of the divergence of softmax(scores) from the heads' mean weights; queries, keys and
+    values have none of it."""
+    monkeypatch.setattr(module, "BLOCK", block)
+    g = torch.Generator().manual_seed(1)
+    exact = [torch.randn(ROWS, 2, n, 8, generator=g, dtype=torch.float64) for n in (QUERIES, KEYS, KEYS)]
+    inputs = [x.float().requires_grad_() for x in exact]
+    shapes = (ROWS, QUERIES, HEADS, 4), (ROWS, QUERIES, HEADS), (ROWS, KEYS, 4)
+    index = [torch.randn(shape, generator=g, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    learned = [x.detach().float().requires_grad_() for x in index]
+    factors, total = torch.rand(ROWS * QUERIES, generator=g), torch.zeros((), dtype=torch.float64)
+    out = indexed_attention(*inputs, None, 0.3, Index(*learned, top_k, Lesson(factors, total, ())))
+    (plain,) = torch.autograd.grad(
+        indexed_attention(*inputs, None, 0.3, Index(*(x.detach() for x in learned), top_k)).sum(), inputs[:1]
+    )
+    out.sum().backward()
+    torch.testing.assert_close(inputs[0].grad, plain, rtol=1e-5, atol=1e-6)
+
+    causal = (torch.arange(KEYS) <= torch.arange(QUERIES)[:, None] + KEYS - QUERIES).expand(ROWS, QUERIES, KEYS)
+    used = by_loops(Index(*(x.detach() for x in index), top_k), causal)
+    query, weight, key = index
+    scores = torch.einsum("bnhm,bnh->bnm", torch.einsum("bnhd,bmd->bnhm", query, key).relu(), weight)
+    logs = scores.masked_fill(~used, -torch.inf).log_softmax(2)
+    target = (exact[0] @ exact[1].transpose(2, 3) * 0.3).masked_fill(~used[:, None], -torch.inf).softmax(3).mean(1)
+    divergence = torch.nn.functional.kl_div(logs[used], target[used], reduction="none")
+    each = torch.zeros(ROWS, QUERIES, KEYS, dtype=torch.float64).masked_scatter(used, divergence).sum(2)
+    loss = (each * factors.double().view(ROWS, QUERIES)).sum()
+    loss.backward()
+    assert total.item() == pytest.approx(loss.item(), rel=1e-5)
+    for ours, theirs in zip(learned, index, strict=True):
         assert torch.allclose(ours.grad.double(), theirs.grad, atol=1e-5)

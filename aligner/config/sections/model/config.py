@@ -26,7 +26,7 @@ OF_THE_RUN = ("dtype", "recompute", "kernels", "varlen_attention", "tokenizer", 
 MOE_OF_THE_RUN = ("aux_coef", "aux_over")
 PATTERN = {"M": "linear", "*": "attention", "-": "dense", "E": "sparse"}  # `model.pattern` -> kind of a layer
 # all keys of `model` that are the run's; the others are of its shape
-RUNS = (*OF_THE_RUN, *(f"moe.{name}" for name in MOE_OF_THE_RUN), "rope_scaling.factors", "init_std")
+RUNS = (*OF_THE_RUN, *(f"moe.{name}" for name in MOE_OF_THE_RUN), "indexer.loss", "rope_scaling.factors", "init_std")
 
 
 @dataclass
@@ -113,6 +113,7 @@ traits.latent => latent.rotary_dim %2
 traits.latent => num_kv_heads ==num_heads | with latent attention, which makes a key of each head
 traits.latent head_dim => head_dim ==latent.head_dim
 traits.indexer => indexer.heads, latent.query_rank >=1 | for model.family={family}
+lora.rank indexer.loss => indexer.loss =0 | with model.lora.rank={lora.rank}: only adapters are trained
 traits.indexer => indexer.head_dim >=latent.rotary_dim
 traits.linear !pattern => linear.key_heads >=1 | with model.family={family}
 !traits.ties => tie_embeddings =false | for model.family={family}
@@ -278,7 +279,10 @@ def for_run(shape: ModelConfig, run: ModelConfig) -> ModelConfig:
     """Return a folder's shape, with the keys that the run decides."""
     moe = replace(shape.moe, **{name: getattr(run.moe, name) for name in MOE_OF_THE_RUN})
     rope = replace(shape.rope_scaling, factors=run.rope_scaling.factors)
-    return replace(shape, moe=moe, rope_scaling=rope, **{name: getattr(run, name) for name in OF_THE_RUN})
+    indexer = replace(shape.indexer, loss=run.indexer.loss)
+    return replace(
+        shape, moe=moe, indexer=indexer, rope_scaling=rope, **{name: getattr(run, name) for name in OF_THE_RUN}
+    )
 
 
 def check_traits(model: ModelConfig) -> None:
@@ -328,5 +332,7 @@ def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
     sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "indexer": IndexerConfig(), "linear": linear}
     for name, plain in (sections | {"scales": ScalesConfig()}).items():
         values, defaults = asdict(getattr(model, name)), asdict(plain)
-        entries += [(f"{name}.{key}", values[key], defaults[key]) for key in values]
+        entries += [
+            (f"{name}.{key}", values[key], defaults[key]) for key in values if (name, key) != ("indexer", "loss")
+        ]
     return [(name, value, plain) for name, value, plain in entries if value != plain]

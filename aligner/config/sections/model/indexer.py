@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aligner.config.key import Section, key
+from aligner.config.key import REFUSE, Section, key
 from aligner.config.rule import rules
 from aligner.errors import ConfigError
 
@@ -13,12 +13,20 @@ from aligner.errors import ConfigError
 @dataclass
 class IndexerConfig(Section, key="model.indexer"):
     """Keys of indexers. For each token a layer's indexer scores the tokens up to it, and attention sees the `top_k`
-    that score highest. Its weights stay as they are in the folder."""
+    that score highest."""
 
     heads: int = key(0, "Heads that score. 0: no indexer; attention sees every token.", least=0)
     head_dim: int = key(0, "Width of such a head.", least=0)
     top_k: int = key(0, "Tokens that attention sees.", least=0)
     shared_layers: list[int] = key([], "Layers, counted from 0, that use the choice of the layer before them.")
+
+    loss: float = key(
+        0.0,
+        "Factor of the loss that trains indexers: how far their scores are from what attention weighs, of the chosen "
+        "tokens. 0: their weights stay as they are.",
+        least=0,
+        resume=REFUSE,
+    )
 
     RULES = rules("heads => head_dim, top_k >=1")
 
