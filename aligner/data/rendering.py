@@ -149,7 +149,6 @@ def _probed(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForm:
     )
     listed = text([USER, {"role": "assistant", "content": _parts("a thought", _VALUE)}]) or ""
     lists = "a thought" in listed and _VALUE in listed and "type" not in listed  # a list that is printed has its keys
-    lists &= "a thought" not in (answers[0][1] or "")
     renamed = _VALUE in system and _VALUE not in developer
     return TemplateForm(wants_text, named_ids, nine_ids, renamed, another, lists)
 

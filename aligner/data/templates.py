@@ -186,17 +186,21 @@ def encode_answers(
 
 
 def _with_thoughts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], options: Options) -> dict[int, Ids]:
-    """Return by index the tokens of conversations that end in thoughts and an answer.
+    """Return by index the tokens of conversations that end in an answer to a user, with thoughts.
 
-    This applies if the tokenizer's template does not begin answers with the generation prompt. The tokens are the
-    generation prompt, then the answer by the template for training.
+    This applies if the tokenizer's template does not begin answers with the generation prompt, or omits their thoughts.
+    The tokens are the generation prompt, then the answer by the template for training. Answers without thoughts are
+    among them if that begins them with the prompt (Gemma 4's with an empty channel).
     """
     training = None if answers_openings(tokenizer) else training_template(tokenizer)
-    indices = [i for i, chat in enumerate(chats) if _thinks(chat)]
-    if training is None or not indices:
+    if training is None:
         return {}
-    starts = _openings(tokenizer, [chats[i].head(-1) for i in indices], options)
     fixed: Options = {**training.options, **options}
+    opening = try_text(tokenizer, [USER], **options, add_generation_prompt=True)
+    plain = try_text(tokenizer, [USER, {"role": "assistant", "content": "an answer"}], **fixed)
+    opens = opening is not None and plain is not None and plain.startswith(opening)
+    indices = [i for i, chat in enumerate(chats) if _answers_user(chat) and (opens or thinking(chat.messages[-1:]))]
+    starts = _openings(tokenizer, [chats[i].head(-1) for i in indices], options)
     alone = [Chat(chats[i].messages[-2:], chats[i].where) for i in indices]  # earlier answers may have no thoughts
     heads = _openings(tokenizer, [chat.head(-1) for chat in alone], fixed)
     encoded = {}
@@ -206,12 +210,8 @@ def _with_thoughts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], op
     return encoded
 
 
-def _thinks(chat: Chat) -> bool:
-    """Return whether it ends in an answer with thoughts to a user."""
-    if [message["role"] for message in chat.messages[-2:]] != ["user", "assistant"]:
-        return False
-    last = chat.messages[-1]
-    return bool(last.get("reasoning_content")) or "</think>" in last["content"]
+def _answers_user(chat: Chat) -> bool:
+    return [message["role"] for message in chat.messages[-2:]] == ["user", "assistant"]
 
 
 def replacement_in_use(tokenizer: PreTrainedTokenizerBase, rows: Sequence[SftRow]) -> TrainingTemplate | None:
@@ -429,7 +429,7 @@ def _check_prefix(tokenizer: PreTrainedTokenizerBase, short: Ids, long: Ids, whe
         return
     at = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), min(len(short), len(long)))
     window = slice(max(0, at - 8), at + 12)
-    opens = what.endswith("turn") and _switches(tokenizer, {})
+    opens = what.endswith(("turn", "the prompt")) and _switches(tokenizer, {})
     other = "data.template_arguments={enable_thinking: false}, or true, which changes the opening; " if opens else ""
     raise DataError(
         f"{where}: the chat template is not prefix-preserving: the tokens of {what} are not the start of the tokens of "

@@ -6,6 +6,8 @@ import re
 
 PYTHON = re.compile(r"(python|py)[\d.]*")
 _TAGS = r"(?:</?[\w|]++>[ \t]*+)*+"  # of an answer's parts, as </think> and <answer>, and special tokens
+# of thoughts: Gemma 4's, Ministral 3's and gpt-oss's too
+_THOUGHTS_END = re.compile(r"</think>|<channel\|>|\[/THINK\]|<\|channel\|>final<\|message\|>")
 _OPENING = re.compile(rf"([ \t]*+){_TAGS}(`{{3,}}|~{{3,}})[ \t]*([\w+#.-]*)([^\n]*)")
 _CLOSING = re.compile(rf"[ \t]*+(`{{3,}}|~{{3,}})\s*+{_TAGS}\s*+")
 
@@ -39,8 +41,8 @@ def programs(response: str) -> list[str]:
 
     Blocks of the thoughts, which may leave a fence open, count only if the answer has none.
     """
-    _, thought, answer = response.rpartition("</think>")
-    return (thought and _programs(answer)) or _programs(response)
+    answer = _THOUGHTS_END.split(response)[-1]
+    return _programs(answer) or _programs(response)
 
 
 def _programs(text: str) -> list[str]:

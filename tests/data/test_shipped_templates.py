@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given, settings
 
 from aligner.config.sections.data import DataConfig
-from aligner.data.dataset import PromptDataset, SftDataset
-from aligner.data.formats import SftRow, prompt_rows, sft_rows
+from aligner.data.dataset import PairDataset, PromptDataset, SftDataset
+from aligner.data.formats import SftRow, preference_rows, prompt_rows, sft_rows, unpaired_rows
 from aligner.data.rendering import try_text
 from aligner.data.shipped_templates import shipped, shipped_template, training_template, use_chat_template
+from aligner.data.template_checks import shown_calls
 from aligner.data.templates import encode_answers, encode_sft, replacement_in_use
 from aligner.data.tokenizer import load_tokenizer, stop_token_ids
+from aligner.data.unpaired import UnpairedDataset
 from aligner.errors import ConfigError, DataError
 from tests.data.test_templates import chats
 
@@ -167,6 +169,22 @@ def test_a_reward_model_reads_the_thoughts_that_a_rollout_has(deepseek, qwen3):
     assert "<think>\nhm\n</think>\n\n7" in qwen3.decode(kept)
 
 
+@pytest.mark.parametrize("variant", ["large", "older", "large older"])
+def test_a_reward_model_reads_gemma_4_as_a_rollout_has_it(make_folder, variant):
+    """The own template of large models omits the empty channel that their prompts end with."""
+    tokenizer = load_tokenizer(make_folder(like_gemma4(variant), **FAMILIES["gemma4"][1]))
+    ask, stops = [{"role": "user", "content": "q"}], stop_token_ids(tokenizer)
+    for thoughts, options in (("", {}), ("hm", {"enable_thinking": True})):
+        prompt = tokenizer.apply_chat_template(ask, tokenize=False, add_generation_prompt=True, **options)
+        answer = [{"role": "assistant", "content": "7", "reasoning_content": thoughts}]
+        (ids,) = encode_answers(tokenizer, [ask], [answer], ["r"], stops, arguments=options)
+        channel = f"<|channel>thought\n{thoughts}\n<channel|>" if thoughts else ""
+        assert tokenizer.decode(ids) == f"{prompt}{channel}7<turn|>"
+    if "large" in variant:  # the prompt has closed the channel
+        with pytest.raises(DataError, match=r"tokens of the prompt .*=\{enable_thinking: false\}, or true"):
+            encode_answers(tokenizer, [ask], [answer], ["row 1"], stops)
+
+
 def test_only_what_renders_alike_is_replaced(qwen3, thinking, deepseek, phi3, forgetful, chatml, make_folder):
     for tokenizer, name in ((qwen3, "qwen3"), (thinking, "qwen3_thinking"), (deepseek, "deepseek_r1"), (phi3, "phi3")):
         assert training_template(tokenizer).name == f"the shipped chat template {name}"
@@ -279,8 +297,9 @@ def like_gemma4(variant=""):
     thoughts = "message.reasoning_content or '' %}"
     assert thoughts in shipped_template("gemma4")
     later = "(messages[1:] if opened else messages)[loop.index:] | selectattr('role', 'equalto', 'user') | list"
+    kept = "(preserve_thinking and message.tool_calls)"
     template = shipped_template("gemma4").replace(
-        thoughts, f"{thoughts}{{%- set thoughts = '' if {later} else thoughts %}}"
+        thoughts, f"{thoughts}{{%- set thoughts = '' if {later} and not {kept} else thoughts %}}"
     )
     return "".join(f"{{%- set {name} = true %}}" for name in ("as_published", *variant.split())) + template
 
@@ -380,6 +399,32 @@ def test_a_file_of_both_modes_is_counted_and_one_of_the_other_mode_is_refused(fa
     with pytest.raises(DataError, match=r"data.train: .*none among 2: .*=\{enable_thinking: false\}, also in"):
         SftDataset(alone, tokenizer, DataConfig())
     assert "enable_thinking" not in str(SftDataset(alone, tokenizer, off).report)
+    pair = {"prompt": first[:1], "chosen": first[1:], "rejected": [{"role": "assistant", "content": "yes"}]}
+    for dataset, typed in (
+        (PairDataset, preference_rows([pair], DataConfig())),
+        (UnpairedDataset, unpaired_rows([pair], DataConfig())),
+    ):
+        with pytest.raises(DataError, match=r"none among 2: .*=\{enable_thinking: false\}, also in"):
+            dataset(typed, tokenizer, DataConfig())
+        assert dataset(typed, tokenizer, off).report.kept
+
+
+def test_a_mode_in_the_system_turn_is_that_of_the_conversation(make_folder):
+    """As Qwen3.8's. Its prompt with thinking opens thoughts, which a response without any does not follow."""
+    modes = "'<|im_start|>system\n' + ('' if enable_thinking is defined and enable_thinking is false else 'Think.')"
+    own = f"{{{{- {modes} + '<|im_end|>\n' }}}}" + like_qwen3_5(" or preserve_thinking")
+    tokenizer = load_tokenizer(make_folder(own, extra=THINK, regex=False))
+    plain = [TURNS[0], {"role": "assistant", "content": "no"}]
+    for messages, thinks in ((plain, False), (plain + plain, False), (TURNS, True)):
+        (encoded,) = encode_sft(tokenizer, [row(messages)])
+        assert tokenizer.decode(encoded[0]).startswith("<|im_start|>system\nThink.") == thinks
+        expected = "".join(LEARNED["qwen3_5"]) if thinks else "no<|im_end|>\n" * (len(messages) // 2)
+        assert learned(tokenizer, encoded) == expected
+    both = sft_rows([{"messages": plain}, {"messages": TURNS}], DataConfig())
+    note = "1 conversations have responses that open with enable_thinking: false"
+    assert note in str(SftDataset(both, tokenizer, DataConfig()).report)
+    with pytest.raises(DataError, match="row 1: the chat template is not prefix-preserving"):
+        encode_sft(tokenizer, [row(plain + TURNS)])
 
 
 def test_thoughts_within_the_content_are_those_of_a_template_that_has_a_key_for_them(family, make_folder):
@@ -468,6 +513,7 @@ def test_each_published_form_of_gemma_4_is_recognised(make_folder, variant):
     """Large models get an empty channel without thinking; before 2026-07, thoughts of a last answer were dropped."""
     tokenizer = load_tokenizer(make_folder(like_gemma4(variant), **FAMILIES["gemma4"][1]))
     options = training_template(tokenizer).options
+    assert shown_calls(tokenizer, {}) == "gemma4"
     assert {name for name in ("large", "older") if options.get(name)} == set(variant.split())
     (encoded,) = encode_sft(tokenizer, [row(TURNS)])
     opens = "<|channel>thought\n" if "older" in variant else ""

@@ -254,6 +254,11 @@ def test_a_program_that_breaks_its_sandbox_has_a_score(monkeypatch):
         ("<think>\n```python\nprint(1)\n</think>\n```python\nprint(42)\n```", "print(42)"),
         ("<think>\n```python\nprint(1)\n```\n</think>\n```\nprint(42)\n```", "print(42)"),
         ("<think>\n```python\nprint(42)\n```\n</think>\nThat is all.", "print(42)"),
+        *(
+            (f"{opens}\n```python\nprint(1)\n```\n{ends}\n```\nprint(42)\n```", "print(42)")
+            for opens, ends in (("<|channel>thought", "<channel|>"), ("[THINK]", "[/THINK]"))
+        ),
+        ("a\n```python\nprint(1)\n```<|channel|>final<|message|>\n```\nprint(42)\n```", "print(42)"),
         ("```python title=a.py\nprint(42)\n```", "print(42)"),
         ("1. So:\n   ```python\n   for _ in '1':\n       print(42)\n   ```\nDone.", "for _"),
         ("- So:\n\t```py\n\tx = 42\n\n\tprint(x)\n\t```", "x = 42"),
