@@ -94,6 +94,7 @@ def grpo(model: ModelConfig, grid: Grid, engine: Engine | None = None, **changes
         ("gemma4_31b", 30_697_345_280 + 60, None),  # and a scalar of each layer
         ("gemma4_26b_a4b", 25_233_141_760 + 30, 3.82e9),
         ("nemotron3_nano_30b_a3b", 31_577_937_344 + 23 * 128, 3.27e9),
+        ("nemotron3_super_120b_a12b", 120_668_687_360 + 40 * 512, 12.38e9),
     ],
 )
 def test_parameters_of_published_models(name, total, active):
