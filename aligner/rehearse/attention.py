@@ -45,6 +45,10 @@ def install(device: RehearsedDevice) -> None:
         enable_gqa: bool = False,
     ) -> Tensor:
         options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        # fewer queries than keys: without a device torch has no backward of its call, and counts its operations wrongly
+        late = isinstance(attn_mask, bias_module.CausalBias) and not _flash(query, key, value, None, False)
+        if late and on_device(query) and _efficient(query, key, value):
+            attn_mask, is_causal = None, True
         if isinstance(attn_mask, bias_module.CausalBias) or not any(map(on_device, (query, key, value))):
             return original(query, key, value, attn_mask=attn_mask, **options)
         for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
