@@ -282,6 +282,8 @@ def _masked(
     encoded: dict[int, tuple[Ids, Ids]] = {}
     for indices, own in ((replaced, fixed), (rest, options)):
         group = [chats[i] for i in indices]
+        if not group:  # plain rows need no template
+            continue
         if marks_answers(tokenizer, group, own):
             pairs = _by_marks(tokenizer, group, own)
         else:

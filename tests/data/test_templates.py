@@ -149,6 +149,9 @@ def test_conversations_need_a_chat_template(make_folder):
     with pytest.raises(DataError, match=r"model.tokenizer=.*expected a chat template"):
         encode_prompts(tokenizer, [chat[:1]], ["row 1"])
     assert encode_prompts(tokenizer, ["q"], ["row 1"])  # plain text needs none
+    slow = type("Slow", (type(tokenizer),), {"is_fast": False})
+    tokenizer.__class__ = slow
+    assert encode_sft(tokenizer, [SftRow(prompt="q", completion="a")])
 
 
 def test_template_that_refuses_a_role_names_the_row(byte):
