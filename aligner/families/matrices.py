@@ -13,10 +13,10 @@ _NEVER = ("mlp.router.weight", "mlp.shared_experts.gate_weight", "conv1d.weight"
 
 
 def is_matrix(spec: ParamSpec) -> bool:
-    """Return whether a row is a matrix of a layer that may have adapters: no router, no convolution."""
+    """Return whether a row is a matrix of a layer that may have adapters: no router, no convolution, no indexer."""
     name = spec.canonical
     matrix = len(spec.shape) == 2 or name.endswith((".experts.gate_up", ".experts.down"))
-    return name.startswith("decoder.layers.") and matrix and not name.endswith((".bias", *_NEVER))
+    return name.startswith("decoder.layers.") and matrix and not (spec.frozen or name.endswith((".bias", *_NEVER)))
 
 
 def split_of(spec: ParamSpec) -> Split:
