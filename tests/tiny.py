@@ -208,6 +208,12 @@ MORE |= {
         latent=replace(LATENT, query_rank=0, value_dim=20, neighbours=False),
         moe=replace(DEEPSEEK.moe, dense_layers=[], norm_topk_prob=False, shared_ffn_hidden_size=40),
     ),
+    "glm4_moe_lite": replace(
+        DEEPSEEK,
+        family="glm4_moe_lite",
+        num_layers=2,
+        moe=replace(DEEPSEEK.moe, num_experts=4, top_k=2, groups=1, top_groups=1, scale=1.8),
+    ),
     "deepseek_v32": replace(DEEPSEEK, family="deepseek_v32", indexer=IndexerConfig(16, 8, 5)),
     "glm_moe_dsa": replace(
         DEEPSEEK,

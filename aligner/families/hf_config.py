@@ -112,6 +112,9 @@ def _layers_out(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     if family.shares_indexer:
         full = map(cfg.indexer.is_full, range(cfg.num_layers))
         out["indexer_types"] = ["full" if own else "shared" for own in full]
+    if family.lists_dense:
+        dense = cfg.moe.dense_layers
+        out["mlp_layer_types"] = ["dense" if layer in dense else "sparse" for layer in range(cfg.num_layers)]
     if family.nope_every:
         out["no_rope_layers"] = [int(layer not in cfg.attention.nope_layers) for layer in range(cfg.num_layers)]
     if family.default_attention_every:

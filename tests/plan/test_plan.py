@@ -86,6 +86,7 @@ def grpo(model: ModelConfig, grid: Grid, engine: Engine | None = None, **changes
         ("kimi_k2", 1_026_408_209_408 + 60 * 384, 31.7e9),
         ("glm4.5_air", 106_852_245_504 + 45 * 128, 12.8e9),  # and what is added to the scores of a choice
         # transformers' class, and what is added to the scores of a choice
+        ("glm4.7_flash", 29_943_390_976 + 46 * 64, None),
         ("deepseek_v3.2", 671_877_929_216 + 58 * 256, None),
         ("glm5", 743_911_199_232 + 75 * 256, None),
         # the language model alone, as transformers' class has it

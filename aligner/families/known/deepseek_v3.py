@@ -1,4 +1,5 @@
-"""DeepSeek-V3 and R1: latent attention, and experts chosen by groups. V3.2 and GLM-5 add an indexer."""
+"""DeepSeek-V3 and R1: latent attention, and experts chosen by groups. GLM-4.7-Flash is alike; V3.2
+and GLM-5 add an indexer."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ MOE = MoeKeys(
     first_dense="first_k_dense_replace",
     shared="n_shared_experts",
 )
+NEIGHBOURS: Key = ("latent.neighbours", "rope_interleave", True)
 CONSTANTS = (("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"))
 
 
@@ -31,11 +33,11 @@ def _sizes(query_rank: int, plain_dim: int, value_dim: int) -> tuple[Key, ...]:
     )
 
 
-def _groups(count: int, used: int) -> tuple[Key, ...]:
+def _groups(count: int, used: int, scale: float = 2.5) -> tuple[Key, ...]:
     return (
         ("moe.groups", "n_group", count),
         ("moe.top_groups", "topk_group", used),
-        ("moe.scale", "routed_scaling_factor", 2.5),
+        ("moe.scale", "routed_scaling_factor", scale),
     )
 
 
@@ -55,10 +57,23 @@ FAMILIES = (
         also=("kimi_k2",),
         models="DeepSeek-V3, R1, Moonlight, Kimi-K2",
         moe=MOE,
-        keys=(*_sizes(1536, 128, 128), ("latent.neighbours", "rope_interleave", True), *_groups(8, 4)),
+        keys=(*_sizes(1536, 128, 128), NEIGHBOURS, *_groups(8, 4)),
         constants=CONSTANTS,
         predicts_ahead="num_nextn_predict_layers",
         defaults=(("max_position_embeddings", 4096),),
+    ),
+    Family(
+        "glm4_moe_lite",
+        "Glm4MoeLite",
+        rows.LATENT + EXPERTS,
+        models="GLM-4.7-Flash",
+        moe=MOE,
+        keys=(*_sizes(768, 192, 256), NEIGHBOURS, *_groups(1, 1, 1.8)),
+        constants=CONSTANTS,
+        predicts_ahead="num_nextn_predict_layers",
+        defaults=(("max_position_embeddings", 202752), ("rms_norm_eps", 1e-5)),
+        sizes=(("first_k_dense_replace", 1),),
+        lists_dense=True,
     ),
     Family(
         "deepseek_v32",
