@@ -92,7 +92,7 @@ class Family:
     scaled_queries: bool = False  # by their positions: `rope_scaling.llama_4_scaling_beta`
     scaled_embeddings: bool = False  # multiplied by the square root of the hidden size
     indexer_neighbours: bool = False  # of indexers: adjacent numbers are rotated together, not halves of the head
-    lists_dense: bool = False  # transformers reads layers without experts from mlp_layer_types alone
+    lists_dense: bool = False  # config.json may have mlp_layer_types in place of `MoeKeys.first_dense`
     shares_indexer: bool = False  # layers may use the choice of the layer before (config.json's indexer_types)
     plain_scores: bool = False  # queries times keys, without a factor
     value_norm: bool = False  # heads of values are normalised, without a weight

@@ -289,11 +289,13 @@ def _shared_layers(raw: JsonObject, family: Family) -> list[int]:
     layers, every = raw.integer("num_hidden_layers"), raw.integer("index_topk_freq", 1, low=1)
     first = raw.integer("index_skip_topk_offset", 2)
     kinds = ["shared" if max(layer - first + 1, 0) % every else "full" for layer in range(layers)]
-    if "indexer_types" not in raw and "index_topk_pattern" in raw:
-        kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in raw.text("index_topk_pattern")]
-    kinds = raw.texts("indexer_types", kinds)
+    key = "indexer_types" if "indexer_types" in raw else "index_topk_pattern"
+    if isinstance(raw.fields.get(key), str):
+        kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in raw.text(key)]
+    else:
+        kinds = raw.texts(key, kinds)
     if len(kinds) != layers or set(kinds) - {"full", "shared"} or kinds[0] != "full":
-        raw.refuse("indexer_types", f"full or shared for each of {layers} layers, the first full")
+        raw.refuse(key, f"full or shared for each of {layers} layers, the first full")
     return [layer for layer, kind in enumerate(kinds) if kind == "shared"]
 
 
@@ -378,7 +380,7 @@ def _experts_in(raw: JsonObject, family: Family, fields: dict[str, Any]) -> MoeC
     if keys.norm_topk_prob:
         moe.norm_topk_prob = raw.flag(keys.norm_topk_prob)
     if keys.first_dense:
-        moe.dense_layers = list(range(_first_dense(raw, keys.first_dense)))
+        moe.dense_layers = list(range(_first_dense(raw, keys.first_dense, family.lists_dense)))
     if keys.shared:
         moe.shared_ffn_hidden_size = moe.ffn_hidden_size * raw.integer(keys.shared, low=1, high=MOST_EXPERTS)
     if keys.dense_layers:
@@ -387,9 +389,9 @@ def _experts_in(raw: JsonObject, family: Family, fields: dict[str, Any]) -> MoeC
     return moe
 
 
-def _first_dense(raw: JsonObject, key: str) -> int:
+def _first_dense(raw: JsonObject, key: str, lists: bool) -> int:
     """Return how many layers, the first ones, have no experts."""
-    kinds = raw.texts("mlp_layer_types", None)
+    kinds = raw.texts("mlp_layer_types", None) if lists else None
     if not kinds:
         return raw.integer(key, high=MOST_LAYERS)
     first = kinds.index("sparse") if "sparse" in kinds else len(kinds)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from aligner.config.sections.model.config import ModelConfig
 from aligner.megatron.expert_load import tokens_of
 from aligner.megatron.groups import Layout
 from aligner.megatron.latent import Indexer
@@ -16,9 +17,10 @@ from aligner.types import ScalarMetrics, TrainBatch
 class IndexerLoss:
     """The indexers of this pipeline stage; without a loss nothing happens."""
 
-    def __init__(self, module: torch.nn.Module, factor: float, layout: Layout):
+    def __init__(self, module: torch.nn.Module, cfg: ModelConfig, layout: Layout):
         self.indexers = [each for each in module.modules() if isinstance(each, Indexer)]
-        self.factor, self.layout, self._device = factor, layout, next(module.parameters()).device
+        self.factor, self.layers = cfg.indexer.loss, len(cfg.layers_of("indexer"))
+        self.layout, self._device = layout, next(module.parameters()).device
 
     def begin(self, micro_batches: Sequence[TrainBatch]) -> None:
         """Start a step. Collective over the data-parallel ranks."""
@@ -32,12 +34,10 @@ class IndexerLoss:
         world."""
         if not self.factor:
             return {}
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         for indexer in self.indexers:
-            sums[0] += indexer.total
-        dist.all_reduce(sums, group=self.layout.pgs.dp_cp)
-        sums[1] = len(self.indexers)
+            total += indexer.total
+        dist.all_reduce(total, group=self.layout.pgs.dp_cp)
         if self.layout.pipeline > 1:
-            dist.all_reduce(sums, group=self.layout.pgs.pp)
-        total, layers = sums.tolist()
-        return {"indexer/loss": total / self.factor / layers}
+            dist.all_reduce(total, group=self.layout.pgs.pp)
+        return {"indexer/loss": float(total) / (self.factor * self.layers)}

@@ -115,7 +115,7 @@ class ShardedModel:
             if factors is not None:
                 self.adapted.start_from(factors)
         self.load = ExpertLoad(self.module, cfg.moe, layout)
-        self.indexer_loss = IndexerLoss(self.module, cfg.indexer.loss, layout)
+        self.indexer_loss = IndexerLoss(self.module, cfg, layout)
         self._frequencies = {local: inverse_frequencies(cfg, local).to(device) for local in (False, True)}
         # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can
         mixed = head.kind == "score" or (cfg.lora.dora if self.adapted is not None else cfg.traits.linear)

@@ -91,6 +91,11 @@ class Count:
     def total(self) -> int:
         return sum(astuple(self))
 
+    @property
+    def alike(self) -> int:
+        """The parameters that all data-parallel ranks hold, trained or not, of the model's dtype."""
+        return self.dense + self.frozen
+
 
 def attention_widths(m: ModelConfig, kinds: Kinds = ()) -> tuple[float, float, float, float]:
     """Return the numbers of a token's queries, keys, values and attention output, over all heads: in layers of these

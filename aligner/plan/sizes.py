@@ -172,7 +172,7 @@ def refit_buffers(job: PlanJob, stage: int | None) -> float:
 
     def message(sender: int, same: bool) -> float:
         count = rank_parameters(m, grid, sender, "" if m.tie_embeddings else "lm")  # a copy of the embedding stays
-        dense, experts = float(count.dense), float(count.experts)
+        dense, experts = float(count.alike), float(count.experts)
         if engine.ranks:  # those with the same shards send them by turns
             wanted = job.replicas * max(1, engine.tensor / grid.tensor)
             dense *= min(1, wanted / grid.replicas)

@@ -210,10 +210,11 @@ def _context(
         yield from _linear_context(model, grid, tokens, element, backward)
     if "attention" not in kinds:
         return
-    if "indexer" in kinds and not backward:  # its keys; over heads its queries and their weights too
+    if "indexer" in kinds and (m.indexer.loss or not backward):  # keys; over heads queries and their weights too
         heads, d = m.indexer.heads, m.indexer.head_dim
         size = d * element + grid.over_heads * heads * (d * element + 4)
-        yield CollectiveCalls("cp", "all_gather", tokens * size, 1 + 2 * grid.over_heads)
+        op = "reduce_scatter" if backward else "all_gather"
+        yield CollectiveCalls("cp", op, tokens * size, 1 + 2 * grid.over_heads)
     a, k, v, out = (width / grid.tensor for width in attention_widths(m, kinds))
     if grid.over_heads:
         yield CollectiveCalls("cp", "all_to_all", tokens / grid.context * (a + k + v + out) * element, 4)
@@ -271,7 +272,8 @@ def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, bac
         calls += _sum(layer_backward(model, grid, tokens, k, e, kinds) for k, kinds in each)
     if backward and m.indexer.loss:  # what the heads of all ranks weigh, float32, and again in backward
         count = 2 * sum("indexer" in kinds for kinds in layers)
-        calls.append(CollectiveCalls("tp", "all_reduce", 4 * count * own * 2 * job.rows.context, count))
+        size = 4 * count * (tokens if grid.over_heads else own) * min(2 * job.rows.context, job.rows.longest)
+        calls += [CollectiveCalls(axis, "all_reduce", size, count) for axis in ("tp", *["cp"] * grid.over_heads)]
     if stage == 0:
         calls.append(CollectiveCalls("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden))
         if backward and grid.sequence and not is_adapted(model):
@@ -320,6 +322,9 @@ def step_calls(job: PlanJob, model: PlannedModel, stage: int) -> list[Collective
         return within(calls, grid)
     if grid.sequence:
         norms = sum(layer_norms(m, kinds) for kinds in layers) + m.hidden_size * (stage == grid.pipeline - 1)
+        if m.indexer.loss:  # of what sees a rank's own tokens
+            each = (m.indexer.heads + m.indexer.head_dim) * m.hidden_size + 2 * m.indexer.head_dim
+            norms += each * sum("indexer" in kinds for kinds in layers)
         calls.append(CollectiveCalls("tp", "all_reduce", 4.0 * norms))
     elif m.qk_norm:  # of which every tensor rank sees its own heads' part
         widths = sum(m.of_kinds(kinds).kv_channels for kinds in layers if "attention" in kinds)
@@ -404,12 +409,11 @@ def gathered_calls(job: PlanJob, stage: int = 0) -> list[CollectiveCalls]:
     calls = []
     for s in range(grid.pipeline):
         count, norms = rank_parameters(model.shape, grid, s), _replicated(model, grid, s)
+        shared = count.alike - norms - _copied(model, grid, s)
         if s == stage:
-            calls.append(
-                CollectiveCalls("tp", "all_gather", float(e * grid.tensor * (count.dense - norms + count.experts)))
-            )
+            calls.append(CollectiveCalls("tp", "all_gather", float(e * grid.tensor * (shared + count.experts))))
             calls.append(CollectiveCalls("ep", "all_gather", float(e * grid.tensor * grid.expert * count.experts)))
-        whole = grid.tensor * (count.dense - norms - _copied(model, grid, s) + grid.expert * count.experts) + norms
+        whole = grid.tensor * (shared + grid.expert * count.experts) + norms
         calls.append(CollectiveCalls("pp", "broadcast", float(e * whole)))
     return within(calls, grid)
 
@@ -424,7 +428,7 @@ def _whole(model: PlannedModel, grid: Grid, stage: int) -> tuple[int, int, int]:
     """Return the parameters of a stage, once: dense ones that tensor ranks share, experts', and those that all hold
     whole."""
     count, norms = rank_parameters(model.shape, grid, stage), _replicated(model, grid, stage)
-    dense = grid.tensor * (count.dense - norms - _copied(model, grid, stage))
+    dense = grid.tensor * (count.alike - norms - _copied(model, grid, stage))
     return dense, grid.tensor * grid.expert * count.experts, norms
 
 

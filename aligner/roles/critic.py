@@ -55,5 +55,5 @@ class Critic:
 
         stats = self.model.step(parts, from_output)
         # not the policy's
-        own = ("loss", "grad_norm", "lr", "lora/b_norm", "moe/balance", "moe/aux_loss", "moe/dropped")
+        own = ("loss", "grad_norm", "lr", "lora/b_norm", "indexer/loss", "moe/balance", "moe/aux_loss", "moe/dropped")
         return {f"critic/{name}" if name in own else name: v for name, v in stats.items()}

@@ -14,7 +14,7 @@ from aligner.config.freeze import load_frozen
 from aligner.config.options import from_plain
 from aligner.config.schema import Config
 from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig
-from aligner.config.sections.model.config import MOE_OF_THE_RUN, OF_THE_RUN, ModelConfig, for_run
+from aligner.config.sections.model.config import MOE_OF_THE_RUN, OF_THE_RUN, RUNS, ModelConfig, for_run
 from aligner.config.sections.model.indexer import IndexerConfig
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
@@ -204,7 +204,7 @@ def shape_of(cfg: ModelConfig) -> dict[str, Any]:
         values, usual = shape.pop(name), dataclasses.asdict(plain)
         kept = {key: values[key] for key in values if key in _OLD.get(name, ()) or values[key] != usual[key]}
         if values != usual or name == "rope_scaling":
-            shape[name] = {key: value for key, value in kept.items() if key not in ("factors", "loss")}
+            shape[name] = {key: value for key, value in kept.items() if f"{name}.{key}" not in RUNS}
     for name in ("mlp_bias", "pattern"):  # of later versions
         if not shape[name]:
             del shape[name]

@@ -119,7 +119,7 @@ def test_heads_of_global_layers_are_read_as_transformers_writes_them(tmp_path):
         config_from_hf(tmp_path)
 
 
-LAYERS = {"num_hidden_layers": 12, "first_k_dense_replace": 1}
+LAYERS = {"num_hidden_layers": 12, "mlp_layer_types": ["dense", *["sparse"] * 11]}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,7 @@ LAYERS = {"num_hidden_layers": 12, "first_k_dense_replace": 1}
         ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, [3, 4, 5, 7, 8, 9, 11]),  # GLM-5.2's
         ({"index_topk_freq": 3}, [2, 3, 5, 6, 8, 9, 11]),
         ({"index_topk_pattern": "FFSFSSFFFFFS"}, [2, 4, 5, 11]),
+        ({"index_topk_pattern": ["full", *["shared"] * 11]}, [*range(1, 12)]),
         ({"indexer_types": ["full"] * 11 + ["shared"], "index_topk_freq": 4}, [11]),
         ({}, []),
     ],
@@ -156,7 +157,7 @@ def test_dense_layers_may_be_listed(tmp_path):
         ({"indexer_types": ["shared", *["full"] * 3]}, "indexer_types.*the first full"),
         ({"indexer_types": ["full"] * 3}, "indexer_types.*each of 4 layers"),
         ({"indexer_types": ["full", "half", "full", "full"]}, "indexer_types.*full or shared"),
-        ({"indexer_types": None, "index_topk_pattern": "FXFF"}, "indexer_types.*full or shared"),
+        ({"indexer_types": None, "index_topk_pattern": "FXFF"}, "index_topk_pattern.*full or shared"),
         ({"mlp_layer_types": ["sparse", *["dense"] * 3]}, "mlp_layer_types.*dense for the first"),
         ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types.*dense for the first"),
         ({"indexer_rope_interleave": False}, "indexer_rope_interleave=True .*It has False"),

@@ -59,6 +59,7 @@ SOME = LoraConfig(rank=8, dora=True, targets=["q_proj", "o_proj", "up_proj", "do
 DORA, WIDE_DORA = (replace(cfg, hidden_size=64, lora=SOME) for cfg in (MODELS["qwen3"], MOE))
 MAMBA = replace(MORE["nemotron_h"], linear=replace(MORE["nemotron_h"].linear, value_head_dim=128))
 INDEXED = MORE["glm_moe_dsa"]
+LEARNING = replace(INDEXED, indexer=replace(INDEXED.indexer, loss=0.5))
 CASES = {
     "untied": (UNTIED, {}, 1, {}),
     "tp2": (MODELS["qwen2"], {"tensor": 2}, 2, {}),
@@ -94,6 +95,9 @@ CASES = {
     "indexed, tp2": (INDEXED, {"tensor": 2}, 2, {}),
     "indexed, tp2, sequence": (INDEXED, {"tensor": 2, **SEQ}, 2, {}),
     "indexed, cp2": (INDEXED, {"context": 2}, 2, {}),
+    "indexers that learn, tp2, sequence": (LEARNING, {"tensor": 2, **SEQ}, 2, {}),
+    "indexers that learn, cp2": (LEARNING, {"context": 2}, 2, {}),
+    "indexers that learn, cp2 over heads": (LEARNING, {"context": 2, "context_mode": "alltoall"}, 2, {}),
     "indexed, cp2 over heads": (INDEXED, {"context": 2, "context_mode": "alltoall"}, 2, {}),
     "score, tp2, dp2": (LLAMA, {"tensor": 2, **SEQ}, 4, {"outputs": 3}),
     "tp2 pp2": (UNTIED, {"tensor": 2, "pipeline": 2, **SEQ}, 4, {}),
@@ -334,6 +338,7 @@ def test_a_step_of_real_ranks_has_the_bytes_and_operations_of_the_formulas(ranks
     [
         (UNTIED, {"tensor": 2, "pipeline": 2}, 4),
         (MOE, {"expert": 2, "pipeline": 2}, 4),
+        (INDEXED, {"tensor": 2, "pipeline": 2}, 4),
     ],
 )
 def test_a_refit_of_real_ranks_has_the_bytes_of_the_formulas(ranks, cfg, layout, world):

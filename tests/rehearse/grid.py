@@ -24,7 +24,12 @@ FAMILIES = {  # model: its shape; where there are two kinds of layers, both
     "qwen3_30b_a3b": ["model.moe.num_experts=16"],
     "gpt_oss_20b": ["model.moe.num_experts=8"],
     "deepseek_v3": ["model.moe.num_experts=16", "model.moe.dense_layers=[0]"],
-    "glm5": ["model.moe.num_experts=16", "model.moe.dense_layers=[0]", "model.indexer.top_k=24"],
+    "glm5": [
+        "model.moe.num_experts=16",
+        "model.moe.dense_layers=[0]",
+        "model.indexer.top_k=24",
+        "model.indexer.loss=0.5",
+    ],
     "qwen3_next_80b_a3b": ["model.moe.num_experts=16", "model.linear.attention_every=2"],
     "nemotron3_nano_30b_a3b": ["model.moe.num_experts=16", "model.num_layers=4", "model.pattern=ME*-"],
     "glm4.5_air": ["model.moe.num_experts=16"],

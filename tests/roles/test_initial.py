@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.__main__ import main
+from aligner.config.sections.model.config import for_run
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import ConfigError
 from aligner.families.hf_config import config_from_hf
@@ -20,11 +22,11 @@ from aligner.megatron.weights import local_parameters, own_shard
 from aligner.models import safetensors_io
 from aligner.models.safetensors_io import open_hf
 from aligner.models.slices import HfSource
-from aligner.roles.model_init import InitialModel
+from aligner.roles.model_init import InitialModel, shape_of
 from tests import stages
 from tests.megatron.models import build
 from tests.ranks import on_ranks
-from tests.tiny import LLAMA, MOE, transformers_model, write_folder
+from tests.tiny import LLAMA, MOE, MORE, transformers_model, write_folder
 
 QUIET = ["run.steps=1", "run.export=false", "checkpoint.final=false", "reward.functions=[]"]
 
@@ -86,3 +88,12 @@ def test_one_of_the_data_parallel_copies_reads_the_weights(hf_folder, layout, wo
     table = {spec.canonical: spec for spec in family_table(initial.config)}
     for name, tensor in local_parameters(model.module).items():
         assert torch.equal(tensor, own_shard(table[name], own, model.layout).to(torch.bfloat16)), name
+
+
+def test_a_model_without_indexers_beside_one_that_trains_them_has_no_loss_of_theirs():
+    """A critic of a policy with `model.indexer.loss`, whose checkpoints are those of any other run."""
+    run = replace(MORE["glm_moe_dsa"], indexer=replace(MORE["glm_moe_dsa"].indexer, loss=0.5))
+    critic = for_run(LLAMA, run)
+    assert critic.indexer.loss == 0 and shape_of(critic) == shape_of(LLAMA)
+    assert for_run(MORE["deepseek_v32"], run).indexer.loss == 0.5
+    assert shape_of(run) == shape_of(MORE["glm_moe_dsa"])

@@ -85,6 +85,7 @@ FAMILIES = (
         constants=(*CONSTANTS, ("rope_interleave", True), ("indexer_rope_interleave", False)),
         predicts_ahead="num_nextn_predict_layers",
         defaults=(("max_position_embeddings", 163840),),
+        lists_dense=True,
     ),
     Family(
         "glm_moe_dsa",
@@ -98,5 +99,6 @@ FAMILIES = (
         shares_indexer=True,
         predicts_ahead="num_nextn_predict_layers",
         defaults=(("max_position_embeddings", 202752), ("rms_norm_eps", 1e-5)),
+        lists_dense=True,
     ),
 )

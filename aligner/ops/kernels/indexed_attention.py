@@ -81,8 +81,8 @@ def _scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
 def indexed_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, index: Index
 ) -> Tensor:
-    """Compute `fused_attention` where queries see what the index chooses. Shapes and `mask` are as there. The index
-    learns if it has a lesson."""
+    """Compute `fused_attention` where queries see what the index chooses. Shapes and `mask` are as there; each
+    query must see a key. The index learns if it has a lesson."""
     batch, heads, m, lesson = *query.shape[:2], key.shape[2], index.lesson
 
     def block(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, asked: Tensor, weight: Tensor) -> Any:

@@ -243,7 +243,7 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
 
     def choices_cut(self, stages: int) -> list[int]:
         """Return the layers that begin a stage of a pipeline and use the choice of the layer before."""
-        return [n for n in self.indexer.shared_layers if n % (self.num_layers // stages) == 0]
+        return [n for n in self.indexer.shared_layers if n * stages % self.num_layers == 0]
 
     def share(self, kind: str) -> float:
         """Return the share of layers of this kind."""
@@ -279,7 +279,7 @@ def for_run(shape: ModelConfig, run: ModelConfig) -> ModelConfig:
     """Return a folder's shape, with the keys that the run decides."""
     moe = replace(shape.moe, **{name: getattr(run.moe, name) for name in MOE_OF_THE_RUN})
     rope = replace(shape.rope_scaling, factors=run.rope_scaling.factors)
-    indexer = replace(shape.indexer, loss=run.indexer.loss)
+    indexer = replace(shape.indexer, loss=run.indexer.loss if shape.indexer.heads else 0.0)
     return replace(
         shape, moe=moe, indexer=indexer, rope_scaling=rope, **{name: getattr(run, name) for name in OF_THE_RUN}
     )
@@ -332,7 +332,5 @@ def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
     sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "indexer": IndexerConfig(), "linear": linear}
     for name, plain in (sections | {"scales": ScalesConfig()}).items():
         values, defaults = asdict(getattr(model, name)), asdict(plain)
-        entries += [
-            (f"{name}.{key}", values[key], defaults[key]) for key in values if (name, key) != ("indexer", "loss")
-        ]
+        entries += [(f"{name}.{key}", values[key], defaults[key]) for key in values if f"{name}.{key}" not in RUNS]
     return [(name, value, plain) for name, value, plain in entries if value != plain]
