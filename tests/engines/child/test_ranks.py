@@ -136,7 +136,8 @@ class Handle:
 def extension(rank=0, device="cpu", loader=None):
     actual = Extension()
     actual.rank, actual.vllm_config, actual.aligner_loading = rank, None, True
-    model = SimpleNamespace(load_weights=loader)
+    model = torch.nn.Module()
+    model.load_weights = loader
     actual.model_runner = SimpleNamespace(device=torch.device(device), get_model=lambda: model)
     return actual
 
