@@ -27,6 +27,11 @@ VARIABLES = {
 }
 
 
+def has_linear_kernel() -> bool:
+    """Return whether torch has the product in bfloat16 by which vLLM computes linear layers on a CPU."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 class VllmEngine(Replicated, ChildEngine):
     """vLLM. See `ChildEngine` and `Replicated`."""
 
@@ -38,9 +43,13 @@ class VllmEngine(Replicated, ChildEngine):
         on_cpu = torch.device(device).type == "cpu"
         if config.sleeps and on_cpu:
             raise ConfigError("engine.sleep", True, "false on a CPU, where vLLM cannot release memory")
-        if model.linear.key_heads and on_cpu and options["dtype"] != torch.bfloat16:
-            dtype = str(options["dtype"]).removeprefix("torch.")
-            raise ConfigError("engine.dtype", dtype, "bfloat16 for linear layers of vLLM on a CPU")
+        if model.linear.key_heads and on_cpu:
+            if not has_linear_kernel():
+                hint = "This CPU has no AVX-512, which the linear layers of vLLM's CPU build need."
+                raise ConfigError("engine.name", self.name, "native", hint)
+            if options["dtype"] != torch.bfloat16:
+                dtype = str(options["dtype"]).removeprefix("torch.")
+                raise ConfigError("engine.dtype", dtype, "bfloat16 for linear layers of vLLM on a CPU")
         super().__init__(model, config, device=device, **options)
         self.tensor_parallel = config.tensor_parallel
 

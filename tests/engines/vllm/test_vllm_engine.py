@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from aligner.engines.vllm.engine import has_linear_kernel
 from aligner.engines.vllm.in_place import InPlaceVllmEngine
 from aligner.engines.vllm.pages import Pages
 from aligner.errors import ConfigError, EngineError
@@ -78,6 +79,7 @@ def test_logprobs_of_every_family_after_every_update(name):
         assert torch.allclose(logprobs, wanted * (torch.arange(1, 12) < lengths[:, None]), atol=1e-4)
 
 
+@pytest.mark.skipif(not has_linear_kernel(), reason="vLLM's linear layers need AVX-512 on a CPU")
 @pytest.mark.parametrize("name", LINEAR)
 def test_logprobs_of_linear_layers_after_every_update(name):
     """As near to those of the same weights in float32 as transformers' in bfloat16, whether a pass reads a prompt or

@@ -52,8 +52,12 @@ def test_sleep_on_a_cpu():
         make_engine(LLAMA, sleep=True, python=sys.executable)
 
 
-def test_linear_layers_in_float32_on_a_cpu():
+def test_linear_layers_in_float32_on_a_cpu(monkeypatch):
+    monkeypatch.setattr("aligner.engines.vllm.engine.has_linear_kernel", lambda: True)
     with pytest.raises(ConfigError, match=r"engine.dtype='float32': expected bfloat16 for linear layers"):
+        make_engine(LINEAR["qwen3_5"], python=sys.executable)
+    monkeypatch.setattr("aligner.engines.vllm.engine.has_linear_kernel", lambda: False)
+    with pytest.raises(ConfigError, match=r"engine.name='vllm': expected native. This CPU has no AVX-512"):
         make_engine(LINEAR["qwen3_5"], python=sys.executable)
 
 
