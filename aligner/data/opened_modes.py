@@ -21,8 +21,9 @@ class OpenedModes:
             self.others[mode] = self.others.get(mode, 0) + 1
 
     def notes(self, key: str) -> list[str]:
-        """Return notes on the others. Raises DataError if all are: later prompts would open in the untrained mode."""
-        if self.others and not self.own:
+        """Return notes on the others. Raises DataError if all of a training file are: later prompts would open in the
+        untrained mode. Of several sources another one may have that mode."""
+        if self.others and not self.own and key.endswith(".train"):
             mode, number = next(iter(self.others.items()))
             raise DataError(
                 f"{key}: expected a conversation whose responses open as prompts do, found none among {number}: they "

@@ -398,6 +398,8 @@ def test_a_file_of_both_modes_is_counted_and_one_of_the_other_mode_is_refused(fa
     alone = sft_rows([{"messages": first}, {"messages": first + first}], DataConfig())
     with pytest.raises(DataError, match=r"data.train: .*none among 2: .*=\{enable_thinking: false\}, also in"):
         SftDataset(alone, tokenizer, DataConfig())
+    for key in ("data.sources.plain", "data.eval"):  # other files may have the mode of prompts
+        assert "2 conversations have responses" in str(SftDataset(alone, tokenizer, DataConfig(), key).report)
     assert "enable_thinking" not in str(SftDataset(alone, tokenizer, off).report)
     pair = {"prompt": first[:1], "chosen": first[1:], "rejected": [{"role": "assistant", "content": "yes"}]}
     for dataset, typed in (
