@@ -368,7 +368,7 @@ def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Planned
         outputs = max(1, len(cfg.algorithm.reward_loss.attributes))
         return (PlannedModel("policy", shape, "score", True, outputs, cfg.optim.distributed or mixed),)
     averaged = cfg.ema.decay > 0
-    distributed = cfg.optim.distributed or (mixed and shape.traits.linear)
+    distributed = cfg.optim.distributed or (mixed and shape.traits.linear and not shape.lora.rank)
     models = [PlannedModel("policy", shape, trained=trains, distributed=distributed, averaged=averaged)]
     scorer = shape_at(shape, cfg.reward.model)
     if "reference" in other_models:

@@ -431,7 +431,7 @@ def update_mfu(job: PlanJob, device: Device, update: PhaseTime) -> float:
     for model in job.models:
         if model.trained:
             m, read = model.shape, reads(job, model, tokens)
-            kept = min(once * read.kept, real)
+            kept = min(read.kept, real)
             forward = (m.num_layers - 1) * layer_operations(m, real, 0) + layer_operations(m, real, 0, kept)
             forward += m.num_layers * expert_operations(m, real)
             forward += head_operations(m, read.pairs if model.head == "lm" else kept, model.head)
