@@ -170,7 +170,11 @@ def gathered(index: Index, stream: Stream) -> Index:
     if not stream.over_heads:
         return index
     query, weight = (gather_first(x, stream.group) for x in index[:2])
-    return index._replace(query=query, weight=weight, lesson=index.lesson and index.lesson.over(stream.group))
+    lesson = index.lesson
+    if lesson is not None:  # each rank computes the whole loss, with a share of the heads
+        factors = gather_first(lesson.factors / stream.group.size(), stream.group)
+        lesson = lesson._replace(factors=factors, groups=(*lesson.groups, stream.group))
+    return index._replace(query=query, weight=weight, lesson=lesson)
 
 
 def _segments(

@@ -30,13 +30,6 @@ class Lesson(NamedTuple):
     total: Tensor  # float64 [], to which the divergences, times factors, are added
     groups: tuple[dist.ProcessGroup, ...]  # of ranks that share the heads of attention
 
-    def over(self, group: dist.ProcessGroup) -> Lesson:
-        """Return the lesson of the queries of all ranks, each of which then computes the whole loss with a share of
-        the heads."""
-        factors = torch.empty(group.size() * len(self.factors), device=self.factors.device)
-        dist.all_gather_into_tensor(factors, self.factors / group.size(), group=group)
-        return self._replace(factors=factors, groups=(*self.groups, group))
-
 
 class Index(NamedTuple):
     """What an indexer compares. Tensors have the axes of queries or keys in front: [..., heads, d], [..., heads] and
