@@ -408,13 +408,11 @@ def gathered_calls(job: PlanJob, stage: int = 0) -> list[CollectiveCalls]:
     model, grid, e = job.policy, job.grid, job.element
     calls = []
     for s in range(grid.pipeline):
-        count, norms = rank_parameters(model.shape, grid, s), _replicated(model, grid, s)
-        shared = count.alike - norms - _copied(model, grid, s)
+        dense, experts, norms = _whole(model, grid, s)
         if s == stage:
-            calls.append(CollectiveCalls("tp", "all_gather", float(e * grid.tensor * (shared + count.experts))))
-            calls.append(CollectiveCalls("ep", "all_gather", float(e * grid.tensor * grid.expert * count.experts)))
-        whole = grid.tensor * (shared + grid.expert * count.experts) + norms
-        calls.append(CollectiveCalls("pp", "broadcast", float(e * whole)))
+            calls.append(CollectiveCalls("tp", "all_gather", float(e * (dense + experts // grid.expert))))
+            calls.append(CollectiveCalls("ep", "all_gather", float(e * experts)))
+        calls.append(CollectiveCalls("pp", "broadcast", float(e * (dense + experts + norms))))
     return within(calls, grid)
 
 
