@@ -148,9 +148,8 @@ def _probed(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForm:
         for inside, apart in answers
     )
     listed = text([USER, {"role": "assistant", "content": _parts("a thought", _VALUE)}]) or ""
-    lists = (
-        "a thought" in listed and _VALUE in listed and not re.search("['\"]type['\"]", listed)
-    )  # a printed list has its keys
+    printed = re.search("['\"]type['\"]", listed)  # a list that is printed has its keys
+    lists = "a thought" in listed and _VALUE in listed and printed is None
     renamed = _VALUE in system and _VALUE not in developer
     return TemplateForm(wants_text, named_ids, nine_ids, renamed, another, lists)
 

@@ -19,7 +19,6 @@ class IndexerConfig(Section, key="model.indexer"):
     head_dim: int = key(0, "Width of such a head.", least=0)
     top_k: int = key(0, "Tokens that attention sees.", least=0)
     shared_layers: list[int] = key([], "Layers, counted from 0, that use the choice of the layer before them.")
-
     loss: float = key(
         0.0,
         "Factor of the loss that trains indexers: how far their scores are from what attention weighs, of the chosen "
