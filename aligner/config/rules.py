@@ -124,7 +124,12 @@ engine.can.computes_here engine.cuda_graphs=true model.moe.num_experts => engine
     | with experts: how many rows one gets is not known ahead
 """),
     "shares": rules("""
-=> model.num_heads, model.num_kv_heads, model.attention.global_kv_heads, model.linear.key_heads %engine.tensor_parallel
+=> model.num_heads, model.linear.key_heads %engine.tensor_parallel
+model.num_kv_heads>engine.tensor_parallel => model.num_kv_heads %engine.tensor_parallel
+model.num_kv_heads<engine.tensor_parallel => model.num_kv_heads /engine.tensor_parallel
+model.attention.global_kv_heads>engine.tensor_parallel => model.attention.global_kv_heads %engine.tensor_parallel
+model.attention.global_kv_heads model.attention.global_kv_heads<engine.tensor_parallel
+    => model.attention.global_kv_heads /engine.tensor_parallel
 model.dense => model.ffn_hidden_size %engine.tensor_parallel
 => model.moe.shared_ffn_hidden_size %engine.tensor_parallel
 model.moe.num_experts => model.expert_ffn %engine.tensor_parallel

@@ -22,6 +22,7 @@ class ParamSpec:
     tp_axis: int | None  # None: replicated over tensor-parallel ranks
     shape: tuple = ()  # of the canonical tensor
     units: int | str = 0  # indivisible pieces along tp_axis: heads, query groups, rows
+    repeats: bool = False  # an engine's ranks beyond the units repeat them: heads of keys and values
     padded: bool = False  # the vocabulary: split pads it to a multiple of TP, merge cuts it to `units`
     experts: bool = False  # axis 0 is the expert; expert-parallel ranks have equal shares of it
     when: str = ""  # in a family's table: models with this flag of ModelConfig have it; empty: all

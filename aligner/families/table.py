@@ -131,6 +131,7 @@ def _filled(row: ParamSpec, sizes: dict[str, int], layer: int, experts: range) -
         hf=tuple(names),
         shape=tuple(sizes[name] for name in row.shape),
         units=sizes[row.units] if isinstance(row.units, str) else 0,
+        repeats=row.units == "groups",
         when="",
         kind="",
     )

@@ -72,11 +72,16 @@ class HfTensor:
         return self.index // (self.spec.shape[1] if self.spec.transform == "experts_gate_up" else 1)
 
     def interval(self, tensor: int, rank: int) -> tuple[int, int]:
-        """Return the slice of tensor rank `rank` of `tensor`. Raises LayoutError if the ranks cannot share it."""
+        """Return the slice of tensor rank `rank` of `tensor`. Where they are more than the heads of keys and values,
+        neighbours have the same head, and each its own queries. Raises LayoutError if the ranks cannot share it."""
         if not self.sharded or tensor == 1:
             return 0, self.length
-        if not self.spec.padded and self.spec.units % tensor:
-            raise LayoutError("tensor parallelism", tensor, f"a divisor of {self.spec.units} (pieces of {self.name})")
+        units = self.spec.units
+        if self.spec.repeats and units < tensor and tensor % units == 0:
+            if self.index or len(self.spec.hf) == 1:  # no queries
+                tensor, rank = units, rank * units // tensor
+        elif not self.spec.padded and units % tensor:
+            raise LayoutError("tensor parallelism", tensor, f"a divisor of {units} (pieces of {self.name})")
         return shard_interval(self.length, tensor, rank)
 
     def checksum(self, values: Tensor, start: int, stop: int) -> int:
@@ -106,7 +111,7 @@ class HfTensor:
         assert spec.transform in INTERLEAVED, f"{spec.transform}: no view of its slices"
         (at, rows), groups = self.group_rows, spec.units
         grouped = shard.unflatten(0, (-1, spec.shape[0] // groups))
-        return grouped[a // rows : b // rows, at : at + rows]
+        return grouped[a // rows : -(-b // rows), at + a % rows : at + (b - 1) % rows + 1]  # groups, or of one a share
 
 
 def hf_tensors(cfg: ModelConfig) -> tuple[HfTensor, ...]:

@@ -22,7 +22,8 @@ ROWS = """
 sft ; data.train='' => data.train
 grpo ; engine.tensor_parallel=2 => engine.tensor_parallel
 grpo@3 ; engine.ranks=1 ; engine.tensor_parallel=2 => engine.tensor_parallel
-grpo@2 ; engine.tensor_parallel=2 ; model.num_kv_heads=1 => model.num_kv_heads
+grpo@2 ; engine.tensor_parallel=2 ; model={num_heads: 6, num_kv_heads: 3, head_dim: 16} => model.num_kv_heads
+grpo@3 ; engine.tensor_parallel=3 ; model={num_heads: 6, num_kv_heads: 2, head_dim: 16} => model.num_kv_heads
 grpo@2 ; engine.ranks=2 => engine.ranks
 grpo@2 ; engine.ranks=1 ; parallel.tensor=2 => world size less engine.ranks
 grpo@3 ; engine.ranks=1 ; batch.prompts=15 => batch.prompts
@@ -273,8 +274,10 @@ sft ; model=gemma4_31b ; model.attention.key_is_value=false => model.attention.g
 sft@2 ; model=gemma4_31b ; model.attention.global_kv_heads=1 ; parallel.tensor=2 => model.attention.global_kv_heads
 sft@2 ; model=gemma4_31b ; model.attention.global_kv_heads=1 ; parallel={context: 2, context_mode: alltoall}
     => model.attention.global_kv_heads
-grpo@2 ; model=gemma4_31b ; model.attention.global_kv_heads=1 ; engine.tensor_parallel=2
-    => model.attention.global_kv_heads
+grpo@8 ; model=gemma4_31b ; model={num_heads: 24, num_kv_heads: 8, attention: {global_kv_heads: 12}}
+    ; engine.tensor_parallel=8 => model.attention.global_kv_heads
+grpo@8 ; model=gemma4_31b ; model={num_heads: 24, num_kv_heads: 8, attention: {global_kv_heads: 3}}
+    ; engine.tensor_parallel=8 => model.attention.global_kv_heads
 sft ; model=nemotron3_nano_30b_a3b ; model.linear.rule=delta => model.linear.rule
 sft ; model=qwen3_next_80b_a3b ; model.linear.rule=mamba2 => model.linear.rule
 sft ; model=qwen3_next_80b_a3b ; model.linear.value_heads=0 => model.linear.value_heads

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
 from uuid import uuid4
@@ -32,6 +33,8 @@ SAMPLINGS = [
     SamplingParams(10, temperature=0.8, top_p=0.9),
     SamplingParams(10, stop=("AB", "K")),
 ]
+REPEATED = {name: MORE[name] for name in ("qwen3_5", "gemma4", "gpt_oss", "olmo2", "nemotron_h")}
+REPEATED |= {name: MODELS[name] for name in ("llama", "qwen3_moe")} | {"one": replace(MODELS["qwen2"], num_kv_heads=1)}
 
 
 def make(
@@ -158,16 +161,20 @@ def same(actual, wanted, rows=slice(None), atol=2e-5):
 
 @pytest.mark.slow
 @multirank
-@pytest.mark.parametrize("configs, samplings", [(MODELS, SAMPLINGS), (MORE, SAMPLINGS[:2])], ids=["MODELS", "MORE"])
-def test_two_ranks_are_one_engine(ranks, scored, configs, samplings):
-    """Every family: equal tokens, logprobs within 1e-5 of one rank's, half of the weights and of the cache each."""
-    models = {name: reference(cfg) for name, cfg in configs.items() if cfg.num_kv_heads % 2 == 0}
+@pytest.mark.parametrize(
+    "configs, samplings, world",
+    [(MODELS, SAMPLINGS, 2), (MORE, SAMPLINGS[:2], 2), (REPEATED, SAMPLINGS[:1], 4)],
+    ids=["MODELS", "MORE", "REPEATED"],
+)
+def test_ranks_are_one_engine(ranks, scored, configs, samplings, world):
+    """Every family: equal tokens, logprobs within 1e-5 of one rank's, a share of the weights and of the cache each. Of
+    fewer heads of keys and values than ranks, several ranks have the same one."""
+    models = {name: reference(cfg) for name, cfg in configs.items()}
     given_ = {name: (configs[name], hf_weights(model)) for name, model in models.items()}
     seeds = seeds_for(PROMPTS, 2)
-    requests = [(PROMPTS[:2], seeds[:2]), (PROMPTS[2:], seeds[2:])]
-    results = ranks.run(
-        generate, world=2, models=given_, width=2, requests=requests, samplings=samplings, scored=scored
-    )
+    requests = [(PROMPTS[:2], seeds[:2]), (PROMPTS[2:], seeds[2:]), ([], []), ([], [])][:world]
+    job = {"models": given_, "width": world, "requests": requests, "samplings": samplings, "scored": scored}
+    results = ranks.run(generate, world=world, **job)
     for name, model in models.items():
         outs, logprobs, engine = alone(configs[name], model, PROMPTS, seeds, samplings, scored)
         for rank, rows in enumerate((slice(0, 4), slice(4, 10))):
@@ -178,8 +185,8 @@ def test_two_ranks_are_one_engine(ranks, scored, configs, samplings):
                 assert out.weight_version == 3
             assert torch.allclose(actual["scored"], logprobs, atol=1e-5, rtol=0)
             assert actual["checksums"] == dict(engine.checksums())
-            shares = 1 if configs[name].latent.kv_rank else 2  # a latent vector is of all heads
-            assert actual["token_bytes"] * shares == engine.cache.token_bytes
+            kept = [each._own_bytes // min(world, each.kv_heads) for each in engine.cache.kinds]
+            assert actual["token_bytes"] == sum(kept)  # a latent vector is of all heads
             sizes = {name: view.nbytes for name, view in engine.model.views.items()}
             whole = sum(size for name, size in sizes.items() if ".indexer." in name)  # on every rank
             assert actual["bytes"] - whole < 0.6 * (sum(sizes.values()) - whole)

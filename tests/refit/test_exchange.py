@@ -159,7 +159,7 @@ def truth(cfg, dtype=torch.float32) -> dict[str, int]:
     return {name: tensor_checksum(t.to(kept[name])) for name, t in full.items()}
 
 
-LATENT, LINEAR = replace(DEEPSEEK, num_layers=4), MORE["qwen3_5"]
+LATENT, LINEAR, OLMO = replace(DEEPSEEK, num_layers=4), MORE["qwen3_5"], MORE["olmo2"]
 UNTIED, QWEN2 = (replace(cfg, tie_embeddings=False) for cfg in (LLAMA, MODELS["qwen2"]))
 CASES = {  # world, model, trainer, engines, bucket bytes, engine's dtype
     "tp2 to 2 engines": (2, QWEN2, TrainerGrid(2, 2), EngineGrid((0, 1)), 3000, torch.float32),
@@ -171,6 +171,15 @@ CASES = {  # world, model, trainer, engines, bucket bytes, engine's dtype
     "latent, pp2 to 2": (2, LATENT, TrainerGrid(4, 1, 2), EngineGrid((0, 1)), 5000, torch.bfloat16),
     # and how fast states are forgotten
     "linear, tp2 to 2": (2, LINEAR, TrainerGrid(2, 2), EngineGrid((0, 1)), 5000, torch.bfloat16),
+    "tp2 to tp4, heads repeated": (4, OLMO, TrainerGrid(2, 2, data=2), EngineGrid((0, 1, 2, 3), 4), 999, torch.float32),
+    "linear, pp2 to tp4, heads repeated": (
+        4,
+        LINEAR,
+        TrainerGrid(4, 1, 2, data=2),
+        EngineGrid((0, 1, 2, 3), 4),
+        999,
+        torch.bfloat16,
+    ),
     "other ranks, tp2 to tp2": (4, LLAMA, TrainerGrid(2, 2), EngineGrid((2, 3), 2), 5000, torch.bfloat16),
     "other ranks, dp2 to 2": (4, UNTIED, TrainerGrid(2, data=2, first=1), EngineGrid((3, 0)), 4000, torch.float32),
 }

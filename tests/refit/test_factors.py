@@ -34,6 +34,7 @@ CASES = {  # world, model, trainer's layout, engine's tensor ranks, dtype of the
     "experts, ep2 to 2 engines": (2, SPARSE, EP2, 1, FULL, FULL),
     "experts, tp2 to tp2": (2, SPARSE, TP2, 2, HALF, HALF),
     "experts, ep2 tp2 to tp2, dora": (4, SPARSE_DORA, ParallelConfig(expert=2, tensor=2), 2, FULL, FULL),
+    "tp2 to tp4, heads repeated, dora": (4, DORA, TP2, 4, FULL, FULL),
     "latent, tp2 to 2 engines": (2, replace(MORE["deepseek_v3-direct"], lora=LORA), TP2, 1, FULL, FULL),
     "linear, tp2 to 2 engines": (2, replace(MORE["qwen3_next"], lora=LORA), TP2, 1, FULL, FULL),
     "Mamba-2, tp2 to 2 engines": (2, replace(MORE["nemotron_h"], lora=LORA), TP2, 1, FULL, FULL),

@@ -21,12 +21,12 @@ from tests.tiny import LLAMA, MIXTRAL, MODELS, MOE, MORE, WINDOWS, wild_source
 WIDE = replace(LLAMA, num_layers=4, num_heads=8, num_kv_heads=4, tie_embeddings=False)  # tensor up to 4
 SHAPES = {
     "llama": WIDE,
-    "qwen2": replace(MODELS["qwen2"], num_layers=4, num_kv_heads=4),
+    "qwen2": replace(MODELS["qwen2"], num_layers=4),
     "qwen3": replace(MODELS["qwen3"], num_layers=4, vocab_size=97),
-    "olmo2": replace(MORE["olmo2"], num_layers=4, num_kv_heads=4),
+    "olmo2": replace(MORE["olmo2"], num_layers=4),
     "biases": replace(MORE["llama-biases"], num_layers=4, num_kv_heads=4),
     "qwen3_moe": replace(MOE, num_layers=4),
-    "gpt_oss": replace(MORE["gpt_oss"], num_layers=4, num_kv_heads=4),
+    "gpt_oss": replace(MORE["gpt_oss"], num_layers=4),
     "mixtral": replace(MIXTRAL, num_layers=4, num_kv_heads=4, moe=MoeConfig(4, top_k=3, ffn_hidden_size=40)),
 }
 BYTES = 4
@@ -101,7 +101,8 @@ def layouts(draw):
     context, data = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
     while context * data % experts:
         experts //= 2
-    trainer = TrainerGrid(4, draw(size), draw(size), context, data, experts, first=draw(st.sampled_from([0, 3])))
+    tensor = draw(size.filter(lambda tensor: cfg.num_kv_heads % tensor == 0))
+    trainer = TrainerGrid(4, tensor, draw(size), context, data, experts, first=draw(st.sampled_from([0, 3])))
     width, replicas = draw(size), draw(st.integers(1, 3))
     pool = draw(st.permutations(range(trainer.first + trainer.size + 3)))  # its own ranks, others, or some of both
     engine = EngineGrid(tuple(pool[: width * replicas]), width) if width * replicas <= len(pool) else None
@@ -129,7 +130,7 @@ def test_every_engine_gets_every_element_once(layout):
         )
         for message in messages:
             tensors = [plan.tensors[p.tensor] for p in message.parts]
-            alone = len(tensors) == 1 and tensors[0].quantum == message.parts[0].stop - message.parts[0].start
+            alone = len(tensors) == 1 and tensors[0].quantum >= message.parts[0].stop - message.parts[0].start
             assert message.bytes <= bucket_bytes or alone
     counted = Counter()
     for parts in plan.owned.values():
@@ -211,7 +212,7 @@ def test_planning_grows_with_the_ranks(width, apart):
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_what_a_rank_holds_it_keeps(tensor):
     """The same ranks and the same tensor parallelism: nothing between ranks, whatever the replicas."""
-    for name, cfg in SHAPES.items():
+    for name, cfg in [(name, cfg) for name, cfg in SHAPES.items() if cfg.num_kv_heads % tensor == 0]:
         trainer = TrainerGrid(4, tensor, data=2)
         plan = plan_refit(trainer, EngineGrid(tuple(range(2 * tensor)), tensor), hf_tensors(cfg), BYTES, 1 << 20)
         assert not plan.rounds and len(plan.local) == 2 * tensor, name
@@ -248,8 +249,8 @@ def test_planned_once():
 def test_layouts_that_cannot_be():
     with pytest.raises(LayoutError, match=r"engine\.tensor_parallel"):
         EngineGrid((0, 1, 2), 2)
-    with pytest.raises(LayoutError, match="divisor of 2"):
-        plan_refit(TrainerGrid(2), EngineGrid(tuple(range(4)), 4), hf_tensors(LLAMA), BYTES, 999)
+    with pytest.raises(LayoutError, match="divisor of 4"):
+        plan_refit(TrainerGrid(2), EngineGrid(tuple(range(8)), 8), hf_tensors(LLAMA), BYTES, 999)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -326,7 +326,7 @@ class ChildEngine(RolloutEngine):
     @property
     def position_bytes(self) -> int:
         """The bytes of a token in the KV cache of one rank."""
-        heads = self.cfg.num_kv_heads // (1 if self._group is None else self._group.size())
+        heads = max(1, self.cfg.num_kv_heads // (1 if self._group is None else self._group.size()))
         return 2 * self.cfg.num_layers * heads * self.cfg.kv_channels * self.dtype.itemsize
 
     def _cut(self, row: Row, sampling: SamplingParams) -> Row:

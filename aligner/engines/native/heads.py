@@ -28,7 +28,8 @@ class PlainHeads:
         self.kit, self.cfg, self.traits, attention = kit, cfg, traits, cfg.attention
         self.cached_as = int(kind == "global" and bool(cfg.layers_of("local")))  # number of its kind in the cache
         self.qkv_name, self.out_name = (f"{name} {kind}" if self.cached_as else name for name in ("qkv", "out"))
-        self.heads, self.groups, self.head_dim = cfg.num_heads // share, cfg.num_kv_heads // share, cfg.kv_channels
+        self.heads, self.groups = cfg.num_heads // share, max(1, cfg.num_kv_heads // share)  # ranks may repeat a group
+        self.head_dim = cfg.kv_channels
         self.rotated = self.heads + self.groups  # query and key heads
         # halves are interleaved unless a part of a head alone is rotated, its neighbours together, or gates lie between
         own_order = traits.interleaved_rotary or traits.gated_attention

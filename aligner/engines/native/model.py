@@ -152,12 +152,12 @@ class NativeModel:
         return view[(start - low) // each : (stop - low) // each]
 
     def checksums(self) -> dict[str, int]:
-        """Return the checksums of the whole tensors. Each rank hashes its share; the first hashes replicated
-        tensors."""
+        """Return the checksums of the whole tensors. The first rank that holds a share hashes it."""
         halves = torch.zeros(len(self.tensors), 2, dtype=torch.int64)
         for row, (name, tensor) in zip(halves, self.tensors.items(), strict=True):
             low, high = self.interval(tensor)
-            if low < high and (tensor.sharded or self.peers.rank == 0):
+            rank = self.peers.rank
+            if low < high and (rank == 0 or tensor.interval(self.peers.size, rank - 1) != (low, high)):
                 value = tensor.checksum(self.views[name], low, high)
                 row += torch.tensor([value & 0xFFFFFFFF, value >> 32])
         return dict(zip(self.tensors, sum_halves(halves, self.peers.group), strict=True))

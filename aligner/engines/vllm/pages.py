@@ -22,7 +22,7 @@ class Pages:
     def of(cls, model: ModelConfig, dtype: torch.dtype, ranks: int, block: int, states: int) -> Pages:
         """Return the pages of one of `ranks`. Without linear layers they have `block` tokens, with them the smallest
         multiple that holds a state. `states`: of a row, in each linear layer."""
-        token = 2 * (model.num_kv_heads // ranks) * model.kv_channels * dtype.itemsize
+        token = 2 * max(1, model.num_kv_heads // ranks) * model.kv_channels * dtype.itemsize
         linear, layers = model.linear, len(model.layers_of("linear"))
         if not layers:
             return cls(block, model.num_layers * block * token, 1, 1)
