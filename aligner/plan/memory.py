@@ -136,7 +136,7 @@ def _building(job: PlanJob, stage: int) -> dict[str, float]:
         moments.append((weights + 3 * head, gradients, optimizer, engine))
         weights += head
     if job.engine is not None and not job.engine.ranks:
-        engine = engine_items(job)[0]["engine weights"]
+        engine = engine_items(job)[0]["engine weights"] * job.engine.resident
     moments.append((weights, gradients, optimizer, engine))
     return dict(zip(("weights", "gradients", "optimizer", "engine weights"), max(moments, key=sum), strict=True))
 

@@ -15,7 +15,7 @@ from math import prod
 from aligner.config.sections.model.config import ModelConfig
 from aligner.families.rows import BRANCH_NORMS, DECAY, SCORE_HEAD, ParamSpec
 from aligner.families.table import dimensions, is_of_layer, rows_of
-from aligner.plan.linear import linear_alike, linear_matrices, rule_operations
+from aligner.plan.linear import linear_matrices, rule_operations
 
 Kinds = tuple[str, ...]  # of a layer (`ModelConfig.layer_kinds`)
 
@@ -159,13 +159,6 @@ def chooses(m: ModelConfig, context: float) -> bool:
     return bool(m.indexer.heads) and (m.indexer.loss > 0 or 2 * context > m.indexer.top_k)
 
 
-def kept_widths(m: ModelConfig) -> tuple[float, int]:
-    """Return the numbers that an engine keeps of a position and layer: (on its tensor ranks together, on each of
-    them)."""
-    _, k, v, _ = attention_widths(m)
-    return (0, m.latent.kv_rank + m.latent.rotary_dim + m.indexer.head_dim) if m.latent.kv_rank else (k + v, 0)
-
-
 def mlp_matrices(m: ModelConfig, sparse: bool) -> int:
     """Count the elements that every token of a layer meets, without `shared_matrices`: 3HF of a dense MLP (2HF without
     a gate), or the router's HE."""
@@ -243,7 +236,7 @@ def _rank_rows(
             here = last if not row.canonical.startswith("embedding.") else stage == 0
             times = {(): int(here or (row.padded and last and head == "lm" and m.tie_embeddings))}
         for kinds, number in times.items():
-            yield row, number, _rank_elements(row, [sizes[kinds][name] for name in row.shape], grid)
+            yield row, number, _rank_elements(row, sizes[kinds], grid)
 
 
 def _holders(row: ParamSpec, m: ModelConfig) -> str:
@@ -257,8 +250,12 @@ def _holders(row: ParamSpec, m: ModelConfig) -> str:
     return "fixed" if row.float32 else "dense"
 
 
-def _rank_elements(row: ParamSpec, shape: list[int], grid: Grid) -> int:
-    elements = prod(shape)
+def _rank_elements(row: ParamSpec, sizes: dict[str, int], grid: Grid) -> int:
+    shape = [sizes[name] for name in row.shape]
+    elements, groups = prod(shape), sizes["groups"]
+    if row.units == "groups" and groups < grid.tensor:  # each rank of an engine has a key's head and a value's
+        repeated = len(row.hf) - (row.transform != "copy")
+        elements += (grid.tensor - groups) * repeated * sizes["head"] * (elements // shape[0])
     if row.padded:
         return -(-shape[0] // grid.tensor) * shape[1]
     whole = row.tp_axis is None or (row.experts and grid.folded)
@@ -306,19 +303,21 @@ def routing_bytes(m: ModelConfig) -> int:
 
 def kv_bytes(m: ModelConfig, element: int, tensor: int = 1) -> float:
     """Return the bytes of keys and values of one position, or of the vectors latent attention keeps, on one of an
-    engine's `tensor` ranks."""
-    shared, whole = kept_widths(m)
-    return len(m.layers_of("attention")) * (shared / tensor + whole) * element
+    engine's `tensor` ranks. Each has a head at least."""
+    width = float(m.latent.kv_rank + m.latent.rotary_dim + m.indexer.head_dim)
+    if not m.latent.kv_rank:
+        kinds = ((m.of_kinds(kinds), share) for kinds, share in m.head_kinds().items())
+        width = sum(
+            share * max(1.0, each.num_kv_heads / tensor) * (each.kv_channels + each.value_channels)
+            for each, share in kinds
+        )
+    return len(m.layers_of("attention")) * width * element
 
 
-def decode_weight_bytes(m: ModelConfig, rows: float, element: int) -> float:
-    """Return the bytes read by one decode step over `rows` rows. Of E experts, rows that choose evenly touch E (1 - (1
-    - k/E)^rows)."""
-    moe, h = m.moe, m.hidden_size
-    layer = m.share("attention") * (attention_matrices(m) + layer_norms(m)) + _mean_mlp(m)
-    layer += m.share("indexer") * index_matrices(m)
-    layer += m.share("linear") * (sum(linear_matrices(m)) + linear_alike(m) + layer_norms(m, ("linear",)))
-    if moe.num_experts:
-        touched = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** rows)
-        layer += m.share("sparse") * touched * (1 + m.mlp_parts) * m.expert_hidden * m.expert_ffn
-    return element * (m.num_layers * layer + h * (m.vocab_size + 1))
+def decode_weight_bytes(m: ModelConfig, rows: float, element: int, tensor: int = 1) -> float:
+    """Return the bytes that one of an engine's `tensor` ranks reads in one decode step over `rows` rows. Of E experts,
+    rows that choose evenly touch E (1 - (1 - k/E)^rows). The embedding is a look-up."""
+    count, moe = rank_parameters(m, Grid(tensor), 0), m.moe
+    untouched = count.experts * (1 - moe.top_k / moe.num_experts) ** rows if moe.num_experts else 0.0
+    embedding = 0 if m.tie_embeddings else -(-m.vocab_size // tensor) * m.hidden_size
+    return element * (count.total - untouched - embedding)

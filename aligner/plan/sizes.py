@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import ceil
 
 from aligner.config.sections.engine import message_bytes
-from aligner.families.table import parameters
+from aligner.config.sections.model.config import ModelConfig
 from aligner.plan.adapters import held_parameters, is_adapted, kept_bytes, saved_bytes, trained_parameters
 from aligner.plan.job import PREFILL_TOKENS, PlanJob, PlannedModel
 from aligner.plan.linear import rule_forward
@@ -21,6 +21,11 @@ SAMPLED_LOGITS = 1 << 26  # float64 cumulative sums of the native sampler at a t
 
 def weight_bytes(count: Count, element: int) -> float:
     return element * (count.dense + count.experts + count.frozen) + 4 * (count.score + count.fixed + count.magnitudes)
+
+
+def engine_bytes(m: ModelConfig, tensor: int, element: int) -> float:
+    """Return the bytes of the weights on one of an engine's `tensor` ranks."""
+    return weight_bytes(rank_parameters(m, Grid(tensor), 0), element)
 
 
 def model_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
@@ -127,7 +132,7 @@ def teacher_heads(job: PlanJob) -> list[float]:
 def judge_bytes(job: PlanJob) -> float:
     """Return the bytes of judges' own weights, each once."""
     own = {judge.model: judge for judge in job.judges if judge.model}
-    return sum(judge.engine.element * parameters(judge.shape) / judge.engine.tensor for judge in own.values())
+    return sum(engine_bytes(judge.shape, judge.engine.tensor, judge.engine.element) for judge in own.values())
 
 
 def replaced_bytes(job: PlanJob, model: PlannedModel, stage: int) -> int:
@@ -145,10 +150,10 @@ def engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:
     slots, cache = job.slots()
     tokens = min(PREFILL_TOKENS, ceil(job.rows.prompts / job.replicas) * job.rows.prompt_longest)
     heads = [m.of_kinds(kinds) for kinds in m.head_kinds()]
-    wide = max((each.num_heads + 2 * each.num_kv_heads) * each.kv_channels for each in heads)
+    wide = max((each.num_heads + 2 * max(each.num_kv_heads, engine.tensor)) * each.kv_channels for each in heads)
     wide += (1 + m.mlp_parts) * widest_mlp(m)
     logits = slots * m.vocab_size
-    weights = engine.element * parameters(m) / engine.tensor
+    weights = engine_bytes(m, engine.tensor, engine.element)
     weights += kept_bytes(m, job.element, engine.tensor) if engine.factors else 0
     return {"engine weights": weights, "kv cache": cache}, {
         "prefill": engine.element * tokens * (wide + 3 * m.hidden_size) / engine.tensor,

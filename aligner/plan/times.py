@@ -38,7 +38,7 @@ from aligner.plan.shapes import (
     mlp_width,
 )
 from aligner.plan.shared import Shared, shared
-from aligner.plan.sizes import logit_bytes, optimizer_share
+from aligner.plan.sizes import engine_bytes, logit_bytes, optimizer_share
 from aligner.plan.traffic import (
     CollectiveCalls,
     apart_bytes,
@@ -317,8 +317,7 @@ def refit_phase(job: PlanJob, machine: Machine) -> PhaseTime:
         _communicate(phase, refit_calls(job), job, machine)
     if not job.engine.placed:
         phase.parts["tensors"] += assumed.tensor_s * tensors(job.policy.shape)
-    size = parameters(job.policy.shape) * job.engine.element / job.engine.tensor
-    phase.parts["copy"] += machine.copied(2 * size)
+    phase.parts["copy"] += machine.copied(2 * engine_bytes(job.policy.shape, job.engine.tensor, job.engine.element))
     return phase
 
 
@@ -331,7 +330,7 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float) -> 
     tp, assumed = engine.tensor, machine.assumed
     passes = 4 if job.package and not m.traits.mamba else assumed.state_passes  # the kernel's states are copied back
     kept = context * kv_bytes(m, engine.element, tp) + passes * row_bytes(m) / tp
-    moved = decode_weight_bytes(m, rows, engine.element) / tp + rows * kept
+    moved = decode_weight_bytes(m, rows, engine.element, tp) + rows * kept
     products = head_operations(m, rows) / machine.rate + m.num_layers * machine.layer_products(m, rows)
     products += m.num_layers * (index_operations(m, rows) / machine.rate + machine.attention(m, rows, context))
     busy = max(moved / machine.device.bandwidth / assumed.decode, products / tp)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from math import inf, log, prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,7 +37,7 @@ from aligner.plan.shapes import (
     rank_parameters,
     routing_bytes,
 )
-from aligner.plan.sizes import logit_bytes
+from aligner.plan.sizes import engine_bytes, logit_bytes
 from aligner.plan.times import (
     Machine,
     decode_step,
@@ -116,6 +117,22 @@ def test_heads_of_two_kinds_count_by_their_layers():
         4 * sum(each.dense + each.frozen for each in counts) - 3 * alike
         == parameters(model) + model.vocab_size * model.hidden_size
     )
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_what_an_engines_rank_holds(tensor):
+    """Of fewer heads of keys and values than ranks a whole one, and what every rank has whole: bytes of weights and of
+    a position in the cache."""
+    import torch
+
+    from aligner.engines.native.model import NativeModel
+    from tests.tiny import MODELS, MORE, WINDOWS
+
+    first = SimpleNamespace(size=tensor, rank=0, group=None)
+    for name, model in (MODELS | MORE | WINDOWS).items():
+        native = NativeModel(model, torch.device("cpu"), torch.float32, first)
+        assert engine_bytes(model, tensor, 4) == sum(view.nbytes for view in native.views.values()), name
+        assert kv_bytes(model, 4, tensor) == pytest.approx(4 * sum(map(prod, native.cached))), name
 
 
 def test_ranks_together_hold_the_model_once():
