@@ -158,12 +158,14 @@ class ShardedModel:
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=self._distributed,
-            overlap_grad_reduce=False,
+            overlap_grad_reduce=True,  # each bucket travels while the last micro-batch's backward goes on
             check_for_nan_in_grad=False,  # `step` refuses a gradient norm that is not finite
         )
         config = self.module.config
         config.finalize_model_grads_func = _finalize
-        return DistributedDataParallel(config, ddp, self.module, pg_collection=self.layout.pgs)
+        wrapped = DistributedDataParallel(config, ddp, self.module, pg_collection=self.layout.pgs)
+        config.no_sync_func = wrapped.no_sync
+        return wrapped
 
     def _build_optimizer(self, optim: OptimConfig) -> MegatronOptimizer:
         config = OptimizerConfig(

@@ -1,6 +1,7 @@
 """Seconds of each phase: operations over rate, bytes over bandwidth, collectives, and the bubble of the pipeline.
 
-Only ranks overlap: collectives wait for products and the other way round, as the trainer runs them now.
+Gradients travel beside the last micro-batch's backward. All other collectives wait for products and the other way
+round, as the trainer runs them now.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from aligner.plan.traffic import (
     tensors,
 )
 
+BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # parameters of Megatron's buckets: the larger, by data-parallel ranks
 DECODE_PARTS = 64  # of a generation, each at its own number of rows and length
 
 
@@ -152,12 +154,13 @@ class Machine:
 
 
 def _communicate(
-    phase: PhaseTime, calls: Iterable[CollectiveCalls], job: PlanJob, machine: Machine, times: float = 1.0
+    phase: PhaseTime, calls: Iterable[CollectiveCalls], job: PlanJob, machine: Machine, exposed: float = 1.0
 ) -> None:
+    """Add the calls, for a share of whose seconds the rank waits."""
     for call in calls:
-        beside = machine.assumed.exposed if call.axis in job.overlap else 1.0
-        phase.parts[f"{call.axis} communication"] += times * beside * machine.seconds(call, job.grid, job.node_dispatch)
-        phase.wire_bytes[call.axis] += times * call.wire(axis_size(job.grid, call.axis))
+        waits = machine.assumed.exposed if call.axis in job.overlap else exposed
+        phase.parts[f"{call.axis} communication"] += waits * machine.seconds(call, job.grid, job.node_dispatch)
+        phase.wire_bytes[call.axis] += call.wire(axis_size(job.grid, call.axis))
 
 
 def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machine: Machine, work: Work) -> float:
@@ -296,11 +299,26 @@ def _optimizer_step(job: PlanJob, model: PlannedModel, machine: Machine) -> Phas
     _pipeline(one, job, model, machine, *job.micro_batches(), backward=True)
     if model is job.policy and job.ptx_rows:
         _pipeline(one, job, model, machine, *job.ptx_micro_batches(), backward=True)
-    _communicate(one, step_calls(job, model, 0), job, machine)
+    calls = step_calls(job, model, 0)
+    reduced = [call for call in calls if call.axis in ("dp", "edp") and call.op != "all_gather"]
+    _communicate(one, reduced, job, machine, _exposed(reduced, job, model, machine))
+    _communicate(one, [call for call in calls if call not in reduced], job, machine)
     state = trained_parameters(model, job.grid, 0)
     share = optimizer_share(state, job.grid, model.distributed)
     one.parts["optimizer"] += machine.copied(adam_bytes(job.element) * share)
     return one
+
+
+def _exposed(reduced: list[CollectiveCalls], job: PlanJob, model: PlannedModel, machine: Machine) -> float:
+    """Return the share of the time to reduce gradients for which the step waits: of the last bucket, and what lasts
+    longer than the last micro-batch's backward."""
+    seconds, size = sum(machine.seconds(call, job.grid) for call in reduced), sum(call.size for call in reduced)
+    if not seconds or job.overlap:  # then `Assumptions.exposed` says it
+        return 1.0
+    tokens = job.micro_batches()[1]
+    both, forward = (micro_batch_seconds(job, model, 0, tokens, backward, machine) for backward in (True, False))
+    last = job.gradient * max(BUCKET, BUCKET_PER_RANK * job.grid.replicas)
+    return min(1.0, max(last / size, 1 - (both - forward) / seconds))
 
 
 def refit_phase(job: PlanJob, machine: Machine) -> PhaseTime:

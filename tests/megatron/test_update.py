@@ -1,6 +1,7 @@
 """Gradients are scaled, and shared out, as Megatron does it, in fewer passes over memory."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_s
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.megatron.train import ShardedModel
 from aligner.megatron.update import norm_of_all, scale_all
 from tests.megatron.models import build, nll_loss, shares
 from tests.ranks import on_ranks
-from tests.tiny import ADAM, LLAMA, batch
+from tests.tiny import ADAM, LLAMA, MOE, MORE, batch
 
 pytestmark = pytest.mark.multirank
 
@@ -57,3 +59,45 @@ def test_one_rank_shares_out_nothing(world):
     counts = Counter({event.key: event.count for event in profile.key_averages()})
     for name in ("c10d::reduce_scatter_tensor_coalesced_", "c10d::allgather_into_tensor_coalesced_"):
         assert counts[name] == world - 1, name
+
+
+def begun(model: ShardedModel, steps: list[list]) -> list[list[str]]:
+    """What begins in each step's last passes: the reduction of a bucket of gradients, or the end of the backward."""
+    seen, finish = [], model.module.config.finalize_model_grads_func
+    for bucket in model.wrapped.bucket_groups + model.wrapped.expert_parallel_bucket_groups:
+        start = bucket.start_grad_sync
+        bucket.start_grad_sync = lambda start=start, **options: (seen[-1].append("bucket"), start(**options))
+
+    def end(*args, **options):
+        seen[-1].append("end")
+        finish(*args, **options)
+
+    model.module.config.finalize_model_grads_func = end
+    for rows in steps:
+        seen.append([])
+        model.step(rows, nll_loss(model, batch(model.cfg)))
+    return seen
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(pipeline=2)], ids=["dp2", "pp2"])
+@on_ranks(2)
+def test_gradients_travel_while_others_are_computed(parallel):
+    """From the second step on: in the first Megatron learns which gradients come."""
+    model = build(LLAMA, parallel, ADAM)
+    first, second = begun(model, [[shares(model, batch(LLAMA))] * 2] * 2)
+    assert first[0] == "end" and second == [*first[1:], "end"]
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("name", ["moe", *MORE])
+@on_ranks(1)
+def test_every_parameter_has_a_gradient_whatever_the_rows(name):
+    """A bucket whose gradients do not all come in the last micro-batch would never be reduced. Here it has one token
+    to predict or none, and most experts no token."""
+    cfg = MOE if name == "moe" else MORE[name]
+    model, full = build(cfg, optim=ADAM), batch(cfg)
+    short = replace(full.select(torch.arange(1)), lengths=torch.tensor([2]))
+    unread = replace(short, loss_mask=torch.zeros_like(short.loss_mask), wanted=torch.zeros_like(short.tokens) > 0)
+    buckets = len(model.wrapped.bucket_groups + model.wrapped.expert_parallel_bucket_groups)
+    for order in begun(model, [[full], [full, short], [full, unread], [full]])[1:]:
+        assert order == ["bucket"] * buckets + ["end"]

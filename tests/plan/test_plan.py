@@ -284,12 +284,27 @@ def test_a_card_is_found_by_cudas_name():
 
 
 def test_a_rack_is_one_node():
-    job = grpo(shape("llama3_8b"), Grid(data=72))
+    job = grpo(shape("llama3_8b"), Grid(data=72), overlap=("dp",))  # of which all is exposed, as assumed
     dgx, rack = (plan_times(replace(job, gpus_per_node=n), DEVICES["gb200"], Assumptions()) for n in (8, 72))
     # a ring over nodes has the adapters of all its eight members there
     assert dgx["update"].parts["dp communication"] == pytest.approx(
         900 / (8 * 50) * rack["update"].parts["dp communication"], rel=0.01
     )
+
+
+def test_gradients_travel_beside_the_last_backward():
+    """All but the last bucket, if the micro-batch is long enough; what is longer is waited for."""
+
+    def seconds(micro_rows: int, **kwargs) -> tuple[float, float]:
+        job = grpo(shape("llama3_8b"), Grid(data=64), micro_tokens=0, micro_rows=micro_rows, **kwargs)
+        times = plan_times(job, H100, Assumptions(message_s=0))["update"]
+        return times.parts["dp communication"], times.wire_bytes["dp"]
+
+    (all_of_it, wire), (short, _), (long, same) = seconds(8, overlap=("dp",)), seconds(1), seconds(8)
+    bucket = 64e6 / parameters(shape("llama3_8b"))
+    assert wire == same and long < short < all_of_it
+    # reduced in float32, gathered in bfloat16
+    assert long == pytest.approx((2 / 3 * bucket + 1 / 3) * all_of_it, rel=1e-6)
 
 
 def test_the_bubble_is_stages_less_one_of_the_micro_batches():
