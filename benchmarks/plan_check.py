@@ -110,7 +110,7 @@ def nemo_rl(
     alone = prompt + response > longest / 2
     return PlanJob(
         "grpo",
-        (PlannedModel("policy", model, trained=True), PlannedModel("reference", model)),
+        (PlannedModel("policy", model, trained=True, gradient=2), PlannedModel("reference", model)),
         grid,
         rows,
         engine,
@@ -123,7 +123,6 @@ def nemo_rl(
         recompute=recompute,
         offload=("gradients", "optimizer", "weights"),
         overlap=("dp", "edp"),
-        gradient=2,
         **changes,
     )
 
@@ -132,12 +131,11 @@ def pretraining(model: ModelConfig, batch: int, length: int, grid: Grid, device:
     rows = PlannedRows(batch, batch, 1, 1, length - 1, length - 1)
     return PlanJob(
         "sft",
-        (PlannedModel("policy", model, trained=True),),
+        (PlannedModel("policy", model, trained=True, gradient=2),),
         grid,
         rows,
         None,
         gpus_per_node=8 if device == H100 else 72,
-        gradient=2,
         **{"micro_rows": 1, "overlap": ("dp", "edp", "pp")} | changes,
     )
 

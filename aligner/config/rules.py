@@ -27,6 +27,7 @@ checkpoint.best_by_evaluation !holds_out => checkpoint.metric
     | one of the steps' metrics with checkpoint.keep_best, or data.eval and run.eval_every set
 !holds_out => run.stop.metric =
     | without run.eval_every > 0 and data.eval: it is looked at after each evaluation
+model.dtype=float32 => optim.gradient_dtype, critic.optim.gradient_dtype =float32 | with model.dtype=float32
 !stage.its.debug~shuffle_rewards => debug.shuffle_rewards =false
     | but for stage grpo: rewards are permuted within groups
 !stage.its.trains => debug.record =0 | for stage {stage.name}, which trains nothing

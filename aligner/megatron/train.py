@@ -156,7 +156,7 @@ class ShardedModel:
     def _wrap(self, optim: OptimConfig) -> DistributedDataParallel:
         self.module.train()
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=optim.gradient_dtype == "float32",
             use_distributed_optimizer=self._distributed,
             overlap_grad_reduce=True,  # each bucket travels while the last micro-batch's backward goes on
             check_for_nan_in_grad=False,  # `step` refuses a gradient norm that is not finite

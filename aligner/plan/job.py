@@ -33,6 +33,7 @@ class PlannedModel:
     trained: bool = False
     outputs: int = 1
     distributed: bool = True  # optimizer state over data-parallel ranks
+    gradient: int = 4  # bytes of a parameter's gradient
     averaged: bool = False  # `ema` beside it
     shared: bool = False  # its frozen weights are the policy's: those of a reference, or of a critic on its trunk
     grid: Grid | None = None  # a teacher's, if it is not the job's
@@ -151,7 +152,6 @@ class PlanJob:
     overlap: tuple[str, ...] = ()  # axes whose messages run beside products
     node_dispatch: bool = False  # a token goes once to each node with experts that it chose
     kept: float = 1.0  # share of activations that FP8 or recomputing some of them leaves
-    gradient: int = 4  # bytes of a parameter's gradient
 
     @property
     def policy(self) -> PlannedModel:
@@ -364,12 +364,15 @@ def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Planned
     other_models = stage.other_models(cfg) if trains else ()
     # float32 parameters in a bfloat16 body have the distributed optimizer in any case: heads, and of linear layers
     mixed = cfg.model.dtype != "float32"
+    gradient, theirs = (2 if o.gradient_dtype == "bfloat16" else 4 for o in (cfg.optim, cfg.critic.optim))
     if stage.scores:
         outputs = max(1, len(cfg.algorithm.reward_loss.attributes))
-        return (PlannedModel("policy", shape, "score", True, outputs, cfg.optim.distributed or mixed),)
+        return (PlannedModel("policy", shape, "score", True, outputs, cfg.optim.distributed or mixed, gradient),)
     averaged = cfg.ema.decay > 0
     distributed = cfg.optim.distributed or (mixed and shape.traits.linear and not shape.lora.rank)
-    models = [PlannedModel("policy", shape, trained=trains, distributed=distributed, averaged=averaged)]
+    models = [
+        PlannedModel("policy", shape, trained=trains, distributed=distributed, gradient=gradient, averaged=averaged)
+    ]
     scorer = shape_at(shape, cfg.reward.model)
     if "reference" in other_models:
         models.append(PlannedModel("reference", shape, shared=shares_weights(cfg)))
@@ -384,7 +387,7 @@ def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Planned
         shared = cfg.critic.trunk == "policy"
         critic = shape if shared else shape_at(scorer, cfg.critic.init)
         distributed = cfg.critic.optim.distributed or mixed
-        models.append(PlannedModel("critic", critic, "score", True, distributed=distributed, shared=shared))
+        models.append(PlannedModel("critic", critic, "score", True, 1, distributed, theirs, shared=shared))
     return tuple(models)
 
 

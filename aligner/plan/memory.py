@@ -101,7 +101,7 @@ def _models(job: PlanJob, stage: int, reads: tuple[str, ...] = (), trains: bool 
         if model.role in reads or "weights" not in job.offload:
             items["weights"] += model_bytes(job, model, stage)
         if model.trained and (trains or "gradients" not in job.offload):
-            items["gradients"] += gradient_bytes(count, job.gradient)
+            items["gradients"] += gradient_bytes(count, model.gradient)
         if model.trained and (trains or "optimizer" not in job.offload):
             items["optimizer"] += optimizer_bytes(count, job.grid, job.element, model.distributed, model.averaged)
     if heads := sum(teacher_heads(job)):
@@ -127,7 +127,7 @@ def _building(job: PlanJob, stage: int) -> dict[str, float]:
         if model.trained:
             count = trained_parameters(model, job.grid, stage)
             for own in (replace(count, experts=0), Count(experts=count.experts)):  # buffers, one after the other
-                gradients += gradient_bytes(own, job.gradient)
+                gradients += gradient_bytes(own, model.gradient)
                 beside = model.distributed * weight_bytes(own, job.element)
                 moments.append((weights + beside, gradients, optimizer, engine))
             optimizer += 4 * optimizer_share(count, job.grid, model.distributed) * (job.element < 4)

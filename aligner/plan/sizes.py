@@ -44,8 +44,9 @@ def whole_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
 
 
 def gradient_bytes(count: Count, element: int = 4) -> float:
-    """Return the bytes of `grad_reduce_in_fp32`: one float32 number for each parameter, on every data-parallel rank."""
-    return float(element) * (count.total - count.fixed - count.frozen)
+    """Return the bytes of gradients: one number for each parameter, on every data-parallel rank; of float32
+    parameters in float32."""
+    return float(element * (count.dense + count.experts) + 4 * (count.score + count.magnitudes))
 
 
 def optimizer_bytes(count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False) -> float:

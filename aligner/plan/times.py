@@ -215,7 +215,7 @@ def micro_batch_seconds(
         if backward and needs_no_input_gradient(grid, stage, job.recompute):
             total -= first_operations(m, grid, own) / machine.rate
     if backward:
-        total += machine.moved((8 + job.element) * trained_parameters(model, grid, stage).total)
+        total += machine.moved((2 * model.gradient + job.element) * trained_parameters(model, grid, stage).total)
     if stage == grid.pipeline - 1:
         language = model.head == "lm"
         asked = (read.pairs if language else read.kept) / grid.context
@@ -317,7 +317,7 @@ def _exposed(reduced: list[CollectiveCalls], job: PlanJob, model: PlannedModel, 
         return 1.0
     tokens = job.micro_batches()[1]
     both, forward = (micro_batch_seconds(job, model, 0, tokens, backward, machine) for backward in (True, False))
-    last = job.gradient * max(BUCKET, BUCKET_PER_RANK * job.grid.replicas)
+    last = model.gradient * max(BUCKET, BUCKET_PER_RANK * job.grid.replicas)
     return min(1.0, max(last / size, 1 - (both - forward) / seconds))
 
 

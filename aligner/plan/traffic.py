@@ -302,19 +302,19 @@ def _head(model: PlannedModel, grid: Grid, hidden: float, backward: bool) -> Ite
 
 
 def step_calls(job: PlanJob, model: PlannedModel, stage: int) -> list[CollectiveCalls]:
-    """Return the calls that an optimizer step adds to its micro-batches: float32 gradients over ranks with the same
+    """Return the calls that an optimizer step adds to its micro-batches: gradients over ranks with the same
     parameters. With the distributed optimizer they are scattered, and the new parameters gathered."""
     grid, m, e = job.grid, model.shape, job.element
     count = trained_parameters(model, grid, stage)
     calls: list[CollectiveCalls] = []
     for axis, dense, score in (("dp", count.dense, count.score), ("edp", count.experts, count.magnitudes)):
         if model.distributed:
-            calls.append(CollectiveCalls(axis, "reduce_scatter", float(job.gradient) * (dense + score)))
+            calls.append(CollectiveCalls(axis, "reduce_scatter", float(model.gradient * dense + 4 * score)))
             # with experts Megatron has two optimizers, and after the step of each gathers the parameters of both
             times = 2 if count.experts else 1
             calls.append(CollectiveCalls(axis, "all_gather", times * float(e * dense + 4 * score), times))
         else:
-            calls.append(CollectiveCalls(axis, "all_reduce", 4.0 * (dense + score)))
+            calls.append(CollectiveCalls(axis, "all_reduce", float(model.gradient * dense + 4 * score)))
     layers = stage_layers(m, grid, stage)
     if is_adapted(model):
         if grid.sequence:

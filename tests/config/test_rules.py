@@ -289,6 +289,8 @@ sft ; model.lora.quantize_base=nf4 => model.lora.quantize_base
 sft ; model.lora.init=x => model.lora.init
 sft ; parallel.sequence=true => parallel.sequence
 sft ; optim={lr: 1e-5, min_lr: 1e-4} => optim.min_lr
+sft ; model.dtype=float32 ; optim.gradient_dtype=bfloat16 => optim.gradient_dtype
+ppo ; model.dtype=float32 ; critic.optim.gradient_dtype=bfloat16 => critic.optim.gradient_dtype
 grpo ; algorithm.policy_loss=gspo => algorithm.aggregation
 grpo ; algorithm={policy_loss: gmpo, aggregation: seq_mean_token_mean, advantage: reinforce_pp} => algorithm.policy_loss
 grpo ; algorithm={advantage: remax, kl: {coef: 1, placement: reward}} => algorithm.kl.placement

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.update import norm_of_all, scale_all
-from tests.megatron.models import build, nll_loss, shares
+from tests.megatron.models import build, nll_loss, one_more, shares
 from tests.ranks import on_ranks
-from tests.tiny import ADAM, LLAMA, MOE, MORE, batch
+from tests.tiny import ADAM, LLAMA, MOE, MORE, SGD, batch, relative
 
 pytestmark = pytest.mark.multirank
 
@@ -101,3 +101,22 @@ def test_every_parameter_has_a_gradient_whatever_the_rows(name):
     buckets = len(model.wrapped.bucket_groups + model.wrapped.expert_parallel_bucket_groups)
     for order in begun(model, [[full], [full, short], [full, unread], [full]])[1:]:
         assert order == ["bucket"] * buckets + ["end"]
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@on_ranks(2)
+def test_gradients_are_summed_in_bfloat16(distributed):
+    """On two ranks of three micro-batches each, the last of them a row more than the others."""
+    steps = {}
+    for name in ("float32", "bfloat16"):
+        optim = replace(SGD, gradient_dtype=name, distributed=distributed)
+        model = build(replace(MOE, tie_embeddings=False), optim=optim, dtype=torch.bfloat16)
+        assert {buffer.grad_data.dtype for buffer in model.wrapped.buffers} == {getattr(torch, name)}
+        steps[name] = one_more(model)
+    exact, rounded = steps.values()
+    assert exact["metrics"]["loss"] == rounded["metrics"]["loss"]
+    errors = []
+    for name, before in exact["weights"].items():
+        update = exact["after"][name].float() - before.float()
+        errors.append(relative(rounded["after"][name].float(), exact["after"][name].float(), update))
+    assert 0 < max(errors) < 0.05, errors

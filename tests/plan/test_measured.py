@@ -51,7 +51,7 @@ from tests.operations import Listener, counted
 from tests.tiny import ADAM, DEEPSEEK, GPT_OSS, LLAMA, MIXTRAL, MODELS, MOE, MORE
 
 pytestmark = pytest.mark.multirank
-PLAIN = replace(ADAM, distributed=False)
+PLAIN, HALVED = replace(ADAM, distributed=False), replace(ADAM, gradient_dtype="bfloat16")
 UNTIED = replace(MODELS["qwen2"], tie_embeddings=False)
 SEQ = {"sequence": True}
 ADAPTED = replace(LLAMA, lora=LoraConfig(rank=8, targets=[ALL_LINEAR]))
@@ -67,6 +67,7 @@ CASES = {
     "pp2": (LLAMA, {"pipeline": 2}, 2, {}),
     "dp2": (LLAMA, {}, 2, {}),
     "dp2, plain optimizer": (LLAMA, {}, 2, {"optim": PLAIN}),
+    "dp2, gradients in bfloat16": (LLAMA, {}, 2, {"optim": HALVED}),
     "dp2, float32": (LLAMA, {}, 2, {"dtype": torch.float32}),
     "cp2": (LLAMA, {"context": 2}, 2, {}),
     "cp2 over heads": (LLAMA, {"context": 2, "context_mode": "alltoall"}, 2, {}),
@@ -188,7 +189,7 @@ def measured_step(
         "parameters": sum(p.numel() for p in model.module.parameters()),
         "weights": sum(p.numel() * p.element_size() for p in model.module.parameters()),
         "gradients": sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers),
-        "main_gradients": sum(p.main_grad.numel() * 4 for p in model.module.parameters() if p.requires_grad),
+        "main_gradients": sum(p.main_grad.nbytes for p in model.module.parameters() if p.requires_grad),
         "tensors": len(list(model.module.parameters())),
         "optimizer": state_bytes(model),
         "heard": dict(heard.bytes),
@@ -231,7 +232,8 @@ def grid_of(parallel: ParallelConfig, world: int) -> Grid:
 
 def job_of(cfg: ModelConfig, grid: Grid, options: dict) -> PlanJob:
     outputs, optim, prompt = options.get("outputs", 0), options.get("optim", ADAM), options.get("prompt", 1)
-    planned = PlannedModel("policy", cfg, "score" if outputs else "lm", True, max(1, outputs), optim.distributed)
+    head, gradient = "score" if outputs else "lm", 2 if optim is HALVED else 4
+    planned = PlannedModel("policy", cfg, head, True, max(1, outputs), optim.distributed, gradient)
     scored = outputs and not options.get("critic")
     # torch counts attention in full: every query sees the whole row, or up to the token before the last one
     seen = (WIDTH, WIDTH if scored else WIDTH - 1)
@@ -300,10 +302,11 @@ def test_a_step_of_real_ranks_has_the_bytes_and_operations_of_the_formulas(ranks
         held, count = (of(planned, grid, result["stage"]) for of in (held_parameters, trained_parameters))
         assert result["parameters"] == held.total
         assert result["weights"] == weight_bytes(held, job.element)
-        assert result["main_gradients"] == gradient_bytes(count)
+        gradients = gradient_bytes(count, planned.gradient)
+        assert result["main_gradients"] == gradients
         # Megatron lets tensors begin at multiples of 64 numbers, and shares of a buffer at multiples of 128
         padding = 4 * (64 * result["tensors"] + 2 * 128 * world)
-        assert 0 <= result["gradients"] - gradient_bytes(count) <= padding
+        assert 0 <= result["gradients"] - gradients <= padding
         state += result["optimizer"]
         wanted_state += optimizer_bytes(count, grid, job.element, planned.distributed)
         number, tokens = job.micro_batches()

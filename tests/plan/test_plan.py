@@ -367,9 +367,16 @@ def test_what_published_runs_have_is_not_assumed_of_this_project():
         changed = replace(job, **{name: value})
         assert plan_times(changed, H100, Assumptions(exposed=0.3))["update"].seconds < own, name
     assert plan_times(job, H100, Assumptions(fp8=1.6, exposed=0.3))["update"].seconds < own
-    assert (job.grid.virtual, job.grid.folded, job.gradient, job.kept, Assumptions().fp8) == (1, False, 4, 1.0, 1.0)
+    assert (job.grid.virtual, job.grid.folded, job.policy.gradient, job.kept, Assumptions().fp8) == (
+        1,
+        False,
+        4,
+        1.0,
+        1.0,
+    )
     update = plan_memory(job, H100, Assumptions()).phases["update"]
-    less = plan_memory(replace(job, gradient=2, kept=0.5), H100, Assumptions()).phases["update"]
+    halved = replace(job, kept=0.5, models=(replace(job.policy, gradient=2), *job.models[1:]))
+    less = plan_memory(halved, H100, Assumptions()).phases["update"]
     assert less["gradients"] == update["gradients"] / 2 and less["activations"] < 0.6 * update["activations"]
 
 
@@ -680,8 +687,8 @@ def test_with_a_lag_a_step_takes_the_longer_of_both_sides(cache):
 def test_windows_are_planned_by_their_clock():
     """The window that is proposed is as long as what the trainer does meanwhile; a larger lag keeps both sides at work,
     and makes older tokens."""
-    line = [*APART, "engine.ranks=2", "engine.kv_cache_bytes=40_000_000_000", "batch.micro_batch_samples=16"]
-    line.append("sampling.max_response_tokens=1024")
+    line = [*APART, "engine.ranks=2", "engine.kv_cache_bytes=40_000_000_000", "batch.micro_batch_samples=8"]
+    line.append("sampling.max_response_tokens=768")
 
     def planned(*more):
         return predict(job_of(compose([*line, "engine.lag=1", *more]), 10), H100)

@@ -23,6 +23,11 @@ class OptimConfig(Section, key="optim"):
     betas: list[float] = key([0.9, 0.95], "Betas of AdamW, two numbers.", valid=(_two_betas, "two numbers in [0, 1)"))
     eps: float = key(1e-8, "Epsilon of AdamW.", above=0)
     clip_grad: float = key(1.0, "Largest norm of the gradient. 0: no clipping.", least=0)
+    gradient_dtype: str = key(
+        "float32",
+        "Dtype of summed gradients. bfloat16: half of their memory and messages, rounded at each sum.",
+        choices=("float32", "bfloat16"),
+    )
     distributed: bool = key(True, "Shard the optimizer's state over data-parallel ranks.")
 
     RULES = rules("=> min_lr <=lr")
