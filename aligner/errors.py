@@ -133,7 +133,7 @@ class WriteError(AlignerError):
 
 
 class LayoutError(ConfigError):
-    """World size, heads or layers do not divide by the parallel layout."""
+    """World size or heads do not divide by the parallel layout, or its stages do not fit the layers."""
 
 
 class MissingExtraError(AlignerError):

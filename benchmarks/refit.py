@@ -120,7 +120,7 @@ def serve(cfg: ModelConfig, bridge: Bridge, pair: Pair, config: RefitConfig) -> 
 
     device, dtype, p, group = torch.device("cpu"), torch.float32, pair.trainer, neighbours(pair.engine_tensor)
     engine = FleetEngine(cfg, EngineConfig(), device=device, dtype=dtype, pad_id=0, group=group)
-    trainer = TrainerGrid(cfg.num_layers, p.tensor, p.pipeline, p.context, bridge.trainers // p.model_size, p.expert)
+    trainer = TrainerGrid.of(cfg, p, bridge.trainers // p.model_size)
     engines, none = EngineGrid(bridge.engines, pair.engine_tensor), lambda name: nullcontext()
     plan = partial(planned, trainer, engines, cfg, (dtype, dtype), device, config, bridge)
     OrderServer(bridge, engine, plan, config, none, none, lambda: None)()

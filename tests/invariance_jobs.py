@@ -256,7 +256,7 @@ def frozen(sharded, batch: BatchConfig) -> Reference:
 
 
 def parallel_of(layout) -> ParallelConfig:
-    parallel = ParallelConfig(layout.tensor, layout.pipeline, layout.context, sequence=layout.sequence)
+    parallel = ParallelConfig(layout.tensor, layout.pipeline, context=layout.context, sequence=layout.sequence)
     parallel.context_mode = "alltoall" if layout.over_heads else "allgather"
     parallel.expert = layout.expert
     return parallel

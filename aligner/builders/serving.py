@@ -28,9 +28,7 @@ def serve(job: Job) -> int:
     assert bridge is not None
     bridge.signal = lambda: job.boundary.signals.received
     engine = job.built.engines[POLICY] = _engine(job, model)
-    p = cfg.parallel
-    data = bridge.trainers // p.model_size
-    trainer = TrainerGrid(model.num_layers, p.tensor, p.pipeline, p.context, data, p.expert)
+    trainer = TrainerGrid.of(model, cfg.parallel, bridge.trainers // cfg.parallel.model_size)
 
     def plan() -> Exchange | FactorExchange:
         engines = EngineGrid(bridge.engines, cfg.engine.tensor_parallel)

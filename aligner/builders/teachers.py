@@ -41,11 +41,6 @@ def make_teachers(job: Job) -> list[Teacher]:
         other = build_layout(parallel)
     teachers = []
     for name, each in zip(cfg.models(), initial, strict=True):
-        if cut := each.config.choices_cut(parallel.pipeline):
-            expected = (
-                f"stages that begin with an indexer of their own: layers {cut} use the choice of the layer before"
-            )
-            raise LayoutError(f"{KEY}.pipeline", cfg.pipeline, expected)
         model = job.built.models[name] = make_model(job, each, Head(), None, 0, layout=other)
         teachers.append(Teacher(model, job.cfg.batch, cfg, shared, job.layout if other else None))
     return teachers

@@ -139,6 +139,7 @@ _BY_OURS: dict[str, str] = {
     "model.moe.aux_coef": "aux_loss_coef router_aux_loss_coef",
     "parallel.tensor": "tensor_model_parallel_size tensor_parallel_size",
     "parallel.pipeline": "pipeline_model_parallel_size",
+    "parallel.stage_layers": "pipeline_model_parallel_layout num_layers_in_first_pipeline_stage",
     "parallel.context": "context_parallel_size ring_attn_size ulysses_sequence_parallel_size",
     "parallel.expert": "expert_model_parallel_size",
     "parallel.sequence": "sequence_parallel",

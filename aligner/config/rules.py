@@ -106,8 +106,10 @@ model.dense => model.ffn_hidden_size %parallel.tensor
 parallel.context>1 parallel.context_mode=alltoall
     => model.num_heads, model.num_kv_heads, model.attention.global_kv_heads, model.linear.key_heads %ranks.heads
     | | parallel.context_mode=allgather takes any number of heads.
-=> model.num_layers %parallel.pipeline
-ranks.choices => parallel.pipeline
+=> parallel.pipeline <=ranks.begins
+ranks.other_layers => parallel.stage_layers
+    | {parallel.pipeline=} numbers with the sum {model.num_layers=}, one for each stage
+ranks.choices => parallel.stage_layers
     | stages that begin with an indexer of their own: layers {ranks.choices} use the choice of the layer before
 !model.moe.num_experts !scorer => mismatch.replay_routing =false | for a model without experts (model.moe)
 !model.indexer.heads => model.indexer.loss =0 | for a model without indexers (model.indexer)
@@ -245,6 +247,10 @@ class RuleContext:
         return self.model or self.cfg.model
 
     @property
+    def stages(self) -> tuple[range, ...]:
+        return self.shape.stages(self.cfg.parallel)
+
+    @property
     def stage(self) -> Stage:
         return STAGES[self.cfg.stage.name]
 
@@ -266,6 +272,12 @@ def _longest(s: RuleContext) -> int:
     return longest_row(s.shape.rope_scaling, s.shape.max_position)
 
 
+def _other_layers(s: RuleContext) -> bool:
+    """Return whether the numbers of layers of the stages are not those of the policy."""
+    sizes = s.cfg.parallel.stage_layers
+    return bool(sizes) and not s.scorer and sizes != [len(each) for each in s.stages]
+
+
 FACTS: dict[str, Callable[[RuleContext], Any]] = {  # values derived from several keys
     "scorer": lambda s: s.scorer,
     "generates": lambda s: s.generates,
@@ -285,7 +297,9 @@ FACTS: dict[str, Callable[[RuleContext], Any]] = {  # values derived from severa
     "ranks.grid": lambda s: s.cfg.parallel.model_size,
     "ranks.heads": lambda s: s.cfg.parallel.tensor * s.cfg.parallel.context,
     "ranks.experts": lambda s: (s.ranks - s.cfg.engine.ranks) // (s.cfg.parallel.tensor * s.cfg.parallel.pipeline),
-    "ranks.choices": lambda s: s.shape.choices_cut(s.cfg.parallel.pipeline),
+    "ranks.other_layers": _other_layers,
+    "ranks.choices": lambda s: [each[0] for each in s.stages if each[0] in s.shape.indexer.shared_layers],
+    "ranks.begins": lambda s: s.shape.num_layers - len(s.shape.indexer.shared_layers),
     "ranks.data": lambda s: data_parallel(s.cfg, s.ranks),
     "ranks.rows": lambda s: 8,  # CUDA's product of all experts, in bfloat16, needs rows of multiples of 16 bytes
     "ranks.tensor_rows": lambda s: 8 * s.cfg.parallel.tensor,
@@ -307,6 +321,7 @@ WORDS = {  # the names in messages of numbers that are no keys
     "ranks.heads": "parallel.tensor*context={parallel.tensor}*{parallel.context}",
     "ranks.experts": "the {ranks.experts} data- and context-parallel ranks",
     "ranks.data": "the {ranks.data} data-parallel ranks",
+    "ranks.begins": "the {ranks.begins} layers that can begin a stage",
     "ranks.rows": "8",
     "ranks.tensor_rows": "8 x {parallel.tensor=}",
     "ranks.engine_rows": "8 x {engine.tensor_parallel=}",

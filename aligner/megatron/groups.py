@@ -31,6 +31,7 @@ class Layout:
 
     tensor: int
     pipeline: int
+    stage_layers: tuple[int, ...]  # as `parallel.stage_layers`
     context: int
     data: int
     expert: int  # of the context x data ranks, so many neighbours share the experts
@@ -240,4 +241,5 @@ def build_layout(parallel: ParallelConfig) -> Layout:
         intra_dist_opt=groups_over("tp", "pp", "dp", "cp"),
     )
     over_heads = parallel.context_mode == "alltoall"
-    return Layout(tp, pp, cp, dp, ep, parallel.sequence, over_heads, pgs, groups_over("tp", "cp", "pp"))
+    sizes, peers = tuple(parallel.stage_layers), groups_over("tp", "cp", "pp")
+    return Layout(tp, pp, sizes, cp, dp, ep, parallel.sequence, over_heads, pgs, peers)

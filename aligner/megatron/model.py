@@ -21,12 +21,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
@@ -57,6 +53,16 @@ class Head:
 
     kind: str = "lm"
     outputs: int = 1
+
+
+@dataclass(frozen=True)
+class Offset:
+    """What Megatron asks the layout of a pipeline, whose own class needs the global process groups."""
+
+    layers: int  # before those of this stage
+
+    def get_layer_offset(self, **unused: Any) -> int:
+        return self.layers
 
 
 def te_kinds(cfg: ModelConfig) -> dict[str, str]:
@@ -104,7 +110,7 @@ def padded_vocab(vocab_size: int, tensor: int) -> int:
 
 def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype, device: torch.device) -> LayerConfig:
     family = cfg.traits
-    return LayerConfig(
+    config = LayerConfig(
         **modules_of(cfg, dtype, device),
         num_layers=cfg.num_layers,
         hidden_size=cfg.hidden_size,
@@ -140,13 +146,12 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype, dev
         recompute_method="uniform" if cfg.recompute == "full" else None,
         recompute_num_layers=1 if cfg.recompute == "full" else None,
     )
+    return with_fields(config, pipeline_model_parallel_layout=Offset(cfg.stages(layout)[layout.pp_rank].start))
 
 
 def layer_spec(cfg: ModelConfig, config: LayerConfig, layout: Layout) -> TransformerBlockSubmodules:
     experts = partial(ExpertLayer, model=cfg, layout=layout) if cfg.moe.num_experts else None
-    first = get_transformer_layer_offset(config, pp_rank=layout.pp_rank)
-    count = get_num_layers_to_build(config, pp_rank=layout.pp_rank)
-    kinds = [cfg.layer_kinds(layer) for layer in range(first, first + count)]
+    kinds = [cfg.layer_kinds(layer) for layer in cfg.stages(layout)[layout.pp_rank]]
     specs = {kind: _layer(cfg, config, kind, experts if "sparse" in kind else None) for kind in set(kinds)}
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=config.norm)
 

@@ -201,15 +201,14 @@ class ExpertLayer(torch.nn.Module):
         self.fractions: Tensor | None = None
         self.peers = layout.pgs.cp
         self.tokens = 0.0  # T of the minibatch
-        self._stage_layers = config.num_layers // layout.pipeline
         self.set_layer_number(1)
         self.reset()
 
     def set_layer_number(self, number: int) -> None:
         """Take the layer's number, which Megatron counts from 1 over all pipeline stages."""
-        layer, each = number - 1, self._stage_layers
+        first = self.model.stages(self.layout)[self.layout.pp_rank].start
         # among the layers with experts of this stage
-        self.position = sum("sparse" in self.model.layer_kinds(i) for i in range(layer // each * each, layer))
+        self.position = sum("sparse" in self.model.layer_kinds(i) for i in range(first, number - 1))
 
     def reset(self) -> None:
         """Forget the counts."""

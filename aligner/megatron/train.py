@@ -206,9 +206,8 @@ class ShardedModel:
         times = packing.times()
         if batch.routing is None:
             return times
-        each = self.cfg.num_layers // self.layout.pipeline
-        stages = [layer // each for layer in self.cfg.layers_of("sparse")]
-        here = batch.routing[:, :, torch.tensor(stages) == self.layout.pp_rank]
+        own = self.cfg.stages(self.layout)[self.layout.pp_rank]
+        here = batch.routing[:, :, torch.tensor([layer in own for layer in self.cfg.layers_of("sparse")])]
         return replace(times, replay=RoutingReplay.of(packing, here, batch.lengths, times.real))
 
     def _pack(self, batch: TrainBatch) -> Packing:

@@ -242,7 +242,8 @@ class PlanJob:
 def grid_of(cfg: Config, gpus: int) -> Grid:
     p = cfg.parallel
     over_heads = p.context_mode == "alltoall"
-    return Grid(p.tensor, p.pipeline, p.context, p.expert, gpus // p.model_size, p.sequence, over_heads)
+    data, sizes = gpus // p.model_size, tuple(p.stage_layers)
+    return Grid(p.tensor, p.pipeline, p.context, p.expert, data, p.sequence, over_heads, sizes)
 
 
 def job_of(

@@ -31,6 +31,7 @@ class Grid:
     data: int = 1
     sequence: bool = False
     over_heads: bool = False  # context parallelism by all-to-all, else by all-gather of keys and values
+    stage_layers: tuple[int, ...] = ()  # as `parallel.stage_layers`
     # not of this project yet: parts of the model on each rank of a pipeline that takes turns with them, and experts
     # whole on tensor ranks, each of which sends its own tokens alone
     virtual: int = 1
@@ -55,13 +56,6 @@ class Grid:
         """Share of all tokens for which a context-parallel rank computes the rule of linear attention: where it gathers
         them, those of rows from their beginning."""
         return 1 / self.context if self.context == 1 or self.over_heads else 1 + 1 / (2 * self.context)
-
-    def layers(self, count: int, stage: int) -> range:
-        """Return the numbers of a stage's layers. Where `count` does not divide, the first and the last have fewest."""
-        longer = count % self.pipeline
-        first = (self.pipeline - longer + 1) // 2  # stages before those that have one more
-        begin = [stage * (count // self.pipeline) + min(longer, max(0, stage - first)) for stage in (stage, stage + 1)]
-        return range(*begin)
 
     def __str__(self) -> str:
         sizes = [("tp", self.tensor), ("pp", self.pipeline), ("cp", self.context), ("ep", self.expert)]
@@ -111,7 +105,7 @@ def attention_widths(m: ModelConfig, kinds: Kinds = ()) -> tuple[float, float, f
 
 def stage_layers(m: ModelConfig, grid: Grid, stage: int) -> list[Kinds]:
     """Return the kinds of each layer of a pipeline stage."""
-    return [m.layer_kinds(layer) for layer in grid.layers(m.num_layers, stage)]
+    return [m.layer_kinds(layer) for layer in m.stages(grid)[stage]]
 
 
 def mixers(kinds: Kinds) -> int:
@@ -227,7 +221,7 @@ def _rank_rows(
 ) -> Iterator[tuple[ParamSpec, int, int]]:
     """Yield each row of the family, how often a rank has it, and its elements there."""
     last = stage == grid.pipeline - 1
-    layers = Counter(map(m.layer_kinds, grid.layers(m.num_layers, stage)))
+    layers = Counter(stage_layers(m, grid, stage))
     sizes = {kinds: dimensions(m.of_kinds(kinds), outputs) for kinds in (*layers, ())}
     for row in rows_of(m, head):
         if is_of_layer(row):

@@ -25,11 +25,11 @@ def candidates(shape: ModelConfig, gpus: int, gpus_per_node: int) -> Iterator[tu
         return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
     for tp in divisors(gpus_per_node, gpus):
-        for pp in divisors(shape.num_layers, gpus // tp):
+        for pp in divisors(gpus // tp, shape.num_layers):
             for cp in (1, 2, 4, 8, 16):
                 for ep in divisors(shape.moe.num_experts, gpus_per_node * 8) if shape.moe.num_experts else (1,):
                     for recompute in ("none", "full"):
-                        layout = ParallelConfig(tp, pp, cp, expert=ep, sequence=tp > 1)
+                        layout = ParallelConfig(tp, pp, context=cp, expert=ep, sequence=tp > 1)
                         yield layout, recompute
 
 

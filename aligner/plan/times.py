@@ -171,7 +171,7 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machin
     masked = alike.followers / tokens if alike and alike.mask else 0.0
     share = 1 / grid.context / grid.tensor
     own, kept, last = computed * tokens * share, computed * read.kept * share, stage == grid.pipeline - 1
-    count = len(grid.layers(m.num_layers, stage))
+    count = len(m.stages(grid)[stage])
     products = (count - last) * machine.layer_products(m, own) + last * machine.layer_products(m, own, kept)
     if not grid.sequence:  # what every tensor rank has whole, it computes for all tokens
         whole = latent_matrices(m) + m.share("sparse") * expert_latents(m)
@@ -299,12 +299,13 @@ def _optimizer_step(job: PlanJob, model: PlannedModel, machine: Machine) -> Phas
     _pipeline(one, job, model, machine, *job.micro_batches(), backward=True)
     if model is job.policy and job.ptx_rows:
         _pipeline(one, job, model, machine, *job.ptx_micro_batches(), backward=True)
-    calls = step_calls(job, model, 0)
+    states = [trained_parameters(model, job.grid, stage) for stage in range(job.grid.pipeline)]
+    most = max(states, key=lambda state: state.total)
+    calls = step_calls(job, model, states.index(most))
     reduced = [call for call in calls if call.axis in ("dp", "edp") and call.op != "all_gather"]
     _communicate(one, reduced, job, machine, _exposed(reduced, job, model, machine))
     _communicate(one, [call for call in calls if call not in reduced], job, machine)
-    state = trained_parameters(model, job.grid, 0)
-    share = optimizer_share(state, job.grid, model.distributed)
+    share = optimizer_share(most, job.grid, model.distributed)
     one.parts["optimizer"] += machine.copied(adam_bytes(job.element) * share)
     return one
 

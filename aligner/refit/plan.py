@@ -19,6 +19,8 @@ from functools import cache, lru_cache
 from heapq import heapify, heapreplace
 
 from aligner.config.sections.engine import message_bytes
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.stages import LayoutSizes
 from aligner.errors import LayoutError
 from aligner.models.shards import HfTensor
 
@@ -27,13 +29,20 @@ from aligner.models.shards import HfTensor
 class TrainerGrid:
     """Ranks of the trainer, fastest first: tensor, context, data, pipeline (as `megatron.groups.build_layout`)."""
 
-    layers: int
+    stage_layers: tuple[range, ...]
     tensor: int = 1
-    pipeline: int = 1
     context: int = 1
     data: int = 1
     expert: int = 1  # neighbours among the context x data ranks that share the experts
     first: int = 0  # its lowest global rank
+
+    @classmethod
+    def of(cls, model: ModelConfig, layout: LayoutSizes, data: int) -> TrainerGrid:
+        return cls(model.stages(layout), layout.tensor, layout.context, data, layout.expert)
+
+    @property
+    def pipeline(self) -> int:
+        return len(self.stage_layers)
 
     @property
     def size(self) -> int:
@@ -61,7 +70,8 @@ class TrainerGrid:
         """Return the stages that send a tensor: of a tied embedding the first, not the copy on the last."""
         name, last = tensor.spec.canonical, self.pipeline - 1
         if name.startswith("decoder.layers."):
-            return (int(name.split(".")[2]) // (self.layers // self.pipeline),)
+            layer = int(name.split(".")[2])
+            return (next(stage for stage, layers in enumerate(self.stage_layers) if layer in layers),)
         if name.startswith("embedding."):
             return (0,)
         return (last,)
@@ -129,8 +139,6 @@ def plan_refit(
 ) -> Plan:
     """Return the plan. `item_bytes`: of one element on its way. Raises LayoutError if a layout cannot share a
     tensor."""
-    if trainer.layers % trainer.pipeline:
-        raise LayoutError("parallel.pipeline", trainer.pipeline, f"a divisor of {trainer.layers} layers")
     routes = _Routes(trainer, engine)
     owned: dict[int, list[TensorSpan]] = defaultdict(list)
     for number, tensor in enumerate(tensors):

@@ -179,9 +179,7 @@ class Refit:
 
 
 def trainer_grid(model: ShardedModel) -> TrainerGrid:
-    layout = model.layout
-    shape = (layout.tensor, layout.pipeline, layout.context, layout.data, layout.expert)
-    return TrainerGrid(model.cfg.num_layers, *shape)
+    return TrainerGrid.of(model.cfg, model.layout, model.layout.data)
 
 
 def planned(

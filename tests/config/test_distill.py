@@ -4,6 +4,7 @@ import pytest
 
 from aligner.config.resolve import compose
 from aligner.config.sections.distill import DistillConfig
+from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import ConfigError
 
 
@@ -34,6 +35,12 @@ def test_recipes_set_teacher_and_divergence():
     assert own == DistillConfig(kind="reverse_kl", on_policy=1.0)
     quick = compose(["experiment=quickstart_distill"])
     assert quick.algorithm.distill.teacher == "runs/quickstart/grpo" and quick.model.init == "runs/quickstart/sft"
+
+
+def test_a_teachers_pipeline_of_its_own_has_even_stages():
+    student = ParallelConfig(pipeline=2, stage_layers=[3, 1])
+    assert DistillConfig(tensor=2).layout(student).stage_layers == [3, 1]
+    assert DistillConfig(pipeline=4).layout(student) == ParallelConfig(pipeline=4)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.29, 1 / 3, 0.5, 0.7, 1.0])

@@ -103,7 +103,10 @@ sft@3 ; parallel.tensor=3 => model.num_heads
 sft@2 ; parallel.tensor=2 ; model.num_kv_heads=1 => model.num_kv_heads
 sft@3 ; parallel.tensor=3 ; model.num_heads=6 ; model.num_kv_heads=6 ; model.hidden_size=192 ; model.ffn_hidden_size=512
     => model.ffn_hidden_size
-sft@3 ; parallel.pipeline=3 => model.num_layers
+sft@5 ; parallel.pipeline=5 => parallel.pipeline
+sft@2 ; parallel={pipeline: 2, stage_layers: [1, 2]} => parallel.stage_layers
+sft@2 ; parallel={pipeline: 2, stage_layers: [4]} => parallel.stage_layers
+sft@2 ; parallel={pipeline: 2, stage_layers: [4, 0]} => parallel.stage_layers
 sft@2 ; batch.sequences=9 => batch.sequences
 rm@2 ; batch.sequences=9 => batch.sequences
 grpo ; batch.minibatch_samples=100 => batch.minibatch_samples
@@ -262,7 +265,8 @@ sft ; model=glm5 ; model.indexer.head_dim=0 => model.indexer.head_dim
 sft ; model=glm5 ; model.indexer.top_k=0 => model.indexer.top_k
 sft ; model.indexer.loss=1 => model.indexer.loss
 sft ; model=glm5 ; model.indexer.loss=1 ; model.lora.rank=2 => model.indexer.loss
-sft@2 ; model=glm5 ; model.indexer.shared_layers=[3, 39] ; parallel.pipeline=2 => parallel.pipeline
+sft@2 ; model=glm5 ; model.indexer.shared_layers=[3, 39] ; parallel={pipeline: 2, stage_layers: [39, 39]}
+    => parallel.stage_layers
 sft ; model=gemma4_31b ; model.rope_scaling.type=llama3 => model.rope_scaling.type
 sft ; model.rope_scaling.type=proportional => model.family
 sft ; model=gemma4_31b ; model.attention.global_head_dim=0 => model.attention.global_head_dim

@@ -73,7 +73,7 @@ def test_a_name_of_the_hub_gets_a_hint(make, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "world"), [(["parallel=tp2"], 3), (["parallel.pipeline=3"], 3), (["batch.sequences=9"], 2)]
+    ("overrides", "world"), [(["parallel=tp2"], 3), (["parallel.pipeline=5"], 5), (["batch.sequences=9"], 2)]
 )
 def test_division_by_ranks_is_a_layout_error(make, overrides, world):
     with pytest.raises(LayoutError):

@@ -36,7 +36,7 @@ PP2 = ParallelConfig(pipeline=2)
 TP2, SP2 = ParallelConfig(tensor=2), ParallelConfig(tensor=2, sequence=True)
 LAYOUTS = {
     "some": (SOME, (TP2, SP2, ParallelConfig(context=2), ParallelConfig())),
-    "some, recomputed": (replace(SOME, recompute="full"), (PP2, ParallelConfig())),
+    "some, recomputed": (replace(SOME, recompute="full", num_layers=3), (PP2, ParallelConfig())),
     "dora": (DORA, (TP2, SP2)),
     "experts": (SPARSE, (SP2, ParallelConfig(expert=2))),
     "dora of experts": (SPARSE_DORA, (TP2, ParallelConfig(expert=2))),
@@ -226,7 +226,9 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_to_the_bit(tmp_path):
     }
 
 
-@pytest.mark.parametrize("cfg, there, here", [(SOME, SP2, PP2), (SPARSE_DORA, ParallelConfig(expert=2), TP2)])
+@pytest.mark.parametrize(
+    "cfg, there, here", [(replace(SOME, num_layers=3), SP2, PP2), (SPARSE_DORA, ParallelConfig(expert=2), TP2)]
+)
 @on_ranks(2)
 def test_another_layout_resumes_from_a_checkpoint(tmp_path, cfg, there, here):
     actual = resumed(cfg, tmp_path, there, here)

@@ -237,11 +237,11 @@ def test_layouts_and_micro_batches_replay_the_same(ranks, alone, case):
 
 @pytest.mark.parametrize("case", ["ep2-pp2", "padded, cp2"])
 def test_layers_without_experts_have_no_routing(ranks, case):
-    """Of four layers the first is dense: one stage has one router, the other two."""
-    cfg = replace(MOE, num_layers=4, moe=replace(MOE.moe, dense_layers=[0]))
+    """Of five layers the first is dense: one stage has one router, the other three."""
+    cfg = replace(MOE, num_layers=5, moe=replace(MOE.moe, dense_layers=[0]))
     full = batch(cfg)
     full = replace(full, routing=random_routing(cfg, full))
-    assert full.routing.shape[2] == 3
+    assert full.routing.shape[2] == 4
     world, parallel, bc = CASES[case]
     same(train(ranks, world, parallel, bc, full, cfg), train(ranks, 1, ONE, BASE, full, cfg))
 

@@ -29,7 +29,7 @@ from aligner.megatron.model import Head
 from aligner.ops.reduce import gathered
 from tests.megatron.models import ONE, build, load_and_step, loaded, one_more, same, save_and_go_on, stepped, weights
 from tests.ranks import on_ranks
-from tests.tiny import LLAMA, MODELS, MOE
+from tests.tiny import DEEPSEEK, LLAMA, MODELS, MOE
 
 pytestmark = pytest.mark.multirank
 
@@ -115,7 +115,7 @@ def test_one_of_the_data_parallel_copies_reads_the_weights(tmp_path, cfg, parall
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_other_layouts_load_the_same_state(ranks, tmp_path, tied):
-    job = {"cfg": replace(LLAMA, tie_embeddings=tied), "optim": OPTIM}
+    job = {"cfg": replace(LLAMA, tie_embeddings=tied, num_layers=3), "optim": OPTIM}
     first = ranks.run(save_and_go_on, world=2, folder=tmp_path / "0", parallel=TP, **job)[0]
     layouts = [(2, PP), (2, DP), (1, DP), (4, ParallelConfig(tensor=2, pipeline=2)), (4, ParallelConfig(context=2))]
     for i, (world, parallel) in enumerate(layouts):
@@ -125,6 +125,18 @@ def test_other_layouts_load_the_same_state(ranks, tmp_path, tied):
         for name, value in first["metrics"].items():
             assert out["metrics"][name] == pytest.approx(value, rel=1e-5), (parallel, name)
         for name, value in first["after"].items():
+            assert torch.allclose(out["after"][name], value, atol=2e-6), (parallel, name)
+
+
+@pytest.mark.parametrize("cfg", [replace(LLAMA, num_layers=3), DEEPSEEK], ids=["alike", "mixed"])
+def test_stages_of_other_lengths_load_the_same_state(ranks, tmp_path, cfg):
+    job = {"folder": tmp_path / "c", "cfg": cfg, "optim": OPTIM}
+    saved = ranks.run(save_and_go_on, world=2, parallel=PP, **job)[0]
+    for world, sizes in ((2, [2, 1]), (3, [1, 1, 1]), (1, [])):
+        parallel = ParallelConfig(pipeline=world, stage_layers=sizes)
+        out = ranks.run(load_and_step, world=world, parallel=parallel, **job)[0]
+        assert same(out["weights"], saved["weights"])
+        for name, value in saved["after"].items():
             assert torch.allclose(out["after"][name], value, atol=2e-6), (parallel, name)
 
 

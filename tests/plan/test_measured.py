@@ -101,7 +101,7 @@ CASES = {
     "indexers that learn, cp2 over heads": (LEARNING, {"context": 2, "context_mode": "alltoall"}, 2, {}),
     "indexed, cp2 over heads": (INDEXED, {"context": 2, "context_mode": "alltoall"}, 2, {}),
     "score, tp2, dp2": (LLAMA, {"tensor": 2, **SEQ}, 4, {"outputs": 3}),
-    "tp2 pp2": (UNTIED, {"tensor": 2, "pipeline": 2, **SEQ}, 4, {}),
+    "tp2 pp2": (replace(UNTIED, num_layers=3), {"tensor": 2, "pipeline": 2, **SEQ}, 4, {}),
     # what nobody reads is left out: prompts of 2/3 of the tokens, and of a row all but the last token
     "responses": (LLAMA, {}, 1, {"prompt": 16}),
     "responses, logits in parts": (LLAMA, {}, 1, {"prompt": 16, "logits_bytes": 12 * 101 * 8}),
@@ -121,7 +121,7 @@ CASES = {
     "adapters of experts, ep2": (replace(MOE, lora=ADAPTED.lora), {"expert": 2}, 2, {}),
     "adapters of experts, ep2 tp2, dora": (WIDE_DORA, {"expert": 2, "tensor": 2}, 4, {}),
     "adapters, latent, tp2, sequence": (replace(DEEPSEEK, lora=ADAPTED.lora), {"tensor": 2, **SEQ}, 2, {}),
-    "reward model, pp2": (MODELS["qwen2"], {"pipeline": 2}, 2, {"outputs": 1}),
+    "reward model, pp2": (replace(UNTIED, num_layers=3), {"pipeline": 2, "stage_layers": [2, 1]}, 2, {"outputs": 1}),
 }
 
 
@@ -226,8 +226,8 @@ def bytes_of_a_refit(cfg: ModelConfig, parallel: ParallelConfig) -> dict:
 
 def grid_of(parallel: ParallelConfig, world: int) -> Grid:
     p = parallel
-    over_heads = p.context_mode == "alltoall"
-    return Grid(p.tensor, p.pipeline, p.context, p.expert, world // p.model_size, p.sequence, over_heads)
+    over_heads, sizes = p.context_mode == "alltoall", tuple(p.stage_layers)
+    return Grid(p.tensor, p.pipeline, p.context, p.expert, world // p.model_size, p.sequence, over_heads, sizes)
 
 
 def job_of(cfg: ModelConfig, grid: Grid, options: dict) -> PlanJob:
@@ -370,7 +370,7 @@ def test_a_refit_of_real_ranks_has_the_bytes_of_the_formulas(ranks, cfg, layout,
 def test_buffers_of_a_refit_are_those_of_its_plan(name, grid, tensor, most, bucket_bytes):
     cfg = published(name)
     job = replace(job_of(cfg, grid, {}), engine=Engine(tensor), element=2, bucket_bytes=bucket_bytes)
-    trainer = TrainerGrid(cfg.num_layers, grid.tensor, grid.pipeline, grid.context, grid.data, grid.expert)
+    trainer = TrainerGrid.of(cfg, grid, grid.data)
     plan = plan_refit(trainer, EngineGrid(tuple(range(grid.gpus)), tensor), hf_tensors(cfg), 2, bucket_bytes)
     exchanges = [Exchange(plan, rank, torch.device("cpu"), torch.bfloat16, 1.0) for rank in range(grid.gpus)]
     each = grid.gpus // grid.pipeline
@@ -396,7 +396,7 @@ def test_a_refit_in_parts_has_the_bytes_of_its_plan(name, grid, tensor):
     """Of the rank of each stage that receives most, by how far away the sender is."""
     cfg = published(name)
     job = replace(job_of(cfg, grid, {}), engine=Engine(tensor), element=2)
-    trainer = TrainerGrid(cfg.num_layers, grid.tensor, grid.pipeline, grid.context, grid.data, grid.expert)
+    trainer = TrainerGrid.of(cfg, grid, grid.data)
     plan = plan_refit(trainer, EngineGrid(tuple(range(grid.gpus)), tensor), hf_tensors(cfg), 2, 1 << 28)
     each = grid.gpus // grid.pipeline
     received = [Counter() for _ in range(grid.gpus)]
@@ -422,7 +422,7 @@ def test_a_refit_in_parts_has_the_bytes_of_its_plan(name, grid, tensor):
 def test_a_refit_of_engines_on_ranks_of_their_own_is_that_of_its_plan(name, grid, ranks, tensor, most):
     cfg = published(name)
     job = replace(job_of(cfg, grid, {}), engine=Engine(tensor, ranks=ranks), element=2)
-    trainer = TrainerGrid(cfg.num_layers, grid.tensor, grid.pipeline, grid.context, grid.data, grid.expert)
+    trainer = TrainerGrid.of(cfg, grid, grid.data)
     engines = EngineGrid(tuple(range(grid.gpus, job.gpus)), tensor)
     plan = plan_refit(trainer, engines, hf_tensors(cfg), 2, 1 << 28)
     moved: Counter = Counter()
@@ -452,7 +452,7 @@ def test_engines_that_merge_get_and_keep_the_bytes_of_their_plan(name, grid, ten
     """Of the rank of each stage that receives most; what ranks keep, of tensors without numbers."""
     cfg = replace(published(name), lora=LoraConfig(rank=16, dora=grid.expert == 1))
     job = replace(job_of(cfg, grid, {}), engine=Engine(tensor, factors=True), element=2)
-    trainer = TrainerGrid(cfg.num_layers, grid.tensor, grid.pipeline, grid.context, grid.data, grid.expert)
+    trainer = TrainerGrid.of(cfg, grid, grid.data)
     ranks = tuple(range(grid.gpus))
     plan = plan_refit(trainer, EngineGrid(ranks), factor_tensors(cfg), 2, 1 << 28)
     received = [0] * grid.gpus

@@ -38,6 +38,7 @@ from aligner.plan.shapes import (
     routing_bytes,
 )
 from aligner.plan.sizes import engine_bytes, logit_bytes
+from aligner.plan.sweep import candidates
 from aligner.plan.times import (
     Machine,
     decode_step,
@@ -144,6 +145,19 @@ def test_ranks_together_hold_the_model_once():
     alike = model.num_layers * (layer_norms(model) + 128 * model.hidden_size) + model.hidden_size  # on all tensor ranks
     dense, experts = sum(c.dense for c in counts), sum(c.experts for c in counts)
     assert 4 * (dense - alike) + alike + 4 * 8 * experts == pytest.approx(parameters(model), abs=4 * model.hidden_size)
+
+
+def test_the_fullest_stage_needs_the_most_memory():
+    job, peaks = replace(grpo(shape("llama3_8b"), Grid(8, 4, data=2)), engine=None), []
+    for sizes in ((8, 8, 8, 8), (20, 4, 4, 4)):
+        one = replace(job, grid=replace(job.grid, stage_layers=sizes))
+        peaks.append(plan_memory(one, H100, Assumptions()).peak_bytes)
+    assert peaks[1] > 1.5 * peaks[0]
+
+
+def test_a_sweep_cuts_61_layers_into_8_stages():
+    layouts = [parallel for parallel, _ in candidates(shape("deepseek_v3"), 64, 8)]
+    assert {parallel.pipeline for parallel in layouts} == {1, 2, 4, 8, 16, 32}
 
 
 def test_sharding_divides_what_it_shards():
@@ -319,15 +333,6 @@ def test_the_bubble_is_stages_less_one_of_the_micro_batches():
     assert turns.parts["kernels"] == one.parts["kernels"]
     busy = sum(turns.parts[name] for name in ("kernels", "pp communication"))
     assert turns.parts["bubble"] == pytest.approx(3 / 4 / count * busy, rel=1e-6)
-
-
-def test_layers_that_stages_do_not_divide_are_fewest_on_the_first_and_the_last():
-    """As NeMo-RL cuts DeepSeek-V3 (3, 14 x 4, 2 of 61) and Qwen3-235B (11, 6 x 12, 11 of 94)."""
-    for layers, stages, wanted in ((61, 16, [3, 3] + 13 * [4] + [3]), (94, 8, [11] + 6 * [12] + [11]), (8, 4, 4 * [2])):
-        grid = Grid(pipeline=stages)
-        cut = [grid.layers(layers, stage) for stage in range(stages)]
-        assert [len(each) for each in cut] == wanted
-        assert [number for each in cut for number in each] == list(range(layers))
 
 
 def test_messages_take_the_slowest_link_on_their_way():

@@ -23,6 +23,7 @@ from aligner.refit.plan import EngineGrid, TrainerGrid, plan_refit
 from aligner.refit.transfer import Refit
 from tests.megatron.models import build
 from tests.ranks import on_ranks
+from tests.refit.grids import trainer_of
 from tests.tiny import DEEPSEEK, LLAMA, MODELS, MOE, MORE, wild_source
 
 pytestmark = pytest.mark.multirank
@@ -159,29 +160,29 @@ def truth(cfg, dtype=torch.float32) -> dict[str, int]:
     return {name: tensor_checksum(t.to(kept[name])) for name, t in full.items()}
 
 
-LATENT, LINEAR, OLMO = replace(DEEPSEEK, num_layers=4), MORE["qwen3_5"], MORE["olmo2"]
+LINEAR, OLMO = MORE["qwen3_5"], MORE["olmo2"]
 UNTIED, QWEN2 = (replace(cfg, tie_embeddings=False) for cfg in (LLAMA, MODELS["qwen2"]))
 CASES = {  # world, model, trainer, engines, bucket bytes, engine's dtype
-    "tp2 to 2 engines": (2, QWEN2, TrainerGrid(2, 2), EngineGrid((0, 1)), 3000, torch.float32),
-    "pp2 to tp2": (2, MODELS["qwen3"], TrainerGrid(2, 1, 2), EngineGrid((0, 1), 2), 20, torch.float32),
-    "dp2 to tp2, nothing on the wire": (2, LLAMA, TrainerGrid(2, data=2), EngineGrid((0, 1), 2), 99, torch.bfloat16),
-    "tp2 pp2 to 2 x tp2": (4, MODELS["qwen3"], TrainerGrid(2, 2, 2), EngineGrid((0, 1, 2, 3), 2), 9999, torch.float32),
-    "ep2 tp2 to 4": (4, MOE, TrainerGrid(2, 2, data=2, expert=2), EngineGrid((0, 1, 2, 3)), 5000, torch.float32),
+    "tp2 to 2 engines": (2, QWEN2, trainer_of(2, 2), EngineGrid((0, 1)), 3000, torch.float32),
+    "pp2 to tp2": (2, MODELS["qwen3"], trainer_of(2, 1, 2), EngineGrid((0, 1), 2), 20, torch.float32),
+    "dp2 to tp2, nothing on the wire": (2, LLAMA, trainer_of(2, data=2), EngineGrid((0, 1), 2), 99, torch.bfloat16),
+    "tp2 pp2 to 2 x tp2": (4, MODELS["qwen3"], trainer_of(2, 2, 2), EngineGrid((0, 1, 2, 3), 2), 9999, torch.float32),
+    "ep2 tp2 to 4": (4, MOE, trainer_of(2, 2, data=2, expert=2), EngineGrid((0, 1, 2, 3)), 5000, torch.float32),
     # the bias of the choice stays float32 on the way to an engine in bfloat16
-    "latent, pp2 to 2": (2, LATENT, TrainerGrid(4, 1, 2), EngineGrid((0, 1)), 5000, torch.bfloat16),
+    "latent, pp2 to 2": (2, DEEPSEEK, trainer_of(3, 1, 2), EngineGrid((0, 1)), 5000, torch.bfloat16),
     # and how fast states are forgotten
-    "linear, tp2 to 2": (2, LINEAR, TrainerGrid(2, 2), EngineGrid((0, 1)), 5000, torch.bfloat16),
-    "tp2 to tp4, heads repeated": (4, OLMO, TrainerGrid(2, 2, data=2), EngineGrid((0, 1, 2, 3), 4), 999, torch.float32),
+    "linear, tp2 to 2": (2, LINEAR, trainer_of(2, 2), EngineGrid((0, 1)), 5000, torch.bfloat16),
+    "tp2 to tp4, heads repeated": (4, OLMO, trainer_of(2, 2, data=2), EngineGrid((0, 1, 2, 3), 4), 999, torch.float32),
     "linear, pp2 to tp4, heads repeated": (
         4,
         LINEAR,
-        TrainerGrid(4, 1, 2, data=2),
+        trainer_of(4, 1, 2, data=2),
         EngineGrid((0, 1, 2, 3), 4),
         999,
         torch.bfloat16,
     ),
-    "other ranks, tp2 to tp2": (4, LLAMA, TrainerGrid(2, 2), EngineGrid((2, 3), 2), 5000, torch.bfloat16),
-    "other ranks, dp2 to 2": (4, UNTIED, TrainerGrid(2, data=2, first=1), EngineGrid((3, 0)), 4000, torch.float32),
+    "other ranks, tp2 to tp2": (4, LLAMA, trainer_of(2, 2), EngineGrid((2, 3), 2), 5000, torch.bfloat16),
+    "other ranks, dp2 to 2": (4, UNTIED, trainer_of(2, data=2, first=1), EngineGrid((3, 0)), 4000, torch.float32),
 }
 
 

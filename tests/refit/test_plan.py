@@ -16,6 +16,7 @@ from aligner.families.table import family_table
 from aligner.models.params import split_tp, to_hf
 from aligner.models.shards import copy_elements, hf_tensors
 from aligner.refit.plan import EngineGrid, TensorSpan, TrainerGrid, plan_refit
+from tests.refit.grids import trainer_of
 from tests.tiny import LLAMA, MIXTRAL, MODELS, MOE, MORE, WINDOWS, wild_source
 
 WIDE = replace(LLAMA, num_layers=4, num_heads=8, num_kv_heads=4, tie_embeddings=False)  # tensor up to 4
@@ -102,7 +103,8 @@ def layouts(draw):
     while context * data % experts:
         experts //= 2
     tensor = draw(size.filter(lambda tensor: cfg.num_kv_heads % tensor == 0))
-    trainer = TrainerGrid(4, tensor, draw(size), context, data, experts, first=draw(st.sampled_from([0, 3])))
+    stages = draw(st.sampled_from([1, 2, 3, 4]))
+    trainer = trainer_of(4, tensor, stages, context, data, experts, first=draw(st.sampled_from([0, 3])))
     width, replicas = draw(size), draw(st.integers(1, 3))
     pool = draw(st.permutations(range(trainer.first + trainer.size + 3)))  # its own ranks, others, or some of both
     engine = EngineGrid(tuple(pool[: width * replicas]), width) if width * replicas <= len(pool) else None
@@ -187,7 +189,7 @@ def test_planning_grows_with_the_ranks(width, apart):
     """Four times the ranks: four times the turns of loops, not sixteen."""
 
     def turns(data: int) -> int:
-        trainer = TrainerGrid(4, 2, pipeline=2, data=data)
+        trainer = trainer_of(4, 2, pipeline=2, data=data)
         engine = EngineGrid(tuple(range(trainer.size * apart, trainer.size * (1 + apart))), width)
         counted, tool = 0, sys.monitoring.PROFILER_ID
 
@@ -213,7 +215,7 @@ def test_planning_grows_with_the_ranks(width, apart):
 def test_what_a_rank_holds_it_keeps(tensor):
     """The same ranks and the same tensor parallelism: nothing between ranks, whatever the replicas."""
     for name, cfg in [(name, cfg) for name, cfg in SHAPES.items() if cfg.num_kv_heads % tensor == 0]:
-        trainer = TrainerGrid(4, tensor, data=2)
+        trainer = trainer_of(4, tensor, data=2)
         plan = plan_refit(trainer, EngineGrid(tuple(range(2 * tensor)), tensor), hf_tensors(cfg), BYTES, 1 << 20)
         assert not plan.rounds and len(plan.local) == 2 * tensor, name
 
@@ -222,10 +224,10 @@ def test_bytes_between_ranks_are_what_is_missing():
     """Two ranks with halves of the layers: each receives the other's half, once."""
     cfg = SHAPES["llama"]
     sizes = {n: t.numel() * BYTES for n, t in full_tensors(cfg).items()}
-    plan = plan_refit(TrainerGrid(4, pipeline=2), EngineGrid((0, 1)), hf_tensors(cfg), BYTES, 5000)
+    plan = plan_refit(trainer_of(4, pipeline=2), EngineGrid((0, 1)), hf_tensors(cfg), BYTES, 5000)
     assert sum(m.bytes for turn in plan.rounds for m in turn) == sum(sizes.values())
     # tensor parallel on both sides, but on other ranks: every replica receives one model in all
-    moved = plan_refit(TrainerGrid(4, 2), EngineGrid((2, 3, 4, 5), 2), hf_tensors(cfg), BYTES, 5000)
+    moved = plan_refit(trainer_of(4, 2), EngineGrid((2, 3, 4, 5), 2), hf_tensors(cfg), BYTES, 5000)
     replicated = sum(sizes[t.name] for t in moved.tensors if not t.sharded)
     assert sum(m.bytes for turn in moved.rounds for m in turn) == 2 * (sum(sizes.values()) + replicated)
     assert not moved.local
@@ -233,7 +235,7 @@ def test_bytes_between_ranks_are_what_is_missing():
 
 def test_senders_share_the_work():
     """Two data-parallel ranks of the trainer, two engines elsewhere: each sends one."""
-    plan = plan_refit(TrainerGrid(4, data=2), EngineGrid((2, 3)), hf_tensors(WIDE), BYTES, 1 << 30)
+    plan = plan_refit(trainer_of(4, data=2), EngineGrid((2, 3)), hf_tensors(WIDE), BYTES, 1 << 30)
     sent = Counter()
     for messages in plan.rounds:
         for m in messages:
@@ -242,15 +244,15 @@ def test_senders_share_the_work():
 
 
 def test_planned_once():
-    args = TrainerGrid(4, 2), EngineGrid((0, 1)), hf_tensors(WIDE), BYTES, 999
-    assert plan_refit(*args) is plan_refit(TrainerGrid(4, 2), EngineGrid((0, 1)), hf_tensors(WIDE), BYTES, 999)
+    args = trainer_of(4, 2), EngineGrid((0, 1)), hf_tensors(WIDE), BYTES, 999
+    assert plan_refit(*args) is plan_refit(trainer_of(4, 2), EngineGrid((0, 1)), hf_tensors(WIDE), BYTES, 999)
 
 
 def test_layouts_that_cannot_be():
     with pytest.raises(LayoutError, match=r"engine\.tensor_parallel"):
         EngineGrid((0, 1, 2), 2)
     with pytest.raises(LayoutError, match="divisor of 4"):
-        plan_refit(TrainerGrid(2), EngineGrid(tuple(range(8)), 8), hf_tensors(LLAMA), BYTES, 999)
+        plan_refit(trainer_of(2), EngineGrid(tuple(range(8)), 8), hf_tensors(LLAMA), BYTES, 999)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,7 +13,13 @@ class ParallelConfig(Section, key="parallel"):
     """Sizes of the layout. The remaining ranks share the data."""
 
     tensor: int = key(1, "Ranks that share each matrix.", least=1)
-    pipeline: int = key(1, "Ranks that share the layers.", least=1)
+    pipeline: int = key(1, "Ranks that share the layers, in stages.", least=1)
+    stage_layers: list[int] = key(
+        [],
+        "Layers of each stage. Empty: as even as possible, fewest in the first and the last. So is a reward model or "
+        "critic of another depth.",
+        least=1,
+    )
     context: int = key(1, "Ranks that share the tokens of a row.", least=1)
     context_mode: str = key(
         "allgather",

@@ -17,6 +17,7 @@ from aligner.config.sections.model.linear import LinearConfig, check_linear
 from aligner.config.sections.model.lora import LoraConfig
 from aligner.config.sections.model.moe import MoeConfig, check_dense_layers
 from aligner.config.sections.model.rope import RopeScalingConfig, check_rope
+from aligner.config.sections.model.stages import LayoutSizes, cut
 from aligner.errors import ConfigError
 from aligner.families import FAMILIES
 from aligner.families.family import LAYERS, Family
@@ -241,9 +242,9 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
     def layers_of(self, kind: str) -> list[int]:
         return [layer for layer in range(self.num_layers) if kind in self.layer_kinds(layer)]
 
-    def choices_cut(self, stages: int) -> list[int]:
-        """Return the layers that begin a stage of a pipeline and use the choice of the layer before."""
-        return [n for n in self.indexer.shared_layers if n * stages % self.num_layers == 0]
+    def stages(self, layout: LayoutSizes) -> tuple[range, ...]:
+        """Return the layers of each stage of a pipeline."""
+        return cut(self.num_layers, layout.pipeline, tuple(layout.stage_layers), tuple(self.indexer.shared_layers))
 
     def share(self, kind: str) -> float:
         """Return the share of layers of this kind."""
