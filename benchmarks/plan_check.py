@@ -120,7 +120,7 @@ def nemo_rl(
         micro_tokens=0 if alone else longest,
         packing=not alone or grid.pipeline == 1,
         logprob_tokens=longest if alone else 2 * longest,
-        recompute=recompute,
+        recompute=recompute * model.num_layers,
         offload=("gradients", "optimizer", "weights"),
         overlap=("dp", "edp"),
         **changes,

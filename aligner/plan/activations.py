@@ -103,20 +103,21 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int) -> list[float]:
 
 def activation_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     """Return the bytes of the micro-batches that stage `stage` of a 1F1B pipeline holds at a time, min(micro-batches,
-    stages - stage). With recomputation each layer keeps only its input. The last layer counts like the others, as rows
+    stages - stage). A recomputed layer keeps only its input. The last layer counts like the others, as rows
     may be almost all response."""
     grid, m, layers = job.grid, model.shape, _layers(job, model, stage)
     stream = _stream(job, model)
     own, share = stream.tokens / grid.context, grid.tensor if grid.sequence else 1
     ends = (stage == 0) * m.hidden_size / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
-    kept = len(layers) * own * m.hidden_size / share if job.recompute else job.kept * sum(layers)
+    again = min(job.recompute, len(layers))
+    kept = again * own * m.hidden_size / share + job.kept * sum(layers[again:])
     in_flight = min(stream.count, grid.pipeline - stage)
     mask = stream.shared.mask if stream.shared else 0.0
     return job.element * in_flight * (kept + ends * own + mask)
 
 
 def backward_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
-    """Return the bytes that backward of one layer needs in addition. With recomputation: all that the layer keeps. Its
+    """Return the bytes that backward of one layer needs in addition. Of a recomputed one: all that it keeps. Its
     MLP's gradients: 4 F / tp (gate and up, their product and its factors; 3 F without gates), and 2 H for each of an
     expert's k tokens.
     Its input's gradient, and with sequence parallelism its gathered input. A gradient to or from a neighbouring
@@ -127,4 +128,5 @@ def backward_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     each = (2 + m.mlp_parts) * widest_mlp(m) / grid.tensor + sparse * 2 * m.moe.top_k * m.expert_hidden
     each += m.hidden_size * (2 if grid.sequence else 1)
     each += (grid.pipeline > 1) * m.hidden_size / (grid.tensor if grid.sequence else 1)
-    return job.element * (each * tokens / grid.context + (max(_layers(job, model, stage)) if job.recompute else 0))
+    again = max(_layers(job, model, stage)[: job.recompute], default=0)
+    return job.element * (each * tokens / grid.context + again)

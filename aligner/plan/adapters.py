@@ -219,27 +219,27 @@ def adapter_calls(
 
 
 def adapter_operations(
-    model: PlannedModel, grid: Grid, stage: int, own: float, kept: float, backward: bool, recompute: bool
+    model: PlannedModel, grid: Grid, stage: int, own: float, kept: float, backward: bool, recompute: int
 ) -> float:
     """Return the operations on one rank of a stage, with `kept` tokens in the last layer of all. The first layer's
-    inputs need no gradient, unless layers are recomputed or stages follow. With DoRA every pass also computes B A."""
-    m, total, passes = model.shape, 0.0, (4 if recompute else 3) if backward else 1
+    inputs need no gradient, unless it is recomputed or stages follow. With DoRA every pass also computes B A."""
+    m, total = model.shape, 0.0
     layers = list(_layers(m, grid, stage))
     for i, layer in enumerate(layers):
-        last = stage == grid.pipeline - 1 and i == len(layers) - 1
+        last, forward = stage == grid.pipeline - 1 and i == len(layers) - 1, 1 + (backward and i < recompute)
         for matrix in layer:
             a, b = _operations(matrix, m, grid, own, kept if last else own)
-            total += passes * (a + b)
+            total += (forward + 2 * backward) * (a + b)
             if backward and i == 0 and matrix.of_hidden and needs_no_input_gradient(grid, stage, recompute):
                 total -= a
             if m.lora.dora:
                 product = 2 * matrix.inner * matrix.out * matrix.targets * m.lora.rank
                 product *= matrix.experts // grid.expert or 1
-                total += (2 if backward and recompute else 1) * product / (grid.tensor if matrix.split != "none" else 1)
+                total += forward * product / (grid.tensor if matrix.split != "none" else 1)
     return total
 
 
-def needs_no_input_gradient(grid: Grid, stage: int, recompute: bool) -> bool:
+def needs_no_input_gradient(grid: Grid, stage: int, recompute: int) -> bool:
     """Return whether a stage's first layer has an input from a frozen embedding."""
     return stage == 0 and grid.pipeline == 1 and not recompute
 

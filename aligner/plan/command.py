@@ -138,7 +138,7 @@ def _table(predictions: list[Prediction], top: int) -> str:
     lines = [f"{'layout':<34}{'step s':>8}{'tokens/s/GPU':>14}{'MFU %':>7}{'GiB':>7}  {'in':<10}overrides"]
     for p in predictions[:top]:
         grid, job = p.job.grid, p.job
-        name = f"{grid}{', recompute' * job.recompute}"
+        name = f"{grid}{job.recompute_text}"
         keys = [
             f"parallel.{key}={value}"
             for key, value in (
@@ -149,7 +149,9 @@ def _table(predictions: list[Prediction], top: int) -> str:
             )
             if value > 1
         ]
-        keys += ["parallel.sequence=true"] * grid.sequence + ["model.recompute=full"] * job.recompute
+        keys += ["parallel.sequence=true"] * grid.sequence + [f"model.recompute={job.policy.shape.recompute}"] * (
+            job.recompute > 0
+        )
         keys += [f"{key}={value}" for key, value in p.sizes.items()]
         lines.append(
             f"{name:<34}{p.step_s:8.1f}{p.tokens_per_gpu_s:14.0f}{100 * p.mfu:7.0f}{p.memory.peak_bytes / GIB:7.1f}  "

@@ -130,7 +130,7 @@ class PlanJob:
     packing: bool = True
     share: bool = False  # the prompts of rows that follow each other in a micro-batch: see `shared.py`
     balanced: bool = True  # rows are dealt to data-parallel ranks by their cost, else by their number
-    recompute: bool = False
+    recompute: int = 0  # layers of each stage
     logprob_tokens: int = 16384
     logits_bytes: float = 1 << 30
     bucket_bytes: float = 256 << 20
@@ -152,6 +152,12 @@ class PlanJob:
     overlap: tuple[str, ...] = ()  # axes whose messages run beside products
     node_dispatch: bool = False  # a token goes once to each node with experts that it chose
     kept: float = 1.0  # share of activations that FP8 or recomputing some of them leaves
+
+    @property
+    def recompute_text(self) -> str:
+        """What is recomputed, for behind a layout."""
+        layers, every = self.recompute, self.recompute >= self.policy.shape.num_layers
+        return f", recompute{'' if every else f' {layers}'}" if layers else ""
 
     @property
     def policy(self) -> PlannedModel:
@@ -282,7 +288,7 @@ def job_of(
         packing=b.packing,
         balanced=b.balance,
         share=_shares(cfg),
-        recompute=cfg.model.recompute == "full",
+        recompute=shape.recomputed,
         logprob_tokens=b.logprob_budget,
         logits_bytes=b.logits_bytes,
         bucket_bytes=cfg.refit.bucket_bytes,

@@ -109,7 +109,7 @@ class Prediction:
         return {
             "device": self.device.name,
             "gpus": self.job.gpus,
-            "layout": vars(self.job.grid) | {"recompute": self.job.recompute},
+            "layout": vars(self.job.grid) | {"recompute": self.job.policy.shape.recompute},
             "parameters": {model.name: parameters(model.shape, model.head, model.outputs) for model in self.job.models},
             "tokens": {"prompt_mean": rows.prompt_mean, "response_mean": rows.response_mean, "step": rows.tokens},
             "fits": memory.fits,
@@ -144,7 +144,7 @@ class Prediction:
         nodes = node_purposes(job.grid.gpus, self.ranks, job.gpus_per_node)
         apart = f", {self.ranks} that only generate{nodes and f' ({nodes})'}" if self.ranks else ""
         at_once = " (the refit, and the longer of generate and the rest)" if self.lag else ""
-        layout = f"{job.grid}{', recompute' * job.recompute}{apart}"
+        layout = f"{job.grid}{job.recompute_text}{apart}"
         lines = [
             f"{job.stage} on {job.gpus} x {self.device.name}, {layout}: {names}",
             f"{rows.count} rows a step, prompts {rows.prompt_mean:g} + responses {rows.response_mean:g} tokens on "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -17,9 +18,8 @@ from aligner.plan.memory import Memory, plan_memory
 from aligner.plan.prediction import Prediction, predict
 
 
-def candidates(shape: ModelConfig, gpus: int, gpus_per_node: int) -> Iterator[tuple[ParallelConfig, str]]:
-    """Yield (layout, recompute). Tensor ranks stay in a node. Sequence parallelism is on wherever there are tensor
-    ranks."""
+def candidates(shape: ModelConfig, gpus: int, gpus_per_node: int) -> Iterator[ParallelConfig]:
+    """Yield layouts. Tensor ranks stay in a node. Sequence parallelism is on wherever there are tensor ranks."""
 
     def divisors(n: int, most: int) -> list[int]:
         return [d for d in range(1, min(n, most) + 1) if n % d == 0]
@@ -28,34 +28,42 @@ def candidates(shape: ModelConfig, gpus: int, gpus_per_node: int) -> Iterator[tu
         for pp in divisors(gpus // tp, shape.num_layers):
             for cp in (1, 2, 4, 8, 16):
                 for ep in divisors(shape.moe.num_experts, gpus_per_node * 8) if shape.moe.num_experts else (1,):
-                    for recompute in ("none", "full"):
-                        layout = ParallelConfig(tp, pp, context=cp, expert=ep, sequence=tp > 1)
-                        yield layout, recompute
+                    yield ParallelConfig(tp, pp, context=cp, expert=ep, sequence=tp > 1)
 
 
 def sweep(
     cfg: Config, shape: ModelConfig, gpus: int, device: Device, gpus_per_node: int, job_for: Callable[[Config], PlanJob]
 ) -> tuple[list[Prediction], Memory | None]:
-    """Return the predictions of the layouts that fit, fastest first, and the smallest memory of those that do not."""
+    """Return the predictions of the layouts that fit, fastest first, and the smallest memory of those that do not. Each
+    is tried without recomputation, with as little as fits, and with all."""
     predictions: list[Prediction] = []
     nearest: Memory | None = None
-    for parallel, recompute in candidates(shape, gpus, gpus_per_node):
-        model = replace(shape, init="random", recompute=recompute)
+
+    def recomputing(recompute: str | int) -> Config:
+        return replace(one, model=replace(shape, init="random", recompute=str(recompute or "none")))
+
+    def fits(layers: int) -> bool:
+        return plan_memory(job_for(recomputing(layers)), device, Assumptions()).fits
+
+    for parallel in candidates(shape, gpus, gpus_per_node):
         # a critic has its policy's layout; shapes are known, so nothing is read from folders again
-        one = replace(cfg, parallel=parallel, model=model)
+        one = replace(cfg, parallel=parallel, model=replace(shape, init="random"))
         try:
             validate_layout(one, gpus)
         except ConfigError:
             continue
-        fitting = []
-        for job in _sizes(one, job_for):
-            memory = plan_memory(job, device, Assumptions())
-            if memory.fits:
-                fitting.append(predict(job, device))
-            elif nearest is None or memory.peak_bytes < nearest.peak_bytes:
-                nearest = memory
-        if fitting:
-            predictions.append(min(fitting, key=lambda p: p.step_s))
+        most = -(-shape.num_layers // parallel.pipeline)
+        fewest = bisect_left(range(most), True, key=fits)
+        for recompute in dict.fromkeys(("none", "full", *[fewest] * (0 < fewest < most))):
+            fitting = []
+            for job in _sizes(recomputing(recompute), job_for):
+                memory = plan_memory(job, device, Assumptions())
+                if memory.fits:
+                    fitting.append(predict(job, device))
+                elif nearest is None or memory.peak_bytes < nearest.peak_bytes:
+                    nearest = memory
+            if fitting:
+                predictions.append(min(fitting, key=lambda p: p.step_s))
     return sorted(predictions, key=lambda p: p.step_s), nearest
 
 

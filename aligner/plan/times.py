@@ -207,7 +207,8 @@ def micro_batch_seconds(
     more, likewise a head whose logits come in parts. Outputs that nobody reads are left out. Gradients of a micro-batch
     are added to float32 ones."""
     grid, m, read, frozen = job.grid, model.shape, reads(job, model, tokens), is_adapted(model)
-    work = Work(1 + job.recompute, 1, frozen) if backward else Work()
+    layers = len(m.stages(grid)[stage])
+    work = Work(1 + min(1, job.recompute / layers), 1, frozen) if backward else Work()
     total = _layers(job, model, stage, tokens, machine, work)
     if frozen:
         own, kept = tokens / grid.context, read.kept / grid.context

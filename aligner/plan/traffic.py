@@ -261,8 +261,8 @@ def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, bac
     if last:
         kept[-1] = read.kept
     each = list(zip(kept, layers, strict=True))
-    again = 2 if backward and job.recompute else 1
-    calls = _sum(layer_forward(model, grid, tokens, k, e, kinds) for k, kinds in each * again)
+    again = each[: job.recompute] if backward else []
+    calls = _sum(layer_forward(model, grid, tokens, k, e, kinds) for k, kinds in each + again)
     if backward and is_adapted(model):
         free = needs_no_input_gradient(grid, stage, job.recompute)
         calls += _sum(

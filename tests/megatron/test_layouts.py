@@ -198,11 +198,13 @@ def test_micro_batches_learn_the_same(ranks, alone, layout, parts):
     check(agreed(ranks, world, **MODELS_AND_HEADS[name], parallel=parallel, optim=SGD, bc=bc), alone(name, SGD), SGD)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2-sequence", "tp2-pp2"])
-def test_recompute_learns_the_same(ranks, alone, layout):
+@pytest.mark.parametrize(
+    ("layout", "layers"), [("one", "full"), ("one", "1"), ("tp2-sequence", "full"), ("tp2-pp2", "full")]
+)
+def test_recompute_learns_the_same(ranks, alone, layout, layers):
     world, parallel = {"one": (1, DP), **LAYOUTS}[layout]
     base = alone("qwen3-tied", SGD)
-    cfg = replace(MODELS["qwen3"], recompute="full")
+    cfg = replace(MODELS["qwen3"], recompute=layers)
     check(agreed(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), base, SGD)
 
 

@@ -63,7 +63,7 @@ LEARNING = replace(INDEXED, indexer=replace(INDEXED.indexer, loss=0.5))
 CASES = {
     "untied": (UNTIED, {}, 1, {}),
     "tp2": (MODELS["qwen2"], {"tensor": 2}, 2, {}),
-    "tp2, sequence, recompute": (MODELS["qwen3"], {"tensor": 2, **SEQ}, 2, {"recompute": True}),
+    "tp2, sequence, recompute": (MODELS["qwen3"], {"tensor": 2, **SEQ}, 2, {"recompute": "full"}),
     "pp2": (LLAMA, {"pipeline": 2}, 2, {}),
     "dp2": (LLAMA, {}, 2, {}),
     "dp2, plain optimizer": (LLAMA, {}, 2, {"optim": PLAIN}),
@@ -105,7 +105,8 @@ CASES = {
     # what nobody reads is left out: prompts of 2/3 of the tokens, and of a row all but the last token
     "responses": (LLAMA, {}, 1, {"prompt": 16}),
     "responses, logits in parts": (LLAMA, {}, 1, {"prompt": 16, "logits_bytes": 12 * 101 * 8}),
-    "responses, recompute": (UNTIED, {}, 1, {"prompt": 16, "recompute": True, "logits_bytes": 12 * 101 * 40}),
+    "recompute a layer": (UNTIED, {}, 1, {"recompute": "1"}),
+    "responses, recompute": (UNTIED, {}, 1, {"prompt": 16, "recompute": "full", "logits_bytes": 12 * 101 * 40}),
     "responses, tp2": (MODELS["qwen3"], {"tensor": 2}, 2, {"prompt": 16, "micro_rows": 8}),
     "responses, tp2, sequence": (LLAMA, {"tensor": 2, **SEQ}, 2, {"prompt": 16, "micro_rows": 8}),
     "responses, pp2": (UNTIED, {"pipeline": 2}, 2, {"prompt": 16}),
@@ -115,7 +116,8 @@ CASES = {
     "reward model, tp2": (LLAMA, {"tensor": 2}, 2, {"outputs": 2}),
     "adapters": (ADAPTED, {}, 1, {"prompt": 16}),
     "adapters, tp2": (replace(MODELS["qwen3"], lora=ADAPTED.lora), {"tensor": 2}, 2, {}),
-    "adapters, tp2, sequence, recompute": (DORA, {"tensor": 2, **SEQ}, 2, {"recompute": True}),
+    "adapters, tp2, sequence, recompute": (DORA, {"tensor": 2, **SEQ}, 2, {"recompute": "full"}),
+    "adapters, tp2, recompute a layer": (DORA, {"tensor": 2}, 2, {"recompute": "1"}),
     "adapters, pp2": (replace(ADAPTED, tie_embeddings=False), {"pipeline": 2}, 2, {"outputs": 1}),
     "adapters of experts, tp2": (replace(MIXTRAL, lora=ADAPTED.lora), {"tensor": 2}, 2, {}),
     "adapters of experts, ep2": (replace(MOE, lora=ADAPTED.lora), {"expert": 2}, 2, {}),
@@ -146,14 +148,14 @@ def measured_step(
     outputs: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     micro_rows: int = 4,
-    recompute: bool = False,
+    recompute: str = "none",
     prompt: int = 1,
     logits_bytes: int = 1 << 30,
     critic: bool = False,
 ) -> dict:
     """One pass without gradient and one optimizer step: operations of both, and of the step bytes of buffers and
     optimizer state, and of collectives by axis. With `outputs` of a reward model, or of a critic."""
-    cfg = replace(cfg, recompute="full" if recompute else "none")
+    cfg = replace(cfg, recompute=recompute)
     model = build(cfg, parallel, optim, Head("score", outputs) if outputs else Head(), dtype)
     own, layout = rows_of(cfg, model, prompt), model.layout
     batch = BatchConfig(micro_batch_samples=micro_rows, logits_bytes=logits_bytes)
@@ -245,7 +247,7 @@ def job_of(cfg: ModelConfig, grid: Grid, options: dict) -> PlanJob:
         None,
         element=4 if options.get("dtype") is torch.float32 else 2,
         micro_rows=options.get("micro_rows", 4),
-        recompute=options.get("recompute", False),
+        recompute=replace(cfg, recompute=options.get("recompute", "none")).recomputed,
         logits_bytes=options.get("logits_bytes", 1 << 30),
     )
 
@@ -478,17 +480,18 @@ WIDE = ModelConfig(num_layers=4, hidden_size=64, ffn_hidden_size=192, num_heads=
 @pytest.mark.parametrize(
     ("cfg", "layout", "recompute"),
     [
-        (WIDE, {}, False),
-        (WIDE, {}, True),
-        (WIDE, {"tensor": 2}, False),
-        (WIDE, {"tensor": 2, **SEQ}, False),
-        (WIDE, {"tensor": 2, **SEQ}, True),
-        (replace(WIDE, family="qwen3", qk_norm=True, head_dim=128), {}, False),
-        (replace(MOE, hidden_size=64, num_heads=4), {}, False),
+        (WIDE, {}, "none"),
+        (WIDE, {}, "full"),
+        (WIDE, {}, "3"),
+        (WIDE, {"tensor": 2}, "none"),
+        (WIDE, {"tensor": 2, **SEQ}, "none"),
+        (WIDE, {"tensor": 2, **SEQ}, "full"),
+        (replace(WIDE, family="qwen3", qk_norm=True, head_dim=128), {}, "none"),
+        (replace(MOE, hidden_size=64, num_heads=4), {}, "none"),
     ],
 )
 def test_activations_are_what_autograd_keeps(ranks, cfg, layout, recompute):
-    parallel, tokens = ParallelConfig(**layout), 512
+    parallel, tokens, cfg = ParallelConfig(**layout), 512, replace(cfg, recompute=recompute)
     grid = grid_of(parallel, parallel.tensor)
     job = PlanJob(
         "rm",
@@ -498,13 +501,13 @@ def test_activations_are_what_autograd_keeps(ranks, cfg, layout, recompute):
         None,
         element=4,
         micro_rows=1,
-        recompute=recompute,
+        recompute=cfg.recomputed,
     )
     wanted = activation_bytes(job, job.policy, 0)
     kept = ranks.run(
         "benchmarks.context_memory:kept_activations",
         world=parallel.tensor,
-        cfg=replace(cfg, recompute="full" if recompute else "none", max_position=tokens),
+        cfg=replace(cfg, max_position=tokens),
         parallel=parallel,
         tokens=tokens,
     )

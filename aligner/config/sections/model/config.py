@@ -30,6 +30,10 @@ PATTERN = {"M": "linear", "*": "attention", "-": "dense", "E": "sparse"}  # `mod
 RUNS = (*OF_THE_RUN, *(f"moe.{name}" for name in MOE_OF_THE_RUN), "indexer.loss", "rope_scaling.factors", "init_std")
 
 
+def _counts_layers(recompute: str) -> bool:
+    return recompute in ("none", "full") or (recompute.isascii() and recompute.isdigit() and int(recompute) > 0)
+
+
 @dataclass
 class ModelConfig(Section, key="model"):
     family: str = key(
@@ -68,8 +72,8 @@ class ModelConfig(Section, key="model"):
     dtype: str = key("auto", "Data type of computation.", choices=("auto", "float32", "bfloat16"), resume=REPORT)
     recompute: str = key(
         "none",
-        "Activations to recompute in the backward pass: none, or full (every layer's).",
-        choices=("none", "full"),
+        "Layers whose activations are recomputed in the backward pass: none, full (all), or how many of each stage.",
+        valid=(_counts_layers, "none, full or a number above 0"),
         resume=REPORT,
     )
     kernels: str = key(
@@ -197,6 +201,11 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
     def queries_per_group(self) -> int:
         """Heads that the queries' product makes for each of keys."""
         return self.query_heads // self.num_kv_heads
+
+    @property
+    def recomputed(self) -> int:
+        """The layers of each pipeline stage that are recomputed, the first ones; all if there are fewer."""
+        return {"none": 0, "full": self.num_layers}[self.recompute] if self.recompute.isalpha() else int(self.recompute)
 
     @property
     def varlen_on_gpu(self) -> bool:
