@@ -70,6 +70,11 @@ KEYS: dict[str, Draw] = {
     "scales.residual": lambda r, _: r.uniform(0.2, 1.5),
     "scales.logits": lambda r, _: r.uniform(0.5, 3),
     "scales.logits_softcap": lambda r, _: r.choice([0.0, r.uniform(1, 10)]),
+    "attention.kv_shared_layers": lambda r, shape: r.choice([0, r.randint(0, shape.num_layers)]),  # or fewer
+    "double_mlp": lambda r, _: r.random() < 0.5,
+    "layer_input_size": lambda r, _: r.choice(
+        [0, r.randint(3, 9)]
+    ),  # of which there is a norm: its unit vectors of 1 are signs
 }
 LAYERS = ("attention.global_every", "attention.global_layers")  # two words for one thing, drawn together
 # what transformers refuses: other scalings, heads that do not multiply to the hidden size
@@ -107,8 +112,16 @@ def draw(family: str, seed: int) -> ModelConfig:
         kinds = [r.random() < 0.5 for _ in range(shape.num_layers)]
         pattern = layer_pattern([*kinds[:-1], kinds[-1] or traits.global_heads])
         values |= {f"attention.{name}": value for name, value in pattern.items()}
-    if traits.global_heads and not values["attention.key_is_value"]:
-        values["attention.global_kv_heads"] = 0
+    if values.get("attention.kv_shared_layers"):  # else transformers 5.23 fails
+        values["layer_input_size"] = values["layer_input_size"] or 5
+    has_experts = traits.moe and not (traits.moe.switch and r.random() < 0.4)
+    if traits.global_heads:
+        values["attention.global_kv_heads"] *= values["attention.key_is_value"]
+        local = [layer for layer, kind in enumerate(kinds[:-1]) if not kind]
+        first = [*local[:1], next(n for n in range(shape.num_layers) if n not in local)]  # of either kind
+        most = shape.num_layers - 1 - max(first)
+        values["attention.kv_shared_layers"] = min(most, values["attention.kv_shared_layers"])
+        values["double_mlp"] &= not has_experts
     rotary_dim = int(shape.kv_channels * values.get("attention.rotary_fraction", 1.0))
     if traits.single:
         sizes["num_layers"] = len(values["pattern"])
@@ -120,7 +133,6 @@ def draw(family: str, seed: int) -> ModelConfig:
     if traits.indexer:
         latent.query_rank = latent.query_rank or 5
         values["indexer.head_dim"] += rotary_dim
-    has_experts = traits.moe and not (traits.moe.switch and r.random() < 0.4)
     cfg = ModelConfig(
         **sizes | {"family": family, "qkv_bias": traits.qkv_bias, "qk_norm": traits.qk_norm} | _section("", values),
         attention=AttentionConfig(**_section("attention", values)),

@@ -231,6 +231,12 @@ MORE |= {
 MORE["gemma4-experts"] = replace(
     MORE["gemma4"], moe=MoeConfig(4, top_k=2, ffn_hidden_size=20, shared_ffn_hidden_size=LLAMA.ffn_hidden_size)
 )
+MORE["gemma4-inputs"] = replace(
+    MORE["gemma4"],
+    double_mlp=True,
+    layer_input_size=6,
+    attention=replace(MORE["gemma4"].attention, key_is_value=False, global_kv_heads=0, kv_shared_layers=2),
+)
 MORE |= {
     "qwen3_next": replace(
         MOE,

@@ -109,6 +109,13 @@ parallel.context>1 parallel.context_mode=alltoall
 => parallel.pipeline <=ranks.begins
 ranks.other_layers => parallel.stage_layers
     | {parallel.pipeline=} numbers with the sum {model.num_layers=}, one for each stage
+model.passes_beside => parallel.pipeline =1
+    | with model.attention.kv_shared_layers={model.attention.kv_shared_layers} and
+    model.layer_input_size={model.layer_input_size}: stages pass hidden states alone
+    | Use parallel.tensor or parallel.context.
+model.passes_beside => model.recompute =none
+    | with model.attention.kv_shared_layers={model.attention.kv_shared_layers} and
+    model.layer_input_size={model.layer_input_size}: what layers pass beside hidden states would get no gradient
 ranks.choices => parallel.stage_layers
     | stages that begin with an indexer of their own: layers {ranks.choices} use the choice of the layer before
 !model.moe.num_experts !scorer => mismatch.replay_routing =false | for a model without experts (model.moe)

@@ -136,7 +136,7 @@ class Family:
     @cached_property
     def global_heads(self) -> bool:
         """Whether global layers have heads of another width and number."""
-        return any(row.kind == "global" for row in self.table)
+        return any("global" in row.kind for row in self.table)
 
     @cached_property
     def ungated(self) -> bool:

@@ -25,6 +25,8 @@ from aligner.foreign import REQUIRED, JsonObject, read_record
 MOST_LAYERS, MOST_HEADS, MOST_CHANNELS, MOST_EXPERTS = 10_000, 65_536, 1 << 28, 4096
 UNLIMITED = [0.0, math.inf], [0.0, {"__float__": "Infinity"}]  # Mamba-2's steps; the latter as transformers 5 writes it
 MODELOPT = "hf_quant_config.json"
+COUNTS = ("attention.kv_shared_layers", "layer_input_size")  # keys of which config.json writes none as 0, not as null
+TABLE_ROWS = "vocab_size_per_layer_input"
 # kinds of `layers_block_type`, old and new -> `model.pattern`
 BLOCKS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
 
@@ -91,10 +93,10 @@ def hf_config(
 
 
 def _layers_out(cfg: ModelConfig, family: Family) -> dict[str, Any]:
-    """Return the keys of positions, and of the kinds of the layers."""
+    """Return the keys of positions, of the kinds of the layers and of their inputs."""
     if family.single:
         return {"hybrid_override_pattern": cfg.pattern}
-    scaling, out = scaling_out(cfg.rope_scaling), dict[str, Any]()
+    scaling, out = scaling_out(cfg.rope_scaling), {TABLE_ROWS: cfg.vocab_size} if cfg.layer_input_size else {}
     if family.scaled_queries:  # transformers needs the first key also where it is 0, vLLM reads the second
         beta, length = cfg.rope_scaling.llama_4_scaling_beta, cfg.rope_scaling.original_max_position
         scaling = (scaling or {}) | {"llama_4_scaling_beta": beta}
@@ -131,7 +133,7 @@ def _out_value(cfg: ModelConfig, key: str, default: Any) -> Any:
         return value or cfg.kv_channels
     if name == "multiplier":
         return value or cfg.kv_channels**-0.5
-    return value if value or isinstance(default, bool) else None
+    return value if value or isinstance(default, bool) or key in COUNTS else None
 
 
 def _attention_out(cfg: ModelConfig, family: Family, rope: dict[str, Any]) -> dict[str, Any]:
@@ -181,6 +183,8 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     if family.global_heads:
         _put_global_heads(raw)
     flags, sections = _keys_in(raw, family)
+    if flags.get("layer_input_size") and raw.integer(TABLE_ROWS, 262144) != raw.integer("vocab_size"):
+        raw.refuse(TABLE_ROWS, f"vocab_size={raw.integer('vocab_size')}")
     latent = LatentConfig(**sections["latent"])
     moe = MoeConfig() if pattern and "E" not in pattern else _experts_in(raw, family, sections["moe"])
     return ModelConfig(
@@ -243,10 +247,10 @@ def _keys_in(raw: JsonObject, family: Family) -> tuple[dict[str, Any], dict[str,
             value: Any = raw.flag(theirs, default)
         elif theirs in raw.fields and theirs not in raw:
             value = 0
+        elif isinstance(default, int):
+            value = raw.integer(theirs, default, int(ours not in COUNTS), MOST_CHANNELS)
         else:
-            value = (
-                raw.integer(theirs, default, 1) if isinstance(default, int) else raw.number(theirs, default, above=0)
-            )
+            value = raw.number(theirs, default, above=0)
         fields[section][name] = value
     return fields.pop(""), fields
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,7 +29,11 @@ class ParamSpec:
     when: str = ""  # in a family's table: models with this flag of ModelConfig have it; empty: all
     float32: bool = False  # in any model dtype
     frozen: bool = False  # no gradient changes it
-    kind: str = ""  # in a family's table: kind of its layers (`ModelConfig.layer_kinds`); empty: all layers
+    kind: str = ""  # in a family's table: kinds that its layers have (`ModelConfig.layer_kinds`); empty: all layers
+
+    def is_in(self, kinds: Collection[str]) -> bool:
+        """Return whether layers of these kinds have it."""
+        return set(self.kind.split()) <= set(kinds)
 
 
 def in_layer(name: str) -> str:
@@ -145,16 +150,25 @@ MLP = (
     layer("mlp.linear_fc1.weight", _named(_GATE_UP, "weight"), "2ffn hidden", 0, "ffn", "gate_up", kind="dense"),
     layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden ffn", 1, "ffn", kind="dense"),
 )
-# of families whose global layers have heads of their own, which may have no matrix of values
-GLOBAL_QKV = (
-    layer("self_attention.linear_qkv.weight", _named(_QKV, "weight"), "qkv hidden", 0, "groups", "qkv", kind="local"),
-    *(
-        layer("self_attention.linear_qkv.weight", names, shape, 0, "groups", "qkv", kind="global", when=when)
-        for names, shape, when in (
-            (_named(_QKV, "weight"), "qkv hidden", "attention.own_values"),
-            (_named(_QKV[:2], "weight"), "qk hidden", "attention.key_is_value"),
-        )
-    ),
+# of families whose global layers have heads of their own, which may have no matrix of values, and whose last layers may
+# use the keys and values of others
+GLOBAL_QKV = tuple(
+    layer(
+        "self_attention.linear_qkv.weight",
+        _named(_QKV[:count], "weight"),
+        f"{'qkv'[:count]} hidden",
+        0,
+        "groups" if count > 1 else "heads",
+        "qkv",
+        kind=kind,
+        when=when,
+    )
+    for count, kind, when in (
+        (3, "local keys", ""),
+        (3, "global keys", "attention.own_values"),
+        (2, "global keys", "attention.key_is_value"),
+        (1, "reads", ""),
+    )
 )
 # norms of what the router, the experts and the MLP beside them see, and of what the latter two compute
 BRANCH_NORMS = (
@@ -182,6 +196,40 @@ QK_NORM = tuple(
 WIDE_QK_NORM = tuple(
     layer(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", size, 0, units)
     for x, size, units in (("q", "q", "heads"), ("k", "kv", "groups"))
+)
+KEYS_QK_NORM = (QK_NORM[0], replace(QK_NORM[1], kind="keys"))
+# what a token gives each layer (Gemma 3n's per-layer embeddings)
+_GIVES = {"when": "layer_input_size"}
+LAYER_INPUTS = (
+    ParamSpec(
+        "embedding.layer_inputs.table.weight",
+        ("model.embed_tokens_per_layer.weight",),
+        "copy",
+        0,
+        ("vocab", "layer_inputs"),
+        "vocab",
+        padded=True,
+        **_GIVES,
+    ),
+    ParamSpec(
+        "embedding.layer_inputs.projection.weight",
+        ("model.per_layer_model_projection.weight",),
+        "copy",
+        None,
+        ("layer_inputs", "hidden"),
+        **_GIVES,
+    ),
+    ParamSpec(
+        "embedding.layer_inputs.norm.weight",
+        ("model.per_layer_projection_norm.weight",),
+        "copy",
+        None,
+        ("layer_input",),
+        **_GIVES,
+    ),
+    layer("layer_input.gate.weight", "per_layer_input_gate.weight", "layer_input hidden", **_GIVES),
+    layer("layer_input.projection.weight", "per_layer_projection.weight", "hidden layer_input", **_GIVES),
+    layer("layer_input.post_layernorm.weight", "post_per_layer_input_norm.weight", "hidden", **_GIVES),
 )
 SINKS = layer("self_attention.sinks.weight", "self_attn.sinks", "heads", 0, "heads")
 

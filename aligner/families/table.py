@@ -39,6 +39,8 @@ def dimensions(cfg: ModelConfig, num_labels: int = 1) -> dict[str, int]:
         "hidden": cfg.hidden_size,
         "ffn": cfg.ffn_hidden_size,
         "2ffn": 2 * cfg.ffn_hidden_size,
+        "layer_input": cfg.layer_input_size,
+        "layer_inputs": cfg.num_layers * cfg.layer_input_size,
         "experts": cfg.moe.num_experts,
         "expert_ffn": cfg.expert_ffn,
         "expert_hidden": cfg.expert_hidden,
@@ -92,7 +94,7 @@ def family_table(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> lis
     sizes = {each: dimensions(cfg.of_kinds(each), num_labels) for each in set(kinds)}
     out = []
     for row in rows_of(cfg, head):
-        layers = [layer for layer, each in enumerate(kinds) if not row.kind or row.kind in each]
+        layers = [layer for layer, each in enumerate(kinds) if row.is_in(each)]
         out += [_filled(row, sizes[kinds[layer]], layer, experts) for layer in (layers if is_of_layer(row) else (0,))]
     return out
 
@@ -100,7 +102,7 @@ def family_table(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> lis
 def layer_table(cfg: ModelConfig, kinds: tuple[str, ...]) -> list[ParamSpec]:
     """Return the rows of one layer of these kinds (`ModelConfig.layer_kinds`), named as layer 0 and its expert 0."""
     sizes = dimensions(cfg.of_kinds(kinds))
-    wanted = (row for row in rows_of(cfg, "") if is_of_layer(row) and (not row.kind or row.kind in kinds))
+    wanted = (row for row in rows_of(cfg, "") if is_of_layer(row) and row.is_in(kinds))
     return [_filled(row, sizes, 0, range(1)) for row in wanted]
 
 

@@ -5,6 +5,7 @@ Everywhere else a tensor has the name that it has in the language model alone.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from aligner.families.family import Family
 from aligner.foreign import JsonObject, read_record
 
 INNER = "text_config"  # of config.json: the language model's part
+OWN = re.compile(r"(model\.(layers|embed_tokens\w*|norm|per_layer_\w+)|lm_head|score)\.")  # names in it
 # prefixes of its body and its head there, by transformers' versions
 _BODIES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 _HEADS = {"language_model.model.": "language_model.lm_head."}
@@ -28,8 +30,8 @@ def own_name(name: str) -> str:
 
 
 def stored_name(name: str, family: Family, config: dict[str, Any]) -> str:
-    """Return the name of a tensor of the language model in files with this config.json."""
-    if INNER not in config:
+    """Return the name of a tensor in files with this config.json; one of another part keeps its name."""
+    if INNER not in config or not OWN.match(name):
         return name
     prefix = family.within[1]
     outer = {"model.": prefix, "lm_head.": _HEADS.get(prefix, "lm_head.")}

@@ -55,6 +55,8 @@ class Stream:
     factors: Tensor | None = None  # of queries, float32 [N, 1, 1]
     local: Stream | None = None  # of layers with a window: its masks, their angles
     indices: dict[int, Index] = field(default_factory=dict)  # of layers whose choice the following layers use
+    keys: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # and values, of layers that others read
+    inputs: list[Tensor] = field(default_factory=list)  # of each layer, [N, 1, model.layer_input_size]
 
 
 class StreamAttention(SelfAttention):
@@ -70,7 +72,9 @@ class StreamAttention(SelfAttention):
         self.scores = ScoreRule(score_scale(model), shape.softcap)
         self.neighbours = model.traits.interleaved_rotary
         # of [queries, key, value] of a group
-        self.each = [model.queries_per_group, 1] + [1] * model.has_values(model.heads_of(layer))
+        self.each = [model.queries_per_group] + [1] * model.kv_matrices(model.heads_of(layer))
+        self.keys_of = model.keys_of(layer)
+        self.is_read = any(model.keys_of(n) == layer for n in range(layer + 1, model.num_layers))
         self.norms_values = model.traits.value_norm
         self.wide = model.traits.wide_qk_norm
         has_sinks, tp = model.traits.sinks, self.pg_collection.tp
@@ -85,6 +89,8 @@ class StreamAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         stream = packed_seq_params.local if self.is_local else packed_seq_params
         query, key, value, gate = self._heads(hidden_states, stream)
+        if self.is_read:
+            stream.keys[self.keys_of] = key, value
         query = query if stream.factors is None else query * stream.factors.to(query.dtype)
         final = stream.packing.final if self.is_last else None
         scores = self.scores if self.sinks is None else self.scores._replace(sinks=self.sinks.weight)
@@ -109,19 +115,21 @@ class StreamAttention(SelfAttention):
             return *kernels.split_and_rotate(mixed, stream.cos, stream.sin, self.neighbours), None
         parts = mixed.split(self.each, dim=2)
         # copies: as views keys and values would keep all of `mixed` for backward, beside the copied queries
-        query, key, *own = (x.reshape(len(mixed), -1, d).contiguous() for x in parts)
-        value = own[0] if own else key
+        query, *own = (x.reshape(len(mixed), -1, d).contiguous() for x in parts)
+        query, gate = (query[:, ::2], query[:, 1::2]) if self.gated else (query, None)
+        query = self._placed(query, self.q_layernorm if normed else None, stream)
+        if not own:
+            return query, *stream.keys[self.keys_of], gate
+        key, value = own[0], own[-1]
         if self.norms_values:
             value = kernels.rms_norm(value, value.new_ones(d), self.config.layernorm_epsilon)
-        query, gate = (query[:, ::2], query[:, 1::2]) if self.gated else (query, None)
-        if normed:
-            query, key = self._normed(self.q_layernorm, query), self._normed(self.k_layernorm, key)
-        if self.is_rotated:
-            query, key = (kernels.rotate(x, stream.cos, stream.sin, self.neighbours) for x in (query, key))
-        return query, key, value, gate
+        return query, self._placed(key, self.k_layernorm if normed else None, stream), value, gate
 
-    def _normed(self, norm: torch.nn.Module, x: Tensor) -> Tensor:
-        return norm(x.flatten(1)).view(x.shape) if self.wide else norm(x)
+    def _placed(self, x: Tensor, norm: torch.nn.Module | None, stream: Stream) -> Tensor:
+        """Return queries or keys normed and rotated."""
+        if norm is not None:
+            x = norm(x.flatten(1)).view(x.shape) if self.wide else norm(x)
+        return kernels.rotate(x, stream.cos, stream.sin, self.neighbours) if self.is_rotated else x
 
 
 def residual_adder(scale: float) -> Callable:

@@ -30,7 +30,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.kernels import te_lacks
 from aligner.errors import ConfigError
 from aligner.megatron import transformer_engine, varlen
-from aligner.megatron.attention import GatedMLP, RMSNorm, StreamAttention, residual_adder
+from aligner.megatron.attention import GatedMLP, RMSNorm, Stream, StreamAttention, residual_adder
 from aligner.megatron.groups import Layout
 from aligner.megatron.kernels import gelu_tanh, relu2
 from aligner.megatron.latent import LatentAttention
@@ -38,7 +38,14 @@ from aligner.megatron.linear_attention import LinearAttention
 from aligner.megatron.moe import ExpertLayer, StreamLayer
 from aligner.megatron.sharing import LayerConfig, checkpoint_entries, with_fields
 from aligner.megatron.transformer_engine import TE
-from aligner.megatron.variants import NormedAttention, NormedMLP, ScaledLayer, ScaledStreamLayer, scale_embeddings
+from aligner.megatron.variants import (
+    LayerInputs,
+    NormedAttention,
+    NormedMLP,
+    ScaledLayer,
+    ScaledStreamLayer,
+    scale_embeddings,
+)
 from aligner.models.params import embedding_factor
 from aligner.ops.kernels.products import use_fast_products
 
@@ -170,16 +177,17 @@ def _layer(cfg: ModelConfig, config: LayerConfig, kinds: tuple[str, ...], expert
         attention.core_attention = IdentityOp  # which `StreamAttention` does not call
     heads = cfg.of_kinds(kinds)
     submodules.self_attention.params["model"] = heads
-    if not cfg.has_values(kinds):
-        attention.linear_qkv = partial(_narrower, config.column, heads.num_kv_heads * heads.kv_channels)
+    if less := 2 - cfg.kv_matrices(kinds):
+        attention.linear_qkv = partial(_narrower, config.column, less * heads.num_kv_heads * heads.kv_channels)
     submodules.self_attn_bda = residual_adder(cfg.scales.residual)
     if cfg.scales.residual != 1:
         submodules.mlp_bda = submodules.self_attn_bda
     dense = NormedMLP if family.post_norms else GatedMLP
     matrices = MLPSubmodules(config.column, config.row)
-    submodules.mlp = experts or partial(_dense, dense, cfg.mlp_bias, submodules=matrices)
+    sizes = {"add_bias_linear": cfg.mlp_bias, "ffn_hidden_size": heads.ffn_hidden_size}
+    submodules.mlp = experts or partial(_dense, dense, sizes, submodules=matrices)
     if cfg.qk_norm and not wide:
-        attention.q_layernorm = attention.k_layernorm = config.norm
+        attention.q_layernorm, attention.k_layernorm = config.norm, IdentityOp if less == 2 else config.norm
     if "linear" in kinds:
         submodules.self_attention = ModuleSpec(module=LinearAttention, params={"linear": cfg.linear})
     if family.single:
@@ -187,7 +195,8 @@ def _layer(cfg: ModelConfig, config: LayerConfig, kinds: tuple[str, ...], expert
     if family.branch_norms and experts:
         submodules.pre_mlp_layernorm = IdentityOp
     layers = (ScaledLayer, ScaledStreamLayer) if family.layer_scalar else (TransformerLayer, StreamLayer)
-    return ModuleSpec(module=layers[experts is not None], submodules=submodules)
+    params = {"input_size": cfg.layer_input_size} if family.layer_scalar else {}
+    return ModuleSpec(module=layers[experts is not None], submodules=submodules, params=params)
 
 
 def _narrower(column: Callable, less: int, size: int, width: int, **options: Any) -> torch.nn.Module:
@@ -202,9 +211,10 @@ def _remove_half(submodules: TransformerLayerSubmodules, half: str) -> None:
         setattr(submodules, name, kind)
 
 
-def _dense(kind: type[GatedMLP], has_bias: bool, *, config: LayerConfig, **options: Any) -> GatedMLP:
-    """Make an MLP with its own flag for biases: Megatron has one for those of attention's output and of the MLP."""
-    return kind.as_mlp_submodule(config=with_fields(config, add_bias_linear=has_bias), **options)
+def _dense(kind: type[GatedMLP], own: dict[str, Any], *, config: LayerConfig, **options: Any) -> GatedMLP:
+    """Make an MLP with its own width and flag for biases: Megatron has one for those of attention's output and of the
+    MLP."""
+    return kind.as_mlp_submodule(config=with_fields(config, **own), **options)
 
 
 class ScoreHead(torch.nn.Module):
@@ -234,6 +244,13 @@ class StageModel(GPTModel):
     ones."""
 
     mixed_layers = False  # then each layer's parameters are tensors of their own in a checkpoint, else all layers' one
+
+    def _preprocess(self, input_ids: Tensor, *args: Any, packed_seq_params: Stream, **kwargs: Any) -> tuple:
+        """Put what tokens give the layers into the stream."""
+        out = super()._preprocess(input_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
+        if self.pre_process and (layer_inputs := getattr(self.embedding, "layer_inputs", None)):
+            packed_seq_params.inputs.extend(layer_inputs(input_ids, out[0]))
+        return out
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         marked = (metadata or {}) | {"non_homogeneous_layers": self.mixed_layers}
@@ -295,6 +312,8 @@ def build_model(cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype
         model.embedding.register_forward_hook(_with_plain_strides)
         if factor != 1:
             scale_embeddings(model.embedding, factor)
+        if cfg.layer_input_size:
+            model.embedding.layer_inputs = LayerInputs(config, cfg, padded_vocab(cfg.vocab_size, layout.tensor), layout)
     if head.kind == "score" and layout.is_last_stage:
         model.output_layer = ScoreHead(config, head.outputs, layout.pgs.tp)
     return model.to(device)

@@ -1,4 +1,5 @@
-"""Tensors of a folder that nothing here computes: a vision tower, heads of multi-token prediction.
+"""Tensors of a folder that nothing here computes: a vision tower, heads of multi-token prediction, keys of layers that
+use those of others.
 
 Exports of a language model have them as the folder of its first weights had them.
 """
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import CheckpointError
+from aligner.families.within import OWN
 from aligner.models.safetensors_io import AHEAD, INDEX, SINGLE, HfTensors, open_hf
 from aligner.models.safetensors_stream import DTYPES
 
-_LANGUAGE = re.compile(r"(model\.(layers|embed_tokens|norm)|lm_head|score)\.")
+_KEYS = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.weight")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _REPEATED = ("layers", "blocks", "experts")  # modules of equal members, by number
 
@@ -29,7 +31,8 @@ def names_beside(tensors: HfTensors, cfg: ModelConfig) -> list[str]:
     def is_beside(name: str) -> bool:
         layer = _LAYER.match(name)
         ahead = layer and cfg.traits.predicts_ahead and int(layer[1]) >= cfg.num_layers
-        return bool(ahead or name.startswith("mtp.") or (tensors.within and not _LANGUAGE.match(name)))
+        unused = layer and _KEYS.fullmatch(name) and int(layer[1]) < cfg.num_layers and not cfg.has_keys(int(layer[1]))
+        return bool(ahead or unused or name.startswith("mtp.") or (tensors.within and not OWN.match(name)))
 
     return [name for name in tensors if is_beside(name)]
 

@@ -128,5 +128,10 @@ def embedding_factor(cfg: ModelConfig, dtype: torch.dtype) -> float:
 
     Gemma's authors round the square root of the hidden size to the dtype.
     """
-    root = float(torch.tensor(cfg.hidden_size**0.5, device="cpu").to(dtype))
+    root = rounded_root(cfg.hidden_size, dtype)
     return (root if cfg.traits.scaled_embeddings else 1.0) * cfg.scales.embedding
+
+
+def rounded_root(size: int, dtype: torch.dtype) -> float:
+    """Return the square root rounded to the dtype."""
+    return float(torch.tensor(size**0.5, device="cpu").to(dtype))

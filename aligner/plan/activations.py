@@ -37,6 +37,8 @@ def layer_activations(model: PlannedModel, grid: Grid, kinds: Kinds) -> tuple[fl
     v = max(v, k)  # fused attention pads narrower ones
     own = 2 * (mixers(kinds) + (mlp_width(m, kinds) > 0)) * m.hidden_size / (tp if grid.sequence else 1)
     own += (1 + m.mlp_parts) * mlp_width(m, kinds) / tp
+    if m.layer_input_size:  # the stream, the gate and its product with the input, what it adds before its norm
+        own += (2 * m.hidden_size + 3 * m.layer_input_size) / (tp if grid.sequence else 1)
     if "sparse" in kinds:
         own += m.hidden_size + m.moe.latent_size + m.moe.top_k * 2 * m.expert_hidden
         own += m.traits.branch_norms * m.hidden_size * (1 + 4 / (tp if grid.sequence else 1))
@@ -48,11 +50,12 @@ def layer_activations(model: PlannedModel, grid: Grid, kinds: Kinds) -> tuple[fl
     own += (2 if grid.context == 1 else 3) * a / tp + 2 * sum(latent_widths(m)) / (tp if grid.sequence else 1)
     if m.indexer.loss and "indexer" in kinds:  # queries before and after rotation, keys
         own += 2 * (m.indexer.heads + 1) * m.indexer.head_dim
+    makes = m.kv_matrices(kinds) > 0  # else another layer keeps its keys and values
     if m.qk_norm:
-        own += (a + k) / tp
+        own += (a + k * makes) / tp
     if grid.context > 1 and not grid.over_heads:
         return own, (k + v) * (1 + 1 / (2 * grid.context)) / tp
-    return own + (k + v) / tp, 0.0
+    return own + (k + v) * makes / tp, 0.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ def activation_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     grid, m, layers = job.grid, model.shape, _layers(job, model, stage)
     stream = _stream(job, model)
     own, share = stream.tokens / grid.context, grid.tensor if grid.sequence else 1
-    ends = (stage == 0) * m.hidden_size / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
+    first = m.hidden_size + 2 * m.num_layers * m.layer_input_size  # inputs of all layers, and what their norm sees
+    ends = (stage == 0) * first / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
     again = min(job.recompute, len(layers))
     kept = again * own * m.hidden_size / share + job.kept * sum(layers[again:])
     in_flight = min(stream.count, grid.pipeline - stage)

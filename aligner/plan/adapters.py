@@ -58,7 +58,8 @@ def _matrix(m: ModelConfig, spec: ParamSpec, wanted: set[str]) -> Matrix:
     (out, inner), names = sizes_of(spec), [name.removesuffix(".weight").rpartition(".")[2] for name in spec.hf]
     sizes = zip(names, outs_of(spec, m), strict=True)
     adapted = [size for name, size in sizes if name in wanted or ALL_LINEAR in wanted]
-    late = ".mlp." in spec.canonical or spec.canonical.endswith(("linear_proj.weight", "out_proj.weight"))
+    late = ".mlp." in spec.canonical or ".layer_input." in spec.canonical
+    late |= spec.canonical.endswith(("linear_proj.weight", "out_proj.weight"))
     of_hidden = not late and not spec.canonical.endswith("_up_proj.weight")
     experts = m.moe.num_experts if spec.experts else 0
     return Matrix(inner, out, len(adapted), sum(adapted), split_of(spec), experts, late, of_hidden)

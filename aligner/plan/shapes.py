@@ -116,11 +116,9 @@ def mixers(kinds: Kinds) -> int:
 def attention_matrices(m: ModelConfig) -> float:
     """Count the elements that tensor ranks share: H(A + 2K) + AH, and HA of gates where a family has them; the mean
     over layers. Latent attention: the matrices that make queries, keys and values of its vectors, and the output's."""
-    (a, k, v, out), latent = attention_widths(m), m.latent
-    if m.attention.key_is_value:  # then global layers have no matrix of values
-        v = m.share("local") * attention_widths(m, ("local",))[2]
+    (a, _, v, out), latent = attention_widths(m), m.latent
     if not latent.kv_rank:
-        return m.hidden_size * (a + k + v + out + a * m.traits.gated_attention)
+        return m.hidden_size * (a + m.made_keys + out + a * m.traits.gated_attention)
     ups = a * (latent.query_rank or m.hidden_size) + (m.num_heads * latent.plain_dim + v) * latent.kv_rank
     return ups + m.hidden_size * out
 
@@ -153,10 +151,9 @@ def chooses(m: ModelConfig, context: float) -> bool:
     return bool(m.indexer.heads) and (m.indexer.loss > 0 or 2 * context > m.indexer.top_k)
 
 
-def mlp_matrices(m: ModelConfig, sparse: bool) -> int:
-    """Count the elements that every token of a layer meets, without `shared_matrices`: 3HF of a dense MLP (2HF without
-    a gate), or the router's HE."""
-    return m.hidden_size * (m.moe.num_experts if sparse else (1 + m.mlp_parts) * m.ffn_hidden_size)
+def router_matrix(m: ModelConfig) -> int:
+    """Count the elements of a router: HE."""
+    return m.hidden_size * m.moe.num_experts
 
 
 def shared_matrices(m: ModelConfig) -> int:
@@ -178,28 +175,55 @@ def mlp_width(m: ModelConfig, kinds: Kinds) -> int:
     """Return the numbers that a token has between the matrices of an MLP."""
     if "sparse" in kinds:
         return m.moe.top_k * m.expert_ffn + m.moe.shared_ffn_hidden_size
-    return m.ffn_hidden_size if "dense" in kinds else 0
+    return m.ffn_of(kinds) if "dense" in kinds else 0
 
 
 def widest_mlp(m: ModelConfig) -> int:
     return max(mlp_width(m, kinds) for kinds in set(stage_layers(m, Grid(), 0)))
 
 
+def input_matrices(m: ModelConfig) -> int:
+    """Count the elements of the matrices of a layer's input: the two around it, and its share of the projection."""
+    return 3 * m.hidden_size * m.layer_input_size
+
+
+def inputs_width(m: ModelConfig) -> int:
+    """Return the numbers that a token gives all layers beside the stream."""
+    return m.num_layers * m.layer_input_size
+
+
 def _mean_mlp(m: ModelConfig) -> float:
-    experts = m.share("sparse") * (mlp_matrices(m, True) + shared_matrices(m) + expert_latents(m))
-    return experts + m.share("dense") * mlp_matrices(m, False)
+    """Count the elements that every token of a layer meets behind attention: 3HF of a dense MLP (2HF without a gate),
+    or those beside experts, and those of the layer's input; the mean over layers."""
+    experts = m.share("sparse") * (router_matrix(m) + shared_matrices(m) + expert_latents(m))
+    return experts + (1 + m.mlp_parts) * m.hidden_size * m.mean_ffn + input_matrices(m)
 
 
 def layer_norms(m: ModelConfig, kinds: Kinds = ("attention",)) -> int:
     """Count the elements of a layer of these kinds that every tensor rank holds alike and that sequence parallelism
     computes on shares of the tokens. They are norms, biases that are added like them, the matrices of latent
-    attention's vectors and to and from experts, and the gate of the MLP for every token."""
+    attention's vectors, to and from experts, and of the layer's input, and the gate of the MLP for every token."""
     biases, traits = m.output_bias + m.mlp_bias, m.traits  # of projections into the residual stream
     biases += traits.shared_gate
     biases += ("sparse" in kinds) * traits.branch_norms * (len(BRANCH_NORMS) - 1)  # one stands for the norm before
     each_head = m.qk_norm and not traits.wide_qk_norm and "attention" in kinds
-    latent = m.latent.query_rank + m.latent.kv_rank + latent_matrices(m) + ("sparse" in kinds) * expert_latents(m)
-    return (traits.norms + biases) * m.hidden_size + (2 * m.of_kinds(kinds).kv_channels if each_head else 0) + latent
+    biases += bool(m.layer_input_size)  # the norm of what it adds
+    heads = head_norms(m, kinds) if each_head else 0
+    latent = 2 * m.hidden_size * m.layer_input_size
+    latent += m.latent.query_rank + m.latent.kv_rank + latent_matrices(m) + ("sparse" in kinds) * expert_latents(m)
+    return (traits.norms + biases) * m.hidden_size + heads + latent
+
+
+def head_norms(m: ModelConfig, kinds: Kinds) -> int:
+    """Count the elements of the norms of each head's queries and keys in layers of these kinds."""
+    return (1 + (m.kv_matrices(kinds) > 0)) * m.of_kinds(kinds).kv_channels
+
+
+def end_norms(m: ModelConfig, grid: Grid, stage: int) -> int:
+    """Count the elements outside of layers that every tensor rank holds alike: the last norm, and the projection, with
+    its norm, that makes layers' inputs of embeddings."""
+    inputs = (m.num_layers * m.hidden_size + 1) * m.layer_input_size
+    return m.hidden_size * (stage == grid.pipeline - 1) + inputs * (stage == 0)
 
 
 def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", outputs: int = 1) -> Count:
@@ -225,7 +249,7 @@ def _rank_rows(
     sizes = {kinds: dimensions(m.of_kinds(kinds), outputs) for kinds in (*layers, ())}
     for row in rows_of(m, head):
         if is_of_layer(row):
-            times = {kinds: number for kinds, number in layers.items() if not row.kind or row.kind in kinds}
+            times = {kinds: number for kinds, number in layers.items() if row.is_in(kinds)}
         else:
             here = last if not row.canonical.startswith("embedding.") else stage == 0
             times = {(): int(here or (row.padded and last and head == "lm" and m.tie_embeddings))}
@@ -300,7 +324,7 @@ def kv_bytes(m: ModelConfig, element: int, tensor: int = 1) -> float:
     engine's `tensor` ranks. Each has a head at least."""
     width = float(m.latent.kv_rank + m.latent.rotary_dim + m.indexer.head_dim)
     if not m.latent.kv_rank:
-        kinds = ((m.of_kinds(kinds), share) for kinds, share in m.head_kinds().items())
+        kinds = ((m.of_kinds(kinds), share) for kinds, share in m.head_kinds().items() if m.kv_matrices(kinds))
         width = sum(
             share * max(1.0, each.num_kv_heads / tensor) * (each.kv_channels + each.value_channels)
             for each, share in kinds
@@ -310,8 +334,8 @@ def kv_bytes(m: ModelConfig, element: int, tensor: int = 1) -> float:
 
 def decode_weight_bytes(m: ModelConfig, rows: float, element: int, tensor: int = 1) -> float:
     """Return the bytes that one of an engine's `tensor` ranks reads in one decode step over `rows` rows. Of E experts,
-    rows that choose evenly touch E (1 - (1 - k/E)^rows). The embedding is a look-up."""
+    rows that choose evenly touch E (1 - (1 - k/E)^rows). The embedding and the table of inputs are look-ups."""
     count, moe = rank_parameters(m, Grid(tensor), 0), m.moe
     untouched = count.experts * (1 - moe.top_k / moe.num_experts) ** rows if moe.num_experts else 0.0
-    embedding = 0 if m.tie_embeddings else -(-m.vocab_size // tensor) * m.hidden_size
-    return element * (count.total - untouched - embedding)
+    looked_up = (0 if m.tie_embeddings else m.hidden_size) + inputs_width(m)
+    return element * (count.total - untouched - -(-m.vocab_size // tensor) * looked_up)

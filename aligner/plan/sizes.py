@@ -13,7 +13,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.plan.adapters import held_parameters, is_adapted, kept_bytes, saved_bytes, trained_parameters
 from aligner.plan.job import PREFILL_TOKENS, PlanJob, PlannedModel
 from aligner.plan.linear import rule_forward
-from aligner.plan.shapes import Count, Grid, rank_parameters, widest_mlp
+from aligner.plan.shapes import Count, Grid, inputs_width, rank_parameters, widest_mlp
 
 COMPARED = 7  # numbers of a logit of a student and its teacher, as `WIDE` in `roles/teacher.py`, which imports torch
 SAMPLED_LOGITS = 1 << 26  # float64 cumulative sums of the native sampler at a time
@@ -102,12 +102,13 @@ def head_bytes(job: PlanJob, model: PlannedModel, tokens: float) -> float:
 
 def embedding_bytes(job: PlanJob, model: PlannedModel) -> float:
     """Return the bytes at the end of a backward pass: the embedding's gradient. Of a matrix that is also the head's:
-    both gradients and their sum."""
+    both gradients and their sum. The gradient of the table of layers' inputs is made before, beside the head's."""
     if is_adapted(model):
         return 0.0
-    both = model.shape.tie_embeddings and model.head == "lm" and job.grid.pipeline == 1
-    gradient = job.element * -(-model.shape.vocab_size // job.grid.tensor) * model.shape.hidden_size
-    return float(gradient * (3 if both else 1))
+    m = model.shape
+    both = m.tie_embeddings and model.head == "lm" and job.grid.pipeline == 1
+    column = job.element * -(-m.vocab_size // job.grid.tensor)
+    return float(column * max((3 if both else 1) * m.hidden_size, both * m.hidden_size + inputs_width(m)))
 
 
 def forward_bytes(job: PlanJob, model: PlannedModel, stage: int, tokens: float) -> float:
@@ -115,7 +116,7 @@ def forward_bytes(job: PlanJob, model: PlannedModel, stage: int, tokens: float) 
     and the widest product with its factors, or the rule of linear attention. Experts: input and output of each pair."""
     m, grid = model.shape, model.grid or job.grid
     wide = (1 + m.mlp_parts) * widest_mlp(m) / grid.tensor + 2 * m.moe.top_k * m.expert_hidden * bool(m.moe.num_experts)
-    stream = (1 + 4 / (grid.tensor if grid.sequence else 1)) * m.hidden_size
+    stream = m.hidden_size + (4 * m.hidden_size + 2 * inputs_width(m)) / (grid.tensor if grid.sequence else 1)
     every = grid.context * min(1.0, grid.rule_share)  # tokens that the rule sees, for each of the rank's own
     layers = m.stages(grid)[stage] if model.grid is None else range(m.num_layers)
     linear = not set(layers).isdisjoint(m.layers_of("linear"))
@@ -152,7 +153,7 @@ def engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:
     tokens = min(PREFILL_TOKENS, ceil(job.rows.prompts / job.replicas) * job.rows.prompt_longest)
     heads = [m.of_kinds(kinds) for kinds in m.head_kinds()]
     wide = max((each.num_heads + 2 * max(each.num_kv_heads, engine.tensor)) * each.kv_channels for each in heads)
-    wide += (1 + m.mlp_parts) * widest_mlp(m)
+    wide += (1 + m.mlp_parts) * widest_mlp(m) + 2 * engine.tensor * inputs_width(m)
     logits = slots * m.vocab_size
     weights = engine_bytes(m, engine.tensor, engine.element)
     weights += kept_bytes(m, job.element, engine.tensor) if engine.factors else 0
@@ -173,7 +174,8 @@ def refit_buffers(job: PlanJob, stage: int | None) -> float:
     assert engine is not None
     if not engine.placed:
         copies = 2 + engine.reserved
-        return job.bucket_bytes + copies * job.element * m.hidden_size * max(m.vocab_size, 2 * m.ffn_hidden_size)
+        largest = m.hidden_size * max(m.vocab_size, 2 * m.ffn_hidden_size * (1 + m.double_mlp))
+        return job.bucket_bytes + copies * job.element * max(largest, m.vocab_size * inputs_width(m))
     aligned = engine.tensor == grid.tensor or grid.tensor == 1  # a rank holds what its engine needs of its stage
 
     def message(sender: int, same: bool) -> float:

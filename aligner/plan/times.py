@@ -33,6 +33,7 @@ from aligner.plan.shapes import (
     expert_operations,
     head_operations,
     index_operations,
+    input_matrices,
     kv_bytes,
     latent_matrices,
     layer_operations,
@@ -139,7 +140,7 @@ class Machine:
         `stream` of which are in the stream between its products."""
         a, k, v, _ = attention_widths(m)
         sparse, routed = m.share("sparse"), m.moe.top_k * m.expert_hidden
-        mlp = sparse * mlp_width(m, ("sparse",)) + m.share("dense") * m.ffn_hidden_size
+        mlp = sparse * mlp_width(m, ("sparse",)) + m.mean_ffn
         mixers, passes = m.share("attention") + m.share("linear"), self.assumed
         own = passes.head_passes * mixers * (a + k + v)
         own += passes.mlp_passes * mlp + passes.routed_passes * sparse * routed
@@ -174,7 +175,7 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machin
     count = len(m.stages(grid)[stage])
     products = (count - last) * machine.layer_products(m, own) + last * machine.layer_products(m, own, kept)
     if not grid.sequence:  # what every tensor rank has whole, it computes for all tokens
-        whole = latent_matrices(m) + m.share("sparse") * expert_latents(m)
+        whole = latent_matrices(m) + m.share("sparse") * expert_latents(m) + input_matrices(m)
         products += count * 2 * whole * own * (grid.tensor - 1) / machine.rate
     products *= work.forward + (2 - work.frozen) * work.backward
     passed = work.forward + work.backward * (m.indexer.loss > 0)
@@ -349,7 +350,8 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float) -> 
     assert engine is not None
     tp, assumed = engine.tensor, machine.assumed
     passes = 4 if job.package and not m.traits.mamba else assumed.state_passes  # the kernel's states are copied back
-    kept = context * kv_bytes(m, engine.element, tp) + passes * row_bytes(m) / tp
+    cached = kv_bytes(m, engine.element, tp) * m.num_layers / (m.num_layers - m.attention.kv_shared_layers)
+    kept = context * cached + passes * row_bytes(m) / tp
     moved = decode_weight_bytes(m, rows, engine.element, tp) + rows * kept
     products = head_operations(m, rows) / machine.rate + m.num_layers * machine.layer_products(m, rows)
     products += m.num_layers * (index_operations(m, rows) / machine.rate + machine.attention(m, rows, context))

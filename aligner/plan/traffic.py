@@ -30,13 +30,15 @@ from aligner.plan.shapes import (
     Grid,
     Kinds,
     attention_widths,
+    end_norms,
     expert_inputs,
+    head_norms,
     index_matrices,
     latent_widths,
     layer_norms,
     mixers,
-    mlp_matrices,
     rank_parameters,
+    router_matrix,
     stage_layers,
 )
 
@@ -257,6 +259,7 @@ def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, bac
     grid, m, e = job.grid, model.shape, job.element
     own, layers, last = tokens / grid.context, stage_layers(m, grid, stage), stage == grid.pipeline - 1
     hidden = own * m.hidden_size * e
+    looked_up = hidden + own * m.num_layers * m.layer_input_size * e
     read, kept = reads(job, model, tokens), [tokens] * len(layers)
     if last:
         kept[-1] = read.kept
@@ -275,9 +278,9 @@ def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, bac
         size = 4 * count * (tokens if grid.over_heads else own) * min(2 * job.rows.context, job.rows.longest)
         calls += [CollectiveCalls(axis, "all_reduce", size, count) for axis in ("tp", *["cp"] * grid.over_heads)]
     if stage == 0:
-        calls.append(CollectiveCalls("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden))
+        calls.append(CollectiveCalls("tp", "reduce_scatter" if grid.sequence else "all_reduce", looked_up))
         if backward and grid.sequence and not is_adapted(model):
-            calls.append(CollectiveCalls("tp", "all_gather", hidden))
+            calls.append(CollectiveCalls("tp", "all_gather", looked_up))
     if last:
         calls += _head(model, grid, read.kept / grid.context * m.hidden_size * e, backward)
         # of what is read logprob and, where one is trained, entropy: a maximum and sums over shares of the vocabulary
@@ -321,14 +324,14 @@ def step_calls(job: PlanJob, model: PlannedModel, stage: int) -> list[Collective
             calls.append(CollectiveCalls("tp", "all_reduce", 4.0 * whole_numbers(model, grid, stage)))
         return within(calls, grid)
     if grid.sequence:
-        norms = sum(layer_norms(m, kinds) for kinds in layers) + m.hidden_size * (stage == grid.pipeline - 1)
+        norms = sum(layer_norms(m, kinds) for kinds in layers) + end_norms(m, grid, stage)
         if m.indexer.loss:  # of what sees a rank's own tokens
             each = (m.indexer.heads + m.indexer.head_dim) * m.hidden_size + 2 * m.indexer.head_dim
             norms += each * sum("indexer" in kinds for kinds in layers)
         calls.append(CollectiveCalls("tp", "all_reduce", 4.0 * norms))
     elif m.qk_norm:  # of which every tensor rank sees its own heads' part
-        widths = sum(m.of_kinds(kinds).kv_channels for kinds in layers if "attention" in kinds)
-        calls.append(CollectiveCalls("tp", "all_reduce", 8.0 * widths))
+        widths = sum(head_norms(m, kinds) for kinds in layers if "attention" in kinds)
+        calls.append(CollectiveCalls("tp", "all_reduce", 4.0 * widths))
     if m.tie_embeddings and model.head == "lm" and stage in (0, grid.pipeline - 1):
         calls.append(CollectiveCalls("ends", "all_reduce", 4.0 * -(-m.vocab_size // grid.tensor) * m.hidden_size))
     return within(calls, grid)
@@ -441,8 +444,8 @@ def _replicated(model: PlannedModel, grid: Grid, stage: int) -> int:
     m = model.shape
     total = 0
     for kinds in stage_layers(m, grid, stage):
-        total += layer_norms(m, kinds) + ("sparse" in kinds) * mlp_matrices(m, True)
+        total += layer_norms(m, kinds) + ("sparse" in kinds) * router_matrix(m)
         total += ("linear" in kinds) * linear_alike(m) + m.traits.layer_scalar
         total += ("indexer" in kinds) * (index_matrices(m) + 2 * m.indexer.head_dim)
         total += ("sparse" in kinds) * m.traits.branch_norms * m.moe.num_experts  # factors of the experts' weights
-    return total + m.hidden_size * (stage == grid.pipeline - 1)
+    return total + end_norms(m, grid, stage)

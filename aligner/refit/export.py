@@ -49,9 +49,9 @@ def export_hf(
             beside = Beside.of(origin, cfg, head.kind)
             config = exported_config(cfg, tokenizer, beside, head.kind, head.outputs, dtype)
             tensors = joined(((name, t.cpu()) for bucket in buckets for name, t in bucket), parts_of(cfg))
-            own = ((stored_name(name, cfg.traits, config), t) for name, t in tensors)
             others = ((name, beside.read(name, model.dtype)) for name in beside.names)
-            write_hf(folder, chain(own, others), config, extra=add_files)
+            every = ((stored_name(name, cfg.traits, config), t) for name, t in chain(tensors, others))
+            write_hf(folder, every, config, extra=add_files)
         except (OSError, CheckpointError) as cause:
             for _ in buckets:  # the other ranks take part in every bucket
                 pass

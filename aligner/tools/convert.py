@@ -178,7 +178,8 @@ def export_checkpoint(
 
     def stored(spec: ParamSpec | str, first: int, meta: bool) -> Iterator[tuple[str, Tensor]]:
         if isinstance(spec, str):
-            yield spec, beside.meta(spec, dtype) if meta else beside.read(spec, dtype)
+            tensor = beside.meta(spec, dtype) if meta else beside.read(spec, dtype)
+            yield stored_name(spec, cfg.traits, config), tensor
             return
         shape = torch.empty(spec.shape, dtype=weights.dtype(spec), device="meta")
         whole = to_hf(spec, shape, cfg) if meta else weights.tensors(spec, first)

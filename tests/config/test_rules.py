@@ -282,6 +282,11 @@ grpo@8 ; model=gemma4_31b ; model={num_heads: 24, num_kv_heads: 8, attention: {g
     ; engine.tensor_parallel=8 => model.attention.global_kv_heads
 grpo@8 ; model=gemma4_31b ; model={num_heads: 24, num_kv_heads: 8, attention: {global_kv_heads: 3}}
     ; engine.tensor_parallel=8 => model.attention.global_kv_heads
+sft@5 ; model=gemma4_e2b ; parallel.pipeline=5 => parallel.pipeline
+sft ; model=gemma4_e2b ; model.recompute=full => model.recompute
+sft ; model=gemma4_e2b ; model.attention.kv_shared_layers=31 => model.attention.kv_shared_layers
+sft ; model=gemma4_26b_a4b ; model.double_mlp=true => model.double_mlp
+sft ; model.layer_input_size=8 => model.layer_input_size
 sft ; model=nemotron3_nano_30b_a3b ; model.linear.rule=delta => model.linear.rule
 sft ; model=qwen3_next_80b_a3b ; model.linear.rule=mamba2 => model.linear.rule
 sft ; model=qwen3_next_80b_a3b ; model.linear.value_heads=0 => model.linear.value_heads

@@ -70,7 +70,7 @@ def served(engine):
 
 
 # sinks; windows and caps; what heads are made of is kept; nothing is, of a recurrent state
-NAMES = ("gpt_oss", "gemma2", "gemma4", "deepseek_v3", "glm_moe_dsa", "qwen3_next", "nemotron_h")
+NAMES = ("gpt_oss", "gemma2", "gemma4", "gemma4-inputs", "deepseek_v3", "glm_moe_dsa", "qwen3_next", "nemotron_h")
 FAMILIES = {"llama": LLAMA} | {name: MORE[name] for name in NAMES}
 
 

@@ -131,16 +131,22 @@ def test_windows_learn_the_same(ranks, alone, name, layout):
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name, layout",
-    [(name, layout) for name in CUT for layout in ("tp2", "tp2-sequence", "cp2-pp2")]
+    [
+        (name, layout)
+        for name in CUT
+        for layout in ("tp2", "tp2-sequence", "cp2" if CUT[name]["cfg"].passes_beside else "cp2-pp2")
+    ]
+    + [("gemma4-inputs", layout) for layout in ("cp2-heads", "cp2-tp2-sequence", "padded", "shared")]
     + [("indexer_loss", layout) for layout in ("cp2-heads", "cp2-tp2-sequence", "padded", "shared")],
 )
 def test_more_families_learn_the_same(ranks, alone, name, layout):
     """Those whose features reach across ranks."""
     world, parallel = {"padded": (1, DP), "shared": (1, DP), **LAYOUTS}[layout]
-    optim = GENTLE if CUT[name]["cfg"].linear.key_heads else SGD
+    cfg = CUT[name]["cfg"]
+    optim = GENTLE if cfg.linear.key_heads or cfg.layer_input_size else SGD
     bc = replace(BASE, packing=layout != "padded", share_prompts=layout == "shared")
     got = agreed(ranks, world, **CUT[name], parallel=parallel, optim=optim, bc=bc)
-    check(got, alone(name, optim), SGD, bound_of(CUT[name]["cfg"]))
+    check(got, alone(name, optim), SGD, bound_of(cfg))
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ LAYOUTS = {
     "indexed": (replace(MORE["glm_moe_dsa"], lora=LORA), (SP2,)),
     "linear": (replace(MORE["qwen3_next"], lora=LORA), (SP2,)),
     "heads of two kinds": (replace(MORE["gemma4"], lora=LORA), (SP2,)),
+    "keys of other layers": (replace(MORE["gemma4-inputs"], lora=LORA), (SP2,)),
     "experts beside an MLP": (replace(MORE["gemma4-experts"], lora=LORA), (SP2, ParallelConfig(expert=2))),
     "optional norms": (replace(MORE["glm4_moe"], lora=LORA), (SP2,)),
     "mamba": (replace(MORE["nemotron_h"], lora=LORA), (SP2,)),

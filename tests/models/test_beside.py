@@ -42,8 +42,8 @@ OUTER["gemma3"] = {"vision_config": SIGLIP, "mm_tokens_per_image": 4}
 OUTER["gemma4"] = {f"{name}_token_id": 90 for name in ("boi", "eoi", "image", "video", "boa", "audio")}
 OUTER["gemma4"] |= {"audio_config": None}
 OUTER["gemma4"]["vision_config"] = {**SIGLIP, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}
-OUTER["gemma4-experts"] = OUTER["gemma4"]
-TIED = ("mistral", "gemma3", "gemma4", "gemma4-experts")
+OUTER["gemma4-experts"] = OUTER["gemma4-inputs"] = OUTER["gemma4"]
+TIED = ("mistral", "gemma3", "gemma4", "gemma4-experts", "gemma4-inputs")
 MODELS = {name: replace((WINDOWS | MORE)[name], vocab_size=263, tie_embeddings=name in TIED) for name in OUTER}
 
 
@@ -67,7 +67,10 @@ def whole_folder(name: str, folder: Path) -> tuple[Path, torch.nn.Module]:
     tensors = load_file(folder / SINGLE)
     heads = {f"mtp.{x}.weight": torch.randn(3, 4, dtype=torch.bfloat16) for x in ("fc", "norm", "layers.0.mlp")}
     heads |= {f"mtp.layers.0.mlp.experts.{i}.up_proj.weight": torch.randn(2, 3) for i in range(2)}
-    save_file(tensors | (heads if name in QWENS else {}), folder / SINGLE, metadata={"format": "pt"})
+    unused = f"model.language_model.layers.{cfg.num_layers - 1}.self_attn."  # of a layer that reads other keys
+    keys = {f"{unused}{x}.weight": torch.randn(8, dtype=torch.bfloat16) for x in ("k_norm", "k_proj", "v_proj")}
+    others = heads if name in QWENS else keys if cfg.attention.kv_shared_layers else {}
+    save_file(tensors | others, folder / SINGLE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw | {"architectures": [type(model).__name__]}))
     byte_tokenizer(str(folder))
     return folder, model

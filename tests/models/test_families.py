@@ -47,9 +47,9 @@ FAMILIES = {
     ),
     "mixtral": ModelConfig(family="mixtral", moe=MoeConfig(3, 2, SMALL["ffn_hidden_size"]), **SMALL),
 } | {name: replace(cfg, head_dim=cfg.kv_channels, num_kv_heads=4) for name, cfg in MORE.items()}
-four = replace(MORE["gemma4"].attention, global_kv_heads=4)
-for gemma in ("gemma4", "gemma4-experts"):
-    FAMILIES[gemma] = replace(FAMILIES[gemma], num_heads=8, num_kv_heads=8, attention=four)
+for gemma, heads in {"gemma4": 4, "gemma4-experts": 4, "gemma4-inputs": 0}.items():
+    own = replace(MORE[gemma].attention, global_kv_heads=heads)
+    FAMILIES[gemma] = replace(FAMILIES[gemma], num_heads=8, num_kv_heads=8, attention=own)
 CASES = [
     pytest.param(replace(c, tie_embeddings=t), id=f"{n}-tied{int(t)}")
     for n, c in FAMILIES.items()

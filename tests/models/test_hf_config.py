@@ -15,6 +15,7 @@ from aligner.families.hf_config import config_from_hf, hf_config, is_known
 from tests.tiny import MIXTRAL, MODELS, MOE, MORE, WINDOWS
 
 CASES = {**MODELS, **WINDOWS, **MORE, "moe": MOE, "mixtral": MIXTRAL}
+INPUTS = MORE["gemma4-inputs"].attention
 KEPT = ("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 KEPT += ("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "num_experts_per_tok")
 KEPT += ("moe_intermediate_size", "norm_topk_prob", "n_routed_experts", "n_shared_experts")
@@ -181,10 +182,11 @@ def test_local_layers_of_gemma4_are_rotated_whole_by_every_reader(tmp_path):
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=0 .*It has 256"),
-        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers=0 .*It has 20"),
+        ({"hidden_size_per_layer_input": 6}, "vocab_size_per_layer_input=null: expected vocab_size=101"),
+        ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input=-1: expected an integer"),
+        ({"num_kv_shared_layers": 3}, "kv_shared_layers=3: expected at most 2, so that layers of each kind"),
+        ({"num_kv_shared_layers": 20}, "kv_shared_layers=20: expected at most 2"),
         ({"enable_moe_block": True}, "no value for num_experts"),
-        ({"use_double_wide_mlp": True}, "use_double_wide_mlp=False"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='vision'.*It has 'all'"),
         ({"attention_bias": True}, "attention_bias=False"),
         ({"attention_k_eq_v": False}, "model.attention.global_kv_heads=2: expected 0"),
@@ -197,10 +199,24 @@ def test_other_models_of_gemma4_are_refused(change, words, tmp_path):
     with pytest.raises(AlignerError, match=words):
         config_from_hf(tmp_path)
     raw = written(tmp_path, MORE["gemma4"])
-    del raw["hidden_size_per_layer_input"]
+    del raw["hidden_size_per_layer_input"]  # then it is 256
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(AlignerError, match=r"hidden_size_per_layer_input=0 .*Without the key it is 256"):
+    with pytest.raises(AlignerError, match=r"vocab_size_per_layer_input=null: expected vocab_size=101"):
         config_from_hf(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"vocab_size": 262144}))
+    assert config_from_hf(tmp_path).layer_input_size == 256
+
+
+def test_layers_use_the_keys_of_the_last_layer_of_their_kind():
+    """As in transformers, which names those that store keys and those that use them."""
+    cfg = replace(MORE["gemma4-inputs"], num_layers=12, attention=replace(INPUTS, global_every=3, kv_shared_layers=5))
+    raw = hf_config(cfg, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    theirs = transformers.AutoConfig.for_model(**raw)
+    stored = {kind: n for n, kind in enumerate(theirs.layer_types) if theirs.kv_sharing_modes[n] == "store"}
+    for layer, mode in enumerate(theirs.kv_sharing_modes):
+        assert cfg.has_keys(layer) == (mode != "reuse")
+        assert cfg.keys_of(layer) == (stored[theirs.layer_types[layer]] if mode == "reuse" else layer)
+    assert stored == {"sliding_attention": 6, "full_attention": 5}
 
 
 @pytest.mark.parametrize("case", ["nemotron_h", "nemotron_h-nano", "nemotron_h-dense"])

@@ -58,6 +58,8 @@ ADAPTED = replace(LLAMA, lora=LoraConfig(rank=8, targets=[ALL_LINEAR]))
 SOME = LoraConfig(rank=8, dora=True, targets=["q_proj", "o_proj", "up_proj", "down_proj"])
 DORA, WIDE_DORA = (replace(cfg, hidden_size=64, lora=SOME) for cfg in (MODELS["qwen3"], MOE))
 MAMBA = replace(MORE["nemotron_h"], linear=replace(MORE["nemotron_h"].linear, value_head_dim=128))
+INPUTS = MORE["gemma4-inputs"]  # with more heads' norms than a message that is not compared
+INPUTS = replace(INPUTS, head_dim=8, attention=replace(INPUTS.attention, global_head_dim=16), layer_input_size=24)
 INDEXED = MORE["glm_moe_dsa"]
 LEARNING = replace(INDEXED, indexer=replace(INDEXED.indexer, loss=0.5))
 CASES = {
@@ -78,6 +80,9 @@ CASES = {
     "biased experts, tp2": (replace(GPT_OSS, num_layers=2), {"tensor": 2}, 2, {}),
     "experts beside an MLP, tp2, sequence": (MORE["gemma4-experts"], {"tensor": 2, **SEQ}, 2, {}),
     "experts beside an MLP, ep2 pp2": (MORE["gemma4-experts"], {"expert": 2, "pipeline": 2}, 4, {}),
+    "inputs of layers, tp2": (INPUTS, {"tensor": 2}, 2, {}),
+    "inputs of layers, tp2, sequence": (INPUTS, {"tensor": 2, **SEQ}, 2, {}),
+    "inputs of layers, cp2": (INPUTS, {"context": 2}, 2, {}),
     "latent": (DEEPSEEK, {}, 1, {}),
     "linear attention, cp2": (MORE["qwen3_next"], {"context": 2}, 2, {}),
     # wide enough that none of its sums over tensor ranks is among the small messages that are not compared

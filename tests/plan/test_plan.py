@@ -34,10 +34,11 @@ from aligner.plan.shapes import (
     attention_widths,
     decode_weight_bytes,
     kv_bytes,
+    largest_parameter,
     rank_parameters,
     routing_bytes,
 )
-from aligner.plan.sizes import engine_bytes, logit_bytes
+from aligner.plan.sizes import embedding_bytes, engine_bytes, logit_bytes
 from aligner.plan.sweep import candidates
 from aligner.plan.times import (
     Machine,
@@ -95,6 +96,8 @@ def grpo(model: ModelConfig, grid: Grid, engine: Engine | None = None, **changes
         ("qwen3.5_4b", 4_205_751_296, None),
         ("qwen3.5_35b_a3b", 34_660_610_688, None),
         ("gemma4_31b", 30_697_345_280 + 60, None),  # and a scalar of each layer
+        ("gemma4_e2b", 4_628_569_344 + 35, 2.28e9),
+        ("gemma4_e4b", 7_463_013_376 + 42, None),
         ("gemma4_26b_a4b", 25_233_141_760 + 30, 3.82e9),
         ("nemotron3_nano_30b_a3b", 31_577_937_344 + 23 * 128, 3.27e9),
         ("nemotron3_super_120b_a12b", 120_668_687_360 + 40 * 512, 12.38e9),
@@ -134,6 +137,19 @@ def test_what_an_engines_rank_holds(tensor):
         native = NativeModel(model, torch.device("cpu"), torch.float32, first)
         assert engine_bytes(model, tensor, 4) == sum(view.nbytes for view in native.views.values()), name
         assert kv_bytes(model, 4, tensor) == pytest.approx(4 * sum(map(prod, native.cached))), name
+
+
+def test_layers_that_use_keys_of_others_have_no_cache_and_another_mlp():
+    model = shape("gemma4_e2b")
+    assert kv_bytes(model, 2) == pytest.approx(2 * (12 * 2 * 256 + 3 * 2 * 512))
+    counts = Counter(prod(row.shape) for row in family_table(model) if row.canonical.endswith("mlp.linear_fc2.weight"))
+    assert counts == {1536 * 6144: 15, 1536 * 12288: 20}
+    table = model.vocab_size * 35 * 256  # what is looked up computes nothing
+    norms = sum(len(row.shape) == 1 and prod(row.shape) for row in family_table(model))
+    assert active_parameters(model) == parameters(model) - table - norms
+    job = grpo(model, Grid(data=8))
+    assert embedding_bytes(job, job.policy) == 2 * (table + model.vocab_size * 1536)
+    assert largest_parameter(model, Grid(tensor=1), 0) == table
 
 
 def test_ranks_together_hold_the_model_once():

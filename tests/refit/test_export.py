@@ -33,6 +33,7 @@ NEW = {
         "gemma2",
         "gemma4",
         "gemma4-experts",
+        "gemma4-inputs",
         "granite",
         "olmo2",
         "smollm3-windows",
@@ -87,6 +88,7 @@ CASES = [(name, head) for name in FAMILIES for head in ("lm", "score")]
 for name in (
     "gemma4",
     "gemma4-experts",
+    "gemma4-inputs",
     "granite",
     "glm4_moe",
     "deepseek_v32",

@@ -21,6 +21,10 @@ FAMILIES = {  # model: its shape; where there are two kinds of layers, both
     "smollm3_3b": ["model.attention.nope_layers=[1]"],
     "qwen3.5_9b": ["model.linear.attention_every=2"],
     "gemma4_31b": ["model.attention.global_every=2"],
+    "gemma4_e4b": [
+        *("model.num_layers=4", "model.attention.global_every=2", "model.attention.kv_shared_layers=2"),
+        "model.double_mlp=true",
+    ],
     "qwen3_30b_a3b": ["model.moe.num_experts=16"],
     "gpt_oss_20b": ["model.moe.num_experts=8"],
     "deepseek_v3": ["model.moe.num_experts=16", "model.moe.dense_layers=[0]"],
@@ -51,6 +55,7 @@ LAYOUTS = {
     "engine": ["parallel.tensor=2", "engine.tensor_parallel=2", "memory.offload=[weights,optimizer,gradients]"],
 }
 MORE = {"expert": ["parallel.expert=4"], "expert+tensor": ["parallel.expert=2", "parallel.tensor=2"]}
+BESIDE, STAGED = ("gemma4_e4b",), ("pipeline", "all")  # layers that pass more than hidden states; not stages
 Case = tuple[str, str, str]
 
 
@@ -58,13 +63,15 @@ def cases() -> list[Case]:
     """Pairs of a family and a layout with the next stage in turn; then the pairs with a stage that this leaves out."""
     stages, layouts = sorted(STAGES), {**LAYOUTS, **MORE}
     pairs = [(f, name) for f, name in product(FAMILIES, layouts) if name in LAYOUTS or f in EXPERTS]
+    pairs = [(f, name) for f, name in pairs if not (f in BESIDE and name in STAGED)]
     results = [(stages[i % len(stages)], *pair) for i, pair in enumerate(pairs)]
     for stage, layout in product(stages, layouts):
         if not any(case[::2] == (stage, layout) for case in results):
             results.append((stage, EXPERTS[len(results) % len(EXPERTS)], layout))
     for stage, family in product(stages, FAMILIES):
         if not any(case[:2] == (stage, family) for case in results):
-            results.append((stage, family, list(LAYOUTS)[len(results) % len(LAYOUTS)]))
+            own = [name for name in LAYOUTS if (family, name) in pairs]
+            results.append((stage, family, own[len(results) % len(own)]))
     return results
 
 

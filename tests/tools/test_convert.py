@@ -51,6 +51,7 @@ MODELS = {
     ),
     "gemma4": replace(MORE["gemma4"], vocab_size=263),
     "gemma4-experts": replace(MORE["gemma4-experts"], vocab_size=263),
+    "gemma4-inputs": replace(MORE["gemma4-inputs"], vocab_size=263),
     "nemotron_h": replace(MORE["nemotron_h"], vocab_size=263),
 }
 PARTS = {"tensor": 2, "file_bytes": 60_000.0}
@@ -174,6 +175,7 @@ def convert(ranks, what, source, target, world=1, error="", **options):
         ("gpt_oss", "lm", 4, ParallelConfig(tensor=2, expert=2)),
         ("gemma4", "lm", 4, ParallelConfig(tensor=2, pipeline=2)),
         ("gemma4-experts", "lm", 4, ParallelConfig(tensor=2, expert=2)),
+        ("gemma4-inputs", "lm", 2, ParallelConfig(tensor=2, sequence=True)),
         ("deepseek_v3", "lm", 2, ParallelConfig(tensor=2)),
         ("glm_moe_dsa", "lm", 4, ParallelConfig(tensor=2, pipeline=2)),
         ("nemotron_h", "lm", 4, ParallelConfig(tensor=2, expert=2)),

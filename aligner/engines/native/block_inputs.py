@@ -48,6 +48,7 @@ class PrefillInputs(NamedTuple):
     real: Tensor | None  # bool [P, T]: tokens that are no padding
     memories: LinearStates | None
     indices: dict[int, Index]  # of layers whose choice the layer behind them uses
+    keys: dict[int, tuple[Tensor, Tensor]]  # and values, of layers whose others use
 
 
 @dataclass

@@ -21,27 +21,32 @@ WIDEST = 256  # head that the fused kernel takes
 
 
 class PlainHeads:
-    """This rank's share of the heads of all layers of a kind: with attention, or local or global ones alone."""
+    """This rank's share of the heads of all layers with attention, or of those of these kinds alone
+    (`ModelConfig.heads_of`). They may have no keys and values of their own: `lenders` have those that they use."""
 
-    def __init__(self, kit: BlockContext, kind: str = "attention"):
-        cfg, traits, share = kit.cfg.of_kinds((kind,)), kit.cfg.traits, kit.peers.size
+    def __init__(self, kit: BlockContext, kinds: tuple[str, ...] = (), lenders: PlainHeads | None = None):
+        cfg, traits, share = kit.cfg.of_kinds(kinds), kit.cfg.traits, kit.peers.size
         self.kit, self.cfg, self.traits, attention = kit, cfg, traits, cfg.attention
-        self.cached_as = int(kind == "global" and bool(cfg.layers_of("local")))  # number of its kind in the cache
-        self.qkv_name, self.out_name = (f"{name} {kind}" if self.cached_as else name for name in ("qkv", "out"))
+        # number of its kind in the cache
+        self.cached_as = int("global" in kinds and bool(cfg.layers_of("local")))
+        self.qkv_name, self.out_name = (" ".join((name, *kinds)) for name in ("qkv", "out"))
         self.heads, self.groups = cfg.num_heads // share, max(1, cfg.num_kv_heads // share)  # ranks may repeat a group
         self.head_dim = cfg.kv_channels
         self.rotated = self.heads + self.groups  # query and key heads
         # halves are interleaved unless a part of a head alone is rotated, its neighbours together, or gates lie between
         own_order = traits.interleaved_rotary or traits.gated_attention
-        self.has_values = cfg.has_values((kind,))  # else they are keys, whose order is the output's
-        self.interleaves = cfg.rotary_dim == self.head_dim and not own_order and self.has_values
+        self.made = cfg.kv_matrices(kinds)  # of keys and of values
+        shares_keys = attention.key_is_value and "global" in kinds  # values are keys, whose order is the output's
+        self.interleaves = cfg.rotary_dim == self.head_dim and not own_order and not shares_keys
         self.scaled_queries = cfg.rope_scaling.llama_4_scaling_beta > 0
         self.turns = [cfg.is_rotated(layer) for layer in range(cfg.num_layers)]
         self.local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
         self.scores = ScoreRule(score_scale(cfg), attention.softcap)
-        layers = cfg.layers_of(kind)
+        layers = [layer for layer in cfg.layers_of("attention") if set(kinds) <= set(cfg.layer_kinds(layer))]
         self.index, count = {layer: i for i, layer in enumerate(layers)}, len(layers)
-        made = self.rotated + (self.groups if self.has_values else 0) + (self.heads if traits.gated_attention else 0)
+        # of each layer, the number in the cache of the layer whose keys and values it uses
+        self.cache_index = {layer: (lenders or self).index[cfg.keys_of(layer)] for layer in layers}
+        made = self.heads + self.made * self.groups + (self.heads if traits.gated_attention else 0)
         width, hidden = made * self.head_dim, cfg.hidden_size
         self.qkv = kit.matrices(count, width, hidden)
         self.qkv_bias = kit.empty(count, width) if cfg.qkv_bias else None
@@ -49,7 +54,7 @@ class PlainHeads:
         self.out_bias = kit.empty(count, hidden) if cfg.output_bias else None
         self.sinks = kit.empty(count, self.heads) if traits.sinks else None
         # wide norms: one over all query heads of a token and one over its key heads
-        norms = (self.rotated * self.head_dim,) if traits.wide_qk_norm else (2, self.head_dim)
+        norms = (self.rotated * self.head_dim,) if traits.wide_qk_norm else (1 + bool(self.made), self.head_dim)
         self.qk_norm = kit.empty(count, *norms) if cfg.qk_norm or traits.wide_qk_norm else None
         wide_sizes = [heads * share * self.head_dim for heads in (self.heads, self.groups)]
         self._wide_sizes = torch.tensor(wide_sizes, device=kit.device)
@@ -58,10 +63,14 @@ class PlainHeads:
     @property
     def cached(self) -> tuple[int, int, int, int]:
         """The cache's layers, heads, numbers of a head, and planes."""
-        return len(self.index), self.groups, self.head_dim, 2
+        return len(self.index) if self.made else 0, self.groups, self.head_dim, 2
 
     def matrices(self) -> Mapping[str, Sequence[Tensor]]:
         return {self.qkv_name: self.qkv, self.out_name: self.out}
+
+    def _is_read(self, layer: int) -> bool:
+        """Return whether other layers use the keys and values of this one."""
+        return any(self.cfg.keys_of(n) == layer for n in range(layer + 1, self.cfg.num_layers))
 
     def out_of(self, layer: int) -> Product:
         index = self.index[layer]
@@ -73,16 +82,16 @@ class PlainHeads:
     def _views(self, layer: int) -> list[tuple[str, Tensor]]:
         i, views = self.index[layer], []
         at = self.traits.beside("self_attention.linear_proj.weight", layer)
-        parts = [n * self.head_dim for n in (self.heads, self.groups, *[self.groups] * self.has_values)]
+        parts = [n * self.head_dim for n in (self.heads, *[self.groups] * self.made)]
         for kind, buffer in (("weight", self.qkv), ("bias", self.qkv_bias)):
             if buffer is not None:
-                q, k, *v = buffer[i][: sum(parts)].split(parts)
+                q, *own = buffer[i][: sum(parts)].split(parts)
                 q = self._with_gates(buffer[i]) if self.traits.gated_attention else self._halves(q)
-                views += [(f"q_proj.{kind}", q), (f"k_proj.{kind}", self._halves(k))]
-                views += [(f"v_proj.{kind}", rows) for rows in v]
+                views += [(f"q_proj.{kind}", q), *((f"k_proj.{kind}", self._halves(k)) for k in own[:1])]
+                views += [(f"v_proj.{kind}", rows) for rows in own[1:]]
         if self.qk_norm is not None:
             rows = self.qk_norm[i].split(parts[:2]) if self.traits.wide_qk_norm else self.qk_norm[i]
-            views += [(f"{x}_norm.weight", self._halves(row)) for x, row in zip("qk", rows, strict=True)]
+            views += [(f"{x}_norm.weight", self._halves(row)) for x, row in zip("qk", rows, strict=False)]
         views += [("o_proj.weight", self.out[i])]
         views += [] if self.out_bias is None else [("o_proj.bias", self.out_bias[i])]
         views += [] if self.sinks is None else [("sinks", self.sinks[i])]
@@ -109,28 +118,34 @@ class PlainHeads:
         heads = self._heads(layer, y, prompts.rope).view(prompts.rows, prompts.length, -1, self.head_dim)
         (q, k, v, gates), index, staged = self._parts(heads), self.index[layer], prompts.staged
         staged = None if staged is None else staged[self.cached_as]
-        if prompts.behind is not None:
+        if not self.made:
+            k, v = prompts.keys[self.cfg.keys_of(layer)]
+        elif prompts.behind is not None:
             for plane, new in zip(staged[index], (k, v), strict=True):
                 plane[prompts.behind.rows, :, prompts.behind.positions] = new.flatten(0, 1)
             k, v = staged[index].transpose(2, 3)
         elif staged is not None:
             staged[index, 0].copy_(k.transpose(1, 2))
             staged[index, 1].copy_(v.transpose(1, 2))
+        if self.made and self._is_read(layer):  # later, when the next layer has used the buffer
+            prompts.keys[layer] = (k, v) if prompts.behind is not None else (k.clone(), v.clone())
         seen = prompts.near if self.local[layer] and prompts.near is not None else prompts.causal
         return _gated(prefill_attention(q, k, v, seen, self._scores(index)), gates).flatten(0, 1)
 
     def decode(self, layer: int, y: Tensor, step: DecodeStep) -> Tensor:
         """Return y [n, hidden] -> [n, heads * d]; keys and values are written to the cache."""
-        heads, index = self._heads(layer, y, step.rope), self.index[layer]
+        heads, index = self._heads(layer, y, step.rope), self.cache_index[layer]
         cache, places = step.cache.kinds[self.cached_as], step.places[self.cached_as]
-        cache.write(index, places, heads[:, self.heads : self.rotated + self.groups])
+        if self.made:
+            cache.write(index, places, heads[:, self.heads : self.rotated + self.groups])
         gates = self._parts(heads)[3]
         return _gated(self._attended(layer, heads[:, : self.heads], step), gates)
 
     def _attended(self, layer: int, queries: Tensor, step: DecodeStep) -> Tensor:
         """Return queries [n, heads, d] -> [n, heads * d]."""
         index, local = self.index[layer], self.local[layer]
-        keys, values = step.cache.kinds[self.cached_as].kv[index, :, : len(queries), :, : step.longest]
+        cached = step.cache.kinds[self.cached_as].kv[self.cache_index[layer]]
+        keys, values = cached[:, : len(queries), :, : step.longest]
         scores = self._scores(index)
         if step.fused and self.head_dim <= WIDEST:
             from aligner.ops.kernels.cuda.decode import attend  # imports Triton
@@ -153,9 +168,9 @@ class PlainHeads:
         buffer that the next layer uses again."""
         index = self.index[layer]
         heads = self.kit.product(self.qkv_name, index, y, of(self.qkv_bias, index)).view(len(y), -1, self.head_dim)
-        if not self.has_values:
+        if self.made == 1:
             heads = torch.cat([heads, heads[:, self.heads :]], 1)
-        if self.traits.value_norm:
+        if self.traits.value_norm and self.made:
             values = heads[:, self.rotated : self.rotated + self.groups]
             values.copy_(F.rms_norm(values, (self.head_dim,), None, self.cfg.norm_eps))
         self._norm_and_rotate(layer, heads[:, : self.rotated], rope)
@@ -178,7 +193,7 @@ class PlainHeads:
     def _normed(self, weight: Tensor, qk: Tensor) -> Tensor:
         if self.traits.wide_qk_norm:
             return self._normed_wide(weight, qk)
-        y, weight = qk, weight[self._head_kind]
+        y, weight = qk, weight[self._head_kind[: qk.shape[1]]]
         if self.traits.offset_norms:
             y, weight = y.float(), 1 + weight.float()
         return F.rms_norm(y, (self.head_dim,), None, self.cfg.norm_eps) * weight

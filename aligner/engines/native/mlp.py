@@ -25,11 +25,12 @@ from aligner.ops.kernels.experts import (
 
 
 class DenseMlp:
-    """This rank's share of the rows of all layers with an MLP for every token."""
+    """This rank's share of the rows of these layers, which have an MLP for every token, all of one width. `name`: of
+    their matrices."""
 
-    def __init__(self, kit: BlockContext):
-        cfg = kit.cfg
-        self.kit, layers, ffn = kit, cfg.layers_of("dense"), cfg.ffn_hidden_size // kit.peers.size
+    def __init__(self, kit: BlockContext, layers: Sequence[int], name: str = ""):
+        cfg = kit.cfg.of_kinds(kit.cfg.layer_kinds(layers[0]))
+        self.kit, ffn, self.names = kit, cfg.ffn_hidden_size // kit.peers.size, (f"gate_up{name}", f"down{name}")
         self.index, count = {layer: i for i, layer in enumerate(layers)}, len(layers)
         self.gate_up = kit.matrices(count, cfg.mlp_parts * ffn, cfg.hidden_size)
         self.down = kit.matrices(count, cfg.hidden_size, ffn)
@@ -37,11 +38,11 @@ class DenseMlp:
         self.down_bias = kit.empty(count, cfg.hidden_size) if cfg.mlp_bias else None
 
     def matrices(self) -> Mapping[str, Sequence[Tensor]]:
-        return {"gate_up": self.gate_up, "down": self.down}
+        return dict(zip(self.names, (self.gate_up, self.down), strict=True))
 
     def out_of(self, layer: int) -> Product:
         index = self.index[layer]
-        return self.kit.packs["down", index], of(self.down_bias, index)
+        return self.kit.packs[self.names[1], index], of(self.down_bias, index)
 
     def views(self) -> dict[str, Tensor]:
         views, traits = {}, self.kit.cfg.traits
@@ -59,7 +60,7 @@ class DenseMlp:
     def __call__(self, layer: int, y: Tensor) -> Tensor:
         """Return y [M, hidden] -> [M, ffn], the input of the last product."""
         index = self.index[layer]
-        return between(self.kit.product("gate_up", index, y, of(self.gate_up_bias, index)), self.kit.cfg.traits)
+        return between(self.kit.product(self.names[0], index, y, of(self.gate_up_bias, index)), self.kit.cfg.traits)
 
 
 class ExpertMlp:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from aligner.engines.native.block_inputs import BlockContext, DecodeStep, Prefil
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.heads import PlainHeads
 from aligner.engines.native.latent import LatentHeads
+from aligner.engines.native.layer_inputs import LayerInputTable
 from aligner.engines.native.linear import LinearLayers, LinearStates
 from aligner.engines.native.mlp import DenseMlp, ExpertMlp
 from aligner.engines.native.packs import PackedMatrices
@@ -29,13 +32,16 @@ from aligner.ops.kernels.scored_attention import scaled_logits
 from aligner.ops.reduce import sum_halves
 
 EMBEDDING = "embedding.word_embeddings.weight"
-# before attention, before the MLP, behind either: a family has some of them
-NORMS = BEFORE, BEFORE_MLP, BEHIND, BEHIND_MLP = (
+# before attention, before the MLP, behind either, behind what a layer's input adds: a family has some of them
+NORMS = BEFORE, BEFORE_MLP, BEHIND, BEHIND_MLP, BEHIND_INPUT = (
     "input_layernorm",
     "pre_mlp_layernorm",
     "self_attention.post_layernorm",
     "mlp.post_layernorm",
+    "layer_input.post_layernorm",
 )
+# kinds of layers with heads of their own, in the order of the caches
+ORDER = [(), ("local", "keys"), ("global", "keys"), ("local", "reads"), ("global", "reads")]
 Mixer = PlainHeads | LatentHeads | LinearLayers
 # (mixer, layer, normalised hidden states [M, H]) -> the input of its `out`
 Mix = Callable[[Mixer, int, Tensor], Tensor]
@@ -63,6 +69,7 @@ class NativeModel:
         self.norms = kit.empty(cfg.num_layers, len(self.norm_rows), cfg.hidden_size)
         self.final_norm = kit.empty(cfg.hidden_size)
         self.scalars = kit.empty(cfg.num_layers, 1) if cfg.traits.layer_scalar else None
+        self.layer_inputs = LayerInputTable(kit, tokens) if cfg.layer_input_size else None
         self._compose()
         self._views = self._hf_views()
         assert self._views.keys() == self.shapes.keys(), self._views.keys() ^ self.shapes.keys()
@@ -74,22 +81,36 @@ class NativeModel:
     def _compose(self) -> None:
         """Make the blocks of the family, and map each layer to those that it goes through."""
         cfg, kit = self.cfg, self.kit
-        kinds = [kind for kind in ("local", "global") if cfg.layers_of(kind)] or ["attention"]
-        heads = {kind: LatentHeads(kit) if cfg.latent.kv_rank else PlainHeads(kit, kind) for kind in kinds}
-        self.cached = [each.cached for each in heads.values()]
-        self.mixers: dict[int, Mixer] = {layer: heads[kind] for kind in kinds for layer in cfg.layers_of(kind)}
+        heads = self._heads()
+        self.cached = [each.cached for each in heads.values() if each.cached[0]]
+        attention = cfg.layers_of("attention")
+        self.mixers: dict[int, Mixer] = {layer: heads[cfg.heads_of(layer)] for layer in attention}
         self.mlps: dict[int, DenseMlp] = {}
         self.experts: dict[int, ExpertMlp] = {}
-        self.blocks: list[Mixer | DenseMlp | ExpertMlp] = [*heads.values()]
+        self.blocks: list[Mixer | DenseMlp | ExpertMlp | LayerInputTable] = [*heads.values()]
+        if self.layer_inputs is not None:
+            self.blocks.append(self.layer_inputs)
         if layers := cfg.layers_of("linear"):
             self.mixers |= dict.fromkeys(layers, LinearLayers(kit))
             self.blocks.append(self.mixers[layers[0]])
-        if layers := cfg.layers_of("dense"):
-            self.mlps = dict.fromkeys(layers, DenseMlp(kit))
+        widths = defaultdict[int, list[int]](list)
+        for layer in cfg.layers_of("dense"):
+            widths[cfg.of_kinds(cfg.layer_kinds(layer)).ffn_hidden_size].append(layer)
+        for layers in widths.values():
+            self.mlps |= dict.fromkeys(layers, DenseMlp(kit, layers, " wide" * bool(self.mlps)))
             self.blocks.append(self.mlps[layers[0]])
         if layers := cfg.layers_of("sparse"):
             self.experts = dict.fromkeys(layers, ExpertMlp(kit))
             self.blocks.append(self.experts[layers[0]])
+
+    def _heads(self) -> dict[tuple[str, ...], Any]:
+        """Return the heads by kinds of layers."""
+        cfg, heads = self.cfg, dict[tuple[str, ...], Any]()
+        if cfg.latent.kv_rank:
+            return {(): LatentHeads(self.kit)}
+        for kinds in sorted({cfg.heads_of(layer) for layer in cfg.layers_of("attention")}, key=ORDER.index):
+            heads[kinds] = PlainHeads(self.kit, kinds, heads.get((*kinds[:1], "keys")))
+        return heads
 
     @property
     def packs(self) -> PackedMatrices:
@@ -246,7 +267,7 @@ class NativeModel:
         near = near if causal is None or near is None else near.view_as(causal)
         rope = self.rotations(positions, reach)
         real = None if lengths is None else positions[:length] < lengths[:, None]
-        return PrefillInputs(rows, length, rope, causal, near, staged, behind, real, memories, {})
+        return PrefillInputs(rows, length, rope, causal, near, staged, behind, real, memories, {}, {})
 
     def decode(
         self,
@@ -278,20 +299,22 @@ class NativeModel:
         logits = scaled_logits(linear(hidden, self.packs["head", 0]), self.cfg.scales)
         return self.peers.join(logits, self.cfg.vocab_size).float()
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def _embed(self, table: Tensor, tokens: Tensor) -> Tensor:
+        """Return rows of a table of the vocabulary of which this rank has its share."""
         if self.peers.size == 1:
-            return self.embedding[tokens]
+            return table[tokens]
         local = tokens - self.first_token
-        own = (local >= 0) & (local < len(self.embedding))
-        rows = self.embedding[local.where(own, 0)] if len(self.embedding) else self.embedding.new_zeros(1, 1)
-        return self.peers.add(rows.expand(len(tokens), self.cfg.hidden_size) * own[:, None])
+        own = (local >= 0) & (local < len(table))
+        rows = table[local.where(own, 0)] if len(table) else table.new_zeros(1, 1)
+        return self.peers.add(rows.expand(len(tokens), table.shape[1]) * own[:, None])
 
     def _forward(self, tokens: Tensor, mix: Mix, routes: Tensor | None = None) -> Tensor:
         """Return tokens int64 [M] -> [M, hidden] after the final norm; write their experts to routes [M, layer,
         top_k] if given. Large intermediates are in scratch buffers."""
-        x = self._embed(tokens)
+        x = self._embed(self.embedding, tokens)
         if self._embedding_factor != 1:
             x *= self._embedding_factor
+        inputs = self.layer_inputs(tokens, x, self._embed) if self.layer_inputs is not None else None
         for layer in range(self.cfg.num_layers):
             if mixer := self.mixers.get(layer):
                 y = self._normed(x, layer, BEFORE)
@@ -302,6 +325,8 @@ class NativeModel:
             elif mlp := self.mlps.get(layer):
                 y = self._normed(x, layer, BEFORE_MLP)
                 x = self._add(x, mlp(layer, y), mlp.out_of(layer), layer, BEHIND_MLP)
+            if inputs is not None:
+                x += self._normed(self.layer_inputs.addend(layer, x, inputs), layer, BEHIND_INPUT)
             if self.scalars is not None:
                 x *= self.scalars[layer]
         return self.kit.norm(x, self.final_norm)

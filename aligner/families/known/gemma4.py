@@ -1,5 +1,6 @@
 """Gemma 4's language models: global layers have heads of their own, whose values may be their keys. In some, experts
-stand beside each layer's MLP, both between norms of their own."""
+stand beside each layer's MLP, both between norms of their own. In others, each token gives each layer an input of its
+own, and the last layers use the keys and values of layers before."""
 
 from __future__ import annotations
 
@@ -40,8 +41,11 @@ FAMILIES = (
     Family(
         "gemma4_text",
         "Gemma4",
-        _OTHERS + rows.GLOBAL_QKV + rows.MLP + _EXPERTS + rows.QK_NORM + (rows.LAYER_SCALAR,),
-        models="Gemma 4 31B and 26B-A4B",
+        (
+            *(_OTHERS + rows.GLOBAL_QKV + rows.MLP + _EXPERTS + rows.KEYS_QK_NORM + rows.LAYER_INPUTS),
+            rows.LAYER_SCALAR,
+        ),
+        models="Gemma 4 E2B, E4B, 31B and 26B-A4B",
         within=("gemma4", "model.language_model."),
         moe=MoeKeys(
             "num_experts", "moe_intermediate_size", top_k="top_k_experts", aux_coef="", switch="enable_moe_block"
@@ -50,13 +54,13 @@ FAMILIES = (
             ("attention.global_head_dim", "global_head_dim", 512),
             ("attention.global_kv_heads", "num_global_key_value_heads", 0),
             ("attention.key_is_value", "attention_k_eq_v", False),
+            ("attention.kv_shared_layers", "num_kv_shared_layers", 0),
+            ("double_mlp", "use_double_wide_mlp", False),
+            ("layer_input_size", "hidden_size_per_layer_input", 256),
             ("moe.shared_ffn_hidden_size", "intermediate_size", 9216),
             ("scales.logits_softcap", "final_logit_softcapping", 0.0),
         ),
         constants=(
-            ("hidden_size_per_layer_input", 0),
-            ("num_kv_shared_layers", 0),
-            ("use_double_wide_mlp", False),
             ("use_bidirectional_attention", "vision"),  # text alone sees what came before, as with null
         ),
         default_head_dim=256,
@@ -66,7 +70,7 @@ FAMILIES = (
         default_local_base=1e4,
         default_rotary_fraction=0.25,
         default_rope=(("rope_type", "proportional"),),
-        defaults=(TIED, LONG, ("rope_theta", 1e6), ("hidden_size_per_layer_input", 256)),
+        defaults=(TIED, LONG, ("rope_theta", 1e6)),
         sizes=(
             ("vocab_size", 262144),
             ("hidden_size", 2304),

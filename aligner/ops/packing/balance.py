@@ -20,20 +20,19 @@ def row_costs(lengths: Tensor, model: ModelConfig) -> Tensor:
     scored = model.share("indexer") * model.indexer.heads * model.indexer.head_dim
     heads = [(share, model.of_kinds(kinds)) for kinds, share in model.head_kinds().items()]
     wide = sum(share * each.num_heads * each.kv_channels for share, each in heads)
-    keys = sum(share * each.num_kv_heads * each.kv_channels for share, each in heads)
     out = sum(share * each.num_heads * each.value_channels for share, each in heads)
     if latent.kv_rank:
         vectors = latent.query_rank + latent.kv_rank + latent.rotary_dim
         ups = wide * (latent.query_rank or h) + (model.num_heads * latent.plain_dim + out) * latent.kv_rank
         projections = h * vectors + ups + h * out + scored * latent.query_rank
     else:
-        projections = 2 * h * wide + 2 * h * keys
+        projections = 2 * h * wide + h * model.made_keys
     # matrices that compute a token
     each = (1 + model.mlp_parts) * h  # of an MLP, for one number between its matrices
     routed = (1 + model.mlp_parts) * model.expert_hidden * model.expert_ffn * model.moe.top_k
     beside = model.moe.num_experts + 2 * model.moe.latent_size
     sparse = routed + each * model.moe.shared_ffn_hidden_size + h * beside
-    mlp = each * model.ffn_hidden_size * model.share("dense") + sparse * model.share("sparse")
+    mlp = each * model.mean_ffn + sparse * model.share("sparse") + 3 * h * model.layer_input_size
     mixing = model.share("attention") if model.pattern else 1.0
     linear = model.linear.key_heads * model.linear.width + model.linear.value_heads * model.linear.value_head_dim
     projections = mixing * projections + (model.share("linear") * h * linear if model.pattern else 0.0)

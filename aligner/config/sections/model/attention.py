@@ -26,6 +26,12 @@ class AttentionConfig(Section, key="model.attention"):
     global_head_dim: int = key(0, "Width of a head in global layers, in families that have it.", least=0)
     global_kv_heads: int = key(0, "Heads of keys and values in global layers. 0: model.num_kv_heads.", least=0)
     key_is_value: bool = key(False, "In global layers values are the keys before their norm, without a matrix.")
+    kv_shared_layers: int = key(
+        0,
+        "Number of layers, the last ones, without keys and values of their own: each uses those of the last layer "
+        "before them of its kind, local or global.",
+        least=0,
+    )
     query_scale_dim: int = key(0, "Divide queries by the square root of this. 0: model.head_dim.", least=0)
     global_layers: list[int] = key([], "Additional global layers, counted from 0.")
     nope_layers: list[int] = key([], "Layers, counted from 0, without positions (no rotation).")
@@ -68,6 +74,12 @@ def layer_pattern(is_global: Sequence[bool]) -> dict[str, object]:
 
 
 def check_layers(attention: AttentionConfig, layers: int) -> None:
+    shared = attention.kv_shared_layers
+    local = [attention.is_local(layer) for layer in range(layers)]
+    if shared and set(local[: max(0, layers - shared)]) != set(local):
+        most = layers - 1 - max(local.index(kind) for kind in set(local))
+        expected = f"at most {most}, so that layers of each kind before them have keys and values"
+        raise ConfigError("model.attention.kv_shared_layers", shared, expected)
     for name in ("global_layers", "nope_layers"):
         beyond = [layer for layer in getattr(attention, name) if not 0 <= layer < layers]
         if beyond:

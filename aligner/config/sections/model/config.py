@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +48,8 @@ class ModelConfig(Section, key="model"):
     )
     hidden_size: int = key(128, "Width of the residual stream.", least=1)
     ffn_hidden_size: int = key(384, "Width of the MLP.", least=1)
+    double_mlp: bool = key(False, "The MLP is twice as wide in layers without keys and values of their own.")
+    layer_input_size: int = key(0, "Numbers that a token gives each layer by a table of their own. 0: none.", least=0)
     num_heads: int = key(4, "Query heads.", least=1)
     num_kv_heads: int = key(4, "Heads of keys and values. It must divide num_heads.", least=1)
     head_dim: int = key(0, "Width of a head. 0: hidden_size / num_heads.", least=0)
@@ -130,6 +133,7 @@ traits.global_heads => attention.global_head_dim %2
 traits.global_heads => attention.local_rope_base >0 | for model.family={family}
 attention.global_kv_heads => attention.global_kv_heads /num_heads
 attention.own_values => attention.global_kv_heads =0 | without model.attention.key_is_value
+moe.num_experts => double_mlp =false | with experts, whose layers have MLPs of one width
 traits.mamba => linear.rule =mamba2 | for model.family={family}
 !traits.mamba => linear.rule =delta | for model.family={family}
 => num_kv_heads /num_heads
@@ -215,9 +219,8 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
 
     def layer_kinds(self, layer: int) -> tuple[str, ...]:
         """Return the kinds of layer 0, 1, ...: it has the rows of the family's table that are of one of them, or of
-        none. Its MLP: "dense", or "sparse" with experts. Before it: "attention", or "linear". Its heads, in families
-        whose global layers have others: "local" or "global". With an indexer: "indexer". With `pattern` one of them
-        alone."""
+        none. Its MLP: "dense", or "sparse" with experts. Before it: "attention", or "linear". Its heads: `heads_of`.
+        With an indexer: "indexer". With `pattern` one of them alone."""
         if self.pattern:
             return (PATTERN[self.pattern[layer]],)
         sparse = self.moe.num_experts and layer not in self.moe.dense_layers
@@ -225,28 +228,49 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
         return (*kinds, *self.heads_of(layer), *["indexer"] * self.indexer.is_full(layer))
 
     def heads_of(self, layer: int) -> tuple[str, ...]:
-        """Return whose heads layer 0, 1, ... has: "local" or "global"; nothing if all layers have the same."""
+        """Return whose heads layer 0, 1, ... has, "local" or "global", and whether it has keys and values of its own:
+        "keys" or "reads". Return nothing if all layers of the family have the same."""
         if not self.traits.global_heads:
             return ()
-        return ("local" if self.attention.is_local(layer) else "global",)
+        return "local" if self.attention.is_local(layer) else "global", "keys" if self.has_keys(layer) else "reads"
+
+    def has_keys(self, layer: int) -> bool:
+        """Return whether layer 0, 1, ... has keys and values of its own."""
+        return layer < self.num_layers - self.attention.kv_shared_layers
+
+    def keys_of(self, layer: int) -> int:
+        """Return the layer whose keys and values this layer uses."""
+        if self.has_keys(layer):
+            return layer
+        local = self.attention.is_local(layer)
+        return max(n for n in range(layer) if self.has_keys(n) and self.attention.is_local(n) == local)
 
     def of_kinds(self, kinds: tuple[str, ...]) -> ModelConfig:
-        """Return the model with the heads of layers of these kinds in all layers."""
-        if "global" not in kinds:
-            return self
-        attention = self.attention
-        heads = attention.global_kv_heads or self.num_kv_heads
-        return replace(self, head_dim=attention.global_head_dim, num_kv_heads=heads)
+        """Return the model with the heads and the MLP of layers of these kinds in all layers."""
+        attention, sizes = self.attention, dict[str, int]()
+        if "global" in kinds:
+            heads = attention.global_kv_heads or self.num_kv_heads
+            sizes = {"head_dim": attention.global_head_dim, "num_kv_heads": heads}
+        if self.ffn_of(kinds) != self.ffn_hidden_size:
+            sizes["ffn_hidden_size"] = self.ffn_of(kinds)
+        return replace(self, **sizes) if sizes else self
+
+    def ffn_of(self, kinds: tuple[str, ...]) -> int:
+        """Return the width of the MLP in layers of these kinds."""
+        return self.ffn_hidden_size * (2 if self.double_mlp and "reads" in kinds else 1)
 
     def head_kinds(self) -> dict[tuple[str, ...], float]:
         """Return kinds of layers with the same heads -> their share of the layers with attention."""
         if not self.traits.global_heads:
             return {("attention",): 1.0}
-        return {(kind,): self.share(kind) for kind in ("local", "global")}
+        counts = Counter(map(self.heads_of, range(self.num_layers)))
+        return {kinds: count / self.num_layers for kinds, count in counts.items()}
 
-    def has_values(self, kinds: tuple[str, ...]) -> bool:
-        """Return whether layers of these kinds have a matrix of values."""
-        return self.attention.own_values or "global" not in kinds
+    def kv_matrices(self, kinds: tuple[str, ...]) -> int:
+        """Return whether layers of these kinds have matrices of keys and of values: 2, of keys alone: 1, or none."""
+        if "reads" in kinds:
+            return 0
+        return 2 if self.attention.own_values or "global" not in kinds else 1
 
     def layers_of(self, kind: str) -> list[int]:
         return [layer for layer in range(self.num_layers) if kind in self.layer_kinds(layer)]
@@ -255,12 +279,28 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
         """Return the layers of each stage of a pipeline."""
         return cut(self.num_layers, layout.pipeline, tuple(layout.stage_layers), tuple(self.indexer.shared_layers))
 
+    @property
+    def mean_ffn(self) -> float:
+        """The width of the MLP, 0 in layers without one for every token; the mean over layers."""
+        return sum(self.ffn_of(self.layer_kinds(layer)) for layer in self.layers_of("dense")) / self.num_layers
+
+    @property
+    def made_keys(self) -> float:
+        """Numbers of a token's keys and values that a layer has matrices for; the mean over layers."""
+        each = ((share, self.kv_matrices(kinds), self.of_kinds(kinds)) for kinds, share in self.head_kinds().items())
+        return sum(share * count * m.num_kv_heads * m.kv_channels for share, count, m in each)
+
     def share(self, kind: str) -> float:
         """Return the share of layers of this kind."""
         return len(self.layers_of(kind)) / self.num_layers
 
     def is_rotated(self, layer: int) -> bool:
         return self.traits.rotary and layer not in self.attention.nope_layers
+
+    @property
+    def passes_beside(self) -> bool:
+        """Whether layers get more from earlier ones than the residual stream."""
+        return bool(self.layer_input_size or self.attention.kv_shared_layers)
 
     @property
     def narrows(self) -> bool:
@@ -333,7 +373,8 @@ def check_pattern(model: ModelConfig) -> None:
 
 def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
     """Return (key, value, value in a plain model) of optional keys that differ from a plain model's."""
-    entries: list[tuple[str, Any, Any]] = [("mlp_bias", model.mlp_bias, False), ("pattern", model.pattern, "")]
+    alone = {"mlp_bias": False, "pattern": "", "double_mlp": False, "layer_input_size": 0}
+    entries: list[tuple[str, Any, Any]] = [(name, getattr(model, name), plain) for name, plain in alone.items()]
     entries.append(("rope_scaling.llama_4_scaling_beta", model.rope_scaling.llama_4_scaling_beta, 0.0))
     moe = {"dense_layers": [], "shared_ffn_hidden_size": 0, "latent_size": 0, "groups": 1, "top_groups": 1}
     moe["scale"] = 1.0
