@@ -126,8 +126,13 @@ class RolloutEngine:
 
         Called shard by shard between begin_update and finish_update. The entries count as written. Returns None if
         they must not be written; `finish_update` raises the reason. `afresh`: all shards of all tensors are written
-        in this update, so the engine need not keep its content.
+        in this update, so the engine need not keep its content. The view can be kept for later updates: `rewrite`.
         """
+        raise NotImplementedError
+
+    def rewrite(self, name: str, start: int, stop: int, afresh: bool = False) -> bool:
+        """Count entries as written through the view of an earlier update, as `weight_view` does; return whether they
+        may be."""
         raise NotImplementedError
 
 

@@ -6,6 +6,7 @@ Hugging Face tensors as views into a shard, which can be copied without a gather
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -143,6 +144,39 @@ def aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         below = end
     shape.reverse()
     return a.view(shape), b.view(shape)
+
+
+def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Return fewer (target, source) of the same copies. Neighbours of one shape at equal distances in the memory of
+    both become one, with one more dimension."""
+    results, begin = [], 0
+    while begin < len(pairs):
+        end = begin + 1
+        while end < len(pairs) and _distances(pairs, end) == _distances(pairs, begin + 1) is not None:
+            end += 1
+        if end - begin == 1:
+            results.append(pairs[begin])
+        else:
+            steps = _distances(pairs, begin + 1)
+            results.append(
+                tuple(
+                    t.as_strided((end - begin, *t.shape), (step, *t.stride()), t.storage_offset())
+                    for t, step in zip(pairs[begin], steps, strict=True)
+                )
+            )
+        begin = end
+    return results
+
+
+def _distances(pairs: Sequence[tuple[Tensor, Tensor]], index: int) -> tuple[int, int] | None:
+    """Return the distances in elements from the pair before to this one; None if they are not alike."""
+    steps = []
+    for before, t in zip(pairs[index - 1], pairs[index], strict=True):
+        alike = before.shape == t.shape and before.stride() == t.stride() and before.dtype == t.dtype
+        if not alike or before.untyped_storage()._cdata != t.untyped_storage()._cdata:
+            return None
+        steps.append(t.storage_offset() - before.storage_offset())
+    return tuple(steps) if min(steps) > 0 else None
 
 
 def _ends(t: Tensor) -> set[int]:

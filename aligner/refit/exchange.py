@@ -1,14 +1,17 @@
 """Run a refit plan: what a rank holds itself is copied once, straight into its engine; the rest travels in buckets.
 
-At most two messages to send and two to receive are under way, in buffers that are freed at the end: while one is on
-the wire, the next is packed and the one before unpacked. A rank that fails continues until its peers have their
-messages; the commit then fails everywhere. A rank that is gone or stuck is waited for up to the time limit.
+At most two messages to send and two to receive are under way, in buffers that are emptied at the end: while one is on
+the wire, the next is packed and the one before unpacked. What lies at equal distances, as the experts of a layer, is
+one copy. Views are made in the first run and kept: making them takes longer than most copies.
+
+A rank that fails continues until its peers have their messages; the commit then fails everywhere. A rank that is gone
+or stuck is waited for up to the time limit.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from aligner.engines.base import RolloutEngine
 from aligner.errors import RefitError
-from aligner.models.shards import aligned, copy_elements
+from aligner.models.shards import aligned, copy_elements, joined
 from aligner.refit.plan import Message, Plan, TensorSpan
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -41,9 +44,12 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self.steps = list(self.plan.steps(self.rank))
-        self._views: dict[
-            TensorSpan, tuple[tuple[int, int], Tensor, Tensor]
-        ] = {}  # of local spans: addresses, target, source
+        self._copies: dict[
+            int, list[tuple[Tensor, Tensor]]
+        ] = {}  # (target, source) by the identity of a message, 0: local
+        self._places: list[tuple[int, int]] = []  # of the parameters, to which the copies belong
+        self._committed = False  # the last run succeeded
+        self.buffers = [[NOTHING, NOTHING], [NOTHING, NOTHING]]  # to send, to receive
         trainer, rank = self.plan.trainer, self.rank
         self._inside = trainer.replica_of(rank) is not None
         self._tensor_rank = trainer.tensor_rank(rank) if self._inside else 0
@@ -81,9 +87,11 @@ class Exchange:
         Raises RefitError if the others cannot be reached.
         """
         self.cause, self.wire_bytes = cause, 0
-        for span in self.plan.local.get(self.rank, ()):
+        if self.lasting:
+            self._keep_views_of(parameters)
+        if local := self.plan.local.get(self.rank, ()):
             assert engine is not None, f"rank {self.rank} is to fill an engine that it does not have"
-            self._copy(span, parameters, engine)
+            self._write(0, local, engine, lambda span: self.source(span, parameters))
         try:
             if self.steps:
                 self._travel(parameters, engine)
@@ -92,6 +100,7 @@ class Exchange:
 
     def commit(self) -> None:
         """Note that a run has succeeded on every rank: the next one is like it."""
+        self._committed = True
 
     def source(self, span: TensorSpan, parameters: Mapping[str, Tensor]) -> Tensor:
         """Return a span of a Hugging Face tensor as a view into this rank's shard."""
@@ -110,24 +119,47 @@ class Exchange:
     def _note(self, error: Exception) -> None:
         self.cause = self.cause or str(error)
 
-    def _copy(self, span: TensorSpan, parameters: Mapping[str, Tensor], engine: RolloutEngine) -> None:
-        """Copy a span from this rank's shard into its engine. Views are kept while both addresses stay the same: for
-        a small model, making them takes longer than the copy."""
+    def _keep_views_of(self, parameters: Mapping[str, Tensor]) -> None:
+        """Forget the copies if the last run failed, or the parameters are in other memory than before."""
+        places = [(t.untyped_storage()._cdata, t.storage_offset()) for t in parameters.values()]
+        if places != self._places or not self._committed:
+            self._copies, self._places = {}, places
+        self._committed = False
+
+    def _copy(self, key: int, pairs: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> None:
+        """Copy (target, source), which are made once if they last."""
+        if not self.lasting:
+            for target, source in pairs():
+                copy_elements(target, source)
+            return
+        if key not in self._copies:
+            self._copies[key] = joined([aligned(*pair) for pair in pairs()])
+        for target, source in self._copies[key]:
+            target.copy_(source, non_blocking=True)
+
+    def _write(
+        self,
+        key: int,
+        spans: Sequence[TensorSpan],
+        engine: RolloutEngine,
+        source: Callable[[TensorSpan], Tensor],
+        bits: bool = False,
+    ) -> None:
+        """Write spans into the engine; `bits`: as words of a message."""
         if self.cause:
             return
+
+        def pairs() -> Iterable[tuple[Tensor, Tensor]]:
+            for span in spans:
+                x, view = source(span), engine.weight_view(self._name(span), span.start, span.stop, True)
+                if view is not None:
+                    yield self._as_words(span, view) if bits else view, x
+
         try:
-            tensor = self.plan.tensors[span.tensor]
-            view = self._target(span, engine)
-            if view is None:
-                return
-            if not self.lasting:
-                copy_elements(view, self.source(span, parameters))
-                return
-            where = view.data_ptr(), parameters[tensor.spec.canonical].data_ptr()
-            known = self._views.get(span)
-            if known is None or known[0] != where:
-                known = self._views[span] = where, *aligned(view, self.source(span, parameters))
-            known[1].copy_(known[2], non_blocking=True)
+            if key in self._copies:
+                for span in spans:
+                    engine.rewrite(self._name(span), span.start, span.stop, True)
+            self._copy(key, pairs)
         except (RefitError, RuntimeError) as error:
             self._note(error)
 
@@ -138,10 +170,14 @@ class Exchange:
         words = buffer[: message.bytes // self.wire.itemsize]
         if self.cause:
             return words
-        try:
+
+        def pairs() -> Iterable[tuple[Tensor, Tensor]]:
             blocks = words.split([self._numel(span) for span in message.parts])
             for span, block in zip(message.parts, blocks, strict=True):
-                copy_elements(block, self._as_words(span, self.source(span, parameters)))
+                yield block, self._as_words(span, self.source(span, parameters))
+
+        try:
+            self._copy(id(message), pairs)
         except RuntimeError as error:
             self._note(error)
         return words
@@ -150,28 +186,16 @@ class Exchange:
         """Write a received message into the engine."""
         assert engine is not None, f"rank {self.rank} has no engine for what it receives"
         self.wire_bytes += message.bytes
-        if self.cause:
-            return
-        try:
-            views = [self._view(span, engine) for span in message.parts]
-            sizes = [self._numel(span) for span in message.parts]
-            for view, block in zip(views, words.split(sizes), strict=True):
-                if view is not None:
-                    copy_elements(view, block)
-        except (RefitError, RuntimeError) as error:
-            self._note(error)
+        blocks = iter(words.split([self._numel(span) for span in message.parts]))
+        self._write(id(message), message.parts, engine, lambda span: next(blocks), bits=True)
 
-    def _target(self, span: TensorSpan, engine: RolloutEngine) -> Tensor | None:
-        return engine.weight_view(self.plan.tensors[span.tensor].name, span.start, span.stop, True)
-
-    def _view(self, span: TensorSpan, engine: RolloutEngine) -> Tensor | None:
-        view = self._target(span, engine)
-        return None if view is None else self._as_words(span, view)
+    def _name(self, span: TensorSpan) -> str:
+        return self.plan.tensors[span.tensor].name
 
     # ---- the wire
 
     def _travel(self, parameters: Mapping[str, Tensor], engine: RolloutEngine | None) -> None:
-        sending, receiving = map(self._buffers, (0, 1))
+        sending, receiving = map(self._filled, (0, 1), self.buffers)
         sent = [NOTHING, NOTHING]  # kept while it travels
         before: tuple[list[dist.Work], Message | None, Tensor] | None = None
         for turn, (send, receive) in enumerate(self.steps):
@@ -185,6 +209,8 @@ class Exchange:
             before = works, receive, into
         if before is not None:
             self._arrive(*before, engine)
+        for buffer in (*sending, *receiving):
+            buffer.untyped_storage().resize_(0)
 
     def _post(self, send: Message | None, data: Tensor, receive: Message | None, into: Tensor) -> list[dist.Work]:
         operations = []
@@ -203,9 +229,14 @@ class Exchange:
         if message is not None:
             self.unpack(message, words, engine)
 
-    def _buffers(self, side: int) -> list[Tensor]:
+    def _filled(self, side: int, buffers: list[Tensor]) -> list[Tensor]:
+        """Return the buffers of a side with memory. Of kept ones the copies have views."""
         numel = -(-self._largest_bytes(side) // self.wire.itemsize)
-        return [torch.empty(numel, dtype=self.wire, device=self.device) for _ in range(2)]
+        if buffers[0].numel() != numel:
+            buffers[:] = (torch.empty(numel, dtype=self.wire, device=self.device) for _ in range(2))
+        for buffer in buffers:
+            buffer.untyped_storage().resize_(numel * self.wire.itemsize)
+        return buffers
 
     def _lost(self, error: Exception) -> str:
         reason = str(error).splitlines()[0]

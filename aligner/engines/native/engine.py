@@ -119,13 +119,17 @@ class NativeEngine(RolloutEngine):
 
     def weight_view(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
         """See `RolloutEngine.weight_view`. Copies into it are on the current stream, as the engine's own work."""
-        tensor = self.model.tensors.get(name)
-        if tensor is not None:
-            low, high = self.model.interval(tensor)
-            if not low <= start < stop <= high:
-                raise RefitError(f"{name} [{start}:{stop}] came, but this engine's rank holds [{low}:{high}]")
+        return self.model.shard_view(name, start, stop) if self.rewrite(name, start, stop, afresh) else None
+
+    def rewrite(self, name: str, start: int, stop: int, afresh: bool = False) -> bool:
+        """See `RolloutEngine.rewrite`."""
+        low, high = self.model.intervals.get(name, (start, stop))
+        if not low <= start < stop <= high:
+            raise RefitError(f"{name} [{start}:{stop}] came, but this engine's rank holds [{low}:{high}]")
         accepted = self._ledger.accept_shard(name, start, stop)
-        return self.model.shard_view(tensor, start, stop, afresh) if accepted else None
+        if accepted:
+            self.model.packs.open(name, afresh)
+        return accepted
 
     def finish_update(self) -> None:
         for name, tensor in self.model.tensors.items():

@@ -162,12 +162,11 @@ class NativeModel:
         """Return the entries of `tensor.axis` that this rank holds."""
         return self.intervals[tensor.name]
 
-    def shard_view(self, tensor: HfTensor, start: int, stop: int, afresh: bool = False) -> Tensor:
-        """Return a view of entries [start, stop), which this rank holds; elements in Hugging Face's order. With
-        `afresh` it may have any content, and so may its neighbours."""
-        self.packs.open(tensor.name, afresh)
-        view, (low, high) = self._views[tensor.name], self.interval(tensor)
-        if tensor.axis:
+    def shard_view(self, name: str, start: int, stop: int) -> Tensor:
+        """Return a view of entries [start, stop), which this rank holds; elements in Hugging Face's order. Its matrix
+        must be open (`PackedMatrices.open`)."""
+        view, (low, high) = self._views[name], self.intervals[name]
+        if self.tensors[name].axis:
             return view[..., start - low : stop - low]
         each = (high - low) // view.shape[0]  # more than one where heads are split into halves
         return view[(start - low) // each : (stop - low) // each]

@@ -56,9 +56,13 @@ class InPlaceVllmEngine(VllmEngine):
 
     def weight_view(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
         """See `RolloutEngine.weight_view`."""
-        if not self._ledger.accept_shard(name, start, stop):
+        if not self.rewrite(name, start, stop):
             return None
         return self._slots[name].view(self._writer.buffer).narrow(self._tensors[name].axis, start, stop - start)
+
+    def rewrite(self, name: str, start: int, stop: int, afresh: bool = False) -> bool:
+        """See `RolloutEngine.rewrite`."""
+        return self._ledger.accept_shard(name, start, stop)
 
     def finish_update(self) -> None:
         rank = 0 if self._group is None else self._group.rank()
