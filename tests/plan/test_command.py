@@ -117,6 +117,13 @@ def test_a_sweep_lists_what_fits_fastest_first(capsys, monkeypatch):
     assert "no layout of 8 GPUs fits" in capsys.readouterr().err
 
 
+def test_a_sweep_of_layers_that_get_more_than_hidden_states_has_no_stages_and_recomputes_nothing(capsys):
+    line = ["stage=sft", "model=gemma4_e2b", "batch.sequences=4", "data.max_tokens=16384"]
+    assert main(["plan", "--sweep", "--gpus", "4", *line]) == 0
+    output = capsys.readouterr().out
+    assert "parallel.context=2" in output and "pipeline" not in output and "recompute" not in output
+
+
 def test_a_plan_says_what_limits_each_phase(capsys):
     """The value that is named is one with which the phase takes the time that is told, and fits."""
     line = ["plan", "--json", "--gpus", "16", *EIGHT, *TIGHT, "sampling.max_response_tokens=2048"]

@@ -260,13 +260,14 @@ LINEAR = MORE["qwen3_next"]
         (WHOLE, 1, ParallelConfig(), BatchConfig(packing=False), True),
         (replace(WHOLE, recompute="full"), 1, ParallelConfig(), BatchConfig(), True),
         (replace(WINDOWS["gemma3"], num_layers=3, tie_embeddings=False), 1, ParallelConfig(), BatchConfig(), True),
+        (replace(MORE["gemma4-inputs"], tie_embeddings=False), 1, ParallelConfig(), BatchConfig(), True),
         (WHOLE, 2, ParallelConfig(tensor=2), BatchConfig(), True),
         (WHOLE, 2, ParallelConfig(pipeline=2), BatchConfig(micro_batch_samples=2), True),
         (WHOLE, 2, ParallelConfig(tensor=2, sequence=True), BatchConfig(), False),
         (WHOLE, 2, ParallelConfig(context=2), BatchConfig(), False),
         (replace(MOE, tie_embeddings=False), 1, ParallelConfig(), BatchConfig(), False),
     ],
-    ids=["shared", "packed", "padded", "recompute", "windows", "tp2", "pp2", "sequence", "cp2", "experts"],
+    ids=["shared", "packed", "padded", "recompute", "windows", "inputs", "tp2", "pp2", "sequence", "cp2", "experts"],
 )
 @on_ranks()
 def test_leaving_out_what_nobody_reads_changes_nothing(head, cfg, world, parallel, bc, skips_layer):

@@ -127,8 +127,8 @@ class PlainHeads:
         elif staged is not None:
             staged[index, 0].copy_(k.transpose(1, 2))
             staged[index, 1].copy_(v.transpose(1, 2))
-        if self.made and self._is_read(layer):  # later, when the next layer has used the buffer
-            prompts.keys[layer] = (k, v) if prompts.behind is not None else (k.clone(), v.clone())
+        if self.made and self._is_read(layer):  # the last layer that writes to their buffer
+            prompts.keys[layer] = k, v
         seen = prompts.near if self.local[layer] and prompts.near is not None else prompts.causal
         return _gated(prefill_attention(q, k, v, seen, self._scores(index)), gates).flatten(0, 1)
 
