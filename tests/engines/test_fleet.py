@@ -34,6 +34,7 @@ SAMPLINGS = [
     SamplingParams(10, stop=("AB", "K")),
 ]
 REPEATED = {name: MORE[name] for name in ("qwen3_5", "gemma4", "gpt_oss", "olmo2", "nemotron_h")}
+REPEATED["gemma4-inputs"] = replace(MORE["gemma4-inputs"], num_kv_heads=1)
 REPEATED |= {name: MODELS[name] for name in ("llama", "qwen3_moe")} | {"one": replace(MODELS["qwen2"], num_kv_heads=1)}
 
 
