@@ -106,9 +106,11 @@ model.dense => model.ffn_hidden_size %parallel.tensor
 parallel.context>1 parallel.context_mode=alltoall
     => model.num_heads, model.num_kv_heads, model.attention.global_kv_heads, model.linear.key_heads %ranks.heads
     | | parallel.context_mode=allgather takes any number of heads.
-=> parallel.pipeline <=ranks.begins
+=> parallel.pipeline <=ranks.begins | : each of {parallel.virtual_stages=} stages of a rank begins with a layer
 ranks.other_layers => parallel.stage_layers
-    | {parallel.pipeline=} numbers with the sum {model.num_layers=}, one for each stage
+    | {parallel.pipeline=} x {parallel.virtual_stages=} numbers with the sum {model.num_layers=}, one for each stage
+parallel.virtual_stages>1 => model.indexer.loss =0
+    | with {parallel.virtual_stages=}: micro-batches that fill up turns have tokens
 model.passes_beside => parallel.pipeline =1
     | with model.attention.kv_shared_layers={model.attention.kv_shared_layers} and
     model.layer_input_size={model.layer_input_size}: stages pass hidden states alone
@@ -306,7 +308,9 @@ FACTS: dict[str, Callable[[RuleContext], Any]] = {  # values derived from severa
     "ranks.experts": lambda s: (s.ranks - s.cfg.engine.ranks) // (s.cfg.parallel.tensor * s.cfg.parallel.pipeline),
     "ranks.other_layers": _other_layers,
     "ranks.choices": lambda s: [each[0] for each in s.stages if each[0] in s.shape.indexer.shared_layers],
-    "ranks.begins": lambda s: s.shape.num_layers - len(s.shape.indexer.shared_layers),
+    "ranks.begins": lambda s: (
+        (s.shape.num_layers - len(s.shape.indexer.shared_layers)) // s.cfg.parallel.virtual_stages
+    ),
     "ranks.data": lambda s: data_parallel(s.cfg, s.ranks),
     "ranks.rows": lambda s: 8,  # CUDA's product of all experts, in bfloat16, needs rows of multiples of 16 bytes
     "ranks.tensor_rows": lambda s: 8 * s.cfg.parallel.tensor,
@@ -328,7 +332,7 @@ WORDS = {  # the names in messages of numbers that are no keys
     "ranks.heads": "parallel.tensor*context={parallel.tensor}*{parallel.context}",
     "ranks.experts": "the {ranks.experts} data- and context-parallel ranks",
     "ranks.data": "the {ranks.data} data-parallel ranks",
-    "ranks.begins": "the {ranks.begins} layers that can begin a stage",
+    "ranks.begins": "{ranks.begins}",
     "ranks.rows": "8",
     "ranks.tensor_rows": "8 x {parallel.tensor=}",
     "ranks.engine_rows": "8 x {engine.tensor_parallel=}",

@@ -31,6 +31,7 @@ class Layout:
 
     tensor: int
     pipeline: int
+    virtual_stages: int
     stage_layers: tuple[int, ...]  # as `parallel.stage_layers`
     context: int
     data: int
@@ -242,4 +243,4 @@ def build_layout(parallel: ParallelConfig) -> Layout:
     )
     over_heads = parallel.context_mode == "alltoall"
     sizes, peers = tuple(parallel.stage_layers), groups_over("tp", "cp", "pp")
-    return Layout(tp, pp, sizes, cp, dp, ep, parallel.sequence, over_heads, pgs, peers)
+    return Layout(tp, pp, parallel.virtual_stages, sizes, cp, dp, ep, parallel.sequence, over_heads, pgs, peers)

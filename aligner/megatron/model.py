@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import megatron.core.extensions.transformer_engine as te
@@ -21,7 +24,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
@@ -49,6 +52,7 @@ from aligner.megatron.variants import (
 from aligner.models.params import embedding_factor
 from aligner.ops.kernels.products import use_fast_products
 
+_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+\.")
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_pytorch_tanh": gelu_tanh, "relu2": relu2}
 
 logging.getLogger("megatron.core").setLevel(logging.ERROR)  # GPTModel logs its deprecation at every construction
@@ -153,12 +157,17 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype, dev
         recompute_method="block" if cfg.recomputed else None,
         recompute_num_layers=cfg.recomputed or None,
     )
-    return with_fields(config, pipeline_model_parallel_layout=Offset(cfg.stages(layout)[layout.pp_rank].start))
+    return with_fields(
+        config,
+        pipeline_model_parallel_layout=Offset(cfg.stages(layout)[layout.pp_rank].start),
+        virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
+        microbatch_group_size_per_vp_stage=layout.pipeline,
+    )
 
 
-def layer_spec(cfg: ModelConfig, config: LayerConfig, layout: Layout) -> TransformerBlockSubmodules:
+def layer_spec(cfg: ModelConfig, config: LayerConfig, layout: Layout, layers: range) -> TransformerBlockSubmodules:
     experts = partial(ExpertLayer, model=cfg, layout=layout) if cfg.moe.num_experts else None
-    kinds = [cfg.layer_kinds(layer) for layer in cfg.stages(layout)[layout.pp_rank]]
+    kinds = [cfg.layer_kinds(layer) for layer in layers]
     specs = {kind: _layer(cfg, config, kind, experts if "sparse" in kind else None) for kind in set(kinds)}
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=config.norm)
 
@@ -244,6 +253,7 @@ class StageModel(GPTModel):
     ones."""
 
     mixed_layers = False  # then each layer's parameters are tensors of their own in a checkpoint, else all layers' one
+    lengths: tuple[int, ...] = ()  # layers of each stage
 
     def _preprocess(self, input_ids: Tensor, *args: Any, packed_seq_params: Stream, **kwargs: Any) -> tuple:
         """Put what tokens give the layers into the stream."""
@@ -254,7 +264,26 @@ class StageModel(GPTModel):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         marked = (metadata or {}) | {"non_homogeneous_layers": self.mixed_layers}
-        return super().sharded_state_dict(prefix, sharded_offsets, marked)
+        state = super().sharded_state_dict(prefix, sharded_offsets, marked)
+        # Megatron takes layers for neighbours, and names a layer here by how far it is from the first one
+        numbers = [layer.layer_number for layer in self.decoder.layers]
+        index = {f"{number - numbers[0]}.": f"{i}." for i, number in enumerate(numbers)}
+        return {_LAYER.sub(lambda match: index[match[0]], name): item for name, item in state.items()}
+
+    def stages(self) -> list[StageModel]:
+        """Return a view of each stage of this rank, of the same modules."""
+        views, ends = [], [0, *accumulate(self.lengths)]
+        for first, end in pairwise(ends):
+            view, block = copy.copy(self), copy.copy(self.decoder)
+            view._modules, block._modules = dict(self._modules), dict(self.decoder._modules)
+            view._modules["decoder"], block._modules["layers"] = block, self.decoder.layers[first:end]
+            view.pre_process = block.pre_process = self.pre_process and not first
+            view.post_process = block.post_process = self.post_process and end == ends[-1]
+            if not view.post_process:
+                block._modules["final_layernorm"] = None
+            block.num_layers_per_pipeline_rank = end - first
+            views.append(view)
+        return views
 
     def tie_embeddings_and_output_weights_state_dict(
         self, sharded_state_dict: dict, output_layer_weight_key: str, first_stage_word_emb_key: str, metadata: dict
@@ -294,9 +323,10 @@ def build_model(cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype
     tp_rank = layout.tp_rank
     model_parallel_cuda_manual_seed(0, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank, force_reset_rng=True)
     config = transformer_config(cfg, layout, dtype, device)
+    stages = cfg.stages(layout)[layout.pp_rank :: layout.pipeline]
     model = StageModel(
         config=config,
-        transformer_layer_spec=layer_spec(cfg, config, layout),
+        transformer_layer_spec=layer_spec(cfg, config, layout, stages[0]),
         vocab_size=padded_vocab(cfg.vocab_size, layout.tensor),
         max_sequence_length=cfg.max_position,
         pre_process=layout.is_first_stage,
@@ -306,7 +336,12 @@ def build_model(cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype
         position_embedding_type="none",  # the stream brings its own rotary angles (see attention.py)
         pg_collection=layout.pgs,
     )
-    model.mixed_layers = cfg.mixed_layers
+    for layers in stages[1:]:
+        own = with_fields(config, pipeline_model_parallel_layout=Offset(layers.start))
+        spec = layer_spec(cfg, own, layout, layers)
+        block = TransformerBlock(own, spec, pre_process=False, post_process=False, pg_collection=layout.pgs)
+        model.decoder.layers.extend(block.layers)
+    model.mixed_layers, model.lengths = cfg.mixed_layers, tuple(map(len, stages))
     factor = embedding_factor(cfg, dtype)
     if layout.is_first_stage:
         model.embedding.register_forward_hook(_with_plain_strides)

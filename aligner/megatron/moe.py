@@ -206,9 +206,9 @@ class ExpertLayer(torch.nn.Module):
 
     def set_layer_number(self, number: int) -> None:
         """Take the layer's number, which Megatron counts from 1 over all pipeline stages."""
-        first = self.model.stages(self.layout)[self.layout.pp_rank].start
+        own = self.model.rank_layers(self.layout)[self.layout.pp_rank]
         # among the layers with experts of this stage
-        self.position = sum("sparse" in self.model.layer_kinds(i) for i in range(first, number - 1))
+        self.position = sum("sparse" in self.model.layer_kinds(i) for i in own if i < number - 1)
 
     def reset(self) -> None:
         """Forget the counts."""
@@ -315,7 +315,7 @@ class ExpertLayer(torch.nn.Module):
         if fractions is None:
             if self.peers.size() > 1:
                 dist.all_reduce(chosen, group=self.peers)
-            fractions = (chosen / chosen.sum()).float()
+            fractions = (chosen / chosen.sum().clamp_min(1)).float()
         loss = balance_loss(times @ routing.probs / self.tokens, fractions)
         return add_loss(routing.weights, self.moe.aux_coef * loss / self.layout.tensor)
 

@@ -12,47 +12,53 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.transformer import TransformerConfig
-from torch import Tensor
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 from aligner.megatron.groups import Layout
+from aligner.megatron.sharing import LayerConfig, with_fields
 from aligner.types import TrainBatch
 
 Prepared = tuple[TrainBatch, Any]  # a micro-batch with its `packing`, and attention's view of it
 
 
 class Pipeline(P2PCommunicator):
-    """Megatron's exchanges for its schedule without interleaving, and the iterator that feeds its forward steps what
-    is `prepared`. A stage receives each micro-batch just before it computes it, and gradients in the same order."""
+    """Megatron's exchanges for its schedules, and for each stage of this rank the iterator that feeds its forward steps
+    what is `prepared`. A rank prepares a micro-batch just before it receives it for the first time."""
 
-    def __init__(self, layout: Layout, config: TransformerConfig, prepared: Iterator[Prepared]):
-        super().__init__(layout.pgs.pp, config)
-        self._prepared = prepared
-        self._ready: deque[Prepared] = deque()
-        self._owed: deque[tuple[int, int, int]] = deque()  # shapes of the gradients to come
-        self._shares = layout.tensor if layout.sequence else 1  # ranks that share the tokens of a stream
+    def __init__(self, layout: Layout, config: LayerConfig, prepared: Iterator[Prepared], count: int):
+        super().__init__(layout.pgs.pp, with_fields(config, variable_seq_lengths=True))
+        self._prepared, self._shares = prepared, layout.tensor if layout.sequence else 1  # ranks that share a stream
+        self._ready: list[deque[Prepared]] = [deque() for _ in range(layout.virtual_stages)]
+        self._shapes: list[tuple[int, int, int]] = []  # of the micro-batches that have been prepared
+        # All ranks compute in this order, and receive in it. What comes from the last rank to the first one, and its
+        # gradient, is of all stages on a rank but one.
+        order = get_schedule_table(count, layout.virtual_stages, layout.pipeline)
+        every = [number for number, _ in order]
+        around = [number for number, stage in order if stage < layout.virtual_stages - 1]
+        self._inputs = iter(around if layout.is_first_stage else every)
+        self._gradients = iter(around if layout.is_last_stage else every)
 
-    def __iter__(self) -> Iterator[Prepared]:
-        return self
+    def feeds(self) -> list[Iterator[Prepared]]:
+        return [self._feed(ready) for ready in self._ready]
 
-    def __next__(self) -> Prepared:
-        return self._ready.popleft()
+    def _feed(self, ready: deque[Prepared]) -> Iterator[Prepared]:
+        while True:
+            if not ready:
+                self._prepare()
+            yield ready.popleft()
 
-    def _coming(self) -> list[tuple[int, int, int]]:
-        """Prepare the next micro-batch and return its shape."""
-        self._ready.append(next(self._prepared))
-        tokens = self._ready[-1][0].packing.tokens
-        self._owed.append((tokens // self._shares, 1, self.config.hidden_size))
-        return [self._owed[-1]]
+    def _prepare(self) -> None:
+        one = next(self._prepared)
+        self._shapes.append((one[0].packing.tokens // self._shares, 1, self.config.hidden_size))
+        for ready in self._ready:
+            ready.append(one)
 
-    def recv_forward(self, tensor_shapes: list, is_first_stage: bool) -> list[Tensor | None]:
-        return super().recv_forward(self._coming(), is_first_stage)
+    def _shape(self, number: int) -> tuple[int, int, int]:
+        while number >= len(self._shapes):
+            self._prepare()
+        return self._shapes[number]
 
-    def send_backward_recv_forward(self, input_tensor_grads: list, tensor_shapes: list, is_first_stage: bool) -> list:
-        return super().send_backward_recv_forward(input_tensor_grads, self._coming(), is_first_stage)
-
-    def recv_backward(self, tensor_shapes: list, is_last_stage: bool) -> list[Tensor | None]:
-        return super().recv_backward([self._owed.popleft()], is_last_stage)
-
-    def send_forward_recv_backward(self, output_tensors: list, tensor_shapes: list, is_last_stage: bool) -> list:
-        return super().send_forward_recv_backward(output_tensors, [self._owed.popleft()], is_last_stage)
+    def _communicate_shapes(self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool):
+        """Return the shapes of what comes from the rank before and from the next one, for which Megatron asks both."""
+        before = self._shape(next(self._inputs)) if recv_prev else (0, 0, 0)
+        return before, self._shape(next(self._gradients)) if recv_next else (0, 0, 0)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,14 +60,17 @@ if TYPE_CHECKING:
 LossFunction = Callable[[Tensor, TrainBatch], LossOutput]
 
 
+FILLER = TrainBatch(torch.zeros(1, 2, dtype=torch.int64), torch.tensor([2]), torch.zeros(1, 0))
+
+
 def last_hidden(hidden_states: Tensor, **unused) -> Tensor:
     """Return [N, 1, H] unchanged: Megatron's hook in place of its output layer."""
     return hidden_states
 
 
-def _finalize(model, num_tokens=None, pg_collection=None, force_all_reduce=False) -> None:
+def _finalize(wrapped, model, num_tokens=None, pg_collection=None, force_all_reduce=False) -> None:
     """Reduce gradients as Megatron does, without its division by a token count: denominators are in the loss."""
-    finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=bool(force_all_reduce))
+    finalize_model_grads([wrapped], None, pg_collection=pg_collection, force_all_reduce=bool(force_all_reduce))
 
 
 class ShardedModel:
@@ -128,7 +133,9 @@ class ShardedModel:
             self.optimizer = self._build_optimizer(optim)
         # in these layouts a row is on several ranks
         self._narrows = not (layout.context > 1 or layout.sequence) and cfg.narrows
-        self._schedule = get_forward_backward_func(pp_size=layout.pipeline, vp_size=None)
+        self._schedule = get_forward_backward_func(
+            pp_size=layout.pipeline, vp_size=layout.virtual_stages if layout.virtual_stages > 1 else None
+        )
 
     @property
     def exchanges(self) -> bool:
@@ -162,8 +169,8 @@ class ShardedModel:
             check_for_nan_in_grad=False,  # `step` refuses a gradient norm that is not finite
         )
         config = self.module.config
-        config.finalize_model_grads_func = _finalize
         wrapped = DistributedDataParallel(config, ddp, self.module, pg_collection=self.layout.pgs)
+        config.finalize_model_grads_func = partial(_finalize, wrapped)
         config.no_sync_func = wrapped.no_sync
         return wrapped
 
@@ -195,6 +202,8 @@ class ShardedModel:
         packing, window = self._pack(batch), self.cfg.attention.window
         near = windowed(packing, window).additive(self.dtype) if window else None
         times = self._times(batch, packing) if self.cfg.moe.num_experts else None  # once for all layers, by the host
+        if times is not None and micro_batch is FILLER:
+            times = replace(times, count=torch.zeros_like(times.count))
         packing, batch = packing.additive(self.dtype), replace(batch, routing=None)
         if not self.layout.is_last_stage:
             batch = batch.without(TeacherTargets)
@@ -206,7 +215,7 @@ class ShardedModel:
         times = packing.times()
         if batch.routing is None:
             return times
-        own = self.cfg.stages(self.layout)[self.layout.pp_rank]
+        own = self.cfg.rank_layers(self.layout)[self.layout.pp_rank]
         here = batch.routing[:, :, torch.tensor([layer in own for layer in self.cfg.layers_of("sparse")])]
         return replace(times, replay=RoutingReplay.of(packing, here, batch.lengths, times.real))
 
@@ -332,8 +341,12 @@ class ShardedModel:
         }
         if self.layout.pipeline == 1:
             return self._schedule(**arguments)
-        pipeline = Pipeline(self.layout, self.module.config, arguments["data_iterator"])
-        outputs = self._schedule(**arguments | {"data_iterator": pipeline, "p2p_communicator": pipeline})
+        pipeline = Pipeline(self.layout, self.module.config, arguments["data_iterator"], len(micro_batches))
+        feeds = pipeline.feeds()
+        arguments |= {"data_iterator": feeds[0], "p2p_communicator": pipeline}
+        if len(feeds) > 1:
+            arguments |= {"data_iterator": feeds, "model": self.module.stages()}
+        outputs = self._schedule(**arguments)
         self.module.set_input_tensor([None])  # else the stage keeps what it received last, with its gradient
         return outputs
 
@@ -348,7 +361,7 @@ class ShardedModel:
         def collect(output: Tensor, batch: TrainBatch, non_loss_data: bool) -> Tensor:
             return read(output, batch)
 
-        padded = [*micro_batches, *self._dummies(len(micro_batches))]
+        padded = [*micro_batches, *self._fillers(len(micro_batches), self._most(len(micro_batches))[0])]
         was_training = self.wrapped.training
         self.wrapped.eval()
         try:
@@ -356,11 +369,12 @@ class ShardedModel:
         finally:
             self.wrapped.train(was_training)
 
-    def _dummies(self, count: int) -> list[TrainBatch]:
+    def _fillers(self, own: int, most: int) -> list[TrainBatch]:
         """Return micro-batches of one short row, as many as this rank has fewer than others that it exchanges tokens
-        with."""
-        row = TrainBatch(torch.zeros(1, 2, dtype=torch.int64), torch.tensor([2]), torch.zeros(1, 0))
-        return [row] * (self._most(count)[0] - count)
+        with. Stages that take turns do so after as many as there are ranks."""
+        if self.layout.virtual_stages > 1:
+            most = -(-most // self.layout.pipeline) * self.layout.pipeline
+        return [FILLER] * (most - own)
 
     def _most(self, *counts: int) -> list[int]:
         """Return the largest of each count over the ranks that this one exchanges tokens with. It runs on the CPU:
@@ -371,7 +385,8 @@ class ShardedModel:
 
     def _look(self, micro_batches: Sequence[TrainBatch]) -> None:
         """Run a forward pass for its side effects."""
-        self._run(micro_batches, lambda output, batch, non_loss_data: None, forward_only=True, non_loss=True)
+        padded = [*micro_batches, *self._fillers(len(micro_batches), len(micro_batches))]
+        self._run(padded, lambda output, batch, non_loss_data: None, forward_only=True, non_loss=True)
 
     def step(self, micro_batches: Sequence[TrainBatch], loss: LossFunction) -> ScalarMetrics:
         """Run forward, backward and one optimizer step over this rank's micro-batches of one minibatch.
@@ -390,11 +405,17 @@ class ShardedModel:
         self.load.begin(micro_batches, lambda: self._look(micro_batches))
         self.indexer_loss.begin(micro_batches)
 
+        # first, as gradients are reduced while those of the last one come, which has all
+        fillers, numbers = self._fillers(most, most), count()
+
         def collect(output: Tensor, batch: TrainBatch):
+            if next(numbers) < len(fillers):
+                return output.sum() * 0, torch.zeros((), dtype=torch.int, device=output.device), None
             out = loss(output, batch)
             return out.loss, torch.zeros((), dtype=torch.int, device=output.device), out.detached()
 
-        outputs: list[LossOutput] = self._run(micro_batches, collect, forward_only=False, non_loss=False)
+        outputs: list[LossOutput] = self._run([*fillers, *micro_batches], collect, forward_only=False, non_loss=False)
+        outputs = outputs[len(fillers) :]
         lr = lr_at(self.step_count, self.optim, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)

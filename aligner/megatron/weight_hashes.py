@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aligner.megatron.checkpoint import weight_state
 from aligner.megatron.train import ShardedModel
-from aligner.megatron.weights import canonical_name, first_layer
+from aligner.megatron.weights import canonical_name, own_layers
 from aligner.ops.kernels.hashes import odd_numbers, part_hash
 
 ROW, COLUMN = 1, 2  # purposes for which odd numbers are drawn
@@ -35,9 +35,9 @@ class WeightHashes:
     """Hashes of this rank's share. Views of the weights are kept, as weights stay in place while the model lives."""
 
     def __init__(self, model: ShardedModel):
-        first = first_layer(model.module)
+        layers = own_layers(model.module)
         self.pieces = [
-            _piece(canonical_name(name, first), leaf, model.cfg.vocab_size)
+            _piece(canonical_name(name, layers), leaf, model.cfg.vocab_size)
             for name, item in weight_state(model).items()
             for leaf in (nested_values(item.build()) if isinstance(item, ShardedTensorFactory) else [item])
             if is_main_replica(leaf.replica_id)

@@ -7,7 +7,7 @@ and tied embeddings.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,30 +27,29 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 WeightSource = Callable[[ParamSpec], Tensor]  # spec -> full canonical tensor (tensor-parallel size 1)
 
 
-def canonical_name(name: str, first_layer: int) -> str:
-    """Return the canonical name of a stage's parameter `name`; `first_layer` is the global index of its layer 0."""
+def canonical_name(name: str, layers: Sequence[int]) -> str:
+    """Return the canonical name of a rank's parameter `name`; `layers` are the numbers of its layers."""
     if name.startswith("decoder.layers."):
         index, rest = name.removeprefix("decoder.layers.").split(".", 1)
-        return f"decoder.layers.{int(index) + first_layer}.{rest}"
+        return f"decoder.layers.{layers[int(index)]}.{rest}"
     return name
 
 
-def first_layer(model: GPTModel) -> int:
-    layers = model.decoder.layers
-    return layers[0].layer_number - 1 if len(layers) else 0
+def own_layers(model: GPTModel) -> list[int]:
+    return [layer.layer_number - 1 for layer in model.decoder.layers]
 
 
 def local_modules(model: GPTModel) -> dict[str, torch.nn.Module]:
     """Return canonical name -> this rank's module that has parameters of its own."""
-    first = first_layer(model)
+    layers = own_layers(model)
     own = ((name, module) for name, module in model.named_modules() if list(module.parameters(recurse=False)))
-    return {canonical_name(f"{name}.", first).removesuffix("."): module for name, module in own}
+    return {canonical_name(f"{name}.", layers).removesuffix("."): module for name, module in own}
 
 
 def local_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
     """Return canonical name -> this rank's parameter (its tensor-parallel shard), without those of adapters."""
-    first = first_layer(model)
-    named = {canonical_name(name, first): p for name, p in model.named_parameters() if "adapters." not in name}
+    layers = own_layers(model)
+    named = {canonical_name(name, layers): p for name, p in model.named_parameters() if "adapters." not in name}
     if model.share_embeddings_and_output_weights and not model.pre_process and OUTPUT in named:
         named[EMBEDDING] = named.pop(OUTPUT)  # the last stage's copy of the tied embedding
     return named

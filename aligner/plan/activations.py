@@ -105,17 +105,18 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int) -> list[float]:
 
 
 def activation_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
-    """Return the bytes of the micro-batches that stage `stage` of a 1F1B pipeline holds at a time, min(micro-batches,
-    stages - stage). A recomputed layer keeps only its input. The last layer counts like the others, as rows
-    may be almost all response."""
+    """Return the bytes of the micro-batches that rank `stage` of a 1F1B pipeline holds at a time, min(micro-batches,
+    stages - stage), or as many shares of them as an interleaved one begins before the first gradient. A recomputed
+    layer keeps only its input. The last layer counts like the others, as rows may be almost all response."""
     grid, m, layers = job.grid, model.shape, _layers(job, model, stage)
     stream = _stream(job, model)
     own, share = stream.tokens / grid.context, grid.tensor if grid.sequence else 1
     first = m.hidden_size + 2 * m.num_layers * m.layer_input_size  # inputs of all layers, and what their norm sees
     ends = (stage == 0) * first / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
-    again = min(job.recompute, len(layers))
+    again = min(job.recompute * grid.virtual, len(layers))
     kept = again * own * m.hidden_size / share + job.kept * sum(layers[again:])
-    in_flight = min(stream.count, grid.pipeline - stage)
+    turns, behind = grid.virtual, grid.pipeline - stage - 1
+    in_flight = min(stream.count, behind + 1 if turns == 1 else (2 * behind + (turns - 1) * grid.pipeline + 1) / turns)
     mask = stream.shared.mask if stream.shared else 0.0
     return job.element * in_flight * (kept + ends * own + mask)
 

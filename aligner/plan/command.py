@@ -144,6 +144,7 @@ def _table(predictions: list[Prediction], top: int) -> str:
             for key, value in (
                 ("tensor", grid.tensor),
                 ("pipeline", grid.pipeline),
+                ("virtual_stages", grid.virtual),
                 ("context", grid.context),
                 ("expert", grid.expert),
             )

@@ -148,7 +148,7 @@ class PlanJob:
     # of a stage without rollouts: `config.stage.Stage.passes`
     passes: Mapping[str, float] = field(default_factory=dict)
     package: bool = False  # flash-linear-attention computes linear attention
-    # not of this project yet: what published runs have, as `Grid.virtual` and `Grid.folded`
+    # not of this project yet: what published runs have, as `Grid.folded`
     overlap: tuple[str, ...] = ()  # axes whose messages run beside products
     node_dispatch: bool = False  # a token goes once to each node with experts that it chose
     kept: float = 1.0  # share of activations that FP8 or recomputing some of them leaves
@@ -249,7 +249,7 @@ def grid_of(cfg: Config, gpus: int) -> Grid:
     p = cfg.parallel
     over_heads = p.context_mode == "alltoall"
     data, sizes = gpus // p.model_size, tuple(p.stage_layers)
-    return Grid(p.tensor, p.pipeline, p.context, p.expert, data, p.sequence, over_heads, sizes)
+    return Grid(p.tensor, p.pipeline, p.context, p.expert, data, p.sequence, over_heads, sizes, p.virtual_stages)
 
 
 def job_of(

@@ -32,10 +32,13 @@ class Grid:
     sequence: bool = False
     over_heads: bool = False  # context parallelism by all-to-all, else by all-gather of keys and values
     stage_layers: tuple[int, ...] = ()  # as `parallel.stage_layers`
-    # not of this project yet: parts of the model on each rank of a pipeline that takes turns with them, and experts
-    # whole on tensor ranks, each of which sends its own tokens alone
-    virtual: int = 1
+    virtual: int = 1  # as `parallel.virtual_stages`
+    # not of this project yet: experts whole on tensor ranks, each of which sends its own tokens alone
     folded: bool = False
+
+    @property
+    def virtual_stages(self) -> int:
+        return self.virtual
 
     @property
     def gpus(self) -> int:
@@ -105,7 +108,7 @@ def attention_widths(m: ModelConfig, kinds: Kinds = ()) -> tuple[float, float, f
 
 def stage_layers(m: ModelConfig, grid: Grid, stage: int) -> list[Kinds]:
     """Return the kinds of each layer of a pipeline stage."""
-    return [m.layer_kinds(layer) for layer in m.stages(grid)[stage]]
+    return [m.layer_kinds(layer) for layer in m.rank_layers(grid)[stage]]
 
 
 def mixers(kinds: Kinds) -> int:

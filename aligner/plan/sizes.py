@@ -118,7 +118,7 @@ def forward_bytes(job: PlanJob, model: PlannedModel, stage: int, tokens: float) 
     wide = (1 + m.mlp_parts) * widest_mlp(m) / grid.tensor + 2 * m.moe.top_k * m.expert_hidden * bool(m.moe.num_experts)
     stream = m.hidden_size + (4 * m.hidden_size + 2 * inputs_width(m)) / (grid.tensor if grid.sequence else 1)
     every = grid.context * min(1.0, grid.rule_share)  # tokens that the rule sees, for each of the rank's own
-    layers = m.stages(grid)[stage] if model.grid is None else range(m.num_layers)
+    layers = m.rank_layers(grid)[stage] if model.grid is None else range(m.num_layers)
     linear = not set(layers).isdisjoint(m.layers_of("linear"))
     rule = rule_forward(m, job.package) * every / grid.tensor if linear else 0.0
     return tokens * (job.element * stream + max(job.element * wide, rule))

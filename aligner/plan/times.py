@@ -172,7 +172,7 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machin
     masked = alike.followers / tokens if alike and alike.mask else 0.0
     share = 1 / grid.context / grid.tensor
     own, kept, last = computed * tokens * share, computed * read.kept * share, stage == grid.pipeline - 1
-    count = len(m.stages(grid)[stage])
+    count = len(m.rank_layers(grid)[stage])
     products = (count - last) * machine.layer_products(m, own) + last * machine.layer_products(m, own, kept)
     if not grid.sequence:  # what every tensor rank has whole, it computes for all tokens
         whole = latent_matrices(m) + m.share("sparse") * expert_latents(m) + input_matrices(m)
@@ -208,7 +208,7 @@ def micro_batch_seconds(
     more, likewise a head whose logits come in parts. Outputs that nobody reads are left out. Gradients of a micro-batch
     are added to float32 ones."""
     grid, m, read, frozen = job.grid, model.shape, reads(job, model, tokens), is_adapted(model)
-    layers = len(m.stages(grid)[stage])
+    layers = len(m.rank_layers(grid)[stage])
     work = Work(1 + min(1, job.recompute / layers), 1, frozen) if backward else Work()
     total = _layers(job, model, stage, tokens, machine, work)
     if frozen:

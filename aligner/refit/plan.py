@@ -29,7 +29,7 @@ from aligner.models.shards import HfTensor
 class TrainerGrid:
     """Ranks of the trainer, fastest first: tensor, context, data, pipeline (as `megatron.groups.build_layout`)."""
 
-    stage_layers: tuple[range, ...]
+    stage_layers: tuple[Sequence[int], ...]
     tensor: int = 1
     context: int = 1
     data: int = 1
@@ -38,7 +38,7 @@ class TrainerGrid:
 
     @classmethod
     def of(cls, model: ModelConfig, layout: LayoutSizes, data: int) -> TrainerGrid:
-        return cls(model.stages(layout), layout.tensor, layout.context, data, layout.expert)
+        return cls(model.rank_layers(layout), layout.tensor, layout.context, data, layout.expert)
 
     @property
     def pipeline(self) -> int:

@@ -108,7 +108,7 @@ class Rehearsal:
     def one_by_one(self) -> Counter[str]:
         """Lines that make a tensor for each token of a row, all by one operation: a kernel for each, only launches.
         Megatron's and autograd's tensors of all layers have one line of ours, but many operations."""
-        layers, lines = max(map(len, self.cfg.model.stages(self.cfg.parallel))), Counter[str]()
+        layers, lines = max(map(len, self.cfg.model.rank_layers(self.cfg.parallel))), Counter[str]()
         many = max(self.job.rows.longest, MADE_IN_A_LAYER * layers)
         for record in self.records.values():
             for name in ("logprobs", "update"):

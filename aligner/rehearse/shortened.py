@@ -40,7 +40,8 @@ def install(record: RehearsalRecord) -> None:
         phase = record.phase
         before = phase.seconds
         outputs = shortened(self, micro_batches, *arguments, **named)
-        bubble_s = (phase.seconds - before) * (self.layout.pipeline - 1) / max(1, len(micro_batches))
+        waits = (self.layout.pipeline - 1) / self.layout.virtual_stages
+        bubble_s = (phase.seconds - before) * waits / max(1, len(micro_batches))
         phase.bubble_s += bubble_s
         phase.seconds += bubble_s
         phase.micro_batches += len(micro_batches)
@@ -50,7 +51,8 @@ def install(record: RehearsalRecord) -> None:
         self: Any, micro_batches: Sequence[TrainBatch], collect: Callable, forward_only: bool, non_loss: bool
     ) -> list:
         plan = kept([_kind(batch) for batch in micro_batches], self.layout.pipeline)
-        if len(plan) == len(micro_batches):
+        # with turns, what a rank holds and sends depends on all of them
+        if len(plan) == len(micro_batches) or self.layout.virtual_stages > 1:
             return run(self, micro_batches, collect, forward_only, non_loss)
         prepare, begun = self._prepare, iter(range(len(plan)))
         repeat: list[tuple[Counts, int]] = []  # counters before the one to be repeated, and how often it is

@@ -38,8 +38,8 @@ def test_recipes_set_teacher_and_divergence():
 
 
 def test_a_teachers_pipeline_of_its_own_has_even_stages():
-    student = ParallelConfig(pipeline=2, stage_layers=[3, 1])
-    assert DistillConfig(tensor=2).layout(student).stage_layers == [3, 1]
+    student = ParallelConfig(pipeline=2, stage_layers=[3, 1, 1, 1], virtual_stages=2)
+    assert DistillConfig(tensor=2).layout(student).stage_layers == [3, 1, 1, 1]
     assert DistillConfig(pipeline=4).layout(student) == ParallelConfig(pipeline=4)
 
 

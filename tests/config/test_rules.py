@@ -104,6 +104,9 @@ sft@2 ; parallel.tensor=2 ; model.num_kv_heads=1 => model.num_kv_heads
 sft@3 ; parallel.tensor=3 ; model.num_heads=6 ; model.num_kv_heads=6 ; model.hidden_size=192 ; model.ffn_hidden_size=512
     => model.ffn_hidden_size
 sft@5 ; parallel.pipeline=5 => parallel.pipeline
+sft@4 ; parallel={pipeline: 4, virtual_stages: 2} => parallel.pipeline
+sft ; parallel.virtual_stages=2 => parallel.virtual_stages
+sft@2 ; model=glm5 ; model.indexer.loss=1 ; parallel={pipeline: 2, virtual_stages: 2} => model.indexer.loss
 sft@2 ; parallel={pipeline: 2, stage_layers: [1, 2]} => parallel.stage_layers
 sft@2 ; parallel={pipeline: 2, stage_layers: [4]} => parallel.stage_layers
 sft@2 ; parallel={pipeline: 2, stage_layers: [4, 0]} => parallel.stage_layers

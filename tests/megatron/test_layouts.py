@@ -31,6 +31,9 @@ STAGES = {
     "pp3": (3, ParallelConfig(pipeline=3)),
     "pp4": (4, ParallelConfig(pipeline=4)),
     "pp2-given": (2, ParallelConfig(pipeline=2, stage_layers=[3, 1])),
+    "pp2-turns": (2, ParallelConfig(pipeline=2, virtual_stages=2)),
+    "pp2-given-turns": (2, ParallelConfig(pipeline=2, virtual_stages=2, stage_layers=[1, 2, 1, 1])),
+    "tp2-pp2-turns": (4, ParallelConfig(pipeline=2, virtual_stages=2, tensor=2, sequence=True)),
 }
 GENTLE = replace(SGD, lr=SGD.lr / 10)  # where vectors are made unit ones a whole gradient magnifies what is rounded
 BASE = BatchConfig(micro_batch_samples=3)
@@ -44,6 +47,7 @@ CUT = {name: {"cfg": cfg} for name, cfg in MORE.items() if name not in ("yarn", 
 CUT["indexer_loss"] = {"cfg": replace(MORE["glm_moe_dsa"], indexer=replace(MORE["glm_moe_dsa"].indexer, loss=0.5))}
 CUT["gpt_oss"] = {"cfg": replace(GPT_OSS, num_layers=4)}  # context ranks round 10 % more with three
 CUT["five"] = {"cfg": replace(MODELS["qwen3"], num_layers=5)}
+CUT["balanced"] = {"cfg": replace(MORE["qwen3_moe-mixed"], moe=replace(MORE["qwen3_moe-mixed"].moe, aux_coef=0.1))}
 LINEAR = ("qwen3_next", "nemotron_h")
 WINDOWED = {name: {"cfg": cfg} for name, cfg in (WINDOWS | {"sinks": GPT_OSS, "gemma4": MORE["gemma4"]}).items()}
 
@@ -151,7 +155,16 @@ def test_more_families_learn_the_same(ranks, alone, name, layout):
 
 @pytest.mark.parametrize(
     "name, layout",
-    [("five", "pp4"), ("nemotron_h", "pp3"), ("qwen3_moe-mixed", "pp2-given"), ("gemma4-experts", "pp3")],
+    [
+        ("five", "pp4"),
+        ("nemotron_h", "pp3"),
+        ("qwen3_moe-mixed", "pp2-given"),
+        ("gemma4-experts", "pp3"),
+        ("five", "pp2-turns"),
+        ("five", "pp2-given-turns"),
+        ("nemotron_h", "pp2-turns"),
+        ("balanced", "tp2-pp2-turns"),
+    ],
 )
 def test_stages_with_other_numbers_of_layers_learn_the_same(ranks, alone, name, layout):
     world, parallel = STAGES[layout]

@@ -32,11 +32,11 @@ RSLORA = replace(SOME, lora=replace(SOME.lora, rslora=True))
 DORA = replace(MODELS["qwen2"], lora=replace(LORA, dora=True, targets=["k_proj", "o_proj", "gate_proj", "down_proj"]))
 SPARSE = replace(MOE, lora=LORA)
 SPARSE_DORA = replace(MOE, lora=replace(DORA.lora, targets=["q_proj", "up_proj", "down_proj"]))
-PP2 = ParallelConfig(pipeline=2)
+PP2, TURNS = ParallelConfig(pipeline=2), ParallelConfig(pipeline=2, virtual_stages=2)
 TP2, SP2 = ParallelConfig(tensor=2), ParallelConfig(tensor=2, sequence=True)
 LAYOUTS = {
     "some": (SOME, (TP2, SP2, ParallelConfig(context=2), ParallelConfig())),
-    "some, recomputed": (replace(SOME, recompute="full", num_layers=3), (PP2, ParallelConfig())),
+    "some, recomputed": (replace(SOME, recompute="full", num_layers=5), (TURNS, ParallelConfig())),
     "dora": (DORA, (TP2, SP2)),
     "experts": (SPARSE, (SP2, ParallelConfig(expert=2))),
     "dora of experts": (SPARSE_DORA, (TP2, ParallelConfig(expert=2))),

@@ -2,6 +2,7 @@
 many lengths, is in `test_layouts.py`."""
 
 import weakref
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -63,6 +64,21 @@ def test_no_message_tells_a_shape(world, parallel):
     assert forward == ([] if model.layout.pp_rank else shapes)
     assert step == shapes  # activations of the first stage, gradients of the last
     assert not waited.called
+
+
+@on_ranks(2)
+def test_stages_that_take_turns_send_what_those_of_as_many_ranks_send():
+    """Of four stages on two ranks, with micro-batches of unequal length."""
+    cfg, forward, step = replace(LLAMA, num_layers=4), [], []
+    model, full = build(cfg, ParallelConfig(pipeline=2, virtual_stages=2), ADAM), batch(cfg)
+    parts = micro_batches(full, BatchConfig(micro_batch_samples=2))
+    with Noted(forward):
+        model.forward(parts, lambda output, b: output)
+    with Noted(step):
+        model.step(parts, nll_loss(model, full))
+    shapes = [(model._pack(piece.trim()).tokens, 1, cfg.hidden_size) for piece in parts]
+    assert sorted(forward) == sorted(shapes * (1 if model.layout.pp_rank else 2)), "the last has nothing behind it"
+    assert sorted(step) == sorted(shapes * 3)
 
 
 @on_ranks(2)

@@ -171,6 +171,15 @@ def test_the_fullest_stage_needs_the_most_memory():
     assert peaks[1] > 1.5 * peaks[0]
 
 
+def test_stages_that_take_turns_hold_more_micro_batches_and_wait_less():
+    line = ["stage=sft", "model=llama3_8b", "batch.sequences=64", "batch.micro_batch_samples=1", "parallel.pipeline=4"]
+    one, two = (job_of(compose([*line, f"parallel.virtual_stages={n}"]), 4) for n in (1, 2))
+    held = [activation_bytes(job, job.policy, 0) for job in (one, two)]
+    assert held[1] / held[0] == pytest.approx((2 * 3 + 4 + 1) / 2 / 4)  # arXiv:2104.04473, section 2.2
+    waits = [plan_times(job, H100, Assumptions())["update"].parts["bubble"] for job in (one, two)]
+    assert 0.4 < waits[1] / waits[0] < 0.6
+
+
 def test_a_sweep_cuts_61_layers_into_8_stages():
     layouts = list(candidates(shape("deepseek_v3"), 64, 8))
     assert {parallel.pipeline for parallel in layouts} == {1, 2, 4, 8, 16, 32}

@@ -107,7 +107,7 @@ def test_the_verdict_is_withheld_without_power(logprobs):
         (1, ONE, torch.float32, "qwen3"),
         (1, ONE, torch.bfloat16, "llama"),
         (2, TP, torch.float32, "qwen2"),
-        (2, ParallelConfig(pipeline=2, stage_layers=[2, 1]), torch.bfloat16, "qwen3"),
+        (2, ParallelConfig(pipeline=2, virtual_stages=2), torch.bfloat16, "qwen3"),
         (2, ONE, torch.bfloat16, "llama"),
         (4, ParallelConfig(tensor=2, pipeline=2), torch.float32, "llama"),
         (2, ParallelConfig(expert=2), torch.float32, "qwen3_moe"),
@@ -116,7 +116,7 @@ def test_the_verdict_is_withheld_without_power(logprobs):
 )
 @on_ranks()
 def test_a_refitted_engine_passes(world, parallel, dtype, name):
-    cfg = MOE if name == "qwen3_moe" else replace(MODELS[name], num_layers=3)
+    cfg = MOE if name == "qwen3_moe" else replace(MODELS[name], num_layers=5)
     reported = follow(cfg, parallel, dtype, SMALL, steps=3)
     assert [t["engine"] for t in reported] == [t["refit/version"] for t in reported] == [0, 1, 2, 3, 3]
     assert reported[-1]["refit/sentinel_progress"] == 1.0  # no step: nothing to compare

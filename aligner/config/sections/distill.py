@@ -82,8 +82,8 @@ on_policy=1 => sft_coef =0 | with algorithm.distill.on_policy=1: a student does 
         """Return the teacher's layout, on the same ranks."""
         tensor = self.tensor or student.tensor
         pipeline, sequence = self.pipeline or student.pipeline, student.sequence and tensor > 1
-        sizes = student.stage_layers * (pipeline == student.pipeline)
-        return replace(student, tensor=tensor, pipeline=pipeline, stage_layers=sizes, sequence=sequence)
+        student = student if pipeline == student.pipeline else replace(student, stage_layers=[], virtual_stages=1)
+        return replace(student, tensor=tensor, pipeline=pipeline, sequence=sequence)
 
     def generates(self, step: int) -> bool:
         """Return whether the student answers in step 1, 2, ...: of the first n steps in `on_policy` * n, rounded

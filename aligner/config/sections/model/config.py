@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -277,7 +278,13 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
 
     def stages(self, layout: LayoutSizes) -> tuple[range, ...]:
         """Return the layers of each stage of a pipeline."""
-        return cut(self.num_layers, layout.pipeline, tuple(layout.stage_layers), tuple(self.indexer.shared_layers))
+        count, sizes = layout.pipeline * layout.virtual_stages, tuple(layout.stage_layers)
+        return cut(self.num_layers, count, sizes, tuple(self.indexer.shared_layers))
+
+    def rank_layers(self, layout: LayoutSizes) -> tuple[tuple[int, ...], ...]:
+        """Return the layers of each rank of a pipeline, which takes every so many-th stage."""
+        stages = self.stages(layout)
+        return tuple(tuple(chain(*stages[rank :: layout.pipeline])) for rank in range(layout.pipeline))
 
     @property
     def mean_ffn(self) -> float:

@@ -13,6 +13,7 @@ class LayoutSizes(Protocol):
 
     tensor: int
     pipeline: int
+    virtual_stages: int
     context: int
     expert: int
     stage_layers: Sequence[int]
