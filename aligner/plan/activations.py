@@ -113,7 +113,7 @@ def activation_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     own, share = stream.tokens / grid.context, grid.tensor if grid.sequence else 1
     first = m.hidden_size + 2 * m.num_layers * m.layer_input_size  # inputs of all layers, and what their norm sees
     ends = (stage == 0) * first / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
-    again = min(job.recompute * grid.virtual, len(layers))
+    again = min(job.recompute, len(layers))
     kept = again * own * m.hidden_size / share + job.kept * sum(layers[again:])
     turns, behind = grid.virtual, grid.pipeline - stage - 1
     in_flight = min(stream.count, behind + 1 if turns == 1 else (2 * behind + (turns - 1) * grid.pipeline + 1) / turns)

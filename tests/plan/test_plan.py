@@ -178,6 +178,8 @@ def test_stages_that_take_turns_hold_more_micro_batches_and_wait_less():
     assert held[1] / held[0] == pytest.approx((2 * 3 + 4 + 1) / 2 / 4)  # arXiv:2104.04473, section 2.2
     waits = [plan_times(job, H100, Assumptions())["update"].parts["bubble"] for job in (one, two)]
     assert 0.4 < waits[1] / waits[0] < 0.6
+    recomputed = job_of(compose([*line, "parallel.virtual_stages=2", "model.recompute=3"]), 4)
+    assert recomputed.recompute == 6 and recomputed.recompute_text == ", recompute 3"
 
 
 def test_a_sweep_cuts_61_layers_into_8_stages():
