@@ -157,12 +157,7 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype, dev
         recompute_method="block" if cfg.recomputed else None,
         recompute_num_layers=cfg.recomputed or None,
     )
-    return with_fields(
-        config,
-        pipeline_model_parallel_layout=Offset(cfg.stages(layout)[layout.pp_rank].start),
-        virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
-        microbatch_group_size_per_vp_stage=layout.pipeline,
-    )
+    return with_fields(config, pipeline_model_parallel_layout=Offset(cfg.stages(layout)[layout.pp_rank].start))
 
 
 def layer_spec(cfg: ModelConfig, config: LayerConfig, layout: Layout, layers: range) -> TransformerBlockSubmodules:
@@ -341,6 +336,9 @@ def build_model(cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype
         spec = layer_spec(cfg, own, layout, layers)
         block = TransformerBlock(own, spec, pre_process=False, post_process=False, pg_collection=layout.pgs)
         model.decoder.layers.extend(block.layers)
+    if layout.virtual_stages > 1:  # for the schedule; before, GPTModel would take itself for one of the stages
+        config.virtual_pipeline_model_parallel_size = layout.virtual_stages
+        config.microbatch_group_size_per_vp_stage = layout.pipeline
     model.mixed_layers, model.lengths = cfg.mixed_layers, tuple(map(len, stages))
     factor = embedding_factor(cfg, dtype)
     if layout.is_first_stage:

@@ -33,6 +33,7 @@ STAGES = {
     "pp2-given": (2, ParallelConfig(pipeline=2, stage_layers=[3, 1])),
     "pp2-turns": (2, ParallelConfig(pipeline=2, virtual_stages=2)),
     "pp2-given-turns": (2, ParallelConfig(pipeline=2, virtual_stages=2, stage_layers=[1, 2, 1, 1])),
+    "pp2-dp2-turns": (4, ParallelConfig(pipeline=2, virtual_stages=2)),
     "tp2-pp2-turns": (4, ParallelConfig(pipeline=2, virtual_stages=2, tensor=2, sequence=True)),
 }
 GENTLE = replace(SGD, lr=SGD.lr / 10)  # where vectors are made unit ones a whole gradient magnifies what is rounded
@@ -162,6 +163,7 @@ def test_more_families_learn_the_same(ranks, alone, name, layout):
         ("gemma4-experts", "pp3"),
         ("five", "pp2-turns"),
         ("five", "pp2-given-turns"),
+        ("five", "pp2-dp2-turns"),
         ("nemotron_h", "pp2-turns"),
         ("balanced", "tp2-pp2-turns"),
     ],
