@@ -18,6 +18,8 @@ import torch
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig, layer_pattern
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.entries import EntriesConfig
+from aligner.config.sections.model.hyper import HyperConfig
 from aligner.config.sections.model.indexer import IndexerConfig
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
@@ -66,6 +68,16 @@ KEYS: dict[str, Draw] = {
     "indexer.head_dim": lambda r, _: r.randint(0, 9),  # more than is rotated
     "indexer.top_k": lambda r, _: r.randint(1, PROMPT + RESPONSE),
     "indexer.shared_layers": lambda r, shape: [n for n in range(1, shape.num_layers) if r.random() < 0.5],
+    "latent.output_groups": lambda r, shape: r.choice([n for n in (1, 2, 3, 4) if shape.num_heads % n == 0]),
+    "latent.output_rank": lambda r, _: r.randint(2, 12),
+    "entries.tokens": lambda r, _: r.randint(1, 5),
+    "entries.heavy_tokens": lambda r, _: r.randint(1, 9),
+    "entries.heavy_layers": lambda r, shape: [n for n in range(shape.num_layers) if r.random() < 0.4],  # if global
+    "hyper.streams": lambda r, _: r.randint(2, 4),
+    "hyper.iterations": lambda r, _: r.randint(1, 20),
+    "hyper.eps": lambda r, _: r.choice([1e-6, 1e-3]),
+    "moe.hash_layers": lambda r, shape: r.randint(0, shape.num_layers),
+    "moe.gate_limit": lambda r, _: r.uniform(0.1, 3),
     "scales.embedding": lambda r, _: r.uniform(0.5, 4),
     "scales.residual": lambda r, _: r.uniform(0.2, 1.5),
     "scales.logits": lambda r, _: r.uniform(0.5, 3),
@@ -79,6 +91,7 @@ KEYS: dict[str, Draw] = {
 LAYERS = ("attention.global_every", "attention.global_layers")  # two words for one thing, drawn together
 # what transformers refuses: other scalings, heads that do not multiply to the hidden size
 ROPE = {"phi3": ("", "longrope"), "nemotron_h": ("",), "ministral3": ("yarn",), "gemma4_text": ("proportional",)}
+ROPE["deepseek_v4"] = ("", "linear", "yarn")
 USUAL = ("", *(kind for kind in ROPE_TYPES if kind != "proportional"))
 SQUARE = ("phi3",)
 
@@ -130,7 +143,11 @@ def draw(family: str, seed: int) -> ModelConfig:
     if traits.latent:
         sizes |= {"num_kv_heads": heads, "head_dim": latent.head_dim}
         rotary_dim = latent.rotary_dim
-    if traits.indexer:
+    if traits.entries:
+        sizes["num_kv_heads"] = values["moe.shared_ffn_hidden_size"] = 1
+        attention = AttentionConfig(**_section("attention", values))
+        values["entries.heavy_layers"] = [n for n in values["entries.heavy_layers"] if not attention.is_local(n)]
+    if traits.indexer or traits.entries:
         latent.query_rank = latent.query_rank or 5
         values["indexer.head_dim"] += rotary_dim
     cfg = ModelConfig(
@@ -138,6 +155,8 @@ def draw(family: str, seed: int) -> ModelConfig:
         attention=AttentionConfig(**_section("attention", values)),
         latent=latent,
         indexer=IndexerConfig(**_section("indexer", values)),
+        entries=EntriesConfig(**_section("entries", values)),
+        hyper=HyperConfig(**_section("hyper", values)),
         linear=linear,
         scales=ScalesConfig(**_section("scales", values)),
         moe=_experts(r, family, shape.ffn_hidden_size, _section("moe", values)) if has_experts else MoeConfig(),
@@ -171,10 +190,10 @@ def _experts(r: random.Random, family: str, ffn_hidden_size: int, values: dict[s
     count, always = r.randint(1, 6), not FAMILIES[family].moe.norm_topk_prob  # whose config.json has neither key
     width, open_ = ffn_hidden_size if always else r.randint(7, 40), count
     if FAMILIES[family].sigmoid_router:
-        each, groups = r.randint(2, 4), values["groups"]
+        each, groups = r.randint(2, 4), values.get("groups", 1)
         values = values | {
             "shared_ffn_hidden_size": width * values["shared_ffn_hidden_size"],
-            "top_groups": min(groups, values["top_groups"]),
+            "top_groups": min(groups, values.get("top_groups", 1)),
             "dense_layers": list(range(len(values.get("dense_layers", ())))),
         }
         count, open_ = each * groups, each * values["top_groups"]

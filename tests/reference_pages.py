@@ -218,7 +218,7 @@ def modules() -> str:
         own = {
             "attention": [rule.removeprefix("the ")] * family.linear,
             "linear layers": ["router, experts"] * bool(family.moe)
-            + ["what all tensor ranks have whole"] * family.latent,
+            + ["what all tensor ranks have whole"] * (family.latent or family.entries),
             "norms": ["over all heads"] * family.wide_qk_norm + [f"of {rule}"] * family.linear,
         }
         lacks = te_lacks(compose(["stage=sft", *family_keys(name), *usual]).model)

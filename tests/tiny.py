@@ -13,6 +13,8 @@ import torch
 
 from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.entries import EntriesConfig
+from aligner.config.sections.model.hyper import HyperConfig
 from aligner.config.sections.model.indexer import IndexerConfig
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
@@ -223,6 +225,25 @@ MORE |= {
         indexer=IndexerConfig(16, 8, 5, shared_layers=[1, 3]),
         moe=replace(DEEPSEEK.moe, groups=1, top_groups=1),
     ),
+    "deepseek_v4": replace(
+        LLAMA,
+        family="deepseek_v4",
+        num_layers=4,
+        ffn_hidden_size=20,
+        num_kv_heads=1,
+        head_dim=16,
+        tie_embeddings=False,
+        rope_base=300.0,
+        rope_scaling=RopeScalingConfig(8.0, original_max_position=32, type="yarn", attention_factor=1.0),
+        attention=AttentionConfig(window=5, global_layers=[1, 2, 3], local_rope_base=100.0, rotary_fraction=0.25),
+        latent=LatentConfig(query_rank=20, output_groups=2, output_rank=12),
+        indexer=IndexerConfig(16, 8, 2),
+        entries=EntriesConfig(2, 3, [2]),
+        hyper=HyperConfig(3, 4),
+        moe=MoeConfig(
+            4, top_k=2, ffn_hidden_size=20, shared_ffn_hidden_size=20, scale=1.5, hash_layers=2, gate_limit=0.5
+        ),
+    ),
     "glm4_moe": GLM,
     "glm4_moe-air": replace(GLM, qk_norm=False),
     "qwen3_moe-window": replace(MOE, qkv_bias=True, attention=AttentionConfig(window=6)),
@@ -282,6 +303,10 @@ def wild_source(cfg: ModelConfig, seed: int = 0):
 
     def source(spec) -> torch.Tensor:
         word = hashlib.sha256(f"{seed}/{spec.canonical}".encode()).digest()
+        if spec.integer:
+            return torch.randint(
+                4, spec.shape, generator=torch.Generator().manual_seed(int.from_bytes(word[:6], "big"))
+            )
         noise = torch.randn(spec.shape, generator=torch.Generator().manual_seed(int.from_bytes(word[:6], "big")))
         multiplies = "norm" in spec.canonical or "scalar" in spec.canonical
         return 0.2 * noise + (norm_middle(cfg, spec.canonical) if multiplies else 0.0)
@@ -315,6 +340,10 @@ def transformers_model(cfg: ModelConfig, head: str = "lm", outputs: int = 1, see
             p.copy_(torch.randn(p.shape, generator=g) * 0.2 + (norm_middle(cfg, name) if "norm" in name else 0.0))
         for b in choice_biases(model):
             b.copy_(torch.randn(b.shape, generator=g) * 0.2)
+        for name, b in model.named_buffers():
+            if name.endswith("tid2eid"):
+                lots = torch.rand(len(b), cfg.moe.num_experts, generator=g)
+                b.copy_(lots.topk(cfg.moe.top_k).indices)
         for b in layer_scalars(model):
             b.copy_(1 + torch.randn(b.shape, generator=g) * 0.2)
     return model, raw

@@ -100,7 +100,11 @@ engine.ranks => world size less engine.ranks %ranks.grid | | Change --ranks or t
 => parallel.expert /ranks.experts | , which share the experts
 """),
     "layout": rules("""
-=> model.num_heads, model.num_kv_heads, model.attention.global_kv_heads, model.linear.key_heads %parallel.tensor
+=> model.num_heads, model.attention.global_kv_heads, model.linear.key_heads %parallel.tensor
+!model.traits.entries => model.num_kv_heads %parallel.tensor
+model.traits.entries => model.latent.output_groups %parallel.tensor
+model.traits.entries parallel.context>1 => parallel.context_mode =allgather
+    | for model.family={model.family}, whose heads share one key
 model.dense => model.ffn_hidden_size %parallel.tensor
 => model.moe.shared_ffn_hidden_size %parallel.tensor
 parallel.context>1 parallel.context_mode=alltoall
@@ -137,6 +141,7 @@ engine.can.computes_here engine.cuda_graphs=true model.moe.num_experts => engine
 """),
     "shares": rules("""
 => model.num_heads, model.linear.key_heads %engine.tensor_parallel
+model.traits.entries => model.latent.output_groups %engine.tensor_parallel
 model.num_kv_heads>engine.tensor_parallel => model.num_kv_heads %engine.tensor_parallel
 model.num_kv_heads<engine.tensor_parallel => model.num_kv_heads /engine.tensor_parallel
 model.attention.global_kv_heads>engine.tensor_parallel => model.attention.global_kv_heads %engine.tensor_parallel

@@ -23,7 +23,8 @@ from aligner.ops.kernels.checksum import tensor_checksum
 
 Quantize = Callable[[Tensor], Tensor]  # [rows, columns] -> the nearest values that can be held, in the same dtype
 # Hugging Face's names of the projections of attention, MLP and experts; neither embeddings, head, router nor norms
-MATRIX = re.compile(r"\.layers\.\d+\..*(?:_proj(?:_with_mqa)?|\.w[123])\.weight$")
+_OF_ENTRIES = r"\.attn\.(?:compressor\.)?w(?:kv|gate|[qo]_[ab])"  # DeepSeek-V4's attention
+MATRIX = re.compile(rf"\.layers\.\d+(?:\..*(?:_proj(?:_with_mqa)?|\.w[123])|{_OF_ENTRIES})\.weight$")
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # E4M3
 _NOTHING = 2.0**-24  # a row below this is 0
 

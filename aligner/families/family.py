@@ -79,7 +79,8 @@ class Family:
     norm_key: str = "rms_norm_eps"  # config.json's name of the norms' epsilon
     rotary: bool = True  # attention has positions
     ties: bool = True  # the output layer may be the embedding
-    stored: str = ""  # first part of names in files, where those of transformers' classes begin with `model`
+    # beginnings of names of transformers' classes -> those in files, where they differ
+    stored: tuple[tuple[str, str], ...] = ()
     offset_norms: bool = False  # norms multiply by 1 + weight
     # matrices that its files join, rows after rows: name there, names of the matrices
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -87,6 +88,7 @@ class Family:
     # matrices, whose columns alternate
     stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
     experts_stacked: bool = False  # so are those of experts: gate above up, and down, neither transposed
+    root_scores: bool = False  # routers score by the square root of softplus, not by sigmoids
     clamped_gate: bool = False  # of experts, instead of SwiGLU (`ops/kernels/experts.py`)
     interleaved_rotary: bool = False  # adjacent numbers are rotated together, not halves of the head
     scaled_queries: bool = False  # by their positions: `rope_scaling.llama_4_scaling_beta`
@@ -106,6 +108,8 @@ class Family:
 
     latent = _has("self_attention.kv_layernorm.weight")  # latent attention
     indexer = _has("self_attention.indexer.k_norm.weight")  # attention sees the tokens that it chooses
+    entries = _has("self_attention.compressor.norm.weight")  # attention sees a window, and entries of several tokens
+    hyper = _has("attention_streams.fn")  # the residual stream is several streams
     linear = _has("self_attention.conv1d.weight")  # layers without attention: `model.linear`
     mamba = _has("self_attention.D")  # of Mamba-2
     # these two in all its models, unless `varies` has it
@@ -177,6 +181,7 @@ class Family:
             "rope_scaling.llama_4_scaling_beta": self.scaled_queries,
             "pattern": self.single,
             "indexer.shared_layers": self.shares_indexer,
+            "entries.heavy_layers": self.entries,
             "linear.attention_every": self.default_attention_every,
             "linear.attention_layers": self.default_attention_every,
             "moe.dense_layers": moe.dense_layers or moe.first_dense,

@@ -9,6 +9,8 @@ from typing import Any
 
 from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig, layer_pattern
 from aligner.config.sections.model.config import PATTERN, ModelConfig
+from aligner.config.sections.model.entries import EntriesConfig
+from aligner.config.sections.model.hyper import HyperConfig
 from aligner.config.sections.model.indexer import IndexerConfig
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
@@ -16,6 +18,7 @@ from aligner.config.sections.model.moe import MoeConfig
 from aligner.errors import CheckpointError, ConfigError
 from aligner.families import FAMILIES
 from aligner.families.family import DEFAULTS, Family
+from aligner.families.hf_entries import entries_out, heavy_layers_in
 from aligner.families.hf_rope import NOTHING, rope_in, rotary_fraction_in, scaling_out
 from aligner.families.table import check_family
 from aligner.families.within import INNER, language_model, read_config
@@ -122,7 +125,8 @@ def _layers_out(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     if family.default_attention_every:
         linear = [cfg.linear.is_linear(layer) for layer in range(cfg.num_layers)]
         out["layer_types"] = ["linear_attention" if here else "full_attention" for here in linear]
-    return out | _attention_out(cfg, family, out["rope_parameters"])
+    out |= _attention_out(cfg, family, out["rope_parameters"])
+    return entries_out(cfg, out) if family.entries else out
 
 
 def _out_value(cfg: ModelConfig, key: str, default: Any) -> Any:
@@ -178,14 +182,14 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     raw.fields.update((key, size) for key, size in family.sizes if key not in raw)
     raw.need("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
     max_position = raw.integer("max_position_embeddings", default["max_position_embeddings"], low=1)
+    heavy = heavy_layers_in(raw, family) if family.entries else []
     base, scaling = rope_in(raw, path, dict(family.default_rope), default["rope_theta"], max_position)
     heads = raw.integer("num_attention_heads", low=1, high=MOST_HEADS)
-    if family.global_heads:
-        _put_global_heads(raw)
+    _put_global_heads(raw, family)
     flags, sections = _keys_in(raw, family)
     if flags.get("layer_input_size") and raw.integer(TABLE_ROWS, 262144) != raw.integer("vocab_size"):
         raw.refuse(TABLE_ROWS, f"vocab_size={raw.integer('vocab_size')}")
-    latent = LatentConfig(**sections["latent"])
+    latent, hyper = LatentConfig(**sections["latent"]), HyperConfig(**sections["hyper"])
     moe = MoeConfig() if pattern and "E" not in pattern else _experts_in(raw, family, sections["moe"])
     return ModelConfig(
         family=family.model_type,
@@ -198,6 +202,8 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
         head_dim=latent.head_dim or raw.integer("head_dim", family.default_head_dim, low=1, high=MOST_CHANNELS),
         latent=latent,
         indexer=IndexerConfig(**sections["indexer"], shared_layers=_shared_layers(raw, family)),
+        entries=EntriesConfig(**sections["entries"], heavy_layers=heavy),
+        hyper=hyper,
         vocab_size=raw.integer("vocab_size", low=1, high=MOST_CHANNELS),
         rope_base=base,
         rope_scaling=scaling,
@@ -239,7 +245,7 @@ def _pattern_in(raw: JsonObject, family: Family) -> str:
 def _keys_in(raw: JsonObject, family: Family) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return fields of ModelConfig, and of its sections, by the family's `keys`; null is read as 0, which means
     none."""
-    names = ("", "attention", "latent", "indexer", "linear", "moe", "scales")
+    names = ("", "attention", "latent", "indexer", "entries", "hyper", "linear", "moe", "scales")
     fields: dict[str, dict[str, Any]] = {name: {} for name in names}
     for ours, theirs, default in family.keys:
         section, _, name = ours.rpartition(".")
@@ -331,9 +337,9 @@ def _default_layers(raw: JsonObject, family: Family, layers: int) -> list[str]:
     return ["full_attention" if is_global else "sliding_attention" for is_global in first]
 
 
-def _put_global_heads(raw: JsonObject) -> None:
+def _put_global_heads(raw: JsonObject, family: Family) -> None:
     """Put the heads of global layers, which transformers 5 writes layer by layer, where published files have them."""
-    if "per_layer_config" not in raw:
+    if not family.global_heads or "per_layer_config" not in raw:
         return
     layers = raw.record("per_layer_config")
     kinds, each = raw.texts("layer_types", []), [layers.record(layer).fields for layer in layers]
@@ -441,6 +447,7 @@ def float8_block(raw: JsonObject) -> tuple[int, int] | None:
     other = {k: own.get(k) for k, v in wanted.items() if own.get(k, v if k in optional else None) != v}
     other |= {k: own[k] for k in ("scale_fmt",) if own.get(k, "float") not in ("float", "ue8m0")}
     other |= {k: own[k] for k in ("quant_algo", "format") if own.get(k)}  # by ModelOpt and compressed-tensors
+    other |= {k: each[k] for k in ("expert_dtype",) for each in (own, raw.fields) if each.get(k)}  # DeepSeek-V4's MXFP4
     if other or "weight_block_size" not in scheme:
         keys = ", ".join(f"{k}={v!r}" for k, v in (other or {"weight_block_size": None}).items())
         raise _quantised(Path(raw.where).parent, f"quantization_config has {keys}")

@@ -9,14 +9,16 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.families.rows import ParamSpec
 
 Split = Literal["out", "in", "none"]  # of a matrix over tensor ranks
-_NEVER = ("mlp.router.weight", "mlp.shared_experts.gate_weight", "conv1d.weight")
+_NEVER = ("mlp.router.weight", "mlp.shared_experts.gate_weight", "conv1d.weight", "linear_o_down_proj.weight")
 
 
 def is_matrix(spec: ParamSpec) -> bool:
-    """Return whether a row is a matrix of a layer that may have adapters: no router, no convolution, no indexer."""
+    """Return whether a row is a matrix of a layer that may have adapters: no router, no convolution, no indexer, no
+    matrix of each group of heads."""
     name = spec.canonical
     matrix = len(spec.shape) == 2 or name.endswith((".experts.gate_up", ".experts.down"))
-    return name.startswith("decoder.layers.") and matrix and not (spec.frozen or name.endswith((".bias", *_NEVER)))
+    never = spec.frozen or spec.float32 or name.endswith((".bias", *_NEVER))
+    return name.startswith("decoder.layers.") and matrix and not never
 
 
 def split_of(spec: ParamSpec) -> Split:

@@ -28,6 +28,7 @@ class ParamSpec:
     experts: bool = False  # axis 0 is the expert; expert-parallel ranks have equal shares of it
     when: str = ""  # in a family's table: models with this flag of ModelConfig have it; empty: all
     float32: bool = False  # in any model dtype
+    integer: bool = False  # int64 in any model dtype
     frozen: bool = False  # no gradient changes it
     kind: str = ""  # in a family's table: kinds that its layers have (`ModelConfig.layer_kinds`); empty: all layers
 

@@ -200,7 +200,7 @@ def _segments(
         return varlen.attend(query, key, value, packing.ragged, scores, kernel)
     n, heads, width = len(query), query.shape[1], value.shape[2]
     if packing.q_index is None:
-        return _sdpa(query, key, value, packing.segments[0], scores, index).reshape(n, heads, width)
+        return attend_segment(query, key, value, packing.segments[0], scores, index).reshape(n, heads, width)
     indices = [None] * len(packing.segments) if index is None else _indices(index, packing)
     query = spread(query, packing.q_index, packing.out_index)
     if packing.segments[0].k_index is None:
@@ -211,7 +211,7 @@ def _segments(
     queries = query.split([s.rows * s.q_width for s in packing.segments])
     keys, values = (x.split([s.rows * s.k_width for s in packing.segments]) for x in (key, value))
     outs = [
-        _sdpa(*parts, scores, own).reshape(-1, heads, width)
+        attend_segment(*parts, scores, own).reshape(-1, heads, width)
         for *parts, own in zip(queries, keys, values, packing.segments, indices, strict=True)
     ]
     return kernels.collect(outs[0] if len(outs) == 1 else torch.cat(outs), packing.out_index)
@@ -231,7 +231,7 @@ def _indices(index: Index, packing: Packing | Final) -> list[Index | None]:
     return [one._replace(lesson=index.lesson._replace(factors=x)) for one, x in zip(own, each, strict=True)]
 
 
-def _sdpa(
+def attend_segment(
     query: Tensor, key: Tensor, value: Tensor, segment: Segment, scores: ScoreRule, index: Index | None
 ) -> Tensor:
     """Compute [rows * width, heads, d] each (values may be of another width) -> [rows, q_width, heads, that width].
@@ -242,7 +242,7 @@ def _sdpa(
     mask, dtype = segment.mask, q.dtype
     if widened(q.device, dtype):  # the fused kernel has products of its own
         q, k, v = q.float(), k.float(), v.float()
-        mask = None if mask is None else mask.float()
+        mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
     if index is not None and (index.lesson is not None or segment.k_width > index.top_k):
         own = Index(*(x.unflatten(0, (rows, -1)) for x in index[:3]), index.top_k, index.lesson)
         return indexed_attention(q, k, v, mask, scores.scale, own).to(dtype).transpose(1, 2)
@@ -266,7 +266,8 @@ class GatedMLP(MLP):
         (mixed, bias), gate = self.linear_fc1(hidden_states), self.config.activation_func
         mixed = mixed if bias is None else mixed + bias
         if self.config.gated_linear_unit:
-            mixed = kernels.swiglu(mixed) if gate is silu else kernels.gated(mixed, gate)
+            limit = self.config.activation_func_clamp_value
+            mixed = kernels.swiglu(mixed) if gate is silu and limit is None else kernels.gated(mixed, gate, limit)
         else:
             mixed = gate(mixed)
         out, bias = self.linear_fc2(mixed)

@@ -39,7 +39,8 @@ from aligner.megatron.model import Head, build_model
 from aligner.megatron.weights import local_parameters
 
 COMMON_KEY, COMMON_FILE = "common_state/shard_0_1", "common.distcp"
-_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = {str(dtype): dtype for dtype in (*_FLOATS, torch.int64)}
 
 
 @dataclass(frozen=True)

@@ -71,11 +71,14 @@ def swiglu(x: Tensor) -> Tensor:
     return fused.gated(x, "silu") if fused.takes(x) else _SwiGLU.apply(x)
 
 
-def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return activation(gate) * up, x = [gate, up] along the last dimension."""
+def gated(x: Tensor, activation: Callable[[Tensor], Tensor], limit: float | None = None) -> Tensor:
+    """Return activation(gate) * up, x = [gate, up] along the last dimension, with the gate at most the limit and up
+    within it on both sides."""
     if activation is gelu_tanh and fused.takes(x):
         return fused.gated(x, "gelu_tanh")
     gate, up = x.chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return activation(gate) * up
 
 

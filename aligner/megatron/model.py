@@ -34,7 +34,9 @@ from aligner.config.sections.model.kernels import te_lacks
 from aligner.errors import ConfigError
 from aligner.megatron import transformer_engine, varlen
 from aligner.megatron.attention import GatedMLP, RMSNorm, Stream, StreamAttention, residual_adder
+from aligner.megatron.entries import EntryAttention
 from aligner.megatron.groups import Layout
+from aligner.megatron.hyper import HyperLayer, JoiningNorm, begin_streams
 from aligner.megatron.kernels import gelu_tanh, relu2
 from aligner.megatron.latent import LatentAttention
 from aligner.megatron.linear_attention import LinearAttention
@@ -133,6 +135,7 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype, dev
         layernorm_epsilon=cfg.norm_eps,
         gated_linear_unit=not family.ungated,
         activation_func=ACTIVATIONS[family.activation],
+        activation_func_clamp_value=cfg.moe.gate_limit or None,
         layernorm_zero_centered_gamma=family.offset_norms,
         add_bias_linear=cfg.output_bias,  # of attention; the MLP has its own (`GatedMLP`)
         add_qkv_bias=cfg.qkv_bias,
@@ -164,7 +167,8 @@ def layer_spec(cfg: ModelConfig, config: LayerConfig, layout: Layout, layers: ra
     experts = partial(ExpertLayer, model=cfg, layout=layout) if cfg.moe.num_experts else None
     kinds = [cfg.layer_kinds(layer) for layer in layers]
     specs = {kind: _layer(cfg, config, kind, experts if "sparse" in kind else None) for kind in set(kinds)}
-    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=config.norm)
+    norm = partial(JoiningNorm, model=cfg) if cfg.hyper.streams else config.norm
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=norm)
 
 
 def _layer(cfg: ModelConfig, config: LayerConfig, kinds: tuple[str, ...], experts: partial | None) -> ModuleSpec:
@@ -173,8 +177,8 @@ def _layer(cfg: ModelConfig, config: LayerConfig, kinds: tuple[str, ...], expert
     family, wide = cfg.traits, cfg.traits.wide_qk_norm
     submodules.input_layernorm = submodules.pre_mlp_layernorm = config.norm if family.pre_norms else IdentityOp
     attention = submodules.self_attention.submodules
-    if cfg.latent.kv_rank:
-        submodules.self_attention = ModuleSpec(module=LatentAttention)
+    if cfg.latent.kv_rank or family.entries:
+        submodules.self_attention = ModuleSpec(module=EntryAttention if family.entries else LatentAttention)
     else:
         submodules.self_attention.module = NormedAttention if family.post_norms else StreamAttention
         attention.linear_qkv, attention.linear_proj = config.column, config.row
@@ -188,6 +192,8 @@ def _layer(cfg: ModelConfig, config: LayerConfig, kinds: tuple[str, ...], expert
         submodules.mlp_bda = submodules.self_attn_bda
     dense = NormedMLP if family.post_norms else GatedMLP
     matrices = MLPSubmodules(config.column, config.row)
+    if "hashed" in kinds:
+        experts = partial(experts, hashed=True)
     sizes = {"add_bias_linear": cfg.mlp_bias, "ffn_hidden_size": heads.ffn_hidden_size}
     submodules.mlp = experts or partial(_dense, dense, sizes, submodules=matrices)
     if cfg.qk_norm and not wide:
@@ -198,6 +204,8 @@ def _layer(cfg: ModelConfig, config: LayerConfig, kinds: tuple[str, ...], expert
         _remove_half(submodules, "mlp" if {"attention", "linear"} & set(kinds) else "self_attention")
     if family.branch_norms and experts:
         submodules.pre_mlp_layernorm = IdentityOp
+    if family.hyper:
+        return ModuleSpec(module=HyperLayer, submodules=submodules, params={"model": cfg})
     layers = (ScaledLayer, ScaledStreamLayer) if family.layer_scalar else (TransformerLayer, StreamLayer)
     params = {"input_size": cfg.layer_input_size} if family.layer_scalar else {}
     return ModuleSpec(module=layers[experts is not None], submodules=submodules, params=params)
@@ -347,6 +355,8 @@ def build_model(cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype
             scale_embeddings(model.embedding, factor)
         if cfg.layer_input_size:
             model.embedding.layer_inputs = LayerInputs(config, cfg, padded_vocab(cfg.vocab_size, layout.tensor), layout)
+        if cfg.hyper.streams:
+            begin_streams(model.embedding, cfg.hyper.streams)
     if head.kind == "score" and layout.is_last_stage:
         model.output_layer = ScoreHead(config, head.outputs, layout.pgs.tp)
     return model.to(device)

@@ -26,6 +26,7 @@ A token that stands for several rows (`batch.share_prompts`) counts several time
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +44,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.families.family import Family
 from aligner.families.rows import BRANCH_NORMS
 from aligner.megatron import kernels
 from aligner.megatron.attention import GatedMLP
@@ -61,6 +61,7 @@ from aligner.ops.kernels.experts import (
     expand,
     grouped_linear,
     rerouted,
+    root_softplus,
     route,
     route_by_groups,
     sort_pairs,
@@ -85,16 +86,23 @@ class StreamLayer(TransformerLayer):
 
 class Router(torch.nn.Module):
     """Router with weight [E, H] and, in some families, bias [E], the same on every rank. Other families have
-    `expert_bias` [E], which affects only the choice, in float32; no gradient changes it. Others have `expert_scale`
-    [E], factors of the experts' weights."""
+    `expert_bias` [E], which affects only the choice, in float32; no gradient changes it. In some the first layers
+    have in its place `table` int64 [V, k], the experts of each token id. Others have `expert_scale` [E], factors of the
+    experts' weights."""
 
-    def __init__(self, config: LayerConfig, num_experts: int, traits: Family):
+    def __init__(self, config: LayerConfig, model: ModelConfig, hashed: bool):
         super().__init__()
+        num_experts, traits = model.moe.num_experts, model.traits
         self.weight = torch.nn.Parameter(torch.zeros(num_experts, config.hidden_size, dtype=config.params_dtype))
         bias = torch.nn.Parameter(torch.zeros(num_experts, dtype=config.params_dtype)) if traits.expert_bias else None
         self.register_parameter("bias", bias)
-        choice = torch.nn.Parameter(torch.zeros(num_experts), requires_grad=False) if traits.sigmoid_router else None
+        biased = traits.sigmoid_router and not hashed
+        choice = torch.nn.Parameter(torch.zeros(num_experts), requires_grad=False) if biased else None
         self.register_parameter("expert_bias", choice)
+        size, table = (model.vocab_size, model.moe.top_k), None
+        if hashed:
+            table = torch.nn.Parameter(torch.zeros(size, dtype=torch.int64), requires_grad=False)
+        self.register_parameter("table", table)
         scale = torch.nn.Parameter(torch.ones(num_experts, dtype=config.params_dtype)) if traits.branch_norms else None
         self.register_parameter("expert_scale", scale)
 
@@ -124,6 +132,8 @@ class Experts(torch.nn.Module):
         super().__init__()
         self.layout, self.has_bias = layout, model.traits.expert_bias
         self.gate = clamped_gate if model.traits.clamped_gate else GATES[model.traits.activation]
+        if model.moe.gate_limit:
+            self.gate = partial(kernels.gated, activation=config.activation_func, limit=model.moe.gate_limit)
         local, share = model.moe.num_experts // layout.expert, model.expert_ffn // layout.tensor
         hidden = model.expert_hidden
         self.gate_up = torch.nn.Parameter(torch.zeros(local, model.mlp_parts, share, hidden, dtype=config.params_dtype))
@@ -179,10 +189,10 @@ class ExpertLayer(torch.nn.Module):
     narrows this rank's tokens before they go to experts, and another widens the experts' output again. In some, router,
     experts and that MLP have norms of their own (`rows.BRANCH_NORMS`), and see what no other norm changed."""
 
-    def __init__(self, config: LayerConfig, model: ModelConfig, layout: Layout, **unused: Any):
+    def __init__(self, config: LayerConfig, model: ModelConfig, layout: Layout, hashed: bool = False, **unused: Any):
         super().__init__()
         self.model, self.moe, self.layout = model, model.moe, layout
-        self.router = Router(config, model.moe.num_experts, model.traits)
+        self.router = Router(config, model, hashed)
         self.experts = Experts(config, model, layout)
         width, latent = model.moe.shared_ffn_hidden_size, model.moe.latent_size
         self.fc1_latent_proj = SharedLinear(config, model.hidden_size, latent) if latent else None
@@ -262,10 +272,12 @@ class ExpertLayer(torch.nn.Module):
         router, bias, scale = own
         replay = times.replay
         replayed = None if replay is None else ReplayedExperts(replay.experts[self.position], replay.known)
-        if self.router.expert_bias is None:
+        if not self.model.traits.sigmoid_router:
             routing = route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias, replayed, scale)
         else:
-            routing = route_by_groups(x, router, self.router.expert_bias, self.moe, replayed)
+            own = None if self.router.table is None else self.router.table[times.tokens]
+            score = root_softplus if self.model.traits.root_scores else torch.sigmoid
+            routing = route_by_groups(x, router, self.router.expert_bias, self.moe, replayed, score, own)
         if replayed is not None and (self.counting or self._learns()):
             both = torch.stack([replayed.known, replayed.known & rerouted(routing)]).double() @ times.count.double()
             self.replays = both if self.replays is None else self.replays + both

@@ -25,9 +25,11 @@ class Pipeline(P2PCommunicator):
     """Megatron's exchanges for its schedules, and for each stage of this rank the iterator that feeds its forward steps
     what is `prepared`. A rank prepares a micro-batch just before it receives it for the first time."""
 
-    def __init__(self, layout: Layout, config: LayerConfig, prepared: Iterator[Prepared], count: int):
+    def __init__(self, layout: Layout, config: LayerConfig, prepared: Iterator[Prepared], count: int, streams: int = 1):
+        """`streams`: hidden states of a token between stages."""
         super().__init__(layout.pgs.pp, with_fields(config, variable_seq_lengths=True))
         self._prepared, self._shares = prepared, layout.tensor if layout.sequence else 1  # ranks that share a stream
+        self._width = streams * config.hidden_size
         self._ready: list[deque[Prepared]] = [deque() for _ in range(layout.virtual_stages)]
         self._shapes: list[tuple[int, int, int]] = []  # of the micro-batches that have been prepared
         # All ranks compute in this order, and receive in it. What comes from the last rank to the first one, and its
@@ -49,7 +51,7 @@ class Pipeline(P2PCommunicator):
 
     def _prepare(self) -> None:
         one = next(self._prepared)
-        self._shapes.append((one[0].packing.tokens // self._shares, 1, self.config.hidden_size))
+        self._shapes.append((one[0].packing.tokens // self._shares, 1, self._width))
         for ready in self._ready:
             ready.append(one)
 

@@ -123,7 +123,7 @@ class ShardedModel:
         self.indexer_loss = IndexerLoss(self.module, cfg, layout)
         self._frequencies = {local: inverse_frequencies(cfg, local).to(device) for local in (False, True)}
         # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can
-        mixed = head.kind == "score" or (cfg.lora.dora if self.adapted is not None else cfg.traits.linear)
+        mixed = head.kind == "score" or (cfg.lora.dora if self.adapted else cfg.traits.linear or cfg.traits.hyper)
         self._distributed = optim is not None and (optim.distributed or (mixed and dtype == torch.bfloat16))
         if optim is None:
             self.module.eval().requires_grad_(False)
@@ -213,6 +213,9 @@ class ShardedModel:
 
     def _times(self, batch: TrainBatch, packing: Packing) -> Times:
         times = packing.times()
+        if self.cfg.moe.hash_layers:
+            tokens = batch.tokens.view(-1)[packing.source]
+            times = replace(times, tokens=tokens if times.real is None else tokens[times.real])
         if batch.routing is None:
             return times
         own = self.cfg.rank_layers(self.layout)[self.layout.pp_rank]
@@ -341,7 +344,8 @@ class ShardedModel:
         }
         if self.layout.pipeline == 1:
             return self._schedule(**arguments)
-        pipeline = Pipeline(self.layout, self.module.config, arguments["data_iterator"], len(micro_batches))
+        prepared, streams = arguments["data_iterator"], self.cfg.hyper.streams or 1
+        pipeline = Pipeline(self.layout, self.module.config, prepared, len(micro_batches), streams)
         feeds = pipeline.feeds()
         arguments |= {"data_iterator": feeds[0], "p2p_communicator": pipeline}
         if len(feeds) > 1:

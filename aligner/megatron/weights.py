@@ -7,6 +7,7 @@ and tied embeddings.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -99,9 +100,11 @@ def random_source(cfg: ModelConfig, seed: int) -> WeightSource:
         if spec.canonical.endswith("norm.weight"):
             offset = cfg.traits.offset_norms and not spec.canonical.endswith("out_norm.weight")
             return torch.full(spec.shape, 0.0 if offset else 1.0)
-        if spec.canonical.endswith("bias"):
+        if spec.canonical.endswith(("bias", ".base")):
             return torch.full(spec.shape, float(spec.canonical.endswith("dt_bias")))
-        if spec.canonical.endswith(("self_attention.D", "layer_scalar", "expert_scale")):
+        if spec.integer:  # experts take turns
+            return torch.arange(math.prod(spec.shape)).view(spec.shape) % cfg.moe.num_experts
+        if spec.canonical.endswith(("self_attention.D", "layer_scalar", "expert_scale", ".scale")):
             return torch.ones(spec.shape)
         word = hashlib.sha256(f"{seed}/{spec.canonical}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(word[:7], "big"))

@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import CheckpointError
+from aligner.families.table import family_table
 from aligner.models.beside import check_beside, names_beside
 from aligner.models.params import expected_hf_shapes
 from aligner.models.quantised import FLOAT8, MXFP4, grid
@@ -20,6 +21,7 @@ LM_HEAD, SCORE = "lm_head.weight", "score.weight"
 # buffers that old versions of transformers stored, and every version computes
 DISPENSABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 FLOATS = ("F64", "F32", "F16", "BF16")
+INTEGERS = ("I64", "I32")
 ROWS = 4096  # of tied embeddings, compared at a time
 
 
@@ -27,8 +29,8 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
     """Return name -> shape of the tensors of a model with this head ("lm" or "score"); a score head only if stored.
 
     Raises CheckpointError for tensors that are missing, unknown, of another shape or of a type other than a plain
-    float. Also for a head that differs from tied embeddings, and for a reward model instead of a language model. A
-    reward model may start from a language model, whose head is then unused.
+    float, or an integer where the model has those. Also for a head that differs from tied embeddings, and for a reward
+    model instead of a language model. A reward model may start from a language model, whose head is then unused.
     """
     announced = expected_hf_shapes(cfg)
     body = {name: shape for name, shape in announced.items() if name != LM_HEAD}
@@ -49,7 +51,8 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
         )
     for line in check_beside(tensors, cfg, beside):
         print(line, file=sys.stderr, flush=True)
-    _check_types(tensors, wanted)
+    integers = {name for spec in family_table(cfg) if spec.integer for name in spec.hf}
+    _check_types(tensors, wanted, integers)
     if cfg.tie_embeddings and LM_HEAD in tensors:
         _check_tied(tensors, cfg.traits.table[0].hf[0])
     if head == "score" and SCORE in tensors:
@@ -58,7 +61,7 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
     return wanted
 
 
-def _check_types(tensors: HfTensors, wanted: dict[str, tuple[int, ...]]) -> None:
+def _check_types(tensors: HfTensors, wanted: dict[str, tuple[int, ...]], integers: Collection[str]) -> None:
     halves: dict[str, str] = {}
     for name, shape in wanted.items():
         if tensors.shape(name) != shape:
@@ -70,6 +73,9 @@ def _check_types(tensors: HfTensors, wanted: dict[str, tuple[int, ...]]) -> None
             if scale != grid(shape, tensors.block):
                 expected = f"{grid(shape, tensors.block)} for blocks of {tensors.block}"
                 raise CheckpointError(f"{tensors.where}: {name}_scale_inv has shape {scale}: expected {expected}")
+        elif name in integers:
+            if kind not in INTEGERS:
+                raise CheckpointError(f"{tensors.where}: {name} is {kind}: expected {' or '.join(INTEGERS)}")
         elif kind not in (*FLOATS, MXFP4) or scale is not None:
             beside = "a scale, but is no float8" if scale is not None else "no scale that config.json announces"
             expected = f"{', '.join(FLOATS)}, or {FLOAT8} with a scale for each block (quantization_config)"

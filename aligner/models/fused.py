@@ -53,7 +53,9 @@ def parts_of(cfg: ModelConfig) -> dict[str, FusedMatrix]:
     parts = joined_rows(family, shapes) | _experts(family, shapes, cfg.moe.num_experts)
     for name, shape in shapes.items() if family.stored else ():
         matrix = parts.get(name, FusedMatrix(name, shape, (slice(None),) * len(shape)))
-        parts[name] = replace(matrix, stored=re.sub(r"^model\.", f"{family.stored}.", matrix.stored))
+        for ours, theirs in family.stored:
+            if matrix.stored.startswith(ours):
+                parts[name] = replace(matrix, stored=theirs + matrix.stored.removeprefix(ours))
     return parts
 
 

@@ -16,7 +16,7 @@ from aligner.families.table import family_table
 
 def dtype_of(spec: ParamSpec, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a parameter in a model of `dtype`."""
-    return torch.float32 if spec.float32 else dtype
+    return torch.int64 if spec.integer else torch.float32 if spec.float32 else dtype
 
 
 def hf_dtypes(table: Iterable[ParamSpec], dtype: torch.dtype) -> dict[str, torch.dtype]:

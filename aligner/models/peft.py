@@ -106,6 +106,8 @@ def _check_loadable(cfg: ModelConfig, modules: Sequence[str]) -> None:
     expected = ""
     if experts and cfg.traits.stacked:
         expected = f"no experts' matrices for a peft folder of family {cfg.family}, whose files stack them"
+    elif cfg.traits.entries:
+        expected = f"no adapter of family {cfg.family} for a peft folder: transformers' modules have other names"
     elif cfg.traits.mamba and any(_leaf(name) == "out_proj" for name in modules):
         expected = f"no out_proj for a peft folder of family {cfg.family}: peft refuses it"
     elif others:  # peft applies their targets only to the experts

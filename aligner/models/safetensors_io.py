@@ -151,7 +151,7 @@ class HfTensors(Mapping[str, Tensor]):
 
     def itemsize(self, name: str) -> int:
         """Return the bytes of an element after reading."""
-        sizes = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, MXFP4: 4}
+        sizes = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, MXFP4: 4, "I64": 8, "I32": 4}
         return 4 if name in self._scales else sizes.get(self.dtype(name), 1)
 
     def unlisted(self) -> list[str]:

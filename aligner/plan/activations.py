@@ -13,6 +13,7 @@ from aligner.plan.shapes import (
     Grid,
     Kinds,
     attention_widths,
+    entry_widths,
     latent_widths,
     mixers,
     mlp_width,
@@ -47,6 +48,10 @@ def layer_activations(model: PlannedModel, grid: Grid, kinds: Kinds) -> tuple[fl
         return own, gathered_width(m) / tp if grid.context > 1 and not grid.over_heads else 0.0
     if "attention" not in kinds:
         return own, 0.0
+    if m.traits.entries:  # what queries and outputs are before they are normed, rotated and put in rows
+        own += 4 * a / tp + 2 * entry_widths(m, kinds) + 2 * k
+    if m.hyper.streams:  # the streams and what is added to them, for attention and the MLP
+        own += 2 * (m.hyper.streams + 1) * m.hidden_size / (tp if grid.sequence else 1)
     own += (2 if grid.context == 1 else 3) * a / tp + 2 * sum(latent_widths(m)) / (tp if grid.sequence else 1)
     if m.indexer.loss and "indexer" in kinds:  # queries before and after rotation, keys
         own += 2 * (m.indexer.heads + 1) * m.indexer.head_dim
@@ -111,10 +116,11 @@ def activation_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     grid, m, layers = job.grid, model.shape, _layers(job, model, stage)
     stream = _stream(job, model)
     own, share = stream.tokens / grid.context, grid.tensor if grid.sequence else 1
-    first = m.hidden_size + 2 * m.num_layers * m.layer_input_size  # inputs of all layers, and what their norm sees
+    wide = m.hidden_size * max(1, m.hyper.streams)  # between layers
+    first = wide + 2 * m.num_layers * m.layer_input_size  # inputs of all layers, and what their norm sees
     ends = (stage == 0) * first / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
     again = min(job.recompute, len(layers))
-    kept = again * own * m.hidden_size / share + job.kept * sum(layers[again:])
+    kept = again * own * wide / share + job.kept * sum(layers[again:])
     turns, behind = grid.virtual, grid.pipeline - stage - 1
     in_flight = min(stream.count, behind + 1 if turns == 1 else (2 * behind + (turns - 1) * grid.pipeline + 1) / turns)
     mask = stream.shared.mask if stream.shared else 0.0
@@ -131,7 +137,8 @@ def backward_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     tokens = _stream(job, model).tokens
     sparse = any("sparse" in kinds for kinds in stage_layers(m, grid, stage))
     each = (2 + m.mlp_parts) * widest_mlp(m) / grid.tensor + sparse * 2 * m.moe.top_k * m.expert_hidden
-    each += m.hidden_size * (2 if grid.sequence else 1)
-    each += (grid.pipeline > 1) * m.hidden_size / (grid.tensor if grid.sequence else 1)
+    streams = max(1, m.hyper.streams)
+    each += m.hidden_size * (1 + grid.sequence + 2 * (streams > 1) * streams)
+    each += (grid.pipeline > 1) * streams * m.hidden_size / (grid.tensor if grid.sequence else 1)
     again = max(_layers(job, model, stage)[: job.recompute], default=0)
     return job.element * (each * tokens / grid.context + again)

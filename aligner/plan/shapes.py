@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 from math import prod
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.families.rows import BRANCH_NORMS, DECAY, SCORE_HEAD, ParamSpec
+from aligner.families.rows import BRANCH_NORMS, SCORE_HEAD, ParamSpec
 from aligner.families.table import dimensions, is_of_layer, rows_of
 from aligner.plan.linear import linear_matrices, rule_operations
 
@@ -69,9 +69,9 @@ class Grid:
 @dataclass(frozen=True)
 class Count:
     """Parameters by who shares them: `dense` over the data- and context-parallel ranks, `experts` over the expert
-    data-parallel ones; `score` is a scalar head, or how fast linear layers forget, float32 in every dtype; `fixed`,
-    float32 too, and `frozen` no gradient changes; `magnitudes`, float32 too, are shared as `experts`, whose adapters'
-    they are."""
+    data-parallel ones; `score` is a scalar head, or other trained numbers that are float32 in every dtype; `fixed`,
+    float32 too, and `frozen` and `integers` no gradient changes; `magnitudes`, float32 too, are shared as `experts`,
+    whose adapters' they are."""
 
     dense: int = 0
     experts: int = 0
@@ -79,6 +79,7 @@ class Count:
     fixed: int = 0
     magnitudes: int = 0
     frozen: int = 0
+    integers: int = 0
 
     def __add__(self, other: Count) -> Count:
         both = zip(astuple(self), astuple(other), strict=True)
@@ -120,6 +121,8 @@ def attention_matrices(m: ModelConfig) -> float:
     """Count the elements that tensor ranks share: H(A + 2K) + AH, and HA of gates where a family has them; the mean
     over layers. Latent attention: the matrices that make queries, keys and values of its vectors, and the output's."""
     (a, _, v, out), latent = attention_widths(m), m.latent
+    if m.traits.entries:
+        return a * (latent.query_rank + latent.output_rank) + m.hidden_size * latent.output_groups * latent.output_rank
     if not latent.kv_rank:
         return m.hidden_size * (a + m.made_keys + out + a * m.traits.gated_attention)
     ups = a * (latent.query_rank or m.hidden_size) + (m.num_heads * latent.plain_dim + v) * latent.kv_rank
@@ -130,23 +133,43 @@ def latent_widths(m: ModelConfig) -> list[int]:
     """Return the numbers of a token's vectors in latent attention: of queries, of keys and values, and of the rotated
     key."""
     latent = m.latent
+    if m.traits.entries:
+        return [latent.query_rank, m.kv_channels]
     return [latent.query_rank, latent.kv_rank, latent.rotary_dim] if latent.kv_rank else []
 
 
-def latent_matrices(m: ModelConfig) -> int:
-    """Count the elements of the matrices that make those vectors: every tensor rank has them whole."""
-    return m.hidden_size * sum(latent_widths(m))
+def entry_widths(m: ModelConfig, kinds: Kinds = ()) -> float:
+    """Return the numbers of a token's vectors and gates that entries are made of, without an indexer's: in layers of
+    these kinds, or on average."""
+    shares = [float(kind in kinds) if kinds else m.share(kind) for kind in ("indexer", "heavy")]
+    return m.kv_channels * (4 * shares[0] + 2 * shares[1]) if m.traits.entries else 0.0
+
+
+def stream_matrices(m: ModelConfig) -> int:
+    """Count the elements of the matrices that a layer's residual streams go through: every tensor rank has them
+    whole."""
+    streams = m.hyper.streams
+    return 2 * streams * (streams + 2) * streams * m.hidden_size
+
+
+def latent_matrices(m: ModelConfig, kinds: Kinds = ()) -> float:
+    """Count the elements of the matrices that make those vectors, and entries: every tensor rank has them whole."""
+    return m.hidden_size * (sum(latent_widths(m)) + entry_widths(m, kinds))
 
 
 def index_matrices(m: ModelConfig) -> int:
     """Count the elements of the matrices of a layer's indexer: every tensor rank has them whole."""
     heads, d = m.indexer.heads, m.indexer.head_dim
-    return m.latent.query_rank * heads * d + m.hidden_size * (heads + d)
+    keys = 4 * d if m.traits.entries else d  # or the vectors and gates of which they are made
+    return m.latent.query_rank * heads * d + m.hidden_size * (heads + keys)
 
 
-def index_operations(m: ModelConfig, tokens: float) -> float:
-    """Count the operations of one layer's indexer before its scores. Backward has none, unless it learns."""
-    return 2 * tokens * m.share("indexer") * index_matrices(m)
+def index_operations(m: ModelConfig, tokens: float, own: float | None = None) -> float:
+    """Count the operations of one layer's indexer before its scores: queries of `tokens`, weights and keys of a rank's
+    `own`. Backward has none, unless it learns."""
+    queries = m.latent.query_rank * m.indexer.heads * m.indexer.head_dim
+    own = tokens if own is None else own
+    return 2 * m.share("indexer") * (tokens * queries + own * (index_matrices(m) - queries))
 
 
 def chooses(m: ModelConfig, context: float) -> bool:
@@ -213,7 +236,10 @@ def layer_norms(m: ModelConfig, kinds: Kinds = ("attention",)) -> int:
     biases += bool(m.layer_input_size)  # the norm of what it adds
     heads = head_norms(m, kinds) if each_head else 0
     latent = 2 * m.hidden_size * m.layer_input_size
-    latent += m.latent.query_rank + m.latent.kv_rank + latent_matrices(m) + ("sparse" in kinds) * expert_latents(m)
+    latent += m.latent.query_rank + (m.kv_channels if traits.entries else m.latent.kv_rank)
+    latent += latent_matrices(m, kinds) + ("sparse" in kinds) * expert_latents(m)
+    if traits.hyper:
+        latent += stream_matrices(m) + 2 * (m.hyper.streams * (m.hyper.streams + 2) + 3)
     return (traits.norms + biases) * m.hidden_size + heads + latent
 
 
@@ -264,11 +290,13 @@ def _holders(row: ParamSpec, m: ModelConfig) -> str:
     """Return the field of `Count` for the row."""
     if row.experts:
         return "experts"
+    if row.integer:
+        return "integers"
+    if row.float32 and (row.frozen or row.canonical.endswith("expert_bias")):
+        return "fixed"
     if row.frozen and not (row.kind == "indexer" and m.indexer.loss):
         return "frozen"
-    if row.hf == SCORE_HEAD.hf or row.canonical.endswith(DECAY):
-        return "score"
-    return "fixed" if row.float32 else "dense"
+    return "score" if row.hf == SCORE_HEAD.hf or row.float32 else "dense"
 
 
 def _rank_elements(row: ParamSpec, sizes: dict[str, int], grid: Grid) -> int:
@@ -295,8 +323,9 @@ def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float 
     mixed = attention_matrices(m) - m.hidden_size * out + latent_matrices(m)
     attention = 2 * tokens * mixed + kept * (2 * m.hidden_size * out + 2 * (a + out) * context)
     into, onto = linear_matrices(m)
+    mixing = 2 * tokens * stream_matrices(m)
     remembers = 2 * tokens * into + 2 * kept * onto + rule_operations(m, tokens)
-    return m.share("attention") * attention + m.share("linear") * remembers + 2 * kept * _mean_mlp(m)
+    return m.share("attention") * attention + m.share("linear") * remembers + 2 * kept * _mean_mlp(m) + mixing
 
 
 def expert_operations(m: ModelConfig, tokens: float) -> float:
@@ -326,7 +355,9 @@ def kv_bytes(m: ModelConfig, element: int, tensor: int = 1) -> float:
     """Return the bytes of keys and values of one position, or of the vectors latent attention keeps, on one of an
     engine's `tensor` ranks. Each has a head at least."""
     width = float(m.latent.kv_rank + m.latent.rotary_dim + m.indexer.head_dim)
-    if not m.latent.kv_rank:
+    if m.traits.entries:  # of a token, and of the entry that ends with it
+        width = 2.0 * m.kv_channels + m.indexer.head_dim
+    elif not m.latent.kv_rank:
         kinds = ((m.of_kinds(kinds), share) for kinds, share in m.head_kinds().items() if m.kv_matrices(kinds))
         width = sum(
             share * max(1.0, each.num_kv_heads / tensor) * (each.kv_channels + each.value_channels)

@@ -20,7 +20,8 @@ SAMPLED_LOGITS = 1 << 26  # float64 cumulative sums of the native sampler at a t
 
 
 def weight_bytes(count: Count, element: int) -> float:
-    return element * (count.dense + count.experts + count.frozen) + 4 * (count.score + count.fixed + count.magnitudes)
+    wide = 4 * (count.score + count.fixed + count.magnitudes) + 8 * count.integers
+    return element * (count.dense + count.experts + count.frozen) + wide
 
 
 def engine_bytes(m: ModelConfig, tensor: int, element: int) -> float:
@@ -116,7 +117,8 @@ def forward_bytes(job: PlanJob, model: PlannedModel, stage: int, tokens: float) 
     and the widest product with its factors, or the rule of linear attention. Experts: input and output of each pair."""
     m, grid = model.shape, model.grid or job.grid
     wide = (1 + m.mlp_parts) * widest_mlp(m) / grid.tensor + 2 * m.moe.top_k * m.expert_hidden * bool(m.moe.num_experts)
-    stream = m.hidden_size + (4 * m.hidden_size + 2 * inputs_width(m)) / (grid.tensor if grid.sequence else 1)
+    kept = 2 + 2 * max(1, m.hyper.streams)  # two norms and, before and behind, the residual streams
+    stream = m.hidden_size + (kept * m.hidden_size + 2 * inputs_width(m)) / (grid.tensor if grid.sequence else 1)
     every = grid.context * min(1.0, grid.rule_share)  # tokens that the rule sees, for each of the rank's own
     layers = m.rank_layers(grid)[stage] if model.grid is None else range(m.num_layers)
     linear = not set(layers).isdisjoint(m.layers_of("linear"))

@@ -38,6 +38,7 @@ from aligner.plan.shapes import (
     latent_matrices,
     layer_operations,
     mlp_width,
+    stream_matrices,
 )
 from aligner.plan.shared import Shared, shared
 from aligner.plan.sizes import engine_bytes, logit_bytes, optimizer_share
@@ -175,14 +176,14 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machin
     count = len(m.rank_layers(grid)[stage])
     products = (count - last) * machine.layer_products(m, own) + last * machine.layer_products(m, own, kept)
     if not grid.sequence:  # what every tensor rank has whole, it computes for all tokens
-        whole = latent_matrices(m) + m.share("sparse") * expert_latents(m) + input_matrices(m)
+        whole = latent_matrices(m) + stream_matrices(m) + m.share("sparse") * expert_latents(m) + input_matrices(m)
         products += count * 2 * whole * own * (grid.tensor - 1) / machine.rate
     products *= work.forward + (2 - work.frozen) * work.backward
+    stream = own * (1 if grid.sequence else grid.tensor)
     passed = work.forward + work.backward * (m.indexer.loss > 0)
-    products += passed * count * index_operations(m, own * grid.tensor) / machine.rate
+    products += passed * count * index_operations(m, own * grid.tensor, stream) / machine.rate
     attention = (count - last) * machine.attention(m, tokens * share, job.rows.context, work, masked)
     attention += last * machine.attention(m, read.kept * share, read.context, work, masked)
-    stream = own * (1 if grid.sequence else grid.tensor)
     passes = count * machine.element_wise(m, own, stream, job.element) * (work.forward + 2 * work.backward)
     rules = count * machine.rule(m, tokens * grid.rule_share / grid.tensor, job.package)
     rules *= work.forward + 2 * work.backward

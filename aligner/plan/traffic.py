@@ -31,6 +31,7 @@ from aligner.plan.shapes import (
     Kinds,
     attention_widths,
     end_norms,
+    entry_widths,
     expert_inputs,
     head_norms,
     index_matrices,
@@ -120,6 +121,12 @@ def layer_forward(
     inputs, outputs = [*_inputs(m, kinds), *_mlp_inputs(m, kinds)], _outputs(m, kinds)
     if grid.sequence:
         index = [m.latent.query_rank, m.indexer.heads, m.indexer.head_dim] if "indexer" in kinds else []
+        if m.traits.entries:  # vectors and gates, of entries and of what the indexer compares
+            index = [
+                *index[:2],
+                *[4 * m.indexer.head_dim] * bool(index),
+                *[entry_widths(m, kinds)] * ("entries" in kinds),
+            ]
         yield CollectiveCalls("tp", "all_gather", sum(inputs + index) * each, len(inputs + index))
         yield CollectiveCalls("tp", "reduce_scatter", sum(outputs) * each, len(outputs))
     else:
@@ -160,8 +167,9 @@ def layer_backward(
     m, own, sparse = model.shape, tokens / grid.context, "sparse" in kinds
     each, last, inputs, mlps = own * element, kept / grid.context * element, _inputs(m, kinds), _mlp_inputs(m, kinds)
     if grid.sequence:
-        # the rotated key goes through no product
-        gathered = _outputs(m, kinds) + inputs[:2] + mlps[1 + len(expert_inputs(m)) if sparse else 0 :]
+        # the rotated key, or that of all heads, goes through no product
+        gathered = _outputs(m, kinds) + inputs[: 1 if m.traits.entries else 2]
+        gathered += mlps[1 + len(expert_inputs(m)) if sparse else 0 :]
         yield CollectiveCalls("tp", "all_gather", sum(gathered) * each, len(gathered))
         yield CollectiveCalls("tp", "reduce_scatter", sum(inputs + mlps) * each, len(inputs + mlps))
     else:
@@ -180,7 +188,7 @@ def _inputs(m: ModelConfig, kinds: Kinds) -> list[int]:
     """Return the widths of the inputs of attention's column-parallel products, each with a collective of its own."""
     if not mixers(kinds):
         return []
-    if not m.latent.kv_rank:
+    if not latent_widths(m):
         return [m.hidden_size]
     query, *others = latent_widths(m)
     return [query or m.hidden_size, *others]
@@ -218,6 +226,8 @@ def _context(
         op = "reduce_scatter" if backward else "all_gather"
         yield CollectiveCalls("cp", op, tokens * size, 1 + 2 * grid.over_heads)
     a, k, v, out = (width / grid.tensor for width in attention_widths(m, kinds))
+    if m.traits.entries:  # every tensor rank has them
+        k, v = attention_widths(m, kinds)[1], entry_widths(m, kinds)
     if grid.over_heads:
         yield CollectiveCalls("cp", "all_to_all", tokens / grid.context * (a + k + v + out) * element, 4)
     else:
@@ -260,6 +270,7 @@ def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, bac
     own, layers, last = tokens / grid.context, stage_layers(m, grid, stage), stage == grid.pipeline - 1
     hidden = own * m.hidden_size * e
     looked_up = hidden + own * m.num_layers * m.layer_input_size * e
+    passed = hidden * max(1, m.hyper.streams)  # between stages
     read, kept = reads(job, model, tokens), [tokens] * len(layers)
     if last:
         kept[-1] = read.kept
@@ -289,9 +300,9 @@ def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, bac
             calls.append(CollectiveCalls("tp", "all_reduce", 4 * read.pairs / grid.context * (2 + numbers), 2))
         calls.append(CollectiveCalls("cp", "all_reduce", 4 * tokens * (numbers if model.head == "lm" else 1)))
     else:
-        calls.append(CollectiveCalls("pp", "send", hidden / (grid.tensor if grid.sequence else 1)))
+        calls.append(CollectiveCalls("pp", "send", passed / (grid.tensor if grid.sequence else 1)))
     if stage > 0 and backward:
-        calls.append(CollectiveCalls("pp", "send", hidden / (grid.tensor if grid.sequence else 1)))
+        calls.append(CollectiveCalls("pp", "send", passed / (grid.tensor if grid.sequence else 1)))
     return within(calls, grid)
 
 

@@ -15,7 +15,7 @@ from aligner.models.params import ParamSpec, expected_hf_shapes, hf_dtypes, to_h
 from aligner.ops.reduce import gathered
 from aligner.refit.plan import buckets
 
-ALIGNMENT = 4  # bytes: tensors of several dtypes share a buffer
+ALIGNMENT = 8  # bytes: tensors of several dtypes share a buffer
 
 
 class WeightStream:

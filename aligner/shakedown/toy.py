@@ -99,6 +99,11 @@ def family_keys(name: str) -> list[str]:
         keys |= {"latent.value_dim": 10}
     if family.indexer:
         keys |= {"latent.query_rank": 20, "indexer.heads": 16, "indexer.head_dim": 8, "indexer.top_k": 5}
+    if family.entries:
+        keys |= {"num_kv_heads": 1, "head_dim": 16, "attention.rotary_fraction": 0.25, "moe.gate_limit": 5.0}
+        keys |= {"latent.query_rank": 20, "latent.output_groups": 2, "latent.output_rank": 12, "moe.hash_layers": 1}
+        keys |= {"entries.tokens": 2, "entries.heavy_tokens": 4, "hyper.streams": 2, "hyper.iterations": 4}
+        keys |= {"indexer.heads": 16, "indexer.head_dim": 8, "indexer.top_k": 5}
     if family.linear:
         keys |= {"linear.attention_every": 2} if "linear.attention_every" in family.varies else {}
         keys |= {"linear.key_heads": 2, "linear.value_heads": 4, "linear.conv": 4}

@@ -270,6 +270,27 @@ sft ; model.indexer.loss=1 => model.indexer.loss
 sft ; model=glm5 ; model.indexer.loss=1 ; model.lora.rank=2 => model.indexer.loss
 sft@2 ; model=glm5 ; model.indexer.shared_layers=[3, 39] ; parallel={pipeline: 2, stage_layers: [39, 39]}
     => parallel.stage_layers
+sft ; model=deepseek_v4_flash ; model.entries.tokens=0 => model.entries.tokens
+sft ; model=deepseek_v4_flash ; model.entries.heavy_tokens=0 => model.entries.heavy_tokens
+sft ; model=deepseek_v4_flash ; model.hyper.streams=0 => model.hyper.streams
+sft ; model=deepseek_v4_flash ; model.hyper.iterations=0 => model.hyper.iterations
+sft ; model=deepseek_v4_flash ; model.indexer.heads=0 => model.indexer.heads
+sft ; model=deepseek_v4_flash ; model.latent.query_rank=0 => model.latent.query_rank
+sft ; model=deepseek_v4_flash ; model.latent.output_groups=0 => model.latent.output_groups
+sft ; model=deepseek_v4_flash ; model.latent.output_rank=0 => model.latent.output_rank
+sft ; model=deepseek_v4_flash ; model.latent.output_groups=48 => model.num_heads
+sft ; model=deepseek_v4_flash ; model.attention.window=0 => model.attention.window
+sft ; model=deepseek_v4_flash ; model.attention.local_rope_base=0 => model.attention.local_rope_base
+sft ; model=deepseek_v4_flash ; model.attention.rotary_fraction=0.124 => model.attention.rotary_fraction
+sft ; model=deepseek_v4_flash ; model.attention.rotary_fraction=0.5 => model.attention.rotary_fraction
+sft ; model=deepseek_v4_flash ; model.entries.heavy_layers=[0] => model.entries.heavy_layers
+sft ; model=deepseek_v4_flash ; model.num_kv_heads=2 => model.num_kv_heads
+sft ; model=deepseek_v4_flash ; model.moe.gate_limit=0 => model.moe.gate_limit
+sft ; model=deepseek_v4_flash ; model.moe.hash_layers=44 => model.moe.hash_layers
+sft ; model=deepseek_v4_flash ; model.indexer.loss=1 => model.indexer.loss
+sft@16 ; model=deepseek_v4_flash ; parallel.tensor=16 => model.latent.output_groups
+sft@2 ; model=deepseek_v4_flash ; parallel={context: 2, context_mode: alltoall} => parallel.context_mode
+grpo@16 ; model=deepseek_v4_flash ; engine.tensor_parallel=16 => model.latent.output_groups
 sft ; model=gemma4_31b ; model.rope_scaling.type=llama3 => model.rope_scaling.type
 sft ; model.rope_scaling.type=proportional => model.family
 sft ; model=gemma4_31b ; model.attention.global_head_dim=0 => model.attention.global_head_dim

@@ -45,7 +45,9 @@ def by_windows(engine, prompts, seeds, sampling):
 
 
 CASES = [("llama", 1, 512), ("llama", 4, 512), ("llama", 99, 3)]
-CASES += [(name, 4, 3) for name in ("llama", "qwen3", "deepseek_v3", "glm_moe_dsa", "qwen3_next", "nemotron_h")]
+CASES += [
+    (name, 4, 3) for name in ("llama", "qwen3", "deepseek_v3", "glm_moe_dsa", "qwen3_next", "nemotron_h", "deepseek_v4")
+]
 
 
 @pytest.mark.parametrize("name, window, slots", CASES)

@@ -37,6 +37,7 @@ STAGES = {
     "tp2-pp2-turns": (4, ParallelConfig(pipeline=2, virtual_stages=2, tensor=2, sequence=True)),
 }
 GENTLE = replace(SGD, lr=SGD.lr / 10)  # where vectors are made unit ones a whole gradient magnifies what is rounded
+FAINT = replace(SGD, lr=SGD.lr / 300)
 BASE = BatchConfig(micro_batch_samples=3)
 MODELS_AND_HEADS = {
     "qwen3-tied": {"cfg": MODELS["qwen3"]},
@@ -70,6 +71,8 @@ def alone(ranks):
 
 
 def bound_of(cfg) -> float:
+    if cfg.traits.hyper:  # every layer makes vectors unit ones several times
+        return 1e-3
     return 6e-5 if cfg.traits.plain_scores else 2e-5  # whose softmax is sharp, which magnifies what is rounded
 
 
@@ -84,7 +87,7 @@ def check(got, base, optim, bound=2e-5):
     for name, value in wanted["weights"].items():
         update = value - start[name]
         # which no gradient changes
-        fixed = name.endswith(("e_score_correction_bias", "layer_scalar"))
+        fixed = name.endswith(("e_score_correction_bias", "gate.bias", "tid2eid", "layer_scalar"))
         fixed |= ".indexer." in name and "indexer/loss" not in wanted["metrics"][0]
         assert update.any() != fixed, name
         # gradient descent: the sum of two gradients. Adam turns noise-sized gradients into full steps: looser
@@ -142,13 +145,14 @@ def test_windows_learn_the_same(ranks, alone, name, layout):
         for layout in ("tp2", "tp2-sequence", "cp2" if CUT[name]["cfg"].passes_beside else "cp2-pp2")
     ]
     + [("gemma4-inputs", layout) for layout in ("cp2-heads", "cp2-tp2-sequence", "padded", "shared")]
-    + [("indexer_loss", layout) for layout in ("cp2-heads", "cp2-tp2-sequence", "padded", "shared")],
+    + [("indexer_loss", layout) for layout in ("cp2-heads", "cp2-tp2-sequence", "padded", "shared")]
+    + [("deepseek_v4", layout) for layout in ("cp2-tp2-sequence", "padded", "shared")],
 )
 def test_more_families_learn_the_same(ranks, alone, name, layout):
     """Those whose features reach across ranks."""
     world, parallel = {"padded": (1, DP), "shared": (1, DP), **LAYOUTS}[layout]
     cfg = CUT[name]["cfg"]
-    optim = GENTLE if cfg.linear.key_heads or cfg.layer_input_size else SGD
+    optim = FAINT if cfg.traits.hyper else GENTLE if cfg.linear.key_heads or cfg.layer_input_size else SGD
     bc = replace(BASE, packing=layout != "padded", share_prompts=layout == "shared")
     got = agreed(ranks, world, **CUT[name], parallel=parallel, optim=optim, bc=bc)
     check(got, alone(name, optim), SGD, bound_of(cfg))
@@ -165,12 +169,14 @@ def test_more_families_learn_the_same(ranks, alone, name, layout):
         ("five", "pp2-given-turns"),
         ("five", "pp2-dp2-turns"),
         ("nemotron_h", "pp2-turns"),
+        ("deepseek_v4", "pp2-turns"),
         ("balanced", "tp2-pp2-turns"),
     ],
 )
 def test_stages_with_other_numbers_of_layers_learn_the_same(ranks, alone, name, layout):
     world, parallel = STAGES[layout]
-    optim = GENTLE if CUT[name]["cfg"].linear.key_heads else SGD
+    cfg = CUT[name]["cfg"]
+    optim = FAINT if cfg.traits.hyper else GENTLE if cfg.linear.key_heads else SGD
     got = agreed(ranks, world, **CUT[name], parallel=parallel, optim=optim, bc=BASE)
     check(got, alone(name, optim), SGD, bound_of(CUT[name]["cfg"]))
 

@@ -47,6 +47,7 @@ LAYOUTS = {
     "keys of other layers": (replace(MORE["gemma4-inputs"], lora=LORA), (SP2,)),
     "experts beside an MLP": (replace(MORE["gemma4-experts"], lora=LORA), (SP2, ParallelConfig(expert=2))),
     "optional norms": (replace(MORE["glm4_moe"], lora=LORA), (SP2,)),
+    "entries": (replace(MORE["deepseek_v4"], lora=LORA), (SP2,)),
     "mamba": (replace(MORE["nemotron_h"], lora=LORA), (SP2,)),
 }
 
@@ -157,7 +158,8 @@ def test_five_steps_are_those_of_one_rank_on_every_layout(ranks, name):
         for own in results:
             for key in ("loss", "grad_norm", "lora/b_norm"):
                 got, wanted = (m["metrics"][-1][key] for m in (own, one))
-                assert got == pytest.approx(wanted, rel=2e-4), (parallel, key)
+                rel = 3e-3 if cfg.traits.hyper else 2e-4  # every layer makes vectors unit ones several times
+                assert got == pytest.approx(wanted, rel=rel), (parallel, key)
         factors = {name: t for own in results for name, t in own["factors"].items()}
         worst = max((relative(factors[n], t), n) for n, t in one["factors"].items())
         assert worst[0] < 2e-3, (parallel, worst)  # Adam turns gradients of the size of rounding into steps

@@ -187,7 +187,7 @@ def test_transformer_engine_has_the_attention_of_what_it_supports(monkeypatch, n
     kernels = [model.modules_of(c, HALF, device)["rows"] for c in (cfg, replace(cfg, varlen_attention=False))]
     others = {"gemma2", "gemma4", "gemma4-experts", "gemma4-inputs"}  # heads of 4 numbers
     others |= {"deepseek_v3", "deepseek_v3-direct"}  # of 18
-    others |= {"glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"}  # of 18, and indexers
+    others |= {"glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "deepseek_v4"}  # of 18, indexers, and entries
     assert kernels == [None if name in others else transformer_engine.attend] * 2
 
 

@@ -61,6 +61,7 @@ MAMBA = replace(MORE["nemotron_h"], linear=replace(MORE["nemotron_h"].linear, va
 INPUTS = MORE["gemma4-inputs"]  # with more heads' norms than a message that is not compared
 INPUTS = replace(INPUTS, head_dim=8, attention=replace(INPUTS.attention, global_head_dim=16), layer_input_size=24)
 INDEXED = MORE["glm_moe_dsa"]
+ENTRIES = MORE["deepseek_v4"]
 LEARNING = replace(INDEXED, indexer=replace(INDEXED.indexer, loss=0.5))
 CASES = {
     "untied": (UNTIED, {}, 1, {}),
@@ -105,6 +106,8 @@ CASES = {
     "indexers that learn, cp2": (LEARNING, {"context": 2}, 2, {}),
     "indexers that learn, cp2 over heads": (LEARNING, {"context": 2, "context_mode": "alltoall"}, 2, {}),
     "indexed, cp2 over heads": (INDEXED, {"context": 2, "context_mode": "alltoall"}, 2, {}),
+    "entries": (ENTRIES, {}, 1, {}),
+    "entries, pp2, recompute": (ENTRIES, {"pipeline": 2}, 2, {"recompute": "full"}),
     "score, tp2, dp2": (LLAMA, {"tensor": 2, **SEQ}, 4, {"outputs": 3}),
     "tp2 pp2": (replace(UNTIED, num_layers=3), {"tensor": 2, "pipeline": 2, **SEQ}, 4, {}),
     # what nobody reads is left out: prompts of 2/3 of the tokens, and of a row all but the last token
@@ -332,8 +335,10 @@ def test_a_step_of_real_ranks_has_the_bytes_and_operations_of_the_formulas(ranks
             continue  # rows of these sizes fill no chunk of its rule
         if key[1] == "attention" and (experts or gathered):
             continue  # with it go the weighted sums of experts' outputs; of gathered keys each half of a row sees fewer
+        # torch counts products of groups of heads with attention
+        rel = 0.05 if cfg.traits.entries else 0.03 if experts else 1e-9
         # of a router every tensor rank has the whole, and its loss has a product too
-        assert counted[key] == pytest.approx(wanted, rel=0.03 if experts else 1e-9), key
+        assert counted[key] == pytest.approx(wanted, rel=rel), key
     assert state == wanted_state  # shares of ranks differ by some parameters, their sum does not
     assert all_heard.keys() == all_wanted.keys()
     whole = [axes[axis] for axes in (result["axes"] for result in results) for axis in ("dp", "edp")]

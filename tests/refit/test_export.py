@@ -44,6 +44,7 @@ NEW = {
         "deepseek_v32",
         "glm4_moe_lite",
         "glm_moe_dsa",
+        "deepseek_v4",
         "ministral3",
         "qwen3_next",
         "nemotron_h",
@@ -94,6 +95,7 @@ for name in (
     "deepseek_v32",
     "glm4_moe_lite",
     "glm_moe_dsa",
+    "deepseek_v4",
     "nemotron_h",
     "qwen3_5_moe",
 ):  # transformers has no such class

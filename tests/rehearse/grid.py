@@ -34,6 +34,10 @@ FAMILIES = {  # model: its shape; where there are two kinds of layers, both
         "model.indexer.top_k=24",
         "model.indexer.loss=0.5",
     ],
+    "deepseek_v4_flash": [
+        *("model.moe.num_experts=16", "model.moe.hash_layers=1", "model.indexer.top_k=8"),
+        *("model.num_layers=4", "model.attention.global_layers=[1,2,3]", "model.entries.heavy_layers=[2]"),
+    ],
     "qwen3_next_80b_a3b": ["model.moe.num_experts=16", "model.linear.attention_every=2"],
     "nemotron3_nano_30b_a3b": ["model.moe.num_experts=16", "model.num_layers=4", "model.pattern=ME*-"],
     "glm4.5_air": ["model.moe.num_experts=16"],

@@ -53,6 +53,7 @@ MODELS = {
     "gemma4-experts": replace(MORE["gemma4-experts"], vocab_size=263),
     "gemma4-inputs": replace(MORE["gemma4-inputs"], vocab_size=263),
     "nemotron_h": replace(MORE["nemotron_h"], vocab_size=263),
+    "deepseek_v4": replace(MORE["deepseek_v4"], vocab_size=263),
 }
 PARTS = {"tensor": 2, "file_bytes": 60_000.0}
 
@@ -179,6 +180,7 @@ def convert(ranks, what, source, target, world=1, error="", **options):
         ("deepseek_v3", "lm", 2, ParallelConfig(tensor=2)),
         ("glm_moe_dsa", "lm", 4, ParallelConfig(tensor=2, pipeline=2)),
         ("nemotron_h", "lm", 4, ParallelConfig(tensor=2, expert=2)),
+        ("deepseek_v4", "lm", 4, ParallelConfig(tensor=2, pipeline=2)),
     ],
 )
 def test_any_layout_in_and_out(ranks, tmp_path, name, head, world, parallel):

@@ -30,7 +30,7 @@ from aligner.ops.kernels.products import product_into
 
 if TYPE_CHECKING:
     from aligner.engines.native.cache import SlotCache
-    from aligner.engines.native.linear import LinearStates
+    from aligner.engines.native.states import RowStates
 
 Product = tuple[Tensor, Tensor | None]  # matrix and bias
 
@@ -46,7 +46,7 @@ class PrefillInputs(NamedTuple):
     staged: tuple[Tensor, ...] | None  # of each kind of heads [layer, plane, P, kv_head, T, d]
     behind: PrefillPositions | None
     real: Tensor | None  # bool [P, T]: tokens that are no padding
-    memories: LinearStates | None
+    memories: RowStates | None
     indices: dict[int, Index]  # of layers whose choice the layer behind them uses
     keys: dict[int, tuple[Tensor, Tensor]]  # and values, of layers whose others use
 
@@ -64,6 +64,13 @@ class DecodeStep:
     places: tuple[Tensor, ...]  # of each kind of heads, of `cache.places`
     rope: tuple[Tensor, ...]  # of `NativeModel.rotations`
     masks: dict[int, Tensor] = field(default_factory=dict)  # of layers whose choice the layer behind them uses
+    closed: dict[int, Tensor] = field(default_factory=dict)  # of `closing`
+
+    def closing(self, tokens: int) -> Tensor:
+        """Return the slots, int64, whose new tokens are the last ones of entries of so many tokens."""
+        if tokens not in self.closed:  # once for all layers: a host that launches a GPU's work waits for it
+            self.closed[tokens] = ((self.positions + 1) % tokens == 0).nonzero().flatten()
+        return self.closed[tokens]
 
     @cached_property
     def mask(self) -> Tensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aligner.engines.native.linear import LinearStates
 from aligner.engines.native.scratch import Scratch
+from aligner.engines.native.states import RowStates
 
 
 class SlotCache:
@@ -25,7 +25,7 @@ class SlotCache:
         device: torch.device,
         dtype: torch.dtype,
         planes: int = 2,
-        memories: LinearStates | None = None,
+        memories: RowStates | None = None,
         beside: SlotCache | None = None,
     ):
         self.memories, self.beside = memories, beside

@@ -24,11 +24,11 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import Finished, RolloutEngine, UpdateLedger, require_finite
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.graphs import REACH, CudaRecorder, DecodeGraphs
-from aligner.engines.native.linear import LinearStates
 from aligner.engines.native.model import NativeModel
 from aligner.engines.native.peers import EngineRanks
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.schedule import Batch, CacheUse, GenerationPlan, PromptPool, PromptRequest, plan_generation
+from aligner.engines.native.states import RowStates
 from aligner.errors import ConfigError, RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
@@ -77,7 +77,7 @@ class NativeEngine(RolloutEngine):
             keep_freed_memory()
         self.peers = EngineRanks(group)
         self.model = NativeModel(model, self.device, dtype, self.peers)
-        memories = LinearStates(model, self.peers.size, self.device) if model.layers_of("linear") else None
+        memories = RowStates(self.model.row_states, self.device) if self.model.row_states else None
         (*sizes, planes), *others = self.model.cached
         beside = [SlotCache(*each[:3], self.device, dtype) for each in others]
         self.cache = SlotCache(*sizes, self.device, dtype, planes, memories, *beside)
@@ -90,7 +90,7 @@ class NativeEngine(RolloutEngine):
             raise ConfigError("engine.cuda_graphs", True, f"false on device {self.device.type}")
         captures = on_gpu and config.captures_of(model.moe.num_experts)
         self.graphs = DecodeGraphs(self.model, CudaRecorder()) if captures else None
-        # earlier recurrent states, and the routes of tokens, are not kept
+        # earlier memories, and the routes of tokens, are not kept
         self.keeps_rows = memories is None and self.routes is None
         self.stats = EngineStats()
         self._ledger = UpdateLedger(self.model.shapes)

@@ -3,75 +3,15 @@ for each slot one matrix for each head and the last inputs of the mixing, for a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.block_inputs import BlockContext, DecodeStep, PrefillInputs, Product
-from aligner.engines.native.scratch import Scratch
 from aligner.families.matrices import rows_of_group
 from aligner.families.table import family_table
 from aligner.ops.kernels.linear_rules import RULES, vector_dtype
-
-
-class LinearStates:
-    """The memories of rows: the state of the rule in every linear layer [H, dk, dv] and the last K - 1 inputs of its
-    mixing, in float32, [linear layer, slot, ...]. Both of running rows, and of prompts that wait for slots."""
-
-    def __init__(self, cfg: ModelConfig, share: int, device: torch.device):
-        linear = cfg.linear
-        self.layers = len(cfg.layers_of("linear"))
-        self.state = linear.value_heads // share, linear.key_head_dim, linear.value_head_dim
-        self.inputs = linear.conv - 1, linear.key_heads // share * linear.mixed_width
-        self.row_bytes = 4 * self.layers * (math.prod(self.state) + math.prod(self.inputs))
-        self._scratch = Scratch(device, torch.float32)
-        self._forget()
-
-    @property
-    def held_bytes(self) -> int:
-        return self._scratch.held_bytes
-
-    def needs(self, slots: int, prompts: int) -> int:
-        """Return the bytes of so many rows and waiting prompts, including the memory that is held already."""
-        wanted = {"slots": slots, "staged": prompts}
-        per = {"state": math.prod(self.state), "inputs": math.prod(self.inputs)}
-        held = self._scratch.size
-        return 4 * sum(
-            max(n * self.layers * size, held(f"{k} of {w}")) for w, n in wanted.items() for k, size in per.items()
-        )
-
-    def resize(self, slots: int) -> None:
-        self.slots = ()
-        self.slots = self._take("slots", slots)
-
-    def stage(self, prompts: int) -> None:
-        self.staged = ()
-        self.staged = self._take("staged", prompts)
-
-    def _take(self, where: str, rows: int) -> tuple[Tensor, Tensor]:
-        state = self._scratch.take(f"state of {where}", self.layers, rows, *self.state)
-        return state, self._scratch.take(f"inputs of {where}", self.layers, rows, *self.inputs)
-
-    def admit(self, prompt: int, first: int, count: int) -> None:
-        """Copy staged prompt `prompt` into slots [first, first + count)."""
-        for slots, staged in zip(self.slots, self.staged, strict=True):
-            slots[:, first : first + count].copy_(staged[:, prompt : prompt + 1])
-
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots `source` to slots `target` (int64 [m] each)."""
-        for slots in self.slots:
-            slots[:, target] = slots[:, source]
-
-    def release(self) -> None:
-        self._scratch.clear()
-        self._forget()
-
-    def _forget(self) -> None:
-        self.slots: tuple[Tensor, ...] = ()
-        self.staged: tuple[Tensor, ...] = ()
 
 
 class LinearLayers:
@@ -96,6 +36,14 @@ class LinearLayers:
         self.conv_bias = empty(linear.key_heads * linear.mixed_width) if self.rule.biased else None
         self.vectors = {name: empty(values).to(vector_dtype(name, kit.dtype)) for name in self.rule.vectors}
         self.norm = empty((values if self.rule.wide_norm else 1) * linear.value_head_dim)
+
+    def states(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a row's memory: layers, and the state of the rule [H, dk, dv], or the last K - 1 inputs
+        of its mixing."""
+        linear, count = self.linear, len(self.index)
+        heads = self.heads * linear.values_per_key
+        state = heads, linear.key_head_dim, linear.value_head_dim
+        return {"state": (count, *state), "inputs": (count, linear.conv - 1, self.heads * linear.mixed_width)}
 
     def matrices(self) -> Mapping[str, Sequence[Tensor]]:
         return {}

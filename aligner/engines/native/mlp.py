@@ -18,6 +18,7 @@ from aligner.ops.kernels.experts import (
     combine,
     expand,
     grouped_linear,
+    root_softplus,
     route,
     route_by_groups,
     sort_pairs,
@@ -80,6 +81,8 @@ class ExpertMlp:
         self.gate_up_bias = kit.empty(count, experts, 2 * ffn) if biased else None
         self.down = kit.empty(count, experts, width, ffn)
         self.down_bias = kit.empty(count, experts, hidden) if biased else None
+        self.limit, table = cfg.moe.gate_limit or None, (cfg.moe.hash_layers, cfg.vocab_size, cfg.moe.top_k)
+        self.table = torch.zeros(table, dtype=torch.int64, device=kit.device) if cfg.moe.hash_layers else None
         # float32, as the scores of the choice are
         self.score_bias = torch.zeros(count, experts, device=kit.device) if cfg.traits.sigmoid_router else None
         wide = cfg.moe.shared_ffn_hidden_size // share
@@ -108,6 +111,8 @@ class ExpertMlp:
             parts["fc2_latent_proj.weight"] = self.onto[:, None]
         if self.score_bias is not None:
             parts["router.expert_bias"] = self.score_bias[:, None]
+        if self.table is not None:
+            parts["router.table"] = self.table[:, None]
         if self.shared_gate_up is not None:
             parts["shared_experts.linear_fc1.weight"] = self.shared_gate_up.unflatten(1, (self.kit.cfg.mlp_parts, -1))
             parts["shared_experts.linear_fc2.weight"] = self.shared_down[:, None]
@@ -120,16 +125,19 @@ class ExpertMlp:
                 views |= zip(spec.hf, parts[kind][self.index[int(at.rpartition(".")[2])]], strict=True)
         return views
 
-    def __call__(self, layer: int, y: Tensor, routes: Tensor | None) -> Tensor:
+    def __call__(self, layer: int, y: Tensor, routes: Tensor | None, tokens: Tensor | None = None) -> Tensor:
         """Return y [M, hidden] -> the output of each row's experts; all rows of an expert in one product. The experts'
-        numbers are written to `routes` [M, layer, top_k] if given."""
+        numbers are written to `routes` [M, layer, top_k] if given. `tokens` int64 [M] choose experts in the first
+        layers of some families."""
         moe, index = self.kit.cfg.moe, self.index[layer]
         if self.score_bias is None:
             bias, scale = of(self.router_bias, index), of(self.scale, index)
             x = y if scale is None else self._normed("router_layernorm", index, y) * y.shape[1] ** -0.5
             routing = route(x, self.router[index], moe.top_k, moe.norm_topk_prob, bias, scale=scale)
         else:
-            routing = route_by_groups(y, self.router[index], self.score_bias[index], moe)
+            own = None if index >= moe.hash_layers else self.table[index, tokens]
+            score = root_softplus if self.traits.root_scores else torch.sigmoid
+            routing = route_by_groups(y, self.router[index], self.score_bias[index], moe, score=score, own=own)
         if routes is not None:
             routes[:, index] = routing.experts
         pairs = sort_pairs(routing.experts, moe.num_experts)
@@ -138,7 +146,7 @@ class ExpertMlp:
         mixed = grouped_linear(expand(x, pairs), self.gate_up[index], pairs.counts)
         if self.gate_up_bias is not None:
             mixed = add_bias(mixed, self.gate_up_bias[index], pairs.counts)
-        mixed = clamped_gate(mixed) if self.traits.clamped_gate else between(mixed, self.traits)
+        mixed = clamped_gate(mixed) if self.traits.clamped_gate else between(mixed, self.traits, self.limit)
         out = grouped_linear(mixed, self.down[index], pairs.counts)
         if self.down_bias is not None and self.kit.peers.rank == 0:  # of all ranks' sum
             out = add_bias(out, self.down_bias[index], pairs.counts)
@@ -161,15 +169,19 @@ class ExpertMlp:
         """Add the output of the experts that all tokens share."""
         if self.shared_gate_up is None:
             return out
-        hidden = between(F.linear(y, self.shared_gate_up[index]), self.traits)
+        hidden = between(F.linear(y, self.shared_gate_up[index]), self.traits, self.limit)
         if self.shared_gate is not None:
             hidden *= F.linear(y, self.shared_gate[index]).sigmoid()
         return out.addmm_(hidden, self.shared_down[index].t())
 
 
-def between(mixed: Tensor, traits: Family) -> Tensor:
-    """Return the input of an MLP's last product from the output of its first, perhaps in place."""
+def between(mixed: Tensor, traits: Family, limit: float | None = None) -> Tensor:
+    """Return the input of an MLP's last product from the output of its first, perhaps in place. `limit` as in
+    `model.moe.gate_limit`."""
     if traits.ungated:
         return F.relu(mixed, inplace=True).square_()
     gate, up = mixed.chunk(2, dim=1)
+    if limit is not None:
+        gate.clamp_(max=limit)
+        up.clamp_(-limit, limit)
     return (F.silu(gate, inplace=True) if traits.activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)

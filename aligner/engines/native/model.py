@@ -13,20 +13,24 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.attention import PrefillPositions
 from aligner.engines.native.block_inputs import BlockContext, DecodeStep, PrefillInputs, Product, nearby
 from aligner.engines.native.cache import SlotCache
+from aligner.engines.native.entries import EntryHeads
 from aligner.engines.native.heads import PlainHeads
 from aligner.engines.native.latent import LatentHeads
 from aligner.engines.native.layer_inputs import LayerInputTable
-from aligner.engines.native.linear import LinearLayers, LinearStates
+from aligner.engines.native.linear import LinearLayers
 from aligner.engines.native.mlp import DenseMlp, ExpertMlp
 from aligner.engines.native.packs import PackedMatrices
 from aligner.engines.native.peers import EngineRanks
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.scratch import Scratch
+from aligner.engines.native.states import RowStates
+from aligner.engines.native.streams import ResidualStreams
 from aligner.families.rows import in_layer
 from aligner.families.table import family_table
 from aligner.models.params import embedding_factor, expected_hf_shapes
 from aligner.models.rope import attention_factor, inverse_frequencies, query_factors
 from aligner.models.shards import HfTensor, hf_tensors
+from aligner.ops.kernels.hyper import written
 from aligner.ops.kernels.products import add_linear, linear, use_fast_products
 from aligner.ops.kernels.scored_attention import scaled_logits
 from aligner.ops.reduce import sum_halves
@@ -42,7 +46,7 @@ NORMS = BEFORE, BEFORE_MLP, BEHIND, BEHIND_MLP, BEHIND_INPUT = (
 )
 # kinds of layers with heads of their own, in the order of the caches
 ORDER = [(), ("local", "keys"), ("global", "keys"), ("local", "reads"), ("global", "reads")]
-Mixer = PlainHeads | LatentHeads | LinearLayers
+Mixer = PlainHeads | LatentHeads | EntryHeads | LinearLayers
 # (mixer, layer, normalised hidden states [M, H]) -> the input of its `out`
 Mix = Callable[[Mixer, int, Tensor], Tensor]
 
@@ -87,9 +91,9 @@ class NativeModel:
         self.mixers: dict[int, Mixer] = {layer: heads[cfg.heads_of(layer)] for layer in attention}
         self.mlps: dict[int, DenseMlp] = {}
         self.experts: dict[int, ExpertMlp] = {}
-        self.blocks: list[Mixer | DenseMlp | ExpertMlp | LayerInputTable] = [*heads.values()]
-        if self.layer_inputs is not None:
-            self.blocks.append(self.layer_inputs)
+        self.streams = ResidualStreams(kit) if cfg.hyper.streams else None
+        beside = [block for block in (self.layer_inputs, self.streams) if block is not None]
+        self.blocks: list[Mixer | DenseMlp | ExpertMlp | LayerInputTable | ResidualStreams] = [*heads.values(), *beside]
         if layers := cfg.layers_of("linear"):
             self.mixers |= dict.fromkeys(layers, LinearLayers(kit))
             self.blocks.append(self.mixers[layers[0]])
@@ -102,12 +106,14 @@ class NativeModel:
         if layers := cfg.layers_of("sparse"):
             self.experts = dict.fromkeys(layers, ExpertMlp(kit))
             self.blocks.append(self.experts[layers[0]])
+        states = (block.states() for block in self.blocks if isinstance(block, EntryHeads | LinearLayers))
+        self.row_states = {kind: shape for each in states for kind, shape in each.items()}
 
     def _heads(self) -> dict[tuple[str, ...], Any]:
         """Return the heads by kinds of layers."""
         cfg, heads = self.cfg, dict[tuple[str, ...], Any]()
-        if cfg.latent.kv_rank:
-            return {(): LatentHeads(self.kit)}
+        if cfg.latent.kv_rank or cfg.traits.entries:
+            return {(): EntryHeads(self.kit) if cfg.traits.entries else LatentHeads(self.kit)}
         for kinds in sorted({cfg.heads_of(layer) for layer in cfg.layers_of("attention")}, key=ORDER.index):
             heads[kinds] = PlainHeads(self.kit, kinds, heads.get((*kinds[:1], "keys")))
         return heads
@@ -223,7 +229,7 @@ class NativeModel:
         tokens: Tensor,
         staged: tuple[Tensor, ...] | None = None,
         routes: Tensor | None = None,
-        memories: LinearStates | None = None,
+        memories: RowStates | None = None,
         lengths: Tensor | None = None,
         held: Tensor | None = None,
     ) -> Tensor:
@@ -248,7 +254,7 @@ class NativeModel:
         rows: int,
         length: int,
         staged: tuple[Tensor, ...] | None,
-        memories: LinearStates | None,
+        memories: RowStates | None,
         lengths: Tensor | None,
         held: Tensor | None,
     ) -> PrefillInputs:
@@ -313,6 +319,8 @@ class NativeModel:
         x = self._embed(self.embedding, tokens)
         if self._embedding_factor != 1:
             x *= self._embedding_factor
+        if self.streams is not None:
+            return self.kit.norm(self._through_streams(x, tokens, mix, routes), self.final_norm)
         inputs = self.layer_inputs(tokens, x, self._embed) if self.layer_inputs is not None else None
         for layer in range(self.cfg.num_layers):
             if mixer := self.mixers.get(layer):
@@ -329,6 +337,19 @@ class NativeModel:
             if self.scalars is not None:
                 x *= self.scalars[layer]
         return self.kit.norm(x, self.final_norm)
+
+    def _through_streams(self, x: Tensor, tokens: Tensor, mix: Mix, routes: Tensor | None) -> Tensor:
+        """Return embeddings [M, hidden] -> the sum of the residual streams behind all layers, [M, hidden]."""
+        streams = self.streams
+        x = x[:, None].repeat(1, self.cfg.hyper.streams, 1)
+        for layer, mixer in self.mixers.items():
+            y, *factors = streams.read(x, layer, "attention_streams")
+            y = mix(mixer, layer, self._normed(y, layer, BEFORE))
+            x = written(x, self.peers.add(linear(y, mixer.out_of(layer)[0])), *factors)
+            y, *factors = streams.read(x, layer, "mlp_streams")
+            y = self._normed(y, layer, BEFORE_MLP)
+            x = written(x, self.experts[layer](layer, y, routes, tokens), *factors)
+        return streams.joined(x)
 
     def _normed(self, x: Tensor, layer: int, name: str) -> Tensor:
         """Return x normalised, or unchanged in families without this norm."""

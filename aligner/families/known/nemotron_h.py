@@ -82,7 +82,7 @@ FAMILIES = (
         norm_key="layer_norm_epsilon",
         rotary=False,
         ties=False,
-        stored="backbone",
+        stored=(("model.", "backbone."),),
         fused=(("mixer.in_proj", _IN),),
     ),
 )

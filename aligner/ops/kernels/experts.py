@@ -8,7 +8,7 @@ tokens lie together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,23 +70,40 @@ def rerouted(routing: Routing) -> Tensor:
 
 
 def route_by_groups(
-    hidden: Tensor, router: Tensor, bias: Tensor, moe: MoeConfig, chosen_before: ReplayedExperts | None = None
+    hidden: Tensor,
+    router: Tensor,
+    bias: Tensor | None,
+    moe: MoeConfig,
+    chosen_before: ReplayedExperts | None = None,
+    score: Callable[[Tensor], Tensor] = torch.sigmoid,
+    own: Tensor | None = None,
 ) -> Routing:
     """Route hidden [N, H] with router [E, H], bias float32 [E], as DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
-    Scores are s = sigmoid(z) of each expert alone. `bias` is added for the choice: the `top_groups` of `moe.groups`
-    groups with the largest sums of their two best, and the k best of their experts. Weights are those of s, without
-    the bias, divided by their sum if `norm_topk_prob`, times `moe.scale`. `probs` is s divided by its sum over all
-    experts. `chosen_before` is as in `route`."""
-    scores = torch.nn.functional.linear(hidden.float(), router.float()).sigmoid()
-    scored = (scores.detach() + bias).unflatten(1, (moe.groups, -1))
-    best = scored.topk(2, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
-    closed = torch.ones(best.shape[0], moe.groups, dtype=torch.bool, device=best.device).scatter_(1, best, False)
-    own = scored.masked_fill(closed[..., None], -torch.inf).flatten(1).topk(moe.top_k, dim=-1).indices
+    Scores are s = sigmoid(z) of each expert alone, or another `score`. `bias` is added for the choice: the
+    `top_groups` of `moe.groups` groups with the largest sums of their two best, and the k best of their experts.
+    Weights are those of s, without the bias, divided by their sum if `norm_topk_prob`, times `moe.scale`. `probs` is s
+    divided by its sum over all experts. `chosen_before` is as in `route`. `own` int64 [N, k]: experts that no score
+    chooses."""
+    scores = score(torch.nn.functional.linear(hidden.float(), router.float()))
+    if own is None:
+        own = _best_of_groups(scores.detach() + bias, moe)
     experts = own if chosen_before is None else chosen_before.experts.long().where(chosen_before.known[:, None], own)
     weights = scores.gather(1, experts)
     if moe.norm_topk_prob:
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
     return Routing(scores / scores.sum(1, keepdim=True), weights * moe.scale, experts, own)
+
+
+def _best_of_groups(scores: Tensor, moe: MoeConfig) -> Tensor:
+    scored = scores.unflatten(1, (moe.groups, -1))
+    best = scored.topk(2, dim=-1).values.sum(-1).topk(moe.top_groups, dim=-1).indices
+    closed = torch.ones(best.shape[0], moe.groups, dtype=torch.bool, device=best.device).scatter_(1, best, False)
+    return scored.masked_fill(closed[..., None], -torch.inf).flatten(1).topk(moe.top_k, dim=-1).indices
+
+
+def root_softplus(x: Tensor) -> Tensor:
+    """Return the square root of log(1 + e^x)."""
+    return torch.nn.functional.softplus(x).sqrt()
 
 
 class Pairs(NamedTuple):

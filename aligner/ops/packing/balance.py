@@ -25,6 +25,12 @@ def row_costs(lengths: Tensor, model: ModelConfig) -> Tensor:
         vectors = latent.query_rank + latent.kv_rank + latent.rotary_dim
         ups = wide * (latent.query_rank or h) + (model.num_heads * latent.plain_dim + out) * latent.kv_rank
         projections = h * vectors + ups + h * out + scored * latent.query_rank
+    elif model.traits.entries:
+        key, narrow = model.kv_channels, latent.output_groups * latent.output_rank
+        made = 4 * model.share("indexer") * (key + model.indexer.head_dim) + 2 * model.share("heavy") * key
+        projections = h * (latent.query_rank + key + made + narrow) + wide * (latent.query_rank + latent.output_rank)
+        projections += scored * latent.query_rank + 2 * h * model.hyper.streams**2 * (model.hyper.streams + 2)
+        scored /= model.entries.tokens  # of entries
     else:
         projections = 2 * h * wide + h * model.made_keys
     # matrices that compute a token

@@ -51,6 +51,7 @@ class Times:
 
     real: Tensor | None  # int64 [n]; None: all
     count: Tensor  # float32 [n]
+    tokens: Tensor | None = None  # int64 [n], of models that choose experts by them
     replay: RoutingReplay | None = None  # the engine's experts of these tokens, if they are replayed
 
     @classmethod

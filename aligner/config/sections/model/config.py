@@ -12,6 +12,8 @@ from aligner.config.checks import AUTO, Switch
 from aligner.config.key import REFUSE, REPORT, Section, key, section
 from aligner.config.rule import rules
 from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig, check_layers
+from aligner.config.sections.model.entries import EntriesConfig
+from aligner.config.sections.model.hyper import HyperConfig
 from aligner.config.sections.model.indexer import IndexerConfig, check_indexer
 from aligner.config.sections.model.kernels import KERNELS, unfit_for_varlen
 from aligner.config.sections.model.latent import LatentConfig
@@ -66,6 +68,8 @@ class ModelConfig(Section, key="model"):
     attention: AttentionConfig = section(AttentionConfig)
     latent: LatentConfig = section(LatentConfig)
     indexer: IndexerConfig = section(IndexerConfig)
+    entries: EntriesConfig = section(EntriesConfig)
+    hyper: HyperConfig = section(HyperConfig)
     linear: LinearConfig = section(LinearConfig)
     scales: ScalesConfig = section(ScalesConfig)
     moe: MoeConfig = section(MoeConfig)
@@ -124,6 +128,13 @@ traits.latent head_dim => head_dim ==latent.head_dim
 traits.indexer => indexer.heads, latent.query_rank >=1 | for model.family={family}
 lora.rank indexer.loss => indexer.loss =0 | with model.lora.rank={lora.rank}: only adapters are trained
 traits.indexer => indexer.head_dim >=latent.rotary_dim
+traits.entries => entries.tokens, hyper.streams, indexer.heads, latent.query_rank, latent.output_groups,
+    latent.output_rank, attention.window >=1 | for model.family={family}
+traits.entries => attention.local_rope_base, moe.gate_limit >0 | for model.family={family}
+traits.entries => num_kv_heads =1 | for model.family={family}, whose heads share one
+traits.entries => num_heads %latent.output_groups
+traits.entries => indexer.loss =0 | for model.family={family}, whose indexers are not trained
+traits.entries => moe.hash_layers <=num_layers
 traits.linear !pattern => linear.key_heads >=1 | with model.family={family}
 !traits.ties => tie_embeddings =false | for model.family={family}
 traits.scaled_queries => rope_scaling.type =yarn | for model.family={family}
@@ -152,6 +163,7 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
         check_dense_layers(self.moe, self.num_layers)
         check_linear(self)
         check_indexer(self.indexer, self.num_layers)
+        check_entries(self)
         check_rope(self.rope_scaling, self.rotary_dim)
 
     @property
@@ -221,12 +233,26 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
     def layer_kinds(self, layer: int) -> tuple[str, ...]:
         """Return the kinds of layer 0, 1, ...: it has the rows of the family's table that are of one of them, or of
         none. Its MLP: "dense", or "sparse" with experts. Before it: "attention", or "linear". Its heads: `heads_of`.
-        With an indexer: "indexer". With `pattern` one of them alone."""
+        With an indexer: "indexer". With entries: `entries_of`, and how experts are chosen, "hashed" or "scored". With
+        `pattern` one of them alone."""
         if self.pattern:
             return (PATTERN[self.pattern[layer]],)
         sparse = self.moe.num_experts and layer not in self.moe.dense_layers
         kinds = "sparse" if sparse else "dense", "linear" if self.linear.is_linear(layer) else "attention"
+        if self.entries.tokens:
+            return (*kinds, *self.entries_of(layer), "hashed" if layer < self.moe.hash_layers else "scored")
         return (*kinds, *self.heads_of(layer), *["indexer"] * self.indexer.is_full(layer))
+
+    def entries_of(self, layer: int) -> tuple[str, ...]:
+        """Return what layer 0, 1, ... sees besides its window: entries that an indexer chooses, or heavy ones."""
+        if self.attention.is_local(layer):
+            return ()
+        return "entries", "heavy" if layer in self.entries.heavy_layers else "indexer"
+
+    def entry_tokens(self, layer: int) -> int:
+        """Return the tokens of an entry in layer 0, 1, ...; 0: it has none."""
+        kinds = self.entries_of(layer)
+        return (self.entries.heavy_tokens if "heavy" in kinds else self.entries.tokens) if kinds else 0
 
     def heads_of(self, layer: int) -> tuple[str, ...]:
         """Return whose heads layer 0, 1, ... has, "local" or "global", and whether it has keys and values of its own:
@@ -361,6 +387,20 @@ def check_traits(model: ModelConfig) -> None:
             raise ConfigError(f"model.{name}", value, "none without model.attention.window")
 
 
+def check_entries(model: ModelConfig) -> None:
+    """Check which layers have heavy entries, and what of a head is rotated. Raises ConfigError."""
+    if not model.traits.entries:
+        return
+    heavy, most = model.entries.heavy_layers, model.indexer.head_dim
+    wrong = [n for n in heavy if not 0 <= n < model.num_layers or model.attention.is_local(n)]
+    if wrong or sorted(set(heavy)) != heavy:
+        expected = "global layers (model.attention.global_layers and global_every), ascending"
+        raise ConfigError("model.entries.heavy_layers", wrong or heavy, expected)
+    if model.rotary_dim % 2 or not 0 < model.rotary_dim <= most:
+        expected = f"an even number of {model.kv_channels}, at most model.indexer.head_dim={most}"
+        raise ConfigError("model.attention.rotary_fraction", model.attention.rotary_fraction, expected)
+
+
 def check_pattern(model: ModelConfig) -> None:
     """Check the pattern of a family whose layers are one module each. Raises ConfigError."""
     pattern = model.pattern
@@ -384,10 +424,11 @@ def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
     entries: list[tuple[str, Any, Any]] = [(name, getattr(model, name), plain) for name, plain in alone.items()]
     entries.append(("rope_scaling.llama_4_scaling_beta", model.rope_scaling.llama_4_scaling_beta, 0.0))
     moe = {"dense_layers": [], "shared_ffn_hidden_size": 0, "latent_size": 0, "groups": 1, "top_groups": 1}
-    moe["scale"] = 1.0
+    moe |= {"scale": 1.0, "hash_layers": 0, "gate_limit": 0.0}
     entries += [(f"moe.{name}", getattr(model.moe, name), plain) for name, plain in moe.items()]
     linear = LinearConfig(rule=model.linear.rule)  # which the family decides
     sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "indexer": IndexerConfig(), "linear": linear}
+    sections |= {"entries": EntriesConfig(), "hyper": HyperConfig()}
     for name, plain in (sections | {"scales": ScalesConfig()}).items():
         values, defaults = asdict(getattr(model, name)), asdict(plain)
         entries += [(f"{name}.{key}", values[key], defaults[key]) for key in values if f"{name}.{key}" not in RUNS]

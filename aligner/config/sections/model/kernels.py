@@ -25,6 +25,7 @@ def te_lacks(model: ModelConfig, unfused: str = "") -> dict[str, str]:
         "model.varlen_attention=true chooses torch's": model.varlen_attention is True,
         f"cuDNN's does not cap scores (model.attention.softcap={cap:g})": bool(cap),
         f"it does not choose tokens, which model.family={model.family} does": model.traits.indexer,
+        f"it sees tokens, not entries, which model.family={model.family} has": model.traits.entries,
         unfused: bool(unfused),
     } | _of_width(*_widths(model), model.value_channels)
     linears = {"a base in 4 or 8 bits (model.lora.quantize_base)": model.lora.quantize_base != "none"}

@@ -18,6 +18,10 @@ class LatentConfig(Section, key="model.latent"):
     plain_dim: int = key(0, "Unrotated width of a head of queries and keys.", least=0)
     rotary_dim: int = key(0, "Rotated width of a head. That of keys is the same for all heads.", least=0)
     value_dim: int = key(0, "Width of a head of values.", least=0)
+    output_groups: int = key(
+        0, "Groups of heads whose outputs a matrix of their own narrows, before one for all. 0: none.", least=0
+    )
+    output_rank: int = key(0, "Width of a group's narrowed output.", least=0)
     neighbours: bool = key(True, "Rotate pairs of neighbouring numbers, not halves.")
 
     @property

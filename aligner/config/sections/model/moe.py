@@ -30,6 +30,10 @@ class MoeConfig(Section, key="model.moe"):
         1, "Number of groups per token: those with the largest sums of their two best scores.", least=1
     )
     scale: float = key(1.0, "Factor of the weights of a token's experts.", above=0)
+    hash_layers: int = key(0, "First layers, in which a table chooses the experts of each token id.", least=0)
+    gate_limit: float = key(
+        0.0, "Greatest value of gates, and greatest size of what they multiply, in these MLPs. 0: none.", least=0
+    )
     dense_layers: list[int] = key([], "Layers, counted from 0, with one MLP of model.ffn_hidden_size instead.")
     aux_coef: float = key(0.0, "Factor of the load-balancing loss.", least=0, resume=REFUSE)
     aux_over: str = key(
