@@ -48,8 +48,10 @@ MODELS_AND_HEADS = {
 CUT = {name: {"cfg": cfg} for name, cfg in MORE.items() if name not in ("yarn", "longrope")}
 CUT["indexer_loss"] = {"cfg": replace(MORE["glm_moe_dsa"], indexer=replace(MORE["glm_moe_dsa"].indexer, loss=0.5))}
 CUT["gpt_oss"] = {"cfg": replace(GPT_OSS, num_layers=4)}  # context ranks round 10 % more with three
-CUT["five"] = {"cfg": replace(MODELS["qwen3"], num_layers=5)}
-CUT["balanced"] = {"cfg": replace(MORE["qwen3_moe-mixed"], moe=replace(MORE["qwen3_moe-mixed"].moe, aux_coef=0.1))}
+STAGED = CUT | {"five": {"cfg": replace(MODELS["qwen3"], num_layers=5)}}
+for over in ("minibatch", "micro_batch"):
+    moe = replace(MORE["qwen3_moe-mixed"].moe, aux_coef=0.1, aux_over=over)
+    STAGED[f"balanced, {over}"] = {"cfg": replace(MORE["qwen3_moe-mixed"], moe=moe)}
 LINEAR = ("qwen3_next", "nemotron_h")
 WINDOWED = {name: {"cfg": cfg} for name, cfg in (WINDOWS | {"sinks": GPT_OSS, "gemma4": MORE["gemma4"]}).items()}
 
@@ -62,7 +64,7 @@ def alone(ranks):
     def get(name, optim):
         key = name, optim.eps
         if key not in seen:
-            model = (MODELS_AND_HEADS | WINDOWED | CUT)[name]
+            model = (MODELS_AND_HEADS | WINDOWED | STAGED)[name]
             start = agreed(ranks, 1, **model, optim=optim, bc=BASE, steps=0)["weights"]
             seen[key] = start, agreed(ranks, 1, **model, optim=optim, bc=BASE)
         return seen[key]
@@ -170,15 +172,16 @@ def test_more_families_learn_the_same(ranks, alone, name, layout):
         ("five", "pp2-dp2-turns"),
         ("nemotron_h", "pp2-turns"),
         ("deepseek_v4", "pp2-turns"),
-        ("balanced", "tp2-pp2-turns"),
+        ("balanced, minibatch", "tp2-pp2-turns"),
+        ("balanced, micro_batch", "pp2-turns"),
     ],
 )
 def test_stages_with_other_numbers_of_layers_learn_the_same(ranks, alone, name, layout):
     world, parallel = STAGES[layout]
-    cfg = CUT[name]["cfg"]
+    cfg = STAGED[name]["cfg"]
     optim = FAINT if cfg.traits.hyper else GENTLE if cfg.linear.key_heads else SGD
-    got = agreed(ranks, world, **CUT[name], parallel=parallel, optim=optim, bc=BASE)
-    check(got, alone(name, optim), SGD, bound_of(CUT[name]["cfg"]))
+    got = agreed(ranks, world, **STAGED[name], parallel=parallel, optim=optim, bc=BASE)
+    check(got, alone(name, optim), SGD, bound_of(STAGED[name]["cfg"]))
 
 
 @pytest.mark.few(4)
