@@ -20,6 +20,7 @@ from aligner.rehearse.compare import circle, mismatches
 from aligner.rehearse.ranks import stage_of
 
 MADE_IN_A_LAYER = 32  # tensors that one operation of one line may make in a layer of a micro-batch; 17 were seen
+MADE_BY_TURNS = 32  # and of a layer's residual streams, for each normalisation of what mixes them
 SHOWN = 8  # places of a list in the table; the file has all
 KINDS = {  # of `prices.py`: head of a column
     "products": "products",
@@ -109,7 +110,8 @@ class Rehearsal:
         """Lines that make a tensor for each token of a row, all by one operation: a kernel for each, only launches.
         Megatron's and autograd's tensors of all layers have one line of ours, but many operations."""
         layers, lines = max(map(len, self.cfg.model.rank_layers(self.cfg.parallel))), Counter[str]()
-        many = max(self.job.rows.longest, MADE_IN_A_LAYER * layers)
+        made = MADE_IN_A_LAYER + MADE_BY_TURNS * self.cfg.model.hyper.iterations
+        many = max(self.job.rows.longest, made * layers)
         for record in self.records.values():
             for name in ("logprobs", "update"):
                 phase = record["phases"].get(name, {"made": []})
