@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -122,12 +123,21 @@ def random_source(cfg: ModelConfig, seed: int) -> WeightSource:
 def gather_weights(
     table: Iterable[ParamSpec], named: Mapping[str, Tensor], layout: Layout
 ) -> Iterator[tuple[ParamSpec, Tensor]]:
-    """Yield (spec, full canonical tensor) of every row whose shard is among those `named`, in table order,
-    all-gathered over tensor and expert ranks. Collective over `layout.pgs.tp_ep`."""
+    """Yield (spec, full canonical tensor) of every row whose shard is among those `named`, in table order, gathered
+    over tensor and expert ranks. Of experts, which may take much more than all else, one rank's come at a time, with
+    a spec of their own. Collective over `layout.pgs.tp_ep`."""
     for spec in table:
         if spec.canonical not in named:
             continue
         shard = named[spec.canonical].detach()
         shards = of_each_rank(shard, layout.pgs.tp) if spec.tp_axis is not None else [shard]
         full = merge_tp(spec, shards)
-        yield spec, torch.cat(of_each_rank(full, layout.pgs.ep)) if spec.experts else full
+        if not spec.experts or layout.expert == 1:
+            yield spec, full
+            continue
+        names = len(spec.hf) // layout.expert
+        for rank in range(layout.expert):
+            block = full.contiguous() if rank == layout.pgs.ep.rank() else torch.empty_like(full).contiguous()
+            dist.broadcast(block, group=layout.pgs.ep, group_src=rank)
+            own = spec.hf[rank * names : (rank + 1) * names]
+            yield replace(spec, hf=own, shape=(len(full), *spec.shape[1:])), block

@@ -417,15 +417,15 @@ def _overlap(i: int, parts: int, j: int, others: int) -> float:
 
 
 def gathered_calls(job: PlanJob, stage: int = 0) -> list[CollectiveCalls]:
-    """Return the calls that gather tensors of stage `stage` over its tensor ranks and, of experts, then its expert
-    ranks, stage after stage. Each stage's then go to all of them. Every rank ends up with the whole model."""
+    """Return the calls that gather tensors of stage `stage` over its tensor ranks and, of experts, then send each
+    expert rank's to the others, stage after stage. Each stage's then go to all of them. Every rank ends up with the whole model."""
     model, grid, e = job.policy, job.grid, job.element
     calls = []
     for s in range(grid.pipeline):
         dense, experts, norms = _whole(model, grid, s)
         if s == stage:
             calls.append(CollectiveCalls("tp", "all_gather", float(e * (dense + experts // grid.expert))))
-            calls.append(CollectiveCalls("ep", "all_gather", float(e * experts)))
+            calls.append(CollectiveCalls("ep", "broadcast", float(e * experts)))
         calls.append(CollectiveCalls("pp", "broadcast", float(e * (dense + experts + norms))))
     return within(calls, grid)
 

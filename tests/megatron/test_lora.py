@@ -1,6 +1,7 @@
 """Low-rank adapters on every layout, against one rank, against autograd, and against the merged weights."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import gather_weights
 from aligner.models.adapters import adapter_table
-from aligner.models.params import to_hf
+from aligner.models.params import ParamSpec, to_hf
 from aligner.roles.batching import micro_batches
 from aligner.roles.policy import Policy
 from tests.megatron.models import ONE, build, nll_loss, same, shares, weights
@@ -56,10 +57,18 @@ APART = BatchConfig(share_prompts=False)
 FAST = replace(ADAM, lr=1e-2)
 
 
+def whole(model: ShardedModel, table: list[ParamSpec], named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By canonical name. Collective over tensor and expert ranks."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for spec, t in gather_weights(table, named, model.layout):
+        parts.setdefault(spec.canonical, []).append(t.clone())
+    return {name: torch.cat(each) for name, each in parts.items()}
+
+
 def factors(model: ShardedModel) -> dict[str, torch.Tensor]:
     """Of this stage, whole. Collective over tensor and expert ranks."""
     named = {spec.canonical: param for spec, param in model.adapted.named()}
-    return {spec.canonical: t.clone() for spec, t in gather_weights(adapter_table(model.cfg), named, model.layout)}
+    return whole(model, adapter_table(model.cfg), named)
 
 
 def own_factors(model: ShardedModel) -> dict[str, torch.Tensor]:
@@ -124,7 +133,7 @@ def in_files(model: ShardedModel) -> dict[str, torch.Tensor]:
 def merged(model: ShardedModel) -> dict[str, torch.Tensor]:
     """By canonical names, in float32. Collective over tensor and expert ranks."""
     table = family_table(model.cfg, model.head.kind, model.head.outputs)
-    return {spec.canonical: t.float().clone() for spec, t in gather_weights(table, model.weights(), model.layout)}
+    return {name: t.float() for name, t in whole(model, table, model.weights()).items()}
 
 
 @torch.no_grad()
