@@ -348,7 +348,7 @@ CASES = {
         ["parallel.pipeline=4", "--ranks=4"],
         LayoutError,
         2,
-        ["model.num_layers=2", "a multiple of parallel.pipeline=4"],
+        ["parallel.pipeline=4", "at most 2", "model.num_layers=2"],
     ),
     "heads of the model": (
         "sft",

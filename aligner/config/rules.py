@@ -110,7 +110,8 @@ model.dense => model.ffn_hidden_size %parallel.tensor
 parallel.context>1 parallel.context_mode=alltoall
     => model.num_heads, model.num_kv_heads, model.attention.global_kv_heads, model.linear.key_heads %ranks.heads
     | | parallel.context_mode=allgather takes any number of heads.
-=> parallel.pipeline <=ranks.begins | : each of {parallel.virtual_stages=} stages of a rank begins with a layer
+=> parallel.pipeline <=ranks.begins
+    | : each stage needs a layer of {model.num_layers=}, with {parallel.virtual_stages=} stages on a rank
 ranks.other_layers => parallel.stage_layers
     | {parallel.pipeline=} x {parallel.virtual_stages=} numbers with the sum {model.num_layers=}, one for each stage
 parallel.virtual_stages>1 => model.indexer.loss =0

@@ -418,7 +418,8 @@ def _overlap(i: int, parts: int, j: int, others: int) -> float:
 
 def gathered_calls(job: PlanJob, stage: int = 0) -> list[CollectiveCalls]:
     """Return the calls that gather tensors of stage `stage` over its tensor ranks and, of experts, then send each
-    expert rank's to the others, stage after stage. Each stage's then go to all of them. Every rank ends up with the whole model."""
+    expert rank's to the others, stage after stage. Each stage's then go to all of them. Every rank ends up with the
+    whole model."""
     model, grid, e = job.policy, job.grid, job.element
     calls = []
     for s in range(grid.pipeline):
