@@ -132,6 +132,11 @@ class Family:
     def names(self) -> frozenset[str]:
         return frozenset(row.canonical for row in self.table)
 
+    @property
+    def trains_float32(self) -> bool:
+        """Whether a bfloat16 model trains some parameters in float32."""
+        return self.linear or self.hyper
+
     @cached_property
     def single(self) -> bool:
         """Whether a layer is one module (`model.pattern`), with one norm."""

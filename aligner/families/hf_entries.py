@@ -32,7 +32,7 @@ def heavy_layers_in(raw: JsonObject, family: Family) -> list[int]:
     count = len(kinds)
     if "mlp_layer_types" in raw:
         experts = raw.texts("mlp_layer_types")
-        fields["num_hash_layers"] = experts.count("hash_moe") or None
+        fields["num_hash_layers"] = experts.count("hash_moe")
         if experts != ["hash_moe"] * experts.count("hash_moe") + ["moe"] * (count - experts.count("hash_moe")):
             raw.refuse("mlp_layer_types", f"hash_moe for the first of {count} layers, moe for all others")
     _put_rotations(raw, family)

@@ -66,26 +66,30 @@ class ExpertLoad:
         """Return metrics of the step: means over layers, equal on every rank. Collective over the world.
 
         moe/balance is the largest load of an expert over the mean load (1 is even), moe/aux_loss E * sum f_i P_i (1
-        where even). moe/dropped is the share of pairs that no expert computed. With the engine's routing
-        moe/routing_differs is the share of (token, layer) that the routers would have sent to another set of experts.
+        where even), both of layers whose scores choose the experts. moe/dropped is the share of pairs that no expert
+        computed. With the engine's routing moe/routing_differs is the share of (token, layer) that the routers would
+        have sent to another set of experts.
         """
         if not self.moe.num_experts:
             return {}
         e, counted = self.moe.num_experts, self._counted()
-        pairs, probs = counted[:, :e], counted[:, e : 2 * e]
+        choosing = [i for i, layer in enumerate(self.layers) if layer.chooses]
+        pairs, probs = counted[choosing, :e], counted[choosing, e : 2 * e]
         tokens = pairs.sum(1, keepdim=True) / self.moe.top_k
         loss = balance_loss(probs / tokens, pairs / pairs.sum(1, keepdim=True))
         sums = torch.cat(
             [
                 torch.stack([(pairs.amax(1) / pairs.mean(1)).sum(), loss.sum()]),
                 counted[:, 2 * e :].sum(0),
-                pairs.new_full((1,), len(self.layers)),
+                pairs.new_full((1,), len(choosing)),
             ]
         )
         if self.layout.pipeline > 1:
             dist.all_reduce(sums, group=self.layout.pgs.pp)
         balance, aux, routed, computed, replayed, differ, layers = sums.tolist()
-        scalars = {"moe/balance": balance / layers, "moe/aux_loss": aux / layers, "moe/dropped": 1 - computed / routed}
+        scalars = {"moe/dropped": 1 - computed / routed}
+        if layers:
+            scalars |= {"moe/balance": balance / layers, "moe/aux_loss": aux / layers}
         return scalars | ({"moe/routing_differs": differ / replayed} if replayed else {})
 
     def _counted(self) -> torch.Tensor:

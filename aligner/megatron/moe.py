@@ -306,6 +306,11 @@ class ExpertLayer(torch.nn.Module):
         x = spread(self.experts(x, theirs.sum(0)), inverse, order)
         return all_to_all(x, got, sent, group)
 
+    @property
+    def chooses(self) -> bool:
+        """Whether scores choose the experts, not the table of token ids."""
+        return self.router.table is None
+
     def _learns(self) -> bool:
         return self.training and torch.is_grad_enabled()  # recomputed layers: only the second time
 
@@ -321,7 +326,7 @@ class ExpertLayer(torch.nn.Module):
         chosen.index_add_(0, routing.experts.flatten(), times.double().repeat_interleave(self.moe.top_k))
         self.pairs = self.pairs + chosen
         self.probs = self.probs + times.double() @ routing.probs.detach().double()
-        if not self.moe.aux_coef or not self._learns():
+        if not self.moe.aux_coef or not self._learns() or not self.chooses:
             return routing.weights
         fractions = self.fractions
         if fractions is None:

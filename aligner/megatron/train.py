@@ -123,7 +123,7 @@ class ShardedModel:
         self.indexer_loss = IndexerLoss(self.module, cfg, layout)
         self._frequencies = {local: inverse_frequencies(cfg, local).to(device) for local in (False, True)}
         # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can
-        mixed = head.kind == "score" or (cfg.lora.dora if self.adapted else cfg.traits.linear or cfg.traits.hyper)
+        mixed = head.kind == "score" or (cfg.lora.dora if self.adapted else cfg.traits.trains_float32)
         self._distributed = optim is not None and (optim.distributed or (mixed and dtype == torch.bfloat16))
         if optim is None:
             self.module.eval().requires_grad_(False)

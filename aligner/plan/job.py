@@ -368,14 +368,16 @@ def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Planned
     stage = STAGES[cfg.stage.name]
     trains = stage.trains and not cfg.debug.rollout_only
     other_models = stage.other_models(cfg) if trains else ()
-    # float32 parameters in a bfloat16 body have the distributed optimizer in any case: heads, and of linear layers
+    # float32 parameters in a bfloat16 body have the distributed optimizer in any case
     mixed = cfg.model.dtype != "float32"
     gradient, theirs = (2 if o.gradient_dtype == "bfloat16" else 4 for o in (cfg.optim, cfg.critic.optim))
     if stage.scores:
         outputs = max(1, len(cfg.algorithm.reward_loss.attributes))
         return (PlannedModel("policy", shape, "score", True, outputs, cfg.optim.distributed or mixed, gradient),)
     averaged = cfg.ema.decay > 0
-    distributed = cfg.optim.distributed or (mixed and shape.traits.linear and not shape.lora.rank)
+    distributed = cfg.optim.distributed or (
+        mixed and (shape.lora.dora if shape.lora.rank else shape.traits.trains_float32)
+    )
     models = [
         PlannedModel("policy", shape, trained=trains, distributed=distributed, gradient=gradient, averaged=averaged)
     ]

@@ -117,7 +117,8 @@ class Reference(Policy):
         theirs = dict(policy.model.module.named_parameters()) | dict(policy.model.module.named_buffers())
         owned = dict(self.model.module.named_parameters()) | dict(self.model.module.named_buffers())
         for name, own in owned.items():
-            own.copy_(torch.lerp(own.float(), theirs[name].float(), share))
+            if own.is_floating_point():  # tables of token ids stay
+                own.copy_(torch.lerp(own.float(), theirs[name].float(), share))
 
     def update(self, minibatch: TrainBatch, loss: PolicyLoss, unit: int = 1) -> ScalarMetrics:
         raise AssertionError("the reference is frozen")

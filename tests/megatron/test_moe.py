@@ -24,6 +24,7 @@ pytestmark = pytest.mark.multirank
 
 ONE = ParallelConfig()
 BASE = BatchConfig(micro_batch_samples=2)
+GENTLE = replace(SGD, lr=SGD.lr / 300)
 BALANCED = replace(MOE, moe=replace(MOE.moe, aux_coef=0.1))
 LAYOUTS = {
     "dp2": (2, ONE),
@@ -256,6 +257,14 @@ def test_the_auxiliary_loss_of_micro_batches(ranks, alone):
     for layout in ("ep2-pp2", "cp2"):
         world, parallel = LAYOUTS[layout]
         check(learned(ranks, world, cfg=each, optim=SGD, bc=BASE, parallel=parallel), base, SGD)
+
+
+def test_experts_by_token_id_are_not_balanced(ranks):
+    cfg = MORE["deepseek_v4"]
+    runs = [replace(cfg, moe=replace(cfg.moe, hash_layers=cfg.num_layers, aux_coef=coef)) for coef in (0.0, 0.5)]
+    one, two = (learned(ranks, 1, cfg=each, optim=GENTLE, bc=BASE, parallel=ONE) for each in runs)
+    assert one["metrics"] == two["metrics"] and "moe/balance" not in one["metrics"][0]
+    assert all(torch.equal(t, two["weights"][name]) for name, t in one["weights"].items())
 
 
 def oracle(cfg, weights, x, times, grad):

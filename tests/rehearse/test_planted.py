@@ -116,7 +116,7 @@ def test_a_wrong_shape_on_the_last_stage(rehearsals):
         (
             "unawaited_messages",
             "refit",
-            "aligner/models/shards.py",
+            "aligner/refit/exchange.py",
             "a stream uses a tensor that is not written yet (aligner/",
         ),
         ("moves_on_cpu", "generate", "aligner/engines/native/", "cpu"),

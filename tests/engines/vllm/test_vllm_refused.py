@@ -91,8 +91,8 @@ def test_a_replica_stays_within_a_node(width, nodes, own, across):
 
 def test_ranks_that_cannot_share_its_heads():
     cfg = compose(["stage=grpo", "engine=vllm", "engine.tensor_parallel=4"])
-    with pytest.raises(LayoutError, match=r"model.num_kv_heads=2: expected a multiple of engine.tensor_parallel=4"):
-        validate_model(cfg, replace(LLAMA, max_position=4096))
+    with pytest.raises(LayoutError, match=r"model.num_kv_heads=3: expected a divisor of engine.tensor_parallel=4"):
+        validate_model(cfg, replace(LLAMA, num_heads=12, num_kv_heads=3, head_dim=16, max_position=4096))
 
 
 def test_models_that_it_does_not_serve():
