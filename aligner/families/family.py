@@ -30,6 +30,7 @@ class MoeKeys:
 
 
 GATE_LIMIT, GATE_ALPHA = 7.0, 1.702  # of a clamped gate
+Names = tuple[tuple[str, str], ...]  # beginnings of names -> what replaces them
 Key = tuple[str, str, Any]  # key of `model`, config.json's name of it, value for a config.json without it
 LAYERS = ("attention.global_every", "attention.global_layers")  # keys of the layers with windows, if not all
 # transformers' values for keys that config.json lacks; families differ in some
@@ -80,7 +81,8 @@ class Family:
     rotary: bool = True  # attention has positions
     ties: bool = True  # the output layer may be the embedding
     # beginnings of names of transformers' classes -> those in files, where they differ
-    stored: tuple[tuple[str, str], ...] = ()
+    stored: Names = ()
+    published: Names = ()  # beginnings of names in published files -> those in files that transformers writes
     offset_norms: bool = False  # norms multiply by 1 + weight
     # matrices that its files join, rows after rows: name there, names of the matrices
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()

@@ -451,7 +451,7 @@ def float8_block(raw: JsonObject) -> tuple[int, int] | None:
     other = {k: own.get(k) for k, v in wanted.items() if own.get(k, v if k in optional else None) != v}
     other |= {k: own[k] for k in ("scale_fmt",) if own.get(k, "float") not in ("float", "ue8m0")}
     other |= {k: own[k] for k in ("quant_algo", "format") if own.get(k)}  # by ModelOpt and compressed-tensors
-    other |= {k: each[k] for k in ("expert_dtype",) for each in (own, raw.fields) if each.get(k)}  # DeepSeek-V4's MXFP4
+    other |= {k: x[k] for k in ("expert_dtype",) for x in (own, raw.fields) if x.get(k) not in (None, "fp8", "fp4")}
     if other or "weight_block_size" not in scheme:
         keys = ", ".join(f"{k}={v!r}" for k, v in (other or {"weight_block_size": None}).items())
         raise _quantised(Path(raw.where).parent, f"quantization_config has {keys}")
@@ -469,7 +469,7 @@ def _refuse_modelopt(file: Path) -> None:
 
 
 def _quantised(folder: Path, what: str) -> ConfigError:
-    expected = "weights that are not quantised, or float8 in blocks (quant_method fp8, weight_block_size)"
+    expected = "unquantised weights, or float8 in blocks (quant_method fp8, weight_block_size; expert_dtype fp8 or fp4)"
     return ConfigError("model.init", str(folder), expected, f"Its {what}; start from the unquantised weights.")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from aligner.errors import CheckpointError
 from aligner.families import SAME
-from aligner.families.family import Family
+from aligner.families.family import Family, Names
 from aligner.foreign import JsonObject, read_record
 
 INNER = "text_config"  # of config.json: the language model's part
@@ -21,9 +21,12 @@ _BODIES = {"model.language_model.": "model.", "language_model.model.": "model.",
 _HEADS = {"language_model.model.": "language_model.lm_head."}
 
 
-def own_name(name: str) -> str:
-    """Return the name of a tensor of a file in the language model alone; a tensor of another part keeps its name."""
-    for outer, own in _BODIES.items():
+def own_name(name: str, published: Names = ()) -> str:
+    """Return the name of a tensor of a file in the language model alone; a tensor of another part keeps its name.
+
+    `published` is `Family.published`.
+    """
+    for outer, own in (*_BODIES.items(), *published):
         if name.startswith(outer):
             return own + name.removeprefix(outer)
     return name

@@ -14,7 +14,7 @@ from aligner.errors import CheckpointError
 from aligner.families.table import family_table
 from aligner.models.beside import check_beside, names_beside
 from aligner.models.params import expected_hf_shapes
-from aligner.models.quantised import FLOAT8, MXFP4, grid
+from aligner.models.quantised import FLOAT8, MXFP4
 from aligner.models.safetensors_io import HfTensors
 
 LM_HEAD, SCORE = "lm_head.weight", "score.weight"
@@ -53,6 +53,8 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
         print(line, file=sys.stderr, flush=True)
     integers = {name for spec in family_table(cfg) if spec.integer for name in spec.hf}
     _check_types(tensors, wanted, integers)
+    for name in filter(tensors.scale_shape, [*wanted, *beside]):
+        tensors.check_scale(name)
     if cfg.tie_embeddings and LM_HEAD in tensors:
         _check_tied(tensors, cfg.traits.table[0].hf[0])
     if head == "score" and SCORE in tensors:
@@ -64,22 +66,19 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
 def _check_types(tensors: HfTensors, wanted: dict[str, tuple[int, ...]], integers: Collection[str]) -> None:
     halves: dict[str, str] = {}
     for name, shape in wanted.items():
+        kind, scale = tensors.dtype(name), tensors.scale_shape(name)
+        scaled = kind in (FLOAT8, MXFP4) and scale is not None
+        if name in integers:
+            if kind not in INTEGERS:
+                raise CheckpointError(f"{tensors.where}: {name} is {kind}: expected {' or '.join(INTEGERS)}")
+        elif not scaled and (kind not in (*FLOATS, MXFP4) or scale is not None):
+            beside = "a scale, but is no float8" if scale is not None else "no scale that config.json announces"
+            expected = f"{', '.join(FLOATS)}, or {FLOAT8} with a scale for each block (quantization_config)"
+            raise CheckpointError(f"{tensors.where}: {name} is {kind} with {beside}: expected {expected}")
         if tensors.shape(name) != shape:
             raise CheckpointError(
                 f"{tensors.where}: {name} has shape {tensors.shape(name)}, but the model config says {shape}"
             )
-        kind, scale = tensors.dtype(name), tensors.scale_shape(name)
-        if kind == FLOAT8 and scale is not None and tensors.block is not None:
-            if scale != grid(shape, tensors.block):
-                expected = f"{grid(shape, tensors.block)} for blocks of {tensors.block}"
-                raise CheckpointError(f"{tensors.where}: {name}_scale_inv has shape {scale}: expected {expected}")
-        elif name in integers:
-            if kind not in INTEGERS:
-                raise CheckpointError(f"{tensors.where}: {name} is {kind}: expected {' or '.join(INTEGERS)}")
-        elif kind not in (*FLOATS, MXFP4) or scale is not None:
-            beside = "a scale, but is no float8" if scale is not None else "no scale that config.json announces"
-            expected = f"{', '.join(FLOATS)}, or {FLOAT8} with a scale for each block (quantization_config)"
-            raise CheckpointError(f"{tensors.where}: {name} is {kind} with {beside}: expected {expected}")
         halves.setdefault(kind, name)
     if "F16" in halves and "BF16" in halves:
         pair = f"{halves['F16']} is F16, {halves['BF16']} is BF16"

@@ -5,6 +5,9 @@ where [rows, columns] is `weight_block_size`; blocks at the lower and right edge
 
 MXFP4 experts (gpt-oss; OCP Microscaling Formats, 1.0, section 5): 32 numbers of 4 bits at a time, two in a byte, the
 lower half first, times 2^(scale - 127), the scale being a byte. A number: sign, 2 bits of exponent, 1 of mantissa.
+
+DeepSeek-V4's folders call scales `scale`. Their experts may be MXFP4, too, in matrices of bytes [R, C / 2] and scales
+[R, C / 32].
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from torch import Tensor
 from aligner.errors import CheckpointError
 
 FLOAT8 = "F8_E4M3"  # safetensors' name
-SCALE = "weight_scale_inv"  # beside `weight`
+SCALE_NAMES = ("weight_scale_inv", "scale")  # beside `weight`
 MXFP4, BYTES = "MXFP4", "U8"  # the latter is safetensors' name of its storage
+PAIRS, POWERS = "I8", "F8_E8M0"  # those of the storage of single matrices, and of their scales
 BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the tensor's name
 PACKED = 32  # numbers with one scale
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -37,12 +41,12 @@ def dequantised(
 ) -> Tensor:
     """Return float32 of a slice `stored` [R, C] of a weight, which begins at `first_row` and `first_column`.
 
-    `scales` are those of the whole weight; one row of blocks is computed at a time. Raises CheckpointError for a scale
-    that is not positive and finite.
+    `scales` are those of the whole weight, and called `name`; one row of blocks is computed at a time. Raises
+    CheckpointError for a scale that is not positive and finite.
     """
     scales = scales.float()
     if not (scales.isfinite().all() and (scales > 0).all()):
-        raise CheckpointError(f"{name}_scale_inv: expected positive finite scales")
+        raise CheckpointError(f"{name}: expected positive finite scales")
     out = torch.empty(stored.shape, dtype=torch.float32)
     columns = (torch.arange(stored.shape[1]) + first_column) // block[1]
     row = 0
@@ -55,11 +59,11 @@ def dequantised(
 
 
 def unpacked(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return float32 [R, 32 G] of blocks uint8 [R, G, 16] and scales uint8 [R, G].
+    """Return float32 [R, 32 G] of bytes [R, G, 16] or [R, 16 G], and scales uint8 [R, G], which are called `name`.
 
     Raises CheckpointError for scales that are NaN or too large.
     """
     if (scales > _LARGEST).any():
-        raise CheckpointError(f"{name}{SCALES}: expected scales up to {_LARGEST}, found {int(scales.max())}")
+        raise CheckpointError(f"{name}: expected scales up to {_LARGEST}, found {int(scales.max())}")
     numbers = _PAIRS.index_select(0, blocks.flatten().int()).view(torch.float32)
     return numbers.view(*scales.shape, PACKED).mul_(_POWERS[scales.int()][..., None]).flatten(1)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aligner.errors import CheckpointError
 from aligner.families import FAMILIES
+from aligner.families.family import Names
 from aligner.families.hf_config import config_from_hf, float8_block, is_mxfp4
 from aligner.families.hf_rope import NOTHING
 from aligner.families.within import INNER, language_model, own_name, read_config
@@ -26,9 +27,12 @@ from aligner.models.quantised import (
     BYTES,
     MXFP4,
     PACKED,
-    SCALE,
+    PAIRS,
+    POWERS,
+    SCALE_NAMES,
     SCALES,
     dequantised,
+    grid,
     unpacked,
 )
 
@@ -42,7 +46,8 @@ class HfTensors(Mapping[str, Tensor]):
     With `block`, tensors with a scale are dequantised to float32, and scales are no entries. With `parts`, fused
     tensors are no entries, but their matrices are (`models/fused.py`). If `packed`, these may be in MXFP4, and are also
     read as float32. `within`: of a language model within a larger one (`families/within.py`). `announced`:
-    config.json's numbers of layers that are not the language model's own, by their keys.
+    config.json's numbers of layers that are not the language model's own, by their keys. `published`: names in files
+    (`families/family.py`).
     """
 
     def __init__(
@@ -53,15 +58,17 @@ class HfTensors(Mapping[str, Tensor]):
         packed: bool = False,
         announced: Mapping[str, int] = MappingProxyType({}),
         within: bool = False,
+        published: Names = (),
     ):
-        self.block, self.announced, self.within = block, announced, within
+        self.block, self.announced, self.within, self._published = block, announced, within, published
         self._listed = files
         parts = parts or {}
         self._parts = {name: matrix for name, matrix in parts.items() if matrix.stored in files}
         packs = {p.stored for p in parts.values() if packed and {p.stored + BLOCKS, p.stored + SCALES} <= files.keys()}
         self._packed = {name: matrix for name, matrix in parts.items() if matrix.stored in packs - files.keys()}
-        scales = {name.removesuffix(SCALE) + "weight" for name in files if block and name.endswith("." + SCALE)}
-        self._scales = {name: f"{name}_scale_inv" for name in scales if name in files}
+        ends = [end for end in SCALE_NAMES if block]
+        scales = {name.removesuffix(end) + "weight": name for end in ends for name in files if name.endswith("." + end)}
+        self._scales = {name: scale for name, scale in scales.items() if name in files}
         hidden = {*self._scales.values(), *(matrix.stored for matrix in self._parts.values())}
         hidden |= {matrix.stored + end for matrix in self._packed.values() for end in (BLOCKS, SCALES)}
         self._files = {name: path for name, path in files.items() if name not in hidden}
@@ -75,10 +82,9 @@ class HfTensors(Mapping[str, Tensor]):
         return str(next(iter(self._listed.values())).parent) if self._listed else "the folder"
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._parts or name in self._packed:
+        if name in self._parts or name in self._packed or name in self._scales:
             return self.read(name, 0, 0, self.shape(name)[0])
-        whole = self._read(name, lambda file: file.get_tensor(name))
-        return whole if name not in self._scales else dequantised(name, whole, self._scale(name), self._block)
+        return self._read(name, lambda file: file.get_tensor(name))
 
     def __contains__(self, name: object) -> bool:
         return name in self._files  # without reading it
@@ -87,6 +93,8 @@ class HfTensors(Mapping[str, Tensor]):
         """Read [start, stop) along `axis` (0 or 1), and only the needed scales."""
         if name in self._packed:
             return self._unpacked(self._packed[name], axis, start, stop)
+        if self._is_pairs(name):
+            return self._unpacked_pairs(name, axis, start, stop)
         if name in self._parts:
             matrix = self._parts[name].along(axis, start, stop)
             return matrix.turned(self._read(matrix.stored, lambda file: file.get_slice(matrix.stored)[matrix.index]))
@@ -95,7 +103,7 @@ class HfTensors(Mapping[str, Tensor]):
         if name not in self._scales:
             return stored
         first = (start, 0) if axis == 0 else (0, start)
-        return dequantised(name, stored, self._scale(name), self._block, *first)
+        return dequantised(self._scales[name], stored, self._scale(name), self._block, *first)
 
     def _unpacked(self, whole: FusedMatrix, axis: int, start: int, stop: int) -> Tensor:
         """Read a slice of a matrix in MXFP4, stored transposed with blocks along its last axis."""
@@ -107,23 +115,44 @@ class HfTensors(Mapping[str, Tensor]):
             self._read(slab.stored + end, lambda file, end=end: file.get_slice(slab.stored + end)[expert, rows, groups])
             for end in (BLOCKS, SCALES)
         )
-        numbers = unpacked(slab.stored, bytes_, scales)
+        numbers = unpacked(slab.stored + SCALES, bytes_, scales)
         return numbers[:, start - first * PACKED : stop - first * PACKED] if axis else numbers
+
+    def _is_pairs(self, name: str) -> bool:
+        """Return whether a matrix of its own is in MXFP4."""
+        return name in self._scales and self._stored_dtype(name) == PAIRS
+
+    def _unpacked_pairs(self, name: str, axis: int, start: int, stop: int) -> Tensor:
+        def read(stored: str, of_group: int) -> Tensor:
+            groups = slice(start // PACKED * of_group, -(-stop // PACKED) * of_group)
+            index = (slice(None), groups) if axis else slice(start, stop)
+            return self._read(stored, lambda file: file.get_slice(stored)[index]).view(torch.uint8)
+
+        numbers = unpacked(self._scales[name], read(name, PACKED // 2), read(self._scales[name], 1))
+        first = start % PACKED
+        return numbers[:, first : first + stop - start] if axis else numbers
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._packed:
             matrix = self._packed[name]
             experts, columns, rows = matrix.shape
-            if columns % PACKED:
-                raise CheckpointError(f"{self.where}: {name} has rows of {columns}: expected a multiple of {PACKED}")
+            self._check_packed(name, columns)
             self._check_shape(matrix.stored + BLOCKS, (experts, rows, columns // PACKED, PACKED // 2), name)
             self._check_shape(matrix.stored + SCALES, (experts, rows, columns // PACKED), name)
         elif name in self._parts:
             matrix = self._parts[name]
             self._check_shape(matrix.stored, matrix.shape, name)
+        elif self._is_pairs(name):
+            rows, columns = self._stored_shape(name)
+            self._check_packed(name, 2 * columns)
+            return rows, 2 * columns
         else:
             return self._stored_shape(name)
         return tuple(matrix.turned(torch.empty(matrix.shape, device="meta")[matrix.index]).shape)
+
+    def _check_packed(self, name: str, columns: int) -> None:
+        if columns % PACKED:
+            raise CheckpointError(f"{self.where}: {name} has rows of {columns}: expected a multiple of {PACKED}")
 
     def _check_shape(self, stored: str, wanted: tuple[int, ...], name: str) -> None:
         stored_shape = self._stored_shape(stored)
@@ -141,6 +170,11 @@ class HfTensors(Mapping[str, Tensor]):
                 if self._stored_dtype(stored) != BYTES:
                     raise CheckpointError(f"{self.where}: {stored} is {self._stored_dtype(stored)}: expected {BYTES}")
             return MXFP4
+        if self._is_pairs(name):
+            scale = self._scales[name]
+            if self._stored_dtype(scale) != POWERS:
+                raise CheckpointError(f"{self.where}: {scale} is {self._stored_dtype(scale)}: expected {POWERS}")
+            return MXFP4
         return self._stored_dtype(self._parts[name].stored if name in self._parts else name)
 
     def _stored_dtype(self, name: str) -> str:
@@ -148,6 +182,13 @@ class HfTensors(Mapping[str, Tensor]):
 
     def scale_shape(self, name: str) -> tuple[int, ...] | None:
         return self.shape(self._scales[name]) if name in self._scales else None
+
+    def check_scale(self, name: str) -> None:
+        """Raise CheckpointError if the scales of a quantised matrix are not one for each block."""
+        shape, block = self.scale_shape(name), (1, PACKED) if self._is_pairs(name) else self._block
+        if shape != (wanted := grid(self.shape(name), block)):
+            expected = f"{wanted} for blocks of {block}"
+            raise CheckpointError(f"{self.where}: {self._scales[name]} has shape {shape}: expected {expected}")
 
     def itemsize(self, name: str) -> int:
         """Return the bytes of an element after reading."""
@@ -179,7 +220,7 @@ class HfTensors(Mapping[str, Tensor]):
 
     def _file(self, path: Path) -> Any:
         if path not in self._open:
-            self._open[path] = _open(path)
+            self._open[path] = _open(path, self._published)
         return self._open[path]
 
     def close(self) -> None:
@@ -199,9 +240,9 @@ class HfTensors(Mapping[str, Tensor]):
 class _File:
     """An open file, its tensors by the names that a language model alone would have."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, published: Names):
         self._file = safe_open(str(path), framework="pt", device="cpu")
-        self._stored = _own_names(self._file.keys(), path)
+        self._stored = _own_names(self._file.keys(), path, published)
         self.keys = self._stored.keys
 
     def get_tensor(self, name: str) -> Tensor:
@@ -211,18 +252,19 @@ class _File:
         return self._file.get_slice(self._stored.get(name, name))
 
 
-def _own_names(stored: Iterable[str], path: Path) -> dict[str, str]:
+def _own_names(stored: Iterable[str], path: Path, published: Names) -> dict[str, str]:
     """Return the name in files of each tensor, by its own name."""
     names = dict[str, str]()
     for name in stored:
-        if (other := names.setdefault(own_name(name), name)) != name:
-            raise CheckpointError(f"{path}: {own_name(name)} is there twice, as {other} and {name}")
+        own = own_name(name, published)
+        if (other := names.setdefault(own, name)) != name:
+            raise CheckpointError(f"{path}: {own} is there twice, as {other} and {name}")
     return names
 
 
-def _open(path: Path) -> _File:
+def _open(path: Path, published: Names) -> _File:
     try:
-        return _File(path)
+        return _File(path, published)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from None
 
@@ -235,18 +277,20 @@ def open_hf(folder: str | Path) -> HfTensors:
     folder = Path(folder)
     config, single, index = folder / "config.json", folder / SINGLE, folder / INDEX
     block, parts, packed, beside = None, dict[str, FusedMatrix](), False, dict[str, Any]()
+    published: Names = ()
     if config.is_file():
         whole = read_config(folder)
         raw = language_model(whole)
         beside = {"announced": _announced(whole, raw), "within": INNER in whole}
         block, packed = float8_block(raw), is_mxfp4(raw)
         family = FAMILIES.get(raw.text("model_type", ""))
+        beside["published"] = published = family.published if family else ()
         if family is not None and family.joined:
             parts = parts_of(config_from_hf(folder))
     if single.is_file() and index.is_file():
         raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found both: remove the unintended one")
     if single.is_file():
-        return HfTensors(dict.fromkeys(_open(single).keys(), single), block, parts, packed, **beside)
+        return HfTensors(dict.fromkeys(_open(single, published).keys(), single), block, parts, packed, **beside)
     if not index.is_file():
         pickled = any(folder.glob("pytorch_model*.bin"))
         hint = ". Pickled weights (*.bin) are not read: save them again as safetensors" if pickled else ""
@@ -256,7 +300,7 @@ def open_hf(folder: str | Path) -> HfTensors:
     if absent or not files:
         names = ", ".join(map(repr, absent)) or "none"
         raise CheckpointError(f"{folder}: {INDEX} names missing files: {names}")
-    located = {own: folder / files[name] for own, name in _own_names(files, index).items()}
+    located = {own: folder / files[name] for own, name in _own_names(files, index, published).items()}
     return HfTensors(located, block, parts, packed, **beside)
 
 

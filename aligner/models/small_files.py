@@ -29,7 +29,8 @@ TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-NOT_CARRIED = ("quantization_config", "auto_map", "_name_or_path")  # of config.json: valid only for that folder
+# of config.json: valid only for that folder
+NOT_CARRIED = ("quantization_config", "expert_dtype", "auto_map", "_name_or_path")
 # of config.json: 0 here means that this training did not use it, which need not hold for the next
 OF_TRAINING = ("attention_dropout", "router_aux_loss_coef")
 LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md")

@@ -101,6 +101,12 @@ FAMILIES = (
         defaults=(("max_position_embeddings", 1 << 20),),
         sizes=(("num_key_value_heads", 1), ("n_shared_experts", 1)),
         stored=(("lm_head.", "head."),),
+        published=(
+            ("layers.", "model.layers."),
+            ("embed.", "model.embed_tokens."),
+            ("norm.", "model.norm."),
+            ("hc_head_", "model.hc_head.hc_"),
+        ),
         root_scores=True,
     ),
 )
