@@ -115,7 +115,8 @@ parallel.context>1 parallel.context_mode=alltoall
 ranks.other_layers => parallel.stage_layers
     | {parallel.pipeline=} x {parallel.virtual_stages=} numbers with the sum {model.num_layers=}, one for each stage
 parallel.virtual_stages>1 => model.indexer.loss =0
-    | with {parallel.virtual_stages=}: micro-batches that fill up turns have tokens
+    | with {parallel.virtual_stages=}: it would count the tokens of short micro-batches that are added for all to have
+    a turn
 model.passes_beside => parallel.pipeline =1
     | with model.attention.kv_shared_layers={model.attention.kv_shared_layers} and
     model.layer_input_size={model.layer_input_size}: stages pass hidden states alone

@@ -17,6 +17,7 @@ from aligner.plan.shapes import (
     latent_widths,
     mixers,
     mlp_width,
+    recomputed,
     stage_layers,
     widest_mlp,
 )
@@ -119,8 +120,8 @@ def activation_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     wide = m.hidden_size * max(1, m.hyper.streams)  # between layers
     first = wide + 2 * m.num_layers * m.layer_input_size  # inputs of all layers, and what their norm sees
     ends = (stage == 0) * first / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
-    again = min(job.recompute, len(layers))
-    kept = again * own * wide / share + job.kept * sum(layers[again:])
+    again = recomputed(m, grid, stage, job.recompute)
+    kept = sum(own * wide / share if twice else job.kept * size for size, twice in zip(layers, again, strict=True))
     turns, behind = grid.virtual, grid.pipeline - stage - 1
     in_flight = min(stream.count, behind + 1 if turns == 1 else (2 * behind + (turns - 1) * grid.pipeline + 1) / turns)
     mask = stream.shared.mask if stream.shared else 0.0
@@ -140,5 +141,6 @@ def backward_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     streams = max(1, m.hyper.streams)
     each += m.hidden_size * (1 + grid.sequence + 2 * (streams > 1) * streams)
     each += (grid.pipeline > 1) * streams * m.hidden_size / (grid.tensor if grid.sequence else 1)
-    again = max(_layers(job, model, stage)[: job.recompute], default=0)
+    sizes = zip(_layers(job, model, stage), recomputed(m, grid, stage, job.recompute), strict=True)
+    again = max((size for size, twice in sizes if twice), default=0)
     return job.element * (each * tokens / grid.context + again)

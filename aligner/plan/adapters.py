@@ -17,7 +17,7 @@ from aligner.families.matrices import Split, is_matrix, outs_of, sizes_of, split
 from aligner.families.rows import ParamSpec
 from aligner.families.table import layer_table
 from aligner.plan.job import PlannedModel
-from aligner.plan.shapes import Count, Grid, Kinds, rank_parameters, stage_layers
+from aligner.plan.shapes import Count, Grid, Kinds, rank_parameters, recomputed, stage_layers
 
 HELD_BITS = {"int8": 8.5, "fp8": 8.5, "nf4": 4.5}  # of a number in `ops/kernels/frozen.py`, with its share of a scale
 
@@ -225,9 +225,9 @@ def adapter_operations(
     """Return the operations on one rank of a stage, with `kept` tokens in the last layer of all. The first layer's
     inputs need no gradient, unless it is recomputed or stages follow. With DoRA every pass also computes B A."""
     m, total = model.shape, 0.0
-    layers = list(_layers(m, grid, stage))
+    layers, again = list(_layers(m, grid, stage)), recomputed(m, grid, stage, recompute)
     for i, layer in enumerate(layers):
-        last, forward = stage == grid.pipeline - 1 and i == len(layers) - 1, 1 + (backward and i < recompute)
+        last, forward = stage == grid.pipeline - 1 and i == len(layers) - 1, 1 + (backward and again[i])
         for matrix in layer:
             a, b = _operations(matrix, m, grid, own, kept if last else own)
             total += (forward + 2 * backward) * (a + b)

@@ -130,7 +130,7 @@ class PlanJob:
     packing: bool = True
     share: bool = False  # the prompts of rows that follow each other in a micro-batch: see `shared.py`
     balanced: bool = True  # rows are dealt to data-parallel ranks by their cost, else by their number
-    recompute: int = 0  # layers of each rank of a pipeline
+    recompute: int = 0  # layers of each stage
     logprob_tokens: int = 16384
     logits_bytes: float = 1 << 30
     bucket_bytes: float = 256 << 20
@@ -287,7 +287,7 @@ def job_of(
         packing=b.packing,
         balanced=b.balance,
         share=_shares(cfg),
-        recompute=shape.recomputed * cfg.parallel.virtual_stages,
+        recompute=shape.recomputed,
         logprob_tokens=b.logprob_budget,
         logits_bytes=b.logits_bytes,
         bucket_bytes=cfg.refit.bucket_bytes,

@@ -112,6 +112,11 @@ def stage_layers(m: ModelConfig, grid: Grid, stage: int) -> list[Kinds]:
     return [m.layer_kinds(layer) for layer in m.rank_layers(grid)[stage]]
 
 
+def recomputed(m: ModelConfig, grid: Grid, rank: int, layers: int) -> list[bool]:
+    """Return whether each layer of a pipeline's rank is recomputed: the first `layers` of each of its stages are."""
+    return [i < layers for stage in m.stages(grid)[rank :: grid.pipeline] for i in range(len(stage))]
+
+
 def mixers(kinds: Kinds) -> int:
     """Return whether a layer has attention, of either sort: 1 or 0."""
     return int("attention" in kinds or "linear" in kinds)

@@ -35,7 +35,7 @@ def sweep(
     cfg: Config, shape: ModelConfig, gpus: int, device: Device, gpus_per_node: int, job_for: Callable[[Config], PlanJob]
 ) -> tuple[list[Prediction], Memory | None]:
     """Return the predictions of the layouts that fit, fastest first, and the smallest memory of those that do not. Each
-    is tried without recomputation, with as little as fits, and with all."""
+    is tried without recomputation, with as little as fits at the configured sizes, and with all."""
     predictions: list[Prediction] = []
     nearest: Memory | None = None
 

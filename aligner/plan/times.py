@@ -38,6 +38,7 @@ from aligner.plan.shapes import (
     latent_matrices,
     layer_operations,
     mlp_width,
+    recomputed,
     stream_matrices,
 )
 from aligner.plan.shared import Shared, shared
@@ -207,10 +208,10 @@ def micro_batch_seconds(
 ) -> float:
     """Return the seconds of one rank's kernels: forward 1, backward 2 (of frozen matrices 1), recomputed layers 1
     more, likewise a head whose logits come in parts. Outputs that nobody reads are left out. Gradients of a micro-batch
-    are added to float32 ones."""
+    are added to those before."""
     grid, m, read, frozen = job.grid, model.shape, reads(job, model, tokens), is_adapted(model)
-    layers = len(m.rank_layers(grid)[stage])
-    work = Work(1 + min(1, job.recompute / layers), 1, frozen) if backward else Work()
+    again = recomputed(m, grid, stage, job.recompute)
+    work = Work(1 + sum(again) / len(again), 1, frozen) if backward else Work()
     total = _layers(job, model, stage, tokens, machine, work)
     if frozen:
         own, kept = tokens / grid.context, read.kept / grid.context

@@ -39,6 +39,7 @@ from aligner.plan.shapes import (
     layer_norms,
     mixers,
     rank_parameters,
+    recomputed,
     router_matrix,
     stage_layers,
 )
@@ -275,7 +276,7 @@ def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, bac
     if last:
         kept[-1] = read.kept
     each = list(zip(kept, layers, strict=True))
-    again = each[: job.recompute] if backward else []
+    again = [x for x, twice in zip(each, recomputed(m, grid, stage, job.recompute), strict=True) if backward and twice]
     calls = _sum(layer_forward(model, grid, tokens, k, e, kinds) for k, kinds in each + again)
     if backward and is_adapted(model):
         free = needs_no_input_gradient(grid, stage, job.recompute)

@@ -156,10 +156,9 @@ class Exchange:
                     yield self._as_words(span, view) if bits else view, x
 
         try:
-            if key in self._copies:
-                for span in spans:
-                    engine.rewrite(self._name(span), span.start, span.stop, True)
-            self._copy(key, pairs)
+            again = key in self._copies and [engine.rewrite(self._name(s), s.start, s.stop, True) for s in spans]
+            if not again or all(again):
+                self._copy(key, pairs)
         except (RefitError, RuntimeError) as error:
             self._note(error)
 

@@ -8,6 +8,7 @@ import torch
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.update import norm_of_all, scale_all
@@ -89,12 +90,14 @@ def test_gradients_travel_while_others_are_computed(parallel):
 
 
 @pytest.mark.few(6)
-@pytest.mark.parametrize("name", ["moe", *MORE])
+@pytest.mark.parametrize("name", ["moe", "lora", "lora of experts", *MORE])
 @on_ranks(1)
 def test_every_parameter_has_a_gradient_whatever_the_rows(name):
     """A bucket whose gradients do not all come in the last micro-batch would never be reduced. Here it has one token
     to predict or none, and most experts no token."""
-    cfg = MOE if name == "moe" else MORE[name]
+    lora = LoraConfig(rank=2, dora=True, targets=[ALL_LINEAR])
+    own = {"moe": MOE, "lora": replace(LLAMA, lora=lora), "lora of experts": replace(MOE, lora=lora)}
+    cfg = (own | MORE)[name]
     model, full = build(cfg, optim=ADAM), batch(cfg)
     short = replace(full.select(torch.arange(1)), lengths=torch.tensor([2]))
     unread = replace(short, loss_mask=torch.zeros_like(short.loss_mask), wanted=torch.zeros_like(short.tokens) > 0)

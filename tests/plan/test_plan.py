@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from math import inf, log, prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,8 +180,18 @@ def test_stages_that_take_turns_hold_more_micro_batches_and_wait_less():
     assert held[1] / held[0] == pytest.approx((2 * 3 + 4 + 1) / 2 / 4)  # arXiv:2104.04473, section 2.2
     waits = [plan_times(job, H100, Assumptions())["update"].parts["bubble"] for job in (one, two)]
     assert 0.4 < waits[1] / waits[0] < 0.6
-    recomputed = job_of(compose([*line, "parallel.virtual_stages=2", "model.recompute=3"]), 4)
-    assert recomputed.recompute == 6 and recomputed.recompute_text == ", recompute 3"
+
+
+def test_the_first_layers_of_each_stage_are_recomputed():
+    line = ["stage=sft", "model=llama3_8b", "parallel.pipeline=4", "parallel.virtual_stages=2", "model.recompute=3"]
+    job = job_of(compose(line), 4)
+    assert job.recompute_text == ", recompute 3"
+    none, three, four, every = (activation_bytes(replace(job, recompute=n), job.policy, 0) for n in (0, 3, 4, 8))
+    assert three == pytest.approx(none + (four - none) * 3 / 4) and four == every
+    uneven = replace(job, grid=replace(job.grid, stage_layers=(1, 2, 3, 2, 7, 6, 6, 5)))
+    sizes = [activation_bytes(replace(uneven, recompute=n), job.policy, 0) for n in (0, 1, 3, 7)]
+    steps = [a - b for a, b in pairwise(sizes)]
+    assert steps == pytest.approx([steps[0], steps[0], 2 * steps[0]])  # 2 layers, 2 and 4
 
 
 def test_a_sweep_cuts_61_layers_into_8_stages():

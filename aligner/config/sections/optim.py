@@ -25,7 +25,7 @@ class OptimConfig(Section, key="optim"):
     clip_grad: float = key(1.0, "Largest norm of the gradient. 0: no clipping.", least=0)
     gradient_dtype: str = key(
         "float32",
-        "Dtype of summed gradients. bfloat16: half of their memory and messages, rounded at each sum.",
+        "Dtype of summed gradients of bfloat16 weights. bfloat16: half the memory and messages, rounded at each sum.",
         choices=("float32", "bfloat16"),
     )
     distributed: bool = key(True, "Shard the optimizer's state over data-parallel ranks.")
