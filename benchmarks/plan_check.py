@@ -194,7 +194,7 @@ def published() -> list[Published]:
                      overlap=("dp", "edp", "pp", "ep"))),
         ("DeepSeek-V3, 1,024, FP8", "25.09", H100, 1297,
          pretraining(DEEPSEEK, 8192, 4096, Grid(2, 8, 1, 64, 64, True, virtual=4, **folded), **flex,
-                     overlap=("dp", "edp", "pp", "ep"), kept=0.5)),
+                     overlap=("dp", "edp", "pp", "ep"), kept=0.45)),
         ("Llama-3.1-405B, 1,024, FP8", "26.04.01", H100, 328,
          pretraining(LLAMA405, 1536, 8192, Grid(8, 8, 2, data=8, sequence=True, virtual=8), kept=0.6, overlap=tp)),
         ("Llama-3-70B SFT, 32, FP8", "26.06", H100, 1638,
@@ -203,7 +203,7 @@ def published() -> list[Published]:
          pretraining(shape("llama3_70b", "lora.rank=16"), 32, 4096, Grid(2, 4, sequence=True, virtual=20), kept=0.6,
                      overlap=tp)),
         ("DeepSeek-V3, 256 GB200, BF16", "25.11", GB200, 3139,
-         pretraining(DEEPSEEK, 4096, 4096, Grid(1, 4, 1, 64, 64, virtual=4), GB200, kept=0.7)),
+         pretraining(DEEPSEEK, 4096, 4096, Grid(1, 4, 1, 64, 64, virtual=4), GB200, kept=0.65)),
         ("GPT-OSS-120B, 64 GB200, BF16", "25.11", GB200, 15876,
          pretraining(GPT_OSS, 1280, 8192, Grid(expert=64, data=64), GB200)),
         ("Qwen3-235B, 256 GB200, BF16", "25.11", GB200, 4916,
@@ -225,7 +225,7 @@ def published() -> list[Published]:
     ]  # fmt: skip
     later_pre = [
         ("DeepSeek-V3, 256 GB300, BF16", "25.11", GB300, 3848,
-         pretraining(DEEPSEEK, 4096, 4096, Grid(1, 2, 1, 32, 128, virtual=4), GB300)),
+         pretraining(DEEPSEEK, 4096, 4096, Grid(1, 2, 1, 32, 128, virtual=4), GB300, kept=0.85)),
         ("GPT-OSS-120B, 64 GB300, BF16", "25.11", GB300, 18347,
          pretraining(GPT_OSS, 1280, 8192, Grid(expert=64, data=64), GB300, micro_rows=2)),
         ("Qwen3-235B, 256 GB300, BF16", "25.11", GB300, 6131,

@@ -28,11 +28,8 @@ from aligner.foreign import REQUIRED, JsonObject, read_record
 MOST_LAYERS, MOST_HEADS, MOST_CHANNELS, MOST_EXPERTS = 10_000, 65_536, 1 << 28, 4096
 UNLIMITED = [0.0, math.inf], [0.0, {"__float__": "Infinity"}]  # Mamba-2's steps; the latter as transformers 5 writes it
 MODELOPT = "hf_quant_config.json"
-COUNTS = (
-    "attention.kv_shared_layers",
-    "layer_input_size",
-    "moe.hash_layers",
-)  # keys of which config.json writes none as 0, not as null
+# keys of which config.json writes none as 0, not as null
+COUNTS = ("attention.kv_shared_layers", "layer_input_size", "moe.hash_layers")
 TABLE_ROWS = "vocab_size_per_layer_input"
 # kinds of `layers_block_type`, old and new -> `model.pattern`
 BLOCKS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}

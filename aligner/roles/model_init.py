@@ -15,6 +15,8 @@ from aligner.config.options import from_plain
 from aligner.config.schema import Config
 from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig
 from aligner.config.sections.model.config import MOE_OF_THE_RUN, OF_THE_RUN, RUNS, ModelConfig, for_run
+from aligner.config.sections.model.entries import EntriesConfig
+from aligner.config.sections.model.hyper import HyperConfig
 from aligner.config.sections.model.indexer import IndexerConfig
 from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
@@ -200,12 +202,13 @@ def shape_of(cfg: ModelConfig) -> dict[str, Any]:
     shape = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in (*OF_THE_RUN, "init_std")}
     sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "indexer": IndexerConfig()}
     sections |= {"linear": LinearConfig(), "scales": ScalesConfig(), "rope_scaling": RopeScalingConfig()}
+    sections |= {"entries": EntriesConfig(), "hyper": HyperConfig()}
     for name, plain in sections.items():
         values, usual = shape.pop(name), dataclasses.asdict(plain)
         kept = {key: values[key] for key in values if key in _OLD.get(name, ()) or values[key] != usual[key]}
         if values != usual or name == "rope_scaling":
             shape[name] = {key: value for key, value in kept.items() if f"{name}.{key}" not in RUNS}
-    for name in ("mlp_bias", "pattern"):  # of later versions
+    for name in ("mlp_bias", "pattern", "double_mlp", "layer_input_size"):  # of later versions
         if not shape[name]:
             del shape[name]
     moe = shape.pop("moe")

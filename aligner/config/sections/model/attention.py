@@ -75,7 +75,7 @@ def layer_pattern(is_global: Sequence[bool]) -> dict[str, object]:
 
 def check_layers(attention: AttentionConfig, layers: int) -> None:
     shared = attention.kv_shared_layers
-    local = [attention.is_local(layer) for layer in range(layers)]
+    local = [attention.is_local(layer) for layer in range(min(layers, 1 << 16) if shared else 0)]
     if shared and set(local[: max(0, layers - shared)]) != set(local):
         most = layers - 1 - max(local.index(kind) for kind in set(local))
         expected = f"at most {most}, so that layers of each kind before them have keys and values"
