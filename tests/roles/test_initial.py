@@ -80,7 +80,7 @@ def test_one_of_the_data_parallel_copies_reads_the_weights(hf_folder, layout, wo
     """And all have what they would have read by themselves."""
     opened: list[Path] = []
     real = safetensors_io._open
-    with mock.patch.object(safetensors_io, "_open", lambda path: opened.append(path) or real(path)):
+    with mock.patch.object(safetensors_io, "_open", lambda path, *names: opened.append(path) or real(path, *names)):
         initial = InitialModel(config_from_hf(hf_folder), None, folder=Path(hf_folder))
         model = build(initial.config, ParallelConfig(**layout), dtype=torch.bfloat16, source=initial.source(Head()))
     assert bool(opened) == (dist.get_rank() in readers)
