@@ -74,7 +74,7 @@ class StreamAttention(SelfAttention):
         # of [queries, key, value] of a group
         self.each = [model.queries_per_group] + [1] * model.kv_matrices(model.heads_of(layer))
         self.keys_of = model.keys_of(layer)
-        self.is_read = any(model.keys_of(n) == layer for n in range(layer + 1, model.num_layers))
+        self.is_read = model.lends_keys(layer)
         self.norms_values = model.traits.value_norm
         self.wide = model.traits.wide_qk_norm
         has_sinks, tp = model.traits.sinks, self.pg_collection.tp

@@ -70,7 +70,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Offset:
-    """What Megatron asks the layout of a pipeline, whose own class needs the global process groups."""
+    """A stand-in for Megatron's layout of a pipeline, which would need global process groups."""
 
     layers: int  # before those of this stage
 

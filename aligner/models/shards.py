@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise, starmap
 
 import torch
 from torch import Tensor
@@ -149,15 +150,15 @@ def aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Return fewer (target, source) of the same copies. Neighbours of one shape at equal distances in the memory of
     both become one, with one more dimension."""
+    distances = [*starmap(_distances, pairwise(pairs)), None]  # from each to the next
     results, begin = [], 0
     while begin < len(pairs):
-        end = begin + 1
-        while end < len(pairs) and _distances(pairs, end) == _distances(pairs, begin + 1) is not None:
+        end, steps = begin + 1, distances[begin]
+        while steps is not None and distances[end - 1] == steps:
             end += 1
-        if end - begin == 1:
+        if steps is None:
             results.append(pairs[begin])
         else:
-            steps = _distances(pairs, begin + 1)
             results.append(
                 tuple(
                     t.as_strided((end - begin, *t.shape), (step, *t.stride()), t.storage_offset())
@@ -168,10 +169,10 @@ def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]
     return results
 
 
-def _distances(pairs: Sequence[tuple[Tensor, Tensor]], index: int) -> tuple[int, int] | None:
-    """Return the distances in elements from the pair before to this one; None if they are not alike."""
+def _distances(one: tuple[Tensor, Tensor], following: tuple[Tensor, Tensor]) -> tuple[int, int] | None:
+    """Return the distances in elements from one pair to the next; None if they are not alike."""
     steps = []
-    for before, t in zip(pairs[index - 1], pairs[index], strict=True):
+    for before, t in zip(one, following, strict=True):
         alike = before.shape == t.shape and before.stride() == t.stride() and before.dtype == t.dtype
         if not alike or before.untyped_storage()._cdata != t.untyped_storage()._cdata:
             return None

@@ -55,7 +55,7 @@ def sweep(
         most = -(-shape.num_layers // parallel.pipeline)
         fewest = 0 if shape.passes_beside else bisect_left(range(most), True, key=fits)
         layers = [*["full"] * (not shape.passes_beside), *[fewest] * (0 < fewest < most)]  # it cannot be recomputed
-        for recompute in dict.fromkeys(("none", *layers)):
+        for recompute in ("none", *layers):
             fitting = []
             for job in _sizes(recomputing(recompute), job_for):
                 memory = plan_memory(job, device, Assumptions())

@@ -13,13 +13,15 @@ import torch
 from aligner.config.freeze import load_frozen
 from aligner.config.options import from_plain
 from aligner.config.schema import Config
-from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig
-from aligner.config.sections.model.config import MOE_OF_THE_RUN, OF_THE_RUN, RUNS, ModelConfig, for_run
-from aligner.config.sections.model.entries import EntriesConfig
-from aligner.config.sections.model.hyper import HyperConfig
-from aligner.config.sections.model.indexer import IndexerConfig
-from aligner.config.sections.model.latent import LatentConfig
-from aligner.config.sections.model.linear import LinearConfig
+from aligner.config.sections.model.config import (
+    MOE_OF_THE_RUN,
+    OF_THE_RUN,
+    OPTIONAL,
+    RUNS,
+    SECTIONS,
+    ModelConfig,
+    for_run,
+)
 from aligner.config.sections.model.lora import LoraConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
@@ -200,16 +202,13 @@ def _with_tokenizer(model: InitialModel, folder: str) -> InitialModel:
 def shape_of(cfg: ModelConfig) -> dict[str, Any]:
     """Return the fields that make two models' weights exchangeable: the identity of a checkpoint."""
     shape = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in (*OF_THE_RUN, "init_std")}
-    sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "indexer": IndexerConfig()}
-    sections |= {"linear": LinearConfig(), "scales": ScalesConfig(), "rope_scaling": RopeScalingConfig()}
-    sections |= {"entries": EntriesConfig(), "hyper": HyperConfig()}
-    for name, plain in sections.items():
-        values, usual = shape.pop(name), dataclasses.asdict(plain)
+    for name, kind in (SECTIONS | {"rope_scaling": RopeScalingConfig}).items():
+        values, usual = shape.pop(name), dataclasses.asdict(kind())
         kept = {key: values[key] for key in values if key in _OLD.get(name, ()) or values[key] != usual[key]}
         if values != usual or name == "rope_scaling":
             shape[name] = {key: value for key, value in kept.items() if f"{name}.{key}" not in RUNS}
-    for name in ("mlp_bias", "pattern", "double_mlp", "layer_input_size"):  # of later versions
-        if not shape[name]:
+    for name, plain in OPTIONAL.items():  # of later versions
+        if shape[name] == plain:
             del shape[name]
     moe = shape.pop("moe")
     if cfg.moe.num_experts:  # the identity of a dense model is what it was before there were others

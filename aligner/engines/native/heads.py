@@ -46,6 +46,7 @@ class PlainHeads:
         self.index, count = {layer: i for i, layer in enumerate(layers)}, len(layers)
         # of each layer, the number in the cache of the layer whose keys and values it uses
         self.cache_index = {layer: (lenders or self).index[cfg.keys_of(layer)] for layer in layers}
+        self.lends = {layer for layer in layers if cfg.lends_keys(layer)}
         made = self.heads + self.made * self.groups + (self.heads if traits.gated_attention else 0)
         width, hidden = made * self.head_dim, cfg.hidden_size
         self.qkv = kit.matrices(count, width, hidden)
@@ -67,10 +68,6 @@ class PlainHeads:
 
     def matrices(self) -> Mapping[str, Sequence[Tensor]]:
         return {self.qkv_name: self.qkv, self.out_name: self.out}
-
-    def _is_read(self, layer: int) -> bool:
-        """Return whether other layers use the keys and values of this one."""
-        return any(self.cfg.keys_of(n) == layer for n in range(layer + 1, self.cfg.num_layers))
 
     def out_of(self, layer: int) -> Product:
         index = self.index[layer]
@@ -127,7 +124,7 @@ class PlainHeads:
         elif staged is not None:
             staged[index, 0].copy_(k.transpose(1, 2))
             staged[index, 1].copy_(v.transpose(1, 2))
-        if self.made and self._is_read(layer):  # the last layer that writes to their buffer
+        if layer in self.lends:  # the last layer that writes to their buffer
             prompts.keys[layer] = k, v
         seen = prompts.near if self.local[layer] and prompts.near is not None else prompts.causal
         return _gated(prefill_attention(q, k, v, seen, self._scores(index)), gates).flatten(0, 1)

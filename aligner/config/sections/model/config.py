@@ -272,6 +272,11 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
         local = self.attention.is_local(layer)
         return max(n for n in range(layer) if self.has_keys(n) and self.attention.is_local(n) == local)
 
+    def lends_keys(self, layer: int) -> bool:
+        """Return whether later layers use the keys and values of this one."""
+        shared = range(self.num_layers - self.attention.kv_shared_layers, self.num_layers)
+        return any(self.keys_of(later) == layer for later in shared if later > layer)
+
     def of_kinds(self, kinds: tuple[str, ...]) -> ModelConfig:
         """Return the model with the heads and the MLP of layers of these kinds in all layers."""
         attention, sizes = self.attention, dict[str, int]()
@@ -418,18 +423,22 @@ def check_pattern(model: ModelConfig) -> None:
             raise ConfigError(f"model.{name}", count, f"{expected} with model.pattern={pattern}")
 
 
+# keys and sections that most models leave as they are, with their plain values
+OPTIONAL = {"mlp_bias": False, "pattern": "", "double_mlp": False, "layer_input_size": 0}
+SECTIONS = {"attention": AttentionConfig, "latent": LatentConfig, "indexer": IndexerConfig, "linear": LinearConfig}
+SECTIONS |= {"entries": EntriesConfig, "hyper": HyperConfig, "scales": ScalesConfig}
+
+
 def unusual(model: ModelConfig) -> list[tuple[str, Any, Any]]:
     """Return (key, value, value in a plain model) of optional keys that differ from a plain model's."""
-    alone = {"mlp_bias": False, "pattern": "", "double_mlp": False, "layer_input_size": 0}
-    entries: list[tuple[str, Any, Any]] = [(name, getattr(model, name), plain) for name, plain in alone.items()]
+    entries: list[tuple[str, Any, Any]] = [(name, getattr(model, name), plain) for name, plain in OPTIONAL.items()]
     entries.append(("rope_scaling.llama_4_scaling_beta", model.rope_scaling.llama_4_scaling_beta, 0.0))
     moe = {"dense_layers": [], "shared_ffn_hidden_size": 0, "latent_size": 0, "groups": 1, "top_groups": 1}
     moe |= {"scale": 1.0, "hash_layers": 0, "gate_limit": 0.0}
     entries += [(f"moe.{name}", getattr(model.moe, name), plain) for name, plain in moe.items()]
-    linear = LinearConfig(rule=model.linear.rule)  # which the family decides
-    sections = {"attention": AttentionConfig(), "latent": LatentConfig(), "indexer": IndexerConfig(), "linear": linear}
-    sections |= {"entries": EntriesConfig(), "hyper": HyperConfig()}
-    for name, plain in (sections | {"scales": ScalesConfig()}).items():
-        values, defaults = asdict(getattr(model, name)), asdict(plain)
+    for name, kind in SECTIONS.items():
+        values, defaults = asdict(getattr(model, name)), asdict(kind())
+        if name == "linear":
+            defaults["rule"] = values["rule"]  # which the family decides
         entries += [(f"{name}.{key}", values[key], defaults[key]) for key in values if f"{name}.{key}" not in RUNS]
     return [(name, value, plain) for name, value, plain in entries if value != plain]
