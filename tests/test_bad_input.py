@@ -407,6 +407,20 @@ CASES = {
         2,
         ["model.varlen_attention=True", "CUDA"],
     ),
+    "field of Megatron's that a key decides": (
+        "sft",
+        ["optim.megatron.use_distributed_optimizer=true"],
+        ConfigError,
+        2,
+        ["optim.megatron.use_distributed_optimizer=True", "it follows from optim.distributed"],
+    ),
+    "TransformerEngine's Adam without it": (
+        "sft",
+        ["optim.megatron.use_precision_aware_optimizer=true"],
+        ConfigError,
+        2,
+        ["optim.megatron.use_precision_aware_optimizer=True", "TransformerEngine is not used here"],
+    ),
     "wrong type": ("sft", ["run.steps=many"], ConfigError, 2, ["run.steps='many'", "integer"]),
     "out of range": ("sft", ["optim.lr=-1"], ConfigError, 2, ["optim.lr=-1", "a number > 0"]),
     "not a choice": (

@@ -28,6 +28,9 @@ checkpoint.best_by_evaluation !holds_out => checkpoint.metric
 !holds_out => run.stop.metric =
     | without run.eval_every > 0 and data.eval: it is looked at after each evaluation
 model.dtype=float32 => optim.gradient_dtype, critic.optim.gradient_dtype =float32 | with model.dtype=float32
+model.kernels=own
+    => optim.megatron.use_precision_aware_optimizer, critic.optim.megatron.use_precision_aware_optimizer off
+    | with model.kernels=own: it is TransformerEngine's
 !stage.its.debug~shuffle_rewards => debug.shuffle_rewards =false
     | but for stage grpo: rewards are permuted within groups
 !stage.its.trains => debug.record =0 | for stage {stage.name}, which trains nothing
@@ -124,6 +127,8 @@ model.passes_beside => parallel.pipeline =1
 model.passes_beside => model.recompute =none
     | with model.attention.kv_shared_layers={model.attention.kv_shared_layers} and
     model.layer_input_size={model.layer_input_size}: what layers pass beside hidden states would get no gradient
+model.megatron.deallocate_pipeline_outputs => parallel.pipeline >=2
+    | with model.megatron.deallocate_pipeline_outputs, which frees what stages have sent
 ranks.choices => parallel.stage_layers
     | stages that begin with an indexer of their own: layers {ranks.choices} use the choice of the layer before
 !model.moe.num_experts !scorer => mismatch.replay_routing =false | for a model without experts (model.moe)

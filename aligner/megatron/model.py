@@ -159,6 +159,7 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype, dev
         recompute_granularity="full" if cfg.recomputed else None,
         recompute_method="block" if cfg.recomputed else None,
         recompute_num_layers=cfg.recomputed or None,
+        **cfg.megatron,
     )
     return with_fields(config, pipeline_model_parallel_layout=Offset(cfg.stages(layout)[layout.pp_rank].start))
 
@@ -310,6 +311,13 @@ def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) ->
     if cfg.kernels == "te" and reason:
         raise ConfigError("model.kernels", "te", "auto or own", f"TransformerEngine is not used here: {reason}.")
     varlen.is_used(cfg, dtype, device)
+
+
+def check_adam() -> None:
+    """Check that there is an Adam with moments of other dtypes. Raises ConfigError."""
+    if TE.lacks:
+        key, reason = "optim.megatron.use_precision_aware_optimizer", f"TransformerEngine is not used here: {TE.lacks}."
+        raise ConfigError(key, True, "false without TransformerEngine's Adam", reason)
 
 
 def _with_plain_strides(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:

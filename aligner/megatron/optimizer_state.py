@@ -46,7 +46,9 @@ def give_state(optimizer: MegatronOptimizer) -> None:
     for member in _parts(optimizer):
         for _, main in _mains(member):
             state = member.optimizer.state[main]
-            if not state:
+            if not state and member.config.use_precision_aware_optimizer:  # TransformerEngine's has their dtypes
+                member.optimizer.initialize_state(main, False)
+            elif not state:
                 state.update({name: torch.zeros_like(main) for name in MOMENTS})
                 if _is_torch_adam(member):
                     state["step"] = torch.zeros((), device=main.device)

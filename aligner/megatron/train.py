@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from aligner.config.megatron_fields import DDP, OPTIMIZER, fields_of
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.errors import AlignerError
@@ -33,7 +34,7 @@ from aligner.megatron.expert_load import ExpertLoad
 from aligner.megatron.groups import Layout
 from aligner.megatron.indexer_loss import IndexerLoss
 from aligner.megatron.lora import AdaptedModel, MergedWeights, SplitWeights, attach
-from aligner.megatron.model import Head, build_model
+from aligner.megatron.model import Head, build_model, check_adam, resolve_dtype
 from aligner.megatron.optimizer_state import fuse
 from aligner.megatron.pipeline import Pipeline
 from aligner.megatron.quantized_base import hold, share_frozen
@@ -167,6 +168,7 @@ class ShardedModel:
             use_distributed_optimizer=self._distributed,
             overlap_grad_reduce=True,  # each bucket travels while the last micro-batch's backward goes on
             check_for_nan_in_grad=False,  # `step` refuses a gradient norm that is not finite
+            **fields_of("optim", DDP, optim.megatron),
         )
         config = self.module.config
         wrapped = DistributedDataParallel(config, ddp, self.module, pg_collection=self.layout.pgs)
@@ -175,6 +177,11 @@ class ShardedModel:
         return wrapped
 
     def _build_optimizer(self, optim: OptimConfig) -> MegatronOptimizer:
+        own = fields_of("optim", OPTIMIZER, optim.megatron)
+        own |= {name: resolve_dtype(value) for name, value in own.items() if name.endswith("_dtype")}
+        if own.get("use_precision_aware_optimizer"):
+            check_adam()
+            own["fp8_recipe"] = "tensorwise"  # then Megatron keeps float32 weights, and Adam moments alone
         config = OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,
@@ -187,6 +194,7 @@ class ShardedModel:
             bf16=self.dtype == torch.bfloat16,
             params_dtype=self.dtype,
             use_distributed_optimizer=self._distributed,
+            **own,
         )
         optimizer = get_megatron_optimizer(
             config, [self.wrapped], use_gloo_process_groups=False, pg_collection=self.layout.pgs

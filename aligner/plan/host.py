@@ -10,11 +10,13 @@ from aligner.plan.shapes import Count, Grid
 from aligner.plan.sizes import judge_bytes, model_bytes, optimizer_bytes, weight_bytes
 
 
-def checkpoint_bytes(count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False) -> float:
+def checkpoint_bytes(
+    count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False, moments: int = 8
+) -> float:
     """Return the bytes of one rank's share, which lies in host memory until it is written, with either value of
     `checkpoint.async_save`. With the distributed optimizer: weights and state of the numbers it updates. Else
     everything, on the first data-parallel rank."""
-    optimizer = optimizer_bytes(count, grid, element, distributed, averaged)
+    optimizer = optimizer_bytes(count, grid, element, distributed, averaged, moments)
     if not distributed:
         return weight_bytes(count, element) + optimizer
     experts = Count(experts=count.experts, magnitudes=count.magnitudes)
@@ -51,7 +53,8 @@ def _model_items(job: PlanJob, model: PlannedModel, stage: int) -> dict[str, flo
     away = model_bytes(job, model, stage) if "weights" in job.offload else 0.0
     if not model.trained:
         return {"offloaded": away}
-    how = trained_parameters(model, job.grid, stage), job.grid, job.element, model.distributed, model.averaged
+    count, kinds = trained_parameters(model, job.grid, stage), (model.distributed, model.averaged, model.moments)
+    how = count, job.grid, job.element, *kinds
     if "optimizer" in job.offload:
         away += optimizer_bytes(*how)
     return {"checkpoint": checkpoint_bytes(*how), "offloaded": away}

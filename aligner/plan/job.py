@@ -34,6 +34,7 @@ class PlannedModel:
     outputs: int = 1
     distributed: bool = True  # optimizer state over data-parallel ranks
     gradient: int = 4  # bytes of a parameter's gradient
+    moments: int = 8  # bytes of its two moments
     averaged: bool = False  # `ema` beside it
     shared: bool = False  # its frozen weights are the policy's: those of a reference, or of a critic on its trunk
     grid: Grid | None = None  # a teacher's, if it is not the job's
@@ -370,17 +371,18 @@ def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Planned
     other_models = stage.other_models(cfg) if trains else ()
     # float32 parameters in a bfloat16 body have the distributed optimizer in any case
     mixed = cfg.model.dtype != "float32"
-    gradient, theirs = (2 if o.gradient_dtype == "bfloat16" else 4 for o in (cfg.optim, cfg.critic.optim))
+    ours, theirs = (
+        {"gradient": 2 if o.gradient_dtype == "bfloat16" else 4, "moments": o.moment_bytes}
+        for o in (cfg.optim, cfg.critic.optim)
+    )
     if stage.scores:
         outputs = max(1, len(cfg.algorithm.reward_loss.attributes))
-        return (PlannedModel("policy", shape, "score", True, outputs, cfg.optim.distributed or mixed, gradient),)
+        return (PlannedModel("policy", shape, "score", True, outputs, cfg.optim.distributed or mixed, **ours),)
     averaged = cfg.ema.decay > 0
     distributed = cfg.optim.distributed or (
         mixed and (shape.lora.dora if shape.lora.rank else shape.traits.trains_float32)
     )
-    models = [
-        PlannedModel("policy", shape, trained=trains, distributed=distributed, gradient=gradient, averaged=averaged)
-    ]
+    models = [PlannedModel("policy", shape, trained=trains, distributed=distributed, averaged=averaged, **ours)]
     scorer = shape_at(shape, cfg.reward.model)
     if "reference" in other_models:
         models.append(PlannedModel("reference", shape, shared=shares_weights(cfg)))
@@ -395,7 +397,7 @@ def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Planned
         shared = cfg.critic.trunk == "policy"
         critic = shape if shared else shape_at(scorer, cfg.critic.init)
         distributed = cfg.critic.optim.distributed or mixed
-        models.append(PlannedModel("critic", critic, "score", True, 1, distributed, theirs, shared=shared))
+        models.append(PlannedModel("critic", critic, "score", True, 1, distributed, shared=shared, **theirs))
     return tuple(models)
 
 

@@ -103,7 +103,8 @@ def _models(job: PlanJob, stage: int, reads: tuple[str, ...] = (), trains: bool 
         if model.trained and (trains or "gradients" not in job.offload):
             items["gradients"] += gradient_bytes(count, model.gradient)
         if model.trained and (trains or "optimizer" not in job.offload):
-            items["optimizer"] += optimizer_bytes(count, job.grid, job.element, model.distributed, model.averaged)
+            kinds = model.distributed, model.averaged, model.moments
+            items["optimizer"] += optimizer_bytes(count, job.grid, job.element, *kinds)
     if heads := sum(teacher_heads(job)):
         items["heads"] = heads
     if (own := judge_bytes(job)) and ("judge" in reads or "weights" not in job.offload):

@@ -50,14 +50,16 @@ def gradient_bytes(count: Count, element: int = 4) -> float:
     return float(element * (count.dense + count.experts) + 4 * (count.score + count.magnitudes))
 
 
-def optimizer_bytes(count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False) -> float:
-    """Return the bytes of Adam: two float32 moments, and a float32 main copy of bfloat16 weights. The distributed
-    optimizer cuts them over the ranks with the same parameters (ZeRO-1; for experts data x context / expert of them).
+def optimizer_bytes(
+    count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False, moments: int = 8
+) -> float:
+    """Return the bytes of Adam: two moments, and a float32 main copy of bfloat16 weights. The distributed optimizer
+    cuts them over the ranks with the same parameters (ZeRO-1; for experts data x context / expert of them).
     `averaged`: with `ema`'s float32 numbers."""
-    per, dense, experts = (8 if element == 4 else 12) + 4 * averaged, 1, 1
+    per, dense, experts = moments + 4 * (element < 4) + 4 * averaged, 1, 1
     if distributed:
         dense, experts = grid.replicas, grid.expert_replicas
-    plain = 8 * (count.score / dense + count.magnitudes / experts)
+    plain = moments * (count.score / dense + count.magnitudes / experts)
     return per * (count.dense / dense + count.experts / experts) + plain
 
 

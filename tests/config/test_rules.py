@@ -322,6 +322,14 @@ sft ; model.lora.quantize_base=nf4 => model.lora.quantize_base
 sft ; model.lora.init=x => model.lora.init
 sft ; parallel.sequence=true => parallel.sequence
 sft ; optim={lr: 1e-5, min_lr: 1e-4} => optim.min_lr
+sft ; optim.megatron.exp_avg_dtype=bfloat16 => optim.megatron.use_precision_aware_optimizer
+sft ; optim.megatron.exp_avg_sq_dtype=bfloat16 => optim.megatron.use_precision_aware_optimizer
+sft ; optim.megatron.use_precision_aware_optimizer=true ; optim.distributed=false => optim.distributed
+sft ; optim.megatron.use_precision_aware_optimizer=true ; model.kernels=own
+    => optim.megatron.use_precision_aware_optimizer
+ppo ; critic.optim.megatron.use_precision_aware_optimizer=true ; model.kernels=own
+    => critic.optim.megatron.use_precision_aware_optimizer
+sft ; model.megatron.deallocate_pipeline_outputs=true => parallel.pipeline
 sft ; model.dtype=float32 ; optim.gradient_dtype=bfloat16 => optim.gradient_dtype
 ppo ; model.dtype=float32 ; critic.optim.gradient_dtype=bfloat16 => critic.optim.gradient_dtype
 grpo ; algorithm.policy_loss=gspo => algorithm.aggregation

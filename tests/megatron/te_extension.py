@@ -163,9 +163,10 @@ def multi_tensor_adam(chunk, noop, lists, lr, beta1, beta2, eps, step, mode, cor
     first, second = (1 - beta1**step, 1 - beta2**step) if correct else (1.0, 1.0)
     for g, p, m, v, *master in zip(*lists, strict=True):
         weight, g = (master[0] if master else p), g.float()
-        m.lerp_(g, 1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        update = (m / first) / ((v / second).sqrt() + eps) + decay * weight
+        mean, square = m.float().lerp(g, 1 - beta1), v.float().mul(beta2).addcmul_(g, g, value=1 - beta2)
+        update = (mean / first) / ((square / second).sqrt() + eps) + decay * weight
+        m.copy_(mean)
+        v.copy_(square)
         weight.sub_(lr * update)
         if master:
             p.copy_(weight)

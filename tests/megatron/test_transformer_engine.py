@@ -13,6 +13,7 @@ from aligner.config.sections.parallel import ParallelConfig
 from aligner.megatron import groups, model, transformer_engine
 from aligner.megatron.chunks import places_of
 from aligner.megatron.model import Head
+from aligner.megatron.optimizer_state import owned
 from aligner.roles.batching import micro_batches
 from tests.megatron import models, te_stand_in, test_waits
 from tests.needs import lacking
@@ -267,3 +268,24 @@ def test_the_host_waits_as_without_it(ranks, te_ranks, name, layout, world):
     for step, _ in got:  # its norm is on the device until the metrics are read
         step[test_waits.NORM] = step.pop(("train.py", "step"))
     assert got == wanted
+
+
+def moments(folder, cfg: ModelConfig) -> dict:
+    """A step of an optimizer with moments in bfloat16, before and after a checkpoint; and what it keeps."""
+    own = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), "bfloat16") | {"use_precision_aware_optimizer": True}
+    how = {"cfg": cfg, "optim": replace(ADAM, megatron=own), "dtype": torch.bfloat16}
+    wrote = models.save_and_go_on(folder, **how)
+    loaded = models.loaded(folder, **how)
+    shards = list(owned(loaded.optimizer))
+    dtypes = {tensor.dtype for shard in shards for tensor in shard.moments.values()}, {s.main.dtype for s in shards}
+    return {"wrote": wrote, "read": models.one_more(loaded), "dtypes": dtypes}
+
+
+def test_moments_in_bfloat16(ranks, te_ranks, tmp_path):
+    """They take half the memory, and a run resumes with them; updates nearly are those of float32 moments."""
+    got = te_ranks.run(moments, world=2, folder=tmp_path / "bf16", cfg=LLAMA)[0]
+    exact = ranks.run(models.save_and_go_on, world=2, folder=tmp_path / "exact", cfg=LLAMA, optim=ADAM)[0]
+    assert got["dtypes"] == ({torch.bfloat16}, {torch.float32})
+    assert models.same(got["wrote"]["after"], got["read"]["after"])
+    for name, value in exact["after"].items():
+        assert relative(got["wrote"]["after"][name].float(), value, value) < 0.02, name

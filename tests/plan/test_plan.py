@@ -236,6 +236,17 @@ def test_activations_by_mode():
     assert size(micro_tokens=0, micro_rows=4) == pytest.approx(size() * 4 * 2304 / 4096, rel=0.01)
 
 
+def test_moments_in_bfloat16_take_half_the_memory():
+    plain = ["stage=sft", "model=llama3_8b", "model.dtype=bfloat16", "data.train=x"]
+    half = ["use_precision_aware_optimizer: true", "exp_avg_dtype: bfloat16", "exp_avg_sq_dtype: bfloat16"]
+    sizes = {}
+    for name, own in (("float32", []), ("first", half[:2]), ("both", half)):
+        job = job_of(compose([*plain, f"optim.megatron={{{', '.join(own)}}}"]), 8)
+        sizes[name] = plan_memory(job, DEVICES["h100"], Assumptions()).phases["update"]["optimizer"]
+    assert sizes["first"] == sizes["float32"]  # a step has float32 copies of it
+    assert sizes["both"] == sizes["float32"] * 8 / 12
+
+
 def test_an_average_and_other_rows_cost_what_they_are():
     job = grpo(shape("llama3_8b"), Grid(tensor=4, data=2))
     plain = plan_memory(job, H100, Assumptions()).phases

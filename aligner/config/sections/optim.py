@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from aligner.config.key import Section, key
+from aligner.config.megatron_fields import check_fields
 from aligner.config.rule import rules
 
 
@@ -29,8 +31,26 @@ class OptimConfig(Section, key="optim"):
         choices=("float32", "bfloat16"),
     )
     distributed: bool = key(True, "Shard the optimizer's state over data-parallel ranks.")
+    megatron: dict[str, Any] = key(
+        {}, "Fields of Megatron-Core's OptimizerConfig and DistributedDataParallelConfig by name."
+    )
 
-    RULES = rules("=> min_lr <=lr")
+    RULES = rules("""
+=> min_lr <=lr
+megatron.exp_avg_dtype=bfloat16 or megatron.exp_avg_sq_dtype=bfloat16
+    => megatron.use_precision_aware_optimizer =true | for moments in bfloat16
+megatron.use_precision_aware_optimizer => distributed =true | with optim.megatron.use_precision_aware_optimizer
+""")
+
+    def __post_init__(self) -> None:
+        check_fields("optim", self.megatron)
+        super().__post_init__()
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of a parameter's two moments. Where one is bfloat16, a step has a float32 copy of it."""
+        kinds = [self.megatron.get(name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+        return 4 if kinds == ["bfloat16"] * 2 else 8
 
 
 @dataclass

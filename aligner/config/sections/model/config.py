@@ -10,6 +10,7 @@ from typing import Any
 
 from aligner.config.checks import AUTO, Switch
 from aligner.config.key import REFUSE, REPORT, Section, key, section
+from aligner.config.megatron_fields import check_fields
 from aligner.config.rule import rules
 from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig, check_layers
 from aligner.config.sections.model.entries import EntriesConfig
@@ -27,7 +28,7 @@ from aligner.families import FAMILIES
 from aligner.families.family import LAYERS, Family
 
 # keys that the run decides, whatever folder the weights come from
-OF_THE_RUN = ("dtype", "recompute", "kernels", "varlen_attention", "tokenizer", "init", "lora")
+OF_THE_RUN = ("dtype", "recompute", "kernels", "varlen_attention", "tokenizer", "init", "lora", "megatron")
 MOE_OF_THE_RUN = ("aux_coef", "aux_over")
 PATTERN = {"M": "linear", "*": "attention", "-": "dense", "E": "sparse"}  # `model.pattern` -> kind of a layer
 # all keys of `model` that are the run's; the others are of its shape
@@ -97,6 +98,7 @@ class ModelConfig(Section, key="model"):
         auto=True,
         resume=REPORT,
     )
+    megatron: dict[str, Any] = key({}, "Fields of Megatron-Core's TransformerConfig by name.", resume=REPORT)
 
     WORDS = MappingProxyType(
         {
@@ -157,6 +159,7 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_fields("model", self.megatron)
         check_traits(self)
         check_pattern(self)
         check_layers(self.attention, self.num_layers)
