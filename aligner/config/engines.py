@@ -38,6 +38,7 @@ class Capabilities:
     repeats: bool = _can("repeats bit-for-bit: `run.deterministic`")
     cuda_graphs: bool = _can("decode steps as CUDA graphs: `engine.cuda_graphs`")
     sleep_weights: bool = _can("gives back its weights too: `sleep_weights`")
+    arguments: bool = _can("options of the package itself: `args`")
     prefix_reuse: bool = _can("a key for sharing prefixes: `prefix_reuse`")
 
 
@@ -57,6 +58,7 @@ class EngineEntry:
 
 
 _SEEDED = {"own_process": True, "request_seeds": True, "repeats": True, "cuda_graphs": True, "sleep_weights": True}
+_SEEDED |= {"arguments": True, "prefix_reuse": True}
 _OF_ONE_RANK = ", one engine per rank"
 ENGINES = {
     "native": EngineEntry(
@@ -80,7 +82,7 @@ ENGINES = {
         by_default=("cuda_graphs", "sleep"),
     ),
     "vllm": EngineEntry(
-        Capabilities(**_SEEDED, apart=True, tensor_parallel=True, prefix_reuse=True),
+        Capabilities(**_SEEDED, apart=True, tensor_parallel=True),
         made_by="aligner.engines.vllm.engine:VllmEngine",
         made_apart_by="aligner.engines.vllm.in_place:InPlaceVllmEngine",
         section="vllm",
@@ -88,7 +90,7 @@ ENGINES = {
         check=vllm.check_model,
     ),
     "trtllm": EngineEntry(
-        Capabilities(**_SEEDED, prefix_reuse=True),
+        Capabilities(**_SEEDED),
         made_by="aligner.engines.trtllm.torch_backend:TrtllmEngine",
         section="trtllm",
         by_default=("cuda_graphs", "sleep"),
@@ -107,6 +109,7 @@ ENGINES = {
             "process must not have. Ranks have replicas instead",
             "repeats": ", whose builder picks kernels by timing them",
             "sleep_weights": ", which keeps its weights: they are part of the engine",
+            "arguments": ", whose Python runtime does not take them",
             "prefix_reuse": ", whose Python runtime shares no prefixes",
             "cuda_graphs": ", whose Python runtime captures none",
         },

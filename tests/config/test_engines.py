@@ -23,6 +23,7 @@ ASKS = {
         "engine.{section}.sleep_weights",
     ),
     "prefix_reuse": (["engine.{section}.prefix_reuse=true"], "engine.{section}.prefix_reuse"),
+    "arguments": (["+engine.{section}.args.backend=x"], "engine.{section}.args"),
     "cuda_graphs": (["engine.cuda_graphs=true"], "engine.cuda_graphs"),
 }
 LACKING = [

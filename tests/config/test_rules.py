@@ -348,6 +348,7 @@ grpo ; engine={cuda_graphs: true, tensor_parallel: 2} => engine.cuda_graphs
 grpo ; engine.sleep=false => engine.sleep
 grpo ; engine={name: trtllm_engine, trtllm: {sleep_weights: true}} => engine.trtllm.sleep_weights
 grpo ; engine={name: trtllm_engine, trtllm: {prefix_reuse: true}} => engine.trtllm.prefix_reuse
+grpo ; engine={name: trtllm_engine, trtllm: {args: {backend: x}}} => engine.trtllm.args
 grpo ; engine={name: trtllm, sleep: false, trtllm: {sleep_weights: true}} => engine.trtllm.sleep_weights
 grpo ; engine={name: vllm, sleep: false, vllm: {sleep_weights: true}} => engine.vllm.sleep_weights
 grpo ; reward.model_attributes={a: 1} => reward.model_attributes

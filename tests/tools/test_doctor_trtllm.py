@@ -61,6 +61,7 @@ def test_the_table_has_all_that_the_child_uses(monkeypatch):
     settings = torch_worker.Settings("", [], 9, "float32", 8, 2, 99, True, True, True, True, 0, True)
     arguments = set(torch_worker.engine_arguments(settings, FEATURES))
     assert arguments == {*row.arguments[ARGS], *FEATURES["sleep_config"].arguments[ARGS]}
+    assert TrtllmConfig.SET.keys() == arguments | set(FEATURES["enable_sleep"].arguments[ARGS])
     sampling = SamplingParams(4, temperature=0.7, min_p=0.1, stop_token_ids=(3,))
     known = set(row.arguments[PARAMS])
     assert known == {*sampling_arguments(sampling, row, (), 0), "seed", "return_context_logits"}

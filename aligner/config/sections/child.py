@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from aligner.config.key import Section, key
+from aligner.errors import ConfigError
 
 
 @dataclass
@@ -22,6 +25,21 @@ class ChildConfig(Section):
     )
     sleep_weights: bool = key(False, "Release the weights, too, without a copy. Each sleep then needs a refit.")
     prefix_reuse: bool = key(True, "Share a prompt's KV blocks among its samples.")
+
+    args: dict[str, Any] = key(
+        {},
+        "Additional options of the package, by its own names: vLLM's EngineArgs, TensorRT-LLM's LlmArgs. Options that "
+        "this project sets are refused.",
+    )
+    # without an annotation, which would make it a key
+    SET = MappingProxyType[str, str]({})  # options that the worker sets -> the key that they follow
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in self.args.items():
+            if name in self.SET:
+                hint = f"Set {self.SET[name]}." if self.SET[name] else "Remove it."
+                raise ConfigError(f"{self.KEY}.args.{name}", value, "an option that this project does not set", hint)
 
     @property
     def longest_s(self) -> float:

@@ -124,6 +124,7 @@ captures !can.cuda_graphs => cuda_graphs =false | with engine.name={name}{why.cu
 captures can.computes_here tensor_parallel!=1 => cuda_graphs =false | unless engine.tensor_parallel=1
 !sleeps !section => sleep =true|auto | with engine.name={name}: memory.sleep=never keeps its cache
 section=trtllm !can.sleep_weights => trtllm.sleep_weights =false | with engine.name={name}{why.sleep_weights}
+section=trtllm !can.arguments => trtllm.args = | with engine.name={name}{why.arguments}
 section=trtllm !can.prefix_reuse => trtllm.prefix_reuse =false | with engine.name={name}{why.prefix_reuse}
 section=trtllm !sleeps => trtllm.sleep_weights =false | with engine.sleep={sleep}
 section=vllm !sleeps => vllm.sleep_weights =false | with engine.sleep={sleep}

@@ -4,6 +4,7 @@ built ahead, engine.name=trtllm_engine."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from aligner.config.sections.child import ChildConfig
@@ -26,7 +27,20 @@ NOT_SERVED = {
 
 @dataclass
 class TrtllmConfig(ChildConfig, key="engine.trtllm"):
-    pass
+    SET = MappingProxyType(
+        dict.fromkeys(["model", "load_format", "skip_tokenizer_init", "max_num_tokens", "allreduce_strategy"], "")
+        | {
+            "tensor_parallel_size": "engine.tensor_parallel",
+            "dtype": "engine.dtype",
+            "max_input_len": "engine.trtllm.max_seq_len",
+            "max_seq_len": "engine.trtllm.max_seq_len",
+            "max_batch_size": "engine.max_batch",
+            "kv_cache_config": "engine.kv_cache_bytes or engine.trtllm.prefix_reuse",
+            "cuda_graph_config": "engine.cuda_graphs",
+            "enable_sleep": "engine.sleep",
+            "sleep_config": "engine.sleep",
+        }
+    )
 
 
 def check_model(cfg: Config, model: ModelConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from aligner.config.key import key
@@ -16,12 +17,30 @@ if TYPE_CHECKING:
 
 VERSION = "0.32.0"  # installed by launchers/engine_env.sh
 
+_SET = ("model", "load_format", "skip_tokenizer_init", "generation_config", "seed", "logprobs_mode")
+_SET += ("distributed_executor_backend", "pipeline_parallel_size", "data_parallel_size", "worker_extension_cls")
+_SET += ("max_num_batched_tokens", "gpu_memory_utilization", "block_size", "enable_chunked_prefill")
+_SET += ("disable_log_stats",)
+
 
 @dataclass
 class VllmConfig(ChildConfig, key="engine.vllm"):
     python: str = key(
         ".venv-vllm/bin/python",
         "Python of an environment with vLLM: a path within the checkout, or absolute. Empty: this one.",
+    )
+    SET = MappingProxyType(
+        {
+            "dtype": "engine.dtype",
+            "tensor_parallel_size": "engine.tensor_parallel",
+            "max_model_len": "engine.vllm.max_seq_len",
+            "max_num_seqs": "engine.max_batch",
+            "kv_cache_memory_bytes": "engine.kv_cache_bytes",
+            "enable_prefix_caching": "engine.vllm.prefix_reuse",
+            "enable_sleep_mode": "engine.sleep",
+            "enforce_eager": "engine.cuda_graphs",
+        }
+        | dict.fromkeys(_SET, "")
     )
 
 

@@ -170,6 +170,7 @@ class ChildEngine(RolloutEngine):
             self.pad_id,
             self.checked,
             tensor_parallel=1 if self._group is None else self._group.size(),
+            args=self.options.args,
         )
 
     def _call(

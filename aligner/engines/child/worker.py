@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Settings:
     checksums: bool
     tensor_parallel: int = 1
     block: int = 0  # tokens of a block of the KV cache, where the package needs it
+    args: Mapping[str, Any] = field(default_factory=dict)  # additional options of the package
     lasting: bool = False  # a bucket stays in the memory until the update has ended
 
     @property

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.config.sections.trtllm import TrtllmConfig
+from aligner.engines.child.arguments import checked_arguments
 from aligner.engines.child.serve import Abort
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, LocalWorker, Progress, Row, Settings
 from aligner.engines.native.sampler import picked_logprobs
-from aligner.engines.trtllm.features import NAME, REFIT, TAGS, features
+from aligner.engines.trtllm.features import ARGS, NAME, REFIT, TAGS, features
 from aligner.engines.trtllm.package import Installed, resolve
 from aligner.engines.trtllm.sampling import NO_END_ID, RAW, ended, logprob_source, sampling_arguments
 from aligner.engines.trtllm.torch_api import version_row
@@ -94,7 +96,9 @@ class Worker(LocalWorker):
         self.api = tensorrt_llm
         self.row = version_row(tensorrt_llm.__version__)
         self.features = features(Installed(NAME))
-        self.llm = tensorrt_llm.LLM(**engine_arguments(settings, self.features))
+        version = f"TensorRT-LLM {tensorrt_llm.__version__}"
+        args = checked_arguments(f"{TrtllmConfig.KEY}.args", settings.args, resolve(ARGS), version)
+        self.llm = tensorrt_llm.LLM(**engine_arguments(settings, self.features), **args)
         executor = getattr(self.llm, "_executor", None)
         self.executor = getattr(executor, "engine", None)
         if self.executor is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,7 @@ VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+INVARIANT = "VLLM_BATCH_INVARIANT"  # results of a row do not depend on the rows beside it
 
 
 def has_linear_kernel() -> bool:
@@ -83,4 +85,7 @@ class VllmEngine(Replicated, ChildEngine):
         return Pages.of(self.cfg, self.dtype, ranks, self.block, states=2 if self._reuses else 1)
 
     def _variables(self) -> dict[str, str]:
-        return VARIABLES | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        variables = VARIABLES | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        if self.device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
+            variables[INVARIANT] = os.environ.get(INVARIANT, "1")
+        return variables

@@ -15,6 +15,7 @@ import torch
 
 from aligner.config.sections.vllm import VERSION, VllmConfig, same_minor
 from aligner.engines.base import listed
+from aligner.engines.child.arguments import checked_arguments
 from aligner.engines.child.buckets import Slot
 from aligner.engines.child.serve import Abort
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, BaseWorker, Progress, Row, Settings
@@ -37,7 +38,10 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "dtype": settings.dtype,
+        "seed": 0,  # requests have their own
         "tensor_parallel_size": settings.tensor_parallel,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
         "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
         "max_model_len": settings.max_seq_len + 1,  # a row that is scored is followed by one token, which is dropped
         "max_num_seqs": settings.max_batch,
@@ -90,7 +94,11 @@ class VllmWorker(BaseWorker):
     def __init__(self, settings: Settings):
         self.api = import_vllm()
         import_architectures(self.api, settings.folder)
-        self.engine = self.api.LLM(**engine_arguments(settings)).llm_engine
+        from vllm.engine.arg_utils import EngineArgs
+
+        version = f"vLLM {self.api.__version__}"
+        args = checked_arguments(f"{VllmConfig.KEY}.args", settings.args, EngineArgs, version)
+        self.engine = self.api.LLM(**engine_arguments(settings), **args).llm_engine
         super().__init__(settings)
         self._rpc("aligner_open", settings.memories, settings.lasting)
         self._requests, self._temperature = 0, 1.0

@@ -58,7 +58,7 @@ def use_fake(monkeypatch, **settings: str) -> None:
 
 
 def forget_fake() -> None:
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("tensorrt_llm", "tensorrt")]:
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("tensorrt_llm", "tensorrt", "pydantic")]:
         del sys.modules[name]
 
 

@@ -57,6 +57,16 @@ class TestTrtllmEngine(EngineContract):
             limited.generate([[1, 2, 3]], [[0]], SamplingParams(10))
 
 
+def test_options_of_the_package(monkeypatch, tmp_path):
+    use_fake(monkeypatch, log=str(tmp_path / "log"))
+    make_engine(LLAMA, args={"enable_attention_dp": True}).close()
+    assert "enable_attention_dp" in (tmp_path / "log").read_text()
+    with pytest.raises(ConfigError, match=r"args.enable_attention_dp=3: expected what TensorRT-LLM .* a valid bool"):
+        make_engine(LLAMA, args={"enable_attention_dp": 3})
+    with pytest.raises(ConfigError, match=r"args.enable_dp=True: expected an option that TorchLlmArgs of .*attention"):
+        make_engine(LLAMA, args={"enable_dp": True})
+
+
 def test_each_update_goes_through_the_same_order_of_calls(monkeypatch, tmp_path):
     use_fake(monkeypatch, log=str(tmp_path / "log"))
     model = reference(LLAMA)

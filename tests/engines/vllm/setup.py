@@ -131,7 +131,8 @@ class Shared:
     def start(cls, device, python):
         if cls.lent is None or cls.lent.ended():
             engine = VllmEngine.__new__(VllmEngine)
-            engine.options, engine._places = VllmConfig(), [("",), (os.sched_getaffinity(0),)]
+            engine.options, engine.device = VllmConfig(), torch.device("cpu")
+            engine._places = [("",), (os.sched_getaffinity(0),)]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(child, "spawn", partial(fork, server()))
                 cls.lent = Lent(*engine._process(torch.device("cpu"), python))

@@ -55,6 +55,29 @@ def test_no_process_is_started_to_look_at_an_architecture():
     assert not (Path(server()).parent / "modelinfos").exists()
 
 
+def test_logprobs_with_options_of_the_package():
+    model = reference(MODELS["qwen3_moe"])
+    args = {"enable_expert_parallel": True, "attention_backend": "CPU_ATTN"}
+    engine = fill(make_engine(MODELS["qwen3_moe"], args=args), model)
+    check_logprobs(model, PROMPTS, 1, engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(6)))
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (
+            {"enable_expert_paralel": True},
+            r"paralel=True: expected .*EngineArgs of vLLM 0.32.*`enable_expert_parallel`",
+        ),
+        ({"kv_cache_dtype": "fp9"}, r"kv_cache_dtype='fp9': expected what vLLM .* takes: Input should be 'auto'"),
+        ({"enable_eplb": [1]}, r"enable_eplb=\[1\]: expected what vLLM .* takes: Input should be a valid boolean"),
+    ],
+)
+def test_options_that_the_package_does_not_take(args, expected):
+    with pytest.raises(ConfigError, match=rf"engine.vllm.args.\w*{expected}"):
+        make_engine(LLAMA, args=args)
+
+
 def test_prompts_of_more_tokens_than_a_pass_takes():
     model = reference(LLAMA)
     engine = fill(make_engine(LLAMA, max_batch=2048, kv_cache_bytes=1 << 28), model)

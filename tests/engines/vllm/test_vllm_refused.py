@@ -21,9 +21,9 @@ from aligner.engines.base import UpdateLedger
 from aligner.engines.child.process import interpreter
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Settings
 from aligner.engines.native.fleet import Fleet
-from aligner.engines.vllm.engine import VARIABLES, VllmEngine
+from aligner.engines.vllm.engine import INVARIANT, VARIABLES, VllmEngine
 from aligner.engines.vllm.sampling import sampling_arguments
-from aligner.engines.vllm.worker import VllmWorker, import_vllm
+from aligner.engines.vllm.worker import VllmWorker, engine_arguments, import_vllm
 from aligner.errors import ConfigError, LayoutError, RefitError
 from aligner.types import SamplingParams
 from tests.engines.vllm.setup import LINEAR, LLAMA, PYTHON, make_engine, needs_vllm
@@ -45,6 +45,28 @@ def test_another_version_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.31.2"))
     with pytest.raises(ConfigError, match=r"expected vLLM 0.32.0. Installed is 0.31.2; launchers/engine_env.sh"):
         import_vllm()
+
+
+def test_options_that_the_worker_sets_are_refused():
+    """All of them, and no other."""
+    settings = Settings("", [], 53, "float32", 64, 4, 1 << 24, *[False] * 4, 0, False)
+    assert VllmConfig.SET.keys() == engine_arguments(settings).keys()
+    expected = (
+        r"engine.vllm.args.max_num_seqs=3: expected an option that this project does not set. Set engine.max_batch"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        compose(["stage=grpo", "engine=vllm", "engine.vllm.args.max_num_seqs=3"])
+
+
+def test_batch_invariance_of_a_deterministic_run(monkeypatch):
+    """On a GPU, unless the environment says otherwise."""
+    engine, on_cpu = of_device(torch.device("cuda", 0)), of_device(torch.device("cpu"))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert engine._variables()[INVARIANT] == "1" and INVARIANT not in on_cpu._variables()
+    monkeypatch.setenv(INVARIANT, "0")
+    assert engine._variables()[INVARIANT] == "0"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    assert INVARIANT not in engine._variables()
 
 
 def test_sleep_on_a_cpu():
@@ -233,6 +255,15 @@ def test_the_gpu_worker_makes_that_check_whatever_the_cache():
 def tree(file):
     (source,) = PYTHON.parents[1].glob(f"lib/python*/site-packages/vllm/{file}")
     return ast.parse(source.read_text())
+
+
+@needs_vllm
+def test_the_gpu_worker_reads_the_variable_of_batch_invariance():
+    """On a CPU its kernels cannot run."""
+    names = {node.value for node in ast.walk(tree("envs.py")) if isinstance(node, ast.Constant)}
+    assert INVARIANT in names
+    (start,) = (n for n in tree("v1/worker/gpu_worker.py").body if "init_worker_distributed" in getattr(n, "name", ""))
+    assert "init_batch_invariance()" in ast.unparse(start)
 
 
 @needs_vllm

@@ -68,6 +68,7 @@ class TorchLlmArgs:
     cuda_graph_config: CudaGraphConfig | None = None
     allreduce_strategy: str = "AUTO"
     enable_sleep: bool = False
+    enable_attention_dp: bool = False
     sleep_config: Any = None
 
     def __post_init__(self) -> None:
