@@ -99,15 +99,16 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int) -> list[float]:
     """Return the elements that each layer of a stage keeps of a micro-batch."""
     grid, m = job.grid, model.shape
     stream = _stream(job, model)
-    tokens, layers = stream.tokens, []
-    for kinds in stage_layers(m, grid, stage):
+    tokens, layers = stream.tokens, stage_layers(m, grid, stage)
+    sizes = dict[Kinds, float]()
+    for kinds in set(layers):
         per_token, per_gathered = layer_activations(model, grid, kinds)
         per_token += adapter_widths(m, kinds, grid.tensor) if is_adapted(model) else 0
-        layers.append(per_token * tokens / grid.context + per_gathered * tokens)
-        layers[-1] += _put_together(model, grid, stream.shared, kinds) if stream.shared else 0.0
+        sizes[kinds] = per_token * tokens / grid.context + per_gathered * tokens
+        sizes[kinds] += _put_together(model, grid, stream.shared, kinds) if stream.shared else 0.0
         if "linear" in kinds:  # where others' tokens are gathered, of rows from their beginning
-            layers[-1] += rule_activations(m, job.package) / grid.tensor * grid.rule_share * tokens / job.element
-    return layers
+            sizes[kinds] += rule_activations(m, job.package) / grid.tensor * grid.rule_share * tokens / job.element
+    return [sizes[kinds] for kinds in layers]
 
 
 def activation_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from aligner.config.stages import STAGES
 from aligner.errors import AlignerError
@@ -12,7 +13,7 @@ from aligner.plan.adapters import is_adapted, merging_bytes, trained_parameters
 from aligner.plan.devices import GIB, Assumptions, Device
 from aligner.plan.job import PlanJob, PlannedJudge, PlannedModel
 from aligner.plan.reads import most_read
-from aligner.plan.shapes import Count, largest_parameter
+from aligner.plan.shapes import Count, largest_parameter, stage_layers
 from aligner.plan.sizes import (
     embedding_bytes,
     engine_items,
@@ -157,8 +158,13 @@ def plan_memory(job: PlanJob, device: Device, assumed: Assumptions) -> Memory:
 
 
 def training(job: PlanJob) -> list[Phases]:
-    """Return the phases of a rank of each pipeline stage."""
-    return [stage_phases(job, stage) for stage in range(job.grid.pipeline)]
+    """Return the phases of a rank of each pipeline stage, of those with the same layers only of the first, which holds
+    most micro-batches."""
+    last, first = job.grid.pipeline - 1, dict[Any, int]()
+    for stage in range(job.grid.pipeline):
+        layers = [stage_layers(model.shape, job.grid, stage) for model in job.models]
+        first.setdefault((*layers, stage == 0, stage == last), stage)
+    return [stage_phases(job, stage) for stage in first.values()]
 
 
 def generating(job: PlanJob) -> list[Phases]:

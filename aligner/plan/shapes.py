@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 from math import prod
 
 from aligner.config.sections.model.config import ModelConfig
@@ -107,9 +108,28 @@ def attention_widths(m: ModelConfig, kinds: Kinds = ()) -> tuple[float, float, f
     return a, k, m.num_kv_heads * m.value_channels, m.num_heads * m.value_channels
 
 
-def stage_layers(m: ModelConfig, grid: Grid, stage: int) -> list[Kinds]:
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """A model that is compared by identity: a search asks for the same one thousands of times."""
+
+    model: ModelConfig
+
+    def __hash__(self) -> int:
+        return id(self.model)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.model is other.model
+
+
+def stage_layers(m: ModelConfig, grid: Grid, stage: int) -> tuple[Kinds, ...]:
     """Return the kinds of each layer of a pipeline stage."""
-    return [m.layer_kinds(layer) for layer in m.rank_layers(grid)[stage]]
+    return _stage_layers(_Same(m), grid, stage)
+
+
+@lru_cache(maxsize=1024)
+def _stage_layers(same: _Same, grid: Grid, stage: int) -> tuple[Kinds, ...]:
+    m = same.model
+    return tuple(m.layer_kinds(layer) for layer in m.rank_layers(grid)[stage])
 
 
 def recomputed(m: ModelConfig, grid: Grid, rank: int, layers: int) -> list[bool]:
@@ -263,7 +283,12 @@ def end_norms(m: ModelConfig, grid: Grid, stage: int) -> int:
 def rank_parameters(m: ModelConfig, grid: Grid, stage: int, head: str = "lm", outputs: int = 1) -> Count:
     """Count the parameters of one rank on pipeline stage `stage`, by the family's rows. The vocabulary, padded to a
     multiple of tp, is on the first stage and again on the last (once where tied and pp = 1)."""
-    total = Counter[str]()
+    return _rank_count(_Same(m), grid, stage, head, outputs)
+
+
+@lru_cache(maxsize=1024)
+def _rank_count(same: _Same, grid: Grid, stage: int, head: str, outputs: int) -> Count:
+    m, total = same.model, Counter[str]()
     for row, number, elements in _rank_rows(m, grid, stage, head, outputs):
         total[_holders(row, m)] += number * elements
     return Count(**total)

@@ -17,6 +17,9 @@ from aligner.plan.job import PlanJob
 from aligner.plan.memory import Memory, plan_memory
 from aligner.plan.prediction import Prediction, predict
 
+VIRTUAL = (2, 3, 4, 6, 8)  # numbers of virtual stages to try
+FASTER = 0.99  # of a step: an improvement that is worth more messages
+
 
 def candidates(shape: ModelConfig, gpus: int, gpus_per_node: int) -> Iterator[ParallelConfig]:
     """Yield layouts. Tensor ranks stay in a node. Sequence parallelism is on wherever there are tensor ranks."""
@@ -35,37 +38,66 @@ def sweep(
     cfg: Config, shape: ModelConfig, gpus: int, device: Device, gpus_per_node: int, job_for: Callable[[Config], PlanJob]
 ) -> tuple[list[Prediction], Memory | None]:
     """Return the predictions of the layouts that fit, fastest first, and the smallest memory of those that do not. Each
-    is tried without recomputation, with as little as fits at the configured sizes, and with all."""
+    is tried without recomputation, with as little as fits at the configured sizes, and with all; and pipelines with
+    more virtual stages while these make a step faster."""
     predictions: list[Prediction] = []
     nearest: Memory | None = None
+    shape = replace(shape, init="random")  # it is known: nothing is read from folders again
 
-    def recomputing(recompute: str | int) -> Config:
-        return replace(one, model=replace(shape, init="random", recompute=str(recompute or "none")))
-
-    def fits(layers: int) -> bool:
-        return plan_memory(job_for(recomputing(layers)), device, Assumptions()).fits
+    def fitting(one: Config, recompute: str | int) -> list[Prediction]:
+        """Return the fastest of the sizes that fit, if any does."""
+        nonlocal nearest
+        jobs = []
+        for job in _sizes(replace(one, model=replace(shape, recompute=str(recompute))), job_for):
+            memory = plan_memory(job, device, Assumptions())
+            if memory.fits:
+                jobs.append(job)
+            elif nearest is None or memory.peak_bytes < nearest.peak_bytes:
+                nearest = memory
+        turns = [n for n in VIRTUAL if one.parallel.pipeline > 1 and _is_valid(_virtual(one, n), gpus)]
+        fastest = [_interleaved(job, turns, device) for job in jobs]
+        return sorted(fastest, key=lambda p: p.step_s)[:1]
 
     for parallel in candidates(shape, gpus, gpus_per_node):
-        # a critic has its policy's layout; shapes are known, so nothing is read from folders again
-        one = replace(cfg, parallel=parallel, model=replace(shape, init="random"))
-        try:
-            validate_layout(one, gpus)
-        except ConfigError:
+        one = replace(cfg, parallel=parallel, model=shape)  # a critic has its policy's layout
+        if not _is_valid(one, gpus):
             continue
-        most = -(-shape.num_layers // parallel.pipeline)
-        fewest = 0 if shape.passes_beside else bisect_left(range(most), True, key=fits)
-        layers = [*["full"] * (not shape.passes_beside), *[fewest] * (0 < fewest < most)]  # it cannot be recomputed
-        for recompute in ("none", *layers):
-            fitting = []
-            for job in _sizes(recomputing(recompute), job_for):
-                memory = plan_memory(job, device, Assumptions())
-                if memory.fits:
-                    fitting.append(predict(job, device))
-                elif nearest is None or memory.peak_bytes < nearest.peak_bytes:
-                    nearest = memory
-            if fitting:
-                predictions.append(min(fitting, key=lambda p: p.step_s))
+        least = fitting(one, "none" if shape.passes_beside else "full")  # which cannot be recomputed
+        predictions += least
+        if least and not shape.passes_beside:
+            most = -(-shape.num_layers // parallel.pipeline)
+
+            def fits(layers: int) -> bool:
+                recomputing = replace(one, model=replace(shape, recompute=str(layers or "none")))  # noqa: B023
+                return plan_memory(job_for(recomputing), device, Assumptions()).fits
+
+            fewest = bisect_left(range(most), True, key=fits)
+            for recompute in ("none", *[fewest] * (0 < fewest < most)):
+                predictions += fitting(one, recompute)
     return sorted(predictions, key=lambda p: p.step_s), nearest
+
+
+def _is_valid(cfg: Config, gpus: int) -> bool:
+    try:
+        validate_layout(cfg, gpus)
+    except ConfigError:
+        return False
+    return True
+
+
+def _virtual(cfg: Config, stages: int) -> Config:
+    return replace(cfg, parallel=replace(cfg.parallel, virtual_stages=stages))
+
+
+def _interleaved(job: PlanJob, turns: list[int], device: Device) -> Prediction:
+    """Return the prediction of the job, or of the fastest number of virtual stages up to the first of no use."""
+    best = predict(job, device)
+    for virtual in turns:
+        again = predict(replace(job, grid=replace(job.grid, virtual=virtual)), device)
+        if not again.memory.fits or again.step_s > FASTER * best.step_s:
+            break
+        best = again
+    return best
 
 
 def _sizes(cfg: Config, job_for: Callable[[Config], PlanJob]) -> Iterator[PlanJob]:

@@ -117,6 +117,20 @@ def test_a_sweep_lists_what_fits_fastest_first(capsys, monkeypatch):
     assert "no layout of 8 GPUs fits" in capsys.readouterr().err
 
 
+def test_a_sweep_gives_pipelines_more_stages_where_that_is_faster(capsys):
+    line = ["plan", "--json", "--gpus", "32", "stage=sft", "model=llama3_70b", "batch.sequences=32"]
+    assert main([*line, "--sweep", "data.max_tokens=4096"]) == 0
+    best = next(row for row in json.loads(capsys.readouterr().out) if row["layout"]["virtual"] > 1)
+    sizes = [f"{key}={value}" for key, value in best["sizes"].items()]
+    layout = [f"parallel.{key}={best['layout'][key]}" for key in ("tensor", "pipeline", "context", "sequence")]
+    line += [*sizes, *layout, "data.max_tokens=4096", f"model.recompute={best['layout']['recompute']}"]
+    steps = {}
+    for virtual in (1, best["layout"]["virtual"]):
+        assert main([*line, f"parallel.virtual_stages={virtual}"]) == 0
+        steps[virtual] = json.loads(capsys.readouterr().out)["step_s"]
+    assert steps[best["layout"]["virtual"]] == pytest.approx(best["step_s"]) and best["step_s"] < 0.99 * steps[1]
+
+
 def test_a_sweep_of_layers_that_get_more_than_hidden_states_has_no_stages_and_recomputes_nothing(capsys):
     line = ["stage=sft", "model=gemma4_e2b", "batch.sequences=4", "data.max_tokens=16384"]
     assert main(["plan", "--sweep", "--gpus", "4", *line]) == 0

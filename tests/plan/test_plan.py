@@ -26,7 +26,15 @@ from aligner.plan.host import engine_host_bytes, host_items
 from aligner.plan.job import Engine, PlanJob, PlannedModel, PlannedRows, job_of, shape_at
 from aligner.plan.lengths import Lengths, read_lengths
 from aligner.plan.linear import row_bytes
-from aligner.plan.memory import MemoryPlanError, engine_phases, plan_memory, refuse
+from aligner.plan.memory import (
+    MemoryPlanError,
+    engine_phases,
+    most_of,
+    plan_memory,
+    refuse,
+    stage_phases,
+    training,
+)
 from aligner.plan.prediction import Prediction, predict
 from aligner.plan.shapes import (
     Grid,
@@ -197,6 +205,13 @@ def test_the_first_layers_of_each_stage_are_recomputed():
 def test_a_sweep_cuts_61_layers_into_8_stages():
     layouts = list(candidates(shape("deepseek_v3"), 64, 8))
     assert {parallel.pipeline for parallel in layouts} == {1, 2, 4, 8, 16, 32}
+
+
+@pytest.mark.parametrize("grid", [Grid(pipeline=16, data=4, expert=4), Grid(pipeline=4, data=8, virtual=3)])
+def test_the_fullest_stage_is_among_those_that_are_looked_at(grid):
+    job = grpo(shape("deepseek_v3"), grid, Engine(tensor=8))
+    every = most_of([stage_phases(job, stage) for stage in range(grid.pipeline)], H100, Assumptions())
+    assert plan_memory(job, H100, Assumptions()) == every and len(training(job)) < grid.pipeline + (grid.pipeline == 4)
 
 
 def test_sharding_divides_what_it_shards():
