@@ -62,3 +62,8 @@ def check_model(cfg: Config, model: ModelConfig) -> None:
     if traits.vllm_divides_hidden and model.kv_channels * model.num_heads != model.hidden_size:
         expected = f"hidden_size / num_heads = {model.hidden_size // model.num_heads} with engine.name=vllm and Qwen 2"
         raise ConfigError("model.head_dim", model.kv_channels, expected)
+    of_family = f"with engine.name=vllm and model.family={model.family}"
+    if model.tie_embeddings and not traits.vllm_ties:
+        raise ConfigError("model.tie_embeddings", True, f"false {of_family}", "engine=native serves it.")
+    if model.latent.kv_rank and not model.latent.neighbours:
+        raise ConfigError("model.latent.neighbours", False, f"true {of_family}", "engine=native serves it.")

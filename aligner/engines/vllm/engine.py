@@ -11,6 +11,7 @@ import torch
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.latent import LatentConfig
 from aligner.engines.child.buckets import Memory
 from aligner.engines.child.engine import ChildEngine
 from aligner.engines.child.worker import Settings
@@ -34,17 +35,28 @@ def has_linear_kernel() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def _latent_block(latent: LatentConfig) -> int:
+    """Return the tokens of a page of vLLM's latent attention on a CPU. Raises ConfigError for sizes without kernel."""
+    for key, size in {"kv_rank": 512, "rotary_dim": 64}.items():
+        if getattr(latent, key) != size:
+            expected = f"{size} with engine.name=vllm on a CPU"
+            raise ConfigError(f"model.latent.{key}", getattr(latent, key), expected, "engine=native serves it.")
+    return 32 if torch.cpu._is_amx_tile_supported() else 16
+
+
 class VllmEngine(Replicated, ChildEngine):
     """vLLM. See `ChildEngine` and `Replicated`."""
 
     name, title = "vllm", "vLLM"
     worker = "aligner.engines.vllm.worker:VllmWorker"
-    block = 32
 
     def __init__(self, model: ModelConfig, config: EngineConfig, *, device: torch.device | str, **options: Any):
         on_cpu = torch.device(device).type == "cpu"
         if config.sleeps and on_cpu:
             raise ConfigError("engine.sleep", True, "false on a CPU, where vLLM cannot release memory")
+        self.block = 64 if model.latent.kv_rank else 32  # which every kernel of such attention reads on a GPU
+        if model.latent.kv_rank and on_cpu:
+            self.block = _latent_block(model.latent)
         if model.linear.key_heads and on_cpu:
             if not has_linear_kernel():
                 hint = "This CPU has no AVX-512, which the linear layers of vLLM's CPU build need."

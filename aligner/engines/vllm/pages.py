@@ -11,6 +11,16 @@ import torch
 from aligner.config.sections.model.config import ModelConfig
 
 
+def _numbers(model: ModelConfig, ranks: int) -> int:
+    """Return the numbers of a token in a layer's cache: of the layer with the most."""
+    latent, attention = model.latent, model.attention
+    if latent.kv_rank:
+        return latent.kv_rank + latent.rotary_dim  # on each rank
+    heads = attention.global_kv_heads or model.num_kv_heads
+    kinds = ((model.num_kv_heads, model.kv_channels), (heads, attention.global_head_dim))
+    return max(2 * max(1, heads // ranks) * width for heads, width in kinds)
+
+
 @dataclass(frozen=True)
 class Pages:
     tokens: int  # of a page
@@ -22,7 +32,7 @@ class Pages:
     def of(cls, model: ModelConfig, dtype: torch.dtype, ranks: int, block: int, states: int) -> Pages:
         """Return the pages of one of `ranks`. Without linear layers they have `block` tokens, with them the smallest
         multiple that holds a state. `states`: of a row, in each linear layer."""
-        token = 2 * max(1, model.num_kv_heads // ranks) * model.kv_channels * dtype.itemsize
+        token = dtype.itemsize * _numbers(model, ranks)
         linear, layers = model.linear, len(model.layers_of("linear"))
         if not layers:
             return cls(block, model.num_layers * block * token, 1, 1)

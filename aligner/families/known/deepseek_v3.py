@@ -61,6 +61,8 @@ FAMILIES = (
         constants=CONSTANTS,
         predicts_ahead="num_nextn_predict_layers",
         defaults=(("max_position_embeddings", 4096),),
+        served_by=("vllm",),
+        vllm_ties=False,
     ),
     Family(
         "glm4_moe_lite",
@@ -74,6 +76,8 @@ FAMILIES = (
         defaults=(("max_position_embeddings", 202752), ("rms_norm_eps", 1e-5)),
         sizes=(("first_k_dense_replace", 1),),
         lists_dense=True,
+        served_by=("vllm",),
+        vllm_ties=False,
     ),
     Family(
         "deepseek_v32",

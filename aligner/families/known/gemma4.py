@@ -85,5 +85,6 @@ FAMILIES = (
         scaled_embeddings=True,
         plain_scores=True,
         value_norm=True,
+        served_by=("vllm",),
     ),
 )

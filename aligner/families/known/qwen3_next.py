@@ -26,5 +26,7 @@ FAMILIES = (
         default_attention_every=4,
         offset_norms=True,
         gated_attention=True,
+        served_by=("vllm",),
+        vllm_ties=False,
     ),
 )

@@ -18,6 +18,7 @@ import torch
 
 import aligner.engines.child.engine as child
 from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.config.sections.vllm import VllmConfig
@@ -36,11 +37,6 @@ needs_vllm = pytest.mark.skipif(not PYTHON.exists() and os.environ.get("ALIGNER_
 
 CREATE = MemoryFile.create
 
-# its kernels on a CPU know no heads narrower than 32, its Qwen 2 none but the hidden size's share
-FURTHER = {name: replace(tiny.MORE[name], vocab_size=53) for name in served_by("vllm") if name in tiny.MORE}
-FURTHER["phi3"] = replace(FURTHER["phi3"], rope_scaling=RopeScalingConfig())  # its factors are of a narrower head
-MODELS = {name: replace(cfg, hidden_size=128, head_dim=32) for name, cfg in (contract.MODELS | FURTHER).items()}
-LLAMA = MODELS["llama"]
 # with linear layers only in bfloat16, of heads of 64 and more
 LINEAR = {
     name: replace(
@@ -52,8 +48,26 @@ LINEAR = {
         tie_embeddings=name == "qwen3_5",
         linear=LinearConfig(2, 4, 64, 64, 4, attention_every=2),
     )
-    for name in ("qwen3_5", "qwen3_5_moe")
+    for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 }
+# its kernels on a CPU know no heads narrower than 32, its Qwen 2 none but the hidden size's share
+FURTHER = {
+    name: replace(tiny.MORE[name], vocab_size=53)
+    for name in (*served_by("vllm"), "gemma4-experts", "gemma4-inputs")
+    if name in tiny.MORE and name not in LINEAR
+}
+for name in ("gemma4-experts", "gemma4-inputs"):
+    attention = replace(FURTHER[name].attention, global_head_dim=64)
+    FURTHER[name] = replace(FURTHER[name], attention=attention)
+for name in ("deepseek_v3", "glm4_moe_lite"):
+    latent = LatentConfig(kv_rank=512, query_rank=20, plain_dim=12, rotary_dim=64, value_dim=10)
+    FURTHER[name] = replace(FURTHER[name], latent=latent, tie_embeddings=False)
+FURTHER["phi3"] = replace(FURTHER["phi3"], rope_scaling=RopeScalingConfig())  # its factors are of a narrower head
+MODELS = {
+    name: replace(cfg, hidden_size=128, head_dim=0 if cfg.latent.kv_rank else 32)
+    for name, cfg in (contract.MODELS | FURTHER).items()
+}
+LLAMA = MODELS["llama"]
 
 
 class Lent:

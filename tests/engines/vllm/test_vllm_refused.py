@@ -22,11 +22,12 @@ from aligner.engines.child.process import interpreter
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Settings
 from aligner.engines.native.fleet import Fleet
 from aligner.engines.vllm.engine import INVARIANT, VARIABLES, VllmEngine
+from aligner.engines.vllm.pages import Pages
 from aligner.engines.vllm.sampling import sampling_arguments
 from aligner.engines.vllm.worker import VllmWorker, engine_arguments, import_vllm
 from aligner.errors import ConfigError, LayoutError, RefitError
 from aligner.types import SamplingParams
-from tests.engines.vllm.setup import LINEAR, LLAMA, PYTHON, make_engine, needs_vllm
+from tests.engines.vllm.setup import LINEAR, LLAMA, MODELS, PYTHON, make_engine, needs_vllm
 
 
 def test_without_an_environment_one_line_says_how_to_get_it():
@@ -128,6 +129,33 @@ def test_models_that_it_does_not_serve():
         validate_model(cfg, replace(model, family="qwen3", qk_norm=True, attention=some))
     with pytest.raises(ConfigError, match=r"model.head_dim=64: expected hidden_size / num_heads = 32"):
         validate_model(cfg, replace(model, family="qwen2", qkv_bias=True, head_dim=64))
+    deep = replace(MODELS["deepseek_v3"], max_position=4096)
+    validate_model(cfg, deep)
+    with pytest.raises(ConfigError, match=r"model.tie_embeddings=True: expected false with engine.name=vllm"):
+        validate_model(cfg, replace(deep, tie_embeddings=True))
+    with pytest.raises(ConfigError, match=r"model.latent.neighbours=False: expected true with engine.name=vllm"):
+        validate_model(cfg, replace(deep, latent=replace(deep.latent, neighbours=False)))
+
+
+def test_latent_attention_of_other_sizes_on_a_cpu():
+    deep = MODELS["deepseek_v3"]
+    with pytest.raises(ConfigError, match=r"model.latent.kv_rank=24: expected 512 with engine.name=vllm on a CPU"):
+        make_engine(replace(deep, latent=replace(deep.latent, kv_rank=24)), python=sys.executable)
+
+
+@needs_vllm
+@pytest.mark.parametrize("file", ["deepseek_v2", "glm4_moe_lite", "glm4_moe", "qwen3_next"])
+def test_classes_that_do_not_know_a_tied_head(file):
+    assert "tie_word_embeddings" not in ast.unparse(tree(f"model_executor/models/{file}.py"))
+
+
+def test_pages_of_latent_attention_and_of_heads_of_two_kinds():
+    """Each rank has the whole latent; pages are as large as those of the layers that need the most."""
+    assert Pages.of(MODELS["deepseek_v3"], torch.bfloat16, 2, 64, states=1).bytes == 3 * 64 * (512 + 64) * 2
+    gemma = MODELS["gemma4-experts"]  # 4 heads of 32, or 2 of 64
+    wide = replace(gemma, attention=replace(gemma.attention, global_head_dim=128))
+    sizes = [Pages.of(cfg, torch.float32, 1, 32, states=1).bytes for cfg in (gemma, wide)]
+    assert sizes == [4 * 32 * 2 * 4 * 32 * 4, 4 * 32 * 2 * 2 * 128 * 4]
 
 
 @pytest.mark.parametrize(
