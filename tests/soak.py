@@ -5,10 +5,10 @@
 
 Each case is a random stage on one rank, two data-parallel or two tensor ranks (also with adapters), grpo, ppo and turns
 also on one or two trainer's ranks and one or two engines that are ahead of them (engine.lag, engine.window), and if
-asked for (`--layouts vllm`) with vLLM, whose process is then killed too (SIGKILL at any call of it); with or without
-checkpoint.async_save, killed (SIGKILL of one
-rank or of all) up to four times: half of the kills at a random time, half at a point that a random time would seldom
-hit: within a save, a commit, a refit, a window, a step of decoding, between two minibatches, at the end of an epoch.
+asked for with vLLM (`--layouts vllm`), whose process is then killed too (SIGKILL at any call of it), or 61 layers on
+eight ranks (`lag-deep`); with or without checkpoint.async_save, killed (SIGKILL of one rank or of all) up to four
+times: half of the kills at a random time, half at a point that a random time would seldom hit: within a save, a
+commit, a refit, a window, a step of decoding, between two minibatches, at the end of an epoch.
 One of several ranks may first see the run folder as it was some time ago, as on a network file system. Ranks are forked
 from this process, which has everything imported, so a kill costs seconds. Prints kills, resumes and mismatches; the
 exit code is 1 if there is a mismatch.
@@ -88,6 +88,12 @@ LAYOUTS["lag-windows"] = (2, [*LAYOUTS["lag1"][1], "engine.window=3", "sampling.
 LAYOUTS["lag0"] = (2, ["engine.ranks=1"])
 TWO = ["engine.ranks=2", "engine.silent_s=15", "cluster.timeout_s=60", "refit.timeout_s=60"]
 LAYOUTS["lag-two"] = (3, [*TWO, "engine.lag=2"])
+DEEP = (
+    "lag-deep"  # minutes: 61 layers with experts in stages of unequal size that take turns, and an engine of two ranks
+)
+STAGED = ["parallel.pipeline=4", "parallel.virtual_stages=2", "parallel.stage_layers=[8,9,8,8,7,7,7,7]"]
+MIXTURE = ["model.init=random", "model=tiny_moe", "model.num_layers=61", "parallel.expert=2"]
+LAYOUTS[DEEP] = (10, [*MIXTURE, *STAGED, *TWO, "engine.tensor_parallel=2", "engine.lag=1"])
 LAYOUTS["lag-windows-two"] = (4, [*TWO, *LAYOUTS["lag-windows"][1][1:]])
 ASYNC = [name for name in LAYOUTS if name.startswith("lag")]
 COMMON = [f"run.steps={TOTAL}", "checkpoint.every=2", "run.eval_every=3", "logging.progress=false"]
@@ -306,7 +312,7 @@ class Soak:
             return self._turns(world, run, *where, f"checkpoint.async_save={str(async_save).lower()}")
         outside, stage = stage == "outside", "grpo" if stage == "outside" else stage
         overrides = [*COMMON, *where, f"checkpoint.async_save={str(async_save).lower()}"]
-        if stage != "sft" and layout != VLLM:  # whose kernels know no heads as narrow
+        if stage != "sft" and "model.init=random" not in where:
             overrides.append(f"model.init={self.folder / 'start_sft'}")
         if stage in ("grpo", "ppo"):
             overrides += ["reward.normalize=true", "batch.epochs=2", "batch.minibatch_samples=8", "eval.prompts=4"]
@@ -370,9 +376,10 @@ class Soak:
         if self.random.random() < 0.5:
             return Kill(rank, after_s=self.random.uniform(0.05, seconds))
         if layout in ASYNC and self.random.random() < 0.4:
-            point, first = self.random.choice(list(ENGINES)), 2 if layout == "lag-windows-two" else 1
+            (world, where), point = LAYOUTS[layout], self.random.choice(list(ENGINES))
+            first = world - (2 if "engine.ranks=2" in where else 1)
             last = 80 if point == "a step of decoding" else 6
-            engine, before = self.random.randrange(first, LAYOUTS[layout][0]), self.random.random() < 0.5
+            engine, before = self.random.randrange(first, world), self.random.random() < 0.5
             return Kill(engine, 0.0, point, self.random.randint(1, last), before)
         online = stage in ("online_dpo", "sample", "grpo", "ppo", *ASKING)
         rollout_points = (
@@ -488,7 +495,7 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     names = args.stages.split(",") if args.stages else ["grpo", "ppo", "turns"] if args.ahead else list(STAGES)
-    layouts = ASYNC if args.ahead else [name for name in LAYOUTS if name != VLLM]
+    layouts = [name for name in (ASYNC if args.ahead else LAYOUTS) if name not in (VLLM, DEEP)]
     soak = Soak(folder, args.seed, names, args.layouts.split(",") if args.layouts else layouts)
     with patch.object(AnswerLog, "drop", set_aside):
         while soak.kills < args.kills:
