@@ -15,6 +15,7 @@ from typing import Any
 from aligner.builders.job import POLICY, Job, digest, tokenizer_hash
 from aligner.builders.start_report import start_report
 from aligner.config.derived import response_limits
+from aligner.config.engines import empties
 from aligner.config.freeze import FILE_NAME, environment_code, freeze, load_frozen, reward_code
 from aligner.config.identity import definition, reads
 from aligner.config.schema import ROLLOUT_STAGES
@@ -72,7 +73,7 @@ def make_run(
         memories[role] = FrozenMemory(job.device, judge.model.views.values, cfg.memory.pin)
     here = None if job.bridge is not None else job.built.engines.get(POLICY)
     asked = any(judge.own for judge in cfg.reward.judges)
-    run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.cache_bytes, asked)
+    run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.cache_bytes, asked, empties(cfg))
     run.timers.around = run.memory.phase
     if job.env.rank == 0:
         for line in start_report(job, models):

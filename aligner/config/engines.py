@@ -37,7 +37,7 @@ class Capabilities:
     request_seeds: bool = _can("a sample follows its own seed")
     repeats: bool = _can("repeats bit-for-bit: `run.deterministic`")
     cuda_graphs: bool = _can("decode steps as CUDA graphs: `engine.cuda_graphs`")
-    sleep_weights: bool = _can("gives back its weights too: `sleep_weights`")
+    sleep_weights: bool = _can("gives back its weights too: `engine.sleep_weights`")
     arguments: bool = _can("options of the package itself: `args`")
     prefix_reuse: bool = _can("a key for sharing prefixes: `prefix_reuse`")
 
@@ -52,7 +52,7 @@ class EngineEntry:
     made_by: str
     made_apart_by: str = ""
     section: str = ""
-    by_default: tuple[str, ...] = ("sleep",)  # of the keys cuda_graphs and sleep, which `auto` turns on
+    by_default: tuple[str, ...] = ("sleep",)  # of cuda_graphs, sleep and sleep_weights, which `auto` turns on
     reasons: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Config, ModelConfig], None] | None = None
 
@@ -77,9 +77,10 @@ ENGINES = {
             request_seeds=True,
             repeats=True,
             cuda_graphs=True,
+            sleep_weights=True,
         ),
         made_by="aligner.engines.native.fleet:FleetEngine",
-        by_default=("cuda_graphs", "sleep"),
+        by_default=("cuda_graphs", "sleep", "sleep_weights"),
     ),
     "vllm": EngineEntry(
         Capabilities(**_SEEDED, apart=True, tensor_parallel=True),
@@ -121,6 +122,12 @@ ENGINES = {
     ),
 }
 NAMES = tuple(ENGINES)
+
+
+def empties(cfg: Config) -> bool:
+    """Return whether a sleeping engine releases its weights where a refit comes before its next use. One that merges
+    adapters keeps frozen weights."""
+    return cfg.engine.sleeps_weights and cfg.refit.adapters == "merged" and not cfg.debug.skip_refit
 
 
 def able(capability: str) -> str:

@@ -41,6 +41,8 @@ COPIES = {"critic.parallel": "parallel"}
 RENAMED = {
     "engine.vllm.sleep": "engine.sleep",
     "engine.trtllm.sleep": "engine.sleep",
+    "engine.vllm.sleep_weights": "engine.sleep_weights",
+    "engine.trtllm.sleep_weights": "engine.sleep_weights",
     "engine.vllm.cuda_graphs": "engine.cuda_graphs",
     "engine.trtllm.cuda_graphs": "engine.cuda_graphs",
 }

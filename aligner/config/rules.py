@@ -90,6 +90,7 @@ engine.window environment.on => engine.tensor_parallel =1
     | with {engine.name=}: only engine {able.merges_adapters} merges
 engine.quantization!=none => refit.adapters =merged
     | with {engine.quantization=}, which is of merged weights, given whole
+engine.sleep_weights=true => refit.adapters =merged | with engine.sleep_weights=true: engines keep frozen weights
 debug.record_answers => refit.adapters =merged | with debug.record_answers, whose engine is given whole weights
 """),
     "routing": rules("""

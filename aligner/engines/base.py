@@ -65,8 +65,9 @@ class RolloutEngine:
         """Return Hugging Face name -> `ops.checksum.tensor_checksum` of the tensor in the engine's dtype."""
         raise NotImplementedError
 
-    def sleep(self) -> None:
-        """Release the KV cache; the weights stay, and an update may come meanwhile. A second call does nothing."""
+    def sleep(self, weights: bool = False) -> None:
+        """Release the KV cache; an update may come meanwhile. A second call does nothing. `weights`: an update will
+        come before the engine is used, so the weights may be released, too."""
 
     def wake(self) -> None:
         """Allow `generate` and `logprobs` again. A second call does nothing."""

@@ -159,7 +159,7 @@ class RecordedEngine(RolloutEngine):
     def checksums(self) -> Mapping[str, int]:
         return self._checksums
 
-    def sleep(self) -> None:
+    def sleep(self, weights: bool = False) -> None:
         self._asleep = True
 
     def wake(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from aligner.config.adapters import shares_weights
 from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update, response_limit
+from aligner.config.engines import empties
 from aligner.config.rules import RuleContext
 from aligner.config.schema import Config
 from aligner.config.sections.engine import EngineConfig
@@ -59,7 +60,7 @@ class Engine:
     launches: bool = True  # kernels are launched one by one, not as a graph
     placed: bool = True  # a refit writes shards in place, else it hands over whole tensors
     factors: bool = False  # `refit.adapters`: factors alone are sent, and added to frozen weights that are kept
-    resident: bool = True  # the weights stay in memory while others work, and the cache if it does not sleep
+    resident: bool = True  # the weights stay in memory until the next refit, and the cache if it does not sleep
     ranks: int = 0  # beside those that train, that only generate; 0: engines stand on the ranks that train
     lag: int = 0  # > 0: they generate while the others train
     window: int = 0  # decode steps after which samples pause; 0: they do not
@@ -358,6 +359,7 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
         **_decoding(e, shape),
         placed=bool(e.ranks) or (e.can.in_place and e.quantization == "none"),
         factors=cfg.refit.adapters == "factors",
+        resident=not (e.can.computes_here and cfg.memory.sleep != "never" and empties(cfg)),
         ranks=e.ranks,
         lag=e.lag,
         window=e.window,

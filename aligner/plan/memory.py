@@ -138,7 +138,8 @@ def _building(job: PlanJob, stage: int) -> dict[str, float]:
         moments.append((weights + 3 * head, gradients, optimizer, engine))
         weights += head
     if job.engine is not None and not job.engine.ranks:
-        engine = engine_items(job)[0]["engine weights"] * job.engine.resident
+        here = job.engine.resident or not job.engine.reserved  # a process of its own may come, and sleep, before
+        engine = engine_items(job)[0]["engine weights"] * here
     moments.append((weights, gradients, optimizer, engine))
     return dict(zip(("weights", "gradients", "optimizer", "engine weights"), max(moments, key=sum), strict=True))
 
@@ -211,7 +212,7 @@ def stage_phases(job: PlanJob, stage: int) -> dict[str, dict[str, float]]:
             kept, needed = engine_items(job)
             phases["load"]["engine weights"] = kept["engine weights"] * job.engine.resident
             phases["generate"] = _models(job, stage) | kept | needed
-            stays = _stays(job, kept) if job.engine.resident else {}
+            stays = _stays(job, kept)
         moved = {"buckets": refit_buffers(job, stage)}
         if merging := merging_bytes(job.policy, job.grid, stage, job.element):
             moved["merging"] = merging
@@ -222,6 +223,8 @@ def stage_phases(job: PlanJob, stage: int) -> dict[str, dict[str, float]]:
         scores.append(_read(job, stage, models, ("reward",), job.rows.count / job.grid.data) | stays)
     if scores:
         phases["score"] = max(scores, key=lambda items: sum(items.values()))
+    if stays and not job.engine.resident:  # a refit comes before the engine's next use
+        stays.pop("engine weights")
     if job.asked:
         asked = job.learned if STAGES[job.stage].pairs else job.rows.count
         there = ("policy", "critic", "reference", "teacher", "teachers")

@@ -32,7 +32,8 @@ TRAINED, SCORED = ("policy", "critic"), ("policy", "critic", "reference", "teach
 @dataclass(frozen=True)
 class PhaseNeeds:
     """Needs of a phase. `after`: the phases that may come directly before (None: any). `weights`: roles whose weights
-    it reads. Others are offloaded, unless it `keeps_state`. `engine`: awake, asleep, or "" for unchanged."""
+    it reads. Others are offloaded, unless it `keeps_state`. `engine`: awake, asleep, empty (asleep, with a refit before
+    it is used again), or "" for unchanged."""
 
     after: tuple[str, ...] | None = None
     weights: tuple[str, ...] = ()
@@ -48,13 +49,13 @@ RULES = {
     "verify": PhaseNeeds(after=("refit",), weights=("policy",), engine="awake", within=("refit",)),
     "generate": PhaseNeeds(after=("refit", "verify", "generate", "score"), engine="awake"),
     "score": PhaseNeeds(after=("generate", "score"), weights=("reward", "judge"), engine="", keeps_state=True),
-    "logprobs": PhaseNeeds(weights=SCORED),
-    "update": PhaseNeeds(weights=TRAINED, gradients=True, optimizer=True, within=("",)),
+    "logprobs": PhaseNeeds(weights=SCORED, engine="empty"),
+    "update": PhaseNeeds(weights=TRAINED, gradients=True, optimizer=True, engine="empty", within=("",)),
     "eval": PhaseNeeds(weights=("policy",), within=("",)),
     "save": PhaseNeeds(weights=TRAINED, optimizer=True, keeps_state=True, within=("",)),
     "record": PhaseNeeds(weights=TRAINED, keeps_state=True, engine="", within=("",)),
-    "export": PhaseNeeds(weights=("policy",), within=("",)),
-    "export_ema": PhaseNeeds(weights=("policy",), optimizer=True, within=("",)),
+    "export": PhaseNeeds(weights=("policy",), engine="empty", within=("",)),
+    "export_ema": PhaseNeeds(weights=("policy",), optimizer=True, engine="empty", within=("",)),
 }
 METERED = ("refit", "generate", "score", "logprobs", "update", "eval", "save")
 # keys that reduce a phase's memory, besides memory.offload
@@ -81,15 +82,18 @@ class PhaseMemory:
         engine: RolloutEngine | None = None,
         kv_cache_bytes: int = 0,
         judges: bool = False,
+        empties: bool = False,
     ):
         """Take `models` by role: policy (the trained model), critic, reference, reward, judge.<number>, teacher (or
-        teachers.<name>). `judges`: the engine answers while samples are scored. Raises ConfigError for a limit below
-        what its phase holds before it does anything."""
+        teachers.<name>). `judges`: the engine answers while samples are scored. `empties`: it releases its weights
+        where a refit comes before its next use. Raises ConfigError for a limit below what its phase holds before it
+        does anything."""
         self.config, self.device, self.models, self.engine = config, device, dict(models), engine
         self.kv_cache_bytes = kv_cache_bytes  # at most
         self.judges = judges
         tight = device.type == "cuda" or bool(config.offload) or any(map(config.limit_of, METERED))
         self.sleeps = config.sleep == "always" or (config.sleep == "auto" and tight)
+        self.empties = empties and self.sleeps
         self.awake = True
         self.rank: int | None = None  # of this process, if it differs from the world's
         self.now = ""  # the innermost phase entered last that does not keep the state before it
@@ -98,6 +102,8 @@ class PhaseMemory:
         self._peaks: dict[str, int] = {}
         self._moved_bytes, self._moving_s = 0, 0.0
         self._check_limits()
+        if self.empties:
+            self._set_engine("empty")
 
     # --- the state machine
 
@@ -152,21 +158,22 @@ class PhaseMemory:
 
     def _offload_others(self, rule: PhaseNeeds) -> None:
         needed = self._needed(rule)
-        if rule.engine == "asleep":
-            self._set_engine("asleep")  # before anything else: it frees memory
+        if rule.engine in ("asleep", "empty"):
+            self._set_engine(rule.engine)  # before anything else: it frees memory
         for kind in KINDS:
             for role in self.models if kind in self.config.offload else ():
                 if (role, kind) not in needed:
                     self._moved_bytes += self.models[role].offload(kind)
 
     def _set_engine(self, state: str) -> None:
-        if self.engine is None or not self.sleeps or not state or self.awake == (state == "awake"):
+        if self.engine is None or not self.sleeps or not state:
             return
+        was, empty = self.awake, self.empties and state == "empty"
         self.awake = state == "awake"
-        if self.awake:
+        if self.awake and not was:
             self.engine.wake()
-        else:
-            self.engine.sleep()
+        elif empty or was > self.awake:
+            self.engine.sleep(empty)
 
     # --- the contract
 
@@ -199,6 +206,8 @@ class PhaseMemory:
         movable = {f"{role} {kind}" for role in self.models for kind in self.config.offload}
         least = {name: n for name, n in held.items() if name in needed or (rule.keeps_state or name not in movable)}
         least.pop("engine cache", None)
+        if self.empties and (rule.engine == "empty" or phase == "save"):
+            least.pop("engine weights", None)
         if self.engine is not None and (rule.engine == "awake" or phase == "eval" or not self.sleeps):
             least["engine cache (engine.kv_cache_bytes)"] = self.kv_cache_bytes
         return {name: n for name, n in least.items() if n}

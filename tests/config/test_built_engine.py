@@ -51,7 +51,7 @@ def test_options_it_does_not_support_are_refused():
     for option, text in (
         ("engine.tensor_parallel=2", "engine.tensor_parallel=2: expected 1 with engine.name=trtllm_engine"),
         ("engine.cuda_graphs=true", "engine.cuda_graphs=True: expected false"),
-        ("engine.trtllm.sleep_weights=true", "engine.trtllm.sleep_weights=True: expected false"),
+        ("engine.sleep_weights=true", "engine.sleep_weights=True: expected false"),
     ):
         with pytest.raises(ConfigError, match=text):
             compose([*GRPO, option])

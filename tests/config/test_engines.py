@@ -18,10 +18,7 @@ ASKS = {
     "any_prompt": (["reward.judges=[{question: '{response}'}]"], "engine.name"),
     "repeats": (["run.deterministic=true"], "run.deterministic"),
     "tensor_parallel": (["engine.tensor_parallel=2"], "engine.tensor_parallel"),
-    "sleep_weights": (
-        ["engine.{section}.sleep=true", "engine.{section}.sleep_weights=true"],
-        "engine.{section}.sleep_weights",
-    ),
+    "sleep_weights": (["engine.sleep=true", "engine.sleep_weights=true"], "engine.sleep_weights"),
     "prefix_reuse": (["engine.{section}.prefix_reuse=true"], "engine.{section}.prefix_reuse"),
     "arguments": (["+engine.{section}.args.backend=x"], "engine.{section}.args"),
     "cuda_graphs": (["engine.cuda_graphs=true"], "engine.cuda_graphs"),

@@ -52,6 +52,7 @@ def test_another_value_is_refused_with_the_reason(key, tmp_path):
 def test_a_renamed_key_is_taken_by_its_former_name(key, tmp_path):
     _, engine, name = key.split(".")
     asked = ["stage=grpo", f"engine={engine}", "run.deterministic=false"]
+    asked += ["engine.sleep=true"] * (name == "sleep_weights")
     wanted = compose([*asked, f"{RENAMED[key]}=true"])
     assert compose([*asked, f"{key}=true"]) == wanted == compose_over(compose(asked), [f"{key}=true"])
     recipes = tmp_path / "experiment"

@@ -171,6 +171,7 @@ grpo ; model.lora.rank=2 ; debug.rollout_only=true ; refit.adapters=factors => r
 grpo ; model.lora.rank=2 ; engine.name=trtllm ; refit.adapters=factors => refit.adapters
 grpo ; model.lora.rank=2 ; engine.quantization=int8 ; refit.adapters=factors => refit.adapters
 grpo ; model.lora.rank=2 ; debug.record_answers=true ; refit.adapters=factors => refit.adapters
+grpo ; model.lora.rank=2 ; engine.sleep_weights=true ; refit.adapters=factors => refit.adapters
 sft ; model=tiny_moe ; model.moe.top_k=9 => model.moe.top_k
 sft ; model=tiny_moe ; model.moe.num_experts=0 => model.moe.num_experts
 sft ; model=tiny_moe ; model.family=qwen3 => model.family
@@ -346,11 +347,10 @@ grpo ; engine={name: trtllm, tensor_parallel: 2} => engine.tensor_parallel
 grpo ; engine={name: trtllm_engine, cuda_graphs: true} => engine.cuda_graphs
 grpo ; engine={cuda_graphs: true, tensor_parallel: 2} => engine.cuda_graphs
 grpo ; engine.sleep=false => engine.sleep
-grpo ; engine={name: trtllm_engine, trtllm: {sleep_weights: true}} => engine.trtllm.sleep_weights
+grpo ; engine={name: trtllm_engine, sleep_weights: true} => engine.sleep_weights
 grpo ; engine={name: trtllm_engine, trtllm: {prefix_reuse: true}} => engine.trtllm.prefix_reuse
+grpo ; engine={name: vllm, sleep: false, sleep_weights: true} => engine.sleep_weights
 grpo ; engine={name: trtllm_engine, trtllm: {args: {backend: x}}} => engine.trtllm.args
-grpo ; engine={name: trtllm, sleep: false, trtllm: {sleep_weights: true}} => engine.trtllm.sleep_weights
-grpo ; engine={name: vllm, sleep: false, vllm: {sleep_weights: true}} => engine.vllm.sleep_weights
 grpo ; reward.model_attributes={a: 1} => reward.model_attributes
 grpo ; reward.judges=[{kind: pairwise, question: '{first}{second}', parse: yesno}] => reward.judges[].parse
 grpo ; reward.judges=[{question: '{response}', endpoint: {base_url: u}}] => reward.judges[].endpoint.model

@@ -423,6 +423,7 @@ class EngineContract:
         engine.sleep()
         with pytest.raises(AssertionError, match="wake"):
             engine.generate([[1]], [[0]], SamplingParams(1))
+        engine.sleep(weights=True)
         fill(engine, other, 2)
         engine.wake()
         engine.wake()

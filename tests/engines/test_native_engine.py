@@ -10,11 +10,11 @@ import torch
 from transformers.generation import logits_process as lp
 
 from aligner.config.sections.engine import EngineConfig
-from aligner.engines.native import NativeEngine
+from aligner.engines.native import NativeEngine, packs
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.sampler import cut_logits, sample, uniforms
 from aligner.engines.native.scratch import Scratch
-from aligner.errors import ConfigError, EngineError
+from aligner.errors import ConfigError, EngineError, RefitError
 from aligner.ops.kernels.scored_attention import ScoreRule
 from aligner.types import STOP, SamplingParams
 from tests import linear_stand_in
@@ -26,6 +26,7 @@ from tests.engines.contract import (
     check_greedy,
     check_logprobs,
     fill,
+    hf_weights,
     reference,
     responses,
     seeds_for,
@@ -197,6 +198,31 @@ def test_a_sleeping_engine_does_not_generate():
     engine.wake()
     assert engine.generate([[1]], [[0]], SamplingParams(1)).weight_version == 2
     assert engine.held_bytes()["weights"] == weights
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_weights_released_in_sleep_come_with_the_next_update(packed, monkeypatch):
+    """Into memory that a refit has views of. What no update writes is as it was."""
+    monkeypatch.setattr(packs, "worth_packing", lambda matrix: packed)
+    engine = fill(make_engine(LLAMA), reference(LLAMA))
+    weights, views = engine.held_bytes()["weights"], dict(engine.model.views)
+    engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(3))
+    engine.sleep()
+    assert engine.weight_version == 1
+    engine.sleep(weights=True)
+    engine.sleep(weights=True)
+    assert engine.held_bytes() == {"weights": 0, "cache": 0, "scratch": 0} and engine.weight_version == -1
+    engine.wake()
+    with pytest.raises(RefitError, match="no complete weights"):
+        engine.generate([[1]], [[0]], SamplingParams(1))
+    model = reference(LLAMA, 1)
+    engine.begin_update(2)
+    assert engine.held_bytes()["weights"] == weights and not any(view.any() for view in views.values())
+    engine.update_weights(hf_weights(model).items())
+    engine.finish_update()
+    for name, tensor in hf_weights(model).items():
+        assert torch.equal(views[name].reshape(tensor.shape), tensor), name
+    check_logprobs(model, PROMPTS, 1, engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(4)))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -56,12 +56,12 @@ class Model:
 
 class Engine(RolloutEngine):
     def __init__(self, log: list):
-        self.log, self.awake = log, True
+        self.log, self.awake, self.weights = log, True, 100
 
-    def sleep(self):
-        assert self.awake
-        self.awake = False
-        self.log.append(("sleep",))
+    def sleep(self, weights=False):
+        if self.awake:
+            self.log.append(("sleep",))
+        self.awake, self.weights = False, 0 if weights else self.weights
 
     def wake(self):
         assert not self.awake
@@ -69,15 +69,17 @@ class Engine(RolloutEngine):
         self.log.append(("wake",))
 
     def held_bytes(self):
-        return {"weights": 100, "cache": 50 if self.awake else 0}
+        return {"weights": self.weights, "cache": 50 if self.awake else 0}
 
 
-def make(*roles: str, engine: bool = True, judges: bool = False, **config) -> tuple[PhaseMemory, Timers, list]:
+def make(
+    *roles: str, engine: bool = True, judges: bool = False, empties: bool = False, **config
+) -> tuple[PhaseMemory, Timers, list]:
     log: list = []
     config = {"offload": list(OFFLOADS), "sleep": "always"} | config
     models = {role: Model(role, role in ("policy", "critic"), log) for role in roles or ("policy",)}
     memory = PhaseMemory(
-        MemoryConfig(**config), torch.device("cpu"), models, Engine(log) if engine else None, 50, judges
+        MemoryConfig(**config), torch.device("cpu"), models, Engine(log) if engine else None, 50, judges, empties
     )
     timers = Timers()
     timers.around = memory.phase
@@ -190,6 +192,25 @@ def test_judges_get_the_device_or_an_awake_engine():
     memory, timers, _ = make("policy", "reward", "judge.0", judges=True)
     run(timers, "refit", "generate", "score")
     assert memory.engine.awake
+
+
+def test_an_engine_is_empty_until_a_refit_where_one_comes_before_its_next_use():
+    memory, timers, _ = make("policy", "reward", empties=True, limit={"update_bytes": 700, "logprobs_bytes": 200})
+    engine = memory.engine
+    for _ in range(2):
+        assert not engine.weights and not engine.awake
+        with timers("refit"):
+            engine.weights = 100
+        run(timers, "generate", "score", "save", "generate", "eval")
+        assert engine.weights, "there may be no other refit before a generation"
+        run(timers, "logprobs")
+        assert not engine.weights
+        with timers("refit"):
+            engine.weights = 100
+        run(timers, "update")
+    with pytest.raises(ConfigError, match=r"at least 200.*engine weights"):
+        make(empties=True, limit={"refit_bytes": 150})
+    assert make(sleep="never", empties=True)[0].engine.weights and make()[0].engine.weights
 
 
 @settings(max_examples=150)

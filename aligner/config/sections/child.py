@@ -23,7 +23,6 @@ class ChildConfig(Section):
     max_seq_len: int = key(
         0, "Maximum tokens of prompt and response. 0: data.max_prompt_tokens plus the longest response.", least=0
     )
-    sleep_weights: bool = key(False, "Release the weights, too, without a copy. Each sleep then needs a refit.")
     prefix_reuse: bool = key(True, "Share a prompt's KV blocks among its samples.")
 
     args: dict[str, Any] = key(

@@ -70,6 +70,13 @@ class EngineConfig(Section, key="engine"):
         auto=True,
         rollouts=False,
     )
+    sleep_weights: Switch = key(
+        AUTO,
+        "Release the weights, too, without a copy, in phases that a refit follows. auto: true for native, but not with "
+        "refit.adapters=factors, which keeps the frozen ones there.",
+        auto=True,
+        rollouts=False,
+    )
     answers: str = key("", "Folder written by debug.record_answers, to replay (engine.name=recorded).")
     trtllm: TrtllmConfig = section(TrtllmConfig)
     vllm: VllmConfig = section(VllmConfig)
@@ -105,6 +112,11 @@ class EngineConfig(Section, key="engine"):
         """`sleep`, decided."""
         return self._decided("sleep")
 
+    @property
+    def sleeps_weights(self) -> bool:
+        """`sleep_weights`, decided, where nothing else keeps them."""
+        return self.sleeps and self._decided("sleep_weights")
+
     def _decided(self, name: str) -> bool:
         value = getattr(self, name)
         return name in ENGINES[self.name].by_default if value == AUTO else bool(value)
@@ -123,11 +135,10 @@ class EngineConfig(Section, key="engine"):
 captures !can.cuda_graphs => cuda_graphs =false | with engine.name={name}{why.cuda_graphs}
 captures can.computes_here tensor_parallel!=1 => cuda_graphs =false | unless engine.tensor_parallel=1
 !sleeps !section => sleep =true|auto | with engine.name={name}: memory.sleep=never keeps its cache
-section=trtllm !can.sleep_weights => trtllm.sleep_weights =false | with engine.name={name}{why.sleep_weights}
+!can.sleep_weights => sleep_weights =false|auto | with engine.name={name}{why.sleep_weights}
 section=trtllm !can.arguments => trtllm.args = | with engine.name={name}{why.arguments}
 section=trtllm !can.prefix_reuse => trtllm.prefix_reuse =false | with engine.name={name}{why.prefix_reuse}
-section=trtllm !sleeps => trtllm.sleep_weights =false | with engine.sleep={sleep}
-section=vllm !sleeps => vllm.sleep_weights =false | with engine.sleep={sleep}
+!sleeps => sleep_weights =false|auto | with engine.sleep={sleep}
 """)
 
 

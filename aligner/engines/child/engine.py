@@ -164,7 +164,7 @@ class ChildEngine(RolloutEngine):
             self.config.max_batch,
             self.config.cache_bytes,
             self.config.sleeps,
-            self.options.sleep_weights,
+            self.config.sleeps_weights,
             self.options.prefix_reuse,
             self.config.captures and (self.device.type == "cuda" or self.config.cuda_graphs is True),
             self.pad_id,
@@ -232,11 +232,10 @@ class ChildEngine(RolloutEngine):
 
     # ---- memory
 
-    def sleep(self) -> None:
-        """Release the KV cache, and with `sleep_weights` the weights. Then only an update, which may come before
-        `wake`, makes the engine usable again."""
+    def sleep(self, weights: bool = False) -> None:
+        """See `RolloutEngine.sleep`. The weights are released with the cache or not at all."""
         if self.config.sleeps and not self._asleep:
-            self._release([KV_CACHE, WEIGHTS] if self.options.sleep_weights else [KV_CACHE])
+            self._release([KV_CACHE, WEIGHTS] if weights and self.config.sleeps_weights else [KV_CACHE])
         self._asleep = True
 
     def wake(self) -> None:

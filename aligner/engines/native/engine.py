@@ -105,6 +105,7 @@ class NativeEngine(RolloutEngine):
 
     def begin_update(self, version: int) -> None:
         self._ledger.begin(version)
+        self.model.restore()
 
     @property
     def tensor_parallel(self) -> int:
@@ -144,8 +145,11 @@ class NativeEngine(RolloutEngine):
 
     # ---- memory
 
-    def sleep(self) -> None:
+    def sleep(self, weights: bool = False) -> None:
         self._asleep = True
+        if weights:
+            self._ledger.lose()
+            self.model.forget()
         if self.graphs is not None:
             self.graphs.clear()
         self.cache.release()

@@ -22,7 +22,7 @@ from aligner.engines.native.mlp import DenseMlp, ExpertMlp
 from aligner.engines.native.packs import PackedMatrices
 from aligner.engines.native.peers import EngineRanks
 from aligner.engines.native.routes import Routes
-from aligner.engines.native.scratch import Scratch
+from aligner.engines.native.scratch import Scratch, cleared
 from aligner.engines.native.states import RowStates
 from aligner.engines.native.streams import ResidualStreams
 from aligner.families.rows import in_layer
@@ -79,6 +79,12 @@ class NativeModel:
         assert self._views.keys() == self.shapes.keys(), self._views.keys() ^ self.shapes.keys()
         plain = {name: layers for block in self.blocks for name, layers in block.matrices().items()}
         kit.packs = PackedMatrices(plain | {"head": [self.head]}, self._views, ("head",) if cfg.tie_embeddings else ())
+        # all memory of weights, each once, as numbers in a row
+        rows = (
+            v.as_strided((v.untyped_storage().nbytes() // v.element_size(),), (1,), 0) for v in self._views.values()
+        )
+        self._memory = {row.data_ptr(): row for row in rows}.values()
+        self._forgotten = False
         self._ropes: tuple[Tensor, ...] = ()
         self._embedding_factor = embedding_factor(cfg, dtype)
 
@@ -188,10 +194,27 @@ class NativeModel:
                 row += torch.tensor([value & 0xFFFFFFFF, value >> 32])
         return dict(zip(self.tensors, sum_halves(halves, self.peers.group), strict=True))
 
+    def forget(self) -> None:
+        """Release the weights until `restore`. Views of them stay valid."""
+        self.packs.forget()
+        for row in self._memory if not self._forgotten else ():
+            storage = row.untyped_storage()
+            if storage.resizable():  # not if numpy has seen it
+                storage.resize_(0)
+        self._forgotten = True
+
+    def restore(self) -> None:
+        """Make forgotten weights zeros, as those of a new model."""
+        for row in self._memory if self._forgotten else ():
+            row.untyped_storage().resize_(row.nbytes)
+            cleared(row)
+        self._forgotten = False
+
     def release(self) -> None:
         """Release all memory; the model cannot be used afterwards."""
         self.scratch.clear()
         self._views.clear()
+        self._memory = {}.values()
         self.packs.clear()
         self.embedding = self.head = self.norms = self.final_norm
         self.mixers, self.mlps, self.experts, self.blocks = {}, {}, {}, []

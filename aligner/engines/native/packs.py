@@ -107,9 +107,13 @@ class PackedMatrices:
         elif at in self._packed:
             self._outdated.add(at)
 
+    def forget(self) -> None:
+        """Forget the packed matrices. Their plain ones are not restored."""
+        self._packed, self._outdated, self._emptied = {}, set(), set()
+
     def clear(self) -> None:
-        self._plain, self._packed, self._worth, self._places = {}, {}, [], {}
-        self._outdated, self._emptied = set(), set()
+        self.forget()
+        self._plain, self._worth, self._places = {}, [], {}
 
 
 def _ask_for_large_pages(packed: Sequence[Tensor]) -> None:

@@ -12,7 +12,10 @@ from aligner.cluster.memory_pages import ask_for_large_pages
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return torch.zeros, on a CPU in large pages: for memory that every step reads."""
-    buffer = torch.empty(shape, dtype=dtype, device=device)
+    return cleared(torch.empty(shape, dtype=dtype, device=device))
+
+
+def cleared(buffer: Tensor) -> Tensor:
     if buffer.device.type == "cpu":
         ask_for_large_pages(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes)
     return buffer.zero_()

@@ -54,7 +54,7 @@ FEATURES = {
         "sleep of the KV cache, without CUDA graphs", "sleep_config", _MEMORY, {ARGS: ("enable_sleep",)}
     ),
     "weights_tag": Feature(
-        "engine.trtllm.sleep_weights",
+        "engine.sleep_weights",
         "it is refused",
         (_tags("MODEL_WEIGHTS_MAIN"),),
         {ARGS: ("sleep_config",)},

@@ -59,7 +59,7 @@ def _sleep_argument(has: Container[str], weights: bool, graphs: bool) -> dict[st
 
     if weights and "weights_tag" not in has:
         expected = f"false with TensorRT-LLM {__version__}, which has no tag for weights alone"
-        raise ConfigError("engine.trtllm.sleep_weights", True, expected)
+        raise ConfigError("engine.sleep_weights", True, expected)
     if "sleep_config" not in has:
         if "enable_sleep" not in has:
             expected = f"false with TensorRT-LLM {__version__}, whose way to sleep is not supported"

@@ -267,7 +267,7 @@ def test_later_versions_are_refused_with_the_engine_that_runs_on_them(monkeypatc
 def test_what_this_engine_cannot_do_is_refused():
     for options, text in (
         ({"tensor_parallel": 2}, r"engine.tensor_parallel=2: expected 1 with engine.name=trtllm_engine"),
-        ({"sleep_weights": True}, r"engine.trtllm.sleep_weights=True: expected false"),
+        ({"sleep_weights": True}, r"engine.sleep_weights=True: expected false"),
         ({"cuda_graphs": True}, r"engine.cuda_graphs=True: expected false"),
         ({"prefix_reuse": True}, r"engine.trtllm.prefix_reuse=True: expected false"),
     ):

@@ -256,7 +256,7 @@ def test_weights_released_in_sleep_are_gone_until_a_refit(monkeypatch, tmp_path)
     model = reference(LLAMA)
     engine = fill(make_engine(LLAMA, sleep_weights=True), model)
     before = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(4))
-    engine.sleep()
+    engine.sleep(weights=True)
     engine.wake()
     assert engine.weight_version == -1
     with pytest.raises(RefitError, match="no complete weights"):
@@ -265,7 +265,7 @@ def test_weights_released_in_sleep_are_gone_until_a_refit(monkeypatch, tmp_path)
         engine._call("generate", [([1], 0)], SamplingParams(1))
     fill(engine, model, 2)
     assert torch.equal(engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(4)).tokens, before.tokens)
-    engine.sleep()
+    engine.sleep(weights=True)
     fill(engine, model, 3)  # which needs the weights' memory and not the cache's
     engine.wake()
     assert torch.equal(engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(4)).tokens, before.tokens)
@@ -296,7 +296,7 @@ def test_all_memory_but_the_weights_is_given_back_and_an_update_needs_all_but_th
 
 def test_what_sleep_cannot_do_in_old_versions(monkeypatch):
     use_fake(monkeypatch, version="1.2.1")
-    with pytest.raises(ConfigError, match=r"engine.trtllm.sleep_weights=True.*1\.2"):
+    with pytest.raises(ConfigError, match=r"engine.sleep_weights=True.*1\.2"):
         make_engine(LLAMA, sleep_weights=True, cuda_graphs=False)
     with pytest.raises(ConfigError, match=r"engine.cuda_graphs=True.*1\.2.*engine.sleep=false"):
         make_engine(LLAMA, cuda_graphs=True)
