@@ -136,9 +136,8 @@ def start(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> Job:
     the other ranks when the job is done. With `signals` it is a run's, which notes its start."""
     if cfg.engine.child is not None:
         imported(ENGINES[cfg.engine.name].made_by).require(cfg.engine)
-    if not cfg.engine.can.several_nodes:
-        first = env.rank - env.local_rank
-        check_node(cfg, range(first, first + env.local_world_size), env.world_size)
+    first = env.rank - env.local_rank
+    check_node(cfg, range(first, first + env.local_world_size), env.world_size)
     use_threads(cfg.cluster.threads, env.local_world_size)
     device = init_distributed(env, cfg.cluster.backend, _timeout_s(cfg), Path(cfg.run.dir))
     try:

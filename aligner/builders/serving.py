@@ -17,8 +17,8 @@ from aligner.refit.transfer import planned
 from aligner.run.phases import PhaseMemory
 
 if TYPE_CHECKING:
+    from aligner.engines.child.in_place import FilledInPlace
     from aligner.engines.native.fleet import FleetEngine
-    from aligner.engines.vllm.in_place import InPlaceVllmEngine
     from aligner.refit.factors import FactorExchange
 
 
@@ -47,7 +47,7 @@ def serve(job: Job) -> int:
     return 0 if well else 1
 
 
-def _engine(job: Job, model: ModelConfig) -> FleetEngine | InPlaceVllmEngine:
+def _engine(job: Job, model: ModelConfig) -> FleetEngine | FilledInPlace:
     if job.cfg.engine.child is not None:
         return child_engine(job, model, imported(ENGINES[job.cfg.engine.name].made_apart_by))
     return policy_engine(job, model)

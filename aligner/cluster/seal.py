@@ -1,7 +1,7 @@
 """Verification that a message comes from a rank of this job, by a key that only the job's user can read.
 
 `launch`, or the user, gives ranks a secret in their environment; others share a file in the run folder. From it and
-from random numbers of all ranks each start derives its own key (`megatron/rendezvous.py`), so that no message of an
+from random numbers of all ranks each start derives its own key (`handshake.py`), so that no message of an
 earlier start is accepted.
 """
 

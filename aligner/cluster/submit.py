@@ -78,7 +78,7 @@ def _check_engines(cfg: Config, size: Size) -> None:
     if size.engine_nodes and cfg.engine.ranks != size.engine_ranks:
         expected = f"{size.engine_ranks}: --engine-nodes {size.engine_nodes} of {size.engine_per_node} ranks each"
         raise ConfigError("engine.ranks", cfg.engine.ranks, expected)
-    for node in size.each_node() if cfg.engine.child is not None else ():
+    for node in size.each_node():
         check_node(cfg, node, size.ranks)
 
 

@@ -59,7 +59,6 @@ class EngineEntry:
 
 _SEEDED = {"own_process": True, "request_seeds": True, "repeats": True, "cuda_graphs": True, "sleep_weights": True}
 _SEEDED |= {"arguments": True, "prefix_reuse": True}
-_OF_ONE_RANK = ", one engine per rank"
 ENGINES = {
     "native": EngineEntry(
         Capabilities(
@@ -91,14 +90,11 @@ ENGINES = {
         check=vllm.check_model,
     ),
     "trtllm": EngineEntry(
-        Capabilities(**_SEEDED),
+        Capabilities(**_SEEDED, apart=True, tensor_parallel=True, several_nodes=True),
         made_by="aligner.engines.trtllm.torch_backend:TrtllmEngine",
+        made_apart_by="aligner.engines.trtllm.in_place:InPlaceTrtllmEngine",
         section="trtllm",
         by_default=("cuda_graphs", "sleep"),
-        reasons={
-            "tensor_parallel": f"{_OF_ONE_RANK}: replacing the weights of a TensorRT-LLM engine of several ranks is "
-            "not implemented here; engine=vllm and engine=native do it"
-        },
         check=trtllm.check_model,
     ),
     "trtllm_engine": EngineEntry(
@@ -106,7 +102,7 @@ ENGINES = {
         made_by="aligner.engines.trtllm.built:TrtllmBuiltEngine",
         section="trtllm",
         reasons={
-            "tensor_parallel": f"{_OF_ONE_RANK}: an engine of several ranks needs the launcher's MPI, which its "
+            "tensor_parallel": ", one engine per rank: an engine of several ranks needs the launcher's MPI, which its "
             "process must not have. Ranks have replicas instead",
             "repeats": ", whose builder picks kernels by timing them",
             "sleep_weights": ", which keeps its weights: they are part of the engine",

@@ -60,7 +60,9 @@ def checks(cfg: Config, env: RankEnv) -> Iterator[Check]:
     if cfg.engine.child is cfg.engine.trtllm:
         from aligner.tools.doctor_trtllm import trtllm_checks
 
-        yield from (Check(*row) for row in trtllm_checks(cfg.engine.trtllm, cfg.engine.name))
+        yield from (
+            Check(*row) for row in trtllm_checks(cfg.engine.trtllm, cfg.engine.name, cfg.engine.tensor_parallel)
+        )
     if cfg.engine.child is not None:
         from aligner.tools.doctor_ipc import ipc_checks
 

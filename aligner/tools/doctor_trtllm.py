@@ -18,7 +18,7 @@ Row = tuple[str, str, str]  # check, status, detail
 TABLES = {"trtllm": torch_api, "trtllm_engine": built_api}
 
 
-def trtllm_checks(options: TrtllmConfig, name: str = "trtllm") -> Iterator[Row]:
+def trtllm_checks(options: TrtllmConfig, name: str = "trtllm", ranks: int = 1) -> Iterator[Row]:
     table = TABLES[name]
     try:
         require_package(options.python, name)
@@ -36,6 +36,9 @@ def trtllm_checks(options: TrtllmConfig, name: str = "trtllm") -> Iterator[Row]:
     if findings.features:
         features = [f"{name}: {'yes' if there else 'no'}" for name, there in findings.features.items()]
         yield "trtllm features", "ok", "\n".join(features)
+    if ranks > 1:
+        lacking = findings.lacking["ranks"]
+        yield "trtllm engine.tensor_parallel", "fail" if lacking else "ok", "\n".join(lacking) or "nothing is missing"
     yield "trtllm not run", "warn", "\n".join(findings.not_run)
 
 

@@ -29,7 +29,8 @@ grpo@2 ; engine.ranks=1 ; parallel.tensor=2 => world size less engine.ranks
 grpo@3 ; engine.ranks=1 ; batch.prompts=15 => batch.prompts
 online_dpo@2 ; batch.prompts=9 => batch.prompts
 grpo@2 ; batch.prompts=9 => batch.prompts
-grpo@2 ; engine.ranks=1 ; engine.name=trtllm => engine.name
+grpo@2 ; engine.ranks=1 ; engine.name=trtllm_engine ; engine.trtllm.prefix_reuse=false ; engine.cuda_graphs=false
+    => engine.name
 grpo@2 ; engine.ranks=1 ; engine.quantization=int8 => engine.quantization
 grpo@2 ; engine.ranks=1 ; debug.record_answers=true => debug.record_answers
 sft@2 ; engine.ranks=1 => engine.ranks
@@ -343,7 +344,7 @@ grpo ; algorithm.cov.high=1 => algorithm.cov.high
 grpo ; algorithm.kl={coef: 0.1, placement: none} => algorithm.kl.placement
 rm ; algorithm.reward_loss.kind=regression => algorithm.reward_loss.attributes
 distill ; $kd={teacher: '', teachers: {a: y}, top_k: 4, store: x} => $kd.store
-grpo ; engine={name: trtllm, tensor_parallel: 2} => engine.tensor_parallel
+grpo ; engine={name: trtllm_engine, tensor_parallel: 2} => engine.tensor_parallel
 grpo ; engine={name: trtllm_engine, cuda_graphs: true} => engine.cuda_graphs
 grpo ; engine={cuda_graphs: true, tensor_parallel: 2} => engine.cuda_graphs
 grpo ; engine.sleep=false => engine.sleep

@@ -16,13 +16,13 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from aligner.cluster import handshake
+from aligner.cluster.handshake import shake_hands
 from aligner.engines import bridge as bridge_module
 from aligner.engines import order_barrier
 from aligner.engines.bridge import Bridge
 from aligner.errors import EngineError, PeerError
-from aligner.megatron import rendezvous
 from aligner.megatron.groups import split_world
-from aligner.megatron.rendezvous import shake_hands
 from tests.ranks import on_ranks
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
@@ -120,7 +120,7 @@ def meet(secrets_of_ranks: list[bytes], between=lambda store: None) -> list:
         except Exception as error:
             results[number] = error
             # what it did not say would be waited for
-            connections[number].set(rendezvous.WELCOME, b"")
+            connections[number].set(handshake.WELCOME, b"")
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(results))]
     between(connections[0])
@@ -155,8 +155,8 @@ def test_a_store_that_is_somebody_elses_is_left():
 def test_what_was_said_at_an_earlier_start_does_not_count():
     """Recorded numbers and proofs of a start, played to a rank of the next one."""
     own, recorded = secrets.token_bytes(16), {}
-    seal = rendezvous.Seal(rendezvous.Seal(b"secret").mac(own * 2, "session"))
-    recorded[rendezvous.MET], recorded[rendezvous.WELCOME] = own * 2, seal.mac(b"", "welcome")
+    seal = handshake.Seal(handshake.Seal(b"secret").mac(own * 2, "session"))
+    recorded[handshake.MET], recorded[handshake.WELCOME] = own * 2, seal.mac(b"", "welcome")
     store = stores(1)[0]
     for key, value in recorded.items():
         store.set(key, value)

@@ -1,6 +1,7 @@
 """`aligner doctor engine=trtllm` and `engine=trtllm_engine`: their tables against what is installed."""
 
 import ast
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from aligner.cluster.env import RankEnv
 from aligner.config.resolve import compose
 from aligner.config.sections.trtllm import TrtllmConfig
-from aligner.engines.trtllm import build, built_api, built_worker, torch_api, torch_worker
+from aligner.engines.trtllm import build, built_api, built_worker, ranks, torch_api, torch_worker
 from aligner.engines.trtllm.features import ARGS, FEATURES, PARAMS
 from aligner.engines.trtllm.package import accepted
 from aligner.engines.trtllm.sampling import runner_arguments, sampling_arguments
@@ -45,23 +46,35 @@ def test_present_missing_and_not_run(monkeypatch, tmp_path):
     assert read["trtllm not run"] == ("warn", list(torch_api.NOT_RUN))
 
 
+def test_what_an_engine_of_several_ranks_lacks_fails(monkeypatch):
+    use_fake(monkeypatch, version="1.2.1")
+    checks = {
+        name: (status, detail) for name, status, detail in trtllm_checks(TrtllmConfig(start_timeout_s=500), ranks=2)
+    }
+    lacking = "tensorrt_llm.llmapi.llm_args:TorchLlmArgs(orchestrator_type)"
+    assert checks["trtllm engine.tensor_parallel"] == ("fail", lacking)
+
+
 def test_the_table_has_all_that_the_child_uses(monkeypatch):
     use_fake(monkeypatch)
     (row,) = [v for v in torch_api.VERSIONS if v.prefix == "1.4"]
     symbols = [*row.symbols, *(symbol for feature in FEATURES.values() for symbol in feature.symbols)]
     imported = {
         f"{node.module}:{name.name}"
-        for node in ast.walk(ast.parse(Path(torch_worker.__file__).read_text()))
+        for module in (torch_worker, ranks)
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text()))
         if isinstance(node, ast.ImportFrom) and node.module.startswith("tensorrt_llm")
         for name in node.names
     }
     imported -= {"tensorrt_llm:__version__"}
     assert len(imported) > 5
     assert not {symbol for symbol in imported if not any(known.startswith(symbol) for known in symbols)}
-    settings = torch_worker.Settings("", [], 9, "float32", 8, 2, 99, True, True, True, True, 0, True)
-    arguments = set(torch_worker.engine_arguments(settings, FEATURES))
-    assert arguments == {*row.arguments[ARGS], *FEATURES["sleep_config"].arguments[ARGS]}
-    assert TrtllmConfig.SET.keys() == arguments | set(FEATURES["enable_sleep"].arguments[ARGS])
+    settings = torch_worker.Settings("", [], 9, "float32", 8, 2, 99, True, True, True, True, 0, True, 2)
+    arguments = set(torch_worker.engine_arguments(settings, FEATURES)) - {"executor_cls"}
+    of_features = [FEATURES[name].arguments[ARGS] for name in ("sleep_config", "ranks")]
+    assert arguments == {*row.arguments[ARGS], *chain(*of_features)}
+    others = {*FEATURES["enable_sleep"].arguments[ARGS], "pipeline_parallel_size", "context_parallel_size"}
+    assert TrtllmConfig.SET.keys() == arguments | others
     sampling = SamplingParams(4, temperature=0.7, min_p=0.1, stop_token_ids=(3,))
     known = set(row.arguments[PARAMS])
     assert known == {*sampling_arguments(sampling, row, (), 0), "seed", "return_context_logits"}
@@ -172,7 +185,7 @@ def test_properties_of_older_configs_count():
     assert accepted(PluginConfig) == {"dtype", "use_fused_mlp"}
 
 
-EXPECTED = {"1.3": {"sleep_config", "weights_tag", "processed_logprobs", "balancer"}}
+EXPECTED = {"1.3": {"sleep_config", "weights_tag", "processed_logprobs", "balancer", "ranks"}}
 EXPECTED["1.4"] = EXPECTED["1.3"] | {"plain_logprobs", "update_hooks", "finalize"}
 
 

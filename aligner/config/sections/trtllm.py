@@ -31,6 +31,9 @@ class TrtllmConfig(ChildConfig, key="engine.trtllm"):
         dict.fromkeys(["model", "load_format", "skip_tokenizer_init", "max_num_tokens", "allreduce_strategy"], "")
         | {
             "tensor_parallel_size": "engine.tensor_parallel",
+            "pipeline_parallel_size": "engine.tensor_parallel",  # all ranks of an engine
+            "context_parallel_size": "engine.tensor_parallel",
+            "orchestrator_type": "",
             "dtype": "engine.dtype",
             "max_input_len": "engine.trtllm.max_seq_len",
             "max_seq_len": "engine.trtllm.max_seq_len",

@@ -29,24 +29,34 @@ from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import RolloutEngine, UpdateLedger
 from aligner.engines.child.buckets import BucketWriter, CudaMemory, Memory, MemoryFile, Slot, cuda_buffer
-from aligner.engines.child.process import ChildChannel, ChildEnd, clean_environment, interpreter, spawn
+from aligner.engines.child.process import (
+    PEER_ENDED,
+    ChildChannel,
+    ChildEnd,
+    clean_environment,
+    interpreter,
+    spawn,
+)
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Row, Settings
 from aligner.errors import AlignerError, ConfigError, EngineError, RefitError
 from aligner.families.hf_config import hf_config
 from aligner.families.table import family_table
 from aligner.models.params import expected_hf_shapes, hf_dtypes
+from aligner.ops.agree import node
 from aligner.ops.reduce import gathered
 from aligner.types import STOP, Generations, Progress, SamplingParams, SeedLists, TokenLists
 
 Decode = Callable[[list[int]], str]
 Start = Callable[[torch.device, str], tuple[ChildEnd, Any]]
+TO_FIRST = ("generate", "listen")  # calls to the first rank's child alone, also where each rank has one
+BY_FIRST = (*TO_FIRST, "score")  # calls that it alone answers
 
 
 class ChildEngine(RolloutEngine):
     """A `RolloutEngine` in a child process. `max_seq_len`: prompt + response tokens where the section's `max_seq_len`
     is 0. `bucket_bytes` bounds the transfer buffer, unless the largest tensor needs more. `decode` is needed for stop
-    strings only. The ranks of a `group` are one engine: its first has the child, all are called together with the same
-    arguments.
+    strings only. The ranks of a `group` are one engine: its first has the child, or each has one (`ranked`); all are
+    called together with the same arguments.
 
     Subclasses name the package, give the environment of its process, and say where logprobs come from.
     """
@@ -55,6 +65,7 @@ class ChildEngine(RolloutEngine):
     title: str  # of the package, in messages
     worker: str  # module:class of what the child runs
     block: int  # tokens of a block of the KV cache
+    ranked = False  # whether each rank of a group has a child, which computes its share
     request_seeds = True  # whether a sample depends on its own seed alone
 
     def __init__(
@@ -76,6 +87,7 @@ class ChildEngine(RolloutEngine):
         assert config.child is not None, config.name
         self.can = ENGINES[self.name].can
         self.cfg, self.config, self.options = model, config, config.child
+        self.tensor_parallel = config.tensor_parallel
         self._group, self._leads = group, group is None or group.rank() == 0
         self.device, self.dtype, self.pad_id, self._decode = torch.device(device), dtype, pad_id, decode
         self.max_seq_len = min(self.options.max_seq_len or max_seq_len or model.max_position, model.max_position)
@@ -85,19 +97,20 @@ class ChildEngine(RolloutEngine):
         self._released: list[str] = []  # tags of memory
         size = max(bucket_bytes, *(prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()))
         buffer, memory = self._buffer(size)
-        memories = [each or memory for each in self._of_ranks(memory)]
-        self._places = [*zip(*self._of_ranks((self._device_name(), os.sched_getaffinity(0))), strict=True)]
+        memories = self._of_ranks(memory)
+        memories = [each or memories[0] for each in memories]
+        places = self._of_ranks((node(), self._device_name(), os.sched_getaffinity(0)))
+        here = [(device, cores) for machine, device, cores in places if machine == node()]
+        self._places, self._on_one_node = [*zip(*here, strict=True)], len(here) == len(places)
         self._writer = BucketWriter(buffer, dtypes)
         self._folder = tempfile.TemporaryDirectory(prefix="aligner-engine-")
         self._channel: ChildChannel | None = None
-        settings = None
-        if self._leads:
-            settings = self._settings(memories)
+        if self._leads or self.ranked:
             child, connection = (start or self._process)(self.device, self.options.python)
             self._channel = ChildChannel(child, connection, f"{self.title} engine")
         self._finalizer = weakref.finalize(self, _release, self._channel, memory, self._folder)
         try:
-            description = self._call("start", settings, limit="start_timeout_s")
+            description = self._call("start", self._settings(memories), limit="start_timeout_s")
         except BaseException:
             self._finalizer()
             raise
@@ -138,8 +151,8 @@ class ChildEngine(RolloutEngine):
         return seen[index] if seen else str(index)
 
     def _process(self, device: torch.device, python: str) -> tuple[ChildEnd, Any]:
-        """Start a process that sees only the devices of this engine's ranks, in their order, and computes on the
-        cores of all of them."""
+        """Start a process that sees only the devices of this engine's ranks on this node, in their order, and
+        computes on the cores of all of them, or of its own rank."""
         extra = dict(self._variables())
         devices, cores = self._places
         if device.type == "cuda":
@@ -149,7 +162,7 @@ class ChildEngine(RolloutEngine):
                 raise ConfigError("engine.tensor_parallel", len(devices), expected, hint)
             extra["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         environ = clean_environment(os.environ, extra)
-        return spawn(self.worker, environ, python, self.options.KEY, set().union(*cores))
+        return spawn(self.worker, environ, python, self.options.KEY, () if self.ranked else set().union(*cores))
 
     def _settings(self, memories: list[Memory]) -> Settings:
         name = str(self.dtype).removeprefix("torch.")
@@ -171,28 +184,51 @@ class ChildEngine(RolloutEngine):
             self.checked,
             tensor_parallel=1 if self._group is None else self._group.size(),
             args=self.options.args,
+            rank=0 if self._group is None else self._group.rank(),
+            device=self._places[0].index(self._device_name()),
         )
 
     def _call(
         self, name: str, *arguments: Any, limit: str = "call_timeout_s", error: type = EngineError, progress=None
     ) -> Any:
-        """Call the child; return its answer or raise its error on every rank of the group."""
+        """Call the children, or the first rank's; return this rank's answer, else the first's. Raises the error of one
+        on every rank of the group."""
         timeout_s, key = getattr(self.options, limit), f"{self.options.KEY}.{limit}"
-        answer: list[Any] = [None, None]
+        answer: list[Any] = [None]
+        cause: BaseException | None = None
         try:
-            if self._channel is not None:
+            if self._channel is not None and (self._leads or name not in TO_FIRST):
                 answer[0] = self._channel.call(
                     name, *arguments, timeout_s=timeout_s, key=key, error=error, progress=progress
                 )
-        except BaseException as cause:
-            answer[1] = cause if isinstance(cause, AlignerError) else error(str(cause))
-            raise
-        finally:
-            if self._group is not None:
-                dist.broadcast_object_list(answer, src=dist.get_global_rank(self._group, 0), group=self._group)
-        if answer[1] is not None:
-            raise answer[1]
+        except BaseException as caught:
+            cause = caught
+        self._raise_together(name, cause, error)
+        if self._group is not None and (not self.ranked or name in BY_FIRST):
+            dist.broadcast_object_list(answer, src=dist.get_global_rank(self._group, 0), group=self._group)
         return answer[0]
+
+    def _raise_together(self, name: str, cause: BaseException | None, error: type) -> None:
+        """Raise the error of any rank on all of them: rather of a child that has ended than of others, and of all
+        rather than of one that has ended because another had."""
+        own = cause if cause is None or isinstance(cause, AlignerError) else error(str(cause))
+        if own is None and self._turn == 0:
+            own = error(self._channel.gone(name))
+        failures = self._of_ranks((own, self._turn))
+        if not any(failure for failure, _ in failures):
+            return
+        if any(turn == 2 for _, turn in failures):  # perhaps nobody called the one that ended first
+            own = own or error(self._channel.gone(name))
+            failures = self._of_ranks((own, self._turn))
+        if cause is not None and cause is not own:
+            raise cause
+        raise min((turn, i, failure) for i, (failure, turn) in enumerate(failures) if failure)[2]
+
+    @property
+    def _turn(self) -> int:
+        """0 if this rank's child has ended, 2 if it has because another rank's had, else 1."""
+        how = "" if self._channel is None else self._channel.child.ended()
+        return 1 if not how else 2 if how.endswith(f" {PEER_ENDED}") else 0
 
     @property
     def weight_version(self) -> int:

@@ -25,6 +25,7 @@ LAUNCHER_PREFIXES += ("SLURM_", "SBATCH_", "SRUN_", "MV2_", "PALS_", "ALPS_", "T
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_NAMES += ("ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "PMIX_RANK")
 _LAST_WORDS = 2000  # characters of the child's output in an error
+PEER_ENDED = 76  # exit code of a child whose engine lost the child of another rank
 END_S = 60.0  # for a process to end after it has closed its connection, or was asked to; a busy machine is slow
 
 
@@ -139,7 +140,7 @@ class ChildChannel:
             self.connection.send((name, arguments))
             return self._answer(name, timeout_s, key, error, progress)
         except (EOFError, OSError):
-            raise error(self._gone(name)) from None
+            raise error(self.gone(name)) from None
 
     def _answer(self, name, timeout_s, key, error, progress) -> Any:
         deadline, interruption = time.monotonic() + timeout_s, None
@@ -173,7 +174,8 @@ class ChildChannel:
         kind = type(cause) if isinstance(cause, EngineError | RefitError) else error
         return kind(f"{self.title}: {name} failed: {cause}")
 
-    def _gone(self, name: str) -> str:
+    def gone(self, name: str) -> str:
+        """Wait for the end of a child that is ending; return how it ended in `name`."""
         deadline = time.monotonic() + END_S
         while not (how := self.child.ended()) and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -74,8 +74,8 @@ def _let_go(futures: list) -> None:
 
 
 def serve(connection: Connection, make_worker: Callable[..., Any]) -> None:
-    """Answer calls. The first one, `start(*arguments)`, makes the worker (a later one replaces it); others are
-    methods. Returns after `close`, or when the trainer is gone."""
+    """Answer calls. `start(*arguments)` makes the worker (a later one replaces it); others are methods, before it of
+    its class. Returns after `close`, or when the trainer is gone."""
     worker, abort = None, Abort(connection)
     while not abort.orphaned:
         try:
@@ -98,7 +98,7 @@ def serve(connection: Connection, make_worker: Callable[..., Any]) -> None:
             elif name == "generate":
                 answer = worker.generate(*arguments, lambda n: connection.send(("progress", n)), abort)
             else:
-                answer = getattr(worker, name)(*arguments)
+                answer = getattr(worker or make_worker, name)(*arguments)
         except Exception as error:  # whatever the package raises: the trainer decides
             traceback.print_exc()
             cause = error if isinstance(error, AlignerError) else AlignerError(f"{type(error).__name__}: {error}")

@@ -41,6 +41,9 @@ class Settings:
     pad_id: int
     checksums: bool
     tensor_parallel: int = 1
+    rank: int = 0  # of them, where each has a process
+    device: int = 0  # of this rank, among those that its process sees
+    meeting: tuple[str, int, int, bytes] | None = None  # of ranks with a process each: host, two ports, a secret
     block: int = 0  # tokens of a block of the KV cache, where the package needs it
     args: Mapping[str, Any] = field(default_factory=dict)  # additional options of the package
     lasting: bool = False  # a bucket stays in the memory until the update has ended
@@ -94,11 +97,11 @@ class BaseWorker(ABC):
 
 
 class LocalWorker(BaseWorker):
-    """A worker of an engine that computes in this process, on one device."""
+    """A worker of an engine, or of one rank of it, that computes in this process, on one device."""
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
-        self.buffer = settings.memories[0].tensor()
+        self.buffer = settings.memories[settings.rank].tensor(settings.device)
 
     def take(self, slots: list[Slot]) -> dict[str, int]:
         sums = checksums(slots, self.buffer) if self.settings.checksums else {}
@@ -111,13 +114,13 @@ class LocalWorker(BaseWorker):
         """Load the tensors of one bucket, views of the buffer."""
 
     def _synchronize(self) -> None:
-        if self.buffer.is_cuda:
+        if torch.cuda.is_available():  # also where the buffer is host memory
             torch.cuda.synchronize()
 
     def _give_back(self) -> None:
         """Return freed memory to the trainer, which shares the device."""
         gc.collect()
-        if self.buffer.is_cuda:
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 

@@ -38,8 +38,14 @@ class Feature:
     arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # symbol -> names it must accept
 
     def of(self, package: Package) -> bool:
-        taken = all(set(names) <= package.accepts(symbol) for symbol, names in self.arguments.items())
-        return taken and all(package.has(symbol) for symbol in self.symbols)
+        return not self.lacking(package)
+
+    def lacking(self, package: Package) -> list[str]:
+        """Return the symbols and arguments that the package lacks."""
+        lacking = [symbol for symbol in self.symbols if not package.has(symbol)]
+        for symbol, names in self.arguments.items():
+            lacking += [f"{symbol}({name})" for name in names if name not in package.accepts(symbol)]
+        return lacking
 
 
 _MEMORY = tuple(f"tensorrt_llm._torch.virtual_memory:{name}_with_tag" for name in ("release", "materialize"))
@@ -58,6 +64,26 @@ FEATURES = {
         "it is refused",
         (_tags("MODEL_WEIGHTS_MAIN"),),
         {ARGS: ("sleep_config",)},
+    ),
+    "ranks": Feature(
+        "engine.tensor_parallel",
+        "it is refused",
+        (
+            "tensorrt_llm.executor.worker:GenerationExecutorWorker.setup_engine",
+            "tensorrt_llm.executor.worker:GenerationExecutorWorker._get_comm_ranks_device_id",
+            "tensorrt_llm._torch.distributed.communicator:TorchDist._get_cluster_info",
+            "tensorrt_llm._utils:mpi_disabled",
+        ),
+        {
+            ARGS: ("orchestrator_type",),
+            "tensorrt_llm.executor.worker:GenerationExecutorWorker": (
+                "engine",
+                "hf_model_dir",
+                "tokenizer",
+                "llm_args",
+                "is_llm_executor",
+            ),
+        },
     ),
     "processed_logprobs": Feature(
         "logprobs at a temperature",

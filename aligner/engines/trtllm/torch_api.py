@@ -87,6 +87,7 @@ VERSIONS = (
 )
 NOT_RUN = (
     "creating an engine from config.json with load_format=dummy",
+    "an engine of several ranks without MPI and Ray",
     "partial reloads, finalising and the prefix cache on a GPU",
     "CUDA IPC between trainer and child",
     "release and return of memory",
@@ -124,6 +125,7 @@ class Findings:
     present: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     features: dict[str, bool] = field(default_factory=dict)
+    lacking: dict[str, list[str]] = field(default_factory=dict)  # feature -> what of it is missing
     not_run: list[str] = field(default_factory=list)
     error: str = ""  # why the package could not be imported
 
@@ -154,7 +156,8 @@ def compare(
         has = package.accepts(symbol)
         for name in names:
             (findings.present if name in has else findings.missing).append(f"{symbol}({name})")
-    findings.features = {name: FEATURES[name].of(package) for name in wanted}
+    findings.lacking = {name: FEATURES[name].lacking(package) for name in wanted}
+    findings.features = {name: not lacking for name, lacking in findings.lacking.items()}
     return findings
 
 

@@ -1,9 +1,9 @@
 """TensorRT-LLM's PyTorch backend as a rollout engine: one child process per rank, filled from the live trainer.
 
-  trainer's rank                                child (torch_worker.py)
-  TrtllmEngine  -- start(config.json) --------> LLM(load_format="dummy")
+  trainer's rank                                child (torch_worker.py; of several ranks also ranks.py)
+  TrtllmEngine  -- listen, start(config.json) -> LLM(load_format="dummy"), of this rank
      begin_update, buckets, finish_update ----> pre-reload, partial reloads (each answered), finalise, reset prefixes
-     generate, logprobs ----------------------> requests with a seed each; context logits
+     generate, logprobs ----------------------> requests with a seed each, by the first rank; context logits
 
 An error between begin_update and finish_update leaves an engine that refuses to generate. Requests of all ranks are
 spread over the engines.
@@ -12,13 +12,20 @@ spread over the engines.
 from __future__ import annotations
 
 import importlib.util
+import secrets
+import socket
+from dataclasses import replace
 from typing import Any
 
+from aligner.cluster.handshake import LOOPBACK
+from aligner.cluster.seal import SECRET_BYTES
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.trtllm import TrtllmConfig
+from aligner.engines.child.buckets import Memory
 from aligner.engines.child.engine import ChildEngine
 from aligner.engines.child.process import interpreter
+from aligner.engines.child.worker import Settings
 from aligner.engines.native.fleet import Replicated
 from aligner.engines.trtllm.torch_api import Version, version_row
 from aligner.errors import MissingExtraError
@@ -39,11 +46,11 @@ class TrtllmEngine(Replicated, ChildEngine):
     name, title = "trtllm", "TensorRT-LLM"
     worker = "aligner.engines.trtllm.torch_worker:Worker"
     block = 32
+    ranked = True
     find_row = staticmethod(version_row)
 
     def __init__(self, model: ModelConfig, config: EngineConfig, **options: Any):
         super().__init__(model, config, **options)
-        self.tensor_parallel = config.tensor_parallel
         self.row: Version = self.find_row(self.version)
 
     @classmethod
@@ -51,7 +58,17 @@ class TrtllmEngine(Replicated, ChildEngine):
         require_package(config.trtllm.python, cls.name)
 
     def _variables(self) -> dict[str, str]:
-        return {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
+        if self._group is None:
+            return {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
+        return {"TLLM_DISABLE_MPI": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if self._on_one_node else {})
+
+    def _settings(self, memories: list[Memory]) -> Settings:
+        settings = super()._settings(memories)
+        if self._group is None:
+            return settings
+        host = LOOPBACK if self._on_one_node else socket.gethostname()
+        host, secret = self._of_ranks((host, secrets.token_bytes(SECRET_BYTES)))[0]
+        return replace(settings, meeting=(host, *self._call("listen", host, limit="start_timeout_s"), secret))
 
     @property
     def request_seeds(self) -> bool:

@@ -1,7 +1,8 @@
-"""One TensorRT-LLM engine, in the process that it runs in: the trainer's calls to it.
+"""One TensorRT-LLM engine, or one rank of it, in the process that it runs in: the trainer's calls to it.
 
-The engine runs in this process (TLLM_WORKER_USE_SINGLE_PROCESS=1): so its executor, and with it the weights, can be
-reached under MPI.
+The engine runs in this process (TLLM_WORKER_USE_SINGLE_PROCESS=1, or `ranks.py`): so its executor, and with it the
+weights, can be reached. On all ranks a call enters one control action, and no work comes before it: an executor whose
+process stays out of one waits for it.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.sections.trtllm import TrtllmConfig
 from aligner.engines.child.arguments import checked_arguments
+from aligner.engines.child.buckets import Slot
 from aligner.engines.child.serve import Abort
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, LocalWorker, Progress, Row, Settings
 from aligner.engines.native.sampler import picked_logprobs
 from aligner.engines.trtllm.features import ARGS, NAME, REFIT, TAGS, features
 from aligner.engines.trtllm.package import Installed, resolve
+from aligner.engines.trtllm.ranks import executor_class, join, listen
 from aligner.engines.trtllm.sampling import NO_END_ID, RAW, ended, logprob_source, sampling_arguments
 from aligner.engines.trtllm.torch_api import version_row
 from aligner.errors import ConfigError, EngineError
@@ -37,7 +41,7 @@ def engine_arguments(settings: Settings, has: Container[str]) -> dict[str, Any]:
         "model": settings.folder,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "tensor_parallel_size": 1,
+        "tensor_parallel_size": settings.tensor_parallel,
         "dtype": settings.dtype,
         "max_input_len": settings.max_seq_len,  # its default, 1024, refuses longer prompts
         "max_seq_len": settings.max_seq_len,
@@ -49,9 +53,20 @@ def engine_arguments(settings: Settings, has: Container[str]) -> dict[str, Any]:
         "cuda_graph_config": graphs,
         "allreduce_strategy": "NCCL",
     }
+    if settings.tensor_parallel > 1:
+        arguments |= _rank_arguments(has, settings.tensor_parallel)
     if settings.sleep:
         arguments |= _sleep_argument(has, settings.sleep_weights, settings.cuda_graphs)
     return arguments
+
+
+def _rank_arguments(has: Container[str], ranks: int) -> dict[str, Any]:
+    from tensorrt_llm import __version__
+
+    if "ranks" not in has:
+        expected = f"1 with TensorRT-LLM {__version__}, whose ranks cannot be started one by one"
+        raise ConfigError("engine.tensor_parallel", ranks, expected, "The doctor names what is missing.")
+    return {"orchestrator_type": "ray", "executor_cls": executor_class()}  # ray: without MPI, none is started
 
 
 def _sleep_argument(has: Container[str], weights: bool, graphs: bool) -> dict[str, Any]:
@@ -90,7 +105,19 @@ def memory_tags(tags: list[str], has: Container[str]) -> list[str]:
 class Worker(LocalWorker):
     """A worker with one method per call."""
 
+    listen = staticmethod(listen)
+
     def __init__(self, settings: Settings):
+        self.line = join(settings) if settings.tensor_parallel > 1 else None
+        try:
+            self._start(settings)
+        except BaseException:
+            if self.line is not None:
+                self.line.leave(well=False)
+            raise
+        super().__init__(settings)
+
+    def _start(self, settings: Settings) -> None:
         import tensorrt_llm
 
         self.api = tensorrt_llm
@@ -112,7 +139,6 @@ class Worker(LocalWorker):
         self._collected: dict[str, Tensor] = {}
         self._begun = False
         self._away: list[str] = []  # tags of memory that sleep has released
-        super().__init__(settings)
 
     def describe(self) -> dict[str, Any]:
         description = {"version": self.api.__version__, "partial": self.partial, "score_rows": 1}
@@ -153,22 +179,22 @@ class Worker(LocalWorker):
             self._begun = True
             self._each_module("pre_reload_weights")
 
+    def take(self, slots: list[Slot]) -> dict[str, int]:
+        with self._updating():
+            return super().take(slots)
+
     def load(self, tensors: dict[str, Tensor]) -> None:
         if self.partial:
-            self._reload(tensors, allow_partial_loading=True)
+            self.loader.reload(self.model, tensors, allow_partial_loading=True)
         else:  # this model loads all its weights or none
             kept = self.settings.lasting
             self._collected |= {name: tensor if kept else tensor.clone() for name, tensor in tensors.items()}
 
-    def _reload(self, tensors: dict[str, Tensor], allow_partial_loading: bool) -> None:
-        with self._updating():
-            self.loader.reload(self.model, tensors, allow_partial_loading=allow_partial_loading)
-
     def finish(self) -> None:
-        if self._collected:
-            self._reload(self._collected, allow_partial_loading=False)
-            self._collected = {}
         with self._updating():
+            if self._collected:
+                self.loader.reload(self.model, self._collected, allow_partial_loading=False)
+                self._collected = {}
             self._finalize()
             self.executor.reset_prefix_cache()  # keys and values of the old weights
             self._synchronize()
@@ -191,11 +217,11 @@ class Worker(LocalWorker):
     # ---- memory
 
     def sleep(self, tags: list[str]) -> None:
-        from tensorrt_llm._torch.virtual_memory import release_with_tag
-
         if WEIGHTS in tags:
             self.whole = False
         with self.executor.control_action():
+            from tensorrt_llm._torch.virtual_memory import release_with_tag
+
             self._synchronize()
             self._away = memory_tags(tags, self.features)
             release_with_tag(*self._away)
@@ -248,14 +274,14 @@ class Worker(LocalWorker):
     def score(
         self, rows: list[tuple[list[int], int]], sampling: SamplingParams
     ) -> list[tuple[list[float], list[float]]]:
-        """Return, per (tokens, first), logprobs of tokens[first:] given those before, of the tempered full
-        distribution and of the one that `sampling` samples from."""
+        """Return for the row (tokens, first) logprobs of tokens[first:] given those before, of the tempered full
+        distribution and of the one that `sampling` samples from. Only the first rank's are used."""
         self._require()
-        return [self._score(tokens, first, sampling) for tokens, first in rows]
-
-    def _score(self, tokens: list[int], first: int, sampling: SamplingParams) -> tuple[list[float], list[float]]:
         with self.executor.control_action():
             self.executor.reset_prefix_cache()  # reused positions come without logits
+        return [self._score(*row, sampling) for row in rows] if self.settings.rank == 0 else []
+
+    def _score(self, tokens: list[int], first: int, sampling: SamplingParams) -> tuple[list[float], list[float]]:
         params = self.api.SamplingParams(
             end_id=NO_END_ID,
             pad_id=self.settings.pad_id,
@@ -275,4 +301,8 @@ class Worker(LocalWorker):
         return full.tolist(), cut.tolist()
 
     def close(self) -> None:
+        if self.line is not None:
+            self.line.leave()
         self.llm.shutdown()
+        if dist.is_initialized():  # some versions leave the group to its destructor, which aborts
+            dist.destroy_process_group()

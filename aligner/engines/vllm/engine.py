@@ -65,7 +65,6 @@ class VllmEngine(Replicated, ChildEngine):
                 dtype = str(options["dtype"]).removeprefix("torch.")
                 raise ConfigError("engine.dtype", dtype, "bfloat16 for linear layers of vLLM on a CPU")
         super().__init__(model, config, device=device, **options)
-        self.tensor_parallel = config.tensor_parallel
 
     def _settings(self, memories: list[Memory]) -> Settings:
         """Return the settings. vLLM wants room for the longest row of `max_seq_len`: that is shorter where its cache

@@ -64,7 +64,7 @@ def forget_fake() -> None:
 
 def make_engine(cfg, decode=None, *, kind=TrtllmEngine, process=False, bucket_bytes=2048, **config):
     options = {k: config.pop(k) for k in list(config) if k in TrtllmConfig.__dataclass_fields__}
-    fields = {k: config.pop(k) for k in ("checksums",) if k in config}
+    fields = {k: config.pop(k) for k in ("checksums", "group") if k in config}
     dtype = config.pop("dtype", torch.float32)
     settings = EngineConfig(name=kind.name, trtllm=TrtllmConfig(**options), **config)
     start = {} if process else {"start": partial(start_thread, kind.worker)}

@@ -121,4 +121,4 @@ def test_the_stand_ins_sources_tell_what_it_has(monkeypatch):
     comparison = torch_api.compare(package=Sources(FAKE, "tensorrt_llm"))
     made = ("tensorrt_llm:SamplingParams",)
     assert not [symbol for symbol in comparison.missing if not symbol.startswith(made)]
-    assert comparison.features["update_hooks"] and comparison.features["balancer"] and comparison.features["finalize"]
+    assert all(comparison.features[name] for name in ("update_hooks", "balancer", "finalize", "ranks"))

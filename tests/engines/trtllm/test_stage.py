@@ -18,10 +18,10 @@ RUN = ["run.steps=3", "refit.verify=checksum", "checkpoint.final=false"]
 RUN += ["logging.samples_shown=32", "run.samples_every=1"]
 
 
-def trtllm(arguments: list[str], crashes: dict[int, str]) -> str:
+def trtllm(arguments: list[str], crashes: dict[int, str] | None = None) -> str:
     """`run_stage` over the fake, whose process ends on the ranks of `crashes` at the call named there; how it ended."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(FAKE), str(ROOT)])
-    os.environ["FAKE_TRTLLM_CRASH"] = crashes.get(dist.get_rank(), "")
+    os.environ["FAKE_TRTLLM_CRASH"] = (crashes or {}).get(dist.get_rank(), "")
     sys.path.insert(0, str(FAKE))
     try:
         run_stage(arguments)
@@ -31,6 +31,10 @@ def trtllm(arguments: list[str], crashes: dict[int, str]) -> str:
         sys.path.remove(str(FAKE))
         forget_fake()
     return ""
+
+
+def samples(run: Path) -> list:
+    return [json.loads(line)["response"] for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +65,42 @@ def test_a_run_equals_that_of_the_native_engine(grpo, monkeypatch, tmp_path):
     # nearer to the current weights than to the previous ones, by nearly the whole step
     assert all(abs(r["refit/sentinel_progress"] - 1) < 1e-2 for r in records[1:])
 
-    def samples(run: Path) -> list:
-        return [json.loads(line)["response"] for line in (run / "samples.jsonl").read_text().splitlines()]
-
     assert samples(actual) == samples(wanted) and stages.same_weights(actual, wanted)
     calls = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
     assert calls.count("LLM") == 1 and calls[-1] == "shutdown"
     updates = [i for i, call in enumerate(calls) if call == "reload" and calls[i - 1] == "modules"]
     assert len(updates) == 3
+
+
+@pytest.fixture
+def on_several(ranks, tiny_data, tiny_runs, tmp_path):
+    def run(name: str, work, world: int, *layout: str) -> Path:
+        overrides = (f"model.init={tiny_runs['sft']}", *RUN, "engine.tensor_parallel=2", *layout)
+        arguments = stages.overrides("grpo", tiny_data, tmp_path / name, *overrides)
+        assert not any(ranks.run(work, world=world, arguments=arguments))
+        return tmp_path / name
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_an_engine_of_two_ranks_equals_the_native_one_of_two(on_several):
+    """Each of the fake's processes computes its share of the native engine."""
+    actual, wanted = on_several("trtllm", trtllm, 2, "engine=trtllm"), on_several("native", run_stage, 2)
+    records = stages.records(actual)
+    assert [r["refit/version"] for r in records] == [0, 1, 2]
+    assert all(r["refit/sentinel_error"] < 1e-5 and r["mismatch/logprob_abs_max"] < 1e-4 for r in records)
+    assert samples(actual) == samples(wanted) and stages.same_weights(actual, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_ranks_that_only_generate_get_their_shares_by_the_plan(on_several):
+    run = on_several("apart", trtllm, 3, "engine=trtllm", "engine.ranks=2", "engine.lag=1", "run.export=false")
+    records = stages.records(run)
+    assert [r["refit/version"] for r in records] == [0, 1, 2]
+    assert all(r["refit/sentinel_error"] < 1e-5 for r in records)
 
 
 @pytest.mark.slow

@@ -226,11 +226,6 @@ def test_versions_that_cannot_serve_are_refused(monkeypatch, version, why):
         make_engine(LLAMA)
 
 
-def test_larger_engines_are_refused_with_what_would_lift_it():
-    with pytest.raises(ConfigError, match=r"engine.tensor_parallel=2.*not implemented here; engine=vllm and"):
-        make_engine(LLAMA, tensor_parallel=2)
-
-
 def test_a_missing_package_names_its_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"aligner\[trtllm\]"):

@@ -1,9 +1,9 @@
 import json
-import os
 from pathlib import Path
-from types import SimpleNamespace
 
+from tensorrt_llm._utils import mpi_disabled
 from tensorrt_llm.calls import note
+from tensorrt_llm.executor.worker import GenerationExecutor
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 
 
@@ -24,8 +24,9 @@ class RequestOutput:
 
 class LLM:
     def __init__(self, model, **kwargs):
-        from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor
-
+        make = kwargs.pop("executor_cls", GenerationExecutor)
+        if mpi_disabled():
+            kwargs["orchestrator_type"] = "ray"
         unknown = set(kwargs) - set(TorchLlmArgs.model_fields)
         if unknown:
             raise ValueError(f"LlmArgs: extra inputs are not permitted: {sorted(unknown)}")
@@ -34,10 +35,20 @@ class LLM:
         files = sorted(p.name for p in Path(model).iterdir())
         if self.args.load_format == "dummy" and files != ["config.json"]:
             raise ValueError(f"a dummy model from {files}")
-        if os.environ.get("TLLM_WORKER_USE_SINGLE_PROCESS") != "1":
-            self._executor = SimpleNamespace()  # a proxy of workers elsewhere
-        else:
-            self._executor = SimpleNamespace(engine=PyExecutor(self.args))
+        self._executor = make.create(
+            None,
+            executor_config=None,
+            batched_logits_processor=None,
+            model_world_size=self.args.tensor_parallel_size,
+            mpi_session=None,
+            reuse_mpi_comm=False,
+            return_logits=False,
+            postproc_worker_config=None,
+            is_llm_executor=True,
+            hf_model_dir=model,
+            tokenizer=None,
+            llm_args=self.args,
+        )
 
     def generate_async(self, inputs, sampling_params=None) -> RequestOutput:
         if not (isinstance(inputs, list) and inputs and all(isinstance(t, int) for t in inputs)):
@@ -52,8 +63,9 @@ class LLM:
         if len(inputs) + params.max_tokens > self.args.max_seq_len:
             raise ValueError(f"prompt and max_tokens exceed max_seq_len {self.args.max_seq_len}")
         request = RequestOutput(self, inputs, params)
-        self._executor.engine.queue.append(request)
+        self._executor.submit(request)
         return request
 
     def shutdown(self) -> None:
         note("shutdown")
+        self._executor.shutdown()

@@ -70,6 +70,7 @@ class TorchLlmArgs:
     enable_sleep: bool = False
     enable_attention_dp: bool = False
     sleep_config: Any = None
+    orchestrator_type: str | None = None
 
     def __post_init__(self) -> None:
         if self.load_format not in ("auto", "dummy"):
@@ -89,5 +90,7 @@ class TorchLlmArgs:
 
 
 TorchLlmArgs.model_fields = {  # type: ignore[attr-defined]
-    f.name: f for f in fields(TorchLlmArgs) if f.name != ("sleep_config" if OLD else "enable_sleep")
+    f.name: f
+    for f in fields(TorchLlmArgs)
+    if f.name not in (("sleep_config", "orchestrator_type") if OLD else ("enable_sleep",))
 }

@@ -1,4 +1,5 @@
-"""Weights in fused modules: half-loaded ones hold NaN, and what is loaded takes effect when it is finalised."""
+"""Weights in fused modules: half-loaded ones hold NaN, and what is loaded takes effect when it is finalised. A rank
+gets whole tensors and holds its share."""
 
 import os
 import re
@@ -19,11 +20,16 @@ def module_of(name: str) -> str:
 class Module:
     """One fused module and the Hugging Face tensors it is made of."""
 
-    def __init__(self, shapes: dict):
-        self.shapes = shapes
+    def __init__(self, shapes: dict, shares: dict):
+        self.shapes, self.shares = shapes, shares
         self.staged: dict | None = None
         self.updates = 0
-        self.whole: dict = {name: torch.randn(shape) for name, shape in shapes.items()}  # a dummy model's values
+        # a dummy model's values
+        self.whole: dict = {name: self.share(name, torch.randn(shape)) for name, shape in shapes.items()}
+
+    def share(self, name: str, tensor):
+        axis, start, stop = self.shares[name]
+        return tensor.narrow(axis, start, stop - start)
 
     def pre_reload_weights(self) -> None:
         self.staged = {}
@@ -33,7 +39,7 @@ class Module:
             raise RuntimeError(f"{name} was loaded without pre_reload_weights")
         if tuple(tensor.shape) != tuple(self.shapes[name]):
             raise RuntimeError(f"The size of tensor {name} must match")
-        self.staged[name] = tensor.clone()
+        self.staged[name] = self.share(name, tensor).clone()
 
     def process_weights_after_loading(self) -> None:
         if self.staged is None:
@@ -42,19 +48,19 @@ class Module:
             return
         self.updates += 1
         missing = torch.full((), float("nan"))
-        self.whole = {n: self.staged.get(n, missing.expand(shape)) for n, shape in self.shapes.items()}
+        self.whole = {n: self.staged.get(n, self.share(n, missing.expand(shape))) for n, shape in self.shapes.items()}
 
     def post_load_weights(self) -> None:
         self.staged = None
 
 
 class Model:
-    def __init__(self, shapes: dict, partial: bool):
+    def __init__(self, shapes: dict, shares: dict, partial: bool):
         self.partial, self.mapped, grouped = partial, True, {}
         for name, shape in shapes.items():
             grouped.setdefault(module_of(name), {})[name] = shape
-        self._modules = {path: Module(own) for path, own in grouped.items()}
-        removed = Module({})
+        self._modules = {path: Module(own, shares) for path, own in grouped.items()}
+        removed = Module({}, shares)
         removed._weights_removed = True
         self._modules["removed"] = removed
         if not partial:
@@ -80,7 +86,7 @@ class Model:
 
     def forget(self) -> None:
         for module in self._modules.values():
-            module.whole = {n: torch.full(shape, float("nan")) for n, shape in module.shapes.items()}
+            module.whole = {n: torch.full_like(t, float("nan")) for n, t in module.whole.items()}
 
     def tensors(self) -> dict:
         if not self.mapped:

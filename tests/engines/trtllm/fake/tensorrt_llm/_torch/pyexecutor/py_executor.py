@@ -1,7 +1,9 @@
-"""Requests, prefixes and control actions."""
+"""Requests, prefixes and control actions. Of several ranks each computes its share, when the first one runs."""
 
 import contextlib
 import os
+import threading
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,11 +14,14 @@ from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.engine import NativeEngine
 from aligner.families.hf_config import config_from_hf
 from aligner.models.params import expected_hf_shapes
+from aligner.models.shards import hf_tensors
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.types import SamplingParams
+from tensorrt_llm._torch.distributed.communicator import ACTION_S, TorchDist
 from tensorrt_llm._torch.moe.fused_moe.moe_load_balancer import MoeLoadBalancer
 from tensorrt_llm._torch.pyexecutor.model import Model
 from tensorrt_llm._torch.pyexecutor.model_loader import ModelLoader
+from tensorrt_llm._utils import mpi_disabled, mpi_rank
 from tensorrt_llm.calls import note
 from tensorrt_llm.llmapi.llm_args import OLD
 
@@ -26,17 +31,42 @@ LATEST: list = []
 class PyExecutor:
     def __init__(self, args):
         self.args, self.queue, self.in_control = args, [], False
+        self.free = threading.Event()  # of control actions
+        self.free.set()
         self.kv_there, self.kv_dirty = True, False
         self.away: set[str] = set()  # tags of released memory
         self.prefixes: dict[tuple, int] = {}  # prompt -> the weights its keys and values are of
         self.cfg = config_from_hf(args.model)
         partial = not os.environ.get("FAKE_TRTLLM_WHOLE")
-        self.model_engine = SimpleNamespace(model=Model(expected_hf_shapes(self.cfg), partial))
+        ranks = args.tensor_parallel_size
+        self.dist = TorchDist(ranks) if mpi_disabled() else None
+        self.shares = {t.name: (t.axis, *t.interval(ranks, mpi_rank())) for t in hf_tensors(self.cfg)}
+        self.model_engine = SimpleNamespace(model=Model(expected_hf_shapes(self.cfg), self.shares, partial))
         self.model_engine.model_loader = ModelLoader(self)
         if os.environ.get("FAKE_TRTLLM_BALANCER"):
             self.model_engine.moe_load_balancer = MoeLoadBalancer(self)
         self._engines: dict[int, NativeEngine] = {}
         LATEST.append(self)
+        self.loop = threading.Thread(target=self._follow, daemon=True)
+        if mpi_rank() > 0:
+            self.loop.start()
+
+    def _follow(self) -> None:
+        """The loop of a rank that is not the first."""
+        try:
+            while (batch := self.dist.broadcast()) is not None:
+                if not self.free.wait(ACTION_S):
+                    raise RuntimeError("requests wait for a control action that this rank does not leave")
+                self._run([SimpleNamespace(prompt_token_ids=prompt, params=params) for prompt, params in batch])
+        except Exception:
+            traceback.print_exc()
+            os.abort()
+
+    def shutdown(self) -> None:
+        if self.dist is not None and self.dist.rank == 0:
+            self.dist.broadcast(None)
+        elif self.dist is not None:
+            self.loop.join()
 
     @contextlib.contextmanager
     def control_action(self) -> Iterator[None]:
@@ -45,10 +75,14 @@ class PyExecutor:
         if self.queue:
             raise RuntimeError("a control action while requests are active")
         self.in_control = True
+        self.free.clear()
         try:
+            if self.dist is not None:
+                self.dist.enter()
             yield
         finally:
             self.in_control = False
+            self.free.set()
 
     def require_control(self, name: str) -> None:
         if not self.in_control:
@@ -61,13 +95,6 @@ class PyExecutor:
 
     def run(self) -> None:
         """All waiting requests of one kind."""
-        note("run", str(len(self.queue)))
-        if self.away - {"kv_cache", "model_weights"}:
-            raise RuntimeError(
-                f"CUDA error: an illegal memory access was encountered: {sorted(self.away)} was released"
-            )
-        if not self.kv_there:
-            raise RuntimeError("CUDA error: the KV cache has been released")
         for request in [r for r in self.queue if r.cancelled]:
             self._cancel(request)
         if not self.queue:
@@ -75,6 +102,18 @@ class PyExecutor:
         key = self._kind(self.queue[0])
         batch = [r for r in self.queue if self._kind(r) == key][: self.args.max_batch_size]
         self.queue = [r for r in self.queue if r not in batch]
+        if self.dist is not None:
+            self.dist.broadcast([(r.prompt_token_ids, r.params) for r in batch])
+        self._run(batch)
+
+    def _run(self, batch: list) -> None:
+        note("run", str(len(batch)))
+        if self.away - {"kv_cache", "model_weights"}:
+            raise RuntimeError(
+                f"CUDA error: an illegal memory access was encountered: {sorted(self.away)} was released"
+            )
+        if not self.kv_there:
+            raise RuntimeError("CUDA error: the KV cache has been released")
         version = self._weights()
         groups: dict[int, list] = {}
         for request in batch:
@@ -82,6 +121,9 @@ class PyExecutor:
             if self.args.kv_cache_config.enable_block_reuse:
                 held = self.prefixes.setdefault(tuple(request.prompt_token_ids), version)
             groups.setdefault(held, []).append(request)
+        if self.dist is not None:
+            numbers = list(self._engines)
+            self.dist.agree(tuple(numbers.index(held) for held in groups), "the weights of their prefixes")
         for held, requests in groups.items():
             self._serve(self._engines[held], requests)
 
@@ -101,9 +143,12 @@ class PyExecutor:
             kv = self.args.kv_cache_config.max_gpu_total_bytes
             config = EngineConfig(kv_cache_bytes=2 * kv, max_batch=self.args.max_batch_size)
             dtype = getattr(torch, self.args.dtype)
-            engine = NativeEngine(self.cfg, config, device="cpu", dtype=dtype, pad_id=0)
+            group = None if self.dist is None else self.dist.group
+            engine = NativeEngine(self.cfg, config, device="cpu", dtype=dtype, pad_id=0, group=group)
             engine.begin_update(0)
-            engine.update_weights(tensors.items())
+            for name, tensor in tensors.items():
+                view = engine.weight_view(name, *self.shares[name][1:])
+                view.copy_(tensor.reshape(view.shape))
             engine.finish_update()
             self._engines[version] = engine
         return version

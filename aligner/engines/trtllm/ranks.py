@@ -1,0 +1,141 @@
+"""One rank of a TensorRT-LLM engine of several, in a process of its own. It meets the others through torch.distributed
+by itself: TensorRT-LLM would start its ranks by MPI or Ray.
+
+  listen           the first rank opens two ports
+  join             all ranks: connections by which a process learns that another one has ended; then the process group
+  executor_class   of an executor of this rank alone, for `LLM(executor_cls=...)`
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from aligner.cluster.handshake import LOOPBACK, seal_objects, shake_hands
+from aligner.engines.child.process import PEER_ENDED
+from aligner.engines.child.worker import Settings
+from aligner.errors import EngineError
+
+CONNECT_S = 120.0  # for all to connect; they have started to import by then
+# while the trainer trains, a rank waits in a collective for the first one's next request
+IDLE = timedelta(days=30)
+_OPEN: list[Any] = []  # of the first rank: the store, and the socket that listens
+
+
+def listen(host: str) -> tuple[int, int]:
+    """Open the ports of the first rank, by which the others join it: of the loopback, or of all interfaces, as a name
+    may have other addresses elsewhere. Returns them."""
+    first, second = (socket.create_server(("" if host != LOOPBACK else host, 0), backlog=128) for _ in range(2))
+    ports = first.getsockname()[1], second.getsockname()[1]
+    wait = timedelta(seconds=CONNECT_S)
+    store = dist.TCPStore(LOOPBACK, ports[0], None, True, wait, False, master_listen_fd=first.detach())
+    _OPEN[:] = store, second
+    return ports
+
+
+class Lifeline:
+    """Connections to other ranks' processes: from the first rank to each. When one of them ends, this process does: it
+    would wait for it in a collective. Its own rank's trainer tells why it ended."""
+
+    def __init__(self, peers: list[socket.socket]):
+        self.peers, self.leaves = peers, False
+        for peer in peers:
+            peer.settimeout(None)
+            Thread(target=self._watch, args=(peer,), daemon=True).start()
+
+    def _watch(self, peer: socket.socket) -> None:
+        goodbye = b""
+        with suppress(OSError):
+            goodbye = peer.recv(1)
+        if not goodbye and not self.leaves:
+            os.write(2, b"the process of another rank of this engine has ended\n")
+            os._exit(PEER_ENDED)
+
+    def leave(self, well: bool = True) -> None:
+        """Leave the others, which stay; if not `well`, they end."""
+        self.leaves = True
+        for peer in self.peers:
+            with suppress(OSError):
+                if well:
+                    peer.sendall(b".")
+                else:
+                    peer.shutdown(socket.SHUT_RDWR)
+
+
+def join(settings: Settings) -> Lifeline:
+    """Join the engine's other ranks. Raises EngineError where they cannot be reached."""
+    assert settings.meeting is not None
+    host, *ports, secret = settings.meeting
+    rank, ranks, wait = settings.rank, settings.tensor_parallel, timedelta(seconds=CONNECT_S)
+    peers: list[socket.socket] = []
+    try:
+        if rank == 0:
+            store, server = _OPEN
+            server.settimeout(CONNECT_S)
+            while len(peers) < ranks - 1:
+                peers.append(server.accept()[0])
+        else:
+            peers.append(socket.create_connection((host, ports[1]), timeout=CONNECT_S))
+            store = dist.TCPStore(host, ports[0], None, False, wait, False)
+        seal_objects(shake_hands(store, rank, ranks, secret, f"{host}:{ports[0]}"))
+    except (OSError, dist.DistError) as error:
+        what = f"{len(peers)} of {ranks - 1} other ranks came to" if rank == 0 else f"rank {rank} did not reach"
+        raise EngineError(
+            f"{what} port {ports[1]} of {host} in {CONNECT_S:g} s ({error}): expected nodes that connect to each "
+            f"other's ports with engine.tensor_parallel={ranks}. Lower it, so that a replica is on one node."
+        ) from error
+    line = Lifeline(peers)
+    store.set_timeout(IDLE)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(settings.device)
+    backend = "cuda:nccl,cpu:gloo" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, world_size=ranks, rank=rank, timeout=IDLE)
+    return line
+
+
+def _gathered(value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _device() -> int:
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0
+
+
+def executor_class() -> type:
+    """Return the class of the executor of one rank, which is in a process group."""
+    from tensorrt_llm._torch.distributed.communicator import TorchDist
+    from tensorrt_llm.executor.worker import GenerationExecutorWorker
+
+    def cluster_info(self: Any) -> list[tuple[str, int]]:
+        """Return each rank's node and device, which otherwise Ray tells."""
+        if self.cluster_info is None:
+            self.cluster_info = _gathered((socket.gethostname(), _device()))
+        return self.cluster_info
+
+    TorchDist._get_cluster_info = cluster_info
+
+    class RankExecutor(GenerationExecutorWorker):
+        @classmethod
+        def create(cls, engine: Any, **arguments: Any) -> Any:
+            kept = ("hf_model_dir", "tokenizer", "llm_args", "is_llm_executor")
+            return cls(engine=engine, **{name: arguments[name] for name in kept})
+
+        def setup_engine(self) -> None:
+            self.global_rank = dist.get_rank()  # without MPI it is 0 on each
+            dist.barrier()
+            super().setup_engine()
+
+        def _get_comm_ranks_device_id(self) -> tuple[list[int], list[int]]:
+            return _gathered(dist.get_rank()), _gathered(_device())
+
+    return RankExecutor
