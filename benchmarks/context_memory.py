@@ -52,9 +52,9 @@ def saved_bytes(cfg: ModelConfig, tokens: int, context: int, mode: str, element:
     return Saved(cfg.num_layers * own * tokens / context * element, cfg.num_layers * gathered * tokens * element)
 
 
-def kept_activations(cfg: ModelConfig, parallel: ParallelConfig, tokens: int) -> int:
-    """Return the bytes that autograd keeps of one row of this rank's pass (each storage once), float32, without the
-    head and the loss. Runs on every rank of the world."""
+def kept_activations(cfg: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str = "float32") -> int:
+    """Return the bytes that autograd keeps of one row of this rank's pass (each storage once), without the head and the
+    loss. Runs on every rank of the world."""
     import torch
 
     from aligner.megatron.groups import build_layout
@@ -64,7 +64,8 @@ def kept_activations(cfg: ModelConfig, parallel: ParallelConfig, tokens: int) ->
     from aligner.types import TrainBatch
 
     source = random_source(cfg, 0)
-    model = ShardedModel(cfg, build_layout(parallel), Head("score"), torch.float32, torch.device("cpu"), source)
+    layout, kind = build_layout(parallel), getattr(torch, dtype)
+    model = ShardedModel(cfg, layout, Head("score"), kind, torch.device("cpu"), source)
     model.module.requires_grad_(True).train()
     row = torch.randint(1, cfg.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
     batch, stream = model._prepare(TrainBatch(row, torch.tensor([tokens]), torch.ones(1, tokens)))
@@ -74,7 +75,7 @@ def kept_activations(cfg: ModelConfig, parallel: ParallelConfig, tokens: int) ->
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
-        if x.is_floating_point() and storage.data_ptr() not in parameters:
+        if (x.is_floating_point() or x.dtype == torch.uint8) and storage.data_ptr() not in parameters:
             kept[storage.data_ptr()] = storage.nbytes()
         return x
 

@@ -28,7 +28,10 @@ CLASSES = {"model": (TRANSFORMER,), "optim": (OPTIMIZER, DDP)}
 # fields that an update here reads. Others are refused: modules of this project, which replace Megatron's attention,
 # MLP, experts and loss, do not ask for them
 READ = {
-    TRANSFORMER: ("deallocate_pipeline_outputs",),
+    TRANSFORMER: (
+        *("fp8", "fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+        "deallocate_pipeline_outputs",
+    ),
     OPTIMIZER: (
         *("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"),
         *("decoupled_weight_decay", "apply_wd_to_qk_layernorm"),

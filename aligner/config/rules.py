@@ -128,6 +128,9 @@ model.passes_beside => parallel.pipeline =1
 model.passes_beside => model.recompute =none
     | with model.attention.kv_shared_layers={model.attention.kv_shared_layers} and
     model.layer_input_size={model.layer_input_size}: what layers pass beside hidden states would get no gradient
+model.megatron.fp8 => model.hidden_size, model.head_dim, model.attention.global_head_dim %ranks.fp8
+model.megatron.fp8 => model.ffn_hidden_size %ranks.fp8_tensor
+model.megatron.fp8 !model.head_dim => model.hidden_size %ranks.fp8_heads | , or head_dim
 model.megatron.deallocate_pipeline_outputs => parallel.pipeline >=2
     | with model.megatron.deallocate_pipeline_outputs, which frees what stages have sent
 ranks.choices => parallel.stage_layers
@@ -326,6 +329,9 @@ FACTS: dict[str, Callable[[RuleContext], Any]] = {  # values derived from severa
     ),
     "ranks.data": lambda s: data_parallel(s.cfg, s.ranks),
     "ranks.rows": lambda s: 8,  # CUDA's product of all experts, in bfloat16, needs rows of multiples of 16 bytes
+    "ranks.fp8": lambda s: s.shape.fp8_step,
+    "ranks.fp8_tensor": lambda s: s.shape.fp8_step * s.cfg.parallel.tensor,
+    "ranks.fp8_heads": lambda s: s.shape.fp8_step * s.shape.num_heads,
     "ranks.tensor_rows": lambda s: 8 * s.cfg.parallel.tensor,
     "ranks.engine_rows": lambda s: 8 * s.cfg.engine.tensor_parallel,
     "batch.samples": lambda s: s.cfg.batch.prompts * s.cfg.batch.group,
@@ -347,6 +353,9 @@ WORDS = {  # the names in messages of numbers that are no keys
     "ranks.data": "the {ranks.data} data-parallel ranks",
     "ranks.begins": "{ranks.begins}",
     "ranks.rows": "8",
+    "ranks.fp8": "{ranks.fp8} with {model.megatron.fp8=}",
+    "ranks.fp8_tensor": "{ranks.fp8} x {parallel.tensor=} with {model.megatron.fp8=}",
+    "ranks.fp8_heads": "{ranks.fp8} x {model.num_heads=} with {model.megatron.fp8=}",
     "ranks.tensor_rows": "8 x {parallel.tensor=}",
     "ranks.engine_rows": "8 x {engine.tensor_parallel=}",
     "batch.samples": "batch.prompts*group={batch.prompts}*{batch.group}={batch.samples}",

@@ -307,9 +307,11 @@ class StageModel(GPTModel):
 
 def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Check that this machine and this model support what the config requests. Raises ConfigError."""
-    reason = TE.lacks or te_kinds(cfg)["attention"]
+    reason, fp8 = TE.lacks or te_kinds(cfg)["attention"], cfg.megatron.get("fp8")
     if cfg.kernels == "te" and reason:
         raise ConfigError("model.kernels", "te", "auto or own", f"TransformerEngine is not used here: {reason}.")
+    if fp8 and (reason := TE.lacks or transformer_engine.lacks_fp8(cfg.megatron["fp8_recipe"])):
+        raise ConfigError("model.megatron.fp8", fp8, "a device with FP8, and TransformerEngine", f"Here: {reason}.")
     varlen.is_used(cfg, dtype, device)
 
 

@@ -238,7 +238,7 @@ class ShardedModel:
             padded=not self.packed,
             context=layout.context,
             rank=layout.pgs.cp.rank(),
-            multiple=layout.tensor if layout.sequence else self._round(int(batch.lengths.sum())),
+            multiple=layout.tensor * self.cfg.fp8_step if layout.sequence else self._round(int(batch.lengths.sum())),
             over_heads=layout.over_heads,
             share=batch.tokens if self.share else None,
             routing=batch.routing,
@@ -247,15 +247,16 @@ class ShardedModel:
         )
         if batch.wanted is not None and layout.is_last_stage:
             packing = without_unread(packing, batch.wanted, self._round)
-            if self._narrows:
-                packing = narrowed(packing, batch.wanted, self._round)
+            less = narrowed(packing, batch.wanted, self._round) if self._narrows else packing
+            if less.final is None or len(less.final.kept) % self.cfg.fp8_step == 0:
+                packing = less
         return packing
 
     def _round(self, count: int) -> int:
         """Return the number of which `count` tokens should be a multiple."""
         # ranks that compute a row together must agree, whatever processors they have
         alone = self.layout.tensor * self.layout.context * self.layout.pipeline == 1
-        return shape_step(count, self.device, self.dtype) if alone else 1
+        return max(shape_step(count, self.device, self.dtype) if alone else 1, self.cfg.fp8_step)  # powers of two
 
     def _rotated(self, packing: Packing, local: bool, times: Times | None) -> Stream:
         angles = packing.positions[:, None].float() * self._frequencies[local]

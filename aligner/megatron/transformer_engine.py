@@ -110,6 +110,15 @@ def unfused(cfg: ModelConfig) -> str:
     return "" if flash or fused else "neither cuDNN nor FlashAttention computes it here"
 
 
+def lacks_fp8(recipe: str) -> str:
+    """Return why the device has no FP8 products by this recipe; "" if it has."""
+    from transformer_engine import pytorch
+
+    names = {"tensorwise": "is_fp8_available", "blockwise": "is_fp8_block_scaling_available"}
+    able, reason = getattr(pytorch, names.get(recipe, "is_mxfp8_available"))(return_reason=True)
+    return "" if able else reason
+
+
 @functools.cache
 def _attention(heads: int, groups: int, widths: tuple[int, int], scale: float | None, kind: str) -> Any:
     """Return TransformerEngine's module, without the sinks that it makes for itself."""

@@ -12,6 +12,7 @@ from aligner.plan.linear import gathered_width, rule_activations
 from aligner.plan.shapes import (
     Grid,
     Kinds,
+    attention_matrices,
     attention_widths,
     entry_widths,
     latent_widths,
@@ -39,6 +40,9 @@ def layer_activations(model: PlannedModel, grid: Grid, kinds: Kinds) -> tuple[fl
     v = max(v, k)  # fused attention pads narrower ones
     own = 2 * (mixers(kinds) + (mlp_width(m, kinds) > 0)) * m.hidden_size / (tp if grid.sequence else 1)
     own += (1 + m.mlp_parts) * mlp_width(m, kinds) / tp
+    if m.fp8_step > 1:  # inputs of linear layers take a byte, but for attention's output, which it keeps itself
+        own -= (mixers(kinds) + (mlp_width(m, kinds) > 0)) * m.hidden_size / (tp if grid.sequence else 1) / 2
+        own -= mlp_width(m, kinds) / tp / 2
     if m.layer_input_size:  # the stream, the gate and its product with the input, what it adds before its norm
         own += (2 * m.hidden_size + 3 * m.layer_input_size) / (tp if grid.sequence else 1)
     if "sparse" in kinds:
@@ -106,6 +110,9 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int) -> list[float]:
         per_token += adapter_widths(m, kinds, grid.tensor) if is_adapted(model) else 0
         sizes[kinds] = per_token * tokens / grid.context + per_gathered * tokens
         sizes[kinds] += _put_together(model, grid, stream.shared, kinds) if stream.shared else 0.0
+        if m.fp8_step > 1:  # and the matrices two, for either direction
+            matrices = attention_matrices(m) + (1 + m.mlp_parts) * m.hidden_size * mlp_width(m, kinds)
+            sizes[kinds] += matrices / grid.tensor
         if "linear" in kinds:  # where others' tokens are gathered, of rows from their beginning
             sizes[kinds] += rule_activations(m, job.package) / grid.tensor * grid.rule_share * tokens / job.element
     return [sizes[kinds] for kinds in layers]

@@ -20,7 +20,11 @@ class Device:
     bandwidth: float  # of its memory
     nvlink: float  # to the other GPUs of its node
     network: float  # to other nodes
+    fp8: tuple[str, ...] = ()  # recipes of FP8 products (`model.megatron.fp8_recipe`)
 
+
+HOPPER = ("tensorwise", "blockwise")
+BLACKWELL = (*HOPPER, "mxfp8")
 
 # Peaks: NVIDIA's data sheets "A100 Tensor Core GPU" (2021), "H100 Tensor Core GPU" (SXM), "H200 Tensor Core GPU", "DGX
 # B200", "GB200 NVL72" and "GB300 NVL72", the last three divided by their GPUs. The sheets' matrix rates are with
@@ -31,11 +35,11 @@ DEVICES = {
     d.name: d
     for d in (
         Device("a100", 312e12, 79 * GIB, 2.039e12, 300e9, 25e9),
-        Device("h100", 989.4e12, 79 * GIB, 3.35e12, 450e9, 50e9),
-        Device("h200", 989.4e12, 139 * GIB, 4.8e12, 450e9, 50e9),
-        Device("b200", 2250e12, 180e9, 8e12, 900e9, 50e9),
-        Device("gb200", 2500e12, 186e9, 8e12, 900e9, 50e9),
-        Device("gb300", 2500e12, 279e9, 8e12, 900e9, 100e9),
+        Device("h100", 989.4e12, 79 * GIB, 3.35e12, 450e9, 50e9, HOPPER),
+        Device("h200", 989.4e12, 139 * GIB, 4.8e12, 450e9, 50e9, HOPPER),
+        Device("b200", 2250e12, 180e9, 8e12, 900e9, 50e9, BLACKWELL),
+        Device("gb200", 2500e12, 186e9, 8e12, 900e9, 50e9, BLACKWELL),
+        Device("gb300", 2500e12, 279e9, 8e12, 900e9, 100e9, BLACKWELL),
     )
 }
 
@@ -106,8 +110,10 @@ class Assumptions(Prices):
     engine_s: float = 0.0
     rollout_s: float = 0.0
     tensor_s: float = 0.0
-    # published runs have, and this project does not: layers' products in FP8, their rate over bfloat16's; and messages
-    # beside products, the share of their time that shows
+    # layers' products in FP8 (`model.megatron.fp8`), with casts: their rate over bfloat16's (published)
+    fp8_products: float = 1.65
+    # published runs have: those of experts too, by which all layers' are faster; and messages beside products, the
+    # share of their time that shows
     fp8: float = 1.0
     exposed: float = 1.0
     usable: float = 0.94  # of the memory, after fragments of the allocator

@@ -10,6 +10,7 @@ from typing import Any
 from aligner.config.derived import node_purposes
 from aligner.config.schema import Config
 from aligner.config.validate_model import validate_on_gpu
+from aligner.errors import ConfigError
 from aligner.families.table import parameters
 from aligner.plan.devices import GIB, Assumptions, Device, find_device
 from aligner.plan.host import engine_host_bytes, host_items
@@ -234,10 +235,19 @@ def shares_text(engines: float, trainer: float) -> str:
 
 
 def predict(job: PlanJob, device: Device, assumed: Assumptions = Assumptions()) -> Prediction:  # noqa: B008 (frozen)
+    check_fp8(job, device)
     machine = Machine(device, assumed, job.gpus_per_node)
     pretrain = pretrain_phase(job, machine) if job.pretrain_steps else PhaseTime()
     times = plan_times(job, device, assumed)
     return Prediction(job, device, plan_memory(job, device, assumed), times, pretrain.seconds, machine)
+
+
+def check_fp8(job: PlanJob, device: Device) -> None:
+    """Check that a device has the FP8 products that the model asks for. Raises ConfigError."""
+    recipe = job.policy.shape.megatron.get("fp8_recipe")
+    if recipe and recipe not in device.fp8:
+        known = ", ".join(device.fp8) or "no value: it has none"
+        raise ConfigError("model.megatron.fp8_recipe", recipe, f"on {device.name} {known}")
 
 
 def _short(count: int) -> str:
@@ -254,6 +264,7 @@ def check(cfg: Config, gpus: int, gpus_per_node: int, kinds: dict[str, str]) -> 
     room = Room(devices[0].memory_bytes, devices[-1].memory_bytes, cuda=True)
     job = job_of(sized(cfg, gpus, room), gpus, gpus_per_node=gpus_per_node)
     validate_on_gpu(cfg, job.policy.shape)
+    check_fp8(job, devices[0])
     sides = (training(job), generating(job)) if len(devices) > 1 else (training(job) + generating(job),)
     for device, phases in zip(devices, sides, strict=True):
         refuse(job, device, most_of(phases, device, Assumptions()))

@@ -188,7 +188,8 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machin
     passes = count * machine.element_wise(m, own, stream, job.element) * (work.forward + 2 * work.backward)
     rules = count * machine.rule(m, tokens * grid.rule_share / grid.tensor, job.package)
     rules *= work.forward + 2 * work.backward
-    return products / machine.assumed.fp8 + attention + passes + rules
+    faster = machine.assumed.fp8_products if m.fp8_step > 1 else machine.assumed.fp8
+    return products / faster + attention + passes + rules
 
 
 def _alike(job: PlanJob, tokens: float) -> Shared | None:

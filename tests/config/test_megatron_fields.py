@@ -66,7 +66,7 @@ REFUSED = {
     "model.megatron.recompute_granularity=full": "expected no value: it follows from model.recompute",
     "model.megatron.hidden_size=2": "expected no value: it follows from model.family",
     "model.megatron.params_dtype=bfloat16": "expected no value: it follows from model.dtype",
-    "model.megatron.hidden_dropout=0.1": "one of the fields that an update here reads: deallocate_pipeline_outputs",
+    "model.megatron.hidden_dropout=0.1": "one of the fields that an update here reads: fp8, fp8_recipe",
 }
 
 

@@ -331,6 +331,24 @@ sft ; optim.megatron.use_precision_aware_optimizer=true ; model.kernels=own
     => optim.megatron.use_precision_aware_optimizer
 ppo ; critic.optim.megatron.use_precision_aware_optimizer=true ; model.kernels=own
     => critic.optim.megatron.use_precision_aware_optimizer
+sft ; model.megatron.fp8=hybrid => model.megatron.fp8_recipe
+sft ; model.megatron={fp8: hybrid, fp8_recipe: delayed} => model.megatron.fp8_recipe
+sft ; model.megatron.fp8_recipe=mxfp8 => model.megatron.fp8
+sft ; model.megatron={fp8: hybrid, fp8_recipe: tensorwise, num_layers_at_start_in_bf16: 1}
+    => model.megatron.first_last_layers_bf16
+sft ; model={megatron: {fp8: hybrid, fp8_recipe: tensorwise}, family: qwen3_moe, moe: {num_experts: 4}}
+    => model.moe.num_experts
+sft ; model=qwen3.5_4b ; model.megatron={fp8: hybrid, fp8_recipe: tensorwise} => model.linear.key_heads
+sft ; model=gemma4_31b ; model.megatron={fp8: hybrid, fp8_recipe: tensorwise} ; model.attention.global_head_dim=24
+    => model.attention.global_head_dim
+sft ; model={megatron: {fp8: hybrid, fp8_recipe: tensorwise}, hidden_size: 72, head_dim: 16} => model.hidden_size
+sft ; model={megatron: {fp8: hybrid, fp8_recipe: tensorwise}, head_dim: 24} => model.head_dim
+sft ; model={megatron: {fp8: hybrid, fp8_recipe: mxfp8}, head_dim: 16} => model.head_dim
+sft ; model={megatron: {fp8: hybrid, fp8_recipe: mxfp8}, hidden_size: 64} => model.hidden_size
+sft@2 ; model={megatron: {fp8: hybrid, fp8_recipe: tensorwise}, ffn_hidden_size: 48} ; parallel.tensor=2
+    => model.ffn_hidden_size
+sft ; model={megatron: {fp8: hybrid, fp8_recipe: tensorwise}, kernels: own} => model.megatron.fp8
+sft ; model={megatron: {fp8: hybrid, fp8_recipe: tensorwise}, dtype: float32} => model.megatron.fp8
 sft ; model.megatron.deallocate_pipeline_outputs=true => parallel.pipeline
 sft ; model.dtype=float32 ; optim.gradient_dtype=bfloat16 => optim.gradient_dtype
 ppo ; model.dtype=float32 ; critic.optim.gradient_dtype=bfloat16 => critic.optim.gradient_dtype

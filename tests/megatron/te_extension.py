@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.megatron import te_fp8
+from tests.megatron.te_fp8 import bgrad_quantize, create_empty_quantized_tensor, dequantize, fp8_transpose, quantize  # noqa: F401 (of the extension)
 from tests.megatron.te_rows import Rule, attend, attend_backward
 
 
@@ -78,9 +80,9 @@ def generic_gemm(A, transA, B, transB, D, quantizer, output_dtype, bias, bias_ty
                  workspace, workspace_size, accumulate, use_split_accumulator, **options):  # fmt: skip
     """`cuBLAS` counts columns first: D = op(B) @ op(A) of rows."""
     assert quantizer is None and not gelu and options.get("comm_overlap") is None
-    a, b = A.reshape(-1, A.shape[-1]), B.reshape(-1, B.shape[-1])
+    a, b = te_fp8.plain(A, transA), te_fp8.plain(B, not transB)
     out = (b.t() if transB else b) @ (a.t() if transA else a)
-    shape = out.shape if transB else (*B.shape[:-1], out.shape[-1])
+    shape = out.shape if transB else (*B.size()[:-1], out.shape[-1])
     out = out.view(shape)
     if bias is not None and not grad:
         out = out + bias

@@ -3,6 +3,7 @@ imports Megatron, in a process that has nothing else to do. `launchers/te_python
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.machinery
 import importlib.util
@@ -61,15 +62,16 @@ def install() -> None:
     extension.__all__ = sorted(names | {name for name in vars(extension) if name[0].islower()})
     spec.loader.exec_module(package)
     _choose_attention()
+    _without_cuda()
 
 
 def _like_a_gpu() -> None:
     """To the package alone: everybody else sees a CPU."""
 
     def to_it(answer: Any, others: Any) -> Any:
-        def told(*args: Any) -> Any:
+        def told(*args: Any, **options: Any) -> Any:
             caller = sys._getframe(1).f_globals.get("__name__", "")
-            return answer if caller.startswith(ASKS) else others(*args)
+            return answer if caller.startswith(ASKS) else others(*args, **options)
 
         return told
 
@@ -79,6 +81,8 @@ def _like_a_gpu() -> None:
     answers = {"is_available": True, "get_device_properties": properties, "is_current_stream_capturing": False}
     for name, answer in answers.items():
         setattr(torch.cuda, name, to_it(answer, getattr(torch.cuda, name)))
+    together = torch.distributed._coalescing_manager  # which gloo lacks
+    torch.distributed._coalescing_manager = to_it(contextlib.nullcontext(), together)
 
 
 def _choose_attention() -> None:
@@ -94,3 +98,11 @@ def _choose_attention() -> None:
     assert source.count(known) == 1
     exec(source.replace(known, "[torch.float16, torch.bfloat16, torch.float32]"), backends.__dict__)
     dot_product_attention.FusedAttention = backends.FusedAttention
+
+
+def _without_cuda() -> None:
+    """What its recomputation asks of CUDA."""
+    from transformer_engine.pytorch import distributed
+
+    distributed._get_cuda_rng_state = lambda *args, **options: torch.get_rng_state()
+    distributed._set_cuda_rng_state = lambda state, *args, **options: torch.set_rng_state(state)

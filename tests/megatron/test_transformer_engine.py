@@ -4,16 +4,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.kernels import te_lacks
 from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.errors import ConfigError
 from aligner.megatron import groups, model, transformer_engine
 from aligner.megatron.chunks import places_of
 from aligner.megatron.model import Head
 from aligner.megatron.optimizer_state import owned
+from aligner.plan.activations import activation_bytes
+from aligner.plan.job import PlanJob, PlannedModel, PlannedRows
+from aligner.plan.shapes import Grid
 from aligner.roles.batching import micro_batches
 from tests.megatron import models, te_stand_in, test_waits
 from tests.needs import lacking
@@ -289,3 +294,114 @@ def test_moments_in_bfloat16(ranks, te_ranks, tmp_path):
     assert models.same(got["wrote"]["after"], got["read"]["after"])
     for name, value in exact["after"].items():
         assert relative(got["wrote"]["after"][name].float(), value, value) < 0.02, name
+
+
+# all sizes are multiples of 32 on two ranks
+EIGHT_BITS = replace(LLAMA, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_hidden_size=128)
+RECIPES = {"tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}}
+FP8_LAYOUTS = {name: LAYOUTS[name] for name in ("alone", "tp2-sequence", "cp2", "tp2-pp2-sequence")}
+
+
+def train_in_fp8(cfg: ModelConfig, **kwargs) -> dict:
+    """On a device that has MXFP8 too."""
+    from transformer_engine.pytorch import quantization
+
+    before, quantization._MXFP8_SUPPORT = quantization.check_mxfp8_support(), (True, "")
+    try:
+        return models.train(cfg, **kwargs)
+    finally:
+        quantization._MXFP8_SUPPORT = before
+
+
+class Rounded(torch.autograd.Function):
+    """A product of numbers with 8 bits, one scale for each matrix; gradients have another format."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        x, weight = (eight_bits(one, torch.float8_e4m3fn) for one in (x, weight))
+        ctx.save_for_backward(x, weight)
+        return torch.nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x, weight), grad = ctx.saved_tensors, eight_bits(grad, torch.float8_e5m2)
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def eight_bits(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    scale = torch.finfo(kind).max / x.abs().amax()
+    return (x * scale).to(kind).float() * (1 / scale)
+
+
+def train_rounded(cfg: ModelConfig, **kwargs) -> dict:
+    """With modules of our own, whose products are rounded."""
+    kinds = ColumnParallelLinear, RowParallelLinear
+    before = [kind.forward for kind in kinds]
+    for kind in kinds:
+        kind.forward = lambda module, x, **options: (Rounded.apply(x, module.weight), None)
+    try:
+        return models.train(replace(cfg, kernels="own"), **kwargs)
+    finally:
+        for kind, forward in zip(kinds, before, strict=True):
+            kind.forward = forward
+
+
+ONE_STEP = {"bc": BASE, "steps": 1, "optim": GENTLE}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_fp8_rounds_inputs_weights_and_gradients_of_each_linear_layer(te_ranks, recompute):
+    cfg = replace(EIGHT_BITS, megatron=RECIPES["tensorwise"])
+    start = te_ranks.run(models.train, cfg=cfg, **(ONE_STEP | {"steps": 0}))[0]["weights"]
+    wanted = te_ranks.run(train_rounded, cfg=cfg, **ONE_STEP)[0]
+    same(te_ranks.run(models.train, cfg=replace(cfg, recompute=recompute), **ONE_STEP)[0], wanted, start, 1e-4)
+    (exact,) = te_ranks.run(models.train, cfg=EIGHT_BITS, **ONE_STEP)[0]["metrics"]
+    assert exact["loss"] != wanted["metrics"][0]["loss"] == pytest.approx(exact["loss"], rel=0.02)
+    ends = replace(cfg, megatron=cfg.megatron | {"first_last_layers_bf16": True})  # which are all layers
+    assert te_ranks.run(models.train, cfg=ends, **ONE_STEP)[0]["metrics"][0]["loss"] == pytest.approx(exact["loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", list(FP8_LAYOUTS)[1:])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8_learns_the_same_on_all_layouts(te_ranks, recipe, layout):
+    """Each rank's tokens become a multiple of 16 or 32, else products refuse them. MXFP8 has scales of 32 numbers;
+    those of a rank's matrix depend on the layout."""
+    world, parallel = FP8_LAYOUTS[layout]
+    cfg = replace(EIGHT_BITS, megatron=RECIPES[recipe])
+    alone = te_ranks.run(train_in_fp8, cfg=cfg, **ONE_STEP)[0]
+    got = te_ranks.run(train_in_fp8, cfg=cfg, world=world, parallel=parallel, **ONE_STEP)[0]
+    for name, value in alone["metrics"][0].items():
+        assert got["metrics"][0][name] == pytest.approx(value, rel=1e-4 if recipe == "mxfp8" else 0.1), name
+    for name, value in alone["weights"].items():
+        assert relative(got["weights"][name], value, value) < (1e-3 if recipe == "mxfp8" else 0.05), name
+
+
+@pytest.mark.slow
+def test_the_plan_counts_what_fp8_keeps(te_ranks):
+    sizes, planned, tokens = {}, {}, 2048
+    for name, own in (("plain", {}), ("fp8", RECIPES["tensorwise"])):
+        cfg = replace(EIGHT_BITS, max_position=tokens, megatron=own)
+        case = {"cfg": cfg, "parallel": ParallelConfig(), "tokens": tokens, "dtype": "bfloat16"}
+        sizes[name] = te_ranks.run("benchmarks.context_memory:kept_activations", **case)[0]
+        rows, scorer = PlannedRows(1, 1, *[tokens / 2, tokens // 2] * 2), PlannedModel("policy", cfg, "score", True)
+        planned[name] = activation_bytes(PlanJob("rm", (scorer,), Grid(), rows, None, micro_rows=1), scorer, 0)
+    less = [each["plain"] - each["fp8"] for each in (sizes, planned)]
+    assert less[0] == pytest.approx(less[1], rel=1e-2) and less[0] > 0
+
+
+def refusals(cases: list[ModelConfig]) -> list[str]:
+    with_errors = []
+    for cfg in cases:
+        with pytest.raises(ConfigError) as error:
+            models.build(cfg)
+        with_errors.append(str(error.value))
+    return with_errors
+
+
+def test_fp8_is_refused_where_there_is_none(ranks, te_ranks):
+    """Without the package, and for MXFP8 on an H100."""
+    cases = [replace(EIGHT_BITS, megatron=RECIPES[name]) for name in ("tensorwise", "mxfp8")]
+    (without,), (hopper,) = ranks.run(refusals, cases=cases), te_ranks.run(refusals, cases=cases[1:])
+    assert all("model.megatron.fp8" in text and "Here: it is not installed" in text for text in without), without
+    assert "model.megatron.fp8='e4m3'" in hopper[0] and "compute capability 10" in hopper[0]

@@ -419,6 +419,20 @@ def test_messages_take_the_slowest_link_on_their_way():
     assert waits.seconds(CollectiveCalls("dp", "all_reduce", 0.0, 1), grid) == 1 + 2  # and two doublings of nodes
 
 
+def test_fp8_is_faster_where_a_device_has_it():
+    plain = ["stage=sft", "model=llama3_8b", "model.dtype=bfloat16", "data.train=x"]
+    exact, rounded, blocks = (
+        job_of(compose([*plain, *own]), 8)
+        for own in ([], *([f"model.megatron={{fp8: hybrid, fp8_recipe: {name}}}"] for name in ("tensorwise", "mxfp8")))
+    )
+    slow, fast = (predict(job, H100).phases["update"].parts["kernels"] for job in (exact, rounded))
+    assert 1.2 * fast < slow < Assumptions().fp8_products * fast
+    predict(blocks, DEVICES["b200"])
+    for job, name in ((blocks, "h100"), (rounded, "a100")):
+        with pytest.raises(ConfigError, match=f"model.megatron.fp8_recipe=.* expected on {name}"):
+            predict(job, DEVICES[name])
+
+
 def test_folded_experts_are_whole_and_send_their_own_tokens():
     model, cut, folded = shape("qwen3_30b_a3b"), Grid(2, 1, 1, 8, 8), Grid(2, 1, 1, 16, 8, folded=True)
     assert rank_parameters(model, cut, 0) == rank_parameters(model, folded, 0)
@@ -431,7 +445,7 @@ def test_folded_experts_are_whole_and_send_their_own_tokens():
 
 
 def test_what_published_runs_have_is_not_assumed_of_this_project():
-    """FP8, messages beside products: each makes an update faster, and no config has it."""
+    """Experts in FP8, messages beside products: each makes an update faster, and no config has it."""
     job = job_of(compose(["stage=grpo", "model=qwen3_30b_a3b", "parallel.tensor=2", "parallel.expert=8"]), 32)
     job = replace(job, grid=replace(job.grid, pipeline=4, data=4))
     own = plan_times(job, H100, Assumptions())["update"].seconds

@@ -152,6 +152,13 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
 !traits.mamba => linear.rule =delta | for model.family={family}
 => num_kv_heads /num_heads
 !head_dim !latent.kv_rank => hidden_size %num_heads | , or head_dim
+megatron.fp8 => megatron.fp8_recipe =tensorwise|blockwise|mxfp8
+    | with model.megatron.fp8: other scales would come from all ranks of the job, at each step
+megatron.fp8_recipe or megatron.first_last_layers_bf16 => megatron.fp8 =e4m3|hybrid | with fields of FP8
+megatron.num_layers_at_start_in_bf16 or megatron.num_layers_at_end_in_bf16 => megatron.first_last_layers_bf16 =true
+    | with numbers of such layers
+megatron.fp8 => moe.num_experts, linear.key_heads =0
+    | with model.megatron.fp8: products of experts and of linear attention are not all TransformerEngine's
 """,
         MOE=[name for name, family in FAMILIES.items() if family.moe],
         GLOBAL=[name for name, family in FAMILIES.items() if family.global_heads],
@@ -226,6 +233,11 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
     def recomputed(self) -> int:
         """The layers of each pipeline stage that are recomputed, the first ones; all if there are fewer."""
         return {"none": 0, "full": self.num_layers}[self.recompute] if self.recompute.isalpha() else int(self.recompute)
+
+    @property
+    def fp8_step(self) -> int:
+        """The number of which FP8 products take multiples of tokens and widths; 1 without."""
+        return (32 if self.megatron["fp8_recipe"] == "mxfp8" else 16) if self.megatron.get("fp8") else 1
 
     @property
     def varlen_on_gpu(self) -> bool:

@@ -60,7 +60,14 @@ def _first(reasons: Mapping[str, object]) -> str:
 
 
 def check_te(model: ModelConfig) -> None:
-    """Check that TransformerEngine, if it is set, computes the model's attention. Raises ConfigError."""
-    reason = te_lacks(model)["attention"] if model.kernels == "te" else ""
-    if reason:
-        raise ConfigError("model.kernels", "te", f"auto or own: no attention of TransformerEngine: {reason}")
+    """Check that TransformerEngine, if it is set, computes the model's attention, and with FP8 its linear layers.
+    Raises ConfigError."""
+    lacks, fp8 = te_lacks(model), model.megatron.get("fp8")
+    if model.kernels == "te" and lacks["attention"]:
+        raise ConfigError(
+            "model.kernels", "te", f"auto or own: no attention of TransformerEngine: {lacks['attention']}"
+        )
+    if fp8 and lacks["linear layers"]:
+        raise ConfigError(
+            "model.megatron.fp8", fp8, f"linear layers of TransformerEngine, not {lacks['linear layers']}"
+        )
