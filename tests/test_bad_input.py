@@ -414,6 +414,13 @@ CASES = {
         2,
         ["optim.megatron.use_distributed_optimizer=True", "it follows from optim.distributed"],
     ),
+    "FP8 without TransformerEngine": (
+        "sft",
+        ["model={megatron: {fp8: hybrid, fp8_recipe: tensorwise}, dtype: bfloat16, head_dim: 16}"],
+        ConfigError,
+        2,
+        ["model.megatron.fp8='hybrid'", "a device with FP8, and TransformerEngine", "it is not installed"],
+    ),
     "TransformerEngine's Adam without it": (
         "sft",
         ["optim.megatron.use_precision_aware_optimizer=true"],
