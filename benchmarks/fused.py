@@ -66,7 +66,7 @@ def _angles(x: Tensor) -> list[Tensor]:
 
 def _experts(x: Tensor, weights: Tensor) -> Tensor:
     order = torch.empty(weights.numel(), dtype=torch.int64, device=x.device)
-    pairs = Pairs(order, order, order[:128], weights.shape[1])
+    pairs = Pairs(order, order // weights.shape[1], order, weights.shape[1])
     return combine(expand(x, pairs), pairs, weights)
 
 

@@ -123,6 +123,7 @@ def nemo_rl(
         recompute=recompute * model.num_layers,
         offload=("gradients", "optimizer", "weights"),
         overlap=("dp", "edp"),
+        pairs=True,
         **changes,
     )
 
@@ -136,7 +137,7 @@ def pretraining(model: ModelConfig, batch: int, length: int, grid: Grid, device:
         rows,
         None,
         gpus_per_node=8 if device == H100 else 72,
-        **{"micro_rows": 1, "overlap": ("dp", "edp", "pp")} | changes,
+        **{"micro_rows": 1, "overlap": ("dp", "edp", "pp"), "pairs": True} | changes,
     )
 
 
@@ -144,7 +145,7 @@ def published() -> list[Published]:
     """Return the runs in the order of their sources."""
     many, few, sixteen = (2048, 64), (512, 32), (512, 16)
     folded, dense = {"folded": True}, {"minibatches": 4}
-    tp, flex = ("tp", "dp", "edp", "pp"), {"node_dispatch": True}
+    tp, flex = ("tp", "dp", "edp", "pp"), {"pairs": False}
     rl = [
         ("DeepSeek-V3, 256", RL6, H100, 134, nemo_rl(DEEPSEEK, few, (109, 701, 1536), Grid(1, 16, 1, 16, 16), 32)),
         ("DeepSeek-V3, 512", RL6, H100, 111, nemo_rl(DEEPSEEK, few, (106, 697, 1536), Grid(1, 16, 1, 32, 32), 32)),

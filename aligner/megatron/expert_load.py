@@ -12,6 +12,7 @@ from aligner.config.sections.model.moe import MoeConfig
 from aligner.megatron.groups import Layout
 from aligner.megatron.moe import ExpertLayer
 from aligner.ops.kernels.experts import balance_loss
+from aligner.ops.reduce import max_over
 from aligner.types import ScalarMetrics, TrainBatch
 
 
@@ -41,15 +42,15 @@ class ExpertLoad:
         if not self.moe.aux_coef:
             return
         layout = self.layout
-        tokens, most = tokens_of(micro_batches, layout), torch.tensor(len(micro_batches))
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=layout.pgs.dp)
+        tokens, count = tokens_of(micro_batches, layout), len(micro_batches)
+        most, least = max_over(torch.tensor([count, -count]), layout.pgs.dp).tolist()
+        whole = self.moe.aux_over == "minibatch"
+        # with one micro-batch on every rank the pass itself sees the whole minibatch
+        together = most == 1 if whole else most == -least and self.moe.aux_over == "running"
         for layer in self.layers:
-            layer.tokens, layer.fractions, layer.peers = tokens, None, layout.pgs.cp
-        if self.moe.aux_over == "minibatch":
-            if int(most) == 1:  # of every rank: the pass itself sees the whole minibatch
-                for layer in self.layers:
-                    layer.peers = layout.pgs.dp_cp
-                return
+            layer.tokens, layer.fractions = tokens, None
+            layer.peers = layout.pgs.dp_cp if together else layout.pgs.cp
+        if whole and most > 1:
             self._count_ahead(run)
 
     def _count_ahead(self, run: Callable[[], object]) -> None:

@@ -40,6 +40,7 @@ class Layout:
     over_heads: bool  # context parallelism by all-to-all over heads, else by all-gather of keys and values
     pgs: ProcessGroupCollection
     peers: dist.ProcessGroup  # the tensor, context and pipeline ranks of one data-parallel rank: they share its rows
+    expert_groups: tuple[dist.ProcessGroup, ...]  # to which tokens go one after the other, as in `dispatch.py`
 
     @property
     def tp_rank(self) -> int:
@@ -95,6 +96,9 @@ def init_distributed(env: RankEnv, backend: str, timeout_s: float, folder: Path 
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         _raise_file_limit()
         timeout = _timeout[0] = datetime.timedelta(seconds=timeout_s)
+        # of GB200 and GB300, nodes of a rack are as close as GPUs of a node
+        rack = not on_cpu and "GB" in torch.cuda.get_device_name(device)
+        ranks_per_node[0] = 1 if rack else env.local_world_size
         store: dist.Store = dist.HashStore()
         if env.world_size > 1:
             assert folder is not None, "ranks that have no secret cannot know each other"
@@ -141,6 +145,7 @@ def leave_distributed() -> None:
 
 
 _timeout: list[datetime.timedelta | None] = [None]  # of the collectives of this start
+ranks_per_node = [1]  # of this rank's
 _session = [Seal(b"")]  # of this start; a single rank has none to talk to
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of the world under ()
 
@@ -194,6 +199,22 @@ def _group_over(grid: torch.Tensor, order: str, axes: Sequence[str]) -> dist.Pro
     return own
 
 
+def _expert_groups(experts: torch.Tensor, ep: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups that tokens go to from a grid of all ranks, "pp expt_dp ep tp": of one rank in each node and
+    then of a node, where experts are on several ranks of several nodes, all alike. Else it is `ep`. Collective."""
+    size, tp = experts.shape[2:]
+    if size == 1:
+        return ()
+    most = torch.tensor([ranks_per_node[0], -ranks_per_node[0]])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    node, least = most.tolist()
+    near = node // tp
+    if node != -least or node % tp or size % max(1, near) or near in (0, 1, size):
+        return (ep,)
+    grid = experts.unflatten(2, (size // near, near))
+    return tuple(_group_over(grid, "pp expt_dp nodes ep tp", [axis]) for axis in ("nodes", "ep"))
+
+
 def build_layout(parallel: ParallelConfig) -> Layout:
     """Create this model's groups over the whole world. Collective: every rank calls it in the same order."""
     world = dist.get_world_size()
@@ -219,7 +240,7 @@ def build_layout(parallel: ParallelConfig) -> Layout:
     embedding = _own_of(first_and_last.reshape(len(first_and_last), -1).T)
     position = _own_of(grid[0].reshape(-1, 1))
     dp_cp, model_parallel = groups_over("dp", "cp"), groups_over("tp", "pp")
-    expert_data = expert_groups_over("expt_dp")
+    expert_data, ep_group = expert_groups_over("expt_dp"), expert_groups_over("ep")
     pgs = ProcessGroupCollection(
         tp=tp_group,
         pp=pp_group,
@@ -231,7 +252,7 @@ def build_layout(parallel: ParallelConfig) -> Layout:
         tp_dp_cp=groups_over("tp", "dp", "cp"),
         embd=embedding,
         pos_embd=position,
-        ep=expert_groups_over("ep"),
+        ep=ep_group,
         expt_tp=tp_group,
         tp_ep=expert_groups_over("ep", "tp"),
         tp_ep_pp=expert_groups_over("pp", "ep", "tp"),
@@ -243,4 +264,5 @@ def build_layout(parallel: ParallelConfig) -> Layout:
     )
     over_heads = parallel.context_mode == "alltoall"
     sizes, peers = tuple(parallel.stage_layers), groups_over("tp", "cp", "pp")
-    return Layout(tp, pp, parallel.virtual_stages, sizes, cp, dp, ep, parallel.sequence, over_heads, pgs, peers)
+    scales = tp, pp, parallel.virtual_stages, sizes, cp, dp, ep
+    return Layout(*scales, parallel.sequence, over_heads, pgs, peers, _expert_groups(experts, ep_group))

@@ -6,10 +6,9 @@ for parameters (`allreduce`, `tensor_model_parallel`, the expert data-parallel g
 optimizers and checkpoints are Megatron's.
 
 Expert parallelism: E experts over the ranks of `pgs.ep`, neighbours among the context- and data-parallel ranks. Every
-rank routes its own tokens. It sends each to the ranks of its experts, with one all-to-all there and one back; no
-token is dropped. Tensor parallelism shards every expert's FFN: the ranks see the same tokens, route them alike, and
-compute addends. Everything between the two collectives of a tensor-parallel layer is then one rank's addend, also the
-gradient of the router.
+rank routes its own tokens. It sends each once to each rank of its experts (`dispatch.py`); no token is dropped. Tensor
+parallelism shards every expert's FFN: the ranks see the same tokens, route them alike, and compute addends. Everything
+between the two collectives of a tensor-parallel layer is then one rank's addend, also the gradient of the router.
 
 Auxiliary loss of a layer (Fedus et al. 2021, arXiv:2101.03961, eq. 4, with the fractions of top-k pairs as in
 Megatron and Qwen): L = coef * E * sum_i f_i P_i, with f_i = pairs of expert i / (k T), held constant, P_i = sum_t
@@ -18,6 +17,8 @@ p_ti / T. The sum over layers is added to the gradient, not to the reported loss
 - "minibatch": all of the optimizer step, on all ranks ("global batch", Qiu et al. 2025, arXiv:2501.11873), so the
   gradient does not depend on micro-batches or ranks. f is counted by a forward pass over the minibatch beforehand, or,
   where every rank has one micro-batch, in the pass itself.
+- "running": f_i is that of the micro-batches so far of the optimizer step, on all data-parallel ranks where they have
+  equally many, else on the rank's context-parallel ranks.
 - "micro_batch": f_i is that of the rank's micro-batch (over its context-parallel ranks), whose loss counts by its share
   of the minibatch's tokens.
 
@@ -26,6 +27,7 @@ A token that stands for several rows (`batch.share_prompts`) counts several time
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +49,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.families.rows import BRANCH_NORMS
 from aligner.megatron import kernels
 from aligner.megatron.attention import GatedMLP
-from aligner.megatron.collectives import all_to_all
+from aligner.megatron.dispatch import exchange_sizes, through
 from aligner.megatron.groups import Layout
 from aligner.megatron.sharing import LayerConfig, SharedLinear, checkpoint_entries, mark_shared, with_fields
 from aligner.ops.kernels.add_loss import add_loss
@@ -57,17 +59,13 @@ from aligner.ops.kernels.experts import (
     add_bias,
     balance_loss,
     clamped_gate,
-    combine,
-    expand,
     grouped_linear,
     rerouted,
     root_softplus,
     route,
     route_by_groups,
-    sort_pairs,
 )
 from aligner.ops.kernels.frozen import held_by
-from aligner.ops.kernels.spread import spread
 from aligner.ops.packing.pack import Times
 
 if TYPE_CHECKING:
@@ -207,7 +205,8 @@ class ExpertLayer(torch.nn.Module):
         for name in (*norms, "post_layernorm") if model.traits.post_norms else norms:
             setattr(self, name, config.norm(config, config.hidden_size, config.layernorm_epsilon))
         self.counting = False  # also in passes without gradient
-        # f of the auxiliary loss; None: of each micro-batch, with those that the ranks of `peers` compute meanwhile
+        # f of the auxiliary loss; None: of each micro-batch or the step so far, with those that the ranks of `peers`
+        # compute meanwhile
         self.fractions: Tensor | None = None
         self.peers = layout.pgs.cp
         self.tokens = 0.0  # T of the minibatch
@@ -238,7 +237,15 @@ class ExpertLayer(torch.nn.Module):
             entering, shared = self.experts_layernorm(hidden)[:, 0], self.shared_layernorm(hidden)
             routed = self.router_layernorm(hidden)[:, 0] * hidden.shape[2] ** -0.5
         x = self._of_all(routed, times)
-        out = self._mix(x, x if entering is None else self._of_all(entering, times), times)
+        y = x if entering is None else self._of_all(entering, times)
+        routing, sizes = self._route(x, times)
+        weights = self._balance(routing, times.count)
+        if self.shared_experts is not None:  # before the host waits
+            shared = self.shared_experts(shared)[0]
+        groups, number, rows = self.layout.expert_groups, self.moe.num_experts, sizes()
+        if groups and self.training and not torch.is_grad_enabled():
+            times.sent[self] = routing.experts, rows
+        out = through(y, weights, routing.experts, number, groups, rows, self._compute)
         if times.real is not None:
             rows = len(hidden) * (self.layout.tensor if sequence else 1)
             out = out.new_zeros(rows, out.shape[1]).index_copy(0, times.real, out)
@@ -248,7 +255,6 @@ class ExpertLayer(torch.nn.Module):
             out = reduce_from_tensor_model_parallel_region(out, group=tp)
         out = (out if self.fc2_latent_proj is None else self.fc2_latent_proj(out))[:, None]
         if self.shared_experts is not None:
-            shared = self.shared_experts(shared)[0]
             if traits.branch_norms:
                 out, shared = self.experts_post_layernorm(out), self.shared_post_layernorm(shared)
             out = out + shared
@@ -262,49 +268,42 @@ class ExpertLayer(torch.nn.Module):
             x = copy_to_tensor_model_parallel_region(x, group=self.layout.pgs.tp)
         return x if times.real is None else kernels.collect(x, times.real)
 
-    def _mix(self, x: Tensor, y: Tensor, times: Times) -> Tensor:
-        """Compute x [n, H], by which the router chooses, and y [n, width], which experts see, of all tokens -> this
-        tensor rank's addend [n, width]."""
+    def _route(self, x: Tensor, times: Times) -> tuple[Routing, Callable[[], list[int]]]:
+        """Route x [n, H] of all tokens -> their routing, and what returns `exchange_sizes`. A layer that is recomputed
+        has the experts of its first pass, as other ranks know their numbers."""
+        replay, learns = times.replay, self._learns()
+        replayed = None if replay is None else ReplayedExperts(replay.experts[self.position], replay.known)
+        experts, rows = times.sent.pop(self, (None, None)) if learns else (None, None)
+        again = experts is not None and ReplayedExperts(experts, torch.ones_like(experts[:, 0], dtype=torch.bool))
+        routing = self._choose(x, times, again or replayed)
+        if replayed is not None and (self.counting or learns):
+            both = torch.stack([replayed.known, replayed.known & rerouted(routing)]).double() @ times.count.double()
+            self.replays = both if self.replays is None else self.replays + both
+        if self.counting or learns:
+            self.routed += routing.experts.numel()
+        if not self.layout.expert_groups:
+            rows = [routing.experts.numel()]
+        if rows is not None:
+            return routing, lambda: rows
+        return routing, exchange_sizes(routing.experts, self.moe.num_experts, self.layout.expert_groups)
+
+    def _choose(self, x: Tensor, times: Times, replayed: ReplayedExperts | None) -> Routing:
         own: list[Tensor | None] = [self.router.weight, self.router.bias, self.router.expert_scale]
         if self.layout.tensor > 1:
             tp = self.layout.pgs.tp
             own = [x if x is None else copy_to_tensor_model_parallel_region(x, group=tp) for x in own]
         router, bias, scale = own
-        replay = times.replay
-        replayed = None if replay is None else ReplayedExperts(replay.experts[self.position], replay.known)
         if not self.model.traits.sigmoid_router:
-            routing = route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias, replayed, scale)
-        else:
-            own = None if self.router.table is None else self.router.table[times.tokens]
-            score = root_softplus if self.model.traits.root_scores else torch.sigmoid
-            routing = route_by_groups(x, router, self.router.expert_bias, self.moe, replayed, score, own)
-        if replayed is not None and (self.counting or self._learns()):
-            both = torch.stack([replayed.known, replayed.known & rerouted(routing)]).double() @ times.count.double()
-            self.replays = both if self.replays is None else self.replays + both
-        pairs = sort_pairs(routing.experts, self.moe.num_experts)
-        weights = self._balance(routing, times.count)
-        return combine(self._compute(expand(y, pairs), pairs.counts), pairs, weights)
+            return route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias, replayed, scale)
+        own = None if self.router.table is None else self.router.table[times.tokens]
+        score = root_softplus if self.model.traits.root_scores else torch.sigmoid
+        return route_by_groups(x, router, self.router.expert_bias, self.moe, replayed, score, own)
 
     def _compute(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Compute x [M, H] by expert, counts int64 [E] -> the output of the experts, on any rank, in that order."""
-        if self.layout.expert == 1:
-            self._count_rows(len(x), counts.sum())
-            return self.experts(x, counts)
-        group, ranks = self.layout.pgs.ep, self.layout.expert
-        counts = counts.view(ranks, -1)
-        theirs = torch.empty_like(counts)  # [from rank, own expert]
-        dist.all_to_all_single(theirs, counts, group=group)
-        self._count_rows(len(x), theirs.sum())
-        # the host must wait here, once in every layer and pass: the exchange needs the numbers of tokens per rank
-        sent, got = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
-        own = torch.arange(counts.shape[1], device=x.device).repeat(ranks)
-        own = own.repeat_interleave(theirs.flatten(), output_size=sum(got))
-        order = own.argsort(stable=True)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=x.device)
-        x = spread(all_to_all(x, sent, got, group), order, inverse)
-        x = spread(self.experts(x, theirs.sum(0)), inverse, order)
-        return all_to_all(x, got, sent, group)
+        """Compute x [M, H] by expert, counts int64 [E / ep]."""
+        if self.counting or self._learns():
+            self.computed = self.computed + counts.sum()
+        return self.experts(x, counts)
 
     @property
     def chooses(self) -> bool:
@@ -313,10 +312,6 @@ class ExpertLayer(torch.nn.Module):
 
     def _learns(self) -> bool:
         return self.training and torch.is_grad_enabled()  # recomputed layers: only the second time
-
-    def _count_rows(self, routed: int, computed: Tensor) -> None:
-        if self.counting or self._learns():
-            self.routed, self.computed = self.routed + routed, self.computed + computed
 
     def _balance(self, routing: Routing, times: Tensor) -> Tensor:
         """Count pairs, and attach the auxiliary loss to the routing weights."""
@@ -330,6 +325,8 @@ class ExpertLayer(torch.nn.Module):
             return routing.weights
         fractions = self.fractions
         if fractions is None:
+            if self.moe.aux_over == "running":
+                chosen = self.pairs.clone()
             if self.peers.size() > 1:
                 dist.all_reduce(chosen, group=self.peers)
             fractions = (chosen / chosen.sum().clamp_min(1)).float()

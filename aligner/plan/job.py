@@ -152,7 +152,7 @@ class PlanJob:
     package: bool = False  # flash-linear-attention computes linear attention
     # not of this project yet: what published runs have, as `Grid.folded`
     overlap: tuple[str, ...] = ()  # axes whose messages run beside products
-    node_dispatch: bool = False  # a token goes once to each node with experts that it chose
+    pairs: bool = False  # a token goes once for each of its experts, not once to each node and rank that has some
     kept: float = 1.0  # share of activations that FP8 or recomputing some of them leaves
 
     @property

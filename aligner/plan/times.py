@@ -149,11 +149,10 @@ class Machine:
         halves = 0.5 if m.traits.single else 1.0
         return self.moved(element * (tokens * own + stream * halves * passes.stream_passes * m.hidden_size))
 
-    def seconds(self, call: CollectiveCalls, grid: Grid, once: bool = False) -> float:
-        """Return the seconds of a call; `once`: see `message_seconds`."""
+    def seconds(self, call: CollectiveCalls, grid: Grid) -> float:
         ranks, stride = axis_size(grid, call.axis), axis_stride(grid, call.axis)
         here = min(ranks, max(1, self.gpus_per_node // stride))
-        return message_seconds(call, ranks, here, self.device, self.assumed, once)
+        return message_seconds(call, ranks, here, self.device, self.assumed)
 
 
 def _communicate(
@@ -161,8 +160,11 @@ def _communicate(
 ) -> None:
     """Add the calls, for a share of whose seconds the rank waits."""
     for call in calls:
+        if call.moe is not None and job.pairs:
+            copies = call.moe.top_k / call.moe.reached(axis_size(job.grid, call.axis))
+            call = replace(call, size=call.size * copies, moe=None)
         waits = machine.assumed.exposed if call.axis in job.overlap else exposed
-        phase.parts[f"{call.axis} communication"] += waits * machine.seconds(call, job.grid, job.node_dispatch)
+        phase.parts[f"{call.axis} communication"] += waits * machine.seconds(call, job.grid)
         phase.wire_bytes[call.axis] += call.wire(axis_size(job.grid, call.axis))
 
 
@@ -302,6 +304,8 @@ def _optimizer_step(job: PlanJob, model: PlannedModel, machine: Machine) -> Phas
     """Return the time of one model's step, with Adam's traffic for each parameter whose state the rank holds."""
     one = PhaseTime()
     _pipeline(one, job, model, machine, *job.micro_batches(), backward=True)
+    if model.shape.moe.aux_coef and model.shape.moe.aux_over == "minibatch" and job.micro_batches()[0] > 1:
+        _pipeline(one, job, model, machine, *job.micro_batches(), backward=False)  # counts the experts' load
     if model is job.policy and job.ptx_rows:
         _pipeline(one, job, model, machine, *job.ptx_micro_batches(), backward=True)
     states = [trained_parameters(model, job.grid, stage) for stage in range(job.grid.pipeline)]

@@ -13,6 +13,7 @@ from itertools import chain
 from math import ceil, log2
 
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.moe import MoeConfig
 from aligner.families.table import end_table, layer_table
 from aligner.plan.adapters import (
     adapter_calls,
@@ -55,7 +56,7 @@ class CollectiveCalls:
     op: str
     size: float
     count: float = 1
-    copies: float = 1  # in an all-to-all: of each number, to ranks that it chooses
+    moe: MoeConfig | None = None  # of an all-to-all of tokens: who chooses the ranks that a token goes to
 
     def wire(self, ranks: int) -> float:
         """Return the bytes that one rank sends."""
@@ -63,21 +64,19 @@ class CollectiveCalls:
         return self.size * {"all_reduce": 2 * share, "broadcast": 1.0, "send": 1.0}.get(self.op, share)
 
 
-def message_seconds(
-    call: CollectiveCalls, ranks: int, here: int, device: Device, prices: Prices, once: bool = False
-) -> float:
+def message_seconds(call: CollectiveCalls, ranks: int, here: int, device: Device, prices: Prices) -> float:
     """Return the seconds of a call over `ranks`, of which `here` are in a node. In a ring as many network adapters of a
-    node work as it has members there; in an all-to-all a rank uses NVLink and its adapter at the same time. `once`: a
-    token's copies go together to each other node. Each doubling of nodes adds a message's latency."""
+    node work as it has members there; in an all-to-all a rank uses NVLink and its adapter at the same time. Tokens go
+    once to each node, and then to its ranks. Each doubling of nodes adds a message's latency."""
     wire, nvlink, network = call.wire(ranks), device.nvlink, device.network
     if here == ranks:
         took = wire / nvlink
     elif call.op == "all_to_all":
-        nodes = ranks / here
-        far = call.size * (1 - 1 / nodes)
-        if once:
-            far *= nodes * (1 - (1 - 1 / nodes) ** call.copies) / call.copies
-        took = max(call.size * (here - 1) / ranks / nvlink, far / network)
+        nodes, near = ranks / here, call.size * (here - 1) / ranks / nvlink
+        took = max(near, call.size * (1 - 1 / nodes) / network)
+        if call.moe is not None:
+            far = call.size * call.moe.reached(nodes) / call.moe.reached(ranks)
+            took = far * (1 - 1 / nodes) / network + near * nodes
     else:
         took = wire / (network if call.op == "send" else min(nvlink, here * network))
     hops = 1 if call.op == "send" else 1 + log2(ranks / here)
@@ -249,9 +248,11 @@ def _linear_context(
 
 
 def _experts(model: PlannedModel, grid: Grid, own: float, element: int) -> CollectiveCalls:
-    m, k = model.shape, model.shape.moe.top_k
-    own /= grid.tensor if grid.folded else 1
-    return CollectiveCalls("ep", "all_to_all", 2 * own * k * m.expert_hidden * element, 2, k)
+    """Return the calls that send each token once to each rank with one of its experts, and one sum back from there.
+    Weights and numbers of its experts go with it, float32."""
+    m, moe = model.shape, model.shape.moe
+    rows = own * moe.reached(grid.expert) / (grid.tensor if grid.folded else 1)
+    return CollectiveCalls("ep", "all_to_all", rows * (2 * m.expert_hidden * element + 8 * moe.top_k), 3, moe)
 
 
 def _sum(layers: Iterable[Iterable[CollectiveCalls]]) -> list[CollectiveCalls]:
@@ -260,7 +261,7 @@ def _sum(layers: Iterable[Iterable[CollectiveCalls]]) -> list[CollectiveCalls]:
     for call in chain.from_iterable(layers):
         by_key.setdefault((call.axis, call.op), []).append(call)
     return [
-        CollectiveCalls(*key, sum(c.size for c in calls), sum(c.count for c in calls), calls[0].copies)
+        CollectiveCalls(*key, sum(c.size for c in calls), sum(c.count for c in calls), calls[0].moe)
         for key, calls in by_key.items()
     ]
 

@@ -116,6 +116,8 @@ class Collectives:
             group = getattr(layout.pgs, axis, None)
             if group is not None and group is not dist.group.WORLD:
                 self.call(group, axis)
+        for group in layout.expert_groups:
+            self.call(group, "ep")
 
     def call(self, group: dist.ProcessGroup, name: str) -> None:
         """Name a group. Every member has its sequence, whether it calls anything or not."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from aligner.config.sections.model.moe import MoeConfig
 from aligner.ops import agree
 from aligner.ops.packing.turns import Turn
 from aligner.rehearse.device import RehearsedDevice, on_device
@@ -48,7 +49,9 @@ def install(device: RehearsedDevice, names: Callable[[Any], None]) -> None:
     _phases(device)
     from aligner.builders import job as job_module
     from aligner.builders import teachers
+    from aligner.megatron import groups
 
+    groups.ranks_per_node[0] = device.pricing.gpus_per_node
     build = job_module.build_layout
 
     def built(parallel: Any) -> Any:
@@ -130,11 +133,16 @@ def route_evenly(device: RehearsedDevice) -> None:
     """Route equal shares of the tokens to experts."""
 
     def even(source: Tensor, inside: dict[str, Any]) -> Tensor:
-        rows, ranks = len(inside["x"]), inside["ranks"]
-        shares = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-        return torch.tensor([shares, shares])
+        experts, ranks, sizes = inside["experts"], 1, []
+        tokens, top_k = experts.shape
+        moe = MoeConfig(inside["num_experts"], top_k)
+        for group in inside["groups"]:
+            ranks *= group.size()
+            rows = round(tokens * moe.reached(ranks))
+            sizes += 2 * [rows // group.size() + (rank < rows % group.size()) for rank in range(group.size())]
+        return torch.tensor([*sizes, tokens * top_k])
 
-    device.answers["megatron/moe.py", "_compute"] = even
+    device.answers["megatron/dispatch.py", "exchange_sizes"] = even
     device.answers["megatron/expert_load.py", "metrics"] = lambda source, inside: torch.ones(source.shape)
 
 

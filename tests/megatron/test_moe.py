@@ -12,12 +12,13 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.megatron import groups
 from aligner.megatron.groups import build_layout
 from aligner.megatron.moe import ExpertLayer
 from aligner.ops.packing.pack import Times
 from aligner.roles.policy import Policy
 from aligner.types import TrainBatch
-from tests.megatron.models import agreed, build, equal_shares, load_and_step, same, save_and_go_on
+from tests.megatron.models import agreed, build, equal_shares, load_and_step, same, save_and_go_on, train
 from tests.tiny import ADAM, DEEPSEEK, GPT_OSS, MIXTRAL, MOE, MORE, SGD, batch, relative
 
 pytestmark = pytest.mark.multirank
@@ -142,6 +143,22 @@ def test_layouts_learn_the_same(ranks, alone, layout, coef):
     check(learned(ranks, world, cfg=cfg, parallel=parallel, optim=SGD, bc=BASE), alone(cfg, SGD), SGD)
 
 
+def on_nodes_of_two(cfg: ModelConfig, **kwargs) -> dict:
+    groups.ranks_per_node[0] = 2
+    assert [group.size() for group in build_layout(kwargs["parallel"]).expert_groups] == [2, 2]
+    return train(cfg, each=equal_shares, **kwargs)
+
+
+@pytest.mark.parametrize("layout", ["ep4", "ep4-cp2-dp2"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_experts_on_several_nodes_learn_the_same(ranks, alone, layout, recompute):
+    """A token goes to nodes first, then to their ranks."""
+    world, parallel = LAYOUTS[layout]
+    job = {"cfg": replace(BALANCED, recompute=recompute), "parallel": parallel, "optim": SGD, "bc": BASE}
+    for got in ranks.run(on_nodes_of_two, world=world, **job):
+        check(got, alone(BALANCED, SGD), SGD)
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("layout", ["ep2-tp2-sequence", "ep2-cp2", "ep2-pp2"])
 def test_biased_experts_learn_the_same(ranks, alone, layout):
@@ -244,9 +261,10 @@ def test_bfloat16_learns_nearly_the_same(ranks, alone, layout):
     assert all(t.dtype == torch.bfloat16 for t in got["weights"].values())
 
 
-def test_the_auxiliary_loss_of_micro_batches(ranks, alone):
+@pytest.mark.parametrize(("over", "layouts"), [("micro_batch", ("ep2-pp2", "cp2")), ("running", ("pp2", "cp2"))])
+def test_the_auxiliary_loss_of_micro_batches(ranks, alone, over, layouts):
     """Of one micro-batch it is that of the minibatch; of several it is not, but layouts that keep them agree."""
-    each = replace(BALANCED, moe=replace(BALANCED.moe, aux_over="micro_batch"))
+    each = replace(BALANCED, moe=replace(BALANCED.moe, aux_over=over))
     whole = BatchConfig(micro_batch_samples=8)
     run = {"optim": SGD, "parallel": ONE}
     check(learned(ranks, 1, cfg=each, bc=whole, **run), alone(BALANCED, SGD), SGD)
@@ -254,9 +272,35 @@ def test_the_auxiliary_loss_of_micro_batches(ranks, alone):
     router = "model.layers.0.mlp.gate.weight"
     change = base[1]["weights"][router] - base[0][router]
     assert relative(alone(BALANCED, SGD)[1]["weights"][router], base[1]["weights"][router], change) > 1e-4
-    for layout in ("ep2-pp2", "cp2"):
+    for layout in layouts:
         world, parallel = LAYOUTS[layout]
         check(learned(ranks, world, cfg=each, optim=SGD, bc=BASE, parallel=parallel), base, SGD)
+
+
+def routers_gradient(cfg: ModelConfig, parts: list[torch.Tensor]) -> dict:
+    """That of the last part's auxiliary loss, where this rank's parts are micro-batches."""
+    model = build(cfg, ONE, SGD)
+    first = next(m for m in model.module.modules() if isinstance(m, ExpertLayer))
+    own = parts[model.layout.dp_rank :: model.layout.data]
+    rows = [TrainBatch(torch.zeros(1, 1), torch.tensor([len(x)]), torch.zeros(1, 0)) for x in own]
+    model.load.begin(rows, lambda: pytest.fail("a forward pass beforehand"))
+    outs = [first(x[:, None], Times.of(torch.ones(len(x))))[0] for x in own]
+    weight = first.router.weight
+    return {"weight": weight.detach(), "grad": torch.autograd.grad(outs[-1].sum() * 0, weight)[0]}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_running_load_is_that_of_the_micro_batches_so_far_on_all_ranks(ranks, world):
+    cfg = replace(MOE, moe=replace(MOE.moe, aux_coef=20.0, aux_over="running"))
+    parts = list(torch.randn(4, 7, MOE.hidden_size, generator=torch.Generator().manual_seed(1)))
+    for rank, got in enumerate(ranks.run(routers_gradient, world=world, cfg=cfg, parts=parts)):
+        weight = got["weight"].clone().requires_grad_()
+        experts = (torch.cat(parts) @ weight.t()).topk(cfg.moe.top_k).indices
+        load = torch.bincount(experts.flatten(), minlength=cfg.moe.num_experts) / experts.numel()
+        last = parts[3 if world == 1 else 2 + rank]
+        mean = (last @ weight.t()).softmax(1).sum(0) / (4 * 7)
+        (20.0 * cfg.moe.num_experts * (load * mean).sum()).backward()
+        assert relative(got["grad"], weight.grad) < 1e-5
 
 
 def test_experts_by_token_id_are_not_balanced(ranks):

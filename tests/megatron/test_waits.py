@@ -29,7 +29,7 @@ pytestmark = pytest.mark.multirank
 MICRO = 2  # rows of a micro-batch
 CPU_ALONE = {("logprobs.py", "of"), ("experts.py", "grouped_linear")}
 NORM, METRICS = ("clip_grads.py", "get_grad_norm_fp32"), ("train.py", "reduce_outputs")
-SENT, LOAD = ("moe.py", "_compute"), ("expert_load.py", "metrics")
+SENT, LOAD = ("moe.py", "forward"), ("expert_load.py", "metrics")
 AUX = replace(MOE, moe=replace(MOE.moe, aux_coef=0.1))
 
 
@@ -137,6 +137,7 @@ def waits(cfg: ModelConfig, layout: dict) -> tuple[dict, dict]:
         (LLAMA, {"pipeline": 2}, 2),
         (MOE, {}, 1),
         (MOE, {"expert": 2}, 2),
+        (replace(MOE, recompute="full"), {"expert": 2}, 2),  # which knows the counts of its first pass
         (AUX, {"tensor": 2, "sequence": True}, 2),  # with padding
     ],
 )

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import islice, pairwise
-from math import inf, log, prod
+from math import comb, inf, log, prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +17,7 @@ from aligner.config.resolve import compose
 from aligner.config.sections.judge import JudgeConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
+from aligner.config.sections.model.moe import MoeConfig
 from aligner.errors import ConfigError
 from aligner.families.hf_config import hf_config
 from aligner.families.table import family_table, parameters
@@ -408,13 +409,15 @@ def test_messages_take_the_slowest_link_on_their_way():
     device = replace(H100, nvlink=1000.0, network=10.0)
     machine = Machine(device, Assumptions(link=1, message_s=0), 8)
     grid = Grid(tensor=2, expert=16, data=16)  # 4 members in a node
-    sent = CollectiveCalls("ep", "all_to_all", 900, 1, 8)
-    assert machine.seconds(sent, grid) == 900 * 3 / 4 / 10
-    together = 4 * (1 - (3 / 4) ** 8)  # nodes that have one of 8 experts
-    assert machine.seconds(sent, grid, once=True) == pytest.approx(900 * together / 8 * 3 / 4 / 10)
+    moe = MoeConfig(64, 8)
+    sent, all_of_it = (CollectiveCalls("ep", "all_to_all", 900, 1, *of) for of in ((moe,), ()))
+    assert machine.seconds(all_of_it, grid) == 900 * 3 / 4 / 10
+    copies = [parts * (1 - comb(64 - 64 // parts, 8) / comb(64, 8)) for parts in (4, 16)]  # to nodes, and to ranks
+    assert [moe.reached(4), moe.reached(16)] == copies
+    assert machine.seconds(sent, grid) == pytest.approx(900 * copies[0] / copies[1] * 3 / 4 / 10 + 900 * 3 / 4 / 1000)
     assert machine.seconds(CollectiveCalls("dp", "all_gather", 900), grid) == pytest.approx(900 * 15 / 16 / (4 * 10))
     assert machine.seconds(CollectiveCalls("tp", "all_gather", 900), grid) == 900 / 2 / 1000
-    assert machine.seconds(CollectiveCalls("ep", "all_to_all", 900, 1, 8), replace(grid, folded=True)) == 900 / 2 / 10
+    assert machine.seconds(all_of_it, replace(grid, folded=True)) == 900 / 2 / 10
     waits = Machine(device, Assumptions(link=1, message_s=1), 8)
     assert waits.seconds(CollectiveCalls("dp", "all_reduce", 0.0, 1), grid) == 1 + 2  # and two doublings of nodes
 
@@ -441,7 +444,7 @@ def test_folded_experts_are_whole_and_send_their_own_tokens():
         pass_calls(grpo(model, grid), PlannedModel("policy", model), 0, 4096, False) for grid in (cut, folded)
     )
     sent = [next(call.size for call in calls if call.axis == "ep") for calls in (first, second)]
-    assert sent[1] == sent[0] / 2
+    assert sent[1] / sent[0] == pytest.approx(model.moe.reached(16) / model.moe.reached(8) / 2)
 
 
 def test_what_published_runs_have_is_not_assumed_of_this_project():
@@ -449,10 +452,10 @@ def test_what_published_runs_have_is_not_assumed_of_this_project():
     job = job_of(compose(["stage=grpo", "model=qwen3_30b_a3b", "parallel.tensor=2", "parallel.expert=8"]), 32)
     job = replace(job, grid=replace(job.grid, pipeline=4, data=4))
     own = plan_times(job, H100, Assumptions())["update"].seconds
-    for name, value in {"overlap": ("tp", "ep", "dp"), "node_dispatch": True}.items():
-        assert getattr(job, name) != value
-        changed = replace(job, **{name: value})
-        assert plan_times(changed, H100, Assumptions(exposed=0.3))["update"].seconds < own, name
+    assert not job.overlap and not job.pairs
+    assert plan_times(replace(job, pairs=True), H100, Assumptions())["update"].seconds > own
+    beside = replace(job, overlap=("tp", "ep", "dp"))
+    assert plan_times(beside, H100, Assumptions(exposed=0.3))["update"].seconds < own
     assert plan_times(job, H100, Assumptions(fp8=1.6, exposed=0.3))["update"].seconds < own
     assert (job.grid.virtual, job.grid.folded, job.policy.gradient, job.kept, Assumptions().fp8) == (
         1,
@@ -465,6 +468,21 @@ def test_what_published_runs_have_is_not_assumed_of_this_project():
     halved = replace(job, kept=0.5, models=(replace(job.policy, gradient=2), *job.models[1:]))
     less = plan_memory(halved, H100, Assumptions()).phases["update"]
     assert less["gradients"] == update["gradients"] / 2 and less["activations"] < 0.6 * update["activations"]
+
+
+def test_counting_the_load_of_a_minibatch_takes_a_forward_pass():
+    job = job_of(compose(["stage=sft", "model=qwen3_30b_a3b", "parallel.expert=8", "batch.sequences=512"]), 8)
+    both, running = (
+        replace(
+            job.policy, shape=replace(job.policy.shape, moe=replace(job.policy.shape.moe, aux_coef=0.1, aux_over=over))
+        )
+        for over in ("minibatch", "running")
+    )
+    update, once, twice = (
+        plan_times(replace(job, models=(model,)), H100, Assumptions())["update"].seconds
+        for model in (job.policy, running, both)
+    )
+    assert once == update and 0.2 < twice / update - 1 < 0.35
 
 
 def test_logits_and_gradients_take_the_time_of_their_bytes():

@@ -140,16 +140,16 @@ class ExpertMlp:
             routing = route_by_groups(y, self.router[index], self.score_bias[index], moe, score=score, own=own)
         if routes is not None:
             routes[:, index] = routing.experts
-        pairs = sort_pairs(routing.experts, moe.num_experts)
+        pairs, counts = sort_pairs(routing.experts, moe.num_experts)
         x = self._normed("experts_layernorm", index, y)
         x = x if self.into is None else F.linear(x, self.into[index])
-        mixed = grouped_linear(expand(x, pairs), self.gate_up[index], pairs.counts)
+        mixed = grouped_linear(expand(x, pairs), self.gate_up[index], counts)
         if self.gate_up_bias is not None:
-            mixed = add_bias(mixed, self.gate_up_bias[index], pairs.counts)
+            mixed = add_bias(mixed, self.gate_up_bias[index], counts)
         mixed = clamped_gate(mixed) if self.traits.clamped_gate else between(mixed, self.traits, self.limit)
-        out = grouped_linear(mixed, self.down[index], pairs.counts)
+        out = grouped_linear(mixed, self.down[index], counts)
         if self.down_bias is not None and self.kit.peers.rank == 0:  # of all ranks' sum
-            out = add_bias(out, self.down_bias[index], pairs.counts)
+            out = add_bias(out, self.down_bias[index], counts)
         out = combine(out, pairs, routing.weights)
         return self._with_shared(index, y, out if self.onto is None else F.linear(out, self.onto[index]))
 

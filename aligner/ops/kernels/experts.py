@@ -107,20 +107,28 @@ def root_softplus(x: Tensor) -> Tensor:
 
 
 class Pairs(NamedTuple):
-    order: Tensor  # int64 [N * k]: pairs by expert, then by token; pair i is of token i // k
-    inverse: Tensor  # int64 [N * k]: where pair i is in `order`
-    counts: Tensor  # int64 [E]: pairs of each expert
+    order: Tensor  # int64 [M]: pairs by expert, then by token
+    tokens: Tensor  # int64 [M]: their tokens; pair i is of token i // k
+    inverse: Tensor  # int64 [N * k]: where pair i is in `order`; M or larger if it is none
     top_k: int
 
 
-def sort_pairs(experts: Tensor, num_experts: int) -> Pairs:
-    """Sort the pairs of experts int64 [N, k] by expert."""
+def order_pairs(experts: Tensor, rows: int | None = None) -> tuple[Pairs, Tensor]:
+    """Sort the pairs of experts int64 [N, k] by expert, and return the experts, sorted. A token may have fewer than k:
+    none is a number behind all experts. The host must know the number of pairs, `rows`; None: N * k."""
     by_expert, order = experts.reshape(-1).sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
+    order = order[:rows]
+    return Pairs(order, order // experts.shape[1], inverse, experts.shape[1]), by_expert
+
+
+def sort_pairs(experts: Tensor, num_experts: int, rows: int | None = None) -> tuple[Pairs, Tensor]:
+    """Sort the pairs of experts int64 [N, k] as `order_pairs`, and return the number of each expert's, int64 [E]."""
+    pairs, by_expert = order_pairs(experts, rows)
     # not by bincount, for which CUDA lets the host wait
-    ends = torch.searchsorted(by_expert, torch.arange(num_experts, device=order.device), right=True)
-    return Pairs(order, inverse, ends.diff(prepend=ends.new_zeros(1)), experts.shape[1])
+    ends = torch.searchsorted(by_expert, torch.arange(num_experts, device=experts.device), right=True)
+    return pairs, ends.diff(prepend=ends.new_zeros(1))
 
 
 def balance_loss(mean_probs: Tensor, fractions: Tensor) -> Tensor:
@@ -131,25 +139,53 @@ def balance_loss(mean_probs: Tensor, fractions: Tensor) -> Tensor:
     return mean_probs.shape[-1] * (fractions * mean_probs).sum(-1)
 
 
+def _by_token(x: Tensor, pairs: Pairs) -> Tensor:
+    """Put x [M, H] of pairs into the order of tokens [N, k, H], with 0 where there is none."""
+    if len(pairs.order) == len(pairs.inverse):
+        x = spread(x, pairs.inverse, pairs.order)
+    else:
+        x = x.new_zeros(len(pairs.inverse), x.shape[1]).index_copy(0, pairs.order, x)
+    return x.view(-1, pairs.top_k, x.shape[1])
+
+
+def _add_up(x: Tensor, pairs: Pairs) -> Tensor:
+    if fused.takes(x):
+        return torch.ops.aligner.sum_pairs(x, pairs.inverse, None, pairs.top_k)
+    return _by_token(x, pairs).sum(1)
+
+
 class _Expand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.top_k = top_k
-        return x.index_select(0, order // top_k)
+    def forward(ctx: Any, x: Tensor, pairs: Pairs) -> Tensor:
+        ctx.pairs = pairs
+        return x.index_select(0, pairs.tokens)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        if fused.takes(grad):
-            return torch.ops.aligner.sum_pairs(grad, *ctx.saved_tensors, None, ctx.top_k), None, None, None
-        grad = grad.index_select(0, ctx.saved_tensors[0])
-        return grad.view(-1, ctx.top_k, grad.shape[1]).sum(1), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _add_up(grad, ctx.pairs), None
 
 
 def expand(x: Tensor, pairs: Pairs) -> Tensor:
-    """Expand x [N, H] -> the token of each pair [N * k, H], by expert. The gradient is a sum of k, in a fixed order."""
-    return _Expand.apply(x, pairs.order, pairs.inverse, pairs.top_k)
+    """Expand x [N, H] -> the token of each pair [M, H], by expert. The gradient is a sum of k, in a fixed order."""
+    return _Expand.apply(x, pairs)
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pairs: Pairs) -> Tensor:
+        ctx.pairs = pairs
+        return _add_up(x, pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.pairs.tokens), None
+
+
+def add_up(x: Tensor, pairs: Pairs) -> Tensor:
+    """Add up x [M, H] of the pairs -> their sum for each token [N, H]."""
+    return _AddUp.apply(x, pairs)
 
 
 class _SumPairs(torch.autograd.Function):
@@ -166,12 +202,10 @@ class _SumPairs(torch.autograd.Function):
 
 
 def combine(x: Tensor, pairs: Pairs, weights: Tensor) -> Tensor:
-    """Combine the experts' output for each pair [N * k, H], by expert -> its weighted sum for each token [N, H]."""
-    n, k = weights.shape
+    """Combine the experts' output for each pair [M, H], by expert -> its weighted sum for each token [N, H]."""
     if fused.takes(x):
         return _SumPairs.apply(x, pairs.inverse, weights.to(x.dtype))
-    x = spread(x, pairs.inverse, pairs.order).view(n, k, x.shape[1])
-    return torch.bmm(weights.to(x.dtype)[:, None], x)[:, 0]
+    return torch.bmm(weights.to(x.dtype)[:, None], _by_token(x, pairs))[:, 0]
 
 
 class _GroupedLinear(torch.autograd.Function):

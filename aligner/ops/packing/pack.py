@@ -10,7 +10,7 @@ Losses never see the stream. `to_rows` puts what was computed for each token bac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ class Times:
     count: Tensor  # float32 [n]
     tokens: Tensor | None = None  # int64 [n], of models that choose experts by them
     replay: RoutingReplay | None = None  # the engine's experts of these tokens, if they are replayed
+    sent: dict = field(default_factory=dict)  # of layers that will be recomputed: experts, and numbers of rows sent
 
     @classmethod
     def of(cls, each: Tensor) -> Times:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import comb
 
 from aligner.config.key import REFUSE, Section, key
 from aligner.config.rule import rules
@@ -38,8 +39,8 @@ class MoeConfig(Section, key="model.moe"):
     aux_coef: float = key(0.0, "Factor of the load-balancing loss.", least=0, resume=REFUSE)
     aux_over: str = key(
         "minibatch",
-        "Tokens whose load aux_coef balances: of a minibatch (an extra forward pass) or a micro-batch.",
-        choices=("minibatch", "micro_batch"),
+        "Tokens whose load aux_coef balances: of a minibatch (an extra forward pass), its micro-batches so far, one.",
+        choices=("minibatch", "running", "micro_batch"),
         resume=REFUSE,
     )
 
@@ -54,6 +55,11 @@ class MoeConfig(Section, key="model.moe"):
     def reachable(self) -> int:
         """Experts of the groups that a token has."""
         return self.of_group * self.top_groups
+
+    def reached(self, parts: float) -> float:
+        """Return how many of so many equal parts of the experts have one of a token's, if all are chosen as often."""
+        others = self.num_experts - int(self.num_experts / parts)
+        return parts * (1 - comb(others, self.top_k) / comb(self.num_experts, self.top_k))
 
     @property
     def dense_first(self) -> bool:

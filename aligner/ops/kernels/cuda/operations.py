@@ -99,7 +99,7 @@ def _join(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, n
 
 
 def _sum_pairs(x: Tensor, index: Tensor, weights: Tensor | None, top_k: int) -> Tensor:
-    out = x.new_empty(len(x) // top_k, x.shape[1])
+    out = x.new_empty(len(index) // top_k, x.shape[1])
     if out.numel() and not x.is_meta:
         from aligner.ops.kernels.cuda import pair_sums
 
@@ -109,7 +109,7 @@ def _sum_pairs(x: Tensor, index: Tensor, weights: Tensor | None, top_k: int) -> 
 
 def _sum_pairs_backward(grad: Tensor, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     d_x, d_weights = x.new_empty(x.shape), weights.new_empty(weights.shape)
-    if x.numel() and not x.is_meta:
+    if weights.numel() and not x.is_meta:
         from aligner.ops.kernels.cuda import pair_sums
 
         pair_sums.gradient(grad.contiguous(), x.contiguous(), index, weights.contiguous(), d_x, d_weights)

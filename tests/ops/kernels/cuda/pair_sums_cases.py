@@ -16,16 +16,21 @@ SHAPES = [(5, 3, 4, 12), (7, 8, 8, 6), (3, 9, 1, 1025), (2, 4, 2, 2880), (0, 4, 
 
 
 def wrong() -> int:
-    from aligner.ops.kernels.experts import combine, expand, sort_pairs  # imports Triton
+    from aligner.ops.kernels.experts import add_up, combine, expand, sort_pairs  # imports Triton
 
     bad, g = 0, torch.Generator().manual_seed(0)
-    for (n, experts, k, width), dtype in itertools.product(SHAPES, (torch.float32, torch.bfloat16)):
+    types = torch.float32, torch.bfloat16
+    for (n, experts, k, width), dtype, fewer in itertools.product(SHAPES, types, (False, True)):
         chosen = torch.rand(n, max(experts, k), generator=g).argsort(1)[:, :k] % experts
-        pairs = sort_pairs(chosen.to(DEVICE), experts)
+        if fewer:
+            chosen[torch.rand(n, k, generator=g) < 0.4] = experts
+        rows = int((chosen < experts).sum())
+        pairs, _ = sort_pairs(chosen.to(DEVICE), experts, rows)
         x = torch.randn(width, n, generator=g).t().to(DEVICE, dtype)
-        outs = torch.randn(n * k, width, generator=g).to(DEVICE, dtype)
+        outs = torch.randn(rows, width, generator=g).to(DEVICE, dtype)
         weights = torch.rand(n, k, generator=g).to(DEVICE, dtype)
         bad += differ(f"expand {[n, k, width]}", lambda x, p=pairs: expand(x, p), lambda x, p=pairs: expand(x, p), x)
+        bad += differ(f"add up {[n, k, width]}", lambda x, p=pairs: add_up(x, p), lambda x, p=pairs: add_up(x, p), outs)
         combined = lambda x, w, p=pairs: combine(x, p, w)  # noqa: E731
         bad += differ(f"combine {[n, k, width]}", combined, combined, outs, weights)
     return bad
