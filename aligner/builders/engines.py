@@ -12,7 +12,7 @@ from aligner.builders.job import POLICY, Job
 from aligner.config.derived import evaluation_functions
 from aligner.config.engines import ENGINES
 from aligner.config.on_demand import imported, on_demand
-from aligner.config.quantization import describe, quantized
+from aligner.config.quantization import describe, emulated, of_package, quantized
 from aligner.config.sections.model.config import ModelConfig
 from aligner.data.dataset import PromptDataset
 from aligner.data.mixture import PromptMixture
@@ -45,7 +45,9 @@ SENTINEL_DECODED = 16  # tokens that engines in a child process generate after e
 
 def _engine(job: Job, model: ModelConfig) -> RolloutEngine:
     engine = _bare_engine(job, model)
-    if quantized(job.cfg):
+    if of_package(job.cfg):
+        job.say(describe(job.cfg, ""))
+    if emulated(job.cfg):
         hashes = job.cfg.refit.verify == "checksum"
         engine, by = on_demand("engine.quantization")(engine, job.cfg.engine.quantization, hashes)
         job.say(describe(job.cfg, by))

@@ -9,7 +9,7 @@ from typing import Any
 
 from aligner.config.derived import evaluation_functions, generates, recorded_steps, undecided
 from aligner.config.engines import ENGINES
-from aligner.config.quantization import quantized
+from aligner.config.quantization import emulated
 from aligner.config.schema import Config
 
 # feature -> module:name, and whether the ranks of a run with this configuration need it
@@ -18,7 +18,7 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "engine.ranks": ("aligner.builders.serving:serve", lambda cfg: cfg.engine.ranks > 0),
     "engine.ranks, between ranks": ("aligner.engines.bridge:Bridge", lambda cfg: cfg.engine.ranks > 0),
     "engine.ranks, to order": ("aligner.engines.native.remote:RemoteEngine", lambda cfg: cfg.engine.ranks > 0),
-    "engine.quantization": ("aligner.engines.quantized:quantized_engine", quantized),
+    "engine.quantization": ("aligner.engines.quantized:quantized_engine", emulated),
     "model.lora.init": ("aligner.builders.adapters:initial_factors", lambda cfg: bool(cfg.model.lora.init)),
     "refit.adapters=factors": ("aligner.refit.factors:FactorExchange", lambda cfg: cfg.refit.adapters == "factors"),
     "eval.generate": ("aligner.builders.engines:make_answer_evaluator", lambda cfg: bool(evaluation_functions(cfg))),

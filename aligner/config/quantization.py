@@ -1,4 +1,4 @@
-"""`engine.quantization`, and the defaults of other keys that depend on it."""
+"""`engine.quantization`, or quantisation by vLLM itself, and the defaults of other keys that depend on it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,22 @@ CORRECTION = "tis_token"  # `mismatch.correction` with a quantised engine, or wi
 TOLERANCE = {"int8": 0.05, "fp8": 0.2}
 
 
-def quantized(cfg: Config) -> bool:
+def emulated(cfg: Config) -> bool:
     return cfg.engine.quantization != "none"
+
+
+def of_package(cfg: Config) -> str:
+    """Return the type to which an engine in a child process quantises the weights that it gets; "" if it does not."""
+    return "" if cfg.engine.child is None else str(cfg.engine.child.args.get("quantization") or "")
+
+
+def matrix_bytes(cfg: Config) -> float:
+    """Return the bytes of a number of the layers' matrices in such an engine; 0: as all others, or not known."""
+    return float("fp8" in of_package(cfg))
+
+
+def quantized(cfg: Config) -> bool:
+    return emulated(cfg) or bool(of_package(cfg))
 
 
 def settle(cfg: Config) -> None:
@@ -32,17 +46,19 @@ def settle(cfg: Config) -> None:
         weighs = (quantized(cfg) or cfg.engine.lag) and not a.ratio_to_engine
         cfg.mismatch.correction = CORRECTION if weighs else "none"
     if quantized(cfg) and not cfg.refit.tolerance:
-        cfg.refit.tolerance = TOLERANCE[cfg.engine.quantization]
+        cfg.refit.tolerance = TOLERANCE.get(cfg.engine.quantization, TOLERANCE["fp8"])
 
 
 def describe(cfg: Config, by: str) -> str:
-    """Return lines for the start of a run; `by`: whose functions quantise."""
+    """Return lines for the start of a run; `by`: whose functions quantise, if it is emulated."""
     kind, correction = cfg.engine.quantization, cfg.mismatch.correction
     text = (
         f"engine.quantization={kind}: emulated, by {by}: rollouts and evaluations come from weights rounded to {kind} "
         "and computed in the engine's dtype, which saves neither memory nor time; training does not. "
-        f"mismatch.correction={correction}, refit.tolerance={cfg.refit.tolerance:g}"
     )
+    if not by:
+        text = f"{cfg.engine.child.KEY}.args.quantization={of_package(cfg)}: the engine quantises the weights it gets. "
+    text += f"mismatch.correction={correction}, refit.tolerance={cfg.refit.tolerance:g}"
     if correction == "none" and not cfg.algorithm.ratio_to_engine:
         text += f"\nwarning: a quantised engine without mismatch.correction; {CORRECTION} is the default (auto) for it"
     return text

@@ -59,6 +59,8 @@ engine.ranks !engine.can.apart => engine.name
     | {able.apart} with {engine.ranks=}: on ranks of their own others are not implemented here
 engine.ranks => engine.quantization =none
     | with {engine.ranks=}: whole tensors are quantised, and those ranks get shards
+engine.section=vllm engine.quantization!=none => engine.vllm.args.quantization =
+    | with {engine.quantization=}, which rounds the same weights
 engine.ranks => debug.record_answers =false | with {engine.ranks=}
 !engine.lag => engine.window =0 | without engine.lag: samples that continue with newer weights began with older ones
 !engine.ranks => engine.lag =0

@@ -10,6 +10,7 @@ from pathlib import Path
 from aligner.config.adapters import shares_weights
 from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update, response_limit
 from aligner.config.engines import empties
+from aligner.config.quantization import matrix_bytes
 from aligner.config.rules import RuleContext
 from aligner.config.schema import Config
 from aligner.config.sections.engine import EngineConfig
@@ -65,6 +66,7 @@ class Engine:
     lag: int = 0  # > 0: they generate while the others train
     window: int = 0  # decode steps after which samples pause; 0: they do not
     pauses: bool = True  # it can have such windows
+    matrix: float = 0.0  # bytes of a number of the layers' matrices, if the engine quantises them; 0: element
     in_flight: bool = False  # not of this project yet: it takes weights while rows run on, and keeps their cache
 
 
@@ -360,6 +362,7 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
         placed=bool(e.ranks) or (e.can.in_place and e.quantization == "none"),
         factors=cfg.refit.adapters == "factors",
         resident=not (e.can.computes_here and cfg.memory.sleep != "never" and empties(cfg)),
+        matrix=matrix_bytes(cfg),
         ranks=e.ranks,
         lag=e.lag,
         window=e.window,

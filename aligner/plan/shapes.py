@@ -396,10 +396,13 @@ def kv_bytes(m: ModelConfig, element: int, tensor: int = 1) -> float:
     return len(m.layers_of("attention")) * width * element
 
 
-def decode_weight_bytes(m: ModelConfig, rows: float, element: int, tensor: int = 1) -> float:
+def decode_weight_bytes(m: ModelConfig, rows: float, element: int, tensor: int = 1, matrix: float = 0.0) -> float:
     """Return the bytes that one of an engine's `tensor` ranks reads in one decode step over `rows` rows. Of E experts,
-    rows that choose evenly touch E (1 - (1 - k/E)^rows). The embedding and the table of inputs are look-ups."""
+    rows that choose evenly touch E (1 - (1 - k/E)^rows). The embedding and the table of inputs are look-ups.
+    `matrix`: see `Engine`."""
     count, moe = rank_parameters(m, Grid(tensor), 0), m.moe
     untouched = count.experts * (1 - moe.top_k / moe.num_experts) ** rows if moe.num_experts else 0.0
     looked_up = (0 if m.tie_embeddings else m.hidden_size) + inputs_width(m)
-    return element * (count.total - untouched - -(-m.vocab_size // tensor) * looked_up)
+    words = -(-m.vocab_size // tensor)
+    head, body = words * m.hidden_size, count.total - untouched - words * (looked_up + m.hidden_size)
+    return element * head + (matrix or element) * body

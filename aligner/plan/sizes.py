@@ -24,9 +24,12 @@ def weight_bytes(count: Count, element: int) -> float:
     return element * (count.dense + count.experts + count.frozen) + wide
 
 
-def engine_bytes(m: ModelConfig, tensor: int, element: int) -> float:
-    """Return the bytes of the weights on one of an engine's `tensor` ranks."""
-    return weight_bytes(rank_parameters(m, Grid(tensor), 0), element)
+def engine_bytes(m: ModelConfig, tensor: int, element: int, matrix: float = 0.0) -> float:
+    """Return the bytes of the weights on one of an engine's `tensor` ranks. `matrix`: see `Engine`."""
+    count = rank_parameters(m, Grid(tensor), 0)
+    ends = (1 if m.tie_embeddings else 2) * -(-m.vocab_size // tensor) * m.hidden_size
+    less = (element - matrix) * (count.total - ends) if matrix else 0.0
+    return weight_bytes(count, element) - less
 
 
 def model_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
@@ -159,7 +162,7 @@ def engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:
     wide = max((each.num_heads + 2 * max(each.num_kv_heads, engine.tensor)) * each.kv_channels for each in heads)
     wide += (1 + m.mlp_parts) * widest_mlp(m) + 2 * engine.tensor * inputs_width(m)
     logits = slots * m.vocab_size
-    weights = engine_bytes(m, engine.tensor, engine.element)
+    weights = engine_bytes(m, engine.tensor, engine.element, engine.matrix)
     weights += kept_bytes(m, job.element, engine.tensor) if engine.factors else 0
     return {"engine weights": weights, "kv cache": cache}, {
         "prefill": engine.element * tokens * (wide + 3 * m.hidden_size) / engine.tensor,

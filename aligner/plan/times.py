@@ -359,7 +359,7 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float) -> 
     passes = 4 if job.package and not m.traits.mamba else assumed.state_passes  # the kernel's states are copied back
     cached = kv_bytes(m, engine.element, tp) * m.num_layers / (m.num_layers - m.attention.kv_shared_layers)
     kept = context * cached + passes * row_bytes(m) / tp
-    moved = decode_weight_bytes(m, rows, engine.element, tp) + rows * kept
+    moved = decode_weight_bytes(m, rows, engine.element, tp, engine.matrix) + rows * kept
     products = head_operations(m, rows) / machine.rate + m.num_layers * machine.layer_products(m, rows)
     products += m.num_layers * (index_operations(m, rows) / machine.rate + machine.attention(m, rows, context))
     busy = max(moved / machine.device.bandwidth / assumed.decode, products / tp)

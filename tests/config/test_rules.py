@@ -170,6 +170,7 @@ grpo ; batch.group=4 ; algorithm.advantage=gdpo ; reward.normalize=true => rewar
 grpo ; refit.adapters=factors => refit.adapters
 grpo ; model.lora.rank=2 ; debug.rollout_only=true ; refit.adapters=factors => refit.adapters
 grpo ; model.lora.rank=2 ; engine.name=trtllm ; refit.adapters=factors => refit.adapters
+grpo ; engine={name: vllm, quantization: fp8, vllm: {args: {quantization: fp8}}} => engine.vllm.args.quantization
 grpo ; model.lora.rank=2 ; engine.quantization=int8 ; refit.adapters=factors => refit.adapters
 grpo ; model.lora.rank=2 ; debug.record_answers=true ; refit.adapters=factors => refit.adapters
 grpo ; model.lora.rank=2 ; engine.sleep_weights=true ; refit.adapters=factors => refit.adapters

@@ -660,6 +660,17 @@ def test_70b_in_one_engine_per_gpu_is_refused_with_the_keys_to_change():
     refuse(fits, H100, plan_memory(fits, H100, Assumptions()))
 
 
+def test_an_engine_that_quantises_holds_and_reads_half_of_its_matrices():
+    model = shape("llama3_8b")
+    cfg = compose(["stage=grpo", "model=llama3_8b", "engine=vllm", "engine.vllm.args.quantization=fp8_per_tensor"])
+    job = job_of(cfg, 8)
+    ends = model.vocab_size * model.hidden_size  # of the embedding, and as many of the output layer
+    layers = parameters(model) - 2 * ends
+    weights = engine_bytes(model, 1, 2, job.engine.matrix)
+    assert weights == pytest.approx(layers + 2 * 2 * ends, rel=1e-3)
+    assert decode_weight_bytes(model, 1, 2, 1, job.engine.matrix) == pytest.approx(layers + 2 * ends, rel=1e-3)
+
+
 def test_the_job_of_a_config():
     ppo = ["stage=ppo", "model=llama3_8b", "reward.model=runs/rm", "batch.prompts=64", "batch.minibatch_samples=32"]
     job = job_of(compose([*ppo, "batch.epochs=2", "parallel.tensor=2"]), 16, prompt_tokens=100)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from aligner.engines.vllm.engine import has_linear_kernel
+from aligner.engines.vllm.engine import VARIABLES, has_linear_kernel
 from aligner.engines.vllm.in_place import InPlaceVllmEngine
 from aligner.engines.vllm.pages import Pages
 from aligner.errors import ConfigError, EngineError
@@ -127,6 +127,22 @@ def test_logprobs_of_linear_layers_after_every_update(name):
         assert apart(out.logprobs, [row[-12:] for row in exact]) < 2 * noise
     with pytest.raises(ConfigError, match=r"engine.kv_cache_bytes"):
         engine.generate([[1, 2]], [[0]], SamplingParams(pages.tokens - 2))
+
+
+def test_logprobs_of_fp8_after_every_update(monkeypatch):
+    """VLLM quantises when it loads: with its layers, and the one function of them that its CPU build lacks."""
+    monkeypatch.setattr(Shared, "lent", None)
+    monkeypatch.setitem(VARIABLES, "FP8_IN_TORCH", "1")
+    engine = make_engine(LLAMA, dtype=torch.bfloat16, args={"quantization": "fp8"})
+    rows = [[*prompt, *range(10, 30)] for prompt in PROMPTS]
+    lengths, tokens = torch.tensor([len(row) for row in rows]), pad_sequence([torch.tensor(row) for row in rows], True)
+    for version in (1, 2):
+        half = reference(LLAMA, version).to(torch.bfloat16)
+        fill(engine, half, version)
+        exact, rounded = of_rows(deepcopy(half).float(), rows), of_rows(half, rows)
+        scores = [row[1:n] for row, n in zip(engine.logprobs(tokens, lengths), lengths, strict=True)]
+        other = of_rows(reference(LLAMA, 3 - version), rows)
+        assert 2 * apart(rounded, exact) < apart(scores, exact) < apart(other, exact) / 6
 
 
 def of_rows(model, rows: list[list[int]]) -> list[torch.Tensor]:
