@@ -65,6 +65,12 @@ class RewardPathError(RewardError):
     transient = False
 
 
+class AlgorithmCodeError(AlignerError):
+    """A user's loss or advantage cannot be imported, or must not be trained with as it is: bad input."""
+
+    exit_code = 2
+
+
 class EnvironmentCodeError(AlignerError):
     """A tool or environment cannot be imported, or describes itself too little for a model to call it: bad input."""
 

@@ -31,7 +31,8 @@ ROLLOUT = Path(__file__).parent / "assets" / "rollout.safetensors"
 PLAIN = ("sft", "rm", "dpo", "dpo_by_rank", "kto", "distill", "distill_top_k", "grpo", "grpo_proxy", "ppo", "critic")
 LOSSES = (  # of tests/invariance_losses.py: a policy loss, an advantage; the losses of pairs
     *("gspo+rloo", "cispo+opo", "sapo+gpg", "gmpo+pass_at_k", "dppo+dr_grpo", "gpg+reinforce_pp_baseline"),
-    *("reinforce+gdpo", "clip_cov+reinforce_pp", "kl_cov+remax", "kl_abs", "ppo+gae", "dpo_others", "dpo_sync"),
+    *("reinforce+gdpo", "clip_cov+reinforce_pp", "kl_cov+remax", "kl_abs", "ppo+gae", "own", "dpo_others"),
+    "dpo_sync",
 )
 STAGES = (*PLAIN, *LOSSES)
 MODEL = ModelConfig(

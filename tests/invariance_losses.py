@@ -32,6 +32,7 @@ POLICY = {
     ),
     "kl_cov+remax": AlgorithmConfig("remax", policy_loss="kl_cov", cov=CovConfig(fraction=0.2)),
     "kl_abs": AlgorithmConfig("grpo", kl=KLConfig(coef=0.5, estimator="abs", placement="loss")),
+    "own": AlgorithmConfig("examples/own_loss.py:over_median", policy_loss="examples/own_loss.py:capped_sequence"),
     "ppo+gae": AlgorithmConfig("gae", whiten=True, dual_clip=3.0),
 }
 # what "dpo" and "dpo_by_rank" leave, added up; and a reference that follows after every second of three steps

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.algorithms.outside import user_advantages
+from aligner.config.key import is_function
 from aligner.config.schema import Config
 from aligner.config.sections.algorithm import WHITENED, AlgorithmConfig
 from aligner.config.sections.rewards import RewardConfig
@@ -22,7 +24,9 @@ def group_advantages(rollout: RolloutBatch, scores: Scores, cfg: Config, ranks: 
     samples of a prompt are compared, of groups without gradient, also after whitening. Needs token_rewards.
     Collective over the data-parallel `ranks`."""
     algorithm, mask = cfg.algorithm, _valid_tokens(rollout)
-    if algorithm.advantage == "reinforce_pp":
+    if is_function(algorithm.advantage):
+        tokens, learns = user_advantages(rollout, mask, algorithm), rollout.valid
+    elif algorithm.advantage == "reinforce_pp":
         tokens, learns = return_to_go(rollout.token_rewards, mask, algorithm.gamma), rollout.valid
     else:
         outcome = rollout.token_rewards.sum(1)

@@ -24,12 +24,22 @@ REPORT = "report"  # taken over, in one line
 IGNORE = "ignore"  # taken over, unmentioned
 
 
+FUNCTION = "module:function, path.py:function"
+
+
+def is_function(value: str) -> bool:
+    """Return whether a key's value is the path of a function (`user_code.load`)."""
+    source, _, name = value.rpartition(":")
+    return bool(source) and name.isidentifier()
+
+
 @dataclass(frozen=True)
 class Facts:
     """Facts of a key, or of a section for all its keys. None and "" mean: as the section around it."""
 
     meaning: str = ""
     choices: tuple[Any, ...] = ()  # of a text, or of each element of a list
+    function: bool = False  # besides the choices, the path of a function
     joined: str = ""  # separator of several choices in one text
     least: float | None = None  # of a number, or of each element of a list
     most: float | None = None
@@ -67,7 +77,7 @@ class Facts:
     def expected(self) -> str:
         """Expected form of a single value."""
         if self.choices:
-            return "one of " + ", ".join(map(str, self.choices))
+            return ", ".join(["one of " + ", ".join(map(str, self.choices)), *["or " + FUNCTION] * self.function])
         if self.auto:
             return f"auto, or an integer {self.range}" if self.range else "auto, true or false"
         return f"a number {self.range}" + (f", or {self.off} for off" if self.off is not None else "")
@@ -89,7 +99,7 @@ class Facts:
 
     def _fits(self, value: Any) -> bool:
         if self.choices:
-            return value in self.choices
+            return value in self.choices or (self.function and is_function(value))
         if self.auto and type(value) is not (int if self.range else bool):  # True is no count
             return value == AUTO
         return value == self.off or all(

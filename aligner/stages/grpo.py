@@ -6,7 +6,6 @@ refit -> generate groups -> score -> logprobs -> group advantages -> epochs x mi
 from __future__ import annotations
 
 from aligner.config.rule import rules
-from aligner.config.sections.algorithm import GROUP_BASELINES, OTHER_BASELINES
 from aligner.config.stage import Stage
 
 if __package__ == "aligner.stages":  # the configuration, which reads only STAGE, must not wait for torch
@@ -16,6 +15,7 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.algorithms.anchor import Anchor
     from aligner.algorithms.first_step import FirstStepChecks
     from aligner.algorithms.losses import policy_loss
+    from aligner.algorithms.outside import check
     from aligner.builders.job import Job
     from aligner.builders.models import make_policy, make_reference, make_reward_model, optimizer_steps
     from aligner.builders.rollouts import find_prompts, make_rollouts
@@ -45,7 +45,7 @@ def other_models(cfg: Config) -> tuple[str, ...]:
     return ("reference",) if cfg.algorithm.kl.coef > 0 else ()
 
 
-RULES = rules("=> algorithm.advantage =$KNOWN | ; gae is for stage ppo", KNOWN=(*GROUP_BASELINES, *OTHER_BASELINES))
+RULES = rules("=> algorithm.advantage !=gae | , which is for stage ppo")
 
 STAGE = Stage(
     reads=("policy",),
@@ -58,6 +58,7 @@ STAGE = Stage(
 
 def main(job: Job) -> None:
     cfg, prompts = job.cfg, find_prompts(job)
+    check(cfg.algorithm)
     reward_model = make_reward_model(job)
     policy = make_policy(job, optimizer_steps(job))
     reference = make_reference(job, policy) if cfg.algorithm.kl.coef else None

@@ -71,6 +71,7 @@ def checks(cfg: Config, env: RankEnv) -> Iterator[Check]:
     yield from _data(cfg)
     yield _tokenizer(cfg)
     yield from _rewards(cfg)
+    yield from _algorithm(cfg)
 
 
 def show(results: list[Check], title: str = "aligner doctor") -> None:
@@ -222,6 +223,15 @@ def _tokenizer(cfg: Config) -> Check:
     if tokenizer.eos_token_id is None:
         return Check("tokenizer", FAIL, f"{folder}: has no EOS token")
     return Check("tokenizer", OK, f"{folder}, {len(tokenizer)} tokens, EOS {tokenizer.eos_token!r}")
+
+
+def _algorithm(cfg: Config) -> Iterator[Check]:
+    from aligner.algorithms.outside import check
+
+    try:
+        yield from (Check("algorithm", OK, note) for note in check(cfg.algorithm))
+    except AlignerError as error:
+        yield Check("algorithm", FAIL, str(error))
 
 
 def _rewards(cfg: Config) -> Iterator[Check]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from aligner.config.key import REPORT, Section, key, section
 from aligner.config.rule import rules
@@ -110,13 +111,22 @@ class RewardLossConfig(Section, key="algorithm.reward_loss"):
 @dataclass
 class AlgorithmConfig(Section, key="algorithm"):
     advantage: str = key(
-        "grpo", "Estimator of advantages. gae: for stage ppo only.", choices=("gae", *GROUP_BASELINES, *OTHER_BASELINES)
+        "grpo",
+        "Estimator of advantages, or a function of yours. gae: for stage ppo only.",
+        choices=("gae", *GROUP_BASELINES, *OTHER_BASELINES),
+        function=True,
     )
     group_eps: float = key(
         1e-6, "Constant added to the group's std (grpo, gdpo, pass_at_k). TRL: 1e-4, OpenRLHF: 1e-9.", least=0
     )
     pass_at_k_std: bool = key(False, "Divide by the group's std (pass_at_k).")
-    policy_loss: str = key("ppo", "Loss of the policy (docs/reference/algorithms.md).", choices=POLICY_LOSSES)
+    policy_loss: str = key(
+        "ppo",
+        "Loss of the policy (docs/reference/algorithms.md), or a function of yours.",
+        choices=POLICY_LOSSES,
+        function=True,
+    )
+    args: dict[str, Any] = key({}, "Arguments of functions of yours by name.")
     old_logprobs: str = key(
         "auto",
         "Logprobs to which the ratio compares. auto: those of the policy before the step, from the update's own "
