@@ -30,7 +30,7 @@ CLASSES = {"model": (TRANSFORMER,), "optim": (OPTIMIZER, DDP)}
 READ = {
     TRANSFORMER: (
         *("fp8", "fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-        "deallocate_pipeline_outputs",
+        *("recompute_modules", "deallocate_pipeline_outputs"),
     ),
     OPTIMIZER: (
         *("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"),
@@ -80,6 +80,7 @@ DECIDED = {
     "an update, which always does so": "overlap_grad_reduce",
 }
 DTYPES = ("float32", "bfloat16")
+MODULES = ("mlp", "moe")  # that layers here recompute by themselves
 # types as they are written there; others are a few texts
 TYPES = {
     "bool": ((bool,), "true or false"),
@@ -132,6 +133,9 @@ def _check_value(key: str, value: Any, annotation: str) -> None:
     plain = re.sub(r"^Optional\[(.*)\]$", r"\1", annotation)
     choices = DTYPES if plain == "torch.dtype" else re.findall(r"'(\w+)'", plain)
     types, expected = TYPES.get(plain, ((), "one of " + ", ".join(choices)))
-    fits = value in choices if choices else type(value) in types and value >= 0
+    if plain == "List[str]":
+        fits, expected = isinstance(value, list) and all(one in MODULES for one in value), "a list of mlp, moe"
+    else:
+        fits = value in choices if choices else type(value) in types and value >= 0
     if not fits and not (value is None and plain != annotation):
         raise ConfigError(key, value, expected)

@@ -414,7 +414,7 @@ def attach(model: GPTModel, cfg: ModelConfig, layout: Layout, head: Head, seed: 
         if not site.base.experts:
             undo.append(module.register_forward_hook(_hook).remove)
         adapted[site.base.canonical] = adapters
-    if layout.is_first_stage and (layout.pipeline > 1 or cfg.recomputed):
+    if layout.is_first_stage and (layout.pipeline > 1 or cfg.recomputed or cfg.recomputed_modules):
         undo.append(model.embedding.register_forward_hook(_ask_for_gradient).remove)
     device = next(p.device for p in model.parameters() if not p.is_meta)
     return AdaptedModel(adapted, layout, device, seed if cfg.lora.dropout else None, undo)

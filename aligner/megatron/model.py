@@ -156,7 +156,7 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype, dev
         # One rule for the scale of a loss: micro-batches and data-parallel ranks ADD. Losses arrive divided by the
         # denominator of their whole minibatch; with this flag neither schedules nor DDP rescale them (see train.py).
         calculate_per_token_loss=True,
-        recompute_granularity="full" if cfg.recomputed else None,
+        recompute_granularity="full" if cfg.recomputed else "selective" if cfg.recomputed_modules else None,
         recompute_method="block" if cfg.recomputed else None,
         recompute_num_layers=cfg.recomputed or None,
         **cfg.megatron,

@@ -78,6 +78,10 @@ GATES = {"silu": kernels.swiglu, "gelu_pytorch_tanh": kernels.geglu, "relu2": ke
 class StreamLayer(TransformerLayer):
     """A layer that passes its MLP how often each token of the stream counts (`packed_seq_params.times`)."""
 
+    def __init__(self, config: LayerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.recompute_mlp = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+
     def _forward_mlp(self, hidden_states, inference_context=None, padding_mask=None, packed_seq_params=None):
         return super()._forward_mlp(hidden_states, inference_context, packed_seq_params.times, packed_seq_params)
 

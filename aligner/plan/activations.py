@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aligner.config.sections.model.config import ModelConfig
 from aligner.plan.adapters import adapter_widths, is_adapted
 from aligner.plan.job import PlanJob, PlannedModel
 from aligner.plan.linear import gathered_width, rule_activations
@@ -19,10 +20,21 @@ from aligner.plan.shapes import (
     mixers,
     mlp_width,
     recomputed,
+    recomputes_mlp,
     stage_layers,
     widest_mlp,
 )
 from aligner.plan.shared import Shared, shared
+
+
+def mlp_activations(m: ModelConfig, grid: Grid, kinds: Kinds) -> float:
+    """Return what one layer keeps of an own token between input and output of its MLP or experts. Inputs of FP8 linear
+    layers take a byte."""
+    own = (1 + m.mlp_parts - (m.fp8_step > 1) / 2) * mlp_width(m, kinds) / grid.tensor
+    if "sparse" in kinds:
+        own += m.hidden_size + m.moe.latent_size + m.moe.top_k * 2 * m.expert_hidden
+        own += m.traits.branch_norms * m.hidden_size * (1 + 4 / (grid.tensor if grid.sequence else 1))
+    return own
 
 
 def layer_activations(model: PlannedModel, grid: Grid, kinds: Kinds) -> tuple[float, float]:
@@ -38,16 +50,11 @@ def layer_activations(model: PlannedModel, grid: Grid, kinds: Kinds) -> tuple[fl
     m, tp, linear = model.shape, grid.tensor, model.shape.linear
     a, k, v, _ = attention_widths(m, kinds)
     v = max(v, k)  # fused attention pads narrower ones
-    own = 2 * (mixers(kinds) + (mlp_width(m, kinds) > 0)) * m.hidden_size / (tp if grid.sequence else 1)
-    own += (1 + m.mlp_parts) * mlp_width(m, kinds) / tp
-    if m.fp8_step > 1:  # inputs of linear layers take a byte, but for attention's output, which it keeps itself
-        own -= (mixers(kinds) + (mlp_width(m, kinds) > 0)) * m.hidden_size / (tp if grid.sequence else 1) / 2
-        own -= mlp_width(m, kinds) / tp / 2
+    norms = (mixers(kinds) + (mlp_width(m, kinds) > 0)) * m.hidden_size / (tp if grid.sequence else 1)
+    own = norms * (1.5 if m.fp8_step > 1 else 2)
+    own += 0 if recomputes_mlp(m, kinds) else mlp_activations(m, grid, kinds)
     if m.layer_input_size:  # the stream, the gate and its product with the input, what it adds before its norm
         own += (2 * m.hidden_size + 3 * m.layer_input_size) / (tp if grid.sequence else 1)
-    if "sparse" in kinds:
-        own += m.hidden_size + m.moe.latent_size + m.moe.top_k * 2 * m.expert_hidden
-        own += m.traits.branch_norms * m.hidden_size * (1 + 4 / (tp if grid.sequence else 1))
     if "linear" in kinds:
         own += (linear.key_heads * linear.width + 2 * linear.value_heads * linear.value_head_dim) / tp
         return own, gathered_width(m) / tp if grid.context > 1 and not grid.over_heads else 0.0
@@ -151,4 +158,6 @@ def backward_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     each += (grid.pipeline > 1) * streams * m.hidden_size / (grid.tensor if grid.sequence else 1)
     sizes = zip(_layers(job, model, stage), recomputed(m, grid, stage, job.recompute), strict=True)
     again = max((size for size, twice in sizes if twice), default=0)
+    again_alone = [kinds for kinds in stage_layers(m, grid, stage) if recomputes_mlp(m, kinds)]
+    each += max((mlp_activations(m, grid, kinds) for kinds in set(again_alone)), default=0)
     return job.element * (each * tokens / grid.context + again)

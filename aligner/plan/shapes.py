@@ -137,6 +137,11 @@ def recomputed(m: ModelConfig, grid: Grid, rank: int, layers: int) -> list[bool]
     return [i < layers for stage in m.stages(grid)[rank :: grid.pipeline] for i in range(len(stage))]
 
 
+def recomputes_mlp(m: ModelConfig, kinds: Kinds) -> bool:
+    """Return whether backward computes the MLP, or experts, of a layer again, and nothing else of it."""
+    return ("moe" if "sparse" in kinds else "mlp") in m.recomputed_modules
+
+
 def mixers(kinds: Kinds) -> int:
     """Return whether a layer has attention, of either sort: 1 or 0."""
     return int("attention" in kinds or "linear" in kinds)
@@ -248,6 +253,15 @@ def _mean_mlp(m: ModelConfig) -> float:
     or those beside experts, and those of the layer's input; the mean over layers."""
     experts = m.share("sparse") * (router_matrix(m) + shared_matrices(m) + expert_latents(m))
     return experts + (1 + m.mlp_parts) * m.hidden_size * m.mean_ffn + input_matrices(m)
+
+
+def recomputed_share(m: ModelConfig) -> float:
+    """Return the share of the layers' products that MLPs and experts compute again by themselves."""
+    each = (1 + m.mlp_parts) * m.moe.top_k * m.expert_hidden * m.expert_ffn
+    experts = m.share("sparse") * (router_matrix(m) + shared_matrices(m) + expert_latents(m) + each)
+    dense = (1 + m.mlp_parts) * m.hidden_size * m.mean_ffn
+    again = dense * ("mlp" in m.recomputed_modules) + experts * ("moe" in m.recomputed_modules)
+    return again / (attention_matrices(m) + dense + experts)
 
 
 def layer_norms(m: ModelConfig, kinds: Kinds = ("attention",)) -> int:

@@ -58,13 +58,14 @@ def sweep(
         fastest = [_interleaved(job, turns, device) for job in jobs]
         return sorted(fastest, key=lambda p: p.step_s)[:1]
 
+    keeps = shape.passes_beside or shape.recomputed_modules  # then whole layers are not recomputed
     for parallel in candidates(shape, gpus, gpus_per_node):
         one = replace(cfg, parallel=parallel, model=shape)  # a critic has its policy's layout
         if not _is_valid(one, gpus):
             continue
-        least = fitting(one, "none" if shape.passes_beside else "full")  # which cannot be recomputed
+        least = fitting(one, "none" if keeps else "full")
         predictions += least
-        if least and not shape.passes_beside:
+        if least and not keeps:
             most = -(-shape.num_layers // parallel.pipeline)
 
             def fits(layers: int) -> bool:

@@ -39,6 +39,7 @@ from aligner.plan.shapes import (
     layer_operations,
     mlp_width,
     recomputed,
+    recomputed_share,
     stream_matrices,
 )
 from aligner.plan.shared import Shared, shared
@@ -214,7 +215,7 @@ def micro_batch_seconds(
     are added to those before."""
     grid, m, read, frozen = job.grid, model.shape, reads(job, model, tokens), is_adapted(model)
     again = recomputed(m, grid, stage, job.recompute)
-    work = Work(1 + sum(again) / len(again), 1, frozen) if backward else Work()
+    work = Work(1 + sum(again) / len(again) + recomputed_share(m), 1, frozen) if backward else Work()
     total = _layers(job, model, stage, tokens, machine, work)
     if frozen:
         own, kept = tokens / grid.context, read.kept / grid.context

@@ -41,6 +41,7 @@ from aligner.plan.shapes import (
     mixers,
     rank_parameters,
     recomputed,
+    recomputes_mlp,
     router_matrix,
     stage_layers,
 )
@@ -278,7 +279,8 @@ def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, bac
         kept[-1] = read.kept
     each = list(zip(kept, layers, strict=True))
     again = [x for x, twice in zip(each, recomputed(m, grid, stage, job.recompute), strict=True) if backward and twice]
-    calls = _sum(layer_forward(model, grid, tokens, k, e, kinds) for k, kinds in each + again)
+    alone = [(k, tuple({*kinds} - {"attention", "linear"})) for k, kinds in each if recomputes_mlp(m, kinds)] * backward
+    calls = _sum(layer_forward(model, grid, tokens, k, e, kinds) for k, kinds in each + again + alone)
     if backward and is_adapted(model):
         free = needs_no_input_gradient(grid, stage, job.recompute)
         calls += _sum(

@@ -50,6 +50,8 @@ REFUSED = {
     "model.megatron.deallocate_pipelines_output=true": "Did you mean `model.megatron.deallocate_pipeline_outputs`",
     "optim.megatron.bucket_sizes=1": "Did you mean `optim.megatron.bucket_size`",
     "optim.megatron.recompute_modules=[mlp]": "unknown config key `optim.megatron.recompute_modules`",
+    "model.megatron.recompute_modules=mlp": "recompute_modules='mlp': expected a list of mlp, moe",
+    "model.megatron.recompute_modules=[core_attn]": "recompute_modules=['core_attn']: expected a list of mlp, moe",
     "optim.megatron.bucket_size=much": "bucket_size='much': expected an integer >= 0",
     "optim.megatron.bucket_size=true": "bucket_size=True: expected an integer >= 0",
     "optim.megatron.bucket_size=-1": "bucket_size=-1: expected an integer >= 0",

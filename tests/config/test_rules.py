@@ -332,6 +332,11 @@ sft ; optim.megatron.use_precision_aware_optimizer=true ; model.kernels=own
     => optim.megatron.use_precision_aware_optimizer
 ppo ; critic.optim.megatron.use_precision_aware_optimizer=true ; model.kernels=own
     => critic.optim.megatron.use_precision_aware_optimizer
+sft ; model={megatron: {recompute_modules: [mlp]}, recompute: full} => model.recompute
+sft ; model=nemotron3_nano_30b_a3b ; model.megatron.recompute_modules=[moe] => model.megatron.recompute_modules
+sft ; model=deepseek_v4_flash ; model.megatron.recompute_modules=[moe] => model.megatron.recompute_modules
+sft ; model=qwen3_30b_a3b ; model.megatron.recompute_modules=[mlp] => model.megatron.recompute_modules
+sft ; model.megatron.recompute_modules=[moe] => model.moe.num_experts
 sft ; model.megatron.fp8=hybrid => model.megatron.fp8_recipe
 sft ; model.megatron={fp8: hybrid, fp8_recipe: delayed} => model.megatron.fp8_recipe
 sft ; model.megatron.fp8_recipe=mxfp8 => model.megatron.fp8

@@ -1,6 +1,7 @@
 """Fields of Megatron's own classes, set by `model.megatron` and `optim.megatron`: they are read, and act."""
 
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -10,11 +11,13 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
 from aligner.config.megatron_fields import DDP, OPTIMIZER, READ, TRANSFORMER
+from aligner.config.sections.model.lora import LoraConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.megatron.moe import ExpertLayer
 from aligner.megatron.sharing import LayerConfig
-from tests.megatron.models import build, nll_loss, one_more, same, shares
+from tests.megatron.models import build, equal_shares, nll_loss, one_more, same, shares
 from tests.ranks import on_ranks
-from tests.tiny import ADAM, LLAMA, MODELS, batch, relative
+from tests.tiny import ADAM, LLAMA, MODELS, MOE, MORE, SGD, WINDOWS, batch, relative
 
 pytestmark = pytest.mark.multirank
 CLASSES = {TRANSFORMER: LayerConfig, OPTIMIZER: OptimizerConfig, DDP: DistributedDataParallelConfig}
@@ -44,7 +47,7 @@ def test_an_update_reads_each_field_that_may_be_set(kind):
         model, full = build(LLAMA, ParallelConfig(pipeline=2), ADAM), batch(LLAMA)
         model.step([shares(model, full)] * 2, nll_loss(model, full))
     # what only others make Megatron ask for (tests/megatron/test_transformer_engine.py)
-    behind = ("exp_avg_", "fp8_", "first_last_", "num_layers_at_")
+    behind = ("exp_avg_", "fp8_", "first_last_", "num_layers_at_", "recompute_")
     assert {name for name in READ[kind] if not name.startswith(behind)} <= names
 
 
@@ -89,3 +92,33 @@ def test_stages_free_what_they_have_sent():
         cfg = replace(LLAMA, megatron={"deallocate_pipeline_outputs": freed})
         after[freed] = one_more(build(cfg, ParallelConfig(pipeline=2), ADAM))["after"]
     assert same(*after.values())
+
+
+LORA = LoraConfig(rank=2, targets=["down_proj"])
+AGAIN = {
+    "llama": (LLAMA, ["mlp"]),
+    "gemma3": (WINDOWS["gemma3"], ["mlp"]),
+    "experts": (MOE, ["moe"]),
+    "some experts": (MORE["deepseek_v3"], ["mlp"]),
+    "lora": (replace(LLAMA, lora=LORA), ["mlp"]),
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", AGAIN)
+@on_ranks(2)
+def test_what_is_recomputed_gives_the_same_gradients(name):
+    """To the bit, with tensor ranks and pipelines too."""
+    cfg, names = AGAIN[name]
+    parallel = ParallelConfig(pipeline=2) if name == "llama" else ParallelConfig(tensor=2, sequence=True)
+    steps, calls = [], []
+    for own in ({}, {"recompute_modules": names}):
+        model = build(replace(cfg, megatron=own), parallel, SGD)
+        calls.append([])
+        for layer in model.module.decoder.layers:
+            kind = "moe" if isinstance(layer.mlp, ExpertLayer) else "mlp"
+            layer.mlp.register_forward_hook(lambda *unused, kind=kind, seen=calls[-1]: seen.append(kind))
+        steps.append(one_more(model, equal_shares))
+    assert steps[0]["metrics"] == steps[1]["metrics"] and same(steps[0]["after"], steps[1]["after"])
+    once, twice = map(Counter, calls)
+    assert twice == {kind: count * (1 + (kind in names)) for kind, count in once.items()}

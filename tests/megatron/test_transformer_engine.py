@@ -349,12 +349,13 @@ def train_rounded(cfg: ModelConfig, **kwargs) -> dict:
 ONE_STEP = {"bc": BASE, "steps": 1, "optim": GENTLE}
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_fp8_rounds_inputs_weights_and_gradients_of_each_linear_layer(te_ranks, recompute):
+@pytest.mark.parametrize("again", [{}, {"recompute": "full"}, {"recompute_modules": ["mlp"]}], ids=str)
+def test_fp8_rounds_inputs_weights_and_gradients_of_each_linear_layer(te_ranks, again):
     cfg = replace(EIGHT_BITS, megatron=RECIPES["tensorwise"])
     start = te_ranks.run(models.train, cfg=cfg, **(ONE_STEP | {"steps": 0}))[0]["weights"]
     wanted = te_ranks.run(train_rounded, cfg=cfg, **ONE_STEP)[0]
-    same(te_ranks.run(models.train, cfg=replace(cfg, recompute=recompute), **ONE_STEP)[0], wanted, start, 1e-4)
+    other = replace(cfg, **again) if "recompute" in again else replace(cfg, megatron=cfg.megatron | again)
+    same(te_ranks.run(models.train, cfg=other, **ONE_STEP)[0], wanted, start, 1e-4)
     (exact,) = te_ranks.run(models.train, cfg=EIGHT_BITS, **ONE_STEP)[0]["metrics"]
     assert exact["loss"] != wanted["metrics"][0]["loss"] == pytest.approx(exact["loss"], rel=0.02)
     ends = replace(cfg, megatron=cfg.megatron | {"first_last_layers_bf16": True})  # which are all layers

@@ -501,6 +501,8 @@ WIDE = ModelConfig(num_layers=4, hidden_size=64, ffn_hidden_size=192, num_heads=
         (WIDE, {"tensor": 2, **SEQ}, "full"),
         (replace(WIDE, family="qwen3", qk_norm=True, head_dim=128), {}, "none"),
         (replace(MOE, hidden_size=64, num_heads=4), {}, "none"),
+        (replace(WIDE, megatron={"recompute_modules": ["mlp"]}), {}, "none"),
+        (replace(MOE, hidden_size=64, num_heads=4, megatron={"recompute_modules": ["moe"]}), {}, "none"),
     ],
 )
 def test_activations_are_what_autograd_keeps(ranks, cfg, layout, recompute):

@@ -422,6 +422,19 @@ def test_messages_take_the_slowest_link_on_their_way():
     assert waits.seconds(CollectiveCalls("dp", "all_reduce", 0.0, 1), grid) == 1 + 2  # and two doublings of nodes
 
 
+def test_modules_that_are_recomputed_take_time():
+    plain = ["stage=sft", "model=llama3_8b", "model.dtype=bfloat16", "data.train=x"]
+    plain.append("parallel.tensor=2")
+    jobs = [job_of(compose([*plain, *own]), 8) for own in ([], ["model.megatron.recompute_modules=[mlp]"])]
+    jobs.append(replace(jobs[0], recompute=32))
+    first, second, third = (
+        sum(call.size for call in pass_calls(job, job.policy, 0, 4096, True) if call.axis == "tp") for job in jobs
+    )
+    assert second - first == (third - first) / 2  # attention has the other half of the messages
+    none, mlp, full = (plan_times(job, H100, Assumptions())["update"].parts["kernels"] for job in jobs)
+    assert none + 0.7 * (full - none) < mlp < none + 0.9 * (full - none)  # of an 8B layer's products
+
+
 def test_fp8_is_faster_where_a_device_has_it():
     plain = ["stage=sft", "model=llama3_8b", "model.dtype=bfloat16", "data.train=x"]
     exact, rounded, blocks = (

@@ -152,6 +152,10 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
 !traits.mamba => linear.rule =delta | for model.family={family}
 => num_kv_heads /num_heads
 !head_dim !latent.kv_rank => hidden_size %num_heads | , or head_dim
+megatron.recompute_modules => recompute =none | with model.megatron.recompute_modules
+traits.single or traits.hyper => megatron.recompute_modules off | for model.family={family}, whose layers are others
+!dense megatron.recompute_modules~mlp => megatron.recompute_modules | moe alone: all layers have experts
+megatron.recompute_modules~moe => moe.num_experts >=1 | with moe in model.megatron.recompute_modules
 megatron.fp8 => megatron.fp8_recipe =tensorwise|blockwise|mxfp8
     | with model.megatron.fp8: other scales would come from all ranks of the job, at each step
 megatron.fp8_recipe or megatron.first_last_layers_bf16 => megatron.fp8 =e4m3|hybrid | with fields of FP8
@@ -233,6 +237,11 @@ megatron.fp8 => moe.num_experts, linear.key_heads =0
     def recomputed(self) -> int:
         """The layers of each pipeline stage that are recomputed, the first ones; all if there are fewer."""
         return {"none": 0, "full": self.num_layers}[self.recompute] if self.recompute.isalpha() else int(self.recompute)
+
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """Modules of each layer that are recomputed alone."""
+        return tuple(self.megatron.get("recompute_modules") or ())
 
     @property
     def fp8_step(self) -> int:
