@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from aligner.config.engines import ENGINES
 from aligner.config.resolve import quoted
 from aligner.families import FAMILIES
 from aligner.plan.devices import sheet_of
@@ -177,6 +178,8 @@ def engines(machine: CheckedMachine) -> dict[str, Any]:
         for name, overrides in installed.items():
             verified = [f"engine.name={name}", "refit.verify=checksum", "model.head_dim=64", *overrides]
             jobs.start(name, "grpo", *verified, *TWO_STEPS).wait()
+            if ENGINES[name].can.own_process and machine.gpus > 1:
+                jobs.start(f"{name}-two", "grpo", *verified, "engine.tensor_parallel=2", *TWO_STEPS, ranks=2).wait()
     return {"engines": list(installed)}
 
 

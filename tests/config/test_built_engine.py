@@ -79,8 +79,8 @@ def test_the_other_engine_does_not_get_queries_with_factors():
         validate_model(with_engine("trtllm"), ministral)
 
 
-def test_neither_of_the_other_engines_gets_heads_of_two_kinds():
+def test_tensorrt_llm_gets_no_heads_of_two_kinds():
     gemma = replace(tiny.MORE["gemma4"], max_position=4096)
-    for engine in ("trtllm", "trtllm_engine", "vllm"):
+    for engine in ("trtllm", "trtllm_engine"):
         with pytest.raises(ConfigError, match=r"model.family='gemma4_text': expected"):
             validate_model(with_engine(engine), gemma)

@@ -30,6 +30,9 @@ from aligner.engines.native.fleet import Replicated
 from aligner.engines.trtllm.torch_api import Version, version_row
 from aligner.errors import MissingExtraError
 
+# ranks that wait for requests do so on the host: some versions would occupy the GPU that the trainer uses meanwhile
+ON_RANKS = {"TLLM_DISABLE_MPI": "1", "TLLM_CUDA_OBJECT_COLLECTIVES": "0"}
+
 
 def require_package(python: str = "", name: str = "trtllm") -> None:
     """Raise MissingExtraError where TensorRT-LLM is not installed, ConfigError where there is no such `python`. Only
@@ -60,7 +63,7 @@ class TrtllmEngine(Replicated, ChildEngine):
     def _variables(self) -> dict[str, str]:
         if self._group is None:
             return {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
-        return {"TLLM_DISABLE_MPI": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if self._on_one_node else {})
+        return ON_RANKS | ({"GLOO_SOCKET_IFNAME": "lo"} if self._on_one_node else {})
 
     def _settings(self, memories: list[Memory]) -> Settings:
         settings = super()._settings(memories)

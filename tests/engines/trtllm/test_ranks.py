@@ -28,14 +28,16 @@ def of_ranks(body):
 
 
 @contextmanager
-def engine_of_all(folder: Path, **settings: str):
-    """One engine of all ranks, whose children have the fake's `settings`, with `rank1_` those of rank 1 alone."""
+def engine_of_all(folder: Path, node: str = "one", **settings: str):
+    """One engine of all ranks, whose children have the fake's `settings`, with `rank1_` those of rank 1 alone. This
+    rank seems to be on `node`."""
     rank = dist.get_rank()
     settings = {n.removeprefix("rank1_"): v for n, v in settings.items() if rank or not n.startswith("rank1_")}
     settings |= {"log": str(folder / f"log{rank}")}
     environ = {f"FAKE_TRTLLM_{name.upper()}": value for name, value in settings.items()}
     environ["PYTHONPATH"] = os.pathsep.join([str(FAKE), str(ROOT)])
-    with patch.dict(os.environ, environ), patch("aligner.engines.trtllm.torch_backend.require_package"):
+    on_node = patch("aligner.engines.child.engine.node", lambda: node)
+    with patch.dict(os.environ, environ), patch("aligner.engines.trtllm.torch_backend.require_package"), on_node:
         engine = make_engine(LLAMA, tensor_parallel=2, process=True, group=dist.group.WORLD)
         yield engine
         engine.close()
@@ -81,8 +83,10 @@ def test_the_end_of_one_process_ends_all_and_is_told_on_all_ranks(tmp_path):
 
 @of_ranks
 def test_an_error_of_one_rank_fails_the_update_on_all(tmp_path):
+    """Of ranks on two nodes, which meet by the name of the first one's."""
     model = reference(LLAMA)
-    with engine_of_all(tmp_path, rank1_raise="reload:2") as engine:
+    with engine_of_all(tmp_path, f"node {dist.get_rank()}", rank1_raise="reload:2") as engine:
+        assert not engine._on_one_node
         with pytest.raises(RefitError, match="bucket failed: RuntimeError: out of memory in reload"):
             fill(engine, model)
         with pytest.raises(RefitError, match="no complete weights"):
