@@ -33,6 +33,7 @@ class RolloutEngine:
     can = Capabilities()
     weight_version: int  # of the last complete update; -1 before the first
     dtype: torch.dtype  # of its weights
+    weight_bytes: int = 0  # of its weights on this process's device, once it has any
     tensor_parallel: int = 1  # ranks that are one engine
     bridge: Bridge | None = None  # to the ranks that it is on, if those are not this one
 

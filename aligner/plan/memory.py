@@ -138,10 +138,22 @@ def _building(job: PlanJob, stage: int) -> dict[str, float]:
         moments.append((weights + 3 * head, gradients, optimizer, engine))
         weights += head
     if job.engine is not None and not job.engine.ranks:
-        here = job.engine.resident or not job.engine.reserved  # a process of its own may come, and sleep, before
-        engine = engine_items(job)[0]["engine weights"] * here
+        engine = _made_engine(job)
     moments.append((weights, gradients, optimizer, engine))
     return dict(zip(("weights", "gradients", "optimizer", "engine weights"), max(moments, key=sum), strict=True))
+
+
+def _made_engine(job: PlanJob) -> float:
+    """Return the bytes of an engine's weights while it is made. In the rank's own process they are gone again until
+    the first refit, and each layer's experts before the next layer's are made."""
+    m, engine = job.policy.shape, job.engine
+    assert engine is not None
+    whole = engine_items(job)[0]["engine weights"]
+    if engine.reserved:
+        return whole * engine.resident
+    matrices = (1 + m.mlp_parts) * m.expert_ffn * m.expert_hidden if m.moe.num_experts else 0
+    others = len(m.layers_of("sparse")) - 1
+    return whole - engine.element * max(0, others) * m.moe.num_experts * matrices / engine.tensor
 
 
 def _main_copy(job: PlanJob, model: PlannedModel, count: Count, stage: int) -> float:
@@ -186,7 +198,7 @@ def most_of(ranks: list[Phases], device: Device, assumed: Assumptions) -> Memory
 def engine_phases(job: PlanJob) -> dict[str, dict[str, float]]:
     """Return the phases of a rank that only generates."""
     kept, needed = engine_items(job)
-    phases = {"build": {"engine weights": kept["engine weights"]}, "generate": kept | needed}
+    phases = {"build": {"engine weights": _made_engine(job)}, "generate": kept | needed}
     moved = max(
         {"buckets": refit_buffers(job, None)}, _verification(job, False, True), key=lambda items: sum(items.values())
     )
@@ -210,7 +222,8 @@ def stage_phases(job: PlanJob, stage: int) -> dict[str, dict[str, float]]:
     if job.engine is not None:
         if not job.engine.ranks:
             kept, needed = engine_items(job)
-            phases["load"]["engine weights"] = kept["engine weights"] * job.engine.resident
+            if job.engine.reserved:  # else it has none before the first refit
+                phases["load"]["engine weights"] = kept["engine weights"] * job.engine.resident
             phases["generate"] = _models(job, stage) | kept | needed
             stays = _stays(job, kept)
         moved = {"buckets": refit_buffers(job, stage)}

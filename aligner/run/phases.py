@@ -102,8 +102,6 @@ class PhaseMemory:
         self._peaks: dict[str, int] = {}
         self._moved_bytes, self._moving_s = 0, 0.0
         self._check_limits()
-        if self.empties:
-            self._set_engine("empty")
 
     # --- the state machine
 
@@ -206,8 +204,8 @@ class PhaseMemory:
         movable = {f"{role} {kind}" for role in self.models for kind in self.config.offload}
         least = {name: n for name, n in held.items() if name in needed or (rule.keeps_state or name not in movable)}
         least.pop("engine cache", None)
-        if self.empties and (rule.engine == "empty" or phase == "save"):
-            least.pop("engine weights", None)
+        if self.engine is not None and not (self.empties and (rule.engine == "empty" or phase == "save")):
+            least["engine weights"] = self.engine.weight_bytes
         if self.engine is not None and (rule.engine == "awake" or phase == "eval" or not self.sleeps):
             least["engine cache (engine.kv_cache_bytes)"] = self.kv_cache_bytes
         return {name: n for name, n in least.items() if n}

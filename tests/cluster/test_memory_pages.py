@@ -58,7 +58,7 @@ from aligner.engines.native import packs
 from tests.cluster.test_memory_pages import asked
 
 packs.worth_packing = lambda matrix: True
-packed = packs.PackedMatrices({"a": packs.matrices(3, 2048, 2048, torch.float32, torch.device("cpu"))}, {})
+packed = packs.PackedMatrices({"a": [torch.zeros(2048, 2048) for _ in range(3)]}, {})
 packed.pack()
 print(sum(asked(*packs.place_of(matrix)) for matrix in packed._packed.values()))
 """

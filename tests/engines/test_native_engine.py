@@ -204,8 +204,10 @@ def test_a_sleeping_engine_does_not_generate():
 def test_weights_released_in_sleep_come_with_the_next_update(packed, monkeypatch):
     """Into memory that a refit has views of. What no update writes is as it was."""
     monkeypatch.setattr(packs, "worth_packing", lambda matrix: packed)
-    engine = fill(make_engine(LLAMA), reference(LLAMA))
-    weights, views = engine.held_bytes()["weights"], dict(engine.model.views)
+    engine = make_engine(LLAMA)
+    assert not engine.held_bytes()["weights"]
+    fill(engine, reference(LLAMA))
+    weights, views = engine.weight_bytes, dict(engine.model.views)
     engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(3))
     engine.sleep()
     assert engine.weight_version == 1

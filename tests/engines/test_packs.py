@@ -100,7 +100,7 @@ def test_what_is_written_afresh_is_laid_out_where_the_last_was(pair, name):
 def large(monkeypatch):
     """128 MB of matrices: what a process keeps of freed memory (`KEPT`, parts of large pages) is little beside it."""
     monkeypatch.setattr(packs, "worth_packing", lambda matrix: True)
-    generator, plain = torch.Generator().manual_seed(0), packs.matrices(32, 1024, 1024, torch.float32, CPU)
+    generator, plain = torch.Generator().manual_seed(0), [torch.empty(1024, 1024) for _ in range(32)]
     for matrix in plain:
         matrix.normal_(generator=generator)
     return plain, packs.PackedMatrices({"a": plain}, {f"a.{layer}": matrix for layer, matrix in enumerate(plain)})

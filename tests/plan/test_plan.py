@@ -922,7 +922,9 @@ def test_models_are_built_and_loaded_before_anything_is_sent_away():
     assert sum(phases["build"].values()) == (2 + 4 + 4 / 64 + 2 + 2) * numbers  # both models, then the engine
     alone = plan_memory(replace(job, engine=None), H100, Assumptions()).phases
     assert sum(alone["build"].values()) == (2 + 2 + 4) * numbers
-    assert sum(phases["load"].values()) == (2 + 4 + 12 / 64 + 2 + 2) * numbers  # with the engine's weights
+    assert sum(phases["load"].values()) == (2 + 4 + 12 / 64 + 2) * numbers  # the engine's weights come with a refit
+    sparse = plan_memory(grpo(shape("qwen3_30b_a3b"), Grid(expert=8, data=8)), H100, Assumptions()).phases
+    assert sparse["build"]["engine weights"] < sparse["refit"]["engine weights"] / 8  # of one layer's experts at once
     lora = LoraConfig(rank=16, targets=[ALL_LINEAR], quantize_base="nf4")
     held = replace(job, models=(PlannedModel("policy", replace(model, lora=lora), trained=True),), engine=None)
     phases = plan_memory(held, H100, Assumptions()).phases

@@ -50,9 +50,9 @@ class Packed(NativeEngine):
             super().__init__(*arguments, **more)
 
     def begin_update(self, version: int) -> None:
+        super().begin_update(version)
         with torch.inference_mode():
             self.model.packs.pack()
-        super().begin_update(version)
 
 
 def engines_of(cfg: ModelConfig, engines: EngineGrid, dtype: torch.dtype, count: int) -> list[NativeEngine | None]:

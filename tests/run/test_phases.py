@@ -55,8 +55,10 @@ class Model:
 
 
 class Engine(RolloutEngine):
+    weight_bytes = 100
+
     def __init__(self, log: list):
-        self.log, self.awake, self.weights = log, True, 100
+        self.log, self.awake, self.weights = log, True, 0
 
     def sleep(self, weights=False):
         if self.awake:
@@ -198,7 +200,7 @@ def test_an_engine_is_empty_until_a_refit_where_one_comes_before_its_next_use():
     memory, timers, _ = make("policy", "reward", empties=True, limit={"update_bytes": 700, "logprobs_bytes": 200})
     engine = memory.engine
     for _ in range(2):
-        assert not engine.weights and not engine.awake
+        assert not engine.weights
         with timers("refit"):
             engine.weights = 100
         run(timers, "generate", "score", "save", "generate", "eval")
@@ -210,7 +212,11 @@ def test_an_engine_is_empty_until_a_refit_where_one_comes_before_its_next_use():
         run(timers, "update")
     with pytest.raises(ConfigError, match=r"at least 200.*engine weights"):
         make(empties=True, limit={"refit_bytes": 150})
-    assert make(sleep="never", empties=True)[0].engine.weights and make()[0].engine.weights
+    for sleep, empties in (("never", True), ("always", False)):
+        memory, timers, _ = make(sleep=sleep, empties=empties)
+        memory.engine.weights = 100
+        run(timers, "logprobs", "update")
+        assert memory.engine.weights
 
 
 @settings(max_examples=150)

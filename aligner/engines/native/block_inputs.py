@@ -23,7 +23,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.attention import PrefillPositions
 from aligner.engines.native.packs import PackedMatrices, matrices
 from aligner.engines.native.peers import EngineRanks
-from aligner.engines.native.scratch import Scratch, zeros
+from aligner.engines.native.scratch import Scratch
 from aligner.ops.kernels.indexed_attention import Index
 from aligner.ops.kernels.packed_products import packed_linear
 from aligner.ops.kernels.products import product_into
@@ -104,12 +104,14 @@ class BlockContext:
     def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, peers: EngineRanks):
         self.cfg, self.device, self.dtype, self.peers = cfg, device, dtype, peers
         self.scratch = Scratch(device, dtype)
+        self.weights: list[Tensor] = []  # all buffers of weights
 
-    def empty(self, *shape: int) -> Tensor:
-        return zeros(*shape, dtype=self.dtype, device=self.device)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        self.weights.append(torch.empty(shape, dtype=dtype or self.dtype, device=self.device))
+        return self.weights[-1]
 
     def matrices(self, layers: int, rows: int, columns: int) -> Sequence[Tensor]:
-        return matrices(layers, rows, columns, dtype=self.dtype, device=self.device)
+        return matrices(layers, rows, columns, self.dtype, self.device, self.empty)
 
     def product(self, name: str, index: int, y: Tensor, bias: Tensor | None) -> Tensor:
         """Return y W^T + bias, perhaps in a buffer that the next layer uses again."""

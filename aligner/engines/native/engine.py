@@ -145,6 +145,10 @@ class NativeEngine(RolloutEngine):
 
     # ---- memory
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.model.kit.weights)
+
     def sleep(self, weights: bool = False) -> None:
         self._asleep = True
         if weights:

@@ -44,8 +44,8 @@ class EntryHeads:
             layer, shape = int(at.rpartition(".")[2]), list(spec.shape)
             if spec.tp_axis is not None:
                 shape[spec.tp_axis] //= share
-            own = torch.zeros(shape, dtype=dtype_of(spec, kit.dtype), device=kit.device)
-            own = self.out[layer] if name == "linear_proj.weight" else own
+            out = name == "linear_proj.weight"
+            own = self.out[layer] if out else kit.empty(*shape, dtype=dtype_of(spec, kit.dtype))
             self.weights[layer][name] = self._views[spec.hf[0]] = own
         self._frequencies = inverse_frequencies(cfg).to(kit.device)
         self._factor = torch.tensor(attention_factor(cfg), device=kit.device)

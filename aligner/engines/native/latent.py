@@ -34,7 +34,7 @@ class LatentHeads:
         layers, hidden, latent = cfg.num_layers, cfg.hidden_size, cfg.latent
 
         def empty(*shape: int) -> Tensor:
-            return torch.zeros(layers, *shape, device=kit.device, dtype=kit.dtype)
+            return kit.empty(layers, *shape)
 
         rank = latent.query_rank
         self.query_down, self.query_norm = (empty(rank, hidden), empty(rank)) if rank else (None, None)

@@ -28,13 +28,13 @@ class LinearLayers:
         values = linear.value_heads // share
 
         def empty(*shape: int) -> Tensor:
-            return torch.zeros(count, *shape, device=kit.device, dtype=kit.dtype)
+            return kit.empty(count, *shape)
 
         self.into = empty(self.heads, linear.width, cfg.hidden_size)
         self.out = empty(cfg.hidden_size, values * linear.value_head_dim)
         self.conv = empty(linear.key_heads * linear.mixed_width, 1, linear.conv)  # every rank has the whole
         self.conv_bias = empty(linear.key_heads * linear.mixed_width) if self.rule.biased else None
-        self.vectors = {name: empty(values).to(vector_dtype(name, kit.dtype)) for name in self.rule.vectors}
+        self.vectors = {x: kit.empty(count, values, dtype=vector_dtype(x, kit.dtype)) for x in self.rule.vectors}
         self.norm = empty((values if self.rule.wide_norm else 1) * linear.value_head_dim)
 
     def states(self) -> dict[str, tuple[int, ...]]:

@@ -77,14 +77,14 @@ class ExpertMlp:
         width, latent = cfg.expert_hidden, cfg.moe.latent_size
         self.into = kit.empty(count, latent, hidden) if latent else None
         self.onto = kit.empty(count, hidden, latent) if latent else None
-        self.gate_up = kit.empty(count, experts, cfg.mlp_parts * ffn, width)
+        made = [self._made(kit, cfg.mlp_parts, ffn, width) for _ in layers]
+        self.gate_up, self._halves, self.down, self._downs = zip(*made, strict=True)
         self.gate_up_bias = kit.empty(count, experts, 2 * ffn) if biased else None
-        self.down = kit.empty(count, experts, width, ffn)
         self.down_bias = kit.empty(count, experts, hidden) if biased else None
         self.limit, table = cfg.moe.gate_limit or None, (cfg.moe.hash_layers, cfg.vocab_size, cfg.moe.top_k)
-        self.table = torch.zeros(table, dtype=torch.int64, device=kit.device) if cfg.moe.hash_layers else None
+        self.table = kit.empty(*table, dtype=torch.int64) if cfg.moe.hash_layers else None
         # float32, as the scores of the choice are
-        self.score_bias = torch.zeros(count, experts, device=kit.device) if cfg.traits.sigmoid_router else None
+        self.score_bias = kit.empty(count, experts, dtype=torch.float32) if cfg.traits.sigmoid_router else None
         wide = cfg.moe.shared_ffn_hidden_size // share
         self.shared_gate_up = kit.empty(count, cfg.mlp_parts * wide, hidden) if wide else None
         self.shared_down = kit.empty(count, hidden, wide) if wide else None
@@ -92,13 +92,22 @@ class ExpertMlp:
         self.scale = kit.empty(count, experts) if cfg.traits.branch_norms else None
         self.norms = {name: kit.empty(count, hidden) for name in BRANCH_NORMS if cfg.traits.branch_norms}
 
+    def _made(self, kit: BlockContext, parts: int, ffn: int, width: int) -> tuple[Tensor, list[Tensor], Tensor, list]:
+        """Return a layer's matrices, each with its views: gate and up of every expert. Before the first update they
+        need memory only while views are made: they are most of a model."""
+        experts = kit.cfg.moe.num_experts
+        gate_up, down = kit.empty(experts, parts * ffn, width), kit.empty(experts, width, ffn)
+        made = gate_up, [*gate_up.view(experts * parts, ffn, width)], down, [*down]
+        for buffer in (gate_up, down):
+            buffer.untyped_storage().resize_(0)
+        return made
+
     def matrices(self) -> Mapping[str, Sequence[Tensor]]:
         return {}
 
     def views(self) -> dict[str, Tensor]:
         """Return the views, named by the family's table, which has one row for all experts of a layer."""
-        halves = self.gate_up.unflatten(2, (self.kit.cfg.mlp_parts, -1)).flatten(1, 2)  # gate and up of every expert
-        parts = {"router.weight": self.router[:, None], "experts.gate_up": halves, "experts.down": self.down}
+        parts = {"router.weight": self.router[:, None], "experts.gate_up": self._halves, "experts.down": self._downs}
         if self.traits.expert_bias:
             parts["router.bias"] = self.router_bias[:, None]
             parts["experts.linear_fc1.bias"] = self.gate_up_bias.unflatten(2, (2, -1)).flatten(1, 2)

@@ -79,12 +79,8 @@ class NativeModel:
         assert self._views.keys() == self.shapes.keys(), self._views.keys() ^ self.shapes.keys()
         plain = {name: layers for block in self.blocks for name, layers in block.matrices().items()}
         kit.packs = PackedMatrices(plain | {"head": [self.head]}, self._views, ("head",) if cfg.tie_embeddings else ())
-        # all memory of weights, each once, as numbers in a row
-        rows = (
-            v.as_strided((v.untyped_storage().nbytes() // v.element_size(),), (1,), 0) for v in self._views.values()
-        )
-        self._memory = {row.data_ptr(): row for row in rows}.values()
         self._forgotten = False
+        self.forget()
         self._ropes: tuple[Tensor, ...] = ()
         self._embedding_factor = embedding_factor(cfg, dtype)
 
@@ -144,8 +140,7 @@ class NativeModel:
 
     @property
     def weight_bytes(self) -> int:
-        storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in self._views.values()}
-        return self.packs.held_bytes + sum(storage.nbytes() for storage in storages.values())
+        return self.packs.held_bytes + sum(buffer.untyped_storage().nbytes() for buffer in self.kit.weights)
 
     def _hf_views(self) -> dict[str, Tensor]:
         """Return Hugging Face name -> view into the fused buffers whose elements are in Hugging Face's order."""
@@ -197,24 +192,25 @@ class NativeModel:
     def forget(self) -> None:
         """Release the weights until `restore`. Views of them stay valid."""
         self.packs.forget()
-        for row in self._memory if not self._forgotten else ():
-            storage = row.untyped_storage()
+        for buffer in self.kit.weights if not self._forgotten else ():
+            storage = buffer.untyped_storage()
             if storage.resizable():  # not if numpy has seen it
                 storage.resize_(0)
         self._forgotten = True
 
     def restore(self) -> None:
-        """Make forgotten weights zeros, as those of a new model."""
-        for row in self._memory if self._forgotten else ():
-            row.untyped_storage().resize_(row.nbytes)
-            cleared(row)
+        """Give forgotten weights, or those of a new model, memory: zeros."""
+        for buffer in self.kit.weights if self._forgotten else ():
+            if buffer.untyped_storage().nbytes() < buffer.nbytes:
+                buffer.untyped_storage().resize_(buffer.nbytes)
+            cleared(buffer)
         self._forgotten = False
 
     def release(self) -> None:
         """Release all memory; the model cannot be used afterwards."""
         self.scratch.clear()
         self._views.clear()
-        self._memory = {}.values()
+        self.kit.weights.clear()
         self.packs.clear()
         self.embedding = self.head = self.norms = self.final_norm
         self.mixers, self.mlps, self.experts, self.blocks = {}, {}, {}, []

@@ -3,24 +3,25 @@ are computed (`ops/kernels/packed_products.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from aligner.cluster.memory_pages import KEPT, ask_for_large_pages, give_back_freed_memory
-from aligner.engines.native.scratch import zeros
 from aligner.ops.kernels.packed_products import pack, pack_over, place_of, worth_packing
 
 _GAP = 1 << 20  # bytes between two matrices that large pages may take with them
 At = tuple[str, int]  # name and layer
 
 
-def matrices(layers: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Sequence[Tensor]:
-    """Return zeros in one block, unless they will be packed: then each in memory of its own."""
+def matrices(
+    layers: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device, empty: Callable[..., Tensor]
+) -> Sequence[Tensor]:
+    """Return matrices in one block, unless they will be packed: then each in memory of its own."""
     if worth_packing(torch.empty(1, dtype=dtype, device=device).expand(rows, columns)):
-        return [zeros(rows, columns, dtype=dtype, device=device) for _ in range(layers)]
-    return zeros(layers, rows, columns, dtype=dtype, device=device).unbind()
+        return [empty(rows, columns) for _ in range(layers)]
+    return empty(layers, rows, columns).unbind()
 
 
 class PackedMatrices:

@@ -24,7 +24,7 @@ class ResidualStreams:
         for spec in family_table(kit.cfg):
             at, _, name = spec.canonical.rpartition(".")
             if at.endswith("_streams") or (at == _END and name != "weight"):
-                own = torch.zeros(spec.shape, dtype=torch.float32, device=kit.device)
+                own = kit.empty(*spec.shape, dtype=torch.float32)
                 self._weights.setdefault(at, {})[name] = self._views[spec.hf[0]] = own
 
     def matrices(self) -> Mapping[str, Sequence[Tensor]]:
