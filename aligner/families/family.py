@@ -106,7 +106,7 @@ class Family:
     # engines that serve it besides native and trtllm: vllm, if its logprobs were compared with transformers';
     # trtllm_engine, if the class in TensorRT-LLM was read parameter by parameter
     served_by: tuple[str, ...] = ()
-    vllm_ties: bool = True  # vLLM's class knows an output layer that is the embedding
+    vllm_fixed: tuple[tuple[str, Any], ...] = ()  # values of `model` that vLLM's class takes for granted
     vllm_divides_hidden: bool = False  # vLLM ignores head_dim: a head is hidden_size / num_attention_heads
 
     latent = _has("self_attention.kv_layernorm.weight")  # latent attention

@@ -21,7 +21,11 @@ _NEEDED = {
     "linear": {"factor": "factor"},
     "dynamic": {"factor": "factor"},
     "proportional": {},
-    "yarn": {"factor": "factor", "original_max_position": "original_max_position_embeddings"},
+    "yarn": {
+        "factor": "factor",
+        "original_max_position": "original_max_position_embeddings",
+        **{name: name for name in ("beta_fast", "beta_slow")},  # which vLLM wants
+    },
     "longrope": {
         "short_factor": "short_factor",
         "long_factor": "long_factor",

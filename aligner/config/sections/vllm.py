@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from aligner.config.key import key
+from aligner.config.rule import value_of
 from aligner.config.sections.child import ChildConfig
 from aligner.errors import ConfigError
 from aligner.families import served_by
@@ -19,7 +20,7 @@ VERSION = "0.32.0"  # installed by launchers/engine_env.sh
 
 _SET = ("model", "load_format", "skip_tokenizer_init", "generation_config", "seed", "logprobs_mode")
 _SET += ("distributed_executor_backend", "pipeline_parallel_size", "data_parallel_size", "worker_extension_cls")
-_SET += ("max_num_batched_tokens", "gpu_memory_utilization", "block_size", "enable_chunked_prefill")
+_SET += ("max_num_batched_tokens", "gpu_memory_utilization", "block_size", "enable_chunked_prefill", "nnodes")
 _SET += ("disable_log_stats",)
 
 
@@ -62,8 +63,7 @@ def check_model(cfg: Config, model: ModelConfig) -> None:
     if traits.vllm_divides_hidden and model.kv_channels * model.num_heads != model.hidden_size:
         expected = f"hidden_size / num_heads = {model.hidden_size // model.num_heads} with engine.name=vllm and Qwen 2"
         raise ConfigError("model.head_dim", model.kv_channels, expected)
-    of_family = f"with engine.name=vllm and model.family={model.family}"
-    if model.tie_embeddings and not traits.vllm_ties:
-        raise ConfigError("model.tie_embeddings", True, f"false {of_family}", "engine=native serves it.")
-    if model.latent.kv_rank and not model.latent.neighbours:
-        raise ConfigError("model.latent.neighbours", False, f"true {of_family}", "engine=native serves it.")
+    for name, value in traits.vllm_fixed:
+        if value_of(model, name) != value:
+            expected = f"{value} with engine.name=vllm and model.family={model.family}"
+            raise ConfigError(f"model.{name}", value_of(model, name), expected, "engine=native serves it.")

@@ -7,7 +7,7 @@ its reload, which collects a layer's tensors, lays them out again and copies the
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class Extension:
         memory = memories[self.rank]
         self.aligner_buffer = memory.tensor(self.model_runner.device.index or 0)
         self.aligner_lasting = lasting
+        self.aligner_stacks = _stacks_experts(self.model_runner.get_model())
         self.aligner_hashes = self.rank == 0 or not isinstance(memory, MemoryFile)
         _take_single_projections(self.model_runner.get_model())
 
@@ -41,6 +42,8 @@ class Extension:
         if self.model_runner.device.type == "cpu":
             _forget_packed_experts(self.model_runner.get_model())
         self.aligner_loading = True
+        self.aligner_pairs: dict[str, dict[str, Tensor]] = {}
+        self.aligner_sinks: dict[str, Tensor] = {}
 
     def aligner_take(self, slots: list[Slot], hashed: bool) -> dict[str, int]:
         """Load a bucket; return checksums of the tensors as they arrived, if they are `hashed` and no other rank has
@@ -51,7 +54,10 @@ class Extension:
             raise RefitError("a bucket came outside of an update")
         sums = checksums(slots, self.aligner_buffer) if hashed and self.aligner_hashes else {}
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            self.model_runner.get_model().load_weights(self._aligner_tensors(slots))
+            tensors = self._aligner_tensors(slots)
+            self.model_runner.get_model().load_weights(
+                self._aligner_stacked(tensors) if self.aligner_stacks else tensors
+            )
         if self.aligner_buffer.is_cuda:
             torch.cuda.synchronize()
         return sums
@@ -64,6 +70,26 @@ class Extension:
             tensor = slot.view(self.aligner_buffer)
             yield slot.name, tensor if self.aligner_lasting else tensor.to(self.model_runner.device, copy=True)
 
+    def _aligner_stacked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield an expert's matrices as its files stack them: transposed, columns of gate and up by turns. Its loader
+        copies sinks past the reload: they wait."""
+        for name, tensor in tensors:
+            block, _, kind = name.rpartition(".")
+            expert, _, matrix = block.rpartition(".")
+            end = "_bias" if kind == "bias" else ""
+            if kind == "sinks":
+                self.aligner_sinks[name] = tensor.clone()
+            elif ".experts." not in name:
+                yield name, tensor
+            elif matrix == "down_proj":
+                yield f"{expert}.{matrix}{end}", tensor.t()
+            else:
+                pair = self.aligner_pairs.setdefault(f"{expert}.gate_up_proj{end}", {})
+                pair[matrix] = tensor.t()
+                if len(pair) == 2:
+                    both = torch.stack((pair.pop("gate_proj"), pair.pop("up_proj")), -1)
+                    yield f"{expert}.gate_up_proj{end}", both.flatten(-2)
+
     def aligner_finish(self) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -75,6 +101,9 @@ class Extension:
             finalize_layerwise_reload(model, self.model_config)
             if self.model_runner.device.type == "cpu":
                 _pack_tied_head(model)
+            for name, tensor in self.aligner_sinks.items():
+                sinks = model.get_parameter(model.hf_to_vllm_mapper.map_name(name))
+                sinks.copy_(tensor.view(-1, len(sinks))[self.rank])
         gc.collect()
         if self.model_runner.device.type == "cuda":  # the trainer shares the device
             torch.cuda.synchronize()
@@ -85,6 +114,12 @@ class Extension:
         """Temper the distribution of the logprobs of prompts from now on."""
         plain = type(self.model_runner.sampler).compute_logprobs
         self.model_runner.sampler.compute_logprobs = lambda logits: plain(logits / temperature)
+
+
+def _stacks_experts(model: torch.nn.Module) -> bool:
+    """Return whether the model's class knows the experts' matrices only as files of gpt-oss have them."""
+    suffixes = getattr(getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_suffix", {})
+    return ".gate_up_proj_bias" in suffixes
 
 
 def _take_single_projections(model: torch.nn.Module) -> None:

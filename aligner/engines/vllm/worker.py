@@ -42,6 +42,7 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
         "tensor_parallel_size": settings.tensor_parallel,
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
+        "nnodes": 1,
         "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
         "max_model_len": settings.max_seq_len + 1,  # a row that is scored is followed by one token, which is dropped
         "max_num_seqs": settings.max_batch,

@@ -62,7 +62,7 @@ FAMILIES = (
         predicts_ahead="num_nextn_predict_layers",
         defaults=(("max_position_embeddings", 4096),),
         served_by=("vllm",),
-        vllm_ties=False,
+        vllm_fixed=(("tie_embeddings", False), ("latent.neighbours", True)),
     ),
     Family(
         "glm4_moe_lite",
@@ -77,7 +77,7 @@ FAMILIES = (
         sizes=(("first_k_dense_replace", 1),),
         lists_dense=True,
         served_by=("vllm",),
-        vllm_ties=False,
+        vllm_fixed=(("tie_embeddings", False), ("latent.neighbours", True)),
     ),
     Family(
         "deepseek_v32",

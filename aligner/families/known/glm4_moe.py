@@ -25,6 +25,6 @@ FAMILIES = (
         defaults=(LONG, ("rms_norm_eps", 1e-5)),
         ties=False,
         served_by=("vllm",),
-        vllm_ties=False,
+        vllm_fixed=(("tie_embeddings", False),),
     ),
 )

@@ -33,5 +33,12 @@ FAMILIES = (
             ("down_proj_bias", ("down_proj.bias",)),
         ),
         clamped_gate=True,
+        served_by=("vllm",),
+        vllm_fixed=(
+            ("tie_embeddings", False),
+            ("norm_eps", 1e-5),
+            ("attention.global_every", 2),
+            ("rope_scaling.type", "yarn"),
+        ),
     ),
 )

@@ -27,6 +27,6 @@ FAMILIES = (
         offset_norms=True,
         gated_attention=True,
         served_by=("vllm",),
-        vllm_ties=False,
+        vllm_fixed=(("tie_embeddings", False),),
     ),
 )

@@ -62,6 +62,8 @@ for name in ("gemma4-experts", "gemma4-inputs"):
 for name in ("deepseek_v3", "glm4_moe_lite"):
     latent = LatentConfig(kv_rank=512, query_rank=20, plain_dim=12, rotary_dim=64, value_dim=10)
     FURTHER[name] = replace(FURTHER[name], latent=latent, tie_embeddings=False)
+moe = replace(FURTHER["gpt_oss"].moe, ffn_hidden_size=64)
+FURTHER["gpt_oss"] = replace(FURTHER["gpt_oss"], norm_eps=1e-5, tie_embeddings=False, moe=moe)
 FURTHER["phi3"] = replace(FURTHER["phi3"], rope_scaling=RopeScalingConfig())  # its factors are of a narrower head
 MODELS = {
     name: replace(cfg, hidden_size=128, head_dim=0 if cfg.latent.kv_rank else 32)

@@ -131,9 +131,15 @@ def test_models_that_it_does_not_serve():
         validate_model(cfg, replace(model, family="qwen2", qkv_bias=True, head_dim=64))
     deep = replace(MODELS["deepseek_v3"], max_position=4096)
     validate_model(cfg, deep)
-    with pytest.raises(ConfigError, match=r"model.tie_embeddings=True: expected false with engine.name=vllm"):
+    with pytest.raises(ConfigError, match=r"model.tie_embeddings=True: expected False with engine.name=vllm"):
         validate_model(cfg, replace(deep, tie_embeddings=True))
-    with pytest.raises(ConfigError, match=r"model.latent.neighbours=False: expected true with engine.name=vllm"):
+    oss = replace(MODELS["gpt_oss"], max_position=4096)
+    validate_model(cfg, oss)
+    with pytest.raises(ConfigError, match=r"model.norm_eps=1e-06: expected 1e-05 with engine.name=vllm"):
+        validate_model(cfg, replace(oss, norm_eps=1e-6))
+    with pytest.raises(ConfigError, match=r"model.attention.global_every=0: expected 2"):
+        validate_model(cfg, replace(oss, attention=AttentionConfig(window=6)))
+    with pytest.raises(ConfigError, match=r"model.latent.neighbours=False: expected True with engine.name=vllm"):
         validate_model(cfg, replace(deep, latent=replace(deep.latent, neighbours=False)))
 
 
@@ -144,7 +150,7 @@ def test_latent_attention_of_other_sizes_on_a_cpu():
 
 
 @needs_vllm
-@pytest.mark.parametrize("file", ["deepseek_v2", "glm4_moe_lite", "glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize("file", ["deepseek_v2", "glm4_moe_lite", "glm4_moe", "gpt_oss", "qwen3_next"])
 def test_classes_that_do_not_know_a_tied_head(file):
     assert "tie_word_embeddings" not in ast.unparse(tree(f"model_executor/models/{file}.py"))
 
