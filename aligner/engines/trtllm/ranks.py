@@ -8,6 +8,7 @@ by itself: TensorRT-LLM would start its ranks by MPI or Ray.
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket
 from contextlib import suppress
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.cluster.handshake import LOOPBACK, seal_objects, shake_hands
+from aligner.cluster.seal import Seal
 from aligner.engines.child.process import PEER_ENDED
 from aligner.engines.child.worker import Settings
 from aligner.errors import EngineError
@@ -75,14 +77,18 @@ def join(settings: Settings) -> Lifeline:
     host, *ports, secret = settings.meeting
     rank, ranks, wait = settings.rank, settings.tensor_parallel, timedelta(seconds=CONNECT_S)
     peers: list[socket.socket] = []
+    proof = Seal(secret).mac(b"", "line")
     try:
         if rank == 0:
             store, server = _OPEN
             server.settimeout(CONNECT_S)
             while len(peers) < ranks - 1:
-                peers.append(server.accept()[0])
+                peer = server.accept()[0]
+                if _proves(peer, proof):
+                    peers.append(peer)
         else:
             peers.append(socket.create_connection((host, ports[1]), timeout=CONNECT_S))
+            peers[0].sendall(proof)
             store = dist.TCPStore(host, ports[0], None, False, wait, False)
         seal_objects(shake_hands(store, rank, ranks, secret, f"{host}:{ports[0]}"))
     except (OSError, dist.DistError) as error:
@@ -99,6 +105,13 @@ def join(settings: Settings) -> Lifeline:
     backend = "cuda:nccl,cpu:gloo" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, world_size=ranks, rank=rank, timeout=IDLE)
     return line
+
+
+def _proves(peer: socket.socket, proof: bytes) -> bool:
+    peer.settimeout(5.0)
+    with suppress(OSError):
+        return hmac.compare_digest(peer.recv(len(proof), socket.MSG_WAITALL), proof)
+    return False
 
 
 def _gathered(value: Any) -> list[Any]:

@@ -112,6 +112,8 @@ def test_each_rank_writes_its_own_memory_before_the_child_is_notified(world):
     engine.update_weights(late(wanted.items(), rank))
     engine.finish_update()
     assert list(engine._places[0]) == [f"device {rank}" for rank in range(world)]
+    settings = engine._settings([])
+    assert (settings.rank, settings.device, settings.tensor_parallel) == (rank, rank, world)
     engine.close()
     assert len(readers) == (rank == 0)  # one child, of the first rank
     for reader in readers:

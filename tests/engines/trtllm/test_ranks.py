@@ -1,6 +1,7 @@
 """A TensorRT-LLM engine of several ranks over the strict fake: a real child process of each rank."""
 
 import os
+import socket
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +130,9 @@ def test_ranks_that_do_not_meet_name_host_port_and_key(monkeypatch, rank):
     ports = engine_ranks.listen("127.0.0.1")
     if rank:
         engine_ranks._OPEN[1].close()
+    else:
+        stranger = socket.create_connection(("127.0.0.1", ports[1]))
+        stranger.sendall(bytes(64))
     settings = SimpleNamespace(meeting=("127.0.0.1", *ports, b"secret"), rank=rank, tensor_parallel=2)
     who = "rank 1 did not reach" if rank else "0 of 1 other ranks came to"
     with pytest.raises(EngineError, match=rf"{who} port {ports[1]} of 127.0.0.1 in 0.1 s .*engine.tensor_parallel=2"):
