@@ -139,19 +139,15 @@ def balance_loss(mean_probs: Tensor, fractions: Tensor) -> Tensor:
     return mean_probs.shape[-1] * (fractions * mean_probs).sum(-1)
 
 
-def _by_token(x: Tensor, pairs: Pairs) -> Tensor:
-    """Put x [M, H] of pairs into the order of tokens [N, k, H], with 0 where there is none."""
-    if len(pairs.order) == len(pairs.inverse):
-        x = spread(x, pairs.inverse, pairs.order)
-    else:
-        x = x.new_zeros(len(pairs.inverse), x.shape[1]).index_copy(0, pairs.order, x)
-    return x.view(-1, pairs.top_k, x.shape[1])
-
-
 def _add_up(x: Tensor, pairs: Pairs) -> Tensor:
     if fused.takes(x):
         return torch.ops.aligner.sum_pairs(x, pairs.inverse, None, pairs.top_k)
-    return _by_token(x, pairs).sum(1)
+    if len(x) == len(pairs.inverse):
+        return x.index_select(0, pairs.inverse).view(-1, pairs.top_k, x.shape[1]).sum(1)
+    # on the CPU, where it is in order
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = torch.zeros(len(pairs.inverse) // pairs.top_k, x.shape[1], dtype=wide, device=x.device)
+    return total.index_add_(0, pairs.tokens, x.to(wide)).to(x.dtype)
 
 
 class _Expand(torch.autograd.Function):
@@ -205,7 +201,10 @@ def combine(x: Tensor, pairs: Pairs, weights: Tensor) -> Tensor:
     """Combine the experts' output for each pair [M, H], by expert -> its weighted sum for each token [N, H]."""
     if fused.takes(x):
         return _SumPairs.apply(x, pairs.inverse, weights.to(x.dtype))
-    return torch.bmm(weights.to(x.dtype)[:, None], _by_token(x, pairs))[:, 0]
+    if len(x) < len(pairs.inverse):
+        return add_up(x * weights.flatten()[pairs.order][:, None], pairs).to(x.dtype)
+    x = spread(x, pairs.inverse, pairs.order).view(*weights.shape, x.shape[1])
+    return torch.bmm(weights.to(x.dtype)[:, None], x)[:, 0]
 
 
 class _GroupedLinear(torch.autograd.Function):
