@@ -73,7 +73,8 @@ def make_run(
         memories[role] = FrozenMemory(job.device, judge.model.views.values, cfg.memory.pin)
     here = None if job.bridge is not None else job.built.engines.get(POLICY)
     asked = any(judge.own for judge in cfg.reward.judges)
-    run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.cache_bytes, asked, empties(cfg))
+    empty = here is not None and empties(cfg)
+    run.memory = PhaseMemory(cfg.memory, job.device, memories, here, cfg.engine.cache_bytes, asked, empty)
     run.timers.around = run.memory.phase
     if job.env.rank == 0:
         for line in start_report(job, models):
