@@ -38,9 +38,9 @@ def validate_shares(cfg: Config, model: ModelConfig, key: str = "model") -> None
 def check_node(cfg: Config, node: range, world_size: int) -> None:
     """Check that all ranks of a replica are on this node, or none, unless they may be on several: a child process
     that reads other ranks' memory reaches only its own node's."""
-    width = cfg.engine.tensor_parallel
     if cfg.engine.can.several_nodes and not (cfg.engine.ranks and cfg.engine.child):
         return
+    width = cfg.engine.tensor_parallel
     for first in range(world_size - cfg.engine.ranks if cfg.engine.ranks else 0, world_size, width):
         last = first + width - 1
         if (first in node) != (last in node):
