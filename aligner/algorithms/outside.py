@@ -45,6 +45,8 @@ class UserFunction:
         self.key, self.path = key, getattr(cfg, key.removeprefix("algorithm."))
         function = load(self.path, key, "function", AlgorithmCodeError)
         self._function, self._parameters = function, inspect.signature(function).parameters
+        if taken := [name for name in cfg.args if name in KEYS[key]]:
+            raise ConfigError(f"algorithm.args.{taken[0]}", cfg.args[taken[0]], "no entry: the run gives this argument")
         names = [name for name in KEYS[key] if name != "ref_logprobs" or cfg.kl.coef > 0]
         own = {name: value for name, value in cfg.args.items() if name in self._parameters}
         missing = [p.name for p in self._parameters.values() if p.default is p.empty and p.kind not in _VARIADIC]
@@ -59,8 +61,12 @@ class UserFunction:
         return AlgorithmCodeError(f"{text}. {hint}" if hint else text)
 
     def __call__(self, values: Values, *shapes: torch.Size) -> Tensor:
-        """Return the function's result, of one of the shapes. Raises AlgorithmCodeError for any other."""
-        result = self._function(**{name: values[name] for name in self.names}, **self._args)
+        """Return the function's result, of one of the shapes. Raises AlgorithmCodeError for any other, and for
+        an exception of the function."""
+        try:
+            result = self._function(**{name: values[name] for name in self.names}, **self._args)
+        except Exception as cause:
+            raise self.refused(f"no exception: it raised {type(cause).__name__}: {cause}") from cause
         if not (isinstance(result, Tensor) and result.is_floating_point() and result.shape in shapes):
             form = f"{result.dtype} {[*result.shape]}" if isinstance(result, Tensor) else type(result).__name__
             wanted = " or ".join(str([*shape]) for shape in shapes)
@@ -92,6 +98,8 @@ def user_advantages(rollout: RolloutBatch, mask: Tensor, cfg: AlgorithmConfig) -
     assert rewards is not None
     values = {"rewards": rewards.sum(1), "token_rewards": rewards, "group": rollout.group, "valid": rollout.valid}
     result = function(values | {"mask": rollout.response_mask}, rewards.shape[:1], rewards.shape).detach().float()
+    if not result[rollout.valid].isfinite().all():
+        raise function.refused("finite advantages of valid samples")
     return torch.where(mask.bool(), result if result.dim() == 2 else result[:, None], 0.0)
 
 
@@ -131,8 +139,7 @@ def _notes(function: UserFunction) -> Iterator[str]:
         raise function.refused("no use of the process's random state: a rerun or a resumed run would differ")
     with patch.dict(os.environ, {"RANK": "1", "LOCAL_RANK": "1"}), patch.object(dist, "get_rank", lambda *_: 1):
         same(values, "the rank")
-    parts = (slice(0, 4), slice(4, 8))  # whole groups
-    for rows in parts:
+    for rows in (slice(0, 4), slice(4, 12)):  # whole groups
         hint = "Ranks and micro-batches have other rows. algorithm.whiten compares those of all ranks."
         same({name: x[rows] for name, x in values.items()}, "other prompts' rows", rows, hint)
     wide = {n: torch.cat([x, torch.zeros_like(x[:, :3])], 1) if x.dim() == 2 else x for n, x in values.items()}
@@ -141,6 +148,8 @@ def _notes(function: UserFunction) -> Iterator[str]:
         hidden = {n: torch.where(sees, x, -7.5) for n, x in values.items() if n != "mask"}
         same(hidden | {"mask": values["mask"]}, "tokens where mask is 0", hint="Multiply by mask before you add up.")
     _check_graph(function, values)
+    if loss:
+        yield from _device_notes(function, values)
     yield f"the same for each micro-batch, padding and rank, at {int(sees.sum())} made-up places"
     if loss:
         yield from _gradient_notes(function, values)
@@ -150,15 +159,19 @@ _ALL = slice(None)
 
 
 def _result(function: UserFunction, values: Values) -> Tensor:
-    first = values[KEYS[function.key][0]]
+    first, own = values[KEYS[function.key][0]], {name: x.clone() for name, x in values.items()}
     shapes = [first.shape] if function.key == "algorithm.policy_loss" else [first.shape, values["mask"].shape]
-    return function({name: x.clone() for name, x in values.items()}, *shapes).detach()
+    result = function(own, *shapes).detach()
+    for name in function.names:
+        if not torch.equal(own[name], values[name]):
+            raise function.refused(f"its inputs left as they are: it changes `{name}`")
+    return result
 
 
 def _loss_values() -> Values:
+    """Return rows of different lengths, one of them without tokens of the loss."""
     draw = torch.Generator().manual_seed(1)
-    shape = (8, 9)
-    lengths = torch.tensor([9, 4, 7, 2, 5, 9, 1, 6])
+    shape, lengths = (12, 9), torch.tensor([9, 4, 7, 0, 5, 9, 1, 6, 3, 8, 2, 9])
     noise = [torch.randn(shape, generator=draw) for _ in range(5)]
     logprobs = -noise[0].abs() - 0.05
     values = {"logprobs": logprobs, "old_logprobs": logprobs + 0.3 * noise[1]}
@@ -168,14 +181,14 @@ def _loss_values() -> Values:
 
 
 def _advantage_values() -> Values:
-    values = _loss_values()
-    token_rewards = torch.zeros(8, 9)
-    ends = values["mask"].sum(1).long() - 1
-    token_rewards[torch.arange(8), ends] = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 0.0, 2.0])
-    valid = torch.tensor([True, True, True, False, True, True, True, True])
-    groups = torch.tensor([3, 3, 3, 3, 8, 8, 8, 8])
-    rewards = token_rewards.sum(1)
-    return {"rewards": rewards, "group": groups, "valid": valid, "token_rewards": token_rewards, "mask": values["mask"]}
+    """Return the samples of three prompts: with an invalid one, with equal rewards, and with a single valid one."""
+    mask = (torch.arange(9) < torch.tensor([9, 4, 7, 2, 5, 9, 1, 6, 3, 8, 2, 9])[:, None]).float()
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, 1.0, 2.0, 0.0, 1.0, 0.0])
+    valid = torch.tensor([True, True, True, False] + [True] * 4 + [False, True, False, False])
+    token_rewards = torch.zeros_like(mask)
+    token_rewards[torch.arange(12), mask.sum(1).long() - 1] = rewards
+    group = torch.tensor([3, 8, 5]).repeat_interleave(4)
+    return {"rewards": rewards, "group": group, "valid": valid, "token_rewards": token_rewards, "mask": mask}
 
 
 def _random_states() -> list[Any]:
@@ -190,10 +203,24 @@ def _check_graph(function: UserFunction, values: Values) -> None:
     result = function(ours, values[names[0]].shape, values["mask"].shape) if names else None
     if "logprobs" in names and not (result is not None and result.requires_grad):
         raise function.refused("a gradient of logprobs: nothing would be learned")
+    if result is not None and result.requires_grad:
+        torch.where(values["mask"] > 0, result, 0.0).sum().backward()
+        if not ours["logprobs"].grad.isfinite().all():  # type: ignore[union-attr]
+            raise function.refused("finite gradients, also of rows without a token of the loss (mask 0)")
     del ours, result
     gc.collect()
     if any(ref() is not None for ref in kept):
         raise function.refused("no tensor kept after the call: it would hold a whole graph in memory")
+
+
+def _device_notes(function: UserFunction, values: Values) -> Iterator[str]:
+    """Call the loss with tensors without data, which no host can read, and which mix with no CPU's."""
+    try:
+        function({name: x.to("meta") for name, x in values.items()}, values["mask"].shape)
+    except AlgorithmCodeError as error:
+        if "is not on the expected device" in str(error):
+            raise function.refused("tensors made on the device of logprobs: it makes some on the CPU") from error
+        yield "the host waits for the device at each call, as by .item() or a mask as index"
 
 
 def _gradient_notes(function: UserFunction, values: Values) -> Iterator[str]:

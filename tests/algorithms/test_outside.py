@@ -82,6 +82,39 @@ def infinite(logprobs):
     return logprobs / 0
 
 
+def over_nothing(logprobs, old_logprobs, advantages, mask):
+    difference = ((logprobs - old_logprobs) * mask).sum(1, keepdim=True)
+    return -(difference / mask.sum(1, keepdim=True)).exp() * advantages
+
+
+def over_equals(rewards, group, valid):
+    means = [rewards[(group == g) & valid].mean() for g in group]
+    stds = [rewards[(group == g) & valid].std() for g in group]
+    return (rewards - torch.stack(means)) / torch.stack(stds)
+
+
+def changes_mask(logprobs, advantages, mask):
+    mask *= advantages > 0
+    return -advantages * logprobs
+
+
+def changes_valid(rewards, valid):
+    valid &= rewards > 0
+    return rewards
+
+
+def raises(logprobs):
+    return logprob
+
+
+def on_the_cpu(logprobs, advantages):
+    return -advantages * logprobs * (1 + 0 * torch.arange(logprobs.shape[1]))
+
+
+def waits(logprobs, advantages):
+    return -advantages * logprobs * max(1.0, 0 * advantages.abs().max().item())
+
+
 def unknown(logits):
     return logits
 
@@ -101,9 +134,9 @@ def source(tmp_path_factory):
 @pytest.mark.parametrize(
     "key, name, message",
     [
-        ("policy_loss", "one_number", "a result of floating point numbers [8, 9], not torch.float32 []"),
+        ("policy_loss", "one_number", "a result of floating point numbers [12, 9], not torch.float32 []"),
         ("policy_loss", "no_tensor", "not list"),
-        ("advantage", "integers", "[8] or [8, 9], not torch.int64 [8]"),
+        ("advantage", "integers", "[12] or [12, 9], not torch.int64 [12]"),
         ("policy_loss", "keeps", "no tensor kept after the call"),
         ("policy_loss", "by_rank", "do not depend on the rank"),
         ("policy_loss", "draws", "no use of the process's random state"),
@@ -114,6 +147,12 @@ def source(tmp_path_factory):
         ("advantage", "standardised", "do not depend on other prompts' rows"),
         ("policy_loss", "without_gradient", "a gradient of logprobs"),
         ("policy_loss", "infinite", "finite results"),
+        ("policy_loss", "over_nothing", "finite gradients, also of rows without a token"),
+        ("advantage", "over_equals", "finite results"),
+        ("policy_loss", "changes_mask", "it changes `mask`"),
+        ("advantage", "changes_valid", "it changes `valid`"),
+        ("policy_loss", "raises", "it raised NameError: name 'logprob'"),
+        ("policy_loss", "on_the_cpu", "it makes some on the CPU"),
         ("policy_loss", "unknown", "it has `logits`"),
         ("policy_loss", "to_reference", "ref_logprobs need algorithm.kl.coef > 0"),
         ("policy_loss", "absent", "which has ppo, baseline"),
@@ -131,7 +170,13 @@ def test_gradients_are_compared_with_finite_differences():
 
 
 def test_the_gradient_of_a_loss_without_detached_parts_is_its_own(source):
-    assert check(AlgorithmConfig(policy_loss=f"{source}:ppo"))[1].endswith("equals finite differences at 43 tokens")
+    assert check(AlgorithmConfig(policy_loss=f"{source}:ppo"))[1].endswith(
+        "equals finite differences at 62 tokens"
+    )  # one is at a kink
+
+
+def test_a_loss_that_waits_for_the_device_is_noticed(source):
+    assert any("the host waits" in note for note in check(AlgorithmConfig(policy_loss=f"{source}:waits")))
 
 
 def test_arguments_go_to_the_functions_that_take_them(source):
@@ -139,6 +184,8 @@ def test_arguments_go_to_the_functions_that_take_them(source):
     assert len(check(own)) == 2
     with pytest.raises(ConfigError, match=r"algorithm.args.lower=0.1: expected an entry that .*mine.py:ppo takes"):
         check(AlgorithmConfig(policy_loss=f"{source}:ppo", args={"lower": 0.1}))
+    with pytest.raises(ConfigError, match=r"algorithm.args.mask=1: expected no entry"):
+        check(AlgorithmConfig(policy_loss=f"{source}:ppo", args={"mask": 1}))
 
 
 def test_a_run_with_own_functions_equals_the_built_in_ones(tiny_data, tmp_path, source):
