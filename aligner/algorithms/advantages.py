@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.algorithms.outside import user_advantages
 from aligner.config.key import is_function
+from aligner.config.on_demand import on_demand
 from aligner.config.schema import Config
 from aligner.config.sections.algorithm import WHITENED, AlgorithmConfig
 from aligner.config.sections.rewards import RewardConfig
@@ -25,7 +25,7 @@ def group_advantages(rollout: RolloutBatch, scores: Scores, cfg: Config, ranks: 
     Collective over the data-parallel `ranks`."""
     algorithm, mask = cfg.algorithm, _valid_tokens(rollout)
     if is_function(algorithm.advantage):
-        tokens, learns = user_advantages(rollout, mask, algorithm), rollout.valid
+        tokens, learns = on_demand("algorithm.advantage")(rollout, mask, algorithm), rollout.valid
     elif algorithm.advantage == "reinforce_pp":
         tokens, learns = return_to_go(rollout.token_rewards, mask, algorithm.gamma), rollout.valid
     else:

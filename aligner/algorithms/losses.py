@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.algorithms.anchor import Anchor
-from aligner.algorithms.outside import user_loss
 from aligner.config.key import is_function
+from aligner.config.on_demand import on_demand
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.ops.rl.aggregate import aggregate, denominator
 from aligner.ops.rl.covariance import choose_random, choose_top, covariance, token_keys
@@ -45,7 +45,9 @@ def policy_loss(
     if cfg.policy_loss in ("clip_cov", "kl_cov"):
         minibatch.of(PolicyTargets).chosen = _choose(minibatch, cfg, group)
     total = denominator(minibatch.loss_mask, cfg.aggregation, response_limit, group)
-    compute = user_loss(cfg) if is_function(cfg.policy_loss) else POLICY_LOSSES[cfg.policy_loss]
+    compute = (
+        on_demand("algorithm.policy_loss")(cfg) if is_function(cfg.policy_loss) else POLICY_LOSSES[cfg.policy_loss]
+    )
     mean, noise = partial(aggregate, kind=cfg.aggregation, denominator=total), NOISE[dtype]
 
     def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:

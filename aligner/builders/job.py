@@ -182,6 +182,8 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device, signals: StopSignal
     generates = bridge is not None and bridge.generates
     if not generates:
         check_kernels(initial.config, resolve_dtype(cfg.model.dtype), device)
+        if cfg.algorithm.has_own:
+            on_demand("algorithm.args")(cfg.algorithm)
     layout, run_dir = None if generates else build_layout(cfg.parallel), Path(cfg.run.dir)
     watchdog = Watchdog(cfg.cluster.watchdog, run_dir, env.rank, env.world_size)
     return Job(

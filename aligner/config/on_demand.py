@@ -9,6 +9,7 @@ from typing import Any
 
 from aligner.config.derived import evaluation_functions, generates, recorded_steps, undecided
 from aligner.config.engines import ENGINES
+from aligner.config.key import is_function
 from aligner.config.quantization import emulated
 from aligner.config.schema import Config
 
@@ -25,6 +26,15 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "environment": ("aligner.builders.environments:find_tools", lambda cfg: cfg.environment.on),
     "environment, to generate": ("aligner.builders.environments:make_trajectories", lambda cfg: cfg.environment.on),
     "environment.agent": ("aligner.rollout.agents:agent_generator", lambda cfg: bool(cfg.environment.agent)),
+    "algorithm.policy_loss": (
+        "aligner.algorithms.outside:user_loss",
+        lambda cfg: is_function(cfg.algorithm.policy_loss),
+    ),
+    "algorithm.advantage": (
+        "aligner.algorithms.outside:user_advantages",
+        lambda cfg: is_function(cfg.algorithm.advantage),
+    ),
+    "algorithm.args": ("aligner.algorithms.outside:check", lambda cfg: cfg.algorithm.has_own),
     "reward.judges": ("aligner.builders.judges:make_judges", lambda cfg: bool(cfg.reward.judges)),
     "debug.train_only": ("aligner.builders.recordings:make_recorded", lambda cfg: bool(cfg.debug.train_only)),
     "debug.replay": ("aligner.builders.recordings:make_replayed", lambda cfg: bool(cfg.debug.replay)),

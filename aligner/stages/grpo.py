@@ -15,7 +15,6 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.algorithms.anchor import Anchor
     from aligner.algorithms.first_step import FirstStepChecks
     from aligner.algorithms.losses import policy_loss
-    from aligner.algorithms.outside import check
     from aligner.builders.job import Job
     from aligner.builders.models import make_policy, make_reference, make_reward_model, optimizer_steps
     from aligner.builders.rollouts import find_prompts, make_rollouts
@@ -58,7 +57,6 @@ STAGE = Stage(
 
 def main(job: Job) -> None:
     cfg, prompts = job.cfg, find_prompts(job)
-    check(cfg.algorithm)
     reward_model = make_reward_model(job)
     policy = make_policy(job, optimizer_steps(job))
     reference = make_reference(job, policy) if cfg.algorithm.kl.coef else None

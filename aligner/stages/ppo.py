@@ -20,7 +20,6 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.algorithms.advantages import critic_advantages
     from aligner.algorithms.first_step import FirstStepChecks
     from aligner.algorithms.losses import policy_loss
-    from aligner.algorithms.outside import check
     from aligner.builders.job import Job
     from aligner.builders.models import make_critic, make_policy, make_reference, make_reward_model, optimizer_steps
     from aligner.builders.rollouts import find_prompts, make_rollouts
@@ -73,7 +72,6 @@ STAGE = Stage(
 
 def main(job: Job) -> None:
     cfg, prompts = job.cfg, find_prompts(job)
-    check(cfg.algorithm)
     reward_model, steps = make_reward_model(job), optimizer_steps(job)
     warmup = steps // cfg.run.steps * cfg.critic.warmup_steps if cfg.run.steps else 0
     policy = make_policy(job, steps - warmup)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.config.key import REPORT, Section, key, section
+from aligner.config.key import REPORT, Section, is_function, key, section
 from aligner.config.rule import rules
 from aligner.config.sections.distill import DistillConfig
 from aligner.config.sections.kto import KtoConfig
@@ -186,6 +186,11 @@ advantage=gdpo|pass_at_k => whiten =false | with algorithm.advantage={advantage}
 advantage=gdpo => overlong.penalty, overlong.soft_fraction =0
     | with algorithm.advantage=gdpo, which uses only the reward's components | Use mask_truncated.
 """)
+
+    @property
+    def has_own(self) -> bool:
+        """Whether functions of the user's own, or arguments for such, are given."""
+        return bool(self.args) or is_function(self.policy_loss) or is_function(self.advantage)
 
     @property
     def ratio_to_engine(self) -> bool:
