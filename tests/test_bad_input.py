@@ -412,7 +412,7 @@ CASES = {
         ["optim.megatron.use_distributed_optimizer=true"],
         ConfigError,
         2,
-        ["optim.megatron.use_distributed_optimizer=True", "it follows from optim.distributed"],
+        ["optim.megatron.use_distributed_optimizer=True", "it is decided by optim.distributed. Remove it."],
     ),
     "FP8 without TransformerEngine": (
         "sft",
@@ -423,7 +423,7 @@ CASES = {
     ),
     "TransformerEngine's Adam without it": (
         "sft",
-        ["optim.megatron.use_precision_aware_optimizer=true"],
+        ["optim.megatron.use_precision_aware_optimizer=true", "data.train={x}/torn.jsonl"],  # which is read later
         ConfigError,
         2,
         ["optim.megatron.use_precision_aware_optimizer=True", "TransformerEngine is not used here"],

@@ -19,6 +19,7 @@ from aligner.cluster.signals import StopSignals
 from aligner.cluster.threads import use as use_threads
 from aligner.config.derived import undecided
 from aligner.config.engines import ENGINES
+from aligner.config.identity import uses
 from aligner.config.on_demand import imported, on_demand
 from aligner.config.schema import Config
 from aligner.config.validate_model import check_node, validate_model, validate_on_gpu
@@ -30,7 +31,7 @@ from aligner.engines.base import RolloutEngine
 from aligner.families.table import parameters
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
 from aligner.megatron.lora import check_adapters
-from aligner.megatron.model import check_kernels, resolve_dtype
+from aligner.megatron.model import check_adam, check_kernels, resolve_dtype
 from aligner.megatron.quantized_base import check_held
 from aligner.megatron.train import ShardedModel
 from aligner.ops.seeds import derive
@@ -182,6 +183,9 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device, signals: StopSignal
     generates = bridge is not None and bridge.generates
     if not generates:
         check_kernels(initial.config, resolve_dtype(cfg.model.dtype), device)
+        for key, optim in {"optim": cfg.optim, "critic.optim": cfg.critic.optim}.items():
+            if uses(cfg.stage.name, f"{key}.megatron"):
+                check_adam(key, optim)
         if cfg.algorithm.has_own:
             on_demand("algorithm.args")(cfg.algorithm)
     layout, run_dir = None if generates else build_layout(cfg.parallel), Path(cfg.run.dir)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from aligner.builders.engines import native_engine
 from aligner.builders.job import POLICY, Job, digest
 from aligner.config.sections.judge import JudgeConfig
+from aligner.config.sections.model.config import beside
 from aligner.config.sections.model.lora import LoraConfig
 from aligner.config.validate_model import validate_shares
 from aligner.engines.native.load import fill
@@ -51,7 +52,7 @@ def _frozen(job: Job, judge: JudgeConfig) -> EngineReplies:
     """Return replies of another model, in its own native engine on the ranks that train. Raises ConfigError."""
     path, key = judge.model, f"reward.judges.{judge.name}.model"
     try:
-        initial = resolve(replace(job.cfg.model, tokenizer="", lora=LoraConfig()), path, job.cfg.seed, key=key)
+        initial = resolve(replace(beside(job.cfg.model), lora=LoraConfig()), path, job.cfg.seed, key=key)
     except DataError as error:  # it names model.tokenizer
         raise ConfigError(key, path, "a folder with the model's tokenizer", str(error)) from error
     if initial.folder is None or initial.adapters:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 
 from aligner.builders.data import make_ptx
@@ -10,6 +9,7 @@ from aligner.builders.job import Job
 from aligner.config.derived import minibatch_samples
 from aligner.config.on_demand import on_demand
 from aligner.config.schema import ROLLOUT_STAGES, Config
+from aligner.config.sections.model.config import beside
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.data.steps import StepEncoder
@@ -109,8 +109,7 @@ def make_preference_models(job: Job) -> tuple[Policy, Reference | None, dict[str
 
 def _scorer(job: Job, path: str, key: str) -> InitialModel:
     """Resolve the shape and weights of a reward model; it must share the policy's tokenizer."""
-    like = dataclasses.replace(job.cfg.model, tokenizer="")
-    initial = resolve(like, path, job.cfg.seed, key=key)
+    initial = resolve(beside(job.cfg.model), path, job.cfg.seed, key=key)
     job.built.contents[key] = initial.content
     validate_model(job.cfg, initial.config, scorer=True)
     if job.device.type == "cuda":

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from aligner.builders.job import Job
 from aligner.builders.models import make_model, make_policy
 from aligner.config.sections.distill import KEY
+from aligner.config.sections.model.config import beside
 from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.errors import ConfigError, LayoutError
 from aligner.megatron.groups import build_layout
@@ -58,7 +59,7 @@ def find_teachers(job: Job) -> tuple[list[InitialModel], int]:
 
 def _teacher(job: Job, path: str, key: str) -> InitialModel:
     """Resolve a teacher of any shape, with the student's tokenizer. Raises ConfigError."""
-    initial = resolve(dataclasses.replace(job.cfg.model, tokenizer=""), path, job.cfg.seed, key=key)
+    initial = resolve(beside(job.cfg.model), path, job.cfg.seed, key=key)
     job.built.contents[key] = initial.content
     validate_model(
         dataclasses.replace(job.cfg, parallel=job.cfg.algorithm.distill.layout(job.cfg.parallel)),

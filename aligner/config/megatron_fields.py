@@ -26,17 +26,12 @@ FILES = {
 # section -> its classes; a name is looked up in one after the other
 CLASSES = {"model": (TRANSFORMER,), "optim": (OPTIMIZER, DDP)}
 # fields that an update here reads. Others are refused: modules of this project, which replace Megatron's attention,
-# MLP, experts and loss, do not ask for them
+# MLP, experts and loss, do not ask for them. Nor may one model's fields change another's updates, as
+# reduce_scatter_with_fp32_accumulation does
 READ = {
-    TRANSFORMER: (
-        *("fp8", "fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-        *("recompute_modules", "deallocate_pipeline_outputs"),
-    ),
-    OPTIMIZER: (
-        *("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"),
-        *("decoupled_weight_decay", "apply_wd_to_qk_layernorm"),
-    ),
-    DDP: ("bucket_size", "pad_buckets_for_high_nccl_busbw", "reduce_scatter_with_fp32_accumulation"),
+    TRANSFORMER: ("fp8", "fp8_recipe", "first_last_layers_bf16", "recompute_modules", "deallocate_pipeline_outputs"),
+    OPTIMIZER: ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "decoupled_weight_decay"),
+    DDP: ("bucket_size", "pad_buckets_for_high_nccl_busbw"),
 }
 # what decides a field instead: a key, or what this project always does
 DECIDED = {
@@ -69,24 +64,18 @@ DECIDED = {
     "optim.clip_grad": "clip_grad",
     "optim.distributed": "use_distributed_optimizer",
     "optim.gradient_dtype": "grad_reduce_in_fp32 main_grads_dtype",
-    "AdamW, the only optimizer here": "optimizer",
-    "the denominator of a minibatch, which is in the loss": (
+    "aligner, whose only optimizer is AdamW": "optimizer",
+    "the loss, which is divided by the denominator of its minibatch": (
         "calculate_per_token_loss average_in_collective loss_scale initial_loss_scale grad_scale_func"
     ),
     "the check of the gradient's norm after each step": "check_for_nan_in_grad check_for_large_grads",
     "the refit, which reads whole bfloat16 weights after each step": (
         "overlap_param_gather fp8_param fp8_param_gather fp4_param fp4_param_gather store_param_remainders"
     ),
-    "an update, which always does so": "overlap_grad_reduce",
+    "aligner, which always overlaps the reduction": "overlap_grad_reduce",
 }
 DTYPES = ("float32", "bfloat16")
 MODULES = ("mlp", "moe")  # that layers here recompute by themselves
-# types as they are written there; others are a few texts
-TYPES = {
-    "bool": ((bool,), "true or false"),
-    "int": ((int,), "an integer >= 0"),
-    "float": ((int, float), "a number >= 0"),
-}
 OWNERS = {name: key for key, names in DECIDED.items() for name in names.split()}
 
 
@@ -122,20 +111,20 @@ def check_fields(section: str, values: Mapping[str, Any]) -> None:
             near = [f"{section}.megatron.{one}" for one in difflib.get_close_matches(name, names)]
             raise UnknownKeyError(key, "`, `".join(near) or None)
         if name in OWNERS:
-            raise ConfigError(key, value, f"no value: it follows from {OWNERS[name]}")
+            raise ConfigError(key, value, f"no value: it is decided by {OWNERS[name]}", "Remove it.")
         if name not in READ[kind]:
             read = ", ".join(one for kind in CLASSES[section] for one in READ[kind])
-            raise ConfigError(key, value, f"one of the fields that an update here reads: {read}")
+            raise ConfigError(key, value, f"a field that aligner uses: {read}")
         _check_value(key, value, annotations(kind)[name])
 
 
 def _check_value(key: str, value: Any, annotation: str) -> None:
     plain = re.sub(r"^Optional\[(.*)\]$", r"\1", annotation)
     choices = DTYPES if plain == "torch.dtype" else re.findall(r"'(\w+)'", plain)
-    types, expected = TYPES.get(plain, ((), "one of " + ", ".join(choices)))
-    if plain == "List[str]":
-        fits, expected = isinstance(value, list) and all(one in MODULES for one in value), "a list of mlp, moe"
-    else:
-        fits = value in choices if choices else type(value) in types and value >= 0
+    fits, expected = {
+        "bool": (isinstance(value, bool), "true or false"),
+        "int": (type(value) is int and value > 0, "an integer >= 1"),
+        "List[str]": (isinstance(value, list) and all(one in MODULES for one in value), "a list of mlp, moe"),
+    }.get(plain, (value in choices, "one of " + ", ".join(choices)))
     if not fits and not (value is None and plain != annotation):
         raise ConfigError(key, value, expected)

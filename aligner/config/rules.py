@@ -133,8 +133,6 @@ model.passes_beside => model.recompute =none
 model.megatron.fp8 => model.hidden_size, model.head_dim, model.attention.global_head_dim %ranks.fp8
 model.megatron.fp8 => model.ffn_hidden_size %ranks.fp8_tensor
 model.megatron.fp8 !model.head_dim => model.hidden_size %ranks.fp8_heads | , or head_dim
-model.megatron.deallocate_pipeline_outputs => parallel.pipeline >=2
-    | with model.megatron.deallocate_pipeline_outputs, which frees what stages have sent
 ranks.choices => parallel.stage_layers
     | stages that begin with an indexer of their own: layers {ranks.choices} use the choice of the layer before
 !model.moe.num_experts !scorer => mismatch.replay_routing =false | for a model without experts (model.moe)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.kernels import te_lacks
+from aligner.config.sections.optim import OptimConfig
 from aligner.errors import ConfigError
 from aligner.megatron import transformer_engine, varlen
 from aligner.megatron.attention import GatedMLP, RMSNorm, Stream, StreamAttention, residual_adder
@@ -315,11 +316,11 @@ def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) ->
     varlen.is_used(cfg, dtype, device)
 
 
-def check_adam() -> None:
-    """Check that there is an Adam with moments of other dtypes. Raises ConfigError."""
-    if TE.lacks:
-        key, reason = "optim.megatron.use_precision_aware_optimizer", f"TransformerEngine is not used here: {TE.lacks}."
-        raise ConfigError(key, True, "false without TransformerEngine's Adam", reason)
+def check_adam(key: str, optim: OptimConfig) -> None:
+    """Check that there is an Adam with moments of other dtypes if the section requests it. Raises ConfigError."""
+    if TE.lacks and optim.megatron.get("use_precision_aware_optimizer"):
+        name, reason = "megatron.use_precision_aware_optimizer", f"TransformerEngine is not used here: {TE.lacks}."
+        raise ConfigError(f"{key}.{name}", True, "false without TransformerEngine's Adam", reason)
 
 
 def _with_plain_strides(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:

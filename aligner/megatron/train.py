@@ -34,7 +34,7 @@ from aligner.megatron.expert_load import ExpertLoad
 from aligner.megatron.groups import Layout
 from aligner.megatron.indexer_loss import IndexerLoss
 from aligner.megatron.lora import AdaptedModel, MergedWeights, SplitWeights, attach
-from aligner.megatron.model import Head, build_model, check_adam, resolve_dtype
+from aligner.megatron.model import Head, build_model, resolve_dtype
 from aligner.megatron.optimizer_state import fuse
 from aligner.megatron.pipeline import Pipeline
 from aligner.megatron.quantized_base import hold, share_frozen
@@ -180,8 +180,8 @@ class ShardedModel:
         own = fields_of("optim", OPTIMIZER, optim.megatron)
         own |= {name: resolve_dtype(value) for name, value in own.items() if name.endswith("_dtype")}
         if own.get("use_precision_aware_optimizer"):
-            check_adam()
-            own["fp8_recipe"] = "tensorwise"  # then Megatron keeps float32 weights, and Adam moments alone
+            # turns off use_precision_aware_optimizer_no_fp8_or_ds_fp8, by which Adam would have the float32 weights too
+            own["fp8_recipe"] = "tensorwise"
         config = OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,

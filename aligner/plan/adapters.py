@@ -223,7 +223,7 @@ def adapter_operations(
     model: PlannedModel, grid: Grid, stage: int, own: float, kept: float, backward: bool, recompute: int
 ) -> float:
     """Return the operations on one rank of a stage, with `kept` tokens in the last layer of all. The first layer's
-    inputs need no gradient, unless it is recomputed or stages follow. With DoRA every pass also computes B A."""
+    inputs need no gradient, unless any of it is recomputed or stages follow. With DoRA every pass also computes B A."""
     m, total = model.shape, 0.0
     layers, again = list(_layers(m, grid, stage)), recomputed(m, grid, stage, recompute)
     for i, layer in enumerate(layers):
@@ -231,7 +231,7 @@ def adapter_operations(
         for matrix in layer:
             a, b = _operations(matrix, m, grid, own, kept if last else own)
             total += (forward + 2 * backward) * (a + b)
-            if backward and i == 0 and matrix.of_hidden and needs_no_input_gradient(grid, stage, recompute):
+            if backward and i == 0 and matrix.of_hidden and needs_no_input_gradient(m, grid, stage, recompute):
                 total -= a
             if m.lora.dora:
                 product = 2 * matrix.inner * matrix.out * matrix.targets * m.lora.rank
@@ -240,9 +240,9 @@ def adapter_operations(
     return total
 
 
-def needs_no_input_gradient(grid: Grid, stage: int, recompute: int) -> bool:
+def needs_no_input_gradient(m: ModelConfig, grid: Grid, stage: int, recompute: int) -> bool:
     """Return whether a stage's first layer has an input from a frozen embedding."""
-    return stage == 0 and grid.pipeline == 1 and not recompute
+    return stage == 0 and grid.pipeline == 1 and not recompute and not m.recomputed_modules
 
 
 def first_operations(m: ModelConfig, grid: Grid, own: float) -> float:

@@ -14,7 +14,7 @@ from aligner.config.quantization import matrix_bytes
 from aligner.config.rules import RuleContext
 from aligner.config.schema import Config
 from aligner.config.sections.engine import EngineConfig
-from aligner.config.sections.model.config import ModelConfig, for_run
+from aligner.config.sections.model.config import ModelConfig, beside, for_run
 from aligner.config.stages import STAGES
 from aligner.errors import ConfigError
 from aligner.families.hf_config import config_from_hf
@@ -388,14 +388,14 @@ def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Planned
         mixed and (shape.lora.dora if shape.lora.rank else shape.traits.trains_float32)
     )
     models = [PlannedModel("policy", shape, trained=trains, distributed=distributed, averaged=averaged, **ours)]
-    scorer = shape_at(shape, cfg.reward.model)
+    scorer = shape_at(beside(shape), cfg.reward.model)
     if "reference" in other_models:
         models.append(PlannedModel("reference", shape, shared=shares_weights(cfg)))
     if "teacher" in other_models:
         teachers = cfg.algorithm.distill.models()
         layout = cfg.algorithm.distill.layout(cfg.parallel)
         grid = None if layout == cfg.parallel else grid_of(replace(cfg, parallel=layout), gpus)
-        models += [PlannedModel(name, shape_at(shape, path), grid=grid) for name, path in teachers.items()]
+        models += [PlannedModel(name, shape_at(beside(shape), path), grid=grid) for name, path in teachers.items()]
     if stage.rollouts and cfg.reward.model and not cfg.debug.train_only:
         models.append(PlannedModel("reward", scorer, "score"))
     if "critic" in other_models:
@@ -434,7 +434,7 @@ def _judges(cfg: Config, shape: ModelConfig, rows: PlannedRows, engine: Engine) 
             judge.max_tokens / 2,
             judge.max_tokens,
         )
-        judges = shape_at(shape, judge.model)
+        judges = shape_at(beside(shape), judge.model)
         by = replace(engine, ranks=0, factors=False, **_decoding(native, judges)) if judge.model else engine
         planned.append(PlannedJudge(judges, asked, by, judge.model))
     return tuple(planned)

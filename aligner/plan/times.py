@@ -182,7 +182,7 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machin
     if not grid.sequence:  # what every tensor rank has whole, it computes for all tokens
         whole = latent_matrices(m) + stream_matrices(m) + m.share("sparse") * expert_latents(m) + input_matrices(m)
         products += count * 2 * whole * own * (grid.tensor - 1) / machine.rate
-    products *= work.forward + (2 - work.frozen) * work.backward
+    products *= work.forward + (2 - work.frozen + recomputed_share(m)) * work.backward
     stream = own * (1 if grid.sequence else grid.tensor)
     passed = work.forward + work.backward * (m.indexer.loss > 0)
     products += passed * count * index_operations(m, own * grid.tensor, stream) / machine.rate
@@ -192,7 +192,8 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machin
     rules = count * machine.rule(m, tokens * grid.rule_share / grid.tensor, job.package)
     rules *= work.forward + 2 * work.backward
     faster = machine.assumed.fp8_products if m.fp8_step > 1 else machine.assumed.fp8
-    return products / faster + attention + passes + rules
+    exact = min(1, (last + (stage == 0)) / count) if m.megatron.get("first_last_layers_bf16") else 0
+    return products * (exact + (1 - exact) / faster) + attention + passes + rules
 
 
 def _alike(job: PlanJob, tokens: float) -> Shared | None:
@@ -215,12 +216,12 @@ def micro_batch_seconds(
     are added to those before."""
     grid, m, read, frozen = job.grid, model.shape, reads(job, model, tokens), is_adapted(model)
     again = recomputed(m, grid, stage, job.recompute)
-    work = Work(1 + sum(again) / len(again) + recomputed_share(m), 1, frozen) if backward else Work()
+    work = Work(1 + sum(again) / len(again), 1, frozen) if backward else Work()
     total = _layers(job, model, stage, tokens, machine, work)
     if frozen:
         own, kept = tokens / grid.context, read.kept / grid.context
         total += adapter_operations(model, grid, stage, own, kept, backward, job.recompute) / machine.rate
-        if backward and needs_no_input_gradient(grid, stage, job.recompute):
+        if backward and needs_no_input_gradient(m, grid, stage, job.recompute):
             total -= first_operations(m, grid, own) / machine.rate
     if backward:
         total += machine.moved((2 * model.gradient + job.element) * trained_parameters(model, grid, stage).total)

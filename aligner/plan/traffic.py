@@ -282,7 +282,7 @@ def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, bac
     alone = [(k, tuple({*kinds} - {"attention", "linear"})) for k, kinds in each if recomputes_mlp(m, kinds)] * backward
     calls = _sum(layer_forward(model, grid, tokens, k, e, kinds) for k, kinds in each + again + alone)
     if backward and is_adapted(model):
-        free = needs_no_input_gradient(grid, stage, job.recompute)
+        free = needs_no_input_gradient(m, grid, stage, job.recompute)
         calls += _sum(
             frozen_backward(model, grid, tokens, k, e, kinds, free and i == 0) for i, (k, kinds) in enumerate(each)
         )

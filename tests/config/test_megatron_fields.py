@@ -11,6 +11,7 @@ from aligner.config.identity import REPORT, effect_of
 from aligner.config.megatron_fields import CLASSES, OWNERS, READ, annotations, class_of, fields_of
 from aligner.config.options import all_keys
 from aligner.config.resolve import compose
+from aligner.config.rules import RuleContext
 from aligner.errors import ConfigError
 
 
@@ -51,30 +52,40 @@ REFUSED = {
     "optim.megatron.bucket_sizes=1": "Did you mean `optim.megatron.bucket_size`",
     "optim.megatron.recompute_modules=[mlp]": "unknown config key `optim.megatron.recompute_modules`",
     "model.megatron.recompute_modules=mlp": "recompute_modules='mlp': expected a list of mlp, moe",
+    "model.megatron.recompute_modules=5": "model.megatron.recompute_modules=5: expected a list of mlp, moe",
     "model.megatron.recompute_modules=[core_attn]": "recompute_modules=['core_attn']: expected a list of mlp, moe",
-    "optim.megatron.bucket_size=much": "bucket_size='much': expected an integer >= 0",
-    "optim.megatron.bucket_size=true": "bucket_size=True: expected an integer >= 0",
-    "optim.megatron.bucket_size=-1": "bucket_size=-1: expected an integer >= 0",
+    "optim.megatron.bucket_size=much": "bucket_size='much': expected an integer >= 1",
+    "optim.megatron.bucket_size=true": "bucket_size=True: expected an integer >= 1",
+    "optim.megatron.bucket_size=0": "bucket_size=0: expected an integer >= 1",
     "optim.megatron.decoupled_weight_decay=1": "decoupled_weight_decay=1: expected true or false",
     "optim.megatron.exp_avg_dtype=float16": "exp_avg_dtype='float16': expected one of float32, bfloat16",
     "optim.megatron.exp_avg_dtype=null": "exp_avg_dtype=None: expected one of float32, bfloat16",
-    "optim.megatron.loss_scale=2": "expected no value: it follows from the denominator of a minibatch",
-    "optim.megatron.lr=2": "expected no value: it follows from optim.lr",
-    "critic.optim.megatron.lr=2": "critic.optim.megatron.lr=2: expected no value: it follows from optim.lr",
-    "optim.megatron.optimizer_cpu_offload=true": "expected no value: it follows from memory.offload",
-    "optim.megatron.overlap_param_gather=true": "expected no value: it follows from the refit",
-    "optim.megatron.use_distributed_optimizer=true": "expected no value: it follows from optim.distributed",
-    "model.megatron.tensor_model_parallel_size=2": "expected no value: it follows from parallel",
-    "model.megatron.recompute_granularity=full": "expected no value: it follows from model.recompute",
-    "model.megatron.hidden_size=2": "expected no value: it follows from model.family",
-    "model.megatron.params_dtype=bfloat16": "expected no value: it follows from model.dtype",
-    "model.megatron.hidden_dropout=0.1": "one of the fields that an update here reads: fp8, fp8_recipe",
+    "optim.megatron.loss_scale=2": "expected no value: it is decided by the loss, which is divided by",
+    "optim.megatron.lr=2": "expected no value: it is decided by optim.lr",
+    "critic.optim.megatron.lr=2": "critic.optim.megatron.lr=2: expected no value: it is decided by optim.lr",
+    "optim.megatron.optimizer_cpu_offload=true": "expected no value: it is decided by memory.offload",
+    "optim.megatron.overlap_param_gather=true": "expected no value: it is decided by the refit",
+    "optim.megatron.use_distributed_optimizer=true": "expected no value: it is decided by optim.distributed",
+    "model.megatron.tensor_model_parallel_size=2": "expected no value: it is decided by parallel",
+    "model.megatron.recompute_granularity=full": "expected no value: it is decided by model.recompute",
+    "model.megatron.hidden_size=2": "expected no value: it is decided by model.family",
+    "model.megatron.params_dtype=bfloat16": "expected no value: it is decided by model.dtype",
+    "optim.megatron.overlap_grad_reduce=false": "decided by aligner, which always overlaps the reduction. Remove it.",
+    "optim.megatron.reduce_scatter_with_fp32_accumulation=true": "a field that aligner uses: use_precision_aware",
+    "model.megatron.num_layers_at_start_in_bf16=17": "a field that aligner uses: fp8, fp8_recipe",
+    "model.megatron.hidden_dropout=0.1": "a field that aligner uses: fp8, fp8_recipe",
 }
 
 
 @pytest.mark.parametrize("override", REFUSED)
 def test_what_would_do_nothing_is_refused(override):
     assert REFUSED[override] in refusal(override)
+
+
+def test_fields_of_a_pipeline_are_allowed_without_one():
+    """A sweep tries both."""
+    cfg = compose(["stage=sft", "data.train=README.md", "model.megatron.deallocate_pipeline_outputs=true"])
+    RuleContext(cfg, 1).check("layout")
 
 
 def test_a_resumed_run_may_have_others():

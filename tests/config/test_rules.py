@@ -327,7 +327,10 @@ sft ; parallel.sequence=true => parallel.sequence
 sft ; optim={lr: 1e-5, min_lr: 1e-4} => optim.min_lr
 sft ; optim.megatron.exp_avg_dtype=bfloat16 => optim.megatron.use_precision_aware_optimizer
 sft ; optim.megatron.exp_avg_sq_dtype=bfloat16 => optim.megatron.use_precision_aware_optimizer
+sft ; optim.megatron={use_precision_aware_optimizer: true, exp_avg_dtype: bfloat16} => optim.megatron.exp_avg_sq_dtype
+sft ; optim.megatron={use_precision_aware_optimizer: true, exp_avg_sq_dtype: bfloat16} => optim.megatron.exp_avg_dtype
 sft ; optim.megatron.use_precision_aware_optimizer=true ; optim.distributed=false => optim.distributed
+sft ; optim.megatron.pad_buckets_for_high_nccl_busbw=true ; optim.distributed=false => optim.distributed
 sft ; optim.megatron.use_precision_aware_optimizer=true ; model.kernels=own
     => optim.megatron.use_precision_aware_optimizer
 ppo ; critic.optim.megatron.use_precision_aware_optimizer=true ; model.kernels=own
@@ -340,8 +343,6 @@ sft ; model.megatron.recompute_modules=[moe] => model.moe.num_experts
 sft ; model.megatron.fp8=hybrid => model.megatron.fp8_recipe
 sft ; model.megatron={fp8: hybrid, fp8_recipe: delayed} => model.megatron.fp8_recipe
 sft ; model.megatron.fp8_recipe=mxfp8 => model.megatron.fp8
-sft ; model.megatron={fp8: hybrid, fp8_recipe: tensorwise, num_layers_at_start_in_bf16: 1}
-    => model.megatron.first_last_layers_bf16
 sft ; model={megatron: {fp8: hybrid, fp8_recipe: tensorwise}, family: qwen3_moe, moe: {num_experts: 4}}
     => model.moe.num_experts
 sft ; model=qwen3.5_4b ; model.megatron={fp8: hybrid, fp8_recipe: tensorwise} => model.linear.key_heads
@@ -355,7 +356,6 @@ sft@2 ; model={megatron: {fp8: hybrid, fp8_recipe: tensorwise}, ffn_hidden_size:
     => model.ffn_hidden_size
 sft ; model={megatron: {fp8: hybrid, fp8_recipe: tensorwise}, kernels: own} => model.megatron.fp8
 sft ; model={megatron: {fp8: hybrid, fp8_recipe: tensorwise}, dtype: float32} => model.megatron.fp8
-sft ; model.megatron.deallocate_pipeline_outputs=true => parallel.pipeline
 sft ; model.dtype=float32 ; optim.gradient_dtype=bfloat16 => optim.gradient_dtype
 ppo ; model.dtype=float32 ; critic.optim.gradient_dtype=bfloat16 => critic.optim.gradient_dtype
 grpo ; algorithm.policy_loss=gspo => algorithm.aggregation

@@ -63,11 +63,14 @@ INPUTS = replace(INPUTS, head_dim=8, attention=replace(INPUTS.attention, global_
 INDEXED = MORE["glm_moe_dsa"]
 ENTRIES = MORE["deepseek_v4"]
 LEARNING = replace(INDEXED, indexer=replace(INDEXED.indexer, loss=0.5))
+AGAIN, QUERIES = {"recompute_modules": ["mlp"]}, LoraConfig(rank=8, targets=["q_proj"])
 CASES = {
     "untied": (UNTIED, {}, 1, {}),
     "tp2": (MODELS["qwen2"], {"tensor": 2}, 2, {}),
     "tp2, sequence, recompute": (MODELS["qwen3"], {"tensor": 2, **SEQ}, 2, {"recompute": "full"}),
     "pp2": (LLAMA, {"pipeline": 2}, 2, {}),
+    "tp2, MLPs recomputed": (replace(MODELS["qwen2"], megatron=AGAIN), {"tensor": 2}, 2, {}),
+    "adapters, MLPs recomputed": (replace(MODELS["qwen3"], megatron=AGAIN, lora=QUERIES), {}, 1, {}),
     "dp2": (LLAMA, {}, 2, {}),
     "dp2, plain optimizer": (LLAMA, {}, 2, {"optim": PLAIN}),
     "dp2, gradients in bfloat16": (LLAMA, {}, 2, {"optim": HALVED}),

@@ -39,7 +39,11 @@ class OptimConfig(Section, key="optim"):
 => min_lr <=lr
 megatron.exp_avg_dtype=bfloat16 or megatron.exp_avg_sq_dtype=bfloat16
     => megatron.use_precision_aware_optimizer =true | for moments in bfloat16
-megatron.use_precision_aware_optimizer => distributed =true | with optim.megatron.use_precision_aware_optimizer
+megatron.exp_avg_dtype=bfloat16 or megatron.exp_avg_sq_dtype=bfloat16
+    => megatron.exp_avg_dtype, megatron.exp_avg_sq_dtype =bfloat16
+    | for both moments: of one alone each step makes a float32 copy
+megatron.use_precision_aware_optimizer or megatron.pad_buckets_for_high_nccl_busbw => distributed =true
+    | with optim.megatron.use_precision_aware_optimizer or pad_buckets_for_high_nccl_busbw
 """)
 
     def __post_init__(self) -> None:
@@ -48,9 +52,8 @@ megatron.use_precision_aware_optimizer => distributed =true | with optim.megatro
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of a parameter's two moments. Where one is bfloat16, a step has a float32 copy of it."""
-        kinds = [self.megatron.get(name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
-        return 4 if kinds == ["bfloat16"] * 2 else 8
+        """Bytes of a parameter's two moments."""
+        return 4 if self.megatron.get("exp_avg_dtype") == "bfloat16" else 8
 
 
 @dataclass

@@ -157,10 +157,8 @@ traits.single or traits.hyper => megatron.recompute_modules off | for model.fami
 !dense megatron.recompute_modules~mlp => megatron.recompute_modules | moe alone: all layers have experts
 megatron.recompute_modules~moe => moe.num_experts >=1 | with moe in model.megatron.recompute_modules
 megatron.fp8 => megatron.fp8_recipe =tensorwise|blockwise|mxfp8
-    | with model.megatron.fp8: other scales would come from all ranks of the job, at each step
+    | with model.megatron.fp8. Megatron's default, delayed, would reduce scales over all ranks at each step
 megatron.fp8_recipe or megatron.first_last_layers_bf16 => megatron.fp8 =e4m3|hybrid | with fields of FP8
-megatron.num_layers_at_start_in_bf16 or megatron.num_layers_at_end_in_bf16 => megatron.first_last_layers_bf16 =true
-    | with numbers of such layers
 megatron.fp8 => moe.num_experts, linear.key_heads =0
     | with model.megatron.fp8: products of experts and of linear attention are not all TransformerEngine's
 """,
@@ -169,8 +167,8 @@ megatron.fp8 => moe.num_experts, linear.key_heads =0
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_fields("model", self.megatron)
+        super().__post_init__()
         check_traits(self)
         check_pattern(self)
         check_layers(self.attention, self.num_layers)
@@ -395,6 +393,12 @@ def for_run(shape: ModelConfig, run: ModelConfig) -> ModelConfig:
     return replace(
         shape, moe=moe, indexer=indexer, rope_scaling=rope, **{name: getattr(run, name) for name in OF_THE_RUN}
     )
+
+
+def beside(run: ModelConfig) -> ModelConfig:
+    """Return what other models of a run take of its policy: not the tokenizer, nor fields of Megatron, which fit one
+    shape. Scores and targets are not rounded to FP8."""
+    return replace(run, tokenizer="", megatron={})
 
 
 def check_traits(model: ModelConfig) -> None:
