@@ -69,7 +69,7 @@ def test_the_smallest_rank_decides(monkeypatch, tmp_path):
 
 
 def test_transformer_engine_needs_no_masks_and_gets_larger_micro_batches(memory, monkeypatch, tmp_path):
-    memory(30 * GIB)
+    memory(28 * GIB)
     line = ["stage=online_dpo", "model=qwen3_0.6b", "data.max_prompt_tokens=4096"]
 
     def tokens(lacks: str, *overrides: str) -> int:
