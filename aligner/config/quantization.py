@@ -22,7 +22,8 @@ def emulated(cfg: Config) -> bool:
 
 def of_package(cfg: Config) -> str:
     """Return the type to which an engine in a child process quantises the weights that it gets; "" if it does not."""
-    return "" if cfg.engine.child is None else str(cfg.engine.child.args.get("quantization") or "")
+    args = {} if cfg.engine.child is None else cfg.engine.child.args
+    return str(args.get("quantization") or args.get("quantization_config") or "")
 
 
 def matrix_bytes(cfg: Config) -> float:
@@ -57,7 +58,7 @@ def describe(cfg: Config, by: str) -> str:
         "and computed in the engine's dtype, which saves neither memory nor time; training does not. "
     )
     if not by:
-        text = f"{cfg.engine.child.KEY}.args.quantization={of_package(cfg)}: the engine quantises the weights it gets. "
+        text = f"{cfg.engine.child.KEY}.args: the engine quantises the weights it gets ({of_package(cfg)}). "
     text += f"mismatch.correction={correction}, refit.tolerance={cfg.refit.tolerance:g}"
     if correction == "none" and not cfg.algorithm.ratio_to_engine:
         text += f"\nwarning: a quantised engine without mismatch.correction; {CORRECTION} is the default (auto) for it"

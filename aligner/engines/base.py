@@ -154,6 +154,10 @@ class EngineWrapper(RolloutEngine):
     def weight_version(self) -> int:
         return self.engine.weight_version
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.engine.weight_bytes
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 

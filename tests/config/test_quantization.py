@@ -20,6 +20,7 @@ BASE = ["stage=grpo", "batch.group=4", "reward.functions=[{path: math}]"]
         (["engine.quantization=fp8", "mismatch={correction: icepop, high: 3}"], "icepop", 0.2),
         (["engine.quantization=fp8", "algorithm.policy_loss=dppo"], "none", 0.2),
         (["engine=vllm", "engine.vllm.args.quantization=fp8_per_channel"], "tis_token", 0.2),
+        (["engine=vllm", "engine.vllm.args.quantization_config={linear: fp8}"], "tis_token", 0.2),
         (["engine.vllm.args.quantization=fp8_per_channel"], "none", 0),  # of an engine that is not used
         (["mismatch.correction=veto"], "veto", 0.0),
         (["engine.lag=1"], "none", 0.0),
@@ -60,7 +61,7 @@ def test_what_a_run_says():
     assert "engine.quantization=fp8" in text and "by somebody" in text
     assert "mismatch.correction=tis_token, refit.tolerance=0.2" in text and "warning" not in text
     own = describe(compose([*BASE, "engine=vllm", "engine.vllm.args.quantization=fp8"]), "")
-    assert "engine.vllm.args.quantization=fp8: the engine quantises" in own and "refit.tolerance=0.2" in own
+    assert "engine.vllm.args: the engine quantises the weights it gets (fp8)" in own and "refit.tolerance=0.2" in own
     plain = compose_over(compose(BASE), ["engine.quantization=int8"])  # frozen without it: the choice was none
     assert plain.mismatch.correction == "none" and plain.refit.tolerance == 0.05
     assert "warning: a quantised engine without mismatch.correction" in describe(plain, "somebody")

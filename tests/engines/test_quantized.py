@@ -44,6 +44,11 @@ def grid(kind: str) -> torch.Tensor:
     return torch.tensor(sorted({s * v for v in values for s in (1, -1)})).double()
 
 
+def test_the_bytes_of_its_weights_are_those_of_the_inner_engine():
+    engine = make_engine(LLAMA)
+    assert engine.weight_bytes == engine.engine.weight_bytes > 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_nearest_values_of_the_format_row_by_row(kind, dtype):

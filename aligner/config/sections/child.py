@@ -9,6 +9,12 @@ from typing import Any
 from aligner.config.key import Section, key
 from aligner.errors import ConfigError
 
+_STORES = ("kv_transfer_config", "kv_offloading_backend", "kv_connector_config")
+_BALANCERS = ("enable_eplb", "eplb_config", "enable_elastic_ep")
+# options that updates of the weights exclude -> why
+_REFUSED = dict.fromkeys(_STORES, "there keys and values of old weights would outlast an update")
+_REFUSED |= dict.fromkeys(_BALANCERS, "an update would write experts to where they were at the start")
+
 
 @dataclass
 class ChildConfig(Section):
@@ -28,7 +34,7 @@ class ChildConfig(Section):
     args: dict[str, Any] = key(
         {},
         "Additional options of the package, by its own names: vLLM's EngineArgs, TensorRT-LLM's LlmArgs. Options that "
-        "this project sets are refused.",
+        "this project sets, or that updates of the weights exclude, are refused.",
     )
     # without an annotation, which would make it a key
     SET = MappingProxyType[str, str]({})  # options that the worker sets -> the key that they follow
@@ -39,6 +45,8 @@ class ChildConfig(Section):
             if name in self.SET:
                 hint = f"Set {self.SET[name]}." if self.SET[name] else "Remove it."
                 raise ConfigError(f"{self.KEY}.args.{name}", value, "an option that this project does not set", hint)
+            if name in _REFUSED:
+                raise ConfigError(f"{self.KEY}.args.{name}", value, f"no such option: {_REFUSED[name]}", "Remove it.")
 
     @property
     def longest_s(self) -> float:

@@ -34,6 +34,7 @@ class VllmConfig(ChildConfig, key="engine.vllm"):
         {
             "dtype": "engine.dtype",
             "tensor_parallel_size": "engine.tensor_parallel",
+            "prefill_context_parallel_size": "engine.tensor_parallel",
             "max_model_len": "engine.vllm.max_seq_len",
             "max_num_seqs": "engine.max_batch",
             "kv_cache_memory_bytes": "engine.kv_cache_bytes",

@@ -26,8 +26,10 @@ def _typed(key: str, value: Any, field: Any, version: str) -> Any:
     from pydantic import TypeAdapter, ValidationError  # both packages have it
 
     hint = getattr(field, "annotation", None) or field.type
+    if isinstance(hint, str):  # names of the package's own
+        return value
     for kind in (hint, *get_args(hint)):
-        if isinstance(kind, EnumType) and value in kind.__members__:
+        if isinstance(kind, EnumType) and isinstance(value, str) and value in kind.__members__:
             return kind[value]
     try:
         return TypeAdapter(hint).validate_python(value)

@@ -27,9 +27,11 @@ class Extension:
         memory = memories[self.rank]
         self.aligner_buffer = memory.tensor(self.model_runner.device.index or 0)
         self.aligner_lasting = lasting
-        self.aligner_stacks = _stacks_experts(self.model_runner.get_model())
         self.aligner_hashes = self.rank == 0 or not isinstance(memory, MemoryFile)
-        _take_single_projections(self.model_runner.get_model())
+        model = self.model_runner.get_model()
+        self.aligner_stacks = _stacks_experts(model)
+        self.aligner_sinks = {name: p for name, p in model.named_parameters() if name.endswith(".sinks")}
+        _take_single_projections(model)
 
     def aligner_begin(self) -> None:
         from vllm.config import set_current_vllm_config
@@ -43,7 +45,6 @@ class Extension:
             _forget_packed_experts(self.model_runner.get_model())
         self.aligner_loading = True
         self.aligner_pairs: dict[str, dict[str, Tensor]] = {}
-        self.aligner_sinks: dict[str, Tensor] = {}
 
     def aligner_take(self, slots: list[Slot], hashed: bool) -> dict[str, int]:
         """Load a bucket; return checksums of the tensors as they arrived, if they are `hashed` and no other rank has
@@ -72,13 +73,15 @@ class Extension:
 
     def _aligner_stacked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield an expert's matrices as its files stack them: transposed, columns of gate and up by turns. Its loader
-        copies sinks past the reload: they wait."""
+        copies sinks past the reload, so they are written where the kernels read them."""
+        names = self.model_runner.get_model().hf_to_vllm_mapper
         for name, tensor in tensors:
             block, _, kind = name.rpartition(".")
             expert, _, matrix = block.rpartition(".")
             end = "_bias" if kind == "bias" else ""
             if kind == "sinks":
-                self.aligner_sinks[name] = tensor.clone()
+                sinks = self.aligner_sinks[names.map_name(name)]
+                sinks.copy_(tensor.view(-1, len(sinks))[self.rank])
             elif ".experts." not in name:
                 yield name, tensor
             elif matrix == "down_proj":
@@ -101,9 +104,6 @@ class Extension:
             finalize_layerwise_reload(model, self.model_config)
             if self.model_runner.device.type == "cpu":
                 _pack_tied_head(model)
-            for name, tensor in self.aligner_sinks.items():
-                sinks = model.get_parameter(model.hf_to_vllm_mapper.map_name(name))
-                sinks.copy_(tensor.view(-1, len(sinks))[self.rank])
         gc.collect()
         if self.model_runner.device.type == "cuda":  # the trainer shares the device
             torch.cuda.synchronize()

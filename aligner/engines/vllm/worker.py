@@ -42,6 +42,7 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
         "tensor_parallel_size": settings.tensor_parallel,
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
         "nnodes": 1,
         "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
         "max_model_len": settings.max_seq_len + 1,  # a row that is scored is followed by one token, which is dropped
@@ -126,7 +127,7 @@ class VllmWorker(BaseWorker):
 
     def finish(self) -> None:
         self._rpc("aligner_finish")
-        if not self.engine.reset_prefix_cache():
+        if not self.engine.reset_prefix_cache(reset_connector=True):
             raise EngineError("vLLM did not reset its prefix cache: it holds keys and values of the old weights")
         self.whole = True
 

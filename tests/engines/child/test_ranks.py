@@ -173,6 +173,24 @@ def test_of_one_memory_for_all_ranks_the_first_makes_the_checksums(vllm):
     memory.close()
 
 
+def test_sinks_are_written_before_an_update_ends(vllm):
+    """Kernels that keep a copy make it at the end. Each rank writes those of its heads to the parameter of the start,
+    which is not in the model while an update goes on."""
+    memory, name = MemoryFile.create(64), "model.layers.0.attn.sinks"
+    slots = [Slot("model.layers.0.self_attn.sinks", (4,), torch.float32, 0)]
+    memory.tensor()[:16].view(torch.float32).copy_(torch.arange(4.0))
+    for rank in range(2):
+        worker = extension(rank, loader=list)
+        model, sinks = worker.model_runner.get_model(), torch.nn.Parameter(torch.zeros(2))
+        model.named_parameters = lambda sinks=sinks: [(name, sinks)]
+        mapper = {"orig_to_new_suffix": [".gate_up_proj_bias"], "map_name": lambda n: n.replace("self_attn", "attn")}
+        model.hf_to_vllm_mapper = SimpleNamespace(**mapper)
+        worker.aligner_open([memory] * 2, lasting=True)
+        worker.aligner_take(slots, False)
+        assert sinks.tolist() == [2.0 * rank, 2.0 * rank + 1]
+    memory.close()
+
+
 @pytest.mark.parametrize("lasting", [False, True])
 def test_tensors_come_one_after_the_other_and_are_copied_where_the_next_bucket_takes_their_place(vllm, lasting):
     memory, copies = MemoryFile.create(4096), []

@@ -70,7 +70,7 @@ def test_logprobs_with_options_of_the_package():
             r"paralel=True: expected .*EngineArgs of vLLM 0.32.*`enable_expert_parallel`",
         ),
         ({"kv_cache_dtype": "fp9"}, r"kv_cache_dtype='fp9': expected what vLLM .* takes: Input should be 'auto'"),
-        ({"enable_eplb": [1]}, r"enable_eplb=\[1\]: expected what vLLM .* takes: Input should be a valid boolean"),
+        ({"enable_dbo": [1]}, r"enable_dbo=\[1\]: expected what vLLM .* takes: Input should be a valid boolean"),
     ],
 )
 def test_options_that_the_package_does_not_take(args, expected):

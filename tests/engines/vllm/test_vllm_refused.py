@@ -59,6 +59,31 @@ def test_options_that_the_worker_sets_are_refused():
         compose(["stage=grpo", "engine=vllm", "engine.vllm.args.max_num_seqs=3"])
 
 
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("vllm.args.kv_transfer_config={}", "keys and values of old weights"),
+        ("vllm.args.kv_offloading_backend=lmcache", "keys and values of old weights"),
+        ("trtllm.args.kv_connector_config={}", "keys and values of old weights"),
+        ("vllm.args.enable_eplb=true", "write experts to where they were"),
+        ("vllm.args.eplb_config={}", "write experts to where they were"),
+        ("vllm.args.enable_elastic_ep=true", "write experts to where they were"),
+        ("vllm.args.prefill_context_parallel_size=2", "Set engine.tensor_parallel"),
+    ],
+)
+def test_options_that_do_not_go_with_updates_are_refused(option, why):
+    with pytest.raises(ConfigError, match=rf"engine.{option.partition('=')[0]}=.*{why}"):
+        compose(["stage=grpo", f"engine.{option}"])
+
+
+def test_the_end_of_an_update_empties_also_what_lies_outside_of_the_cache():
+    worker = VllmWorker.__new__(VllmWorker)
+    reset = lambda reset_connector=False: reset_connector  # noqa: E731
+    worker.engine = SimpleNamespace(collective_rpc=lambda name, args: [], reset_prefix_cache=reset)
+    worker.finish()
+    assert worker.whole
+
+
 def test_batch_invariance_of_a_deterministic_run(monkeypatch):
     """On a GPU, unless the environment says otherwise."""
     engine, on_cpu = of_device(torch.device("cuda", 0)), of_device(torch.device("cpu"))
@@ -304,6 +329,7 @@ def test_the_gpu_worker_reads_the_variable_of_batch_invariance():
 def test_the_package_has_what_a_gpu_would_need():
     (engine,) = (n for n in tree("v1/engine/llm_engine.py").body if getattr(n, "name", "") == "LLMEngine")
     by_name = {n.name: [a.arg for a in n.args.args] for n in engine.body if isinstance(n, ast.FunctionDef)}
+    assert "reset_connector" in by_name["reset_prefix_cache"]
     assert "level" in by_name["sleep"] and "tags" in by_name["wake_up"] and "release_kv_cache_memory" in by_name
 
 
