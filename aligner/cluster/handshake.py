@@ -1,4 +1,4 @@
-"""Proof between processes that meet at a store of torch.distributed that all know a secret, and signed objects."""
+"""Prove to each other that all processes of a store know a secret; sign the objects that they send."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from aligner.cluster.seal import VARIABLE, Seal
+from aligner.cluster.seal import Seal
 from aligner.errors import PeerError
 
 if TYPE_CHECKING:
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 NONCE_BYTES = 16
+_session = [Seal(b"")]  # a single rank has none to talk to
 HELLO, MET, PROOF, WELCOME = (f"aligner/meet/{name}" for name in ("hello", "met", "proof", "welcome"))
 
 
-def shake_hands(store: dist.Store, rank: int, world: int, secret: bytes, origin: str) -> Seal:
+def shake_hands(store: dist.Store, rank: int, world: int, secret: bytes, origin: str, expected: str) -> Seal:
     """Exchange a random number per rank. The key derives from the secret and all of them, and each rank proves that
-    it has the key."""
+    it has the key. `origin`, `expected`: where the store is and what the user should check, for an error."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     store.set(f"{HELLO}/{rank}", nonce)
     if rank == 0:
@@ -33,21 +34,26 @@ def shake_hands(store: dist.Store, rank: int, world: int, secret: bytes, origin:
         unknown = [r for r, proof in enumerate(proofs) if not seal.signed(proof, b"", f"proof {r}")]
         if unknown:
             raise PeerError(
-                f"rank {unknown[0]} of {world} does not know this job's secret: expected one run.dir (or {VARIABLE}) "
-                f"on all nodes, and nobody else at MASTER_ADDR={origin}"
+                f"rank {unknown[0]} of {world} does not know this job's secret: expected {expected}, and nobody else "
+                f"at {origin}"
             )
         store.set(WELCOME, seal.mac(b"", "welcome"))
     fresh = met[rank * NONCE_BYTES : (rank + 1) * NONCE_BYTES] == nonce and len(met) == world * NONCE_BYTES
     if not fresh or not seal.signed(store.get(WELCOME), b"", "welcome"):
         raise PeerError(
-            f"the process at MASTER_ADDR={origin} does not know this job's secret: expected one run.dir "
-            f"(or {VARIABLE}) on all nodes, and nobody else there"
+            f"the process at {origin} does not know this job's secret: expected {expected}, and nobody else there"
         )
     return seal
 
 
+def session() -> Seal:
+    """Return the seal of this start."""
+    return _session[0]
+
+
 def seal_objects(seal: Seal) -> None:
     """Sign the objects of torch's object collectives, for all of this process, from now on."""
+    _session[0] = seal
     from torch.distributed import distributed_c10d
 
     class Pickler:

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from aligner.cluster.env import RankEnv
+from aligner.cluster.handshake import session
 from aligner.cluster.seal import VARIABLE, Seal
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import ConfigError, LayoutError
@@ -102,7 +103,7 @@ def init_distributed(env: RankEnv, backend: str, timeout_s: float, folder: Path 
         store: dist.Store = dist.HashStore()
         if env.world_size > 1:
             assert folder is not None, "ranks that have no secret cannot know each other"
-            store, _session[0] = meet(env, timeout_s, folder)
+            store = meet(env, timeout_s, folder)
         else:
             os.environ.pop(VARIABLE, None)  # the batch script's other stages may have several ranks
         within = dist.PrefixStore("default_pg", store)
@@ -133,7 +134,7 @@ def split_world(last: int) -> tuple[dist.ProcessGroup, dist.Store, Seal]:
     first = everyone.size() - last
     worlds = [_new_group(list(range(first))), _new_group(list(range(first, everyone.size())))]
     dist.distributed_c10d._update_default_pg(worlds[everyone.rank() >= first])
-    return everyone, store, _session[0]
+    return everyone, store, session()
 
 
 def leave_distributed() -> None:
@@ -146,7 +147,6 @@ def leave_distributed() -> None:
 
 _timeout: list[datetime.timedelta | None] = [None]  # of the collectives of this start
 ranks_per_node = [1]  # of this rank's
-_session = [Seal(b"")]  # of this start; a single rank has none to talk to
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of the world under ()
 
 

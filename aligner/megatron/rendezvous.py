@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from aligner.cluster.env import RankEnv
 from aligner.cluster.handshake import LOOPBACK, seal_objects, shake_hands
-from aligner.cluster.seal import Seal, job_secret
+from aligner.cluster.seal import VARIABLE, job_secret
 
 
-def meet(env: RankEnv, timeout_s: float, folder: Path) -> tuple[dist.Store, Seal]:
-    """Return the store of all ranks, and the seal of this start. The job's secret is of `folder`. Raises PeerError if
-    another party does not know it."""
+def meet(env: RankEnv, timeout_s: float, folder: Path) -> dist.Store:
+    """Return the store of all ranks. The job's secret is of `folder`. Raises PeerError if another party does not know
+    it."""
     secret = job_secret(folder)
     timeout = datetime.timedelta(seconds=timeout_s)
     rank, world, address, port = env.rank, env.world_size, env.master_addr, env.master_port
@@ -39,9 +39,9 @@ def meet(env: RankEnv, timeout_s: float, folder: Path) -> tuple[dist.Store, Seal
         store = dist.TCPStore(address, port, world, rank == 0, timeout, master_listen_fd=listener)
     # A rank of another job that has the same port waits there alone until its rank 0, which cannot listen, ends it.
     store = dist.PrefixStore(str(folder), store)
-    seal = shake_hands(store, rank, world, secret, f"{address}:{port}")
-    seal_objects(seal)
-    return store, seal
+    origin, expected = f"MASTER_ADDR={address}:{port}", f"one run.dir (or {VARIABLE}) on all nodes"
+    seal_objects(shake_hands(store, rank, world, secret, origin, expected))
+    return store
 
 
 def _listen(address: str, port: int) -> int | None:

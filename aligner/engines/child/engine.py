@@ -48,8 +48,8 @@ from aligner.types import STOP, Generations, Progress, SamplingParams, SeedLists
 
 Decode = Callable[[list[int]], str]
 Start = Callable[[torch.device, str], tuple[ChildEnd, Any]]
-TO_FIRST = ("generate", "listen")  # calls to the first rank's child alone, also where each rank has one
-BY_FIRST = (*TO_FIRST, "score")  # calls that it alone answers
+CALLED_ON_FIRST = ("generate", "listen")  # calls to the first rank's child alone, also where each rank has one
+ANSWERED_BY_FIRST = (*CALLED_ON_FIRST, "score")  # calls that it alone answers
 
 
 class ChildEngine(RolloutEngine):
@@ -197,35 +197,35 @@ class ChildEngine(RolloutEngine):
         answer: list[Any] = [None]
         cause: BaseException | None = None
         try:
-            if self._channel is not None and (self._leads or name not in TO_FIRST):
+            if self._channel is not None and (self._leads or name not in CALLED_ON_FIRST):
                 answer[0] = self._channel.call(
                     name, *arguments, timeout_s=timeout_s, key=key, error=error, progress=progress
                 )
         except BaseException as caught:
             cause = caught
         self._raise_together(name, cause, error)
-        if self._group is not None and (not self.ranked or name in BY_FIRST):
+        if self._group is not None and (not self.ranked or name in ANSWERED_BY_FIRST):
             dist.broadcast_object_list(answer, src=dist.get_global_rank(self._group, 0), group=self._group)
         return answer[0]
 
     def _raise_together(self, name: str, cause: BaseException | None, error: type) -> None:
-        """Raise the error of any rank on all of them: rather of a child that has ended than of others, and of all
-        rather than of one that has ended because another had."""
+        """Raise one error on all ranks. Prefer that of a child that ended by itself, then any other, last that of a
+        child that ended because of a peer."""
         own = cause if cause is None or isinstance(cause, AlignerError) else error(str(cause))
-        if own is None and self._turn == 0:
+        if own is None and self._rank_of_error == 0:
             own = error(self._channel.gone(name))
-        failures = self._of_ranks((own, self._turn))
+        failures = self._of_ranks((own, self._rank_of_error))
         if not any(failure for failure, _ in failures):
             return
-        if any(turn == 2 for _, turn in failures):  # perhaps nobody called the one that ended first
+        if any(order == 2 for _, order in failures):  # perhaps nobody called the one that ended first
             own = own or error(self._channel.gone(name))
-            failures = self._of_ranks((own, self._turn))
+            failures = self._of_ranks((own, self._rank_of_error))
         if cause is not None and cause is not own:
             raise cause
-        raise min((turn, i, failure) for i, (failure, turn) in enumerate(failures) if failure)[2]
+        raise min((order, i, failure) for i, (failure, order) in enumerate(failures) if failure)[2]
 
     @property
-    def _turn(self) -> int:
+    def _rank_of_error(self) -> int:
         """0 if this rank's child has ended, 2 if it has because another rank's had, else 1."""
         how = "" if self._channel is None else self._channel.child.ended()
         return 1 if not how else 2 if how.endswith(f" {PEER_ENDED}") else 0

@@ -76,7 +76,7 @@ def _let_go(futures: list) -> None:
 def serve(connection: Connection, make_worker: Callable[..., Any]) -> None:
     """Answer calls. `start(*arguments)` makes the worker (a later one replaces it); others are methods, before it of
     its class. Returns after `close`, or when the trainer is gone."""
-    worker, abort = None, Abort(connection)
+    worker, abort, closes = None, Abort(connection), False
     while not abort.orphaned:
         try:
             while not connection.poll(2.0):
@@ -85,7 +85,7 @@ def serve(connection: Connection, make_worker: Callable[..., Any]) -> None:
             name, arguments = connection.recv()
         except (EOFError, OSError):
             break
-        if name == "close":
+        if closes := name == "close":
             break
         if name == "abort":  # came after its call had ended
             continue
@@ -106,7 +106,7 @@ def serve(connection: Connection, make_worker: Callable[..., Any]) -> None:
             continue
         _answer(connection, "ok", answer)
     if worker is not None:
-        worker.close()
+        worker.close() if closes else worker.orphaned()
 
 
 def _answer(connection: Connection, kind: str, value: Any) -> None:

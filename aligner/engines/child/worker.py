@@ -44,6 +44,7 @@ class Settings:
     rank: int = 0  # of them, where each has a process
     device: int = 0  # of this rank, among those that its process sees
     meeting: tuple[str, int, int, bytes] | None = None  # of ranks with a process each: host, two ports, a secret
+    meet_s: float = 0.0  # for all of them to meet
     block: int = 0  # tokens of a block of the KV cache, where the package needs it
     args: Mapping[str, Any] = field(default_factory=dict)  # additional options of the package
     lasting: bool = False  # a bucket stays in the memory until the update has ended
@@ -69,6 +70,14 @@ class BaseWorker(ABC):
     @abstractmethod
     def take(self, slots: list[Slot]) -> dict[str, int]:
         """Load the tensors of one bucket; return their checksums, or none where they are not asked for."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the engine."""
+
+    def orphaned(self) -> None:
+        """End the engine after its trainer has ended."""
+        self.close()
 
     def checksums(self) -> dict[str, int]:
         return self._checksums

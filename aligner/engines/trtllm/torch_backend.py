@@ -17,7 +17,7 @@ import socket
 from dataclasses import replace
 from typing import Any
 
-from aligner.cluster.handshake import LOOPBACK
+from aligner.cluster.handshake import LOOPBACK, session
 from aligner.cluster.seal import SECRET_BYTES
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
@@ -70,8 +70,10 @@ class TrtllmEngine(Replicated, ChildEngine):
         if self._group is None:
             return settings
         host = LOOPBACK if self._on_one_node else socket.gethostname()
-        host, secret = self._of_ranks((host, secrets.token_bytes(SECRET_BYTES)))[0]
-        return replace(settings, meeting=(host, *self._call("listen", host, limit="start_timeout_s"), secret))
+        host, nonce = self._of_ranks((host, secrets.token_bytes(SECRET_BYTES)))[0]
+        secret = session().mac(nonce, "engine")  # which does not cross the network
+        meeting = host, *self._call("listen", host, limit="start_timeout_s"), secret
+        return replace(settings, meeting=meeting, meet_s=self.options.start_timeout_s / 2)
 
     @property
     def request_seeds(self) -> bool:

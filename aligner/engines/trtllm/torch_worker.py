@@ -300,6 +300,11 @@ class Worker(LocalWorker):
         full, cut = picked_logprobs(logits, torch.tensor(tokens[first:], device=logits.device), sampling)
         return full.tolist(), cut.tolist()
 
+    def orphaned(self) -> None:
+        if self.line is not None:  # the package's end would wait for the peers
+            self.line.end()
+        self.close()
+
     def close(self) -> None:
         if self.line is not None:
             self.line.leave()

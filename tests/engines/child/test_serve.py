@@ -2,10 +2,11 @@
 
 import multiprocessing
 import threading
+from unittest import mock
 
 import pytest
 
-from aligner.engines.child.serve import Abort
+from aligner.engines.child.serve import Abort, serve
 
 
 class Request:
@@ -43,3 +44,17 @@ def test_all_are_let_go(what, capfd):
     assert all(request.gone.is_set() for request in requests)
     assert abort.orphaned == (what in ("the end", "what cannot be read"))
     assert "no such request" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("end", ["close", "orphaned"])
+def test_a_worker_knows_whether_its_trainer_has_ended(end):
+    ours, theirs = multiprocessing.Pipe()
+    worker = mock.Mock()
+    worker.describe.return_value = {}
+    theirs.send(("start", ()))
+    if end == "close":
+        theirs.send(("close", ()))
+    else:
+        threading.Timer(0.2, theirs.close).start()
+    serve(ours, lambda: worker)
+    assert [call[0] for call in worker.method_calls] == ["describe", end]
