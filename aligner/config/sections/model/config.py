@@ -154,7 +154,7 @@ traits.mamba => linear.rule =mamba2 | for model.family={family}
 !head_dim !latent.kv_rank => hidden_size %num_heads | , or head_dim
 megatron.recompute_modules => recompute =none | with model.megatron.recompute_modules
 traits.single or traits.hyper => megatron.recompute_modules off | for model.family={family}, whose layers are others
-!dense megatron.recompute_modules~mlp => megatron.recompute_modules | moe alone: all layers have experts
+megatron.recompute_modules~mlp !dense => megatron.recompute_modules | moe alone: all layers have experts
 megatron.recompute_modules~moe => moe.num_experts >=1 | with moe in model.megatron.recompute_modules
 megatron.fp8 => megatron.fp8_recipe =tensorwise|blockwise|mxfp8
     | with model.megatron.fp8. Megatron's default, delayed, would reduce scales over all ranks at each step
