@@ -186,7 +186,7 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device, signals: StopSignal
         for key, optim in {"optim": cfg.optim, "critic.optim": cfg.critic.optim}.items():
             if uses(cfg.stage.name, f"{key}.megatron"):
                 check_adam(key, optim)
-        if cfg.algorithm.has_own:
+        if uses(cfg.stage.name, "algorithm.args") and cfg.algorithm.has_own:
             on_demand("algorithm.args")(cfg.algorithm)
     layout, run_dir = None if generates else build_layout(cfg.parallel), Path(cfg.run.dir)
     watchdog = Watchdog(cfg.cluster.watchdog, run_dir, env.rank, env.world_size)
