@@ -36,6 +36,8 @@ LOSS = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advanta
 ADVANTAGE = ("rewards", "group", "valid", "token_rewards", "mask")
 KEYS = {"algorithm.policy_loss": LOSS, "algorithm.advantage": ADVANTAGE}
 Values = dict[str, Tensor]
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_ALL = slice(None)
 
 
 class UserFunction:
@@ -72,9 +74,6 @@ class UserFunction:
             wanted = " or ".join(str([*shape]) for shape in shapes)
             raise self.refused(f"a result of floating point numbers {wanted}, not {form}")
         return result
-
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def user_loss(cfg: AlgorithmConfig) -> Callable[..., PolicyTerm]:
@@ -153,9 +152,6 @@ def _notes(function: UserFunction) -> Iterator[str]:
     yield f"the same for each micro-batch, padding and rank, at {int(sees.sum())} made-up places"
     if loss:
         yield from _gradient_notes(function, values)
-
-
-_ALL = slice(None)
 
 
 def _result(function: UserFunction, values: Values) -> Tensor:

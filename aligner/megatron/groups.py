@@ -24,6 +24,7 @@ from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import ConfigError, LayoutError
 from aligner.megatron import cpu
 from aligner.megatron.rendezvous import meet
+from aligner.ops.reduce import max_over
 
 
 @dataclass(frozen=True)
@@ -205,9 +206,7 @@ def _expert_groups(experts: torch.Tensor, ep: dist.ProcessGroup) -> tuple[dist.P
     size, tp = experts.shape[2:]
     if size == 1:
         return ()
-    most = torch.tensor([ranks_per_node[0], -ranks_per_node[0]])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    node, least = most.tolist()
+    node, least = max_over(torch.tensor([ranks_per_node[0], -ranks_per_node[0]]), dist.group.WORLD).tolist()
     near = node // tp
     if node != -least or node % tp or size % max(1, near) or near in (0, 1, size):
         return (ep,)

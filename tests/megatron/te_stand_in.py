@@ -69,11 +69,11 @@ def _like_a_gpu() -> None:
     """To the package alone: everybody else sees a CPU."""
 
     def to_it(answer: Any, others: Any) -> Any:
-        def told(*args: Any, **options: Any) -> Any:
+        def answered(*args: Any, **options: Any) -> Any:
             caller = sys._getframe(1).f_globals.get("__name__", "")
             return answer if caller.startswith(ASKS) else others(*args, **options)
 
-        return told
+        return answered
 
     is_cuda = torch.Tensor.is_cuda.__get__
     torch.Tensor.is_cuda = property(to_it(True, is_cuda))

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.config.key import IGNORE, Section, key
+from aligner.config.key import FUNCTION, IGNORE, Section, key
 from aligner.config.removed_keys import moved
 from aligner.config.rule import rules
 from aligner.config.sections.judge import JudgeConfig
 from aligner.errors import ConfigError
 
-_FUNCTION = "module:function, path.py:function or a built-in name"
+_FUNCTION = f"{FUNCTION} or a built-in name"
 SCORED = ("samples", "evaluation")
 
 
