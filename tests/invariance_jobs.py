@@ -304,8 +304,8 @@ def update(stage: str, sharded, own: TrainBatch, batch: BatchConfig) -> float:
     else:
         name = "policy/loss"
         role = Policy(sharded, batch, temperature=0.8)
-        if stage == "sft":
-            loss = sft_loss(own, group)
+        if stage in ("sft", "sft_dft"):
+            loss = sft_loss(own, group, "dft" if stage == "sft_dft" else "nll")
         elif stage in invariance_losses.POLICY:
             cfg = invariance_losses.POLICY[stage]
             if not sharded.step_count:  # as a stage does before it updates; later steps are of the same rollout

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aligner.algorithms.advantages import critic_advantages, group_advantages
 from aligner.config.schema import Config
-from aligner.config.sections.algorithm import AlgorithmConfig, CovConfig, KLConfig
+from aligner.config.sections.algorithm import AlgorithmConfig, CovConfig, KLConfig, PositiveConfig
 from aligner.config.sections.preference import PreferenceConfig
 from aligner.config.sections.rewards import RewardConfig, RewardFunctionConfig
 from aligner.rewards.composite import Scores
@@ -32,8 +32,10 @@ POLICY = {
     ),
     "kl_cov+remax": AlgorithmConfig("remax", policy_loss="kl_cov", cov=CovConfig(fraction=0.2)),
     "kl_abs": AlgorithmConfig("grpo", kl=KLConfig(coef=0.5, estimator="abs", placement="loss")),
+    "reinforce+maxrl": AlgorithmConfig("maxrl", policy_loss="reinforce"),
     "own": AlgorithmConfig("examples/own_loss.py:over_median", policy_loss="examples/own_loss.py:capped_sequence"),
     "ppo+gae": AlgorithmConfig("gae", whiten=True, dual_clip=3.0),
+    "vapo": AlgorithmConfig("gae", lam_alpha=0.2, clip_high=0.28, positive=PositiveConfig(0.1, above=0.2)),
 }
 # what "dpo" and "dpo_by_rank" leave, added up; and a reference that follows after every second of three steps
 PAIRS = {
@@ -65,14 +67,19 @@ def with_advantages(
     total = own_rows.rewards.tolist()
     columns = {key: column[at.start : at.stop] for key, column in components.items()}
     set_token_rewards(own_rows, cfg.algorithm, 0.0, own_rows.tokens.shape[1])
-    if name == "ppo+gae":
+    if cfg.algorithm.advantage == "gae":
         advantages, _ = critic_advantages(own_rows, cfg.algorithm, group)
     else:
         scores = Scores(total, total, columns, [True] * len(at), [False] * len(at))
         advantages = group_advantages(own_rows, scores, cfg, group)
     piece = rows.select(torch.tensor(at))
     targets = piece.of(PolicyTargets)
-    own = {"advantages": advantages, "rollout_logprobs": targets.old_logprobs, "row_keys": keys(rollout, at)}
+    own = {
+        "advantages": advantages,
+        "positive": own_rows.positive,
+        "rollout_logprobs": targets.old_logprobs,
+        "row_keys": keys(rollout, at),
+    }
     return piece.with_payloads(replace(targets, **own)).trim()
 
 

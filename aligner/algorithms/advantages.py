@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from aligner.config.sections.algorithm import WHITENED, AlgorithmConfig
 from aligner.config.sections.rewards import RewardConfig
 from aligner.errors import ConfigError
 from aligner.ops.rl import advantages as ops
-from aligner.ops.rl.token_advantages import broadcast, gae, return_to_go, whiten
+from aligner.ops.rl.token_advantages import broadcast, gae, length_adaptive_lambda, return_to_go, whiten
 from aligner.rewards.composite import Component, Scores
 from aligner.rollout.statistics import compared
 from aligner.types import RolloutBatch
@@ -44,9 +46,13 @@ def critic_advantages(
     rollout: RolloutBatch, algorithm: AlgorithmConfig, ranks: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns) of stage ppo, each float32 [B, T]; the returns are from the advantages before
-    whitening. Needs token_rewards and values. Collective over the data-parallel `ranks`."""
+    whitening, and from those by `lam` where each response has a lambda of its own. Needs token_rewards and values.
+    Collective over the data-parallel `ranks`."""
     mask = _valid_tokens(rollout)
-    advantages, returns = gae(rollout.token_rewards, rollout.values, mask, algorithm.gamma, algorithm.lam)
+    estimate = partial(gae, rollout.token_rewards, rollout.values, mask, algorithm.gamma)
+    advantages, returns = estimate(algorithm.lam)
+    if algorithm.lam_alpha:
+        advantages, _ = estimate(length_adaptive_lambda(mask, algorithm.lam_alpha))
     return (_whitened(advantages, mask, algorithm, ranks) if algorithm.whiten else advantages), returns
 
 
@@ -71,6 +77,8 @@ def _per_sample(
             return ops.dr_grpo(outcome, group, valid)
         case "rloo":
             return ops.rloo(outcome, group, valid)
+        case "maxrl":
+            return ops.maxrl(outcome, group, valid)
         case "opo":
             return ops.opo(outcome, group, valid, rollout.response_mask.sum(1))
         case "gpg":

@@ -45,6 +45,7 @@ def policy_loss(
     if cfg.policy_loss in ("clip_cov", "kl_cov"):
         minibatch.of(PolicyTargets).chosen = _choose(minibatch, cfg, group)
     total = denominator(minibatch.loss_mask, cfg.aggregation, response_limit, group)
+    positives = _positive_tokens(minibatch, group)
     compute = (
         on_demand("algorithm.policy_loss")(cfg) if is_function(cfg.policy_loss) else POLICY_LOSSES[cfg.policy_loss]
     )
@@ -67,12 +68,23 @@ def policy_loss(
             if cfg.kl.importance_weighted:  # by the token's ratio, whatever the surrogate's is: it is a token's term
                 kl = kl * torch.exp((out.logprobs - targets.old_logprobs).clamp(-20, 20))
             value = value + kl_coef * mean(kl, mask)
+        if positives is not None:
+            chosen = mask * targets.positive[:, None]
+            value = value + cfg.positive.coef * aggregate(-out.logprobs, chosen, "token_mean", positives)
+            means["policy/positive_nll"] = -(out.logprobs.detach() * chosen).sum(), chosen.sum()
         if cfg.entropy_coef:
             value = value - cfg.entropy_coef * mean(out.entropy, mask)
         maxima |= {"policy/ratio_max": (term.ratio * mask).max()}
         return LossOutput(value, means | _policy_means(out, term, mask, targets), maxima)
 
     return loss
+
+
+def _positive_tokens(minibatch: TrainBatch, group: dist.ProcessGroup) -> Tensor | None:
+    """Return the number of tokens whose likelihood is in the loss (`algorithm.positive`); None: it is off. VAPO,
+    arXiv:2504.05118: loss + coef * mean of -log pi over the tokens of right responses."""
+    positive = minibatch.of(PolicyTargets).positive
+    return None if positive is None else denominator(minibatch.loss_mask * positive[:, None], "token_mean", group=group)
 
 
 def _choose(minibatch: TrainBatch, cfg: AlgorithmConfig, group: dist.ProcessGroup) -> Tensor:

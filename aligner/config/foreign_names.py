@@ -99,6 +99,7 @@ _BY_OURS: dict[str, str] = {
     "algorithm.dual_clip": "clip_ratio_c",
     "critic.clip": "cliprange_value value_clip",
     "algorithm.advantage": "adv_estimator advantage_estimator estimator scale_rewards",
+    "algorithm.sft_loss": "enable_dft_loss",
     "algorithm.lam": "lambd gae_lambda lambda",
     "algorithm.entropy_coef": "entropy_coeff entropy_loss_coef ent_coef",
     "algorithm.aggregation": "loss_agg_mode token_level_loss",

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from aligner.data.items import PairItem, PreferenceItem, ScoredItem, SftItem, StepsItem, UnpairedItem
-from aligner.types import LabelTargets, StepTargets, TeacherNumbers, TeacherTargets, TrainBatch
+from aligner.types import LabelTargets, SourceNumbers, StepTargets, TeacherNumbers, TeacherTargets, TrainBatch
 
 
 def collate_sft(items: Sequence[SftItem], pad_id: int) -> TrainBatch:
     """Collate B items: tokens [B, T], loss_mask [B, T], and documents [B, T] if any item has several.
 
-    Also teacher and teacher_ids [B, T, k], and told_by [B], if the items have them.
+    Also teacher and teacher_ids [B, T, k], told_by [B] and source [B], if the items have them.
     """
     tokens, lengths = _pad([item.tokens for item in items], pad_id, np.int64)
     mask, _ = _pad([item.loss_mask for item in items], 0, np.float32)
@@ -25,6 +25,8 @@ def collate_sft(items: Sequence[SftItem], pad_id: int) -> TrainBatch:
     batch = TrainBatch(tokens, lengths, mask, documents=documents)
     if items[0].teacher_index is not None:
         batch = batch.with_payloads(TeacherNumbers(torch.tensor([item.teacher_index for item in items])))
+    if items[0].source is not None:
+        batch = batch.with_payloads(SourceNumbers(torch.tensor([item.source for item in items])))
     targets = [item.teacher for item in items if item.teacher is not None]
     if targets:
         logprobs, ids = (torch.from_numpy(np.concatenate(side)) for side in zip(*targets, strict=True))

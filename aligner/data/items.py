@@ -14,6 +14,7 @@ class SftItem(NamedTuple):
     # float32 logprobs, int32 ids, both [n, k]: of the n tokens in the loss mask, if a teacher's are stored
     teacher: tuple[np.ndarray, np.ndarray] | None = None
     teacher_index: int | None = None  # number of its teacher, if there are several
+    source: int | None = None  # number of its dataset in a mixture
 
     @property
     def start(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from aligner.data.dataset import PromptDataset
+from aligner.data.items import SftItem
 from aligner.data.row_reader import DataReport
 from aligner.types import Prompt
 
@@ -30,8 +31,9 @@ class Mixture(Sequence):
         return number, dataset, range(len(self))[index] - int(self._ends[number]) + len(dataset)
 
     def __getitem__(self, index: int) -> Any:
-        _, dataset, inside = self.find(index)
-        return dataset[inside]
+        number, dataset, inside = self.find(index)
+        item = dataset[inside]
+        return item._replace(source=number) if isinstance(item, SftItem) else item
 
     @property
     def lengths(self) -> np.ndarray:

@@ -80,11 +80,14 @@ def micro_batches(
 
 
 def batch_metrics(parts: list[TrainBatch], batch: BatchConfig) -> ScalarMetrics:
-    """Return batch/{micro_batches,padding_fraction} of this rank: the share of the computed tokens that are padding."""
+    """Return numbers of this rank's micro-batches: how many, their mean rows and tokens, and the share of the computed
+    tokens that are padding."""
     real = sum(int(micro_batch.lengths.sum()) for micro_batch in parts)
     padded = sum(len(micro_batch.lengths) * int(micro_batch.lengths.max()) for micro_batch in parts)
     return {
         "batch/micro_batches": float(len(parts)),
+        "batch/micro_batch_rows": sum(len(micro_batch.lengths) for micro_batch in parts) / len(parts),
+        "batch/micro_batch_tokens": real / len(parts),
         "batch/padding_fraction": 0.0 if batch.packing else 1 - real / padded,
     }
 

@@ -57,9 +57,9 @@ class KLController:
 
 
 def set_token_rewards(rollout: RolloutBatch, cfg: AlgorithmConfig, kl_coef: float, response_limit: int) -> None:
-    """Fill `token_rewards` and `loss_mask`. The rewards are those of the last response token, with overlong shaping,
-    and the KL per token where it belongs in the reward. The mask has the response tokens of valid samples, less
-    truncated ones where configured."""
+    """Fill `token_rewards`, `loss_mask` and, where configured, `positive`. The rewards are those of the last response
+    token, with overlong shaping, and the KL per token where it belongs in the reward. The mask has the response tokens
+    of valid samples, less truncated ones where configured."""
     lengths = rollout.response_mask.sum(1)
     scores = shaped_rewards(rollout.rewards.nan_to_num(), lengths, rollout.finished, cfg.overlong, response_limit)
     kl = None
@@ -70,6 +70,8 @@ def set_token_rewards(rollout: RolloutBatch, cfg: AlgorithmConfig, kl_coef: floa
     if cfg.overlong.mask_truncated:
         keep &= rollout.finished
     rollout.loss_mask = rollout.response_mask * keep[:, None]
+    if cfg.positive.coef:
+        rollout.positive = (rollout.rewards > cfg.positive.above).float()
 
 
 def shuffle_within_groups(rollout: RolloutBatch, scores: Scores, seed: int) -> None:
@@ -111,6 +113,7 @@ def _payloads(rows: RolloutBatch, keys: Tensor) -> list[TensorBatch]:
             old_logprobs=rows.old_logprobs,
             ref_logprobs=rows.ref_logprobs,
             token_weights=rows.token_weights,
+            positive=rows.positive,
             rollout_logprobs=rows.rollout_logprobs,
             response_mask=rows.response_mask if rows.old_logprobs is None else None,
             row_keys=keys,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from aligner.algorithms.anchor import Anchor
 from aligner.algorithms.losses import policy_loss
-from aligner.config.sections.algorithm import AlgorithmConfig, CovConfig, KLConfig, RewardLossConfig
+from aligner.config.sections.algorithm import AlgorithmConfig, CovConfig, KLConfig, PositiveConfig, RewardLossConfig
 from aligner.config.sections.mismatch import MismatchConfig
 from aligner.ops.rl.covariance import choose_random, choose_top, covariance, token_keys
 from aligner.ops.rl.policy_term import interpolated_logprobs
@@ -17,7 +17,7 @@ from aligner.roles.policy import TokenOutputs
 from aligner.stages.ppo import value_loss
 from aligner.stages.rm import attribute_loss, preference_loss
 from aligner.stages.sft import sft_loss
-from aligner.types import LabelTargets, PolicyTargets, TrainBatch, ValueTargets
+from aligner.types import LabelTargets, PolicyTargets, SourceNumbers, TrainBatch, ValueTargets
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -73,7 +73,7 @@ def outputs(batch: TrainBatch, seed: int = 1) -> tuple[torch.Tensor, torch.Tenso
 
 def looped(batch: TrainBatch, cfg: AlgorithmConfig, logprobs, entropy, kl_coef: float) -> torch.Tensor:
     """The same objective, one float64 number at a time."""
-    rows = []
+    rows, likely = [], []
     for i in range(B):
         terms = []
         for t in range(T):
@@ -102,14 +102,17 @@ def looped(batch: TrainBatch, cfg: AlgorithmConfig, logprobs, entropy, kl_coef: 
                 }[cfg.kl.estimator]
                 x = x + kl_coef * (kl * r if cfg.kl.importance_weighted else kl)
             terms.append(x - cfg.entropy_coef * entropy[i, t])
+            if i in POSITIVE:
+                likely.append(-lp)
         if terms:
             rows.append(terms)
     tokens = list(itertools.chain.from_iterable(rows))
+    good = cfg.positive.coef * sum(likely) / len(likely)
     if cfg.aggregation == "token_mean":
-        return sum(tokens) / len(tokens)
+        return good + sum(tokens) / len(tokens)
     if cfg.aggregation == "seq_mean_token_mean":
-        return sum(sum(row) / len(row) for row in rows) / len(rows)
-    return sum(tokens) / len(rows) / (LIMIT if cfg.aggregation.endswith("norm") else 1)
+        return good + sum(sum(row) / len(row) for row in rows) / len(rows)
+    return good + sum(tokens) / len(rows) / (LIMIT if cfg.aggregation.endswith("norm") else 1)
 
 
 CASES = {
@@ -119,8 +122,12 @@ CASES = {
     "entropy": AlgorithmConfig(entropy_coef=0.3),
     "kl in the reward stays out of the loss": AlgorithmConfig(kl=KLConfig(0.5, "k3", "reward")),
     **{f"kl {kind}": AlgorithmConfig(kl=KLConfig(0.5, kind, "loss")) for kind in ("k1", "k2", "k3", "abs", "k3+")},
+    "positive": AlgorithmConfig(positive=PositiveConfig(0.1)),
     "kl weighted": AlgorithmConfig(kl=KLConfig(0.5, "k3", "loss", importance_weighted=True), entropy_coef=0.1),
 }
+
+
+POSITIVE = (0, 3, 4)  # rows; of row 3 no token counts
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -128,6 +135,8 @@ CASES = {
 def test_policy_loss_is_the_loop(name, aggregation):
     cfg, batch = CASES[name], make_batch()
     cfg.aggregation = aggregation
+    if cfg.positive.coef:
+        batch.of(PolicyTargets).positive = torch.tensor([float(i in POSITIVE) for i in range(B)])
     logprobs, entropy = outputs(batch)
     out = policy_loss(batch, cfg, 0.5, LIMIT, dist.group.WORLD)(TokenOutputs(logprobs, entropy, None), batch)
     exact = [x.detach().double().requires_grad_() for x in (logprobs, entropy)]
@@ -302,6 +311,45 @@ def test_sft_loss_counts_masked_tokens_only():
     assert [float(x) for x in out.means["sft/token_accuracy"]] == [float(on.sum())] * 2
     out.loss.backward()
     assert (logprobs.grad[~on] == 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_losses_of_sources_add_up_to_the_loss(size):
+    batch = make_batch()
+    batch = batch.with_payloads(SourceNumbers(torch.tensor([0, 2, 0, 2, 2, 0])))
+    logprobs, names = outputs(batch)[0].detach(), ["a", "none", "b"]
+    loss = sft_loss(batch, dist.group.WORLD, "nll", names)
+    parts = [loss(TokenOutputs(logprobs[i], None, None), batch.select(i)).means for i in torch.arange(B).split(size)]
+    sums = {name: [float(sum(means[name][k] for means in parts)) for k in (0, 1)] for name in parts[0]}
+    assert sums["sft/loss/none"] == [0.0, 0.0]  # written as null
+    for name, rows in (("a", [0, 2, 5]), ("b", [1, 3, 4])):
+        on = batch.loss_mask[rows].bool()
+        assert sums[f"sft/loss/{name}"] == pytest.approx([-float(logprobs[rows][on].sum()), float(on.sum())])
+    both = zip(sums["sft/loss/a"], sums["sft/loss/b"], strict=True)
+    assert [a + b for a, b in both] == pytest.approx(sums["sft/loss"])
+
+
+def test_dft_is_the_negative_probability_for_gradients():
+    """As a float64 loop, for logits: weights have no gradient; tokens of probability 0 or 1 have none."""
+    batch, g = make_batch(), torch.Generator().manual_seed(0)
+    logits = torch.randn(B, T, 9, generator=g, dtype=torch.float64)
+    logits[0, 1:3] = torch.eye(9, dtype=torch.float64)[batch.tokens[0, 1:3]] * 200 * torch.tensor([[1], [-1]])
+    batch.loss_mask[0, 1:3] = 1.0
+
+    def tokens(free: torch.Tensor) -> torch.Tensor:
+        return free.log_softmax(-1).gather(-1, batch.tokens[..., None])[..., 0]
+
+    free, exact = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    out = sft_loss(batch, dist.group.WORLD, "dft")(TokenOutputs(tokens(free), None, None), batch)
+    out.loss.backward()
+    on = [(i, t) for i in range(B) for t in range(T) if batch.loss_mask[i, t]]
+    sum(-tokens(exact)[at].exp() for at in on).div(len(on)).backward()
+    torch.testing.assert_close(free.grad, exact.grad, rtol=1e-5, atol=1e-7)
+    logprobs = tokens(logits)
+    assert float(out.loss) == pytest.approx(float(sum(-logprobs[at].exp() * logprobs[at] for at in on) / len(on)))
+    assert free.grad[0, 1:3].abs().max() < 1e-12 < free.grad.abs().max()
+    nll, count = out.means["sft/loss"]  # comparable with another run's
+    assert float(nll / count) == pytest.approx(float(sum(-logprobs[at] for at in on) / len(on)))
 
 
 def test_value_loss_is_the_loop():

@@ -24,12 +24,14 @@ RECIPES = sorted(
 OFF_POLICY = ["run.steps=10", "batch.minibatch_samples=128", "optim.lr=2e-4"]
 # losses without a ratio are for on-policy updates
 ON_POLICY = ["run.steps=12", "batch.minibatch_samples=0", "optim.lr=3e-4"]
+CRITIC = ["reward.model=''", "critic.warmup_steps=0", "critic.optim.lr=1e-3"]
 MORE = {
     **dict.fromkeys(("rloo", "opo", "gpg"), ON_POLICY),
     "online_dpo": [*ON_POLICY, "run.steps=24"],  # two of eight answers teach: slower
     "remax": [*ON_POLICY, "batch.group=16"],
     "gdpo": ["reward.functions=[{path: 'examples/sums.py:score'},{path: length, args: {limit: 4}, weight: 0.1}]"],
-    "ppo": ["reward.model=''", "critic.warmup_steps=0", "critic.optim.lr=1e-3"],
+    "ppo": CRITIC,
+    "vapo": [*CRITIC, "algorithm.lam_alpha=1"],  # of responses of four tokens
 }
 
 pytestmark = [pytest.mark.slow]
@@ -37,7 +39,7 @@ pytestmark = [pytest.mark.slow]
 
 def gain(sums, run_dir, recipe: str, *overrides: str) -> float:
     """Mean reward of the last three steps less that of the first three."""
-    stage = "ppo" if recipe == "ppo" else "grpo"
+    stage = "ppo" if recipe in ("ppo", "vapo") else "grpo"
     settings = [f"experiment=[quickstart_{stage},{recipe}]", *stages.SUMS, "run.export=false", f"run.dir={run_dir}"]
     settings += [f"model.init={sums / 'sft'}", f"data.train={sums / 'few.jsonl'}", "batch.prompts=32", "batch.group=8"]
     settings += [
@@ -45,7 +47,7 @@ def gain(sums, run_dir, recipe: str, *overrides: str) -> float:
         "batch.epochs=1",
         "batch.micro_batch_samples=128",
     ]
-    if recipe == "ppo":
+    if stage == "ppo":
         settings += [f"critic.init={sums / 'sft'}"]
     run = stages.run([*settings, *OFF_POLICY, *MORE.get(recipe, []), *overrides])
     means = [record["reward/mean"] for record in stages.records(run)]

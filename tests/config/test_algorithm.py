@@ -30,6 +30,8 @@ RECIPES = {
     "clip_cov": {"policy_loss": "clip_cov", "cov.fraction": 2e-4, "cov.low": 1.0, "cov.high": 5.0},
     "kl_cov": {"policy_loss": "kl_cov", "cov.fraction": 2e-4},
     "gdpo": {"advantage": "gdpo"},
+    "maxrl": {"advantage": "maxrl", "aggregation": "token_mean"},
+    "vapo": {"advantage": "gae", "lam": 1.0, "lam_alpha": 0.05, "clip_high": 0.28, "positive.coef": 0.1},
 }
 
 
@@ -42,7 +44,7 @@ def look(algorithm: AlgorithmConfig, key: str):
 @pytest.mark.few(5)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_the_method_alone_and_on_top_of_another_experiment(name):
-    stage = "ppo" if name == "ppo" else "grpo"
+    stage = "ppo" if name in ("ppo", "vapo") else "grpo"
     alone, over = compose([f"experiment={name}"]), compose([f"experiment=[quickstart_{stage},{name}]"])
     plain = compose([f"experiment=quickstart_{stage}"])
     assert {key: look(over.algorithm, key) for key in RECIPES[name]} == RECIPES[name]

@@ -121,6 +121,7 @@ grpo ; batch.group=1 ; algorithm.advantage=dr_grpo => batch.group
 grpo ; batch.group=1 ; algorithm.advantage=opo => batch.group
 grpo ; batch.group=1 ; algorithm.advantage=gdpo => batch.group
 grpo ; algorithm.advantage=gae => algorithm.advantage
+grpo ; algorithm.lam_alpha=0.05 => algorithm.advantage
 ppo ; algorithm.advantage=grpo => algorithm.advantage
 ppo ; reward.model='' ; reward.functions=[{path:math}] => critic.init
 ppo ; critic.trunk=policy => critic.trunk

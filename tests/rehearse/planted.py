@@ -17,8 +17,8 @@ def in_loss(change):
 
     make = sft.sft_loss
 
-    def planted(minibatch, group):
-        loss = make(minibatch, group)
+    def planted(minibatch, group, *options):
+        loss = make(minibatch, group, *options)
 
         def with_fault(out, batch):
             found = loss(out, batch)

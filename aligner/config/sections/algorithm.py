@@ -12,7 +12,7 @@ from aligner.config.sections.kto import KtoConfig
 from aligner.config.sections.preference import PreferenceConfig
 
 # `algorithm.advantage` of stage grpo that compare the samples of a prompt, and that do not
-GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k")
+GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k", "maxrl")
 OTHER_BASELINES = ("reinforce_pp", "remax")
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline")  # whitened by definition, whatever `algorithm.whiten` says
 POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg", "reinforce", "clip_cov", "kl_cov")
@@ -91,6 +91,14 @@ class CovConfig(Section, key="algorithm.cov"):
 
 
 @dataclass
+class PositiveConfig(Section, key="algorithm.positive"):
+    """Likelihood of the rollout's own good samples, in the policy's loss."""
+
+    coef: float = key(0.0, "Factor of the mean negative log-likelihood of these samples' tokens. 0: off.", least=0)
+    above: float = key(0.0, "Reward above which a sample is one of them.")
+
+
+@dataclass
 class RewardLossConfig(Section, key="algorithm.reward_loss"):
     """Keys of stage rm."""
 
@@ -156,6 +164,12 @@ class AlgorithmConfig(Section, key="algorithm"):
     cov: CovConfig = section(CovConfig)
     gamma: float = key(1.0, "Discount of a token.", least=0, most=1)
     lam: float = key(1.0, "Lambda of GAE.", least=0, most=1)
+    lam_alpha: float = key(
+        0.0,
+        "Alpha of a lambda for each response, 1 - 1 / (alpha tokens), of the advantages; returns keep lam. 0: off.",
+        least=0,
+    )
+    positive: PositiveConfig = section(PositiveConfig)
     whiten: bool = key(False, "Whiten advantages over the rollout.")
     whiten_shift: bool = key(True, "Subtract the mean when whitening.")
     whiten_ddof: int = key(0, "1: whiten by the unbiased variance.", choices=(0, 1))
@@ -168,6 +182,12 @@ class AlgorithmConfig(Section, key="algorithm"):
     filter_rounds: int = key(10, "Maximum rounds of generation per rollout.", least=1, read_for=("trajectories",))
     kl: KLConfig = section(KLConfig)
     overlong: OverlongConfig = section(OverlongConfig, read_for=("samples",))
+    sft_loss: str = key(
+        "nll",
+        "Loss of a token. nll: negative log-likelihood; dft: the same times the token's probability.",
+        choices=("nll", "dft"),
+        read_for=("sft",),
+    )
     reward_loss: RewardLossConfig = section(RewardLossConfig, read_for=("reward_loss",))
     preference: PreferenceConfig = section(PreferenceConfig, read_for=("preference",))
     distill: DistillConfig = section(DistillConfig, read_for=("distill",))
@@ -182,6 +202,7 @@ policy_loss=gmpo advantage=gae|reinforce_pp => policy_loss
     | a loss per token with algorithm.advantage={advantage}, which differs between tokens
 advantage=remax|gdpo kl.coef>0 kl.placement=reward => kl.placement
     | loss with algorithm.advantage={advantage}, which compares rewards without a KL term
+lam_alpha>0 => advantage =gae | with algorithm.lam_alpha, which is of GAE
 advantage=gdpo|pass_at_k => whiten =false | with algorithm.advantage={advantage}, which has a scale of its own
 advantage=gdpo => overlong.penalty, overlong.soft_fraction =0
     | with algorithm.advantage=gdpo, which uses only the reward's components | Use mask_truncated.

@@ -19,7 +19,12 @@ class OptimConfig(Section, key="optim"):
     lr: float = key(1e-4, "Peak learning rate.", above=0)
     min_lr: float = key(0.0, "Learning rate at the end of the decay.", least=0)
     schedule: str = key("constant", "Shape of the decay.", choices=("constant", "linear", "cosine"))
-    warmup_steps: int = key(0, "Steps in which the learning rate rises linearly from 0.", least=0)
+    warmup_steps: float = key(
+        0.0,
+        "Steps in which the learning rate rises linearly from 0. Below 1: their fraction of all steps.",
+        least=0,
+        valid=(lambda steps: steps < 1 or steps == int(steps), "a whole number, or a fraction below 1"),
+    )
     decay_from: float = key(0.0, "Fraction of the steps after which the decay begins.", least=0, most=1)
     weight_decay: float = key(0.01, "Weight decay of AdamW; norms and biases have none.", least=0)
     betas: list[float] = key([0.9, 0.95], "Betas of AdamW, two numbers.", valid=(_two_betas, "two numbers in [0, 1)"))

@@ -87,10 +87,23 @@ def dr_grpo(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 def rloo(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     """Return s_i - mean of the group's other valid samples = (s_i - mean_G) * n / (n - 1).
 
-    Source: "Back to basics", arXiv:2402.14740.
+    Source: "Back to basics", arXiv:2402.14740. As samples that failed are invalid, it is also the RLOO-N of SkyRL's
+    branch of Marin.
     """
     mean, std, count = group_mean_std(scores, group, valid)
     return _where_learnable(std, valid, (scores.double() - mean) * count / (count - 1).clamp_min(1)).float()
+
+
+def maxrl(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    """Return (s - mean_G) / mean_G, 0 where mean_G <= 0. With rewards of 0 and 1 the policy gradient is that of the
+    likelihood of a right response, expanded to the order of the group's size: a prompt with pass rate p weighs 1 / p.
+
+    Source: "Maximum likelihood reinforcement learning", arXiv:2602.02710.
+    """
+    mean, std, _ = group_mean_std(scores, group, valid)
+    positive = mean > 0
+    scaled = (scores.double() - mean) / torch.where(positive, mean, 1.0)
+    return _where_learnable(std, valid, torch.where(positive, scaled, 0.0)).float()
 
 
 def remax(scores: Tensor, greedy: Tensor, valid: Tensor) -> Tensor:

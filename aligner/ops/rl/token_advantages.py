@@ -28,10 +28,13 @@ def broadcast(advantage: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """Estimate advantages by GAE: (advantages, returns), each float32 [B, T] and 0 where mask is 0.
 
-    token_rewards, values, mask [B, T]; values[:, t] is the value of the state before tokens[:, t].
+    token_rewards, values, mask [B, T]; values[:, t] is the value of the state before tokens[:, t]. lam: one number,
+    or one for each row [B].
 
     delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; returns = A + V. Beyond a row's last
     masked token V and A are 0. Where mask is 0 between masked tokens (tool output) V_{t+1} and A_{t+1} pass through
@@ -50,6 +53,14 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
         next_value = torch.where(on[:, t], values[:, t], next_value)
         advantages[:, t] = torch.where(on[:, t], carried, 0.0)
     return advantages, torch.where(on, advantages + values, 0.0)
+
+
+def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
+    """Return lambda = 1 - 1 / (alpha l), float32 [B], of rows with l masked tokens; 0 where alpha l < 1.
+
+    The weights of GAE's errors then add up to alpha l. Source: VAPO, arXiv:2504.05118; alpha there: 0.05.
+    """
+    return (1 - 1 / (alpha * mask.sum(1).double()).clamp_min(1)).float()
 
 
 def return_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:

@@ -29,6 +29,7 @@ LOOPS = {
     "dr_grpo": lambda i, s, n: s[i] - statistics.fmean(s),
     "rloo": lambda i, s, n: mean_of_others(i, s),
     "opo": lambda i, s, n: s[i] - math.fsum(a * b for a, b in zip(n, s, strict=True)) / sum(n),
+    "maxrl": lambda i, s, n: s[i] / statistics.fmean(s) - 1 if statistics.fmean(s) > 0 else 0.0,
     "pass_at_k": lambda i, s, n: best_by(i, s),
     "pass_at_k_std": lambda i, s, n: best_by(i, s) / (statistics.stdev(s) + EPS),
 }
@@ -38,6 +39,7 @@ OURS = {
     "dr_grpo": lambda s, g, v, n: adv.dr_grpo(s, g, v),
     "rloo": lambda s, g, v, n: adv.rloo(s, g, v),
     "opo": lambda s, g, v, n: adv.opo(s, g, v, n),
+    "maxrl": lambda s, g, v, n: adv.maxrl(s, g, v),
     "pass_at_k": lambda s, g, v, n: adv.pass_at_k(s, g, v),
     "pass_at_k_std": lambda s, g, v, n: adv.pass_at_k(s, g, v, by_std=True),
 }
@@ -109,6 +111,16 @@ def test_learnable_and_degenerate_groups(rows):
     degenerate, total = adv.count_degenerate(s, g, v)
     assert (degenerate, total) == (sum(d < 2 for d in distinct.values()), len(distinct))
     assert adv.learnable(s, g, v).tolist() == [ok and distinct[h] > 1 for h, ok in zip(group, valid, strict=True)]
+
+
+def test_maxrl_weighs_a_prompt_by_its_pass_rate():
+    """With rewards of 0 and 1 right responses add up to n - k of n, for any number k of them; without one, 0."""
+    for right in range(1, 8):
+        scores = torch.tensor([1.0] * right + [0.0] * (8 - right))
+        advantages = adv.maxrl(scores, torch.zeros(8).long(), torch.ones(8).bool())
+        torch.testing.assert_close(advantages[:right], torch.full((right,), 8 / right - 1))
+        torch.testing.assert_close(advantages[right:], torch.full((8 - right,), -1.0))
+    assert (adv.maxrl(torch.tensor([0.0, -1.0]), torch.zeros(2).long(), torch.ones(2).bool()) == 0).all()
 
 
 def test_equal_scores_whose_mean_rounds_are_still_degenerate():

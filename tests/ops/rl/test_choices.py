@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,6 +30,15 @@ def test_lr_by_hand(schedule):
     quarter = {"linear": 1 - 0.9 * 0.2, "cosine": 0.1 + 0.9 * (1 + math.cos(math.pi * 0.2)) / 2}[schedule]
     assert got[15] == pytest.approx(middle) and got[12] == pytest.approx(quarter)
     assert got[20:] == [0.1] * 5
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_fraction_of_warm_up_is_its_steps_rounded_up(schedule):
+    cfg = OptimConfig(lr=1.0, schedule=schedule, warmup_steps=0.12)
+    for total, steps in ((0, 0), (8, 1), (100, 12), (101, 13)):
+        assert [lr_at(s, cfg, total) for s in range(total)] == [
+            lr_at(s, replace(cfg, warmup_steps=steps), total) for s in range(total)
+        ]
 
 
 @given(

@@ -58,6 +58,21 @@ def test_gae_without_discount_is_return_to_go_less_value():
 
 
 @settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), alpha=st.sampled_from([0.05, 0.5, 2.0]))
+def test_a_lambda_for_each_row_is_that_of_its_length(seed, alpha):
+    g = torch.Generator().manual_seed(seed)
+    r, v = torch.randn(3, 9, generator=g), torch.randn(3, 9, generator=g)
+    m = (torch.rand(3, 9, generator=g) < 0.7).float()
+    lam = adv.length_adaptive_lambda(m, alpha)
+    a, _ = adv.gae(r, v, m, 0.9, lam)
+    for row, tokens in enumerate(m.sum(1).tolist()):
+        own = 1 - 1 / (alpha * tokens) if alpha * tokens > 1 else 0.0
+        want = gae_loop([r[row].tolist()], [v[row].tolist()], [m[row].tolist()], 0.9, own)[0]
+        torch.testing.assert_close(a[row].double(), want, atol=1e-5, rtol=1e-5)
+    assert adv.length_adaptive_lambda(torch.ones(1, 40), 0.5).tolist() == pytest.approx([0.95])  # PPO's
+
+
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), shift=st.booleans(), ddof=st.sampled_from([0, 1]))
 def test_whitened_values_have_mean_0_and_deviation_1(seed, shift, ddof):
     g = torch.Generator().manual_seed(seed)
