@@ -25,14 +25,13 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.ops.seeds import derive
     from aligner.roles.policy import Policy, Reference
     from aligner.rollout.balance import Balancer
+    from aligner.rollout.finish import finish_rollout
     from aligner.rollout.loss_inputs import (
         KLController,
         average,
         minibatches,
-        sample_rows,
         set_token_rewards,
         shuffle_within_groups,
-        total_tokens,
     )
     from aligner.rollout.source import Rollouts
     from aligner.rollout.statistics import rollout_metrics
@@ -112,5 +111,4 @@ def grpo(
             check_mismatch(metrics, rollout, cfg.mismatch)
         if reference:
             kl.update(metrics[kl.metric], samples)
-        shown = sample_rows(rollout, scores, cfg.logging.samples_shown)
-        run.finish(step, metrics, shown, total_tokens(rollout, group), samples)
+        finish_rollout(run, step, metrics, rollout, scores, cfg, group)

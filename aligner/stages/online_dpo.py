@@ -20,7 +20,8 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.config.derived import response_limit
     from aligner.config.schema import Config
     from aligner.roles.policy import Policy, Reference
-    from aligner.rollout.loss_inputs import sample_rows, set_token_rewards, total_tokens
+    from aligner.rollout.finish import finish_rollout
+    from aligner.rollout.loss_inputs import set_token_rewards
     from aligner.rollout.pairs import best_and_worst, share_of_pairs
     from aligner.rollout.source import Rollouts
     from aligner.rollout.statistics import rollout_metrics
@@ -66,7 +67,7 @@ def main(job: Job) -> None:
 
 
 def online_dpo(run: Run, rollouts: Rollouts, policy: Policy, reference: Reference | None, cfg: Config) -> None:
-    group, samples = policy.model.layout.pgs.dp, cfg.batch.prompts * cfg.batch.group
+    group = policy.model.layout.pgs.dp
     preference, limit = cfg.algorithm.preference, response_limit(cfg)
     # the losses are at temperature 1, as in dpo, whatever the pairs were sampled at
     policy, reference = replace(policy, temperature=1.0), reference and replace(reference, temperature=1.0)
@@ -77,5 +78,4 @@ def online_dpo(run: Run, rollouts: Rollouts, policy: Policy, reference: Referenc
         metrics |= rollout_metrics(rollout, scores, cfg.algorithm, group)
         batch = best_and_worst(rollout, cfg.batch.group)
         metrics |= learn(run, step, batch, policy, reference, preference, checks) | share_of_pairs(batch, group)
-        shown = sample_rows(rollout, scores, cfg.logging.samples_shown)
-        run.finish(step, metrics, shown, total_tokens(rollout, group), samples)
+        finish_rollout(run, step, metrics, rollout, scores, cfg, group)

@@ -32,14 +32,8 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.roles.critic import Critic
     from aligner.roles.policy import Policy, Reference
     from aligner.rollout.balance import Balancer
-    from aligner.rollout.loss_inputs import (
-        KLController,
-        average,
-        minibatches,
-        sample_rows,
-        set_token_rewards,
-        total_tokens,
-    )
+    from aligner.rollout.finish import finish_rollout
+    from aligner.rollout.loss_inputs import KLController, average, minibatches, set_token_rewards
     from aligner.rollout.source import Rollouts
     from aligner.rollout.statistics import rollout_metrics, value_metrics
     from aligner.run.loop import Run
@@ -133,8 +127,7 @@ def ppo(
         metrics |= average(policy_stats) | average(critic_stats) | balancer.metrics() | {"kl/coef": kl.coef}
         if reference:
             kl.update(metrics[kl.metric], samples)
-        shown = sample_rows(rollout, scores, cfg.logging.samples_shown)
-        run.finish(step, metrics, shown, total_tokens(rollout, group), samples)
+        finish_rollout(run, step, metrics, rollout, scores, cfg, group)
 
 
 def pretrain(run: Run, rollout: RolloutBatch, critic: Critic, cfg: Config, balancer: Balancer) -> ScalarMetrics:

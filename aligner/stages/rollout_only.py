@@ -13,7 +13,8 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.config.derived import response_limit
     from aligner.config.schema import Config
     from aligner.roles.policy import Policy
-    from aligner.rollout.loss_inputs import sample_rows, set_token_rewards, total_tokens
+    from aligner.rollout.finish import finish_rollout
+    from aligner.rollout.loss_inputs import set_token_rewards
     from aligner.rollout.source import Rollouts
     from aligner.rollout.statistics import rollout_metrics
     from aligner.run.loop import Run
@@ -32,7 +33,7 @@ def main(job: Job) -> None:
 
 
 def rollout_only(run: Run, rollouts: Rollouts, policy: Policy, cfg: Config) -> None:
-    group, samples = policy.model.layout.pgs.dp, cfg.batch.prompts * cfg.batch.group
+    group = policy.model.layout.pgs.dp
     for step in run.steps():
         rollout, metrics, scores = rollouts.next(step)
         with run.timers("logprobs"):
@@ -41,5 +42,4 @@ def rollout_only(run: Run, rollouts: Rollouts, policy: Policy, cfg: Config) -> N
         set_token_rewards(rollout, cfg.algorithm, 0.0, response_limit(cfg))
         metrics |= rollout_metrics(rollout, scores, cfg.algorithm, group)
         check_mismatch(metrics, rollout, cfg.mismatch)
-        shown = sample_rows(rollout, scores, cfg.logging.samples_shown)
-        run.finish(step, metrics, shown, total_tokens(rollout, group), samples)
+        finish_rollout(run, step, metrics, rollout, scores, cfg, group)
