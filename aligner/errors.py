@@ -71,6 +71,12 @@ class AlgorithmCodeError(AlignerError):
     exit_code = 2
 
 
+class StageCodeError(AlignerError):
+    """A user's file with a stage cannot be imported, or has no STAGE or main(job): bad input."""
+
+    exit_code = 2
+
+
 class EnvironmentCodeError(AlignerError):
     """A tool or environment cannot be imported, or describes itself too little for a model to call it: bad input."""
 

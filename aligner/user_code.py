@@ -25,19 +25,25 @@ def load(path: str, key: str, expected: str, error: type[AlignerError], others: 
     source, colon, name = path.rpartition(":")
     if not colon or not source or not name:
         raise error(f"{key}={path!r}: expected module:{expected}, path.py:{expected}{others}")
-    try:
-        module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-    except BaseException as cause:  # importing runs the user's code, which may raise anything, or call sys.exit
-        raise error(
-            f"{key}={path!r}: expected an importable {expected}, "
-            f"but importing {source} raised {type(cause).__name__}: {cause}"
-        ) from cause
+    module = _imported(source, f"{key}={path!r}: expected an importable {expected}", error)
     target = getattr(module, name, None)
     if not callable(target):
         kind = inspect.isclass if expected == "Class" else inspect.isfunction
         names = ", ".join(n for n, v in vars(module).items() if kind(v) and not n.startswith("_"))
         raise error(f"{key}={path!r}: expected a {expected} `{name}` in {source}, which has {names or 'none'}")
     return target
+
+
+def load_module(path: str, key: str, error: type[AlignerError]) -> ModuleType:
+    """Import the file at `path`, the value of `key` in the config. Raises `error` as `load`."""
+    return _imported(path, f"{key}={path!r}: expected an importable file", error)
+
+
+def _imported(source: str, expected: str, error: type[AlignerError]) -> ModuleType:
+    try:
+        return _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    except BaseException as cause:  # importing runs the user's code, which may raise anything, or call sys.exit
+        raise error(f"{expected}, but importing {source} raised {type(cause).__name__}: {cause}") from cause
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -9,8 +9,10 @@ tests/test_docs.py compares the pages with what this would write.
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -266,9 +268,67 @@ def shapes() -> str:
     return table(("model", "family", "meaning"), rows)
 
 
-PAGES = ("cli.md", "keys.md", "recipes.md", "exit-codes.md", "support.md")
+# ---- api.md ----
+
+
+def definitions(node: ast.Module | ast.ClassDef) -> dict[str, Any]:
+    """Return the functions and classes of a module or a class by name."""
+    kinds = ast.FunctionDef | ast.ClassDef
+    return {each.name: each for each in node.body if isinstance(each, kinds)}
+
+
+def meaning(node: Any) -> str:
+    """Return the first paragraph of a docstring."""
+    return " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+
+
+def signature(node: ast.FunctionDef) -> str:
+    """Return the parameters and the result of a function or a method."""
+    node.args.args = [each for each in node.args.args if each.arg != "self"]
+    return f"({ast.unparse(node.args)}) -> {ast.unparse(node.returns) if node.returns else 'None'}"
+
+
+def field_lines(node: ast.ClassDef, lines: list[str]) -> Iterator[str]:
+    """Yield the lines of a class's fields, with the comment above."""
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign) and not ast.unparse(each.target).startswith("_"):
+            above = each.lineno - 2
+            first = above if lines[above].strip().startswith("#") else above + 1
+            yield from (f"{line}\n" for line in lines[first : each.end_lineno])
+
+
+def api_rows(name: str, node: Any, text: str) -> Iterator[str]:
+    """Yield the entry of a name: of a function its signature, of a class its fields, and its methods."""
+    if isinstance(node, ast.FunctionDef):
+        yield f"`{name}{signature(node)}`\n:   {meaning(node)}\n\n"
+        return
+    methods = {n: each for n, each in definitions(node).items() if not n.startswith("_") and meaning(each)}
+    yield f"`{name}`\n:   {meaning(node)}\n\n"
+    shown = "" if name == "Config" else "".join(field_lines(node, text.splitlines()))  # whose keys have a page
+    if shown:
+        yield textwrap.indent(f"```python\n{textwrap.dedent(shown)}```", "    ") + "\n\n"
+    for method, each in methods.items():
+        shown = "" if any(ast.unparse(d).endswith("property") for d in each.decorator_list) else signature(each)
+        yield f"`{name}.{method}{shown}`\n:   {meaning(each)}\n\n"
+
+
+def api_names() -> str:
+    """Return the names of `aligner.api` by section, with signatures, fields and meanings."""
+    entries: list[str] = []
+    for heading, module, name in re.findall(
+        r"^    (?:# ([A-Z].*)|from ([\w.]+) import \w+ as (\w+))$", (ROOT / "aligner/api.py").read_text(), re.M
+    ):
+        if heading:
+            entries.append(f"## {heading}\n\n")
+            continue
+        text = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+        entries += api_rows(name, definitions(ast.parse(text))[name], text)
+    return "".join(entries)
+
+
+PAGES = ("api.md", "cli.md", "keys.md", "recipes.md", "exit-codes.md", "support.md")
 BLOCKS: tuple[Callable[[], str], ...] = (common_options, commands, algorithms, whole_runs, error_codes)
-BLOCKS += (families, structures, modules, capabilities, reasons, stages, shapes)
+BLOCKS += (families, structures, modules, capabilities, reasons, stages, shapes, api_names)
 
 
 def page(name: str) -> str:

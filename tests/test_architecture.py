@@ -40,6 +40,7 @@ LEVELS = [
     {"rollout"},
     {"algorithms"},
     {"builders"},
+    {"api"},
     {"stages"},
     {"board"},
     {"tools"},

@@ -21,6 +21,7 @@ from aligner.config.derived import undecided
 from aligner.config.engines import ENGINES
 from aligner.config.identity import uses
 from aligner.config.on_demand import imported, on_demand
+from aligner.config.own_stage import typed_args
 from aligner.config.schema import Config
 from aligner.config.validate_model import check_node, validate_model, validate_on_gpu
 from aligner.data.dialogue import Dialogue
@@ -127,6 +128,11 @@ class Job:
     def tooling(self) -> Tooling | None:
         """Tools and environment, made before prompts. Raises EnvironmentCodeError, ConfigError."""
         return on_demand("environment")(self.cfg, self.tokenizer) if self.cfg.environment.on else None
+
+    @cached_property
+    def args(self) -> Any:
+        """`stage.args` as the section of a stage in a user's file, None without one."""
+        return typed_args(self.cfg)
 
     def say(self, text: object) -> None:
         self.output.say(text)

@@ -8,7 +8,7 @@ from aligner.builders.data import make_ptx
 from aligner.builders.job import Job
 from aligner.config.derived import minibatch_samples
 from aligner.config.on_demand import on_demand
-from aligner.config.schema import ROLLOUT_STAGES, Config
+from aligner.config.schema import Config
 from aligner.config.sections.model.config import beside
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.validate_model import validate_model, validate_on_gpu
@@ -66,7 +66,7 @@ def _restore(initial: InitialModel, model: ShardedModel) -> None:
 
 def _temperature(cfg: Config) -> float:
     """Return the temperature of the policy's distribution while it learns."""
-    return cfg.sampling.temperature if cfg.stage.name in ROLLOUT_STAGES else 1.0
+    return cfg.sampling.temperature if cfg.stage.its.rollouts else 1.0
 
 
 def make_policy(job: Job, steps: int, **outputs: bool) -> Policy:
@@ -120,6 +120,7 @@ def _scorer(job: Job, path: str, key: str) -> InitialModel:
 
 
 def make_reward_model(job: Job) -> RewardModel | ProcessRewardModel | None:
+    """Make the model of `reward.model`; None without one."""
     if not job.cfg.reward.model or job.cfg.debug.train_only:  # recordings come with their scores
         return None
     path = job.cfg.reward.model
@@ -193,5 +194,6 @@ def make_critic(job: Job, steps: int, policy: Policy) -> Critic:
 
 
 def optimizer_steps(job: Job) -> int:
+    """Return the optimizer steps of the whole run, in a stage with rollouts."""
     samples = job.cfg.batch.prompts * job.cfg.batch.group
     return job.cfg.run.steps * job.cfg.batch.epochs * (samples // minibatch_samples(job.cfg))

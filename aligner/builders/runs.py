@@ -16,9 +16,8 @@ from aligner.builders.job import POLICY, Job, digest, tokenizer_hash
 from aligner.builders.start_report import start_report
 from aligner.config.derived import response_limits
 from aligner.config.engines import empties
-from aligner.config.freeze import FILE_NAME, environment_code, freeze, load_frozen, reward_code
+from aligner.config.freeze import FILE_NAME, environment_code, freeze, load_frozen, outside_code, reward_code
 from aligner.config.identity import definition, reads
-from aligner.config.schema import ROLLOUT_STAGES
 from aligner.errors import ConfigError
 from aligner.megatron.checkpoint_files import complete_checkpoints
 from aligner.megatron.offload import FrozenMemory, ModelMemory
@@ -61,7 +60,7 @@ def make_run(
     run = Run(cfg, job.env.rank, checkpoints, logger, alarms, job.boundary, evaluate)
     run.accepted = partial(_accepted, job)
     run.chain, run.facts = Chain(run_dir, job.env.rank, models, job.seen, job.device), _facts(job, checkpoints)
-    if cfg.debug.record and cfg.stage.name not in ROLLOUT_STAGES:
+    if cfg.debug.record and not cfg.stage.its.rollouts:
         job.seen.keeps_batch = True
         run.on_step.append(RowRecorder(job.seen, run_dir / ROWS, cfg.debug.record, job.layout).keep)
     run.on_step += job.built.on_step
@@ -140,6 +139,8 @@ def _definition(job: Job) -> dict[str, Any]:
         contents["reward.functions"] = hashlib.sha256(code).hexdigest()[:16]
     if code := environment_code(cfg):
         contents["environment"] = hashlib.sha256(code).hexdigest()[:16]
+    for key, code in outside_code(cfg).items():
+        contents[key] = hashlib.sha256(code).hexdigest()[:16]
     defined = definition(cfg, contents | job.built.contents)
     view = {key: json.dumps(value) for key, value in (defined | _identity(job)).items()}
     same_view(cfg.run.dir, lambda: view)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
 from aligner.builders.job import POLICY, Job, start
@@ -10,6 +9,7 @@ from aligner.cluster.env import RankEnv
 from aligner.cluster.signals import StopSignals
 from aligner.config.on_demand import on_demand
 from aligner.config.schema import Config
+from aligner.config.stages import entry_point
 from aligner.errors import AlignerError
 from aligner.megatron.groups import leave_distributed
 from aligner.run.marker_files import DONE, STOPPED
@@ -34,8 +34,7 @@ def run_stage(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> 
         if job.layout is None:
             return on_demand("engine.ranks")(job)
         with job.start.ends():
-            recipe = "rollout_only" if cfg.debug.rollout_only else cfg.stage.name
-            import_module(f"aligner.stages.{recipe}").main(job)
+            entry_point("rollout_only" if cfg.debug.rollout_only else cfg.stage.name)(job)
             if env.rank == 0:
                 (run_dir / DONE).write_text(f"{cfg.stage.name}\n", encoding="utf-8")
         well = True

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from aligner.builders.job import Job
-from aligner.config.schema import ROLLOUT_STAGES, Config
+from aligner.config.schema import Config
 from aligner.errors import AlignerError
 from aligner.families.table import parameters
 from aligner.families.within import language_model, read_config
@@ -65,7 +65,7 @@ def _length(job: Job) -> str:
         return text
     ((key, rows),) = job.built.rows.items()
     taken = getattr(job.cfg.batch, key)
-    what = "prompts" if job.cfg.stage.name in ROLLOUT_STAGES else "rows"
+    what = "prompts" if job.cfg.stage.its.rollouts else "rows"
     epochs = f"{run.steps * taken / rows:.3g}"
     text += f" of {taken} {what}: {epochs} epoch{'s' * (epochs != '1')}"
     return f"{text} ({rows / taken:.4g} steps an epoch of {rows})"

@@ -13,9 +13,11 @@ from typing import Any
 
 import yaml
 
-from aligner.config.identity import flat
+from aligner.config.identity import flat, reads
+from aligner.config.key import is_function
 from aligner.config.options import from_plain, leaves
 from aligner.config.schema import Config
+from aligner.config.stage import is_file
 from aligner.errors import ConfigError
 from aligner.foreign import MAX_DEPTH
 
@@ -174,6 +176,16 @@ def environment_code(cfg: Config) -> bytes:
     """Return the files of tools and environment likewise."""
     env = cfg.environment
     return _code([*env.tools, env.path, *([f"{word}:" for word in env.command[1:]] or [env.agent])])
+
+
+def outside_code(cfg: Config) -> dict[str, bytes]:
+    """Return key -> the file that it names: of a stage, a loss and an advantage of the user's."""
+    algorithm = cfg.algorithm
+    paths = {"algorithm.policy_loss": algorithm.policy_loss, "algorithm.advantage": algorithm.advantage}
+    named = {key: path for key, path in paths.items() if is_function(path) and reads(cfg.stage.name, key)}
+    if is_file(cfg.stage.name):
+        named["stage.name"] = f"{cfg.stage.name}:main"
+    return {key: code for key, path in named.items() if (code := _code([path]))}
 
 
 def _code(paths: Sequence[str]) -> bytes:

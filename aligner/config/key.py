@@ -40,6 +40,7 @@ class Facts:
     meaning: str = ""
     choices: tuple[Any, ...] = ()  # of a text, or of each element of a list
     function: bool = False  # besides the choices, the path of a function
+    file: bool = False  # besides the choices, the path of a Python file
     joined: str = ""  # separator of several choices in one text
     least: float | None = None  # of a number, or of each element of a list
     most: float | None = None
@@ -77,7 +78,8 @@ class Facts:
     def expected(self) -> str:
         """Expected form of a single value."""
         if self.choices:
-            return ", ".join(["one of " + ", ".join(map(str, self.choices)), *["or " + FUNCTION] * self.function])
+            others = ["or " + FUNCTION] * self.function + ["or path.py"] * self.file
+            return ", ".join(["one of " + ", ".join(map(str, self.choices)), *others])
         if self.auto:
             return f"auto, or an integer {self.range}" if self.range else "auto, true or false"
         return f"a number {self.range}" + (f", or {self.off} for off" if self.off is not None else "")
@@ -99,7 +101,8 @@ class Facts:
 
     def _fits(self, value: Any) -> bool:
         if self.choices:
-            return value in self.choices or (self.function and is_function(value))
+            by_path = (self.function and is_function(value)) or (self.file and value.endswith(".py"))
+            return value in self.choices or by_path
         if self.auto and type(value) is not (int if self.range else bool):  # True is no count
             return value == AUTO
         return value == self.off or all(

@@ -34,8 +34,10 @@ from aligner.config.checks import all_finite
 from aligner.config.foreign_names import known_elsewhere
 from aligner.config.identity import uses
 from aligner.config.options import GROUPS, REUSED, all_keys, in_free_dict, key_type, nearest, rekeyed, type_name
+from aligner.config.own_stage import store_defaults
 from aligner.config.removed_keys import REMOVED, RENAMED, copied, passed_over
 from aligner.config.schema import Config
+from aligner.config.stage import is_file
 from aligner.config.stages import STAGES
 from aligner.errors import ConfigError, UnknownKeyError
 from aligner.files import conf_dir
@@ -54,7 +56,8 @@ def compose(overrides: list[str], *, config_dir: str | None = None) -> Config:
         choices, _ = searched([o for o in parsed if chooses(o)], config_dir)
         values = [_value(o) for o in parsed if not chooses(o)]
         # files of users may change while this process lives, the project's own do not
-        chosen = _chosen.__wrapped__ if any("searchpath" in choice for choice in choices) else _chosen
+        own = any("searchpath" in choice or choice.startswith("stage=outside/") for choice in choices)
+        chosen = _chosen.__wrapped__ if own else _chosen
         try:
             node = pickle.loads(chosen(choices))
             ConfigLoaderImpl._apply_overrides_to_config(values, node)
@@ -152,7 +155,7 @@ def _stage_of(overrides: list[str], config_dir: str | None) -> str:
         name = str(OmegaConf.select(pickle.loads(_chosen.__wrapped__(choices)), "stage.name"))
     except Exception:  # the caller reports another error
         return ""
-    return name if name in STAGES else ""
+    return name if name in STAGES or is_file(name) else ""
 
 
 @contextmanager
@@ -246,7 +249,7 @@ def _value(override: Override) -> Override:
 
 def searched(choices: Sequence[Override], config_dir: str | None) -> tuple[tuple[str, ...], list[Path]]:
     """Return these choices as Hydra reads them, and the user's folders in which it looks for their files."""
-    texts = tuple(str(o.input_line).removeprefix("?") for o in choices)
+    texts = tuple(_option(o) for o in choices)
     places = [text for o in choices if o.key_or_group == "hydra.searchpath" for text in o.value()]
     if config_dir is not None:
         folder = Path(config_dir).expanduser().resolve()
@@ -255,6 +258,13 @@ def searched(choices: Sequence[Override], config_dir: str | None) -> tuple[tuple
         texts += (f"hydra.searchpath=[{quoted(f'file://{folder}')}]",)
         places = [str(folder)]
     return texts, [Path(text.removeprefix("file://")) for text in places if not text.startswith("pkg://")]
+
+
+def _option(choice: Override) -> str:
+    """Return a choice as Hydra reads it: of a stage in a user's file, the option that its defaults are stored as."""
+    if choice.key_or_group == "stage" and is_file(path := str(choice.value())):
+        return f"stage={store_defaults(path, STAGES[path])}"
+    return str(choice.input_line).removeprefix("?")
 
 
 def quoted(text: str) -> str:

@@ -4,6 +4,7 @@ checks of several sections are in `validate.py`. It imports no torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass, make_dataclass, replace
+from typing import Any
 
 from aligner.config.key import IGNORE, REFUSE, REPORT, Section, key, section
 from aligner.config.quantization import settle
@@ -27,7 +28,7 @@ from aligner.config.sections.ptx import PtxConfig
 from aligner.config.sections.rewards import EvalConfig, RewardConfig
 from aligner.config.sections.run import RunConfig
 from aligner.config.sections.sampling import SamplingConfig
-from aligner.config.stage import Stage
+from aligner.config.stage import OWN, Stage
 from aligner.config.stages import STAGES
 
 ROLLOUT_STAGES = tuple(name for name, stage in STAGES.items() if stage.rollouts)
@@ -35,7 +36,12 @@ ROLLOUT_STAGES = tuple(name for name, stage in STAGES.items() if stage.rollouts)
 
 @dataclass
 class _StageName(Section, key="stage"):
-    name: str = key("sft", "Stage to run: a file of conf/stage.", choices=tuple(STAGES), resume=IGNORE)
+    name: str = key(
+        "sft", "Stage to run: a file of conf/stage, or of yours.", choices=tuple(STAGES), file=True, resume=IGNORE
+    )
+    args: dict[str, Any] = key(
+        {}, "Keys of a stage in a file of yours, typed there by STAGE's section.", read_for=(OWN,)
+    )
 
     @property
     def its(self) -> Stage:
@@ -57,6 +63,8 @@ StageConfig = make_dataclass(
 
 @dataclass
 class Config(Section):
+    """All keys of a run (docs/reference/keys.md)."""
+
     seed: int = key(0, "Seed of all random choices. Each derives its own from it, by purpose.", least=0, resume=REFUSE)
     run: RunConfig = section(RunConfig, resume=REPORT, rollouts=False)
     stage: StageConfig = section(StageConfig, resume=REFUSE)

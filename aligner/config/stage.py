@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from aligner.config.rule import Rule
 
 if TYPE_CHECKING:
     from aligner.config.schema import Config
+
+
+OWN = "own stage"  # purpose of the keys that only a stage in a user's file reads
+
+
+def is_file(name: str) -> bool:
+    """Return whether a stage's name is the path of a user's file."""
+    return name.endswith(".py")
 
 
 def _one(cfg: Config) -> int:
@@ -34,6 +42,8 @@ def _fine(cfg: Config) -> None:
 
 @dataclass(frozen=True)
 class Stage:
+    """Facts about a stage, by which it is configured, planned and refused before it is built."""
+
     # purposes of keys (`read_for` in the schema), in addition to those that follow from the other fields
     reads: tuple[str, ...] = ()
     rollouts: bool = False  # it generates; else it takes sequences of data.train
@@ -51,6 +61,8 @@ class Stage:
     rules: tuple[Rule, ...] = ()  # of its own, between keys
     check: Callable[[Config], None] = _fine  # of files, raises ConfigError
     section: type | None = None  # its own keys, as stage.<name>.<key>: a dataclass that checks its values
+    # of a stage in a user's file, whose own keys are stage.args.<key>: key -> default, as files of conf/stage have them
+    defaults: dict[str, Any] = field(default_factory=dict)
 
     @property
     def purposes(self) -> set[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from aligner.config.checks import exists
 from aligner.config.identity import reads
+from aligner.config.own_stage import typed_args
 from aligner.config.rules import RuleContext
 from aligner.config.schema import Config
+from aligner.config.stage import is_file
 from aligner.config.stages import STAGES
 from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.errors import ConfigError
@@ -19,6 +21,8 @@ def validate(cfg: Config, world_size: int) -> None:
     subject.check("without effect", "engines", "factors", "routing", "ranks")
     validate_model(cfg, cfg.model)
     subject.check("stage")
+    if is_file(cfg.stage.name):
+        typed_args(cfg)
     stage.check(cfg)
     subject.check("ptx")
     if stage.rollouts:

@@ -44,7 +44,9 @@ class Rollout(NamedTuple):
 class Rollouts(Protocol):
     """A source of a stage's rollouts."""
 
-    def next(self, step: int) -> Rollout: ...
+    def next(self, step: int) -> Rollout:
+        """Return the scored rollout of this step with its metrics and scores."""
+        ...
 
 
 @dataclass

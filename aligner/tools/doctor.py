@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.cluster.env import RankEnv
-from aligner.config.schema import ROLLOUT_STAGES, Config
+from aligner.config.schema import Config
 from aligner.config.sections.vllm import VERSION as VLLM_VERSION
 from aligner.config.sections.vllm import same_minor
 from aligner.errors import AlignerError, ConfigError
@@ -235,7 +235,7 @@ def _algorithm(cfg: Config) -> Iterator[Check]:
 
 
 def _rewards(cfg: Config) -> Iterator[Check]:
-    if cfg.stage.name not in ROLLOUT_STAGES:
+    if not cfg.stage.its.rollouts:
         return
     from aligner.rewards.functions import load_function
 
