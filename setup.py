@@ -71,12 +71,12 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.12,<3.13",
     packages=find_packages(include=["aligner", "aligner.*"]),
-    package_data={"aligner.data": ["chat_templates/*.jinja"], "aligner.board": ["assets/*"]},
+    package_data={"aligner": ["py.typed"], "aligner.data": ["chat_templates/*.jinja"], "aligner.board": ["assets/*"]},
     install_requires=INSTALL,
     extras_require=EXTRAS,
     data_files=[
         *((f"share/aligner/{folder}", sorted(glob(f"{folder}/*.yaml"))) for folder in CONF),
-        ("share/aligner/examples", sorted(glob("examples/*.py"))),
+        ("share/aligner/examples", sorted(glob("examples/*.py") + glob("examples/*.ipynb"))),
     ],
     entry_points={"console_scripts": ["aligner=aligner.__main__:entry"]},
 )

@@ -148,6 +148,14 @@ class LayoutError(ConfigError):
     """World size or heads do not divide by the parallel layout, or its stages do not fit the layers."""
 
 
+class RunFailedError(AlignerError):
+    """A run that `aligner.train` started has failed; names the run's own error, and its `exit_code`."""
+
+    def __init__(self, text: str, exit_code: int):
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
 class MissingExtraError(AlignerError):
     """A package is not installed; `extra` installs it, "" if it belongs to no extra."""
 

@@ -278,8 +278,9 @@ def definitions(node: ast.Module | ast.ClassDef) -> dict[str, Any]:
 
 
 def meaning(node: Any) -> str:
-    """Return the first paragraph of a docstring."""
-    return " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+    """Return a docstring with a line for each paragraph."""
+    paragraphs = (ast.get_docstring(node) or "").split("\n\n")
+    return "\n\n    ".join(" ".join(text.split()) for text in paragraphs)
 
 
 def signature(node: ast.FunctionDef) -> str:
@@ -313,11 +314,10 @@ def api_rows(name: str, node: Any, text: str) -> Iterator[str]:
 
 
 def api_names() -> str:
-    """Return the names of `aligner.api` by section, with signatures, fields and meanings."""
+    """Return the names of `aligner` and of `aligner.api` by section, with signatures, fields and meanings."""
+    source = "".join((ROOT / f"aligner/{file}.py").read_text() for file in ("__init__", "api"))
     entries: list[str] = []
-    for heading, module, name in re.findall(
-        r"^    (?:# ([A-Z].*)|from ([\w.]+) import \w+ as (\w+))$", (ROOT / "aligner/api.py").read_text(), re.M
-    ):
+    for heading, module, name in re.findall(r"^    (?:# ([A-Z].*)|from ([\w.]+) import \w+ as (\w+))$", source, re.M):
         if heading:
             entries.append(f"## {heading}\n\n")
             continue

@@ -40,7 +40,7 @@ LEVELS = [
     {"rollout"},
     {"algorithms"},
     {"builders"},
-    {"api"},
+    {"api", "training"},
     {"stages"},
     {"board"},
     {"tools"},
