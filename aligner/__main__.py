@@ -34,7 +34,7 @@ COMMANDS = {
     "sample": "sample answers to prompts, and write training files of them: run stage=sample",
     "eval": "evaluate a trained model on held-out rows",
     "chat": "talk to a trained model",
-    "serve": "serve a trained model to this machine, by OpenAI's chat API",
+    "serve": "serve a trained model to this machine, by OpenAI's API",
     "serve-rm": "serve a trained reward model over HTTP, for reward `http`",
     "replay": "execute a recorded step of a run again, and compare the results",
     "bisect": "find the first step, sample, token and tensor at which two runs differ",

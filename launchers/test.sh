@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Lint, format check and tests. Tests that need what this machine lacks are skipped and listed at the end.
 #   --fast   leaves out the tests marked slow, and most cases of those marked few
-#   --all    installs Slurm, MPI, Chromium and a C compiler with apt-get, reasoning-gym, vLLM into .venv-vllm, and
-#            the Python of kernels into .te-python if they are missing, and fails where a test is skipped for lack of them
+#   --all    installs Slurm, MPI, Chromium and a C compiler with apt-get, reasoning-gym, lm-eval, Inspect, vLLM into .venv-vllm,
+#            and the Python of kernels into .te-python if they are missing, and fails where a test is skipped for lack of them
 #   ROOM     the tests of a folder of tests/: rollout, engines/native, ...
 # Other arguments go to pytest. Without any, workers share the files: as many as there are cores, at most 4, and one more for
 # the slow tests.
@@ -53,7 +53,7 @@ for argument in "$@"; do
         --all)
             "$ALIGNER_ROOT/launchers/engine_env.sh" vllm &
             engine=$!
-            ALIGNER_EXTRAS=reasoning-gym _aligner_install
+            ALIGNER_EXTRAS=reasoning-gym,suites _aligner_install
             "$ALIGNER_ROOT/launchers/te_python.sh"
             wait "$engine"
             wait "$packages"

@@ -52,7 +52,7 @@ class RunningAgent:
 
         A repeated request gets the answer of the first. Raises ApiError.
         """
-        check_model(request, MODEL)
+        check_model(request.model, MODEL)
         check_sampling(request, self.sampling)
         if request.again and self.last is not None and self.last[0] == request:
             return await self.last[1]

@@ -1,6 +1,7 @@
 """OpenAI's chat completions over HTTP, behind a secret path, only on the loopback or a unix socket.
 
-POST /<secret>/v1/chat/completions, GET /<secret>/v1/models. Other paths return 404.
+POST /<secret>/v1/chat/completions, GET /<secret>/v1/models; of `aligner serve` also POST /<secret>/v1/completions.
+Other paths return 404.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ MAX_BYTES = 64 << 20  # of a request
 
 
 Say = Callable[[str, str], None]  # (id of the answer, its next text)
+ContinueText = Callable[[Any], Coroutine[Any, Any, dict[str, Any]]]  # a request's JSON -> the body of its answer
 
 
 class Backend(Protocol):
@@ -51,7 +53,7 @@ def new_secret() -> str:
     return secrets.token_urlsafe(32)
 
 
-def make_app(backend: Backend, max_bytes: int = MAX_BYTES) -> Starlette:
+def make_app(backend: Backend, max_bytes: int = MAX_BYTES, continue_text: ContinueText | None = None) -> Starlette:
     async def complete(request: Request) -> Response:
         secret = request.path_params["secret"]
         backend.model(secret)
@@ -68,6 +70,11 @@ def make_app(backend: Backend, max_bytes: int = MAX_BYTES) -> Starlette:
             answer.result()  # an error sets the HTTP state, which a stream sends before its first text
         return StreamingResponse(_events(asked, first, texts, answer), media_type="text/event-stream")
 
+    async def continued(request: Request) -> Response:
+        backend.model(request.path_params["secret"])
+        body = await _guarded(continue_text(await _body(request, max_bytes)))
+        return JSONResponse(body | {"created": int(time.time())})
+
     async def models(request: Request) -> Response:
         name = backend.model(request.path_params["secret"])
         model = {"id": name, "object": "model", "created": 0, "owned_by": "aligner"}
@@ -81,6 +88,9 @@ def make_app(backend: Backend, max_bytes: int = MAX_BYTES) -> Starlette:
         Route("/{secret}/v1/chat/completions", complete, methods=["POST"]),
         Route("/{secret}/v1/models", models, methods=["GET"]),
     ]
+
+    if continue_text is not None:
+        routes.append(Route("/{secret}/v1/completions", continued, methods=["POST"]))
 
     def left(request: Request, error: Exception) -> Response:
         return Response(status_code=400)  # its client has disconnected

@@ -73,38 +73,34 @@ def read_request(body: Any) -> ChatRequest:
     parameters = {name: value for name, value in body.items() if value is not None}
     for name, value in parameters.items():
         if name in NEUTRAL and value != NEUTRAL[name]:
-            raise _unsupported(name, f"{json.dumps(NEUTRAL[name])}, or none", value)
+            raise unsupported(name, f"{json.dumps(NEUTRAL[name])}, or none", value)
         if name not in (*NEUTRAL, *UNREAD, *SAMPLED, *SWITCHES, *READ, "stream_options"):
-            raise _unsupported(name, "a request without it", value)
+            raise unsupported(name, "a request without it", value)
     for name in SWITCHES:
-        _kind(parameters, name, bool, "true or false")
+        read_kind(parameters, name, bool, "true or false")
     choice = parameters.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
-        raise _unsupported("tool_choice", "auto or none", choice)
+        raise unsupported("tool_choice", "auto or none", choice)
     limits = [_count(parameters, name) for name in ("max_completion_tokens", "max_tokens")]
-    stop = parameters.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        raise ApiError(f"stop={stop!r:.80}: expected a text or a list of texts", "stop")
-    options = _kind(parameters, "stream_options", dict, "an object") or {}
+    options = read_kind(parameters, "stream_options", dict, "an object") or {}
     return ChatRequest(
-        _kind(parameters, "model", str, "the name of a model", needed=True),
+        read_kind(parameters, "model", str, "the name of a model", needed=True),
         _messages(parameters.get("messages")),
         _tools(parameters.get("tools", [])),
         choice == "auto",
         limits[0] or limits[1],
-        stop,
-        _kind(parameters, "seed", int, "an integer"),
-        {name: _number(parameters, name) for name in SAMPLED if name in parameters},
+        read_stop(parameters),
+        read_kind(parameters, "seed", int, "an integer"),
+        {name: read_number(parameters, name) for name in SAMPLED if name in parameters},
         *(parameters.get("stream", False), bool(options.get("include_usage"))),
         *(parameters.get("logprobs", False), parameters.get("return_token_ids", False)),
     )
 
 
-def check_model(request: ChatRequest, model: str) -> None:
+def check_model(requested: str, model: str) -> None:
     """Check the name of the model. Raises ApiError."""
-    if request.model != model:
-        text = f"model={request.model!r}: the only model is `{model}`"
+    if requested != model:
+        text = f"model={requested!r}: the only model is `{model}`"
         raise ApiError(text, "model", "model_not_found", 404)
 
 
@@ -119,11 +115,22 @@ def check_sampling(request: ChatRequest, sampling: dict[str, float]) -> None:
         raise ApiError(f"seed={request.seed}: expected none: the run sets it", "seed", "unsupported_parameter")
 
 
-def _unsupported(name: str, expected: str, value: Any) -> ApiError:
+def read_stop(parameters: dict[str, Any]) -> list[str]:
+    """Return the stop strings. Raises ApiError."""
+    stop = parameters.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+        raise ApiError(f"stop={stop!r:.80}: expected a text or a list of texts", "stop")
+    return stop
+
+
+def unsupported(name: str, expected: str, value: Any) -> ApiError:
+    """Return the error of a parameter, or of its value."""
     return ApiError(f"{name}={value!r:.80}: expected {expected}", name, "unsupported_parameter")
 
 
-def _kind(parameters: dict[str, Any], name: str, kind: Any, expected: str, needed: bool = False) -> Any:
+def read_kind(parameters: dict[str, Any], name: str, kind: Any, expected: str, needed: bool = False) -> Any:
+    """Return a parameter of this kind; None: not set. Raises ApiError."""
     value = parameters.get(name)
     good = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     if not good and (needed or value is not None):
@@ -132,15 +139,16 @@ def _kind(parameters: dict[str, Any], name: str, kind: Any, expected: str, neede
 
 
 def _count(parameters: dict[str, Any], name: str) -> int | None:
-    value = _kind(parameters, name, int, "a number of tokens >= 1")
+    value = read_kind(parameters, name, int, "a number of tokens >= 1")
     if value is not None and value < 1:
         raise ApiError(f"{name}={value}: expected a number of tokens >= 1", name)
     return value
 
 
-def _number(parameters: dict[str, Any], name: str) -> float:
+def read_number(parameters: dict[str, Any], name: str) -> float:
+    """Return a sampling parameter. Raises ApiError."""
     kind, expected = (int, "an integer") if name == "top_k" else (int | float, "a number")
-    value = _kind(parameters, name, kind, f"{expected} up to 1e9")
+    value = read_kind(parameters, name, kind, f"{expected} up to 1e9")
     if abs(value) > 1e9:
         raise ApiError(f"{name}={value!r:.80}: expected {expected} up to 1e9", name)
     return float(value)

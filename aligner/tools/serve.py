@@ -1,4 +1,4 @@
-"""`aligner serve RUN`: a trained model with OpenAI's chat API, on this machine alone.
+"""`aligner serve RUN`: a trained model with OpenAI's chat and completions API, on this machine alone.
 
 python -m aligner serve runs/sft --port 8000
 
@@ -30,10 +30,12 @@ from aligner.config.sections.sampling import SamplingConfig
 from aligner.data.dialogue import Dialogue
 from aligner.data.shipped_templates import use_chat_template
 from aligner.data.tokenizer import sampled_with
+from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.schedule import PromptPool, PromptRequest
 from aligner.environments.openai_api import SAMPLED, ApiError, ChatRequest, Reply, check_model, nowhere, require_server
 from aligner.errors import AlignerError, ConfigError
 from aligner.rollout.agents import Dialogues, message_of, parse_answer
+from aligner.tools.completions import CompletionRequest, ScoredTokens, continued_text, read_completion
 from aligner.tools.generate import Answerer, dialogue_of, model_folder, sampling_of
 from aligner.types import SamplingParams
 
@@ -59,23 +61,46 @@ class PendingRequest:
     hear: Callable[[int], None] | None = None  # called with each token but the last, as it comes
 
 
+@dataclass
+class ScoringRequest:
+    """Sequences whose tokens are scored, each with the `top` likeliest tokens at its positions."""
+
+    tokens: list[list[int]]
+    top: int
+    answer: Future[list[ScoredTokens]] = field(default_factory=Future)
+    sampling: None = None
+
+    def score(self, engine: NativeEngine) -> list[ScoredTokens]:
+        longest = max(map(len, self.tokens))
+        if longest == 1:  # a first token has no logprob
+            return [ScoredTokens([], [])] * len(self.tokens)
+        padded = [[*row, *[engine.pad_id] * (longest - len(row))] for row in self.tokens]
+        own, values, ids = (column.tolist() for column in engine.top_logprobs(torch.tensor(padded), self.top))
+        scored = []
+        for i, row in enumerate(self.tokens):
+            n = len(row) - 1
+            top = [list(zip(*pair, strict=True)) for pair in zip(ids[i][:n], values[i][:n], strict=True)]
+            scored.append(ScoredTokens(own[i][:n], top))
+        return scored
+
+
 class RequestQueue:
     """Queue of requests for the engine. No request waits for ever: `thread` owes each an answer."""
 
     def __init__(self, model: Answerer, threads: int):
         self.model, self.threads = model, threads
-        self.waiting: deque[PendingRequest] = deque()
+        self.waiting: deque[PendingRequest | ScoringRequest] = deque()
         self.changed = threading.Condition()
         self.thread = AwaitedThread("engine", self._generate)
         self.thread.start()
 
-    def put(self, ask: PendingRequest) -> None:
+    def put(self, ask: PendingRequest | ScoringRequest) -> None:
         self.thread.owe(ask.answer)
         with self.changed:
             self.waiting.append(ask)
             self.changed.notify()
 
-    def take(self) -> PendingRequest:
+    def take(self) -> Any:
         """Take a request, on the engine's thread only: a client that leaves now takes nothing back."""
         ask = self.waiting.popleft()
         ask.answer.set_running_or_notify_cancel()
@@ -89,6 +114,9 @@ class RequestQueue:
                 first = self.take()
             asks, error = [first], "the engine gave no answer"
             try:
+                if isinstance(first, ScoringRequest):
+                    first.answer.set_result(first.score(self.model.engine))
+                    continue
                 together = RequestBatch(self, first)
                 asks = together.asks
                 self.model.engine.serve(together, together.asked, together.finished, first.sampling)
@@ -184,7 +212,7 @@ class Served:
         return self.name
 
     async def complete(self, secret: str, request: ChatRequest, say: Say) -> dict[str, Any]:
-        check_model(request, self.name)
+        check_model(request.model, self.name)
         dialogue, tokens = self._prompt(request)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         ask = PendingRequest(tokens, seed, self._sampling(request, len(tokens)))
@@ -193,11 +221,7 @@ class Served:
         calls = dialogue.calls and request.calls  # a text is known to be a call only at its end
         if request.stream and not (calls or request.return_token_ids):  # logprobs come with the last message
             ask.hear = _writer(dialogue, request, partial(say, name))
-        self.desk.put(ask)
-        try:
-            words, logprobs, stopped = await asyncio.wrap_future(ask.answer)
-        except RuntimeError as error:  # of a thread that has ended
-            raise ApiError(str(error), code="engine", status=503) from None
+        ((words, logprobs, stopped),) = await self._answered([ask])
         tokenizer = self.desk.model.tokenizer
         answer = parse_answer(dialogue, request, words, stopped, set(self.sampling.stop_token_ids))
         pieces = [tokenizer.decode([token]) for token in answer.tokens]
@@ -220,15 +244,59 @@ class Served:
             raise ApiError("messages: the model's chat template makes no token of them", "messages")
         return dialogue, prompt.tokens
 
-    def _sampling(self, request: ChatRequest, prompt: int) -> SamplingParams:
-        """Return the request's sampling parameters. Raises ApiError."""
+    async def continue_text(self, body: Any) -> dict[str, Any]:
+        """Return the body of an answer of completions: its prompts in their order. Raises ApiError."""
+        request, tokenizer = read_completion(body), self.desk.model.tokenizer
+        check_model(request.model, self.name)
+        prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts]
+        if any(not prompt or max(prompt) >= self.desk.model.engine.model.cfg.vocab_size for prompt in prompts):
+            raise ApiError("prompt: expected at least one token, and only tokens of the model", "prompt")
+        sampling = [self._sampling(request, len(prompt), "prompt") for prompt in prompts]
+        asks = []
+        if request.max_tokens:
+            seeds = [secrets.randbits(63) if request.seed is None else request.seed for _ in prompts]
+            asks = [PendingRequest(tuple(p), *own) for p, *own in zip(prompts, seeds, sampling, strict=True)]
+        generated = await self._answered(asks) or [([], [], False)] * len(prompts)
+        rows = [[*prompt, *words] for prompt, (words, *_) in zip(prompts, generated, strict=True)]
+        scored: list[ScoredTokens | None] = [None] * len(rows)
+        if request.logprobs is not None:
+            (scored,) = await self._answered([ScoringRequest(rows, request.logprobs)])
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        choices = []
+        for i, (prompt, (words, _, stopped)) in enumerate(zip(prompts, generated, strict=True)):
+            text, cut = continued_text(words, sampling[i].stop, decode)
+            echoed = tokenizer.decode(prompt) if request.echo else ""
+            logprobs = scored[i] and scored[i].body(rows[i], 0 if request.echo else len(prompt), tokenizer.decode)
+            reason = "stop" if cut or stopped else "length"
+            choices.append({"index": i, "text": echoed + text, "logprobs": logprobs, "finish_reason": reason})
+        sizes = sum(map(len, prompts)), sum(len(words) for words, *_ in generated)
+        usage = {"prompt_tokens": sizes[0], "completion_tokens": sizes[1], "total_tokens": sum(sizes)}
+        self._answers += 1
+        name = f"cmpl-{self._answers}"
+        return {"id": name, "object": "text_completion", "model": self.name, "choices": choices, "usage": usage}
+
+    async def _answered(self, asks: Sequence[PendingRequest | ScoringRequest]) -> list[Any]:
+        """Put requests, and return their answers. Raises ApiError."""
+        for ask in asks:
+            self.desk.put(ask)
+        try:
+            return await asyncio.gather(*(asyncio.wrap_future(ask.answer) for ask in asks))
+        except RuntimeError as error:  # of a thread that has ended
+            raise ApiError(str(error), code="engine", status=503) from None
+
+    def _sampling(
+        self, request: ChatRequest | CompletionRequest, prompt: int, param: str = "messages"
+    ) -> SamplingParams:
+        """Return the sampling parameters of a request whose prompt, the parameter `param`, has this many tokens.
+        Raises ApiError."""
         limit = self.desk.model.engine.model.cfg.max_position
-        room = limit - prompt
-        wanted = request.max_tokens or min(self.sampling.max_response_tokens, room)
-        if room < 1 or wanted > room:
-            requested = f"{prompt} tokens of the messages and max_tokens={request.max_tokens}"
+        room, wanted = limit - prompt, request.max_tokens
+        if wanted is None:
+            wanted = max(1, min(self.sampling.max_response_tokens, room))
+        if wanted > room:
+            requested = f"{prompt} tokens of the {param} and max_tokens={request.max_tokens}"
             text = f"{requested}: expected at most {limit} in all, which the model reads"
-            raise ApiError(text, "messages", "context_length_exceeded")
+            raise ApiError(text, param, "context_length_exceeded")
         own = self.sampling
         cut = {name: getattr(own, name) for name in SAMPLED} | request.sampled
         try:
@@ -279,7 +347,7 @@ def main(cfg: Config, port: int, socket: str) -> int:
     where = "http://localhost" if socket else f"http://127.0.0.1:{listening.getsockname()[1]}"
     print(f"{where}/{served.secret}/v1{f' on {socket}' if socket else ''}: model {served.name!r}", flush=True)
     try:
-        serve_while(served.desk, Listener(make_app(served), END_S), [listening])
+        serve_while(served.desk, Listener(make_app(served, continue_text=served.continue_text), END_S), [listening])
     finally:
         if socket:
             with suppress(FileNotFoundError):

@@ -8,13 +8,13 @@ import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from aligner.config.resolve import compose
 from aligner.data.tokenizer import stop_token_ids
@@ -28,6 +28,7 @@ pytest.importorskip("openai")
 import openai
 
 from aligner.environments.endpoint import Listener, loopback, make_app, unix_socket
+from tests.tools.serving import listening
 
 HALF = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
 HALF_AT = "messages[0].tool_calls[0]"
@@ -36,18 +37,6 @@ HALF_AT = "messages[0].tool_calls[0]"
 @pytest.fixture(scope="module")
 def served(tiny_runs):
     return open_model(compose([f"run.dir={tiny_runs['sft']}", "eval.temperature=1", "sampling.max_response_tokens=8"]))
-
-
-@contextmanager
-def listening(served, listener: socket.socket):
-    server = Listener(make_app(served))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 @pytest.fixture
@@ -242,6 +231,65 @@ def test_messages_that_make_no_token_are_refused(tiny_runs, tmp_path):
             with pytest.raises(openai.BadRequestError, match="makes no token of them"):
                 ask(client, "", stream=stream)
         assert ask(client, "a").choices
+
+
+@torch.no_grad()
+def test_completions_of_texts_and_tokens_have_the_logprobs_of_transformers(served, client, tiny_runs):
+    """The served model computes in bfloat16, so that only a loose comparison is possible here."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_runs["sft"] / "hf", dtype=torch.float32)
+    tokenizer = served.desk.model.tokenizer
+    texts = ["say a:", "say bbb: c"]
+    tokens = [tokenizer.encode(text) for text in texts]
+    settings = {"model": "sft", "temperature": 0, "logprobs": 2, "echo": True}
+    of_texts = client.completions.create(prompt=texts, max_tokens=3, **settings).choices
+    assert [choice.index for choice in of_texts] == [0, 1]
+    for text, prompt, choice in zip(texts, tokens, of_texts, strict=True):
+        shown = choice.logprobs
+        assert choice.text.startswith(text) and shown.token_logprobs[0] is None and shown.top_logprobs[0] is None
+        alone = client.completions.create(prompt=prompt, max_tokens=0, **settings).choices[0]
+        assert alone.text == text and len(alone.logprobs.tokens) == len(prompt)
+        assert alone.logprobs.token_logprobs[1:] == pytest.approx(shown.token_logprobs[1 : len(prompt)], abs=0.02)
+        expected = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        own = expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        assert alone.logprobs.token_logprobs[1:] == pytest.approx(own.tolist(), abs=0.05)
+        assert [max(top.values()) for top in shown.top_logprobs[len(prompt) :]] == shown.token_logprobs[len(prompt) :]
+        unechoed = client.completions.create(prompt=prompt, max_tokens=3, **settings | {"echo": False}).choices[0]
+        assert text + unechoed.text == choice.text and unechoed.logprobs.tokens == shown.tokens[len(prompt) :]
+    one = client.completions.create(prompt=[5], max_tokens=0, **settings).choices[0]
+    assert one.logprobs.token_logprobs == [None]
+
+
+def test_completions_end_before_a_stop_string(client):
+    settings = {"model": "sft", "prompt": "say a:", "temperature": 5, "seed": 7, "max_tokens": 8}
+    whole = client.completions.create(**settings).choices[0]
+    stop = whole.text[2:4]
+    cut = client.completions.create(**settings, stop=[stop]).choices[0]
+    assert whole.logprobs is None and len(whole.text) > 4
+    assert cut.text == whole.text[: whole.text.find(stop)] and cut.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "code"),
+    [
+        ({"prompt": []}, "prompt", "invalid_value"),
+        ({"prompt": ["a", ""]}, "prompt", "invalid_value"),
+        ({"prompt": [1, -1]}, "prompt", "invalid_value"),
+        ({"prompt": [10**6]}, "prompt", "invalid_value"),
+        ({"prompt": [[1], 2]}, "prompt", "invalid_value"),
+        ({"max_tokens": -1}, "max_tokens", "invalid_value"),
+        ({"max_tokens": 60}, "prompt", "context_length_exceeded"),
+        ({"logprobs": 6}, "logprobs", "invalid_value"),
+        ({"echo": "yes"}, "echo", "invalid_value"),
+        ({"n": 2}, "n", "unsupported_parameter"),
+        ({"stream": True}, "stream", "unsupported_parameter"),
+        ({"suffix": "x"}, "suffix", "unsupported_parameter"),
+        ({"model": "gpt-9"}, "model", "model_not_found"),
+    ],
+)
+def test_completions_that_cannot_be_made_are_refused_by_name(client, wrong, param, code):
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.completions.create(**{"model": "sft", "prompt": "say a:"} | wrong)
+    assert (refused.value.body["param"], refused.value.body["code"]) == (param, code)
 
 
 @pytest.mark.parametrize("left", ["in its request", "while it waits", "in its stream"])

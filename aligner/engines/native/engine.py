@@ -370,16 +370,31 @@ class NativeEngine(RolloutEngine):
         with torch.inference_mode():
             self.model.packs.pack()
             for a in range(0, len(tokens), rows):
-                out[a : a + rows, 1:] = self._score(tokens[a : a + rows].to(self.device), temperature)
+                out[a : a + rows, 1:] = self._score(tokens[a : a + rows].to(self.device), temperature)[0]
         ahead = torch.arange(tokens.shape[1]) < lengths.cpu()[:, None]
         return out * ahead  # not an inference tensor: `out` was made outside
 
-    def _score(self, tokens: Tensor, temperature: float) -> Tensor:
+    def top_logprobs(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log p(tokens[:, t] | tokens[:, :t]) for t >= 1, float32 [B, T - 1], and of the `count` likeliest
+        tokens there their logprobs and ids, [B, T - 1, count] in descending order. tokens int64 [B, T]
+        right-padded."""
+        self._ledger.require()
+        rows = max(1, _SCORED_TOKENS // tokens.shape[1])
+        with torch.inference_mode():
+            self.model.packs.pack()
+            scores = [self._score(chunk.to(self.device), 1.0, count) for chunk in tokens.split(rows)]
+        own, values, ids = (torch.cat(columns).cpu() for columns in zip(*scores, strict=True))
+        return own, values, ids
+
+    def _score(self, tokens: Tensor, temperature: float, top: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         hidden = self.model.prefill(tokens)[:, :-1].flatten(0, 1)
         targets = tokens[:, 1:].reshape(-1, 1)
         rows = max(1, _SCORED_LOGITS // self.model.cfg.vocab_size)
         parts = []
         for h, target in zip(hidden.split(rows), targets.split(rows), strict=True):
             logits = self.model.logits(h).div_(temperature)
-            parts.append(logits.gather(1, target).squeeze(1) - logits.logsumexp(-1))
-        return torch.cat(parts).view(len(tokens), -1)
+            norm = logits.logsumexp(-1, keepdim=True)
+            values, ids = logits.topk(top)
+            parts.append(((logits.gather(1, target) - norm).squeeze(1), values - norm, ids))
+        own, values, ids = (torch.cat(columns).unflatten(0, (len(tokens), -1)) for columns in zip(*parts, strict=True))
+        return own, values, ids
