@@ -24,10 +24,12 @@ from aligner.data.shipped_templates import use_chat_template
 from aligner.environments.tools import Tools, load_tools, schemas
 from aligner.errors import ConfigError
 from aligner.ops.intervals import METHOD, bootstrap
+from aligner.ops.votes import majority, pass_at
 from aligner.rewards.base import Reward
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.environment import EnvironmentReward
 from aligner.rewards.functions import load_function
+from aligner.rewards.math_stated import marked, sentences
 from aligner.rollout.evaluate import EvaluatedAnswers, judge, known_scores, never_full
 from aligner.rollout.loss_inputs import shown_turns
 from aligner.rollout.references import refuse
@@ -140,8 +142,18 @@ def _per_prompt(
         if any(scores):
             means[f"eval/{name}/mean"] = ([math.fsum(some) for some in scores], [float(len(some)) for some in scores])
     if k > 1:
-        means["eval/pass_at_k"] = ([float(any(verdict.correct[i : i + k])) for i in starts], [1.0] * len(starts))
+        rights, ones = [verdict.correct[i : i + k] for i in starts], [1.0] * len(starts)
+        for few in (2**power for power in range(1, (k - 1).bit_length())):
+            means[f"eval/pass_at_{few}"] = ([pass_at(few, k, sum(right)) for right in rights], ones)
+        means["eval/pass_at_k"] = ([float(any(right)) for right in rights], ones)
+        answers = [[_voted(sample.response) for sample in samples[i : i + k]] for i in starts]
+        means["eval/maj_at_k"] = (list(map(majority, answers, rights)), ones)
     return means
+
+
+def _voted(response: str) -> str:
+    """Return the text that a response votes for: its stated answer, or all of it."""
+    return (marked(response)[0] or [response, *sentences(response)][-1]).strip()
 
 
 def _write(cfg: Config, folder: Path, measured: Evaluation) -> ScalarMetrics:

@@ -2,6 +2,8 @@
 
 import json
 import math
+from itertools import combinations
+from statistics import mean
 
 import pytest
 import torch
@@ -52,6 +54,20 @@ def test_answers_are_kept_with_their_scores(folder, tiny_data):
     for name, (low, high) in written["intervals"].items():
         assert low <= actual[name] <= high
     assert "bootstrap resamples of prompts" in written["interval_method"]
+
+
+def test_of_several_answers_pass_at_k_and_the_majority_are_measured(folder, tiny_data):
+    """By prompt, from the written samples; with intervals that draw prompts."""
+    overrides = ["eval.prompts=6", "eval.samples=5", "eval.temperature=5", "eval.full_score=0.25", VOWELS]
+    overrides += ["sampling.max_response_tokens=2", f"data.eval={tiny_data / 'train.jsonl'}"]
+    actual, written, samples = run(folder("sft"), *overrides)
+    groups = [samples[i : i + 5] for i in range(0, 30, 5)]
+    for k, name in ((1, "accuracy"), (2, "pass_at_2"), (4, "pass_at_4"), (5, "pass_at_k")):
+        drawn = [mean(any(s["correct"] for s in some) for some in combinations(group, k)) for group in groups]
+        assert actual[f"eval/{name}"] == pytest.approx(mean(drawn)) and f"eval/{name}" in written["intervals"]
+    assert "eval/pass_at_8" not in actual and actual["eval/accuracy"] < actual["eval/pass_at_2"] < 1
+    low, high = written["intervals"]["eval/maj_at_k"]
+    assert 0 <= low <= actual["eval/maj_at_k"] <= high <= 1
 
 
 @pytest.mark.slow
