@@ -144,7 +144,7 @@ def pretraining(model: ModelConfig, batch: int, length: int, grid: Grid, device:
 def published() -> list[Published]:
     """Return the runs in the order of their sources."""
     many, few, sixteen = (2048, 64), (512, 32), (512, 16)
-    folded, dense = {"folded": True}, {"minibatches": 4}
+    dense = {"minibatches": 4}
     tp, flex = ("tp", "dp", "edp", "pp"), {"pairs": False}
     rl = [
         ("DeepSeek-V3, 256", RL6, H100, 134, nemo_rl(DEEPSEEK, few, (109, 701, 1536), Grid(1, 16, 1, 16, 16), 32)),
@@ -152,11 +152,11 @@ def published() -> list[Published]:
         ("DeepSeek-V3, 256 + 256", RL6, H100, 64.1,
          nemo_rl(DEEPSEEK, few, (106, 710, 1536), Grid(1, 16, 1, 16, 16), 32, ranks=256, lag=1, share=0.8)),
         ("Qwen3-235B, 128", RL6, H100, 395,
-         nemo_rl(QWEN235, sixteen, (118, 5698, 8192), Grid(2, 8, 2, 16, 4, True, **folded), 16)),
+         nemo_rl(QWEN235, sixteen, (118, 5698, 8192), Grid(2, 8, 2, 16, 4, True), 16)),
         ("Qwen3-235B, 256", RL6, H100, 312,
-         nemo_rl(QWEN235, sixteen, (121, 5713, 8192), Grid(2, 8, 2, 16, 8, True, **folded), 16)),
+         nemo_rl(QWEN235, sixteen, (121, 5713, 8192), Grid(2, 8, 2, 16, 8, True), 16)),
         ("Qwen3-235B, 128 + 128", RL6, H100, 231,
-         nemo_rl(QWEN235, sixteen, (118, 5721, 8192), Grid(4, 8, 1, 16, 4, True, **folded), 8, ranks=128, lag=1,
+         nemo_rl(QWEN235, sixteen, (118, 5721, 8192), Grid(4, 8, 1, 16, 4, True), 8, ranks=128, lag=1,
                  share=0.8)),
         ("Qwen3-30B-A3B, 32", RL6, H100, 192,
          nemo_rl(QWEN30, many, (103, 3203, 4096), Grid(1, 1, 1, 8, 32), 2, recompute=False, **dense)),
@@ -178,7 +178,7 @@ def published() -> list[Published]:
         ("DeepSeek-V3, 128 GB200", RL6, GB200, 108,
          nemo_rl(DEEPSEEK, few, (109, 711, 1536), Grid(1, 8, 1, 16, 16), 32, device=GB200, share=0.3)),
         ("Qwen3-235B, 64 GB200", RL6, GB200, 286,
-         nemo_rl(QWEN235, sixteen, (118, 5709, 8192), Grid(2, 4, 2, 16, 4, True, **folded), 8, device=GB200,
+         nemo_rl(QWEN235, sixteen, (118, 5709, 8192), Grid(2, 4, 2, 16, 4, True), 8, device=GB200,
                  share=0.4)),
         ("Qwen3-30B-A3B, 16 GB200", RL6, GB200, 221,
          nemo_rl(QWEN30, many, (103, 3199, 4096), Grid(1, 1, 1, 16, 16), 1, device=GB200, recompute=False, **dense)),
@@ -191,10 +191,10 @@ def published() -> list[Published]:
         ("Qwen3-30B-A3B, 16, FP8", "26.04.01", H100, 8960,
          pretraining(QWEN30, 1024, 4096, Grid(expert=16, data=16), kept=0.6, **flex)),
         ("Qwen3-235B, 256, FP8", "26.04.01", H100, 1712,
-         pretraining(QWEN235, 8192, 4096, Grid(2, 8, 1, 32, 16, True, virtual=4, **folded), kept=0.6,
+         pretraining(QWEN235, 8192, 4096, Grid(2, 8, 1, 32, 16, True, virtual=4), kept=0.6,
                      overlap=("dp", "edp", "pp", "ep"))),
         ("DeepSeek-V3, 1,024, FP8", "25.09", H100, 1297,
-         pretraining(DEEPSEEK, 8192, 4096, Grid(2, 8, 1, 64, 64, True, virtual=4, **folded), **flex,
+         pretraining(DEEPSEEK, 8192, 4096, Grid(2, 8, 1, 64, 64, True, virtual=4), **flex,
                      overlap=("dp", "edp", "pp", "ep"), kept=0.45)),
         ("Llama-3.1-405B, 1,024, FP8", "26.04.01", H100, 328,
          pretraining(LLAMA405, 1536, 8192, Grid(8, 8, 2, data=8, sequence=True, virtual=8), kept=0.6, overlap=tp)),
@@ -222,7 +222,7 @@ def published() -> list[Published]:
          nemo_rl(QWEN32, many, (103, 3258, 4096), Grid(2, data=8, sequence=True), 1, device=GB200, recompute=False,
                  ranks=16, lag=1, share=0.8, **dense)),
         ("Qwen3-30B-A3B, 32, tp2", RL4, H100, 225,
-         nemo_rl(QWEN30, many, (103, 3154, 4096), Grid(2, 1, 1, 8, 16, True, **folded), 4, recompute=False, **dense)),
+         nemo_rl(QWEN30, many, (103, 3154, 4096), Grid(2, 1, 1, 8, 16, True), 4, recompute=False, **dense)),
     ]  # fmt: skip
     later_pre = [
         ("DeepSeek-V3, 256 GB300, BF16", "25.11", GB300, 3848,

@@ -116,8 +116,13 @@ def expert_axes() -> dict[str, Case]:
 
     layouts = {
         "dp2": (2, ParallelConfig()),
+        "tp2": (2, ParallelConfig(tensor=2)),
         "ep2": (2, ParallelConfig(expert=2)),
+        "ep2+tp2": (2, ParallelConfig(expert=2, tensor=2)),
         "ep2+tp2, sequence": (4, ParallelConfig(expert=2, tensor=2, sequence=True)),
+        "ep4+tp2, sequence": (4, ParallelConfig(expert=4, tensor=2, sequence=True)),
+        "ep4+tp2+cp2, sequence": (4, ParallelConfig(expert=4, tensor=2, context=2, sequence=True)),
+        "ep2+tp2+pp2, sequence": (4, ParallelConfig(expert=2, tensor=2, pipeline=2, sequence=True)),
         "ep2+pp2": (4, ParallelConfig(expert=2, pipeline=2)),
         "ep2+cp2": (2, ParallelConfig(expert=2, context=2)),
     }

@@ -35,7 +35,7 @@ def make_teachers(job: Job) -> list[Teacher]:
     parallel, other = cfg.layout(job.cfg.parallel), None
     if parallel != job.cfg.parallel:
         world = dist.get_world_size()
-        if world % (parallel.model_size * parallel.expert // math.gcd(parallel.context, parallel.expert)):
+        if world % math.lcm(parallel.model_size, parallel.pipeline * parallel.expert):
             product = f"{parallel.tensor}*{parallel.pipeline}*{parallel.context}"
             expected = f"tensor*pipeline of the teacher * parallel.context={product} to divide the {world} ranks"
             raise LayoutError(f"{KEY}.tensor", cfg.tensor, f"{expected}, with parallel.expert")

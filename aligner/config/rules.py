@@ -139,7 +139,6 @@ ranks.choices => parallel.stage_layers
 !model.indexer.heads => model.indexer.loss =0 | for a model without indexers (model.indexer)
 !model.moe.num_experts !scorer => parallel.expert =1 | for a model without experts (model.moe)
 model.moe.num_experts => model.moe.num_experts %parallel.expert
-model.moe.num_experts => model.expert_ffn %parallel.tensor
 model.moe.num_experts parallel.expert>1 batch.micro_batch_tokens => batch.packing =true
     | with parallel.expert > 1 and batch.micro_batch_tokens: every rank takes part in every layer of every
     micro-batch, so all need equally many
@@ -171,8 +170,7 @@ evaluates => eval.max_response_tokens <=model.room
 """),
     "on a GPU": rules("""
 model.moe.num_experts half => model.hidden_size %ranks.rows | for experts in bfloat16 on a GPU
-model.moe.num_experts half => model.expert_ffn %ranks.tensor_rows
-    | for experts in bfloat16 on a GPU | Lower parallel.tensor.
+model.moe.num_experts half => model.expert_ffn %ranks.rows | for experts in bfloat16 on a GPU
 model.moe.num_experts half generates engine.can.computes_here => model.expert_ffn %ranks.engine_rows
     | for experts in bfloat16 on a GPU | Lower engine.tensor_parallel.
 """),
@@ -321,7 +319,7 @@ FACTS: dict[str, Callable[[RuleContext], Any]] = {  # values derived from severa
     "ranks.train": lambda s: s.ranks - s.cfg.engine.ranks,
     "ranks.grid": lambda s: s.cfg.parallel.model_size,
     "ranks.heads": lambda s: s.cfg.parallel.tensor * s.cfg.parallel.context,
-    "ranks.experts": lambda s: (s.ranks - s.cfg.engine.ranks) // (s.cfg.parallel.tensor * s.cfg.parallel.pipeline),
+    "ranks.experts": lambda s: (s.ranks - s.cfg.engine.ranks) // s.cfg.parallel.pipeline,
     "ranks.other_layers": _other_layers,
     "ranks.choices": lambda s: [each[0] for each in s.stages if each[0] in s.shape.indexer.shared_layers],
     "ranks.begins": lambda s: (
@@ -332,7 +330,6 @@ FACTS: dict[str, Callable[[RuleContext], Any]] = {  # values derived from severa
     "ranks.fp8": lambda s: s.shape.fp8_step,
     "ranks.fp8_tensor": lambda s: s.shape.fp8_step * s.cfg.parallel.tensor,
     "ranks.fp8_heads": lambda s: s.shape.fp8_step * s.shape.num_heads,
-    "ranks.tensor_rows": lambda s: 8 * s.cfg.parallel.tensor,
     "ranks.engine_rows": lambda s: 8 * s.cfg.engine.tensor_parallel,
     "batch.samples": lambda s: s.cfg.batch.prompts * s.cfg.batch.group,
     "batch.step": lambda s: s.step[0],
@@ -349,14 +346,13 @@ WORDS = {  # the names in messages of numbers that are no keys
     "ranks.grid": "parallel.tensor*pipeline*context="
     "{parallel.tensor}*{parallel.pipeline}*{parallel.context}={ranks.grid}",
     "ranks.heads": "parallel.tensor*context={parallel.tensor}*{parallel.context}",
-    "ranks.experts": "the {ranks.experts} data- and context-parallel ranks",
+    "ranks.experts": "the {ranks.experts} ranks of a pipeline stage",
     "ranks.data": "the {ranks.data} data-parallel ranks",
     "ranks.begins": "{ranks.begins}",
     "ranks.rows": "8",
     "ranks.fp8": "{ranks.fp8} with {model.megatron.fp8=}",
     "ranks.fp8_tensor": "{ranks.fp8} x {parallel.tensor=} with {model.megatron.fp8=}",
     "ranks.fp8_heads": "{ranks.fp8} x {model.num_heads=} with {model.megatron.fp8=}",
-    "ranks.tensor_rows": "8 x {parallel.tensor=}",
     "ranks.engine_rows": "8 x {engine.tensor_parallel=}",
     "batch.samples": "batch.prompts*group={batch.prompts}*{batch.group}={batch.samples}",
     "batch.share": "{batch.step}/dp={batch.rows}/{ranks.data}={batch.share}",

@@ -51,7 +51,8 @@ class Stream:
     sin: Tensor
     group: dist.ProcessGroup | None  # of the context-parallel ranks, None if there is one
     over_heads: bool  # all-to-all instead of all-gather
-    times: Times | None = None  # of a model with experts, as all with indexers are
+    times: Times | None = None  # of a model with experts
+    each: Tensor | None = None  # `Packing.times` of such a model, as all with indexers are
     factors: Tensor | None = None  # of queries, float32 [N, 1, 1]
     local: Stream | None = None  # of layers with a window: its masks, their angles
     indices: dict[int, Index] = field(default_factory=dict)  # of layers whose choice the following layers use

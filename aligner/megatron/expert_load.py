@@ -49,7 +49,7 @@ class ExpertLoad:
         together = most == 1 if whole else most == -least and self.moe.aux_over == "running"
         for layer in self.layers:
             layer.tokens, layer.fractions = tokens, None
-            layer.peers = layout.pgs.dp_cp if together else layout.pgs.cp
+            layer.peers = layout.pgs.tp_dp_cp if together else layout.pgs.tp_cp
         if whole and most > 1:
             self._count_ahead(run)
 
@@ -99,7 +99,7 @@ class ExpertLoad:
         if not self.layers:  # a stage whose layers are all dense
             return torch.zeros(0, 2 * self.moe.num_experts + 4, dtype=torch.float64, device=self._device)
         counted = torch.stack([_row(layer) for layer in self.layers])
-        dist.all_reduce(counted, group=self.layout.pgs.dp_cp)
+        dist.all_reduce(counted, group=self.layout.pgs.tp_dp_cp)
         return counted
 
 

@@ -37,7 +37,7 @@ class Layout:
     stage_layers: tuple[int, ...]  # as `parallel.stage_layers`
     context: int
     data: int
-    expert: int  # of the context x data ranks, so many neighbours share the experts
+    expert: int  # of the ranks of a pipeline stage, so many neighbours share the experts
     sequence: bool
     over_heads: bool  # context parallelism by all-to-all over heads, else by all-gather of keys and values
     pgs: ProcessGroupCollection
@@ -76,6 +76,10 @@ class Layout:
     def copies(self, experts: bool) -> dist.ProcessGroup:
         """Return the ranks that hold the same parameters as this one: those of experts, or all others."""
         return self.pgs.expt_dp if experts else self.pgs.dp_cp
+
+    def share(self, experts: bool) -> tuple[int, int]:
+        """Return how many tensor ranks share a matrix, and which of the shares this rank has. An expert's are whole."""
+        return (1, 0) if experts else (self.tensor, self.tp_rank)
 
 
 def init_distributed(env: RankEnv, backend: str, timeout_s: float, folder: Path | None = None) -> torch.device:
@@ -201,17 +205,16 @@ def _group_over(grid: torch.Tensor, order: str, axes: Sequence[str]) -> dist.Pro
 
 
 def _expert_groups(experts: torch.Tensor, ep: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups that tokens go to from a grid of all ranks, "pp expt_dp ep tp": of one rank in each node and
-    then of a node, where experts are on several ranks of several nodes, all alike. Else it is `ep`. Collective."""
-    size, tp = experts.shape[2:]
+    """Return the groups that tokens go to from a grid of all ranks, "pp expt_dp ep": of one rank in each node and then
+    of a node, where experts are on several ranks of several nodes, all alike. Else it is `ep`. Collective."""
+    size = experts.shape[2]
     if size == 1:
         return ()
     node, least = max_over(torch.tensor([ranks_per_node[0], -ranks_per_node[0]]), dist.group.WORLD).tolist()
-    near = node // tp
-    if node != -least or node % tp or size % max(1, near) or near in (0, 1, size):
+    if node != -least or size % node or node in (1, size):
         return (ep,)
-    grid = experts.unflatten(2, (size // near, near))
-    return tuple(_group_over(grid, "pp expt_dp nodes ep tp", [axis]) for axis in ("nodes", "ep"))
+    grid = experts.unflatten(2, (size // node, node))
+    return tuple(_group_over(grid, "pp expt_dp nodes ep", [axis]) for axis in ("nodes", "ep"))
 
 
 def build_layout(parallel: ParallelConfig) -> Layout:
@@ -223,16 +226,17 @@ def build_layout(parallel: ParallelConfig) -> Layout:
             "parallel", f"{tp}x{pp}x{cp}", f"tensor x pipeline x context to divide the world size {world}"
         )
     dp = world // (tp * cp * pp)
-    if dp * cp % ep:
-        raise LayoutError("parallel.expert", ep, f"a divisor of the {dp * cp} data- and context-parallel ranks")
+    if tp * cp * dp % ep:
+        raise LayoutError("parallel.expert", ep, f"a divisor of the {tp * cp * dp} ranks of a pipeline stage")
     grid = torch.arange(world).view(pp, dp, cp, tp)
-    experts = torch.arange(world).view(pp, dp * cp // ep, ep, tp)  # for the experts' parameters, as Megatron orders
+    # for the experts' parameters, as Megatron orders with expert_tensor_parallel_size = 1
+    experts = torch.arange(world).view(pp, -1, ep)
 
     def groups_over(*axes: str) -> dist.ProcessGroup:
         return _group_over(grid, "pp dp cp tp", axes)
 
     def expert_groups_over(*axes: str) -> dist.ProcessGroup:
-        return _group_over(experts, "pp expt_dp ep tp", axes)
+        return _group_over(experts, "pp expt_dp ep", axes)
 
     tp_group, pp_group, cp_group, dp_group = (groups_over(axis) for axis in ("tp", "pp", "cp", "dp"))
     first_and_last = grid[[0, -1]] if pp > 1 else grid[:1]
@@ -252,9 +256,9 @@ def build_layout(parallel: ParallelConfig) -> Layout:
         embd=embedding,
         pos_embd=position,
         ep=ep_group,
-        expt_tp=tp_group,
-        tp_ep=expert_groups_over("ep", "tp"),
-        tp_ep_pp=expert_groups_over("pp", "ep", "tp"),
+        expt_tp=expert_groups_over(),
+        tp_ep=ep_group,
+        tp_ep_pp=expert_groups_over("pp", "ep"),
         expt_dp=expert_data,
         intra_dp_cp=dp_cp,
         intra_expt_dp=expert_data,

@@ -144,11 +144,10 @@ class Indexer(torch.nn.Module):
         heads, d = self.shape.heads, self.shape.head_dim
         both = self.linear_wq_b(vector).view(len(vector), heads, d), key[:, None]
         query, key = (kernels.rotate(x, stream.cos, stream.sin, self.neighbours) for x in both)
-        lesson = self._lesson(len(vector), stream) if self.learns else None
+        lesson = self._lesson(stream) if self.learns else None
         return Index(query, weight.float() * (heads * d) ** -0.5, key[:, 0], self.shape.top_k, lesson)
 
-    def _lesson(self, tokens: int, stream: Stream) -> Lesson:
+    def _lesson(self, stream: Stream) -> Lesson:
         """Return a lesson in which each token counts as often as it stands in the micro-batch."""
-        real, count = stream.times.real, stream.times.count * (self.shape.loss / self.tokens)
-        factors = count if real is None else count.new_zeros(tokens).index_copy_(0, real, count)
+        factors = stream.each * (self.shape.loss / self.tokens)
         return Lesson(factors, self.total, (self.group,) if self.group.size() > 1 else ())

@@ -69,7 +69,7 @@ class Adapters(torch.nn.Module):
         self.site, self.layout = site, layout
         self.on = True  # else the matrix is as it was
         self.scale, self.dropout = cfg.lora.scale, cfg.lora.dropout
-        self.groups, self.sizes = site.rows(cfg, layout.tensor)
+        self.groups, self.sizes = site.rows(cfg, layout.share(site.base.experts)[0])
         self._base = [base]  # in a list: it stays the frozen module's parameter
         whole = dense(base)
         for target in site.targets:
@@ -99,9 +99,9 @@ class Adapters(torch.nn.Module):
         """Set Megatron's marks, by which it reduces gradients and computes their norms."""
         if spec.experts:
             param.allreduce = False
-        if spec.tp_axis is not None:
+        elif spec.tp_axis is not None:
             mark_shared(param, spec.tp_axis)
-        elif not spec.experts:
+        else:
             param.sequence_parallel = self.layout.sequence
 
     @torch.no_grad()
@@ -155,7 +155,7 @@ class Adapters(torch.nn.Module):
     def _norm(self, weight: Tensor) -> Tensor:
         """Return float32 [rows], of experts [E / ep, rows], of a matrix whose rows tensor ranks may share."""
         squares = weight.detach().float().square().sum(-1).flatten(int(self.site.base.experts))
-        if self.site.split == "in" and self.layout.tensor > 1:
+        if self.site.split == "in" and self.layout.share(self.site.base.experts)[0] > 1:
             dist.all_reduce(squares, group=self.layout.pgs.tp)
         return squares.sqrt()
 
@@ -192,21 +192,14 @@ class Adapters(torch.nn.Module):
         return dropout(x, self.dropout) if self.dropout and self.training else x
 
     def add_experts(self, x: Tensor, out: Tensor, sizes: Tensor) -> Tensor:
-        """Return the adapted matrices' addend [M, rows] from x [M, in] by expert and the frozen matrices' addend of
-        this tensor rank."""
-        (a, b), columns = self.factors(), self.site.split == "out"
-        a, b = (self._of_all(a), b) if columns else (a, self._of_all(b))
+        """Return the adapted matrices' output [M, rows] from x [M, in] by expert and the frozen matrices' output."""
+        a, b = self.factors()
         h = grouped_linear(self._dropped(x), a, sizes) * self.scale
         out = out + grouped_linear(h, b, sizes)
         if not self.has_magnitude:
             return out
-        rows = self.row_factor()
-        rows = each_row((rows if columns else self._of_all(rows)) - 1, sizes, len(x))
+        rows = each_row(self.row_factor() - 1, sizes, len(x))
         return out + rows.to(out.dtype) * out
-
-    def _of_all(self, whole: Tensor) -> Tensor:
-        """Return what all tensor ranks have whole, with the gradients of all their addends."""
-        return copy_to_tensor_model_parallel_region(whole, group=self.layout.pgs.tp)
 
 
 def joined(pairs: Mapping[int, tuple[Tensor, Tensor]], groups: int, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -292,10 +285,10 @@ class AdaptedModel:
         shards = {}
         for spec, param in self.named():
             offsets = [(0, layout.ep_rank, layout.expert)] if spec.experts else []
-            split = spec.tp_axis is not None
-            if split:
-                offsets.append((spec.tp_axis, layout.tp_rank, layout.tensor))
-            replica = (0, 0 if split else layout.tp_rank, layout.copies(spec.experts).rank())
+            ranks, rank = layout.share(spec.experts)
+            if spec.tp_axis is not None:
+                offsets, rank = [*offsets, (spec.tp_axis, rank, ranks)], 0
+            replica = (0, rank, layout.copies(spec.experts).rank())
             shards[names[id(param)]] = ShardedTensor.from_rank_offsets(
                 spec.canonical, param, *offsets, replica_id=replica
             )
@@ -322,7 +315,7 @@ class AdaptedModel:
         layout, sums = self.layout, []
         for experts, group in ((False, layout.pgs.mp), (True, layout.pgs.tp_ep_pp)):
             own = [(spec, p) for spec, p in self.named() if spec.experts == experts and spec.canonical.endswith(".b")]
-            counted = [p for spec, p in own if spec.tp_axis is not None or layout.tp_rank == 0]
+            counted = [p for spec, p in own if spec.tp_axis is not None or layout.share(experts)[1] == 0]
             squares = torch.zeros((), dtype=torch.float64, device=self.device)
             if counted:
                 squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()

@@ -5,10 +5,11 @@ mask, and its dispatchers do not all run without CUDA. The layer here replaces M
 for parameters (`allreduce`, `tensor_model_parallel`, the expert data-parallel group), so gradient reductions,
 optimizers and checkpoints are Megatron's.
 
-Expert parallelism: E experts over the ranks of `pgs.ep`, neighbours among the context- and data-parallel ranks. Every
-rank routes its own tokens. It sends each once to each rank of its experts (`dispatch.py`); no token is dropped. Tensor
-parallelism shards every expert's FFN: the ranks see the same tokens, route them alike, and compute addends. Everything
-between the two collectives of a tensor-parallel layer is then one rank's addend, also the gradient of the router.
+Expert parallelism: E experts over the ranks of `pgs.ep`, neighbours among the tensor-, context- and data-parallel
+ranks of a pipeline stage. Experts are whole (Megatron's expert_tensor_parallel_size = 1, "parallel folding", Liu et al.
+2025, arXiv:2504.14960). Every rank routes its own tokens, of which tensor ranks have equal shares (`Times`). It sends
+each once to each rank of its experts (`dispatch.py`); no token is dropped. With sequence parallelism the layer's input
+is that share, and nothing else is exchanged. Without, all tensor ranks see all tokens, and sum what each has computed.
 
 Auxiliary loss of a layer (Fedus et al. 2021, arXiv:2101.03961, eq. 4, with the fractions of top-k pairs as in
 Megatron and Qwen): L = coef * E * sum_i f_i P_i, with f_i = pairs of expert i / (k T), held constant, P_i = sum_t
@@ -18,9 +19,9 @@ p_ti / T. The sum over layers is added to the gradient, not to the reported loss
   gradient does not depend on micro-batches or ranks. f is counted by a forward pass over the minibatch beforehand, or,
   where every rank has one micro-batch, in the pass itself.
 - "running": f_i is that of the micro-batches so far of the optimizer step, on all data-parallel ranks where they have
-  equally many, else on the rank's context-parallel ranks.
-- "micro_batch": f_i is that of the rank's micro-batch (over its context-parallel ranks), whose loss counts by its share
-  of the minibatch's tokens.
+  equally many, else on the rank's tensor- and context-parallel ranks.
+- "micro_batch": f_i is that of the micro-batch (over its tensor- and context-parallel ranks), whose loss counts by its
+  share of the minibatch's tokens.
 
 A token that stands for several rows (`batch.share_prompts`) counts several times, padding not at all.
 """
@@ -36,9 +37,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -51,7 +50,7 @@ from aligner.megatron import kernels
 from aligner.megatron.attention import GatedMLP
 from aligner.megatron.dispatch import exchange_sizes, through
 from aligner.megatron.groups import Layout
-from aligner.megatron.sharing import LayerConfig, SharedLinear, checkpoint_entries, mark_shared, with_fields
+from aligner.megatron.sharing import LayerConfig, SharedLinear, checkpoint_entries, with_fields
 from aligner.ops.kernels.add_loss import add_loss
 from aligner.ops.kernels.experts import (
     ReplayedExperts,
@@ -107,28 +106,22 @@ class Router(torch.nn.Module):
         self.register_parameter("table", table)
         scale = torch.nn.Parameter(torch.ones(num_experts, dtype=config.params_dtype)) if traits.branch_norms else None
         self.register_parameter("expert_scale", scale)
+        for param in (self.weight, bias, scale):
+            if param is not None:
+                param.sequence_parallel = config.sequence_parallel
 
 
 class ExpertBias(torch.nn.Module):
-    """`bias`, Megatron's name for a parameter without weight decay; `split`: tensor ranks share its last axis."""
+    """`bias`, Megatron's name for a parameter without weight decay."""
 
-    def __init__(self, config: LayerConfig, shape: tuple[int, ...], split: bool):
+    def __init__(self, config: LayerConfig, shape: tuple[int, ...]):
         super().__init__()
         self.bias = torch.nn.Parameter(torch.zeros(shape, dtype=config.params_dtype))
-        _mark(self.bias, split)
-
-
-def _mark(param: torch.nn.Parameter, split: bool) -> None:
-    param.allreduce = False  # gradients are summed over the expert data-parallel ranks
-    if split:
-        mark_shared(param, axis=2)
 
 
 class Experts(torch.nn.Module):
-    """This rank's experts, or its tensor-parallel share of them: gate_up [E / ep, 2, F / tp, H], down [E / ep, H, F /
-    tp], where H is the experts' own width. Gate and up are an axis of their own, so that every shard is a plain slice;
-    without a gate it has one entry. In some families with biases [E / ep, 2, F / tp] and [E / ep, H]; the latter is the
-    same on all tensor ranks, and the first adds it."""
+    """This rank's experts: gate_up [E / ep, 2, F, H], down [E / ep, H, F], where H is the experts' own width. Without a
+    gate the axis of gate and up has one entry. In some families with biases [E / ep, 2, F] and [E / ep, H]."""
 
     def __init__(self, config: LayerConfig, model: ModelConfig, layout: Layout):
         super().__init__()
@@ -136,40 +129,33 @@ class Experts(torch.nn.Module):
         self.gate = clamped_gate if model.traits.clamped_gate else GATES[model.traits.activation]
         if model.moe.gate_limit:
             self.gate = partial(kernels.gated, activation=config.activation_func, limit=model.moe.gate_limit)
-        local, share = model.moe.num_experts // layout.expert, model.expert_ffn // layout.tensor
-        hidden = model.expert_hidden
-        self.gate_up = torch.nn.Parameter(torch.zeros(local, model.mlp_parts, share, hidden, dtype=config.params_dtype))
-        self.down = torch.nn.Parameter(torch.zeros(local, hidden, share, dtype=config.params_dtype))
-        for param in (self.gate_up, self.down):
-            _mark(param, split=True)
+        local, width, hidden = model.moe.num_experts // layout.expert, model.expert_ffn, model.expert_hidden
+        self.gate_up = torch.nn.Parameter(torch.zeros(local, model.mlp_parts, width, hidden, dtype=config.params_dtype))
+        self.down = torch.nn.Parameter(torch.zeros(local, hidden, width, dtype=config.params_dtype))
         if self.has_bias:
-            self.linear_fc1 = ExpertBias(config, (local, 2, share), split=True)
-            self.linear_fc2 = ExpertBias(config, (local, hidden), split=False)
+            self.linear_fc1 = ExpertBias(config, (local, 2, width))
+            self.linear_fc2 = ExpertBias(config, (local, hidden))
+        for param in self.parameters():
+            param.allreduce = False  # gradients are summed over the expert data-parallel ranks
         self.gate_up_adapters: Adapters | None = None  # `lora.attach` may give some
         self.down_adapters: Adapters | None = None
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
-        """Compute x [M, H] by expert, sizes int64 [E / ep] -> this tensor rank's addend [M, H]."""
+        """Compute x [M, H] by expert, sizes int64 [E / ep] -> [M, H]."""
         mixed = _product(x, self.gate_up, self.gate_up_adapters, sizes)
         if not self.has_bias:
             return _product(self.gate(mixed), self.down, self.down_adapters, sizes)
         mixed = add_bias(mixed, self.linear_fc1.bias.flatten(1, 2), sizes)
-        bias, tp = self.linear_fc2.bias, self.layout.pgs.tp
-        if self.layout.tensor > 1:
-            bias = copy_to_tensor_model_parallel_region(bias, group=tp) * float(self.layout.tp_rank == 0)
-        return add_bias(_product(self.gate(mixed), self.down, self.down_adapters, sizes), bias, sizes)
+        out = _product(self.gate(mixed), self.down, self.down_adapters, sizes)
+        return add_bias(out, self.linear_fc2.bias, sizes)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        """Shard axis 0 over expert ranks and axis 2, where it exists, over tensor ranks, after any axes that Megatron
-        prepends."""
+        """Shard axis 0 over expert ranks, after any axes that Megatron prepends."""
         layout, before, shards = self.layout, len(sharded_offsets), {}
+        own, replica = (before, layout.ep_rank, layout.expert), (0, 0, layout.copies(True).rank())
         for name, param in self.named_parameters():
-            own, split = [(before, layout.ep_rank, layout.expert)], param.dim() > 2
-            if split:
-                own.append((before + 2, layout.tp_rank, layout.tensor))
-            replica = (0, 0 if split else layout.tp_rank, layout.copies(True).rank())
             shards[prefix + name] = ShardedTensor.from_rank_offsets(
-                prefix + name, param, *sharded_offsets, *own, replica_id=replica, prepend_axis_num=before
+                prefix + name, param, *sharded_offsets, own, replica_id=replica, prepend_axis_num=before
             )
         return shards
 
@@ -212,7 +198,7 @@ class ExpertLayer(torch.nn.Module):
         # f of the auxiliary loss; None: of each micro-batch or the step so far, with those that the ranks of `peers`
         # compute meanwhile
         self.fractions: Tensor | None = None
-        self.peers = layout.pgs.cp
+        self.peers = layout.pgs.tp_cp
         self.tokens = 0.0  # T of the minibatch
         self.set_layer_number(1)
         self.reset()
@@ -232,16 +218,16 @@ class ExpertLayer(torch.nn.Module):
         self.replays: Tensor | None = None
 
     def forward(self, hidden: Tensor, padding_mask: Times, **unused: Any) -> tuple[Tensor, None]:
-        """Compute the layer. `padding_mask` (Megatron's name) is `Packing.times`."""
-        times, sequence, tp, traits = padding_mask, self.layout.sequence, self.layout.pgs.tp, self.model.traits
+        """Compute the layer. `padding_mask` (Megatron's name) is of the tokens that this rank sends to experts."""
+        times, traits = padding_mask, self.model.traits
         routed, entering, shared = hidden[:, 0], None, hidden
         if self.fc1_latent_proj is not None:
             entering = self.fc1_latent_proj(routed)
         if traits.branch_norms:
             entering, shared = self.experts_layernorm(hidden)[:, 0], self.shared_layernorm(hidden)
             routed = self.router_layernorm(hidden)[:, 0] * hidden.shape[2] ** -0.5
-        x = self._of_all(routed, times)
-        y = x if entering is None else self._of_all(entering, times)
+        x = self._own(routed, times)
+        y = x if entering is None else self._own(entering, times)
         routing, sizes = self._route(x, times)
         weights = self._balance(routing, times.count)
         if self.shared_experts is not None:  # before the host waits
@@ -251,12 +237,9 @@ class ExpertLayer(torch.nn.Module):
             times.sent[self] = routing.experts, rows
         out = through(y, weights, routing.experts, number, groups, rows, self._compute)
         if times.real is not None:
-            rows = len(hidden) * (self.layout.tensor if sequence else 1)
-            out = out.new_zeros(rows, out.shape[1]).index_copy(0, times.real, out)
-        if sequence:
-            out = reduce_scatter_to_sequence_parallel_region(out, group=tp)
-        elif self.layout.tensor > 1:
-            out = reduce_from_tensor_model_parallel_region(out, group=tp)
+            out = out.new_zeros(len(hidden), out.shape[1]).index_copy(0, times.real, out)
+        if self.divides:
+            out = reduce_from_tensor_model_parallel_region(out, group=self.layout.pgs.tp)
         out = (out if self.fc2_latent_proj is None else self.fc2_latent_proj(out))[:, None]
         if self.shared_experts is not None:
             if traits.branch_norms:
@@ -264,16 +247,23 @@ class ExpertLayer(torch.nn.Module):
             out = out + shared
         return self.post_layernorm(out) if traits.post_norms else out, None
 
-    def _of_all(self, x: Tensor, times: Times) -> Tensor:
-        """Return x of all tokens without padding. Its gradient is a sum over tensor ranks."""
-        if self.layout.sequence:
-            x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.layout.pgs.tp)
-        elif self.layout.tensor > 1:
-            x = copy_to_tensor_model_parallel_region(x, group=self.layout.pgs.tp)
+    @property
+    def divides(self) -> bool:
+        """Whether every tensor rank sees all tokens, of which each sends some to experts."""
+        return self.layout.tensor > 1 and not self.layout.sequence
+
+    def _own(self, x: Tensor, times: Times) -> Tensor:
+        """Return x of the tokens that this rank sends to experts."""
+        x = self._copied(x)
         return x if times.real is None else kernels.collect(x, times.real)
 
+    def _copied(self, x: Tensor) -> Tensor:
+        """Return x, whose gradient is the sum of the tensor ranks' where they divide the tokens. With sequence
+        parallelism Megatron sums those of the router at the end of the step."""
+        return copy_to_tensor_model_parallel_region(x, group=self.layout.pgs.tp) if self.divides else x
+
     def _route(self, x: Tensor, times: Times) -> tuple[Routing, Callable[[], list[int]]]:
-        """Route x [n, H] of all tokens -> their routing, and what returns `exchange_sizes`. A layer that is recomputed
+        """Route x [n, H] of own tokens -> their routing, and what returns `exchange_sizes`. A layer that is recomputed
         has the experts of its first pass, as other ranks know their numbers."""
         replay, learns = times.replay, self._learns()
         replayed = None if replay is None else ReplayedExperts(replay.experts[self.position], replay.known)
@@ -292,11 +282,8 @@ class ExpertLayer(torch.nn.Module):
         return routing, exchange_sizes(routing.experts, self.moe.num_experts, self.layout.expert_groups)
 
     def _choose(self, x: Tensor, times: Times, replayed: ReplayedExperts | None) -> Routing:
-        own: list[Tensor | None] = [self.router.weight, self.router.bias, self.router.expert_scale]
-        if self.layout.tensor > 1:
-            tp = self.layout.pgs.tp
-            own = [x if x is None else copy_to_tensor_model_parallel_region(x, group=tp) for x in own]
-        router, bias, scale = own
+        own = self.router.weight, self.router.bias, self.router.expert_scale
+        router, bias, scale = [x if x is None else self._copied(x) for x in own]
         if not self.model.traits.sigmoid_router:
             return route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias, replayed, scale)
         own = None if self.router.table is None else self.router.table[times.tokens]
@@ -335,7 +322,7 @@ class ExpertLayer(torch.nn.Module):
                 dist.all_reduce(chosen, group=self.peers)
             fractions = (chosen / chosen.sum().clamp_min(1)).float()
         loss = balance_loss(times @ routing.probs / self.tokens, fractions)
-        return add_loss(routing.weights, self.moe.aux_coef * loss / self.layout.tensor)
+        return add_loss(routing.weights, self.moe.aux_coef * loss)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         entries: dict[str, Any] = {}

@@ -28,7 +28,7 @@ def check_held(cfg: ModelConfig, tensor: int) -> None:
         return
     for site in held_sites(cfg):
         columns = site.base.shape[-1]
-        if site.split == "in" and columns // tensor % BLOCK:
+        if site.split == "in" and not site.base.experts and columns // tensor % BLOCK:
             expected = f"a number of ranks with multiples of {BLOCK} of the {columns} columns of {site.base.canonical}"
             raise LayoutError("parallel.tensor", tensor, f"with model.lora.quantize_base {expected}")
 

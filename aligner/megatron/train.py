@@ -209,26 +209,36 @@ class ShardedModel:
         batch = micro_batch.trim()
         packing, window = self._pack(batch), self.cfg.attention.window
         near = windowed(packing, window).additive(self.dtype) if window else None
-        times = self._times(batch, packing) if self.cfg.moe.num_experts else None  # once for all layers, by the host
-        if times is not None and micro_batch is FILLER:
-            times = replace(times, count=torch.zeros_like(times.count))
+        each = times = None
+        if self.cfg.moe.num_experts:  # once for all layers, by the host
+            each = packing.times()
+            times = self._times(batch, packing, each)
+            if micro_batch is FILLER:
+                each, times = torch.zeros_like(each), replace(times, count=torch.zeros_like(times.count))
         packing, batch = packing.additive(self.dtype), replace(batch, routing=None)
         if not self.layout.is_last_stage:
             batch = batch.without(TeacherTargets)
-        batch, packing, near, times = upload([batch, packing, near, times], self.device)
-        local = None if near is None else self._rotated(near, True, times)
-        return replace(batch, packing=packing), replace(self._rotated(packing, False, times), local=local)
+        batch, packing, near, times, each = upload([batch, packing, near, times, each], self.device)
+        local = None if near is None else self._rotated(near, True)
+        stream = replace(self._rotated(packing, False), local=local, times=times, each=each)
+        return replace(batch, packing=packing), stream
 
-    def _times(self, batch: TrainBatch, packing: Packing) -> Times:
-        times = packing.times()
+    def _times(self, batch: TrainBatch, packing: Packing, each: Tensor) -> Times:
+        """Return this tensor rank's share of the stream: with sequence parallelism of all tokens, of which its layers
+        see no others, else of those that are no padding."""
+        ranks, rank, first = self.layout.tensor, self.layout.tp_rank, 0
+        if self.layout.sequence:
+            each = each.chunk(ranks)[rank]
+            first, ranks, rank = rank * len(each), 1, 0
+        times = Times.of(each, ranks, rank)
+        sent = first + (torch.arange(len(each)) if times.real is None else times.real)  # in the stream
         if self.cfg.moe.hash_layers:
-            tokens = batch.tokens.view(-1)[packing.source]
-            times = replace(times, tokens=tokens if times.real is None else tokens[times.real])
+            times = replace(times, tokens=batch.tokens.view(-1)[packing.source[sent]])
         if batch.routing is None:
             return times
         own = self.cfg.rank_layers(self.layout)[self.layout.pp_rank]
         here = batch.routing[:, :, torch.tensor([layer in own for layer in self.cfg.layers_of("sparse")])]
-        return replace(times, replay=RoutingReplay.of(packing, here, batch.lengths, times.real))
+        return replace(times, replay=RoutingReplay.of(packing, here, batch.lengths, sent))
 
     def _pack(self, batch: TrainBatch) -> Packing:
         layout = self.layout
@@ -258,13 +268,13 @@ class ShardedModel:
         alone = self.layout.tensor * self.layout.context * self.layout.pipeline == 1
         return max(shape_step(count, self.device, self.dtype) if alone else 1, self.cfg.fp8_step)  # powers of two
 
-    def _rotated(self, packing: Packing, local: bool, times: Times | None) -> Stream:
+    def _rotated(self, packing: Packing, local: bool) -> Stream:
         angles = packing.positions[:, None].float() * self._frequencies[local]
         scale = attention_factor(self.cfg, local)
         cos, sin = ((f(angles) * scale).to(self.dtype)[:, None] for f in (torch.cos, torch.sin))
         factors = query_factors(self.cfg, packing.positions[:, None, None])
         group = self.layout.pgs.cp if self.layout.context > 1 else None
-        return Stream(packing, cos, sin, group, self.layout.over_heads, times, factors)
+        return Stream(packing, cos, sin, group, self.layout.over_heads, factors=factors)
 
     def over_logits(
         self,

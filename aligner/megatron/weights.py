@@ -87,8 +87,8 @@ def own_shard(spec: ParamSpec, source: WeightSource, layout: Layout) -> Tensor:
     """Return this rank's shard of a tensor of `source`."""
     if isinstance(source, HfSource):
         share = spec.shape[0] // layout.expert if spec.experts else 0
-        return source.shard(spec, Shard(layout.tensor, layout.tp_rank, layout.ep_rank * share, share))
-    shard = split_tp(spec, source(spec), layout.tensor, layout.tp_rank)
+        return source.shard(spec, Shard(*layout.share(spec.experts), layout.ep_rank * share, share))
+    shard = split_tp(spec, source(spec), *layout.share(spec.experts))
     return shard.chunk(layout.expert)[layout.ep_rank] if spec.experts else shard
 
 
@@ -124,20 +124,21 @@ def gather_weights(
     table: Iterable[ParamSpec], named: Mapping[str, Tensor], layout: Layout
 ) -> Iterator[tuple[ParamSpec, Tensor]]:
     """Yield (spec, full canonical tensor) of every row whose shard is among those `named`, in table order, gathered
-    over tensor and expert ranks. Of experts, which may take much more than all else, one rank's come at a time, with
-    a spec of their own. Collective over `layout.pgs.tp_ep`."""
+    over tensor ranks, or of experts over expert ranks. Of these, which may take much more than all else, one rank's
+    come at a time, with a spec of their own. Collective over the ranks of a pipeline stage."""
     for spec in table:
         if spec.canonical not in named:
             continue
         shard = named[spec.canonical].detach()
-        shards = of_each_rank(shard, layout.pgs.tp) if spec.tp_axis is not None else [shard]
-        full = merge_tp(spec, shards)
-        if not spec.experts or layout.expert == 1:
-            yield spec, full
+        if not spec.experts:
+            yield spec, merge_tp(spec, of_each_rank(shard, layout.pgs.tp) if spec.tp_axis is not None else [shard])
+            continue
+        if layout.expert == 1:
+            yield spec, shard
             continue
         names = len(spec.hf) // layout.expert
         for rank in range(layout.expert):
-            block = full.contiguous() if rank == layout.pgs.ep.rank() else torch.empty_like(full).contiguous()
+            block = shard.contiguous() if rank == layout.pgs.ep.rank() else torch.empty_like(shard).contiguous()
             dist.broadcast(block, group=layout.pgs.ep, group_src=rank)
             own = spec.hf[rank * names : (rank + 1) * names]
-            yield replace(spec, hf=own, shape=(len(full), *spec.shape[1:])), block
+            yield replace(spec, hf=own, shape=(len(shard), *spec.shape[1:])), block

@@ -31,9 +31,10 @@ def mlp_activations(m: ModelConfig, grid: Grid, kinds: Kinds) -> float:
     """Return what one layer keeps of an own token between input and output of its MLP or experts. Inputs of FP8 linear
     layers take a byte."""
     own = (1 + m.mlp_parts - (m.fp8_step > 1) / 2) * mlp_width(m, kinds) / grid.tensor
-    if "sparse" in kinds:
-        own += m.hidden_size + m.moe.latent_size + m.moe.top_k * 2 * m.expert_hidden
-        own += m.traits.branch_norms * m.hidden_size * (1 + 4 / (grid.tensor if grid.sequence else 1))
+    if "sparse" in kinds:  # tensor ranks send equal shares of the tokens to experts
+        routed = (1 + m.traits.branch_norms) * m.hidden_size + m.moe.latent_size + m.moe.top_k * 2 * m.expert_hidden
+        own += routed / grid.tensor
+        own += m.traits.branch_norms * m.hidden_size * 4 / (grid.tensor if grid.sequence else 1)
     return own
 
 
@@ -152,7 +153,7 @@ def backward_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     grid, m = job.grid, model.shape
     tokens = _stream(job, model).tokens
     sparse = any("sparse" in kinds for kinds in stage_layers(m, grid, stage))
-    each = (2 + m.mlp_parts) * widest_mlp(m) / grid.tensor + sparse * 2 * m.moe.top_k * m.expert_hidden
+    each = ((2 + m.mlp_parts) * widest_mlp(m) + sparse * 2 * m.moe.top_k * m.expert_hidden) / grid.tensor
     streams = max(1, m.hyper.streams)
     each += m.hidden_size * (1 + grid.sequence + 2 * (streams > 1) * streams)
     each += (grid.pipeline > 1) * streams * m.hidden_size / (grid.tensor if grid.sequence else 1)

@@ -33,6 +33,10 @@ class Matrix:
     late: bool = False  # reads only what `plan.reads` calls kept, in the last layer
     of_hidden: bool = False  # its input is the stream's
 
+    def shares(self, tensor: int) -> int:
+        """Return how many of `tensor` ranks of the trainer share it; experts are whole."""
+        return 1 if self.experts or self.split == "none" else tensor
+
 
 def is_adapted(model: PlannedModel) -> bool:
     return model.trained and model.shape.lora.rank > 0
@@ -73,16 +77,16 @@ def _layers(m: ModelConfig, grid: Grid, stage: int) -> Iterator[list[Matrix]]:
 def factor_sizes(matrix: Matrix, m: ModelConfig, grid: Grid) -> tuple[int, int]:
     """Return the numbers of a rank's A and B: (those that tensor ranks share, those that all have whole), for experts
     of each one."""
-    a, b, rank = matrix.targets * matrix.inner, matrix.adapted, m.lora.rank
+    a, b, rank, shares = matrix.targets * matrix.inner, matrix.adapted, m.lora.rank, matrix.shares(grid.tensor)
     if matrix.split == "out":
-        return rank * b // grid.tensor, rank * a
-    return (rank * a // grid.tensor, rank * b) if matrix.split == "in" else (0, rank * (a + b))
+        return rank * b // shares, rank * a
+    return (rank * a // shares, rank * b) if matrix.split == "in" else (0, rank * (a + b))
 
 
 def magnitudes(matrix: Matrix, m: ModelConfig, grid: Grid) -> tuple[int, int]:
     """Return the numbers of DoRA's magnitudes: (those that tensor ranks share, those that all have whole)."""
     size = matrix.adapted if m.lora.dora else 0
-    return (size // grid.tensor, 0) if matrix.split == "out" else (0, size)
+    return (size // matrix.shares(grid.tensor), 0) if matrix.split == "out" else (0, size)
 
 
 def adapter_parameters(m: ModelConfig, grid: Grid, stage: int) -> Count:
@@ -114,7 +118,7 @@ def merging_bytes(model: PlannedModel, grid: Grid, stage: int, element: int) -> 
         return 0.0
     sizes = [0.0]
     for matrix in (x for layer in _layers(model.shape, grid, stage) for x in layer):
-        shares = (1 if matrix.split == "none" else grid.tensor) * (grid.expert if matrix.experts else 1)
+        shares = matrix.shares(grid.tensor) * (grid.expert if matrix.experts else 1)
         sizes.append(matrix.inner * matrix.out * (matrix.experts or 1) / shares)
     return (4 + 4 + element) * max(sizes)
 
@@ -126,12 +130,12 @@ def sent_bytes(m: ModelConfig, grid: Grid, stage: int, element: int) -> dict[str
     for s in range(grid.pipeline):
         for matrix in (x for layer in _layers(m, grid, s) for x in layer):
             shared, whole = _factor_bytes(matrix, m, grid, element)
-            every, near = matrix.experts or 1, matrix.experts // grid.expert or 1
+            every, near, shares = matrix.experts or 1, matrix.experts // grid.expert or 1, matrix.shares(grid.tensor)
             if s != stage:
-                sizes["pp"] += every * (shared * grid.tensor + whole)
+                sizes["pp"] += every * (shared * shares + whole)
                 continue
-            sizes["tp"] += near * shared * (grid.tensor - 1)
-            sizes["ep"] += (every - near) * (shared * grid.tensor + whole)
+            sizes["tp"] += near * shared * (shares - 1)
+            sizes["ep"] += (every - near) * (shared * shares + whole)
     return sizes
 
 
@@ -156,7 +160,7 @@ def saved_bytes(model: PlannedModel, grid: Grid, stage: int, element: int) -> fl
         return total
     every, bits = replace(m, lora=replace(m.lora, targets=[ALL_LINEAR])), HELD_BITS[m.lora.quantize_base]
     for matrix in (x for layer in _layers(every, grid, stage) for x in layer if x.split != "none"):
-        numbers = matrix.inner * matrix.out * (matrix.experts or 1) // grid.tensor
+        numbers = matrix.inner * matrix.out * (matrix.experts or 1) // matrix.shares(grid.tensor)
         total += numbers // (grid.expert if matrix.experts else 1) * (element - bits / 8)
     return total
 
@@ -180,12 +184,10 @@ def whole_numbers(model: PlannedModel, grid: Grid, stage: int) -> int:
 
 def _operations(matrix: Matrix, m: ModelConfig, grid: Grid, own: float, kept: float) -> tuple[float, float]:
     """Return the operations of A's products and of B's in a forward pass, on one rank. Without sequence parallelism
-    every tensor rank multiplies the whole factor with all tokens. `own`: tokens of this rank's context share; `kept`:
-    those of them that a late matrix reads."""
-    tokens = kept if matrix.late else own
-    width, alike = matrix.targets * m.lora.rank, 1 / grid.tensor if grid.sequence and not matrix.experts else 1.0
-    if matrix.experts:
-        tokens *= m.moe.top_k
+    every tensor rank multiplies the whole factor with all tokens, if it is no expert's. `own`: tokens of this rank's
+    context share; `kept`: those of them that a late matrix reads."""
+    tokens = (kept if matrix.late else own) * (m.moe.top_k if matrix.experts else 1)
+    width, alike = matrix.targets * m.lora.rank, 1 / grid.tensor if grid.sequence or matrix.experts else 1.0
     a_share = 1 / grid.tensor if matrix.split == "in" else alike
     b_share = 1 / grid.tensor if matrix.split == "out" else alike
     return 2 * tokens * matrix.inner * width * a_share, 2 * tokens * matrix.out * width * b_share
@@ -194,19 +196,14 @@ def _operations(matrix: Matrix, m: ModelConfig, grid: Grid, own: float, kept: fl
 def adapter_calls(
     model: PlannedModel, grid: Grid, own: float, kept: float, element: int, kinds: Kinds
 ) -> tuple[list[Moved], list[Moved]]:
-    """Return the collectives of a layer's adapters between tensor ranks, forward and backward: of A x, and for experts
-    of the gradients of factors that all ranks have whole."""
+    """Return the collectives of a layer's adapters between tensor ranks, forward and backward: of A x. Experts' have
+    none."""
     m, forward, backward = model.shape, [], []
     for matrix in matrices(m, kinds):
         tokens, width = kept if matrix.late else own, matrix.targets * m.lora.rank
         if matrix.experts:
-            near = matrix.experts // grid.expert
-            backward.append(("all_reduce", element * near * factor_sizes(matrix, m, grid)[1]))
-            if m.lora.dora and matrix.split == "in":
-                rows = ("all_reduce", 4.0 * near * matrix.out)
-                forward.append(rows)
-                backward.append(rows)
-        elif matrix.split == "out":
+            continue
+        if matrix.split == "out":
             if grid.sequence:
                 forward.append(("all_gather", element * tokens * width))
             backward.append(("reduce_scatter" if grid.sequence else "all_reduce", element * tokens * width))
@@ -236,7 +233,7 @@ def adapter_operations(
             if m.lora.dora:
                 product = 2 * matrix.inner * matrix.out * matrix.targets * m.lora.rank
                 product *= matrix.experts // grid.expert or 1
-                total += forward * product / (grid.tensor if matrix.split != "none" else 1)
+                total += forward * product / matrix.shares(grid.tensor)
     return total
 
 
@@ -262,8 +259,8 @@ def adapter_widths(m: ModelConfig, kinds: Kinds, tensor: int) -> float:
     factors."""
     total = 0.0
     for matrix in matrices(m, kinds):
-        often = m.moe.top_k if matrix.experts else 1
+        often = m.moe.top_k / tensor if matrix.experts else 1
         total += often * matrix.targets * m.lora.rank
         kept = 2 * often if matrix.experts else 1  # of experts each token has the factor of its own
-        total += m.lora.dora * kept * matrix.out / (tensor if matrix.split == "out" else 1)
+        total += m.lora.dora * kept * matrix.out / (matrix.shares(tensor) if matrix.split == "out" else 1)
     return total

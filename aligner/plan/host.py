@@ -21,8 +21,9 @@ def checkpoint_bytes(
         return weight_bytes(count, element) + optimizer
     experts = Count(experts=count.experts, magnitudes=count.magnitudes)
     rest = Count(count.dense, score=count.score)
-    copies = max(1, grid.replicas // grid.expert)
-    return weight_bytes(rest, element) / grid.replicas + weight_bytes(experts, element) / copies + optimizer
+    return (
+        weight_bytes(rest, element) / grid.replicas + weight_bytes(experts, element) / grid.expert_replicas + optimizer
+    )
 
 
 def host_items(job: PlanJob) -> dict[str, float]:

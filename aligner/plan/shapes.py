@@ -34,8 +34,6 @@ class Grid:
     over_heads: bool = False  # context parallelism by all-to-all, else by all-gather of keys and values
     stage_layers: tuple[int, ...] = ()  # as `parallel.stage_layers`
     virtual: int = 1  # as `parallel.virtual_stages`
-    # not of this project yet: experts whole on tensor ranks, each of which sends its own tokens alone
-    folded: bool = False
 
     @property
     def virtual_stages(self) -> int:
@@ -53,7 +51,7 @@ class Grid:
     @property
     def expert_replicas(self) -> int:
         """Number of ranks with the same experts."""
-        return max(1, self.replicas * (self.tensor if self.folded else 1) // self.expert)
+        return max(1, self.tensor * self.replicas // self.expert)
 
     @property
     def rule_share(self) -> float:
@@ -212,6 +210,12 @@ def router_matrix(m: ModelConfig) -> int:
     return m.hidden_size * m.moe.num_experts
 
 
+def router_parameters(m: ModelConfig, kinds: Kinds) -> int:
+    """Count what a layer's router learns: its matrix, and in some families a number or two for each expert."""
+    each = m.traits.expert_bias + m.traits.branch_norms
+    return ("sparse" in kinds) * (router_matrix(m) + each * m.moe.num_experts)
+
+
 def shared_matrices(m: ModelConfig) -> int:
     """Count the elements of the MLP for every token beside the experts, without its gate."""
     return (1 + m.mlp_parts) * m.hidden_size * m.moe.shared_ffn_hidden_size
@@ -351,8 +355,7 @@ def _rank_elements(row: ParamSpec, sizes: dict[str, int], grid: Grid) -> int:
         elements += (grid.tensor - groups) * repeated * sizes["head"] * (elements // shape[0])
     if row.padded:
         return -(-shape[0] // grid.tensor) * shape[1]
-    whole = row.tp_axis is None or (row.experts and grid.folded)
-    return elements // (1 if whole else grid.tensor) // (grid.expert if row.experts else 1)
+    return elements // (grid.expert if row.experts else 1 if row.tp_axis is None else grid.tensor)
 
 
 def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float | None = None) -> float:

@@ -57,7 +57,7 @@ def optimizer_bytes(
     count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False, moments: int = 8
 ) -> float:
     """Return the bytes of Adam: two moments, and a float32 main copy of bfloat16 weights. The distributed optimizer
-    cuts them over the ranks with the same parameters (ZeRO-1; for experts data x context / expert of them).
+    cuts them over the ranks with the same parameters (ZeRO-1; for experts tensor x context x data / expert of them).
     `averaged`: with `ema`'s float32 numbers."""
     per, dense, experts = moments + 4 * (element < 4) + 4 * averaged, 1, 1
     if distributed:
@@ -191,11 +191,11 @@ def refit_buffers(job: PlanJob, stage: int | None) -> float:
         if engine.ranks:  # those with the same shards send them by turns
             wanted = job.replicas * max(1, engine.tensor / grid.tensor)
             dense *= min(1, wanted / grid.replicas)
-            experts *= min(1, wanted * grid.expert / grid.replicas)
+            experts *= min(1, job.replicas * engine.tensor / grid.expert_replicas)
         elif same and aligned:
             dense, experts = 0, experts if grid.expert > 1 else 0
         element = job.element if engine.factors else min(job.element, engine.element)  # of the first refit
-        total = element * (dense + experts) * min(1, grid.tensor / engine.tensor)
+        total = element * (dense * min(1, grid.tensor / engine.tensor) + experts / engine.tensor)
         return min(total, message_bytes(round(total), int(job.bucket_bytes)))
 
     received = max(message(sender, sender == stage) for sender in range(grid.pipeline))

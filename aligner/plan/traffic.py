@@ -43,6 +43,7 @@ from aligner.plan.shapes import (
     recomputed,
     recomputes_mlp,
     router_matrix,
+    router_parameters,
     stage_layers,
 )
 
@@ -100,8 +101,8 @@ def axis_stride(grid: Grid, axis: str) -> int:
     """Return how many ranks apart neighbours of the group are. Ranks are numbered tensor, context, data, pipeline, the
     fastest first."""
     tp = grid.tensor
-    stage, experts = tp * grid.replicas, 1 if grid.folded else tp
-    strides = {"tp": 1, "cp": tp, "ep": experts, "dp": tp, "edp": experts * grid.expert, "pp": stage}
+    stage = tp * grid.replicas
+    strides = {"tp": 1, "cp": tp, "ep": 1, "dp": tp, "edp": grid.expert, "pp": stage}
     return strides.get(axis, stage * (grid.pipeline - 1))
 
 
@@ -117,9 +118,9 @@ def layer_forward(
     (`plan.reads`).
 
     Tensor parallelism sums the outputs of attention and MLP (Megatron-LM, arXiv:1909.08053). Sequence parallelism
-    scatters them and gathers the inputs (arXiv:2205.05198)."""
+    scatters them and gathers the inputs (arXiv:2205.05198), but for experts, who get each tensor rank's own tokens."""
     m, own, each = model.shape, tokens / grid.context, kept / grid.context * element
-    inputs, outputs = [*_inputs(m, kinds), *_mlp_inputs(m, kinds)], _outputs(m, kinds)
+    inputs, outputs = [*_inputs(m, kinds), *_mlp_inputs(m, grid, kinds)], _outputs(m, grid, kinds)
     if grid.sequence:
         index = [m.latent.query_rank, m.indexer.heads, m.indexer.head_dim] if "indexer" in kinds else []
         if m.traits.entries:  # vectors and gates, of entries and of what the indexer compares
@@ -146,7 +147,8 @@ def frozen_backward(
     """Yield the calls of `layer_backward` where only adapters are trained: no gradients of weights, and none of the
     `first` layer's input."""
     m, own = model.shape, tokens / grid.context
-    each, last, mlps, outputs = own * element, kept / grid.context * element, _mlp_inputs(m, kinds), _outputs(m, kinds)
+    each, last, outputs = own * element, kept / grid.context * element, _outputs(m, grid, kinds)
+    mlps = _mlp_inputs(m, grid, kinds)
     inputs = _inputs(m, kinds)[1 if first and not m.latent.query_rank else 0 :]
     if grid.sequence:
         yield CollectiveCalls("tp", "all_gather", sum(outputs) * each, len(outputs))
@@ -164,20 +166,20 @@ def layer_backward(
     model: PlannedModel, grid: Grid, tokens: float, kept: float, element: int, kinds: Kinds
 ) -> Iterator[CollectiveCalls]:
     """Yield the calls for the gradients of the same. With sequence parallelism the inputs of the two column-parallel
-    products are gathered a second time for the gradients of their weights (experts keep theirs)."""
+    products are gathered a second time for the gradients of their weights."""
     m, own, sparse = model.shape, tokens / grid.context, "sparse" in kinds
-    each, last, inputs, mlps = own * element, kept / grid.context * element, _inputs(m, kinds), _mlp_inputs(m, kinds)
+    each, last, inputs = own * element, kept / grid.context * element, _inputs(m, kinds)
+    mlps = _mlp_inputs(m, grid, kinds)
     if grid.sequence:
         # the rotated key, or that of all heads, goes through no product
-        gathered = _outputs(m, kinds) + inputs[: 1 if m.traits.entries else 2]
-        gathered += mlps[1 + len(expert_inputs(m)) if sparse else 0 :]
+        gathered = [*_outputs(m, grid, kinds), *inputs[: 1 if m.traits.entries else 2], *mlps]
         yield CollectiveCalls("tp", "all_gather", sum(gathered) * each, len(gathered))
         yield CollectiveCalls("tp", "reduce_scatter", sum(inputs + mlps) * each, len(inputs + mlps))
     else:
         yield CollectiveCalls("tp", "all_reduce", sum(inputs) * each + sum(mlps) * last, len(inputs + mlps))
-    if sparse:
-        copies = 1 + m.traits.expert_bias  # the router's weight, and what is added behind experts
-        yield CollectiveCalls("tp", "all_reduce", copies * m.moe.num_experts * m.hidden_size * element, copies)
+        if sparse:  # with sequence parallelism it is summed once a step
+            copies = 1 + m.traits.expert_bias + m.traits.branch_norms
+            yield CollectiveCalls("tp", "all_reduce", router_parameters(m, kinds) * element, copies)
     if "linear" in kinds:  # of the mixing's weight, and the norm's or the mixing's bias
         yield CollectiveCalls("tp", "all_reduce", linear_alike(m) * element, 2)
     yield from _context(model, grid, tokens, element, kinds, backward=True)
@@ -195,19 +197,21 @@ def _inputs(m: ModelConfig, kinds: Kinds) -> list[int]:
     return [query or m.hidden_size, *others]
 
 
-def _mlp_inputs(m: ModelConfig, kinds: Kinds) -> list[int]:
+def _mlp_inputs(m: ModelConfig, grid: Grid, kinds: Kinds) -> list[int]:
     """Return the widths of the inputs of a layer's MLPs that tensor ranks share: the router's and the experts', which
     may be one, before that of the MLP for every token."""
     if "sparse" not in kinds:
         return [m.hidden_size] * ("dense" in kinds)
-    return [m.hidden_size, *expert_inputs(m), *[m.hidden_size] * bool(m.moe.shared_ffn_hidden_size)]
+    alone = [] if grid.sequence else [m.hidden_size, *expert_inputs(m)]
+    return [*alone, *[m.hidden_size] * bool(m.moe.shared_ffn_hidden_size)]
 
 
-def _outputs(m: ModelConfig, kinds: Kinds) -> list[int]:
+def _outputs(m: ModelConfig, grid: Grid, kinds: Kinds) -> list[int]:
     """Return the widths of the sums over tensor ranks: of attention and MLPs."""
     outputs = [m.hidden_size] * (mixers(kinds) + ("dense" in kinds))
     if "sparse" in kinds:
-        outputs += [m.expert_hidden, *[m.hidden_size] * bool(m.moe.shared_ffn_hidden_size)]
+        alone = [] if grid.sequence else [m.expert_hidden]
+        outputs += [*alone, *[m.hidden_size] * bool(m.moe.shared_ffn_hidden_size)]
     return outputs
 
 
@@ -252,7 +256,7 @@ def _experts(model: PlannedModel, grid: Grid, own: float, element: int) -> Colle
     """Return the calls that send each token once to each rank with one of its experts, and one sum back from there.
     Weights and numbers of its experts go with it, float32."""
     m, moe = model.shape, model.shape.moe
-    rows = own * moe.reached(grid.expert) / (grid.tensor if grid.folded else 1)
+    rows = own * moe.reached(grid.expert) / grid.tensor
     return CollectiveCalls("ep", "all_to_all", rows * (2 * m.expert_hidden * element + 8 * moe.top_k), 3, moe)
 
 
@@ -343,6 +347,7 @@ def step_calls(job: PlanJob, model: PlannedModel, stage: int) -> list[Collective
         if m.indexer.loss:  # of what sees a rank's own tokens
             each = (m.indexer.heads + m.indexer.head_dim) * m.hidden_size + 2 * m.indexer.head_dim
             norms += each * sum("indexer" in kinds for kinds in layers)
+        norms += sum(router_parameters(m, kinds) for kinds in layers)
         calls.append(CollectiveCalls("tp", "all_reduce", 4.0 * norms))
     elif m.qk_norm:  # of which every tensor rank sees its own heads' part
         widths = sum(head_norms(m, kinds) for kinds in layers if "attention" in kinds)
@@ -378,7 +383,7 @@ def part_calls(job: PlanJob, stage: int) -> list[CollectiveCalls]:
     for s in range(grid.pipeline):
         dense, routed, norms = _whole(model, grid, s)
         if s == stage:
-            own = lacks * (dense + routed / grid.expert)
+            own = lacks * dense
             experts = (1 - 1 / grid.expert) * routed / engine.tensor
         else:
             others += (dense + routed) / engine.tensor + norms
@@ -429,7 +434,7 @@ def gathered_calls(job: PlanJob, stage: int = 0) -> list[CollectiveCalls]:
     for s in range(grid.pipeline):
         dense, experts, norms = _whole(model, grid, s)
         if s == stage:
-            calls.append(CollectiveCalls("tp", "all_gather", float(e * (dense + experts // grid.expert))))
+            calls.append(CollectiveCalls("tp", "all_gather", float(e * dense)))
             calls.append(CollectiveCalls("ep", "broadcast", float(e * experts)))
         calls.append(CollectiveCalls("pp", "broadcast", float(e * (dense + experts + norms))))
     return within(calls, grid)
@@ -446,7 +451,7 @@ def _whole(model: PlannedModel, grid: Grid, stage: int) -> tuple[int, int, int]:
     whole."""
     count, norms = rank_parameters(model.shape, grid, stage), _replicated(model, grid, stage)
     dense = grid.tensor * (count.alike - norms - _copied(model, grid, stage))
-    return dense, grid.tensor * grid.expert * count.experts, norms
+    return dense, grid.expert * count.experts, norms
 
 
 def _copied(model: PlannedModel, grid: Grid, stage: int) -> int:

@@ -105,8 +105,8 @@ class Exchange:
     def source(self, span: TensorSpan, parameters: Mapping[str, Tensor]) -> Tensor:
         """Return a span of a Hugging Face tensor as a view into this rank's shard."""
         trainer, tensor = self.plan.trainer, self.plan.tensors[span.tensor]
-        first, _ = tensor.interval(trainer.tensor, self._tensor_rank) if tensor.sharded else (0, 0)
-        experts = tensor.spec.shape[0] // trainer.expert * self._expert_rank if tensor.spec.experts else 0
+        experts, shared = trainer.experts(tensor.spec) * self._expert_rank, tensor.sharded and not tensor.spec.experts
+        first, _ = tensor.interval(trainer.tensor, self._tensor_rank) if shared else (0, 0)
         return tensor.view(parameters[tensor.spec.canonical].detach(), first, experts, span.start, span.stop)
 
     def _numel(self, span: TensorSpan) -> int:

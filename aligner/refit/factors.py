@@ -89,7 +89,7 @@ class Merger:
     def merge(self, engine: RolloutEngine) -> None:
         """Write every matrix that has adapters, shard by shard of the trainer."""
         for site in self.sites:
-            for rank in range(self.trainer.tensor if site.base.tp_axis is not None else 1):
+            for rank in range(self.trainer.shards(site.base) if site.base.tp_axis is not None else 1):
                 for expert_rank in range(self.trainer.expert if site.base.experts else 1):
                     self._merge(site, rank, expert_rank, engine)
 
@@ -97,35 +97,31 @@ class Merger:
         wanted = list(self._wanted(site, rank, expert_rank))
         if not wanted:
             return
-        product, experts = self._change(site, rank, expert_rank), self._experts(site.base) * expert_rank
+        product, experts = self._change(site, rank, expert_rank), self.trainer.experts(site.base) * expert_rank
         for t, start, stop in wanted:
             view = engine.weight_view(t.name, start, stop)
             if view is None:
                 continue
             base = self.base.view(t.name, start, stop)
-            first, _ = t.interval(self.trainer.tensor, rank)
+            first, _ = t.interval(self.trainer.shards(site.base), rank)
             out = t.view(product, first, experts, start, stop).reshape(base.shape) + base.float()
             rows = self.factors.held.get(f"{t.name.removesuffix('.weight')}.{MAGNITUDE}")
             if rows is not None:
                 out *= (rows if t.axis else rows[start:stop])[:, None]
             copy_elements(view, out.to(base.dtype))
 
-    def _experts(self, spec: ParamSpec) -> int:
-        """Return the number of experts of a rank of the trainer; 0 if there are none."""
-        return spec.shape[0] // self.trainer.expert if spec.experts else 0
-
     def _wanted(self, site: AdaptedMatrix, rank: int, expert_rank: int) -> Iterator[tuple[HfTensor, int, int]]:
         """Yield the spans of this rank's tensors that are in a shard of the trainer."""
         for t in self._of_base[site.base.canonical]:
-            if site.base.experts and t.expert // self._experts(site.base) != expert_rank:
+            if site.base.experts and t.expert // self.trainer.experts(site.base) != expert_rank:
                 continue
-            (low, high), (first, last) = self.base.bounds[t.name], t.interval(self.trainer.tensor, rank)
+            (low, high), (first, last) = self.base.bounds[t.name], t.interval(self.trainer.shards(site.base), rank)
             if max(low, first) < min(high, last):
                 yield t, max(low, first), min(high, last)
 
     def _change(self, site: AdaptedMatrix, rank: int, expert_rank: int) -> Tensor:
         """Return scale B A of a shard of the trainer, float32, in the shape of the matrix there."""
-        tensor, shape = self.trainer.tensor, list(site.base.shape)
+        tensor, shape = self.trainer.shards(site.base), list(site.base.shape)
 
         def own(spec: ParamSpec) -> Tensor:
             full = assemble(spec, [self.factors.held[name] for name in spec.hf], self.cfg)
@@ -136,7 +132,7 @@ class Merger:
         if site.base.tp_axis is not None:
             shape[site.base.tp_axis] //= tensor
         if site.base.experts:
-            shape[0] = self._experts(site.base)
+            shape[0] = self.trainer.experts(site.base)
         return change(*joined(factors, *site.rows(self.cfg, tensor)), self.cfg.lora.scale).view(shape)
 
 

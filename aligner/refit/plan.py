@@ -22,6 +22,7 @@ from aligner.config.sections.engine import message_bytes
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.stages import LayoutSizes
 from aligner.errors import LayoutError
+from aligner.families.rows import ParamSpec
 from aligner.models.shards import HfTensor
 
 
@@ -33,7 +34,7 @@ class TrainerGrid:
     tensor: int = 1
     context: int = 1
     data: int = 1
-    expert: int = 1  # neighbours among the context x data ranks that share the experts
+    expert: int = 1  # neighbours among the ranks of a stage that share the experts, each of them whole
     first: int = 0  # its lowest global rank
 
     @classmethod
@@ -50,7 +51,7 @@ class TrainerGrid:
 
     @property
     def replicas(self) -> int:
-        """The number of ranks of one pipeline stage with the same tensor shard, if there are no experts."""
+        """The number of ranks of one pipeline stage with the same tensor shard."""
         return self.context * self.data
 
     def rank(self, stage: int, replica: int, tensor_rank: int) -> int:
@@ -64,7 +65,15 @@ class TrainerGrid:
         return (rank - self.first) % self.tensor
 
     def expert_rank(self, rank: int) -> int:
-        return (rank - self.first) // self.tensor % self.replicas % self.expert
+        return (rank - self.first) % (self.tensor * self.replicas) % self.expert
+
+    def shards(self, spec: ParamSpec) -> int:
+        """Return the number of tensor ranks that share a parameter; experts are whole."""
+        return 1 if spec.experts else self.tensor
+
+    def experts(self, spec: ParamSpec) -> int:
+        """Return the number of experts that a rank has of a parameter; 0 if it is of none."""
+        return spec.shape[0] // self.expert if spec.experts else 0
 
     def stages(self, tensor: HfTensor) -> tuple[int, ...]:
         """Return the stages that send a tensor: of a tied embedding the first, not the copy on the last."""
@@ -142,8 +151,8 @@ def plan_refit(
     routes = _Routes(trainer, engine)
     owned: dict[int, list[TensorSpan]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
-        for shard in range(trainer.tensor if tensor.sharded else 1):
-            low, high = tensor.interval(trainer.tensor, shard)
+        for shard in range(trainer.shards(tensor.spec) if tensor.sharded else 1):
+            low, high = tensor.interval(trainer.shards(tensor.spec), shard)
             if low == high:
                 continue
             key = routes.key(tensor, shard)
@@ -201,19 +210,19 @@ class _Routes:
 
     def key(self, tensor: HfTensor, shard: int) -> Key:
         """Return a key that is the same for all tensors that the same ranks hold."""
-        share = tensor.expert // (tensor.spec.shape[0] // self.trainer.expert) if tensor.spec.experts else -1
-        return self.trainer.stages(tensor), shard if tensor.sharded else -1, share
+        stages, own = self.trainer.stages(tensor), self.trainer.experts(tensor.spec)
+        return (stages, -1, tensor.expert // own) if own else (stages, shard if tensor.sharded else -1, -1)
 
     def holders(self, key: Key) -> tuple[int, ...]:
         if key not in self._holders:
             trainer, (stages, shard, share) = self.trainer, key
-            self._holders[key] = tuple(
+            ranks = (
                 trainer.rank(stage, replica, tensor_rank)
                 for stage in stages
                 for replica in range(trainer.replicas)
-                if share in (-1, replica % trainer.expert)
                 for tensor_rank in (range(trainer.tensor) if shard < 0 else [shard])
             )
+            self._holders[key] = tuple(rank for rank in ranks if share in (-1, trainer.expert_rank(rank)))
         return self._holders[key]
 
     def send(self, key: Key, parts: Mapping[int, TensorSpan], entry_numel: int) -> None:

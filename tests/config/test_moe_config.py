@@ -67,14 +67,15 @@ def test_the_experts_ffn_falls_back_to_the_models():
 
 
 ODD = ["model.moe.ffn_hidden_size=72", "model.family=qwen3_moe"]  # 72 / 2 is no multiple of 8
+NONE = ["model.moe.ffn_hidden_size=68"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["parallel.tensor=2"], "model.moe.ffn_hidden_size=72: expected a multiple of 8 x parallel.tensor=2"),
+        (NONE, "model.moe.ffn_hidden_size=68: expected a multiple of 8 for experts"),
         (["stage=grpo", "engine.tensor_parallel=2"], "a multiple of 8 x engine.tensor_parallel=2"),
-        (["parallel.tensor=2", "model.moe.ffn_hidden_size=0", "model.ffn_hidden_size=72"], "model.ffn_hidden_size=72"),
+        (["model.moe.ffn_hidden_size=0", "model.ffn_hidden_size=68"], "model.ffn_hidden_size=68"),
         (["model.hidden_size=36", "model.head_dim=16"], "model.hidden_size=36: expected a multiple of 8"),
     ],
 )
@@ -85,7 +86,9 @@ def test_widths_that_the_gpus_kernel_refuses_name_their_key(overrides, text):
         validate_on_gpu(cfg, cfg.model)
 
 
-@pytest.mark.parametrize("overrides", [["model.dtype=float32", "parallel.tensor=2"], [], ["engine.tensor_parallel=2"]])
+@pytest.mark.parametrize(
+    "overrides", [["model.dtype=float32", *NONE], [], ["engine.tensor_parallel=2"], ["parallel.tensor=2"]]
+)
 def test_widths_that_a_gpu_takes(overrides):
     cfg = compose([*RUN, *ODD, *overrides])  # stage sft has no engine
     validate_on_gpu(cfg, cfg.model)

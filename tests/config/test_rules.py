@@ -190,15 +190,13 @@ sft ; model=deepseek_v3 ; model.latent.rotary_dim=7 => model.latent.rotary_dim
 sft ; model=deepseek_v3 ; model.num_kv_heads=64 => model.num_kv_heads
 sft ; model=deepseek_v3 ; model.head_dim=128 => model.head_dim
 sft ; model=tiny_moe ; parallel.expert=2 => parallel.expert
-sft@2 ; model=tiny_moe ; parallel.expert=2 ; parallel.tensor=2 => parallel.expert
+sft@2 ; model=tiny_moe ; parallel.expert=4 ; parallel.tensor=2 => parallel.expert
 sft@4 ; model=tiny_moe ; parallel.expert=4 ; model.moe.num_experts=6 => model.moe.num_experts
-sft@2 ; model=tiny_moe ; parallel.tensor=2 ; model.moe.ffn_hidden_size=33 => model.moe.ffn_hidden_size
 sft@2 ; model=tiny_moe ; parallel.expert=2 ; batch.micro_batch_tokens=99 ; batch.packing=false => batch.packing
 sft@2 ; model=tiny_moe ; model=tiny ; parallel.expert=2 => parallel.expert
-sft@2 ; model=tiny_moe ; model.moe.ffn_hidden_size=72 ; model.family=qwen3_moe ; parallel.tensor=2
-    => model.moe.ffn_hidden_size
-sft@2 ; model=tiny_moe ; model.family=qwen3_moe ; parallel.tensor=2 ; model.moe.ffn_hidden_size=0
-    ; model.ffn_hidden_size=72
+sft ; model=tiny_moe ; model.moe.ffn_hidden_size=68 ; model.family=qwen3_moe => model.moe.ffn_hidden_size
+sft ; model=tiny_moe ; model.family=qwen3_moe ; model.moe.ffn_hidden_size=0
+    ; model.ffn_hidden_size=68
     => model.ffn_hidden_size
 grpo@2 ; model=tiny_moe ; model.moe.ffn_hidden_size=72 ; model.family=qwen3_moe ; engine.tensor_parallel=2
     => model.moe.ffn_hidden_size

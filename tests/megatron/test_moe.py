@@ -37,6 +37,9 @@ LAYOUTS = {
     "ep2-dp4": (4, ParallelConfig(expert=2)),
     "ep4": (4, ParallelConfig(expert=4)),
     "ep2-tp2": (4, ParallelConfig(expert=2, tensor=2)),
+    "ep2-tp2-alone": (2, ParallelConfig(expert=2, tensor=2)),
+    "ep4-tp2-sequence": (4, ParallelConfig(expert=4, tensor=2, sequence=True)),
+    "ep4-tp2-cp2": (4, ParallelConfig(expert=4, tensor=2, context=2)),
     "ep2-tp2-sequence": (4, ParallelConfig(expert=2, tensor=2, sequence=True)),
     "ep2-pp2": (4, ParallelConfig(expert=2, pipeline=2)),
     "ep2-cp2": (2, ParallelConfig(expert=2, context=2)),
@@ -54,7 +57,7 @@ def first_layer(
     x = x.clone().requires_grad_()
 
     def run():
-        return first(x[:, None], Times.of(times))[0][:, 0]
+        return first(x[:, None], Times.of(times, model.layout.tensor, model.layout.tp_rank))[0][:, 0]
 
     tokens = TrainBatch(torch.zeros(1, 1), times.sum()[None], torch.zeros(1, 0))
     model.load.layers = [first]
@@ -116,7 +119,7 @@ def check(got, base, optim):
     ("layout", "rank", "wanted"),
     [
         ("ep2-dp4", 1, {"ep": [0, 1], "expt_dp": [1, 3], "tp_ep": [0, 1], "tp_ep_pp": [0, 1]}),
-        ("ep2-tp2", 1, {"ep": [1, 3], "expt_dp": [1], "tp_ep": [0, 1, 2, 3], "tp_ep_pp": [0, 1, 2, 3]}),
+        ("ep2-tp2", 1, {"ep": [0, 1], "expt_dp": [1, 3], "tp_ep": [0, 1], "tp_ep_pp": [0, 1]}),
         ("ep2-pp2", 2, {"ep": [2, 3], "expt_dp": [2], "tp_ep": [2, 3], "tp_ep_pp": [0, 1, 2, 3]}),
         ("cp2", 1, {"ep": [1], "expt_dp": [0, 1], "tp_ep": [1], "tp_ep_pp": [1]}),
     ],

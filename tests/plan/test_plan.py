@@ -171,7 +171,7 @@ def test_ranks_together_hold_the_model_once():
     counts = [rank_parameters(model, grid, stage) for stage in range(3)]
     alike = model.num_layers * (layer_norms(model) + 128 * model.hidden_size) + model.hidden_size  # on all tensor ranks
     dense, experts = sum(c.dense for c in counts), sum(c.experts for c in counts)
-    assert 4 * (dense - alike) + alike + 4 * 8 * experts == pytest.approx(parameters(model), abs=4 * model.hidden_size)
+    assert 4 * (dense - alike) + alike + 8 * experts == pytest.approx(parameters(model), abs=4 * model.hidden_size)
 
 
 def test_the_fullest_stage_needs_the_most_memory():
@@ -404,19 +404,18 @@ def test_the_bubble_is_stages_less_one_of_the_micro_batches():
 
 
 def test_messages_take_the_slowest_link_on_their_way():
-    """900 bytes of an all-to-all over 32 ranks, 8 in each node; of a ring with 4 in each; of one in a node."""
+    """900 bytes of an all-to-all over 16 ranks, 8 in each node; of a ring with 4 in each; of one in a node."""
     device = replace(H100, nvlink=1000.0, network=10.0)
     machine = Machine(device, Assumptions(link=1, message_s=0), 8)
-    grid = Grid(tensor=2, expert=16, data=16)  # 4 members in a node
+    grid = Grid(tensor=2, expert=16, data=16)
     moe = MoeConfig(64, 8)
     sent, all_of_it = (CollectiveCalls("ep", "all_to_all", 900, 1, *of) for of in ((moe,), ()))
-    assert machine.seconds(all_of_it, grid) == 900 * 3 / 4 / 10
-    copies = [parts * (1 - comb(64 - 64 // parts, 8) / comb(64, 8)) for parts in (4, 16)]  # to nodes, and to ranks
-    assert [moe.reached(4), moe.reached(16)] == copies
-    assert machine.seconds(sent, grid) == pytest.approx(900 * copies[0] / copies[1] * 3 / 4 / 10 + 900 * 3 / 4 / 1000)
+    assert machine.seconds(all_of_it, grid) == 900 / 2 / 10
+    copies = [parts * (1 - comb(64 - 64 // parts, 8) / comb(64, 8)) for parts in (2, 16)]  # to nodes, and to ranks
+    assert [moe.reached(2), moe.reached(16)] == copies
+    assert machine.seconds(sent, grid) == pytest.approx(900 * copies[0] / copies[1] / 2 / 10 + 900 * 7 / 8 / 1000)
     assert machine.seconds(CollectiveCalls("dp", "all_gather", 900), grid) == pytest.approx(900 * 15 / 16 / (4 * 10))
     assert machine.seconds(CollectiveCalls("tp", "all_gather", 900), grid) == 900 / 2 / 1000
-    assert machine.seconds(all_of_it, replace(grid, folded=True)) == 900 / 2 / 10
     waits = Machine(device, Assumptions(link=1, message_s=1), 8)
     assert waits.seconds(CollectiveCalls("dp", "all_reduce", 0.0, 1), grid) == 1 + 2  # and two doublings of nodes
 
@@ -462,15 +461,19 @@ def test_fp8_is_faster_where_a_device_has_it():
             predict(job, DEVICES[name])
 
 
-def test_folded_experts_are_whole_and_send_their_own_tokens():
-    model, cut, folded = shape("qwen3_30b_a3b"), Grid(2, 1, 1, 8, 8), Grid(2, 1, 1, 16, 8, folded=True)
-    assert rank_parameters(model, cut, 0) == rank_parameters(model, folded, 0)
-    assert (cut.expert_replicas, folded.expert_replicas) == (1, 1)
-    first, second = (
-        pass_calls(grpo(model, grid), PlannedModel("policy", model), 0, 4096, False) for grid in (cut, folded)
-    )
-    sent = [next(call.size for call in calls if call.axis == "ep") for calls in (first, second)]
-    assert sent[1] / sent[0] == pytest.approx(model.moe.reached(16) / model.moe.reached(8) / 2)
+def test_experts_are_whole_and_tensor_ranks_send_their_own_tokens():
+    model = replace(shape("qwen3_30b_a3b"), num_heads=1, num_kv_heads=1, head_dim=2)  # attention sends next to nothing
+    alone, shared = Grid(1, 1, 1, 16, 16), Grid(2, 1, 1, 16, 8, sequence=True)
+    assert rank_parameters(model, alone, 0).experts == rank_parameters(model, shared, 0).experts
+    assert (alone.expert_replicas, shared.expert_replicas) == (1, 1)
+    calls = [pass_calls(grpo(model, grid), PlannedModel("policy", model), 0, 4096, True) for grid in (alone, shared)]
+    sent = [sum(call.size for call in of if call.axis == "ep") for of in calls]
+    assert sent[1] == pytest.approx(sent[0] / 2)
+    between = sum(call.size for call in calls[1] if call.axis == "tp")
+    dense = replace(model, family="qwen3", moe=MoeConfig(), ffn_hidden_size=6144)
+    of_dense = pass_calls(grpo(dense, shared), PlannedModel("policy", dense), 0, 4096, True)
+    hidden = 4096 * 2048 * 2 * 48  # a message of each layer
+    assert sum(call.size for call in of_dense if call.axis == "tp") - between == pytest.approx(5 * hidden, rel=0.01)
 
 
 def test_what_published_runs_have_is_not_assumed_of_this_project():
@@ -483,13 +486,7 @@ def test_what_published_runs_have_is_not_assumed_of_this_project():
     beside = replace(job, overlap=("tp", "ep", "dp"))
     assert plan_times(beside, H100, Assumptions(exposed=0.3))["update"].seconds < own
     assert plan_times(job, H100, Assumptions(fp8=1.6, exposed=0.3))["update"].seconds < own
-    assert (job.grid.virtual, job.grid.folded, job.policy.gradient, job.kept, Assumptions().fp8) == (
-        1,
-        False,
-        4,
-        1.0,
-        1.0,
-    )
+    assert (job.grid.virtual, job.policy.gradient, job.kept, Assumptions().fp8) == (1, 4, 1.0, 1.0)
     update = plan_memory(job, H100, Assumptions()).phases["update"]
     halved = replace(job, kept=0.5, models=(replace(job.policy, gradient=2), *job.models[1:]))
     less = plan_memory(halved, H100, Assumptions()).phases["update"]

@@ -36,9 +36,11 @@ def shards(cfg: ModelConfig, trainer: TrainerGrid, rank: int) -> dict[str, torch
         return {}
     stage, source = (rank - trainer.first) // trainer.tensor // trainer.replicas, wild_source(cfg)
     held = {tensor.spec.canonical: tensor.spec for tensor in hf_tensors(cfg) if stage in trainer.stages(tensor)}
-    cut = {name: split_tp(spec, source(spec), trainer.tensor, trainer.tensor_rank(rank)) for name, spec in held.items()}
     return {
-        name: t.chunk(trainer.expert)[trainer.expert_rank(rank)] if held[name].experts else t for name, t in cut.items()
+        name: source(spec).chunk(trainer.expert)[trainer.expert_rank(rank)]
+        if spec.experts
+        else split_tp(spec, source(spec), trainer.tensor, trainer.tensor_rank(rank))
+        for name, spec in held.items()
     }
 
 
@@ -165,6 +167,7 @@ CASES = {  # world, model, trainer, engines, bucket bytes, engine's dtype
     "pp2 to tp2": (2, MODELS["qwen3"], trainer_of(2, 1, 2), EngineGrid((0, 1), 2), 20, torch.float32),
     "dp2 to tp2, nothing on the wire": (2, LLAMA, trainer_of(2, data=2), EngineGrid((0, 1), 2), 99, torch.bfloat16),
     "tp2 pp2 to 2 x tp2": (4, MODELS["qwen3"], trainer_of(2, 2, 2), EngineGrid((0, 1, 2, 3), 2), 9999, torch.float32),
+    "ep4 tp2 to tp2": (4, MOE, trainer_of(2, 2, data=2, expert=4), EngineGrid((0, 1, 2, 3), 2), 5000, torch.float32),
     "ep2 tp2 to 4": (4, MOE, trainer_of(2, 2, data=2, expert=2), EngineGrid((0, 1, 2, 3)), 5000, torch.float32),
     # the bias of the choice stays float32 on the way to an engine in bfloat16
     "latent, pp2 to 2": (2, DEEPSEEK, trainer_of(3, 1, 2), EngineGrid((0, 1)), 5000, torch.bfloat16),

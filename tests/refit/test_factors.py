@@ -33,6 +33,7 @@ CASES = {  # world, model, trainer's layout, engine's tensor ranks, dtype of the
     "pp2 to 2 engines": (2, SOME, PP2, 1, HALF, FULL),
     "experts, ep2 to 2 engines": (2, SPARSE, EP2, 1, FULL, FULL),
     "experts, tp2 to tp2": (2, SPARSE, TP2, 2, HALF, HALF),
+    "experts, ep4 tp2 to tp2": (4, SPARSE, ParallelConfig(expert=4, tensor=2), 2, FULL, FULL),
     "experts, ep2 tp2 to tp2, dora": (4, SPARSE_DORA, ParallelConfig(expert=2, tensor=2), 2, FULL, FULL),
     "tp2 to tp4, heads repeated, dora": (4, DORA, TP2, 4, FULL, FULL),
     "latent, tp2 to 2 engines": (2, replace(MORE["deepseek_v3-direct"], lora=LORA), TP2, 1, FULL, FULL),

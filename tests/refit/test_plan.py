@@ -40,8 +40,9 @@ def full_tensors(cfg) -> dict[str, torch.Tensor]:
 
 def shard_of(spec, cfg, trainer: TrainerGrid, rank: int) -> torch.Tensor:
     """What `megatron.weights.load_weights` puts there."""
-    shard = split_tp(spec, wild_source(cfg)(spec), trainer.tensor, trainer.tensor_rank(rank))
-    return shard.chunk(trainer.expert)[trainer.expert_rank(rank)] if spec.experts else shard
+    if spec.experts:
+        return wild_source(cfg)(spec).chunk(trainer.expert)[trainer.expert_rank(rank)]
+    return split_tp(spec, wild_source(cfg)(spec), trainer.tensor, trainer.tensor_rank(rank))
 
 
 class Simulation:
@@ -70,8 +71,11 @@ class Simulation:
         key = rank, tensor.spec.canonical
         if key not in self.shards:
             self.shards[key] = shard_of(tensor.spec, self.cfg, trainer, rank)
-        first, _ = tensor.interval(trainer.tensor, trainer.tensor_rank(rank) if tensor.sharded else 0)
-        experts = trainer.expert_rank(rank) * (tensor.spec.shape[0] // trainer.expert) if tensor.spec.experts else 0
+        first, experts = 0, 0
+        if tensor.spec.experts:
+            experts = trainer.expert_rank(rank) * (tensor.spec.shape[0] // trainer.expert)
+        else:
+            first, _ = tensor.interval(trainer.tensor, trainer.tensor_rank(rank) if tensor.sharded else 0)
         return tensor.view(self.shards[key], first, experts, piece.start, piece.stop)
 
     def copy(self, source: int, target: int, parts) -> int:
@@ -100,9 +104,9 @@ def layouts(draw):
     size = st.sampled_from([1, 2, 4])
     experts = draw(st.sampled_from([1, 2, 4])) if cfg.moe.num_experts else 1
     context, data = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
-    while context * data % experts:
-        experts //= 2
     tensor = draw(size.filter(lambda tensor: cfg.num_kv_heads % tensor == 0))
+    while tensor * context * data % experts:
+        experts //= 2
     stages = draw(st.sampled_from([1, 2, 3, 4]))
     trainer = trainer_of(4, tensor, stages, context, data, experts, first=draw(st.sampled_from([0, 3])))
     width, replicas = draw(size), draw(st.integers(1, 3))
@@ -146,14 +150,16 @@ def sent_one_by_one(trainer: TrainerGrid, engine: EngineGrid, tensors) -> tuple[
     local, wire, load = defaultdict(list), defaultdict(list), Counter()
     for number, tensor in enumerate(tensors):
         share = tensor.expert // (tensor.spec.shape[0] // trainer.expert) if tensor.spec.experts else None
-        for shard in range(trainer.tensor if tensor.sharded else 1):
-            low, high = tensor.interval(trainer.tensor, shard)
+        cuts = tensor.sharded and not tensor.spec.experts
+        for shard in range(trainer.tensor if cuts else 1):
+            low, high = tensor.interval(trainer.tensor if cuts else 1, shard)
             ranks = [
                 trainer.rank(stage, replica, tensor_rank)
                 for stage in trainer.stages(tensor)
                 for replica in range(trainer.replicas)
                 for tensor_rank in range(trainer.tensor)
-                if share in (None, replica % trainer.expert) and (not tensor.sharded or tensor_rank == shard)
+                if share in (None, (replica * trainer.tensor + tensor_rank) % trainer.expert)
+                and (not cuts or tensor_rank == shard)
             ]
             for index, target in enumerate(engine.ranks):
                 start, stop = tensor.interval(engine.tensor, index % engine.tensor)

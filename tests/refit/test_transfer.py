@@ -33,6 +33,7 @@ LAYOUTS = {
     "tp2-pp2": (4, ParallelConfig(tensor=2, pipeline=2)),
     "ep2": (2, ParallelConfig(expert=2)),
     "ep2-tp2": (4, ParallelConfig(expert=2, tensor=2)),
+    "ep4-tp2": (4, ParallelConfig(expert=4, tensor=2)),
     "ep2-pp2": (4, ParallelConfig(expert=2, pipeline=2)),
 }
 

@@ -29,7 +29,9 @@ class ParallelConfig(Section, key="parallel"):
         "Exchange of context ranks for attention: gather keys and values, or swap tokens for heads.",
         choices=("allgather", "alltoall"),
     )
-    expert: int = key(1, "Ranks that share the experts, among the data- and context-parallel ones.", least=1)
+    expert: int = key(
+        1, "Ranks that share the experts, each of them whole, among the tensor, context and data ranks.", least=1
+    )
     sequence: bool = key(False, "Shard tokens over tensor ranks between matrices.")
 
     RULES = rules("""

@@ -46,19 +46,20 @@ class Final:
 
 @dataclass(frozen=True)
 class Times:
-    """Number of cells of the micro-batch for which each of a stream's N tokens stands: several where rows share their
-    beginning, none where it is padding."""
+    """The tokens of a layer's input that this rank sends to experts: of those of the stream that are no padding, where
+    tensor ranks see the same ones, an equal share; and for how many cells of the micro-batch each stands."""
 
-    real: Tensor | None  # int64 [n]; None: all
+    real: Tensor | None  # int64 [n], in the layer's input; None: all
     count: Tensor  # float32 [n]
     tokens: Tensor | None = None  # int64 [n], of models that choose experts by them
     replay: RoutingReplay | None = None  # the engine's experts of these tokens, if they are replayed
     sent: dict = field(default_factory=dict)  # of layers that will be recomputed: experts, and numbers of rows sent
 
     @classmethod
-    def of(cls, each: Tensor) -> Times:
-        """Make it of float32 [N], 0 for padding. The host must know how many are not 0: create `each` there."""
-        real = each.nonzero().flatten()
+    def of(cls, each: Tensor, ranks: int = 1, rank: int = 0) -> Times:
+        """Make it of float32 [N], 0 for padding, for one of `ranks` that see all of these tokens. The host must know
+        how many are not 0: create `each` there."""
+        real = each.nonzero().flatten().tensor_split(ranks)[rank]
         return cls(None, each) if len(real) == len(each) else cls(real, each[real])
 
 
@@ -99,8 +100,10 @@ class Packing:
         at the token BEFORE it (the value of the state before it)."""
         return self._spread(x, self.before if shift else self.here)
 
-    def times(self) -> Times:
-        return Times.of(torch.bincount(self.here, minlength=self.tokens + 1)[: self.tokens].float())
+    def times(self) -> Tensor:
+        """Return float32 [N]: for how many cells of the micro-batch each token stands. Several where rows share their
+        beginning, none where it is padding."""
+        return torch.bincount(self.here, minlength=self.tokens + 1)[: self.tokens].float()
 
     def predictions(self, x: Tensor) -> Tensor:
         """Convert x [M, ...] of the pairs -> [B, T, ...]: index t gets what was computed for its prediction (its

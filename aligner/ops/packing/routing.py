@@ -44,10 +44,9 @@ class RoutingReplay:
     known: Tensor  # bool [n]; False: the last token of a row, which goes where the trainer's router sends it
 
     @classmethod
-    def of(cls, packing: Packing, routing: Tensor, lengths: Tensor, real: Tensor | None) -> RoutingReplay:
-        """Make it of routing [B, T, layers, k] and lengths int64 [B] of the micro-batch, `real` as in `Times`."""
-        source, positions = packing.source, packing.positions
-        if real is not None:
-            source, positions = source[real], positions[real]
+    def of(cls, packing: Packing, routing: Tensor, lengths: Tensor, tokens: Tensor) -> RoutingReplay:
+        """Make it of routing [B, T, layers, k] and lengths int64 [B] of the micro-batch, for `tokens` int64 [n] of the
+        stream."""
+        source, positions = packing.source[tokens], packing.positions[tokens]
         experts = routing.flatten(0, 1)[source].transpose(0, 1).contiguous()
         return cls(experts, positions < lengths[source // packing.width] - 1)
