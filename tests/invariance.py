@@ -121,7 +121,6 @@ def expert_axes() -> dict[str, Case]:
         "ep2+tp2": (2, ParallelConfig(expert=2, tensor=2)),
         "ep2+tp2, sequence": (4, ParallelConfig(expert=2, tensor=2, sequence=True)),
         "ep4+tp2, sequence": (4, ParallelConfig(expert=4, tensor=2, sequence=True)),
-        "ep4+tp2+cp2, sequence": (4, ParallelConfig(expert=4, tensor=2, context=2, sequence=True)),
         "ep2+tp2+pp2, sequence": (4, ParallelConfig(expert=2, tensor=2, pipeline=2, sequence=True)),
         "ep2+pp2": (4, ParallelConfig(expert=2, pipeline=2)),
         "ep2+cp2": (2, ParallelConfig(expert=2, context=2)),

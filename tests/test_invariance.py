@@ -17,7 +17,7 @@ AXES = [
 ]
 EXPERT_AXES = [
     *("experts, dp2", "experts, ep2", "experts, ep2+tp2, sequence", "experts, ep2+pp2", "experts, ep2+cp2"),
-    *("experts, tp2", "experts, ep2+tp2", "experts, ep4+tp2, sequence", "experts, ep4+tp2+cp2, sequence"),
+    *("experts, tp2", "experts, ep2+tp2", "experts, ep4+tp2, sequence"),
     "experts, ep2+tp2+pp2, sequence",
     "experts, auxiliary loss, ep2, micro-batch 2",
     *(f"experts, replayed routing, {name}" for name in ("ep2+tp2, sequence", "ep2+pp2", "ep2+cp2", "shared prompts")),

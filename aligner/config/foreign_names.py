@@ -142,7 +142,7 @@ _BY_OURS: dict[str, str] = {
     "parallel.pipeline": "pipeline_model_parallel_size",
     "parallel.stage_layers": "pipeline_model_parallel_layout num_layers_in_first_pipeline_stage",
     "parallel.context": "context_parallel_size ring_attn_size ulysses_sequence_parallel_size",
-    "parallel.expert": "expert_model_parallel_size",
+    "parallel.expert": "expert_model_parallel_size expert_tensor_parallel_size",
     "parallel.sequence": "sequence_parallel",
     "engine.tensor_parallel": "rollout.tensor_model_parallel_size vllm_tensor_parallel_size",
     "engine=vllm": "use_vllm",

@@ -34,6 +34,7 @@ class Grid:
     over_heads: bool = False  # context parallelism by all-to-all, else by all-gather of keys and values
     stage_layers: tuple[int, ...] = ()  # as `parallel.stage_layers`
     virtual: int = 1  # as `parallel.virtual_stages`
+    of_engine: bool = False  # whose tensor ranks share each expert, too
 
     @property
     def virtual_stages(self) -> int:
@@ -355,7 +356,8 @@ def _rank_elements(row: ParamSpec, sizes: dict[str, int], grid: Grid) -> int:
         elements += (grid.tensor - groups) * repeated * sizes["head"] * (elements // shape[0])
     if row.padded:
         return -(-shape[0] // grid.tensor) * shape[1]
-    return elements // (grid.expert if row.experts else 1 if row.tp_axis is None else grid.tensor)
+    whole = row.tp_axis is None or (row.experts and not grid.of_engine)
+    return elements // (1 if whole else grid.tensor) // (grid.expert if row.experts else 1)
 
 
 def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float | None = None) -> float:
@@ -417,7 +419,7 @@ def decode_weight_bytes(m: ModelConfig, rows: float, element: int, tensor: int =
     """Return the bytes that one of an engine's `tensor` ranks reads in one decode step over `rows` rows. Of E experts,
     rows that choose evenly touch E (1 - (1 - k/E)^rows). The embedding and the table of inputs are look-ups.
     `matrix`: see `Engine`."""
-    count, moe = rank_parameters(m, Grid(tensor), 0), m.moe
+    count, moe = rank_parameters(m, Grid(tensor, of_engine=True), 0), m.moe
     untouched = count.experts * (1 - moe.top_k / moe.num_experts) ** rows if moe.num_experts else 0.0
     looked_up = (0 if m.tie_embeddings else m.hidden_size) + inputs_width(m)
     words = -(-m.vocab_size // tensor)

@@ -26,7 +26,7 @@ def weight_bytes(count: Count, element: int) -> float:
 
 def engine_bytes(m: ModelConfig, tensor: int, element: int, matrix: float = 0.0) -> float:
     """Return the bytes of the weights on one of an engine's `tensor` ranks. `matrix`: see `Engine`."""
-    count = rank_parameters(m, Grid(tensor), 0)
+    count = rank_parameters(m, Grid(tensor, of_engine=True), 0)
     ends = (1 if m.tie_embeddings else 2) * -(-m.vocab_size // tensor) * m.hidden_size
     less = (element - matrix) * (count.total - ends) if matrix else 0.0
     return weight_bytes(count, element) - less

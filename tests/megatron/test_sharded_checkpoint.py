@@ -27,7 +27,18 @@ from aligner.megatron.checkpoint_index import read_index
 from aligner.megatron.chunks import Blocks
 from aligner.megatron.model import Head
 from aligner.ops.reduce import gathered
-from tests.megatron.models import ONE, build, load_and_step, loaded, one_more, same, save_and_go_on, stepped, weights
+from tests.megatron.models import (
+    ONE,
+    build,
+    equal_shares,
+    load_and_step,
+    loaded,
+    one_more,
+    same,
+    save_and_go_on,
+    stepped,
+    weights,
+)
 from tests.ranks import on_ranks
 from tests.tiny import DEEPSEEK, LLAMA, MODELS, MOE
 
@@ -126,6 +137,21 @@ def test_other_layouts_load_the_same_state(ranks, tmp_path, tied):
             assert out["metrics"][name] == pytest.approx(value, rel=1e-5), (parallel, name)
         for name, value in first["after"].items():
             assert torch.allclose(out["after"][name], value, atol=2e-6), (parallel, name)
+
+
+def test_experts_shared_by_other_ranks_load_the_same_state(ranks, tmp_path):
+    """By tensor ranks, by these and data ranks, by nobody; with the optimizer, to the bit."""
+    job = {"cfg": MOE, "optim": OPTIM, "share": equal_shares}
+    folded, four = ParallelConfig(tensor=2, expert=2, sequence=True), ParallelConfig(tensor=2, expert=4)
+    first = ranks.run(save_and_go_on, world=4, folder=tmp_path / "0", parallel=folded, **job)[0]
+    for i, (world, parallel) in enumerate([(4, four), (1, ONE), (2, replace(folded, sequence=False)), (4, folded)]):
+        folders = {"folder": tmp_path / f"{i}", "again": tmp_path / f"{i + 1}"}
+        out = ranks.run(load_and_step, world=world, parallel=parallel, **folders, **job)[0]
+        assert out["version"] == 2 and same(out["weights"], first["weights"]), parallel
+        assert out["metrics"]["grad_norm"] == pytest.approx(first["metrics"]["grad_norm"], rel=1e-5)
+        for name, value in first["after"].items():
+            assert torch.allclose(out["after"][name], value, atol=2e-6), (parallel, name)
+    assert same(out["after"], first["after"])  # through all the others, and back
 
 
 @pytest.mark.parametrize("cfg", [replace(LLAMA, num_layers=5), replace(DEEPSEEK, num_layers=5)], ids=["alike", "mixed"])

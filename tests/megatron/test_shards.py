@@ -148,6 +148,7 @@ def test_boxes_are_the_range(shape):
         (4, ONE, LLAMA, BF16),
         (4, TP, MODELS["qwen3"], BF16),
         (4, ParallelConfig(expert=2), MOE, BF16),
+        (4, ParallelConfig(expert=2, tensor=2), MOE, BF16),
         (4, ONE, LLAMA, FP32),
         (4, PP, replace(LLAMA, tie_embeddings=True), BF16),
         (4, CP, MODELS["qwen2"], BF16),
