@@ -177,9 +177,9 @@ def layer_backward(
         yield CollectiveCalls("tp", "reduce_scatter", sum(inputs + mlps) * each, len(inputs + mlps))
     else:
         yield CollectiveCalls("tp", "all_reduce", sum(inputs) * each + sum(mlps) * last, len(inputs + mlps))
-        if sparse:  # with sequence parallelism it is summed once a step
+        if sparse:  # of the router; its numbers for each expert, in some families, weigh nothing
             copies = 1 + m.traits.expert_bias + m.traits.branch_norms
-            yield CollectiveCalls("tp", "all_reduce", router_parameters(m, kinds) * element, copies)
+            yield CollectiveCalls("tp", "all_reduce", router_matrix(m) * element, copies)
     if "linear" in kinds:  # of the mixing's weight, and the norm's or the mixing's bias
         yield CollectiveCalls("tp", "all_reduce", linear_alike(m) * element, 2)
     yield from _context(model, grid, tokens, element, kinds, backward=True)
