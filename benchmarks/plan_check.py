@@ -105,7 +105,7 @@ def nemo_rl(
     cache = share * DEVICES[device].memory_bytes - 2 * parameters(model) / tensor - WORK_BYTES
     engine = Engine(
         tensor, 2, 256, max(cache, 4e9), True, padded=False, launches=False, placed=False, resident=False,
-        ranks=ranks, lag=lag, in_flight=lag > 0,
+        early=False, ranks=ranks, lag=lag, in_flight=lag > 0,
     )  # fmt: skip
     alone = prompt + response > longest / 2
     return PlanJob(

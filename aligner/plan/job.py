@@ -61,6 +61,7 @@ class Engine:
     launches: bool = True  # kernels are launched one by one, not as a graph
     placed: bool = True  # a refit writes shards in place, else it hands over whole tensors
     factors: bool = False  # `refit.adapters`: factors alone are sent, and added to frozen weights that are kept
+    early: bool = True  # an engine in a process of its own has weights before the first refit
     resident: bool = True  # the weights stay in memory until the next refit, and the cache if it does not sleep
     ranks: int = 0  # beside those that train, that only generate; 0: engines stand on the ranks that train
     lag: int = 0  # > 0: they generate while the others train
@@ -361,13 +362,21 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
         **_decoding(e, shape),
         placed=bool(e.ranks) or (e.can.in_place and e.quantization == "none"),
         factors=cfg.refit.adapters == "factors",
-        resident=not (e.can.computes_here and cfg.memory.sleep != "never" and empties(cfg)),
+        resident=not _released(cfg),
         matrix=matrix_bytes(cfg),
         ranks=e.ranks,
         lag=e.lag,
         window=e.window,
         pauses=e.can.windows and not cfg.mismatch.replay_routing and (not cfg.environment.on or in_turns),
     )
+
+
+def _released(cfg: Config) -> bool:
+    """Return whether the engine is without weights from its last sample to the next refit. An engine in a process of
+    its own that a reward model puts to sleep first keeps them (`run/phases.py`)."""
+    scored = cfg.reward.model or any(judge.model for judge in cfg.reward.judges)
+    kept = cfg.engine.can.own_process and scored and not any(judge.own for judge in cfg.reward.judges)
+    return cfg.memory.sleep != "never" and empties(cfg) and not kept
 
 
 def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[PlannedModel, ...]:

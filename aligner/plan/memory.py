@@ -150,7 +150,7 @@ def _made_engine(job: PlanJob) -> float:
     assert engine is not None
     whole = engine_items(job)[0]["engine weights"]
     if engine.reserved:
-        return whole * engine.resident
+        return whole * engine.early
     matrices = (1 + m.mlp_parts) * m.expert_ffn * m.expert_hidden if m.moe.num_experts else 0
     others = len(m.layers_of("sparse")) - 1
     return whole - engine.element * max(0, others) * m.moe.num_experts * matrices / engine.tensor
@@ -223,7 +223,7 @@ def stage_phases(job: PlanJob, stage: int) -> dict[str, dict[str, float]]:
         if not job.engine.ranks:
             kept, needed = engine_items(job)
             if job.engine.reserved:  # else it has none before the first refit
-                phases["load"]["engine weights"] = kept["engine weights"] * job.engine.resident
+                phases["load"]["engine weights"] = kept["engine weights"] * job.engine.early
             phases["generate"] = _models(job, stage) | kept | needed
             stays = _stays(job, kept)
         moved = {"buckets": refit_buffers(job, stage)}

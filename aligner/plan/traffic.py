@@ -427,8 +427,8 @@ def _overlap(i: int, parts: int, j: int, others: int) -> float:
 
 def gathered_calls(job: PlanJob, stage: int = 0) -> list[CollectiveCalls]:
     """Return the calls that gather tensors of stage `stage` over its tensor ranks and, of experts, then send each
-    expert rank's to the others, stage after stage. Each stage's then go to all of them. Every rank ends up with the
-    whole model."""
+    expert rank's to the others, stage after stage. Of each stage's a tensor rank then sends its share to the other
+    stages, which gather it. Every rank ends up with the whole model."""
     model, grid, e = job.policy, job.grid, job.element
     calls = []
     for s in range(grid.pipeline):
@@ -436,7 +436,9 @@ def gathered_calls(job: PlanJob, stage: int = 0) -> list[CollectiveCalls]:
         if s == stage:
             calls.append(CollectiveCalls("tp", "all_gather", float(e * dense)))
             calls.append(CollectiveCalls("ep", "broadcast", float(e * experts)))
-        calls.append(CollectiveCalls("pp", "broadcast", float(e * (dense + experts + norms))))
+        else:
+            calls.append(CollectiveCalls("tp", "all_gather", float(e * (dense + experts + norms))))
+        calls.append(CollectiveCalls("pp", "broadcast", e * (dense + experts + norms) / grid.tensor))
     return within(calls, grid)
 
 

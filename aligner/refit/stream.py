@@ -62,8 +62,7 @@ class WeightStream:
 
     def _broadcast(self, stage: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield one stage's tensors, through flat buffers of at most `bucket_bytes`, from its owner to all stages."""
-        model, group = self.model, self.model.layout.pgs.pp
-        source = dist.get_global_rank(group, stage)
+        model, ranks = self.model, self.model.layout.tensor
         shapes = expected_hf_shapes(model.cfg, model.head.kind, model.head.outputs)
         owned = set(self._owned[stage])
         dtype = torch.float32 if model.head.kind == "score" else model.dtype  # score heads are float32
@@ -73,13 +72,23 @@ class WeightStream:
         room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         local = self._local() if model.layout.pp_rank == stage else iter(())
         for bucket in buckets(room, self.bucket_bytes):
-            flat = torch.empty(sum(room[i] for i in bucket), dtype=torch.uint8, device=model.device)
-            blocks = zip(bucket, flat.split([room[i] for i in bucket]), strict=True)
+            used = sum(room[i] for i in bucket)
+            flat = torch.empty(-(-used // ranks) * ranks, dtype=torch.uint8, device=model.device)
+            blocks = zip(bucket, flat[:used].split([room[i] for i in bucket]), strict=True)
             views = [b[: sizes[i]].view(kept[names[i]]).view(shapes[names[i]]) for i, b in blocks]
             if model.layout.pp_rank == stage:
                 for i, view in zip(bucket, views, strict=True):
                     name, tensor = next(local)
                     assert name == names[i], (name, names[i])
                     view.copy_(tensor)
-            dist.broadcast(flat, src=source, group=group)
+            self._spread(flat, stage)
             yield [(names[i], view) for i, view in zip(bucket, views, strict=True)]
+
+    def _spread(self, flat: Tensor, stage: int) -> None:
+        """Send `flat`, uint8 [bytes], a multiple of the tensor ranks, from a stage to all others. Each tensor rank
+        sends its share: stages are on other nodes, from which the whole would come once for every rank of a node."""
+        layout = self.model.layout
+        share = flat.view(layout.tensor, -1)[layout.tp_rank]
+        dist.broadcast(share, src=dist.get_global_rank(layout.pgs.pp, stage), group=layout.pgs.pp)
+        if layout.tensor > 1 and layout.pp_rank != stage:
+            dist.all_gather_into_tensor(flat, share.clone(), group=layout.pgs.tp)

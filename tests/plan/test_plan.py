@@ -787,6 +787,27 @@ def test_an_engine_in_a_process_of_its_own_takes_its_cache_whole_and_keeps_it_un
     assert kept["engine=vllm"] == (20e9, 20e9) and kept["engine.sleep=true"] == (20e9, 0)
 
 
+@pytest.mark.parametrize("engine", ["engine=vllm", "engine=trtllm"])
+@pytest.mark.parametrize(
+    ("overrides", "gone"),
+    [
+        (["engine.sleep_weights=true"], True),
+        (["engine.sleep_weights=false"], False),
+        (["engine.sleep_weights=true", "memory.sleep=never"], False),
+        # it sleeps already, and has not released them
+        (["engine.sleep_weights=true", "reward.model=conf/model/llama3_8b.yaml"], False),
+        (["engine.sleep_weights=true", "engine.ranks=8"], True),
+    ],
+)
+def test_weights_of_an_engine_that_sleeps_without_them_are_in_no_update(engine, overrides, gone):
+    line = ["stage=grpo", "model=llama3_8b", engine, "engine.sleep=true", "parallel.tensor=2", *overrides]
+    job = job_of(compose(line), 16)
+    phases = plan_memory(job, H100, Assumptions()).phases
+    assert ["engine weights" in phases[name] for name in ("update", "save")] == [not gone] * 2
+    if not job.engine.ranks:  # its process makes them at its start, before it has ever slept
+        assert all("engine weights" in phases[name] for name in ("build", "load", "refit", "generate"))
+
+
 APART = ["stage=grpo", "model=llama3_8b", "batch.prompts=64", "batch.group=16", "batch.minibatch_samples=256"]
 APART += ["parallel.tensor=2"]
 
