@@ -411,7 +411,7 @@ def test_buffers_of_a_refit_are_those_of_its_plan(name, grid, tensor, most, buck
     ],
 )
 def test_a_refit_in_parts_has_the_bytes_of_its_plan(name, grid, tensor):
-    """Of the rank of each stage that receives most, by how far away the sender is."""
+    """Of the rank of each stage that receives most: dense tensors and experts of its stage, all tensors of other stages."""
     cfg = published(name)
     job = replace(job_of(cfg, grid, {}), engine=Engine(tensor), element=2)
     trainer = TrainerGrid.of(cfg, grid, grid.data)
@@ -420,8 +420,10 @@ def test_a_refit_in_parts_has_the_bytes_of_its_plan(name, grid, tensor):
     received = [Counter() for _ in range(grid.gpus)]
     for message in (message for messages in plan.rounds for message in messages):
         near = message.source // each == message.target // each
-        same = trainer.replica_of(message.source) == trainer.replica_of(message.target)
-        received[message.target]["pp" if not near else "tp" if same else "ep"] += message.bytes
+        for span in message.parts:
+            tensor = plan.tensors[span.tensor]
+            axis = "pp" if not near else "ep" if tensor.spec.experts else "tp"
+            received[message.target][axis] += (span.stop - span.start) * tensor.entry_words(2) * 2
     for stage in range(grid.pipeline):
         most = max(received[stage * each : (stage + 1) * each], key=lambda by_axis: by_axis.total())
         assert {call.axis: call.size for call in part_calls(job, stage)} == pytest.approx(dict(most), rel=0.01)
