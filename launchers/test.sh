@@ -28,12 +28,13 @@ install_packages() {
 }
 
 export PATH="$PATH:/usr/sbin:/sbin"
+export ALIGNER_EXTRAS=dev
 if [[ " $* " == *" --all "* ]]; then
     trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
     install_packages & # beside pip, which takes one core
     packages=$!
+    ALIGNER_EXTRAS=dev,reasoning-gym,suites # all at once: vLLM's installation below reads what .venv holds
 fi
-export ALIGNER_EXTRAS=dev
 threads="${OMP_NUM_THREADS:-}" # before env.sh gives a process all cores
 # shellcheck source=launchers/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -53,7 +54,6 @@ for argument in "$@"; do
         --all)
             "$ALIGNER_ROOT/launchers/engine_env.sh" vllm &
             engine=$!
-            ALIGNER_EXTRAS=reasoning-gym,suites _aligner_install
             "$ALIGNER_ROOT/launchers/te_python.sh"
             wait "$engine"
             wait "$packages"

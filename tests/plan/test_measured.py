@@ -411,7 +411,7 @@ def test_buffers_of_a_refit_are_those_of_its_plan(name, grid, tensor, most, buck
     ],
 )
 def test_a_refit_in_parts_has_the_bytes_of_its_plan(name, grid, tensor):
-    """Of the rank of each stage that receives most: dense tensors and experts of its stage, all tensors of other stages."""
+    """Of the rank of each stage that receives most: dense tensors and experts of its stage, all of other stages."""
     cfg = published(name)
     job = replace(job_of(cfg, grid, {}), engine=Engine(tensor), element=2)
     trainer = TrainerGrid.of(cfg, grid, grid.data)
