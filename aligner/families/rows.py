@@ -294,4 +294,4 @@ _DELTA_NET = (
     _linear("out_proj.weight", ("out_proj.weight",), "hidden linear_out", 1, "key_heads"),
 )
 LM_HEAD = ParamSpec("output_layer.weight", ("lm_head.weight",), "copy", 0, ("vocab", "hidden"), "vocab", padded=True)
-SCORE_HEAD = ParamSpec("output_layer.weight", ("score.weight",), "copy", None, ("labels", "hidden"))
+SCORE_HEAD = ParamSpec("output_layer.weight", ("score.weight",), "copy", None, ("labels", "hidden"), float32=True)

@@ -56,8 +56,9 @@ class HfTensor:
         return total
 
     def entry_words(self, item_bytes: int) -> int:
-        """Return the words of `item_bytes` that hold an entry: its elements; two for each if float32 stays."""
-        return self.entry_numel * (torch.float32.itemsize // item_bytes if self.spec.float32 else 1)
+        """Return the words of `item_bytes` that hold an entry: its elements, or the bits of those that keep a dtype."""
+        kept = 8 if self.spec.integer else 4 if self.spec.float32 else item_bytes
+        return self.entry_numel * (kept // item_bytes)
 
     @property
     def quantum(self) -> int:
@@ -116,10 +117,10 @@ class HfTensor:
         return grouped[a // rows : -(-b // rows), at + a % rows : at + (b - 1) % rows + 1]  # groups, or of one a share
 
 
-def hf_tensors(cfg: ModelConfig) -> tuple[HfTensor, ...]:
-    """Return every tensor of a language model of this shape, in the order of the family table."""
-    shapes, tensors = expected_hf_shapes(cfg), []
-    for spec in family_table(cfg):
+def hf_tensors(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> tuple[HfTensor, ...]:
+    """Return every tensor of a model of this shape, in the order of the family table."""
+    shapes, tensors = expected_hf_shapes(cfg, head, num_labels), []
+    for spec in family_table(cfg, head, num_labels):
         sizes = rows_of_group(spec, cfg) if spec.transform in INTERLEAVED else []
         for index, name in enumerate(spec.hf):
             rows = (sum(sizes[:index]), sizes[index]) if sizes else (0, 0)

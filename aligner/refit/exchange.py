@@ -29,14 +29,15 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 @dataclass
 class Exchange:
-    """This rank's share of `plan`, a list of steps computed once. `wire` is the dtype of the messages."""
+    """This rank's share of `plan`, a list of steps computed once. `wire` is the dtype of the messages. Without
+    `timeout_s` ranks wait as in every collective of the group."""
 
     factored: ClassVar[bool] = False  # it moves whole weights
     plan: Plan
     rank: int
     device: torch.device
     wire: torch.dtype
-    timeout_s: float
+    timeout_s: float | None = None
     group: dist.ProcessGroup | None = None
     lasting: bool = field(default=True, init=False)  # parameters keep their addresses from one run to the next
     cause: str = field(default="", init=False)  # the first error of this rank
@@ -113,8 +114,9 @@ class Exchange:
         return (span.stop - span.start) * self.plan.tensors[span.tensor].entry_words(self.wire.itemsize)
 
     def _as_words(self, span: TensorSpan, x: Tensor) -> Tensor:
-        """Return a span's numbers, which a copy turns into `wire`; of tensors that stay float32 their bits."""
-        return x.view(self.wire) if self.plan.tensors[span.tensor].spec.float32 else x
+        """Return a span's numbers, which a copy turns into `wire`; of tensors that keep a dtype their bits."""
+        spec = self.plan.tensors[span.tensor].spec
+        return x.view(self.wire) if spec.float32 or spec.integer else x
 
     def _note(self, error: Exception) -> None:
         self.cause = self.cause or str(error)
@@ -222,9 +224,9 @@ class Exchange:
     def _arrive(
         self, works: list[dist.Work], message: Message | None, words: Tensor, engine: RolloutEngine | None
     ) -> None:
-        limit = datetime.timedelta(seconds=self.timeout_s)
+        limit = () if self.timeout_s is None else (datetime.timedelta(seconds=self.timeout_s),)
         for work in works:
-            work.wait(limit)
+            work.wait(*limit)
         if message is not None:
             self.unpack(message, words, engine)
 
@@ -241,5 +243,6 @@ class Exchange:
         reason = str(error).splitlines()[0]
         peers = {m.target for m, _ in self.steps if m} | {m.source for _, m in self.steps if m}
         one_of = ", ".join(map(str, sorted(peers)))
-        lost = f"a rank (one of {one_of}) has ended, or does not answer within refit.timeout_s={self.timeout_s:g}"
+        limit = "cluster.timeout_s" if self.timeout_s is None else f"refit.timeout_s={self.timeout_s:g}"
+        lost = f"a rank (one of {one_of}) has ended, or does not answer within {limit}"
         return f"weights did not arrive: {lost} ({reason})"

@@ -1,4 +1,4 @@
-"""Whole weights of a sharded model, for an export and for engines that take whole tensors."""
+"""Whole weights of a sharded model, for engines that take whole tensors."""
 
 from __future__ import annotations
 
@@ -65,8 +65,7 @@ class WeightStream:
         model, ranks = self.model, self.model.layout.tensor
         shapes = expected_hf_shapes(model.cfg, model.head.kind, model.head.outputs)
         owned = set(self._owned[stage])
-        dtype = torch.float32 if model.head.kind == "score" else model.dtype  # score heads are float32
-        kept = hf_dtypes((spec for spec in self.table() if spec.canonical in owned), dtype)
+        kept = hf_dtypes((spec for spec in self.table() if spec.canonical in owned), model.dtype)
         names = list(kept)
         sizes = [torch.Size(shapes[name]).numel() * kept[name].itemsize for name in names]
         room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]

@@ -1,5 +1,7 @@
 """The refit plan over random layouts, against an oracle that gathers everything."""
 
+import itertools
+import math
 import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -9,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aligner.config.resolve import compose
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.errors import LayoutError
 from aligner.families import FAMILIES
@@ -271,3 +274,18 @@ def test_views_are_what_to_hf_gives(family):
         out = torch.empty(tensor.shape)
         copy_elements(out, tensor.view(full, 0, 0, 0, tensor.length))
         assert torch.equal(out, to_hf(tensor.spec, full, cfg)[tensor.name]), tensor.name
+
+
+def test_an_export_moves_each_byte_once_and_only_to_the_rank_that_writes():
+    cfg, trainer = compose(["model=llama3_70b"]).model, trainer_of(80, tensor=8, pipeline=4, data=2)
+    tensors = hf_tensors(cfg)
+    total = 2 * sum(math.prod(tensor.shape) for tensor in tensors)
+    plan = plan_refit(trainer, EngineGrid((0,)), tensors, 2, 1 << 28)
+    moved = Counter()
+    for message in itertools.chain.from_iterable(plan.rounds):
+        assert message.target == 0 and trainer.replica_of(message.source) == 0
+        moved[message.source] += message.bytes
+    own = 2 * sum((span.stop - span.start) * tensors[span.tensor].entry_numel for span in plan.local[0])
+    assert list(plan.local) == [0] and own + moved.total() == total
+    # whole tensors over tensor ranks, and from stage to stage: rank 0 sent an eighth of all to seven others, too
+    assert moved.total() < 0.53 * (total - own + 7 / 8 * total)

@@ -1,7 +1,9 @@
 """Buckets, the stream of full weights, and refits that fail on one rank."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +21,13 @@ from aligner.families.table import family_table
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.models.params import dtype_of, to_hf
+from aligner.refit.exchange import Exchange
+from aligner.refit.export import whole_weights
 from aligner.refit.plan import buckets
 from aligner.refit.stream import WeightStream
 from aligner.refit.transfer import Refit, fail_together
 from tests.megatron.models import build, stepped, weights
+from tests.operations import Listener
 from tests.ranks import on_ranks
 from tests.tiny import DEEPSEEK, LLAMA, MODELS, MOE, MORE, wild_source
 
@@ -112,6 +117,53 @@ def test_score_heads_and_bfloat16(world, parallel):
     wanted = {n: t.to(kept[n]) for n, t in full_weights(DEEPSEEK).items()}
     check_stream(build(DEEPSEEK, parallel, dtype=torch.bfloat16), wanted, 5000)
     check_stream(build(LLAMA, parallel, head=Head("score", 3)), full_weights(LLAMA, "score", 3), 5000)
+
+
+def exported(name: str) -> tuple[ShardedModel, dict[str, torch.Tensor]]:
+    """A model on these ranks, and the tensors of its export."""
+    cfg, parallel, dtype, head = EXPORTS[name][2:]
+    kept = {n: dtype_of(spec, dtype) for spec in family_table(cfg, head.kind, head.outputs) for n in spec.hf}
+    wanted = {n: t.to(kept[n]) for n, t in full_weights(cfg, head.kind, head.outputs).items()}
+    return build(cfg, parallel, head=head, dtype=dtype), wanted
+
+
+EXPORTS = {  # ranks, how many send to rank 0
+    "dp2": (2, 0, LLAMA, ParallelConfig(), torch.float32, Head()),
+    "tp2": (2, 1, MODELS["qwen2"], ParallelConfig(tensor=2), torch.bfloat16, Head()),
+    "tp2-pp2": (4, 3, MODELS["qwen3"], ParallelConfig(tensor=2, pipeline=2), torch.float32, Head()),
+    "pp2, some in float32": (2, 1, DEEPSEEK, ParallelConfig(pipeline=2), torch.bfloat16, Head()),
+    "pp2, integers": (2, 1, MORE["deepseek_v4"], ParallelConfig(pipeline=2), torch.bfloat16, Head()),
+    "pp2, scores": (2, 1, LLAMA, ParallelConfig(pipeline=2), torch.bfloat16, Head("score", 3)),
+    "ep2": (2, 1, MOE, ParallelConfig(expert=2), torch.bfloat16, Head()),
+    "ep2-tp2": (4, 1, MOE, ParallelConfig(expert=2, tensor=2), torch.float32, Head()),
+}
+
+
+@pytest.mark.few(4)
+@pytest.mark.multirank
+@pytest.mark.parametrize("bucket_bytes", [7777, 1 << 30])
+@pytest.mark.parametrize(("name", "world"), [(name, case[0]) for name, case in EXPORTS.items()], ids=EXPORTS)
+@on_ranks()
+def test_an_export_brings_all_to_the_rank_that_writes_and_nothing_to_others(name, world, bucket_bytes):
+    model, wanted = exported(name)
+    with Listener() as heard:
+        got = {n: t for bucket in whole_weights(model, bucket_bytes) for n, t in bucket.items()}
+    assert {word for _, word in heard.bytes} <= ({"send"} if dist.get_rank() else set())
+    if dist.get_rank() == 0:
+        assert got.keys() == wanted.keys() and all(torch.equal(t, wanted[n]) for n, t in got.items())
+        assert all(t.dtype == wanted[n].dtype for n, t in got.items())
+    else:
+        assert not got and bool(heard.bytes) == (dist.get_rank() <= EXPORTS[name][1]), "one copy of all is sent"
+
+
+@pytest.mark.multirank
+@on_ranks(2)
+def test_a_rank_that_cannot_send_stops_the_export():
+    model, fails = build(LLAMA, ParallelConfig(pipeline=2)), RuntimeError("no memory left")
+    failing = mock.patch.object(Exchange, "source", side_effect=fails) if dist.get_rank() else nullcontext()
+    with failing, pytest.raises(RefitError, match=r"^weights did not arrive from rank 1: no memory left$"):
+        list(whole_weights(model, 7777))
+    list(whole_weights(model, 7777))  # nothing was left behind in the groups
 
 
 def decays(cfg) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
