@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, starmap
 
-import torch
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig

@@ -160,7 +160,7 @@ def truth(cfg, dtype=torch.float32) -> dict[str, int]:
     return {name: tensor_checksum(t.to(kept[name])) for name, t in full.items()}
 
 
-LINEAR, OLMO = MORE["qwen3_5"], MORE["olmo2"]
+LINEAR, OLMO, HASHED = MORE["qwen3_5"], MORE["olmo2"], MORE["deepseek_v4"]
 UNTIED, QWEN2 = (replace(cfg, tie_embeddings=False) for cfg in (LLAMA, MODELS["qwen2"]))
 CASES = {  # world, model, trainer, engines, bucket bytes, engine's dtype
     "tp2 to 2 engines": (2, QWEN2, trainer_of(2, 2), EngineGrid((0, 1)), 3000, torch.float32),
@@ -171,6 +171,8 @@ CASES = {  # world, model, trainer, engines, bucket bytes, engine's dtype
     "ep2 tp2 to 4": (4, MOE, trainer_of(2, 2, data=2, expert=2), EngineGrid((0, 1, 2, 3)), 5000, torch.float32),
     # the bias of the choice stays float32 on the way to an engine in bfloat16
     "latent, pp2 to 2": (2, DEEPSEEK, trainer_of(3, 1, 2), EngineGrid((0, 1)), 5000, torch.bfloat16),
+    # so do the integers that name experts
+    "hashed, pp2 to 2": (2, HASHED, trainer_of(HASHED.num_layers, 1, 2), EngineGrid((0, 1)), 5000, torch.bfloat16),
     # and how fast states are forgotten
     "linear, tp2 to 2": (2, LINEAR, trainer_of(2, 2), EngineGrid((0, 1)), 5000, torch.bfloat16),
     "tp2 to tp4, heads repeated": (4, OLMO, trainer_of(2, 2, data=2), EngineGrid((0, 1, 2, 3), 4), 999, torch.float32),

@@ -124,7 +124,10 @@ def exported(name: str) -> tuple[ShardedModel, dict[str, torch.Tensor]]:
     cfg, parallel, dtype, head = EXPORTS[name][2:]
     kept = {n: dtype_of(spec, dtype) for spec in family_table(cfg, head.kind, head.outputs) for n in spec.hf}
     wanted = {n: t.to(kept[n]) for n, t in full_weights(cfg, head.kind, head.outputs).items()}
-    return build(cfg, parallel, head=head, dtype=dtype), wanted
+    source, large = wild_source(cfg), 1001  # which bfloat16 has not
+    wanted |= {n: t + large for n, t in wanted.items() if t.dtype == torch.int64}
+    model = build(cfg, parallel, head=head, dtype=dtype, source=lambda spec: source(spec) + large * spec.integer)
+    return model, wanted
 
 
 EXPORTS = {  # ranks, how many send to rank 0
