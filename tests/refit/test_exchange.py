@@ -172,7 +172,7 @@ CASES = {  # world, model, trainer, engines, bucket bytes, engine's dtype
     # the bias of the choice stays float32 on the way to an engine in bfloat16
     "latent, pp2 to 2": (2, DEEPSEEK, trainer_of(3, 1, 2), EngineGrid((0, 1)), 5000, torch.bfloat16),
     # so do the integers that name experts
-    "hashed, pp2 to 2": (2, HASHED, trainer_of(HASHED.num_layers, 1, 2), EngineGrid((0, 1)), 5000, torch.bfloat16),
+    "hashed, pp2 to 2": (2, HASHED, TrainerGrid(((0,), (1, 2, 3))), EngineGrid((0, 1)), 5000, torch.bfloat16),
     # and how fast states are forgotten
     "linear, tp2 to 2": (2, LINEAR, trainer_of(2, 2), EngineGrid((0, 1)), 5000, torch.bfloat16),
     "tp2 to tp4, heads repeated": (4, OLMO, trainer_of(2, 2, data=2), EngineGrid((0, 1, 2, 3), 4), 999, torch.float32),
