@@ -35,13 +35,12 @@ def has_linear_kernel() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _latent_block(latent: LatentConfig) -> int:
-    """Return the tokens of a page of vLLM's latent attention on a CPU. Raises ConfigError for sizes without kernel."""
+def _check_latent(latent: LatentConfig) -> None:
+    """Refuse, by ConfigError, sizes of latent attention that vLLM has no kernel for on a CPU."""
     for key, size in {"kv_rank": 512, "rotary_dim": 64}.items():
         if getattr(latent, key) != size:
             expected = f"{size} with engine.name=vllm on a CPU"
             raise ConfigError(f"model.latent.{key}", getattr(latent, key), expected, "engine=native serves it.")
-    return 32 if torch.cpu._is_amx_tile_supported() else 16
 
 
 class VllmEngine(Replicated, ChildEngine):
@@ -56,7 +55,8 @@ class VllmEngine(Replicated, ChildEngine):
             raise ConfigError("engine.sleep", True, "false on a CPU, where vLLM cannot release memory")
         self.block = 64 if model.latent.kv_rank else 32  # which every kernel of such attention reads on a GPU
         if model.latent.kv_rank and on_cpu:
-            self.block = _latent_block(model.latent)
+            _check_latent(model.latent)
+            self.block = 16
         if model.linear.key_heads and on_cpu:
             if not has_linear_kernel():
                 hint = "This CPU has no AVX-512, which the linear layers of vLLM's CPU build need."

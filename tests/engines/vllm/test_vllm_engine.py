@@ -133,6 +133,8 @@ def test_logprobs_of_fp8_after_every_update(monkeypatch):
     """VLLM quantises when it loads: with its layers, and the one function of them that its CPU build lacks."""
     monkeypatch.setattr(Shared, "lent", None)
     monkeypatch.setitem(VARIABLES, "FP8_IN_TORCH", "1")
+    of_some_cpus = "CPUFP8W8A8ScaledMMLinearKernel,CPUFp8PerTensorScaledMMLinearKernel"
+    monkeypatch.setitem(VARIABLES, "VLLM_DISABLED_KERNELS", of_some_cpus)
     engine = make_engine(LLAMA, dtype=torch.bfloat16, args={"quantization": "fp8"})
     rows = [[*prompt, *range(10, 30)] for prompt in PROMPTS]
     lengths, tokens = torch.tensor([len(row) for row in rows]), pad_sequence([torch.tensor(row) for row in rows], True)
