@@ -33,6 +33,15 @@ settings.load_profile("paceless")
 gc.disable()  # until all tests are imported, which stay (see aligner/loading.py): a quarter of the collection's time
 
 
+def pytest_configure(config):
+    """Refuse a path that does not exist: with workers pytest would say no more than that no tests ran."""
+    here = config.invocation_params.dir
+    missing = [argument for argument in config.args if not (here / argument.partition("::")[0]).exists()]
+    if missing and not hasattr(config, "workerinput"):
+        rooms = ", ".join(sorted({path.relative_to(FOLDER).parts[0] for path in FOLDER.glob("*/**/test_*.py")}))
+        raise pytest.UsageError(f"no tests at {missing[0]}: expected a path, or with launchers/test.sh one of {rooms}")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop():  # of a worker, and of the process that hands out files, which collects nothing
     gc.freeze()

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,11 @@ def test_workers_share_the_cores_unless_it_is_said_how(arguments, counts):
     threads, workers, cores = int(match[1]), int(match[2] or 1), len(os.sched_getaffinity(0))
     assert threads == int(counts or max(1, cores // workers))
     assert min(cores, 4) <= workers <= min(cores, 4) + (not arguments) or cores == 1
+
+
+@pytest.mark.slow
+def test_a_room_that_is_none_is_refused_by_workers_too():
+    command = [sys.executable, "-m", "pytest", "-n", "2", "rolout"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
+    assert re.search(r"no tests at rolout: .* rollout, ", done.stderr) and "assets" not in done.stderr
