@@ -43,7 +43,7 @@ EXTRAS = {
     "mpi": ["mpi4py>=4.0"],
     "gymnasium": ["gymnasium>=1.0"],
     "verifiers": ["verifiers>=0.2,<0.3"],
-    "suites": ["lm-eval[api]>=0.4.13", "inspect-ai>=0.3.285"],
+    "suites": ["lm-eval[api]>=0.4.13", "inspect-ai>=0.3.285", "openai>=3.4"],
     "docs": DOCS,
     "dev": [
         "pytest>=8.3",
