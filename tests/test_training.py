@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 import aligner
+from aligner.cluster.lock import RunLock
 from aligner.config.resolve import compose
 from aligner.errors import ConfigError, RunFailedError, UnknownKeyError
 from tests import stages
@@ -36,55 +37,53 @@ def test_bad_input_is_an_exception_before_anything_starts(tiny_data, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def no_child_is_left(before: set[int]) -> bool:
+    return {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
 @pytest.mark.slow
-def test_callbacks_get_each_record_once_and_the_result_has_the_rest(tiny_data, tmp_path, capfd):
-    steps, evaluations, ends = [], [], []
-    settings = line(tiny_data, tmp_path / "run", "run.eval_every=2", "checkpoint.every=2")
-    callbacks = {"on_step": steps.append, "on_evaluation": evaluations.append, "on_end": ends.append}
-    result = aligner.train(settings, **callbacks)
-    assert [record["step"] for record in steps] == [1, 2, 3] and all("sft/loss" in record for record in steps)
-    assert [each["step"] for each in evaluations] == [0, 2, 3] and all("eval/loss" in each for each in evaluations)
-    assert ends == [result] and (result.ended, result.step) == ("done", 3)
-    assert result.metrics == stages.records(tmp_path / "run") and result.metrics[1:] == steps
-    assert result.checkpoint == tmp_path / "run/checkpoints/step-00000003"
-    assert result.model == tmp_path / "run/hf" and (result.model / "config.json").exists()
-    assert "exported" in capfd.readouterr().out
-    # a second call in this process, which resumes, with a composed config and two ranks; old records are not repeated
-    steps.clear()
-    longer = aligner.train(compose([*settings, "run.steps=5"]), ranks=2, on_step=steps.append, quiet=True)
-    assert [record["step"] for record in steps] == [4, 5] and longer.step == 5
-    assert [record["step"] for record in longer.metrics] == [0, 1, 2, 3, 4, 5]
+def test_a_run_stopped_by_a_callback_then_by_ctrl_c_resumes_to_its_end(tiny_data, tmp_path, capfd):
+    """Callbacks get each record once, of this start alone; the result has the rest."""
+    run, before = tmp_path / "run", {child.pid for child in psutil.Process().children(recursive=True)}
+    settings = line(tiny_data, run, "run.eval_every=2", "checkpoint.every=2", "run.steps=100000")
+
+    def raises(record):
+        raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        aligner.train(settings, on_step=raises, quiet=True)
+    (saved,) = stages.checkpoints(run)[-1:]
+    assert (run / "STOPPED").exists() and saved == stages.records(run)[-1]["step"] and no_child_is_left(before)
+
+    def interrupts(record):
+        steps.append(record["step"])
+        if len(steps) == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    steps: list[int] = []
+    stopped = aligner.train(compose(settings), ranks=2, on_step=interrupts, quiet=True)
+    assert steps == [*range(saved + 1, stopped.step + 1)] and stopped.step == stages.records(run)[-1]["step"]
+    assert stopped.ended == "SIGINT" and stopped.model is None and no_child_is_left(before)
+    assert stopped.checkpoint == run / f"checkpoints/step-{stopped.step:08d}" and stopped.checkpoint.is_dir()
     assert capfd.readouterr().out == ""
+
+    records, evaluations, ends, last = [], [], [], stopped.step + 3
+    callbacks = {"on_step": records.append, "on_evaluation": evaluations.append, "on_end": ends.append}
+    done = aligner.train([*settings, f"run.steps={last}"], **callbacks)
+    assert [record["step"] for record in records] == [last - 2, last - 1, last]
+    assert all("sft/loss" in record for record in records)
+    expected = [step for step in (last - 2, last - 1, last) if step % 2 == 0 or step == last]
+    assert [each["step"] for each in evaluations] == expected and all("eval/loss" in each for each in evaluations)
+    assert ends == [done] and (done.ended, done.step) == ("done", last)
+    assert done.metrics == stages.records(run) and [record["step"] for record in done.metrics] == [*range(last + 1)]
+    assert done.metrics[-3:] == records and done.checkpoint == run / f"checkpoints/step-{last:08d}"
+    assert done.model == run / "hf" and (done.model / "config.json").exists()
+    assert "exported" in capfd.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_run_that_fails_raises_its_own_error(tiny_data, tmp_path):
-    reward = tmp_path / "broken.py"
-    reward.write_text("def score(*a, **k):\n    raise RuntimeError('no score today')\n")
-    settings = stages.overrides("grpo", tiny_data, tmp_path / "run", f"reward.functions=[{{path: {reward}:score}}]")
-    with pytest.raises(RunFailedError, match="no score today") as failed:
+    settings = line(tiny_data, tmp_path / "run")
+    with RunLock(tmp_path / "run"), pytest.raises(RunFailedError, match="no other process uses") as failed:
         aligner.train(settings, quiet=True)
-    assert failed.value.exit_code in (1, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["callback", "Ctrl-C"])
-def test_a_run_saves_and_stops_if_a_callback_raises_or_for_ctrl_c(tiny_data, tmp_path, way):
-    settings = line(tiny_data, tmp_path / "run", "run.steps=100000")
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-
-    def react(record):
-        if record["step"] == 1:
-            if way == "callback":
-                raise ValueError("enough")
-            signal.raise_signal(signal.SIGINT)
-
-    if way == "callback":
-        with pytest.raises(ValueError, match="enough"):
-            aligner.train(settings, on_step=react, quiet=True)
-    else:
-        result = aligner.train(settings, on_step=react, quiet=True)
-        assert result.ended == "SIGINT" and result.step == stages.records(tmp_path / "run")[-1]["step"]
-        assert result.model is None and result.checkpoint.name == f"step-{result.step:08d}"
-    assert (tmp_path / "run/STOPPED").exists() and stages.checkpoints(tmp_path / "run")
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    assert failed.value.exit_code == 2
