@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
+import datasets
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from aligner.config.resolve import compose
 from aligner.environments.endpoint import loopback
 from aligner.tools.serve import open_model
+from tests.needs import lacking, package
 from tests.tools.serving import listening
 
 pytestmark = pytest.mark.slow
@@ -19,7 +22,7 @@ pytestmark = pytest.mark.slow
 CHOICES = """
 task: vowels_{kind}
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
+dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
 test_split: test
 output_type: {kind}
 doc_to_text: "{{{{prompt}}}}"
@@ -38,18 +41,6 @@ generation_kwargs: {{until: ["\\n"], max_gen_toks: 4}}
 metric_list: [{{metric: exact_match}}]
 """
 )
-# without the index of the package's own tasks, which takes a minute to read
-HARNESS = """
-import json, sys
-from lm_eval import simple_evaluate
-from lm_eval.tasks import TaskManager
-
-tasks = TaskManager(include_path=".", include_defaults=False)
-names = ["vowels_multiple_choice", "vowels_generate_until"]
-options = {"model_args": sys.argv[1], "tasks": names, "task_manager": tasks, "batch_size": 4, "bootstrap_iters": 0}
-results = simple_evaluate("local-completions", **options)
-json.dump(results, open("results.json", "w"), default=str)
-"""
 INSPECT = """
 from inspect_ai import Task, task
 from inspect_ai.dataset import json_dataset
@@ -63,34 +54,36 @@ def vowels():
 
 
 @pytest.fixture
-def server(tiny_runs, tmp_path, monkeypatch):
-    """Return (URL, folder of the model, environment of a client that may not reach the internet)."""
+def server(tiny_runs, monkeypatch):
+    """Return (URL, folder of the model)."""
     served = open_model(compose([f"run.dir={tiny_runs['sft']}", "engine.dtype=float32"]))
     listener = loopback()
-    offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
-    env = os.environ | offline | {"HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1"}
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with listening(served, listener):
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/{served.secret}/v1", tiny_runs["sft"] / "hf", env
-
-
-def call(folder, env, *command):
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=folder, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/{served.secret}/v1", tiny_runs["sft"] / "hf"
 
 
 @torch.no_grad()
-def test_lm_evaluation_harness_has_the_logprobs_and_texts_of_transformers(server, tmp_path):
-    pytest.importorskip("lm_eval")
-    url, model_folder, env = server
+def test_lm_evaluation_harness_has_the_logprobs_and_texts_of_transformers(server, tmp_path, monkeypatch):
+    lm_eval, tasks = package("lm_eval"), package("lm_eval.tasks")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    url, model_folder = server
     rows = [{"prompt": f"say {letter * n}:", "answer": "ab".index(letter)} for letter in "ab" for n in (1, 2, 5)]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "scored.yaml").write_text(SCORED.format(kind="multiple_choice", data=data))
-    (tmp_path / "generated.yaml").write_text(GENERATED.format(kind="generate_until", data=data))
-    arguments = f"model=sft,base_url={url}/completions,tokenizer={model_folder},max_length=64"
-    (tmp_path / "harness.py").write_text(HARNESS)
-    call(tmp_path, env, "harness.py", arguments)
-    results = json.loads((tmp_path / "results.json").read_text())["samples"]
+    files = {"data": data, "cache": tmp_path / "cache"}
+    (tmp_path / "scored.yaml").write_text(SCORED.format(kind="multiple_choice", **files))
+    (tmp_path / "generated.yaml").write_text(GENERATED.format(kind="generate_until", **files))
+    # without the index of the package's own tasks, which takes a minute to read
+    own = tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
+    results = lm_eval.simple_evaluate(
+        "local-completions",
+        model_args=f"model=sft,base_url={url}/completions,tokenizer={model_folder},max_length=64",
+        tasks=["vowels_multiple_choice", "vowels_generate_until"],
+        task_manager=own,
+        batch_size=4,
+        bootstrap_iters=0,
+    )["samples"]
 
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -109,13 +102,17 @@ def test_lm_evaluation_harness_has_the_logprobs_and_texts_of_transformers(server
 
 
 def test_inspect_queries_the_chat_api(server, tmp_path):
-    pytest.importorskip("inspect_ai")
-    url, _, env = server
+    if find_spec("inspect_ai") is None:  # its import takes seconds, and this process does not need it
+        lacking("inspect_ai is not installed")
+    url, _ = server
     (tmp_path / "rows.jsonl").write_text('{"input": "say a:", "target": "a"}\n{"input": "say b:", "target": "b"}\n')
     (tmp_path / "vowels.py").write_text(INSPECT)
-    env |= {"ALIGNER_BASE_URL": url, "ALIGNER_API_KEY": "none", "INSPECT_DISPLAY": "none", "INSPECT_LOG_FORMAT": "json"}
-    flags = ["--max-tokens", "4", "--log-dir", "out"]
-    call(tmp_path, env, "-m", "inspect_ai", "eval", "vowels.py", "--model", "openai-api/aligner/sft", *flags)
+    env = os.environ | {"ALIGNER_BASE_URL": url, "ALIGNER_API_KEY": "none"}
+    env |= {"INSPECT_DISPLAY": "none", "INSPECT_LOG_FORMAT": "json"}
+    command = [sys.executable, "-m", "inspect_ai", "eval", "vowels.py", "--model", "openai-api/aligner/sft"]
+    command += ["--max-tokens", "4", "--log-dir", "out"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     (path,) = (tmp_path / "out").glob("*.json")
     log = json.loads(path.read_text())
     assert log["status"] == "success", log["error"]["message"]
