@@ -29,6 +29,7 @@ COMMANDS = {
     "submit": "hand a stage, or a sweep as an array, to Slurm",
     "plan": "predict memory and step time on GPUs, and refuse what cannot fit",
     "rehearse": "run ranks of a job here, without its GPUs, and refuse what would fail there",
+    "check": "compare loss and gradients of a model's layouts with one rank's, on a CPU: `check layouts`",
     "import": "turn a Hugging Face folder into a sharded checkpoint",
     "export": "turn a checkpoint into a Hugging Face folder",
     "sample": "sample answers to prompts, and write training files of them: run stage=sample",
@@ -44,7 +45,8 @@ COMMANDS = {
     "shakedown": "check this machine's GPUs by small jobs, rung by rung, and write a report",
     "keys": "list config keys with type, default and meaning",
 }
-OF_A_STAGE = ("run", "launch", "submit", "plan", "rehearse", "sample")  # keys that the stage does not read are refused
+# keys that the stage does not read are refused
+OF_A_STAGE = ("run", "launch", "submit", "plan", "rehearse", "check", "sample")
 ALONE = ("eval", "chat", "serve")  # compute in this process, which is no rank of a job
 OF_A_FOLDER = ("eval", "chat", "serve", "serve-rm")  # take a run folder alone, as run.dir=FOLDER
 METAVARS = dict.fromkeys(("report", *OF_A_FOLDER), "RUN_DIR | KEY=VALUE")
@@ -62,12 +64,13 @@ def parser() -> argparse.ArgumentParser:
     from aligner.rehearse import options as rehearse_options
     from aligner.shakedown import options as shakedown_options
     from aligner.tools import replay_options
+    from aligner.tools.layouts import options as check_options
 
     own = dict.fromkeys(("import", "export"), convert_options.add_parser)
     own |= dict.fromkeys(("replay", "bisect"), replay_options.add_parser)
     own["shakedown"] = shakedown_options.add_parser
     further = {"submit": submit_options.add_arguments, "plan": plan_options.add_arguments}
-    further["rehearse"] = rehearse_options.add_arguments
+    further |= {"rehearse": rehearse_options.add_arguments, "check": check_options.add_arguments}
     top = argparse.ArgumentParser(
         prog="aligner",
         description="Align language models on Megatron-Core.",
@@ -94,6 +97,8 @@ def parser() -> argparse.ArgumentParser:
         sub = subs.add_parser(
             name, help=text, description=text, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
         )
+        if name == "check":
+            check_options.add_subject(sub)
         sub.add_argument("overrides", nargs="*", metavar=METAVARS.get(name, "KEY=VALUE"))
         sub.add_argument("-c", "--config-dir", metavar="DIR", help="a further folder of config groups")
         sub.add_argument("--frozen", metavar="PATH", help="start from the config.yaml of a run instead of conf/")
@@ -332,6 +337,14 @@ def _rehearse(args: argparse.Namespace) -> int:
     return command.main(args, _with_vocabulary(_config(args)))
 
 
+def _check(args: argparse.Namespace) -> int:
+    cfg = _config(args)
+    with for_good():
+        from aligner.tools.layouts import check
+
+    return check.main(args, cfg)
+
+
 def _with_vocabulary(cfg: Config) -> Config:
     """Return the config with the size of its tokenizer, where only the tokenizer knows it and its folder is here."""
     model = cfg.model
@@ -483,6 +496,7 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "submit": _submit,
     "plan": _plan,
     "rehearse": _rehearse,
+    "check": _check,
     "import": _convert,
     "export": _convert,
     "sample": _sample,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,51 +27,31 @@ from aligner.config.sections.preference import PreferenceConfig
 from aligner.megatron import moe
 from aligner.megatron.model import Head
 from aligner.ops.rl import advantages
-from aligner.ops.rl.by_rank import with_partners
 from aligner.ops.rl.kto import mismatched
-from aligner.roles.critic import Critic
 from aligner.roles.policy import Policy, Reference
 from aligner.roles.ptx import Ptx
-from aligner.roles.reward_model import RewardModel
 from aligner.roles.teacher import Student, Teacher
 from aligner.rollout.balance import Balancer
 from aligner.rollout.record import read_recording
 from aligner.rollout.unpaired import with_reference, zero_point
 from aligner.run.timers import Timers
 from aligner.stages.distill import distill_loss
-from aligner.stages.dpo import dpo_loss, learn
+from aligner.stages.dpo import learn
 from aligner.stages.kto import kto_loss
-from aligner.stages.ppo import value_loss
-from aligner.stages.rm import preference_loss
-from aligner.stages.sft import sft_loss
+from aligner.tools.layouts import replay as layout_replay
+from aligner.tools.layouts.cases import LayoutCase
+from aligner.tools.layouts.replay import STEEP, with_pair_labels
 from aligner.types import LabelTargets, PolicyTargets, RolloutBatch, TrainBatch, ValueTargets
 from tests import invariance_losses
 from tests.megatron.models import build, build_on, weights
 from tests.tiny import random_routing, wild_source
 
-# Adam with a huge eps and no memory is gradient descent: with learning rate 1, and with one so large that the first
-# update is the gradient to float32's precision, not what is left of it beside the weight
+# Adam with a huge eps and no memory is gradient descent, with learning rate 1 (STEEP: with a larger one)
 PLAIN = OptimConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad=0.0)
-STEEP = replace(PLAIN, lr=1e8)
 ADAM = OptimConfig(lr=1e-3)
 
 
 SCORED = ("rm", "critic")  # models with a score head
-PLAIN_BATCH = BatchConfig(micro_batch_samples=16, share_prompts=False)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to compute the same thing."""
-
-    world: int = 1
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    batch: BatchConfig = field(default_factory=lambda: PLAIN_BATCH)
-    recompute: str = "none"
-    distributed: bool = True
-    dtype: torch.dtype = torch.float32
-    model: ModelConfig | None = None  # None: the table's
-    replay: bool = False  # a policy's tokens go to experts by lot
 
 
 PAIRS = (
@@ -84,6 +64,17 @@ PAIRS = (
 # sums, means and odds, the tail of the longer answer, weights from the whole distribution, NLL
 ROWS = PreferenceConfig(["sigmoid", "ipo", "rpo_bwd_kl"], [1.0, 0.01, 0.5], ld_alpha=0.5, wpo=True, nll_coef=0.3)
 BY_RANK = PreferenceConfig(["aot", "aot_unpaired"], beta=0.5, ld_alpha=0.5)
+KINDS = {  # stages that `aligner check layouts` has: kind of loss, keys
+    "rm": ("scores", AlgorithmConfig(reward_loss=RewardLossConfig(center_coef=0.01))),
+    "critic": ("values", AlgorithmConfig()),
+    "grpo": ("policy", AlgorithmConfig()),
+    "sft": ("likelihood", AlgorithmConfig()),
+    "sft_dft": ("likelihood", AlgorithmConfig(sft_loss="dft")),
+    "dpo": ("pairs", AlgorithmConfig(preference=ROWS)),
+    "dpo_by_rank": ("pairs", AlgorithmConfig(preference=BY_RANK)),
+    "dpo_others": ("pairs", AlgorithmConfig(preference=invariance_losses.PAIRS["dpo_others"])),
+}
+TEMPERATURE = 0.8
 KTO = KtoConfig(beta=0.2, desirable_weight=1.2)
 # of the whole vocabulary, and of three tokens and their tail; a teacher of another shape and a larger vocabulary
 DISTILL = {
@@ -113,7 +104,7 @@ def near_ties() -> Iterator[list[int]]:
         moe.route = original
 
 
-def replay(file: Path, stage: str, model: ModelConfig, case: Case, count: int, without: str = "") -> dict:
+def replay(file: Path, stage: str, model: ModelConfig, case: LayoutCase, count: int, without: str = "") -> dict:
     """{"loss", "gradient", "start", "sgd", "adam", "near_ties"} on rank 0: the loss before any update, the gradient by
     full tensor, the weights before and after two steps, and its `near_ties` in all of it. Of the first `count` rows,
     two micro-batches or more. `without`: rejected rows "invalid" stay in the batch, "gone" are taken out."""
@@ -125,7 +116,7 @@ def replay(file: Path, stage: str, model: ModelConfig, case: Case, count: int, w
     return result | {"near_ties": sum(ties)} if dist.get_rank() == 0 else {}
 
 
-def _replay(recording, stage: str, model: ModelConfig, case: Case, without: str) -> dict:
+def _replay(recording, stage: str, model: ModelConfig, case: LayoutCase, without: str) -> dict:
     cfg = replace(model, vocab_size=recording.header.origin.vocab_size, recompute=case.recompute)
     rows = prepare(recording.rollout, without)
     if case.replay and stage not in SCORED:
@@ -266,69 +257,42 @@ def follow(step: int, sharded, reference: Reference, own: TrainBatch, batch: Bat
     """A step of stage dpo whose reference follows."""
     cfg, policy = invariance_losses.PAIRS["dpo_sync"], Policy(sharded, batch, entropy=False)
     run, off = SimpleNamespace(timers=Timers()), FirstStepChecks(False)
-    return learn(run, step, with_numbers(own), policy, reference, cfg, off)["policy/loss"]
-
-
-def with_numbers(own: TrainBatch) -> TrainBatch:
-    """Pairs with margins, rewards and weights."""
-    known = own.of(LabelTargets)
-    labels = torch.stack([known.labels, known.labels, torch.ones_like(known.labels)], 1)
-    return own.with_payloads(LabelTargets(labels, known.ref_logprobs))
+    return learn(run, step, with_pair_labels(own), policy, reference, cfg, off)["policy/loss"]
 
 
 def update(stage: str, sharded, own: TrainBatch, batch: BatchConfig) -> float:
     """One optimizer step by the stage's own role and loss; the minibatch loss before it."""
     group = sharded.layout.pgs.dp
-    if stage == "rm":
-        cfg = AlgorithmConfig(reward_loss=RewardLossConfig(center_coef=0.01))
-        role, name = RewardModel(sharded, batch), "rm/loss"
-        stats = role.update(own, preference_loss(len(own.lengths) // 2, cfg, group), 2)
-    elif stage == "critic":
-        stats, name = Critic(sharded, batch).update(own, value_loss(own, 0.2, group)), "critic/loss"
-    elif stage in ("dpo", "dpo_by_rank", "dpo_others"):
-        cfg = {"dpo": ROWS, "dpo_by_rank": BY_RANK}.get(stage) or invariance_losses.PAIRS[stage]
-        pairs, role = with_numbers(own), Policy(sharded, batch, entropy=False, log_squares=cfg.wpo)
-        if cfg.by_rank:
-            pairs.of(LabelTargets).labels = with_partners(
-                pairs, role.logprobs(pairs, pairs.loss_mask, unit=2), cfg, group
-            )
-        stats, name = role.update(pairs, dpo_loss(pairs, cfg, group), 2), "policy/loss"
-    elif stage == "kto":
+    if stage in KINDS:
+        kind, cfg = KINDS[stage]
+        return layout_replay.update(kind, sharded, own, batch, cfg, TEMPERATURE)[0]
+    if stage == "kto":
         role, (answers, others) = Policy(sharded, batch, entropy=False), with_reference(own, None)
-        z0, name = zero_point(role, others), "policy/loss"
+        z0 = zero_point(role, others)
         assert z0 > 1 or sharded.step_count, "a zero point that counts"
-        stats = role.update(answers, kto_loss(answers, z0, KTO, group))
-    elif stage in DISTILL:
+        return role.update(answers, kto_loss(answers, z0, KTO, group))["policy/loss"]
+    if stage in DISTILL:
         student, rows = learner(DISTILL[stage], sharded, own, batch)
-        stats, name = student.update(rows, distill_loss(rows, student.cfg, group)), "policy/loss"
-    else:
-        name = "policy/loss"
-        role = Policy(sharded, batch, temperature=0.8)
-        if stage in ("sft", "sft_dft"):
-            loss = sft_loss(own, group, "dft" if stage == "sft_dft" else "nll")
-        elif stage in invariance_losses.POLICY:
-            cfg = invariance_losses.POLICY[stage]
-            if not sharded.step_count:  # as a stage does before it updates; later steps are of the same rollout
-                targets = own.of(PolicyTargets)
-                targets.old_logprobs = targets.ref_logprobs = role.logprobs(own, own.loss_mask)
-            loss = policy_loss(own, cfg, cfg.kl.coef, 16, group, dtype=sharded.dtype)
-        elif stage == "grpo":
-            loss = policy_loss(own, AlgorithmConfig(), 0.0, 16, group)
-        elif stage == "grpo_proxy":
-            mask, targets = own.loss_mask, own.of(PolicyTargets)
-            engine = {"old_logprobs": None, "rollout_logprobs": targets.old_logprobs, "response_mask": mask}
-            own = own.with_payloads(replace(targets, **engine, versions=own.tokens % 3))
-            anchor = Anchor("proxy", MismatchConfig("tis_token"), 2, 4)
-            loss = policy_loss(own, AlgorithmConfig(), 0.0, 16, group, anchor)
-        else:
-            cfg = AlgorithmConfig(advantage="gae", entropy_coef=0.01, aggregation="seq_mean_token_mean", dual_clip=3.0)
-            cfg.kl.coef, cfg.kl.placement, cfg.kl.estimator = 0.05, "loss", "k3"
-            loss = policy_loss(own, cfg, cfg.kl.coef, 16, group)
-            role.ptx = Ptx(Repeated(TrainBatch(own.tokens, own.lengths, own.loss_mask)), 0.3, sharded.layout)
-        stats = role.update(own, loss)
-        if stage == "ppo":
-            return stats[name] + stats["ptx/loss"]
-    return stats[name]
+        return student.update(rows, distill_loss(rows, student.cfg, group))["policy/loss"]
+    role = Policy(sharded, batch, temperature=TEMPERATURE)
+    if stage in invariance_losses.POLICY:
+        cfg = invariance_losses.POLICY[stage]
+        if not sharded.step_count:  # as a stage does before it updates; later steps are of the same rollout
+            targets = own.of(PolicyTargets)
+            targets.old_logprobs = targets.ref_logprobs = role.logprobs(own, own.loss_mask)
+        return layout_replay.update("policy", sharded, own, batch, cfg, TEMPERATURE)[0]
+    if stage == "grpo_proxy":
+        mask, targets = own.loss_mask, own.of(PolicyTargets)
+        engine = {"old_logprobs": None, "rollout_logprobs": targets.old_logprobs, "response_mask": mask}
+        own = own.with_payloads(replace(targets, **engine, versions=own.tokens % 3))
+        anchor = Anchor("proxy", MismatchConfig("tis_token"), 2, 4)
+        return role.update(own, policy_loss(own, AlgorithmConfig(), 0.0, 16, group, anchor))["policy/loss"]
+    assert stage == "ppo"
+    cfg = AlgorithmConfig(advantage="gae", entropy_coef=0.01, aggregation="seq_mean_token_mean", dual_clip=3.0)
+    cfg.kl.coef, cfg.kl.placement, cfg.kl.estimator = 0.05, "loss", "k3"
+    role.ptx = Ptx(Repeated(TrainBatch(own.tokens, own.lengths, own.loss_mask)), 0.3, sharded.layout)
+    stats = role.update(own, policy_loss(own, cfg, cfg.kl.coef, 16, group))
+    return stats["policy/loss"] + stats["ptx/loss"]
 
 
 @dataclass

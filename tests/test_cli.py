@@ -112,8 +112,8 @@ def test_errors_stay_where_the_reader_has_gone(end, code, shown):
     [name for name in COMMANDS if name not in ("import", "export", "keys", "board", "replay", "bisect", "shakedown")],
 )
 def test_cfg_prints_the_resolved_config_on_every_command_with_one(command, capsys):
-    ranks = ["--ranks", "2"] if command == "launch" else []
-    assert main([command, *ranks, "stage=grpo", "--cfg", "optim.lr=3e-4", "run.name=x"]) == 0
+    needed = {"launch": ["--ranks", "2"], "check": ["layouts"]}.get(command, [])
+    assert main([command, *needed, "stage=grpo", "--cfg", "optim.lr=3e-4", "run.name=x"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert (shown["stage"]["name"], shown["optim"]["lr"], shown["run"]["dir"]) == ("grpo", 3e-4, "runs/x")
     assert not Path("runs").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import tempfile
 from dataclasses import replace
@@ -25,6 +24,7 @@ from aligner.families import FAMILIES
 from aligner.families.hf_config import config_from_hf, hf_config
 from aligner.models.fused import joined, parts_of
 from aligner.models.safetensors_io import open_hf, write_hf
+from aligner.tools.layouts.weights import norm_middle, wild_source  # noqa: F401 (the latter for others)
 from aligner.types import LabelTargets, TrainBatch
 
 # the vocabulary is odd: two tensor ranks pad it
@@ -290,28 +290,6 @@ MORE |= {
 ADAM = OptimConfig(lr=1e-3)
 # Adam with a huge eps and no memory is gradient descent with learning rate 1: updates are gradients
 SGD = OptimConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad=0.0)
-
-
-def norm_middle(cfg: ModelConfig, name: str) -> float:
-    """The weight with which the norm, or the scalar, of that name, in Megatron or in files, multiplies by 1."""
-    of_linear_attention = "out_norm" in name or "linear_attn.norm" in name
-    return 0.0 if FAMILIES[cfg.family].offset_norms and not of_linear_attention else 1.0
-
-
-def wild_source(cfg: ModelConfig, seed: int = 0):
-    """Random weights by name with distributions far from uniform and no constants that would hide a mix-up."""
-
-    def source(spec) -> torch.Tensor:
-        word = hashlib.sha256(f"{seed}/{spec.canonical}".encode()).digest()
-        if spec.integer:
-            return torch.randint(
-                4, spec.shape, generator=torch.Generator().manual_seed(int.from_bytes(word[:6], "big"))
-            )
-        noise = torch.randn(spec.shape, generator=torch.Generator().manual_seed(int.from_bytes(word[:6], "big")))
-        multiplies = "norm" in spec.canonical or "scalar" in spec.canonical
-        return 0.2 * noise + (norm_middle(cfg, spec.canonical) if multiplies else 0.0)
-
-    return source
 
 
 def batch(cfg: ModelConfig, rows: int = 8, width: int = 13, seed: int = 1) -> TrainBatch:

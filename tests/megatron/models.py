@@ -21,10 +21,10 @@ from aligner.megatron.weights import OUTPUT
 from aligner.models.params import from_hf
 from aligner.models.safetensors_io import open_hf
 from aligner.ops.kernels.logprobs import token_logprobs
-from aligner.refit.stream import WeightStream
 from aligner.roles.batching import micro_batches
 from aligner.roles.policy import Policy
 from aligner.roles.reward_model import last_token_scores
+from aligner.tools.layouts.replay import full_weights as weights
 from aligner.types import LabelTargets, LossOutput, TrainBatch
 from tests.ranks import Ranks
 from tests.tiny import ADAM, batch, wild_source
@@ -63,10 +63,6 @@ def build_on(trunk: ShardedModel, optim: OptimConfig = ADAM) -> ShardedModel:
 def from_folder(folder: str, parallel: ParallelConfig = ONE, head: Head = Head(), **kwargs) -> ShardedModel:  # noqa: B008
     cfg, tensors = config_from_hf(folder), open_hf(folder)
     return build(cfg, parallel, head=head, source=lambda spec: from_hf(spec, tensors, cfg), **kwargs)
-
-
-def weights(model: ShardedModel) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for bucket in WeightStream(model, 1 << 20) for name, t in bucket}
 
 
 def shares(model: ShardedModel, full: TrainBatch) -> TrainBatch:
