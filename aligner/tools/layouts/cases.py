@@ -96,12 +96,12 @@ def cases_of(cfg: Config, model: ModelConfig) -> tuple[dict[str, LayoutCase], di
 def tolerances(case: LayoutCase, model: ModelConfig) -> dict[str, float]:
     """Return measure -> how far a case may be from one rank."""
     bounds = dict(TOLERANCES)
-    allowed = {
-        CONTEXT_GRADIENT: case.parallel.context > 1,
-        SHARP_GRADIENT: model.traits.plain_scores,
-        STREAMS_GRADIENT: model.traits.hyper,
-    }
-    for bound, needed in allowed.items():
+    allowed = [
+        (CONTEXT_GRADIENT, case.parallel.context > 1),
+        (SHARP_GRADIENT, model.traits.plain_scores),
+        (STREAMS_GRADIENT, model.traits.hyper),
+    ]
+    for bound, needed in allowed:
         if needed:
             bounds |= {name: max(bounds[name], bound) for name in ("norm", "gradient")}
     return bounds
