@@ -44,6 +44,9 @@ def make_model(
     batch, source, layout = job.cfg.batch, trunk or initial.source(head), layout or job.layout
     rows = {"packed": batch.packing, "share": batch.share_prompts}
     rows |= {"seed": job.cfg.seed, "restore": None if trunk else partial(_restore, initial), "factors": factors}
+    if optim is not None and initial.config.megatron.get("tp_comm_overlap"):
+        make_buffers = on_demand("model.megatron.tp_comm_overlap")
+        rows["buffers"] = make_buffers(initial.config, layout, job.dtype, batch.micro_batch_tokens)
     model = ShardedModel(initial.config, layout, head, job.dtype, job.device, source, optim, steps, **rows)
     if model.adapted is not None:
         job.built.frozen.append(initial.weights)

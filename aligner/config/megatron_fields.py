@@ -29,7 +29,10 @@ CLASSES = {"model": (TRANSFORMER,), "optim": (OPTIMIZER, DDP)}
 # MLP, experts and loss, do not ask for them. Nor may one model's fields change another's updates, as
 # reduce_scatter_with_fp32_accumulation does
 READ = {
-    TRANSFORMER: ("fp8", "fp8_recipe", "first_last_layers_bf16", "recompute_modules", "deallocate_pipeline_outputs"),
+    TRANSFORMER: (
+        *("fp8", "fp8_recipe", "first_last_layers_bf16", "recompute_modules", "deallocate_pipeline_outputs"),
+        *("tp_comm_overlap", "tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_bootstrap_backend"),
+    ),
     OPTIMIZER: ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "decoupled_weight_decay"),
     DDP: ("bucket_size", "pad_buckets_for_high_nccl_busbw"),
 }

@@ -21,6 +21,10 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "engine.ranks, to order": ("aligner.engines.native.remote:RemoteEngine", lambda cfg: cfg.engine.ranks > 0),
     "engine.quantization": ("aligner.engines.quantized:quantized_engine", emulated),
     "model.lora.init": ("aligner.builders.adapters:initial_factors", lambda cfg: bool(cfg.model.lora.init)),
+    "model.megatron.tp_comm_overlap": (
+        "aligner.megatron.user_buffers:make_buffers",
+        lambda cfg: bool(cfg.model.megatron.get("tp_comm_overlap")),
+    ),
     "refit.adapters=factors": ("aligner.refit.factors:FactorExchange", lambda cfg: cfg.refit.adapters == "factors"),
     "eval.generate": ("aligner.builders.engines:make_answer_evaluator", lambda cfg: bool(evaluation_functions(cfg))),
     "environment": ("aligner.builders.environments:find_tools", lambda cfg: cfg.environment.on),

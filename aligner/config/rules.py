@@ -133,6 +133,11 @@ model.passes_beside => model.recompute =none
 model.megatron.fp8 => model.hidden_size, model.head_dim, model.attention.global_head_dim %ranks.fp8
 model.megatron.fp8 => model.ffn_hidden_size %ranks.fp8_tensor
 model.megatron.fp8 !model.head_dim => model.hidden_size %ranks.fp8_heads | , or head_dim
+model.megatron.tp_comm_overlap => parallel.sequence =true | with model.megatron.tp_comm_overlap
+model.megatron.tp_comm_overlap => run.deterministic =false
+    | with model.megatron.tp_comm_overlap, which Megatron-Core excludes
+model.megatron.tp_comm_overlap !batch.micro_batch_tokens => batch.micro_batch_samples =auto
+    | with model.megatron.tp_comm_overlap: its buffers hold batch.micro_batch_tokens
 ranks.choices => parallel.stage_layers
     | stages that begin with an indexer of their own: layers {ranks.choices} use the choice of the layer before
 !model.moe.num_experts !scorer => mismatch.replay_routing =false | for a model without experts (model.moe)

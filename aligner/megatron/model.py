@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import megatron.core.extensions.transformer_engine as te
 import torch
@@ -54,6 +54,9 @@ from aligner.megatron.variants import (
 )
 from aligner.models.params import embedding_factor
 from aligner.ops.kernels.products import use_fast_products
+
+if TYPE_CHECKING:
+    from aligner.megatron.user_buffers import UserBuffers
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+\.")
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_pytorch_tanh": gelu_tanh, "relu2": relu2}
@@ -122,7 +125,9 @@ def padded_vocab(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
-def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype, device: torch.device) -> LayerConfig:
+def transformer_config(
+    cfg: ModelConfig, layout: Layout, dtype: torch.dtype, device: torch.device, overlaps: bool
+) -> LayerConfig:
     family = cfg.traits
     config = LayerConfig(
         **modules_of(cfg, dtype, device),
@@ -160,7 +165,7 @@ def transformer_config(cfg: ModelConfig, layout: Layout, dtype: torch.dtype, dev
         recompute_granularity="full" if cfg.recomputed else "selective" if cfg.recomputed_modules else None,
         recompute_method="block" if cfg.recomputed else None,
         recompute_num_layers=cfg.recomputed or None,
-        **cfg.megatron,
+        **cfg.megatron | {"tp_comm_overlap": overlaps},
     )
     return with_fields(config, pipeline_model_parallel_layout=Offset(cfg.stages(layout)[layout.pp_rank].start))
 
@@ -313,6 +318,8 @@ def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) ->
         raise ConfigError("model.kernels", "te", "auto or own", f"TransformerEngine is not used here: {reason}.")
     if fp8 and (reason := TE.lacks or transformer_engine.lacks_fp8(cfg.megatron["fp8_recipe"])):
         raise ConfigError("model.megatron.fp8", fp8, "a device with FP8, and TransformerEngine", f"Here: {reason}.")
+    if TE.lacks and cfg.megatron.get("tp_comm_overlap"):
+        raise ConfigError("model.megatron.tp_comm_overlap", True, "false without TransformerEngine", f"{TE.lacks}.")
     varlen.is_used(cfg, dtype, device)
 
 
@@ -329,14 +336,21 @@ def _with_plain_strides(module: torch.nn.Module, inputs: Any, output: Tensor) ->
     return output.view(output.shape)
 
 
-def build_model(cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype, device: torch.device) -> StageModel:
+def build_model(
+    cfg: ModelConfig,
+    layout: Layout,
+    head: Head,
+    dtype: torch.dtype,
+    device: torch.device,
+    buffers: UserBuffers | None = None,
+) -> StageModel:
     """Build this rank's stage of the model, weights not yet set. `cfg.vocab_size` must be known."""
     assert cfg.vocab_size > 0, "model.vocab_size must be resolved from the tokenizer first"
     check_kernels(cfg, dtype, device)
     use_fast_products(device, dtype)
     tp_rank = layout.tp_rank
     model_parallel_cuda_manual_seed(0, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank, force_reset_rng=True)
-    config = transformer_config(cfg, layout, dtype, device)
+    config = transformer_config(cfg, layout, dtype, device, buffers is not None)
     stages = cfg.stages(layout)[layout.pp_rank :: layout.pipeline]
     model = StageModel(
         config=config,
@@ -370,4 +384,6 @@ def build_model(cfg: ModelConfig, layout: Layout, head: Head, dtype: torch.dtype
             begin_streams(model.embedding, cfg.hyper.streams)
     if head.kind == "score" and layout.is_last_stage:
         model.output_layer = ScoreHead(config, head.outputs, layout.pgs.tp)
+    if buffers is not None:
+        buffers.watch(model)
     return model.to(device)

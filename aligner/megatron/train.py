@@ -55,6 +55,7 @@ from aligner.types import LossOutput, ScalarMetrics, TeacherTargets, TrainBatch
 
 if TYPE_CHECKING:
     from aligner.megatron.ema import Ema
+    from aligner.megatron.user_buffers import UserBuffers
 
 # (what the last stage gives for each token of its stream, micro-batch with its `packing`): hidden states [N, H] for
 # `over_logits` with a language-model head, [N, K] with a scalar head
@@ -92,15 +93,16 @@ class ShardedModel:
         seed: int = 0,
         restore: Callable[[ShardedModel], None] | None = None,
         factors: WeightSource | None = None,
+        buffers: UserBuffers | None = None,
     ):
         """Build the model and load its weights.
 
         `restore` loads weights over those of `source`. `seed` is that of adapters, which a model with `optim` has if
         `cfg.lora` says so, unless they start with `factors`. If `source` is a model with adapters, this one shares its
-        frozen parameters, and a score head starts at zero.
+        frozen parameters, and a score head starts at zero. `buffers` are those of its linear layers' messages.
         """
         self.cfg, self.layout, self.head, self.device, self.dtype = cfg, layout, head, device, dtype
-        self.module = build_model(cfg, layout, head, dtype, device)
+        self.module, self.buffers = build_model(cfg, layout, head, dtype, device, buffers), buffers
         self.trunk = source if isinstance(source, ShardedModel) else None  # whose frozen weights these are
         if self.trunk is None:
             load_weights(self.module, cfg, layout, head, source)
@@ -120,8 +122,7 @@ class ShardedModel:
             self.adapted = attach(self.module, cfg, layout, head, seed)
             if factors is not None:
                 self.adapted.start_from(factors)
-        self.load = ExpertLoad(self.module, cfg.moe, layout)
-        self.indexer_loss = IndexerLoss(self.module, cfg, layout)
+        self.load, self.indexer_loss = ExpertLoad(self.module, cfg.moe, layout), IndexerLoss(self.module, cfg, layout)
         self._frequencies = {local: inverse_frequencies(cfg, local).to(device) for local in (False, True)}
         # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can
         mixed = head.kind == "score" or (cfg.lora.dora if self.adapted else cfg.traits.trains_float32)
@@ -242,19 +243,23 @@ class ShardedModel:
 
     def _pack(self, batch: TrainBatch) -> Packing:
         layout = self.layout
-        packing = pack(
+        laid = partial(
+            pack,
             batch.lengths,
             batch.tokens.shape[1],
             padded=not self.packed,
             context=layout.context,
             rank=layout.pgs.cp.rank(),
-            multiple=layout.tensor * self.cfg.fp8_step if layout.sequence else self._round(int(batch.lengths.sum())),
             over_heads=layout.over_heads,
             share=batch.tokens if self.share else None,
             routing=batch.routing,
             ragged=self.module.config.rows is not None,
             segments=bool(self.cfg.linear.key_heads),
         )
+        own = self._round(int(batch.lengths.sum()))
+        packing = laid(multiple=layout.tensor * self.cfg.fp8_step if layout.sequence else own)
+        if self.buffers is not None and self.buffers.lacks_few(packing.tokens):
+            packing = laid(multiple=self.buffers.tokens)
         if batch.wanted is not None and layout.is_last_stage:
             packing = without_unread(packing, batch.wanted, self._round)
             less = narrowed(packing, batch.wanted, self._round) if self._narrows else packing

@@ -112,6 +112,9 @@ class Assumptions(Prices):
     tensor_s: float = 0.0
     # layers' products in FP8 (`model.megatron.fp8`), with casts: their rate over bfloat16's (published)
     fp8_products: float = 1.65
+    # of the time of messages in user buffers (`model.megatron.tp_comm_overlap`), the share that products hide: an
+    # estimate, not measured. Rings of chunks hide more, and make products slower
+    beside: float = 0.5
     # published runs have: those of experts too, by which all layers' are faster; and messages beside products, the
     # share of their time that shows
     fp8: float = 1.0

@@ -28,6 +28,7 @@ from aligner.plan.sizes import (
     refit_buffers,
     replaced_bytes,
     teacher_heads,
+    user_buffers,
     weight_bytes,
     whole_bytes,
 )
@@ -43,6 +44,7 @@ ITEMS = {
     "activations": ("activations", "batch.micro_batch_tokens or micro_batch_samples, parallel.context"),
     "logits": ("logits and gradients of their matrix", "batch.logits_bytes, parallel.tensor"),
     "embedding": ("gradients of the embedding", "parallel.tensor, parallel.pipeline"),
+    "user buffers": ("buffers of tensor parallelism", "batch.micro_batch_tokens, model.megatron.tp_comm_overlap=false"),
     "backward": ("one layer's gradients", "batch.micro_batch_tokens or micro_batch_samples, parallel.tensor"),
     "heads": ("the teachers' output matrices", "parallel.tensor, algorithm.distill.top_k"),
     "judges": ("the weights of reward.judges", "engine.tensor_parallel, engine.dtype"),
@@ -261,6 +263,8 @@ def stage_phases(job: PlanJob, stage: int) -> dict[str, dict[str, float]]:
         # Adam is fused and needs nothing beside, clipping one tensor at a time
         phases["update"] = max(updates, key=lambda items: sum(items.values()))
         phases["save"] = base  # from where it lies to host memory (plan/host.py), without a copy on the device
+    if size := user_buffers(job):
+        phases = {name: items | {"user buffers": size} for name, items in phases.items()}
     return phases
 
 

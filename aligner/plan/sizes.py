@@ -201,3 +201,14 @@ def refit_buffers(job: PlanJob, stage: int | None) -> float:
     received = max(message(sender, sender == stage) for sender in range(grid.pipeline))
     sent = 0.0 if stage is None else message(stage, grid.pipeline == 1)
     return 2 * (sent if engine.ranks and stage is not None else received + sent)
+
+
+def user_buffers(job: PlanJob) -> float:
+    """Return the bytes of TransformerEngine's user buffers, which stay to the end: of a micro-batch, eight to gather
+    inputs or gradients and four to scatter sums. In FP8 those that gather take a byte."""
+    own = job.policy.shape.megatron
+    if not own.get("tp_comm_overlap"):
+        return 0.0
+    numbers = 4 * job.element + 8 * (1 if own.get("fp8") else job.element)
+    numbers += 12 * job.element * bool(own.get("first_last_layers_bf16"))
+    return numbers * job.micro_tokens / job.grid.context * job.policy.shape.hidden_size

@@ -49,6 +49,7 @@ from aligner.plan.traffic import (
     apart_bytes,
     axis_size,
     axis_stride,
+    buffered_calls,
     message_seconds,
     pass_calls,
     refit_calls,
@@ -247,6 +248,9 @@ def _pipeline(
     one.parts["kernels"] = kernels * (1 if job.balanced else _largest_share(job))
     calls = pass_calls(job, model, stage, tokens, backward)
     _communicate(one, [c if c.axis != "pp" else replace(c, size=c.size * grid.virtual) for c in calls], job, machine)
+    if backward:
+        beside = sum(machine.seconds(call, grid) for call in buffered_calls(job, model, stage, tokens))
+        one.parts["tp communication"] -= min(machine.assumed.beside * beside, kernels)
     if grid.pipeline > 1:
         phase.parts["bubble"] += (grid.pipeline - 1) / grid.virtual * one.seconds
     _add(phase, one, count)

@@ -13,6 +13,7 @@ from itertools import chain
 from math import ceil, log2
 
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.kernels import NEAR
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.families.table import end_table, layer_table
 from aligner.plan.adapters import (
@@ -278,13 +279,9 @@ def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, bac
     hidden = own * m.hidden_size * e
     looked_up = hidden + own * m.num_layers * m.layer_input_size * e
     passed = hidden * max(1, m.hyper.streams)  # between stages
-    read, kept = reads(job, model, tokens), [tokens] * len(layers)
-    if last:
-        kept[-1] = read.kept
-    each = list(zip(kept, layers, strict=True))
-    again = [x for x, twice in zip(each, recomputed(m, grid, stage, job.recompute), strict=True) if backward and twice]
-    alone = [(k, tuple({*kinds} - {"attention", "linear"})) for k, kinds in each if recomputes_mlp(m, kinds)] * backward
-    calls = _sum(layer_forward(model, grid, tokens, k, e, kinds) for k, kinds in each + again + alone)
+    read, (each, again) = reads(job, model, tokens), _computed(job, model, stage, tokens)
+    forward = each + again * backward
+    calls = _sum(layer_forward(model, grid, tokens, k, e, kinds) for k, kinds in forward)
     if backward and is_adapted(model):
         free = needs_no_input_gradient(m, grid, stage, job.recompute)
         calls += _sum(
@@ -312,6 +309,34 @@ def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, bac
     if stage > 0 and backward:
         calls.append(CollectiveCalls("pp", "send", passed / (grid.tensor if grid.sequence else 1)))
     return within(calls, grid)
+
+
+def _computed(job: PlanJob, model: PlannedModel, stage: int, tokens: float) -> tuple[list, list]:
+    """Return (tokens, kinds) of each layer of a stage, and of what backward computes again."""
+    grid, m, layers = job.grid, model.shape, stage_layers(model.shape, job.grid, stage)
+    kept = [tokens] * len(layers)
+    if stage == grid.pipeline - 1:
+        kept[-1] = reads(job, model, tokens).kept
+    each = list(zip(kept, layers, strict=True))
+    again = [x for x, twice in zip(each, recomputed(m, grid, stage, job.recompute), strict=True) if twice]
+    alone = [(k, tuple({*kinds} - {"attention", "linear"})) for k, kinds in each if recomputes_mlp(m, kinds)]
+    return each, again + alone
+
+
+def buffered_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float) -> list[CollectiveCalls]:
+    """Return those of a trained micro-batch that go beside products (`megatron/user_buffers.py`): inputs and sums of
+    the forward pass, gradients of the sums. There are none of a micro-batch much smaller than the buffers."""
+    m, grid = model.shape, job.grid
+    if not m.megatron.get("tp_comm_overlap") or not job.micro_tokens or tokens < NEAR * job.micro_tokens:
+        return []
+    calls, (each, again) = list[CollectiveCalls](), _computed(job, model, stage, tokens)
+    for number, (kept, kinds) in enumerate(each + again):
+        inputs, outputs = [*_inputs(m, kinds), *_mlp_inputs(m, grid, kinds)], _outputs(m, grid, kinds)
+        gathered = inputs + outputs * (number < len(each))
+        size = kept / grid.context * job.element
+        calls.append(CollectiveCalls("tp", "all_gather", sum(gathered) * size, len(gathered)))
+        calls.append(CollectiveCalls("tp", "reduce_scatter", sum(outputs) * size, len(outputs)))
+    return within(_sum([calls]), grid)
 
 
 def _head(model: PlannedModel, grid: Grid, hidden: float, backward: bool) -> Iterator[CollectiveCalls]:

@@ -72,6 +72,8 @@ REFUSED = {
     "model.megatron.params_dtype=bfloat16": "expected no value: it is decided by model.dtype",
     "optim.megatron.overlap_grad_reduce=false": "decided by aligner, which always overlaps the reduction. Remove it.",
     "optim.megatron.reduce_scatter_with_fp32_accumulation=true": "a field that aligner uses: use_precision_aware",
+    "model.megatron.tp_comm_bootstrap_backend=ucc": "expected one of nccl, mpi, gloo",
+    "model.megatron.tp_comm_overlap_rs_dgrad=true": "a field that aligner uses: fp8, fp8_recipe",
     "model.megatron.num_layers_at_start_in_bf16=17": "a field that aligner uses: fp8, fp8_recipe",
     "model.megatron.hidden_dropout=0.1": "a field that aligner uses: fp8, fp8_recipe",
 }

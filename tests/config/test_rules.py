@@ -355,6 +355,20 @@ sft@2 ; model={megatron: {fp8: hybrid, fp8_recipe: tensorwise}, ffn_hidden_size:
     => model.ffn_hidden_size
 sft ; model={megatron: {fp8: hybrid, fp8_recipe: tensorwise}, kernels: own} => model.megatron.fp8
 sft ; model={megatron: {fp8: hybrid, fp8_recipe: tensorwise}, dtype: float32} => model.megatron.fp8
+sft@2 ; model.megatron.tp_comm_overlap=true ; parallel.tensor=2 => parallel.sequence
+sft@2 ; model.megatron.tp_comm_overlap=true ; parallel={tensor: 2, sequence: true} ; run.deterministic=true
+    => run.deterministic
+sft@2 ; model.megatron.tp_comm_overlap=true ; parallel={tensor: 2, sequence: true} ; batch.micro_batch_samples=2
+    => batch.micro_batch_samples
+sft ; model.megatron.tp_comm_overlap_ag=true => model.megatron.tp_comm_overlap
+sft ; model.megatron.tp_comm_overlap_rs=true => model.megatron.tp_comm_overlap
+sft ; model.megatron.tp_comm_bootstrap_backend=gloo => model.megatron.tp_comm_overlap
+sft ; model={megatron: {tp_comm_overlap: true}, family: qwen3_moe, moe: {num_experts: 4}} => model.moe.num_experts
+sft ; model=qwen3.5_4b ; model.megatron.tp_comm_overlap=true => model.linear.key_heads
+sft ; model={megatron: {tp_comm_overlap: true}, hidden_size: 48} => model.hidden_size
+sft ; model={megatron: {tp_comm_overlap: true, fp8: hybrid, fp8_recipe: blockwise}} => model.megatron.fp8_recipe
+sft@2 ; model={megatron: {tp_comm_overlap: true}, kernels: own} ; parallel={tensor: 2, sequence: true}
+    => model.megatron.tp_comm_overlap
 sft ; model.dtype=float32 ; optim.gradient_dtype=bfloat16 => optim.gradient_dtype
 ppo ; model.dtype=float32 ; critic.optim.gradient_dtype=bfloat16 => critic.optim.gradient_dtype
 grpo ; algorithm.policy_loss=gspo => algorithm.aggregation

@@ -12,6 +12,14 @@ import torch
 from torch import Tensor
 
 from tests.megatron import te_fp8
+from tests.megatron.te_buffers import (  # noqa: F401 (of the extension)
+    CommOverlap,
+    CommOverlapHelper,
+    CommOverlapP2P,
+    CommOverlapType,
+    device_supports_multicast,
+    get_stream_priority_range,
+)
 from tests.megatron.te_fp8 import bgrad_quantize, create_empty_quantized_tensor, dequantize, fp8_transpose, quantize  # noqa: F401 (of the extension)
 from tests.megatron.te_rows import Rule, attend, attend_backward
 
@@ -79,7 +87,9 @@ def ubuf_built_with_mpi() -> bool:
 def generic_gemm(A, transA, B, transB, D, quantizer, output_dtype, bias, bias_type, gelu, gelu_in, grad,
                  workspace, workspace_size, accumulate, use_split_accumulator, **options):  # fmt: skip
     """`cuBLAS` counts columns first: D = op(B) @ op(A) of rows."""
-    assert quantizer is None and not gelu and options.get("comm_overlap") is None
+    assert quantizer is None and not gelu and not options.get("bulk_overlap")
+    if (buffer := options.get("comm_overlap")) is not None and options["comm_type"] == CommOverlapType.AG:
+        buffer.gather(getattr(B, "_data", getattr(B, "_rowwise_data", B)))
     a, b = te_fp8.plain(A, transA), te_fp8.plain(B, not transB)
     out = (b.t() if transB else b) @ (a.t() if transA else a)
     shape = out.shape if transB else (*B.size()[:-1], out.shape[-1])
@@ -92,7 +102,9 @@ def generic_gemm(A, transA, B, transB, D, quantizer, output_dtype, bias, bias_ty
     if D is not None:
         assert D.shape == out.shape, (D.shape, out.shape)
         out = D.add_(out) if accumulate else D.copy_(out)
-    return out, of_bias, None, None
+    if buffer is not None and options["comm_type"] == CommOverlapType.RS:
+        buffer.scatter(out, options["extra_output"])
+    return out, of_bias, None, options.get("extra_output")
 
 
 # ---- norms

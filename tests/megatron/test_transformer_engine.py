@@ -20,9 +20,7 @@ from aligner.plan.activations import activation_bytes
 from aligner.plan.job import PlanJob, PlannedModel, PlannedRows
 from aligner.plan.shapes import Grid
 from aligner.roles.batching import micro_batches
-from tests.megatron import models, te_stand_in, test_waits
-from tests.needs import lacking
-from tests.ranks import Ranks
+from tests.megatron import models, test_waits
 from tests.tiny import ADAM, LLAMA, MODELS, MOE, MORE, SGD, WINDOWS, batch, relative
 
 pytestmark = pytest.mark.multirank
@@ -38,15 +36,6 @@ LAYOUTS = {  # the longest of the rows has 13 tokens, and becomes one of 14 or 1
 GENTLE = replace(SGD, lr=SGD.lr / 10)  # a whole gradient magnifies what is rounded
 MORE_LAYOUTS = LAYOUTS | {"pp2": (2, ParallelConfig(pipeline=2))}
 BASE = BatchConfig(micro_batch_samples=3)
-
-
-@pytest.fixture(scope="module")
-def te_ranks():
-    if not te_stand_in.is_there():
-        lacking("TransformerEngine's Python is not in .te-python: launchers/te_python.sh")
-    pool = Ranks(first=te_stand_in.__name__)
-    yield pool
-    pool.close()
 
 
 def train(ranks, world, bc=BASE, **kwargs):

@@ -461,6 +461,26 @@ def test_fp8_is_faster_where_a_device_has_it():
             predict(job, DEVICES[name])
 
 
+def test_user_buffers_hide_messages_and_take_memory():
+    """A layer's two inputs, two sums and their two gradients go beside products: of its ten messages six."""
+    cfg = ["stage=sft", "model=llama3_8b", "model.dtype=bfloat16", "data.train=x", "batch.micro_batch_tokens=8192"]
+    cfg += ["parallel.tensor=8", "parallel.sequence=true", "batch.sequences=128", "data.max_tokens=8192"]
+    plain, beside = (job_of(compose([*cfg, f"model.megatron.tp_comm_overlap={own}"]), 8) for own in ("false", "true"))
+    free = Assumptions(beside=1, message_s=0)
+    before, after = (plan_times(job, H100, free)["update"] for job in (plain, beside))
+    hidden = before.parts["tp communication"] - after.parts["tp communication"]
+    steps, tokens = plain.micro_batches()
+    wire = 7 / 8 * 2 * 4096 * tokens / H100.nvlink / free.link
+    assert hidden == pytest.approx(steps * 32 * 6 * wire, rel=1e-6)
+    assert hidden / before.parts["tp communication"] == pytest.approx(6 / 10, rel=0.02)
+    assert after.wire_bytes == before.wire_bytes
+    memory = [plan_memory(job, H100, free).phases for job in (plain, beside)]
+    own = {name: sum(items.values()) - sum(memory[0][name].values()) for name, items in memory[1].items()}
+    assert set(own.values()) == {12 * 2 * 8192 * 4096}
+    half, other = (replace(job, micro_tokens=300_000) for job in (beside, plain))  # 262,144 are too few for them
+    assert plan_times(half, H100, free)["update"].parts == plan_times(other, H100, free)["update"].parts
+
+
 def test_experts_are_whole_and_tensor_ranks_send_their_own_tokens():
     model = replace(shape("qwen3_30b_a3b"), num_heads=1, num_kv_heads=1, head_dim=2)  # attention sends next to nothing
     alone, shared = Grid(1, 1, 1, 16, 16), Grid(2, 1, 1, 16, 8, sequence=True)

@@ -161,6 +161,13 @@ megatron.fp8 => megatron.fp8_recipe =tensorwise|blockwise|mxfp8
 megatron.fp8_recipe or megatron.first_last_layers_bf16 => megatron.fp8 =e4m3|hybrid | with fields of FP8
 megatron.fp8 => moe.num_experts, linear.key_heads =0
     | with model.megatron.fp8: products of experts and of linear attention are not all TransformerEngine's
+megatron.tp_comm_overlap_ag or megatron.tp_comm_overlap_rs or megatron.tp_comm_bootstrap_backend
+    => megatron.tp_comm_overlap =true | with fields of it
+megatron.tp_comm_overlap => moe.num_experts, linear.key_heads =0
+    | with model.megatron.tp_comm_overlap: TransformerEngine has buffers for attention and MLPs of dense models
+megatron.tp_comm_overlap => hidden_size %32 | with model.megatron.tp_comm_overlap, whose kernels send so many
+megatron.tp_comm_overlap megatron.fp8 => megatron.fp8_recipe =tensorwise|mxfp8
+    | with model.megatron.tp_comm_overlap: TransformerEngine's buffers hold no blocks
 """,
         MOE=[name for name, family in FAMILIES.items() if family.moe],
         GLOBAL=[name for name, family in FAMILIES.items() if family.global_heads],

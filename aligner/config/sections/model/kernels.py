@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from aligner.config.sections.model.config import ModelConfig
 
 KERNELS = ("auto", "own", "te")
+NEAR = 0.9  # of the tokens of user buffers, from which a micro-batch is padded to them (`megatron/user_buffers.py`)
 
 
 def te_lacks(model: ModelConfig, unfused: str = "") -> dict[str, str]:
@@ -60,14 +61,14 @@ def _first(reasons: Mapping[str, object]) -> str:
 
 
 def check_te(model: ModelConfig) -> None:
-    """Check that TransformerEngine, if it is set, computes the model's attention, and with FP8 its linear layers.
-    Raises ConfigError."""
-    lacks, fp8 = te_lacks(model), model.megatron.get("fp8")
+    """Check that TransformerEngine, if it is set, computes the model's attention, and with FP8 or user buffers its
+    linear layers. Raises ConfigError."""
+    lacks = te_lacks(model)
     if model.kernels == "te" and lacks["attention"]:
         raise ConfigError(
             "model.kernels", "te", f"auto or own: no attention of TransformerEngine: {lacks['attention']}"
         )
-    if fp8 and lacks["linear layers"]:
-        raise ConfigError(
-            "model.megatron.fp8", fp8, f"linear layers of TransformerEngine, not {lacks['linear layers']}"
-        )
+    for name in ("fp8", "tp_comm_overlap"):
+        if (value := model.megatron.get(name)) and lacks["linear layers"]:
+            expected = f"linear layers of TransformerEngine, not {lacks['linear layers']}"
+            raise ConfigError(f"model.megatron.{name}", value, expected)
