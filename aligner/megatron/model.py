@@ -316,7 +316,7 @@ def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) ->
     reason, fp8 = TE.lacks or te_kinds(cfg)["attention"], cfg.megatron.get("fp8")
     if cfg.kernels == "te" and reason:
         raise ConfigError("model.kernels", "te", "auto or own", f"TransformerEngine is not used here: {reason}.")
-    if fp8 and (reason := TE.lacks or transformer_engine.lacks_fp8(cfg.megatron["fp8_recipe"])):
+    if fp8 and (reason := transformer_engine.lacks_fp8(cfg.megatron["fp8_recipe"])):
         raise ConfigError("model.megatron.fp8", fp8, "a device with FP8, and TransformerEngine", f"Here: {reason}.")
     if TE.lacks and cfg.megatron.get("tp_comm_overlap"):
         raise ConfigError("model.megatron.tp_comm_overlap", True, "false without TransformerEngine", f"{TE.lacks}.")

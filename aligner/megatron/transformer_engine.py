@@ -111,7 +111,9 @@ def unfused(cfg: ModelConfig) -> str:
 
 
 def lacks_fp8(recipe: str) -> str:
-    """Return why the device has no FP8 products by this recipe; "" if it has."""
+    """Return why there are no FP8 products by this recipe here; "" if there are."""
+    if TE.lacks:
+        return TE.lacks
     from transformer_engine import pytorch
 
     names = {"tensorwise": "is_fp8_available", "blockwise": "is_fp8_block_scaling_available"}

@@ -30,7 +30,7 @@ from aligner.plan.shared import Shared, shared
 def mlp_activations(m: ModelConfig, grid: Grid, kinds: Kinds) -> float:
     """Return what one layer keeps of an own token between input and output of its MLP or experts. Inputs of FP8 linear
     layers take a byte."""
-    own = (1 + m.mlp_parts - (m.fp8_step > 1) / 2) * mlp_width(m, kinds) / grid.tensor
+    own = (1 + m.mlp_parts - ("fp8" in kinds) / 2) * mlp_width(m, kinds) / grid.tensor
     if "sparse" in kinds:  # tensor ranks send equal shares of the tokens to experts
         routed = (1 + m.traits.branch_norms) * m.hidden_size + m.moe.latent_size + m.moe.top_k * 2 * m.expert_hidden
         own += routed / grid.tensor
@@ -52,7 +52,7 @@ def layer_activations(model: PlannedModel, grid: Grid, kinds: Kinds) -> tuple[fl
     a, k, v, _ = attention_widths(m, kinds)
     v = max(v, k)  # fused attention pads narrower ones
     norms = (mixers(kinds) + (mlp_width(m, kinds) > 0)) * m.hidden_size / (tp if grid.sequence else 1)
-    own = norms * (1.5 if m.fp8_step > 1 else 2)
+    own = norms * (1.5 if "fp8" in kinds else 2)
     own += 0 if recomputes_mlp(m, kinds) else mlp_activations(m, grid, kinds)
     if m.layer_input_size:  # the stream, the gate and its product with the input, what it adds before its norm
         own += (2 * m.hidden_size + 3 * m.layer_input_size) / (tp if grid.sequence else 1)
@@ -118,7 +118,7 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int) -> list[float]:
         per_token += adapter_widths(m, kinds, grid.tensor) if is_adapted(model) else 0
         sizes[kinds] = per_token * tokens / grid.context + per_gathered * tokens
         sizes[kinds] += _put_together(model, grid, stream.shared, kinds) if stream.shared else 0.0
-        if m.fp8_step > 1:  # and the matrices two, for either direction
+        if "fp8" in kinds:  # and the matrices two, for either direction
             matrices = attention_matrices(m) + (1 + m.mlp_parts) * m.hidden_size * mlp_width(m, kinds)
             sizes[kinds] += matrices / grid.tensor
         if "linear" in kinds:  # where others' tokens are gathered, of rows from their beginning

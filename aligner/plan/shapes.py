@@ -121,14 +121,15 @@ class _Same:
 
 
 def stage_layers(m: ModelConfig, grid: Grid, stage: int) -> tuple[Kinds, ...]:
-    """Return the kinds of each layer of a pipeline stage."""
+    """Return the kinds of each layer of a pipeline stage, with "fp8" for those whose linear layers are."""
     return _stage_layers(_Same(m), grid, stage)
 
 
 @lru_cache(maxsize=1024)
 def _stage_layers(same: _Same, grid: Grid, stage: int) -> tuple[Kinds, ...]:
     m = same.model
-    return tuple(m.layer_kinds(layer) for layer in m.rank_layers(grid)[stage])
+    exact = range(m.num_layers) if m.fp8_step == 1 else (0, m.num_layers - 1) if m.keeps_ends else ()
+    return tuple((*m.layer_kinds(layer), *["fp8"] * (layer not in exact)) for layer in m.rank_layers(grid)[stage])
 
 
 def recomputed(m: ModelConfig, grid: Grid, rank: int, layers: int) -> list[bool]:

@@ -210,5 +210,5 @@ def user_buffers(job: PlanJob) -> float:
     if not own.get("tp_comm_overlap"):
         return 0.0
     numbers = 4 * job.element + 8 * (1 if own.get("fp8") else job.element)
-    numbers += 12 * job.element * bool(own.get("first_last_layers_bf16"))
+    numbers += 12 * job.element * job.policy.shape.keeps_ends
     return numbers * job.micro_tokens / job.grid.context * job.policy.shape.hidden_size

@@ -40,6 +40,7 @@ from aligner.plan.shapes import (
     mlp_width,
     recomputed,
     recomputed_share,
+    stage_layers,
     stream_matrices,
 )
 from aligner.plan.shared import Shared, shared
@@ -193,7 +194,7 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machin
     rules = count * machine.rule(m, tokens * grid.rule_share / grid.tensor, job.package)
     rules *= work.forward + 2 * work.backward
     faster = machine.assumed.fp8_products if m.fp8_step > 1 else machine.assumed.fp8
-    exact = min(1, (last + (stage == 0)) / count) if m.megatron.get("first_last_layers_bf16") else 0
+    exact = sum("fp8" not in kinds for kinds in stage_layers(m, grid, stage)) / count if m.fp8_step > 1 else 0
     return products * (exact + (1 - exact) / faster) + attention + passes + rules
 
 

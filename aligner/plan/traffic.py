@@ -119,8 +119,10 @@ def layer_forward(
     (`plan.reads`).
 
     Tensor parallelism sums the outputs of attention and MLP (Megatron-LM, arXiv:1909.08053). Sequence parallelism
-    scatters them and gathers the inputs (arXiv:2205.05198), but for experts, who get each tensor rank's own tokens."""
+    scatters them and gathers the inputs (arXiv:2205.05198), but for experts, who get each tensor rank's own tokens.
+    What FP8 products read is gathered in FP8."""
     m, own, each = model.shape, tokens / grid.context, kept / grid.context * element
+    read = each / element if "fp8" in kinds else each
     inputs, outputs = [*_inputs(m, kinds), *_mlp_inputs(m, grid, kinds)], _outputs(m, grid, kinds)
     if grid.sequence:
         index = [m.latent.query_rank, m.indexer.heads, m.indexer.head_dim] if "indexer" in kinds else []
@@ -130,7 +132,7 @@ def layer_forward(
                 *[4 * m.indexer.head_dim] * bool(index),
                 *[entry_widths(m, kinds)] * ("entries" in kinds),
             ]
-        yield CollectiveCalls("tp", "all_gather", sum(inputs + index) * each, len(inputs + index))
+        yield CollectiveCalls("tp", "all_gather", sum(inputs + index) * read, len(inputs + index))
         yield CollectiveCalls("tp", "reduce_scatter", sum(outputs) * each, len(outputs))
     else:
         yield CollectiveCalls("tp", "all_reduce", sum(outputs) * each, len(outputs))
@@ -152,7 +154,7 @@ def frozen_backward(
     mlps = _mlp_inputs(m, grid, kinds)
     inputs = _inputs(m, kinds)[1 if first and not m.latent.query_rank else 0 :]
     if grid.sequence:
-        yield CollectiveCalls("tp", "all_gather", sum(outputs) * each, len(outputs))
+        yield CollectiveCalls("tp", "all_gather", sum(outputs) * (own if "fp8" in kinds else each), len(outputs))
         yield CollectiveCalls("tp", "reduce_scatter", sum(inputs + mlps) * each, len(inputs + mlps))
     else:
         yield CollectiveCalls("tp", "all_reduce", sum(inputs) * each + sum(mlps) * last, len(inputs + mlps))
@@ -174,7 +176,7 @@ def layer_backward(
     if grid.sequence:
         # the rotated key, or that of all heads, goes through no product
         gathered = [*_outputs(m, grid, kinds), *inputs[: 1 if m.traits.entries else 2], *mlps]
-        yield CollectiveCalls("tp", "all_gather", sum(gathered) * each, len(gathered))
+        yield CollectiveCalls("tp", "all_gather", sum(gathered) * (own if "fp8" in kinds else each), len(gathered))
         yield CollectiveCalls("tp", "reduce_scatter", sum(inputs + mlps) * each, len(inputs + mlps))
     else:
         yield CollectiveCalls("tp", "all_reduce", sum(inputs) * each + sum(mlps) * last, len(inputs + mlps))
@@ -333,9 +335,9 @@ def buffered_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float)
     for number, (kept, kinds) in enumerate(each + again):
         inputs, outputs = [*_inputs(m, kinds), *_mlp_inputs(m, grid, kinds)], _outputs(m, grid, kinds)
         gathered = inputs + outputs * (number < len(each))
-        size = kept / grid.context * job.element
-        calls.append(CollectiveCalls("tp", "all_gather", sum(gathered) * size, len(gathered)))
-        calls.append(CollectiveCalls("tp", "reduce_scatter", sum(outputs) * size, len(outputs)))
+        own, element = kept / grid.context, 1 if "fp8" in kinds else job.element
+        calls.append(CollectiveCalls("tp", "all_gather", sum(gathered) * own * element, len(gathered)))
+        calls.append(CollectiveCalls("tp", "reduce_scatter", sum(outputs) * own * job.element, len(outputs)))
     return within(_sum([calls]), grid)
 
 

@@ -20,7 +20,7 @@ from aligner.plan.linear import package_installed
 library = torch.library.Library("rehearsed", "DEF")
 
 
-def _define(schema: str, run: Any) -> None:
+def define(schema: str, run: Any) -> None:
     library.impl(library.define(schema), run, "Meta")
 
 
@@ -46,11 +46,11 @@ def _backward(
 
 
 _IN = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta"
-_define(f"rule({_IN}, int rows) -> Tensor[]", _forward)
-_define(f"rule_backward(Tensor grad, {_IN}, Tensor? system) -> Tensor[]", _backward)
-_define("mix(Tensor x, Tensor weight, Tensor? bias) -> Tensor", lambda x, weight, bias: torch.empty_like(x))
-_define("mix_backward(Tensor grad, Tensor x) -> Tensor[]", lambda grad, x: [torch.empty_like(x), torch.empty_like(x)])
-_define("step(Tensor v, Tensor state) -> Tensor[]", lambda v, state: [torch.empty_like(v), torch.empty_like(state)])
+define(f"rule({_IN}, int rows) -> Tensor[]", _forward)
+define(f"rule_backward(Tensor grad, {_IN}, Tensor? system) -> Tensor[]", _backward)
+define("mix(Tensor x, Tensor weight, Tensor? bias) -> Tensor", lambda x, weight, bias: torch.empty_like(x))
+define("mix_backward(Tensor grad, Tensor x) -> Tensor[]", lambda grad, x: [torch.empty_like(x), torch.empty_like(x)])
+define("step(Tensor v, Tensor state) -> Tensor[]", lambda v, state: [torch.empty_like(v), torch.empty_like(state)])
 
 
 @register_flop_formula(torch.ops.rehearsed.rule)

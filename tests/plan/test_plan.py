@@ -461,6 +461,22 @@ def test_fp8_is_faster_where_a_device_has_it():
             predict(job, DEVICES[name])
 
 
+def test_layers_at_the_ends_keep_what_they_keep_without_fp8():
+    """Of a stage with one of them and one that is in FP8."""
+    cfg = ["stage=sft", "model=llama3_8b", "model.num_layers=4", "model.dtype=bfloat16", "data.train=x"]
+    cfg += ["parallel.pipeline=2", "parallel.tensor=2", "parallel.sequence=true"]
+    fp8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    jobs = [
+        job_of(compose([*cfg, f"model.megatron={{{', '.join(f'{key}: {value}' for key, value in own.items())}}}"]), 8)
+        for own in ({}, fp8, fp8 | {"first_last_layers_bf16": "true"})
+    ]
+    for stage in (0, 1):
+        plain, rounded, mixed = (activation_bytes(job, job.policy, stage) for job in jobs)
+        assert rounded != plain and mixed == pytest.approx((plain + rounded) / 2, rel=1e-9)
+        sizes = [sum(c.size for c in pass_calls(j, j.policy, stage, 4096, True) if c.op == "all_gather") for j in jobs]
+        assert sizes[1] < sizes[0] and sizes[2] == pytest.approx((sizes[0] + sizes[1]) / 2, rel=1e-9)
+
+
 def test_user_buffers_hide_messages_and_take_memory():
     """A layer's two inputs, two sums and their two gradients go beside products: of its ten messages six."""
     cfg = ["stage=sft", "model=llama3_8b", "model.dtype=bfloat16", "data.train=x", "batch.micro_batch_tokens=8192"]

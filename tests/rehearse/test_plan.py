@@ -21,11 +21,13 @@ SHARED = ["data.max_prompt_tokens=1024", "sampling.max_response_tokens=1024", "b
 APART = ["engine.ranks=4", "engine.tensor_parallel=2", "engine.lag=1", "refit.verify=checksum"]
 CASES = {
     "sft": ["stage=sft", "model=llama3_8b", "parallel.tensor=2", "parallel.sequence=true", *ROWS],
+    "fp8": ["stage=sft", "model=llama3_8b", "parallel.tensor=2", "parallel.sequence=true", *ROWS],
     "dpo": ["stage=dpo", "model=llama3_70b", "parallel.tensor=4", "parallel.pipeline=2", *ROWS],
     "adapters": ["stage=grpo", "model=llama3_8b", "model.lora.rank=16", "algorithm.kl.coef=0.1", *ROLLOUT],
     "apart": ["stage=grpo", "model=llama3_8b", "parallel.tensor=2", *ROLLOUT, *APART],
     "experts": ["stage=sft", "model=qwen3_30b_a3b", "parallel.expert=4", "parallel.context=2", *ROWS],
 }
+CASES["fp8"].append("model.megatron={fp8: hybrid, fp8_recipe: tensorwise, first_last_layers_bf16: true}")
 SHARING = {
     "group": ["stage=grpo", "model=llama3_8b", "batch.micro_batch_samples=16", *SHARED],
     "group by tokens": ["stage=grpo", "model=qwen3_1.7b", "batch.micro_batch_tokens=16384", *SHARED],
@@ -59,7 +61,7 @@ GPUS, STEPS = 8, 2
 def test_a_plan_has_the_memory_and_the_messages_of_the_code(tmp_path):
     configs = {name: compose([*overrides, "model.num_layers=4"]) for name, overrides in CASES.items()}
     jobs = {name: cases_of(cfg, GPUS, "stages", tmp_path / name) for name, cfg in configs.items()}
-    records = iter(run([case for _, cases in jobs.values() for case in cases], "h100", tmp_path))
+    records, updates = iter(run([case for _, cases in jobs.values() for case in cases], "h100", tmp_path)), {}
     for name, (cfg, cases) in jobs.items():
         own = {case["rank"]: next(records) for case in cases}
         rehearsal = Rehearsal(cfg, GPUS, find_device("h100"), own, 0.0)
@@ -78,6 +80,12 @@ def test_a_plan_has_the_memory_and_the_messages_of_the_code(tmp_path):
             heard, wanted = _sent(phases["update"]), _planned(rehearsal, rank)
             for kind in KINDS:  # what is smaller are metrics
                 assert heard[kind] == pytest.approx(wanted[kind], rel=1e-3, abs=1e6), (name, rank, kind)
+        updates[name] = rehearsal.records[0]["phases"]["update"]
+    plain, fp8 = updates["sft"], updates["fp8"]  # the same products, of two of four layers at twice the rate
+    assert fp8["product_flops"] == pytest.approx(plain["product_flops"])
+    in_layers = 6 * 16 / 4 * 4096 * 2 * 218.1e6 / 2  # of two layers, whose matrices two ranks share
+    saved = STEPS * in_layers / find_device("h100").flops / 0.75 / 2
+    assert plain["device_s"]["products"] - fp8["device_s"]["products"] == pytest.approx(saved, rel=0.05)
 
 
 @pytest.mark.slow

@@ -254,6 +254,11 @@ megatron.tp_comm_overlap megatron.fp8 => megatron.fp8_recipe =tensorwise|mxfp8
         return (32 if self.megatron["fp8_recipe"] == "mxfp8" else 16) if self.megatron.get("fp8") else 1
 
     @property
+    def keeps_ends(self) -> bool:
+        """Whether with FP8 the first and the last layer stay bfloat16."""
+        return bool(self.megatron.get("first_last_layers_bf16"))
+
+    @property
     def varlen_on_gpu(self) -> bool:
         """Whether attention takes rows of any length on a GPU: TransformerEngine's, or by `varlen_attention`."""
         fits = not (self.dtype == "float32" or unfit_for_varlen(self))
