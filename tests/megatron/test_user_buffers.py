@@ -78,7 +78,7 @@ def test_it_learns_what_it_learns_without_buffers(te_ranks, name):
     layers = 2 * full * cfg.num_layers // parallel.pipeline  # of both steps
     again = bool(cfg.recomputed)
     assert plain["used"] == [0, 0] and got["used"] == [layers * (4 + 2 * again), layers * (2 + 2 * again)]
-    close = 1e-2 if cfg.megatron else 1e-5  # more tokens, or others' order, round others of their numbers
+    close = 0.1 if cfg.megatron else 1e-5  # in FP8 the tokens of padding change the scale of all
     for one, wanted in zip(got["metrics"], plain["metrics"], strict=True):
         assert one == {key: pytest.approx(value, rel=close, abs=1e-6) for key, value in wanted.items()}
     for key, value in plain["weights"].items():
