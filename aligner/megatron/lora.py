@@ -9,8 +9,7 @@ factors that all ranks have whole
 - B (and the magnitudes) of a row-parallel one meet the sum of all ranks' A x, or that of the rank's own tokens;
 
 so without sequence parallelism their gradients are the same on all ranks, and with it Megatron sums those of
-parameters marked `sequence_parallel`. Experts are addends of one tensor rank. So are the gradients of experts, of
-their factors, and of magnitudes that all ranks have.
+parameters marked `sequence_parallel`. Experts and their factors are whole on a tensor rank, which has tokens of its own.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from torch import Tensor
 from torch.nn.functional import dropout, linear, pad
 
@@ -194,12 +194,25 @@ class Adapters(torch.nn.Module):
     def add_experts(self, x: Tensor, out: Tensor, sizes: Tensor) -> Tensor:
         """Return the adapted matrices' output [M, rows] from x [M, in] by expert and the frozen matrices' output."""
         a, b = self.factors()
-        h = grouped_linear(self._dropped(x), a, sizes) * self.scale
+        with _generator_of_experts():
+            h = grouped_linear(self._dropped(x), a, sizes) * self.scale
         out = out + grouped_linear(h, b, sizes)
         if not self.has_magnitude:
             return out
         rows = each_row(self.row_factor() - 1, sizes, len(x))
         return out + rows.to(out.dtype) * out
+
+
+@contextmanager
+def _generator_of_experts() -> Iterator[None]:
+    """Draw from Megatron's generator of experts, which a recomputed layer restores too. Torch's is then as before: how
+    many tokens a rank's experts have does not change what tensor ranks draw next."""
+    generators, own, name = get_cuda_rng_tracker(), torch.cuda.get_rng_state(), get_expert_parallel_rng_tracker_name()
+    states = generators.get_states()
+    torch.cuda.set_rng_state(states[name])
+    yield
+    generators.set_states(states | {name: torch.cuda.get_rng_state()})
+    torch.cuda.set_rng_state(own)
 
 
 def joined(pairs: Mapping[int, tuple[Tensor, Tensor]], groups: int, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -295,12 +308,15 @@ class AdaptedModel:
         return shards
 
     def begin(self, step: int) -> None:
-        """Seed dropout by the step and by whose tokens a rank has. Tensor ranks, who see the same tokens, drop alike,
-        and so does a resumed run. Without a GPU Megatron seeds torch's generator by the tensor rank, and lets
-        recomputed layers draw the same numbers again."""
+        """Seed dropout by the step and by whose tokens a rank has. Tensor ranks, who see the same tokens except in
+        experts, drop alike, and so does a resumed run. Without a GPU Megatron seeds torch's generator by the tensor
+        rank, and lets recomputed layers draw the same numbers again."""
         if self.dropout_seed is not None:
-            pgs = self.layout.pgs
-            torch.manual_seed(derive(self.dropout_seed, "dropout", step, pgs.dp_cp.rank(), self.layout.pp_rank))
+            words = "dropout", step, self.layout.pgs.dp_cp.rank(), self.layout.pp_rank
+            torch.manual_seed(derive(self.dropout_seed, *words, self.layout.tp_rank))
+            generators, own = get_cuda_rng_tracker(), {get_expert_parallel_rng_tracker_name(): torch.cuda.get_rng_state()}
+            generators.set_states(generators.get_states() | own)
+            torch.manual_seed(derive(self.dropout_seed, *words))
 
     def dissolve(self) -> None:
         """Merge in place: the model is again as before `attach`, with other weights."""
