@@ -8,6 +8,7 @@ there. Callbacks run here: they get what the run writes to metrics.jsonl. It imp
 
 from __future__ import annotations
 
+import codecs
 import os
 import shlex
 import signal
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +84,8 @@ def train(
     with tempfile.TemporaryDirectory() as aside:
         command = ["run"] if ranks == 1 else ["launch", "--ranks", str(ranks)]
         command += ["--frozen", str(freeze(cfg, aside))] if isinstance(config, Config) else overrides
-        _follow(folder, _Child(command, Path(aside), quiet), _Records(folder / METRICS, on_step, on_evaluation))
+        with closing(_Child(command, Path(aside), quiet)) as child:
+            _follow(folder, child, _Records(folder / METRICS, on_step, on_evaluation))
     result = _result(folder)
     if on_end is not None:
         on_end(result)
@@ -134,8 +137,12 @@ class _Child:
             self._guard = subprocess.Popen(
                 line, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
-        self._output = path.open(encoding="utf-8", errors="replace")
+        self._output = path.open("rb")
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # its last character may still grow
         self.code: int | None = None
+
+    def close(self) -> None:
+        self._output.close()
 
     def ended(self) -> bool:
         """Wait a moment, show new output; return whether the run has ended."""
@@ -143,14 +150,17 @@ class _Child:
             self.code = self._guard.wait(POLL_S)
         except subprocess.TimeoutExpired:
             self.code = None
-        if not self._quiet and (text := self._output.read()):
+        if not self._quiet and (text := self._decoder.decode(self._output.read())):
             print(text, end="", flush=True)
         return self.code is not None
 
     def stop(self) -> None:
         """Have the run save and stop, and wait for it. A second Ctrl-C, or what else is raised here, kills it."""
         try:
-            for process in psutil.Process(self._guard.pid).children():
+            guard = psutil.Process(self._guard.pid)
+            while not (begun := guard.children()) and not self.ended():
+                pass
+            for process in begun:
                 process.send_signal(signal.SIGINT)
             while not self.ended():
                 pass
@@ -165,7 +175,7 @@ class _Child:
         """Return the error of a run that failed: its own words, or the end of its output."""
         note = failure.read(self._note)
         self._output.seek(0)
-        lines = self._output.read().splitlines()
+        lines = self._output.read().decode("utf-8", "replace").splitlines()
         shown = [line for line in lines if line.startswith("error")] or lines[-LAST_LINES:]
         return RunFailedError(note.text if note else "\n".join(shown), self.code or 0)
 

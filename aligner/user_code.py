@@ -1,16 +1,18 @@
 """Import of the user's own functions and classes by a path in the config.
 
-module:name imported as Python would path/to/file.py:name from the current folder, or from the package's own files:
-examples/sums.py
+`module:name` is imported as Python would. `path/to/file.py:name` is a file in the current folder or elsewhere, or one of
+the package's own: `examples/sums.py:score`.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,16 +43,41 @@ def load_module(path: str, key: str, error: type[AlignerError]) -> ModuleType:
 
 def _imported(source: str, expected: str, error: type[AlignerError]) -> ModuleType:
     try:
-        return _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        return _import_file(source) if source.endswith(".py") else importlib.import_module(source)
     except BaseException as cause:  # importing runs the user's code, which may raise anything, or call sys.exit
         raise error(f"{expected}, but importing {source} raised {type(cause).__name__}: {cause}") from cause
 
 
-def _import_file(path: Path) -> ModuleType:
-    path = path.expanduser()
-    if not path.is_absolute() and not path.is_file():
-        path = conf_dir().parent / path if (conf_dir().parent / path).is_file() else path
-    path = path.resolve()
+def find_file(path: str) -> Path:
+    """Return where a file is: in the current folder or among the package's own. There may be none."""
+    own, shipped = Path(path).expanduser(), conf_dir().parent / path
+    return shipped if shipped.is_file() and not own.is_file() else own
+
+
+def source_files(path: str) -> list[Path]:
+    """Return the file at `path`, and those beside it that it imports, directly or not; nothing if it is no file."""
+    first, files = find_file(path), dict[Path, None]()
+    new = [first]
+    while new:
+        file = new.pop()
+        if file not in files and file.is_file():
+            files[file] = None
+            new += [first.parent.joinpath(*name.split(".")).with_suffix(".py") for name in _imports(file)]
+    return list(files)
+
+
+def _imports(file: Path) -> Iterator[str]:
+    """Yield the names of modules that a file of Python may import."""
+    with suppress(SyntaxError, ValueError):  # its import will say so
+        for node in ast.walk(ast.parse(file.read_bytes())) if file.suffix == ".py" else ():
+            if isinstance(node, ast.Import):
+                yield from (name.name for name in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                yield from (node.module, *(f"{node.module}.{name.name}" for name in node.names))
+
+
+def _import_file(source: str) -> ModuleType:
+    path = find_file(source).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     if str(path.parent) not in sys.path:

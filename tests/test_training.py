@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 import aligner
+from aligner import training
 from aligner.cluster.lock import RunLock
 from aligner.config.resolve import compose
 from aligner.errors import ConfigError, RunFailedError, UnknownKeyError
@@ -87,3 +88,24 @@ def test_a_run_that_fails_raises_its_own_error(tiny_data, tmp_path):
     with RunLock(tmp_path / "run"), pytest.raises(RunFailedError, match="no other process uses") as failed:
         aligner.train(settings, quiet=True)
     assert failed.value.exit_code == 2
+
+
+def test_a_run_that_has_not_begun_is_stopped_too(tmp_path, monkeypatch):
+    guarded = training.guarded
+    monkeypatch.setattr(training, "guarded", lambda command: guarded(["sleep", "60"]))
+    child = training._Child([], tmp_path, quiet=True)
+    child.stop()  # the guard is still importing
+    child.close()
+    assert child.code == -signal.SIGINT
+
+
+def test_output_is_shown_in_whole_characters(tmp_path, monkeypatch, capfd):
+    write = "w = lambda b: os.write(1, b); w(b'\\xc3'); time.sleep(0.5); w(b'\\xbc')"
+    command = [sys.executable, "-c", f"import os, time; {write}"]
+    guarded = training.guarded
+    monkeypatch.setattr(training, "guarded", lambda _: guarded(command))
+    child = training._Child([], tmp_path, quiet=False)
+    while not child.ended():
+        pass
+    child.close()
+    assert capfd.readouterr().out == "\u00fc"

@@ -20,6 +20,7 @@ from aligner.config.schema import Config
 from aligner.config.stage import is_file
 from aligner.errors import ConfigError
 from aligner.foreign import MAX_DEPTH
+from aligner.user_code import source_files
 
 FILE_NAME = "config.yaml"
 PENDING_NAME = "config.pending.yaml"  # of a start in a used folder that may still be refused; the lock holder's
@@ -189,8 +190,8 @@ def outside_code(cfg: Config) -> dict[str, bytes]:
 
 
 def _code(paths: Sequence[str]) -> bytes:
-    files = (Path(path.rpartition(":")[0]).expanduser() for path in paths)
-    return b"".join(file.read_bytes() for file in files if file.is_file())
+    """Return the files at these paths, module.py:name, with those beside them that they import."""
+    return b"".join(file.read_bytes() for path in paths for file in source_files(path.rpartition(":")[0]))
 
 
 def _short_hash(data: dict[str, Any], code: bytes = b"") -> str:

@@ -30,7 +30,7 @@ def store_defaults(path: str, stage: Stage) -> str:
         for name in above:
             section = section.setdefault(name, {})
         section[last] = value
-    name = f"{Path(path).stem}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    name = hashlib.sha256(path.encode()).hexdigest()[:12]  # the path may have letters that Hydra's grammar has not
     # below `stage`, so that a message about a wrong stage does not list it
     ConfigStore.instance().store(group="stage/outside", name=name, node=node, package="_global_")
     return f"outside/{name}"

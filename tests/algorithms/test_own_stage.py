@@ -109,6 +109,9 @@ def test_defaults_of_the_file_yield_to_files_and_command_line(sharp):
     cfg = compose([f"stage={sharp}"])
     assert (cfg.run.steps, cfg.optim.lr, cfg.run.dir) == (2, 3e-3, "runs/sharp")
     assert compose(["optim.lr=1e-5", f"stage={sharp}"]).optim.lr == 1e-5
+    odd = sharp.with_name("a b=c,ü.v2.py")
+    odd.write_text(SOURCE)
+    assert compose([f'stage="{odd}"']).stage.name == str(odd)
     assert compose([f"stage={EXAMPLE}"]).batch.group == compose(["stage=grpo"]).batch.group == 8
 
 
