@@ -1,7 +1,7 @@
 """Import of the user's own functions and classes by a path in the config.
 
-`module:name` is imported as Python would. `path/to/file.py:name` is a file in the current folder or elsewhere, or one of
-the package's own: `examples/sums.py:score`.
+`module:name` is imported as Python would. `path/to/file.py:name` is a file from the current folder, or one of the
+package's own: `examples/sums.py:score`.
 """
 
 from __future__ import annotations

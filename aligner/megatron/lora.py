@@ -9,7 +9,7 @@ factors that all ranks have whole
 - B (and the magnitudes) of a row-parallel one meet the sum of all ranks' A x, or that of the rank's own tokens;
 
 so without sequence parallelism their gradients are the same on all ranks, and with it Megatron sums those of
-parameters marked `sequence_parallel`. Experts and their factors are whole on a tensor rank, which has tokens of its own.
+parameters marked `sequence_parallel`. Experts and their factors are whole on a tensor rank, and see tokens of its own.
 """
 
 from __future__ import annotations
@@ -314,8 +314,8 @@ class AdaptedModel:
         if self.dropout_seed is not None:
             words = "dropout", step, self.layout.pgs.dp_cp.rank(), self.layout.pp_rank
             torch.manual_seed(derive(self.dropout_seed, *words, self.layout.tp_rank))
-            generators, own = get_cuda_rng_tracker(), {get_expert_parallel_rng_tracker_name(): torch.cuda.get_rng_state()}
-            generators.set_states(generators.get_states() | own)
+            generators, name = get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
+            generators.set_states(generators.get_states() | {name: torch.cuda.get_rng_state()})
             torch.manual_seed(derive(self.dropout_seed, *words))
 
     def dissolve(self) -> None:

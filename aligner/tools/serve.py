@@ -265,7 +265,8 @@ class Served:
         choices = []
         for i, (prompt, (words, _, stopped)) in enumerate(zip(prompts, generated, strict=True)):
             text, cut = continued_text(words, sampling[i].stop, decode)
-            echoed = tokenizer.decode(prompt) if request.echo else ""
+            asked = request.prompts[i]  # a tokenizer may put a first token before a text
+            echoed = "" if not request.echo else asked if isinstance(asked, str) else tokenizer.decode(prompt)
             logprobs = scored[i] and scored[i].body(rows[i], 0 if request.echo else len(prompt), tokenizer.decode)
             reason = "stop" if cut or stopped else "length"
             choices.append({"index": i, "text": echoed + text, "logprobs": logprobs, "finish_reason": reason})

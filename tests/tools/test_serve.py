@@ -259,6 +259,15 @@ def test_completions_of_texts_and_tokens_have_the_logprobs_of_transformers(serve
     assert one.logprobs.token_logprobs == [None]
 
 
+def test_an_echo_of_a_text_is_that_text(served, client, monkeypatch):
+    tokenizer = served.desk.model.tokenizer
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text: [5, *encode(text)])  # as those with a first token
+    settings = {"model": "sft", "max_tokens": 0, "echo": True, "logprobs": 0}
+    choice = client.completions.create(prompt="say a:", **settings).choices[0]
+    assert choice.text == "say a:" and len(choice.logprobs.tokens) == len(encode("say a:")) + 1
+
+
 def test_completions_end_before_a_stop_string(client):
     settings = {"model": "sft", "prompt": "say a:", "temperature": 5, "seed": 7, "max_tokens": 8}
     whole = client.completions.create(**settings).choices[0]
