@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -189,13 +189,15 @@ class Adapters(torch.nn.Module):
         return reduce_from_tensor_model_parallel_region(h, group=tp)
 
     def _dropped(self, x: Tensor) -> Tensor:
-        return dropout(x, self.dropout) if self.dropout and self.training else x
+        if not (self.dropout and self.training):
+            return x
+        with _generator_of_experts() if self.site.base.experts else nullcontext():
+            return dropout(x, self.dropout)
 
     def add_experts(self, x: Tensor, out: Tensor, sizes: Tensor) -> Tensor:
         """Return the adapted matrices' output [M, rows] from x [M, in] by expert and the frozen matrices' output."""
         a, b = self.factors()
-        with _generator_of_experts():
-            h = grouped_linear(self._dropped(x), a, sizes) * self.scale
+        h = grouped_linear(self._dropped(x), a, sizes) * self.scale
         out = out + grouped_linear(h, b, sizes)
         if not self.has_magnitude:
             return out
