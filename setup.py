@@ -37,6 +37,7 @@ EXTRAS = {
     "trtllm-engine": ["tensorrt-llm>=1.0,<1.3"],
     "te": ["transformer-engine[pytorch]>=2.8"],
     "linear": ["fla-core>=0.6,<0.7"],
+    "muon": ["emerging-optimizers>=0.3,<0.4"],
     "modelopt": ["nvidia-modelopt>=0.33"],
     "reasoning-gym": ["reasoning-gym>=0.1.23"],
     "bitsandbytes": ["bitsandbytes>=0.45"],

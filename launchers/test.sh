@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Lint, format check and tests. Tests that need what this machine lacks are skipped and listed at the end.
 #   --fast   leaves out the tests marked slow, and most cases of those marked few
-#   --all    installs Slurm, MPI, Chromium and a C compiler with apt-get, reasoning-gym, lm-eval, Inspect, vLLM into .venv-vllm,
-#            and the Python of kernels into .te-python if they are missing, and fails where a test is skipped for lack of them
+#   --all    installs Slurm, MPI, Chromium and a C compiler with apt-get, Muon, reasoning-gym, lm-eval, Inspect, vLLM into
+#            .venv-vllm, and the Python of kernels into .te-python if they are missing, and fails where a test is skipped for lack of them
 #   ROOM     the tests of a folder of tests/: rollout, engines/native, ...
 # Other arguments go to pytest. Without any, workers share the files: as many as there are cores, at most 4, and one more for
 # the slow tests.
@@ -33,7 +33,7 @@ if [[ " $* " == *" --all "* ]]; then
     trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
     install_packages & # beside pip, which takes one core
     packages=$!
-    ALIGNER_EXTRAS=dev,reasoning-gym,suites # all at once: vLLM's installation below reads what .venv holds
+    ALIGNER_EXTRAS=dev,muon,reasoning-gym,suites # all at once: vLLM's installation below reads what .venv holds
 fi
 threads="${OMP_NUM_THREADS:-}" # before env.sh gives a process all cores
 # shellcheck source=launchers/env.sh

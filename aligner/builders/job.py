@@ -32,7 +32,7 @@ from aligner.engines.base import RolloutEngine
 from aligner.families.table import parameters
 from aligner.megatron.groups import Layout, build_layout, init_distributed, leave_distributed, split_world
 from aligner.megatron.lora import check_adapters
-from aligner.megatron.model import check_adam, check_kernels, resolve_dtype
+from aligner.megatron.model import check_kernels, check_optimizer, resolve_dtype
 from aligner.megatron.quantized_base import check_held
 from aligner.megatron.train import ShardedModel
 from aligner.ops.seeds import derive
@@ -191,7 +191,7 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device, signals: StopSignal
         check_kernels(initial.config, resolve_dtype(cfg.model.dtype), device)
         for key, optim in {"optim": cfg.optim, "critic.optim": cfg.critic.optim}.items():
             if uses(cfg.stage.name, f"{key}.megatron"):
-                check_adam(key, optim)
+                check_optimizer(key, optim)
         if uses(cfg.stage.name, "algorithm.args") and cfg.algorithm.has_own:
             on_demand("algorithm.args")(cfg.algorithm)
     layout, run_dir = None if generates else build_layout(cfg.parallel), Path(cfg.run.dir)

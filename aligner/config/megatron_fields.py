@@ -67,7 +67,10 @@ DECIDED = {
     "optim.clip_grad": "clip_grad",
     "optim.distributed": "use_distributed_optimizer",
     "optim.gradient_dtype": "grad_reduce_in_fp32 main_grads_dtype",
-    "aligner, whose only optimizer is AdamW": "optimizer",
+    "optim.name": "optimizer",
+    "optim.muon_momentum": "muon_momentum",
+    "optim.muon_scale": "muon_extra_scale_factor muon_scale_mode",
+    "optim.muon_precision": "muon_fp32_matmul_prec",
     "the loss, which is divided by the denominator of its minibatch": (
         "calculate_per_token_loss average_in_collective loss_scale initial_loss_scale grad_scale_func"
     ),

@@ -25,6 +25,10 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
         "aligner.megatron.user_buffers:make_buffers",
         lambda cfg: bool(cfg.model.megatron.get("tp_comm_overlap")),
     ),
+    "optim.name=muon": (
+        "aligner.megatron.muon:build_muon",
+        lambda cfg: "muon" in (cfg.optim.name, cfg.critic.optim.name),
+    ),
     "refit.adapters=factors": ("aligner.refit.factors:FactorExchange", lambda cfg: cfg.refit.adapters == "factors"),
     "eval.generate": ("aligner.builders.engines:make_answer_evaluator", lambda cfg: bool(evaluation_functions(cfg))),
     "environment": ("aligner.builders.environments:find_tools", lambda cfg: cfg.environment.on),

@@ -47,6 +47,7 @@ stage.its.scores or !stage.its.trains => ema.decay, ptx.coef =0
     | where nothing is trained: adapters come with training. Merge it into a folder for model.init
 model.lora.rank stage.its.rollouts => model.lora.dropout =0
     | for stage {stage.name}: updates would drop values that the engine's samples used
+model.lora.rank => optim.name, critic.optim.name =adam | with model.lora: adapters are trained by AdamW
 debug.train_only evaluates => eval.generate =false | with debug.train_only: no engine runs that could answer data.eval
 """),
     "engines": rules(

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from torch import Tensor
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.kernels import te_lacks
 from aligner.config.sections.optim import OptimConfig
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, MissingExtraError
 from aligner.megatron import transformer_engine, varlen
 from aligner.megatron.attention import GatedMLP, RMSNorm, Stream, StreamAttention, residual_adder
 from aligner.megatron.entries import EntryAttention
@@ -323,8 +324,11 @@ def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) ->
     varlen.is_used(cfg, dtype, device)
 
 
-def check_adam(key: str, optim: OptimConfig) -> None:
-    """Check that there is an Adam with moments of other dtypes if the section requests it. Raises ConfigError."""
+def check_optimizer(key: str, optim: OptimConfig) -> None:
+    """Check that there is Muon, or an Adam with moments of other dtypes, if the section requests it. Raises
+    MissingExtraError, ConfigError."""
+    if optim.name == "muon" and find_spec("emerging_optimizers") is None:
+        raise MissingExtraError("emerging-optimizers", "muon", f"{key}.name=muon")
     if TE.lacks and optim.megatron.get("use_precision_aware_optimizer"):
         name, reason = "megatron.use_precision_aware_optimizer", f"TransformerEngine is not used here: {TE.lacks}."
         raise ConfigError(f"{key}.{name}", True, "false without TransformerEngine's Adam", reason)

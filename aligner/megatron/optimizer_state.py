@@ -12,7 +12,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
+MOMENTUM = ("momentum_buffer",)  # of Muon
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class OptimizerShard:
     param: Tensor
     start: int
     main: Tensor  # float32 weights, n numbers: a view of a float32 `param`, a copy of one in bfloat16
-    moments: dict[str, Tensor]  # of MOMENTS, n numbers each
+    moments: dict[str, Tensor]  # of MOMENTS or MOMENTUM, n numbers each
     alone: bool  # no other data-parallel rank has these numbers
 
 
@@ -37,11 +38,11 @@ def owned(optimizer: MegatronOptimizer) -> Iterator[OptimizerShard]:
         for param, main in _mains(member):
             start = member._get_model_param_range_map(param)["param"].start if alone else 0
             state = member.optimizer.state[main]
-            yield OptimizerShard(param, start, main, {name: state[name] for name in MOMENTS}, alone)
+            yield OptimizerShard(param, start, main, {name: state[name] for name in _moments(member)}, alone)
 
 
 def give_state(optimizer: MegatronOptimizer) -> None:
-    """Give an Adam that never stepped the moments that its first step would make, so that they can be saved or
+    """Give an optimizer that never stepped the moments that its first step would make, so that they can be saved or
     loaded."""
     for member in _parts(optimizer):
         for _, main in _mains(member):
@@ -49,7 +50,7 @@ def give_state(optimizer: MegatronOptimizer) -> None:
             if not state and member.config.use_precision_aware_optimizer:  # TransformerEngine's has their dtypes
                 member.optimizer.initialize_state(main, False)
             elif not state:
-                state.update({name: torch.zeros_like(main) for name in MOMENTS})
+                state.update({name: torch.zeros_like(main) for name in _moments(member)})
                 if _is_torch_adam(member):
                     state["step"] = torch.zeros((), device=main.device)
 
@@ -75,6 +76,11 @@ def fuse(optimizer: MegatronOptimizer) -> None:
             group["fused"] = True
 
 
+def parameters_and_mains(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (the model's parameter, its float32 weights) of all members."""
+    return chain.from_iterable(map(_mains, _parts(optimizer)))
+
+
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the optimizers that hold something: a rank may have no parameters of one of them."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -98,6 +104,10 @@ def _mains(member: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
         pairs = ((groups, groups),)
     for params, mains in pairs:
         yield from zip(chain.from_iterable(params), chain.from_iterable(mains), strict=True)
+
+
+def _moments(member: MegatronOptimizer) -> tuple[str, ...]:
+    return MOMENTUM if "momentum" in member.optimizer.defaults else MOMENTS
 
 
 def _is_torch_adam(member: MegatronOptimizer) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from aligner.config.megatron_fields import DDP, OPTIMIZER, fields_of
+from aligner.config.on_demand import on_demand
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.errors import AlignerError
@@ -126,7 +127,7 @@ class ShardedModel:
         self._frequencies = {local: inverse_frequencies(cfg, local).to(device) for local in (False, True)}
         # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can
         mixed = head.kind == "score" or (cfg.lora.dora if self.adapted else cfg.traits.trains_float32)
-        self._distributed = optim is not None and (optim.distributed or (mixed and dtype == torch.bfloat16))
+        self._distributed = optim is not None and optim.is_sharded(mixed and dtype == torch.bfloat16)
         if optim is None:
             self.module.eval().requires_grad_(False)
             self.wrapped = self.module
@@ -183,23 +184,23 @@ class ShardedModel:
         if own.get("use_precision_aware_optimizer"):
             # turns off use_precision_aware_optimizer_no_fp8_or_ds_fp8, by which Adam would have the float32 weights too
             own["fp8_recipe"] = "tensorwise"
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=optim.lr,
-            min_lr=optim.min_lr,
-            weight_decay=optim.weight_decay,
-            adam_beta1=optim.betas[0],
-            adam_beta2=optim.betas[1],
-            adam_eps=optim.eps,
-            clip_grad=optim.clip_grad,
-            bf16=self.dtype == torch.bfloat16,
-            params_dtype=self.dtype,
-            use_distributed_optimizer=self._distributed,
-            **own,
-        )
-        optimizer = get_megatron_optimizer(
-            config, [self.wrapped], use_gloo_process_groups=False, pg_collection=self.layout.pgs
-        )
+        fields = own | {
+            "lr": optim.lr,
+            "min_lr": optim.min_lr,
+            "weight_decay": optim.weight_decay,
+            "adam_beta1": optim.betas[0],
+            "adam_beta2": optim.betas[1],
+            "adam_eps": optim.eps,
+            "clip_grad": optim.clip_grad,
+            "bf16": self.dtype == torch.bfloat16,
+            "params_dtype": self.dtype,
+            "use_distributed_optimizer": self._distributed,
+        }
+        if optim.name == "adam":
+            config, pgs = OptimizerConfig(optimizer="adam", **fields), self.layout.pgs
+            optimizer = get_megatron_optimizer(config, [self.wrapped], use_gloo_process_groups=False, pg_collection=pgs)
+        else:
+            optimizer = on_demand(f"optim.name={optim.name}")(self, optim, **fields)
         fuse(optimizer)
         use_few_passes()
         no_norms_apart(optimizer)

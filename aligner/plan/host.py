@@ -7,11 +7,11 @@ from aligner.families.table import parameters
 from aligner.plan.adapters import trained_parameters
 from aligner.plan.job import PlanJob, PlannedModel
 from aligner.plan.shapes import Count, Grid
-from aligner.plan.sizes import judge_bytes, model_bytes, optimizer_bytes, weight_bytes
+from aligner.plan.sizes import judge_bytes, model_bytes, moment_bytes, optimizer_bytes, weight_bytes
 
 
 def checkpoint_bytes(
-    count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False, moments: int = 8
+    count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False, moments: float = 8
 ) -> float:
     """Return the bytes of one rank's share, which lies in host memory until it is written, with either value of
     `checkpoint.async_save`. With the distributed optimizer: weights and state of the numbers it updates. Else
@@ -54,8 +54,8 @@ def _model_items(job: PlanJob, model: PlannedModel, stage: int) -> dict[str, flo
     away = model_bytes(job, model, stage) if "weights" in job.offload else 0.0
     if not model.trained:
         return {"offloaded": away}
-    count, kinds = trained_parameters(model, job.grid, stage), (model.distributed, model.averaged, model.moments)
-    how = count, job.grid, job.element, *kinds
+    count, moments = trained_parameters(model, job.grid, stage), moment_bytes(model, job.grid, stage)
+    how = count, job.grid, job.element, model.distributed, model.averaged, moments
     if "optimizer" in job.offload:
         away += optimizer_bytes(*how)
     return {"checkpoint": checkpoint_bytes(*how), "offloaded": away}

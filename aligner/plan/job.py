@@ -37,6 +37,7 @@ class PlannedModel:
     distributed: bool = True  # optimizer state over data-parallel ranks
     gradient: int = 4  # bytes of a parameter's gradient
     moments: int = 8  # bytes of its two moments
+    muon: bool = False  # of a layer's matrix it has one, in float32
     averaged: bool = False  # `ema` beside it
     shared: bool = False  # its frozen weights are the policy's: those of a reference, or of a critic on its trunk
     grid: Grid | None = None  # a teacher's, if it is not the job's
@@ -383,19 +384,17 @@ def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Planned
     stage = STAGES[cfg.stage.name]
     trains = stage.trains and not cfg.debug.rollout_only
     other_models = stage.other_models(cfg) if trains else ()
-    # float32 parameters in a bfloat16 body have the distributed optimizer in any case
     mixed = cfg.model.dtype != "float32"
     ours, theirs = (
-        {"gradient": 2 if o.gradient_dtype == "bfloat16" else 4, "moments": o.moment_bytes}
+        {"gradient": 2 if o.gradient_dtype == "bfloat16" else 4, "moments": o.moment_bytes, "muon": o.name == "muon"}
         for o in (cfg.optim, cfg.critic.optim)
     )
     if stage.scores:
         outputs = max(1, len(cfg.algorithm.reward_loss.attributes))
-        return (PlannedModel("policy", shape, "score", True, outputs, cfg.optim.distributed or mixed, **ours),)
+        return (PlannedModel("policy", shape, "score", True, outputs, cfg.optim.is_sharded(mixed), **ours),)
     averaged = cfg.ema.decay > 0
-    distributed = cfg.optim.distributed or (
-        mixed and (shape.lora.dora if shape.lora.rank else shape.traits.trains_float32)
-    )
+    some_float32 = shape.lora.dora if shape.lora.rank else shape.traits.trains_float32
+    distributed = cfg.optim.is_sharded(mixed and some_float32)
     models = [PlannedModel("policy", shape, trained=trains, distributed=distributed, averaged=averaged, **ours)]
     scorer = shape_at(beside(shape), cfg.reward.model)
     if "reference" in other_models:
@@ -410,7 +409,7 @@ def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Planned
     if "critic" in other_models:
         shared = cfg.critic.trunk == "policy"
         critic = shape if shared else shape_at(scorer, cfg.critic.init)
-        distributed = cfg.critic.optim.distributed or mixed
+        distributed = cfg.critic.optim.is_sharded(mixed)
         models.append(PlannedModel("critic", critic, "score", True, 1, distributed, shared=shared, **theirs))
     return tuple(models)
 

@@ -23,6 +23,8 @@ from aligner.plan.sizes import (
     judge_bytes,
     logits_bytes,
     model_bytes,
+    moment_bytes,
+    muon_bytes,
     optimizer_bytes,
     optimizer_share,
     refit_buffers,
@@ -46,6 +48,7 @@ ITEMS = {
     "embedding": ("gradients of the embedding", "parallel.tensor, parallel.pipeline"),
     "user buffers": ("buffers of tensor parallelism", "batch.micro_batch_tokens, model.megatron.tp_comm_overlap=false"),
     "backward": ("one layer's gradients", "batch.micro_batch_tokens or micro_batch_samples, parallel.tensor"),
+    "matrices": ("gradients and products of Muon", "parallel.tensor, parallel.pipeline, parallel.expert"),
     "heads": ("the teachers' output matrices", "parallel.tensor, algorithm.distill.top_k"),
     "judges": ("the weights of reward.judges", "engine.tensor_parallel, engine.dtype"),
     "engine weights": ("the engine's weights", "engine.tensor_parallel, engine.dtype"),
@@ -106,7 +109,7 @@ def _models(job: PlanJob, stage: int, reads: tuple[str, ...] = (), trains: bool 
         if model.trained and (trains or "gradients" not in job.offload):
             items["gradients"] += gradient_bytes(count, model.gradient)
         if model.trained and (trains or "optimizer" not in job.offload):
-            kinds = model.distributed, model.averaged, model.moments
+            kinds = model.distributed, model.averaged, moment_bytes(model, job.grid, stage)
             items["optimizer"] += optimizer_bytes(count, job.grid, job.element, *kinds)
     if heads := sum(teacher_heads(job)):
         items["heads"] = heads
@@ -260,6 +263,8 @@ def stage_phases(job: PlanJob, stage: int) -> dict[str, dict[str, float]]:
             updates.append(kept | {"backward": backward_bytes(job, model, stage)})
             if stage == 0:
                 updates.append(base | {"embedding": embedding_bytes(job, model)})
+            if model.muon:
+                updates.append(base | {"matrices": muon_bytes(model, job.grid, stage)})
         # Adam is fused and needs nothing beside, clipping one tensor at a time
         phases["update"] = max(updates, key=lambda items: sum(items.values()))
         phases["save"] = base  # from where it lies to host memory (plan/host.py), without a copy on the device
@@ -318,7 +323,7 @@ def _keys(job: PlanJob, phase: str, item: str) -> str:
         first.append(f"memory.offload=[{item}]")
     if item == "kv cache" and phase != "generate":
         first.append("memory.sleep=auto")
-    if item == "optimizer" and not all(model.distributed for model in job.models):
+    if item == "optimizer" and not all(model.distributed or model.muon for model in job.models):
         first.append("optim.distributed=true")
     keys = ", ".join([*first, ITEMS[item][1]])
     return keys if job.policy.shape.moe.num_experts else keys.replace(", parallel.expert", "")

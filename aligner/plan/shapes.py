@@ -14,6 +14,7 @@ from functools import lru_cache
 from math import prod
 
 from aligner.config.sections.model.config import ModelConfig
+from aligner.families.matrices import is_matrix
 from aligner.families.rows import BRANCH_NORMS, SCORE_HEAD, ParamSpec
 from aligner.families.table import dimensions, is_of_layer, rows_of
 from aligner.plan.linear import linear_matrices, rule_operations
@@ -317,6 +318,14 @@ def _rank_count(same: _Same, grid: Grid, stage: int, head: str, outputs: int) ->
 def largest_parameter(m: ModelConfig, grid: Grid, stage: int, head: str = "lm") -> int:
     """Return the elements of one rank's largest parameter."""
     return max(elements for _, number, elements in _rank_rows(m, grid, stage, head) if number)
+
+
+def matrix_parameters(m: ModelConfig, grid: Grid, stage: int) -> tuple[int, int]:
+    """Return the elements of one rank's matrices of layers, and those of the largest parameter of these on all tensor
+    ranks."""
+    rows = [(row, n, size) for row, n, size in _rank_rows(m, grid, stage, "lm") if is_matrix(row) and n]
+    whole = (size * (grid.tensor if row.tp_axis is not None and not row.experts else 1) for row, _, size in rows)
+    return sum(n * size for _, n, size in rows), max(whole, default=0)
 
 
 def _rank_rows(

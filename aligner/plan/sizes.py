@@ -13,7 +13,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.plan.adapters import held_parameters, is_adapted, kept_bytes, saved_bytes, trained_parameters
 from aligner.plan.job import PREFILL_TOKENS, PlanJob, PlannedModel
 from aligner.plan.linear import rule_forward
-from aligner.plan.shapes import Count, Grid, inputs_width, rank_parameters, widest_mlp
+from aligner.plan.shapes import Count, Grid, inputs_width, matrix_parameters, rank_parameters, widest_mlp
 
 COMPARED = 7  # numbers of a logit of a student and its teacher, as `WIDE` in `roles/teacher.py`, which imports torch
 SAMPLED_LOGITS = 1 << 26  # float64 cumulative sums of the native sampler at a time
@@ -54,7 +54,7 @@ def gradient_bytes(count: Count, element: int = 4) -> float:
 
 
 def optimizer_bytes(
-    count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False, moments: int = 8
+    count: Count, grid: Grid, element: int, distributed: bool, averaged: bool = False, moments: float = 8
 ) -> float:
     """Return the bytes of Adam: two moments, and a float32 main copy of bfloat16 weights. The distributed optimizer
     cuts them over the ranks with the same parameters (ZeRO-1; for experts tensor x context x data / expert of them).
@@ -64,6 +64,21 @@ def optimizer_bytes(
         dense, experts = grid.replicas, grid.expert_replicas
     plain = moments * (count.score / dense + count.magnitudes / experts)
     return per * (count.dense / dense + count.experts / experts) + plain
+
+
+def moment_bytes(model: PlannedModel, grid: Grid, stage: int) -> float:
+    """Return the bytes of a parameter's moments, with Muon on average: one for a layer's matrix, two for others."""
+    if not model.muon:
+        return model.moments
+    count = trained_parameters(model, grid, stage)
+    return 8 - 4 * matrix_parameters(model.shape, grid, stage)[0] / (count.dense + count.experts + count.score)
+
+
+def muon_bytes(model: PlannedModel, grid: Grid, stage: int) -> float:
+    """Return the bytes that Muon needs beside its state: float32 gradients, if there are none, and of the largest
+    parameter, whole, the momentum, its direction and the products."""
+    count, (_, largest) = trained_parameters(model, grid, stage), matrix_parameters(model.shape, grid, stage)
+    return 4 * (count.dense + count.experts) * (model.gradient < 4) + 20 * largest
 
 
 def optimizer_share(count: Count, grid: Grid, distributed: bool) -> float:

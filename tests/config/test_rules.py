@@ -69,6 +69,13 @@ rm ; ptx={coef: 0.1, data: {train: '${data.train}'}} => ptx.coef
 sft@2 ; ptx={coef: 0.1, sequences: 3, data: {train: '${data.train}'}} => ptx.sequences
 sft ; ptx={coef: 0.1, data: {train: '${data.train}', max_tokens: 9999}} => ptx.data.max_tokens
 grpo ; ema.decay=0.9 ; debug.rollout_only=true => ema.decay
+sft ; optim.name=muon => optim.distributed
+ppo ; critic.init=. ; critic.optim.name=muon => critic.optim.distributed
+sft ; optim.muon_momentum=0.9 => optim.muon_momentum
+sft ; optim.muon_scale=1 => optim.muon_scale
+sft ; optim.muon_precision=float32 => optim.muon_precision
+sft ; optim={name: muon, distributed: false} ; model.lora.rank=4 => optim.name
+ppo ; critic.init=. ; critic.optim={name: muon, distributed: false} ; model.lora.rank=4 => critic.optim.name
 sample ; data.train='' ; data.sources=[{path: README.md}] => data.sources
 sample ; reward.normalize=true => reward.normalize
 sample ; debug.rollout_only=true => debug.rollout_only

@@ -13,6 +13,7 @@ REASONS = {
     "megatron/core/distributed/param_and_grad_buffer.py": ["= dist_reduce_scatter_func(", " dist_all_gather_func("],
     "megatron/core/optimizer/optimizer.py": ["optimizer.has_grad_norm_group(grad_norm_group)"],
     "megatron/core/optimizer/__init__.py": ["from torch.optim import AdamW as Adam"],
+    "megatron/core/optimizer/emerging_optimizers.py": ["or len(param.shape) != 2"],
     "megatron/core/dist_checkpointing/strategies/filesystem_async.py": ["ctx.Manager().Queue()"],
     "megatron/core/tensor_parallel/layers.py": ["get_global_memory_buffer().get_tensor"],
     "torch/distributed/distributed_c10d.py": ["_pickler(f).dump(obj)", "_unpickler(io.BytesIO(buf)).load()"],
