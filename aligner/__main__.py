@@ -28,6 +28,8 @@ COMMANDS = {
     "launch": "run a stage as N ranks on this machine",
     "submit": "hand a stage, or a sweep as an array, to Slurm",
     "plan": "predict memory and step time on GPUs, and refuse what cannot fit",
+    "recipes": "list recipes of published models and datasets, with what `plan` says of each",
+    "data": "make a recipe's data from the folder of a published dataset",
     "rehearse": "run ranks of a job here, without its GPUs, and refuse what would fail there",
     "check": "compare loss and gradients of a model's layouts with one rank's, on a CPU: `check layouts`",
     "import": "turn a Hugging Face folder into a sharded checkpoint",
@@ -63,11 +65,13 @@ def parser() -> argparse.ArgumentParser:
     from aligner.plan import options as plan_options
     from aligner.rehearse import options as rehearse_options
     from aligner.shakedown import options as shakedown_options
-    from aligner.tools import replay_options
+    from aligner.tools import recipe_options, replay_options, show_options
     from aligner.tools.layouts import options as check_options
 
     own = dict.fromkeys(("import", "export"), convert_options.add_parser)
     own |= dict.fromkeys(("replay", "bisect"), replay_options.add_parser)
+    own |= dict.fromkeys(("recipes", "data"), recipe_options.add_parser)
+    own |= dict.fromkeys(("board", "keys"), show_options.add_parser)
     own["shakedown"] = shakedown_options.add_parser
     further = {"submit": submit_options.add_arguments, "plan": plan_options.add_arguments}
     further |= {"rehearse": rehearse_options.add_arguments, "check": check_options.add_arguments}
@@ -82,17 +86,6 @@ def parser() -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         if name in own:
             own[name](subs, name, text)
-            continue
-        if name == "board":
-            sub = subs.add_parser(name, help=text, description=text)
-            sub.add_argument(
-                "overrides", nargs="*", metavar="FOLDER", help="of runs, or of folders of runs; default: runs"
-            )
-            sub.add_argument("--port", type=int, default=8080, help="0: any that is free; default 8080")
-            continue
-        if name == "keys":
-            sub = subs.add_parser(name, help=text, description=text)
-            sub.add_argument("overrides", nargs="*", metavar="SECTION", help="optim, model.moe, ...; default: all keys")
             continue
         sub = subs.add_parser(
             name, help=text, description=text, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -326,15 +319,13 @@ def _submit(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from aligner.plan import command
+    """Run `plan` or `rehearse`, whose GPUs need not be here."""
+    from aligner.plan import command as plan
+    from aligner.rehearse import command as rehearse
 
-    return command.main(args, _with_vocabulary(_config(args)))
-
-
-def _rehearse(args: argparse.Namespace) -> int:
-    from aligner.rehearse import command
-
-    return command.main(args, _with_vocabulary(_config(args)))
+    cfg = _with_vocabulary(_config(args))
+    args.gpus = cfg.cluster.gpus or 8 if args.gpus is None else args.gpus
+    return (plan if args.command == "plan" else rehearse).main(args, cfg)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -354,6 +345,12 @@ def _with_vocabulary(cfg: Config) -> Config:
     from aligner.data.tokenizer import load_tokenizer
 
     return replace(cfg, model=replace(model, vocab_size=len(load_tokenizer(model.tokenizer, announce=False))))
+
+
+def _recipes(args: argparse.Namespace) -> int:
+    from aligner.tools import published_data, recipes
+
+    return (published_data if args.command == "data" else recipes).main(args)
 
 
 def _multirun(args: argparse.Namespace) -> int:
@@ -495,7 +492,9 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "launch": _launch,
     "submit": _submit,
     "plan": _plan,
-    "rehearse": _rehearse,
+    "rehearse": _plan,
+    "recipes": _recipes,
+    "data": _recipes,
     "check": _check,
     "import": _convert,
     "export": _convert,

@@ -30,6 +30,7 @@ from aligner.config.stages import STAGES
 from aligner.families import FAMILIES
 from aligner.families.family import Family
 from aligner.shakedown.toy import family_keys
+from aligner.tools import recipes as complete
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/reference"
@@ -135,6 +136,8 @@ def flat(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
 def recipes(whole: bool) -> Iterator[list[str]]:
     """Yield a row for each recipe: those of `whole` runs, which name their folder, or the others."""
     for path in sorted((ROOT / "conf/experiment").glob("*.yaml")):
+        if path.stem in complete.recipes():
+            continue
         name, stage, comment, settings = recipe(path)
         if whole == any(text.startswith("run.dir=") for text in settings):
             cited = PAPER.sub(r"[\1](https://arxiv.org/abs/\1)", comment)
@@ -143,6 +146,17 @@ def recipes(whole: bool) -> Iterator[list[str]]:
 
 def algorithms() -> str:
     return table(("recipe", "stage", "meaning", "settings beside the stage's defaults"), recipes(False))
+
+
+def complete_recipes() -> str:
+    """Return a table of the recipes that name model, data and GPUs."""
+    rows = []
+    for name, each in complete.recipes().items():
+        cfg = each.config
+        published = re.sub(r" ?\((https://[^)]+)\)", r" ([source](\1))", each.published)
+        cells = (f"`{name}`", f"`{cfg.stage.name}`", f"`{complete.data_name(cfg)}`", str(cfg.cluster.gpus))
+        rows.append((*cells, PAPER.sub(r"[\1](https://arxiv.org/abs/\1)", each.meaning), published, each.status))
+    return table(("recipe", "stage", "data", "H100", "meaning", "published", "status"), rows)
 
 
 def whole_runs() -> str:
@@ -327,7 +341,14 @@ def api_names() -> str:
 
 
 PAGES = ("api.md", "cli.md", "keys.md", "recipes.md", "exit-codes.md", "support.md")
-BLOCKS: tuple[Callable[[], str], ...] = (common_options, commands, algorithms, whole_runs, error_codes)
+BLOCKS: tuple[Callable[[], str], ...] = (
+    common_options,
+    commands,
+    algorithms,
+    whole_runs,
+    complete_recipes,
+    error_codes,
+)
 BLOCKS += (families, structures, modules, capabilities, reasons, stages, shapes, api_names)
 
 

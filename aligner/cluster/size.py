@@ -33,13 +33,13 @@ class Size:
         return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
-def job_size(args: argparse.Namespace, site: Site, environ: Mapping[str, str]) -> Size:
+def job_size(args: argparse.Namespace, site: Site, environ: Mapping[str, str], gpus: int = 0) -> Size:
     """Return nodes and ranks per node: as asked for; in a job (`environ` has SLURM_JOB_ID) as allocated by Slurm; else
-    the site's."""
+    those of `gpus` (`cluster.gpus`) on the site's nodes, or of one node."""
     for key in ("nodes", "engine_nodes", "ranks_per_node", "ranks", "spare", "max_requeues", "at_once"):
         if getattr(args, key) < 0:
             raise ConfigError(f"--{key.replace('_', '-')}", getattr(args, key), "a number >= 0")
-    size = _first_component(args, site, environ)
+    size = _first_component(args, site, environ, gpus)
     nodes, per_node = _second_component(args, site, environ, size.per_node)
     return replace(size, engine_nodes=nodes, engine_per_node=per_node)
 
@@ -69,18 +69,26 @@ def _second_component(args: argparse.Namespace, site: Site, environ: Mapping[str
     return nodes, requested or site.engines.ranks_per_node or site.engines.gpus_per_node or beside
 
 
-def _first_component(args: argparse.Namespace, site: Site, environ: Mapping[str, str]) -> Size:
+def _first_component(args: argparse.Namespace, site: Site, environ: Mapping[str, str], gpus: int) -> Size:
     """Return the size without `--engine-nodes`."""
     if "SLURM_JOB_ID" not in environ:
         if args.shell:
             return Size(1, args.ranks or args.ranks_per_node or _local_ranks(site))
-        return Size(args.nodes or 1, args.ranks_per_node or site.ranks)
+        known = gpus and site.gpus_per_node and not (args.nodes or args.engine_nodes or args.ranks_per_node)
+        return _nodes_of(gpus, site) if known else Size(args.nodes or 1, args.ranks_per_node or site.ranks)
     allocated = int(environ.get("SLURM_NNODES", environ.get("SLURM_JOB_NUM_NODES", "1")))
     nodes = args.nodes or allocated - args.spare
     if not 1 <= nodes <= allocated - args.spare:
         raise ConfigError("--nodes", nodes, f"from 1 to {allocated - args.spare}: the job has {allocated} nodes")
     component = "_HET_GROUP_0" if "SLURM_HET_SIZE" in environ else ""
     return Size(nodes, args.ranks_per_node or _requested_ranks(allocated, environ, component) or site.ranks)
+
+
+def _nodes_of(gpus: int, site: Site) -> Size:
+    """Return as many whole nodes as have these GPUs, or a part of one. Raises ConfigError."""
+    if gpus > site.ranks and gpus % site.ranks:
+        raise ConfigError("cluster.gpus", gpus, f"a multiple of the {site.ranks} ranks of a node", "Or give --nodes.")
+    return Size(max(1, gpus // site.ranks), min(gpus, site.ranks))
 
 
 def _requested_ranks(nodes: int, environ: Mapping[str, str], component: str) -> int:

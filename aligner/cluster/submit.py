@@ -44,8 +44,8 @@ def main(args: argparse.Namespace, rehearse: Callable[[Config, int, str], None])
     Raises ConfigError, or MemoryPlanError for a job that the site's GPUs cannot hold, before anything is written;
     AlignerError if sbatch fails."""
     name, site = find_site(args.site)
-    size = job_size(args, site, os.environ if args.shell else {})
     configs = composed(args)
+    size = job_size(args, site, os.environ if args.shell else {}, configs[0].cluster.gpus)
     for cfg in configs:
         _check_engines(cfg, size)
         validate(_with_upstream_there(cfg, args.upstream), size.ranks)

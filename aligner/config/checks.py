@@ -55,7 +55,11 @@ def exists(key: str, path: str) -> None:
 
 
 def path_hint(key: str, path: str) -> str:
-    """Return advice for a missing path that is a name of the Hub or relative; "" for others."""
+    """Return advice for a missing path of a recipe, of a name of the Hub, or a relative one; "" for others."""
+    if own := re.fullmatch(r"models/([\w.-]+/[\w.-]+)", path):
+        return f"It is relative to {Path.cwd()}. To download it: hf download {own[1]} --local-dir {path}"
+    if own := re.fullmatch(r"data/(\w+)/(train|eval)\.jsonl", path):
+        return f"It is relative to {Path.cwd()}. Made by: aligner data {own[1]} FOLDER, with the downloaded dataset."
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) or path.endswith(DATA_FILES):
         return "" if Path(path).expanduser().is_absolute() else f"It is relative to {Path.cwd()}."
     kind = "--repo-type dataset " if key.startswith("data.") else ""

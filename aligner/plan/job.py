@@ -20,6 +20,7 @@ from aligner.errors import ConfigError
 from aligner.families.hf_config import config_from_hf
 from aligner.plan.lengths import Lengths
 from aligner.plan.linear import package_installed, row_bytes
+from aligner.plan.presets import preset_of
 from aligner.plan.shapes import Grid, kv_bytes, routing_bytes
 
 PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill of the native engine
@@ -318,9 +319,9 @@ def _rows(
     """Return the rows of a step with their lengths. Raises ConfigError for lengths that the config does not allow."""
     stage, b = STAGES[cfg.stage.name], cfg.batch
     longest, limit = cfg.data.max_prompt_tokens, response_limit(cfg)
-    if not stage.rollouts:
+    if not stage.rollouts and (own := stage.passes(cfg).get("generate", 0.0)) < 1:
         longest = max(1, min(longest, cfg.data.max_tokens - 1))
-        limit = max(1, cfg.data.max_tokens - longest)
+        limit = max(limit if own else 1, cfg.data.max_tokens - longest)
     if lengths:
         response_tokens = sum(length * count for length, count in lengths) / sum(count for _, count in lengths)
         if lengths[-1][0] > limit:
@@ -396,14 +397,14 @@ def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Planned
     some_float32 = shape.lora.dora if shape.lora.rank else shape.traits.trains_float32
     distributed = cfg.optim.is_sharded(mixed and some_float32)
     models = [PlannedModel("policy", shape, trained=trains, distributed=distributed, averaged=averaged, **ours)]
-    scorer = shape_at(beside(shape), cfg.reward.model)
+    scorer = shape_beside(shape, cfg.reward.model)
     if "reference" in other_models:
         models.append(PlannedModel("reference", shape, shared=shares_weights(cfg)))
     if "teacher" in other_models:
         teachers = cfg.algorithm.distill.models()
         layout = cfg.algorithm.distill.layout(cfg.parallel)
         grid = None if layout == cfg.parallel else grid_of(replace(cfg, parallel=layout), gpus)
-        models += [PlannedModel(name, shape_at(beside(shape), path), grid=grid) for name, path in teachers.items()]
+        models += [PlannedModel(name, shape_beside(shape, path), grid=grid) for name, path in teachers.items()]
     if stage.rollouts and cfg.reward.model and not cfg.debug.train_only:
         models.append(PlannedModel("reward", scorer, "score"))
     if "critic" in other_models:
@@ -467,6 +468,13 @@ def known_shape(cfg: Config, reader: str) -> ModelConfig:
         )
     expected = f"the size of the vocabulary, or model.tokenizer=FOLDER on this machine, whose size {reader} reads"
     raise ConfigError("model.vocab_size", 0, expected, "Or choose a model: model=llama3_8b.")
+
+
+def shape_beside(run: ModelConfig, folder: str) -> ModelConfig:
+    """Return the shape of another model of a run: of its folder, else of the published model whose name that has, else
+    the policy's."""
+    like, preset = beside(run), preset_of(folder)
+    return shape_at(for_run(preset, like) if preset else like, folder)
 
 
 def shape_at(like: ModelConfig, init: str) -> ModelConfig:

@@ -6,7 +6,7 @@ import argparse
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--gpus", type=int, default=8, metavar="N", help="in all (default 8)")
+    sub.add_argument("--gpus", type=int, metavar="N", help="in all (default: cluster.gpus, else 8)")
     sub.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default 8")
     sub.add_argument("--device", default="h100", metavar="NAME", help="a100, h100 (default), h200, b200, gb200, gb300")
     sub.add_argument("--prompt-tokens", type=float, default=0, metavar="N", help="mean (default: half of the longest)")

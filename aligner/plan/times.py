@@ -447,6 +447,9 @@ def plan_times(job: PlanJob, device: Device, assumed: Assumptions) -> dict[str, 
             phases["score"].parts["host"] += host_s
         for judge in job.judges:
             _add(phases["score"], generate_phase(job.asked_by(judge), machine), prefix="judges' ")
+    elif job.engine is not None and (share := job.passes.get("generate", 0.0)):
+        for name, whole in (("refit", refit_phase(job, machine)), ("generate", generate_phase(job, machine))):
+            _add(phases.setdefault(name, PhaseTime()), whole, share)
     if job.asked:
         learned = job.learned * job.minibatches / job.rows.count
         phases["logprobs"] = forward_phase(job, job.asked, machine, learned)

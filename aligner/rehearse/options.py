@@ -8,7 +8,7 @@ GPUS_PER_NODE = 8
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--gpus", type=int, default=8, metavar="N", help="in all (default 8)")
+    sub.add_argument("--gpus", type=int, metavar="N", help="in all (default: cluster.gpus, else 8)")
     sub.add_argument("--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help=f"default {GPUS_PER_NODE}")
     sub.add_argument("--device", default="h100", metavar="NAME", help="a100, h100 (default), h200, b200, gb200, gb300")
     sub.add_argument(

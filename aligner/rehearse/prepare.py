@@ -16,10 +16,12 @@ from aligner.config.sections.debug import DebugConfig
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.config.sections.judge import FIELDS, JudgeConfig
 from aligner.config.sections.logging import LoggingConfig
-from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.config import ModelConfig, for_run
 from aligner.config.sections.rewards import RewardFunctionConfig
 from aligner.config.sections.run import StopConfig
+from aligner.families.hf_config import hf_config
 from aligner.plan.job import CHARACTERS, known_shape
+from aligner.plan.presets import preset_of
 
 ROWS, STEPS = 16, 2
 REWARD = "aligner.rehearse.program:reward"
@@ -33,10 +35,14 @@ def prepared(cfg: Config, folder: Path) -> Config:
     model_folder.mkdir(parents=True)
 
     def there(path: str) -> str:
-        """Return a model's folder if it exists, for its shape, else one that has no shape."""
-        return path if path and Path(path).expanduser().exists() else str(model_folder)
+        """Return a model's folder if it exists, else one with the shape of the published model of this name, else one
+        that has no shape."""
+        if path and Path(path).expanduser().exists():
+            return path
+        return str(_published(shape, preset, folder / Path(path).name) if (preset := preset_of(path)) else model_folder)
 
-    init = cfg.model.init if cfg.model.init == "random" else there(cfg.model.init)
+    own = cfg.model.init == "random" or Path(cfg.model.init).expanduser().exists()
+    init = cfg.model.init if own else str(model_folder)
     ready = replace(
         cfg,
         model=replace(_unbuffered(shape), init=init, tokenizer=str(tokenizer), lora=replace(cfg.model.lora, init="")),
@@ -72,6 +78,14 @@ def prepared(cfg: Config, folder: Path) -> Config:
     single = there(distill.teacher) if cfg.stage.name == "distill" and not teachers else ""
     ready.algorithm = replace(cfg.algorithm, distill=replace(distill, teacher=single, teachers=teachers, store=""))
     return ready
+
+
+def _published(run: ModelConfig, preset: ModelConfig, folder: Path) -> Path:
+    """Write a folder with the shape of a preset, and return it."""
+    folder.mkdir(exist_ok=True)
+    shape = hf_config(for_run(preset, run), bos_token_id=None, eos_token_id=0, pad_token_id=None, dtype="bfloat16")
+    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    return folder
 
 
 def _question(judge: JudgeConfig) -> str:

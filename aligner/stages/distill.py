@@ -62,8 +62,10 @@ def check(cfg: Config) -> None:
 
 
 def passes(cfg: Config) -> dict[str, float]:
-    """Return the passes of each model. Each of several teachers reads an equal share of the rows."""
-    return {"teacher": 1.0, "teachers": 1 / max(1, len(cfg.algorithm.distill.teachers))}
+    """Return the passes of each model, and the share of steps that generate. Each of several teachers reads an equal
+    share of the rows."""
+    distill = cfg.algorithm.distill
+    return {"teacher": 1.0, "teachers": 1 / max(1, len(distill.teachers)), "generate": distill.on_policy}
 
 
 def generates(cfg: Config) -> bool:

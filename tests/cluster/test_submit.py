@@ -249,3 +249,12 @@ def test_a_job_whose_rehearsal_fails_is_not_handed_over(sbatch, monkeypatch, tmp
     assert "--rehearse=True: expected a site whose file says which `gpu` it has" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="rehearse=True: expected false without `gpu`"):
         Site(rehearse=True)
+
+
+def test_the_number_of_gpus_of_a_config_gives_the_nodes():
+    four, unknown = Site(gpus_per_node=4), Site()
+    assert job_size(options(), four, {}, 64) == Size(16, 4) and job_size(options(), four, {}, 1) == Size(1, 1)
+    assert job_size(options(nodes=2), four, {}, 64) == Size(2, 4) == job_size(options(nodes=2), four, {}, 0)
+    assert job_size(options(), unknown, {}, 64) == Size(1, 1) and job_size(options(), four, {}) == Size(1, 4)
+    with pytest.raises(ConfigError, match=r"cluster\.gpus=6: expected a multiple of the 4 ranks of a node"):
+        job_size(options(), four, {}, 6)

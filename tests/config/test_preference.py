@@ -12,7 +12,7 @@ from aligner.files import conf_dir
 RECIPES = sorted(
     p.stem
     for p in (conf_dir() / "experiment").glob("*.yaml")
-    if "/stage: dpo" in p.read_text() and not p.stem.startswith("quickstart_")
+    if "/stage: dpo" in p.read_text() and not re.match(".*_[0-9]+$|quickstart_", p.stem)
 )
 
 

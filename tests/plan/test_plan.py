@@ -785,6 +785,20 @@ def test_the_job_of_a_config():
         job_of(compose(ppo), 16, prompt_tokens=999)
 
 
+def test_a_student_that_answers_itself_generates_as_often_as_it_does():
+    """As a rollout of the same rows. A teacher that is not here counts as the model that its folder names."""
+    rows = ["model=qwen3_8b", "model.recompute=full", "data.max_prompt_tokens=512", "sampling.max_response_tokens=2048"]
+    line = ["stage=distill", *rows, "batch.sequences=64", "algorithm.distill.teacher=models/Qwen/Qwen3-32B"]
+    always, half = (job_of(compose([*line, f"algorithm.distill.on_policy={share}"]), 8) for share in (1, 0.5))
+    rollout = job_of(compose(["stage=grpo", *rows, "batch.prompts=64", "batch.group=1"]), 8)
+    times = [plan_times(job, H100, Assumptions()) for job in (always, half, rollout)]
+    for phase in ("refit", "generate"):
+        assert times[0][phase].seconds == pytest.approx(times[2][phase].seconds, rel=0.01) and times[0][phase].seconds
+    assert times[1]["refit"].seconds == pytest.approx(times[2]["refit"].seconds / 2)
+    assert (always.rows.response_longest, half.rows.response_longest) == (2048, 2048)
+    assert [round(parameters(model.shape) / 1e9, 1) for model in always.models] == [8.2, 32.8]
+
+
 def test_a_student_keeps_its_teachers_matrices_and_a_tied_embedding_has_three_gradients():
     """Of 256,000 words as in a rehearsal of it, within half a hundredth."""
     line = ["stage=distill", "model=gemma2_2b", "model.num_layers=4", "batch.sequences=8", "parallel.context=2"]

@@ -45,6 +45,9 @@ class Limits:
 
 @dataclass
 class ClusterConfig(Section, key="cluster"):
+    gpus: int = key(
+        0, "GPUs that the job is made for: what plan, rehearse and submit take by default. 0: unknown.", least=0
+    )
     backend: str = key("auto", "Library for collectives.", choices=("auto", "gloo", "nccl"))
     timeout_s: float = key(
         3900.0, "Maximum seconds of a collective. An engine's child may extend it (docs/how-to/resume.md).", above=0

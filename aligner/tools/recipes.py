@@ -1,0 +1,106 @@
+"""`aligner recipes`: files of conf/experiment that name model, data and number of GPUs, with what `plan` says of
+them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from aligner.config.resolve import compose
+from aligner.config.schema import Config
+from aligner.errors import ConfigError
+from aligner.files import conf_dir
+from aligner.plan.command import predicted
+from aligner.plan.devices import GIB
+from aligner.plan.prediction import Prediction
+
+DEVICE, GPUS_PER_NODE = "h100", 8
+_GPUS = re.compile(r"_(\d+)$")  # at the end of a recipe's name
+_COMMENT = re.compile(r"(?:#.*\n)+")
+REHEARSED, PUBLISHED_BY = "Rehearsed.", "Published: "
+
+
+@dataclass(frozen=True)
+class Recipe:
+    name: str
+    meaning: str
+    published: str  # what others reached, with the address; empty: nothing known
+    rehearsed: bool = False
+
+    @property
+    def status(self) -> str:
+        return "planned and rehearsed" if self.rehearsed else "planned"
+
+    @property
+    def config(self) -> Config:
+        return compose([f"experiment={self.name}"])
+
+    def plan(self, cfg: Config) -> Prediction:
+        means = {"prompt_tokens": 0, "response_tokens": 0, "lengths": "", "engine_tensor_parallel": 0}
+        asked = {"gpus": cfg.cluster.gpus, "gpus_per_node": GPUS_PER_NODE, "device": DEVICE}
+        return predicted(SimpleNamespace(**asked, **means), cfg)
+
+
+def recipes() -> dict[str, Recipe]:
+    """Return the recipes by name."""
+    paths = sorted((conf_dir() / "experiment").glob("*.yaml"))
+    return {path.stem: _read(path) for path in paths if _GPUS.search(path.stem)}
+
+
+def _read(path: Path) -> Recipe:
+    match = _COMMENT.match(path.read_text(encoding="utf-8"))
+    lines = [line[1:].strip() for line in match[0].splitlines()[1:]] if match else []
+    published = [line.removeprefix(PUBLISHED_BY) for line in lines if line.startswith(PUBLISHED_BY)]
+    meaning = " ".join(line for line in lines if line != REHEARSED and not line.startswith(PUBLISHED_BY))
+    return Recipe(path.stem, meaning, "".join(published), REHEARSED in lines)
+
+
+def data_name(cfg: Config) -> str:
+    """Return the dataset's name for `aligner data`."""
+    return Path(cfg.data.train).parent.name
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run `aligner recipes`. Raises ConfigError for an unknown name."""
+    known = recipes()
+    if not args.names:
+        print(f"{'recipe':<38}{'stage':<9}{'GPUs':>5}{'step s':>9}{'GiB':>7}  {'data':<15}status")
+        for recipe in known.values():
+            print(_line(recipe), flush=True)
+        print(f"Step and memory by `plan` on {DEVICE}. None has run on a GPU.")
+        return 0
+    for name in args.names:
+        if name not in known:
+            raise ConfigError("NAME", name, "one of " + ", ".join(known))
+        print(_described(known[name]))
+    return 0
+
+
+def _line(recipe: Recipe) -> str:
+    cfg = recipe.config
+    planned = recipe.plan(cfg)
+    gib = planned.memory.peak_bytes / GIB
+    sizes = f"{cfg.cluster.gpus:>5}{planned.step_s:>9.1f}{gib:>7.1f}"
+    return f"{recipe.name:<38}{cfg.stage.name:<9}{sizes}  {data_name(cfg):<15}{recipe.status}"
+
+
+def _described(recipe: Recipe) -> str:
+    from aligner.tools.published_rows import PUBLISHED
+
+    cfg = recipe.config
+    data, out = data_name(cfg), ["# " + recipe.meaning]
+    folders = [cfg.model.init, cfg.reward.model, cfg.algorithm.distill.teacher]
+    out += [f"# published: {recipe.published}"] * bool(recipe.published) + [f"# {recipe.status}; not run on a GPU"]
+    out += [
+        f"hf download {folder.removeprefix('models/')} --local-dir {folder}"
+        for folder in folders
+        if folder.startswith("models/")
+    ]
+    repository = PUBLISHED[data].repository
+    out += [f"hf download --repo-type dataset {repository} --local-dir downloads/{data}"]
+    out += [f"aligner data {data} downloads/{data}"]
+    out += [f"aligner {command} experiment={recipe.name}" for command in ("plan", "rehearse", "submit")]
+    return "\n".join([*out, ""])
