@@ -107,9 +107,12 @@ def test_errors_stay_where_the_reader_has_gone(end, code, shown):
     assert done.returncode == code and done.stderr.strip().endswith(shown) and bool(done.stderr) == bool(shown)
 
 
+WITHOUT = ("import", "export", "keys", "board", "replay", "bisect", "shakedown", "recipes", "data")  # a config
+
+
 @pytest.mark.parametrize(
     "command",
-    [name for name in COMMANDS if name not in ("import", "export", "keys", "board", "replay", "bisect", "shakedown")],
+    [name for name in COMMANDS if name not in WITHOUT],
 )
 def test_cfg_prints_the_resolved_config_on_every_command_with_one(command, capsys):
     needed = {"launch": ["--ranks", "2"], "check": ["layouts"]}.get(command, [])
