@@ -100,7 +100,8 @@ class VllmWorker(BaseWorker):
 
         version = f"vLLM {self.api.__version__}"
         args = checked_arguments(f"{VllmConfig.KEY}.args", settings.args, EngineArgs, version)
-        if not torch.cuda.is_available():  # else vLLM's latent attention with AMX, which takes only some sizes
+        if not torch.cuda.is_available() and "attention_backend" not in args:
+            # else vLLM's latent attention with AMX, which takes only some sizes
             args = {"attention_config": {"backend": "CPU_MLA"}, **args}
         self.engine = self.api.LLM(**engine_arguments(settings), **args).llm_engine
         super().__init__(settings)
