@@ -51,6 +51,9 @@ def assert_contains(whole, piece, where):
     for key, value in piece.items():
         if isinstance(value, dict):
             assert_contains(whole[key], value, f"{where}.{key}")
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            assert len(whole[key]) == len(value), f"{where}.{key}"
+            assert_contains(dict(enumerate(whole[key])), dict(enumerate(value)), f"{where}.{key}")
         elif value == "auto":  # the schema may have told already what that is
             assert key in whole, f"{where}.{key}"
         elif not str(value).startswith("${"):  # an interpolation takes the value of another key
