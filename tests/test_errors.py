@@ -10,6 +10,7 @@ ARGUMENTS = {
     errors.ConfigError: ("parallel.tensor", 2, "a divisor of 1", "Use fewer."),
     errors.LayoutError: ("parallel.tensor", 2, "a divisor of 1"),
     errors.UnknownKeyError: ("optim.lrr", "optim.lr"),
+    errors.RunFailedError: ("what is wrong", 2),
     errors.MissingExtraError: ("tensorrt_llm", "trtllm", "engine=trtllm"),
 }
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.AlignerError)]

@@ -24,7 +24,7 @@ class SourceRows:
 
 def split_documents(batch: TrainBatch) -> TrainBatch:
     """Split each stretch of equal numbers in `documents` [B, T] into its own row, right-padded with 0. The batch may
-    have only tensors [B, T, ...] besides the lengths. One without `documents` is returned unchanged."""
+    have only tensors [B, T, ...] and [B], whose documents all have their row's value. One without `documents` is returned unchanged."""
     if batch.documents is None:
         return batch
     count, width = batch.tokens.shape
@@ -36,6 +36,8 @@ def split_documents(batch: TrainBatch) -> TrainBatch:
     def taken(name: str, values: Tensor) -> Tensor:
         if name == "lengths":
             return lengths
+        if values.dim() == 1:
+            return values[row]
         assert values.shape[:2] == (count, width), f"{name} {tuple(values.shape)}: expected a value for each token"
         cut = values.flatten(0, 1)[index]
         cut[~filled] = 0
