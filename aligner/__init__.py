@@ -20,8 +20,14 @@ if TYPE_CHECKING:
     from aligner.training import RunResult as RunResult
     from aligner.training import train as train
 
-_HOMES = dict.fromkeys(("RunResult", "train"), "aligner.training") | {"compose": "aligner.config.resolve"}
-_HOMES |= dict.fromkeys(("AlignerError", "ConfigError", "RunFailedError"), "aligner.errors")
+_HOMES = {  # the host of a container reads this too, by a Python that may be old
+    "RunResult": "aligner.training",
+    "train": "aligner.training",
+    "compose": "aligner.config.resolve",
+    "AlignerError": "aligner.errors",
+    "ConfigError": "aligner.errors",
+    "RunFailedError": "aligner.errors",
+}
 __all__ = ["AlignerError", "ConfigError", "RunFailedError", "RunResult", "compose", "train"]
 
 
