@@ -24,7 +24,8 @@ class SourceRows:
 
 def split_documents(batch: TrainBatch) -> TrainBatch:
     """Split each stretch of equal numbers in `documents` [B, T] into its own row, right-padded with 0. The batch may
-    have only tensors [B, T, ...] and [B], whose documents all have their row's value. One without `documents` is returned unchanged."""
+    have only tensors [B, T, ...], and [B] of which a row's documents all take its value. One without `documents` is
+    returned unchanged."""
     if batch.documents is None:
         return batch
     count, width = batch.tokens.shape
