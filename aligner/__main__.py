@@ -65,8 +65,7 @@ def parser() -> argparse.ArgumentParser:
     from aligner.plan import options as plan_options
     from aligner.rehearse import options as rehearse_options
     from aligner.shakedown import options as shakedown_options
-    from aligner.tools import check_options
-    from aligner.tools import recipe_options, replay_options, show_options
+    from aligner.tools import check_options, recipe_options, replay_options, show_options
 
     own = dict.fromkeys(("import", "export"), convert_options.add_parser)
     own |= dict.fromkeys(("replay", "bisect"), replay_options.add_parser)
