@@ -75,7 +75,7 @@ def _files(folder: Path, patterns: tuple[str, ...], download: str) -> Rows:
 
 
 def _made(data: PublishedData, rows: Rows, most: int, left_out: Counter[str]) -> Iterator[tuple[Row, bytes]]:
-    """Yield each row as it is written, with a hash of what is asked in it."""
+    """Yield each row to write, with a hash of its prompt."""
     for index, row in enumerate(islice(rows, most or None)):
         try:
             made = data.row(row)
@@ -86,9 +86,9 @@ def _made(data: PublishedData, rows: Rows, most: int, left_out: Counter[str]) ->
             columns = ", ".join(row)
             expected = f"expected a row of {data.repository}, found the columns {columns}"
             raise DataError(f"{rows.where(index)}: {expected} ({type(cause).__name__}: {cause})") from None
-        yield made, hashlib.sha256(json.dumps(_question(made)).encode()).digest()[:8]
+        yield made, hashlib.sha256(json.dumps(_prompt_of(made)).encode()).digest()[:8]
 
 
-def _question(row: Row) -> Any:
-    """Return what a row asks: its prompt, or all messages but the last."""
+def _prompt_of(row: Row) -> Any:
+    """Return the prompt of a row: all messages but the last where there is no other."""
     return row.get("prompt") or (row.get("messages") or row["chosen"])[:-1]
