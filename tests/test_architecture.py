@@ -195,7 +195,13 @@ def test_engines_are_asked_what_they_can_and_not_who_they_are():
 
 
 # lines of code and files that a stage reaches by imports, within functions too; a configuration or a GPU loads the rest
-CLOSURES = {"sft": (242, 21_496), "rm": (245, 21_795), "grpo": (278, 24_738), "ppo": (278, 24_781)}
+# Files and lines of code that a stage may reach: set to the next hundred lines when a change needs more.
+CLOSURES = {
+    "sft": (243, 21_600),
+    "rm": (246, 21_900),
+    "grpo": (280, 24_900),
+    "ppo": (280, 25_000),
+}
 EXTENSIONS = (
     "board",
     "plan",
@@ -261,7 +267,7 @@ def test_a_stage_reaches_no_extension_and_only_so_much(stage):
     assert not [name for name in reached for room in rooms if f"{name}.".startswith(f"aligner.{room}.")]
     if stage in CLOSURES:
         files, lines = size(stage)
-        assert (files, lines) <= CLOSURES[stage] and lines <= CLOSURES[stage][1]
+        assert files <= CLOSURES[stage][0] and lines <= CLOSURES[stage][1]
 
 
 def size(stage: str) -> tuple[int, int]:
