@@ -13,7 +13,7 @@ from torch import Tensor
 from aligner.config.engines import Capabilities
 from aligner.errors import EngineError, RefitError
 from aligner.ops.reduce import gathered
-from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
+from aligner.types import Generations, Progress, SamplingParams, SeedLists, Sums, TokenLists
 
 if TYPE_CHECKING:
     from aligner.engines.bridge import Bridge
@@ -90,6 +90,10 @@ class RolloutEngine:
         """Return `count` greedy tokens after each row, and their logprobs. Needs `own_process`."""
         raise NotImplementedError
 
+    def take_sums(self) -> Sums:
+        """Return sums of generations since the last call, for metrics: the same names on every rank."""
+        return {}
+
     def held_bytes(self) -> Mapping[str, int]:
         """Return the bytes held on this process's device: "weights", "cache" (0 while asleep), "scratch". Needs
         `computes_here`."""
@@ -163,7 +167,7 @@ class EngineWrapper(RolloutEngine):
 
 
 _INNER = ("generate", "logprobs", "begin_update", "update_weights", "finish_update", "checksums", "sleep", "wake")
-_INNER += ("close", "decoded", "held_bytes")
+_INNER += ("close", "decoded", "held_bytes", "take_sums")
 
 
 class UpdateLedger:

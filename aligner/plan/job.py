@@ -71,6 +71,7 @@ class Engine:
     pauses: bool = True  # it can have such windows
     matrix: float = 0.0  # bytes of a number of the layers' matrices, if the engine quantises them; 0: element
     in_flight: bool = False  # not of this project yet: it takes weights while rows run on, and keeps their cache
+    page: int = 0  # tokens of a page of the cache, which rows take as they grow; 0: rows are whole
 
 
 @dataclass(frozen=True)
@@ -236,19 +237,29 @@ class PlanJob:
             return int(max(1, min(ceil(rows), engine.max_batch, engine.kv_bytes // held))), engine.kv_bytes
         prompts = rows if self.turns else self.rows.prompts / self.replicas  # trajectories go on with others
         positions = self.rows.longest - 1
-        budget, longest = engine.kv_bytes // token, self.rows.prompt_longest + self.turns
+        page = engine.page if engine.page < positions else 0
+        budget, longest = engine.kv_bytes // token - page, self.rows.prompt_longest + self.turns
         if engine.window and self.turns:  # what pauses is read again
             longest = positions
+        again = positions if page else longest  # what paused for lack of pages is read again
+        positions = ceil(positions / page) * page if page else positions
         state_positions = ceil(row_bytes(shape) / engine.tensor / token)  # in positions
         each = longest + state_positions
         most = PREFILL_TOKENS * each // longest
         chunk = max(each, min(most, budget // 4, budget - positions - state_positions, each * ceil(prompts)))
-        room = int(max(1, min(ceil(rows), (budget - chunk) // (positions + state_positions))))
+        chunk = page + max(chunk, again + state_positions)
+        begun = min(positions, page + state_positions) if page else positions
+        budget -= chunk - page + positions + state_positions  # of the first row
+        room = int(max(1, min(ceil(rows), budget // (begun + state_positions) + 1)))
         slots = min(engine.max_batch, room)
         between_steps = engine.tensor == 1 and bool(engine.lag or not engine.ranks)  # turns are taken, not in rounds
         keeps = self.turns and between_steps and not state_positions  # rows between their turns
-        held = (room if keeps else slots) * (positions + state_positions) + chunk
-        return slots, held * token
+        whole = max(1, min(room if keeps else slots, (budget + positions - (slots - 1) * state_positions) // positions))
+        running = slots
+        if page:  # on average half of a response, and of a page
+            mean = self.rows.prompt_mean + self.rows.response_mean / 2 + page / 2
+            slots = int(max(1, min(slots, whole * positions // mean)))
+        return slots, (whole * positions + running * state_positions + chunk) * token
 
 
 def grid_of(cfg: Config, gpus: int) -> Grid:
@@ -369,6 +380,7 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
         ranks=e.ranks,
         lag=e.lag,
         window=e.window,
+        page=e.page_tokens,
         pauses=e.can.windows and not cfg.mismatch.replay_routing and (not cfg.environment.on or in_turns),
     )
 

@@ -13,7 +13,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.plan.adapters import held_parameters, is_adapted, kept_bytes, saved_bytes, trained_parameters
 from aligner.plan.job import PREFILL_TOKENS, PlanJob, PlannedModel
 from aligner.plan.linear import rule_forward
-from aligner.plan.shapes import Count, Grid, inputs_width, matrix_parameters, rank_parameters, widest_mlp
+from aligner.plan.shapes import Count, Grid, inputs_width, kv_bytes, matrix_parameters, rank_parameters, widest_mlp
 
 COMPARED = 7  # numbers of a logit of a student and its teacher, as `WIDE` in `roles/teacher.py`, which imports torch
 SAMPLED_LOGITS = 1 << 26  # float64 cumulative sums of the native sampler at a time
@@ -172,6 +172,8 @@ def engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:
     engine, m = job.engine, job.policy.shape
     assert engine is not None
     slots, cache = job.slots()
+    if engine.page and (m.latent.kv_rank or m.traits.entries):  # a layer's pages are gathered
+        cache += slots * job.rows.longest * kv_bytes(m, engine.element, engine.tensor) / m.num_layers
     tokens = min(PREFILL_TOKENS, ceil(job.rows.prompts / job.replicas) * job.rows.prompt_longest)
     heads = [m.of_kinds(kinds) for kinds in m.head_kinds()]
     wide = max((each.num_heads + 2 * max(each.num_kv_heads, engine.tensor)) * each.kv_channels for each in heads)

@@ -126,7 +126,7 @@ class SampleGenerator:
 
     def take_sums(self) -> Sums:
         """Return sums since the last call, of this rank's engine; the same names on every rank."""
-        return {}
+        return self.engine.take_sums()
 
     # --- different for samples of several turns
 

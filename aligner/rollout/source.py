@@ -110,8 +110,9 @@ class RolloutSource:
         batch, scores = self._batch(groups)
         if batch.forks is not None:
             metrics |= reduce_metrics(*trajectory_sums(batch.samples), self.ranks)
-            metrics |= reduce_metrics(self.generator.take_sums(), {}, dist.group.WORLD)
             self._check_failures(step, batch.samples, metrics)
+        if sums := self.generator.take_sums():
+            metrics |= reduce_metrics(sums, {}, dist.group.WORLD)
         metrics |= staleness_metrics(batch, self.weights.version, self.ranks) | self.requests.stream.metrics()
         metrics |= self.schedule.metrics
         if late := rewards.take_late():

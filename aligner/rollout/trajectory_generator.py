@@ -95,7 +95,8 @@ class TrajectoryGenerator(SampleGenerator):
         """See `SampleGenerator.take_sums`."""
         (held, tokens), self._prompt_tokens = self._prompt_tokens, [0, 0]
         served = self.pace != TurnAdmission.ROUNDS
-        return {"engine/prefix_cache_hit_rate": (float(held), float(tokens))} if served else {}
+        sums = {"engine/prefix_cache_hit_rate": (float(held), float(tokens))} if served else {}
+        return super().take_sums() | sums
 
     def _generated(self, together: ByPrompt, sampling: SamplingParams, score: Score | None = None) -> list[SampleState]:
         states = [state for same in together for state in same]

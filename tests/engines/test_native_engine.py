@@ -12,6 +12,7 @@ from transformers.generation import logits_process as lp
 from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native import NativeEngine, packs
 from aligner.engines.native.cache import SlotCache
+from aligner.engines.native.pages import PoolShape
 from aligner.engines.native.sampler import cut_logits, sample, uniforms
 from aligner.engines.native.scratch import Scratch
 from aligner.errors import ConfigError, EngineError, RefitError
@@ -244,7 +245,7 @@ def test_bfloat16_is_near_float32(name):
 
 def test_cache_moves_only_what_it_says():
     cache = SlotCache(2, 3, 4, torch.device("cpu"), torch.float32)
-    cache.resize(5, 6)
+    cache.resize(PoolShape(5, 5, 6))
     cache.kv.copy_(torch.randn(cache.kv.shape))
     before = cache.kv.clone()
     cache.move(torch.tensor([4, 3]), torch.tensor([0, 2]), 5)
@@ -266,7 +267,7 @@ def test_memory_is_given_back():
 
 def test_cache_writes_one_position_per_slot():
     cache = SlotCache(2, 3, 4, torch.device("cpu"), torch.float32)
-    cache.resize(5, 6)
+    cache.resize(PoolShape(5, 5, 6))
     wanted, new, positions = cache.kv.clone(), torch.randn(4, 6, 4), torch.tensor([5, 0, 2, 2])
     cache.write(1, cache.places(positions), new)
     for slot, position in enumerate(positions.tolist()):

@@ -64,13 +64,13 @@ def test_it_counts_into_the_caches_budget():
     """A byte for each layer and expert of a token, and what is held is given back."""
     cfg = MODELS["qwen3_moe"]
     engine = fill(make(cfg), reference(cfg))
-    assert engine.routes.token_bytes == cfg.num_layers * cfg.moe.top_k
+    assert engine.routes.cache.token_bytes == cfg.num_layers * cfg.moe.top_k
     plain = fill(make(cfg, False), reference(cfg))
     for each in (engine, plain):
         each.generate(PROMPTS, seeds_for(PROMPTS, 6), SAMPLING)
     slots = engine.cache.kv.shape[2] * engine.cache.kv.shape[4]
     extra = engine.held_bytes()["cache"] - plain.held_bytes()["cache"]
-    assert extra >= slots * engine.routes.token_bytes
+    assert extra >= slots * engine.routes.cache.token_bytes
     engine.sleep()
     assert engine.held_bytes()["cache"] == 0
 

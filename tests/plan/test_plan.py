@@ -281,7 +281,8 @@ def test_an_average_and_other_rows_cost_what_they_are():
     assert seconds[1] / seconds[0] == pytest.approx(tokens / job.rows.tokens, rel=0.1)
 
 
-def test_the_kv_cache_is_cut_as_the_engine_cuts_it():
+@pytest.mark.parametrize("page", [0, 48])
+def test_the_kv_cache_is_cut_as_the_engine_cuts_it(page):
     from aligner.config.sections.engine import EngineConfig
     from aligner.engines.native.schedule import CacheUse, PromptRequest, plan_generation
     from aligner.plan.shapes import kv_bytes
@@ -289,18 +290,21 @@ def test_the_kv_cache_is_cut_as_the_engine_cuts_it():
 
     model = shape("qwen3_0.6b")
     for budget, most in ((1 << 30, 512), (4 << 30, 24), (1 << 33, 512)):
-        job = grpo(model, Grid(data=8), Engine(kv_bytes=float(budget), max_batch=most))
+        job = grpo(model, Grid(data=8), Engine(kv_bytes=float(budget), max_batch=most, page=page))
         wanted = [PromptRequest([1] * 256, [0] * 16)] * 8
-        config = EngineConfig(kv_cache_bytes=budget, max_batch=most)
+        config = EngineConfig(kv_cache_bytes=budget, max_batch=most, page_tokens=page)
         token = kv_bytes(model, 2)
         plan = plan_generation(wanted, SamplingParams(2048), config, CacheUse(token))
         slots, held = job.slots()
-        assert slots == plan.slots and held == (plan.slots * plan.positions + plan.chunk_tokens) * token <= budget
+        assert held == (plan.shape.pages * plan.shape.tokens + plan.staged_tokens) * token <= budget
+        rows = replace(job, engine=replace(job.engine, page=0)).slots()[0]
+        assert slots == plan.slots if rows == plan.slots else rows < slots <= plan.slots
 
 
+@pytest.mark.parametrize("page", [0, 48])
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("budget, most", [(1 << 30, 512), (1 << 36, 24)])
-def test_what_is_kept_of_trajectories_is_planned(budget, most, window):
+def test_what_is_kept_of_trajectories_is_planned(budget, most, window, page):
     from aligner.config.sections.engine import EngineConfig
     from aligner.engines.native.schedule import CacheUse, plan_generation
     from aligner.plan.shapes import kv_bytes
@@ -308,14 +312,17 @@ def test_what_is_kept_of_trajectories_is_planned(budget, most, window):
     from aligner.types import SamplingParams
 
     model = shape("qwen3_0.6b")
-    engine = Engine(kv_bytes=float(budget), max_batch=most, window=window)
+    engine = Engine(kv_bytes=float(budget), max_batch=most, window=window, page=page)
     job = grpo(model, Grid(data=8), engine, turns=2048 - 300)
     pool = TurnPool(256 + 2048 - 300, 128, 128, [], None, None, None, True)
     config, token = EngineConfig(kv_cache_bytes=budget, max_batch=most, window=window), kv_bytes(model, 2)
+    config.page_tokens = page
     plan = plan_generation([], SamplingParams(300), config, CacheUse(token), pool)
     slots, held = job.slots()
-    assert slots == plan.slots and held == (plan.prefixes.slots * plan.positions + plan.chunk_tokens) * token <= budget
-    assert plan.prefixes.slots == 128 if budget > 1 << 30 else plan.slots
+    assert held == (plan.shape.pages * plan.shape.tokens + plan.staged_tokens) * token <= budget
+    assert slots <= plan.slots if page else slots == plan.slots
+    if not page:
+        assert plan.prefixes.slots == 128 if budget > 1 << 30 else plan.slots
 
 
 def test_what_nobody_reads_costs_nothing():

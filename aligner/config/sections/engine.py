@@ -53,6 +53,13 @@ class EngineConfig(Section, key="engine"):
         least=1,
         rollouts=False,
     )
+    page_tokens: int = key(
+        0,
+        "Tokens of a page of the native engine's KV cache. Rows take pages as they grow; those that came last pause "
+        "where none is free. 0: each row has room for the longest.",
+        least=0,
+        rollouts=False,
+    )
     max_batch: int = key(512, "Maximum rows decoded together.", least=1)
     dtype: str = key("auto", "Data type of the weights. auto: the trainer's.", choices=("auto", "float32", "bfloat16"))
     quantization: str = key(
@@ -138,6 +145,7 @@ captures can.computes_here tensor_parallel!=1 => cuda_graphs =false | unless eng
 !can.sleep_weights => sleep_weights =false|auto | with engine.name={name}{why.sleep_weights}
 section=trtllm !can.arguments => trtllm.args = | with engine.name={name}{why.arguments}
 section=trtllm !can.prefix_reuse => trtllm.prefix_reuse =false | with engine.name={name}{why.prefix_reuse}
+!can.computes_here => page_tokens =0 | with engine.name={name}: only native takes the key
 !sleeps => sleep_weights =false|auto | with engine.sleep={sleep}
 """)
 

@@ -62,9 +62,18 @@ class DecodeStep:
     fused: bool  # attention of plain heads is one kernel (`ops/kernels/cuda/decode.py`), if it takes their width
     cache: SlotCache
     places: tuple[Tensor, ...]  # of each kind of heads, of `cache.places`
+    scratch: Scratch
     rope: tuple[Tensor, ...]  # of `NativeModel.rotations`
     masks: dict[int, Tensor] = field(default_factory=dict)  # of layers whose choice the layer behind them uses
     closed: dict[int, Tensor] = field(default_factory=dict)  # of `closing`
+    lines: dict[int, Tensor | None] = field(default_factory=dict)  # of each kind of heads, of `cache.lines`
+
+    def kept(self, layer: int, kind: int = 0) -> Tensor:
+        """Return [plane, n, kv_head, longest, head_dim] of a layer of the cache, until the next call."""
+        cache, rows = self.cache.kinds[kind], slice(len(self.positions))
+        if kind not in self.lines:
+            self.lines[kind] = cache.lines(rows, self.longest)
+        return cache.read(layer, rows, self.longest, self.lines[kind], self.scratch)
 
     def closing(self, tokens: int) -> Tensor:
         """Return the slots, int64, whose new tokens are the last ones of entries of so many tokens."""

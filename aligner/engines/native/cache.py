@@ -1,21 +1,25 @@
-"""The KV cache: one slot per row, active rows first.
+"""The KV cache: one slot per row, active rows first. A row's numbers are in pages (`pages.py`).
 
-Decoding always runs on slots [0, n), so no step gathers; when a row finishes, the last active row moves into its slot.
+Decoding always runs on slots [0, n); when a row finishes, the last active row moves into its slot. With whole rows as
+pages its numbers move, and no step gathers. With shorter pages their numbers in the table move.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from aligner.engines.native.pages import PageTable, PoolShape
 from aligner.engines.native.scratch import Scratch
 from aligner.engines.native.states import RowStates
 
 
 class SlotCache:
-    """The KV cache [layer, plane, slot, kv_head, position, head_dim]. The two planes are keys and values. Latent
-    attention has one plane of one head, from which keys and values are computed. `memories`: of layers without
-    attention. `beside`: the cache of other layers, whose heads are of another number or width."""
+    """The KV cache [layer, plane, page, kv_head, position of a page, head_dim]. The two planes are keys and values.
+    Latent attention has one plane of one head, from which keys and values are computed. `memories`: of layers without
+    attention. `beside`: what else is kept of each token, as heads of another number or width. It has the same pages."""
 
     def __init__(
         self,
@@ -26,18 +30,14 @@ class SlotCache:
         dtype: torch.dtype,
         planes: int = 2,
         memories: RowStates | None = None,
-        beside: SlotCache | None = None,
+        beside: Sequence[SlotCache] = (),
     ):
-        self.memories, self.beside = memories, beside
+        self.memories, self.kinds = memories, (self, *beside)
         self.layers, self.planes, self.kv_heads, self.head_dim = layers, planes, kv_heads, head_dim
         self._own_bytes = layers * planes * kv_heads * head_dim * torch.empty((), dtype=dtype).element_size()
         self._scratch = Scratch(device, dtype)
         self.kv = self.staged = torch.empty(0, dtype=dtype, device=device)
-
-    @property
-    def kinds(self) -> tuple[SlotCache, ...]:
-        """This cache, and the one beside it."""
-        return (self,) if self.beside is None else (self, self.beside)
+        self.table = PageTable(PoolShape(0, 0, 1), device)
 
     @property
     def token_bytes(self) -> int:
@@ -53,24 +53,23 @@ class SlotCache:
         """The bytes of a row that do not depend on its length."""
         return self.memories.row_bytes if self.memories else 0
 
-    def resize(
-        self, slots: int, positions: int, staged: int = 0, budget_bytes: int = 1 << 62, prompts: int = 0
-    ) -> None:
+    def resize(self, shape: PoolShape, staged: int = 0, budget_bytes: int = 1 << 62, prompts: int = 0) -> None:
         """Shape the cache for one generation. At most `staged` positions of prompts wait for slots, of at most
         `prompts` prompts where there are memories.
 
         Memory is kept between generations and grows when it must, but never beyond the budget: an earlier
         generation's memory for slots may not add up with this one's for prompts.
         """
-        wanted = {"slots": slots * positions, "staged": staged}
+        wanted = {"slots": shape.pages * shape.tokens, "staged": staged}
         total = sum(each._needs(wanted) for each in self.kinds)
         self._let_go()  # or what is replaced would live until its successor does
-        if total + (self.memories.needs(slots, prompts) if self.memories else 0) > budget_bytes:
+        if total + (self.memories.needs(shape.slots, prompts) if self.memories else 0) > budget_bytes:
             self.release()
         if self.memories:
-            self.memories.resize(slots)
+            self.memories.resize(shape.slots)
+        table = self.table.renewed(shape)
         for each in self.kinds:
-            each.kv = each._scratch.take("slots", *each._shape(slots, positions))
+            each.kv, each.table = each._scratch.take("slots", *each._shape(shape.pages, shape.tokens)), table
 
     def _needs(self, wanted: dict[str, int]) -> int:
         """Return the bytes of these positions, or of the memory that is held for them."""
@@ -95,36 +94,62 @@ class SlotCache:
 
     def stage_held(self, prompt: int, slot: int, length: int) -> None:
         """Copy the first `length` positions of a slot to staged prompt `prompt`."""
-        for each in self.kinds:
-            each.staged[:, :, prompt, :, :length].copy_(each.kv[:, :, slot, :, :length])
+        for page, start, stop in self.table.spans(slot, length):
+            for each in self.kinds:
+                each.staged[:, :, prompt, :, start:stop].copy_(each.kv[:, :, page, :, : stop - start])
 
     def admit(self, prompt: int, length: int, first: int, count: int) -> None:
-        """Copy the `length` positions of staged prompt `prompt` into slots [first, first + count)."""
-        for each in self.kinds:
-            source = each.staged[:, :, prompt : prompt + 1, :, :length]
-            each.kv[:, :, first : first + count, :, :length].copy_(source)
+        """Copy the `length` positions of staged prompt `prompt` into slots [first, first + count), which share whole
+        pages."""
+        for page, start, stop in self.table.admit(first, count, length):
+            for each in self.kinds:
+                each.kv[:, :, page, :, : stop - start].copy_(each.staged[:, :, prompt, :, start:stop])
         if self.memories:
             self.memories.admit(prompt, first, count)
 
     def places(self, positions: Tensor) -> Tensor:
         """Return the indices of the next keys and values of slots [0, n) for `write`: int64 [n * planes * kv_head].
         They are the same for every layer, so they are computed once per step."""
-        slots, groups, length = self.kv.shape[2:5]
-        n = len(positions)
-        planes = torch.arange(self.planes, device=positions.device)[:, None] * (slots * groups * length)
+        pages, groups, length = self.kv.shape[2:5]
+        planes = torch.arange(self.planes, device=positions.device)[:, None] * (pages * groups * length)
         heads = planes + torch.arange(groups, device=positions.device) * length  # [planes, kv_head]
-        rows = torch.arange(n, device=positions.device) * (groups * length) + positions
+        page = self.table.pages[: len(positions)].gather(1, (positions // length)[:, None]).squeeze(1)
+        rows = page * (groups * length) + positions % length
         return (rows[:, None] + heads.flatten()).flatten()
 
     def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
         """Write kv [n, planes * kv_head, head_dim]: keys, then values, of one new token per slot [0, n)."""
         self.kv[layer].view(-1, self.head_dim).index_copy_(0, places, kv.reshape(-1, self.head_dim))
 
+    def lines(self, slots: slice | Tensor, longest: int) -> Tensor | None:
+        """Return which pages' heads `read` gathers for these slots, the same for every layer: int64 [plane, n, kv_head,
+        pages]. None: slots are pages."""
+        if self.table.whole:
+            return None
+        pages, groups, length = self.kv.shape[2:5]
+        own = self.table.pages[slots, : -(-longest // length)]
+        heads = torch.arange(self.planes * groups, device=own.device).view(self.planes, 1, groups, 1) % groups
+        planes = torch.arange(self.planes, device=own.device).view(-1, 1, 1, 1) * pages
+        return (planes + own[:, None]) * groups + heads
+
+    def read(self, layer: int, slots: slice | Tensor, longest: int, lines: Tensor | None, scratch: Scratch) -> Tensor:
+        """Return the first `longest` positions of a layer in these slots, whose `lines` they are: [plane, n, kv_head,
+        longest, head_dim]. If they are gathered, the next read with this scratch replaces them."""
+        if lines is None:
+            return self.kv[layer][:, slots, :, :longest]
+        length = self.kv.shape[4]
+        out = scratch.take("pages", lines.numel(), length * self.head_dim)
+        torch.index_select(self.kv[layer].view(-1, length * self.head_dim), 0, lines.flatten(), out=out)
+        return out.view(*lines.shape[:3], -1, self.head_dim)[..., :longest, :]
+
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first `length` positions of slots `source` to slots `target` (int64 [m] each)."""
-        for each in self.kinds:
-            view = each.kv[:, :, :, :, :length]
-            view[:, :, target] = view[:, :, source]
+        """Move the first `length` positions of slots `source` to slots `target` (int64 [m] each)."""
+        if self.table.whole:
+            for each in self.kinds:
+                view = each.kv[:, :, :, :, :length]
+                view[:, :, target] = view[:, :, source]
+        else:
+            self.table.move(source.tolist(), target.tolist())
         if self.memories:
             self.memories.move(source, target)
 

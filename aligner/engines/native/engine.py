@@ -31,7 +31,7 @@ from aligner.engines.native.schedule import Batch, CacheUse, GenerationPlan, Pro
 from aligner.engines.native.states import RowStates
 from aligner.errors import ConfigError, RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
-from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
+from aligner.types import Generations, Progress, SamplingParams, SeedLists, Sums, TokenLists
 
 Decode = Callable[[list[int]], str]
 _SCORED_TOKENS = 8192  # per forward of `logprobs`
@@ -47,6 +47,8 @@ class EngineStats:
     prompt_tokens: int = 0  # of these
     held_tokens: int = 0  # of the prompt tokens, copied from rows that were kept: the others were computed
     decoded_rows: int = 0  # rows summed over decode steps: response tokens less one per sample, if none is wasted
+    paused_rows: int = 0  # for lack of pages: read again later
+    cache_usage: float = 0.0  # greatest share of the cache's pages that rows had
 
 
 class NativeEngine(RolloutEngine):
@@ -80,11 +82,12 @@ class NativeEngine(RolloutEngine):
         memories = RowStates(self.model.row_states, self.device) if self.model.row_states else None
         (*sizes, planes), *others = self.model.cached
         beside = [SlotCache(*each[:3], self.device, dtype) for each in others]
-        self.cache = SlotCache(*sizes, self.device, dtype, planes, memories, *beside)
         self.routes = None
         if reports_routing:
             layers = len(model.layers_of("sparse"))
             self.routes = Routes(layers, model.moe.top_k, model.moe.num_experts, self.device)
+            beside.append(self.routes.cache)
+        self.cache = SlotCache(*sizes, self.device, dtype, planes, memories, beside)
         on_gpu = self.device.type == "cuda"
         if config.cuda_graphs is True and not on_gpu:
             raise ConfigError("engine.cuda_graphs", True, f"false on device {self.device.type}")
@@ -93,6 +96,7 @@ class NativeEngine(RolloutEngine):
         # earlier memories, and the routes of tokens, are not kept
         self.keeps_rows = memories is None and self.routes is None
         self.stats = EngineStats()
+        self._paging = 0.0, 0  # greatest usage of the cache, and paused rows, since `take_sums`
         self._ledger = UpdateLedger(self.model.shapes)
         self._asleep = False
         self._staged_logits = torch.empty(0, device=self.device)  # float32 [staged prompts, V] of their first token
@@ -157,8 +161,6 @@ class NativeEngine(RolloutEngine):
         if self.graphs is not None:
             self.graphs.clear()
         self.cache.release()
-        if self.routes is not None:
-            self.routes.release()
         self.model.scratch.clear()
         self._staged_logits = self._staged_logits.new_empty(0)
 
@@ -169,8 +171,7 @@ class NativeEngine(RolloutEngine):
         """See `RolloutEngine.held_bytes`."""
         scratch = self.model.scratch.held_bytes + self._staged_logits.nbytes
         scratch += self.graphs.held_bytes if self.graphs is not None else 0
-        cache = self.cache.held_bytes + (0 if self.routes is None else self.routes.held_bytes)
-        return {"weights": self.model.weight_bytes, "cache": cache, "scratch": scratch}
+        return {"weights": self.model.weight_bytes, "cache": self.cache.held_bytes, "scratch": scratch}
 
     def close(self) -> None:
         self.sleep()
@@ -223,13 +224,12 @@ class NativeEngine(RolloutEngine):
         if sampling.stop and self._decode is None:
             raise ConfigError("sampling.stop", sampling.stop, "no stop strings: this engine has no decoder")
         unit = 1 if self.graphs is None else REACH  # graphs are of one shape of the cache
-        routes, token_bytes = self.routes, self.cache.token_bytes
-        token_bytes += 0 if routes is None else routes.token_bytes
         assert len(prompts) == len(seeds), f"{len(prompts)} prompts, but seeds for {len(seeds)}"
         windowed = begun is not None or (pool is not None and pool.windowed)
         wanted = [PromptRequest(*one) for one in zip(prompts, seeds, begun or [0] * len(prompts), strict=True)]
         config = self.config if windowed else replace(self.config, window=0)
-        plan = plan_generation(wanted, sampling, config, CacheUse(token_bytes, self.cache.row_bytes, unit), pool)
+        use = CacheUse(self.cache.token_bytes, self.cache.row_bytes, unit)
+        plan = plan_generation(wanted, sampling, config, use, pool)
         if plan.row_tokens > self.model.cfg.max_position:
             raise ConfigError(
                 "model.max_position",
@@ -239,13 +239,10 @@ class NativeEngine(RolloutEngine):
         self.stats = EngineStats()
         if asked is None:
             asked = [(prompt, sample) for prompt, own in enumerate(seeds) for sample in range(len(own))]
-        batch = Batch(plan, sampling, self.device, routes)  # its output tensors must not be inference tensors
+        batch = Batch(plan, sampling, self.device, self.routes)  # its output tensors must not be inference tensors
         with torch.inference_mode():
             self.model.packs.pack()
-            budget = self.config.cache_bytes * self.cache.token_bytes // token_bytes
-            self.cache.resize(plan.prefixes.slots, plan.positions, plan.chunk_tokens, budget, plan.chunk_prompts)
-            if routes is not None:
-                routes.resize(plan.slots, plan.positions)
+            self.cache.resize(plan.shape, plan.staged_tokens, self.config.cache_bytes, plan.chunk_prompts)
             while (not plan.window or self.stats.steps < plan.window) and self._unfinished(plan, batch):
                 before = batch.finished
                 moves = self.step(plan, batch, sampling)
@@ -255,7 +252,15 @@ class NativeEngine(RolloutEngine):
                     if progress:
                         progress(batch.finished, plan.rows)
                     self._leave(plan, batch, asked, moves)
+        usage, paused = self._paging
+        self._paging = max(usage, self.stats.cache_usage), paused + self.stats.paused_rows
         return batch.result(self.weight_version)
+
+    def take_sums(self) -> Sums:
+        """See `RolloutEngine.take_sums`."""
+        (usage, paused), self._paging = self._paging, (0.0, 0)
+        sums = {"engine/cache_usage": (usage, 1.0), "engine/preempted_rows": (float(paused), 1.0)}
+        return sums if self.config.page_tokens else {}
 
     def _unfinished(self, plan: GenerationPlan, batch: Batch) -> bool:
         with torch.inference_mode(False):
@@ -265,6 +270,7 @@ class NativeEngine(RolloutEngine):
 
     def step(self, plan: GenerationPlan, batch: Batch, sampling: SamplingParams) -> list[tuple[int, int]]:
         """Decode one token for every running row; see the top of this file. Return the slots to move, (from, to)."""
+        self._find_pages(plan, batch)
         running, logits = batch.active, []
         if running:
             asked = *batch.inputs(running), self.cache, batch.longest(running)
@@ -275,6 +281,20 @@ class NativeEngine(RolloutEngine):
         batch.sample(logits[0] if len(logits) == 1 else torch.cat(logits), sampling)
         self.stats.steps += 1
         return batch.settle(self._stop_strings(batch, sampling))
+
+    def _find_pages(self, plan: GenerationPlan, batch: Batch) -> None:
+        """Give running rows pages for their next tokens. Where there are none, forget rows that are kept; then pause
+        those that came last. The oldest goes on in any case, so that all end."""
+        table = self.cache.table
+        plan.tidy(batch.active, table)
+        while not table.grow(batch.next_positions()):
+            if not plan.forget_kept(batch.active, table):
+                paused, moves = batch.pause()
+                plan.waiting.appendleft(paused)
+                self._move(moves, batch.longest(batch.active))
+                plan.tidy(batch.active, table)
+                self.stats.paused_rows += 1
+        self.stats.cache_usage = max(self.stats.cache_usage, table.usage(batch.active))
 
     def _leave(
         self, plan: GenerationPlan, batch: Batch, asked: Sequence[tuple[int, int] | None], moves: list[tuple[int, int]]
@@ -298,28 +318,26 @@ class NativeEngine(RolloutEngine):
         if moves:
             source, target = torch.tensor(moves, device=self.device).unbind(1)
             self.cache.move(source, target, length)
-            if self.routes is not None:
-                self.routes.move(source, target, length)
 
     def _admit(self, plan: GenerationPlan, batch: Batch) -> list[Tensor]:
         """Give free slots to waiting rows; return float32 logits [new rows, V] of their first tokens, in slot order."""
         logits = []
-        while plan.wants_rows(batch.active):
+        while plan.wants_rows(batch.active, self.cache.table):
             if not plan.staged:
                 self._prefill(plan, plan.next_chunk())
             taken = []
-            while plan.staged and batch.active < plan.slots:
-                prompt, first, count = plan.take(plan.slots - batch.active)
+            while plan.staged and (room := plan.room(batch.active, self.cache.table)):
+                prompt, first, count = plan.take(room)
                 if self._keeps(plan):
                     moves = plan.prefixes.make_way(batch.active + count, plan.pool.least)
                     self._move(moves, plan.prefixes.longest)
                 self.cache.admit(prompt.staged_at, prompt.length, batch.active, count)
-                if self.routes is not None:
-                    self.routes.admit(prompt.staged_at, prompt.length, batch.active, count)
                 rows = batch.add(prompt, first, count)
                 if self._keeps(plan):
                     plan.prefixes.prompts |= dict.fromkeys(rows, tuple(prompt.tokens[: prompt.length - prompt.begun]))
                 taken += [prompt.staged_at] * count
+            if not taken:
+                break
             logits.append(self._staged_logits[torch.tensor(taken, device=self.device)])
         return logits
 
@@ -331,9 +349,9 @@ class NativeEngine(RolloutEngine):
         held = [max(0, p.length - new) for p in chunk]
         padded = [[*p.tokens[n:], *[self.pad_id] * (new - p.length + n)] for p, n in zip(chunk, held, strict=True)]
         tokens = torch.tensor(padded, device=self.device)
-        routes = None if self.routes is None else self.routes.stage(len(chunk), width)
         last = torch.tensor([p.length - n - 1 for p, n in zip(chunk, held, strict=True)], device=self.device)
         staged = self.cache.stage(len(chunk), width)
+        routes = None if self.routes is None else self.routes.staged
         for p, n in zip(chunk, held, strict=True):
             if n:
                 self.cache.stage_held(p.staged_at, plan.prefixes.slot(p.held.row), n)

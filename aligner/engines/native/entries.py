@@ -114,7 +114,7 @@ class EntryHeads:
         if m:
             self._close(layer, self._features(layer, y), step, kept)
         step.cache.write(layer, step.places[0], kept[:, None])
-        seen = step.cache.kv[layer, 0, :n, 0, : step.longest]
+        seen = step.kept(layer)[0, :, 0]
         parts = [(seen[..., :width], tokens_seen(step.positions, step.longest, self.kit.cfg.attention.window))]
         if m:
             entries = seen[:, m - 1 :: m]

@@ -79,10 +79,10 @@ class DecodeGraphs:
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache, longest: int) -> Tensor:
         """See `NativeModel.decode`; the result lives until the next call."""
-        slots, capacity = cache.kv.shape[2], cache.kv.shape[4]
+        slots, capacity = cache.table.shape.slots, cache.table.shape.row_tokens
         self.model.extend_rotations(capacity)
         places = [each.kv.data_ptr() for each in cache.kinds]
-        memory = places, cache.kv.shape, self.model.rotations_at
+        memory = places, cache.table.pages.data_ptr(), cache.table.shape, self.model.rotations_at
         if self._memory != memory:
             self.clear()
             self._memory, device = memory, tokens.device

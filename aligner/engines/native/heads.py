@@ -140,15 +140,15 @@ class PlainHeads:
 
     def _attended(self, layer: int, queries: Tensor, step: DecodeStep) -> Tensor:
         """Return queries [n, heads, d] -> [n, heads * d]."""
-        index, local = self.index[layer], self.local[layer]
-        cached = step.cache.kinds[self.cached_as].kv[self.cache_index[layer]]
-        keys, values = cached[:, : len(queries), :, : step.longest]
+        index, local, cached = self.index[layer], self.local[layer], self.cache_index[layer]
         scores = self._scores(index)
         if step.fused and self.head_dim <= WIDEST:
             from aligner.ops.kernels.cuda.decode import attend  # imports Triton
 
-            window = self.cfg.attention.window if local else 0
-            return attend(queries, keys, values, step.positions, scores, window).flatten(1)
+            window, cache = self.cfg.attention.window if local else 0, step.cache.kinds[self.cached_as]
+            rows = step.positions, cache.table.pages, step.longest
+            return attend(queries, *cache.kv[cached], *rows, scores, window).flatten(1)
+        keys, values = step.kept(cached, self.cached_as)
         seen = step.near if local and step.near is not None else step.mask
         return decode_attention(queries, keys, values, seen, self.kit.scratch, scores)
 

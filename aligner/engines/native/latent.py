@@ -105,7 +105,7 @@ class LatentHeads:
         rope, vector = step.rope[0], self._query_vector(layer, y)
         query = self._absorbed(layer, vector, rope)
         step.cache.write(layer, step.places[0], self._kept(layer, y, rope)[:, None])
-        seen, mask = step.cache.kv[layer, 0, : len(y), 0, : step.longest], step.mask[:, 0]
+        seen, mask = step.kept(layer)[0, :, 0], step.mask[:, 0]
         kept, index_key = seen.split([self.width, self.kept_width - self.width], 2)
         if self.indexer and step.longest > self.indexer.shape.top_k:
             mask = self.indexer.mask(layer, y, vector, step, index_key)

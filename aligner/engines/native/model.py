@@ -307,7 +307,8 @@ class NativeModel:
         torch's few."""
         n = len(tokens)
         places, window = tuple(each.places(positions) for each in cache.kinds), self.cfg.attention.window
-        step = DecodeStep(longest, window, positions, fused, cache, places, self.rotations(positions, longest))
+        rope = self.rotations(positions, longest)
+        step = DecodeStep(longest, window, positions, fused, cache, places, self.scratch, rope)
 
         def mix(mixer: Mixer, layer: int, y: Tensor) -> Tensor:
             return mixer.decode(layer, y, step)
@@ -315,7 +316,7 @@ class NativeModel:
         routing = None if routes is None else routes.empty(n)
         hidden = self._forward(tokens, mix, routing)
         if routes is not None:
-            routes.write(positions, routing)
+            cache.kinds[-1].write(0, places[-1], routing.flatten(1)[:, None])
         return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:

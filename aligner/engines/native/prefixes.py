@@ -71,7 +71,7 @@ class Prefixes:
         """Free slots [0, stop) for running rows; return the moves of kept rows, (from, to) each. Without free slots,
         forget the row that `least` chooses; it gets them in the order in which they ended."""
         while len(self._rows) > self.slots - stop:
-            self._forget(least(list(self._rows)))
+            self.forget(least)
         free = set(range(stop, self.slots)) - {held.slot for held in self._rows.values()}
         moves = []
         for row, held in self._rows.items():
@@ -81,6 +81,17 @@ class Prefixes:
                 moves.append((held.slot, target))
                 self._rows[row] = held._replace(slot=target)
         return moves
+
+    def forget(self, least: Callable[[Sequence[int]], int]) -> int:
+        """Forget the row that `least` chooses; return its slot. There has to be one."""
+        row = least(list(self._rows))
+        slot = self.slot(row)
+        self._forget(row)
+        return slot
+
+    @property
+    def kept_slots(self) -> list[int]:
+        return [held.slot for held in self._rows.values()]
 
     def _forget(self, row: int) -> None:
         for block in _blocks(self._rows.pop(row).tokens):

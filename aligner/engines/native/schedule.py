@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from aligner.config.sections.engine import EngineConfig
+from aligner.engines.native.pages import PageTable, PoolShape
 from aligner.engines.native.prefixes import Prefix, Prefixes
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.sampler import sample
@@ -95,7 +96,7 @@ class GenerationPlan:
     rows: int  # samples in all
     slots: int  # of rows that run
     row_tokens: int  # of a prompt and its response at most
-    positions: int  # of a slot: the last token is never fed back
+    shape: PoolShape  # of the cache: the last token of a row is never fed back
     chunk_tokens: int
     # longest first (less padding, and long rows do not come last); in a window as they came
     waiting: deque[WaitingPrompt]
@@ -104,6 +105,7 @@ class GenerationPlan:
     pool: PromptPool | None = None
     chunk_prompts: int = 1 << 62  # at most in a chunk, beside its tokens
     window: int = 0  # decode steps after which rows pause; 0: they do not
+    staged_tokens: int = 0  # that may be staged: more than of a chunk of new prompts where long rows are read again
 
     def refill(self, active: int) -> None:
         """Take prompts from the pool while it offers some."""
@@ -119,11 +121,37 @@ class GenerationPlan:
     def _pending(self) -> int:
         return sum(len(w.seeds) - w.started for w in (*self.waiting, *self.staged))
 
-    def wants_rows(self, active: int) -> bool:
-        """Return whether to admit rows: in batches of an eighth of the slots, as a prefill and a copy per finished
-        row would cost more than the short wait of a free slot."""
-        free = self.slots - active
-        return bool(free and (self.staged or self.waiting)) and (active == 0 or free * 8 >= self.slots)
+    def wants_rows(self, active: int, table: PageTable) -> bool:
+        """Return whether to admit rows: in batches of an eighth of the slots, and of the pages, as a prefill and a copy
+        per finished row would cost more than the short wait of a free slot."""
+        free, pages = self.slots - active, table.free + sum(map(table.count, self.prefixes.kept_slots))
+        enough = free * 8 >= self.slots and (table.whole or pages * 8 >= self.shape.pages - 1)
+        return bool(free and (self.staged or self.waiting)) and (active == 0 or enough)
+
+    def room(self, active: int, table: PageTable) -> int:
+        """Return how many samples of the first staged prompt there is room for. Where pages are short, rows that are
+        kept are forgotten. Each row that runs can get one more page, or it would pause soon."""
+        prompt = self.staged[0]
+        free = min(self.slots - active, len(prompt.seeds) - prompt.started)
+        if table.whole:
+            return free
+        needed = prompt.length // self.shape.tokens + table.growing(active)
+        self.tidy(active, table)
+        while table.free < needed + free and self.forget_kept(active, table):
+            pass
+        return max(not active, min(free, table.free - needed))
+
+    def tidy(self, active: int, table: PageTable) -> None:
+        """Free the pages of slots in which no row runs or is kept."""
+        table.drop(set(range(active, self.shape.slots)).difference(self.prefixes.kept_slots))
+
+    def forget_kept(self, active: int, table: PageTable) -> bool:
+        """Forget a row that is kept; return whether there was one."""
+        kept = bool(self.prefixes.kept_slots)
+        if kept:
+            self.prefixes.forget((lambda rows: rows[0]) if self.pool is None else self.pool.least)
+            self.tidy(active, table)
+        return kept
 
     def next_chunk(self) -> list[WaitingPrompt]:
         """Stage and return the next prompts to prefill together, either all with a kept prefix or all without one."""
@@ -169,9 +197,9 @@ def plan_generation(
         prompt, expected, count = max(prompt, pool.longest), max(rows, pool.rows), max(count, pool.prompts)
     longest = prompt  # tokens that are read at once
     whole = positions = prompt + sampling.max_response_tokens - 1
-    needed = positions + longest
+    page = config.page_tokens if config.page_tokens < whole else 0  # 0: rows are whole
+    needed = _rounded(whole, page) + page + (whole if config.window or page else longest)
     if config.window:  # paused rows are read again, even if they lack a token only: required before there are any
-        needed = 2 * whole
         longest = whole if pool is not None else max((w.length for w in waiting), default=1)
         most = (w.length + min(config.window, sampling.max_response_tokens - w.begun) for w in waiting)
         positions = whole if pool is not None else max(most, default=2) - 1
@@ -184,18 +212,35 @@ def plan_generation(
             f"at least {least} bytes for one row of {longest} prompt tokens and "
             f"{sampling.max_response_tokens} response tokens in phase generate",
         )
-    row, positions = positions + 1, min(-(-positions // room.unit) * room.unit, budget - longest - 2 * extra)
+    budget -= page  # of no row
+    again = whole if page else longest  # tokens of a row that paused
+    row, largest = positions + 1, budget - again - 2 * extra
+    positions = min(_rounded(positions, _rounded(room.unit, page)), largest // (page or 1) * (page or 1))
     each = longest + extra  # of a prompt, padded
     chunk = max(each, min(_PREFILL_TOKENS * each // longest, budget // 4, budget - positions - extra, each * count))
-    fits = max(1, min(expected, (budget - chunk) // (positions + extra)))
+    budget -= max(chunk, again + extra)
+    # a row begins with a page; states get at most half of the memory
+    begun = min(positions, page + extra) if page else positions
+    fits = max(1, min(expected, (budget - positions - extra) // (begun + extra) + 1))
     slots = min(config.max_batch, fits)
     prefixes = Prefixes(fits if pool is not None and pool.in_turns and not extra else slots)
+    shape = PoolShape(prefixes.slots, prefixes.slots, positions)
+    if page < positions and page:
+        pages = positions // page
+        rows_whole = min(prefixes.slots, (budget - slots * extra) // positions)
+        shape = PoolShape(prefixes.slots, rows_whole * pages + 1, page, pages)
     queue = _in_order(waiting, config.window)
-    plan = GenerationPlan(rows, slots, row, positions, chunk, queue, deque(), prefixes, pool, window=config.window)
+    plan = GenerationPlan(rows, slots, row, shape, chunk, queue, deque(), prefixes, pool, window=config.window)
+    plan.staged_tokens = max(chunk, again + extra)
     if extra:
         plan.chunk_prompts = chunk // each
         plan.chunk_tokens = plan.chunk_prompts * longest
     return plan
+
+
+def _rounded(tokens: int, unit: int) -> int:
+    """Round up to a multiple of the unit, if there is one."""
+    return -(-tokens // unit) * unit if unit else tokens
 
 
 def _queue(wanted: Sequence[PromptRequest], first_row: int = 0) -> tuple[list[WaitingPrompt], int]:
@@ -231,8 +276,11 @@ class Batch:
         self.active = self.finished = 0
         self._rows = plan.rows  # of the output; there may be room for more
         self.state = torch.zeros(5, plan.slots, dtype=torch.int64, device=device)
-        # the position of every row's next token is known without asking the device
-        self._positions = torch.zeros(plan.slots, dtype=torch.int64)
+        # the position of every row's next token, and its number among those that came, without asking the device
+        self._host = torch.zeros(2, plan.slots, dtype=torch.int64)
+        self._positions, self._arrived = self._host
+        self._came = 0
+        self._prompts: dict[int, WaitingPrompt] = {}  # of rows
         self._limit = sampling.max_response_tokens
         self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -259,8 +307,24 @@ class Batch:
             there = torch.tensor(prompt.tokens[-prompt.begun :], device=self.state.device)
             self._tokens[row, : prompt.begun] = there
         self._positions[new] = prompt.length - 1
+        self._arrived[new] = torch.arange(self._came, self._came + count)
+        self._came += count
+        self._prompts |= dict.fromkeys(range(row, row + count), prompt)
         self.active += count
         return range(row, row + count)
+
+    def pause(self) -> tuple[WaitingPrompt, list[tuple[int, int]]]:
+        """Let the row that came last leave before it has ended. Return what is to be prefilled for its next token, and
+        the move of the last active row into its slot, (from, to)."""
+        slot, last = int(self._arrived[: self.active].argmax()), self.active - 1
+        row, count = self.state[[ROW, COUNT], slot].tolist()
+        prompt = self._prompts[row]
+        tokens = [*prompt.tokens[: prompt.length - prompt.begun], *self._tokens[row, :count].tolist()]
+        self.active = last
+        self._host[:, slot] = self._host[:, last]
+        self.state[:, slot] = self.state[:, last]
+        again = WaitingPrompt(tokens, [prompt.seeds[row - prompt.first_row]], row, begun=count)
+        return again, [(last, slot)] if slot < last else []
 
     def make_room(self, rows: int) -> None:
         """Make room for the output of `rows` samples in all, and for half as many again, where they come one by one."""
@@ -278,6 +342,10 @@ class Batch:
 
     def inputs(self, running: int) -> tuple[Tensor, Tensor]:
         return self.state[TOKEN, :running], self.state[POSITION, :running]
+
+    def next_positions(self) -> Tensor:
+        """Return the positions of the active rows' next tokens, int64 on the CPU."""
+        return self._positions[: self.active]
 
     def longest(self, rows: int) -> int:
         """Return one more than the largest position among slots [0, rows)."""
@@ -339,7 +407,7 @@ class Batch:
         moves = list(zip(movers.tolist(), gaps.tolist(), strict=True))
         self._ended_at = [source for source, _ in moves] + slots[len(moves) :].tolist()
         if moves:
-            self._positions[gaps] = self._positions[movers]
+            self._host[:, gaps] = self._host[:, movers]
             gaps, movers = gaps.to(self.state.device), movers.to(self.state.device)
             self.state[:, gaps] = self.state[:, movers]
         return moves

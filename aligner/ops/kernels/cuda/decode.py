@@ -23,16 +23,19 @@ LEAST = 256  # positions that are worth a program of their own
 @triton.jit
 def _attend(
     query,  # [n, heads, d]
-    key,  # [n, kv_heads, T, d]
-    value,  # [n, kv_heads, T, e]
+    key,  # [pages, kv_heads, page, d]
+    value,  # [pages, kv_heads, page, e]
     positions,  # [n], of the new tokens
+    table,  # [n, pages of a row]
     sinks,  # [heads]
     out,  # [n, heads, e]; with several parts float32 [n, heads, parts, e], not divided by `sums`
     tops,  # float32 [n, heads, parts]: greatest scores
     sums,  # of exp(score - top)
     length,
+    page,  # positions of one
     scale,
     cap,
+    table_row,
     query_row,
     query_head,
     key_row,
@@ -47,6 +50,7 @@ def _attend(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    PAGED: tl.constexpr,  # else row i is page i
     EXACT: tl.constexpr,
     PARTS: tl.constexpr,
     HEADS: tl.constexpr,  # powers of two from here on, at least SHARE, WIDTH, VALUE_WIDTH
@@ -69,17 +73,21 @@ def _attend(
         mask=real[:, None] & inside[None, :],
         other=0.0,
     )
-    key += row * key_row + group * key_head
-    value += row * value_row + group * value_head
+    table += row * table_row
+    key += group * key_head
+    value += group * value_head
     top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     mixed = tl.zeros([HEADS, VALUE_WIDE], tl.float32)
     for first in range(low, high, STEP):
         position = first + tl.arange(0, STEP)
         seen = position < high
-        keys = tl.load(
-            key + position[None, :] * key_step + column[:, None], mask=seen[None, :] & inside[:, None], other=0.0
-        )
+        if PAGED:
+            number, offset = tl.load(table + position // page, mask=seen, other=0), position % page
+        else:
+            number, offset = row, position
+        from_keys = key + (number * key_row + offset * key_step)[None, :]
+        keys = tl.load(from_keys + column[:, None], mask=seen[None, :] & inside[:, None], other=0.0)
         scores = tl.dot(queries, keys, input_precision="ieee" if EXACT else "tf32") * scale
         if CAPPED:
             scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
@@ -87,11 +95,8 @@ def _attend(
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])
         kept = tl.exp(top - higher)
-        values = tl.load(
-            value + position[:, None] * value_step + value_column[None, :],
-            mask=seen[:, None] & value_inside[None, :],
-            other=0.0,
-        )
+        from_values = value + (number * value_row + offset * value_step)[:, None]
+        values = tl.load(from_values + value_column[None, :], mask=seen[:, None] & value_inside[None, :], other=0.0)
         total = total * kept + tl.sum(weights, 1)
         product = tl.dot(weights.to(values.dtype), values, input_precision="ieee" if EXACT else "tf32")
         mixed = mixed * kept[:, None] + product
@@ -155,13 +160,16 @@ def attend(
     key: Tensor,
     value: Tensor,
     positions: Tensor,
+    table: Tensor,
+    length: int,
     scores: ScoreRule,
     window: int = 0,
 ) -> Tensor:
-    """Compute query [n, heads, d], key [n, kv_heads, T, d], value [n, kv_heads, T, e] -> [n, heads, e] in the dtype
-    of `query`. The last dimension of each is dense. Row i, whose new token is at `positions` [i] (int64 [n] on the
-    device), sees the positions up to it, with `window` only the last `window`, and none beyond T."""
-    (n, heads, width), (groups, length), value_width = query.shape, key.shape[1:3], value.shape[3]
+    """Compute query [n, heads, d], key [pages, kv_heads, page, d], value [pages, kv_heads, page, e] -> [n, heads, e] in
+    the dtype of `query`. The last dimension of each is dense. Row i has the pages `table` [i] (int64 on the device, at
+    least n rows), or page i if all have one. With its new token at `positions` [i] (int64 [n] on the device) it sees
+    the positions up to it, with `window` only the last `window`, and none from `length` on."""
+    (n, heads, width), (groups, page), value_width = query.shape, key.shape[1:3], value.shape[3]
     columns = max(16, triton.next_power_of_2(width))
     share, parts = heads // groups, parts_for(n * groups, min(length, window or length))
     out = query.new_empty(n, heads, value_width)
@@ -177,13 +185,16 @@ def attend(
         key,
         value,
         positions,
+        table,
         sinks,
         mixed,
         tops,
         sums,
         length,
+        page,
         scale,
         scores.softcap,
+        table.stride(0),
         *query.stride()[:2],
         *key.stride()[:3],
         *value.stride()[:3],
@@ -191,6 +202,7 @@ def attend(
         WIDTH=width,
         WINDOW=window,
         CAPPED=scores.softcap > 0,
+        PAGED=table.shape[1] > 1,
         EXACT=query.dtype == torch.float32,
         HEADS=max(16, triton.next_power_of_2(share)),
         WIDE=columns,
