@@ -85,7 +85,8 @@ def make_generations(n: int, width: int = 5, seed: int = 1, cut: bool = False) -
 
 def make_samples(prompts, generations, group):
     """Of an engine that answers with these generations."""
-    engine = SimpleNamespace(bridge=None, generate=lambda *_: generations, weight_version=generations.weight_version)
+    version = generations.weight_version
+    engine = SimpleNamespace(bridge=None, generate=lambda *_: generations, weight_version=version, take_sums=dict)
     requests = [Request(i, prompt, list(range(group))) for i, prompt in enumerate(prompts)]
     return SampleGenerator(engine, Words(), SamplingParams(9), Peers(0, 1)).samples(requests, SamplingParams(9))
 
@@ -589,7 +590,7 @@ def test_value_metrics_equal_a_plain_computation(world):
 # --- evaluation
 
 
-class Saying:
+class Saying(RolloutEngine):
     """An engine that answers with these texts."""
 
     weight_version = 7
