@@ -80,6 +80,7 @@ GOES_ON = "The run goes on with engines"
 STAGES = ("sft", "rm", "dpo", "kto", "distill", "online_dpo", "sample", "grpo", "ppo", "turns", "outside")
 ASKING = ("turns", "outside")  # whom nobody answers the same again
 LAYOUTS: dict[str, tuple[int, list[str]]] = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"])}
+LAYOUTS["pages"] = (1, ["engine.page_tokens=4", "engine.kv_cache_bytes=35840", "sampling.max_response_tokens=10"])
 LAYOUTS["tp2-lora"] = (2, ["parallel.tensor=2", "model.lora.rank=2", "model.lora.dora=true"])
 LAYOUTS |= {f"lag{lag}": (2, ["engine.ranks=1", f"engine.lag={lag}"]) for lag in (1, 2)}
 VLLM = "vllm"  # needs an environment of its own, and seconds to start
@@ -446,7 +447,7 @@ class Soak:
             shutil.rmtree(run.with_name(f"{run.name}-again"), ignore_errors=True)
 
     def _layout(self, stage: str) -> str:
-        special = (VLLM,) if stage == "turns" else ("lag", VLLM)
+        special = (VLLM,) if stage == "turns" else ("lag", "pages", VLLM)
         able = [name for name in self.layouts if stage in ("grpo", "ppo") or not name.startswith(special)]
         weights = [2 if LAYOUTS[name][0] == 1 else 1 for name in able]  # several ranks take longer
         return self.random.choices(able, weights)[0]

@@ -10,6 +10,7 @@ from aligner.run.launched import imports
 from tests import stages
 
 pytestmark = pytest.mark.multirank
+SHORT_OF_PAGES = ["engine.page_tokens=4", "engine.kv_cache_bytes=11264", "sampling.max_response_tokens=8"]
 
 
 @pytest.mark.few(1)
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.multirank
 def test_the_same_seed_gives_the_same_bits(tiny_data, tiny_runs, tmp_path, stage):
     overrides = ["run.steps=3", "run.deterministic=true", "batch.micro_batch_tokens=64"]
     overrides += [f"model.init={tiny_runs['sft']}"] if stage != "sft" else []
+    overrides += SHORT_OF_PAGES if stage == "grpo" else []
     overrides += [f"reward.model={tiny_runs['rm']}"] if stage == "ppo" else []
     overrides += [f"algorithm.distill={{teacher: {tiny_runs['sft']}, on_policy: 0.4}}"] if stage == "distill" else []
     first, second, other = (
@@ -25,6 +27,8 @@ def test_the_same_seed_gives_the_same_bits(tiny_data, tiny_runs, tmp_path, stage
     )
     assert stages.same_weights(first, second)
     assert not stages.same_weights(first, other)
+    if stage == "grpo":
+        assert any(record.get("engine/preempted_rows") for record in stages.records(first))
 
 
 @pytest.mark.slow

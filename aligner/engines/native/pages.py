@@ -124,12 +124,13 @@ class PageTable:
 
     def drop(self, slots: Iterable[int]) -> None:
         """Free the pages of these slots."""
-        for slot in sorted(slots) if not self.whole else ():
+        for slot in sorted(slots):
             for page in self._rows[slot]:
                 self._users[page] -= 1
                 if not self._users[page]:
                     self._free.append(page)
-            self._assign(slot, [])
+            if self._rows[slot]:
+                self._assign(slot, [])
 
     def _assign(self, slot: int, pages: list[int]) -> None:
         self._rows[slot], self._changed = pages, True

@@ -72,7 +72,7 @@ class Prefixes:
         forget the row that `least` chooses; it gets them in the order in which they ended."""
         while len(self._rows) > self.slots - stop:
             self.forget(least)
-        free = set(range(stop, self.slots)) - {held.slot for held in self._rows.values()}
+        free = set(range(stop, self.slots)).difference(self.kept_slots)
         moves = []
         for row, held in self._rows.items():
             if held.slot < stop:
@@ -82,12 +82,9 @@ class Prefixes:
                 self._rows[row] = held._replace(slot=target)
         return moves
 
-    def forget(self, least: Callable[[Sequence[int]], int]) -> int:
-        """Forget the row that `least` chooses; return its slot. There has to be one."""
-        row = least(list(self._rows))
-        slot = self.slot(row)
-        self._forget(row)
-        return slot
+    def forget(self, least: Callable[[Sequence[int]], int]) -> None:
+        """Forget the row that `least` chooses. There has to be one."""
+        self._forget(least(list(self._rows)))
 
     @property
     def kept_slots(self) -> list[int]:

@@ -139,7 +139,7 @@ class GenerationPlan:
         self.tidy(active, table)
         while table.free < needed + free and self.forget_kept(active, table):
             pass
-        return max(not active, min(free, table.free - needed))
+        return max(int(not active), min(free, table.free - needed))
 
     def tidy(self, active: int, table: PageTable) -> None:
         """Free the pages of slots in which no row runs or is kept."""
@@ -147,11 +147,11 @@ class GenerationPlan:
 
     def forget_kept(self, active: int, table: PageTable) -> bool:
         """Forget a row that is kept; return whether there was one."""
-        kept = bool(self.prefixes.kept_slots)
-        if kept:
-            self.prefixes.forget((lambda rows: rows[0]) if self.pool is None else self.pool.least)
-            self.tidy(active, table)
-        return kept
+        if self.pool is None or not self.prefixes.kept_slots:
+            return False
+        self.prefixes.forget(self.pool.least)
+        self.tidy(active, table)
+        return True
 
     def next_chunk(self) -> list[WaitingPrompt]:
         """Stage and return the next prompts to prefill together, either all with a kept prefix or all without one."""
@@ -198,7 +198,8 @@ def plan_generation(
     longest = prompt  # tokens that are read at once
     whole = positions = prompt + sampling.max_response_tokens - 1
     page = config.page_tokens if config.page_tokens < whole else 0  # 0: rows are whole
-    needed = _rounded(whole, page) + page + (whole if config.window or page else longest)
+    unit = page or 1
+    needed = _rounded(whole, unit) + page + (whole if config.window or page else longest)
     if config.window:  # paused rows are read again, even if they lack a token only: required before there are any
         longest = whole if pool is not None else max((w.length for w in waiting), default=1)
         most = (w.length + min(config.window, sampling.max_response_tokens - w.begun) for w in waiting)
@@ -215,7 +216,7 @@ def plan_generation(
     budget -= page  # of no row
     again = whole if page else longest  # tokens of a row that paused
     row, largest = positions + 1, budget - again - 2 * extra
-    positions = min(_rounded(positions, _rounded(room.unit, page)), largest // (page or 1) * (page or 1))
+    positions = min(_rounded(positions, _rounded(room.unit, unit)), largest // unit * unit)
     each = longest + extra  # of a prompt, padded
     chunk = max(each, min(_PREFILL_TOKENS * each // longest, budget // 4, budget - positions - extra, each * count))
     budget -= max(chunk, again + extra)
@@ -225,7 +226,7 @@ def plan_generation(
     slots = min(config.max_batch, fits)
     prefixes = Prefixes(fits if pool is not None and pool.in_turns and not extra else slots)
     shape = PoolShape(prefixes.slots, prefixes.slots, positions)
-    if page < positions and page:
+    if 0 < page < positions:
         pages = positions // page
         rows_whole = min(prefixes.slots, (budget - slots * extra) // positions)
         shape = PoolShape(prefixes.slots, rows_whole * pages + 1, page, pages)
@@ -239,8 +240,8 @@ def plan_generation(
 
 
 def _rounded(tokens: int, unit: int) -> int:
-    """Round up to a multiple of the unit, if there is one."""
-    return -(-tokens // unit) * unit if unit else tokens
+    """Round up to a multiple of the unit."""
+    return -(-tokens // unit) * unit
 
 
 def _queue(wanted: Sequence[PromptRequest], first_row: int = 0) -> tuple[list[WaitingPrompt], int]:
