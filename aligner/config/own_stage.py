@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from aligner.config.options import from_plain, key_type, nearest
+from aligner.config.key import Section
+from aligner.config.options import from_plain, key_type, leaves, nearest
 from aligner.config.schema import Config
-from aligner.config.stage import Stage
-from aligner.errors import ConfigError, UnknownKeyError
+from aligner.config.stage import OWN, Stage
+from aligner.errors import ConfigError, StageCodeError, UnknownKeyError
 
 ARGS = "stage.args"
 
 
 def store_defaults(path: str, stage: Stage) -> str:
     """Store the defaults of the stage in this file for Hydra; return the option of group `stage` that they are now.
-    Raises UnknownKeyError, ConfigError."""
+    Raises UnknownKeyError, ConfigError, StageCodeError."""
+    _check(path, stage)
     node: dict[str, Any] = {}
     for key, value in {"stage.name": path, "run.name": Path(path).stem, **stage.defaults}.items():
         if key_type(key) is None:
@@ -34,6 +37,19 @@ def store_defaults(path: str, stage: Stage) -> str:
     # below `stage`, so that a message about a wrong stage does not list it
     ConfigStore.instance().store(group="stage/outside", name=name, node=node, package="_global_")
     return f"outside/{name}"
+
+
+def _check(path: str, stage: Stage) -> None:
+    """Check the names and types that STAGE gives. Raises StageCodeError."""
+    purposes = {purpose for leaf in leaves().values() for purpose in leaf.facts.read_for or ()} | {OWN}
+    if unknown := sorted(set(stage.reads) - purposes):
+        names = ", ".join(sorted(name for name in purposes if name != OWN and "." not in name))
+        raise StageCodeError(f"stage={path!r}: STAGE has reads with {unknown[0]!r}: expected one of {names}")
+    if stage.section is not None and not (is_dataclass(stage.section) and issubclass(stage.section, Section)):
+        raise StageCodeError(
+            f"stage={path!r}: STAGE has section={stage.section!r}: expected a class with @dataclass that begins "
+            f'`class MyConfig(api.Section, key="{ARGS}")`'
+        )
 
 
 def typed_args(cfg: Config) -> Any:

@@ -30,6 +30,7 @@ _TERM = re.compile(r"(?P<off>!?)(?P<name>@?[\w.\[\] ]+?)(?:(?P<how>!=|<=|>=|==|[
 _WORDS = {"<=": "at most", ">=": "at least", "<": "less than", ">": "a number >", "%": "a multiple of"}
 _WORDS |= {"/": "a divisor of", "!=": "another than", "==": ""}
 _OFF = "off"
+_FILLED = re.compile(r"\{([\w.]+)(=?)\}")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,14 @@ class Rule:
             expected = _filled(self._demand(words, full) + self._reason(look), look)
             kind = LayoutError if self._of_ranks else ConfigError
             raise kind(full(self.key), look(self.key), expected.strip(), self.hint)
+
+    @property
+    def names(self) -> list[str]:
+        """The names that it looks up."""
+        ends = [f"{self.key}{self.must}"] if self.must not in ("", _OFF) else [self.key]
+        terms = [_term(term) for term in (*(term for terms in self.when for term in terms.split()), *ends)]
+        right = [right for _, _, how, right in terms if how not in ("", "=", "!=", "~") and _number(right) is None]
+        return [*(name for _, name, *_ in terms), *right, *(match[1] for match in _FILLED.finditer(self.reason))]
 
     def _kept(self, look: Look) -> bool:
         return bool(self.must) and (not look(self.key) if self.must == _OFF else _compare(self.key, self.must, look))
@@ -146,7 +155,7 @@ def _listed(term: str, look: Look) -> list[str]:
 
 
 def _filled(text: str, look: Look) -> str:
-    return re.sub(r"\{([\w.]+)(=?)\}", lambda m: (m[1] + m[2]) * bool(m[2]) + _shown(look(m[1])), text)
+    return _FILLED.sub(lambda m: (m[1] + m[2]) * bool(m[2]) + _shown(look(m[1])), text)
 
 
 def _shown(value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from aligner.config.derived import asks_old_logprobs, data_parallel, evaluation_functions, minibatch_samples
 from aligner.config.engines import able
 from aligner.config.identity import uses
+from aligner.config.options import nearest
 from aligner.config.rule import rules, value_of
 from aligner.config.schema import ROLLOUT_STAGES, Config
 from aligner.config.sections.algorithm import GROUP_BASELINES
@@ -18,6 +19,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.rope import longest_row
 from aligner.config.stage import Stage
 from aligner.config.stages import STAGES
+from aligner.errors import UnknownKeyError
 
 TABLE = {
     "without effect": rules("""
@@ -251,6 +253,9 @@ class RuleContext:
         one."""
         for topic in topics:
             for rule in self.stage.rules if topic == "stage" else TABLE[topic]:
+                if topic == "stage":  # a user's file may have a slip in a rule that does not apply now
+                    for name in rule.names:
+                        self.look(name)
                 rule.check(self.look, WORDS, self._full)
 
     def _full(self, name: str) -> str:
@@ -260,16 +265,18 @@ class RuleContext:
         return f"{self.key}.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
     def look(self, name: str) -> Any:
-        """Return the value of a name in a rule."""
+        """Return the value of a name in a rule. Raises UnknownKeyError."""
         if name in FACTS:
             return FACTS[name](self)
         if name.startswith("@"):  # whether the stage reads a key
             return uses(self.cfg.stage.name, name[1:])
         if name.startswith("able."):  # engines that can
             return able(name.removeprefix("able."))
-        if name.startswith("model."):
-            return value_of(self.shape, name.removeprefix("model."))
-        return value_of(self.cfg, name)
+        try:
+            within, key = (self.shape, name.removeprefix("model.")) if name.startswith("model.") else (self.cfg, name)
+            return value_of(within, key)
+        except AttributeError:
+            raise UnknownKeyError(name, nearest(name)) from None
 
     @property
     def shape(self) -> ModelConfig:

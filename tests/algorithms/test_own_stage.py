@@ -133,6 +133,15 @@ def test_its_own_keys_are_typed(sharp, settings, error, message):
         validate(compose_run([f"stage={sharp}", "data.train=README.md", *settings]), 1)
 
 
+@pytest.mark.parametrize(
+    "rule", ["optim.rl>1 => run.steps <=9", "=> optim.rl <1", "run.steps>99 => run.steps <=optim.rl"]
+)
+def test_a_rule_with_an_unknown_key_is_refused_also_where_it_does_not_apply(sharp, rule):
+    sharp.write_text(SOURCE.replace("defaults=", f"rules=api.rules('{rule}'), defaults="))
+    with pytest.raises(UnknownKeyError, match=re.escape("unknown config key `optim.rl`. Did you mean `optim.lr`?")):
+        validate(compose_run([f"stage={sharp}", "data.train=README.md"]), 1)
+
+
 def test_stage_args_are_for_files_alone(tmp_path):
     with pytest.raises(ConfigError, match=r"stage.args.scale=1: expected a key that stage sft reads"):
         compose_run(["stage=sft", "stage.args.scale=1"])
@@ -149,6 +158,12 @@ def test_stage_args_are_for_files_alone(tmp_path):
         ("import no_such_module\n", StageCodeError, "raised ModuleNotFoundError: No module named 'no_such_module'"),
         ("from aligner import api\napi.make_polic\n", StageCodeError, "aligner.api has no `make_polic`"),
         (SOURCE.replace("optim.lr", "optim.rl"), UnknownKeyError, "unknown config key `optim.rl`"),
+        (SOURCE.replace("@dataclass\n", ""), StageCodeError, "expected a class with @dataclass that begins `class"),
+        (
+            SOURCE.replace("defaults=", "reads=('polcy',), defaults="),
+            StageCodeError,
+            "reads with 'polcy': expected one of comp",
+        ),
         (SOURCE.replace("optim.lr", "stage.name"), ConfigError, "stage.name=0.003: expected no default of stage="),
     ],
 )
