@@ -31,7 +31,8 @@ COMMANDS = {
     "recipes": "list recipes of published models and datasets, with what `plan` says of each",
     "data": "make a recipe's data from the folder of a published dataset",
     "rehearse": "run ranks of a job here, without its GPUs, and refuse what would fail there",
-    "check": "compare loss and gradients of a model's layouts with one rank's, on a CPU: `check layouts`",
+    "check": "compare loss and gradients of a model's layouts with one rank's, on a CPU: `check layouts`; with a "
+    "loss of yours: `check my_loss.py:name`",
     "import": "turn a Hugging Face folder into a sharded checkpoint",
     "export": "turn a checkpoint into a Hugging Face folder",
     "sample": "sample answers to prompts, and write training files of them: run stage=sample",
@@ -328,6 +329,9 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
+    from aligner.tools import check_options
+
+    args.overrides = check_options.overrides(args.what) + args.overrides
     cfg = _config(args)
     with for_good():
         from aligner.tools.layouts import check

@@ -66,7 +66,7 @@ class RewardPathError(RewardError):
 
 
 class AlgorithmCodeError(AlignerError):
-    """A user's loss or advantage cannot be imported, or must not be trained with as it is: bad input."""
+    """A user's function of `algorithm` cannot be imported, or must not be trained with as it is: bad input."""
 
     exit_code = 2
 

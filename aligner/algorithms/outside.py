@@ -1,10 +1,11 @@
-"""Functions of the user's own as `algorithm.policy_loss` and `algorithm.advantage`.
+"""Functions of the user's own as `algorithm.policy_loss`, `algorithm.advantage`, `algorithm.kl.estimator` and
+`algorithm.shaping`.
 
-Such a function is called with what its parameters name, of `LOSS` or `ADVANTAGE`, and with entries of `algorithm.args`.
-A loss returns the loss of each token, [B, T], which the run masks, weighs and aggregates. An advantage returns a number
-for each sample [B] or each token [B, T].
+Such a function is called with what its parameters name, of `KEYS`, and with entries of `algorithm.args`. A loss and an
+estimator of the KL return a number for each token, [B, T], which the run masks, weighs and aggregates. An advantage
+returns a number for each sample [B] or each token [B, T], shaping a reward for each sample [B].
 
-`check` calls both with made-up numbers before training. A result must not depend on how a minibatch is cut into
+`check` calls them with made-up numbers before training. A result must not depend on how a minibatch is cut into
 micro-batches, padded, or spread over ranks, as any layout trains the same.
 """
 
@@ -24,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.key import is_function
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.errors import AlgorithmCodeError, ConfigError
 from aligner.ops.rl.policy_term import PolicyTerm, log_ratio
@@ -34,7 +34,15 @@ from aligner.user_code import load
 LOSS = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "mask")  # float32 [B, T]
 # float32 [B]: sums of token_rewards [B, T]; int64 [B]: the prompt; bool [B]; float32 [B, T]: 1 on response tokens
 ADVANTAGE = ("rewards", "group", "valid", "token_rewards", "mask")
-KEYS = {"algorithm.policy_loss": LOSS, "algorithm.advantage": ADVANTAGE}
+KL = ("logprobs", "ref_logprobs")  # float32 [B, T]
+SHAPING = ("rewards", "lengths", "finished", "limit")  # float32, int64, bool, int64 [B]: response tokens, at most limit
+KEYS = {
+    "algorithm.policy_loss": LOSS,
+    "algorithm.advantage": ADVANTAGE,
+    "algorithm.kl.estimator": KL,
+    "algorithm.shaping": SHAPING,
+}
+OF_TOKENS = ("algorithm.policy_loss", "algorithm.kl.estimator")
 Values = dict[str, Tensor]
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _ALL = slice(None)
@@ -44,7 +52,9 @@ class UserFunction:
     """The function at a key's path. `names`: the parameters that the run has values for."""
 
     def __init__(self, key: str, cfg: AlgorithmConfig):
-        self.key, self.path = key, getattr(cfg, key.removeprefix("algorithm."))
+        self.key, self.path = key, cfg.own_functions[key]
+        # a KL in the reward is no function of the weights
+        self.learns = key == "algorithm.policy_loss" or (key in OF_TOKENS and cfg.kl.placement == "loss")
         function = load(self.path, key, "function", AlgorithmCodeError)
         self._function, self._parameters = function, inspect.signature(function).parameters
         if taken := [name for name in cfg.args if name in KEYS[key]]:
@@ -102,13 +112,29 @@ def user_advantages(rollout: RolloutBatch, mask: Tensor, cfg: AlgorithmConfig) -
     return torch.where(mask.bool(), result if result.dim() == 2 else result[:, None], 0.0)
 
 
+def user_kl(logprobs: Tensor, ref_logprobs: Tensor, cfg: AlgorithmConfig) -> Tensor:
+    """Return what the function at the path `algorithm.kl.estimator` gives, float32 [B, T]."""
+    values = {"logprobs": logprobs, "ref_logprobs": ref_logprobs}
+    return UserFunction("algorithm.kl.estimator", cfg)(values, logprobs.shape).float()
+
+
+def user_shaping(rewards: Tensor, lengths: Tensor, finished: Tensor, limit: int, cfg: AlgorithmConfig) -> Tensor:
+    """Return what the function at the path `algorithm.shaping` gives, float32 [B]."""
+    function = UserFunction("algorithm.shaping", cfg)
+    values = {"rewards": rewards.float(), "lengths": lengths.long(), "finished": finished.bool()}
+    result = function(values | {"limit": torch.full_like(values["lengths"], limit)}, rewards.shape).float()
+    if not result.isfinite().all():
+        raise function.refused("finite rewards")
+    return result
+
+
 # ---- checks before training
 
 
 def check(cfg: AlgorithmConfig) -> list[str]:
     """Check the functions of the config. Return what was noticed of each. Raises AlgorithmCodeError for a function
     that training must not use, ConfigError for an argument that none takes."""
-    functions = [UserFunction(key, cfg) for key in KEYS if is_function(getattr(cfg, key.removeprefix("algorithm.")))]
+    functions = [UserFunction(key, cfg) for key in cfg.own_functions]
     taken = {name for function in functions for name in function._args}
     for name, value in cfg.args.items():
         if name not in taken:
@@ -118,9 +144,9 @@ def check(cfg: AlgorithmConfig) -> list[str]:
 
 
 def _notes(function: UserFunction) -> Iterator[str]:
-    loss = function.key == "algorithm.policy_loss"
-    values = _loss_values() if loss else _advantage_values()
-    sees = values["mask"] > 0 if loss else values["valid"]
+    of_tokens = function.key in OF_TOKENS
+    values = _loss_values() if of_tokens else _sample_values()
+    sees = values["mask"] > 0 if of_tokens else values["valid"]
 
     def same(other: Values, what: str, rows: slice = _ALL, hint: str = "") -> None:
         """Compare the results for rows of `values` with those for `other`, whose rows are the same otherwise."""
@@ -138,25 +164,26 @@ def _notes(function: UserFunction) -> Iterator[str]:
         raise function.refused("no use of the process's random state: a rerun or a resumed run would differ")
     with patch.dict(os.environ, {"RANK": "1", "LOCAL_RANK": "1"}), patch.object(dist, "get_rank", lambda *_: 1):
         same(values, "the rank")
-    for rows in (slice(0, 4), slice(4, 12)):  # whole groups
+    whole_groups = (slice(0, 4), slice(4, 12))
+    for rows in whole_groups if function.key != "algorithm.shaping" else (slice(0, 1), slice(1, 12)):
         hint = "Ranks and micro-batches have other rows. algorithm.whiten compares those of all ranks."
         same({name: x[rows] for name, x in values.items()}, "other prompts' rows", rows, hint)
     wide = {n: torch.cat([x, torch.zeros_like(x[:, :3])], 1) if x.dim() == 2 else x for n, x in values.items()}
     same(wide, "padding")
-    if loss:
+    if of_tokens:
         hidden = {n: torch.where(sees, x, -7.5) for n, x in values.items() if n != "mask"}
         same(hidden | {"mask": values["mask"]}, "tokens where mask is 0", hint="Multiply by mask before you add up.")
     _check_graph(function, values)
-    if loss:
+    if of_tokens:
         yield from _device_notes(function, values)
     yield f"the same for each micro-batch, padding and rank, at {int(sees.sum())} made-up places"
-    if loss:
+    if function.learns:
         yield from _gradient_notes(function, values)
 
 
 def _result(function: UserFunction, values: Values) -> Tensor:
     first, own = values[KEYS[function.key][0]], {name: x.clone() for name, x in values.items()}
-    shapes = [first.shape] if function.key == "algorithm.policy_loss" else [first.shape, values["mask"].shape]
+    shapes = [first.shape, values["mask"].shape] if function.key == "algorithm.advantage" else [first.shape]
     result = function(own, *shapes).detach()
     for name in function.names:
         if not torch.equal(own[name], values[name]):
@@ -176,7 +203,7 @@ def _loss_values() -> Values:
     return values
 
 
-def _advantage_values() -> Values:
+def _sample_values() -> Values:
     """Return the samples of three prompts: with an invalid one, with equal rewards, and with a single valid one."""
     mask = (torch.arange(9) < torch.tensor([9, 4, 7, 2, 5, 9, 1, 6, 3, 8, 2, 9])[:, None]).float()
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, 1.0, 2.0, 0.0, 1.0, 0.0])
@@ -184,7 +211,9 @@ def _advantage_values() -> Values:
     token_rewards = torch.zeros_like(mask)
     token_rewards[torch.arange(12), mask.sum(1).long() - 1] = rewards
     group = torch.tensor([3, 8, 5]).repeat_interleave(4)
-    return {"rewards": rewards, "group": group, "valid": valid, "token_rewards": token_rewards, "mask": mask}
+    values = {"rewards": rewards, "group": group, "valid": valid, "token_rewards": token_rewards, "mask": mask}
+    lengths = mask.sum(1).long()
+    return values | {"lengths": lengths, "finished": lengths < 9, "limit": torch.full_like(lengths, 9)}
 
 
 def _random_states() -> list[Any]:
@@ -197,7 +226,7 @@ def _check_graph(function: UserFunction, values: Values) -> None:
     ours = {name: x.clone().requires_grad_(name == "logprobs") for name, x in values.items()}
     kept = [weakref.ref(ours[name]) for name in names]
     result = function(ours, values[names[0]].shape, values["mask"].shape) if names else None
-    if "logprobs" in names and not (result is not None and result.requires_grad):
+    if function.learns and not ("logprobs" in names and result is not None and result.requires_grad):
         raise function.refused("a gradient of logprobs: nothing would be learned")
     if result is not None and result.requires_grad:
         torch.where(values["mask"] > 0, result, 0.0).sum().backward()

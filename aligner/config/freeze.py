@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 
 from aligner.config.identity import flat, reads
-from aligner.config.key import is_function
 from aligner.config.options import from_plain, leaves
 from aligner.config.schema import Config
 from aligner.config.stage import is_file
@@ -180,10 +179,8 @@ def environment_code(cfg: Config) -> bytes:
 
 
 def outside_code(cfg: Config) -> dict[str, bytes]:
-    """Return key -> the file that it names: of a stage, a loss and an advantage of the user's."""
-    algorithm = cfg.algorithm
-    paths = {"algorithm.policy_loss": algorithm.policy_loss, "algorithm.advantage": algorithm.advantage}
-    named = {key: path for key, path in paths.items() if is_function(path) and reads(cfg.stage.name, key)}
+    """Return key -> the file that it names: of a stage, and of functions of `algorithm`, of the user's."""
+    named = {key: path for key, path in cfg.algorithm.own_functions.items() if reads(cfg.stage.name, key)}
     if is_file(cfg.stage.name):
         named["stage.name"] = f"{cfg.stage.name}:main"
     return {key: code for key, path in named.items() if (code := _code([path]))}

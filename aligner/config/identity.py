@@ -19,8 +19,7 @@ from aligner.config.stages import STAGES
 
 CONTENT = "content of "  # before the key of a path
 # paths whose content may change; a function or a stage that raised must be repaired before the run resumes
-_OTHER_CONTENT = ("data.eval", "environment", "reward.functions", "stage.name")
-_OTHER_CONTENT += ("algorithm.policy_loss", "algorithm.advantage")
+_OTHER_CONTENT = ("algorithm", "data.eval", "environment", "reward.functions", "stage.name")
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,11 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
         "aligner.algorithms.outside:user_advantages",
         lambda cfg: is_function(cfg.algorithm.advantage),
     ),
+    "algorithm.kl.estimator": (
+        "aligner.algorithms.outside:user_kl",
+        lambda cfg: is_function(cfg.algorithm.kl.estimator),
+    ),
+    "algorithm.shaping": ("aligner.algorithms.outside:user_shaping", lambda cfg: is_function(cfg.algorithm.shaping)),
     "algorithm.args": ("aligner.algorithms.outside:check", lambda cfg: cfg.algorithm.has_own),
     "reward.judges": ("aligner.builders.judges:make_judges", lambda cfg: bool(cfg.reward.judges)),
     "debug.train_only": ("aligner.builders.recordings:make_recorded", lambda cfg: bool(cfg.debug.train_only)),

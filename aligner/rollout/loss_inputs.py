@@ -17,7 +17,7 @@ from torch import Tensor
 from aligner.config.sections.algorithm import AlgorithmConfig, KLConfig
 from aligner.config.sections.batch import BatchConfig
 from aligner.ops.packing.minibatches import minibatch_rows, places
-from aligner.ops.rl.kl import adapt_kl_coef, kl_estimate
+from aligner.ops.rl.kl import adapt_kl_coef, configured_kl
 from aligner.ops.rl.shaping import shaped_rewards
 from aligner.ops.rl.token_advantages import token_rewards
 from aligner.ops.seeds import derive, scatter
@@ -58,13 +58,13 @@ class KLController:
 
 def set_token_rewards(rollout: RolloutBatch, cfg: AlgorithmConfig, kl_coef: float, response_limit: int) -> None:
     """Fill `token_rewards`, `loss_mask` and, where configured, `positive`. The rewards are those of the last response
-    token, with overlong shaping, and the KL per token where it belongs in the reward. The mask has the response tokens
+    token, shaped, and the KL per token where it belongs in the reward. The mask has the response tokens
     of valid samples, less truncated ones where configured."""
     lengths = rollout.response_mask.sum(1)
-    scores = shaped_rewards(rollout.rewards.nan_to_num(), lengths, rollout.finished, cfg.overlong, response_limit)
+    scores = shaped_rewards(rollout.rewards.nan_to_num(), lengths, rollout.finished, cfg, response_limit)
     kl = None
     if cfg.kl.placement == "reward" and rollout.ref_logprobs is not None:
-        kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, cfg.kl.estimator)
+        kl = configured_kl(rollout.old_logprobs, rollout.ref_logprobs, cfg)
     rollout.token_rewards = token_rewards(scores, rollout.response_mask, kl, kl_coef)
     keep = rollout.valid.clone()
     if cfg.overlong.mask_truncated:

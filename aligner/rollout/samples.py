@@ -78,12 +78,10 @@ class SampleBatches:
         return [request_seed(self.cfg.seed, rollout, row, i) for i in range(self.cfg.batch.group)]
 
     def _shaped(self, groups: Groups, scores: Scores) -> list[float]:
-        """Return the rewards that are compared: less the penalty of algorithm.overlong."""
-        overlong, limit = self.cfg.algorithm.overlong, self.cfg.sampling.max_response_tokens
-        if not overlong.shapes:
-            return scores.total
+        """Return the rewards that are compared: those that the run's shaping gives."""
+        algorithm, limit = self.cfg.algorithm, self.cfg.sampling.max_response_tokens
         total, ends = torch.tensor(scores.total, dtype=torch.float64), groups.generations
-        return shaped_rewards(total, ends.lengths, ends.finish_reason == STOP, overlong, limit).tolist()
+        return shaped_rewards(total, ends.lengths, ends.finish_reason == STOP, algorithm, limit).tolist()
 
     def _gathered(self, records: list[Record]) -> list[Record]:
         if self.layout.peers.rank() != 0:  # peers hold the same

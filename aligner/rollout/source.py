@@ -159,4 +159,4 @@ class RolloutSource:
         greedy_groups = self.score(self.schedule.generate_now(requests, greedy))
         rewards = torch.tensor(self.score.combined(greedy_groups, update=False).total, dtype=torch.float32)
         ends, limit = greedy_groups.generations, self.generator.sampling.max_response_tokens
-        return shaped_rewards(rewards, ends.lengths, ends.finish_reason == STOP, self.algorithm.overlong, limit)
+        return shaped_rewards(rewards, ends.lengths, ends.finish_reason == STOP, self.algorithm, limit)

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import argparse
 
-WHAT = ("layouts",)
+from aligner.config.key import is_function
+
+LAYOUTS = "layouts"
 
 
 def add_subject(sub: argparse.ArgumentParser) -> None:
     """Add the first argument, which names the check."""
-    sub.add_argument("what", choices=WHAT, help="layouts: compare loss and gradients of each with one rank's, on a CPU")
+    sub.add_argument(
+        "what",
+        type=_subject,
+        metavar="layouts|FILE.py:LOSS",
+        help="layouts: compare loss and gradients of each with one rank's, on a CPU; a function: check it as "
+        "algorithm.policy_loss, and then its layouts",
+    )
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--json", default="", metavar="FILE", help="write the table, with every tensor, to this file")
+
+
+def overrides(what: str) -> list[str]:
+    """Return the overrides that a subject stands for."""
+    return [] if what == LAYOUTS else ["stage=grpo", f"algorithm.policy_loss={what}"]
+
+
+def _subject(what: str) -> str:
+    if what != LAYOUTS and not is_function(what):
+        raise argparse.ArgumentTypeError(f"{what!r}: expected {LAYOUTS}, or the path of a policy loss, my_loss.py:name")
+    return what

@@ -1,11 +1,11 @@
-"""Losses and advantages of the user's own: equal to built-in ones, and refused where training would not repeat."""
+"""Functions of `algorithm` of the user's own: equal to built-in ones, and refused where training would not repeat."""
 
 import re
 
 import pytest
 
 from aligner.algorithms.outside import check
-from aligner.config.sections.algorithm import AlgorithmConfig
+from aligner.config.sections.algorithm import AlgorithmConfig, KLConfig
 from aligner.errors import AlignerError, ConfigError
 from tests import stages
 
@@ -26,6 +26,22 @@ def ppo(logprobs, old_logprobs, advantages, low=0.2, high=0.2):
 def baseline(rewards, group, valid):
     means = [rewards[(group == g) & valid].double().mean() for g in group]
     return torch.where(valid, rewards.double() - torch.stack(means), 0.0)
+
+
+def k2(logprobs, ref_logprobs):
+    return (logprobs - ref_logprobs).square() / 2
+
+
+def unlearned(logprobs, ref_logprobs):
+    return (logprobs - ref_logprobs).detach()
+
+
+def unfinished(rewards, finished, penalty=0.25):
+    return rewards - penalty * (~finished).float()
+
+
+def relative_length(rewards, lengths):
+    return rewards - lengths / lengths.float().mean()
 
 
 def one_number(logprobs, advantages):
@@ -156,12 +172,34 @@ def source(tmp_path_factory):
         ("policy_loss", "unknown", "it has `logits`"),
         ("policy_loss", "to_reference", "ref_logprobs need algorithm.kl.coef > 0"),
         ("policy_loss", "absent", "which has ppo, baseline"),
+        ("shaping", "relative_length", "do not depend on other prompts' rows"),
+        ("shaping", "integers", "a result of floating point numbers [12], not torch.int64 [12]"),
+        ("kl.estimator", "unlearned", "a gradient of logprobs"),
+        ("kl.estimator", "infinite", "finite results"),
+        ("kl.estimator", "over_padding", "it has `old_logprobs`"),
     ],
 )
 def test_functions_that_training_must_not_use_are_refused(source, key, name, message):
     with pytest.raises(AlignerError, match=re.escape(message)) as refused:
-        check(AlgorithmConfig(**{key: f"{source}:{name}"}))
+        check(config(**{key: f"{source}:{name}"}))
     assert str(refused.value).startswith(f"algorithm.{key}='{source}:{name}'")
+
+
+def config(**paths):
+    """The section with these functions, and a KL in the loss where one estimates it."""
+    kl = (
+        KLConfig(coef=0.1, placement="loss", estimator=paths.pop("kl.estimator"))
+        if "kl.estimator" in paths
+        else KLConfig()
+    )
+    return AlgorithmConfig(kl=kl, **paths)
+
+
+def test_an_estimator_of_the_kl_is_differentiated_where_it_is_in_the_loss(source):
+    notes = check(config(**{"kl.estimator": f"{source}:k2"}))
+    assert notes[-1].endswith("its gradient equals finite differences at 63 tokens")
+    in_the_reward = KLConfig(coef=0.1, placement="reward", estimator=f"{source}:unlearned")
+    assert len(check(AlgorithmConfig(kl=in_the_reward))) == 1
 
 
 def test_gradients_are_compared_with_finite_differences():
@@ -190,8 +228,11 @@ def test_arguments_go_to_the_functions_that_take_them(source):
 
 def test_a_run_with_own_functions_equals_the_built_in_ones(tiny_data, tmp_path, source):
     common = ["run.steps=3", "batch.minibatch_samples=8", "algorithm.aggregation=seq_mean_token_mean"]
-    built = stages.stage("grpo", tiny_data, tmp_path / "built", *common, "algorithm.advantage=dr_grpo")
+    common += ["algorithm.kl.coef=0.1", "algorithm.kl.placement=loss"]
+    settings = ["algorithm.advantage=dr_grpo", "algorithm.kl.estimator=k2", "algorithm.overlong.penalty=0.25"]
+    built = stages.stage("grpo", tiny_data, tmp_path / "built", *common, *settings)
     own = [f"algorithm.policy_loss={source}:ppo", f"algorithm.advantage={source}:baseline"]
+    own += [f"algorithm.kl.estimator={source}:k2", f"algorithm.shaping={source}:unfinished"]
     run = stages.stage("grpo", tiny_data, tmp_path / "own", *common, *own)
     clipped = {"policy/clip_fraction", "policy/clip_fraction_low", "policy/clip_fraction_high"}
     assert {name for _, name, *_ in stages.differences(built, run)} <= clipped

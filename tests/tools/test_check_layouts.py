@@ -98,8 +98,9 @@ def test_every_layout_of_a_model_passes(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the command does, for the ranks
     own = ["parallel.tensor=4", "parallel.pipeline=2", "batch.share_prompts=false"]
     file = tmp_path / "table.json"
-    assert main(["check", "layouts", "stage=grpo", "model=tiny", *own, "--json", str(file)]) == 0
+    assert main(["check", "examples/own_loss.py:capped_sequence", "model=tiny", *own, "--json", str(file)]) == 0
     shown, (table,) = capfd.readouterr().out, json.loads(file.read_text()).values()
+    assert "examples/own_loss.py:capped_sequence: the same for each micro-batch" in shown
     assert "passed" in shown and "left out: ep2: " in shown and "model.layers.*.mlp.up_proj.weight" in shown
     assert set(table) == {"micro 2", "dp2", "tp2", "tp2 seq", "pp2", "pp2 vp2", "cp2", "cp2 a2a", "yours"}
     assert 0 < max(table["yours"].values()) < 1e-5 and len(table["yours"]) > 30

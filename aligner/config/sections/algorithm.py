@@ -38,7 +38,10 @@ class KLControllerConfig(Section, key="algorithm.kl.controller"):
 class KLConfig(Section, key="algorithm.kl"):
     coef: float = key(0.0, "Factor of the KL to the reference (beta). 0: no reference model.", least=0)
     estimator: str = key(
-        "k1", "Estimator of the KL (docs/reference/algorithms.md).", choices=("k1", "k2", "k3", "abs", "k1+", "k3+")
+        "k1",
+        "Estimator of the KL (docs/reference/algorithms.md), or a function of yours.",
+        choices=("k1", "k2", "k3", "abs", "k1+", "k3+"),
+        function=True,
     )
     placement: str = key("none", "Place of the KL: none, the reward or the loss.", choices=("none", "reward", "loss"))
     importance_weighted: bool = key(False, "Multiply the KL in the loss by the token's ratio.")
@@ -59,11 +62,6 @@ class OverlongConfig(Section, key="algorithm.overlong"):
         least=0,
         most=1,
     )
-
-    @property
-    def shapes(self) -> bool:
-        """Whether rewards change."""
-        return bool(self.penalty or self.soft_fraction)
 
 
 @dataclass
@@ -134,7 +132,14 @@ class AlgorithmConfig(Section, key="algorithm"):
         choices=POLICY_LOSSES,
         function=True,
     )
-    args: dict[str, Any] = key({}, "Arguments of functions of yours by name.")
+    shaping: str = key(
+        "none",
+        "Change of each sample's reward before advantages, or a choice: none, or a function of yours.",
+        choices=("none",),
+        function=True,
+        read_for=("samples",),
+    )
+    args: dict[str, Any] = key({}, "Arguments of functions of yours by name.", read_for=("policy", "samples"))
     old_logprobs: str = key(
         "auto",
         "Logprobs to which the ratio compares. auto: those of the policy before the step, from the update's own "
@@ -211,7 +216,14 @@ advantage=gdpo => overlong.penalty, overlong.soft_fraction =0
     @property
     def has_own(self) -> bool:
         """Whether functions of the user's own, or arguments for such, are given."""
-        return bool(self.args) or is_function(self.policy_loss) or is_function(self.advantage)
+        return bool(self.args or self.own_functions)
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """Key -> path of each function of the user's own."""
+        values = {"policy_loss": self.policy_loss, "advantage": self.advantage, "shaping": self.shaping}
+        values["kl.estimator"] = self.kl.estimator
+        return {f"algorithm.{name}": path for name, path in values.items() if is_function(path)}
 
     @property
     def ratio_to_engine(self) -> bool:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aligner.config.key import is_function
+from aligner.config.on_demand import on_demand
+from aligner.config.sections.algorithm import AlgorithmConfig
+
 LOG_RATIO_LIMIT = 20.0  # |log ratio| before exp; e^20 is still far from the limits of float32
 K3_LIMIT = 10.0
 # nats between a token's logprobs from two forward passes of the same weights in other batches, by the model's dtype:
@@ -26,6 +30,15 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, noise: f
         k2 = d.square() / 2
         return _plain(d, estimator[:-1], noise).detach() + (k2 - k2.detach())
     return _plain(d, estimator, noise)
+
+
+def configured_kl(
+    logprobs: Tensor, ref_logprobs: Tensor, cfg: AlgorithmConfig, noise: float = NOISE[torch.float32]
+) -> Tensor:
+    """Estimate as `kl.estimator` says: by `kl_estimate`, or by a function of the user's."""
+    if is_function(cfg.kl.estimator):
+        return on_demand("algorithm.kl.estimator")(logprobs, ref_logprobs, cfg)
+    return kl_estimate(logprobs, ref_logprobs, cfg.kl.estimator, noise)
 
 
 def magnitude(d: Tensor, noise: float) -> Tensor:

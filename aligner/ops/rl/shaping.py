@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from aligner.config.sections.algorithm import OverlongConfig
+from aligner.config.key import is_function
+from aligner.config.on_demand import on_demand
+from aligner.config.sections.algorithm import AlgorithmConfig
 
 
 def soft_overlong(lengths: Tensor, limit: float, cache: float) -> Tensor:
@@ -15,8 +17,11 @@ def soft_overlong(lengths: Tensor, limit: float, cache: float) -> Tensor:
     return (((limit - cache) - lengths.double()) / cache).clamp(-1, 0).float()
 
 
-def shaped_rewards(rewards: Tensor, lengths: Tensor, finished: Tensor, cfg: OverlongConfig, limit: int) -> Tensor:
-    """Subtract `penalty` from rewards of responses that do not end in EOS, and add `soft_overlong` with a cache of
-    `soft_fraction` of the limit. All [B]; lengths and limit in response tokens."""
-    shaped = rewards - cfg.penalty * (~finished).float()
-    return shaped + soft_overlong(lengths, limit, cfg.soft_fraction * limit) if cfg.soft_fraction else shaped
+def shaped_rewards(rewards: Tensor, lengths: Tensor, finished: Tensor, cfg: AlgorithmConfig, limit: int) -> Tensor:
+    """Subtract `overlong.penalty` from rewards of responses that do not end in EOS, and add `soft_overlong` with a
+    cache of `overlong.soft_fraction` of the limit. Then apply the user's `shaping`. All [B]; lengths and limit in
+    response tokens."""
+    shaped = rewards - cfg.overlong.penalty * (~finished).float()
+    if cfg.overlong.soft_fraction:
+        shaped = shaped + soft_overlong(lengths, limit, cfg.overlong.soft_fraction * limit)
+    return on_demand("algorithm.shaping")(shaped, lengths, finished, limit, cfg) if is_function(cfg.shaping) else shaped

@@ -1,6 +1,7 @@
 """`aligner check layouts`: compare loss and gradients of every layout with one rank's.
 
-A tiny model of the same family has the run's options. Its ranks are processes on this machine, without a GPU.
+A tiny model of the same family has the run's options, and functions of the user's own are checked
+first. Its ranks are processes on this machine, without a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from aligner.algorithms.outside import check as check_functions
 from aligner.cluster import fork_server
 from aligner.cluster.launch import STOPS, launch
 from aligner.config.checks import exists
@@ -43,6 +45,8 @@ def main(args: argparse.Namespace, cfg: Config) -> int:
     """Print a table for each loss of the stage. Return 1 if a number is past its tolerance or ranks failed, else 0."""
     if cfg.model.init != "random":
         exists("model.init", cfg.model.init)
+    for note in check_functions(cfg.algorithm) if cfg.algorithm.has_own else ():
+        print(note, flush=True)
     model = tiny_model(with_real_shape(cfg).model)
     cases, refused = cases_of(cfg, model)
     if len(cases) == 1:  # micro-batches alone

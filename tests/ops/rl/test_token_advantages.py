@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.config.sections.algorithm import OverlongConfig
+from aligner.config.sections.algorithm import AlgorithmConfig, OverlongConfig
 from aligner.ops.rl import token_advantages as adv
 from aligner.ops.rl.shaping import shaped_rewards, soft_overlong
 
@@ -122,6 +122,12 @@ def test_dapos_numbers():
     lengths = torch.tensor([0, 16384, 18432, 20480, 30000])
     assert soft_overlong(lengths, 20480, 4096).tolist() == [0, 0, -0.5, -1, -1]
     finished = torch.tensor([True, True, True, False, False])
-    shaped = shaped_rewards(torch.ones(5), lengths, finished, OverlongConfig(penalty=0.25, soft_fraction=0.2), 20480)
+    shaped = shaped_rewards(
+        torch.ones(5),
+        lengths,
+        finished,
+        AlgorithmConfig(overlong=OverlongConfig(penalty=0.25, soft_fraction=0.2)),
+        20480,
+    )
     assert shaped.tolist() == [1, 1, 0.5, -0.25, -0.25]
-    assert shaped_rewards(torch.ones(5), lengths, finished, OverlongConfig(), 20480).tolist() == [1] * 5
+    assert shaped_rewards(torch.ones(5), lengths, finished, AlgorithmConfig(), 20480).tolist() == [1] * 5
