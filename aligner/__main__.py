@@ -331,7 +331,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from aligner.tools import check_options
 
-    args.overrides = check_options.overrides(args.what) + args.overrides
+    args.overrides = check_options.overrides(args.what, args.overrides)
     cfg = _config(args)
     with for_good():
         from aligner.tools.layouts import check

@@ -24,9 +24,10 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--json", default="", metavar="FILE", help="write the table, with every tensor, to this file")
 
 
-def overrides(what: str) -> list[str]:
-    """Return the overrides that a subject stands for."""
-    return [] if what == LAYOUTS else ["stage=grpo", f"algorithm.policy_loss={what}"]
+def overrides(what: str, others: list[str]) -> list[str]:
+    """Return the overrides, with those that a subject stands for; the stage is grpo unless they name one."""
+    stage = [] if any(each.startswith("stage=") for each in others) else ["stage=grpo"]
+    return others if what == LAYOUTS else [*stage, f"algorithm.policy_loss={what}", *others]
 
 
 def _subject(what: str) -> str:
