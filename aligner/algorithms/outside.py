@@ -52,7 +52,7 @@ class UserFunction:
     """The function at a key's path. `names`: the parameters that the run has values for."""
 
     def __init__(self, key: str, cfg: AlgorithmConfig):
-        self.key, self.path = key, cfg.own_functions[key]
+        self.key, self.path = key, cfg.own_functions()[key]
         # a KL in the reward is no function of the weights
         self.learns = key == "algorithm.policy_loss" or (key in OF_TOKENS and cfg.kl.placement == "loss")
         function = load(self.path, key, "function", AlgorithmCodeError)
@@ -134,7 +134,7 @@ def user_shaping(rewards: Tensor, lengths: Tensor, finished: Tensor, limit: int,
 def check(cfg: AlgorithmConfig) -> list[str]:
     """Check the functions of the config. Return what was noticed of each. Raises AlgorithmCodeError for a function
     that training must not use, ConfigError for an argument that none takes."""
-    functions = [UserFunction(key, cfg) for key in cfg.own_functions]
+    functions = [UserFunction(key, cfg) for key in cfg.own_functions()]
     taken = {name for function in functions for name in function._args}
     for name, value in cfg.args.items():
         if name not in taken:

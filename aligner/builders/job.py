@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,7 +192,8 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device, signals: StopSignal
         for key, optim in {"optim": cfg.optim, "critic.optim": cfg.critic.optim}.items():
             if uses(cfg.stage.name, f"{key}.megatron"):
                 check_optimizer(key, optim)
-        if uses(cfg.stage.name, "algorithm.args") and cfg.algorithm.has_own:
+        uses_key = partial(uses, cfg.stage.name)
+        if cfg.algorithm.own_functions(uses_key) or (uses_key("algorithm.args") and cfg.algorithm.args):
             on_demand("algorithm.args")(cfg.algorithm)
     layout, run_dir = None if generates else build_layout(cfg.parallel), Path(cfg.run.dir)
     watchdog = Watchdog(cfg.cluster.watchdog, run_dir, env.rank, env.world_size)

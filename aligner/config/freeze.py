@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def environment_code(cfg: Config) -> bytes:
 
 def outside_code(cfg: Config) -> dict[str, bytes]:
     """Return key -> the file that it names: of a stage, and of functions of `algorithm`, of the user's."""
-    named = {key: path for key, path in cfg.algorithm.own_functions.items() if reads(cfg.stage.name, key)}
+    named = cfg.algorithm.own_functions(partial(reads, cfg.stage.name))
     if is_file(cfg.stage.name):
         named["stage.name"] = f"{cfg.stage.name}:main"
     return {key: code for key, path in named.items() if (code := _code([path]))}

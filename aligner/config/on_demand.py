@@ -47,7 +47,10 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
         lambda cfg: is_function(cfg.algorithm.kl.estimator),
     ),
     "algorithm.shaping": ("aligner.algorithms.outside:user_shaping", lambda cfg: is_function(cfg.algorithm.shaping)),
-    "algorithm.args": ("aligner.algorithms.outside:check", lambda cfg: cfg.algorithm.has_own),
+    "algorithm.args": (
+        "aligner.algorithms.outside:check",
+        lambda cfg: bool(cfg.algorithm.args or cfg.algorithm.own_functions()),
+    ),
     "reward.judges": ("aligner.builders.judges:make_judges", lambda cfg: bool(cfg.reward.judges)),
     "debug.train_only": ("aligner.builders.recordings:make_recorded", lambda cfg: bool(cfg.debug.train_only)),
     "debug.replay": ("aligner.builders.recordings:make_replayed", lambda cfg: bool(cfg.debug.replay)),

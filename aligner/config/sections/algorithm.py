@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from aligner.config.key import REPORT, Section, is_function, key, section
-from aligner.config.rule import rules
+from aligner.config.rule import rules, value_of
 from aligner.config.sections.distill import DistillConfig
 from aligner.config.sections.kto import KtoConfig
 from aligner.config.sections.preference import PreferenceConfig
@@ -16,6 +17,8 @@ GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "g
 OTHER_BASELINES = ("reinforce_pp", "remax")
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline")  # whitened by definition, whatever `algorithm.whiten` says
 POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "gpg", "reinforce", "clip_cov", "kl_cov")
+
+OWN_FUNCTIONS = ("policy_loss", "advantage", "kl.estimator", "shaping")  # keys that take a function of the user's
 
 
 @dataclass
@@ -213,17 +216,11 @@ advantage=gdpo => overlong.penalty, overlong.soft_fraction =0
     | with algorithm.advantage=gdpo, which uses only the reward's components | Use mask_truncated.
 """)
 
-    @property
-    def has_own(self) -> bool:
-        """Whether functions of the user's own, or arguments for such, are given."""
-        return bool(self.args or self.own_functions)
-
-    @property
-    def own_functions(self) -> dict[str, str]:
-        """Key -> path of each function of the user's own."""
-        values = {"policy_loss": self.policy_loss, "advantage": self.advantage, "shaping": self.shaping}
-        values["kl.estimator"] = self.kl.estimator
-        return {f"algorithm.{name}": path for name, path in values.items() if is_function(path)}
+    def own_functions(self, reads: Callable[[str], bool] = bool) -> dict[str, str]:
+        """Return key -> path of each function of the user's own. `reads` says which keys the stage has."""
+        keys = (f"algorithm.{name}" for name in OWN_FUNCTIONS)
+        values = {key: value_of(self, key.removeprefix("algorithm.")) for key in keys if reads(key)}
+        return {key: path for key, path in values.items() if is_function(path)}
 
     @property
     def ratio_to_engine(self) -> bool:

@@ -45,7 +45,7 @@ def main(args: argparse.Namespace, cfg: Config) -> int:
     """Print a table for each loss of the stage. Return 1 if a number is past its tolerance or ranks failed, else 0."""
     if cfg.model.init != "random":
         exists("model.init", cfg.model.init)
-    for note in check_functions(cfg.algorithm) if cfg.algorithm.has_own else ():
+    for note in check_functions(cfg.algorithm) if cfg.algorithm.own_functions() else ():
         print(note, flush=True)
     model = tiny_model(with_real_shape(cfg).model)
     cases, refused = cases_of(cfg, model)
