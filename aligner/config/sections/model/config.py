@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -338,8 +339,14 @@ megatron.tp_comm_overlap megatron.fp8 => megatron.fp8_recipe =tensorwise|mxfp8
             return 0
         return 2 if self.attention.own_values or "global" not in kinds else 1
 
-    def layers_of(self, kind: str) -> list[int]:
-        return [layer for layer in range(self.num_layers) if kind in self.layer_kinds(layer)]
+    def layers_of(self, kind: str) -> tuple[int, ...]:
+        return self._layers.get(kind, ())
+
+    @cached_property
+    def _layers(self) -> dict[str, tuple[int, ...]]:
+        """Kind -> its layers. A plan asks a million times, and a section does not change once it is made."""
+        kinds = [self.layer_kinds(layer) for layer in range(self.num_layers)]
+        return {kind: tuple(layer for layer, its in enumerate(kinds) if kind in its) for kind in set(chain(*kinds))}
 
     def stages(self, layout: LayoutSizes) -> tuple[range, ...]:
         """Return the layers of each stage of a pipeline."""
@@ -351,7 +358,7 @@ megatron.tp_comm_overlap megatron.fp8 => megatron.fp8_recipe =tensorwise|mxfp8
         stages = self.stages(layout)
         return tuple(tuple(chain(*stages[rank :: layout.pipeline])) for rank in range(layout.pipeline))
 
-    @property
+    @cached_property
     def mean_ffn(self) -> float:
         """The width of the MLP, 0 in layers without one for every token; the mean over layers."""
         return sum(self.ffn_of(self.layer_kinds(layer)) for layer in self.layers_of("dense")) / self.num_layers
