@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.needs import lacking
-from tests.ranks import Ranks
+from tests.ranks import POOLS, Ranks
 from tests.servers import Server
 
 FOLDER = Path(__file__).parent
@@ -127,6 +127,14 @@ def ranks():
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_of_ranks():
+    """Give back what the models of a file's tests took: the ranks of all workers would else hold several GiB."""
+    yield
+    for pool in POOLS:
+        pool.end()
 
 
 @pytest.fixture(scope="session")

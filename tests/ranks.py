@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -40,6 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 30.0  # after the first failure: time for the other ranks to tell theirs
 COLLECTIVE_TIMEOUT_S = 900.0  # vLLM over two ranks takes minutes to start where others use the cores
 SECRET = "5" * 64
+POOLS: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
 
 class RankError(AssertionError):
@@ -74,6 +76,7 @@ class Ranks:
         self.size, self.first = size, first
         self._process: subprocess.Popen | None = None
         self._leader = 0
+        POOLS.add(self)
 
     def _import(self) -> None:
         environment = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT")}
@@ -144,7 +147,7 @@ class Ranks:
             return results
         finally:
             if not done:
-                self._end()
+                self.end()
 
     def _collect(self, pipes: list[Connection], deadline: float, lost: Collection[int]) -> list[Any]:
         import torch
@@ -176,8 +179,8 @@ class Ranks:
     def _output(self) -> str:
         return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")[-4000:]
 
-    def _end(self) -> None:
-        """Of the ranks: the process that forks them stays."""
+    def end(self) -> None:
+        """End the ranks. The process that forks them stays, and does so again for the next job."""
         if not self._leader:
             return
         os.killpg(self._leader, signal.SIGKILL)
@@ -187,7 +190,7 @@ class Ranks:
         self._leader = 0
 
     def close(self) -> None:
-        self._end()
+        self.end()
         if self._process is not None:
             self._asks.close()
             self._process.wait()
