@@ -38,5 +38,5 @@ site="$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')"
 if [[ "$shared" == yes ]]; then
     python -c 'import site; print(site.getsitepackages()[0])' >"$site/aligner-shared.pth"
 fi
-"$venv/bin/python" -m pip install --disable-pip-version-check -q "${packages[@]}"
+"$venv/bin/python" "${ALIGNER_PIP[@]}" -q "${packages[@]}"
 echo "$wanted" >"$stamp"

@@ -35,6 +35,10 @@ TEXT
     return 1
 }
 
+ALIGNER_PIP=(-m pip install --disable-pip-version-check)
+# pip would compile all modules, a minute; Python compiles those that are imported, and keeps them where it may
+[[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]] || ALIGNER_PIP+=(--no-compile)
+
 _aligner_install() {
     local venv="$ALIGNER_ROOT/.venv" extras="${ALIGNER_EXTRAS:-}" stamp wanted has python
     stamp="$venv/aligner.stamp"
@@ -51,7 +55,7 @@ _aligner_install() {
         "$python" -m venv --clear "$venv"
     fi
     echo "installing aligner and its pinned dependencies into $venv (the first time takes minutes and about 6 GB)"
-    "$venv/bin/python" -m pip install --disable-pip-version-check \
+    "$venv/bin/python" "${ALIGNER_PIP[@]}" \
         -c "$ALIGNER_ROOT/constraints.txt" -e "$ALIGNER_ROOT${extras:+[$extras]}" || {
         echo "error: the installation failed; see the messages of pip above" >&2
         return 1

@@ -14,5 +14,5 @@ if [[ -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]]; then
     exit 0
 fi
 rm -rf "$folder"
-python -m pip install --disable-pip-version-check -q --no-deps --target "$folder" -r constraints-te.txt
+python "${ALIGNER_PIP[@]}" -q --no-deps --target "$folder" -r constraints-te.txt
 echo "$wanted" >"$stamp"

@@ -28,6 +28,7 @@ install_packages() {
 }
 
 export PATH="$PATH:/usr/sbin:/sbin"
+unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, each of which would compile all modules again
 export ALIGNER_EXTRAS=dev
 if [[ " $* " == *" --all "* ]]; then
     trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
@@ -78,9 +79,6 @@ fi
 if [[ -z "${PYTEST_DEBUG_TEMPROOT:-}" && "$(df -m --output=avail /dev/shm 2>/dev/null | tail -n 1)" -ge 8192 ]]; then
     export PYTEST_DEBUG_TEMPROOT=/dev/shm
 fi
-
-# the tests start hundreds of processes, each of which would compile the whole package again
-unset PYTHONDONTWRITEBYTECODE
 
 ruff check .
 ruff format --check .
