@@ -73,7 +73,11 @@ def make_rollouts(
     schedule = _schedule(job, requests, generator, policy.model)
     scorer = Scorer(rewards, layout.peers, job.timers)
     weights = Weights(refit, verifier, job.timers)
-    source: Rollouts = RolloutSource(weights, requests, schedule, scorer, cfg.algorithm, layout.pgs.dp)
+    outcomes = None
+    if isinstance(prompts, PromptMixture):
+        counted = on_demand("data.sources, of rollouts")
+        outcomes = counted(prompts, rewards, cfg.eval.full_score, layout.pgs.dp)
+    source: Rollouts = RolloutSource(weights, requests, schedule, scorer, cfg.algorithm, layout.pgs.dp, outcomes)
     state = {"data": stream, "rewards": rewards, "sentinel": verifier, "clock": schedule}
     if cfg.debug.replay:
         source = on_demand("debug.replay")(job, source, policy.model)

@@ -51,6 +51,7 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
         "aligner.algorithms.outside:check",
         lambda cfg: bool(cfg.algorithm.args or cfg.algorithm.own_functions()),
     ),
+    "data.sources, of rollouts": ("aligner.rollout.outcomes:Outcomes", lambda cfg: bool(cfg.data.sources)),
     "reward.judges": ("aligner.builders.judges:make_judges", lambda cfg: bool(cfg.reward.judges)),
     "debug.train_only": ("aligner.builders.recordings:make_recorded", lambda cfg: bool(cfg.debug.train_only)),
     "debug.replay": ("aligner.builders.recordings:make_replayed", lambda cfg: bool(cfg.debug.replay)),

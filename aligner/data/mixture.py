@@ -58,6 +58,10 @@ class PromptMixture(Mixture):
         prompt = dataset[inside]
         return replace(prompt, id=prompt.id + int(self._first[number]), fields={**self._columns, **prompt.fields})
 
+    def source_of(self, prompt: Prompt) -> int:
+        """Return the number of the source that a prompt is from."""
+        return int(np.searchsorted(self._first, prompt.id, side="right")) - 1
+
     def where(self, index: int) -> str:
         """Return `file, row n` of a prompt."""
         _, dataset, inside = self.find(index)

@@ -18,6 +18,7 @@ from aligner.ops.reduce import gathered, reduce_metrics
 from aligner.ops.seeds import request_seed
 from aligner.refit.transfer import Refit
 from aligner.rewards.composite import Component, RewardPipeline
+from aligner.rewards.correct import able_to_give, correct_answers
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
 from aligner.rollout.requests import Request
@@ -42,12 +43,8 @@ class EvaluatedAnswers(NamedTuple):
 def judge(samples: Sequence[Sample], rewards: RewardPipeline, config: EvalConfig) -> EvaluatedAnswers:
     """Score answers (prompt-major, `config.samples` each) by the reward functions."""
     components = rewards.functions(samples)
-    full = config.full_score - 1e-6
-    able = able_to_give(config.full_score, rewards) or list(components)  # a penalty does not recognise correct answers
-    correct, totals = [], []
+    correct, totals = correct_answers(components, config.full_score, rewards), []
     for i in range(len(samples)):
-        known = [components[name][i] for name in able if components[name][i] is not None]
-        correct.append(bool(known) and all(value >= full for value in known))
         terms = [(weight, components[reward.name][i] or 0.0) for reward, weight in rewards.rewards]
         totals.append(sum(weight * value for weight, value in terms if not math.isnan(value)))
     n, k = float(len(samples)), config.samples
@@ -69,11 +66,6 @@ def judge(samples: Sequence[Sample], rewards: RewardPipeline, config: EvalConfig
 def known_scores(component: Component) -> list[float]:
     """Return the scores of answers that a function applies to and could score."""
     return [value for value in component if value is not None and not math.isnan(value)]
-
-
-def able_to_give(full_score: float, rewards: RewardPipeline) -> list[str]:
-    """Return the functions whose `best_score`, where they name one, is not below `full_score`."""
-    return [r.name for r, _ in rewards.rewards if getattr(r, "best_score", math.inf) >= full_score - 1e-6]
 
 
 def never_full(accuracy: float, maxima: Mapping[str, float], full_score: float, rewards: RewardPipeline) -> list[str]:

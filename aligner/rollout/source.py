@@ -8,7 +8,7 @@ Each step is an object with one type in and one out. Samples stay with their dat
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from aligner.rollout.statistics import staleness_metrics, trajectory_sums
 from aligner.run.chain import StepHashes
 from aligner.run.timers import Timers
 from aligner.types import STOP, RolloutBatch, Sample, ScalarMetrics, Stop
+
+if TYPE_CHECKING:
+    from aligner.rollout.outcomes import Outcomes
 
 
 class Rollout(NamedTuple):
@@ -92,6 +95,7 @@ class RolloutSource:
     score: Scorer
     algorithm: AlgorithmConfig
     ranks: dist.ProcessGroup | None = None  # data-parallel
+    outcomes: Outcomes | None = None  # None: nothing is counted by source
 
     @property
     def generator(self) -> SampleGenerator:
@@ -115,6 +119,8 @@ class RolloutSource:
             metrics |= reduce_metrics(sums, {}, dist.group.WORLD)
         metrics |= staleness_metrics(batch, self.weights.version, self.ranks) | self.requests.stream.metrics()
         metrics |= self.schedule.metrics
+        if self.outcomes:
+            metrics |= self.outcomes.metrics(groups.samples, scores)
         if late := rewards.take_late():
             metrics |= reduce_metrics(late, {}, dist.group.WORLD)
         return Rollout(batch, metrics, scores)

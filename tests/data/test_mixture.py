@@ -1,5 +1,7 @@
 """Rows of several sources in fixed shares: exact at every prefix, the same for any layout and after a restore."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from aligner.config.resolve import compose
 from aligner.config.sections.data import DataConfig
+from aligner.config.sections.rewards import RewardConfig
 from aligner.config.validate import validate
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_sft
@@ -15,6 +18,10 @@ from aligner.data.formats import prompt_rows, sft_rows
 from aligner.data.mixture import Mixture, PromptMixture
 from aligner.data.stream import IndexStream, MixedStream
 from aligner.errors import CheckpointError, ConfigError, DataError
+from aligner.rewards.composite import RewardPipeline
+from aligner.rewards.functions import FunctionReward
+from aligner.rollout.outcomes import Outcomes
+from aligner.types import Sample
 from tests import stages
 
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
@@ -165,10 +172,38 @@ def test_a_stage_on_sources_goes_on_as_if_it_had_never_stopped(tiny_data, source
         stages.stage("sft", tiny_data, tmp_path / "parts", "run.steps=6", *moved)
 
 
-def test_grpo_reports_epochs_of_each_source(tiny_data, sources, tmp_path):
-    run = stages.stage("grpo", tiny_data, tmp_path / "grpo", "run.steps=1", *sources)
-    (record,) = stages.records(run)
-    assert 20 * record["data/first/epoch"] + 12 * record["data/b/epoch"] == pytest.approx(8)
+def test_grpo_reports_epochs_rewards_and_passes_of_each_source(tiny_data, sources, tmp_path):
+    run = stages.stage("grpo", tiny_data, tmp_path / "grpo", "run.steps=3", "eval.full_score=0.25", *sources)
+    for step, record in enumerate(stages.records(run), start=1):
+        assert 20 * record["data/first/epoch"] + 12 * record["data/b/epoch"] == pytest.approx(8 * step)
+        shares = [record["data/first/share"], record["data/b/share"]]
+        assert sum(shares) == 1 and abs(8 * shares[0] - 16 / 3) < 1
+        means = [record["data/first/reward_mean"], record["data/b/reward_mean"]]
+        assert np.dot(shares, means) == pytest.approx(record["reward/mean"])
+        assert all(0 <= record[f"data/{name}/pass_rate"] <= 1 for name in ("first", "b"))
+
+
+def test_outcomes_of_each_source_are_those_of_a_plain_loop(byte):
+    """Passes are by the function that can give full score, of valid samples; a penalty does not count."""
+    parts = make(byte, PromptDataset, prompt_rows, a=[{"prompt": "p"}] * 3, b=[{"prompt": "q"}] * 2)
+    data = PromptMixture(parts, [1, 1])
+    says, short = "yynyn?nyn", FunctionReward(lambda samples: [-0.5] * len(samples), "short", {}, "f")
+    short.best_score = 0.0
+    right = FunctionReward(lambda of: [{"y": 1.0, "n": 0.25, "?": None}[s.response] for s in of], "right", {}, "f")
+    rewards = RewardPipeline([(right, 2.0), (short, 1.0)], RewardConfig())
+    samples = [Sample(data[i % 4], i // 4, text, (3,), True) for i, text in enumerate(says)]
+    components = rewards.functions(samples)
+    components["right"][0] = math.nan  # it could not be scored
+    scores = rewards.combine(components, len(samples), update=False)
+    metrics = Outcomes(data, rewards, 1.0).metrics(samples, scores)
+    for name, rows in (("a", (0, 1, 2)), ("b", (3,))):
+        own = [i for i in range(len(says)) if i % 4 in rows]
+        valid = [i for i in own if i]
+        totals = [{"y": 2.0, "n": 0.5, "?": 0.0}[says[i]] - 0.5 for i in valid]
+        assert metrics[f"data/{name}/share"] == len(own) / len(says)
+        assert metrics[f"data/{name}/reward_mean"] == pytest.approx(sum(totals) / len(valid))
+        assert metrics[f"data/{name}/pass_rate"] == sum(says[i] == "y" for i in valid) / len(valid)
+    assert math.isnan(Outcomes(data, rewards, 1.0).metrics(samples[:3], scores)["data/b/pass_rate"])
 
 
 @pytest.mark.parametrize("stage", ["rm", "dpo"])
