@@ -318,6 +318,8 @@ class Soak:
         if stage in ("grpo", "ppo"):
             overrides += ["reward.normalize=true", "batch.epochs=2", "batch.minibatch_samples=8", "eval.prompts=4"]
             overrides += [ADAPTIVE % ("loss" if stage == "grpo" else "reward")]
+        if stage == "grpo" and not outside:
+            overrides += ["curriculum={skip_epochs: 1, learnability: true}", "eval.full_score=0.25"]
         if outside:
             assert self.server is not None
             overrides += [*scored_by(self.server.base_url), "run.eval_every=0", "eval.generate=false"]

@@ -9,6 +9,8 @@ from math import ceil
 from typing import Any
 
 from aligner.builders.job import Job
+from aligner.config.on_demand import on_demand
+from aligner.config.sections.curriculum import CurriculumConfig
 from aligner.config.sections.data import DataConfig
 from aligner.data.batches import BatchSource
 from aligner.data.collate import collate_sft
@@ -66,10 +68,19 @@ def make_answers(
     return dataset
 
 
-def make_prompts(job: Job, path: str, key: str, data: DataConfig, teacher_of: TeacherOf = no_teacher) -> PromptDataset:
-    tooling = job.tooling
+def make_prompts(
+    job: Job,
+    path: str,
+    key: str,
+    data: DataConfig,
+    teacher_of: TeacherOf = no_teacher,
+    curriculum: CurriculumConfig | None = None,
+) -> PromptDataset:
+    tooling, values = job.tooling, None
     rows = prompt_rows(rows_of(job, path, key), data, teacher_of, tooling.schemas if tooling else None)
-    dataset = PromptDataset(rows, job.tokenizer, data, key)
+    if curriculum is not None and curriculum.column:
+        values = on_demand("curriculum.column")(rows, key, curriculum)
+    dataset = PromptDataset(rows, job.tokenizer, data, key, values)
     job.output.say_rows(dataset.report)
     return dataset
 
@@ -90,15 +101,24 @@ def in_shares(job: Job, dataset: Mixture, count: int) -> list:
     return [dataset[int(row)] for row in make_stream(job, dataset, count).next()]
 
 
-def make_stream(job: Job, dataset: Sequence, batch: int, section: str = "data") -> Stream:
+def make_stream(
+    job: Job, dataset: Sequence, batch: int, section: str = "data", curriculum: CurriculumConfig | None = None
+) -> Stream:
     shuffle, what = _section(job, section).shuffle, ("order",) if section == "data" else ("order", section)
 
-    def stream(rows: Sequence, key: str, *name: str) -> IndexStream:
-        return IndexStream(len(rows), derive(job.cfg.seed, *what, *name), shuffle, batch, f"{section}.{key}")
+    def stream(rows: Sequence, key: str, share: Fraction, *name: str) -> IndexStream:
+        order = len(rows), derive(job.cfg.seed, *what, *name), shuffle, batch, f"{section}.{key}"
+        if curriculum is None or not curriculum.on:
+            return IndexStream(*order)
+        return on_demand("curriculum")(curriculum, order, rows, share, f"data/{name[0]}" if name else "curriculum")
 
     if not isinstance(dataset, Mixture):
-        return stream(dataset, "train")
-    streams = {name: stream(rows, f"sources.{name}", name) for name, rows in dataset.parts.items()}
+        return stream(dataset, "train", Fraction(1))
+    total = sum(map(Fraction, dataset.weights))
+    streams = {
+        name: stream(rows, f"sources.{name}", Fraction(weight) / total, name)
+        for (name, rows), weight in zip(dataset.parts.items(), dataset.weights, strict=True)
+    }
     by_tokens = _section(job, section).weight_by == "tokens"
     lengths = [rows.lengths for rows in dataset.parts.values()] if by_tokens else None
     return MixedStream(streams, dataset.weights, batch, section, lengths)

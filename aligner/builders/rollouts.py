@@ -10,7 +10,7 @@ from aligner.builders.data import make_prompts, make_sampling, make_stream, make
 from aligner.builders.engines import make_evaluator, make_refit, make_verifier
 from aligner.builders.job import Job, digest
 from aligner.builders.rewards import make_rewards
-from aligner.config.derived import recorded_steps
+from aligner.config.derived import counts_outcomes, recorded_steps
 from aligner.config.freeze import rollout_key
 from aligner.config.on_demand import on_demand
 from aligner.data.dataset import PromptDataset
@@ -42,7 +42,7 @@ def find_prompts(job: Job) -> PromptDataset | PromptMixture | None:
             expected = "0 with debug.train_only: recordings have steps, not rows"
             raise ConfigError("run.epochs", cfg.run.epochs, expected)
         return None
-    prompts = make_training_set(job, partial(make_prompts, job))
+    prompts = make_training_set(job, partial(make_prompts, job, curriculum=cfg.curriculum))
     settle_steps(job, prompts, "prompts")
     return prompts
 
@@ -62,7 +62,8 @@ def make_rollouts(
     rewards.probe([prompts[0], prompts[len(prompts) - 1]])
     refit = make_refit(job, policy.model)
     verifier = make_verifier(job, refit, policy, prompts)
-    stream, layout, count = make_stream(job, prompts, cfg.batch.prompts), job.layout, cfg.batch.prompts
+    layout, count = job.layout, cfg.batch.prompts
+    stream = make_stream(job, prompts, count, curriculum=cfg.curriculum)
     own_slots = range(count)[share(count, layout.data, layout.dp_rank)]
     sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
     if cfg.environment.on:
@@ -74,9 +75,9 @@ def make_rollouts(
     scorer = Scorer(rewards, layout.peers, job.timers)
     weights = Weights(refit, verifier, job.timers)
     outcomes = None
-    if isinstance(prompts, PromptMixture):
-        counted = on_demand("data.sources, of rollouts")
-        outcomes = counted(prompts, rewards, cfg.eval.full_score, layout.pgs.dp)
+    if counts_outcomes(cfg):
+        of_stream = stream if cfg.curriculum.skip_epochs else None
+        outcomes = on_demand("outcomes")(prompts, rewards, cfg.eval.full_score, layout.pgs.dp, of_stream)
     source: Rollouts = RolloutSource(weights, requests, schedule, scorer, cfg.algorithm, layout.pgs.dp, outcomes)
     state = {"data": stream, "rewards": rewards, "sentinel": verifier, "clock": schedule}
     if cfg.debug.replay:

@@ -25,6 +25,16 @@ def generates(cfg: Config) -> bool:
     return rollouts or cfg.algorithm.distill.on_policy > 0 or bool(evaluation_functions(cfg))
 
 
+def learns_from_rollouts(cfg: Config) -> bool:
+    stage = STAGES[cfg.stage.name]
+    return stage.rollouts and stage.trains
+
+
+def counts_outcomes(cfg: Config) -> bool:
+    """Return whether passes and rewards are counted by source or row."""
+    return learns_from_rollouts(cfg) and bool(cfg.data.sources or cfg.curriculum.skip_epochs)
+
+
 def data_parallel(cfg: Config, world_size: int) -> int:
     return (world_size - cfg.engine.ranks) // cfg.parallel.model_size
 

@@ -7,7 +7,14 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from aligner.config.derived import evaluation_functions, generates, recorded_steps, undecided
+from aligner.config.derived import (
+    counts_outcomes,
+    evaluation_functions,
+    generates,
+    learns_from_rollouts,
+    recorded_steps,
+    undecided,
+)
 from aligner.config.engines import ENGINES
 from aligner.config.key import is_function
 from aligner.config.quantization import emulated
@@ -51,7 +58,15 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
         "aligner.algorithms.outside:check",
         lambda cfg: bool(cfg.algorithm.args or cfg.algorithm.own_functions()),
     ),
-    "data.sources, of rollouts": ("aligner.rollout.outcomes:Outcomes", lambda cfg: bool(cfg.data.sources)),
+    "curriculum": (
+        "aligner.data.curriculum:CurriculumStream",
+        lambda cfg: learns_from_rollouts(cfg) and cfg.curriculum.on,
+    ),
+    "curriculum.column": (
+        "aligner.data.curriculum:column_values",
+        lambda cfg: learns_from_rollouts(cfg) and cfg.curriculum.on,
+    ),
+    "outcomes": ("aligner.rollout.outcomes:Outcomes", counts_outcomes),
     "reward.judges": ("aligner.builders.judges:make_judges", lambda cfg: bool(cfg.reward.judges)),
     "debug.train_only": ("aligner.builders.recordings:make_recorded", lambda cfg: bool(cfg.debug.train_only)),
     "debug.replay": ("aligner.builders.recordings:make_replayed", lambda cfg: bool(cfg.debug.replay)),

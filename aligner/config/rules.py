@@ -203,6 +203,8 @@ asks_old_logprobs => algorithm.old_logprobs =auto|recompute
     "rewards": rules("""
 stage.its.trains !debug.train_only !reward.any !environment.path !environment.agent => reward.functions
     | at least one function, or reward.model, for stage {stage.name} | Example: reward.functions=[{path: math}]
+curriculum.skip_epochs !reward.functions !environment.path !environment.agent => reward.functions
+    | at least one function with curriculum.skip_epochs: models' scores are no passes
 reward.own_judges !engine.can.any_prompt !debug.train_only => engine.name
     | {able.any_prompt} with reward.judges without model and endpoint: others are built for the data's prompts
 reward.pairwise => batch.group >=2 | with a pairwise judge, which compares the samples of a prompt

@@ -14,6 +14,7 @@ from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.checkpoint import CheckpointConfig
 from aligner.config.sections.cluster import ClusterConfig
 from aligner.config.sections.critic import CriticConfig
+from aligner.config.sections.curriculum import CurriculumConfig
 from aligner.config.sections.data import DataConfig
 from aligner.config.sections.debug import DebugConfig
 from aligner.config.sections.engine import EngineConfig, RefitConfig
@@ -83,6 +84,7 @@ class Config(Section):
     reward: RewardConfig = section(RewardConfig, resume=REFUSE, read_for=("samples",))
     environment: EnvironmentConfig = section(EnvironmentConfig, resume=REFUSE, read_for=("trajectories",))
     data: DataConfig = section(DataConfig, resume=REFUSE)  # of paths only the content counts: data may move
+    curriculum: CurriculumConfig = section(CurriculumConfig, resume=REFUSE, read_for=("trajectories",))
     ptx: PtxConfig = section(PtxConfig, resume=REFUSE, read_for=("ptx",))
     eval: EvalConfig = section(EvalConfig, resume=REPORT, rollouts=False, read_for=("evaluation",))
     checkpoint: CheckpointConfig = section(CheckpointConfig, resume=REPORT, rollouts=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from array import array
 from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING
@@ -194,9 +195,9 @@ class PromptDataset(TokenRows):
     Longer ones than data.max_prompt_tokens are dropped. With data.overlong=truncate texts keep their last tokens, and
     their BOS. A conversation is never cut: its template's beginning would be lost.
 
-    `Prompt.id` is the row number in the file, dropped rows counted. A column that only other rows have is None. A
-    prompt is made on access from a stored copy of its row: files may be larger than memory, and may change during the
-    run.
+    `Prompt.id` is the row number in the file, dropped rows counted; `ids` has those of the kept rows. A column that
+    only other rows have is None. A prompt is made on access from a stored copy of its row: files may be larger than
+    memory, and may change during the run.
     """
 
     def __init__(
@@ -205,12 +206,14 @@ class PromptDataset(TokenRows):
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
         key: str = "data.train",
+        values: np.ndarray | None = None,
     ):
+        """Take float64 `values` of all rows, if any: rows with NaN are left out, `self.values` are the others'."""
         reading, limit = RowReader(rows, tokenizer, data, key, "max_prompt_tokens"), data.max_prompt_tokens
         super().__init__(reading.report)
         self._rest = FlatRows(np.uint8)
         self._columns: dict[str, None] = {}
-        numbers, conversations = count(), False
+        numbers, kept, conversations = count(), array("q"), False
         for chunk in reading.chunks(lambda row: (row.prompt,)):
             self._columns |= {name: None for row in chunk for name in row.fields}
             where, tools = [row.where for row in chunk], [row.tools for row in chunk]
@@ -223,12 +226,17 @@ class PromptDataset(TokenRows):
                     raise DataError(
                         f"{row.where}: expected a prompt of at least one token, found {row.prompt!r} ({key})"
                     )
-                if reading.fits(every, learns=isinstance(row.prompt, str)):
+                if values is not None and np.isnan(values[number]):
+                    self.report.left_out += 1
+                elif reading.fits(every, learns=isinstance(row.prompt, str)):
+                    kept.append(number)
                     messages = None if isinstance(row.prompt, str) else tuple(row.prompt)
                     # a pickle, because columns may hold Parquet's types; only this class writes and reads it
                     rest = pickle.dumps((row.where, number, text, row.fields, messages))
                     self._tokens.append(tokens)
                     self._rest.append(np.frombuffer(rest, np.uint8))
+        self.ids = np.array(kept, dtype=np.int64)
+        self.values = None if values is None else values[self.ids]
         if conversations and reading.cut and self.report.dropped:
             self.report.note("conversations are dropped, not truncated: the template's beginning would be lost")
 

@@ -58,9 +58,10 @@ class PromptMixture(Mixture):
         prompt = dataset[inside]
         return replace(prompt, id=prompt.id + int(self._first[number]), fields={**self._columns, **prompt.fields})
 
-    def source_of(self, prompt: Prompt) -> int:
-        """Return the number of the source that a prompt is from."""
-        return int(np.searchsorted(self._first, prompt.id, side="right")) - 1
+    def origin(self, prompt: Prompt) -> tuple[str, int]:
+        """Return the name of the source that a prompt is from, and its id there."""
+        number = int(np.searchsorted(self._first, prompt.id, side="right")) - 1
+        return list(self.parts)[number], prompt.id - int(self._first[number])
 
     def where(self, index: int) -> str:
         """Return `file, row n` of a prompt."""

@@ -37,6 +37,7 @@ class DataReport:
     dropped: int = 0
     truncated: int = 0
     empty: int = 0
+    left_out: int = 0
     conversations: bool = False  # some rows are conversations
     notes: list[str] = field(default_factory=list)
 
@@ -48,6 +49,8 @@ class DataReport:
         text = f"{self.key}: {self.rows} rows, {self.kept} kept"
         if self.dropped or self.truncated:
             text += f", {self.dropped} dropped and {self.truncated} truncated by {self.limit}"
+        if self.left_out:
+            text += f", {self.left_out} outside curriculum.bounds"
         if self.empty:
             text += f", {self.empty} dropped whose answer has no text (data.empty_answers=drop)"
         return "; ".join([text, *self.notes])
@@ -210,8 +213,9 @@ class RowReader[Row]:
         if report.empty == report.rows:
             raise DataError(f"{report.key}: expected answers with some text, found none in {report.rows} rows")
         if not report.kept:
+            others = report.rows - report.left_out
             name, less = report.limit.partition("=")[0], "" if self.cut else ", or set data.overlong=truncate"
             raise DataError(
-                f"{report.key}: expected rows within {report.limit}, found none: all {report.rows} rows were dropped, "
+                f"{report.key}: expected rows within {report.limit}, found none: all {others} rows were dropped, "
                 f"the shortest has {self._shortest} tokens. Raise {name}{less}"
             )

@@ -33,6 +33,11 @@ class IndexStream:
         """Epochs done so far, with the fraction of the current one."""
         return self.cursor / self.size
 
+    @property
+    def taken(self) -> int:
+        """Rows taken so far, over all epochs."""
+        return self.cursor
+
     def batch_at(self, step: int) -> np.ndarray:
         """Return row numbers int64 [batch] of global batch `step`, counted from 0; the cursor stays."""
         return self._rows(step * self.batch, self.batch)
@@ -136,7 +141,7 @@ class MixedStream:
 
     def _picks(self, count: int) -> np.ndarray:
         """Return the source of each of the next `count` rows, which depends only on the rows taken so far."""
-        taken, picks = [stream.cursor for stream in self.streams.values()], []
+        taken, picks = [stream.taken for stream in self.streams.values()], []
         for k in range(sum(taken) + 1, sum(taken) + count + 1):
             behind = [share * k - n for share, n in zip(self._shares, taken, strict=True)]
             able = [i for i, lack in enumerate(behind) if lack >= self._slack] or [int(np.argmax(behind))]
@@ -154,8 +159,10 @@ class MixedStream:
         return row + sum(stream.size for stream in streams[:chosen])
 
     def metrics(self) -> ScalarMetrics:
-        """Return data/<name>/epoch: completed epochs of each source, with the fraction of the current one."""
-        return {f"data/{name}/epoch": stream.epoch for name, stream in self.streams.items()}
+        """Return data/<name>/epoch: completed epochs of each source, with the fraction of the current one; and the
+        metrics of each stream."""
+        epochs = {f"data/{name}/epoch": stream.epoch for name, stream in self.streams.items()}
+        return epochs | {name: value for stream in self.streams.values() for name, value in stream.metrics().items()}
 
     def state_dict(self) -> dict[str, Any]:
         both = zip(self.streams.items(), self._tokens, strict=True)

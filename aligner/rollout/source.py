@@ -95,7 +95,7 @@ class RolloutSource:
     score: Scorer
     algorithm: AlgorithmConfig
     ranks: dist.ProcessGroup | None = None  # data-parallel
-    outcomes: Outcomes | None = None  # None: nothing is counted by source
+    outcomes: Outcomes | None = None  # None: nobody asks for them
 
     @property
     def generator(self) -> SampleGenerator:
@@ -112,6 +112,8 @@ class RolloutSource:
         else:
             groups = self.score(self.schedule(step, early))
         batch, scores = self._batch(groups)
+        if self.outcomes and not self.algorithm.filter_groups:
+            self.outcomes.observe(groups.samples, scores)
         if batch.forks is not None:
             metrics |= reduce_metrics(*trajectory_sums(batch.samples), self.ranks)
             self._check_failures(step, batch.samples, metrics)
@@ -144,7 +146,10 @@ class RolloutSource:
         while group_filter.open:
             groups = self.score(self.schedule.generate_now(requests.take(group_filter.wanted()), score=early))
             # the running statistics of reward.normalize see kept groups only, once
-            kept.append(group_filter.keep(groups, self.score.combined(groups, update=False)))
+            scores = self.score.combined(groups, update=False)
+            if self.outcomes:
+                self.outcomes.observe(groups.samples, scores)
+            kept.append(group_filter.keep(groups, scores))
         kept = [groups for groups in kept if groups.slots] or kept[:1]  # a round may have none of this rank's
         return by_slot(join_groups(kept)), group_filter.metrics()
 

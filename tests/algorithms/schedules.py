@@ -11,6 +11,7 @@ STEPS = 5
 COMMON = [f"run.steps={STEPS}", "run.export=true", "reward.normalize=true", "batch.epochs=2", "sampling.top_p=0.9"]
 COMMON += ["run.eval_every=2"]  # and before the first step, and after the last: four
 SAMPLES = ("reward/", "response/", "staleness/", "window/")  # metrics of what was generated
+WINDOWED = ("sampling.max_response_tokens=10", "sampling.stop=['1','e']")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ MODES = {
     "ppo": Mode(stage="ppo"),  # with a reward model
     "lag1": Mode(1),
     "lag2": Mode(2),
-    "windows": Mode(1, 3, ("sampling.max_response_tokens=10", "sampling.stop=['1','e']")),
+    "windows": Mode(1, 3, WINDOWED),
+    "curriculum": Mode(1, 3, (*WINDOWED, "curriculum={skip_epochs: 1, learnability: true}", "eval.full_score=0.25")),
 }
 
 

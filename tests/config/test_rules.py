@@ -57,6 +57,13 @@ grpo ; algorithm.old_logprobs=engine ; mismatch.correction=tis_token => mismatch
 ppo ; algorithm.old_logprobs=proxy ; critic.init=. => algorithm.old_logprobs
 ppo ; algorithm.old_logprobs=engine ; critic.init=. => algorithm.old_logprobs
 grpo@2 ; engine.ranks=1 ; engine.lag=1 ; algorithm.filter_groups=true => algorithm.filter_groups
+grpo ; curriculum.bounds=[0,1] => curriculum.column
+grpo ; curriculum.steps=2 => curriculum.column
+grpo ; curriculum.column=n => curriculum.column
+grpo ; curriculum={column: n, bounds: [0, 1], first: high} => curriculum.first
+grpo ; curriculum.attempts=2 => curriculum.attempts
+grpo ; curriculum.learnability=true => curriculum.learnability
+grpo ; reward={functions: [], model: .} ; curriculum.skip_epochs=1 => reward.functions
 grpo@2 ; engine.ranks=1 ; engine.lag=1 ; algorithm.advantage=remax => algorithm.advantage
 grpo@2 ; engine.ranks=1 ; engine.lag=1 ; checkpoint.rollouts=false => checkpoint.rollouts
 grpo@2 ; engine.ranks=1 ; engine.lag=1 ; reward.judges=[{question: '{response}'}] => reward.judges

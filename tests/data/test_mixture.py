@@ -105,6 +105,7 @@ def test_prompts_keep_different_ids_and_get_each_others_columns(byte):
     parts = make(byte, PromptDataset, prompt_rows, a=[{"prompt": "p", "n": 1}] * 2, b=[{"prompt": "q", "m": 2}])
     data = PromptMixture(parts, [1, 1])
     assert [prompt.id for prompt in data] == [0, 1, 2] and data.where(2) == "row 1"
+    assert [data.origin(prompt) for prompt in data] == [("a", 0), ("a", 1), ("b", 0)]
     assert [prompt.fields for prompt in data] == [{"n": 1, "m": None}] * 2 + [{"n": None, "m": 2}]
 
 

@@ -114,7 +114,7 @@ class EvalConfig(Section, key="eval"):
         "Functions that decide whether an answer is right: all that apply give full score. Empty: reward.functions.",
         like="reward.functions[]",
     )
-    full_score: float = key(1.0, "Least score of a function that counts as full.", read_for=SCORED)
+    full_score: float = key(1.0, "Least score of a function that counts as full.")
     max_response_tokens: int = key(0, "Maximum tokens of an answer. 0: sampling.max_response_tokens.", least=0)
 
     RULES = rules("samples>1 => temperature >0 | with eval.samples={samples}: greedy answers are equal")
