@@ -82,7 +82,8 @@ class Family:
     ties: bool = True  # the output layer may be the embedding
     # beginnings of names of transformers' classes -> those in files, where they differ
     stored: Names = ()
-    published: Names = ()  # beginnings of names in published files -> those in files that transformers writes
+    # beginnings of names in published files -> those in files that transformers writes; with a dot: what lies within
+    published: Names = ()
     offset_norms: bool = False  # norms multiply by 1 + weight
     # matrices that its files join, rows after rows: name there, names of the matrices
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()

@@ -28,7 +28,10 @@ def own_name(name: str, published: Names = ()) -> str:
     """
     for outer, own in (*_BODIES.items(), *published):
         if name.startswith(outer):
-            return own + name.removeprefix(outer)
+            name = own + name.removeprefix(outer)
+            break
+    for inner, own in published if name.startswith("model.") else ():
+        name = name.replace(inner, own) if inner.startswith(".") else name
     return name
 
 

@@ -31,6 +31,7 @@ W2, MTP = "layers.1.ffn.experts.3.w2", "mtp.0.ffn.experts.1.w1.scale"
 
 
 def published_name(name: str) -> str:
+    name = name.replace(".attn.norm.", ".attn.kv_norm.")  # which transformers writes and does not look for
     for own, theirs in (("model.embed_tokens.", "embed."), ("model.hc_head.hc_", "hc_head_"), ("model.", "")):
         if name.startswith(own):
             return theirs + name.removeprefix(own)

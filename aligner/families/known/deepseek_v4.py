@@ -102,6 +102,7 @@ FAMILIES = (
         sizes=(("num_key_value_heads", 1), ("n_shared_experts", 1)),
         stored=(("lm_head.", "head."),),
         published=(
+            (".attn.kv_norm.", ".attn.norm."),
             ("layers.", "model.layers."),
             ("embed.", "model.embed_tokens."),
             ("norm.", "model.norm."),
