@@ -11,7 +11,6 @@ import torch
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
-from aligner.config.sections.model.latent import LatentConfig
 from aligner.engines.child.buckets import Memory
 from aligner.engines.child.engine import ChildEngine
 from aligner.engines.child.worker import Settings
@@ -35,12 +34,23 @@ def has_linear_kernel() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _check_latent(latent: LatentConfig) -> None:
-    """Refuse, by ConfigError, sizes of latent attention that vLLM has no kernel for on a CPU."""
-    for key, size in {"kv_rank": 512, "rotary_dim": 64}.items():
-        if getattr(latent, key) != size:
+def check_on_cpu(model: ModelConfig, dtype: torch.dtype) -> None:
+    """Refuse, by ConfigError, what vLLM's CPU build has no kernels for."""
+    delta = model.linear.key_heads > 0 and model.linear.rule == "delta"
+    for hint, lacking in {
+        "vLLM's CPU build has no attention to what an indexer chooses.": model.indexer.top_k > 0,
+        "vLLM's CPU build has no experts without a gate.": model.traits.ungated and model.moe.num_experts > 0,
+        "This CPU has no AVX-512, which the linear layers of vLLM's CPU build need.": delta and not has_linear_kernel(),
+    }.items():
+        if lacking:
+            raise ConfigError("engine.name", "vllm", "native", hint)
+    for key, size in {"kv_rank": 512, "rotary_dim": 64}.items() if model.latent.kv_rank else ():
+        if getattr(model.latent, key) != size:
             expected = f"{size} with engine.name=vllm on a CPU"
-            raise ConfigError(f"model.latent.{key}", getattr(latent, key), expected, "engine=native serves it.")
+            raise ConfigError(f"model.latent.{key}", getattr(model.latent, key), expected, "engine=native serves it.")
+    if delta and dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError("engine.dtype", name, "bfloat16 for linear layers of vLLM on a CPU")
 
 
 class VllmEngine(Replicated, ChildEngine):
@@ -54,16 +64,9 @@ class VllmEngine(Replicated, ChildEngine):
         if config.sleeps and on_cpu:
             raise ConfigError("engine.sleep", True, "false on a CPU, where vLLM cannot release memory")
         self.block = 64 if model.latent.kv_rank else 32  # which every kernel of such attention reads on a GPU
-        if model.latent.kv_rank and on_cpu:
-            _check_latent(model.latent)
-            self.block = 16
-        if model.linear.key_heads and on_cpu:
-            if not has_linear_kernel():
-                hint = "This CPU has no AVX-512, which the linear layers of vLLM's CPU build need."
-                raise ConfigError("engine.name", self.name, "native", hint)
-            if options["dtype"] != torch.bfloat16:
-                dtype = str(options["dtype"]).removeprefix("torch.")
-                raise ConfigError("engine.dtype", dtype, "bfloat16 for linear layers of vLLM on a CPU")
+        if on_cpu:
+            check_on_cpu(model, options["dtype"])
+            self.block = 16 if model.latent.kv_rank else self.block
         super().__init__(model, config, device=device, **options)
 
     def _settings(self, memories: list[Memory]) -> Settings:

@@ -15,6 +15,9 @@ from torch import Tensor
 from aligner.engines.child.buckets import Memory, MemoryFile, Slot, checksums
 from aligner.errors import RefitError
 
+# inputs of Mamba-2, in the order of the matrix that vLLM keeps
+MAMBA = {f".in_proj_{name}.": (".in_proj.", i) for i, name in enumerate(("z", "x", "B", "C", "dt"))}
+
 
 class Extension:
     """Methods for vLLM's worker class. Their names are prefixed: that class has many of its own."""
@@ -123,14 +126,16 @@ def _stacks_experts(model: torch.nn.Module) -> bool:
 
 
 def _take_single_projections(model: torch.nn.Module) -> None:
-    """Let queries, keys and values of the gated delta rule come one by one. vLLM only knows them joined, as files of
-    Qwen3.5 have them."""
+    """Let the inputs of linear layers come one by one. vLLM only knows them joined, as files have them: queries, keys
+    and values of Qwen3.5, and all of Mamba-2."""
     for module in model.modules():
         mapper = getattr(module, "hf_to_vllm_mapper", None)
         into, shards = getattr(mapper, "orig_to_new_stacked", {}).get(".in_proj_qkv", ("", ()))
         if shards:
             single = {f".in_proj_{name}.": (f"{into}.", shard) for name, shard in zip("qkv", shards, strict=True)}
             module.hf_to_vllm_mapper = mapper | type(mapper)(orig_to_new_stacked=single)
+        elif "A_log" in getattr(mapper, "orig_to_new_substr", ()):
+            module.hf_to_vllm_mapper = mapper | type(mapper)(orig_to_new_stacked=MAMBA)
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:

@@ -21,6 +21,12 @@ def _numbers(model: ModelConfig, ranks: int) -> int:
     return max(2 * max(1, heads // ranks) * width for heads, width in kinds)
 
 
+def _indexed(model: ModelConfig) -> int:
+    """Return the bytes of a token in the caches of all indexers: a key in float8, and a scale of each 128 numbers."""
+    width = model.indexer.head_dim
+    return len(model.layers_of("indexer")) * (width + width // 128 * 4)
+
+
 @dataclass(frozen=True)
 class Pages:
     tokens: int  # of a page
@@ -33,13 +39,13 @@ class Pages:
         """Return the pages of one of `ranks`. Without linear layers they have `block` tokens, with them the smallest
         multiple that holds a state. `states`: of a row, in each linear layer."""
         token = dtype.itemsize * _numbers(model, ranks)
-        linear, layers = model.linear, len(model.layers_of("linear"))
+        linear, layers, others = model.linear, len(model.layers_of("linear")), len(model.layers_of("attention"))
         if not layers:
-            return cls(block, model.num_layers * block * token, 1, 1)
+            return cls(block, block * (others * token + _indexed(model)), 1, 1)
         state = 4 * linear.value_heads * linear.value_head_dim * linear.key_head_dim
         state += dtype.itemsize * (linear.conv - 1) * linear.key_heads * linear.mixed_width
         tokens = block * ceil(state / ranks / (block * token))
-        most, least = max(layers, model.num_layers - layers), min(layers, model.num_layers - layers)
+        most, least = max(layers, others), min(layers, others)
         group = most if most < 1.5 * least else least
-        groups = ceil((model.num_layers - layers) / group)
+        groups = ceil(others / group)
         return cls(tokens, group * tokens * token, groups, 1 + states * ceil(layers / group))

@@ -90,6 +90,8 @@ FAMILIES = (
         predicts_ahead="num_nextn_predict_layers",
         defaults=(("max_position_embeddings", 163840),),
         lists_dense=True,
+        served_by=("vllm",),
+        vllm_fixed=(("tie_embeddings", False),),
     ),
     Family(
         "glm_moe_dsa",

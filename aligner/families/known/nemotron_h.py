@@ -84,5 +84,6 @@ FAMILIES = (
         ties=False,
         stored=(("model.", "backbone."),),
         fused=(("mixer.in_proj", _IN),),
+        served_by=("vllm",),
     ),
 )

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -96,27 +97,14 @@ def _serve(listener: socket.socket) -> None:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             for number in (1, 2):
                 os.dup2(numbers[1], number)
-            if "FP8_IN_TORCH" in environ:
-                _quantise_in_torch()
+            for name in environ.get("IN_TORCH", "").split():
+                getattr(import_module("tests.engines.vllm.stand_ins"), name)()
             serve(Connection(numbers[0]), VllmWorker)
             os._exit(0)
         for number in numbers:
             os.close(number)
         asked.send(pid.to_bytes(4))
         children[pid] = asked
-
-
-def _quantise_in_torch() -> None:
-    """Give vLLM's CPU build the one function of FP8 that it lacks."""
-    import torch
-    from vllm import _custom_ops as ops
-
-    def scaled_fp8_quant(x, scale=None, *args, **kwargs):
-        if scale is None:
-            scale = (x.abs().amax(-1, keepdim=True).float() / 448).clamp_min(1e-9)
-        return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
-
-    ops.scaled_fp8_quant = scaled_fp8_quant
 
 
 if __name__ == "__main__":

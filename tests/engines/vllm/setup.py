@@ -50,18 +50,25 @@ LINEAR = {
     )
     for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 }
+# what its CPU build lacks is in stand_ins.py
+LACKING = ("nemotron_h", "deepseek_v32")
+MAMBA = LinearConfig(2, 4, 16, 32, 4, rule="mamba2")
 # its kernels on a CPU know no heads narrower than 32, its Qwen 2 none but the hidden size's share
 FURTHER = {
     name: replace(tiny.MORE[name], vocab_size=53)
-    for name in (*served_by("vllm"), "gemma4-experts", "gemma4-inputs")
+    for name in (*served_by("vllm"), "gemma4-experts", "gemma4-inputs", "nemotron_h-dense")
     if name in tiny.MORE and name not in LINEAR
 }
 for name in ("gemma4-experts", "gemma4-inputs"):
     attention = replace(FURTHER[name].attention, global_head_dim=64)
     FURTHER[name] = replace(FURTHER[name], attention=attention)
-for name in ("deepseek_v3", "glm4_moe_lite"):
-    latent = LatentConfig(kv_rank=512, query_rank=20, plain_dim=12, rotary_dim=64, value_dim=10)
-    FURTHER[name] = replace(FURTHER[name], latent=latent, tie_embeddings=False)
+for name in ("deepseek_v3", "glm4_moe_lite", "deepseek_v32"):
+    latent, indexer = LatentConfig(512, 20, plain_dim=12, rotary_dim=64, value_dim=10), FURTHER[name].indexer
+    if indexer.heads:  # which choose all tokens of the tests' rows
+        indexer = replace(indexer, head_dim=128, top_k=64)
+    FURTHER[name] = replace(FURTHER[name], latent=latent, indexer=indexer, tie_embeddings=False)
+for name in ("nemotron_h", "nemotron_h-dense"):
+    FURTHER[name] = replace(FURTHER[name], linear=MAMBA)
 moe = replace(FURTHER["gpt_oss"].moe, ffn_hidden_size=64)
 FURTHER["gpt_oss"] = replace(FURTHER["gpt_oss"], norm_eps=1e-5, tie_embeddings=False, moe=moe)
 FURTHER["phi3"] = replace(FURTHER["phi3"], rope_scaling=RopeScalingConfig())  # its factors are of a narrower head

@@ -27,7 +27,7 @@ from tests.engines.contract import (
     responses,
     seeds_for,
 )
-from tests.engines.vllm.setup import LINEAR, LLAMA, MODELS, Shared, make_engine, needs_vllm, server
+from tests.engines.vllm.setup import LACKING, LINEAR, LLAMA, MODELS, Shared, make_engine, needs_vllm, server
 from tests.tiny import hf_weights
 
 pytestmark = [needs_vllm, pytest.mark.slow]
@@ -86,9 +86,26 @@ def test_prompts_of_more_tokens_than_a_pass_takes():
     check_logprobs(model, prompts, 16, out, 1.0)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in TestVllmEngine.models])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in (*TestVllmEngine.models, *LACKING)])
 def test_logprobs_of_every_family_after_every_update(name):
-    cfg = MODELS[name]
+    check_updates(MODELS[name])
+
+
+@pytest.fixture(scope="module")
+def beside_stand_ins():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Shared, "lent", None)
+        patch.setitem(VARIABLES, "IN_TORCH", "ungated_experts whole_attention")
+        patch.setattr("aligner.engines.vllm.engine.check_on_cpu", lambda model, dtype: None)
+        yield
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_logprobs_of_families_whose_kernels_the_cpu_build_lacks(beside_stand_ins, name):
+    check_updates(MODELS[name])
+
+
+def check_updates(cfg) -> None:
     engine, lengths = make_engine(cfg), torch.tensor([12, 5, 1, 9])
     for version in (1, 2):
         model = reference(cfg, version)
@@ -132,7 +149,7 @@ def test_logprobs_of_linear_layers_after_every_update(name):
 def test_logprobs_of_fp8_after_every_update(monkeypatch):
     """VLLM quantises when it loads: with its layers, and the one function of them that its CPU build lacks."""
     monkeypatch.setattr(Shared, "lent", None)
-    monkeypatch.setitem(VARIABLES, "FP8_IN_TORCH", "1")
+    monkeypatch.setitem(VARIABLES, "IN_TORCH", "quantisation")
     of_some_cpus = "CPUFP8W8A8ScaledMMLinearKernel,CPUFp8PerTensorScaledMMLinearKernel"
     monkeypatch.setitem(VARIABLES, "VLLM_DISABLED_KERNELS", of_some_cpus)
     engine = make_engine(LLAMA, dtype=torch.bfloat16, args={"quantization": "fp8"})

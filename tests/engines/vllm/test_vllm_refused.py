@@ -174,6 +174,52 @@ def test_latent_attention_of_other_sizes_on_a_cpu():
         make_engine(replace(deep, latent=replace(deep.latent, kv_rank=24)), python=sys.executable)
 
 
+@pytest.mark.parametrize(
+    ("cfg", "lacks"),
+    [
+        (MODELS["deepseek_v32"], "attention to what an indexer chooses"),
+        (MODELS["nemotron_h"], "experts without a gate"),
+    ],
+)
+def test_what_the_cpu_build_lacks(cfg, lacks):
+    """Said before a process is started."""
+    with pytest.raises(ConfigError, match=rf"engine.name='vllm': expected native. vLLM's CPU build has no {lacks}"):
+        make_engine(cfg, python=sys.executable)
+
+
+@needs_vllm
+def test_on_a_gpu_an_indexer_has_the_matrices_that_it_has_in_the_tests():
+    """And joins the same of ours. That class needs kernels that only a GPU has."""
+    assert attributes("models/deepseek_v32/attention.py", "DeepseekV32Indexer") == attributes(DEEP, "Indexer")
+    own = attributes("models/deepseek_v32/attention.py", "DeepseekV32Attention")
+    assert own == attributes(DEEP, "DeepseekV2MLAAttention") - {"kv_a_proj_with_mqa", "q_proj", "kv_b_proj", "mla_attn"}
+    joined = [joins("models/deepseek_v32/nvidia/model.py", "DeepseekV32Model"), joins(DEEP, "DeepseekV2Model")]
+    assert joined[0] < joined[1] and ("wk_weights_proj", "wk", 0) in joined[0]
+
+
+DEEP = "model_executor/models/deepseek_v2.py"
+
+
+def attributes(file: str, name: str) -> set[str]:
+    """The attributes of a class that are modules with weights."""
+    (own,) = (node for node in tree(file).body if getattr(node, "name", "") == name)
+    made = (node for node in ast.walk(own) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call))
+    targets = ((node.targets[0], ast.unparse(node.value.func)) for node in made)
+    return {t.attr for t, kind in targets if kind.endswith(("Linear", "Norm", "q_proj_cls", "Wrapper")) and is_own(t)}
+
+
+def is_own(target: ast.AST) -> bool:
+    return isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+
+
+def joins(file: str, name: str) -> set[tuple]:
+    """What a class' `load_weights` joins: its matrix, ours, which part."""
+    (own,) = (node for node in tree(file).body if getattr(node, "name", "") == name)
+    (load,) = (node for node in own.body if getattr(node, "name", "") == "load_weights")
+    texts = [ast.unparse(node) for node in ast.walk(load) if isinstance(node, ast.Tuple) and len(node.elts) == 3]
+    return {ast.literal_eval(text) for text in texts if text.startswith("('")}
+
+
 @needs_vllm
 @pytest.mark.parametrize("file", ["deepseek_v2", "glm4_moe_lite", "glm4_moe", "gpt_oss", "qwen3_next"])
 def test_classes_that_do_not_know_a_tied_head(file):
@@ -181,7 +227,12 @@ def test_classes_that_do_not_know_a_tied_head(file):
 
 
 def test_pages_of_latent_attention_and_of_heads_of_two_kinds():
-    """Each rank has the whole latent; pages are as large as those of the layers that need the most."""
+    """Each rank has the whole latent, and the keys of indexers; pages are as large as those of the layers that need the
+    most, and layers without attention need none."""
+    indexed = Pages.of(MODELS["deepseek_v32"], torch.bfloat16, 2, 64, states=1)
+    assert indexed.bytes == 3 * 64 * ((512 + 64) * 2 + 132)
+    mamba = Pages.of(MODELS["nemotron_h-dense"], torch.float32, 1, 32, states=1)  # two layers beside one, and an MLP
+    assert (mamba.groups, mamba.kept) == (1, 3)
     assert Pages.of(MODELS["deepseek_v3"], torch.bfloat16, 2, 64, states=1).bytes == 3 * 64 * (512 + 64) * 2
     gemma = MODELS["gemma4-experts"]  # 4 heads of 32, or 2 of 64
     wide = replace(gemma, attention=replace(gemma.attention, global_head_dim=128))
