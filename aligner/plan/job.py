@@ -152,6 +152,7 @@ class PlanJob:
     ptx_rows: int = 0  # `ptx.data` in each of the policy's optimizer steps, over all ranks
     ptx_longest: int = 0  # their limit in tokens
     judges: tuple[PlannedJudge, ...] = ()
+    evaluated: PlannedRows | None = None  # answers of an evaluation, if any are generated
     pretrain_steps: int = 0  # of the critic, once
     # of a stage without rollouts: `config.stage.Stage.passes`
     passes: Mapping[str, float] = field(default_factory=dict)
@@ -220,9 +221,8 @@ class PlanJob:
 
     def asked_by(self, judge: PlannedJudge) -> PlanJob:
         """Return a job whose rows are the questions of a judge."""
-        return replace(
-            self, models=(PlannedModel("policy", judge.shape),), rows=judge.rows, engine=judge.engine, routing=0
-        )
+        models = (PlannedModel("policy", judge.shape),)
+        return replace(self, models=models, rows=judge.rows, engine=judge.engine, routing=0, evaluated=None)
 
     def slots(self) -> tuple[int, float]:
         """Return (rows decoded together by one engine, bytes of its cache per GPU), as `plan_generation` cuts the
@@ -319,6 +319,7 @@ def job_of(
         ptx_rows=cfg.ptx.sequences if cfg.ptx.coef else 0,
         ptx_longest=cfg.ptx.data.max_tokens,
         judges=_judges(cfg, shape, rows, engine) if rollout and engine is not None else (),
+        evaluated=_evaluated(cfg, rows, gpus) if engine is not None and evaluation_functions(cfg) else None,
         pretrain_steps=cfg.critic.pretrain_steps if "critic" in stage.other_models(cfg) else 0,
         passes=stage.passes(cfg),
     )
@@ -337,22 +338,23 @@ def _rows(
         response_tokens = sum(length * count for length, count in lengths) / sum(count for _, count in lengths)
         if lengths[-1][0] > limit:
             raise ConfigError("--lengths", lengths[-1][0], f"at most the longest, {limit}")
-    rows = PlannedRows(
-        b.prompts * b.group if stage.rollouts else stage.rows(cfg) * b.sequences,
-        b.prompts if stage.rollouts else b.sequences,
-        prompt_tokens or longest / 2,
-        longest,
-        response_tokens or limit / 2,
-        limit,
-        length_counts=lengths,
-    )
-    for key, mean, most in (
-        ("--prompt-tokens", rows.prompt_mean, longest),
-        ("--response-tokens", rows.response_mean, limit),
-    ):
+    counts = (b.prompts * b.group, b.prompts) if stage.rollouts else (stage.rows(cfg) * b.sequences, b.sequences)
+    tokens = prompt_tokens or longest / 2, longest, response_tokens or limit / 2, limit
+    rows = PlannedRows(*counts, *tokens, length_counts=lengths)
+    means = ("--prompt-tokens", rows.prompt_mean, longest), ("--response-tokens", rows.response_mean, limit)
+    for key, mean, most in means:
         if not 0 < mean <= most:
             raise ConfigError(key, mean, f"a mean above 0, at most the longest, {most}")
     return rows
+
+
+def _evaluated(cfg: Config, rows: PlannedRows, gpus: int) -> PlannedRows:
+    """Return the answers of an evaluation. Of all rows of data.eval, whose number is not known here, engines decode as
+    many as they can together."""
+    prompts = cfg.eval.prompts or cfg.engine.max_batch * gpus
+    longest, limit = cfg.data.max_prompt_tokens, cfg.eval.max_response_tokens or response_limit(cfg)
+    lengths = min(rows.prompt_mean, longest), longest, min(rows.response_mean, limit), limit
+    return PlannedRows(prompts * cfg.eval.samples, prompts, *lengths)
 
 
 def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: int) -> Engine:

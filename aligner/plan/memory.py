@@ -228,7 +228,7 @@ def stage_phases(job: PlanJob, stage: int) -> dict[str, dict[str, float]]:
         if not job.engine.ranks:
             kept, needed = engine_items(job)
             if job.engine.reserved:  # else it has none before the first refit
-                phases["load"]["engine weights"] = kept["engine weights"] * job.engine.early
+                phases["load"] |= {name: size * job.engine.early for name, size in kept.items()}
             phases["generate"] = _models(job, stage) | kept | needed
             stays = _stays(job, kept)
         moved = {"buckets": refit_buffers(job, stage)}

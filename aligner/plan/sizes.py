@@ -6,6 +6,7 @@ the large ones of each phase.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 from aligner.config.sections.engine import message_bytes
@@ -168,7 +169,16 @@ def replaced_bytes(job: PlanJob, model: PlannedModel, stage: int) -> int:
 
 
 def engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the items that an engine keeps, and those that it needs while it generates."""
+    """Return the items that an engine keeps, and those that it needs while it generates: of a step, or of an evaluation
+    if that is more."""
+    if job.evaluated is None:
+        return _engine_items(job)
+    both = (_engine_items(job), _engine_items(replace(job, rows=job.evaluated)))
+    kept, needed = ({name: max(items[name] for items in each) for name in each[0]} for each in zip(*both, strict=True))
+    return kept, needed
+
+
+def _engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:
     engine, m = job.engine, job.policy.shape
     assert engine is not None
     slots, cache = job.slots()

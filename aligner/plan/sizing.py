@@ -19,7 +19,7 @@ from aligner.config.sections.engine import CACHE_BYTES
 from aligner.config.stages import STAGES
 from aligner.plan.activations import activation_bytes
 from aligner.plan.devices import Assumptions, Device
-from aligner.plan.job import PlanJob, job_of, shape_at
+from aligner.plan.job import PlanJob, PlannedRows, job_of, shape_at
 from aligner.plan.memory import Phases, generating, training
 
 KEYS = ("engine.kv_cache_bytes", "batch.micro_batch_samples", "batch.micro_batch_tokens", "batch.logprob_tokens")
@@ -121,11 +121,12 @@ def largest_cache(job: PlanJob, trainer: float, engine: float) -> PlanJob:
 
 
 def _with_cache(job: PlanJob, room: Room, limit_of: Callable[[str], float]) -> PlanJob:
-    """Return the job with the largest cache that fits, but no larger than all rows at once need."""
-    high = whole_cache(job)
-    if _fits(_cached(job, high), room, limit_of):
+    """Return the job with the largest cache that fits even if rows fill it, as those of an evaluation or on fewer ranks
+    may, but no larger than all rows at once need."""
+    high, full = whole_cache(job), replace(job, evaluated=_at_once(job, job.rows))
+    if _fits(_cached(full, high), room, limit_of):
         return _cached(job, high)
-    count = _most(lambda n: _fits(_cached(job, n * UNIT), room, limit_of), int(high // UNIT))
+    count = _most(lambda n: _fits(_cached(full, n * UNIT), room, limit_of), int(high // UNIT))
     share = CHILD_HEADROOM if job.engine is not None and job.engine.reserved else HEADROOM
     return _cached(job, max(1, int(share * count)) * UNIT if count else CACHE_BYTES)
 
@@ -137,10 +138,15 @@ def whole_cache(job: PlanJob) -> float:
     free = replace(job.engine, kv_bytes=float(1 << 60), reserved=False)
     most = 0.0
     for rows in (job.rows, *(judge.rows for judge in job.judges if not judge.model)):
-        count = max(rows.count, ceil(free.max_batch * job.replicas))
-        many = replace(job, engine=free, rows=replace(rows, count=count, prompts=max(rows.prompts, count)))
-        most = max(most, many.slots()[1])
+        most = max(most, replace(job, engine=free, rows=_at_once(job, rows)).slots()[1])
     return max(float(CACHE_BYTES), ceil(most / UNIT) * UNIT)
+
+
+def _at_once(job: PlanJob, rows: PlannedRows) -> PlannedRows:
+    """Return at least as many such rows as `engine.max_batch` allows."""
+    assert job.engine is not None
+    count = max(rows.count, ceil(job.engine.max_batch * job.replicas))
+    return replace(rows, count=count, prompts=max(rows.prompts, count))
 
 
 def _most(holds: Callable[[int], bool], high: int) -> int:

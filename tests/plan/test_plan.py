@@ -863,6 +863,7 @@ def test_weights_of_an_engine_that_sleeps_without_them_are_in_no_update(engine, 
     assert ["engine weights" in phases[name] for name in ("update", "save")] == [not gone] * 2
     if not job.engine.ranks:  # its process makes them at its start, before it has ever slept
         assert all("engine weights" in phases[name] for name in ("build", "load", "refit", "generate"))
+        assert phases["load"]["kv cache"] == phases["generate"]["kv cache"] == job.engine.kv_bytes
 
 
 APART = ["stage=grpo", "model=llama3_8b", "batch.prompts=64", "batch.group=16", "batch.minibatch_samples=256"]

@@ -1,6 +1,7 @@
 """What `auto` becomes: the most that fits, the same for all ranks, and never what a config has set."""
 
 from dataclasses import replace
+from math import ceil
 
 import pytest
 
@@ -53,6 +54,9 @@ def test_what_is_found_fits_and_no_more_would(name, device):
     assert predict(job, gpu).memory.fits
     if job.engine is None:
         return
+    many = max(job.rows.count, ceil(job.engine.max_batch * job.replicas))  # as an evaluation may have
+    job = replace(job, evaluated=replace(job.rows, count=many, prompts=many))
+    assert predict(job, gpu).memory.fits
     extra = 1.25 if job.engine.reserved else 1.1  # an engine's own process has a context of its own
     larger = replace(job, engine=replace(job.engine, kv_bytes=extra * job.engine.kv_bytes + UNIT))
     everything = job.engine.kv_bytes >= whole_cache(job)
@@ -65,6 +69,19 @@ def test_larger_memory_gives_a_larger_cache_and_fewer_seconds():
     for cfg in (small, large):
         slots = job_of(cfg, 16).slots()[0]
         assert slots > 4 * job_of(compose([*JOBS["long rows"][1], "engine.kv_cache_bytes=4294967296"]), 16).slots()[0]
+
+
+def test_an_evaluation_of_more_rows_than_a_rollout_fits():
+    gpu, line = find_device("h100"), [*JOBS["rollouts"][1], "batch.group=2", "reward.functions=[{path: math}]"]
+    line += ["batch.prompts=8", "sampling.max_response_tokens=8192", "data.max_prompt_tokens=2048"]
+    for evaluation in ([], ["data.eval=x.jsonl"], ["data.eval=x.jsonl", "eval.prompts=0"]):
+        cfg = sized(compose([*line, *evaluation]), 8, Room.of(gpu))
+        memory = predict(job_of(cfg, 8), gpu).memory
+        assert memory.fits and cfg.engine.kv_cache_bytes < gpu.memory_bytes
+        held = memory.phases["generate"]["kv cache"]
+        assert (held > 0.9 * cfg.engine.kv_cache_bytes) == bool(evaluation)
+        large = replace(cfg, engine=replace(cfg.engine, kv_cache_bytes=90_000_000_000))
+        assert predict(job_of(large, 8), gpu).memory.fits != bool(evaluation)
 
 
 def test_what_is_set_stays():
