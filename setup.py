@@ -25,12 +25,12 @@ INSTALL = [
     "rich>=14.0",
     "tqdm>=4.66",
     "tensorboard>=2.18",
-    "wandb>=0.20",
     "math-verify>=0.8",
     "httpx>=0.27",
 ]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7"]
 SERVE = ["starlette>=1.0", "uvicorn>=0.40"]
+WANDB = ["wandb>=0.20"]
 EXTRAS = {
     "serve": SERVE,
     "trtllm": ["tensorrt-llm>=1.2"],
@@ -45,6 +45,10 @@ EXTRAS = {
     "gymnasium": ["gymnasium>=1.0"],
     "verifiers": ["verifiers>=0.2,<0.3"],
     "suites": ["lm-eval[api]>=0.4.13", "inspect-ai>=0.3.285", "openai>=3.4"],
+    "wandb": WANDB,
+    "mlflow": ["mlflow-skinny>=3.17,<4"],
+    "trackio": ["trackio>=0.43,<0.44"],
+    "swanlab": ["swanlab>=0.10,<0.11"],
     "docs": DOCS,
     "dev": [
         "pytest>=8.3",
@@ -56,6 +60,7 @@ EXTRAS = {
         "openai>=3.0",
         "smolagents>=1.26",
         "playwright>=1.50",
+        *WANDB,
         *SERVE,
         *DOCS,
         "ruff>=0.12",

@@ -71,6 +71,12 @@ class AlgorithmCodeError(AlignerError):
     exit_code = 2
 
 
+class TrackerCodeError(AlignerError):
+    """A user's tracker cannot be imported, or lacks a method: bad input."""
+
+    exit_code = 2
+
+
 class StageCodeError(AlignerError):
     """A user's file with a stage cannot be imported, or has no STAGE or main(job): bad input."""
 

@@ -2,7 +2,7 @@
 # Lint, format check and tests. Tests that need what this machine lacks are skipped and listed at the end.
 #   --fast   leaves out the tests marked slow, and most cases of those marked few
 #   --all    installs Slurm, MPI, Chromium and a C compiler with apt-get, Muon, reasoning-gym, lm-eval, Inspect, vLLM into
-#            .venv-vllm, and the Python of kernels into .te-python if they are missing, and fails where a test is skipped for lack of them
+#            .venv-vllm, the Python of kernels into .te-python and trackers into .trackers-python if they are missing, and fails where a test is skipped for lack of them
 #   ROOM     the tests of a folder of tests/: rollout, engines/native, ...
 # Other arguments go to pytest. Without any, workers share the files: as many as there are cores, at most 4, and one more for
 # the slow tests.

@@ -51,7 +51,7 @@ def built_here(package: Distribution) -> bool:
 @pytest.mark.parametrize("extras", [(), ("dev",)])
 def test_an_installation_needs_no_compiler(extras):
     packages = needed("aligner", frozenset(extras))
-    assert {"torch", "hydra-core", "wandb"} <= set(packages)
+    assert {"torch", "hydra-core", "tensorboard"} <= set(packages)
     assert not [name for name, package in packages.items() if built_here(package)]
 
 

@@ -192,6 +192,8 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device, signals: StopSignal
         for key, optim in {"optim": cfg.optim, "critic.optim": cfg.critic.optim}.items():
             if uses(cfg.stage.name, f"{key}.megatron"):
                 check_optimizer(key, optim)
+        if cfg.logging.trackers:
+            on_demand("logging.trackers, to check")(cfg.logging)
         uses_key = partial(uses, cfg.stage.name)
         if cfg.algorithm.own_functions(uses_key) or (uses_key("algorithm.args") and cfg.algorithm.args):
             on_demand("algorithm.args")(cfg.algorithm)

@@ -74,10 +74,8 @@ def _length(job: Job) -> str:
 def _files(cfg: Config, ranks: int) -> Iterable[str]:
     if cfg.logging.jsonl:
         yield "metrics.jsonl"
-    if cfg.logging.tensorboard:
-        yield "tensorboard/"
-    if cfg.logging.wandb.mode != "disabled":
-        yield f"W&B project {cfg.logging.wandb.project}"
+    for name in cfg.logging.trackers:
+        yield f"{name}/" if cfg.logging.offline or name == "tensorboard" else f"project {cfg.logging.project} of {name}"
     if ranks > 1:
         yield "logs/ (of the other ranks)"
     if cfg.logging.jsonl:

@@ -163,8 +163,9 @@ _BY_OURS: dict[str, str] = {
     "checkpoint.keep_last": "save_total_limit max_ckpt_num keep_top_k",
     "checkpoint.keep_best": "load_best_model_at_end",
     "checkpoint.metric": "metric_for_best_model",
-    "logging.wandb.mode": "report_to use_wandb wandb_enabled",
-    "logging.wandb.project": "wandb_project project_name",
+    "logging.trackers": "report_to use_wandb wandb_enabled",
+    "logging.project": "wandb_project project_name",
+    "logging.args": "logging.wandb.entity wandb_entity",
     "seed": "random_seed",
 }
 _BY_STAGE: list[tuple[Mapping[str, str], str]] = [

@@ -22,6 +22,16 @@ from aligner.config.schema import Config
 
 # feature -> module:name, and whether the ranks of a run with this configuration need it
 ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
+    "logging.trackers": ("aligner.run.trackers.sending:Trackers", lambda cfg: bool(cfg.logging.trackers)),
+    "logging.trackers, to check": ("aligner.run.trackers.sending:check", lambda cfg: bool(cfg.logging.trackers)),
+    "logging.trackers=tensorboard": (
+        "aligner.run.trackers.tensorboard:TensorBoard",
+        lambda cfg: "tensorboard" in cfg.logging.trackers,
+    ),
+    "logging.trackers=wandb": ("aligner.run.trackers.wandb:Wandb", lambda cfg: "wandb" in cfg.logging.trackers),
+    "logging.trackers=mlflow": ("aligner.run.trackers.mlflow:Mlflow", lambda cfg: "mlflow" in cfg.logging.trackers),
+    "logging.trackers=trackio": ("aligner.run.trackers.trackio:Trackio", lambda cfg: "trackio" in cfg.logging.trackers),
+    "logging.trackers=swanlab": ("aligner.run.trackers.swanlab:SwanLab", lambda cfg: "swanlab" in cfg.logging.trackers),
     "auto": ("aligner.builders.sizes:decide", undecided),
     "engine.ranks": ("aligner.builders.serving:serve", lambda cfg: cfg.engine.ranks > 0),
     "engine.ranks, between ranks": ("aligner.engines.bridge:Bridge", lambda cfg: cfg.engine.ranks > 0),

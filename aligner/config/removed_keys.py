@@ -19,6 +19,14 @@ class RemovedKey:
 
 
 REMOVED = {
+    "logging.tensorboard": RemovedKey(
+        True, "it was removed, as logging.trackers names all trackers", "Set logging.trackers, [] for none."
+    ),
+    "logging.wandb.mode": RemovedKey(
+        "disabled",
+        "it was removed, as logging.trackers names all trackers",
+        "Set logging.trackers=[tensorboard,wandb], and logging.offline.",
+    ),
     "engine.spares": RemovedKey(
         0,
         "it was removed, as it worked only under `aligner launch`: srun ends a job with the first rank that fails",
@@ -39,6 +47,7 @@ REMOVED = {
 # sections that had to equal another one, which is now read instead
 COPIES = {"critic.parallel": "parallel"}
 RENAMED = {
+    "logging.wandb.project": "logging.project",
     "engine.vllm.sleep": "engine.sleep",
     "engine.trtllm.sleep": "engine.sleep",
     "engine.vllm.sleep_weights": "engine.sleep_weights",
@@ -73,7 +82,7 @@ def passed_over(key: str, value: Any) -> bool:
 
 def current(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return an earlier version's config, nested, with the current keys."""
-    kept = _kept(data)
+    kept = _kept(_with_trackers(data))
     for key, other in COPIES.items():
         owner, _, name = key.partition(".")
         copy = kept[owner].pop(name, None) if isinstance(kept.get(owner), dict) else None
@@ -88,6 +97,23 @@ def current(data: Mapping[str, Any]) -> dict[str, Any]:
             if value is not None and section == ENGINES[engine["name"]].section:
                 engine[name] = value
     return kept
+
+
+def _with_trackers(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the data with `logging.trackers` for the keys that each tracker had."""
+    logging = data.get("logging")
+    if not isinstance(logging, dict) or "trackers" in logging or not {"tensorboard", "wandb"} & logging.keys():
+        return data
+    kept, mode = dict(logging), "disabled"
+    kept["trackers"] = ["tensorboard"] if kept.pop("tensorboard", True) else []
+    if isinstance(wandb := kept.pop("wandb", {}), dict):
+        mode = wandb.get("mode", mode)
+        kept["project"] = wandb.get("project", "aligner")
+        kept["args"] = {"wandb": {"entity": wandb["entity"]}} if mode != "disabled" and wandb.get("entity") else {}
+    if mode != "disabled":
+        kept["trackers"].append("wandb")
+        kept["offline"] = mode == "offline"
+    return {**data, "logging": kept}
 
 
 def _kept(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

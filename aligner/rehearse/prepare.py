@@ -56,7 +56,7 @@ def prepared(cfg: Config, folder: Path) -> Config:
         checkpoint=CheckpointConfig(
             every=min(STEPS, cfg.checkpoint.every), rollouts=cfg.engine.lag > 0, async_save=cfg.checkpoint.async_save
         ),
-        logging=LoggingConfig(progress=False, tensorboard=False),
+        logging=LoggingConfig(progress=False, trackers=[]),
         debug=DebugConfig(),
         sampling=replace(cfg.sampling, max_response_tokens=response_limit(cfg)),
         environment=EnvironmentConfig(),

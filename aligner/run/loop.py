@@ -219,7 +219,9 @@ class Run:
             append_jsonl(self.dir / ALARMS, [{"step": step, "text": line}])
             self._bar.write(line)  # type: ignore[union-attr]
         if self.config.samples_every and (step == 1 or step % self.config.samples_every == 0) and samples:
-            append_jsonl(self.dir / SAMPLES, [{"step": step, **row.record()} for row in samples])
+            records = [{"step": step, **row.record()} for row in samples]
+            append_jsonl(self.dir / SAMPLES, records)
+            self.logger.samples(step, records)
             if self.logging.progress:
                 print_samples(f"samples of step {step}", samples, self.logging.samples_shown)
 

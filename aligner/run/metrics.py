@@ -1,4 +1,4 @@
-"""Destinations of metrics: metrics.jsonl, TensorBoard, Weights & Biases. Only rank 0 writes."""
+"""Destinations of metrics: metrics.jsonl and the trackers. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 import os
 import sys
 import time
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from aligner.config.on_demand import on_demand
 from aligner.config.sections.logging import LoggingConfig
-from aligner.errors import AlignerError, ConfigError, MissingExtraError, WriteError
+from aligner.errors import AlignerError, WriteError
 from aligner.files import write_whole
 from aligner.foreign import parse_json, record
 
@@ -117,15 +117,14 @@ class MetricsLogger:
     neither a kill nor a full disk in between loses the record; `resume_at` restores it.
     """
 
-    def __init__(self, run_dir: str | Path, config: LoggingConfig, config_for_wandb: dict[str, Any], rank: int):
+    def __init__(self, run_dir: str | Path, config: LoggingConfig, full_config: dict[str, Any], rank: int):
         self.run_dir, self.config, self.rank = Path(run_dir), config, rank
         self._path = self.run_dir / "metrics.jsonl"
         self._joined = self.run_dir / "metrics.joined.jsonl"
         self._last: dict[str, Any] = {}
         self._offset = 0  # where the last record begins
-        self._purge_step: int | None = None
-        self._tensorboard: Any = None
-        self._wandb = _start_wandb(self.run_dir, config, config_for_wandb) if rank == 0 else None
+        trackers = rank == 0 and bool(config.trackers)
+        self._trackers = on_demand("logging.trackers")(self.run_dir, config, full_config) if trackers else None
 
     def resume_at(self, step: int) -> None:
         """Forget what was logged after `step` (the last completed one): those steps will run again.
@@ -140,7 +139,8 @@ class MetricsLogger:
         if records:
             self._last = records[-1]
             self._offset = self._path.stat().st_size - len(json.dumps(self._last).encode()) - 1
-        self._purge_step = step + 1
+        if self._trackers is not None:
+            self._trackers.start(step, records)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self.rank:
@@ -148,21 +148,16 @@ class MetricsLogger:
         metrics = {name: finite(value) for name, value in metrics.items()}
         if self.config.jsonl:
             self._write(step, metrics)
-        numbers = {name: v for name, v in metrics.items() if isinstance(v, int | float)}
-        if self.config.tensorboard:
-            writer = self._writer()
-            for name, value in numbers.items():
-                writer.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(numbers, step=step)
+        if self._trackers is not None:
+            self._trackers.log(step, metrics)
+
+    def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        if self._trackers is not None:
+            self._trackers.samples(step, records)
 
     def close(self) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
-        if self._wandb is not None:
-            self._wandb.finish()
-            self._wandb = None
+        if self._trackers is not None:
+            self._trackers.finish()
 
     def _write(self, step: int, metrics: dict[str, Any]) -> None:
         last = self._last.get("step")
@@ -208,43 +203,3 @@ class MetricsLogger:
             print(f"warning: ignored: {error}", file=sys.stderr, flush=True)
             return None
         return last
-
-    def _writer(self) -> Any:
-        if self._tensorboard is None:
-            from torch.utils.tensorboard import SummaryWriter  # here, because it imports torch
-
-            self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=self._purge_step)
-        return self._tensorboard
-
-
-def _start_wandb(run_dir: Path, config: LoggingConfig, full_config: dict[str, Any]) -> Any:
-    """Start a W&B run whose id is kept in the run folder, so that a requeued job continues it. None when disabled.
-
-    Mode offline writes below the run folder and needs neither account nor network.
-    """
-    wandb_config = config.wandb
-    if wandb_config.mode == "disabled":
-        return None
-    try:
-        import wandb
-    except ModuleNotFoundError as cause:
-        raise MissingExtraError("wandb", "", f"logging.wandb.mode={wandb_config.mode}") from cause
-    run_dir.mkdir(parents=True, exist_ok=True)
-    id_file = run_dir / "wandb_id"
-    if not id_file.exists():
-        write_whole(id_file, uuid.uuid4().hex[:12], durable=False)  # a kill in between may not leave an empty id
-    try:
-        return wandb.init(
-            project=wandb_config.project,
-            entity=wandb_config.entity or None,
-            mode=wandb_config.mode,
-            id=id_file.read_text(),
-            # offline runs of one id are joined by `wandb sync`
-            resume="allow" if wandb_config.mode == "online" else None,
-            dir=str(run_dir),
-            name=run_dir.name,
-            config=full_config,
-        )
-    except wandb.errors.Error as cause:  # no key, no such entity
-        hint = f"{' '.join(str(cause).split())[:200]} Set WANDB_API_KEY, or logging.wandb.mode=offline."
-        raise ConfigError("logging.wandb.mode", wandb_config.mode, "an account on the server", hint) from None

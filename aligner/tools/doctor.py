@@ -72,6 +72,7 @@ def checks(cfg: Config, env: RankEnv) -> Iterator[Check]:
     yield _tokenizer(cfg)
     yield from _rewards(cfg)
     yield from _algorithm(cfg)
+    yield from _trackers(cfg)
 
 
 def show(results: list[Check], title: str = "aligner doctor") -> None:
@@ -232,6 +233,15 @@ def _algorithm(cfg: Config) -> Iterator[Check]:
         yield from (Check("algorithm", OK, note) for note in check(cfg.algorithm))
     except AlignerError as error:
         yield Check("algorithm", FAIL, str(error))
+
+
+def _trackers(cfg: Config) -> Iterator[Check]:
+    from aligner.run.trackers.sending import check
+
+    try:
+        yield from (Check("logging.trackers", OK, note) for note in check(cfg.logging))
+    except AlignerError as error:
+        yield Check("logging.trackers", FAIL, str(error))
 
 
 def _rewards(cfg: Config) -> Iterator[Check]:

@@ -34,7 +34,7 @@ FOLDER = "replays"  # in the run folder
 # bounds of numbers on another layout, times max(1, the number): docs/explanation/layouts.md
 CLOSE = {"float32": {"loss": 1e-5, "grad_norm": 1e-5}, "bfloat16": {"loss": 5e-3, "grad_norm": 5e-2}}
 ALONE = ["run.export=false", "run.eval_every=0", "run.stop.metric=''", "checkpoint.keep_best=0"]
-ALONE += ["logging.tensorboard=false", "logging.wandb.mode=disabled"]
+ALONE += ["logging.trackers=[]"]
 
 
 @dataclass

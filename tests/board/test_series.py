@@ -57,7 +57,7 @@ def test_points_are_the_data_however_the_file_grows(tmp_path):
 
 def test_what_a_logger_writes_again_is_read_again(tmp_path):
     """A second log of a step joins its record; a run that resumes cuts the file and goes on."""
-    logger = MetricsLogger(tmp_path, LoggingConfig(tensorboard=False), {}, 0)
+    logger = MetricsLogger(tmp_path, LoggingConfig(trackers=[]), {}, 0)
     series = Series(tmp_path / "metrics.jsonl")
     for step in range(6):
         logger.log(step, {"a": step})
@@ -66,7 +66,7 @@ def test_what_a_logger_writes_again_is_read_again(tmp_path):
         series.look(ALL)
     assert values(series, "a") == [(i, i) for i in range(6)] and values(series, "b") == [(i, 10 * i) for i in range(6)]
     truncate_jsonl(series.path, 2)
-    logger = MetricsLogger(tmp_path, LoggingConfig(tensorboard=False), {}, 0)
+    logger = MetricsLogger(tmp_path, LoggingConfig(trackers=[]), {}, 0)
     logger.resume_at(2)
     for step in range(3, 9):
         logger.log(step, {"a": -step})

@@ -124,7 +124,7 @@ def test_a_file_that_would_end_the_process_is_refused(tmp_path, content, expecte
 def test_the_hash_speaks_of_what_is_computed():
     base = compose(["stage=grpo"])
     assert len(config_hash(base)) == 12 and int(config_hash(base), 16) >= 0
-    same = ["run.dir=x", "run.name=y", "run.resume=never", "logging=quiet", "logging.wandb.project=z"]
+    same = ["run.dir=x", "run.name=y", "run.resume=never", "logging=quiet", "logging.project=z"]
     assert config_hash(compose(["stage=grpo", *same])) == config_hash(base)
     others = ["seed=1", "optim.lr=2e-4", "run.steps=3", "data.columns.a=b", "critic.clip=0.1", "run.deterministic=true"]
     hashes = {config_hash(compose(["stage=grpo", other])) for other in others}

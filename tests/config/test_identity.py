@@ -31,7 +31,7 @@ def test_every_key_says_what_a_new_value_means():
         ("run.steps=400", REPORT),
         ("run.eval_every=3", REPORT),
         ("checkpoint.every=3", REPORT),
-        ("logging.tensorboard=false", REPORT),
+        ("logging.trackers=[]", REPORT),
         ("eval.prompts=3", REPORT),
         ("parallel.tensor=2", REPORT),
         ("batch.micro_batch_samples=2", REPORT),

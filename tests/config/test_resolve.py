@@ -181,7 +181,7 @@ def test_values_of_every_kind():
         ("+new.key=1", "new.key", None),
         ("++new.key=1", "new.key", None),
         ("~optim.lrr", "optim.lrr", "optim.lr"),
-        ("logging/wandb=x", "logging/wandb", "logging.wandb"),
+        ("logging/project=x", "logging/project", "logging.project"),
         ("hydra.run.dir=x", "hydra.run.dir", "run.dir"),
         ("reward.functions=[{pth:a}]", "reward.functions[].pth", "reward.functions[].path"),
         ("reward.functions=[{path:a,wight:1}]", "reward.functions[].wight", "reward.functions[].weight"),

@@ -205,10 +205,10 @@ NASTY = """it's "$HOME" ${seed} `id` $(id) {a: [1, 2]},\nline 2; día 日本 \\ 
 @pytest.mark.slow
 def test_a_nasty_override_is_in_the_frozen_config_and_a_nasty_folder_works(workdir):
     folder = "runs/a 'b' \"c\" $d, é\n x"
-    overrides = ["data.train=train.jsonl", f"logging.wandb.project={quoted(NASTY)}", f"run.dir={quoted(folder)}"]
+    overrides = ["data.train=train.jsonl", f"logging.project={quoted(NASTY)}", f"run.dir={quoted(folder)}"]
     code, output = launch("sft", *overrides)
     assert code == 0, output
-    assert load_frozen(folder).logging.wandb.project == NASTY and (Path(folder) / "DONE").exists()
+    assert load_frozen(folder).logging.project == NASTY and (Path(folder) / "DONE").exists()
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ def test_the_key_knows_what_rollouts_depend_on(tiny_data, tmp_path):
         "batch.micro_batch_samples=2",
         "checkpoint.every=7",
         "run.name=x",
-        "logging.wandb.project=y",
+        "logging.project=y",
         "reward.workers=2",
         "reward.timeout_s=7",
         "reward.overlap=false",

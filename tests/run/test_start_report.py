@@ -28,7 +28,7 @@ def line(lines: list[str], begin: str) -> str:
 
 
 def test_where_what_how_long_and_to_where(tiny_data, tmp_path, capsys):
-    out, err = run(capsys, "sft", tiny_data, tmp_path, "batch.sequences=8", "logging.tensorboard=true")
+    out, err = run(capsys, "sft", tiny_data, tmp_path, "batch.sequences=8", "logging.trackers=[tensorboard]")
     record = json.loads((tmp_path / "starts.jsonl").read_text().splitlines()[0])
     assert line(out, "cpu, float32: ") == f"cpu, float32: policy {record['parameters']:,} parameters, all trained"
     assert line(out, "2 steps") == "2 steps of 8 rows: 0.5 epochs (4 steps an epoch of 32)"

@@ -114,7 +114,7 @@ def jobs(cluster, tiny_data, tmp_path_factory):
         cwd=folder,
         ALIGNER_PYTHON=cluster.stand_in,
     ).strip()
-    words = ["data.train=train.jsonl", "run.dir='runs/na sty'", f"logging.wandb.project={quoted(NASTY)}"]
+    words = ["data.train=train.jsonl", "run.dir='runs/na sty'", f"logging.project={quoted(NASTY)}"]
     launcher = ROOT / "launchers/sft.sbatch"
     options = ["--parsable", "--nodes=2", "--ntasks-per-node=2"]
     actual.direct = cluster.run(
@@ -225,7 +225,7 @@ def test_93_of_one_rank_is_the_jobs_whatever_becomes_of_the_others(cluster, jobs
 def test_a_launcher_by_sbatch_keeps_its_overrides_and_finds_its_checkout(cluster, jobs):
     assert cluster.ended(jobs.direct) == "COMPLETED"
     run = jobs.run("na sty")
-    assert load_frozen(run).logging.wandb.project == NASTY and (run / "DONE").exists()
+    assert load_frozen(run).logging.project == NASTY and (run / "DONE").exists()
     texts = [(run / "logs" / f"{jobs.direct}.0/rank-{rank:04d}.log").read_text() for rank in range(4)]
     assert all(f"rank {rank} of 4 attempt 0" in text for rank, text in enumerate(texts))
     assert {text.split("pid")[0].split()[-1] for text in texts} == {
