@@ -29,7 +29,7 @@ class OptimConfig(Section, key="optim"):
         0.0,
         "Steps in which the learning rate rises linearly from 0. Below 1: their fraction of all steps.",
         least=0,
-        valid=(lambda steps: steps < 1 or steps == int(steps), "a whole number, or a fraction below 1"),
+        valid=(lambda steps: steps < 1 or steps % 1 == 0, "a whole number, or a fraction below 1"),
     )
     decay_from: float = key(0.0, "Fraction of the steps after which the decay begins.", least=0, most=1)
     weight_decay: float = key(0.01, "Weight decay of AdamW; norms and biases have none.", least=0)
