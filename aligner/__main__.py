@@ -30,6 +30,7 @@ COMMANDS = {
     "plan": "predict memory and step time on GPUs, and refuse what cannot fit",
     "recipes": "list recipes of published models and datasets, with what `plan` says of each",
     "data": "make a recipe's data from the folder of a published dataset",
+    "convert-config": "translate a config of TRL, OpenRLHF or veRL",
     "rehearse": "run ranks of a job here, without its GPUs, and refuse what would fail there",
     "check": "compare loss and gradients of a model's layouts with one rank's, on a CPU: `check layouts`; with a "
     "loss of yours: `check my_loss.py:name`",
@@ -66,12 +67,13 @@ def parser() -> argparse.ArgumentParser:
     from aligner.plan import options as plan_options
     from aligner.rehearse import options as rehearse_options
     from aligner.shakedown import options as shakedown_options
-    from aligner.tools import check_options, recipe_options, replay_options, show_options
+    from aligner.tools import check_options, recipe_options, replay_options, show_options, translate_options
 
     own = dict.fromkeys(("import", "export"), convert_options.add_parser)
     own |= dict.fromkeys(("replay", "bisect"), replay_options.add_parser)
     own |= dict.fromkeys(("recipes", "data"), recipe_options.add_parser)
     own |= dict.fromkeys(("board", "keys"), show_options.add_parser)
+    own["convert-config"] = translate_options.add_parser
     own["shakedown"] = shakedown_options.add_parser
     further = {"submit": submit_options.add_arguments, "plan": plan_options.add_arguments}
     further |= {"rehearse": rehearse_options.add_arguments, "check": check_options.add_arguments}
@@ -328,6 +330,14 @@ def _plan(args: argparse.Namespace) -> int:
     return (plan if args.command == "plan" else rehearse).main(args, cfg)
 
 
+def _convert_config(args: argparse.Namespace) -> int:
+    from aligner.tools.translate import command
+
+    if args.overrides:
+        raise ConfigError("FILE", args.overrides[0], "one file")
+    return command.main(args)
+
+
 def _check(args: argparse.Namespace) -> int:
     from aligner.tools import check_options
 
@@ -498,6 +508,7 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "rehearse": _plan,
     "recipes": _recipes,
     "data": _recipes,
+    "convert-config": _convert_config,
     "check": _check,
     "import": _convert,
     "export": _convert,

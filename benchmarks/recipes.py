@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from aligner.plan.devices import GIB
-from aligner.tools.recipes import Recipe, recipes
+from aligner.tools.recipes import Recipe, plan_of, recipes
 
 PAGE = Path(__file__).with_suffix(".md")
 PLAN, REHEARSED = ("plan step s", "plan GiB"), ("rehearsed GiB", "rehearsed update s", "faults")
@@ -33,7 +33,7 @@ def page_rows() -> dict[str, dict[str, str]]:
 
 def planned(recipe: Recipe) -> dict[str, str]:
     cfg = recipe.config
-    plan = recipe.plan(cfg)
+    plan = plan_of(cfg)
     gib = f"{plan.memory.peak_bytes / GIB:.1f} in {plan.memory.peak}{'' if plan.memory.fits else ', too much'}"
     return {"recipe": f"`{recipe.name}`", "GPUs": str(cfg.cluster.gpus), PLAN[0]: f"{plan.step_s:.1f}", PLAN[1]: gib}
 

@@ -16,8 +16,13 @@ from aligner.errors import ConfigError
 
 def validate(cfg: Config, world_size: int) -> None:
     """Raise ConfigError (LayoutError for sizes that do not divide by the ranks) for the first error."""
-    stage, subject = STAGES[cfg.stage.name], RuleContext(cfg, world_size)
     _paths(cfg)
+    validate_values(cfg, world_size)
+
+
+def validate_values(cfg: Config, world_size: int) -> None:
+    """Check everything but whether the data and the weights exist: the part of `validate` before they are here."""
+    stage, subject = STAGES[cfg.stage.name], RuleContext(cfg, world_size)
     subject.check("without effect", "engines", "factors", "routing", "ranks")
     validate_model(cfg, cfg.model)
     subject.check("stage")

@@ -38,10 +38,12 @@ class Recipe:
     def config(self) -> Config:
         return compose([f"experiment={self.name}"])
 
-    def plan(self, cfg: Config) -> Prediction:
-        means = {"prompt_tokens": 0, "response_tokens": 0, "lengths": "", "engine_tensor_parallel": 0}
-        asked = {"gpus": cfg.cluster.gpus, "gpus_per_node": GPUS_PER_NODE, "device": DEVICE}
-        return predicted(SimpleNamespace(**asked, **means), cfg)
+
+def plan_of(cfg: Config) -> Prediction:
+    """Return what `plan` predicts for the config's GPUs."""
+    means = {"prompt_tokens": 0, "response_tokens": 0, "lengths": "", "engine_tensor_parallel": 0}
+    asked = {"gpus": cfg.cluster.gpus, "gpus_per_node": GPUS_PER_NODE, "device": DEVICE}
+    return predicted(SimpleNamespace(**asked, **means), cfg)
 
 
 def recipes() -> dict[str, Recipe]:
@@ -81,9 +83,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _line(recipe: Recipe) -> str:
     cfg = recipe.config
-    planned = recipe.plan(cfg)
-    gib = planned.memory.peak_bytes / GIB
-    sizes = f"{cfg.cluster.gpus:>5}{planned.step_s:>9.1f}{gib:>7.1f}"
+    prediction = plan_of(cfg)
+    gib = prediction.memory.peak_bytes / GIB
+    sizes = f"{cfg.cluster.gpus:>5}{prediction.step_s:>9.1f}{gib:>7.1f}"
     return f"{recipe.name:<38}{cfg.stage.name:<9}{sizes}  {data_name(cfg):<15}{recipe.status}"
 
 
