@@ -37,6 +37,8 @@ def main(args: argparse.Namespace) -> int:
     source = read(args.file)
     sheet = TRANSLATIONS[source.project](source, args.command_of, args.gpus)
     sheet.finish()
+    for variable, value in source.assumed.items():
+        sheet.without[f"${variable}={value}"] = "of the script's first branch that sets it; no branch is followed"
     name = _name(args, source.project)
     sheet.settings.setdefault("run.name", Setting(name, [], False))
     _lay_out(sheet, args.file)

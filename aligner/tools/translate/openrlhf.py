@@ -158,7 +158,7 @@ ds.attn_implementation ds.experts_implementation ds.use_liger_kernel ds.deepcomp
 ds.zero_stage ds.zpg ds.overlap_comm ds.grad_accum_dtype ds.use_universal_ckpt => optim.distributed=true shards the
     optimizer, parallel.tensor and parallel.pipeline the model
 ds.enable_sleep vllm.enable_sleep vllm.gpu_memory_utilization => memory.sleep=auto, engine.kv_cache_bytes=auto
-ds.value_head_prefix ds.ring_attn_head_stride data.disable_fast_tokenizer data.dataloader_num_workers local_rank
+fsdp2_* ds.value_head_prefix ds.ring_attn_head_stride data.disable_fast_tokenizer data.dataloader_num_workers local_rank
     logger.logging_steps use_ms *muon.ns_steps *muon.nesterov *muon.no_nesterov => nothing to set
 vllm.sync_backend vllm.sync_with_ray => weights go to the engine by messages
 *.gradient_checkpointing_reentrant rollout.micro_batch_size rollout.vllm_generate_batch_size =>
@@ -178,8 +178,6 @@ data.image_key data.max_images_per_prompt actor.freeze_visual_encoder => text al
 ref.offload reward.offload => memory.offload=[gradients,optimizer,weights] is of the policy's state
 train.async_queue_size train.partial_rollout_enable => engine.ranks, engine.lag and engine.window
 logger.wandb.org logger.wandb.group => logging.wandb.entity
-enable_vllm_is_correction vllm_enable_is_correction vllm_is_* algo.advantage.is_correction_enable
-    algo.advantage.is_correction_type => mismatch.correction=tis_token or icepop with mismatch.low, high, cap
 ckpt.best_metric_key => checkpoint.keep_best, checkpoint.metric
 """
 )
@@ -225,6 +223,7 @@ no_advantage_std_norm=algo.advantage.no_std_norm init_kl_coef=algo.kl.init_coef 
 kl_horizon=algo.kl.horizon kl_estimator=algo.kl.estimator use_kl_loss=algo.kl.use_loss
 dynamic_filtering=algo.dynamic_filtering_enable dynamic_filtering_reward_range=algo.dynamic_filtering_range
 normalize_reward=reward.normalize_enable reward_clip_range=reward.clip_range
+stop_properly_penalty_coef=reward.stop_properly_penalty_coef
 overlong_buffer_len=reward.overlong_buffer_len overlong_penalty_factor=reward.overlong_penalty_factor
 vllm_num_engines=vllm.num_engines vllm_tensor_parallel_size=vllm.tensor_parallel_size
 vllm_sync_backend=vllm.sync_backend vllm_sync_with_ray=vllm.sync_with_ray vllm_enable_sleep=vllm.enable_sleep
@@ -239,6 +238,19 @@ critic_num_gpus_per_node=critic.num_gpus_per_node ref_num_nodes=ref.num_nodes
 ref_num_gpus_per_node=ref.num_gpus_per_node reward_num_nodes=reward.num_nodes
 reward_num_gpus_per_node=reward.num_gpus_per_node
 """
+
+# how versions before 0.11 asked for a correction of the mismatch of vLLM and trainer
+_LEVEL, _MODE = "algo.advantage.is_correction_level", "algo.advantage.is_correction_mode"
+_CORRECTIONS = {
+    "enable_vllm_is_correction": _LEVEL,
+    "vllm_enable_is_correction": _LEVEL,
+    "algo.advantage.is_correction_enable": _LEVEL,
+    "use_icepop": _MODE,
+    "vllm_is_correction_type": _MODE,
+    "algo.advantage.is_correction_type": _MODE,
+    "vllm_is_truncated_threshold": "algo.advantage.is_correction_threshold",
+}
+_CORRECTION_KINDS = {"tis": "clip", "icepop": "mask"}
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -275,13 +287,21 @@ def current(command: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], di
     result: dict[str, Any] = {}
     labels: dict[str, str] = {}
     for earlier, value in values.items():
-        name = "ds.param_dtype" if earlier == "bf16" else _EARLIER.get(earlier, earlier)
+        if earlier in _CORRECTIONS:
+            name, value = _CORRECTIONS[earlier], _CORRECTION_KINDS.get(str(value), value)
+        else:
+            name = "ds.param_dtype" if earlier == "bf16" else _EARLIER.get(earlier, earlier)
         if command == "train_ppo_ray" and "." not in earlier:
             if name.startswith("model."):
                 name = f"actor.{name.removeprefix('model.')}"
             elif name in _OPTIMIZER:
                 result.setdefault(f"critic.{name}", value)
                 name = f"actor.{name}"
-        result[name] = "bf16" if earlier == "bf16" else value
-        labels[name] = earlier
+        if earlier == "bf16":
+            value = "bf16"
+        elif value is True and name in (_LEVEL, _MODE):
+            value = "token" if name == _LEVEL else "mask"
+        result[name], labels[name] = value, earlier
+    if result.get(_LEVEL) == "token" and labels[_LEVEL] != _LEVEL:
+        result.setdefault(_MODE, "clip")  # as before 0.11
     return result, labels

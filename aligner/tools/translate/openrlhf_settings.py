@@ -116,7 +116,7 @@ def _rows(sheet: Sheet, command: str, gpus: int) -> None:
     if "," in str(sheet["data.dataset"]):
         sheet.lack(("data.dataset_probs",), "data.sources with a weight each")
     if sheet["eval.dataset"]:
-        sheet.put("data.eval", sheet["eval.dataset"], "eval.dataset")
+        sheet.put("data.eval", sheet.folder(sheet["eval.dataset"]), "eval.dataset")
     sheet.put("batch.sequences", sheet["train.batch_size"], "train.batch_size")
     if sheet["train.micro_batch_size"]:
         sheet.put("batch.micro_batch_samples", sheet["train.micro_batch_size"], "train.micro_batch_size")
@@ -164,7 +164,7 @@ def _reinforcement(sheet: Sheet) -> None:
     sheet.model("actor.model_name_or_path")
     sheet.data("data.prompt_dataset", bool(sheet["eval.dataset"]))
     if sheet["eval.dataset"]:
-        sheet.put("data.eval", sheet["eval.dataset"], "eval.dataset")
+        sheet.put("data.eval", sheet.folder(sheet["eval.dataset"]), "eval.dataset")
         sheet.put("eval.temperature", sheet["eval.temperature"], "eval.temperature")
         sheet.put("eval.samples", sheet["eval.n_samples_per_prompt"], "eval.n_samples_per_prompt")
     prompts, group, step = sheet["rollout.batch_size"], sheet["rollout.n_samples_per_prompt"], sheet["train.batch_size"]

@@ -56,12 +56,12 @@ class Vocabulary:
     def check(self, values: Mapping[str, Any]) -> None:
         """Raise ConfigError for the first name that this trainer does not have."""
         known = [*self.defaults, *self.needless, *self.missing]
-        for name in values:
-            if name in self.defaults or self.remark(name):
-                continue
-            near = difflib.get_close_matches(name, [one for one in known if "*" not in one], n=1)
-            hint = f"Did you mean `{near[0]}`?" if near else "Remove it if the trainer ignores it."
-            raise ConfigError(name, values[name], f"a name of {self.trainer}", hint)
+        unknown = [name for name in values if name not in self.defaults and not self.remark(name)]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], [one for one in known if "*" not in one], n=1)
+            hint = f"Did you mean `{near[0]}`?" if near else "Remove it."
+            hint += f" Also unknown: {', '.join(unknown[1:])}." if unknown[1:] else ""
+            raise ConfigError(unknown[0], values[unknown[0]], f"a name of {self.trainer}", hint)
 
 
 def remarks(table: str) -> dict[str, str]:
@@ -202,7 +202,7 @@ class Sheet:
         value = self[name]
         if not value:
             raise ConfigError(name, value, "the model to train")
-        self.put(key, self._local(str(value), "models"), name)
+        self.put(key, self.folder(str(value), "models"), name)
         if key == "model.init" and (preset := preset_of(str(value))):
             self.choose("model", preset, name)
 
@@ -219,12 +219,12 @@ class Sheet:
                 f"aligner data {known[0]} downloads/{known[0]}",
             ]
             return
-        path = self._local(str(value), "downloads")
+        path = self.folder(str(value))
         self.put("data.train", path, name)
         if evaluated and path.startswith("downloads/"):
             self.put("data.eval", path, name, note="its split validation or test")
 
-    def _local(self, value: str, folder: str) -> str:
+    def folder(self, value: str, folder: str = "downloads") -> str:
         """Return a path as it is, and for a repository of the Hub the folder to download it to."""
         if value.count("/") != 1 or value.startswith((".", "/", "~")) or Path(value).exists():
             return value

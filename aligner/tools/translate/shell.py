@@ -1,5 +1,6 @@
-"""Arguments of a trainer's command in a shell script, which is read and not executed: variables, arrays and here
-documents are expanded; branches are not followed."""
+"""Arguments of a trainer's command in a shell script, which is read, not executed. Variables of the script and of the
+environment, arrays and here documents are expanded. Branches are not followed, but a variable that is set nowhere else
+has the value of the first branch."""
 
 from __future__ import annotations
 
@@ -37,27 +38,31 @@ class Script:
 
     def __init__(self, text: str):
         self.text = text
-        self.variables: dict[str, str] = {"HOME": os.environ.get("HOME", "~"), "PWD": "."}
+        self.variables: dict[str, str] = {**os.environ, "PWD": "."}
         self.arrays: dict[str, list[str]] = {}
+        self.branched: set[str] = set()  # variables of a branch
+        self.assumed: dict[str, str] = {}  # those that were read
 
     def commands(self, trainer: re.Pattern[str]) -> Iterator[list[str]]:
         """Yield the words of each command in which `trainer` occurs. Raises ConfigError for a variable in one whose
         value is unknown."""
-        lines, depth = iter(_logical_lines(self.text)), 0
+        lines, depth, unknown = iter(_logical_lines(self.text)), 0, ""
         for line in lines:
             depth += bool(_OPENS.match(line)) - bool(_CLOSES.match(line))
-            if depth <= 0 and self._assigned(line, lines):
+            if self._assigned(line, lines, branch=depth > 0):
                 continue
             try:
                 words = self._words(line)
-            except UnknownVariable as unknown:
-                if trainer.search(line):
-                    raise ConfigError("FILE", str(unknown), *_UNKNOWN) from None
+            except UnknownVariable as error:
+                unknown = str(error) if len(line) > 100 or trainer.search(line) else unknown
                 continue
             if any(trainer.search(word) for word in words):
+                unknown = ""
                 yield words
+        if unknown:
+            raise ConfigError("FILE", unknown, *_UNKNOWN)
 
-    def _assigned(self, line: str, lines: Iterator[str]) -> bool:
+    def _assigned(self, line: str, lines: Iterator[str], branch: bool) -> bool:
         """Take over an assignment, which may go on in the next lines; return whether the line is one."""
         if match := _HERE.search(line):
             body = []
@@ -74,6 +79,8 @@ class Script:
                     body += "\n" + next(lines)
                 except StopIteration:
                     raise ConfigError("FILE", line.strip(), "an array that ends in `)`") from None
+            if branch:
+                return True
             try:
                 words = self._words(body.rstrip()[:-1])
             except UnknownVariable as unknown:
@@ -81,8 +88,17 @@ class Script:
             self.arrays[match[1]] = (self.arrays.get(match[1], []) if match[2] else []) + words
             return True
         match = _ASSIGNED.fullmatch(line.strip())
+        while match and match[3].count('"') % 2:
+            try:
+                match = _ASSIGNED.fullmatch(f"{match[0]} {next(lines).strip()}")
+            except StopIteration:
+                return True
         if match and not re.search(r"\s", _unquoted(match[3])):
-            self._set(match[1], match[3])
+            if not branch:
+                self._set(match[1], match[3])
+            elif not self.variables.get(match[1]):
+                self.branched.add(match[1])
+                self._set(match[1], match[3])
             return True
         return False
 
@@ -112,6 +128,8 @@ class Script:
             elif text.startswith("$((", at):
                 end = text.index("))", at)
                 out, at = out + str(_calculated(self._expanded(_dollars(text[at + 3 : end])))), end + 2
+            elif text.startswith("$(", at) and (known := _output(text[at:])):
+                out, at = out + known, _closing(text, at + 2, "(", ")") + 1
             elif text.startswith("$(", at) or char == "`":
                 raise UnknownVariable(text[at : at + 40])
             elif text.startswith("${", at):
@@ -130,7 +148,7 @@ class Script:
         if match is None:
             return ""
         name, rest = match[0], text[match.end() :]
-        value = self.variables.get(name)
+        value = self._variable(name) if name in self.variables else None
         if rest.startswith((":-", "-", ":=", "=")):
             return value if value else self._expanded(rest.lstrip(":").removeprefix("-").removeprefix("="))
         if rest.startswith((":+", "+")):
@@ -142,12 +160,14 @@ class Script:
     def _variable(self, name: str) -> str:
         if name not in self.variables:
             raise UnknownVariable(f"${{{name}}}")
+        if name in self.branched:
+            self.assumed[name] = self.variables[name]
         return self.variables[name]
 
 
 _UNKNOWN = (
-    "variables that the script sets outside of branches and without commands",
-    "Set it at the script's beginning, or convert the command that `bash -x` prints.",
+    "variables that the script sets without commands",
+    "Set it in the environment, as for bash, or convert the command that `bash -x` prints.",
 )
 
 
@@ -168,14 +188,21 @@ def _unquoted(text: str) -> str:
     return re.sub(r"\"[^\"]*\"|'[^']*'|\$\{.*\}|\$\(.*\)|\s+#.*", "", text)
 
 
-def _closing(text: str, at: int) -> int:
+def _closing(text: str, at: int, opens: str = "{", closes: str = "}") -> int:
     depth = 1
     while depth:
         if at >= len(text):
-            raise UnknownVariable("${")
-        depth += text.startswith("${", at) - (text[at] == "}")
+            raise UnknownVariable(text)
+        depth += (text[at] == opens) - (text[at] == closes)
         at += 1
     return at - 1
+
+
+def _output(text: str) -> str:
+    """Return what stands for the output of a command: the current folder, or a word for the time."""
+    if re.match(r"\$\((cd|dirname|pwd|realpath|readlink)\b", text):
+        return "."
+    return "date" if text.startswith("$(date") else ""
 
 
 def _dollars(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Source:
     command: str  # sft, main_ppo, train_dpo, ...; empty: not in the file
     values: dict[str, Any]
     added: frozenset[str] = frozenset()  # names that Hydra was told to add
+    assumed: dict[str, str] = field(default_factory=dict)  # variables of branches of a script
 
 
 def read(path: str) -> Source:
@@ -69,22 +70,23 @@ def _of_yaml(path: str, tree: dict[str, Any]) -> Source:
         assert isinstance(plain, dict)
         return Source("verl", "main_ppo" if "actor_rollout_ref" in tree else "sft_trainer", flat(plain))
     nested = [name for name, value in tree.items() if isinstance(value, dict) and not name.endswith("kwargs")]
-    if set(nested) - {"env", "env_vars"} or not all(isinstance(name, str) for name in tree):
+    if set(nested) - {"env", "dataset_mixture"} or not all(isinstance(name, str) for name in tree):
         raise ConfigError("FILE", path, EXPECTED, f"Its sections {', '.join(map(str, nested))} are none of theirs.")
     return Source("trl", "", {name: value for name, value in tree.items() if name != "env"})
 
 
 def _of_script(path: str, text: str) -> Source:
-    for words in Script(text).commands(_TRAINER):
+    script = Script(text)
+    for words in script.commands(_TRAINER):
         name = next(word for word in words if _TRAINER.search(word))
         rest = arguments(words, _TRAINER)
         if name == "trl":
             if rest[:1] and rest[0] in TRL_COMMANDS:
-                return _of_words("trl", rest[0], rest[1:], path)
+                return replace(_of_words("trl", rest[0], rest[1:], path), assumed=script.assumed)
             continue
         stem = Path(name).stem if name.endswith(".py") else name.rpartition(".")[2]
         project = "trl" if name.endswith(".py") else name.partition(".")[0]
-        return _of_words(project, stem, rest, path)
+        return replace(_of_words(project, stem, rest, path), assumed=script.assumed)
     raise ConfigError("FILE", path, "a script with one command of openrlhf.cli, verl.trainer or trl", EXPECTED)
 
 
@@ -134,7 +136,7 @@ def _options(words: list[str], path: str) -> dict[str, Any]:
 
 def _plain(text: str) -> Any:
     try:
-        return yaml.safe_load(text) if text else ""
+        return yaml.safe_load(text) if text and (":" in text or not text.startswith("{")) else text
     except yaml.YAMLError:
         return text
 

@@ -54,6 +54,8 @@ _BASE: dict[str, Any] = {
     "load_in_8bit": False,
     "load_in_4bit": False,
     "dataset_name": str,
+    "datasets": list,
+    "dataset_mixture": dict,
 }
 _GENERATION: dict[str, Any] = {
     "num_generations": 8,
@@ -164,7 +166,8 @@ vllm_enable_sleep_mode => memory.sleep=auto
 gradient_checkpointing_kwargs activation_offloading torch_empty_cache_steps => model.recompute and memory.offload
 use_liger_kernel attn_implementation tf32 torch_compile* use_cache => kernels are chosen for the GPU (model.kernels)
 logging_* log_* num_completions_to_print disable_tqdm => each step is logged; run.samples_every, logging.*
-dataset_num_proc dataloader_* ddp_* do_train do_eval local_rank use_cpu lora_task_type bf16_full_eval fp16_full_eval
+vllm_device vllm_dtype log_level dataset_num_proc dataloader_* ddp_* do_train do_eval local_rank use_cpu
+    lora_task_type bf16_full_eval fp16_full_eval
     trust_remote_code ignore_bias_buffers remove_unused_columns overwrite_output_dir dataset_text_field
     truncation_mode include_* skip_memory_metrics => nothing to set
 dataset_train_split dataset_test_split => data.train reads the split train, data.eval validation or test
@@ -177,7 +180,7 @@ eval_on_start eval_delay eval_accumulation_steps batch_eval_metrics => run.eval_
 )
 _MISSING = remarks(
     """
-dataset_config datasets dataset_streaming test_split_size dataset_kwargs => write data.train, or data.sources for a
+dataset_config dataset_streaming test_split_size dataset_kwargs => write data.train, or data.sources for a
     mixture, for the downloaded folders
 model_revision => download that revision
 push_to_hub hub_* => upload the folder `hf` of the run yourself

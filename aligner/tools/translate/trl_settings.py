@@ -29,7 +29,7 @@ def translate(source: Source, command: str, gpus: int) -> Sheet:
         )
     sheet.put("cluster.gpus", gpus)
     sheet.model("model_name_or_path")
-    sheet.data("dataset_name", sheet["eval_strategy"] != "no")
+    _data(sheet)
     updates = _rollout_batch(sheet, gpus) if STAGES[command] == "grpo" else _row_batch(sheet, gpus)
     _length(sheet, updates)
     _optimizer(sheet)
@@ -42,6 +42,21 @@ def translate(source: Source, command: str, gpus: int) -> Sheet:
     else:
         {"sft": losses.sft, "dpo": losses.dpo, "reward": losses.reward, "kto": losses.kto}[command](sheet)
     return sheet
+
+
+def _data(sheet: Sheet) -> None:
+    """Set the data: one dataset, or a mixture of TRL or of the alignment handbook."""
+    mixture = sheet["datasets"] or (sheet["dataset_mixture"] or {}).get("datasets")
+    if not mixture:
+        sheet.data("dataset_name", sheet["eval_strategy"] != "no")
+        return
+    name = "datasets" if sheet["datasets"] else "dataset_mixture"
+    if not all(isinstance(entry, dict) and (entry.get("path") or entry.get("id")) for entry in mixture):
+        raise ConfigError(name, mixture, "a list of mappings with a path each")
+    sources = [{"path": sheet.folder(str(entry.get("path") or entry["id"]))} for entry in mixture]
+    sheet.put("data.sources", sources, name)
+    sheet.lack(("dataset_name",), f"{name} is read")
+    sheet.without[f"splits, columns and shares of {name}"] = "data.sources[].columns and .weight; one split is read"
 
 
 def _row_batch(sheet: Sheet, gpus: int) -> int:

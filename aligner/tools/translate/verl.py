@@ -191,7 +191,8 @@ _NEEDLESS = remarks(
     engine.kv_cache_bytes=auto, memory.sleep=auto
 *use_remove_padding *use_fused_kernels *use_liger *use_torch_compile *entropy_from_logits* *pad_to_length* => rows
     have no padding (batch.packing), logits are computed in parts (batch.logits_bytes)
-*fsdp_config.* *model_engine *.strategy model_engine => optim.distributed=true shards the optimizer, parallel.* the
+engine optim model *@* *.veomni.* hydra.* *fsdp_config.* *model_engine *.strategy model_engine
+    => optim.distributed=true shards the optimizer, parallel.* the
     model
 *profiler* *checkpoint.* *rollout.agent.* *trace.* *prometheus.* *fused_kernel_options.* *rollout.mode
     *rollout.load_format *layered_summon *calculate_log_probs *enable_prefix_caching *logprobs_mode *rollout.dtype
