@@ -25,7 +25,7 @@ sys.exit(code)
 UNUSED = ("environments", "rewards.sandbox", "rewards.client", "rollout.trajectory_generator", "rollout.record")
 UNUSED += ("engines.child", "plan", "rehearse", "tools", "board.compose", "board.chat", "board.server")
 USED = ("plan.options", "rehearse.options", "tools.report")  # arguments, and the page of a run
-USED += tuple(f"tools.{command}_options" for command in ("check", "recipe", "replay", "show"))
+USED += tuple(f"tools.{command}_options" for command in ("check", "recipe", "replay", "show", "translate"))
 SIZED = ["batch.logprob_tokens=512"]  # `auto` would ask `plan`
 CASES = {
     "sft": (SIZED, ("engines.native", "engines.vllm", "engines.trtllm", "refit.transfer", "rewards", "algorithms")),

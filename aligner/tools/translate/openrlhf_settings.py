@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aligner.errors import ConfigError
 from aligner.tools.translate.openrlhf import STAGES, command_of, current, vocabulary
-from aligner.tools.translate.sheet import Sheet
+from aligner.tools.translate.sheet import Sheet, share
 from aligner.tools.translate.source import Source
 
 _ADVANTAGES = {
@@ -55,7 +55,7 @@ def _optimizer(sheet: Sheet, prefix: str, ours: str = "optim") -> None:
     else:
         sheet.put(f"{ours}.schedule", schedule, kind)
     if sheet[kind] == "cosine_with_min_lr":
-        floor = float(f"{sheet[lowest] * sheet[f'{prefix}adam.lr']:.6g}")
+        floor = share(sheet[f"{prefix}adam.lr"], sheet[lowest])
         sheet.put(f"{ours}.min_lr", floor, lowest, f"{prefix}adam.lr")
     sheet.put(f"{ours}.warmup_steps", sheet[f"{prefix}lr_warmup_ratio"], f"{prefix}lr_warmup_ratio")
     sheet.put(f"{ours}.clip_grad", sheet[f"{prefix}max_norm"], f"{prefix}max_norm")

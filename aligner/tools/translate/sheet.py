@@ -58,8 +58,10 @@ class Vocabulary:
         known = [*self.defaults, *self.needless, *self.missing]
         unknown = [name for name in values if name not in self.defaults and not self.remark(name)]
         if unknown:
-            near = difflib.get_close_matches(unknown[0], [one for one in known if "*" not in one], n=1)
-            hint = f"Did you mean `{near[0]}`?" if near else "Remove it."
+            whole = [one for one in known if "*" not in one]
+            ends = {one.rpartition(".")[2]: one for one in whole}
+            near = difflib.get_close_matches(unknown[0], [*whole, *ends], n=1)
+            hint = f"Did you mean `{ends.get(near[0], near[0])}`?" if near else "Remove it."
             hint += f" Also unknown: {', '.join(unknown[1:])}." if unknown[1:] else ""
             raise ConfigError(unknown[0], values[unknown[0]], f"a name of {self.trainer}", hint)
 
@@ -246,6 +248,11 @@ def preset_of(repository: str) -> str:
 
 def _fixed(value: str) -> Any:
     return [value[1:-1]] if value.startswith("[") else value
+
+
+def share(of: float, fraction: float) -> float:
+    """Return a product without the digits that binary numbers add to it."""
+    return float(f"{of * fraction:.9g}")
 
 
 def text(value: Any) -> str:

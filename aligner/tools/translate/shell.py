@@ -110,6 +110,7 @@ class Script:
             self.variables.pop(name, None)
 
     def _words(self, text: str) -> list[str]:
+        text = text.replace('"$@"', "")  # the script's own arguments: none
         text = re.sub(r"[\"']?\$\{(\w+)\[@\]\}[\"']?", lambda m: shlex.join(self.arrays.get(m[1], [])), text)
         try:
             return shlex.split(self._expanded(text), comments=True)
@@ -138,7 +139,7 @@ class Script:
             elif char == "$" and (match := _NAME.match(text, at + 1)):
                 out, at = out + self._variable(match[0]), match.end()
             elif char == "$" and text[at + 1 : at + 2] in "@*#?0123456789" and at + 1 < len(text):
-                at += 2  # the script's own arguments: none
+                at += 2
             else:
                 out, at = out + char, at + 1
         return out

@@ -34,7 +34,6 @@ _BASE: dict[str, Any] = {
     "report_to": list,
     "project": str,
     "eval_strategy": "no",
-    "evaluation_strategy": str,
     "eval_steps": float,
     "save_strategy": "steps",
     "save_steps": float,
@@ -42,6 +41,7 @@ _BASE: dict[str, Any] = {
     "full_determinism": bool,
     "router_aux_loss_coef": float,
     "disable_dropout": bool,
+    "label_smoothing_factor": float,
     "max_prompt_length": int,
     "model_name_or_path": str,
     "use_peft": False,
@@ -129,7 +129,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "assistant_only_loss": False,
         "loss_type": "nll",
         "chat_template_path": str,
-        "label_smoothing_factor": 0.0,
     },
     "dpo": _PAIRS
     | {
@@ -154,6 +153,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "kto": _PAIRS | {"loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0},
 }
+RENAMED = {"evaluation_strategy": "eval_strategy", "activation_checkpointing": "gradient_checkpointing"}
 STAGES = {"grpo": "grpo", "rloo": "grpo", "sft": "sft", "dpo": "dpo", "reward": "rm", "kto": "kto"}
 _NEEDLESS = remarks(
     """
@@ -163,7 +163,8 @@ pad_to_multiple_of remove_unused_columns group_by_length average_tokens_across_d
 shuffle_dataset train_sampling_strategy => data.shuffle=true
 vllm_gpu_memory_utilization => engine.kv_cache_bytes=auto takes what `plan` leaves free
 vllm_enable_sleep_mode => memory.sleep=auto
-gradient_checkpointing_kwargs activation_offloading torch_empty_cache_steps => model.recompute and memory.offload
+gradient_checkpointing_kwargs activation_checkpointing_kwargs activation_offloading torch_empty_cache_steps
+    => model.recompute and memory.offload
 use_liger_kernel attn_implementation tf32 torch_compile* use_cache => kernels are chosen for the GPU (model.kernels)
 logging_* log_* num_completions_to_print disable_tqdm => each step is logged; run.samples_every, logging.*
 vllm_device vllm_dtype log_level dataset_num_proc dataloader_* ddp_* do_train do_eval local_rank use_cpu
@@ -175,12 +176,14 @@ ds3_gather_for_generation vllm_model_impl vllm_server_* vllm_group_port => weigh
 deepspeed fsdp fsdp_config accelerator_config => optim.distributed=true shards the optimizer; parallel.* the model
 resume_from_checkpoint => run.resume=auto
 cache_implementation use_transformers_* transformers_* => the engines have paged caches
-eval_on_start eval_delay eval_accumulation_steps batch_eval_metrics => run.eval_every
+ref_model_* => sync_ref_model decides
+eval_do_concat_batches eval_use_gather_object do_predict eval_on_start eval_delay
+    eval_accumulation_steps batch_eval_metrics => run.eval_every
 """
 )
 _MISSING = remarks(
     """
-dataset_config dataset_streaming test_split_size dataset_kwargs => write data.train, or data.sources for a
+dataset_config streaming dataset_streaming test_split_size dataset_kwargs => write data.train, or data.sources for a
     mixture, for the downloaded folders
 model_revision => download that revision
 push_to_hub hub_* => upload the folder `hf` of the run yourself

@@ -223,8 +223,6 @@ def sft(sheet: Sheet) -> None:
         sheet.lack(("packing",), "batch.sequences counts rows, TRL's batch blocks of max_length tokens: raise it")
     sheet.drop(("packing",), "batch.packing=true, without a change of the result")
     _template(sheet)
-    if sheet["label_smoothing_factor"]:
-        sheet.lack(("label_smoothing_factor",), "none for stage sft")
 
 
 def _max_length(sheet: Sheet, name: str = "max_length") -> None:

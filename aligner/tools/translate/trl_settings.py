@@ -6,9 +6,9 @@ from math import ceil
 
 from aligner.errors import ConfigError
 from aligner.tools.translate import trl_losses as losses
-from aligner.tools.translate.sheet import Sheet
+from aligner.tools.translate.sheet import Sheet, share
 from aligner.tools.translate.source import Source
-from aligner.tools.translate.trl import STAGES, command_of, vocabulary
+from aligner.tools.translate.trl import RENAMED, STAGES, command_of, vocabulary
 
 _SCHEDULES = {
     "linear": "linear",
@@ -21,8 +21,9 @@ _SCHEDULES = {
 
 def translate(source: Source, command: str, gpus: int) -> Sheet:
     command = command_of(source, command)
-    values = {"eval_strategy" if name == "evaluation_strategy" else name: v for name, v in source.values.items()}
-    sheet = Sheet(vocabulary(command), values, STAGES[command])
+    values = {RENAMED.get(name, name): value for name, value in source.values.items()}
+    labels = {RENAMED.get(name, name): name for name in source.values}
+    sheet = Sheet(vocabulary(command), values, STAGES[command], labels)
     if gpus < 1:
         raise ConfigError(
             "--gpus", gpus, "the number of GPUs that the file was for", "TRL's batch sizes are per GPU: --gpus 8."
@@ -123,7 +124,7 @@ def _optimizer(sheet: Sheet) -> None:
     sheet.take("lr_scheduler_type", _SCHEDULES.get)
     extra = sheet["lr_scheduler_kwargs"] or {}
     if "min_lr_rate" in extra or "min_lr" in extra:
-        floor = float(extra.get("min_lr") or extra["min_lr_rate"] * sheet["learning_rate"])
+        floor = float(extra.get("min_lr") or share(sheet["learning_rate"], float(extra["min_lr_rate"])))
         sheet.put("optim.min_lr", floor, "lr_scheduler_kwargs", "learning_rate")
     elif extra:
         sheet.lack(("lr_scheduler_kwargs",), "optim.schedule, optim.min_lr and optim.decay_from are all")
@@ -176,4 +177,6 @@ def _rest(sheet: Sheet) -> None:
         sheet.put("logging.wandb.mode", "online", "report_to")
         sheet.take("project")
     sheet.drop(("report_to", "project"), "logging.tensorboard=true, logging.jsonl=true")
+    if sheet["label_smoothing_factor"]:
+        sheet.lack(("label_smoothing_factor",), "the loss of a token is nll or dft (algorithm.sft_loss)")
     sheet.drop(("disable_dropout",), "nothing but adapters has dropout (model.lora.dropout)")

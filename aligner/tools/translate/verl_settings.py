@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aligner.errors import ConfigError
-from aligner.tools.translate.sheet import Sheet
+from aligner.tools.translate.sheet import Sheet, share
 from aligner.tools.translate.source import Source
 from aligner.tools.translate.verl import current, vocabulary
 from aligner.tools.translate.verl_losses import correction, kl_term, policy_loss
@@ -176,7 +176,7 @@ def _optimizer(sheet: Sheet, prefix: str, ours: str, updates: int) -> None:
     if schedule == "cosine" and style == "lr_decay_style":
         sheet.put(f"{ours}.min_lr", sheet[f"{prefix}min_lr"], f"{prefix}min_lr")
     elif schedule == "cosine":
-        floor = float(f"{sheet[f'{prefix}min_lr_ratio'] * sheet[f'{prefix}lr']:.6g}")
+        floor = share(sheet[f"{prefix}lr"], sheet[f"{prefix}min_lr_ratio"])
         sheet.put(f"{ours}.min_lr", floor, f"{prefix}min_lr_ratio", f"{prefix}lr")
     steps, ratio = f"{prefix}lr_warmup_steps", f"{prefix}lr_warmup_steps_ratio"
     if sheet[steps] > 0:
