@@ -56,6 +56,7 @@ EXTRAS = {
         "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "peft>=0.21",
+        "trl>=1.16",
         "gymnasium>=1.0",
         "openai>=3.0",
         "smolagents>=1.26",
