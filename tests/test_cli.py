@@ -107,7 +107,7 @@ def test_errors_stay_where_the_reader_has_gone(end, code, shown):
     assert done.returncode == code and done.stderr.strip().endswith(shown) and bool(done.stderr) == bool(shown)
 
 
-WITHOUT = ("import", "export", "keys", "board", "replay", "bisect", "shakedown", "recipes", "data")  # a config
+WITHOUT = ("import", "export", "keys", "board", "replay", "bisect", "shakedown", "recipes", "data", "convert-config")
 
 
 @pytest.mark.parametrize(

@@ -443,8 +443,8 @@ def test_an_example_becomes_a_config_that_a_run_accepts_and_a_plan_fits(name, tm
     validate_values(cfg, cfg.cluster.gpus)
     assert plan_of(cfg).memory.fits
     source = read(str(tmp_path / name))
-    told = output.partition("# Translated")[2]
-    lines = [line for line in told.splitlines() if line.startswith("#   ")]
+    report = output.partition("# Translated")[2]
+    lines = [line for line in report.splitlines() if line.startswith("#   ")]
     for key in source.values:  # each name is in the report
         assert any(re.search(rf"(^|[ ,]){re.escape(key)}[=:\[]", line.removeprefix("#")) for line in lines), key
     assert f"launch --ranks {cfg.cluster.gpus} -c {tmp_path} experiment={path.stem}" in output

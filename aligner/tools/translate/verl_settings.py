@@ -9,6 +9,7 @@ from aligner.tools.translate.verl import current, vocabulary
 from aligner.tools.translate.verl_losses import correction, kl_term, policy_loss
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+_ENGINES = {"vllm": "vllm", "sglang": "vllm", "trtllm": "trtllm_engine"}
 _MATRICES = {  # Megatron-Core's names -> ours
     "linear_qkv": ["q_proj", "k_proj", "v_proj"],
     "linear_proj": ["o_proj"],
@@ -196,13 +197,11 @@ def _optimizer(sheet: Sheet, prefix: str, ours: str, updates: int) -> None:
 
 def _engine(sheet: Sheet) -> None:
     name = f"{_ROLLOUT}name"
-    if sheet[name] in ("vllm", "sglang"):
-        sheet.choose("engine", "vllm", name)
-        sheet.put("engine.cuda_graphs", False, f"{_ROLLOUT}enforce_eager") if sheet[
-            f"{_ROLLOUT}enforce_eager"
-        ] else None
-    elif sheet[name] == "trtllm":
-        sheet.choose("engine", "trtllm_engine", name)
+    engine = _ENGINES.get(sheet[name], "")
+    if engine:
+        sheet.choose("engine", engine, name)
+    if sheet[f"{_ROLLOUT}enforce_eager"]:
+        sheet.put("engine.cuda_graphs", False, f"{_ROLLOUT}enforce_eager")
     sheet.put(
         "engine.tensor_parallel",
         sheet[f"{_ROLLOUT}tensor_model_parallel_size"],
@@ -210,8 +209,9 @@ def _engine(sheet: Sheet) -> None:
     )
     if sheet[f"{_ROLLOUT}max_num_seqs"]:
         sheet.put("engine.max_batch", sheet[f"{_ROLLOUT}max_num_seqs"], f"{_ROLLOUT}max_num_seqs")
-    if sheet[f"{_ROLLOUT}max_model_len"] and sheet.groups.get("engine") == "vllm":
-        sheet.put("engine.vllm.max_seq_len", sheet[f"{_ROLLOUT}max_model_len"], f"{_ROLLOUT}max_model_len")
+    if sheet[f"{_ROLLOUT}max_model_len"] and engine:
+        section = "trtllm" if engine.startswith("trtllm") else engine
+        sheet.put(f"engine.{section}.max_seq_len", sheet[f"{_ROLLOUT}max_model_len"], f"{_ROLLOUT}max_model_len")
     for key in ("temperature", "top_p"):
         sheet.put(f"sampling.{key}", sheet[_ROLLOUT + key], _ROLLOUT + key)
     sheet.put("sampling.top_k", max(0, sheet[f"{_ROLLOUT}top_k"]), f"{_ROLLOUT}top_k")
