@@ -73,8 +73,7 @@ def parser() -> argparse.ArgumentParser:
     own |= dict.fromkeys(("replay", "bisect"), replay_options.add_parser)
     own |= dict.fromkeys(("recipes", "data"), recipe_options.add_parser)
     own |= dict.fromkeys(("board", "keys"), show_options.add_parser)
-    own["convert-config"] = translate_options.add_parser
-    own["shakedown"] = shakedown_options.add_parser
+    own |= {"convert-config": translate_options.add_parser, "shakedown": shakedown_options.add_parser}
     further = {"submit": submit_options.add_arguments, "plan": plan_options.add_arguments}
     further |= {"rehearse": rehearse_options.add_arguments, "check": check_options.add_arguments}
     top = argparse.ArgumentParser(
@@ -330,14 +329,6 @@ def _plan(args: argparse.Namespace) -> int:
     return (plan if args.command == "plan" else rehearse).main(args, cfg)
 
 
-def _convert_config(args: argparse.Namespace) -> int:
-    from aligner.tools.translate import command
-
-    if args.overrides:
-        raise ConfigError("FILE", args.overrides[0], "one file")
-    return command.main(args)
-
-
 def _check(args: argparse.Namespace) -> int:
     from aligner.tools import check_options
 
@@ -361,9 +352,9 @@ def _with_vocabulary(cfg: Config) -> Config:
 
 
 def _recipes(args: argparse.Namespace) -> int:
-    from aligner.tools import published_data, recipes
+    from aligner.tools import convert_config, published_data, recipes
 
-    return (published_data if args.command == "data" else recipes).main(args)
+    return {"data": published_data, "recipes": recipes}.get(args.command, convert_config).main(args)
 
 
 def _multirun(args: argparse.Namespace) -> int:
@@ -508,7 +499,7 @@ _HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "rehearse": _plan,
     "recipes": _recipes,
     "data": _recipes,
-    "convert-config": _convert_config,
+    "convert-config": _recipes,
     "check": _check,
     "import": _convert,
     "export": _convert,

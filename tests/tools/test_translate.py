@@ -12,8 +12,8 @@ from aligner.config.resolve import compose
 from aligner.config.unread import compose_run
 from aligner.config.validate import validate_values
 from aligner.errors import ConfigError
+from aligner.tools import convert_config as command
 from aligner.tools.recipes import plan_of
-from aligner.tools.translate import command
 from aligner.tools.translate.shell import Script, arguments
 from aligner.tools.translate.source import read
 

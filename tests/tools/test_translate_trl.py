@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from aligner.config.resolve import compose
-from aligner.tools.translate import command, trl
+from aligner.tools import convert_config as command
+from aligner.tools.translate import trl
 from aligner.tools.translate.source import Source
 from tests.needs import package
 

@@ -34,6 +34,8 @@ _LAYOUT = ("parallel.tensor", "parallel.pipeline", "parallel.context", "parallel
 
 def main(args: argparse.Namespace) -> int:
     """Run `aligner convert-config`. Raises ConfigError for bad input, and for a result that this project refuses."""
+    if args.overrides:
+        raise ConfigError("FILE", args.overrides[0], "one file")
     source = read(args.file)
     sheet = TRANSLATIONS[source.project](source, args.command_of, args.gpus)
     sheet.finish()
