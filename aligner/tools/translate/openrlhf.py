@@ -168,7 +168,7 @@ ref.num_nodes ref.num_gpus_per_node reward.num_nodes reward.num_gpus_per_node cr
 data.apply_chat_template => conversations go through the chat template (data.chat_template)
 data.dataset_split data.prompt_split eval.split => data.train reads the split train, data.eval validation or test
 ckpt.path ckpt.load_enable ckpt.save_hf ckpt.disable_ds ckpt.max_mem => run.dir, run.resume=auto, run.export=true
-logger.tensorboard_dir critic.save_value_network model.compute_fp32_loss_enable => logging.tensorboard=true
+logger.tensorboard_dir critic.save_value_network model.compute_fp32_loss_enable => logging.trackers=[tensorboard]
 """
 )
 _MISSING = remarks(
@@ -177,7 +177,7 @@ data.max_samples => shorten the file, or set run.steps
 data.image_key data.max_images_per_prompt actor.freeze_visual_encoder => text alone is trained
 ref.offload reward.offload => memory.offload=[gradients,optimizer,weights] is of the policy's state
 train.async_queue_size train.partial_rollout_enable => engine.ranks, engine.lag and engine.window
-logger.wandb.org logger.wandb.group => logging.wandb.entity
+logger.wandb.org logger.wandb.group => logging.args
 ckpt.best_metric_key => checkpoint.keep_best, checkpoint.metric
 """
 )

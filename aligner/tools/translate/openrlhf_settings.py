@@ -85,10 +85,9 @@ def _common(sheet: Sheet) -> None:
     elif sheet["ds.load_in_4bit"]:
         sheet.lack(("ds.load_in_4bit",), "model.lora.quantize_base needs model.lora.rank")
     if sheet["logger.wandb.key"]:
-        sheet.put("logging.wandb.mode", "online", "logger.wandb.key", note="the key in WANDB_API_KEY")
-        sheet.settings["logging.wandb.mode"].sources = ["logger.wandb.key"]
-        if sheet["logger.wandb.project"]:
-            sheet.put("logging.wandb.project", sheet["logger.wandb.project"], "logger.wandb.project")
+        sheet.track("logger.wandb.key", ["wandb"], "logger.wandb.project")
+        for key in ("logging.trackers", "logging.offline"):  # without the key itself
+            sheet.settings[key].sources = ["logger.wandb.key, which belongs in WANDB_API_KEY"]
     if sheet["data.input_key"] and sheet.stage in ("ppo", "grpo"):
         sheet.put("data.columns.prompt", sheet["data.input_key"], "data.input_key")
     elif sheet["data.input_key"]:

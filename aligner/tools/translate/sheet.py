@@ -13,6 +13,7 @@ from typing import Any
 from aligner.config.foreign_names import known_elsewhere
 from aligner.config.identity import uses
 from aligner.config.options import in_free_dict, key_type, nearest
+from aligner.config.sections.logging import TRACKERS
 from aligner.errors import ConfigError
 from aligner.files import conf_dir
 from aligner.tools.published_rows import PUBLISHED
@@ -172,6 +173,15 @@ class Sheet:
     def _written_as(self, name: str) -> str:
         value = self.values.get(name)
         return f"{self.labels.get(name, name)}={text(self[name] if value is None else value)}"
+
+    def track(self, name: str, trackers: Iterable[str], project: str) -> None:
+        """Set the trackers that report to servers, and the project there."""
+        known = [tracker for tracker in trackers if tracker in TRACKERS]
+        if set(known) - {"tensorboard"}:
+            self.put("logging.trackers", list(dict.fromkeys(["tensorboard", *known])), name)
+            self.put("logging.offline", False, name)
+            if self[project]:
+                self.put("logging.project", self[project], project)
 
     def choose(self, group: str, option: str, name: str) -> None:
         """Choose an option of a group of our config."""

@@ -173,10 +173,8 @@ def _rest(sheet: Sheet) -> None:
     sheet.drop(("bf16",), "model.dtype=auto: float32 on a CPU, bfloat16 on a GPU")
     if sheet["fp16"]:
         sheet.lack(("fp16",), "model.dtype is bfloat16 or float32")
-    if "wandb" in (sheet["report_to"] or []):
-        sheet.put("logging.wandb.mode", "online", "report_to")
-        sheet.take("project")
-    sheet.drop(("report_to", "project"), "logging.tensorboard=true, logging.jsonl=true")
+    sheet.track("report_to", sheet["report_to"] or [], "project")
+    sheet.drop(("report_to", "project"), "logging.trackers=[tensorboard]")
     if sheet["label_smoothing_factor"]:
         sheet.lack(("label_smoothing_factor",), "the loss of a token is nll or dft (algorithm.sft_loss)")
     sheet.drop(("disable_dropout",), "nothing but adapters has dropout (model.lora.dropout)")

@@ -57,11 +57,8 @@ def _trainer(sheet: Sheet) -> None:
     for name, key in (("trainer.experiment_name", "run.name"), ("trainer.default_local_dir", "run.dir")):
         if sheet[name]:
             sheet.put(key, sheet[name], name)
-    if "wandb" in (sheet["trainer.logger"] or []):
-        sheet.put("logging.wandb.mode", "online", "trainer.logger")
-        if sheet["trainer.project_name"]:
-            sheet.put("logging.wandb.project", sheet["trainer.project_name"], "trainer.project_name")
-    sheet.drop(("trainer.logger", "trainer.project_name"), "logging.jsonl=true, logging.tensorboard=true")
+    sheet.track("trainer.logger", sheet["trainer.logger"] or [], "trainer.project_name")
+    sheet.drop(("trainer.logger", "trainer.project_name"), "logging.trackers=[tensorboard]")
 
 
 def _batch(sheet: Sheet) -> int:
