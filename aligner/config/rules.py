@@ -167,7 +167,8 @@ model.attention.global_kv_heads model.attention.global_kv_heads<engine.tensor_pa
     => model.attention.global_kv_heads /engine.tensor_parallel
 model.dense => model.ffn_hidden_size %engine.tensor_parallel
 => model.moe.shared_ffn_hidden_size %engine.tensor_parallel
-model.moe.num_experts => model.expert_ffn %engine.tensor_parallel
+engine.can.computes_here model.moe.num_experts => model.moe.num_experts %engine.tensor_parallel
+!engine.can.computes_here model.moe.num_experts => model.expert_ffn %engine.tensor_parallel
 """),
     "lengths": rules("""
 @data.max_tokens => data.max_tokens <=model.longest
@@ -179,8 +180,6 @@ evaluates => eval.max_response_tokens <=model.room
     "on a GPU": rules("""
 model.moe.num_experts half => model.hidden_size %ranks.rows | for experts in bfloat16 on a GPU
 model.moe.num_experts half => model.expert_ffn %ranks.rows | for experts in bfloat16 on a GPU
-model.moe.num_experts half generates engine.can.computes_here => model.expert_ffn %ranks.engine_rows
-    | for experts in bfloat16 on a GPU | Lower engine.tensor_parallel.
 """),
     "algorithm": rules(
         """
@@ -345,7 +344,6 @@ FACTS: dict[str, Callable[[RuleContext], Any]] = {  # values derived from severa
     "ranks.fp8": lambda s: s.shape.fp8_step,
     "ranks.fp8_tensor": lambda s: s.shape.fp8_step * s.cfg.parallel.tensor,
     "ranks.fp8_heads": lambda s: s.shape.fp8_step * s.shape.num_heads,
-    "ranks.engine_rows": lambda s: 8 * s.cfg.engine.tensor_parallel,
     "batch.samples": lambda s: s.cfg.batch.prompts * s.cfg.batch.group,
     "batch.step": lambda s: s.step[0],
     "batch.rows": lambda s: s.step[1],
@@ -368,7 +366,6 @@ WORDS = {  # the names in messages of numbers that are no keys
     "ranks.fp8": "{ranks.fp8} with {model.megatron.fp8=}",
     "ranks.fp8_tensor": "{ranks.fp8} x {parallel.tensor=} with {model.megatron.fp8=}",
     "ranks.fp8_heads": "{ranks.fp8} x {model.num_heads=} with {model.megatron.fp8=}",
-    "ranks.engine_rows": "8 x {engine.tensor_parallel=}",
     "batch.samples": "batch.prompts*group={batch.prompts}*{batch.group}={batch.samples}",
     "batch.share": "{batch.step}/dp={batch.rows}/{ranks.data}={batch.share}",
     "model.longest": "model.{model.limit}max_position={model.longest}",

@@ -221,7 +221,7 @@ class UpdateLedger:
             self._seen.add(name)
             return
         shards.sort()
-        if not shards and start < stop:
+        if not shards and (start < stop or name in self._seen):
             return  # missing, or it came whole
         for a, b in shards:
             if a != at:

@@ -75,7 +75,10 @@ class HfTensor:
 
     def interval(self, tensor: int, rank: int) -> tuple[int, int]:
         """Return the slice of tensor rank `rank` of `tensor`. Where they are more than the heads of keys and values,
-        neighbours have the same head, and each its own queries. Raises LayoutError if the ranks cannot share it."""
+        neighbours have the same head, and each its own queries. Each expert is whole on one of them. Raises
+        LayoutError if the ranks cannot share it."""
+        if tensor > 1 and self.spec.experts:
+            return 0, self.length * (self.expert * tensor // self.spec.shape[0] == rank)
         if not self.sharded or tensor == 1:
             return 0, self.length
         units = self.spec.units

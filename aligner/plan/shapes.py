@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from functools import lru_cache
-from math import prod
+from math import log, prod, sqrt
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.families.matrices import is_matrix
@@ -35,7 +35,6 @@ class Grid:
     over_heads: bool = False  # context parallelism by all-to-all, else by all-gather of keys and values
     stage_layers: tuple[int, ...] = ()  # as `parallel.stage_layers`
     virtual: int = 1  # as `parallel.virtual_stages`
-    of_engine: bool = False  # whose tensor ranks share each expert, too
 
     @property
     def virtual_stages(self) -> int:
@@ -234,15 +233,16 @@ def expert_latents(m: ModelConfig) -> int:
     return 2 * m.hidden_size * m.moe.latent_size
 
 
-def mlp_width(m: ModelConfig, kinds: Kinds) -> int:
-    """Return the numbers that a token has between the matrices of an MLP."""
+def mlp_width(m: ModelConfig, kinds: Kinds, tensor: int = 1) -> int:
+    """Return the numbers that a token has between the matrices of an MLP on all of an engine's `tensor` ranks, each of
+    which has memory for all of the token's experts that it may have."""
     if "sparse" in kinds:
-        return m.moe.top_k * m.expert_ffn + m.moe.shared_ffn_hidden_size
+        return min(tensor * m.moe.top_k, m.moe.num_experts) * m.expert_ffn + m.moe.shared_ffn_hidden_size
     return m.ffn_of(kinds) if "dense" in kinds else 0
 
 
-def widest_mlp(m: ModelConfig) -> int:
-    return max(mlp_width(m, kinds) for kinds in set(stage_layers(m, Grid(), 0)))
+def widest_mlp(m: ModelConfig, tensor: int = 1) -> int:
+    return max(mlp_width(m, kinds, tensor) for kinds in set(stage_layers(m, Grid(), 0)))
 
 
 def input_matrices(m: ModelConfig) -> int:
@@ -358,6 +358,11 @@ def _holders(row: ParamSpec, m: ModelConfig) -> str:
     return "score" if row.hf == SCORE_HEAD.hf or row.float32 else "dense"
 
 
+def engine_grid(m: ModelConfig, tensor: int) -> Grid:
+    """Return the grid of one engine, whose tensor ranks share the experts, each of them whole."""
+    return Grid(tensor, expert=tensor if m.moe.num_experts else 1)
+
+
 def _rank_elements(row: ParamSpec, sizes: dict[str, int], grid: Grid) -> int:
     shape = [sizes[name] for name in row.shape]
     elements, groups = prod(shape), sizes["groups"]
@@ -366,7 +371,7 @@ def _rank_elements(row: ParamSpec, sizes: dict[str, int], grid: Grid) -> int:
         elements += (grid.tensor - groups) * repeated * sizes["head"] * (elements // shape[0])
     if row.padded:
         return -(-shape[0] // grid.tensor) * shape[1]
-    whole = row.tp_axis is None or (row.experts and not grid.of_engine)
+    whole = row.tp_axis is None or row.experts
     return elements // (1 if whole else grid.tensor) // (grid.expert if row.experts else 1)
 
 
@@ -427,10 +432,14 @@ def kv_bytes(m: ModelConfig, element: int, tensor: int = 1) -> float:
 
 def decode_weight_bytes(m: ModelConfig, rows: float, element: int, tensor: int = 1, matrix: float = 0.0) -> float:
     """Return the bytes that one of an engine's `tensor` ranks reads in one decode step over `rows` rows. Of E experts,
-    rows that choose evenly touch E (1 - (1 - k/E)^rows). The embedding and the table of inputs are look-ups.
-    `matrix`: see `Engine`."""
-    count, moe = rank_parameters(m, Grid(tensor, of_engine=True), 0), m.moe
-    untouched = count.experts * (1 - moe.top_k / moe.num_experts) ** rows if moe.num_experts else 0.0
+    rows that choose evenly touch E (1 - (1 - k/E)^rows), and of the rank that has most a few more: its number is about
+    normal. The embedding and the table of inputs are look-ups. `matrix`: see `Engine`."""
+    count, moe = rank_parameters(m, engine_grid(m, tensor), 0), m.moe
+    untouched = 0.0
+    if moe.num_experts:
+        share = (1 - moe.top_k / moe.num_experts) ** rows
+        more = sqrt(2 * log(tensor) * share * (1 - share) * tensor / moe.num_experts)
+        untouched = count.experts * max(0.0, share - more)
     looked_up = (0 if m.tie_embeddings else m.hidden_size) + inputs_width(m)
     words = -(-m.vocab_size // tensor)
     head, body = words * m.hidden_size, count.total - untouched - words * (looked_up + m.hidden_size)

@@ -14,7 +14,16 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.plan.adapters import held_parameters, is_adapted, kept_bytes, saved_bytes, trained_parameters
 from aligner.plan.job import PREFILL_TOKENS, PlanJob, PlannedModel
 from aligner.plan.linear import rule_forward
-from aligner.plan.shapes import Count, Grid, inputs_width, kv_bytes, matrix_parameters, rank_parameters, widest_mlp
+from aligner.plan.shapes import (
+    Count,
+    Grid,
+    engine_grid,
+    inputs_width,
+    kv_bytes,
+    matrix_parameters,
+    rank_parameters,
+    widest_mlp,
+)
 
 COMPARED = 7  # numbers of a logit of a student and its teacher, as `WIDE` in `roles/teacher.py`, which imports torch
 SAMPLED_LOGITS = 1 << 26  # float64 cumulative sums of the native sampler at a time
@@ -27,7 +36,7 @@ def weight_bytes(count: Count, element: int) -> float:
 
 def engine_bytes(m: ModelConfig, tensor: int, element: int, matrix: float = 0.0) -> float:
     """Return the bytes of the weights on one of an engine's `tensor` ranks. `matrix`: see `Engine`."""
-    count = rank_parameters(m, Grid(tensor, of_engine=True), 0)
+    count = rank_parameters(m, engine_grid(m, tensor), 0)
     ends = (1 if m.tie_embeddings else 2) * -(-m.vocab_size // tensor) * m.hidden_size
     less = (element - matrix) * (count.total - ends) if matrix else 0.0
     return weight_bytes(count, element) - less
@@ -187,7 +196,7 @@ def _engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:
     tokens = min(PREFILL_TOKENS, ceil(job.rows.prompts / job.replicas) * job.rows.prompt_longest)
     heads = [m.of_kinds(kinds) for kinds in m.head_kinds()]
     wide = max((each.num_heads + 2 * max(each.num_kv_heads, engine.tensor)) * each.kv_channels for each in heads)
-    wide += (1 + m.mlp_parts) * widest_mlp(m) + 2 * engine.tensor * inputs_width(m)
+    wide += (1 + m.mlp_parts) * widest_mlp(m, engine.tensor) + 2 * engine.tensor * inputs_width(m)
     logits = slots * m.vocab_size
     weights = engine_bytes(m, engine.tensor, engine.element, engine.matrix)
     weights += kept_bytes(m, job.element, engine.tensor) if engine.factors else 0
@@ -210,7 +219,6 @@ def refit_buffers(job: PlanJob, stage: int | None) -> float:
         copies = 2 + engine.reserved
         largest = m.hidden_size * max(m.vocab_size, 2 * m.ffn_hidden_size * (1 + m.double_mlp))
         return job.bucket_bytes + copies * job.element * max(largest, m.vocab_size * inputs_width(m))
-    aligned = engine.tensor == grid.tensor or grid.tensor == 1  # a rank holds what its engine needs of its stage
 
     def message(sender: int, same: bool) -> float:
         count = rank_parameters(m, grid, sender, "" if m.tie_embeddings else "lm")  # a copy of the embedding stays
@@ -218,11 +226,13 @@ def refit_buffers(job: PlanJob, stage: int | None) -> float:
         if engine.ranks:  # those with the same shards send them by turns
             wanted = job.replicas * max(1, engine.tensor / grid.tensor)
             dense *= min(1, wanted / grid.replicas)
-            experts *= min(1, job.replicas * engine.tensor / grid.expert_replicas)
-        elif same and aligned:
-            dense, experts = 0, experts if grid.expert > 1 else 0
+            experts *= min(1, job.replicas * max(1, engine.tensor / grid.expert) / grid.expert_replicas)
+        elif same:  # a rank may hold what its engine needs of its stage
+            dense *= grid.tensor not in (1, engine.tensor)
+            experts *= grid.expert not in (1, engine.tensor)
         element = job.element if engine.factors else min(job.element, engine.element)  # of the first refit
-        total = element * (dense * min(1, grid.tensor / engine.tensor) + experts / engine.tensor)
+        total = dense * min(1, grid.tensor / engine.tensor) + experts * min(1, grid.expert / engine.tensor)
+        total *= element
         return min(total, message_bytes(round(total), int(job.bucket_bytes)))
 
     received = max(message(sender, sender == stage) for sender in range(grid.pipeline))

@@ -403,15 +403,18 @@ def part_calls(job: PlanJob, stage: int) -> list[CollectiveCalls]:
     rest from other stages. The rank is the one that holds least of its engine's shard."""
     model, grid, engine = job.policy, job.grid, job.engine
     assert engine is not None
-    e, tp = min(job.element, engine.element), grid.tensor
-    both = min(_overlap(rank % tp, tp, rank % engine.tensor, engine.tensor) for rank in range(grid.gpus))
-    lacks = 1 / engine.tensor - both
+    e = min(job.element, engine.element)
+    both = (
+        min(_overlap(rank % parts, parts, rank % engine.tensor, engine.tensor) for rank in range(grid.gpus))
+        for parts in (grid.tensor, grid.expert)
+    )
+    lacks, lacks_experts = (1 / engine.tensor - each for each in both)
     own = experts = others = 0.0
     for s in range(grid.pipeline):
         dense, routed, norms = _whole(model, grid, s)
         if s == stage:
             own = lacks * dense
-            experts = (1 - 1 / grid.expert) * routed / engine.tensor
+            experts = lacks_experts * routed
         else:
             others += (dense + routed) / engine.tensor + norms
     sizes = {"tp": own, "ep": experts, "pp": others}

@@ -100,6 +100,7 @@ def _models(device: RehearsedDevice) -> None:
 
 
 def _engine(device: RehearsedDevice) -> None:
+    from aligner.engines.native import mlp
     from aligner.engines.native.engine import NativeEngine
     from aligner.engines.native.fleet import FleetEngine
 
@@ -127,6 +128,19 @@ def _engine(device: RehearsedDevice) -> None:
     def own(source: Tensor, inside: dict[str, Any]) -> Tensor:
         return torch.tensor(inside["values"])
 
+    own_rows, sort, multiply = 0, mlp.sort_own_pairs, mlp.grouped_linear
+
+    def sorted_evenly(experts: Tensor, num_experts: int, rank: int, ranks: int, x: Tensor) -> tuple[Any, Tensor]:
+        nonlocal own_rows
+        own_rows = experts.numel() // ranks
+        return sort(experts, num_experts, rank, ranks, x)
+
+    def multiplied(x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+        """Compute the rows that a rank's experts get if all are chosen as often, and leave memory for the others."""
+        multiply(x[:own_rows], weight, sizes)
+        return x.new_empty(len(x), weight.shape[1])
+
+    mlp.sort_own_pairs, mlp.grouped_linear = sorted_evenly, multiplied
     NativeEngine.step = stepped
     device.answers["engines/native/schedule.py", "settle"] = ended
     device.answers["refit/transfer.py", "largest"] = own  # else a refit that fails here would continue

@@ -12,16 +12,18 @@ from aligner.engines.native.block_inputs import BlockContext, Product, of
 from aligner.families.family import Family
 from aligner.families.rows import BRANCH_NORMS
 from aligner.families.table import family_table
+from aligner.models.slices import Shard, of_experts
 from aligner.ops.kernels.experts import (
     add_bias,
     clamped_gate,
     combine,
+    combine_own,
     expand,
     grouped_linear,
     root_softplus,
     route,
     route_by_groups,
-    sort_pairs,
+    sort_own_pairs,
 )
 
 
@@ -65,22 +67,25 @@ class DenseMlp:
 
 
 class ExpertMlp:
-    """This rank's share of the rows of every expert, and the router, of all layers with experts."""
+    """This rank's experts, each of them whole, its share of the rows of the MLP for every token, and the router, of all
+    layers with experts."""
 
     def __init__(self, kit: BlockContext):
         cfg, share = kit.cfg, kit.peers.size
         self.kit, self.traits, layers = kit, cfg.traits, cfg.layers_of("sparse")
         self.index, count, hidden = {layer: i for i, layer in enumerate(layers)}, len(layers), cfg.hidden_size
-        experts, ffn, biased = cfg.moe.num_experts, cfg.expert_ffn // share, cfg.traits.expert_bias
+        experts, ffn, biased = cfg.moe.num_experts, cfg.expert_ffn, cfg.traits.expert_bias
+        own = experts // share
+        self.own = Shard(first=kit.peers.rank * own, count=own)
         self.router = kit.empty(count, experts, hidden)
         self.router_bias = kit.empty(count, experts) if biased else None
         width, latent = cfg.expert_hidden, cfg.moe.latent_size
         self.into = kit.empty(count, latent, hidden) if latent else None
         self.onto = kit.empty(count, hidden, latent) if latent else None
-        made = [self._made(kit, cfg.mlp_parts, ffn, width) for _ in layers]
+        made = [self._made(kit, own, cfg.mlp_parts, ffn, width) for _ in layers]
         self.gate_up, self._halves, self.down, self._downs = zip(*made, strict=True)
-        self.gate_up_bias = kit.empty(count, experts, 2 * ffn) if biased else None
-        self.down_bias = kit.empty(count, experts, hidden) if biased else None
+        self.gate_up_bias = kit.empty(count, own, 2 * ffn) if biased else None
+        self.down_bias = kit.empty(count, own, hidden) if biased else None
         self.limit, table = cfg.moe.gate_limit or None, (cfg.moe.hash_layers, cfg.vocab_size, cfg.moe.top_k)
         self.table = kit.empty(*table, dtype=torch.int64) if cfg.moe.hash_layers else None
         # float32, as the scores of the choice are
@@ -92,10 +97,11 @@ class ExpertMlp:
         self.scale = kit.empty(count, experts) if cfg.traits.branch_norms else None
         self.norms = {name: kit.empty(count, hidden) for name in BRANCH_NORMS if cfg.traits.branch_norms}
 
-    def _made(self, kit: BlockContext, parts: int, ffn: int, width: int) -> tuple[Tensor, list[Tensor], Tensor, list]:
+    def _made(
+        self, kit: BlockContext, experts: int, parts: int, ffn: int, width: int
+    ) -> tuple[Tensor, list[Tensor], Tensor, list]:
         """Return a layer's matrices, each with its views: gate and up of every expert. Before the first update they
         need memory only while views are made: they are most of a model."""
-        experts = kit.cfg.moe.num_experts
         gate_up, down = kit.empty(experts, parts * ffn, width), kit.empty(experts, width, ffn)
         made = gate_up, [*gate_up.view(experts * parts, ffn, width)], down, [*down]
         for buffer in (gate_up, down):
@@ -127,17 +133,18 @@ class ExpertMlp:
             parts["shared_experts.linear_fc2.weight"] = self.shared_down[:, None]
         if self.shared_gate is not None:
             parts["shared_experts.gate_weight"] = self.shared_gate[:, None]
-        views = {}
+        views, nothing = dict[str, Tensor](), self.router.new_empty(0)
         for spec in family_table(self.kit.cfg):
             at, _, kind = spec.canonical.partition(".mlp.")
             if kind in parts:
-                views |= zip(spec.hf, parts[kind][self.index[int(at.rpartition(".")[2])]], strict=True)
+                views |= dict.fromkeys(spec.hf, nothing)  # of other ranks' experts
+                views |= zip(of_experts(spec, self.own).hf, parts[kind][self.index[int(at.rpartition(".")[2])]], strict=True)
         return views
 
     def __call__(self, layer: int, y: Tensor, routes: Tensor | None, tokens: Tensor | None = None) -> Tensor:
-        """Return y [M, hidden] -> the output of each row's experts; all rows of an expert in one product. The experts'
-        numbers are written to `routes` [M, layer, top_k] if given. `tokens` int64 [M] choose experts in the first
-        layers of some families."""
+        """Return y [M, hidden] -> the output of each row's experts; all rows of an expert in one product, on the rank
+        that has it. The experts' numbers are written to `routes` [M, layer, top_k] if given. `tokens` int64 [M] choose
+        experts in the first layers of some families."""
         moe, index = self.kit.cfg.moe, self.index[layer]
         if self.score_bias is None:
             bias, scale = of(self.router_bias, index), of(self.scale, index)
@@ -149,18 +156,21 @@ class ExpertMlp:
             routing = route_by_groups(y, self.router[index], self.score_bias[index], moe, score=score, own=own)
         if routes is not None:
             routes[:, index] = routing.experts
-        pairs, counts = sort_pairs(routing.experts, moe.num_experts)
-        x = self._normed("experts_layernorm", index, y)
+        x, peers = self._normed("experts_layernorm", index, y), self.kit.peers
         x = x if self.into is None else F.linear(x, self.into[index])
-        mixed = grouped_linear(expand(x, pairs), self.gate_up[index], counts)
-        if self.gate_up_bias is not None:
-            mixed = add_bias(mixed, self.gate_up_bias[index], counts)
+        pairs, counts = sort_own_pairs(routing.experts, moe.num_experts, peers.rank, peers.size, x)
+        mixed = self._product(expand(x, pairs), self.gate_up[index], counts, of(self.gate_up_bias, index))
         mixed = clamped_gate(mixed) if self.traits.clamped_gate else between(mixed, self.traits, self.limit)
-        out = grouped_linear(mixed, self.down[index], counts)
-        if self.down_bias is not None and self.kit.peers.rank == 0:  # of all ranks' sum
-            out = add_bias(out, self.down_bias[index], counts)
-        out = combine(out, pairs, routing.weights)
+        out = self._product(mixed, self.down[index], counts, of(self.down_bias, index))
+        out = (combine if peers.size == 1 else combine_own)(out, pairs, routing.weights)
         return self._with_shared(index, y, out if self.onto is None else F.linear(out, self.onto[index]))
+
+    def _product(self, x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply rows by expert, and add each expert's bias. Rows behind all experts' get the last one's."""
+        out, others = grouped_linear(x, weight, counts), counts[:-1]
+        if bias is None:
+            return out
+        return add_bias(out, bias, torch.cat([others, len(x) - others.sum(0, keepdim=True)]))
 
     def _normed(self, name: str, index: int, x: Tensor) -> Tensor:
         return self.kit.norm(x, self.norms[name][index]) if self.norms else x

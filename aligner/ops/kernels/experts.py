@@ -131,6 +131,24 @@ def sort_pairs(experts: Tensor, num_experts: int, rows: int | None = None) -> tu
     return pairs, ends.diff(prepend=ends.new_zeros(1))
 
 
+def sort_own_pairs(experts: Tensor, num_experts: int, rank: int, ranks: int, x: Tensor) -> tuple[Pairs, Tensor]:
+    """Sort the pairs of experts int64 [N, k] that are this rank's of `ranks` with equal shares, as `sort_pairs`; the
+    others are none. Where one kernel computes rows like x [N, H], the host does not wait for the number of pairs:
+    there are as many rows as there may be, and nothing may depend on those behind the experts' own."""
+    if ranks == 1:
+        return sort_pairs(experts, num_experts)
+    count = num_experts // ranks
+    own = experts - rank * count
+    others = own // count != 0
+    pairs, sizes = sort_pairs(own.masked_fill(others, count), count)
+    if not (in_one_kernel(x) and fused.takes(x)):
+        rows = int(sizes.sum())
+        return pairs._replace(order=pairs.order[:rows], tokens=pairs.tokens[:rows]), sizes
+    rows = len(experts) * min(pairs.top_k, count)
+    inverse = pairs.inverse.masked_fill(others.flatten(), rows)
+    return Pairs(pairs.order[:rows], pairs.tokens[:rows], inverse, pairs.top_k), sizes
+
+
 def balance_loss(mean_probs: Tensor, fractions: Tensor) -> Tensor:
     """Return E * sum_i f_i P_i (Fedus et al. 2021, eq. 4 without alpha): 1 where load and probability are even.
 
@@ -207,6 +225,16 @@ def combine(x: Tensor, pairs: Pairs, weights: Tensor) -> Tensor:
     return torch.bmm(weights.to(x.dtype)[:, None], x)[:, 0]
 
 
+def combine_own(x: Tensor, pairs: Pairs, weights: Tensor) -> Tensor:
+    """Combine as `combine`, without a gradient, what one of several ranks has. A token's sum is of k terms, 0 for a
+    pair that is none, so that it does not depend on where the experts of other tokens are."""
+    weights = weights.to(x.dtype)
+    if fused.takes(x):
+        return torch.ops.aligner.sum_pairs(x, pairs.inverse, weights, pairs.top_k)
+    x = torch.nn.functional.pad(x, (0, 0, 0, 1)).index_select(0, pairs.inverse.clamp(max=len(x)))
+    return torch.bmm(weights[:, None], x.view(*weights.shape, -1))[:, 0]
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -235,11 +263,16 @@ class _GroupedLinear(torch.autograd.Function):
         return d_x, d_weight, None
 
 
+def in_one_kernel(x: Tensor) -> bool:
+    """Return whether one kernel multiplies the rows of all experts."""
+    return x.device.type == "cuda" and x.dtype == torch.bfloat16
+
+
 def grouped_linear(x: Tensor, weight: Tensor, sizes: Sequence[int] | Tensor) -> Tensor:
     """Multiply the first sizes[0] rows of x [M, I] with weight[0]^T, the next sizes[1] rows with weight[1]^T, ...;
     weight [E, O, I] -> [M, O]. On CUDA in bfloat16, `sizes` may be a tensor there: one kernel (torch's `grouped_mm`).
     """
-    if x.device.type == "cuda" and x.dtype == torch.bfloat16:
+    if in_one_kernel(x):
         ends = torch.as_tensor(sizes, device=x.device).cumsum(0).int()
         return torch.nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     sizes = tuple(sizes.tolist() if isinstance(sizes, Tensor) else sizes)
