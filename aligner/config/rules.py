@@ -167,7 +167,7 @@ model.attention.global_kv_heads model.attention.global_kv_heads<engine.tensor_pa
     => model.attention.global_kv_heads /engine.tensor_parallel
 model.dense => model.ffn_hidden_size %engine.tensor_parallel
 => model.moe.shared_ffn_hidden_size %engine.tensor_parallel
-engine.can.computes_here model.moe.num_experts => model.moe.num_experts %engine.tensor_parallel
+model.moe.num_experts => model.moe.num_experts >=engine.tensor_parallel
 !engine.can.computes_here model.moe.num_experts => model.expert_ffn %engine.tensor_parallel
 """),
     "lengths": rules("""

@@ -78,7 +78,7 @@ class HfTensor:
         neighbours have the same head, and each its own queries. Each expert is whole on one of them. Raises
         LayoutError if the ranks cannot share it."""
         if tensor > 1 and self.spec.experts:
-            return 0, self.length * (self.expert * tensor // self.spec.shape[0] == rank)
+            return 0, self.length * (self.expert in own_experts(self.spec.shape[0], tensor, rank))
         if not self.sharded or tensor == 1:
             return 0, self.length
         units = self.spec.units
@@ -117,6 +117,13 @@ class HfTensor:
         (at, rows), groups = self.group_rows, spec.units
         grouped = shard.unflatten(0, (-1, spec.shape[0] // groups))
         return grouped[a // rows : -(-b // rows), at + a % rows : at + (b - 1) % rows + 1]  # groups, or of one a share
+
+
+def own_experts(experts: int, tensor: int, rank: int) -> range:
+    """Return the experts of a layer that tensor rank `rank` of an engine's `tensor` has; their numbers differ by at most
+    one."""
+    first, last = (-(-x * experts // tensor) for x in (rank, rank + 1))
+    return range(first, last)
 
 
 def hf_tensors(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> tuple[HfTensor, ...]:

@@ -130,10 +130,10 @@ def _engine(device: RehearsedDevice) -> None:
 
     own_rows, sort, multiply = 0, mlp.sort_own_pairs, mlp.grouped_linear
 
-    def sorted_evenly(experts: Tensor, num_experts: int, rank: int, ranks: int, x: Tensor) -> tuple[Any, Tensor]:
+    def sorted_evenly(experts: Tensor, num_experts: int, own: range, x: Tensor) -> tuple[Any, Tensor]:
         nonlocal own_rows
-        own_rows = experts.numel() // ranks
-        return sort(experts, num_experts, rank, ranks, x)
+        own_rows = experts.numel() * len(own) // num_experts
+        return sort(experts, num_experts, own, x)
 
     def multiplied(x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
         """Compute the rows that a rank's experts get if all are chosen as often, and leave memory for the others."""

@@ -16,9 +16,11 @@ def train(ranks, data, folder, *overrides):
     return folder
 
 
-def test_the_same_numbers_as_an_engine_for_each_rank(ranks, tiny_data, tmp_path):
-    apart = train(ranks, tiny_data, tmp_path / "apart", "parallel.tensor=2")
-    together = train(ranks, tiny_data, tmp_path / "together", "parallel.tensor=2", "engine.tensor_parallel=2")
+@pytest.mark.parametrize("own", [(), ("model=tiny_moe", "parallel.expert=2")], ids=["dense", "experts"])
+def test_the_same_numbers_as_an_engine_for_each_rank(ranks, tiny_data, tmp_path, own):
+    layout = "parallel.tensor=2", *own
+    apart = train(ranks, tiny_data, tmp_path / "apart", *layout)
+    together = train(ranks, tiny_data, tmp_path / "together", *layout, "engine.tensor_parallel=2")
     assert any(record["reward/mean"] > 0 for record in stages.records(apart))
     for one, two in zip(stages.records(apart), stages.records(together), strict=True):
         for name, value in one.items():

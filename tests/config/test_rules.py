@@ -212,8 +212,6 @@ sft ; model=tiny_moe ; model.moe.ffn_hidden_size=68 ; model.family=qwen3_moe => 
 sft ; model=tiny_moe ; model.family=qwen3_moe ; model.moe.ffn_hidden_size=0
     ; model.ffn_hidden_size=68
     => model.ffn_hidden_size
-grpo@2 ; model=tiny_moe ; model.moe.ffn_hidden_size=72 ; model.family=qwen3_moe ; engine.tensor_parallel=2
-    => model.moe.ffn_hidden_size
 sft@2 ; model=tiny_moe ; model.moe.ffn_hidden_size=72 ; model.family=qwen3_moe ; model.hidden_size=36
     ; model.head_dim=16 => model.hidden_size
 sft ; run.stop.metric=eval/loss => run.stop.metric
@@ -245,7 +243,9 @@ grpo@2 ; model=qwen3_next_80b_a3b ; model.linear={key_heads: 3, value_heads: 6} 
 grpo@2 ; model.ffn_hidden_size=383 ; engine.tensor_parallel=2 => model.ffn_hidden_size
 grpo@2 ; model=qwen3_next_80b_a3b ; model.moe.shared_ffn_hidden_size=21 ; engine.tensor_parallel=2
     => model.moe.shared_ffn_hidden_size
-grpo@2 ; model=tiny_moe ; model.moe.ffn_hidden_size=33 ; engine.tensor_parallel=2 => model.moe.ffn_hidden_size
+grpo@2 ; model=tiny_moe ; model.moe={num_experts: 1, top_k: 1} ; engine.tensor_parallel=2 => model.moe.num_experts
+grpo@2 ; model=tiny_moe ; model.moe.ffn_hidden_size=33 ; engine={name: vllm, tensor_parallel: 2}
+    => model.moe.ffn_hidden_size
 grpo ; data.eval=. ; eval.max_response_tokens=4096 => eval.max_response_tokens
 sample ; environment.agent=a:b => environment.agent
 sample ; environment.tools=[a:b] => environment.tools

@@ -220,11 +220,12 @@ def test_planning_grows_with_the_ranks(width, apart):
     assert turns(32) < 4.5 * turns(8)
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_what_a_rank_holds_it_keeps(tensor):
-    """The same ranks and the same tensor parallelism: nothing between ranks, whatever the replicas."""
+@pytest.mark.parametrize("tensor, experts", [(1, 1), (2, 1), (4, 1), (2, 2), (4, 4)])
+def test_what_a_rank_holds_it_keeps(tensor, experts):
+    """The same ranks and the same tensor parallelism: nothing between ranks, whatever the replicas. Nor of experts
+    that both share among as many ranks."""
     for name, cfg in [(name, cfg) for name, cfg in SHAPES.items() if cfg.num_kv_heads % tensor == 0]:
-        trainer = trainer_of(4, tensor, data=2)
+        trainer = trainer_of(4, tensor, 1, 1, 2, experts)
         plan = plan_refit(trainer, EngineGrid(tuple(range(2 * tensor)), tensor), hf_tensors(cfg), BYTES, 1 << 20)
         assert not plan.rounds and len(plan.local) == 2 * tensor, name
 

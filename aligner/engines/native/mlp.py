@@ -12,6 +12,7 @@ from aligner.engines.native.block_inputs import BlockContext, Product, of
 from aligner.families.family import Family
 from aligner.families.rows import BRANCH_NORMS
 from aligner.families.table import family_table
+from aligner.models.shards import own_experts
 from aligner.models.slices import Shard, of_experts
 from aligner.ops.kernels.experts import (
     add_bias,
@@ -75,14 +76,14 @@ class ExpertMlp:
         self.kit, self.traits, layers = kit, cfg.traits, cfg.layers_of("sparse")
         self.index, count, hidden = {layer: i for i, layer in enumerate(layers)}, len(layers), cfg.hidden_size
         experts, ffn, biased = cfg.moe.num_experts, cfg.expert_ffn, cfg.traits.expert_bias
-        own = experts // share
-        self.own = Shard(first=kit.peers.rank * own, count=own)
+        self.own = own_experts(experts, share, kit.peers.rank)
+        own = len(self.own)
         self.router = kit.empty(count, experts, hidden)
         self.router_bias = kit.empty(count, experts) if biased else None
         width, latent = cfg.expert_hidden, cfg.moe.latent_size
         self.into = kit.empty(count, latent, hidden) if latent else None
         self.onto = kit.empty(count, hidden, latent) if latent else None
-        made = [self._made(kit, own, cfg.mlp_parts, ffn, width) for _ in layers]
+        made = [self._made(kit, cfg.mlp_parts, ffn, width) for _ in layers]
         self.gate_up, self._halves, self.down, self._downs = zip(*made, strict=True)
         self.gate_up_bias = kit.empty(count, own, 2 * ffn) if biased else None
         self.down_bias = kit.empty(count, own, hidden) if biased else None
@@ -97,11 +98,10 @@ class ExpertMlp:
         self.scale = kit.empty(count, experts) if cfg.traits.branch_norms else None
         self.norms = {name: kit.empty(count, hidden) for name in BRANCH_NORMS if cfg.traits.branch_norms}
 
-    def _made(
-        self, kit: BlockContext, experts: int, parts: int, ffn: int, width: int
-    ) -> tuple[Tensor, list[Tensor], Tensor, list]:
+    def _made(self, kit: BlockContext, parts: int, ffn: int, width: int) -> tuple[Tensor, list[Tensor], Tensor, list]:
         """Return a layer's matrices, each with its views: gate and up of every expert. Before the first update they
         need memory only while views are made: they are most of a model."""
+        experts = len(self.own)
         gate_up, down = kit.empty(experts, parts * ffn, width), kit.empty(experts, width, ffn)
         made = gate_up, [*gate_up.view(experts * parts, ffn, width)], down, [*down]
         for buffer in (gate_up, down):
@@ -134,11 +134,12 @@ class ExpertMlp:
         if self.shared_gate is not None:
             parts["shared_experts.gate_weight"] = self.shared_gate[:, None]
         views, nothing = dict[str, Tensor](), self.router.new_empty(0)
+        own = Shard(first=self.own.start, count=len(self.own))
         for spec in family_table(self.kit.cfg):
             at, _, kind = spec.canonical.partition(".mlp.")
             if kind in parts:
                 views |= dict.fromkeys(spec.hf, nothing)  # of other ranks' experts
-                views |= zip(of_experts(spec, self.own).hf, parts[kind][self.index[int(at.rpartition(".")[2])]], strict=True)
+                views |= zip(of_experts(spec, own).hf, parts[kind][self.index[int(at.rpartition(".")[2])]], strict=True)
         return views
 
     def __call__(self, layer: int, y: Tensor, routes: Tensor | None, tokens: Tensor | None = None) -> Tensor:
@@ -156,13 +157,13 @@ class ExpertMlp:
             routing = route_by_groups(y, self.router[index], self.score_bias[index], moe, score=score, own=own)
         if routes is not None:
             routes[:, index] = routing.experts
-        x, peers = self._normed("experts_layernorm", index, y), self.kit.peers
+        x = self._normed("experts_layernorm", index, y)
         x = x if self.into is None else F.linear(x, self.into[index])
-        pairs, counts = sort_own_pairs(routing.experts, moe.num_experts, peers.rank, peers.size, x)
+        pairs, counts = sort_own_pairs(routing.experts, moe.num_experts, self.own, x)
         mixed = self._product(expand(x, pairs), self.gate_up[index], counts, of(self.gate_up_bias, index))
         mixed = clamped_gate(mixed) if self.traits.clamped_gate else between(mixed, self.traits, self.limit)
         out = self._product(mixed, self.down[index], counts, of(self.down_bias, index))
-        out = (combine if peers.size == 1 else combine_own)(out, pairs, routing.weights)
+        out = (combine if self.kit.peers.size == 1 else combine_own)(out, pairs, routing.weights)
         return self._with_shared(index, y, out if self.onto is None else F.linear(out, self.onto[index]))
 
     def _product(self, x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:

@@ -131,16 +131,15 @@ def sort_pairs(experts: Tensor, num_experts: int, rows: int | None = None) -> tu
     return pairs, ends.diff(prepend=ends.new_zeros(1))
 
 
-def sort_own_pairs(experts: Tensor, num_experts: int, rank: int, ranks: int, x: Tensor) -> tuple[Pairs, Tensor]:
-    """Sort the pairs of experts int64 [N, k] that are this rank's of `ranks` with equal shares, as `sort_pairs`; the
-    others are none. Where one kernel computes rows like x [N, H], the host does not wait for the number of pairs:
-    there are as many rows as there may be, and nothing may depend on those behind the experts' own."""
-    if ranks == 1:
+def sort_own_pairs(experts: Tensor, num_experts: int, own: range, x: Tensor) -> tuple[Pairs, Tensor]:
+    """Sort the pairs of experts int64 [N, k] that are in `own`, as `sort_pairs`; the others are none. Where one kernel
+    computes rows like x [N, H], the host does not wait for the number of pairs: there are as many rows as there may
+    be, and nothing may depend on those behind the experts' own."""
+    count = len(own)
+    if count == num_experts:
         return sort_pairs(experts, num_experts)
-    count = num_experts // ranks
-    own = experts - rank * count
-    others = own // count != 0
-    pairs, sizes = sort_pairs(own.masked_fill(others, count), count)
+    others = (experts < own.start) | (experts >= own.stop)
+    pairs, sizes = sort_pairs((experts - own.start).masked_fill_(others, count), count)
     if not (in_one_kernel(x) and fused.takes(x)):
         rows = int(sizes.sum())
         return pairs._replace(order=pairs.order[:rows], tokens=pairs.tokens[:rows]), sizes

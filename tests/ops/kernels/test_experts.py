@@ -8,16 +8,19 @@ from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from aligner.config.sections.model.moe import MoeConfig
+from aligner.ops.kernels import experts, fused
 from aligner.ops.kernels.experts import (
     ReplayedExperts,
     add_bias,
     balance_loss,
     clamped_gate,
     combine,
+    combine_own,
     expand,
     grouped_linear,
     route,
     route_by_groups,
+    sort_own_pairs,
     sort_pairs,
 )
 from aligner.ops.kernels.spread import spread
@@ -73,6 +76,35 @@ def test_pairs_lie_by_expert_and_by_token():
     assert experts.flatten()[pairs.order].tolist() == [0, 0, 1, 1, 2, 2]
     x = torch.randn(6, 3)
     assert torch.equal(spread(x[pairs.order], pairs.inverse, pairs.order), x)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_ranks_with_some_of_the_experts_add_up_to_all(on_host, monkeypatch):
+    """Where the host does not know how many pairs are a rank's, no number behind theirs counts."""
+    g, (n, width, num_experts, top_k) = torch.Generator().manual_seed(3), (9, 6, 7, 3)
+    x, matrices = torch.randn(n, width, generator=g), torch.randn(num_experts, width, width, generator=g)
+    chosen = torch.rand(n, num_experts, generator=g).argsort(1)[:, :top_k]
+    weights, total = torch.rand(n, top_k, generator=g), torch.zeros(n, width)
+    for own in (range(3), range(3, 5), range(5, 7)):
+        with monkeypatch.context() as patched:
+            if not on_host:
+                patched.setattr(experts, "in_one_kernel", lambda x: True)
+                patched.setattr(fused, "takes", lambda x: True)
+            pairs, counts = sort_own_pairs(chosen, num_experts, own, x)
+        assert counts.tolist() == [int((chosen == expert).sum()) for expert in own]
+        if on_host:
+            out = grouped_linear(expand(x, pairs), matrices[own.start : own.stop], counts)
+            total += combine_own(out, pairs, weights)
+            continue
+        assert len(pairs.tokens) == n * min(top_k, len(own))
+        out = torch.full((len(pairs.tokens), width), torch.nan)
+        for row, pair in enumerate(pairs.order[: counts.sum()]):
+            assert pairs.tokens[row] == pair // top_k
+            out[row] = matrices[chosen.flatten()[pair]] @ x[pairs.tokens[row]]
+        for pair, row in enumerate(pairs.inverse):  # as the kernel reads them
+            total[pair // top_k] += weights.flatten()[pair] * out[row] if row < len(out) else 0
+    wanted = torch.einsum("nk,nkoi,ni->no", weights, matrices[chosen], x)
+    assert torch.allclose(total, wanted, atol=1e-5)
 
 
 def test_no_tokens_at_all():
