@@ -120,8 +120,8 @@ class HfTensor:
 
 
 def own_experts(experts: int, tensor: int, rank: int) -> range:
-    """Return the experts of a layer that tensor rank `rank` of an engine's `tensor` has; their numbers differ by at most
-    one."""
+    """Return the experts of a layer that tensor rank `rank` of an engine's `tensor` has. Numbers of two ranks differ by
+    at most one."""
     first, last = (-(-x * experts // tensor) for x in (rank, rank + 1))
     return range(first, last)
 
