@@ -371,8 +371,9 @@ def _rank_elements(row: ParamSpec, sizes: dict[str, int], grid: Grid) -> int:
         elements += (grid.tensor - groups) * repeated * sizes["head"] * (elements // shape[0])
     if row.padded:
         return -(-shape[0] // grid.tensor) * shape[1]
-    whole = row.tp_axis is None or row.experts
-    return elements // (1 if whole else grid.tensor) // (grid.expert if row.experts else 1)
+    if row.experts:
+        return elements // shape[0] * -(-shape[0] // grid.expert)
+    return elements // (1 if row.tp_axis is None else grid.tensor)
 
 
 def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float | None = None) -> float:
