@@ -439,8 +439,8 @@ def decode_weight_bytes(m: ModelConfig, rows: float, element: int, tensor: int =
     untouched = 0.0
     if moe.num_experts:
         share = (1 - moe.top_k / moe.num_experts) ** rows
-        more = sqrt(2 * log(tensor) * share * (1 - share) * tensor / moe.num_experts)
-        untouched = count.experts * max(0.0, share - more)
+        ahead = sqrt(2 * log(tensor) * share * (1 - share) * tensor / moe.num_experts)
+        untouched = count.experts * max(0.0, share - ahead)
     looked_up = (0 if m.tie_embeddings else m.hidden_size) + inputs_width(m)
     words = -(-m.vocab_size // tensor)
     head, body = words * m.hidden_size, count.total - untouched - words * (looked_up + m.hidden_size)
