@@ -74,6 +74,7 @@ model_name_or_path: meta-llama/Llama-3.1-8B-Instruct
 dataset_mixture:
   datasets:
     - {id: HuggingFaceH4/ultrafeedback_binarized, config: default, split: train_prefs, weight: 1.0}
+    - {id: HuggingFaceH4/ultrafeedback_binarized, config: default, split: test_prefs, weight: 1.0}
   test_split_size: 2000
   seed: 0
 dataset_num_proc: 12
@@ -215,7 +216,11 @@ python3 -m verl.trainer.main_ppo "${DATA[@]}" "${ACTOR[@]}" +mine.own=3 "$@"
 """
 VERL_PPO = """
 algorithm: {adv_estimator: gae, lam: 0.95, use_kl_in_reward: true, kl_ctrl: {kl_coef: 0.002}}
-data: {train_files: [a.parquet, b.parquet], train_batch_size: 1024, max_prompt_length: 512, max_response_length: 1024}
+data:
+  train_files: [/d/gsm8k/train.parquet, /d/math/train.parquet]
+  train_batch_size: 1024
+  max_prompt_length: 512
+  max_response_length: 1024
 actor_rollout_ref:
   model: {path: Qwen/Qwen3-0.6B}
   actor:
@@ -440,6 +445,8 @@ def test_an_example_becomes_a_config_that_a_run_accepts_and_a_plan_fits(name, tm
     (path,) = (tmp_path / "experiment").glob("*.yaml")
     cfg = compose_run([f"experiment={path.stem}"], config_dir=str(tmp_path))
     assert {key: value(cfg, key) for key in expected} == expected
+    names = [source.name for source in cfg.data.sources]
+    assert len(set(names)) == len(names)
     assert path.read_text() == output[: output.index("#\n# Translated")]
     validate_values(cfg, cfg.cluster.gpus)
     assert plan_of(cfg).memory.fits

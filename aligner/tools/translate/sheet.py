@@ -245,6 +245,16 @@ class Sheet:
         return f"{folder}/{value}"
 
 
+def sources(paths: list[str]) -> list[dict[str, str]]:
+    """Return entries of data.sources. Files of one name are told apart by their folder, else by a number."""
+    labels = [Path(path).name.partition(".")[0] for path in paths]
+    if len(set(labels)) < len(labels):
+        labels = [f"{Path(path).parent.name}_{label}" for path, label in zip(paths, labels, strict=True)]
+    if len(set(labels)) < len(labels):
+        labels = [f"{label}_{number}" for number, label in enumerate(labels, 1)]
+    return [{"path": path, "name": label} for path, label in zip(paths, labels, strict=True)]
+
+
 def preset_of(repository: str) -> str:
     """Return the file of conf/model with the shape of this repository, or of the one whose instructions it follows."""
     stem = repository.rpartition("/")[2]

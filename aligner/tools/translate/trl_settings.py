@@ -6,7 +6,7 @@ from math import ceil
 
 from aligner.errors import ConfigError
 from aligner.tools.translate import trl_losses as losses
-from aligner.tools.translate.sheet import Sheet, share
+from aligner.tools.translate.sheet import Sheet, share, sources
 from aligner.tools.translate.source import Source
 from aligner.tools.translate.trl import RENAMED, STAGES, command_of, vocabulary
 
@@ -54,8 +54,8 @@ def _data(sheet: Sheet) -> None:
     name = "datasets" if sheet["datasets"] else "dataset_mixture"
     if not all(isinstance(entry, dict) and (entry.get("path") or entry.get("id")) for entry in mixture):
         raise ConfigError(name, mixture, "a list of mappings with a path each")
-    sources = [{"path": sheet.folder(str(entry.get("path") or entry["id"]))} for entry in mixture]
-    sheet.put("data.sources", sources, name)
+    folders = [sheet.folder(str(entry.get("path") or entry["id"])) for entry in mixture]
+    sheet.put("data.sources", sources(folders), name)
     sheet.lack(("dataset_name",), f"{name} is read")
     sheet.without[f"splits, columns and shares of {name}"] = "data.sources[].columns and .weight; one split is read"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aligner.errors import ConfigError
-from aligner.tools.translate.sheet import Sheet, share
+from aligner.tools.translate.sheet import Sheet, share, sources
 from aligner.tools.translate.source import Source
 from aligner.tools.translate.verl import current, vocabulary
 from aligner.tools.translate.verl_losses import correction, kl_term, policy_loss
@@ -150,7 +150,7 @@ def _files(sheet: Sheet) -> None:
     if len(files) == 1:
         sheet.put("data.train", files[0], "data.train_files")
     else:
-        sheet.put("data.sources", [{"path": path} for path in files], "data.train_files")
+        sheet.put("data.sources", sources(files), "data.train_files")
     held_out = sheet["data.val_files"]
     if held_out:
         sheet.put("data.eval", held_out[0], "data.val_files", note="the first of them" if len(held_out) > 1 else "")
