@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from aligner.config.key import is_function
-
 LAYOUTS = "layouts"
 
 
@@ -31,6 +29,8 @@ def overrides(what: str, others: list[str]) -> list[str]:
 
 
 def _subject(what: str) -> str:
+    from aligner.config.key import is_function
+
     if what != LAYOUTS and not is_function(what):
         raise argparse.ArgumentTypeError(f"{what!r}: expected {LAYOUTS}, or the path of a policy loss, my_loss.py:name")
     return what
