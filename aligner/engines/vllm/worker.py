@@ -103,6 +103,9 @@ class VllmWorker(BaseWorker):
         if not torch.cuda.is_available() and "attention_backend" not in args:
             # else vLLM's latent attention with AMX, which takes only some sizes
             args = {"attention_config": {"backend": "CPU_MLA"}, **args}
+        if not torch.cuda.is_available():
+            # whose kernel on a CPU misreads keys that are part of a latent vector
+            args = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, **args}
         self.engine = self.api.LLM(**engine_arguments(settings), **args).llm_engine
         super().__init__(settings)
         self._rpc("aligner_open", settings.memories, settings.lasting)

@@ -67,6 +67,7 @@ for name in ("deepseek_v3", "glm4_moe_lite", "deepseek_v32"):
     if indexer.heads:  # which choose all tokens of the tests' rows
         indexer = replace(indexer, head_dim=128, top_k=64)
     FURTHER[name] = replace(FURTHER[name], latent=latent, indexer=indexer, tie_embeddings=False)
+FURTHER["glm4_moe_lite"] = replace(FURTHER["glm4_moe_lite"], rope_scaling=RopeScalingConfig())  # as published
 for name in ("nemotron_h", "nemotron_h-dense"):
     FURTHER[name] = replace(FURTHER[name], linear=MAMBA)
 moe = replace(FURTHER["gpt_oss"].moe, ffn_hidden_size=64)
