@@ -250,7 +250,9 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 # what a clock or the operating system says; a fresh process also copies weights that the one before it still held
-TIMES = ("time/", "throughput/", "memory/", "wall_time", "refit/seconds", "refit/gb_per_s", "refit/bytes", "refit/wire")
+# and what an engine did for a rollout: a start that finds it stored does not generate it
+TIMES = ("engine/", "time/", "throughput/", "memory/", "wall_time")
+TIMES += ("refit/seconds", "refit/gb_per_s", "refit/bytes", "refit/wire")
 
 
 def timeless(run_dir: Path) -> list[dict[str, Any]]:
