@@ -23,6 +23,7 @@ from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.tools.layouts.cases import CONTEXT_GRADIENT, TOLERANCES, LayoutCase, layouts, relative
+from tests.invariance_muon import MuonCase
 
 ROLLOUT = Path(__file__).parent / "assets" / "rollout.safetensors"
 PLAIN = ("sft", "rm", "dpo", "dpo_by_rank", "kto", "distill", "distill_top_k", "grpo", "grpo_proxy", "ppo", "critic")
@@ -72,7 +73,18 @@ def axes() -> dict[str, LayoutCase]:
     cases["logits in parts"] = LayoutCase(batch=BatchConfig(micro_batch_samples=16, logits_bytes=1 << 15))
     cases["recompute"] = LayoutCase(recompute="full")
     cases["plain optimizer, dp2"] = LayoutCase(2, distributed=False)
-    return cases | expert_axes() | lora_axes()
+    return cases | expert_axes() | lora_axes() | muon_axes()
+
+
+def muon_axes() -> dict[str, LayoutCase]:
+    """Cases of an update by Muon, against the same on one rank."""
+    sequence = ParallelConfig(tensor=2, sequence=True)
+    return {
+        "muon, dp2": MuonCase(2),
+        "muon, tp2, sequence": MuonCase(2, sequence),
+        "muon, pp2, micro-batch 2": MuonCase(2, ParallelConfig(pipeline=2), BatchConfig(micro_batch_samples=2)),
+        "muon, experts, ep2+tp2, sequence": MuonCase(4, replace(sequence, expert=2), model=EXPERTS),
+    }
 
 
 def lora_axes() -> dict[str, LayoutCase]:
@@ -173,7 +185,7 @@ class Matrix:
         return self.ranks.run(target, world=case.world, case=case, without=without, **arguments)[0]
 
     def base(self, stage: str, case: LayoutCase) -> dict:
-        key = stage, case.dtype, str(case.model), case.replay
+        key = type(case), stage, case.dtype, str(case.model), case.replay
         if key not in self._base:
             alone = replace(type(case)(), dtype=case.dtype, model=case.model, replay=case.replay)
             self._base[key] = self.replay(stage, alone)

@@ -43,12 +43,14 @@ from aligner.tools.layouts.cases import LayoutCase
 from aligner.tools.layouts.replay import STEEP, with_pair_labels
 from aligner.types import LabelTargets, PolicyTargets, RolloutBatch, TrainBatch, ValueTargets
 from tests import invariance_losses
+from tests.invariance_muon import MuonCase
 from tests.megatron.models import build, build_on, weights
 from tests.tiny import random_routing, wild_source
 
 # Adam with a huge eps and no memory is gradient descent, with learning rate 1 (STEEP: with a larger one)
 PLAIN = OptimConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad=0.0)
 ADAM = OptimConfig(lr=1e-3)
+MUON = OptimConfig(name="muon", lr=1e-3, distributed=False, muon_precision="float32")
 
 
 SCORED = ("rm", "critic")  # models with a score head
@@ -121,8 +123,8 @@ def _replay(recording, stage: str, model: ModelConfig, case: LayoutCase, without
     rows = prepare(recording.rollout, without)
     if case.replay and stage not in SCORED:
         rows.routing = random_routing(cfg, rows)
-    result = {}
-    for name, optim, steps in (("steep", STEEP, 1), ("sgd", PLAIN, 2), ("adam", ADAM, 2)):
+    result, last = {}, MUON if isinstance(case, MuonCase) else ADAM
+    for name, optim, steps in (("steep", STEEP, 1), ("sgd", PLAIN, 2), ("adam", last, 2)):
         head = Head("score" if stage in SCORED else "lm")
         optim = replace(optim, distributed=case.distributed)
         on_trunk = stage == "critic" and cfg.lora.rank > 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import invariance
+from tests.needs import package
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
@@ -24,6 +25,7 @@ EXPERT_AXES = [
 ]
 
 
+MUON_AXES = list(invariance.muon_axes())
 LORA_AXES = [name for name in invariance.axes() if name.startswith("lora, ")]
 
 
@@ -38,7 +40,7 @@ def within(found: dict, bounds: dict) -> None:
 
 
 def test_the_axes_are_those_of_the_command():
-    assert {*AXES, *EXPERT_AXES, *LORA_AXES} == set(invariance.axes())
+    assert {*AXES, *EXPERT_AXES, *LORA_AXES, *MUON_AXES} == set(invariance.axes())
     assert len(invariance.layouts()) == 11
     assert len(dict(invariance.product())) == (11 + 4) * 24
 
@@ -66,6 +68,15 @@ def test_loss_and_gradient_do_not_depend_on_the_axis_with_experts(matrix, stage,
     case = invariance.axes()[axis]
     within(matrix.deviation(stage, case), invariance.bounds(case))
     assert matrix.base(stage, case)["near_ties"] == 0  # else a layout may send a token elsewhere, and rightly so
+
+
+@pytest.mark.parametrize("axis", MUON_AXES)
+def test_updates_by_muon_do_not_depend_on_the_axis(matrix, axis):
+    package("emerging_optimizers")
+    case = invariance.axes()[axis]
+    within(matrix.deviation("grpo", case), invariance.bounds(case))
+    adam = matrix.base("grpo", invariance.LayoutCase(model=case.model))
+    assert invariance.deviation(matrix.base("grpo", case), adam)["adam"] > 0.1  # another optimizer's
 
 
 ON_TRUNK = [

@@ -38,7 +38,7 @@ class PlannedModel:
     distributed: bool = True  # optimizer state over data-parallel ranks
     gradient: int = 4  # bytes of a parameter's gradient
     moments: int = 8  # bytes of its two moments
-    muon: bool = False  # of a layer's matrix it has one, in float32
+    muon: str = ""  # precision of its products, if it has a layer's matrices: of each one moment, in float32
     averaged: bool = False  # `ema` beside it
     shared: bool = False  # its frozen weights are the policy's: those of a reference, or of a critic on its trunk
     grid: Grid | None = None  # a teacher's, if it is not the job's
@@ -63,7 +63,8 @@ class Engine:
     launches: bool = True  # kernels are launched one by one, not as a graph
     placed: bool = True  # a refit writes shards in place, else it hands over whole tensors
     factors: bool = False  # `refit.adapters`: factors alone are sent, and added to frozen weights that are kept
-    early: bool = True  # an engine in a process of its own has weights before the first refit
+    # an engine in a process of its own has weights before the first refit; those of published runs have none
+    early: bool = True
     resident: bool = True  # the weights stay in memory until the next refit, and the cache if it does not sleep
     ranks: int = 0  # beside those that train, that only generate; 0: engines stand on the ranks that train
     lag: int = 0  # > 0: they generate while the others train
@@ -264,8 +265,7 @@ class PlanJob:
 
 def grid_of(cfg: Config, gpus: int) -> Grid:
     p = cfg.parallel
-    over_heads = p.context_mode == "alltoall"
-    data, sizes = gpus // p.model_size, tuple(p.stage_layers)
+    over_heads, data, sizes = p.context_mode == "alltoall", gpus // p.model_size, tuple(p.stage_layers)
     return Grid(p.tensor, p.pipeline, p.context, p.expert, data, p.sequence, over_heads, sizes, p.virtual_stages)
 
 
@@ -401,7 +401,8 @@ def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Planned
     other_models = stage.other_models(cfg) if trains else ()
     mixed = cfg.model.dtype != "float32"
     ours, theirs = (
-        {"gradient": 2 if o.gradient_dtype == "bfloat16" else 4, "moments": o.moment_bytes, "muon": o.name == "muon"}
+        {"gradient": 2 if o.gradient_dtype == "bfloat16" else 4, "moments": o.moment_bytes}
+        | {"muon": o.muon_precision if o.name == "muon" else ""}
         for o in (cfg.optim, cfg.critic.optim)
     )
     if stage.scores:

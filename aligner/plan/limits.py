@@ -28,6 +28,7 @@ PARTS = {
     "ends communication": "parallel.pipeline",
     "engines communication": "engine.tensor_parallel",
     "optimizer": "optim.distributed, {step}",
+    "Muon": "{step} (more samples in an optimizer step), optim.name=adam",
     "kernels": "operations (more GPUs, or a smaller model)",
     "prefill": "operations (more GPUs, or a smaller model)",
     "decode": "memory bandwidth (more GPUs, engine.tensor_parallel)",

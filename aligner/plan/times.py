@@ -23,6 +23,7 @@ from aligner.plan.adapters import (
 from aligner.plan.devices import Assumptions, Device
 from aligner.plan.job import PlanJob, PlannedModel
 from aligner.plan.linear import row_bytes, rule_bytes, rule_operations
+from aligner.plan.muon import muon_operations
 from aligner.plan.reads import reads
 from aligner.plan.shapes import (
     Grid,
@@ -210,6 +211,12 @@ def _computed(alike: Shared | None, tokens: float) -> float:
     return alike.tokens / tokens if alike else 1.0
 
 
+def computed_tokens(job: PlanJob) -> float:
+    """Return the tokens of a micro-batch that are computed, of rows of mean length."""
+    tokens = job.micro_batches()[1]
+    return tokens * _computed(_alike(job, tokens), tokens)
+
+
 def micro_batch_seconds(
     job: PlanJob, model: PlannedModel, stage: int, tokens: float, backward: bool, machine: Machine
 ) -> float:
@@ -250,7 +257,8 @@ def _pipeline(
     calls = pass_calls(job, model, stage, tokens, backward)
     _communicate(one, [c if c.axis != "pp" else replace(c, size=c.size * grid.virtual) for c in calls], job, machine)
     if backward:
-        beside = sum(machine.seconds(call, grid) for call in buffered_calls(job, model, stage, tokens))
+        computed = _computed(_alike(job, tokens), tokens) * tokens
+        beside = sum(machine.seconds(call, grid) for call in buffered_calls(job, model, stage, computed))
         one.parts["tp communication"] -= min(machine.assumed.beside * beside, kernels)
     if grid.pipeline > 1:
         phase.parts["bubble"] += (grid.pipeline - 1) / grid.virtual * one.seconds
@@ -308,7 +316,8 @@ def _add(phase: PhaseTime, other: PhaseTime, times: float = 1.0, prefix: str = "
 
 
 def _optimizer_step(job: PlanJob, model: PlannedModel, machine: Machine) -> PhaseTime:
-    """Return the time of one model's step, with Adam's traffic for each parameter whose state the rank holds."""
+    """Return the time of one model's step, with Adam's traffic for each parameter whose state the rank holds, also
+    where Muon has less of it."""
     one = PhaseTime()
     _pipeline(one, job, model, machine, *job.micro_batches(), backward=True)
     if model.shape.moe.aux_coef and model.shape.moe.aux_over == "minibatch" and job.micro_batches()[0] > 1:
@@ -323,6 +332,9 @@ def _optimizer_step(job: PlanJob, model: PlannedModel, machine: Machine) -> Phas
     _communicate(one, [call for call in calls if call not in reduced], job, machine)
     share = optimizer_share(most, job.grid, model.distributed)
     one.parts["optimizer"] += machine.copied(adam_bytes(job.element) * share)
+    if model.muon:
+        rate = machine.rate * (machine.assumed.wide if model.muon == "float32" else 1)
+        one.parts["Muon"] += muon_operations(model.shape, job.grid, states.index(most)) / rate
     return one
 
 

@@ -27,6 +27,7 @@ from aligner.plan.adapters import (
 from aligner.plan.devices import Device, Prices
 from aligner.plan.job import PlanJob, PlannedModel
 from aligner.plan.linear import gathered_width, linear_alike
+from aligner.plan.muon import gathered_numbers
 from aligner.plan.reads import reads
 from aligner.plan.shapes import (
     Grid,
@@ -364,6 +365,9 @@ def step_calls(job: PlanJob, model: PlannedModel, stage: int) -> list[Collective
             calls.append(CollectiveCalls(axis, "all_gather", times * float(e * dense + 4 * score), times))
         else:
             calls.append(CollectiveCalls(axis, "all_reduce", float(model.gradient * dense + 4 * score)))
+    if model.muon:
+        numbers, matrices = gathered_numbers(m, grid, stage)
+        calls.append(CollectiveCalls("tp", "all_gather", 4 * numbers, matrices))
     layers = stage_layers(m, grid, stage)
     if is_adapted(model):
         if grid.sequence:

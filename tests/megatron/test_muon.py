@@ -5,6 +5,7 @@ from itertools import cycle, islice
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
@@ -17,11 +18,14 @@ from aligner.megatron.optimizer_state import owned, parameters_and_mains
 from aligner.megatron.weights import local_parameters
 from aligner.models.params import from_hf, to_hf
 from aligner.plan.adapters import trained_parameters
-from aligner.plan.job import PlannedModel
+from aligner.plan.job import PlanJob, PlannedModel, PlannedRows
+from aligner.plan.muon import muon_operations
 from aligner.plan.shapes import Grid
 from aligner.plan.sizes import moment_bytes, optimizer_bytes
+from aligner.plan.traffic import step_calls
 from tests.megatron.models import ONE, build, equal_shares, load_and_step, one_more, same, save_and_go_on, stepped
 from tests.needs import package
+from tests.operations import Listener, counted
 from tests.ranks import on_ranks
 from tests.tiny import LLAMA, MODELS, MOE, MORE, relative
 
@@ -142,11 +146,35 @@ def state_bytes(parallel) -> tuple[int, int]:
 
 
 def test_plan_knows_its_state(ranks):
-    model = PlannedModel("policy", MOE, trained=True, distributed=False, muon=True)
+    model = PlannedModel("policy", MOE, trained=True, distributed=False, muon="float32")
     grid = Grid(tensor=2, pipeline=2, expert=2)
     for stage, size in ranks.run(state_bytes, world=4, parallel=LAYOUTS["ep2, tp2, pp2"][2]):
         count, moments = trained_parameters(model, grid, stage), moment_bytes(model, grid, stage)
         assert size == pytest.approx(optimizer_bytes(count, grid, 2, False, False, moments), rel=1e-9)
+
+
+def a_step(parallel) -> tuple[int, dict, list]:
+    """Operations, and bytes between tensor ranks, of Muon's own step."""
+    model = build(MOE, parallel, MUON)
+    (inner,) = (o.optimizer for o in model.optimizer.chained_optimizers if isinstance(o.optimizer, MatrixMuon))
+    own, operations = inner.step, []
+    inner.step = lambda *unused: operations.append(counted(own))
+    with Listener() as heard:
+        one_more(model, equal_shares)
+    tensor = tuple(dist.get_process_group_ranks(model.layout.pgs.tp))
+    (made,) = operations
+    return model.layout.pp_rank, made, heard.bytes[tensor, "all_gather"]
+
+
+def test_plan_knows_its_operations_and_messages(ranks):
+    """All that tensor ranks gather here are matrices."""
+    model = PlannedModel("policy", MOE, trained=True, distributed=False, muon="float32")
+    grid = Grid(tensor=2, pipeline=2, expert=2)
+    for stage, made, gathered in ranks.run(a_step, world=4, parallel=LAYOUTS["ep2, tp2, pp2"][2]):
+        assert sum(made.values()) == muon_operations(MOE, grid, stage)
+        job = PlanJob("sft", (model,), grid, PlannedRows(8, 8, 4, 4, 4, 4), None)
+        calls = [call for call in step_calls(job, model, stage) if (call.axis, call.op) == ("tp", "all_gather")]
+        assert gathered == sum(call.size for call in calls) > 0
 
 
 def test_a_missing_package_is_told(monkeypatch):

@@ -11,6 +11,7 @@ LINES = {
     "a tied embedding": ["model=qwen3_0.6b", "parallel.pipeline=2", "stage=sft", "batch.sequences=64"],
     "engines apart": ["model=qwen3_0.6b", "engine.ranks=8", "batch.prompts=64", "stage=grpo"],
     "a process": ["model=qwen3_0.6b", "engine.name=vllm", "engine.tensor_parallel=2", "stage=grpo"],
+    "Muon": ["model=llama3_8b", "optim.name=muon", "optim.distributed=false", "stage=grpo"],
     "a judge": ["model=qwen3_0.6b", "reward.judges=[{question: '0123{response}'}]", "stage=grpo"],
 }
 
@@ -24,4 +25,5 @@ def test_every_part_of_a_phase_has_words():
         texts[name] = [str(limit) for limit in prediction.limits]
     assert parts == PARTS.keys()
     assert "refit is limited by the number of tensors (engine.name=native takes weights in place)" in texts["a process"]
+    assert any(text.startswith("update is limited by batch.minibatch_samples") for text in texts["Muon"])
     assert "score is limited by the engine's own process (engine.name=native has none)" in texts["a process"]
