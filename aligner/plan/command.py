@@ -23,7 +23,7 @@ from aligner.plan.memory import MemoryPlanError, refuse
 from aligner.plan.prediction import Prediction, predict, shares_text
 from aligner.plan.sizing import Room, sized
 from aligner.plan.split import splits
-from aligner.plan.sweep import sweep
+from aligner.plan.sweep import Sweep, widths
 
 FASTER = 0.9  # of the native engine's seconds: a step with vLLM that is worth a line
 
@@ -61,7 +61,10 @@ def predicted(args: argparse.Namespace, cfg: Config) -> Prediction:
 def _swept(args: argparse.Namespace, cfg: Config) -> list[Prediction]:
     """Return a prediction of every layout that fits."""
     device, shape, job_for = _asked(args, cfg)
-    predictions, nearest = sweep(cfg, shape, args.gpus, device, min(args.gpus_per_node, args.gpus), job_for)
+    node = min(args.gpus_per_node, args.gpus)
+    ranks = [args.engine_tensor_parallel] if args.engine_tensor_parallel else widths(cfg, args.gpus, node)
+    sweep = Sweep(args.gpus, device, node, job_for)
+    predictions, nearest = sweep.run(cfg, shape, ranks), sweep.nearest
     if not predictions and nearest is not None:
         raise MemoryPlanError(
             f"no layout of {args.gpus} GPUs fits: the smallest needs {nearest.peak_bytes / GIB:.1f} GiB in phase "

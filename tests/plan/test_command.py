@@ -100,9 +100,8 @@ def test_lengths_that_are_none_are_refused(capsys, tmp_path, text):
 
 
 def test_a_sweep_lists_what_fits_fastest_first(capsys, monkeypatch):
-    eight = []  # swept once: the two reports of it are what differs
-    sweep = command.sweep
-    monkeypatch.setattr(command, "sweep", lambda *args: eight[0] if eight else eight.append(sweep(*args)) or eight[0])
+    eight, run = [], command.Sweep.run  # swept once: the two reports of it are what differs
+    monkeypatch.setattr(command.Sweep, "run", lambda *args: eight[0] if eight else eight.append(run(*args)) or eight[0])
     assert main(["plan", "--sweep", "--json", "--top", "5", *EIGHT, "batch.micro_batch_tokens=8192"]) == 0
     output = json.loads(capsys.readouterr().out)
     assert len(output) == 5 and all(row["fits"] for row in output)
@@ -112,9 +111,28 @@ def test_a_sweep_lists_what_fits_fastest_first(capsys, monkeypatch):
     overrides = [word for word in best.split() if "=" in word]
     assert main(["plan", "--json", *EIGHT, "batch.micro_batch_tokens=8192", *overrides]) == 0
     assert json.loads(capsys.readouterr().out)["step_s"] == pytest.approx(output[0]["step_s"])
-    monkeypatch.setattr(command, "sweep", sweep)
+    monkeypatch.undo()
     assert main(["plan", "--sweep", "--gpus", "8", "model=llama3_70b", "stage=grpo"]) == 1
     assert "no layout of 8 GPUs fits" in capsys.readouterr().err
+
+
+def test_a_sweep_varies_the_ranks_of_an_engine(capsys):
+    """Of a small model one rank is faster than two; a large one does not fit one."""
+    line = ["plan", "--json", "--gpus", "2", "model=qwen3_1.7b", "stage=grpo", "engine.tensor_parallel=2"]
+
+    def best(*more):
+        assert main([*line, *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    (swept, *_), (told, *_) = best("--sweep"), best("--sweep", "--engine-tensor-parallel=2")
+    assert [row["sizes"]["engine.tensor_parallel"] for row in (swept, told)] == [1, 2]
+    keys = [f"{key}={value}" for key, value in swept["sizes"].items()]
+    keys += [f"parallel.{key}={swept['layout'][key]}" for key in ("tensor", "pipeline", "context", "sequence")]
+    keys += [f"model.recompute={swept['layout']['recompute']}"]
+    assert best(*keys)["step_s"] == pytest.approx(swept["step_s"]) and swept["step_s"] < told["step_s"]
+    large = ["plan", "--json", "--sweep", "--gpus", "2", "model=qwen3_32b", "model.lora.rank=8", "stage=grpo"]
+    assert main(large) == 0
+    assert {row["sizes"]["engine.tensor_parallel"] for row in json.loads(capsys.readouterr().out)} == {2}
 
 
 def test_a_sweep_gives_pipelines_more_stages_where_that_is_faster(capsys):
