@@ -83,7 +83,7 @@ def _files(cfg: Config, ranks: int) -> Iterable[str]:
 
 
 def _warnings(job: Job, dtype: str) -> Iterable[str]:
-    cfg, stored = job.cfg, _stored(job)
+    cfg, stored, stage = job.cfg, _stored(job), job.cfg.stage.its
     if cfg.model.dtype == "auto" and stored and stored != dtype and cfg.stage.name != "sample":
         yield (
             f"WARNING: model.dtype=auto is {dtype} on this device, and {cfg.model.init} holds {stored}: the "
@@ -91,6 +91,12 @@ def _warnings(job: Job, dtype: str) -> Iterable[str]:
         )
     if TE.broken:
         yield f"WARNING: TransformerEngine is not used: {TE.lacks}. model.kernels=own leaves it out without a warning"
+    alike = cfg.batch.group if stage.rollouts else stage.rows(cfg)  # rows of a prompt
+    if cfg.model.megatron.get("tp_comm_overlap") and cfg.batch.share_prompts and alike > 1:
+        yield (
+            "WARNING: model.megatron.tp_comm_overlap: micro-batches whose rows share prompts (batch.share_prompts) may "
+            "be too small for its buffers, and send as without. `plan` says whether they are"
+        )
     warmup, learns = cfg.critic.warmup_steps, cfg.stage.name == "ppo" and not cfg.debug.rollout_only
     if learns and 0 < cfg.run.steps <= warmup:
         yield (

@@ -319,8 +319,8 @@ def check_kernels(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) ->
         raise ConfigError("model.kernels", "te", "auto or own", f"TransformerEngine is not used here: {reason}.")
     if fp8 and (reason := transformer_engine.lacks_fp8(cfg.megatron["fp8_recipe"])):
         raise ConfigError("model.megatron.fp8", fp8, "a device with FP8, and TransformerEngine", f"Here: {reason}.")
-    if TE.lacks and cfg.megatron.get("tp_comm_overlap"):
-        raise ConfigError("model.megatron.tp_comm_overlap", True, "false without TransformerEngine", f"{TE.lacks}.")
+    if cfg.megatron.get("tp_comm_overlap") and (reason := transformer_engine.lacks_buffers()):
+        raise ConfigError("model.megatron.tp_comm_overlap", True, "false without TransformerEngine", f"{reason}.")
     varlen.is_used(cfg, dtype, device)
 
 

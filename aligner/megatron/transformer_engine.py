@@ -110,6 +110,11 @@ def unfused(cfg: ModelConfig) -> str:
     return "" if flash or fused else "neither cuDNN nor FlashAttention computes it here"
 
 
+def lacks_buffers() -> str:
+    """Return why there are no user buffers here; "" if there are."""
+    return TE.lacks
+
+
 def lacks_fp8(recipe: str) -> str:
     """Return why there are no FP8 products by this recipe here; "" if there are."""
     if TE.lacks:

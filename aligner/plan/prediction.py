@@ -9,6 +9,7 @@ from typing import Any
 
 from aligner.config.derived import node_purposes
 from aligner.config.schema import Config
+from aligner.config.sections.model.kernels import NEAR
 from aligner.config.validate_model import validate_on_gpu
 from aligner.errors import ConfigError
 from aligner.families.table import parameters
@@ -19,7 +20,7 @@ from aligner.plan.limits import Limit, limits
 from aligner.plan.linear import row_bytes
 from aligner.plan.memory import Memory, generating, most_of, plan_memory, refuse, training
 from aligner.plan.sizing import Room, sized
-from aligner.plan.times import Machine, PhaseTime, plan_times, pretrain_phase, update_mfu
+from aligner.plan.times import Machine, PhaseTime, computed_tokens, plan_times, pretrain_phase, update_mfu
 from aligner.plan.windows import Windows, window_of
 
 
@@ -94,7 +95,9 @@ class Prediction:
         by_tokens = {"batch.micro_batch_tokens": job.micro_tokens}
         sizes = by_tokens if job.micro_tokens else {"batch.micro_batch_samples": job.micro_rows // job.unit}
         sizes |= {"batch.logprob_tokens": job.logprob_tokens} if job.asked else {}
-        return sizes | ({"engine.kv_cache_bytes": int(job.engine.kv_bytes)} if job.engine else {})
+        if job.engine is None:
+            return sizes
+        return sizes | {"engine.tensor_parallel": job.engine.tensor, "engine.kv_cache_bytes": int(job.engine.kv_bytes)}
 
     @property
     def tokens_per_gpu_s(self) -> float:
@@ -174,6 +177,7 @@ class Prediction:
             *([f"critic.pretrain_steps {self.pretrain_s:.1f} s, once"] if self.pretrain_s else []),
             f"sizes {' '.join(f'{key}={value}' for key, value in self.sizes.items())}{self._slots_text()}",
             *self._linear_lines(),
+            *self._buffer_lines(),
             *(str(limit) for limit in self.limits),
             f"memory {memory.peak_bytes / GIB:.1f} of {memory.limit_bytes / GIB:.1f} GiB in {memory.peak}"
             f"{self._apart_text()}",
@@ -208,6 +212,17 @@ class Prediction:
         each, slots = row_bytes(shape) / engine.tensor, self.job.slots()[0]
         held = f"{each / 1e6:.1f} MB of a row of any length, {each * slots / GIB:.1f} GiB of {slots} rows"
         return [f"linear attention remembers on an engine's GPU {held}"]
+
+    def _buffer_lines(self) -> list[str]:
+        """Return the line about user buffers that micro-batches do not fill."""
+        job, tokens = self.job, computed_tokens(self.job)
+        if not job.policy.shape.megatron.get("tp_comm_overlap") or tokens >= NEAR * job.micro_tokens:
+            return []
+        shared = ", as rows share prompts (batch.share_prompts)" * (tokens < job.micro_batches()[1])
+        return [
+            f"no message goes beside products (model.megatron.tp_comm_overlap): a micro-batch has {tokens:.0f} tokens "
+            f"of the {job.micro_tokens} of user buffers{shared}"
+        ]
 
     def _apart_text(self) -> str:
         if not self.ranks:

@@ -45,7 +45,7 @@ def prepared(cfg: Config, folder: Path) -> Config:
     init = cfg.model.init if own else str(model_folder)
     ready = replace(
         cfg,
-        model=replace(_unbuffered(shape), init=init, tokenizer=str(tokenizer), lora=replace(cfg.model.lora, init="")),
+        model=replace(shape, init=init, tokenizer=str(tokenizer), lora=replace(cfg.model.lora, init="")),
         data=_data(cfg, cfg.data, folder / "rows.jsonl"),
         ptx=replace(cfg.ptx, data=_data(cfg, cfg.ptx.data, folder / "ptx.jsonl")) if cfg.ptx.coef else cfg.ptx,
         engine=replace(
@@ -92,12 +92,6 @@ def _question(judge: JudgeConfig) -> str:
     """Return a question about columns of the rehearsed rows, as long as `plan` takes the judge's own to be."""
     fields = "".join(f"{{{name}}}" for name in ("prompt", *FIELDS[judge.kind]))
     return "?" * (len(judge.text) // CHARACTERS) + fields
-
-
-def _unbuffered(shape: ModelConfig) -> ModelConfig:
-    """Return the model without user buffers, whose memory only a driver has."""
-    own = {name: value for name, value in shape.megatron.items() if not name.startswith("tp_comm_")}
-    return replace(shape, megatron=own)
 
 
 def _data(cfg: Config, data: DataConfig, path: Path) -> DataConfig:

@@ -41,12 +41,13 @@ def files_are_the_same() -> None:
 
 def install(device: RehearsedDevice, names: Callable[[Any], None]) -> None:
     """Install the patches, after `files_are_the_same`. `names` is called with each layout."""
-    from aligner.rehearse import fp8
+    from aligner.rehearse import fp8, user_buffers
 
     _models(device)
     _engine(device)
     route_evenly(device)
     fp8.install(device.pricing.device)
+    user_buffers.install()
     _rollouts()
     _checkpoints(device)
     _phases(device)

@@ -15,6 +15,9 @@ from aligner.megatron import groups
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.user_buffers import FLAGS, make_buffers
+from aligner.plan.job import PlanJob, PlannedModel, PlannedRows
+from aligner.plan.shapes import Grid
+from aligner.plan.sizes import user_buffers
 from aligner.roles.batching import micro_batches
 from aligner.types import TrainBatch
 from tests.megatron import models
@@ -112,6 +115,22 @@ def calls(cfg: ModelConfig, budget: int) -> list[dict]:
 def test_buffers_are_made_as_megatrons_training_script_makes_them(te_ranks, fp8):
     theirs, own = te_ranks.run(calls, world=2, cfg=replace(LONG, megatron=OVERLAP | fp8), budget=512)[0]
     assert theirs == own
+
+
+def buffer_bytes(cfg: ModelConfig) -> int:
+    """Of all that TransformerEngine makes."""
+    from transformer_engine.pytorch.module import base
+
+    make_buffers(cfg, groups.build_layout(SEQUENCE), torch.float32, 512)
+    return sum(buffer.data.nbytes for buffer in base._ub_communicators.values())
+
+
+@pytest.mark.parametrize("fp8", [{}, RECIPES["tensorwise"], RECIPES["tensorwise"] | {"first_last_layers_bf16": True}])
+def test_plan_has_their_memory(te_ranks, fp8):
+    cfg = replace(LONG, megatron=OVERLAP | fp8)
+    rows = PlannedRows(8, 8, 64, 64, 64, 64)
+    job = PlanJob("sft", (PlannedModel("policy", cfg),), Grid(2), rows, None, element=4, micro_tokens=512)
+    assert te_ranks.run(buffer_bytes, world=2, cfg=cfg)[0] == user_buffers(job)
 
 
 def refused(cfg: ModelConfig) -> str:

@@ -500,8 +500,26 @@ def test_user_buffers_hide_messages_and_take_memory():
     memory = [plan_memory(job, H100, free).phases for job in (plain, beside)]
     own = {name: sum(items.values()) - sum(memory[0][name].values()) for name, items in memory[1].items()}
     assert set(own.values()) == {12 * 2 * 8192 * 4096}
+    assert "no message goes beside" not in predict(beside, H100).text()
     half, other = (replace(job, micro_tokens=300_000) for job in (beside, plain))  # 262,144 are too few for them
     assert plan_times(half, H100, free)["update"].parts == plan_times(other, H100, free)["update"].parts
+
+
+def test_shared_prompts_leave_user_buffers_empty():
+    """A micro-batch of 64 rows of 512 + 512 tokens has 16 prompts: 40,960 of 65,536 tokens are computed."""
+    cfg = ["stage=grpo", "model=llama3_8b", "batch.prompts=16", "batch.group=16", "batch.micro_batch_tokens=65536"]
+    cfg += ["parallel={tensor: 8, sequence: true}", "batch.minibatch_samples=0"]
+    cfg += ["data.max_prompt_tokens=1024", "sampling.max_response_tokens=1024"]
+    times, texts = {}, {}
+    for share in ("true", "false"):
+        for own in ("true", "false"):
+            job = job_of(compose([*cfg, f"batch.share_prompts={share}", f"model.megatron.tp_comm_overlap={own}"]), 8)
+            prediction = predict(job, H100)
+            times[share, own] = prediction.phases["update"].parts["tp communication"]
+            texts[share, own] = prediction.text()
+    assert times["true", "true"] == times["true", "false"] and times["false", "true"] < times["false", "false"]
+    assert ["no message goes beside products" in text for text in texts.values()] == [True, False, False, False]
+    assert "a micro-batch has 40960 tokens of the 65536 of user buffers, as rows share" in texts["true", "true"]
 
 
 def test_experts_are_whole_and_tensor_ranks_send_their_own_tokens():

@@ -27,6 +27,7 @@ CASES = {
     "apart": ["stage=grpo", "model=llama3_8b", "parallel.tensor=2", *ROLLOUT, *APART],
     "experts": ["stage=sft", "model=qwen3_30b_a3b", "parallel.expert=4", "parallel.context=2", *ROWS],
 }
+CASES["buffers"] = [*CASES["sft"][:-1], "batch.micro_batch_tokens=4096", "model.megatron.tp_comm_overlap=true"]
 CASES["fp8"].append("model.megatron={fp8: hybrid, fp8_recipe: tensorwise, first_last_layers_bf16: true}")
 SHARING = {
     "group": ["stage=grpo", "model=llama3_8b", "batch.micro_batch_samples=16", *SHARED],
@@ -61,7 +62,7 @@ GPUS, STEPS = 8, 2
 def test_a_plan_has_the_memory_and_the_messages_of_the_code(tmp_path):
     configs = {name: compose([*overrides, "model.num_layers=4"]) for name, overrides in CASES.items()}
     jobs = {name: cases_of(cfg, GPUS, "stages", tmp_path / name) for name, cfg in configs.items()}
-    records, updates = iter(run([case for _, cases in jobs.values() for case in cases], "h100", tmp_path)), {}
+    records, first = iter(run([case for _, cases in jobs.values() for case in cases], "h100", tmp_path)), {}
     for name, (cfg, cases) in jobs.items():
         own = {case["rank"]: next(records) for case in cases}
         rehearsal = Rehearsal(cfg, GPUS, find_device("h100"), own, 0.0)
@@ -80,8 +81,12 @@ def test_a_plan_has_the_memory_and_the_messages_of_the_code(tmp_path):
             heard, wanted = _sent(phases["update"]), _planned(rehearsal, rank)
             for kind in KINDS:  # what is smaller are metrics
                 assert heard[kind] == pytest.approx(wanted[kind], rel=1e-3, abs=1e6), (name, rank, kind)
-        updates[name] = rehearsal.records[0]["phases"]["update"]
-    plain, fp8 = updates["sft"], updates["fp8"]  # the same products, of two of four layers at twice the rate
+        first[name] = rehearsal.records[0]["phases"]
+    for phase in ("build", "update", "save"):  # twelve buffers of a micro-batch in 16 bits
+        beside, plain = (first[name][phase]["peak_bytes"] for name in ("buffers", "sft"))
+        assert beside - plain == pytest.approx(12 * 2 * 4096 * 4096, rel=0.01), phase
+    # the same products, of two of four layers at twice the rate
+    plain, fp8 = (first[name]["update"] for name in ("sft", "fp8"))
     assert fp8["product_flops"] == pytest.approx(plain["product_flops"])
     in_layers = 6 * 16 / 4 * 4096 * 2 * 218.1e6 / 2  # of two layers, whose matrices two ranks share
     saved = STEPS * in_layers / find_device("h100").flops / 0.75 / 2

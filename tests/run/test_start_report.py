@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from aligner.builders import start_report
+from aligner.config.resolve import compose
 from aligner.errors import DataError
 from aligner.megatron import model as megatron_model
 from tests import stages
@@ -47,6 +50,16 @@ def test_modules_of_transformer_engine_and_the_reasons_for_others(tiny_data, tmp
         "TransformerEngine's linear layers: used",
         "TransformerEngine's norms: used",
     ]
+
+
+@pytest.mark.parametrize(
+    "line, warned",
+    [("stage=grpo", True), ("stage=grpo batch.share_prompts=false", False), ("stage=dpo", True), ("stage=sft", False)],
+)
+def test_user_buffers_that_shared_prompts_leave_empty(line, warned):
+    cfg = compose([*line.split(), "model.megatron.tp_comm_overlap=true"])
+    job = SimpleNamespace(cfg=cfg, initial=SimpleNamespace(folder=None))
+    assert any("share prompts" in text for text in start_report._warnings(job, "float32")) == warned
 
 
 def test_epochs_are_reported_as_steps(tiny_data, tmp_path, capsys):
