@@ -197,9 +197,9 @@ def test_engines_are_asked_what_they_can_and_not_who_they_are():
 # lines of code and files that a stage reaches by imports, within functions too; a configuration or a GPU loads the rest
 # Files and lines of code that a stage may reach: set to the next hundred lines when a change needs more.
 CLOSURES = {
-    "sft": (243, 21_700),
+    "sft": (243, 21_800),
     "rm": (246, 22_100),
-    "grpo": (280, 25_000),
+    "grpo": (280, 25_100),
     "ppo": (280, 25_100),
 }
 EXTENSIONS = (

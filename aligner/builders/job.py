@@ -173,6 +173,8 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device, signals: StopSignal
         ranks = split_world(engine.ranks)
         bridge = on_demand("engine.ranks, between ranks")(*ranks, trainers, engine.tensor_parallel, engine.silent_s)
         bridge.begin()
+        if engine.child is not None:
+            bridge.fill_by_node()
     torch.manual_seed(derive(cfg.seed, "torch"))
     if cfg.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it

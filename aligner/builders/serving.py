@@ -31,7 +31,7 @@ def serve(job: Job) -> int:
     trainer = TrainerGrid.of(model, cfg.parallel, bridge.trainers // cfg.parallel.model_size)
 
     def plan() -> Exchange | FactorExchange:
-        engines = EngineGrid(bridge.engines, cfg.engine.tensor_parallel)
+        engines = EngineGrid(bridge.engines, bridge.filled_together)
         return planned(trainer, engines, model, (job.dtype, engine_dtype(job)), job.device, cfg.refit, bridge)
 
     memory = PhaseMemory(cfg.memory, job.device, {}, engine, cfg.engine.cache_bytes)

@@ -74,7 +74,7 @@ def main(args: argparse.Namespace, rehearse: Callable[[Config, int, str], None])
 
 
 def _check_engines(cfg: Config, size: Size) -> None:
-    """Check that nodes of engines have no other ranks, and that a replica in child processes is within one node."""
+    """Check that nodes of engines have no other ranks, and equal parts of replicas in child processes."""
     if size.engine_nodes and cfg.engine.ranks != size.engine_ranks:
         expected = f"{size.engine_ranks}: --engine-nodes {size.engine_nodes} of {size.engine_per_node} ranks each"
         raise ConfigError("engine.ranks", cfg.engine.ranks, expected)

@@ -32,8 +32,7 @@ class Capabilities:
     any_prompt: bool = _can("prompts longer than the data's: `reward.judges` without a model of their own")
     routing: bool = _can("tells the experts of its tokens: `mismatch.replay_routing`")
     merges_adapters: bool = _can("merges adapters itself: `refit.adapters=factors`")
-    tensor_parallel: bool = _can("several ranks for a replica: `engine.tensor_parallel`")
-    several_nodes: bool = _can("which may be on several nodes")
+    tensor_parallel: bool = _can("several ranks for a replica, also on several nodes: `engine.tensor_parallel`")
     request_seeds: bool = _can("a sample follows its own seed")
     repeats: bool = _can("repeats bit-for-bit: `run.deterministic`")
     cuda_graphs: bool = _can("decode steps as CUDA graphs: `engine.cuda_graphs`")
@@ -72,7 +71,6 @@ ENGINES = {
             routing=True,
             merges_adapters=True,
             tensor_parallel=True,
-            several_nodes=True,
             request_seeds=True,
             repeats=True,
             cuda_graphs=True,
@@ -90,7 +88,7 @@ ENGINES = {
         check=vllm.check_model,
     ),
     "trtllm": EngineEntry(
-        Capabilities(**_SEEDED, apart=True, tensor_parallel=True, several_nodes=True),
+        Capabilities(**_SEEDED, apart=True, tensor_parallel=True),
         made_by="aligner.engines.trtllm.torch_backend:TrtllmEngine",
         made_apart_by="aligner.engines.trtllm.in_place:InPlaceTrtllmEngine",
         section="trtllm",
@@ -113,7 +111,7 @@ ENGINES = {
         check=trtllm.check_built,
     ),
     "recorded": EngineEntry(
-        Capabilities(replays=True, tensor_parallel=True, several_nodes=True, request_seeds=True, repeats=True),
+        Capabilities(replays=True, tensor_parallel=True, request_seeds=True, repeats=True),
         made_by="aligner.engines.recorded:RecordedEngine",
     ),
 }

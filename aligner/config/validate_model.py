@@ -36,14 +36,14 @@ def validate_shares(cfg: Config, model: ModelConfig, key: str = "model") -> None
 
 
 def check_node(cfg: Config, node: range, world_size: int) -> None:
-    """Check that all ranks of a replica are on this node, or none, unless they may be on several: a child process
-    that reads other ranks' memory reaches only its own node's."""
-    if cfg.engine.can.several_nodes and not (cfg.engine.ranks and cfg.engine.child):
+    """Check that this node has equal parts of replicas that read a refit's weights in memory shared by a node's
+    ranks."""
+    if not (cfg.engine.ranks and cfg.engine.child):
         return
-    width = cfg.engine.tensor_parallel
-    for first in range(world_size - cfg.engine.ranks if cfg.engine.ranks else 0, world_size, width):
-        last = first + width - 1
-        if (first in node) != (last in node):
-            expected = f"replicas within a node of {len(node)} ranks with engine.name={cfg.engine.name}"
-            expected += " and engine.ranks" * cfg.engine.can.several_nodes
-            raise LayoutError("engine.tensor_parallel", width, f"{expected}: ranks {first} to {last} are on two")
+    width, trainers = cfg.engine.tensor_parallel, world_size - cfg.engine.ranks
+    own = [(rank - trainers) // width for rank in node if rank >= trainers]
+    parts = sorted(set(map(own.count, own)))
+    if len(parts) > 1 or any(width % size for size in parts):
+        expected = f"replicas in equal parts on nodes, with engine.name={cfg.engine.name} and engine.ranks"
+        has = f"ranks {node[0]} to {node[-1]}, of a node, are {' and '.join(map(str, parts))} of a replica"
+        raise LayoutError("engine.tensor_parallel", width, f"{expected}: {has}")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,9 @@ from aligner import errors
 from aligner.cluster.seal import Seal
 from aligner.engines.order_barrier import POLL_S, OrderBarrier
 from aligner.engines.orders import decode, encode
-from aligner.errors import AlignerError, EngineError, PeerError
-from aligner.ops.agree import by_rank_0
+from aligner.errors import AlignerError, EngineError, LayoutError, PeerError
+from aligner.ops.agree import by_rank_0, node
+from aligner.ops.reduce import gathered
 
 DISMISS = "dismiss"
 LAST_WORDS_S = 10.0  # that those that generate wait for the end of trainer's ranks that fail
@@ -47,13 +49,15 @@ class Answer(NamedTuple):
 @dataclass
 class Bridge:
     """The connection between trainer ranks and generation ranks. `group`, `store`: of all ranks of the job. The
-    first `trainers` ranks train; each `width` of the others are a replica. Ranks are always those of the job."""
+    first `trainers` ranks train; each `width` of the others are a replica, and each `filled_together` of these share
+    the weights that a refit sends. Ranks are always those of the job."""
 
     group: dist.ProcessGroup
     store: dist.Store
     seal: Seal
     trainers: int
     width: int = 1
+    filled_together: int = 0  # 0: `width`
     silent_s: float = 60.0  # without a heartbeat, after which a rank counts as lost
     signal: Callable[[], int] = lambda: 0  # received by this rank
     on_signal: Callable[[int], None] = lambda number: None  # called with a signal that a generation rank received
@@ -65,7 +69,19 @@ class Bridge:
     def __post_init__(self) -> None:
         self.rank = self.group.rank()
         self.engines = tuple(range(self.trainers, self.group.size()))  # ranks that generate
+        self.filled_together = self.filled_together or self.width
         self.barrier = OrderBarrier(self.store, self.seal, self.silent_s)
+
+    def fill_by_node(self) -> None:
+        """Let each node of a replica get all weights, which its ranks read in memory that they share. Raises
+        LayoutError where nodes have unequal parts of replicas. Collective over all ranks."""
+        nodes = gathered(node(), self.group)[self.trainers :]
+        replicas = [nodes[first : first + self.width] for first in range(0, len(nodes), self.width)]
+        sizes = sorted({len(list(same)) for replica in replicas for _, same in groupby(replica)})
+        if len(sizes) > 1:
+            expected = f"equal parts of replicas on all nodes with engine.ranks: of {sizes} ranks"
+            raise LayoutError("engine.tensor_parallel", self.width, expected)
+        self.filled_together = sizes[0]
 
     @property
     def generates(self) -> bool:

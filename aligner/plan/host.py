@@ -7,7 +7,14 @@ from aligner.families.table import parameters
 from aligner.plan.adapters import trained_parameters
 from aligner.plan.job import PlanJob, PlannedModel
 from aligner.plan.shapes import Count, Grid
-from aligner.plan.sizes import judge_bytes, model_bytes, moment_bytes, optimizer_bytes, weight_bytes
+from aligner.plan.sizes import (
+    filled_together,
+    judge_bytes,
+    model_bytes,
+    moment_bytes,
+    optimizer_bytes,
+    weight_bytes,
+)
 
 
 def checkpoint_bytes(
@@ -43,11 +50,11 @@ def host_items(job: PlanJob) -> dict[str, float]:
 
 def engine_host_bytes(job: PlanJob) -> float:
     """Return the bytes of a rank that only generates. An engine in a process of its own reads the whole model from host
-    memory in a refit, one for all ranks of a replica."""
+    memory in a refit, one for all ranks of a replica on a node."""
     engine = job.engine
     if engine is None or not (engine.ranks and engine.reserved):
         return 0.0
-    return engine.element * parameters(job.policy.shape) / engine.tensor
+    return engine.element * parameters(job.policy.shape) / filled_together(job)
 
 
 def _model_items(job: PlanJob, model: PlannedModel, stage: int) -> dict[str, float]:

@@ -15,6 +15,7 @@ from aligner.config.rules import RuleContext
 from aligner.config.schema import Config
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig, beside, for_run
+from aligner.config.sections.vllm import request_shares
 from aligner.config.stages import STAGES
 from aligner.errors import ConfigError
 from aligner.families.hf_config import config_from_hf
@@ -71,6 +72,7 @@ class Engine:
     window: int = 0  # decode steps after which samples pause; 0: they do not
     pauses: bool = True  # it can have such windows
     matrix: float = 0.0  # bytes of a number of the layers' matrices, if the engine quantises them; 0: element
+    shares: int = 1  # of its GPUs, each with rows, attention and dense layers of its own; experts are on all
     in_flight: bool = False  # not of this project yet: it takes weights while rows run on, and keeps their cache
     page: int = 0  # tokens of a page of the cache, which rows take as they grow; 0: rows are whole
 
@@ -230,12 +232,14 @@ class PlanJob:
         budget."""
         engine, shape = self.engine, self.policy.shape
         assert engine is not None
-        token = kv_bytes(shape, engine.element, engine.tensor) + self.routing
+        token = kv_bytes(shape, engine.element, engine.tensor // engine.shares) + self.routing
         at_once = engine.lag if engine.in_flight else 1 + engine.lag * bool(engine.window)
         rows = self.rows.count / self.replicas * at_once
-        if engine.reserved:  # pages hold what rows have so far, on average half of a response
-            held = token * (self.rows.prompt_mean + self.rows.response_mean / 2) + row_bytes(shape) / engine.tensor
-            return int(max(1, min(ceil(rows), engine.max_batch, engine.kv_bytes // held))), engine.kv_bytes
+        half = self.rows.prompt_mean + self.rows.response_mean / 2  # what a row has so far, on average
+        if engine.reserved:
+            held = token * half + row_bytes(shape) * engine.shares / engine.tensor
+            own = min(ceil(rows / engine.shares), engine.max_batch, engine.kv_bytes // held)
+            return int(max(1, own)) * engine.shares, engine.kv_bytes
         prompts = rows if self.turns else self.rows.prompts / self.replicas  # trajectories go on with others
         positions = self.rows.longest - 1
         page = engine.page if engine.page < positions else 0
@@ -257,9 +261,8 @@ class PlanJob:
         keeps = self.turns and between_steps and not state_positions  # rows between their turns
         whole = max(1, min(room if keeps else slots, (budget + positions - (slots - 1) * state_positions) // positions))
         running = slots
-        if page:  # on average half of a response, and of a page
-            mean = self.rows.prompt_mean + self.rows.response_mean / 2 + page / 2
-            slots = int(max(1, min(slots, whole * positions // mean)))
+        if page:
+            slots = int(max(1, min(slots, whole * positions // (half + page / 2))))
         return slots, (whole * positions + running * state_positions + chunk) * token
 
 
@@ -366,8 +369,7 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
     RuleContext(cfg).check("factors")
     in_turns = not cfg.environment.agent and tensor == 1
     if (e.ranks or gpus) % tensor:
-        expected = f"a divisor of the {e.ranks or gpus} GPUs that generate"
-        raise ConfigError("engine.tensor_parallel", tensor, expected)
+        raise ConfigError("engine.tensor_parallel", tensor, f"a divisor of the {e.ranks or gpus} GPUs that generate")
     return Engine(
         tensor,
         size,
@@ -379,6 +381,7 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
         factors=cfg.refit.adapters == "factors",
         resident=not _released(cfg),
         matrix=matrix_bytes(cfg),
+        shares=request_shares(e.vllm.args, tensor) if e.child is e.vllm else 1,
         ranks=e.ranks,
         lag=e.lag,
         window=e.window,
@@ -466,9 +469,8 @@ def _judges(cfg: Config, shape: ModelConfig, rows: PlannedRows, engine: Engine) 
 
 def _shares(cfg: Config) -> bool:
     """Return whether rows may share prompts."""
-    return (
-        cfg.batch.share_prompts and cfg.batch.packing and cfg.parallel.context == 1 and not cfg.mismatch.replay_routing
-    )
+    whole = cfg.parallel.context > 1 or cfg.mismatch.replay_routing
+    return cfg.batch.share_prompts and cfg.batch.packing and not whole
 
 
 def known_shape(cfg: Config, reader: str) -> ModelConfig:
@@ -478,9 +480,8 @@ def known_shape(cfg: Config, reader: str) -> ModelConfig:
         return shape
     if init not in ("", "random") and not Path(init).expanduser().exists():
         hint = "Or add the preset of its shape: model=llama3_8b."
-        raise ConfigError(
-            "model.init", init, f"a folder on this machine, from whose config.json {reader} reads sizes", hint
-        )
+        expected = f"a folder on this machine, from whose config.json {reader} reads sizes"
+        raise ConfigError("model.init", init, expected, hint)
     expected = f"the size of the vocabulary, or model.tokenizer=FOLDER on this machine, whose size {reader} reads"
     raise ConfigError("model.vocab_size", 0, expected, "Or choose a model: model=llama3_8b.")
 

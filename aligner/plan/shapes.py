@@ -358,9 +358,9 @@ def _holders(row: ParamSpec, m: ModelConfig) -> str:
     return "score" if row.hf == SCORE_HEAD.hf or row.float32 else "dense"
 
 
-def engine_grid(m: ModelConfig, tensor: int) -> Grid:
-    """Return the grid of one engine, whose tensor ranks share the experts, each of them whole."""
-    return Grid(tensor, expert=tensor if m.moe.num_experts else 1)
+def engine_grid(m: ModelConfig, tensor: int, shares: int = 1) -> Grid:
+    """Return the grid of one engine, whose tensor ranks share whole experts. `shares`: see `Engine`."""
+    return Grid(tensor // shares, expert=tensor if m.moe.num_experts else 1)
 
 
 def _rank_elements(row: ParamSpec, sizes: dict[str, int], grid: Grid) -> int:

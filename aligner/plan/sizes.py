@@ -34,10 +34,17 @@ def weight_bytes(count: Count, element: int) -> float:
     return element * (count.dense + count.experts + count.frozen) + wide
 
 
-def engine_bytes(m: ModelConfig, tensor: int, element: int, matrix: float = 0.0) -> float:
-    """Return the bytes of the weights on one of an engine's `tensor` ranks. `matrix`: see `Engine`."""
-    count = rank_parameters(m, engine_grid(m, tensor), 0)
-    ends = (1 if m.tie_embeddings else 2) * -(-m.vocab_size // tensor) * m.hidden_size
+def filled_together(job: PlanJob) -> int:
+    """Return how many ranks of a replica share the weights of a refit on ranks that only generate: of an engine in
+    child processes those of a node, which read one copy."""
+    assert job.engine is not None
+    return min(job.engine.tensor, job.gpus_per_node) if job.engine.reserved else job.engine.tensor
+
+
+def engine_bytes(m: ModelConfig, tensor: int, element: int, matrix: float = 0.0, shares: int = 1) -> float:
+    """Return the bytes of the weights on one of an engine's `tensor` ranks. `matrix`, `shares`: see `Engine`."""
+    count = rank_parameters(m, engine_grid(m, tensor, shares), 0)
+    ends = (1 if m.tie_embeddings else 2) * -(-m.vocab_size * shares // tensor) * m.hidden_size
     less = (element - matrix) * (count.total - ends) if matrix else 0.0
     return weight_bytes(count, element) - less
 
@@ -198,7 +205,7 @@ def _engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:
     wide = max((each.num_heads + 2 * max(each.num_kv_heads, engine.tensor)) * each.kv_channels for each in heads)
     wide += (1 + m.mlp_parts) * widest_mlp(m, engine.tensor) + 2 * engine.tensor * inputs_width(m)
     logits = slots * m.vocab_size
-    weights = engine_bytes(m, engine.tensor, engine.element, engine.matrix)
+    weights = engine_bytes(m, engine.tensor, engine.element, engine.matrix, engine.shares)
     weights += kept_bytes(m, job.element, engine.tensor) if engine.factors else 0
     return {"engine weights": weights, "kv cache": cache}, {
         "prefill": engine.element * tokens * (wide + 3 * m.hidden_size) / engine.tensor,

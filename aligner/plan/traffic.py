@@ -48,6 +48,7 @@ from aligner.plan.shapes import (
     router_parameters,
     stage_layers,
 )
+from aligner.plan.sizes import filled_together
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
@@ -442,7 +443,7 @@ def _wanted(job: PlanJob, stage: int) -> float:
     """Return the bytes of a stage's weights that one rank with an engine needs."""
     assert job.engine is not None
     dense, routed, norms = _whole(job.policy, job.grid, stage)
-    return min(job.element, job.engine.element) * ((dense + routed) / job.engine.tensor + norms)
+    return min(job.element, job.engine.element) * ((dense + routed) / filled_together(job) + norms)
 
 
 def factor_calls(job: PlanJob, stage: int) -> list[CollectiveCalls]:

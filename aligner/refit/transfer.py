@@ -68,8 +68,11 @@ class Refit:
         model, layout = self.model, self.model.layout
         self._group = None if self._bridge is None else self._bridge.group  # of all ranks with weights
         trainer = trainer_grid(model)
-        ranks = tuple(range(dist.get_world_size())) if self._bridge is None else self._bridge.engines
-        engines, dtypes = EngineGrid(ranks, engine.tensor_parallel), (model.dtype, self.engine.dtype)
+        if self._bridge is None:
+            engines = EngineGrid(tuple(range(dist.get_world_size())), engine.tensor_parallel)
+        else:
+            engines = EngineGrid(self._bridge.engines, self._bridge.filled_together)
+        dtypes = model.dtype, engine.dtype
         exchange = planned(trainer, engines, model.cfg, dtypes, model.device, self.config, self._bridge)
         exchange.lasting = model.adapted is None
         named, cause = self._parameters, ""

@@ -179,7 +179,10 @@ def test_engines_on_nodes_of_another_kind_are_a_heterogeneous_job(sbatch, tmp_pa
         (["engine.ranks=4", "--site", "mpirun.yaml"], "mpi='mpirun': expected pmix, pmi2 or none with --engine-nodes"),
         (["engine.ranks=4", "--site", "copies.yaml"], "node_local='/tmp/x': expected empty with --engine-nodes"),
         (["engine.ranks=4", "--shell"], "--engine-nodes=2: expected 0: the nodes of the job's second component"),
-        (["engine.ranks=4", "engine=vllm", "engine.tensor_parallel=4"], "ranks 4 to 7 are on two"),
+        (
+            ["--ranks-per-node", "3", "engine.ranks=6", "engine=vllm", "engine.tensor_parallel=2"],
+            "ranks 6 to 8, of a node, are 1 and 2 of a replica",
+        ),
         (["--engine-nodes=-1"], "--engine-nodes=-1: expected a number >= 0"),
     ],
 )

@@ -47,7 +47,7 @@ from aligner.plan.shapes import (
     rank_parameters,
     routing_bytes,
 )
-from aligner.plan.sizes import embedding_bytes, engine_bytes, logit_bytes
+from aligner.plan.sizes import embedding_bytes, engine_bytes, engine_items, logit_bytes
 from aligner.plan.sweep import candidates
 from aligner.plan.times import (
     Machine,
@@ -58,7 +58,7 @@ from aligner.plan.times import (
     update_mfu,
     update_phase,
 )
-from aligner.plan.traffic import CollectiveCalls, gathered_calls, pass_calls, refit_calls, step_calls
+from aligner.plan.traffic import CollectiveCalls, apart_bytes, gathered_calls, pass_calls, refit_calls, step_calls
 from aligner.rewards.judge import Judge
 from aligner.types import Prompt, Sample
 
@@ -1067,11 +1067,11 @@ def test_a_save_takes_nothing_on_the_device_and_its_share_on_the_host():
 
 @pytest.mark.parametrize(
     ("engine", "width", "ranks", "share"),
-    [("vllm", 4, 8, 4), ("vllm", 1, 8, 1), ("native", 4, 8, 0), ("vllm", 4, 0, 0)],
+    [("vllm", 4, 8, 4), ("vllm", 16, 16, 8), ("vllm", 1, 8, 1), ("native", 4, 8, 0), ("vllm", 4, 0, 0)],
 )
 def test_an_engine_of_its_own_process_reads_the_model_from_host_memory(engine, width, ranks, share):
-    """On ranks of its own: 70B in bfloat16 are 141 GB, of which each of four ranks writes a quarter; on the trainer's
-    ranks a bucket goes from device to device."""
+    """On ranks of its own: 70B in bfloat16 are 141 GB, of which each of four ranks writes a quarter, each of 16 on two
+    nodes an eighth, which it receives; on the trainer's ranks a bucket goes from device to device."""
     line = ["stage=grpo", "model=llama3_70b", f"engine={engine}", f"engine.tensor_parallel={width}"]
     line += [f"engine.ranks={ranks}", "parallel.tensor=8", "parallel.pipeline=4"]
     job = job_of(compose(line), 32 + ranks)
@@ -1079,6 +1079,22 @@ def test_an_engine_of_its_own_process_reads_the_model_from_host_memory(engine, w
     assert engine_host_bytes(job) == predict(job, H100).data()["engine_host_bytes"] == wanted
     text = predict(job, H100).text()
     assert (f"; {wanted / GIB:.1f} GiB a GPU on ranks that only generate: weights" in text) == bool(share)
+    assert not share or apart_bytes(job) >= 0.99 * wanted
+
+
+def test_shares_of_a_replica_have_attention_and_rows_of_their_own():
+    """Of 16 ranks four times four: experts on all of them, a cache of four heads on each rank, not of one."""
+    line = ["stage=grpo", "model=qwen3_235b_a22b", "engine=vllm", "engine.tensor_parallel=16", "engine.max_batch=8"]
+    line += ["engine.kv_cache_bytes=8589934592"]
+    jobs = [job_of(compose([*line, f"engine.vllm.args.data_parallel_size={d}"]), 16) for d in (1, 4)]
+    shape = jobs[0].policy.shape
+    attention = shape.num_layers * 2 * shape.hidden_size * shape.kv_channels * shape.num_heads
+    shared = 2 * (attention + 2 * shape.vocab_size * shape.hidden_size)  # heads of keys and values are one on each
+    first, second = (engine_items(job)[0]["engine weights"] for job in jobs)
+    assert second - first == pytest.approx(shared * (1 / 4 - 1 / 16), rel=0.001)
+    assert [job.slots()[0] for job in jobs] == [8, 32]
+    with pytest.raises(ConfigError, match=r"data_parallel_size=3: expected a divisor of engine.tensor_parallel=16"):
+        job_of(compose([*line, "engine.vllm.args.data_parallel_size=3"]), 16)
 
 
 def test_replayed_routing_is_on_the_host_and_in_the_budget_of_the_cache():

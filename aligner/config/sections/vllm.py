@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aligner.config.key import key
 from aligner.config.rule import value_of
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
     from aligner.config.sections.model.config import ModelConfig
 
 VERSION = "0.32.0"  # installed by launchers/engine_env.sh
+DATA_PARALLEL = "data_parallel_size"  # of vLLM: so many shares of a replica's ranks have requests of their own
+SHARES = f"engine.vllm.args.{DATA_PARALLEL}"
 
 _SET = ("model", "load_format", "skip_tokenizer_init", "generation_config", "seed", "logprobs_mode")
-_SET += ("distributed_executor_backend", "pipeline_parallel_size", "data_parallel_size", "worker_extension_cls")
+_SET += ("distributed_executor_backend", "pipeline_parallel_size", "worker_extension_cls")
 _SET += ("max_num_batched_tokens", "gpu_memory_utilization", "block_size", "enable_chunked_prefill", "nnodes")
 _SET += ("disable_log_stats",)
 
@@ -54,6 +57,10 @@ def same_minor(version: str) -> bool:
 def check_model(cfg: Config, model: ModelConfig) -> None:
     """Check that vLLM serves the model here. Raises ConfigError."""
     traits, attention = model.traits, model.attention
+    shares = request_shares(cfg.engine.vllm.args, cfg.engine.tensor_parallel)
+    if shares > 1 and not model.moe.num_experts:
+        hint = "Lower engine.tensor_parallel instead: then there are more replicas."
+        raise ConfigError(SHARES, shares, "1 for a model without experts", hint)
     if "vllm" not in traits.served_by:
         expected = f"one of {', '.join(served_by('vllm'))} with engine.name=vllm: others were not compared with it"
         raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
@@ -68,3 +75,11 @@ def check_model(cfg: Config, model: ModelConfig) -> None:
         if value_of(model, name) != value:
             expected = f"{value} with engine.name=vllm and model.family={model.family}"
             raise ConfigError(f"model.{name}", value_of(model, name), expected, "engine=native serves it.")
+
+
+def request_shares(args: Mapping[str, Any], width: int) -> int:
+    """Return the number of shares of a replica's `width` ranks with requests of their own. Raises ConfigError."""
+    shares = args.get(DATA_PARALLEL, 1)
+    if not isinstance(shares, int) or shares < 1 or width % shares:
+        raise ConfigError(SHARES, shares, f"a divisor of engine.tensor_parallel={width}")
+    return shares

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import socket
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.cluster.handshake import LOOPBACK, session
+from aligner.cluster.seal import SECRET_BYTES
 from aligner.config.engines import ENGINES
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
@@ -37,7 +41,7 @@ from aligner.engines.child.process import (
     interpreter,
     spawn,
 )
-from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Row, Settings
+from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Meeting, Row, Settings
 from aligner.errors import AlignerError, ConfigError, EngineError, RefitError
 from aligner.families.hf_config import hf_config
 from aligner.families.table import family_table
@@ -48,15 +52,14 @@ from aligner.types import STOP, Generations, Progress, SamplingParams, SeedLists
 
 Decode = Callable[[list[int]], str]
 Start = Callable[[torch.device, str], tuple[ChildEnd, Any]]
-CALLED_ON_FIRST = ("generate", "listen")  # calls to the first rank's child alone, also where each rank has one
-ANSWERED_BY_FIRST = (*CALLED_ON_FIRST, "score")  # calls that it alone answers
+ANSWERED_BY_FIRST = ("generate", "listen", "score")  # calls whose answer is the first rank's
 
 
 class ChildEngine(RolloutEngine):
     """A `RolloutEngine` in a child process. `max_seq_len`: prompt + response tokens where the section's `max_seq_len`
     is 0. `bucket_bytes` bounds the transfer buffer, unless the largest tensor needs more. `decode` is needed for stop
-    strings only. The ranks of a `group` are one engine: its first has the child, or each has one (`ranked`); all are
-    called together with the same arguments.
+    strings only. The ranks of a `group` are one engine: each has a child, which computes its share; all are called
+    together with the same arguments.
 
     Subclasses name the package, give the environment of its process, and say where logprobs come from.
     """
@@ -65,7 +68,7 @@ class ChildEngine(RolloutEngine):
     title: str  # of the package, in messages
     worker: str  # module:class of what the child runs
     block: int  # tokens of a block of the KV cache
-    ranked = False  # whether each rank of a group has a child, which computes its share
+    called_on_first: tuple[str, ...] = ("listen",)  # calls to the first rank's child alone
     request_seeds = True  # whether a sample depends on its own seed alone
 
     def __init__(
@@ -88,7 +91,7 @@ class ChildEngine(RolloutEngine):
         self.can = ENGINES[self.name].can
         self.cfg, self.config, self.options = model, config, config.child
         self.tensor_parallel = config.tensor_parallel
-        self._group, self._leads = group, group is None or group.rank() == 0
+        self._group, self._rank = group, 0 if group is None else group.rank()
         self.device, self.dtype, self.pad_id, self._decode = torch.device(device), dtype, pad_id, decode
         self.max_seq_len = min(self.options.max_seq_len or max_seq_len or model.max_position, model.max_position)
         self.checked = checksums
@@ -96,21 +99,21 @@ class ChildEngine(RolloutEngine):
         self._ledger, self._asleep = UpdateLedger(shapes, group), False
         self._released: list[str] = []  # tags of memory
         size = max(bucket_bytes, *(prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()))
-        buffer, memory = self._buffer(size)
-        memories = self._of_ranks(memory)
-        memories = [each or memories[0] for each in memories]
-        places = self._of_ranks((node(), self._device_name(), os.sched_getaffinity(0)))
-        here = [(device, cores) for machine, device, cores in places if machine == node()]
-        self._places, self._on_one_node = [*zip(*here, strict=True)], len(here) == len(places)
+        places = self._of_ranks((node(), self._device_name()))
+        self._here = [rank for rank, (machine, _) in enumerate(places) if machine == node()]  # those of this node
+        self._devices = [places[rank][1] for rank in self._here]
+        self._on_one_node = len(self._here) == len(places)
+        buffer, own = self._buffer(size)
+        self._source = self._rank if own else self._here[0]  # the rank whose memory this one's child reads
+        memory = self._of_ranks(own)[self._source]
+        assert memory is not None
         self._writer = BucketWriter(buffer, dtypes)
         self._folder = tempfile.TemporaryDirectory(prefix="aligner-engine-")
-        self._channel: ChildChannel | None = None
-        if self._leads or self.ranked:
-            child, connection = (start or self._process)(self.device, self.options.python)
-            self._channel = ChildChannel(child, connection, f"{self.title} engine")
-        self._finalizer = weakref.finalize(self, _release, self._channel, memory, self._folder)
+        child, connection = (start or self._process)(self.device, self.options.python)
+        self._channel = ChildChannel(child, connection, f"{self.title} engine")
+        self._finalizer = weakref.finalize(self, _release, self._channel, own, self._folder)
         try:
-            description = self._call("start", self._settings(memories), limit="start_timeout_s")
+            description = self._call("start", self._settings(memory), limit="start_timeout_s")
         except BaseException:
             self._finalizer()
             raise
@@ -132,12 +135,12 @@ class ChildEngine(RolloutEngine):
         return [value] if self._group is None else gathered(value, self._group)
 
     def _buffer(self, size: int) -> tuple[Tensor, Memory | None]:
-        """Return uint8 [size] and the memory by which the child opens it. On GPUs each rank has its own. On CPUs all
-        share the first rank's; the others get a meta tensor, which only has a size, and None."""
+        """Return uint8 [size] and the memory by which the child opens it. On GPUs each rank has its own. On CPUs those
+        of a node share the first one's; the others get a meta tensor, which only has a size, and None."""
         if self.device.type == "cuda":
             buffer = cuda_buffer(size, self.device)
             return buffer, CudaMemory.of(buffer)
-        if not self._leads:
+        if self._rank != self._here[0]:
             return torch.empty(size, dtype=torch.uint8, device="meta"), None
         memory = MemoryFile.create(size)
         return memory.tensor(), memory
@@ -151,10 +154,10 @@ class ChildEngine(RolloutEngine):
         return seen[index] if seen else str(index)
 
     def _process(self, device: torch.device, python: str) -> tuple[ChildEnd, Any]:
-        """Start a process that sees only the devices of this engine's ranks on this node, in their order, and
-        computes on the cores of all of them, or of its own rank."""
-        extra = dict(self._variables())
-        devices, cores = self._places
+        """Start a process that sees only the devices of this engine's ranks on this node, in their order."""
+        extra, devices = dict(self._variables()), self._devices
+        if self._group is not None and self._on_one_node:
+            extra["GLOO_SOCKET_IFNAME"] = "lo"
         if device.type == "cuda":
             if len(set(devices)) < len(devices):
                 expected = f"ranks that see each other's devices; theirs are {', '.join(devices)}"
@@ -162,15 +165,25 @@ class ChildEngine(RolloutEngine):
                 raise ConfigError("engine.tensor_parallel", len(devices), expected, hint)
             extra["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         environ = clean_environment(os.environ, extra)
-        return spawn(self.worker, environ, python, self.options.KEY, () if self.ranked else set().union(*cores))
+        return spawn(self.worker, environ, python, self.options.KEY)
 
-    def _settings(self, memories: list[Memory]) -> Settings:
+    def _meeting(self) -> Meeting | None:
+        """Let the first rank's child listen. The secret does not cross the network."""
+        if self._group is None:
+            return None
+        host = LOOPBACK if self._on_one_node else socket.gethostname()
+        hosts, nonces = zip(*self._of_ranks((host, secrets.token_bytes(SECRET_BYTES))), strict=True)
+        ports = self._call("listen", hosts[0], limit="start_timeout_s")
+        secret = session().mac(nonces[0], "engine")
+        return Meeting(hosts, ports, secret, self.options.start_timeout_s / 2, self.options.KEY)
+
+    def _settings(self, memory: Memory) -> Settings:
         name = str(self.dtype).removeprefix("torch.")
         raw = hf_config(self.cfg, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype=name)
         (Path(self._folder.name) / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
         return Settings(
             self._folder.name,
-            memories,
+            memory,
             self.cfg.vocab_size,
             name,
             self.max_seq_len,
@@ -181,30 +194,31 @@ class ChildEngine(RolloutEngine):
             self.options.prefix_reuse,
             self.config.captures and (self.device.type == "cuda" or self.config.cuda_graphs is True),
             self.pad_id,
-            self.checked,
+            self.checked and self._source == self._rank,
             tensor_parallel=1 if self._group is None else self._group.size(),
+            rank=self._rank,
+            device=self._here.index(self._rank),
+            meeting=self._meeting(),
             args=self.options.args,
-            rank=0 if self._group is None else self._group.rank(),
-            device=self._places[0].index(self._device_name()),
         )
 
     def _call(
         self, name: str, *arguments: Any, limit: str = "call_timeout_s", error: type = EngineError, progress=None
     ) -> Any:
-        """Call the children, or the first rank's; return this rank's answer, else the first's. Raises the error of one
-        on every rank of the group."""
+        """Call the children, or the first rank's; return this rank's answer, or the first's. Raises the error of one on
+        every rank of the group."""
         timeout_s, key = getattr(self.options, limit), f"{self.options.KEY}.{limit}"
         answer: list[Any] = [None]
         cause: BaseException | None = None
         try:
-            if self._channel is not None and (self._leads or name not in CALLED_ON_FIRST):
+            if self._rank == 0 or name not in self.called_on_first:
                 answer[0] = self._channel.call(
                     name, *arguments, timeout_s=timeout_s, key=key, error=error, progress=progress
                 )
         except BaseException as caught:
             cause = caught
         self._raise_together(name, cause, error)
-        if self._group is not None and (not self.ranked or name in ANSWERED_BY_FIRST):
+        if self._group is not None and name in ANSWERED_BY_FIRST:
             dist.broadcast_object_list(answer, src=dist.get_global_rank(self._group, 0), group=self._group)
         return answer[0]
 
@@ -227,7 +241,7 @@ class ChildEngine(RolloutEngine):
     @property
     def _rank_of_error(self) -> int:
         """0 if this rank's child has ended, 2 if it has because another rank's had, else 1."""
-        how = "" if self._channel is None else self._channel.child.ended()
+        how = self._channel.child.ended()
         return 1 if not how else 2 if how.endswith(f" {PEER_ENDED}") else 0
 
     @property
@@ -264,7 +278,7 @@ class ChildEngine(RolloutEngine):
         own."""
         if not self.checked:
             raise ConfigError("refit.verify", "sentinel", "checksum, so that the engine hashes the tensors it receives")
-        return self._call("checksums", error=RefitError)
+        return self._of_ranks(self._call("checksums", error=RefitError))[self._source]
 
     # ---- memory
 
@@ -326,7 +340,7 @@ class ChildEngine(RolloutEngine):
         if not requests:
             return self._result([], sampling)
         self._check_room(max(len(p) for p, _ in requests), sampling)
-        report = None if progress is None else lambda done: progress(done, len(requests))
+        report = None if progress is None or self._rank else lambda done: progress(done, len(requests))
         rows = self._call("generate", requests, sampling, limit="generate_timeout_s", progress=report)
         if rows is None:
             raise EngineError("the requests were aborted")
@@ -424,9 +438,8 @@ class ChildEngine(RolloutEngine):
         return scores
 
 
-def _release(channel: ChildChannel | None, memory: Memory | None, folder: tempfile.TemporaryDirectory) -> None:
-    if channel is not None:
-        channel.close()
+def _release(channel: ChildChannel, memory: Memory | None, folder: tempfile.TemporaryDirectory) -> None:
+    channel.close()
     if isinstance(memory, MemoryFile):
         memory.close()
     folder.cleanup()

@@ -22,9 +22,9 @@ from aligner.models.shards import hf_tensors
 
 class FilledInPlace(ChildEngine):
     """A mix-in of engines that are filled in place. Shards of tensors come in any order, so the buffer that the child
-    reads holds the whole model, in host memory even with a GPU. Each rank of an engine writes its share of it. The
-    child, or each rank's, reads it at the end, `bucket_bytes` in a call, in place: each rank copies its share of a
-    tensor to its device."""
+    reads holds the whole model, in host memory even with a GPU: one on each node. Each rank of an engine on a node
+    writes its share of it. The child of each rank reads it at the end, `bucket_bytes` in a call, in place: each rank
+    copies its share of a tensor to its device."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class FilledInPlace(ChildEngine):
         self.can = replace(self.can, in_place=True)
 
     def _buffer(self, size: int) -> tuple[Tensor, Memory | None]:
-        own = MemoryFile.create(size) if self._leads else None
-        first = self._of_ranks(own)[0]
+        own = MemoryFile.create(size) if self._rank == self._here[0] else None
+        first = self._of_ranks(own)[self._here[0]]
         assert first is not None
         return first.tensor(), own
 
-    def _settings(self, memories: list[Memory]) -> Settings:
-        return replace(super()._settings(memories), lasting=True)
+    def _settings(self, memory: Memory) -> Settings:
+        return replace(super()._settings(memory), lasting=True)
 
     def weight_view(self, name: str, start: int, stop: int, afresh: bool = False) -> Tensor | None:
         """See `RolloutEngine.weight_view`."""
@@ -65,9 +65,8 @@ class FilledInPlace(ChildEngine):
         return self._ledger.accept_shard(name, start, stop)
 
     def finish_update(self) -> None:
-        rank = 0 if self._group is None else self._group.rank()
         for name, tensor in self._tensors.items():
-            self._ledger.settle_shards(name, *tensor.interval(self.tensor_parallel, rank))
+            self._ledger.settle_shards(name, *tensor.interval(len(self._here), self._here.index(self._rank)))
         self._ledger.finish(self._load)  # not before every rank has written
 
     def _load(self) -> None:

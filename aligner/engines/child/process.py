@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -90,10 +90,10 @@ class ChildProcess:
 
 
 def spawn(
-    worker: str, environ: Mapping[str, str], python: str = "", section: str = "", cores: Iterable[int] = ()
+    worker: str, environ: Mapping[str, str], python: str = "", section: str = ""
 ) -> tuple[ChildProcess, Connection]:
     """Start a process that serves `worker` (module:class; `python`: see `interpreter`); return it and this end of
-    the connection. Its output goes to a temporary file. `cores`: those it may use, also beyond this process's."""
+    the connection. Its output goes to a temporary file."""
     executable, environ = interpreter(python, environ, section)
     ours, theirs = socket.socketpair()
     handle, log = tempfile.mkstemp(prefix="aligner-engine-", suffix=".log")
@@ -110,9 +110,6 @@ def spawn(
     finally:
         os.close(handle)
         theirs.close()
-    if cores := set(cores):
-        with contextlib.suppress(OSError):  # the system allows none of them: it keeps this process's
-            os.sched_setaffinity(process.pid, cores)
     return ChildProcess(process, Path(log)), Connection(ours.detach())
 
 

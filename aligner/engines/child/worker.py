@@ -23,12 +23,23 @@ Row = tuple[list[int], list[float] | None, int, list[float] | None]
 tempered distribution where the worker computes them."""
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """How the processes of an engine of several ranks meet."""
+
+    hosts: tuple[str, ...]  # of each rank
+    ports: tuple[int, int]  # of the first rank's host
+    secret: bytes
+    limit_s: float
+    key: str  # of the engine's section
+
+
 @dataclass
 class Settings:
     """Everything a child needs to know; sent once."""
 
     folder: str  # holds config.json and nothing else
-    memories: list[Memory]  # that weights come through, of each rank of the engine
+    memory: Memory  # that weights come through
     vocab_size: int
     dtype: str
     max_seq_len: int
@@ -43,8 +54,7 @@ class Settings:
     tensor_parallel: int = 1
     rank: int = 0  # of them, where each has a process
     device: int = 0  # of this rank, among those that its process sees
-    meeting: tuple[str, int, int, bytes] | None = None  # of ranks with a process each: host, two ports, a secret
-    meet_s: float = 0.0  # for all of them to meet
+    meeting: Meeting | None = None  # of several ranks
     block: int = 0  # tokens of a block of the KV cache, where the package needs it
     args: Mapping[str, Any] = field(default_factory=dict)  # additional options of the package
     lasting: bool = False  # a bucket stays in the memory until the update has ended
@@ -110,7 +120,7 @@ class LocalWorker(BaseWorker):
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
-        self.buffer = settings.memories[settings.rank].tensor(settings.device)
+        self.buffer = settings.memory.tensor(settings.device)
 
     def take(self, slots: list[Slot]) -> dict[str, int]:
         sums = checksums(slots, self.buffer) if self.settings.checksums else {}

@@ -23,6 +23,6 @@ class TrtllmBuiltEngine(TrtllmEngine):
     block = 1  # its KV cache is not paged
     find_row = staticmethod(version_row)
 
-    def _settings(self, memories: list[Memory]) -> Settings:
+    def _settings(self, memory: Memory) -> Settings:
         check_window(self.cfg, self.max_seq_len)
-        return super()._settings(memories)
+        return super()._settings(memory)

@@ -1,6 +1,6 @@
 """TensorRT-LLM's PyTorch backend as a rollout engine: one child process per rank, filled from the live trainer.
 
-  trainer's rank                                child (torch_worker.py; of several ranks also ranks.py)
+  trainer's rank                                child (torch_worker.py; of several ranks also executor.py)
   TrtllmEngine  -- listen, start(config.json) -> LLM(load_format="dummy"), of this rank
      begin_update, buckets, finish_update ----> pre-reload, partial reloads (each answered), finalise, reset prefixes
      generate, logprobs ----------------------> requests with a seed each, by the first rank; context logits
@@ -12,20 +12,13 @@ spread over the engines.
 from __future__ import annotations
 
 import importlib.util
-import secrets
-import socket
-from dataclasses import replace
 from typing import Any
 
-from aligner.cluster.handshake import LOOPBACK, session
-from aligner.cluster.seal import SECRET_BYTES
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.trtllm import TrtllmConfig
-from aligner.engines.child.buckets import Memory
 from aligner.engines.child.engine import ChildEngine
 from aligner.engines.child.process import interpreter
-from aligner.engines.child.worker import Settings
 from aligner.engines.native.fleet import Replicated
 from aligner.engines.trtllm.torch_api import Version, version_row
 from aligner.errors import MissingExtraError
@@ -49,7 +42,7 @@ class TrtllmEngine(Replicated, ChildEngine):
     name, title = "trtllm", "TensorRT-LLM"
     worker = "aligner.engines.trtllm.torch_worker:Worker"
     block = 32
-    ranked = True
+    called_on_first = ("listen", "generate")
     find_row = staticmethod(version_row)
 
     def __init__(self, model: ModelConfig, config: EngineConfig, **options: Any):
@@ -63,17 +56,7 @@ class TrtllmEngine(Replicated, ChildEngine):
     def _variables(self) -> dict[str, str]:
         if self._group is None:
             return {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
-        return ON_RANKS | ({"GLOO_SOCKET_IFNAME": "lo"} if self._on_one_node else {})
-
-    def _settings(self, memories: list[Memory]) -> Settings:
-        settings = super()._settings(memories)
-        if self._group is None:
-            return settings
-        host = LOOPBACK if self._on_one_node else socket.gethostname()
-        host, nonce = self._of_ranks((host, secrets.token_bytes(SECRET_BYTES)))[0]
-        secret = session().mac(nonce, "engine")  # which does not cross the network
-        meeting = host, *self._call("listen", host, limit="start_timeout_s"), secret
-        return replace(settings, meeting=meeting, meet_s=self.options.start_timeout_s / 2)
+        return ON_RANKS
 
     @property
     def request_seeds(self) -> bool:

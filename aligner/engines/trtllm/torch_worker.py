@@ -1,6 +1,6 @@
 """One TensorRT-LLM engine, or one rank of it, in the process that it runs in: the trainer's calls to it.
 
-The engine runs in this process (TLLM_WORKER_USE_SINGLE_PROCESS=1, or `ranks.py`): so its executor, and with it the
+The engine runs in this process (TLLM_WORKER_USE_SINGLE_PROCESS=1, or `executor.py`): so its executor, and with it the
 weights, can be reached. On all ranks a call enters one control action, and no work comes before it: an executor whose
 process stays out of one waits for it.
 """
@@ -14,18 +14,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.sections.trtllm import TrtllmConfig
 from aligner.engines.child.arguments import checked_arguments
 from aligner.engines.child.buckets import Slot
+from aligner.engines.child.ranks import RankWorker
 from aligner.engines.child.serve import Abort
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, LocalWorker, Progress, Row, Settings
 from aligner.engines.native.sampler import picked_logprobs
+from aligner.engines.trtllm.executor import executor_class
 from aligner.engines.trtllm.features import ARGS, NAME, REFIT, TAGS, features
 from aligner.engines.trtllm.package import Installed, resolve
-from aligner.engines.trtllm.ranks import executor_class, join, listen
 from aligner.engines.trtllm.sampling import NO_END_ID, RAW, ended, logprob_source, sampling_arguments
 from aligner.engines.trtllm.torch_api import version_row
 from aligner.errors import ConfigError, EngineError
@@ -102,20 +102,8 @@ def memory_tags(tags: list[str], has: Container[str]) -> list[str]:
     return [*tags, *(tag for tag in every if not tag.startswith("_") and not tag.endswith((WEIGHTS, KV_CACHE)))]
 
 
-class Worker(LocalWorker):
+class Worker(RankWorker, LocalWorker):
     """A worker with one method per call."""
-
-    listen = staticmethod(listen)
-
-    def __init__(self, settings: Settings):
-        self.line = join(settings) if settings.tensor_parallel > 1 else None
-        try:
-            self._start(settings)
-        except BaseException:
-            if self.line is not None:
-                self.line.leave(well=False)
-            raise
-        super().__init__(settings)
 
     def _start(self, settings: Settings) -> None:
         import tensorrt_llm
@@ -300,14 +288,5 @@ class Worker(LocalWorker):
         full, cut = picked_logprobs(logits, torch.tensor(tokens[first:], device=logits.device), sampling)
         return full.tolist(), cut.tolist()
 
-    def orphaned(self) -> None:
-        if self.line is not None:  # the package's end would wait for the peers
-            self.line.end()
-        self.close()
-
-    def close(self) -> None:
-        if self.line is not None:
-            self.line.leave()
+    def _end(self) -> None:
         self.llm.shutdown()
-        if dist.is_initialized():  # some versions leave the group to its destructor, which aborts
-            dist.destroy_process_group()

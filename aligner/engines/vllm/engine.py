@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine: one child process per replica, in an environment of its own."""
+"""vLLM as a rollout engine: one child process per rank, in an environment of its own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.vllm import SHARES, request_shares
 from aligner.engines.child.buckets import Memory
 from aligner.engines.child.engine import ChildEngine
 from aligner.engines.child.worker import Settings
@@ -63,18 +64,20 @@ class VllmEngine(Replicated, ChildEngine):
         on_cpu = torch.device(device).type == "cpu"
         if config.sleeps and on_cpu:
             raise ConfigError("engine.sleep", True, "false on a CPU, where vLLM cannot release memory")
+        if (shares := request_shares(config.vllm.args, config.tensor_parallel)) > 1 and on_cpu:
+            raise ConfigError(SHARES, shares, "1 on a CPU, where vLLM lacks the collectives of its shares")
         self.block = 64 if model.latent.kv_rank else 32  # which every kernel of such attention reads on a GPU
         if on_cpu:
             check_on_cpu(model, options["dtype"])
             self.block = 16 if model.latent.kv_rank else self.block
         super().__init__(model, config, device=device, **options)
 
-    def _settings(self, memories: list[Memory]) -> Settings:
+    def _settings(self, memory: Memory) -> Settings:
         """Return the settings. vLLM wants room for the longest row of `max_seq_len`: that is shorter where its cache
         is small."""
         pages = self._pages
         fits = (self.config.cache_bytes // pages.bytes - pages.kept) // pages.groups * pages.tokens - 1
-        settings, longest = super()._settings(memories), max(fits, 1)
+        settings, longest = super()._settings(memory), max(fits, 1)
         return replace(
             settings,
             max_seq_len=min(settings.max_seq_len, longest),
@@ -95,7 +98,7 @@ class VllmEngine(Replicated, ChildEngine):
 
     @cached_property
     def _pages(self) -> Pages:
-        ranks = 1 if self._group is None else self._group.size()
+        ranks = self.tensor_parallel // request_shares(self.options.args, self.tensor_parallel)
         return Pages.of(self.cfg, self.dtype, ranks, self.block, states=2 if self._reuses else 1)
 
     def _variables(self) -> dict[str, str]:

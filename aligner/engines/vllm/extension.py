@@ -1,4 +1,4 @@
-"""Refit methods that are added to the class of vLLM's workers, one process for each rank of the engine.
+"""Refit methods that are added to the class of vLLM's workers, of which each rank of the engine has one.
 
 vLLM lays a layer's weights out for its kernels, and on a CPU frees the originals. So they are only replaced through
 its reload, which collects a layer's tensors, lays them out again and copies them to where the kernels read them.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from aligner.engines.child.buckets import Memory, MemoryFile, Slot, checksums
+from aligner.engines.child.buckets import Memory, Slot, checksums
 from aligner.errors import RefitError
 
 # inputs of Mamba-2, in the order of the matrix that vLLM keeps
@@ -24,13 +24,10 @@ class Extension:
 
     aligner_loading = False
 
-    def aligner_open(self, memories: list[Memory], lasting: bool) -> None:
-        """Open the memory of the trainer's tensors: one for each rank, or the same one for all. `lasting`: tensors
-        stay there until the update has ended."""
-        memory = memories[self.rank]
+    def aligner_open(self, memory: Memory, lasting: bool) -> None:
+        """Open the memory of the trainer's tensors. `lasting`: tensors stay there until the update has ended."""
         self.aligner_buffer = memory.tensor(self.model_runner.device.index or 0)
         self.aligner_lasting = lasting
-        self.aligner_hashes = self.rank == 0 or not isinstance(memory, MemoryFile)
         model = self.model_runner.get_model()
         self.aligner_stacks = _stacks_experts(model)
         self.aligner_sinks = {name: p for name, p in model.named_parameters() if name.endswith(".sinks")}
@@ -50,13 +47,12 @@ class Extension:
         self.aligner_pairs: dict[str, dict[str, Tensor]] = {}
 
     def aligner_take(self, slots: list[Slot], hashed: bool) -> dict[str, int]:
-        """Load a bucket; return checksums of the tensors as they arrived, if they are `hashed` and no other rank has
-        the same memory."""
+        """Load a bucket; return checksums of the tensors as they arrived, if they are `hashed`."""
         from vllm.config import set_current_vllm_config
 
         if not self.aligner_loading:
             raise RefitError("a bucket came outside of an update")
-        sums = checksums(slots, self.aligner_buffer) if hashed and self.aligner_hashes else {}
+        sums = checksums(slots, self.aligner_buffer) if hashed else {}
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             tensors = self._aligner_tensors(slots)
             self.model_runner.get_model().load_weights(
@@ -84,7 +80,7 @@ class Extension:
             end = "_bias" if kind == "bias" else ""
             if kind == "sinks":
                 sinks = self.aligner_sinks[names.map_name(name)]
-                sinks.copy_(tensor.view(-1, len(sinks))[self.rank])
+                sinks.copy_(tensor.view(-1, len(sinks))[self.rank % self.parallel_config.tensor_parallel_size])
             elif ".experts." not in name:
                 yield name, tensor
             elif matrix == "down_proj":

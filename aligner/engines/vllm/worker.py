@@ -1,27 +1,33 @@
-"""One vLLM engine, in the process that it runs in: the trainer's calls to it.
+"""One vLLM engine, or one rank of it, in the process that it runs in: the trainer's calls to it.
 
-The engine's core runs in this process; its workers too, or, with several ranks, in processes of their own.
+Each rank has vLLM's scheduler and one worker in its process ("external launcher"). All get the same requests and make
+the same steps, in which the workers meet. After each step the ranks agree whether to go on.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from aligner.config.sections.vllm import VERSION, VllmConfig, same_minor
-from aligner.engines.base import listed
+from aligner.config.sections.vllm import VERSION, VllmConfig, request_shares, same_minor
 from aligner.engines.child.arguments import checked_arguments
 from aligner.engines.child.buckets import Slot
+from aligner.engines.child.ranks import RankWorker, ending_all
 from aligner.engines.child.serve import Abort
-from aligner.engines.child.worker import KV_CACHE, WEIGHTS, BaseWorker, Progress, Row, Settings
+from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Progress, Row, Settings
 from aligner.engines.vllm.sampling import sampling_arguments
-from aligner.errors import ConfigError, EngineError, RefitError
+from aligner.errors import ConfigError, EngineError
 from aligner.loading import for_good
+from aligner.ops.reduce import gathered, of_each_rank
 from aligner.types import SamplingParams
 
 _TAGS = {KV_CACHE: "kv_cache", WEIGHTS: "weights"}
@@ -39,12 +45,11 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
         "generation_config": "vllm",
         "dtype": settings.dtype,
         "seed": 0,  # requests have their own
-        "tensor_parallel_size": settings.tensor_parallel,
+        "tensor_parallel_size": settings.tensor_parallel // request_shares(settings.args, settings.tensor_parallel),
         "pipeline_parallel_size": 1,
-        "data_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "nnodes": 1,
-        "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
+        "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "external_launcher",
         "max_model_len": settings.max_seq_len + 1,  # a row that is scored is followed by one token, which is dropped
         "max_num_seqs": settings.max_batch,
         "max_num_batched_tokens": settings.max_num_tokens,
@@ -90,14 +95,54 @@ def import_architectures(api: Any, folder: str) -> None:
                 api.ModelRegistry.register_model(name, models[name].load_model_cls())
 
 
-class VllmWorker(BaseWorker):
+@cache
+def leave_out_others_experts() -> None:
+    """Let the kernel of vLLM's CPU build leave out experts of other ranks. It takes every expert's number for that of
+    one of its own, and reads past them."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    plain = CPUUnquantizedExperts.apply
+
+    def apply(self: Any, *, topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None, **others: Any) -> None:
+        if expert_map is not None:  # from an expert's number to its own, or to -1
+            own = expert_map[topk_ids]
+            topk_ids, topk_weights = own.clamp_min(0).to(topk_ids.dtype), topk_weights * (own >= 0)
+        plain(self, topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map, **others)
+
+    CPUUnquantizedExperts.apply = apply
+
+
+def tell_rank(settings: Settings) -> None:
+    """Let vLLM find this rank and its device, which a launcher would tell. The process group is there already. Its CPU
+    build names shared memory after the end of the address: ranks of other engines or nodes have another one."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    assert settings.meeting is not None
+    hosts, (port, _) = settings.meeting.hosts, settings.meeting.ports
+    address = f"tcp://{hosts[0]}:{port}-{hosts[settings.rank]}"
+    ExecutorWithExternalLauncher._distributed_args = lambda executor: (address, settings.rank, settings.device)
+    os.environ["RANK"] = str(settings.rank)  # for its data parallelism
+
+
+class VllmWorker(RankWorker):
     """A worker with one method per call."""
 
     def __init__(self, settings: Settings):
+        super().__init__(settings)
+        self._shares = request_shares(settings.args, settings.tensor_parallel)
+        self._width = settings.tensor_parallel // self._shares  # ranks with the same requests
+        self._unlike = self.line if self._shares > 1 else None  # to ranks that may not have the same error
+        self._requests, self._temperature = 0, 1.0
+
+    def _start(self, settings: Settings) -> None:
         self.api = import_vllm()
         import_architectures(self.api, settings.folder)
         from vllm.engine.arg_utils import EngineArgs
 
+        if self.line is not None:
+            tell_rank(settings)
+            if not torch.cuda.is_available():
+                leave_out_others_experts()
         version = f"vLLM {self.api.__version__}"
         args = checked_arguments(f"{VllmConfig.KEY}.args", settings.args, EngineArgs, version)
         if not torch.cuda.is_available() and "attention_backend" not in args:
@@ -107,13 +152,11 @@ class VllmWorker(BaseWorker):
             # whose kernel on a CPU misreads keys that are part of a latent vector
             args = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, **args}
         self.engine = self.api.LLM(**engine_arguments(settings), **args).llm_engine
-        super().__init__(settings)
-        self._rpc("aligner_open", settings.memories, settings.lasting)
-        self._requests, self._temperature = 0, 1.0
+        self._rpc("aligner_open", settings.memory, settings.lasting)
 
-    def _rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on each rank of the engine; return their results."""
-        return self.engine.collective_rpc(method, args=arguments)
+    def _rpc(self, method: str, *arguments: Any) -> Any:
+        """Call a method of this process's worker."""
+        return self.engine.collective_rpc(method, args=arguments)[0]
 
     def describe(self) -> dict[str, Any]:
         return {"version": self.api.__version__, "score_rows": self.settings.max_batch}
@@ -125,11 +168,7 @@ class VllmWorker(BaseWorker):
         self._rpc("aligner_begin")
 
     def take(self, slots: list[Slot]) -> dict[str, int]:
-        first, *others = [sums for sums in self._rpc("aligner_take", slots, self.settings.checksums) if sums] or [{}]
-        for other in others:
-            if wrong := [name for name, value in first.items() if other[name] != value]:
-                raise RefitError(f"the ranks of the engine received different values of {listed(wrong)}")
-        return first
+        return self._rpc("aligner_take", slots, self.settings.checksums)
 
     def finish(self) -> None:
         self._rpc("aligner_finish")
@@ -155,13 +194,26 @@ class VllmWorker(BaseWorker):
     def generate(
         self, requests: list[tuple[list[int], int]], sampling: SamplingParams, progress: Progress, aborted: Abort
     ) -> list[Row] | None:
-        """Return a row per (prompt, seed); None if it was aborted."""
+        """Return a row per (prompt, seed), on the first rank; None if it was aborted."""
         self._require()
         make, common = self.api.SamplingParams, sampling_arguments(sampling)
-        asked = [(prompt, make(**common, seed=seed)) for prompt, seed in requests]
+        asked = [(prompt, make(**common, seed=seed)) for prompt, seed in self._share(requests)]
         with aborted.watching([]):
             outputs = self._run(asked, progress, aborted)
-        return None if outputs is None else [self._row(output.outputs[0]) for output in outputs]
+        return None if outputs is None else self._joined(lambda output: self._row(output.outputs[0]), outputs)
+
+    def _share[T](self, requests: list[T]) -> list[T]:
+        """Return the requests of this rank and those with the same."""
+        return requests[self.settings.rank // self._width :: self._shares]
+
+    def _joined[S, T](self, result_of: Callable[[S], T], own: Iterable[S]) -> list[T]:
+        """Return the results of all requests, in their order."""
+        with ending_all(self._unlike):
+            results = list(map(result_of, own))
+        if self._shares == 1:
+            return results
+        shares = gathered(results)[:: self._width]
+        return [shares[i % self._shares][i // self._shares] for i in range(sum(map(len, shares)))]
 
     def _run(
         self, asked: list[tuple[list[int], Any]], progress: Progress, aborted: Abort | None = None
@@ -171,12 +223,15 @@ class VllmWorker(BaseWorker):
         self._requests += len(asked)
         done: dict[str, Any] = {}
         try:
-            for name, (prompt, parameters) in zip(names, asked, strict=True):
-                self.engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
-            while self.engine.has_unfinished_requests():
+            with ending_all(self._unlike):
+                for name, (prompt, parameters) in zip(names, asked, strict=True):
+                    self.engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+            while self._unfinished():
                 before = len(done)
-                done |= {output.request_id: output for output in self.engine.step() if output.finished}
-                if aborted is not None and aborted.asked:
+                with ending_all(self.line):
+                    outputs = self.engine.step()
+                done |= {output.request_id: output for output in outputs if output.finished}
+                if self._stopped(aborted is not None and aborted.asked, len(done)):
                     return None
                 if len(done) > before:
                     progress(len(done))
@@ -184,6 +239,24 @@ class VllmWorker(BaseWorker):
             if left := [name for name in names if name not in done]:
                 self.engine.abort_request(left)
         return [done[name] for name in names]
+
+    def _unfinished(self) -> bool:
+        with ending_all(self.line):  # with data parallelism the ranks agree in it
+            return self.engine.has_unfinished_requests()
+
+    def _stopped(self, asked: bool, done: int) -> bool:
+        """Return whether one of the ranks is asked to stop. Raises EngineError where ranks with the same requests
+        have not finished the same number of them: they would not meet in the next step."""
+        if self.line is None:
+            return asked
+        with ending_all(self.line):
+            states = of_each_rank(torch.tensor([int(asked), done]), dist.group.WORLD)
+        counts = [int(state[1]) for state in states]
+        for first in range(0, len(counts), self._width):
+            if len(set(share := counts[first : first + self._width])) > 1:
+                ranks = f"the ranks {first} to {first + self._width - 1} of the engine"
+                raise EngineError(f"{ranks} have finished {', '.join(map(str, share))} of the same rows")
+        return any(int(state[0]) for state in states)
 
     def score(
         self, rows: list[tuple[list[int], int]], sampling: SamplingParams
@@ -196,13 +269,16 @@ class VllmWorker(BaseWorker):
             self._rpc("aligner_temper", temperature)
             self._temperature = temperature
         one = self.api.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        outputs = self._run([(tokens, one) for tokens, _ in rows], lambda done: None)
-        scores = []
-        for output, (tokens, first) in zip(outputs, rows, strict=True):
+        own = self._share(rows)
+        outputs = self._run([(tokens, one) for tokens, _ in own], lambda done: None)
+
+        def score(of: tuple[Any, tuple[list[int], int]]) -> tuple[list[float], list[float]]:
+            output, (tokens, first) = of
             entries = output.prompt_logprobs[first:]
             full = [entry[token].logprob for entry, token in zip(entries, tokens[first:], strict=True)]
-            scores.append((full, full))
-        return scores
+            return full, full
 
-    def close(self) -> None:
+        return self._joined(score, zip(outputs, own, strict=True))
+
+    def _end(self) -> None:
         self.engine.engine_core.shutdown()

@@ -1,27 +1,17 @@
 """A TensorRT-LLM engine of several ranks over the strict fake: a real child process of each rank."""
 
 import os
-import socket
-import subprocess
-import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
 
-from aligner.cluster.handshake import session
-from aligner.cluster.seal import Seal
 from aligner.config.resolve import compose
 from aligner.config.validate import validate_engines
 from aligner.config.validate_model import check_node
-from aligner.engines.child.engine import ChildEngine
-from aligner.engines.child.worker import Settings
-from aligner.engines.trtllm import ranks as engine_ranks
-from aligner.engines.trtllm.torch_backend import TrtllmEngine
 from aligner.engines.trtllm.torch_worker import Worker
 from aligner.errors import ConfigError, EngineError, LayoutError, RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
@@ -132,96 +122,14 @@ def test_a_version_whose_ranks_cannot_be_started_one_by_one(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_do_not_meet_name_host_port_and_key(rank):
-    """A stranger is sent away, and gets them no more time."""
-    ports = engine_ranks.listen("127.0.0.1")
-    server = engine_ranks._OPEN[1]
-    if rank:
-        server.close()
-    else:
-        stranger = socket.create_connection(("127.0.0.1", ports[1]), timeout=100)
-        stranger.sendall(bytes(32))
-    meeting = "127.0.0.1", *ports, b"secret"
-    settings = SimpleNamespace(meeting=meeting, meet_s=0.1, rank=rank, tensor_parallel=2)
-    who = "rank 1 did not reach" if rank else "0 of 1 other ranks came to"
-    how = rf"{who} port {ports[1]} of 127.0.0.1 in 0.1 s, half of engine.trtllm.start_timeout_s .*tensor_parallel=2"
-    with pytest.raises(EngineError, match=how):
-        engine_ranks.join(settings)
-    assert server.fileno() == -1 and (rank or stranger.recv(1) == b"")
-    engine_ranks._OPEN.clear()
-
-
-def test_replicas_have_one_size_and_share_a_node_only_where_one_reads_the_memory_of_another():
+def test_replicas_have_one_size_and_equal_parts_on_nodes_where_they_share_memory():
     several = ["stage=grpo", "engine=trtllm", "engine.tensor_parallel=4"]
     check_node(compose(several), range(2), 4)
-    with pytest.raises(LayoutError, match=r"engine.tensor_parallel=4: .*trtllm and engine.ranks: ranks 2 to 5 are on"):
-        check_node(compose([*several, "engine.ranks=4"]), range(4), 6)
+    check_node(compose([*several, "engine.ranks=4"]), range(4), 6)
+    with pytest.raises(LayoutError, match=r"engine.tensor_parallel=4: .*trtllm and engine.ranks: ranks 0 to 4, of a"):
+        check_node(compose([*several, "engine.ranks=4"]), range(5), 6)
     with pytest.raises(LayoutError, match=r"engine.tensor_parallel=4: expected a divisor of .*6"):
         validate_engines(compose(several), 6)
-
-
-def test_strangers_get_ranks_no_more_time(monkeypatch):
-    ports = engine_ranks.listen("127.0.0.1")
-    times = iter(range(10))
-    monkeypatch.setattr(engine_ranks, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    strangers = [socket.create_connection(("127.0.0.1", ports[1])) for _ in range(4)]
-    for stranger in strangers:
-        stranger.close()
-    settings = SimpleNamespace(meeting=("127.0.0.1", *ports, b"secret"), meet_s=3, rank=0, tensor_parallel=2)
-    with pytest.raises(EngineError, match="0 of 1 other ranks came to"):
-        engine_ranks.join(settings)
-    assert next(times) == 4
-    engine_ranks._OPEN.clear()
-
-
-def test_a_rank_that_fails_after_they_have_met_ends_the_others(monkeypatch):
-    ports = engine_ranks.listen("127.0.0.1")
-    for name in ("shake_hands", "seal_objects"):
-        monkeypatch.setattr(engine_ranks, name, lambda *arguments: None)
-    for name in ("_watch_trainer", "_watch"):
-        monkeypatch.setattr(engine_ranks.Lifeline, name, lambda *arguments: None)
-    monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=RuntimeError("no group")))
-    settings = SimpleNamespace(meeting=("127.0.0.1", *ports, b"secret"), meet_s=100, rank=0, tensor_parallel=2)
-    with socket.create_connection(("127.0.0.1", ports[1]), timeout=100) as peer:
-        peer.sendall(Seal(b"secret").mac(b"", "line"))
-        with pytest.raises(RuntimeError, match="no group"):
-            engine_ranks.join(settings)
-        assert peer.recv(1) == b""
-    engine_ranks._OPEN.clear()
-
-
-def test_the_secret_of_an_engine_stays_in_its_processes(monkeypatch):
-    engine, sent = TrtllmEngine.__new__(TrtllmEngine), []
-    engine._group, engine._on_one_node, engine.options = object(), True, SimpleNamespace(start_timeout_s=8.0)
-    monkeypatch.setattr(engine, "_of_ranks", lambda value: sent.append(value) or [value])
-    monkeypatch.setattr(engine, "_call", lambda *arguments, limit: (1, 2))
-    settings = Settings("", [], 53, "float32", 64, 4, 1 << 24, *[False] * 4, 0, False)
-    monkeypatch.setattr(ChildEngine, "_settings", lambda engine, memories: settings)
-    actual = engine._settings([])
-    (nonce,) = (value for value in sent[0] if isinstance(value, bytes))
-    assert actual.meeting == ("127.0.0.1", 1, 2, session().mac(nonce, "engine")) and actual.meet_s == 4
-    assert actual.meeting[-1] not in sent[0]
-
-
-WAITS = """
-import socket, time
-from aligner.engines.trtllm.ranks import Lifeline
-peers = socket.socketpair()
-line = Lifeline(peers[:1])
-print("waits", flush=True)
-time.sleep(60)
-print("survives", flush=True)
-"""
-TRAINER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WAITS!r}])"
-
-
-@pytest.mark.slow
-def test_a_rank_that_waits_for_its_peers_ends_with_its_trainer():
-    with subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout.readline() == "waits\n"
-        trainer.kill()
-        assert trainer.stdout.read() == ""
 
 
 def test_an_orphan_of_several_ranks_does_not_close_its_engine():

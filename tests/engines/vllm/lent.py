@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import os
 import select
 import signal
@@ -16,7 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,9 +48,9 @@ class Forked:
 
 
 def fork(
-    path: str, worker: str, environ: Mapping[str, str], python: str = "", section: str = "", cores: Iterable[int] = ()
+    path: str, worker: str, environ: Mapping[str, str], python: str = "", section: str = ""
 ) -> tuple[ChildProcess, Connection]:
-    """As `spawn`, by the server at `path`, whose Python and cores it has."""
+    """As `spawn`, by the server at `path`, whose Python it has."""
     asked = socket.socket(socket.AF_UNIX)
     asked.connect(path)
     ours, theirs = socket.socketpair()
@@ -71,9 +70,7 @@ def _serve(listener: socket.socket) -> None:
     # which `import_vllm` and vLLM itself had taken out of it: most of the time in which another engine takes its place
     gc.unfreeze = lambda: None
     import_vllm()
-    from vllm.v1.executor import multiproc_executor
 
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     children: dict[int, socket.socket] = {}
     while True:
         ready, _, _ = select.select([listener, 0], [], [], 0.05 if children else None)

@@ -156,7 +156,7 @@ class Shared:
         if cls.lent is None or cls.lent.ended():
             engine = VllmEngine.__new__(VllmEngine)
             engine.options, engine.device = VllmConfig(), torch.device("cpu")
-            engine._places = [("",), (os.sched_getaffinity(0),)]
+            engine._group, engine._devices = None, [""]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(child, "spawn", partial(fork, server()))
                 cls.lent = Lent(*engine._process(torch.device("cpu"), python))

@@ -40,7 +40,7 @@ def test_what_is_installed_and_shared(tmp_path, gpu, torch, shared):
     for name in ("launchers/engine_env.sh", "constraints.txt", "constraints-vllm.txt", "constraints-vllm-gpu.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "launchers/env.sh").write_text(f"ALIGNER_ROOT='{tmp_path}'\n")
+    (tmp_path / "launchers/env.sh").write_text(f"ALIGNER_ROOT='{tmp_path}'\nALIGNER_PIP=(-m pip install)\n")
     (tmp_path / "bin").mkdir()
     (tmp_path / "site").mkdir()
     for name, text in {"python": PYTHON, "nvidia-smi": "#!/bin/bash\n"}.items():

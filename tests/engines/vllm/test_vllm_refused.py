@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,9 @@ from aligner.config.resolve import compose
 from aligner.config.sections.model.attention import AttentionConfig
 from aligner.config.sections.vllm import VllmConfig
 from aligner.config.validate_model import check_node, validate_model
+from aligner.engines import bridge
 from aligner.engines.base import UpdateLedger
+from aligner.engines.bridge import Bridge
 from aligner.engines.child.process import interpreter
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Settings
 from aligner.engines.native.fleet import Fleet
@@ -50,7 +51,7 @@ def test_another_version_is_refused(monkeypatch):
 
 def test_options_that_the_worker_sets_are_refused():
     """All of them, and no other."""
-    settings = Settings("", [], 53, "float32", 64, 4, 1 << 24, *[False] * 4, 0, False)
+    settings = Settings("", None, 53, "float32", 64, 4, 1 << 24, *[False] * 4, 0, False)
     assert VllmConfig.SET.keys() == engine_arguments(settings).keys()
     expected = (
         r"engine.vllm.args.max_num_seqs=3: expected an option that this project does not set. Set engine.max_batch"
@@ -79,7 +80,7 @@ def test_options_that_do_not_go_with_updates_are_refused(option, why):
 def test_the_end_of_an_update_empties_also_what_lies_outside_of_the_cache():
     worker = VllmWorker.__new__(VllmWorker)
     reset = lambda reset_connector=False: reset_connector  # noqa: E731
-    worker.engine = SimpleNamespace(collective_rpc=lambda name, args: [], reset_prefix_cache=reset)
+    worker.engine = SimpleNamespace(collective_rpc=lambda name, args: [None], reset_prefix_cache=reset)
     worker.finish()
     assert worker.whole
 
@@ -110,37 +111,66 @@ def test_linear_layers_in_float32_on_a_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("width", "nodes", "own", "across"),
+    ("width", "nodes", "own", "parts"),
     [
-        (2, (4, 4), 0, ""),
-        (4, (8, 8), 0, ""),
-        (2, (3, 3), 0, "2 to 3"),
-        (8, (4, 4), 0, "0 to 7"),
-        (2, (3, 3), 2, ""),
-        (2, (4, 4), 5, "3 to 4"),
-        (4, (2, 4), 4, ""),
-        (4, (4, 2, 2), 4, "4 to 7"),
+        (2, (3, 3), 0, None),
+        (8, (4, 4), 0, None),
+        (2, (3, 3), 2, None),
+        (4, (2, 4), 4, None),
+        (4, (4, 2, 2), 4, None),
+        (8, (4, 4, 4), 8, None),
+        (2, (3, 3), 4, [1, 2]),
+        (4, (1, 3, 1), 4, [3]),
+        (4, (4, 2, 2, 4), 12, []),
     ],
 )
-def test_a_replica_stays_within_a_node(width, nodes, own, across):
+def test_a_replica_on_ranks_of_its_own_has_equal_parts_on_nodes(width, nodes, own, parts):
+    """Of which each gets all weights. Whether the parts of all nodes are equal (`parts` is empty if not) is known when
+    they meet."""
     cfg = compose(["stage=grpo", "engine=vllm", f"engine.tensor_parallel={width}", f"engine.ranks={own}"])
-    ends = [*accumulate(nodes)]
-    ranks = [range(end - size, end) for end, size in zip(ends, nodes, strict=True)]
-    if not across:
-        for node in ranks:
-            check_node(cfg, node, ends[-1])
-        return
-    local = nodes[-1]
-    text = rf"engine.tensor_parallel={width}: expected replicas within a node of {local} .*: ranks {across} are on two"
-    with pytest.raises(LayoutError, match=text):
-        check_node(cfg, ranks[-2], ends[-1])
-        check_node(cfg, ranks[-1], ends[-1])
+    of_node = [number for number, size in enumerate(nodes) for _ in range(size)]
+    ranks = [range(of_node.index(number), of_node.index(number) + size) for number, size in enumerate(nodes)]
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: len(of_node))
+    apart = Bridge(group, None, None, len(of_node) - own, width)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bridge, "gathered", lambda value, group: of_node)
+        if parts is not None:
+            with pytest.raises(LayoutError, match=rf"engine.tensor_parallel={width}: expected equal parts of .*of \["):
+                apart.fill_by_node()
+        elif own:
+            apart.fill_by_node()
+            assert apart.filled_together == min(width, nodes[-1])
+    refused = []
+    for node in ranks:
+        try:
+            check_node(cfg, node, len(of_node))
+        except LayoutError as error:
+            refused.append(str(error))
+    assert bool(refused) == bool(parts)
+    if parts:
+        assert f"of a node, are {' and '.join(map(str, parts))} of a replica" in refused[0]
 
 
 def test_ranks_that_cannot_share_its_heads():
     cfg = compose(["stage=grpo", "engine=vllm", "engine.tensor_parallel=4"])
     with pytest.raises(LayoutError, match=r"model.num_kv_heads=3: expected a divisor of engine.tensor_parallel=4"):
         validate_model(cfg, replace(LLAMA, num_heads=12, num_kv_heads=3, head_dim=16, max_position=4096))
+
+
+@pytest.mark.parametrize(
+    ("shares", "name", "expected"),
+    [
+        (3, "qwen3_moe", r"data_parallel_size=3: expected a divisor of engine.tensor_parallel=4"),
+        ("two", "qwen3_moe", r"data_parallel_size='two': expected a divisor"),
+        (2, "llama", r"data_parallel_size=2: expected 1 for a model without experts.*more replicas"),
+    ],
+)
+def test_shares_of_a_replica_with_requests_of_their_own(shares, name, expected):
+    options = ["stage=grpo", "engine=vllm", "engine.tensor_parallel=4", f"engine.vllm.args.data_parallel_size={shares}"]
+    model = replace(MODELS[name], max_position=4096, num_kv_heads=4)
+    with pytest.raises(ConfigError, match=rf"engine.vllm.args.{expected}"):
+        validate_model(compose(options), model)
+    validate_model(compose([*options[:-1], "engine.vllm.args.data_parallel_size=1"]), model)
 
 
 def test_models_that_it_does_not_serve():
@@ -251,12 +281,11 @@ def test_pages_of_latent_attention_and_of_heads_of_two_kinds():
     ],
 )
 def test_the_child_sees_the_devices_of_its_ranks(monkeypatch, seen, value):
-    """In the order of the ranks, each of which sees some of its node's devices; and has their cores."""
-    results, cores = {}, []
+    """In the order of the ranks, each of which sees some of its node's devices."""
+    results = {}
 
-    def spawn(worker, environ, python, section, own):
+    def spawn(worker, environ, python, section):
         results.update(environ)
-        cores.extend(sorted(own))
 
     monkeypatch.setattr(child, "spawn", spawn)
     names = []
@@ -264,22 +293,21 @@ def test_the_child_sees_the_devices_of_its_ranks(monkeypatch, seen, value):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         names.append(of_device(torch.device("cuda", rank))._device_name())
     engine = of_device(torch.device("cuda", min(seen)))
-    engine._places = [tuple(names), tuple({14 * rank, 14 * rank + 1} for rank in seen)]
+    engine._devices = names
     engine._process(engine.device, "")
     assert results["CUDA_VISIBLE_DEVICES"] == value and results["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert cores == sorted(core for rank in seen for core in (14 * rank, 14 * rank + 1))
 
 
 def of_device(device):
     engine = VllmEngine.__new__(VllmEngine)
-    engine.options, engine.device = VllmConfig(), device
+    engine.options, engine.device, engine._group = VllmConfig(), device, None
     return engine
 
 
 def test_ranks_that_see_their_own_device_alone_are_no_replica():
     """Each calls its own 0, so that a child cannot be given all of them."""
     engine = of_device(torch.device("cuda", 0))
-    engine._places = [("0", "0"), ({0}, {1})]
+    engine._devices = ["0", "0"]
     expected = (
         r"engine.tensor_parallel=2: expected ranks that see each other's devices; theirs are 0, 0.*--gpu-bind=none"
     )
@@ -343,7 +371,7 @@ for left in (arguments, {k: v for k, v in arguments.items() if k != "gpu_memory_
 def test_vllms_own_check_lets_an_engine_start_beside_a_trainer(tmp_path):
     """The GPU worker's, with a tenth of the device free; by vLLM's default it would not start."""
     (tmp_path / "config.json").write_text("{}")
-    settings = Settings(str(tmp_path), [], 53, "float32", 64, 4, 1 << 24, *[False] * 4, 0, False, block=32)
+    settings = Settings(str(tmp_path), None, 53, "float32", 64, 4, 1 << 24, *[False] * 4, 0, False, block=32)
     python, environ = interpreter(str(PYTHON), dict(os.environ) | VARIABLES, "engine.vllm")
     command = [python, "-c", CHECK, json.dumps(vars(settings) | {"max_num_tokens": settings.max_num_tokens})]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)

@@ -63,10 +63,10 @@ def forked(arguments: list[str], path: str) -> None:
     ids=["tp2", "own-tp2", "two"],
 )
 def test_grpo_learns_on_several_ranks(ranks, tiny_data, tmp_path, world, layout):
-    """One engine of both, which starts as a user's does; one on two ranks of its own, which get their shares of the
-    weights by the plan; one for each."""
+    """One engine of both; one on two ranks of its own, which get their shares of the weights by the plan; one for
+    each, which starts as a user's does."""
     line = stages.overrides("grpo", tiny_data, tmp_path / "run", *RUN, "run.steps=3", *layout)
-    if layout[:1] == ("engine.tensor_parallel=2",):
+    if not layout:
         ranks.run(run_stage, world=world, arguments=line)
     else:
         ranks.run(forked, world=world, arguments=line, path=server())

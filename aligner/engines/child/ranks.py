@@ -1,9 +1,10 @@
-"""One rank of a TensorRT-LLM engine of several, in a process of its own. It meets the others through torch.distributed
-by itself: TensorRT-LLM would start its ranks by MPI or Ray.
+"""One rank of an engine of several, in a process of its own. The processes meet through torch.distributed by
+themselves: the packages would start them by MPI, Ray or on one node only.
 
-  listen           the first rank opens two ports
-  join             all ranks: connections by which a process learns that another one has ended; then the process group
-  executor_class   of an executor of this rank alone, for `LLM(executor_cls=...)`
+  listen   the first rank opens two ports
+  join     all ranks: connections by which a process learns that another one has ended; then the process group
+
+A `RankWorker` does both.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from __future__ import annotations
 import hmac
 import os
 import socket
+import sys
 import time
-from contextlib import suppress
+import traceback
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -22,14 +27,27 @@ import torch.distributed as dist
 
 from aligner.cluster.handshake import LOOPBACK, seal_objects, shake_hands
 from aligner.cluster.seal import Seal
-from aligner.config.sections.trtllm import TrtllmConfig
 from aligner.engines.child.process import PEER_ENDED
-from aligner.engines.child.worker import Settings
+from aligner.engines.child.worker import BaseWorker, Settings
 from aligner.errors import EngineError
 
 # while the trainer trains, a rank waits in a collective for the first one's next request
 IDLE = timedelta(days=30)
 _OPEN: list[Any] = []  # of the first rank: the store, and the socket that listens
+
+
+@contextmanager
+def ending_all(line: Lifeline | None) -> Iterator[None]:
+    """End this process after an error in work of all ranks, and so the peers, which would wait for this one in a
+    collective. Its trainer shows the error from its output. An engine of one rank goes on: `line` is None."""
+    try:
+        yield
+    except Exception:
+        if line is None:
+            raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def listen(host: str) -> tuple[int, int]:
@@ -84,9 +102,10 @@ class Lifeline:
 
 def join(settings: Settings) -> Lifeline:
     """Join the engine's other ranks. Raises EngineError where they cannot be reached."""
-    assert settings.meeting is not None
-    host, *ports, secret = settings.meeting
-    rank, ranks, deadline = settings.rank, settings.tensor_parallel, time.monotonic() + settings.meet_s
+    meeting, rank, ranks = settings.meeting, settings.rank, settings.tensor_parallel
+    assert meeting is not None
+    host, ports, secret = meeting.hosts[0], meeting.ports, meeting.secret
+    deadline = time.monotonic() + meeting.limit_s
     peers: list[socket.socket] = []
     proof = Seal(secret).mac(b"", "line")
     try:
@@ -108,18 +127,13 @@ def join(settings: Settings) -> Lifeline:
         expected = f"the other ranks of an engine with engine.tensor_parallel={ranks}"
         seal_objects(shake_hands(store, rank, ranks, secret, f"{host}:{ports[0]}", expected))
     except (OSError, dist.DistError) as error:
-        what = f"{len(peers)} of {ranks - 1} other ranks came to" if rank == 0 else f"rank {rank} did not reach"
-        raise EngineError(
-            f"{what} port {ports[1]} of {host} in {settings.meet_s:g} s, half of {TrtllmConfig.KEY}.start_timeout_s "
-            f"({error}): expected nodes that connect to each other's ports with engine.tensor_parallel={ranks}. Lower "
-            "it, so that a replica is on one node."
-        ) from error
+        raise EngineError(f"{_missing(settings, len(peers))} ({error})") from error
     line = Lifeline(peers)
     try:
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             torch.cuda.set_device(settings.device)
-        backend, limit = "cuda:nccl,cpu:gloo" if on_gpu else "gloo", timedelta(seconds=settings.meet_s)
+        backend, limit = "cuda:nccl,cpu:gloo" if on_gpu else "gloo", timedelta(seconds=meeting.limit_s)
         dist.init_process_group(backend, store=store, world_size=ranks, rank=rank, timeout=limit)
         store.set_timeout(IDLE)
         dist.distributed_c10d._set_pg_timeout(IDLE)
@@ -127,6 +141,57 @@ def join(settings: Settings) -> Lifeline:
         line.leave(well=False)
         raise
     return line
+
+
+class RankWorker(BaseWorker):
+    """A worker of an engine, or of one of its ranks. `line`: to the others, None without any."""
+
+    listen = staticmethod(listen)
+
+    def __init__(self, settings: Settings):
+        self.line = join(settings) if settings.tensor_parallel > 1 else None
+        try:
+            self._start(settings)
+        except BaseException:
+            if self.line is not None:
+                self.line.leave(well=False)
+            raise
+        super().__init__(settings)
+
+    @abstractmethod
+    def _start(self, settings: Settings) -> None:
+        """Make the engine, in the process group of its ranks."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End the engine."""
+
+    def orphaned(self) -> None:
+        if self.line is not None:  # the engine's end would wait for the others, and they may wait for this rank
+            self.line.end()
+        self.close()
+
+    def close(self) -> None:
+        if self.line is not None:
+            self.line.leave()
+        self._end()
+        if dist.is_initialized():  # some versions leave the group to its destructor, which aborts
+            dist.destroy_process_group()
+
+
+def _missing(settings: Settings, came: int) -> str:
+    """Return who did not reach whom, and what to do."""
+    meeting, rank, ranks = settings.meeting, settings.rank, settings.tensor_parallel
+    assert meeting is not None
+    others = ", ".join(dict.fromkeys(meeting.hosts[1:]))
+    who = f"rank {rank} on {meeting.hosts[rank]} did not reach"
+    if rank == 0:
+        who = f"{came} of {ranks - 1} other ranks, on {others}, came to"
+    return (
+        f"{who} port {meeting.ports[1]} of {meeting.hosts[0]} in {meeting.limit_s:g} s, half of "
+        f"{meeting.key}.start_timeout_s: expected nodes that connect to each other's ports with "
+        f"engine.tensor_parallel={ranks}. Lower it, so that a replica is on one node."
+    )
 
 
 def _left(deadline: float) -> float:
@@ -141,43 +206,3 @@ def _proves(peer: socket.socket, proof: bytes) -> bool:
     with suppress(OSError):
         return hmac.compare_digest(peer.recv(len(proof), socket.MSG_WAITALL), proof)
     return False
-
-
-def _gathered(value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _device() -> int:
-    return torch.cuda.current_device() if torch.cuda.is_available() else 0
-
-
-def executor_class() -> type:
-    """Return the class of the executor of one rank, which is in a process group."""
-    from tensorrt_llm._torch.distributed.communicator import TorchDist
-    from tensorrt_llm.executor.worker import GenerationExecutorWorker
-
-    def cluster_info(self: Any) -> list[tuple[str, int]]:
-        """Return each rank's node and device, which otherwise Ray tells."""
-        if self.cluster_info is None:
-            self.cluster_info = _gathered((socket.gethostname(), _device()))
-        return self.cluster_info
-
-    TorchDist._get_cluster_info = cluster_info
-
-    class RankExecutor(GenerationExecutorWorker):
-        @classmethod
-        def create(cls, engine: Any, **arguments: Any) -> Any:
-            kept = ("hf_model_dir", "tokenizer", "llm_args", "is_llm_executor")
-            return cls(engine=engine, **{name: arguments[name] for name in kept})
-
-        def setup_engine(self) -> None:
-            self.global_rank = dist.get_rank()  # without MPI it is 0 on each
-            dist.barrier()
-            super().setup_engine()
-
-        def _get_comm_ranks_device_id(self) -> tuple[list[int], list[int]]:
-            return _gathered(dist.get_rank()), _gathered(_device())
-
-    return RankExecutor
