@@ -124,12 +124,12 @@ def test_a_sweep_varies_the_ranks_of_an_engine(capsys):
         assert main([*line, *more]) == 0
         return json.loads(capsys.readouterr().out)
 
-    (swept, *_), (told, *_) = best("--sweep"), best("--sweep", "--engine-tensor-parallel=2")
-    assert [row["sizes"]["engine.tensor_parallel"] for row in (swept, told)] == [1, 2]
+    (swept, *_), (named, *_) = best("--sweep"), best("--sweep", "--engine-tensor-parallel=2")
+    assert [row["sizes"]["engine.tensor_parallel"] for row in (swept, named)] == [1, 2]
     keys = [f"{key}={value}" for key, value in swept["sizes"].items()]
     keys += [f"parallel.{key}={swept['layout'][key]}" for key in ("tensor", "pipeline", "context", "sequence")]
     keys += [f"model.recompute={swept['layout']['recompute']}"]
-    assert best(*keys)["step_s"] == pytest.approx(swept["step_s"]) and swept["step_s"] < told["step_s"]
+    assert best(*keys)["step_s"] == pytest.approx(swept["step_s"]) and swept["step_s"] < named["step_s"]
     large = ["plan", "--json", "--sweep", "--gpus", "2", "model=qwen3_32b", "model.lora.rank=8", "stage=grpo"]
     assert main(large) == 0
     assert {row["sizes"]["engine.tensor_parallel"] for row in json.loads(capsys.readouterr().out)} == {2}
