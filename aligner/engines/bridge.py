@@ -57,10 +57,10 @@ class Bridge:
     seal: Seal
     trainers: int
     width: int = 1
-    filled_together: int = 0  # 0: `width`
     silent_s: float = 60.0  # without a heartbeat, after which a rank counts as lost
     signal: Callable[[], int] = lambda: 0  # received by this rank
     on_signal: Callable[[int], None] = lambda number: None  # called with a signal that a generation rank received
+    filled_together: int = field(default=0, init=False)  # `width` unless `fill_by_node`
     _orders: int = field(default=0, init=False)
     _refused: str = field(default="", init=False)  # by rank 0: why the run has failed
     _doing: str = field(default="start", init=False)  # by rank 0: the last order
@@ -69,7 +69,7 @@ class Bridge:
     def __post_init__(self) -> None:
         self.rank = self.group.rank()
         self.engines = tuple(range(self.trainers, self.group.size()))  # ranks that generate
-        self.filled_together = self.filled_together or self.width
+        self.filled_together = self.width
         self.barrier = OrderBarrier(self.store, self.seal, self.silent_s)
 
     def fill_by_node(self) -> None:
