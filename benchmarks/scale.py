@@ -108,7 +108,9 @@ def rehearse(case: Case) -> dict[str, Any]:
     gib = {
         name: max(p[name]["peak_bytes"] for p in phases if name in p) / GIB for name in ("refit", "generate", "update")
     }
-    return {"faults": len(data["faults"] + data["mismatches"]), "gib": gib, "update_s": data["update_s"]}
+    faults = data["faults"] + data["mismatches"]
+    print(*faults, sep="\n", end="\n" if faults else "", file=sys.stderr)
+    return {"faults": faults, "gib": gib, "update_s": data["update_s"]}
 
 
 def line(case: Case, planned: dict[str, Any], rehearsed: dict[str, Any] | None) -> str:
@@ -117,7 +119,7 @@ def line(case: Case, planned: dict[str, Any], rehearsed: dict[str, Any] | None) 
     cells.append(f"{planned['gib']:.1f} in {planned['phase']}{'' if planned['fits'] else ', too much'}")
     if rehearsed is not None:
         gib = ", ".join(f"{value:.1f}" for value in rehearsed["gib"].values())
-        cells += [gib, f"{rehearsed['update_s']:.1f}", str(rehearsed["faults"])]
+        cells += [gib, f"{rehearsed['update_s']:.1f}", str(len(rehearsed["faults"]))]
     return f"| {' | '.join(cells)} |"
 
 
