@@ -21,6 +21,7 @@ from aligner.plan.adapters import (
     trained_parameters,
 )
 from aligner.plan.devices import Assumptions, Device
+from aligner.plan.host import engine_host_bytes
 from aligner.plan.job import PlanJob, PlannedModel
 from aligner.plan.linear import row_bytes, rule_bytes, rule_operations
 from aligner.plan.muon import muon_operations
@@ -351,7 +352,8 @@ def _exposed(reduced: list[CollectiveCalls], job: PlanJob, model: PlannedModel, 
 
 
 def refit_phase(job: PlanJob, machine: Machine) -> PhaseTime:
-    """Return the time to receive from other ranks and to copy the engine's shard into its place (read and written)."""
+    """Return the time to receive from other ranks and to copy the engine's shard into its place (read and written). An
+    engine in a process of its own, on ranks of its own, reads it from host memory."""
     phase, assumed = PhaseTime(), machine.assumed
     assert job.engine is not None
     if job.engine.ranks:
@@ -364,7 +366,10 @@ def refit_phase(job: PlanJob, machine: Machine) -> PhaseTime:
         _communicate(phase, refit_calls(job), job, machine)
     if not job.engine.placed:
         phase.parts["tensors"] += assumed.tensor_s * tensors(job.policy.shape)
-    phase.parts["copy"] += machine.copied(2 * engine_bytes(job.policy.shape, job.engine.tensor, job.engine.element))
+    shard = engine_bytes(job.policy.shape, job.engine.tensor, job.engine.element, shares=job.engine.shares)
+    phase.parts["copy"] += machine.copied(2 * shard)
+    if job.engine.placed and (written := engine_host_bytes(job)):
+        phase.parts["copy"] += (written + shard) / assumed.host_link
     return phase
 
 

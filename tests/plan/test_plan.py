@@ -1080,6 +1080,10 @@ def test_an_engine_of_its_own_process_reads_the_model_from_host_memory(engine, w
     text = predict(job, H100).text()
     assert (f"; {wanted / GIB:.1f} GiB a GPU on ranks that only generate: weights" in text) == bool(share)
     assert not share or apart_bytes(job) >= 0.99 * wanted
+    actual, device = (plan_times(job, H100, Assumptions(**link))["refit"] for link in ({}, {"host_link": inf}))
+    shard = engine_bytes(job.policy.shape, width, 2)
+    by_host = (wanted + shard) / Assumptions().host_link if share else 0.0
+    assert actual.seconds - device.seconds == pytest.approx(by_host)
 
 
 def test_shares_of_a_replica_have_attention_and_rows_of_their_own():
