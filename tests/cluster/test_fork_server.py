@@ -187,6 +187,6 @@ def test_what_stages_import_starts_no_thread_and_no_cuda():
     code += "from aligner.run.launched import imports\nfrom aligner.config.stages import STAGES\n"
     code += "given = {name: imports(compose([f'stage={name}', 'data.train=x'])) for name in STAGES}\n"
     code += "names = {module for modules in given.values() for module in modules}\n"
-    code += "assert len(names) == len(STAGES) + 5, names\nassert _ready(sorted(names))"
+    code += "assert len(names) == len(STAGES) + 7, names\nassert _ready(sorted(names))"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
