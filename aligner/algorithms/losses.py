@@ -15,7 +15,7 @@ from aligner.config.on_demand import on_demand
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.ops.rl.aggregate import aggregate, denominator
 from aligner.ops.rl.covariance import choose_random, choose_top, covariance, token_keys
-from aligner.ops.rl.kl import NOISE, configured_kl
+from aligner.ops.rl.kl import NOISE, kl_estimator
 from aligner.ops.rl.mismatch import weight_sums
 from aligner.ops.rl.policy_loss import POLICY_LOSSES
 from aligner.ops.rl.policy_term import PolicyTerm
@@ -50,6 +50,7 @@ def policy_loss(
         on_demand("algorithm.policy_loss")(cfg) if is_function(cfg.policy_loss) else POLICY_LOSSES[cfg.policy_loss]
     )
     mean, noise = partial(aggregate, kind=cfg.aggregation, denominator=total), NOISE[dtype]
+    estimate = kl_estimator(cfg, noise)
 
     def loss(out: TokenOutputs, batch: TrainBatch) -> LossOutput:
         mask, targets = batch.loss_mask, batch.of(PolicyTargets)
@@ -64,7 +65,7 @@ def policy_loss(
         weighed = term.per_token if targets.token_weights is None else term.per_token * targets.token_weights
         value = mean(weighed, mask)
         if cfg.kl.placement == "loss" and targets.ref_logprobs is not None:
-            kl = configured_kl(out.logprobs, targets.ref_logprobs, cfg, noise)
+            kl = estimate(out.logprobs, targets.ref_logprobs)
             if cfg.kl.importance_weighted:  # by the token's ratio, whatever the surrogate's is: it is a token's term
                 kl = kl * torch.exp((out.logprobs - targets.old_logprobs).clamp(-20, 20))
             value = value + kl_coef * mean(kl, mask)

@@ -112,10 +112,14 @@ def user_advantages(rollout: RolloutBatch, mask: Tensor, cfg: AlgorithmConfig) -
     return torch.where(mask.bool(), result if result.dim() == 2 else result[:, None], 0.0)
 
 
-def user_kl(logprobs: Tensor, ref_logprobs: Tensor, cfg: AlgorithmConfig) -> Tensor:
-    """Return what the function at the path `algorithm.kl.estimator` gives, float32 [B, T]."""
-    values = {"logprobs": logprobs, "ref_logprobs": ref_logprobs}
-    return UserFunction("algorithm.kl.estimator", cfg)(values, logprobs.shape).float()
+def user_kl(cfg: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function at the path `algorithm.kl.estimator` in the form of `ops.rl.kl.kl_estimator`."""
+    function = UserFunction("algorithm.kl.estimator", cfg)
+
+    def estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        return function({"logprobs": logprobs, "ref_logprobs": ref_logprobs}, logprobs.shape).float()
+
+    return estimate
 
 
 def user_shaping(rewards: Tensor, lengths: Tensor, finished: Tensor, limit: int, cfg: AlgorithmConfig) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from aligner.config.sections.algorithm import AlgorithmConfig, KLConfig
 from aligner.config.sections.batch import BatchConfig
 from aligner.ops.packing.minibatches import minibatch_rows, places
-from aligner.ops.rl.kl import adapt_kl_coef, configured_kl
+from aligner.ops.rl.kl import adapt_kl_coef, kl_estimator
 from aligner.ops.rl.shaping import shaped_rewards
 from aligner.ops.rl.token_advantages import token_rewards
 from aligner.ops.seeds import derive, scatter
@@ -64,7 +64,7 @@ def set_token_rewards(rollout: RolloutBatch, cfg: AlgorithmConfig, kl_coef: floa
     scores = shaped_rewards(rollout.rewards.nan_to_num(), lengths, rollout.finished, cfg, response_limit)
     kl = None
     if cfg.kl.placement == "reward" and rollout.ref_logprobs is not None:
-        kl = configured_kl(rollout.old_logprobs, rollout.ref_logprobs, cfg)
+        kl = kl_estimator(cfg)(rollout.old_logprobs, rollout.ref_logprobs)
     rollout.token_rewards = token_rewards(scores, rollout.response_mask, kl, kl_coef)
     keep = rollout.valid.clone()
     if cfg.overlong.mask_truncated:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -32,13 +35,11 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, noise: f
     return _plain(d, estimator, noise)
 
 
-def configured_kl(
-    logprobs: Tensor, ref_logprobs: Tensor, cfg: AlgorithmConfig, noise: float = NOISE[torch.float32]
-) -> Tensor:
-    """Estimate as `kl.estimator` says: by `kl_estimate`, or by a function of the user's."""
+def kl_estimator(cfg: AlgorithmConfig, noise: float = NOISE[torch.float32]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the estimator of `kl.estimator`, f(logprobs, ref_logprobs): `kl_estimate`, or a function of the user's."""
     if is_function(cfg.kl.estimator):
-        return on_demand("algorithm.kl.estimator")(logprobs, ref_logprobs, cfg)
-    return kl_estimate(logprobs, ref_logprobs, cfg.kl.estimator, noise)
+        return on_demand("algorithm.kl.estimator")(cfg)
+    return partial(kl_estimate, estimator=cfg.kl.estimator, noise=noise)
 
 
 def magnitude(d: Tensor, noise: float) -> Tensor:
