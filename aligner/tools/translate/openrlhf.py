@@ -8,7 +8,7 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.tools.translate.sheet import Vocabulary, remarks
-from aligner.tools.translate.source import Source
+from aligner.tools.translate.source import EXPECTED, Source
 
 VERSION = "OpenRLHF 0.11.2"
 STAGES = {"train_ppo_ray": "ppo", "train_sft": "sft", "train_dpo": "dpo", "train_rm": "rm"}
@@ -267,16 +267,12 @@ def vocabulary(command: str) -> Vocabulary:
 
 def command_of(source: Source, asked: str) -> str:
     """Return the command: of the file, the one asked for, or the only one with these names. Raises ConfigError."""
-    if command := asked or source.command:
-        if command not in STAGES:
-            raise ConfigError("--command", command, "one of " + ", ".join(STAGES))
+    if command := source.named_command(asked, STAGES):
         return command
     names = {_EARLIER.get(name, name) for name in source.values}
     own = {command: len(names & set(_DEFAULTS[command])) for command in STAGES}
     best = [command for command, count in own.items() if count == max(own.values())]
     if len(best) > 1:
-        from aligner.tools.translate.source import EXPECTED
-
         expected = f"one of {', '.join(best)}: the arguments fit each" if max(own.values()) else EXPECTED
         raise ConfigError("--command" if max(own.values()) else "FILE", "", expected)
     return best[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aligner.errors import ConfigError
 from aligner.tools.translate.openrlhf import STAGES, command_of, current, vocabulary
-from aligner.tools.translate.sheet import Sheet, share
+from aligner.tools.translate.sheet import SCHEDULES, Sheet, share
 from aligner.tools.translate.source import Source
 
 _ADVANTAGES = {
@@ -16,13 +16,6 @@ _ADVANTAGES = {
     "dr_grpo": "dr_grpo",
 }
 _WHITENED = ("gae", "reinforce", "reinforce_baseline")
-_SCHEDULES = {
-    "cosine_with_min_lr": "cosine",
-    "cosine": "cosine",
-    "linear": "linear",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-}
 _ESTIMATOR, _CORRECTION = "algo.advantage.estimator", "algo.advantage.is_correction_"
 
 
@@ -49,7 +42,7 @@ def _optimizer(sheet: Sheet, prefix: str, ours: str = "optim") -> None:
         sheet.put(f"{ours}.muon_momentum", sheet[f"{prefix}muon.momentum"], f"{prefix}muon.momentum")
         sheet.lack((f"{prefix}muon.lr",), f"{ours}.lr is of all weights: with muon_scale=0.2 AdamW's fits")
     kind, lowest = f"{prefix}lr_scheduler", f"{prefix}min_lr_ratio"
-    schedule = _SCHEDULES.get(sheet[kind])
+    schedule = SCHEDULES.get(sheet[kind])
     if schedule is None:
         sheet.lack((kind,), "optim.schedule is constant, linear or cosine")
     else:

@@ -22,6 +22,14 @@ _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off", "none")
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", list: "a list", dict: "a mapping"}
 
 
+# transformers' names of schedules -> ours
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
 _UNREAD = (("no effect beside the other values", True), ("an addition to the trainer's own names", False))
 
 
@@ -246,7 +254,8 @@ class Sheet:
 
 
 def sources(paths: list[str]) -> list[dict[str, str]]:
-    """Return entries of data.sources. Files of one name are told apart by their folder, else by a number."""
+    """Return entries of data.sources. Where files have the same name, their folders tell them apart, or else
+    numbers."""
     labels = [Path(path).name.partition(".")[0] for path in paths]
     if len(set(labels)) < len(labels):
         labels = [f"{Path(path).parent.name}_{label}" for path, label in zip(paths, labels, strict=True)]

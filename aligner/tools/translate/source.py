@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,15 @@ class Source:
     project: str  # trl, openrlhf or verl
     command: str  # sft, main_ppo, train_dpo, ...; empty: not in the file
     values: dict[str, Any]
-    added: frozenset[str] = frozenset()  # names that Hydra was told to add
+    added: frozenset[str] = frozenset()  # names with Hydra's `+`
     assumed: dict[str, str] = field(default_factory=dict)  # variables of branches of a script
+
+    def named_command(self, asked: str, known: Collection[str]) -> str:
+        """Return the command that is asked for, or else the file's; empty: neither names one. Raises ConfigError."""
+        command = asked or self.command
+        if command and command not in known:
+            raise ConfigError("--command", command, "one of " + ", ".join(known))
+        return command
 
 
 def read(path: str) -> Source:

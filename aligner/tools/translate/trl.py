@@ -7,7 +7,7 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.tools.translate.sheet import Vocabulary, remarks
-from aligner.tools.translate.source import Source
+from aligner.tools.translate.source import EXPECTED, Source
 
 VERSION = "TRL 1.16.0"
 _BASE: dict[str, Any] = {
@@ -207,16 +207,12 @@ def vocabulary(command: str) -> Vocabulary:
 
 def command_of(source: Source, asked: str) -> str:
     """Return TRL's command: of the file, the one asked for, or the only one that has all names. Raises ConfigError."""
-    if command := asked or source.command:
-        if command not in _DEFAULTS:
-            raise ConfigError("--command", command, "one of " + ", ".join(_DEFAULTS))
+    if command := source.named_command(asked, _DEFAULTS):
         return command
     own = {command: set(names) & set(source.values) for command, names in _DEFAULTS.items()}
     most = max(map(len, own.values()))
     best = [command for command, names in own.items() if len(names) == most]
     if not most and not set(_BASE) & set(source.values):
-        from aligner.tools.translate.source import EXPECTED
-
         raise ConfigError("FILE", ", ".join(list(source.values)[:5]), EXPECTED)
     if len(best) > 1:
         raise ConfigError("--command", "", f"one of {', '.join(best)}: the file fits {VERSION}'s configs of each")

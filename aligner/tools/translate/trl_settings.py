@@ -6,17 +6,9 @@ from math import ceil
 
 from aligner.errors import ConfigError
 from aligner.tools.translate import trl_losses as losses
-from aligner.tools.translate.sheet import Sheet, share, sources
+from aligner.tools.translate.sheet import SCHEDULES, Sheet, share, sources
 from aligner.tools.translate.source import Source
 from aligner.tools.translate.trl import RENAMED, STAGES, command_of, vocabulary
-
-_SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-}
 
 
 def translate(source: Source, command: str, gpus: int) -> Sheet:
@@ -121,7 +113,7 @@ def _length(sheet: Sheet, updates: int) -> None:
 
 def _optimizer(sheet: Sheet) -> None:
     sheet.take("learning_rate")
-    sheet.take("lr_scheduler_type", _SCHEDULES.get)
+    sheet.take("lr_scheduler_type", SCHEDULES.get)
     extra = sheet["lr_scheduler_kwargs"] or {}
     if "min_lr_rate" in extra or "min_lr" in extra:
         floor = float(extra.get("min_lr") or share(sheet["learning_rate"], float(extra["min_lr_rate"])))

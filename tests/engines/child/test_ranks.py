@@ -1,4 +1,4 @@
-"""One engine of several ranks: whose memory their children are told of, and when they read it. What is not run here
+"""One engine of several ranks: whose memory their children get, and when they read it. What is not run here
 is a GPU: buffers lie in host memory, handles are theirs."""
 
 import os
