@@ -9,7 +9,7 @@ import pytest
 from aligner.cluster.env import RankEnv
 from aligner.config.resolve import compose
 from aligner.config.sections.trtllm import TrtllmConfig
-from aligner.engines.trtllm import build, built_api, built_worker, ranks, torch_api, torch_worker
+from aligner.engines.trtllm import build, built_api, built_worker, torch_api, torch_worker
 from aligner.engines.trtllm.features import ARGS, FEATURES, PARAMS
 from aligner.engines.trtllm.package import accepted
 from aligner.engines.trtllm.sampling import runner_arguments, sampling_arguments
@@ -61,7 +61,7 @@ def test_the_table_has_all_that_the_child_uses(monkeypatch):
     symbols = [*row.symbols, *(symbol for feature in FEATURES.values() for symbol in feature.symbols)]
     imported = {
         f"{node.module}:{name.name}"
-        for module in (torch_worker, ranks)
+        for module in (torch_worker,)
         for node in ast.walk(ast.parse(Path(module.__file__).read_text()))
         if isinstance(node, ast.ImportFrom) and node.module.startswith("tensorrt_llm")
         for name in node.names
