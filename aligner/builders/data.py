@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 from math import ceil
+from operator import mul
 from typing import Any
 
 from aligner.builders.job import Job
 from aligner.config.on_demand import on_demand
+from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.curriculum import CurriculumConfig
 from aligner.config.sections.data import DataConfig
 from aligner.data.batches import BatchSource
@@ -125,9 +127,27 @@ def make_stream(
 
 
 def make_batches(job: Job, dataset: Any, collate: Callable[[Any, int], TrainBatch]) -> BatchSource:
-    """Make the source of batches. Settles run.steps."""
+    """Make the source of batches. Settles run.steps, and prints what packing makes of a step."""
     settle_steps(job, dataset, "sequences")
+    if job.cfg.batch.packing:
+        job.say(packing_line(dataset, job.cfg.batch, job.layout.data, job.cfg.data.weight_by == "tokens"))
     return _dealt(job, dataset, make_stream(job, dataset, job.cfg.batch.sequences), collate)
+
+
+def packing_line(dataset: Any, batch: BatchConfig, ranks: int, by_tokens: bool) -> str:
+    """Describe the tokens of a step's rows, and about how many packs of `batch.micro_batch_tokens` they make."""
+    means, shares = [float(dataset.lengths.mean())], [1.0]
+    if isinstance(dataset, Mixture):
+        means = [float(rows.lengths.mean()) for rows in dataset.parts.values()]
+        shares = [weight / mean if by_tokens else weight for weight, mean in zip(dataset.weights, means, strict=True)]
+    mean = sum(map(mul, means, shares)) / sum(shares)
+    line = f"packing: {mean:.0f} tokens for each of batch.sequences={batch.sequences}, at most {dataset.lengths.max()}"
+    if not (budget := batch.micro_batch_tokens):
+        return f"{line}; {batch.micro_batch_rows} of them in a micro-batch"
+    tokens = mean * batch.sequences / ranks
+    packs = ceil(tokens / budget)
+    full = f"{tokens / packs / budget:.0%} full"
+    return f"{line}; about {packs} micro-batch{'es' * (packs > 1)} of {budget} tokens on a data-parallel rank, {full}"
 
 
 def _dealt(job: Job, dataset: Any, stream: Stream, collate: Callable[[Any, int], TrainBatch]) -> BatchSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,9 +32,11 @@ class BatchSource:
     # (items of the whole batch in order, indices of this rank's) -> this rank's items; None: unchanged
     arrange: Callable[[list, Sequence[int]], list] | None = None
     _balance: float = 1.0
+    _truncated: float = 0.0
 
     def next(self) -> TrainBatch:
         rows = self.stream.next()
+        self._truncated = float(np.isin(rows, self.dataset.report.cut).mean())
         own: Sequence[int] = range(len(rows))
         if self.ranks > 1:
             costs = self.cost(torch.from_numpy(self.dataset.lengths[rows])).tolist()
@@ -47,5 +50,7 @@ class BatchSource:
         return self.collate(items, self.pad_id)
 
     def metrics(self) -> ScalarMetrics:
-        """Return batch/balance of the last batch (mean cost of the ranks / largest), and the stream's metrics."""
-        return {"batch/balance": self._balance} | self.stream.metrics()
+        """Return batch/balance of the last batch (mean cost of the ranks / largest), the share of its rows on all ranks
+        that lost their end, and the stream's metrics."""
+        own = {"batch/balance": self._balance, "batch/truncated_fraction": self._truncated}
+        return own | self.stream.metrics()

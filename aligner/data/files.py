@@ -25,6 +25,7 @@ Row = dict[str, Any]
 BOM = b"\xef\xbb\xbf"
 BLOCK = 1 << 20  # bytes unpacked at a time
 STRETCH = 1024  # rows read together in an iteration
+ARROW_END = bytes([255] * 4 + [0] * 4)  # of a file in the streaming format; without it the last rows may be missing
 
 
 class FileRows(Sequence):
@@ -130,6 +131,10 @@ class SavedRows(FileRows):
     def __init__(self, root: Path, key: str):
         import datasets
 
+        for file in sorted([*root.glob("*.arrow"), *root.glob("*/*.arrow")]):
+            if not file.name.startswith("cache-") and not _whole(file):
+                cut = f"{file.relative_to(root)} is cut off: copy or write it again"
+                raise DataError(f"{key}={str(root)!r}: expected whole Arrow files, {cut}")
         try:
             data = datasets.load_from_disk(str(root))
         except (OSError, ValueError, KeyError) as error:
@@ -148,7 +153,16 @@ class SavedRows(FileRows):
         return len(self._data)
 
     def read(self, start: int, stop: int) -> list[Row]:
-        return table_rows(self._data[start:stop], self._name) if start < stop else []
+        try:
+            return table_rows(self._data[start:stop], self._name) if start < stop else []
+        except (OSError, ValueError) as error:  # Arrow's are both
+            raise DataError(f"{self._name}: rows from {start + 1} on cannot be read ({error})") from error
+
+
+def _whole(file: Path) -> bool:
+    with file.open("rb") as data:
+        data.seek(-min(len(ARROW_END), file.stat().st_size), os.SEEK_END)
+        return data.read() == ARROW_END
 
 
 def unpacked(file: Path, key: str) -> IO[bytes]:

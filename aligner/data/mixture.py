@@ -20,6 +20,9 @@ class Mixture(Sequence):
     def __init__(self, parts: Mapping[str, Any], weights: Sequence[float]):
         self.parts, self.weights = dict(parts), list(weights)
         self._ends = np.cumsum([len(dataset) for dataset in parts.values()])
+        self.report = DataReport("data.sources", "")
+        for dataset, end in zip(parts.values(), self._ends.tolist(), strict=True):
+            self.report.cut.extend(end - len(dataset) + item for item in dataset.report.cut)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -49,7 +52,6 @@ class PromptMixture(Mixture):
 
     def __init__(self, parts: Mapping[str, PromptDataset], weights: Sequence[float]):
         super().__init__(parts, weights)
-        self.report = DataReport("data.sources", "")
         self._first = np.cumsum([0, *(dataset.report.rows for dataset in parts.values())])
         self._columns = {name: None for dataset in parts.values() for name in dataset[0].fields}
 

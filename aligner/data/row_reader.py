@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
@@ -28,18 +29,22 @@ CHUNK = 2048  # rows tokenised by one call: bounds the memory for lists
 
 @dataclass
 class DataReport:
-    """Counts of the rows of a file. `truncated` rows are among the `kept`."""
+    """Counts of the rows of a file. Truncated rows are among the `kept`."""
 
     key: str
     limit: str
     rows: int = 0
     kept: int = 0
     dropped: int = 0
-    truncated: int = 0
+    cut: array = field(default_factory=lambda: array("q"))  # items, in order, that lost their end
     empty: int = 0
     left_out: int = 0
     conversations: bool = False  # some rows are conversations
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def truncated(self) -> int:
+        return len(self.cut)
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -203,7 +208,8 @@ class RowReader[Row]:
         kept = longest <= self.limit or (self.cut and learns)
         self.report.kept += kept
         self.report.dropped += not kept
-        self.report.truncated += kept and longest > self.limit
+        if kept and longest > self.limit:
+            self.report.cut.append(self.report.kept - 1)
         return kept
 
     def _check_left(self) -> None:

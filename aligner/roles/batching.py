@@ -79,16 +79,24 @@ def micro_batches(
     return [split_documents(rows) if rows.forks is None else split_forks(rows, rows.loss_mask) for rows in chosen]
 
 
-def batch_metrics(parts: list[TrainBatch], batch: BatchConfig) -> ScalarMetrics:
-    """Return numbers of this rank's micro-batches: how many, their mean rows and tokens, and the share of the computed
-    tokens that are padding."""
+def batch_metrics(parts: list[TrainBatch], batch: BatchConfig, context: int) -> ScalarMetrics:
+    """Return numbers of this rank's micro-batches: how many, their mean rows and tokens, the share of their tokens that
+    are padding, and the share of `batch.micro_batch_tokens` that they fill."""
     real = sum(int(micro_batch.lengths.sum()) for micro_batch in parts)
-    padded = sum(len(micro_batch.lengths) * int(micro_batch.lengths.max()) for micro_batch in parts)
-    return {
+    chunks = 2 * context if context > 1 else 1  # equal ones, of each packed row
+    padded = sum(
+        int((-(-rows.lengths // chunks) * chunks).sum())
+        if batch.packing
+        else len(rows.lengths) * int(rows.lengths.max())
+        for rows in parts
+    )
+    budget = batch.micro_batch_tokens
+    filled = {"batch/packing_efficiency": (real if batch.packing else padded) / (len(parts) * budget)} if budget else {}
+    return filled | {
         "batch/micro_batches": float(len(parts)),
         "batch/micro_batch_rows": sum(len(micro_batch.lengths) for micro_batch in parts) / len(parts),
         "batch/micro_batch_tokens": real / len(parts),
-        "batch/padding_fraction": 0.0 if batch.packing else 1 - real / padded,
+        "batch/padding_fraction": 1 - real / padded,
     }
 
 

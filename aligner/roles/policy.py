@@ -101,7 +101,7 @@ class Policy:
         stats = self.model.step(parts, from_hidden)
         stats = stats if ptx is None else ptx.with_stage_loss(stats)
         return {f"policy/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()} | (
-            batch_metrics(parts, self.batch)
+            batch_metrics(parts, self.batch, self.model.layout.context)
         )
 
 

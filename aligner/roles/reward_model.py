@@ -87,5 +87,5 @@ class RewardModel:
             lambda output, batch: loss(last_token_scores(self.model, output, batch), batch),
         )
         return {f"rm/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()} | (
-            batch_metrics(parts, self.batch)
+            batch_metrics(parts, self.batch, self.model.layout.context)
         )

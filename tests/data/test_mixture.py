@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aligner.builders.data import packing_line
 from aligner.config.resolve import compose
+from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.data import DataConfig
 from aligner.config.sections.rewards import RewardConfig
 from aligner.config.validate import validate
@@ -99,6 +101,52 @@ def test_rows_are_numbered_through_the_sources_for_any_number_of_ranks(byte):
     whole, metrics = batch(0, 1)
     halves = [batch(rank, 2)[0] for rank in range(2)]
     assert sorted(whole) == sorted(halves[0] + halves[1]) and metrics["data/a/epoch"] == 2.0
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+def test_the_share_of_rows_that_lost_their_end_is_of_the_whole_step(byte, sources):
+    """Against a loop over the rows of each step, of which odd lengths are cut."""
+    texts = [
+        [{"prompt": "p", "completion": "x" * n} for n in lengths]
+        for lengths in ([3, 30, 4, 3, 40], [9, 50, 8, 2, 1, 5])
+    ]
+    cut = DataConfig(max_tokens=8, overlong="truncate")
+    parts = {name: SftDataset(sft_rows(rows, cut), byte, cut) for name, rows in zip("ab", texts, strict=True)}
+    data = Mixture(parts, [2, 1]) if sources == 2 else parts["b"]
+    lost = [n > 6 for rows in (texts if sources == 2 else texts[1:]) for n in (len(row["completion"]) for row in rows)]
+
+    def steps(rank, ranks):
+        order = [IndexStream(len(rows), 0, True, 4) for rows in parts.values()]
+        stream = MixedStream(dict(zip("ab", order, strict=True)), [2, 1], 4) if sources == 2 else order[1]
+        source = BatchSource(data, stream, collate_sft, 0, rank, ranks, lambda lengths: lengths.double())
+        return [source.next() and source.metrics()["batch/truncated_fraction"] for _ in range(6)]
+
+    stream = [IndexStream(len(rows), 0, True, 4) for rows in parts.values()]
+    stream = MixedStream(dict(zip("ab", stream, strict=True)), [2, 1], 4) if sources == 2 else stream[1]
+    expected = [sum(lost[row] for row in stream.next()) / 4 for _ in range(6)]
+    assert steps(0, 1) == steps(1, 2) == expected and len(set(expected)) > 1
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_what_packing_makes_of_a_step_is_told_before_it(byte, by_tokens):
+    """Against the rows of many steps: tokens of a step, and micro-batches of 300."""
+    parts = make(byte, a=[{"prompt": "p", "completion": "x" * n} for n in (4, 9, 6)], b=[SHORT, SHORT])
+    data, weights = Mixture(parts, [3, 1]), [3, 1]
+    streams = {name: IndexStream(len(rows), 0) for name, rows in parts.items()}
+    lengths = [rows.lengths for rows in parts.values()] if by_tokens else None
+    rows = MixedStream(streams, weights, 1, lengths=lengths).take(6000)
+    mean = data.lengths[rows].mean()
+    line = packing_line(data, BatchConfig(sequences=64, micro_batch_tokens=300), 2, by_tokens)
+    assert line == (
+        f"packing: {mean:.0f} tokens for each of batch.sequences=64, at most 11; about 1 micro-batch of 300 tokens on "
+        f"a data-parallel rank, {32 * mean / 300:.0%} full"
+    )
+    by_rows = packing_line(data, BatchConfig(sequences=64, micro_batch_samples=4), 2, by_tokens)
+    assert by_rows.endswith("; 4 of them in a micro-batch")
+    assert packing_line(parts["b"], BatchConfig(), 1, by_tokens).startswith("packing: 3 tokens for each")
+
+
+SHORT = {"prompt": "p", "completion": "x"}
 
 
 def test_prompts_keep_different_ids_and_get_each_others_columns(byte):

@@ -300,6 +300,30 @@ def test_a_data_set_of_the_library_that_was_shuffled_is_read_in_its_order(tmp_pa
     assert order != sorted(order)
 
 
+@pytest.mark.parametrize("keep", ["nothing", "half", "all but the end"])
+def test_a_saved_file_that_was_cut_is_named(tmp_path, keep):
+    """Also one that ends where a batch of rows does: `datasets` reads the others as if they were all."""
+    datasets.Dataset.from_list([{"n": i} for i in range(3000)]).save_to_disk(tmp_path, num_shards=3)
+    file = tmp_path / "data-00001-of-00003.arrow"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: {"nothing": 0, "half": len(whole) // 2, "all but the end": len(whole) - 8}[keep]])
+    (tmp_path / "cache-0123.arrow").write_bytes(b"of another program")
+    with pytest.raises(
+        DataError, match=rf"data.train='{tmp_path}': expected whole Arrow files, {file.name} is cut off"
+    ):
+        read_rows(str(tmp_path))
+    file.write_bytes(whole)
+    assert [row["n"] for row in read_rows(str(tmp_path))] == list(range(3000))
+
+
+def test_a_saved_row_that_is_no_text_any_more_is_refused(tmp_path):
+    datasets.Dataset.from_list([{"prompt": "where the damage is"}]).save_to_disk(tmp_path)
+    file = tmp_path / "data-00000-of-00001.arrow"
+    file.write_bytes(file.read_bytes().replace(b"damage", b"d\xccmage"))
+    with pytest.raises(DataError, match=r"data.train='.*': rows from 1 on cannot be read \('utf-8'"):
+        list(read_rows(str(tmp_path)))
+
+
 def test_content_is_of_values_alone(tmp_path):
     """Of what Parquet holds beside JSON's kinds it is the same in every process; an object that shows its address has
     none."""

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.parallel import ParallelConfig
-from aligner.roles.batching import forward_rows, micro_batches
+from aligner.ops.packing.pack import pack
+from aligner.roles.batching import batch_metrics, forward_rows, micro_batches
 from aligner.roles.policy import Reference
 from aligner.types import LabelTargets, TrainBatch
 from tests.megatron.models import build
@@ -41,8 +42,8 @@ def test_rows_by_tokens(case):
     widest = []
     for piece in parts:
         assert len(piece)
-        for pack in piece.view(-1, unit).tolist():  # units stay together, in order
-            assert pack[0] % unit == 0 and pack == list(range(pack[0], pack[0] + unit))
+        for own in piece.view(-1, unit).tolist():  # units stay together, in order
+            assert own[0] % unit == 0 and own == list(range(own[0], own[0] + unit))
         width = int(lengths[piece].max())
         assert len(piece) == unit or len(piece) * width <= budget
         widest.append(width)
@@ -115,3 +116,27 @@ def test_packed_rows_fill_the_budget_evenly(lengths, budget, at_least):
     sums = [sum(lengths[i] for i in piece.tolist()) for piece in parts]
     assert max(sums) <= max(budget, max(lengths))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+@pytest.mark.parametrize("packing", [True, False])
+def test_metrics_count_what_the_streams_of_all_context_ranks_hold(packing, context):
+    """Against the streams themselves, token by token."""
+    lengths = torch.tensor([5, 9, 2, 13, 7, 1, 4])
+    rows = TrainBatch(torch.zeros(7, 13, dtype=torch.int64), lengths, torch.ones(7, 13))
+    cfg = BatchConfig(micro_batch_tokens=20, packing=packing)
+    parts = micro_batches(rows, cfg)
+    streams = [
+        pack(rows.lengths, int(rows.lengths.max()), padded=not packing, context=context, rank=rank)
+        for rows in parts
+        for rank in range(context)
+    ]
+    metrics = batch_metrics(parts, cfg, context)
+    if packing or context == 1:
+        held = sum(stream.tokens for stream in streams)
+        assert metrics["batch/padding_fraction"] == pytest.approx(1 - 41 / held, abs=1e-12)
+    widths = [int(rows.lengths.max()) * len(rows.lengths) for rows in parts]
+    filled = [41] if packing else widths
+    assert metrics["batch/packing_efficiency"] == pytest.approx(sum(filled) / (20 * len(parts)))
+    assert metrics["batch/micro_batch_rows"] == 7 / len(parts) == 7 / metrics["batch/micro_batches"]
+    assert "batch/packing_efficiency" not in batch_metrics(parts, BatchConfig(), context)
