@@ -47,8 +47,6 @@ from tests.invariance_muon import MuonCase
 from tests.megatron.models import build, build_on, weights
 from tests.tiny import random_routing, wild_source
 
-# Adam with a huge eps and no memory is gradient descent, with learning rate 1 (STEEP: with a larger one)
-PLAIN = OptimConfig(lr=1e4, eps=1e4, betas=[0.0, 0.0], weight_decay=0.0, clip_grad=0.0)
 ADAM = OptimConfig(lr=1e-3)
 MUON = OptimConfig(name="muon", lr=1e-3, distributed=False, muon_precision="float32")
 
@@ -107,9 +105,9 @@ def near_ties() -> Iterator[list[int]]:
 
 
 def replay(file: Path, stage: str, model: ModelConfig, case: LayoutCase, count: int, without: str = "") -> dict:
-    """{"loss", "gradient", "start", "sgd", "adam", "near_ties"} on rank 0: the loss before any update, the gradient by
-    full tensor, the weights before and after two steps, and its `near_ties` in all of it. Of the first `count` rows,
-    two micro-batches or more. `without`: rejected rows "invalid" stay in the batch, "gone" are taken out."""
+    """{"loss", "gradient", "start", "adam", "near_ties"} on rank 0: the loss before any update, the gradient by
+    full tensor, the weights before and after two steps of Adam, and its `near_ties` in all of it. Of the first `count`
+    rows, two micro-batches or more. `without`: rejected rows "invalid" stay in the batch, "gone" are taken out."""
     recording = read_recording(file)
     recording.rollout = recording.rollout.select(torch.arange(count))
     batch = replace(case.batch, micro_batch_samples=min(case.batch.micro_batch_rows, count // 2))
@@ -124,7 +122,7 @@ def _replay(recording, stage: str, model: ModelConfig, case: LayoutCase, without
     if case.replay and stage not in SCORED:
         rows.routing = random_routing(cfg, rows)
     result, last = {}, MUON if isinstance(case, MuonCase) else ADAM
-    for name, optim, steps in (("steep", STEEP, 1), ("sgd", PLAIN, 2), ("adam", last, 2)):
+    for name, optim, steps in (("steep", STEEP, 1), ("adam", last, 2)):
         head = Head("score" if stage in SCORED else "lm")
         optim = replace(optim, distributed=case.distributed)
         on_trunk = stage == "critic" and cfg.lora.rank > 0

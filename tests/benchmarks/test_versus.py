@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("versus")
 
 
-@pytest.mark.parametrize("stage", ["generate", "grpo", "ppo", "sft", "kto"])  # rm and dpo: as kto
+@pytest.mark.parametrize("stage", ["generate", "ppo", "sft"])  # grpo: as ppo; rm, dpo and kto: as sft
 def test_our_side_steps_when_it_is_told_to(stage, folder):
     work = Work(stage, "3m", "float32", 16, str(folder), threads=1, max_response=8, epochs=1, sequences=4)
     build(work)
