@@ -240,6 +240,15 @@ class TeacherNumbers(TensorBatch):
 
 
 @dataclass
+class TeacherRows(TensorBatch):
+    """The same answers as rows for the teacher, behind a prompt of its own."""
+
+    teacher_tokens: Tensor  # int64 [B, T of its own]
+    teacher_lengths: Tensor  # int64 [B]
+    teacher_mask: Tensor  # float32, 1 on the answers' tokens
+
+
+@dataclass
 class SourceNumbers(TensorBatch):
     """Number of each row's source, of a mixture (`data.sources`)."""
 

@@ -24,13 +24,14 @@ from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.config.sections.preference import PreferenceConfig
+from aligner.data.teacher_prompts import behind
 from aligner.megatron import moe
 from aligner.megatron.model import Head
 from aligner.ops.rl import advantages
 from aligner.ops.rl.kto import mismatched
 from aligner.roles.policy import Policy, Reference
 from aligner.roles.ptx import Ptx
-from aligner.roles.teacher import Student, Teacher
+from aligner.roles.teacher import Student, Teacher, add_targets
 from aligner.rollout.balance import Balancer
 from aligner.rollout.record import read_recording
 from aligner.rollout.unpaired import with_reference, zero_point
@@ -80,6 +81,7 @@ KTO = KtoConfig(beta=0.2, desirable_weight=1.2)
 DISTILL = {
     "distill": DistillConfig(kind="jsd", beta=0.3, temperature=1.5, sft_coef=0.2),
     "distill_top_k": DistillConfig(kind="mixed", beta=0.4, top_k=3, sft_coef=0.2),
+    "opsd": DistillConfig(kind="jsd", on_policy=1.0, teacher_prompt="{prompt}"),  # behind its beginning, reversed
 }
 TEACHER = {"num_layers": 4, "hidden_size": 48, "tie_embeddings": False, "moe": MoeConfig(), "family": "qwen3"}
 NEAR = 1e-6  # of probability: what rounding may turn around
@@ -238,7 +240,10 @@ def learner(cfg: DistillConfig, sharded, own: TrainBatch, batch: BatchConfig) ->
     )
     student = Student(sharded, batch, cfg=cfg, vocab_size=model.vocab_size)
     student.heads = [] if cfg.top_k else [teacher.head(sharded)]
-    return student, teacher.add_targets(own)
+    if cfg.teacher_prompt:
+        beginnings = [tokens[: 1 + int(n) // 3].flip(0) for tokens, n in zip(own.tokens, own.lengths, strict=True)]
+        own = own.with_payloads(behind(beginnings, own, 0))
+    return student, add_targets([teacher], own)
 
 
 def frozen(sharded, batch: BatchConfig) -> Reference:

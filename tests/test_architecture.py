@@ -198,9 +198,9 @@ def test_engines_are_asked_what_they_can_and_not_who_they_are():
 # Files and lines of code that a stage may reach: set to the next hundred lines when a change needs more.
 CLOSURES = {
     "sft": (243, 21_800),
-    "rm": (246, 22_100),
+    "rm": (246, 22_200),
     "grpo": (280, 25_100),
-    "ppo": (280, 25_100),
+    "ppo": (280, 25_200),
 }
 EXTENSIONS = (
     "board",

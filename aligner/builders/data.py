@@ -77,9 +77,11 @@ def make_prompts(
     data: DataConfig,
     teacher_of: TeacherOf = no_teacher,
     curriculum: CurriculumConfig | None = None,
+    teacher_prompt: str = "",
 ) -> PromptDataset:
     tooling, values = job.tooling, None
-    rows = prompt_rows(rows_of(job, path, key), data, teacher_of, tooling.schemas if tooling else None)
+    tools = tooling.schemas if tooling else None
+    rows = prompt_rows(rows_of(job, path, key), data, teacher_of, tools, teacher_prompt)
     if curriculum is not None and curriculum.column:
         values = on_demand("curriculum.column")(rows, key, curriculum)
     dataset = PromptDataset(rows, job.tokenizer, data, key, values)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from aligner.builders.data import make_sampling, make_stream
 from aligner.builders.engines import make_verifier
 from aligner.builders.job import Job
+from aligner.config.on_demand import on_demand
+from aligner.config.sections.model.rope import longest_row
 from aligner.data.dataset import PromptDataset
 from aligner.data.mixture import PromptMixture
 from aligner.refit.transfer import Refit
 from aligner.roles.policy import Policy
+from aligner.roles.teacher import Teacher
 from aligner.rollout.own_answers import OwnAnswers
 from aligner.rollout.requests import Requests
 from aligner.rollout.sample_generator import SampleGenerator
@@ -18,13 +23,24 @@ from aligner.run.checkpoints import Stateful
 
 
 def make_own_answers(
-    job: Job, policy: Policy, refit: Refit, prompts: PromptDataset | PromptMixture, count: int
+    job: Job,
+    policy: Policy,
+    refit: Refit,
+    prompts: PromptDataset | PromptMixture,
+    count: int,
+    teachers: Sequence[Teacher] = (),
 ) -> tuple[OwnAnswers, dict[str, Stateful]]:
     """Make the source of the policy's answers, to `count` rows of the training set at a time, and its state for
     checkpoints."""
-    cfg, layout = job.cfg, job.layout
+    cfg, layout, teacher_prompts = job.cfg, job.layout, None
     verifier, stream = make_verifier(job, refit, policy, prompts), make_stream(job, prompts, count)
     sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
+    if cfg.algorithm.distill.teacher_prompt:
+        longest = min(longest_row(t.model.cfg.rope_scaling, t.model.cfg.max_position) for t in teachers)
+        make = on_demand("algorithm.distill.teacher_prompt")
+        teacher_prompts = make(
+            prompts, job.tokenizer, cfg.data.template_arguments, longest - cfg.sampling.max_response_tokens
+        )
     own_slots = range(count)[share(count, layout.data, layout.dp_rank)]
     answers = OwnAnswers(
         Weights(refit, verifier, job.timers),
@@ -32,5 +48,6 @@ def make_own_answers(
         SampleGenerator(refit.engine, job.tokenizer, sampling, layout.peers, job.timers),
         layout.pgs.dp,
         cfg.algorithm.distill.teacher_of,
+        teacher_prompts,
     )
     return answers, {"prompts": stream, "sentinel": verifier}

@@ -76,6 +76,10 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
         "aligner.data.curriculum:column_values",
         lambda cfg: learns_from_rollouts(cfg) and cfg.curriculum.on,
     ),
+    "algorithm.distill.teacher_prompt": (
+        "aligner.data.teacher_prompts:TeacherPrompts",
+        lambda cfg: bool(cfg.algorithm.distill.teacher_prompt),
+    ),
     "outcomes": ("aligner.rollout.outcomes:Outcomes", counts_outcomes),
     "reward.judges": ("aligner.builders.judges:make_judges", lambda cfg: bool(cfg.reward.judges)),
     "debug.train_only": ("aligner.builders.recordings:make_recorded", lambda cfg: bool(cfg.debug.train_only)),

@@ -32,7 +32,7 @@ def columns_of(original: Row, data: DataConfig, where: str) -> dict[str, Any]:
                 f"a nested one{nested}"
             ) from None
     templates = {name: getattr(data, f"{name}_template") for name in ("prompt", "completion")}
-    return row | {name: _filled(text, name, row, where) for name, text in templates.items() if text}
+    return row | {name: filled(text, f"data.{name}_template", row, where) for name, text in templates.items() if text}
 
 
 def lookup(row: Row, path: str) -> Any:
@@ -71,25 +71,26 @@ class _Columns(Formatter):
         return value, field_name
 
 
-def _filled(template: str, name: str, row: Row, where: str) -> str:
+def filled(template: str, key: str, row: Row, where: str) -> str:
+    """Return the format string with the row's columns. Raises DataError, naming its key."""
     for command in _COMMAND.finditer(template):
         if command[1] in row:
             text = command[0].replace("{", "{{").replace("}", "}}")
             column = command[0].replace("{", "{{{").replace("}", "}}}")
             raise DataError(
-                f"{where}: data.{name}_template={template!r}: expected {text} for {command[0]} as a text, found braces "
+                f"{where}: {key}={template!r}: expected {text} for {command[0]} as a text, found braces "
                 f"that the column `{command[1]}` would fill. To insert the column: {column}"
             )
     try:
         written = _WRITTEN.search(template)
         if written and written[1] in row and not any(field for _, field, *_ in Formatter().parse(template)):
             raise DataError(
-                f"{where}: data.{name}_template={template!r}: expected a column, {{{written[1]}}}, found doubled "
+                f"{where}: {key}={template!r}: expected a column, {{{written[1]}}}, found doubled "
                 f"braces only: every row would be {template.format()!r}"
             )
         return _Columns().vformat(template, (), row)
     except (LookupError, ValueError, TypeError) as error:
         raise DataError(
-            f"{where}: data.{name}_template={template!r}: expected a format string over the columns "
+            f"{where}: {key}={template!r}: expected a format string over the columns "
             f"{', '.join(map(str, row))} ({error}). {BRACES}"
         ) from error

@@ -14,7 +14,7 @@ from typing import Any, overload
 
 from aligner.config.sections.data import DataConfig
 from aligner.data.alpaca_sharegpt import converted, recognised
-from aligner.data.columns import columns_of, lookup
+from aligner.data.columns import columns_of, filled, lookup
 from aligner.data.messages import Messages, Text, Tools, check_learned, read_messages, read_text, read_tools
 from aligner.data.pairs import prompt_and_answers, shared_prompt
 from aligner.errors import DataError
@@ -33,6 +33,7 @@ NEEDS = {
     "alpaca": ("instruction",),
 }
 CONVERTED = ("sharegpt", "alpaca")
+TEACHER_PROMPT = "teacher_prompt"  # a field of prompts, for teachers
 MEDIA = ("image", "video", "audio")  # columns of files, also in the plural; a text shows one by <image>
 
 
@@ -292,18 +293,25 @@ def _short(value: Any) -> str:
 
 
 def prompt_rows(
-    rows: Sequence[Mapping[str, Any]], data: DataConfig, teacher: TeacherOf = no_teacher, tools: Tools | None = None
+    rows: Sequence[Mapping[str, Any]],
+    data: DataConfig,
+    teacher: TeacherOf = no_teacher,
+    tools: Tools | None = None,
+    teacher_prompt: str = "",
 ) -> TypedRows[PromptRow]:
     """Return rows to generate from; all other columns stay in `fields`.
 
     A last assistant turn of `messages` is removed. With `tools`, which the model can call, a prompt that is a text
-    becomes a user's message.
+    becomes a user's message. A format string `teacher_prompt` adds the field TEACHER_PROMPT: the same prompt with its
+    last message built anew.
     """
     usable = ("prompt", "prompt_completion", "preference", "messages")
-    return TypedRows(rows, data, usable, partial(_prompt_row, teacher, tools))
+    return TypedRows(rows, data, usable, partial(_prompt_row, teacher, tools, teacher_prompt))
 
 
-def _prompt_row(teacher_of: TeacherOf, tools: Tools | None, kind: str, where: str, row: dict[str, Any]) -> PromptRow:
+def _prompt_row(
+    teacher_of: TeacherOf, tools: Tools | None, teacher_prompt: str, kind: str, where: str, row: dict[str, Any]
+) -> PromptRow:
     teacher_of(row, where)
     if kind == "messages":
         prompt = read_messages(row["messages"], "messages", where)
@@ -313,12 +321,21 @@ def _prompt_row(teacher_of: TeacherOf, tools: Tools | None, kind: str, where: st
     if isinstance(prompt, list) and (not prompt or prompt[-1]["role"] == "assistant"):
         raise DataError(f"{where}: expected `prompt` to end with a user turn (data.columns)")
     fields = {name: value for name, value in row.items() if name != "prompt"}
+    if teacher_prompt:
+        fields[TEACHER_PROMPT] = _built_anew(prompt, teacher_prompt, fields, where)
     own = read_tools(row, prompt, where)
     if tools is None:
         return PromptRow(prompt, fields, where, own)
     if own:
         raise DataError(f"{where}: expected no column `tools`: environment.tools or environment.path sets the tools")
     return PromptRow([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, fields, where, tools)
+
+
+def _built_anew(prompt: Text, template: str, fields: Mapping[str, Any], where: str) -> Text:
+    """Return the prompt with its text, or that of its last message, made of the columns and of itself, `{prompt}`."""
+    last = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    text = filled(template, f"algorithm.distill.{TEACHER_PROMPT}", {**fields, "prompt": last}, where)
+    return text if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": text}]
 
 
 def _detect(row: Mapping[str, Any], data: DataConfig, usable: tuple[str, ...], where: str) -> str:

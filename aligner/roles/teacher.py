@@ -24,7 +24,7 @@ from aligner.ops.packing.needed import predicting
 from aligner.ops.rl.accuracy import greedy_hits
 from aligner.roles.batching import forward_rows
 from aligner.roles.policy import Policy
-from aligner.types import TeacherNumbers, TeacherTargets, TrainBatch
+from aligner.types import TeacherNumbers, TeacherRows, TeacherTargets, TrainBatch
 
 WIDE = 7  # float32 numbers of a logit in a divergence: logits, logprobs and terms of two models, a gradient
 
@@ -117,6 +117,9 @@ class Teacher:
 def add_targets(teachers: Sequence[Teacher], rows: TrainBatch) -> TrainBatch:
     """Return the rows, each with its own teacher's targets. A teacher processes only its own rows; narrower hidden
     states are padded with zeros. Collective as `Teacher.add_targets`, also of ranks where a teacher has no rows."""
+    own = rows.find(TeacherRows)
+    if own is not None:
+        return _behind_own_prompts(teachers, rows.without(TeacherRows), own)
     numbers = rows.find(TeacherNumbers)
     if numbers is None:
         return teachers[0].add_targets(rows)
@@ -129,6 +132,17 @@ def add_targets(teachers: Sequence[Teacher], rows: TrainBatch) -> TrainBatch:
             whole = columns.setdefault(name, tensor.new_zeros(*rows.tokens.shape, width))
             whole[own, :, : tensor.shape[2]] = tensor
     return rows.with_payloads(TeacherTargets(**columns))
+
+
+def _behind_own_prompts(teachers: Sequence[Teacher], rows: TrainBatch, own: TeacherRows) -> TrainBatch:
+    """Return the rows with the targets of the teacher's own rows, which have the same answers."""
+    others = TrainBatch(own.teacher_tokens, own.teacher_lengths, own.teacher_mask, rows.payloads)
+    there, here = own.teacher_mask.bool(), rows.loss_mask.bool()
+
+    def moved(name: str, target: Tensor) -> Tensor:
+        return target.new_zeros(*here.shape, *target.shape[2:]).index_put_((here,), target[there])
+
+    return rows.with_payloads(add_targets(teachers, others).of(TeacherTargets).mapped(moved))
 
 
 def gathered(rows: TrainBatch, layout: Layout) -> tuple[TrainBatch, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from aligner.rollout.sample_generator import SampleGenerator
 from aligner.rollout.source import Weights
 from aligner.types import ScalarMetrics, TeacherNumbers, TrainBatch
 
+if TYPE_CHECKING:
+    from aligner.data.teacher_prompts import TeacherPrompts
+
 
 @dataclass
 class OwnAnswers:
@@ -26,6 +30,7 @@ class OwnAnswers:
     generator: SampleGenerator
     ranks: dist.ProcessGroup  # data-parallel
     teacher_of: TeacherOf  # number of a prompt's teacher, by the prompt's columns
+    teacher_prompts: TeacherPrompts | None = None  # None: teachers read the student's
 
     def next(self, step: int) -> tuple[TrainBatch, ScalarMetrics]:
         """Return this rank's rows, their answers in the loss mask."""
@@ -45,4 +50,7 @@ class OwnAnswers:
         numbers = [self.teacher_of(sample.prompt.fields, f"prompt {sample.prompt.id}") for sample in rows.samples]
         if None not in numbers:
             minibatch = minibatch.with_payloads(TeacherNumbers(torch.tensor(numbers)))
+        if self.teacher_prompts is not None:
+            prompts = [sample.prompt for sample in rows.samples]
+            minibatch = minibatch.with_payloads(self.teacher_prompts.rows(prompts, minibatch))
         return minibatch, metrics

@@ -89,7 +89,9 @@ def main(job: Job) -> None:
     if own.on_policy < 1:
         train = make_training_set(job, partial(make_answers, job, teacher_of=own.teacher_of))
     if own.on_policy:
-        prompts = make_training_set(job, partial(make_prompts, job, teacher_of=own.teacher_of))
+        prompts = make_training_set(
+            job, partial(make_prompts, job, teacher_of=own.teacher_of, teacher_prompt=own.teacher_prompt)
+        )
     if own.store:
         train, vocab_size = store_targets(job, train)
     if train is None:
@@ -105,11 +107,12 @@ def main(job: Job) -> None:
     student = make_student(job, vocab_size, teachers)
     if own.on_policy:
         refit = make_refit(job, student.model)
-        answers, answer_state = make_own_answers(job, student, refit, prompts, cfg.batch.sequences)
+        answers, answer_state = make_own_answers(job, student, refit, prompts, cfg.batch.sequences, teachers)
         state |= answer_state
     run = make_run(job, {"policy": student.model}, state, make_answer_evaluation(job, student, refit))
     same = bool(teachers) and all(job.built.contents[f"{KEY}.{name}"] == job.initial.content for name in own.models())
-    nothing_to_learn = same and own.outside != "zero"  # only its own k tokens are more to learn
+    # its own k tokens are more to learn, and so is what a prompt of its own says
+    nothing_to_learn = same and own.outside != "zero" and not own.teacher_prompt
     checks = FirstStepChecks(cfg.debug.first_step_checks and nothing_to_learn)
     with saved_first(run):
         distill(run, student, teachers, batches, answers, own, checks)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 
@@ -263,3 +264,34 @@ def test_a_share_of_the_steps_is_its_own(tiny_data, teacher, tmp_path):
     alone = run(teacher, tiny_data, tmp_path / "alone", *overrides)
     theirs = [record["distill/kl"] for record in mixed if not record["distill/on_policy"]]
     assert theirs == pytest.approx([record["distill/kl"] for record in alone[:3]], abs=1e-5)
+
+
+def test_a_student_learns_what_only_its_teacher_reads(tiny_data, teacher, tmp_path, monkeypatch):
+    """The letter, of prompts that do not name it; the teacher reads the student's own answers. Stopped and resumed it
+    is the same run."""
+    from aligner.data.tokenizer import load_tokenizer
+    from aligner.stages import distill
+    from aligner.types import TeacherRows
+
+    tokenizer, ask, pairs = load_tokenizer(str(tiny_data / "tokenizer")), distill.add_targets, []
+
+    def watched(teachers, rows):
+        own = rows.of(TeacherRows)
+        sides = (rows.tokens, rows.lengths), (own.teacher_tokens, own.teacher_lengths)
+        pairs.extend(zip(*([tokenizer.decode(x[:n]) for x, n in zip(*s, strict=True)] for s in sides), strict=True))
+        return ask(teachers, rows)
+
+    monkeypatch.setattr(distill, "add_targets", watched)
+    rows = [{"prompt": f"{i}?", "letter": c} for i, c in enumerate(stages.LETTERS[:16])]
+    prompts = stages.write_jsonl(tmp_path / "prompts.jsonl", rows)
+    own = [*OWN, f"data.train={prompts}", "optim.lr=1e-2", "optim.schedule=constant", "checkpoint.every=15"]
+    own += [f"algorithm.distill.teacher={teacher}", "algorithm.distill.teacher_prompt='say {letter}:'"]
+    straight = stages.stage("distill", tiny_data, tmp_path / "straight", *own, "run.steps=30")
+    for student, other in pairs:
+        number, answer = re.search(r"(\d+)\?(.*)", student, re.S).groups()
+        assert other.endswith(f"say {rows[int(number)]['letter']}:{answer}")
+    records = stages.records(straight)
+    assert records[-1]["distill/kl"] < 0.4 * records[0]["distill/kl"]
+    stages.stage("distill", tiny_data, tmp_path / "run", *own, "run.steps=15")
+    resumed = stages.stage("distill", tiny_data, tmp_path / "run", *own, "run.steps=30")
+    assert stages.differences(resumed, straight) == [] and stages.same_weights(resumed, straight)

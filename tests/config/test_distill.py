@@ -33,6 +33,8 @@ def test_recipes_set_teacher_and_divergence():
     assert cfg.stage.name == "distill" and cfg.algorithm.distill == DistillConfig()
     own = compose(["experiment=kd_on_policy"]).algorithm.distill
     assert own == DistillConfig(kind="reverse_kl", on_policy=1.0)
+    opsd = compose(["experiment=opsd"]).algorithm.distill
+    assert (opsd.kind, opsd.beta, opsd.on_policy) == ("jsd", 0.5, 1.0) and "{answer}" in opsd.teacher_prompt
     quick = compose(["experiment=quickstart_distill"])
     assert quick.algorithm.distill.teacher == "runs/quickstart/grpo" and quick.model.init == "runs/quickstart/sft"
 

@@ -168,6 +168,7 @@ distill ; $kd.top_k=4 ; $kd.outside=zero ; $kd.kind=jsd => $kd.outside
 distill ; $kd.outside=renormalise => $kd.outside
 distill ; $kd.on_policy=0.5 ; $kd.store=x ; $kd.top_k=4 => $kd.store
 distill ; $kd.on_policy=1 ; $kd.sft_coef=0.1 => $kd.sft_coef
+distill ; $kd.on_policy=0.5 ; $kd.teacher_prompt=x => $kd.on_policy
 distill ; $kd.teacher=x ; $kd.teachers={a: y} => $kd.teacher
 distill ; $kd.teachers={a: y} ; $kd.top_k=4 ; $kd.store=x => $kd.teacher
 distill ; $kd.store=x => $kd.top_k

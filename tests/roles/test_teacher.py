@@ -5,13 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.distill import DistillConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.data.teacher_prompts import behind
+from aligner.roles.batching import forward_rows
 from aligner.roles.teacher import Student, Teacher, add_targets
 from aligner.stages.distill import distill_loss
-from aligner.types import TeacherNumbers, TeacherTargets
+from aligner.types import TeacherNumbers, TeacherRows, TeacherTargets, TrainBatch
 from tests.megatron.models import build
 from tests.tiny import MODELS, SGD, batch, wild_source
 
@@ -99,3 +102,62 @@ def test_several_teachers_say_of_their_rows_what_each_says_alone(ranks, own, the
             for (result, alone), (same, _) in zip(parts, base["rows"][row], strict=True):
                 torch.testing.assert_close(result, alone, atol=1e-6, rtol=1e-6)
                 torch.testing.assert_close(result, same, atol=1e-4, rtol=1e-4)
+
+
+def behind_own_prompts(own: ParallelConfig, theirs: ParallelConfig, top_k: int) -> dict:
+    """An update by targets of the teacher's own rows: what it counts, and {row: targets}; on one rank the same by a
+    loop over tokens in float64, from rows that are written out one by one."""
+    cfg, answer = MODELS["qwen3"], DistillConfig(kind="jsd", beta=0.3, temperature=1.5, top_k=top_k)
+    student, numbers = build(cfg, own, optim=SGD), BatchConfig(micro_batch_samples=2, logprob_tokens=40)
+    shape = replace(cfg, num_layers=4, hidden_size=48, tie_embeddings=False)
+    model, layout = build(shape, theirs, source=wild_source(shape, 5)), student.layout
+    teacher = Teacher(model, numbers, answer, cfg.vocab_size, None if own == theirs else layout)
+    whole = batch(cfg, rows=7)
+    prompts = [torch.arange(1, 4 + 3 * i) for i in range(7)]  # from much shorter to much longer ones than the student's
+    edges = [7 * rank // layout.data for rank in range(layout.data + 1)]
+    own_slots = range(*edges[layout.dp_rank : layout.dp_rank + 2])
+    rows = whole.select(torch.tensor(own_slots)).trim()
+    plain, rows = rows, rows.with_payloads(behind([prompts[i] for i in own_slots], rows, 0))
+    rows = add_targets([teacher], rows)
+    assert rows.find(TeacherRows) is None
+    targets, oracle = rows.of(TeacherTargets).teacher, 0.0
+    by_row = {row: targets[i][plain.loss_mask[i].bool()] for i, row in enumerate(own_slots)}
+    assert not targets[~plain.loss_mask.bool()].any()
+    if dist.get_world_size() == 1 and not top_k:
+        heads, total = [weight.double() for weight in (model.head_weight, student.head_weight)], 0
+        for i in range(7):
+            at = plain.loss_mask[i].nonzero().flatten()
+            line = torch.cat([prompts[i], plain.tokens[i, at]])
+            pairs = zip(hidden(model, line)[len(prompts[i]) :], hidden(student, plain.tokens[i])[at], strict=True)
+            for both in pairs:
+                p, q = ((x.double() @ w.T)[: cfg.vocab_size] / 1.5 for x, w in zip(both, heads, strict=True))
+                p, q = p.log_softmax(0), q.log_softmax(0)
+                middle = (0.3 * p.exp() + 0.7 * q.exp()).log()
+                total += 1
+                oracle += float(0.3 * (p.exp() * (p - middle)).sum() + 0.7 * (q.exp() * (q - middle)).sum())
+        oracle /= total
+    learner = Student(student, numbers, cfg=answer, vocab_size=cfg.vocab_size)
+    learner.heads = [] if top_k else [teacher.head(student)]
+    stats = learner.update(rows, distill_loss(rows, answer, layout.pgs.dp))
+    return {"rows": by_row, "loss": stats["distill/loss"], "norm": stats["policy/grad_norm"], "oracle": oracle}
+
+
+def hidden(model, tokens: torch.Tensor) -> torch.Tensor:
+    """[T, H]: the states from which a model predicts each token of one row."""
+    row = TrainBatch(tokens[None], torch.tensor([len(tokens)]), torch.ones(1, len(tokens)))
+    shape, none = (model.cfg.hidden_size,), BatchConfig()
+    return forward_rows(model, row, none, model.over_hidden, beyond=shape, dtype=torch.float32)[0]
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_the_student_learns_what_the_teacher_says_behind_its_own_prompt(ranks, top_k):
+    """Against a loop in float64; and in other layouts of either."""
+    base = ranks.run(behind_own_prompts, world=1, own=ONE, theirs=ONE, top_k=top_k)[0]
+    assert top_k or base["loss"] == pytest.approx(base["oracle"], rel=1e-5)
+    for own, theirs in ((ONE, ONE), (TP2, ONE)):
+        results = ranks.run(behind_own_prompts, world=2, own=own, theirs=theirs, top_k=top_k)
+        assert set().union(*(out["rows"] for out in results)) == set(range(7))
+        for out in results:
+            assert (out["loss"], out["norm"]) == pytest.approx((base["loss"], base["norm"]), rel=1e-4)
+            for row, targets in out["rows"].items():
+                torch.testing.assert_close(targets, base["rows"][row], atol=1e-4, rtol=1e-4)

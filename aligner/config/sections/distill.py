@@ -51,6 +51,11 @@ class DistillConfig(Section, key=KEY):
     on_policy: float = key(
         0.0, "Share of the steps with answers that the student generates to the rows' prompts.", least=0, most=1
     )
+    teacher_prompt: str = key(
+        "",
+        "Python format string over the row's columns that builds the teacher's prompt; {prompt} is the student's, of a "
+        "conversation its last message. Empty: the student's.",
+    )
     sft_coef: float = key(0.0, "Factor of the answers' negative log-likelihood, added to the divergence.", least=0)
 
     RULES = rules("""
@@ -62,6 +67,8 @@ store => top_k >=1 | with algorithm.distill.store: whole vocabularies are not st
 teachers => store =
     | with algorithm.distill.teachers: give each a file of data.sources, and fill a store for it separately
 on_policy => store = | with algorithm.distill.on_policy: answers are new in each step
+teacher_prompt => on_policy =1
+    | with algorithm.distill.teacher_prompt: the teacher reads answers that the student has just generated
 on_policy=1 => sft_coef =0 | with algorithm.distill.on_policy=1: a student does not learn its own answers
 """)
 
