@@ -100,8 +100,9 @@ DICE += ["sampling.max_response_tokens=6", "batch.prompts=4", "batch.group=8", "
 ROLL = {"type": "function", "function": {"name": "roll", "description": "Rolls the dice.", "parameters": {}}}
 
 
-def make_dice(root: Path) -> Path:
-    """A model that rolls dice, by a call, and says a letter; with its tokenizer, sft.jsonl and train.jsonl."""
+def make_dice(root: Path, trained: bool = True) -> Path:
+    """A model that rolls dice, by a call, and says a letter; with its tokenizer, sft.jsonl and train.jsonl. Not
+    `trained`: without the model."""
     from aligner.data.tokenizer import train_tokenizer
     from aligner.data.tool_calls import written
     from examples.calculator import TEMPLATE
@@ -120,7 +121,8 @@ def make_dice(root: Path) -> Path:
     ]
     write_jsonl(root / "sft.jsonl", [{"messages": chat, "tools": [ROLL]} for chat in chats])
     write_jsonl(root / "train.jsonl", [{"prompt": f"say {c}"} for c in LETTERS[:8]])
-    stage("sft", root, root / "sft", f"data.train={root / 'sft.jsonl'}", "run.steps=60")
+    if trained:
+        stage("sft", root, root / "sft", f"data.train={root / 'sft.jsonl'}", "run.steps=60")
     return root
 
 

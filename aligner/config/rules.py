@@ -78,8 +78,6 @@ engine.lag => checkpoint.rollouts =true | with {engine.lag=}: a checkpoint names
 engine.lag !algorithm.ratio_to_engine !mismatch.methods~$WEIGHING => mismatch.correction
     | auto or one with a weight with {engine.lag=} ($WEIGHING): samples are of older weights
 engine.window !engine.can.windows => engine.name | {able.windows} with {engine.window=}: it counts decode steps
-engine.window => mismatch.replay_routing =false
-    | with {engine.window=}: a paused sample's tokens are routed by newer weights
 engine.window => environment.agent =
     | with {engine.window=}: an agent's program cannot resume where it paused
 engine.window environment.on => engine.tensor_parallel =1
@@ -102,6 +100,8 @@ debug.record_answers => refit.adapters =merged | with debug.record_answers, whos
 !stage.its.rollouts => mismatch.replay_routing =false | for stage {stage.name}: {stages.rollouts} have an engine
 !engine.can.routing !debug.train_only => mismatch.replay_routing =false
     | with {engine.name=}, which does not report the experts of its tokens: {able.routing} does
+mismatch.replay_routing engine.section=vllm => engine.vllm.prefix_reuse =true
+    | with {mismatch.replay_routing=}: vLLM keeps the experts of tokens beside their blocks
 """),
     "ranks": rules("""
 !engine.ranks => world size %ranks.grid | | Change --ranks or the layout.
@@ -214,7 +214,6 @@ reward.pairwise => batch.group >=2 | with a pairwise judge, which compares the s
 environment.on => environment.max_tokens >=sampling.max_response_tokens | : a first answer has to fit
 environment.on => reward.model = | with {environment.key}: it supports only answers of one turn
 environment.on => reward.local_judges = | with {environment.key}: it supports only answers of one turn
-environment.on => mismatch.replay_routing =false | with {environment.key}: it supports only answers of one turn
 environment.on => algorithm.advantage !=remax
     | with {environment.key}: its greedy answers would need environments of their own
 """),

@@ -36,6 +36,7 @@ class RolloutEngine:
     weight_bytes: int = 0  # of its weights on this process's device, once it has any
     tensor_parallel: int = 1  # ranks that are one engine
     bridge: Bridge | None = None  # to the ranks that it is on, if those are not this one
+    no_routing: Tensor | None = None  # the routing of no rows, if generations have `routing`
 
     def generate(
         self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
@@ -149,7 +150,7 @@ class EngineWrapper(RolloutEngine):
     def __init__(self, engine: RolloutEngine):
         self.engine = engine
         self.can = replace(engine.can, in_place=False, serves=False, tells_finished=False, merges_adapters=False)
-        self.dtype, self.tensor_parallel = engine.dtype, engine.tensor_parallel
+        self.dtype, self.tensor_parallel, self.no_routing = engine.dtype, engine.tensor_parallel, engine.no_routing
         for name in _INNER:
             if getattr(type(self), name) is getattr(RolloutEngine, name):
                 setattr(self, name, getattr(engine, name))

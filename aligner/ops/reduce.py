@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,14 +53,67 @@ def gathered[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
+def gathered_messages[T](value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the `value` of each rank of `group`, on every rank, as `gathered` does. Tensors in it are not pickled."""
+    if group is None or group.size() == 1:
+        return [value]
+    message = packed(value)
+    sizes = [int(size) for size in of_each_rank(torch.tensor(len(message)), group)]
+    padded = torch.nn.functional.pad(message, (0, max(sizes) - len(message)))
+    return [unpacked(each[:size]) for each, size in zip(of_each_rank(padded, group), sizes, strict=True)]
+
+
 def dealt[T](parts: Sequence[T], group: dist.ProcessGroup) -> list[T]:
-    """Send `parts[r]` of each rank to rank r. Returns the received ones, by sending rank."""
-    sent = [pickle.dumps(message) for message in parts]
+    """Send `parts[r]` of each rank to rank r. Returns the received ones, by sending rank. Tensors in them are not
+    pickled."""
+    sent = [packed(message) for message in parts]
     sizes = torch.tensor([len(data) for data in sent])
     received = [int(each[group.rank()]) for each in of_each_rank(sizes, group)]
-    whole, out = bytearray(b"".join(sent)), torch.empty(sum(received), dtype=torch.uint8)
-    dist.all_to_all_single(out, torch.frombuffer(whole, dtype=torch.uint8), received, sizes.tolist(), group=group)
-    return [pickle.loads(message.numpy().tobytes()) for message in out.split(received)]
+    out = torch.empty(sum(received), dtype=torch.uint8)
+    dist.all_to_all_single(out, torch.cat(sent), received, sizes.tolist(), group=group)
+    return [unpacked(message) for message in out.split(received)]
+
+
+class _MessageWriter(pickle.Pickler):
+    """A pickler that leaves out CPU tensors, of which it collects the bytes."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, one: Any) -> tuple | None:
+        if not isinstance(one, Tensor):
+            return None
+        self.tensors.append(one.detach().contiguous().flatten().view(torch.uint8))
+        return len(self.tensors) - 1, one.dtype, one.shape
+
+
+class _MessageReader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]):
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, left_out: tuple) -> Tensor:
+        number, dtype, shape = left_out
+        return self.tensors[number].clone().view(dtype).view(shape)  # a copy, as the message need not live so long
+
+
+def packed(value: Any) -> Tensor:
+    """Return a message as uint8 [n]: the sizes of its parts, a pickle, and the bytes of its CPU tensors."""
+    file = io.BytesIO()
+    pickler = _MessageWriter(file)
+    pickler.dump(value)
+    parts = [torch.frombuffer(file.getbuffer(), dtype=torch.uint8), *pickler.tensors]
+    sizes = torch.tensor([len(parts), *map(len, parts)])
+    return torch.cat([sizes.view(torch.uint8), *parts])
+
+
+def unpacked(message: Tensor) -> Any:
+    """Return the value of a message of `packed`."""
+    count = 8 * (1 + int(message[:8].clone().view(torch.int64)))
+    sizes = message[8:count].clone().view(torch.int64).tolist()
+    pickled, *tensors = message[count:].split(sizes)
+    return _MessageReader(io.BytesIO(pickled.numpy().tobytes()), tensors).load()
 
 
 def first_cause(cause: str, group: dist.ProcessGroup | None = None) -> tuple[int, str] | None:

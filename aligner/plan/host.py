@@ -40,12 +40,22 @@ def host_items(job: PlanJob) -> dict[str, float]:
     for stage in range(job.grid.pipeline):
         items = {"checkpoint": 0.0, "offloaded": judge_bytes(job) if "weights" in job.offload else 0.0}
         if job.routing:
-            items["routing"] = job.routing * job.rows.longest * job.rows.count / job.grid.data
+            items["routing"] = job.routing * job.rows.longest * _routed_rows(job)
         for model in job.models:
             for name, size in _model_items(job, model, stage).items():
                 items[name] += size
         stages.append(items)
     return max(stages, key=lambda items: sum(items.values()))
+
+
+def _routed_rows(job: PlanJob) -> float:
+    """Return the rows whose routing a rank keeps: its share of a rollout, and those in flight, which with windows are
+    on all ranks."""
+    own = job.rows.count / job.grid.data
+    if job.engine is None:
+        return own
+    window = bool(job.engine.window)
+    return own + (job.engine.lag + window) * (job.rows.count if window else own)
 
 
 def engine_host_bytes(job: PlanJob) -> float:

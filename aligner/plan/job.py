@@ -386,7 +386,7 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
         lag=e.lag,
         window=e.window,
         page=e.page_tokens,
-        pauses=e.can.windows and not cfg.mismatch.replay_routing and (not cfg.environment.on or in_turns),
+        pauses=e.can.windows and (not cfg.environment.on or in_turns),
     )
 
 

@@ -22,7 +22,7 @@ from aligner.engines.base import RolloutEngine
 from aligner.errors import EngineError
 from aligner.ops.agree import raised_together
 from aligner.ops.packing.rows import column
-from aligner.ops.reduce import gathered
+from aligner.ops.reduce import gathered, gathered_messages
 from aligner.rewards.composite import Early
 from aligner.rollout.groups import Groups
 from aligner.rollout.requests import Request
@@ -158,7 +158,8 @@ class SampleGenerator:
         """Return the samples of all peers."""
         if self.peers is None or self.peers.size() == 1:
             return own
-        return [state for peers_own in gathered(own, self.peers) for state in peers_own]
+        share = gathered if self.engine.no_routing is None else gathered_messages
+        return [state for peers_own in share(own, self.peers) for state in peers_own]
 
     @staticmethod
     def _filled(together: ByPrompt, generations: Generations, limit: int = 0) -> list[SampleState]:
@@ -182,7 +183,11 @@ class SampleGenerator:
             rows = [getattr(response, name) for response in responses]
             return None if any(row is None for row in rows) else column(rows, dtype)
 
-        routing = [state.turns[0].routing for state in states if state.session is None]
+        routing = self.engine.no_routing
+        if routing is not None:
+            none = routing.flatten(0, 1)  # of a trajectory without a turn
+            rows = [none if response.routing is None else response.routing for response in responses]
+            routing = pad_sequence([none, *rows], batch_first=True)[1:]
         return Generations(
             tokens=column([response.tokens for response in responses], torch.int64),
             lengths=torch.tensor([len(response.tokens) for response in responses], dtype=torch.int64),
@@ -190,7 +195,7 @@ class SampleGenerator:
             finish_reason=torch.tensor([STOP if p.stop in OPEN_ENDS else LENGTH for p in states], dtype=torch.int64),
             weight_version=version,
             full_logprobs=columns("full", torch.float32) if cut else None,
-            routing=pad_sequence(routing, batch_first=True) if routing and routing[0] is not None else None,
+            routing=routing,
             made=columns("made", torch.bool) if self.turned else None,
             forks=columns("forks", torch.int64) if self.turned else None,
             versions=columns("versions", torch.int64) if self.window else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from aligner.answers import Answer
 from aligner.data.dialogue import EnginePrompt
 from aligner.data.tool_calls import Call
-from aligner.ops.packing.turns import Row, Turn, rows_of
+from aligner.ops.packing.routing import widened
+from aligner.ops.packing.turns import Row, Turn, common, rows_of
 from aligner.types import Generations, Prompt, Stop
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ class SampleState:
         return self.stop is None
 
     @property
+    def all_turns(self) -> list[Turn]:
+        """The turns, and the begun one."""
+        return self.turns if self.begun is None else [*self.turns, self.begun]
+
+    @property
     def paused_tokens(self) -> Sequence[int]:
         """The tokens so far of the paused response."""
         return () if self.begun is None else self.begun.output
@@ -77,8 +83,11 @@ class SampleState:
         return self.__dict__ | {"asked": None}
 
 
-def grown(begun: Turn | None, prompt: Sequence[int], generations: Generations, row: int) -> Turn:
-    """Return the response to `prompt`, begun or not, extended by row `row` of `generations`."""
+def grown(
+    begun: Turn | None, prompt: Sequence[int], generations: Generations, row: int, before: Turn | None = None
+) -> Turn:
+    """Return the response to `prompt`, begun or not, extended by row `row` of `generations`. `before`: the turn before
+    it."""
     begun = begun or Turn(prompt, array("i"), array("f"), None, array("i"))
     new = slice(len(begun.output), max(len(begun.output), int(generations.lengths[row])))
     full = None
@@ -86,7 +95,8 @@ def grown(begun: Turn | None, prompt: Sequence[int], generations: Generations, r
         full = (begun.full or array("f")) + _array("f", generations.full_logprobs[row, new])
     routing = generations.routing
     if routing is not None:  # also of the tokens that were read
-        routing = routing[row, : len(prompt) + new.stop].clone()  # a copy: a view is pickled with all rows
+        start = 0 if before is None else max(0, common((*before.prompt, *before.output), prompt) - 1)
+        routing = _continued(begun.routing, widened(routing[row][None], len(prompt) + new.stop)[0, start:])
     return Turn(
         prompt,
         begun.output + _array("i", generations.tokens[row, new]),
@@ -95,6 +105,30 @@ def grown(begun: Turn | None, prompt: Sequence[int], generations: Generations, r
         begun.versions + array("i", [generations.weight_version]) * (new.stop - new.start),
         routing,
     )
+
+
+def _continued(begun: Tensor | None, routing: Tensor) -> Tensor:
+    """Return the routing of a turn, as a copy: a view is pickled with all rows. What was fed in earlier windows keeps
+    the experts of the weights that made the tokens."""
+    kept = 0 if begun is None else len(begun) - 1
+    return routing.clone() if begun is None else torch.cat([begun[:kept], routing[kept:]])
+
+
+def without_routing(state: SampleState) -> SampleState:
+    """Return a sample whose earlier tokens have no routing."""
+    if not any(turn.routing is not None for turn in state.all_turns):
+        return state
+    begun = state.begun and replace(state.begun, routing=None)
+    return replace(state, turns=[replace(turn, routing=None) for turn in state.turns], begun=begun)
+
+
+def with_routing(state: SampleState, before: SampleState) -> SampleState:
+    """Return a sample that continued as `without_routing(before)`, with all routing."""
+    new = state.all_turns[len(before.turns) :]
+    if new and before.begun is not None and before.begun.routing is not None:
+        new[0] = replace(new[0], routing=_continued(before.begun.routing, new[0].routing))
+    turns = [*before.turns, *new]
+    return replace(state, turns=turns[: len(state.turns)], begun=state.begun and turns[-1])
 
 
 def _array(kind: str, row: Tensor) -> array:
@@ -122,15 +156,17 @@ class Response:
     versions: Sequence[int]
     made: Sequence[bool] | None = None  # whether the policy generated it
     forks: Sequence[int] | None = None  # number of the trajectory's row that a token is in; each row is rendered anew
+    routing: Tensor | None = None  # of the prompt too
 
 
 def response_of(state: SampleState) -> Response:
     """Return a trajectory's rows end to end, without the prompt of the first."""
     if state.session is None:
         (turn,) = state.turns
-        return Response(turn.output, turn.logprobs, turn.full, turn.versions or ())
+        return Response(turn.output, turn.logprobs, turn.full, turn.versions or (), routing=turn.routing)
     joined, forks, start = Row(), list[int](), len(state.prompt.tokens)
-    for number, row in enumerate(rows_of(state.turns)):
+    rows = rows_of(state.turns)
+    for number, row in enumerate(rows):
         cut = start if number == 0 else 0
         joined.tokens += row.tokens[cut:]
         joined.made += row.made[cut:]
@@ -138,7 +174,9 @@ def response_of(state: SampleState) -> Response:
         joined.full += row.full[cut:]
         joined.versions += row.versions[cut:]
         forks += [number] * (len(row.tokens) - cut)
-    return Response(joined.tokens, joined.logprobs, joined.full, joined.versions, joined.made, forks)
+    routing = [row.routing for row in rows if row.routing is not None]
+    joined.routing = torch.cat(routing) if routing else None
+    return Response(joined.tokens, joined.logprobs, joined.full, joined.versions, joined.made, forks, joined.routing)
 
 
 def oldest_version(states: Iterable[SampleState], default: int) -> int:

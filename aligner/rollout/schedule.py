@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from aligner.config.sections.cluster import WAIT
 from aligner.ops.agree import fail_together
-from aligner.ops.reduce import gathered
+from aligner.ops.reduce import gathered_messages
 from aligner.rollout.groups import Groups
 from aligner.rollout.requests import Request, Requests
 from aligner.rollout.sample_generator import SampleGenerator, Score
@@ -242,7 +242,7 @@ class Schedule:
             states = self._answer()
         self._answer = None
         if self.window:
-            states = [state for own in gathered(states, self.ranks) for state in own]
+            states = [state for own in gathered_messages(states, self.ranks) for state in own]
         self._flight.update(states, self._order)
         return True
 

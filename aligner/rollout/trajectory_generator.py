@@ -38,7 +38,7 @@ from aligner.ops.reduce import max_over
 from aligner.ops.seeds import derive
 from aligner.rollout.requests import Request
 from aligner.rollout.sample_generator import ByPrompt, SampleGenerator, Score
-from aligner.rollout.sample_state import SampleState, by_prompt, grown
+from aligner.rollout.sample_state import SampleState, by_prompt, grown, with_routing, without_routing
 from aligner.rollout.turn_pool import TurnPool
 from aligner.types import STOP, Generations, SamplingParams, Stop, Sums, Trajectory
 
@@ -104,13 +104,16 @@ class TrajectoryGenerator(SampleGenerator):
         return states
 
     def _ordered(self, together: ByPrompt, sampling: SamplingParams) -> Callable[[], Any]:
-        """Order the samples, which `serve` makes."""
+        """Order the samples, which `serve` makes. Routing that they have stays here."""
         assert sampling == self.sampling
-        return self.engine.generate_trajectories([state for same in together for state in same])  # type: ignore[attr-defined]
+        states = [without_routing(state) for same in together for state in same]
+        return self.engine.generate_trajectories(states)  # type: ignore[attr-defined]
 
     def _arrived(self, together: ByPrompt, answer: Callable[[], Any], sampling: SamplingParams) -> list[SampleState]:
         with raised_together(EngineError):
-            return [state for own in answer() for state in own]
+            states = [state for own in answer() for state in own]
+        before = {(state.group, state.index): state for same in together for state in same}
+        return [with_routing(state, before[state.group, state.index]) for state in states]
 
     def _all_raise(self, kind: type[AlignerError]) -> AbstractContextManager[None]:
         """Raise errors on all ranks that share the work. A generation rank outside rounds raises alone."""
@@ -277,11 +280,14 @@ class TrajectoryGenerator(SampleGenerator):
         `begun`: rows of turns that had paused before."""
         for row, (state, number) in enumerate(rows):
             turn = state.turns[number] if number < len(state.turns) else None
-            whole = grown((begun or {}).get(row), turn.prompt if turn else state.next_prompt.tokens, generations, row)
+            before, prompt = state.turns[number - 1] if number else None, turn.prompt if turn else None
+            earlier = (begun or {}).get(row)
+            whole = grown(earlier, prompt or state.next_prompt.tokens, generations, row, before)
             if turn is not None:
-                count = len(turn.output)
+                count, routing = len(turn.output), whole.routing
                 full, logprobs = None if whole.full is None else whole.full[:count], whole.logprobs[:count]
-                state.turns[number] = Turn(turn.prompt, turn.output, logprobs, full, whole.versions[:count])
+                routing = None if routing is None else routing[: len(routing) - len(whole.output) + count].clone()
+                state.turns[number] = Turn(turn.prompt, turn.output, logprobs, full, whole.versions[:count], routing)
             elif whole.output:
                 state.begun = whole
 

@@ -1,11 +1,17 @@
 """The engine's routing in whole runs: what it removes, and that no kill, recording or layout changes it."""
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from aligner.data.tool_calls import Call
+from aligner.engines.native.engine import NativeEngine
 from aligner.errors import DataError
 from aligner.rollout.record import read_recording
 from tests import stages
+from tests.run import jobs
 
 EXPERTS = [
     *("model.family=qwen3_moe", "model.qk_norm=true", "model.init_std=0.3", "logging.progress=false"),
@@ -82,3 +88,51 @@ def test_layouts_replay_what_one_rank_does(ranks, tiny_data, tmp_path, replayed,
     assert records["reward/mean"] == wanted["reward/mean"]
     for metric in ("mismatch/logprob_abs_mean", "policy/loss", "policy/grad_norm", "moe/routing_differs"):
         assert records[metric] == pytest.approx(wanted[metric], rel=1e-3, abs=1e-6), metric
+
+
+# of weights that stay; whatever the model says until one of its letters is a call
+TURNS = [*EXPERTS, *stages.DICE, "reward.functions=[]", "mismatch.replay_routing=true", "optim.lr=1e-12"]
+TURNS += ["run.steps=3", f"sampling.stop=[{','.join(stages.LETTERS[:26])}]", "run.export=false"]
+WINDOWS = ["engine.ranks=1", "engine.lag=1", "engine.window=4"]
+
+
+def rolling(arguments: list[str]) -> int:
+    """A stage whose model rolls dice with every answer that ends."""
+    with patch("aligner.data.dialogue.read_calls", lambda text, *_: (text, [Call("roll", {})])):
+        return jobs.run_stage(arguments)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (2, WINDOWS),
+        pytest.param(3, ["parallel.tensor=2", *WINDOWS], id="tp2", marks=pytest.mark.slow),
+        pytest.param(4, ["engine.ranks=2", *WINDOWS[1:]], id="dp2, two engines", marks=pytest.mark.slow),
+    ],
+)
+def test_turns_in_windows_are_replayed_token_by_token(ranks, tmp_path, world, overrides):
+    """Of the same weights in the same precision, each token has the experts that the trainer would choose: beside
+    another token's they would differ by half."""
+    data = stages.make_dice(tmp_path, trained=False)
+    arguments = stages.overrides("grpo", data, tmp_path / "run", *TURNS, *overrides)
+    ranks.run(rolling, world=world, arguments=arguments)
+    records = stages.records(tmp_path / "run")
+    assert all(record["moe/routing_differs"] < 0.003 for record in records)
+    assert all(record["environment/turns_mean"] > 1.5 for record in records)
+    assert any(record["window/samples_paused"] for record in records)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("serves", [True, False])
+def test_an_agents_requests_are_replayed_token_by_token(tmp_path, monkeypatch, serves):
+    """Admitted between decode steps, or in rounds."""
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("openai")
+    monkeypatch.setattr("aligner.data.dialogue.read_calls", lambda text, *_: (text, [Call("roll", {})]))
+    monkeypatch.setattr(NativeEngine, "can", replace(NativeEngine.can, serves=serves))
+    data = stages.make_dice(tmp_path, trained=False)
+    agent = ["environment.agent=tests/assets/agents.py:seeded", "environment.path=''", "environment.workers=1"]
+    run = stages.stage("grpo", data, tmp_path / "run", *TURNS, *agent, "run.steps=1")
+    (record,) = stages.records(run)
+    assert record["moe/routing_differs"] < 0.003 and record["environment/turns_mean"] > 1.2

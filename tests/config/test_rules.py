@@ -41,7 +41,6 @@ grpo@3 ; engine.ranks=2 ; engine.tensor_parallel=2 ; engine.lag=1 ; engine.windo
     => engine.tensor_parallel
 grpo@2 ; engine.ranks=1 ; engine.window=8 => engine.window
 grpo@2 ; engine.ranks=1 ; engine.lag=1 ; engine.window=8 ; engine.name=vllm => engine.name
-grpo@2 ; engine.ranks=1 ; engine.lag=1 ; engine.window=8 ; mismatch.replay_routing=true => mismatch.replay_routing
 online_dpo@2 ; engine.ranks=1 ; engine.lag=1 => engine.lag
 grpo@2 ; engine.ranks=1 ; engine.lag=1 ; debug.rollout_only=true => engine.lag
 grpo@2 ; engine.ranks=1 ; engine.lag=1 ; mismatch.correction=none => mismatch.correction
@@ -110,7 +109,6 @@ ppo ; parallel.tensor=2 => world size
 sample ; environment.path=a.py:B => environment.path
 grpo ; environment.path=a.py:B ; reward.model=. => reward.model
 grpo ; environment.path=a.py:B ; reward.judges=[{question: '{response}'}] => reward.judges
-grpo ; environment.tools=['a.py:b'] ; mismatch.replay_routing=true => mismatch.replay_routing
 grpo ; environment.tools=['a.py:b'] ; algorithm.advantage=remax => algorithm.advantage
 grpo ; environment.tools=['a.py:b'] ; environment.max_tokens=63 => environment.max_tokens
 grpo ; environment.tools=['a.py:b'] ; environment.max_tokens=3999 => environment.max_tokens
@@ -225,7 +223,10 @@ sample ; model.lora={rank: 2, init: .} => model.lora.init
 grpo ; model.lora={rank: 2, dropout: 0.1} => model.lora.dropout
 grpo ; debug.train_only=conf ; data.eval=. => eval.generate
 sft ; mismatch.replay_routing=true => mismatch.replay_routing
+grpo ; mismatch.replay_routing=true => mismatch.replay_routing
 grpo ; model=tiny_moe ; engine.name=trtllm ; mismatch.replay_routing=true => mismatch.replay_routing
+grpo ; model=tiny_moe ; engine=vllm ; mismatch.replay_routing=true ; engine.vllm.prefix_reuse=false
+    => engine.vllm.prefix_reuse
 grpo@3 ; engine={ranks: 2, tensor_parallel: 2} ; reward.judges=[{model: ., question: '{response}'}]
     => engine.tensor_parallel
 sft@2 ; model=qwen3_next_80b_a3b ; model.linear={key_heads: 3, value_heads: 6} ; parallel.tensor=2
@@ -250,7 +251,6 @@ grpo@2 ; model=tiny_moe ; model.moe.ffn_hidden_size=33 ; engine={name: vllm, ten
 grpo ; data.eval=. ; eval.max_response_tokens=4096 => eval.max_response_tokens
 sample ; environment.agent=a:b => environment.agent
 sample ; environment.tools=[a:b] => environment.tools
-grpo ; environment.tools=[a:b] ; model=tiny_moe ; mismatch.replay_routing=true => mismatch.replay_routing
 distill ; $kd.teacher='' => $kd.teacher
 distill ; $kd.on_policy=1 ; sampling.temperature=0 => sampling.temperature
 distill ; $kd={teacher: '', teachers: {a: .}} ; data.format=text => data.format

@@ -1112,6 +1112,9 @@ def test_replayed_routing_is_on_the_host_and_in_the_budget_of_the_cache():
     whole = row.new_empty((rows, longest, *row.shape[2:]), device="meta")
     assert host_items(job) == host_items(plain) | {"routing": whole.nbytes}
     assert job.routing == 384 and job.slots()[0] <= plain.slots()[0]
+    for settings, in_flight in ((["engine.lag=2"], 2 * rows), (["engine.lag=1", "engine.window=64"], 2 * 8 * rows)):
+        ahead = job_of(compose([*line, "mismatch.replay_routing=true", "engine.ranks=2", *settings]), 10)
+        assert host_items(ahead)["routing"] == (rows + in_flight) * whole[0].nbytes
     wide = replace(job.policy.shape, moe=replace(job.policy.shape.moe, num_experts=512, dense_layers=[0]))
     assert routing_bytes(wide) == no_routing(wide).new_empty(47, 8).nbytes
 

@@ -86,7 +86,8 @@ def make_generations(n: int, width: int = 5, seed: int = 1, cut: bool = False) -
 def make_samples(prompts, generations, group):
     """Of an engine that answers with these generations."""
     version = generations.weight_version
-    engine = SimpleNamespace(bridge=None, generate=lambda *_: generations, weight_version=version, take_sums=dict)
+    fields = {"weight_version": version, "take_sums": dict, "no_routing": None}
+    engine = SimpleNamespace(bridge=None, generate=lambda *_: generations, **fields)
     requests = [Request(i, prompt, list(range(group))) for i, prompt in enumerate(prompts)]
     return SampleGenerator(engine, Words(), SamplingParams(9), Peers(0, 1)).samples(requests, SamplingParams(9))
 

@@ -31,6 +31,7 @@ from aligner.engines.native.schedule import Batch, CacheUse, GenerationPlan, Pro
 from aligner.engines.native.states import RowStates
 from aligner.errors import ConfigError, RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
+from aligner.ops.packing.routing import no_routing
 from aligner.types import Generations, Progress, SamplingParams, SeedLists, Sums, TokenLists
 
 Decode = Callable[[list[int]], str]
@@ -84,6 +85,7 @@ class NativeEngine(RolloutEngine):
         beside = [SlotCache(*each[:3], self.device, dtype) for each in others]
         self.routes = None
         if reports_routing:
+            self.no_routing = no_routing(model)
             layers = len(model.layers_of("sparse"))
             self.routes = Routes(layers, model.moe.top_k, model.moe.num_experts, self.device)
             beside.append(self.routes.cache)
@@ -93,8 +95,7 @@ class NativeEngine(RolloutEngine):
             raise ConfigError("engine.cuda_graphs", True, f"false on device {self.device.type}")
         captures = on_gpu and config.captures_of(model.moe.num_experts)
         self.graphs = DecodeGraphs(self.model, CudaRecorder()) if captures else None
-        # earlier memories, and the routes of tokens, are not kept
-        self.keeps_rows = memories is None and self.routes is None
+        self.keeps_rows = memories is None  # earlier ones are not kept
         self.stats = EngineStats()
         self._paging = 0.0, 0  # greatest usage of the cache, and paused rows, since `take_sums`
         self._ledger = UpdateLedger(self.model.shapes)

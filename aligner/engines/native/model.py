@@ -261,12 +261,17 @@ class NativeModel:
         """
         rows, length = tokens.shape
         prompts = self._prompts(rows, length, staged, memories, lengths, held)
-        flat = None if routes is None else routes.flatten(0, 1)
+        flat = routes
+        if routes is not None:  # those of `held` tokens are staged
+            flat = routes.flatten(0, 1) if held is None else routes.new_empty(rows * length, *routes.shape[2:])
 
         def mix(mixer: Mixer, layer: int, y: Tensor) -> Tensor:
             return mixer.prefill(layer, y, prompts)
 
-        return self._forward(tokens.reshape(-1), mix, flat).view(rows, length, -1)
+        hidden = self._forward(tokens.reshape(-1), mix, flat).view(rows, length, -1)
+        if routes is not None and held is not None:
+            routes[prompts.behind.rows, prompts.behind.positions] = flat
+        return hidden
 
     def _prompts(
         self,

@@ -34,7 +34,7 @@ class RemoteEngine(RolloutEngine):
         self, bridge: Bridge, tensor_parallel: int, dtype: torch.dtype, reports_routing: ModelConfig | None = None
     ):
         self.bridge, self.tensor_parallel, self.dtype = bridge, tensor_parallel, dtype
-        self._routing = None if reports_routing is None else no_routing(reports_routing)
+        self.no_routing = None if reports_routing is None else no_routing(reports_routing)
         self.weight_version = -1
         self._flight: Callable[[], Any] | None = None  # waits for the samples in generation
 
@@ -102,7 +102,7 @@ class RemoteEngine(RolloutEngine):
     def _delivered(self, wanted: list[int], cut: bool) -> Generations:
         self._deliver()
         with self.bridge.contact():
-            none = nothing(cut, self.weight_version, self._routing)
+            none = nothing(cut, self.weight_version, self.no_routing)
             return self.fleet.deliver([], none, wanted, cut)
 
     def _trajectories(self) -> list[Any]:

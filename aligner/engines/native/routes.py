@@ -39,9 +39,9 @@ class Routes:
 
     def joined(self, parts: list[tuple[Tensor, Tensor]], rows: int) -> Tensor:
         """Return [rows, tokens of the longest row, layer, top_k] from the results of `take`, each for some rows
-        (int64 [m])."""
+        (int64 [m]). A row that paused for lack of pages has several: the first is of the steps that made its tokens."""
         width = max((routes.shape[1] + 1 for _, routes in parts), default=0)
         out = torch.zeros(rows, width, self.layers, self.top_k, dtype=self._dtype)
-        for which, routes in parts:
+        for which, routes in reversed(parts):
             out[which, : routes.shape[1]] = routes
         return out

@@ -293,7 +293,7 @@ class Batch:
         self._ended = self._lengths[:0]  # rows that left in the last `settle`
         self._ended_at: list[int] = []  # their slots, after swapping with the rows that move there
         self._routes = routes
-        self._routing: list[tuple[Tensor, Tensor]] = []  # (rows that have ended, theirs), on the CPU
+        self._routing: list[tuple[Tensor, Tensor]] = []  # (rows that have left, theirs), on the CPU
 
     def add(self, prompt: WaitingPrompt, first: int, count: int) -> range:
         """Give samples [first, first + count) of the prompt the next slots; their first token is sampled next.
@@ -318,6 +318,7 @@ class Batch:
         """Let the row that came last leave before it has ended. Return what is to be prefilled for its next token, and
         the move of the last active row into its slot, (from, to)."""
         slot, last = int(self._arrived[: self.active].argmax()), self.active - 1
+        self._take_routes(torch.tensor([slot]))
         row, count = self.state[[ROW, COUNT], slot].tolist()
         prompt = self._prompts[row]
         tokens = [*prompt.tokens[: prompt.length - prompt.begun], *self._tokens[row, :count].tolist()]
@@ -399,8 +400,7 @@ class Batch:
             return []
         slots = flags.nonzero().squeeze(1)
         self._ended = state[ROW, slots.to(state.device)]  # `done` as index would synchronise again
-        if self._routes is not None:  # of tokens that were fed: not of the last ones, which stand at these positions
-            self._routing.append((self._ended.cpu(), self._routes.take(slots, self._positions[slots])))
+        self._take_routes(slots)
         self.finished += self.active - left
         gaps = flags[:left].nonzero().squeeze(1)
         movers = (~flags[left:]).nonzero().squeeze(1) + left
@@ -413,6 +413,13 @@ class Batch:
             self.state[:, gaps] = self.state[:, movers]
         return moves
 
+    def _take_routes(self, slots: Tensor) -> None:
+        """Copy the routes of rows that leave their `slots`, int64 [m] on the CPU: of tokens that were fed, not of the
+        last ones, which stand at the rows' positions."""
+        if self._routes is not None and len(slots):
+            rows = self.state[ROW, slots.to(self.state.device)].cpu()
+            self._routing.append((rows, self._routes.take(slots, self._positions[slots])))
+
     def ended(self) -> Iterator[EndedRow]:
         """Yield the rows that left in the last `settle`, on the host."""
         columns = self._tokens, self._logprobs, self._lengths, self._reasons
@@ -424,6 +431,8 @@ class Batch:
 
     def result(self, version: int) -> Generations:
         """Return CPU tensors, rows cut to the longest response."""
+        with torch.inference_mode():
+            self._take_routes(torch.arange(self.active))  # of a window, which has passed
         rows = self._rows
         width = int(self._lengths[:rows].max()) if rows else 0
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 TAIL = 8  # last tokens of a response that a chat template may render otherwise without starting a new row
 
@@ -20,8 +19,9 @@ TAIL = 8  # last tokens of a response that a chat template may render otherwise 
 @dataclass(frozen=True)
 class Turn:
     """One response, by ids: `logprobs` of its tokens as sampled, `full` in the full tempered distribution if that was
-    cut, `versions` of the weights that generated them if known, `routing` [tokens read and generated, layers, top_k]
-    if the engine reports its experts."""
+    cut, `versions` of the weights that generated them if known, `routing` [tokens, layers, top_k] if the engine reports
+    its experts: of the last tokens read and generated. Those before have the experts of the turn before. Nothing was
+    fed after the last token, whose routing is 0."""
 
     prompt: Sequence[int]  # all tokens of the engine's input
     output: Sequence[int]  # all generated tokens, the stop token included
@@ -29,6 +29,12 @@ class Turn:
     full: Sequence[float] | None = None
     versions: Sequence[int] | None = None
     routing: Tensor | None = None
+
+    def all_routing(self, before: Tensor | None) -> Tensor | None:
+        """Return the routing of all tokens. `before`: that of the turn before."""
+        if self.routing is None or before is None:
+            return self.routing
+        return torch.cat([before[: len(self.prompt) + len(self.output) - len(self.routing)], self.routing])
 
 
 @dataclass
@@ -40,6 +46,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     full: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routing: Tensor | None = None  # of all tokens
 
     def _cut(self, length: int) -> None:
         for column in (self.tokens, self.made, self.logprobs, self.full, self.versions):
@@ -60,12 +67,14 @@ def rows_of(turns: Sequence[Turn], tail: int = TAIL) -> list[Row]:
     rows: list[Row] = []
     last = 0  # tokens of the previous response
     for turn in turns:
+        routing = turn.all_routing(rows[-1].routing if rows else None)
         kept = common(rows[-1].tokens, turn.prompt) if rows else 0
         if not rows or len(rows[-1].tokens) - kept >= min(tail, last):
             kept = 0
             rows.append(Row())
         rows[-1]._cut(kept)
         rows[-1]._append(turn)
+        rows[-1].routing = routing
         last = len(turn.output)
     return rows
 
