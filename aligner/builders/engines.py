@@ -110,6 +110,7 @@ def child_engine[E: ChildEngine](job: Job, model: ModelConfig, kind: type[E]) ->
             checksums=cfg.refit.verify == "checksum",
             decode=tokenizer.decode,
             group=neighbours(cfg.engine.tensor_parallel),
+            reports_routing=cfg.mismatch.replay_routing,
         )
     if not engine.request_seeds:
         job.say(f"TensorRT-LLM {engine.version}: samples do not follow their seeds (docs/how-to/tensorrt-llm.md)")

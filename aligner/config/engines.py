@@ -80,7 +80,7 @@ ENGINES = {
         by_default=("cuda_graphs", "sleep", "sleep_weights"),
     ),
     "vllm": EngineEntry(
-        Capabilities(**_SEEDED, apart=True, tensor_parallel=True),
+        Capabilities(**_SEEDED, apart=True, tensor_parallel=True, routing=True),
         made_by="aligner.engines.vllm.engine:VllmEngine",
         made_apart_by="aligner.engines.vllm.in_place:InPlaceVllmEngine",
         section="vllm",

@@ -44,6 +44,7 @@ class VllmConfig(ChildConfig, key="engine.vllm"):
             "enable_prefix_caching": "engine.vllm.prefix_reuse",
             "enable_sleep_mode": "engine.sleep",
             "enforce_eager": "engine.cuda_graphs",
+            "enable_return_routed_experts": "mismatch.replay_routing",
         }
         | dict.fromkeys(_SET, "")
     )

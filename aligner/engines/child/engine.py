@@ -47,6 +47,7 @@ from aligner.families.hf_config import hf_config
 from aligner.families.table import family_table
 from aligner.models.params import expected_hf_shapes, hf_dtypes
 from aligner.ops.agree import node
+from aligner.ops.packing.routing import no_routing
 from aligner.ops.reduce import gathered
 from aligner.types import STOP, Generations, Progress, SamplingParams, SeedLists, TokenLists
 
@@ -85,6 +86,7 @@ class ChildEngine(RolloutEngine):
         decode: Decode | None = None,
         group: dist.ProcessGroup | None = None,
         start: Start | None = None,
+        reports_routing: bool = False,
     ):
         self.require(config)
         assert config.child is not None, config.name
@@ -92,6 +94,7 @@ class ChildEngine(RolloutEngine):
         self.cfg, self.config, self.options = model, config, config.child
         self.tensor_parallel = config.tensor_parallel
         self._group, self._rank = group, 0 if group is None else group.rank()
+        self.no_routing = no_routing(model) if reports_routing else None
         self.device, self.dtype, self.pad_id, self._decode = torch.device(device), dtype, pad_id, decode
         self.max_seq_len = min(self.options.max_seq_len or max_seq_len or model.max_position, model.max_position)
         self.checked = checksums
@@ -200,6 +203,7 @@ class ChildEngine(RolloutEngine):
             device=self._here.index(self._rank),
             meeting=self._meeting(),
             args=self.options.args,
+            routed_layers=() if self.no_routing is None else tuple(self.cfg.layers_of("sparse")),
         )
 
     def _call(
@@ -338,14 +342,34 @@ class ChildEngine(RolloutEngine):
         pairs = [(p, s) for p, own in zip(prompts, seeds, strict=True) for s in own]
         requests = [(list(map(int, p)), int(s) & (1 << 63) - 1) for p, s in pairs]
         if not requests:
-            return self._result([], sampling)
+            return replace(self._result([], sampling), routing=self.no_routing)
         self._check_room(max(len(p) for p, _ in requests), sampling)
         report = None if progress is None or self._rank else lambda done: progress(done, len(requests))
         rows = self._call("generate", requests, sampling, limit="generate_timeout_s", progress=report)
         if rows is None:
             raise EngineError("the requests were aborted")
+        prompts_ = [prompt for prompt, _ in requests]
+        routing = None if self.no_routing is None else self._routing(prompts_, rows)
         rows = [self._cut(row, sampling) for row in rows]
-        return self._result(self._scored([p for p, _ in requests], rows, sampling), sampling)
+        return replace(self._result(self._scored(prompts_, rows, sampling), sampling), routing=routing)
+
+    def _routing(self, prompts: list[list[int]], rows: list[Row]) -> Tensor:
+        """Return the routing of the rows just generated, as `Generations` has it. The first rank's child has it, one
+        tensor for all tokens that were fed."""
+        assert self.no_routing is not None
+        fed = [len(prompt) + len(row[0]) - 1 for prompt, row in zip(prompts, rows, strict=True)]
+        whole = self.no_routing.new_empty(sum(fed), *self.no_routing.shape[2:])
+        if (answer := self._call("routing")) is not None:
+            if answer.shape != whole.shape:
+                raise EngineError(f"{self.title} named experts {list(answer.shape)}: expected {list(whole.shape)}")
+            whole = answer.to(whole.dtype)
+        if self._group is not None:
+            first = dist.get_global_rank(self._group, 0)
+            dist.broadcast(whole.view(torch.uint8), src=first, group=self._group)
+        routing = whole.new_zeros(len(fed), max(fed) + 1, *whole.shape[1:])
+        for row, own in zip(routing, whole.split(fed), strict=True):
+            row[: len(own)] = own
+        return routing
 
     def _scored(self, prompts: list[list[int]], rows: list[Row], sampling: SamplingParams) -> list[Row]:
         """Return the rows with all logprobs: by a second forward where the sampler gave none that can be used."""

@@ -58,6 +58,7 @@ class Settings:
     block: int = 0  # tokens of a block of the KV cache, where the package needs it
     args: Mapping[str, Any] = field(default_factory=dict)  # additional options of the package
     lasting: bool = False  # a bucket stays in the memory until the update has ended
+    routed_layers: tuple[int, ...] = ()  # of which generations name each token's experts
 
     @property
     def max_num_tokens(self) -> int:

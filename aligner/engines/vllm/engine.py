@@ -67,6 +67,9 @@ class VllmEngine(Replicated, ChildEngine):
         if (shares := request_shares(config.vllm.args, config.tensor_parallel)) > 1 and on_cpu:
             raise ConfigError(SHARES, shares, "1 on a CPU, where vLLM lacks the collectives of its shares")
         self.block = 64 if model.latent.kv_rank else 32  # which every kernel of such attention reads on a GPU
+        if on_cpu and options.get("reports_routing"):
+            hint = "vLLM's CPU build runs its first model runner, which names no experts. engine=native does."
+            raise ConfigError("mismatch.replay_routing", True, "false with engine.name=vllm on a CPU", hint)
         if on_cpu:
             check_on_cpu(model, options["dtype"])
             self.block = 16 if model.latent.kv_rank else self.block
@@ -103,6 +106,8 @@ class VllmEngine(Replicated, ChildEngine):
 
     def _variables(self) -> dict[str, str]:
         variables = VARIABLES | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        if self.no_routing is not None:  # the other model runner names no experts
+            variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         if self.device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
             variables[INVARIANT] = os.environ.get(INVARIANT, "1")
         return variables

@@ -111,6 +111,13 @@ class Extension:
 
     def aligner_temper(self, temperature: float) -> None:
         """Temper the distribution of the logprobs of prompts from now on."""
+        prompts = getattr(self.model_runner, "prompt_logprobs_worker", None)
+        if prompts is not None:  # of the second model runner
+            compute = type(prompts).compute_prompt_logprobs
+            prompts.compute_prompt_logprobs = lambda logits_of, *rest: compute(
+                prompts, lambda hidden: logits_of(hidden) / temperature, *rest
+            )
+            return
         plain = type(self.model_runner.sampler).compute_logprobs
         self.model_runner.sampler.compute_logprobs = lambda logits: plain(logits / temperature)
 

@@ -27,7 +27,7 @@ from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Progress, Row, Setti
 from aligner.engines.vllm.sampling import sampling_arguments
 from aligner.errors import ConfigError, EngineError
 from aligner.loading import for_good
-from aligner.ops.reduce import gathered, of_each_rank
+from aligner.ops.reduce import gathered_messages, of_each_rank
 from aligner.types import SamplingParams
 
 _TAGS = {KV_CACHE: "kv_cache", WEIGHTS: "weights"}
@@ -64,6 +64,7 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "worker_extension_cls": _EXTENSION,
         "disable_log_stats": True,
+        "enable_return_routed_experts": bool(settings.routed_layers),
     }
 
 
@@ -133,6 +134,7 @@ class VllmWorker(RankWorker):
         self._width = settings.tensor_parallel // self._shares  # ranks with the same requests
         self._unlike = self.line if self._shares > 1 else None  # to ranks that may not have the same error
         self._requests, self._temperature = 0, 1.0
+        self._routed: Tensor | None = None  # of the last `generate`
 
     def _start(self, settings: Settings) -> None:
         self.api = import_vllm()
@@ -153,6 +155,9 @@ class VllmWorker(RankWorker):
             args = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, **args}
         self.engine = self.api.LLM(**engine_arguments(settings), **args).llm_engine
         self._rpc("aligner_open", settings.memory, settings.lasting)
+        if settings.routed_layers and settings.rank % self._width:
+            # vLLM expects one scheduler, whose rank alone gets the experts: this one would miss them
+            self.engine.engine_core.engine_core.scheduler.aux_output_connector = None
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
         """Call a method of this process's worker."""
@@ -200,7 +205,27 @@ class VllmWorker(RankWorker):
         asked = [(prompt, make(**common, seed=seed)) for prompt, seed in self._share(requests)]
         with aborted.watching([]):
             outputs = self._run(asked, progress, aborted)
-        return None if outputs is None else self._joined(lambda output: self._row(output.outputs[0]), outputs)
+        if outputs is None:
+            return None
+        if self.settings.routed_layers:
+            self._routed = self._experts(outputs)
+        return self._joined(lambda output: self._row(output.outputs[0]), outputs)
+
+    def _experts(self, outputs: list[Any]) -> Tensor | None:
+        """Return the experts of all tokens that were fed, [tokens, layers with experts, top_k], on the first rank."""
+        layers, first = list(self.settings.routed_layers), self.settings.rank % self._width == 0
+
+        def experts(output: Any) -> Tensor | None:
+            chosen = output.outputs[0].routed_experts[:, layers]  # of all layers; uint16 beyond 256 experts
+            return torch.from_numpy(chosen.view("int16") if chosen.itemsize > 1 else chosen)
+
+        rows = self._joined(lambda output: experts(output) if first else None, outputs)
+        return torch.cat(rows) if self.settings.rank == 0 else None
+
+    def routing(self) -> Tensor | None:
+        """Return the experts of the last `generate`, once, on the first rank."""
+        routed, self._routed = self._routed, None
+        return routed
 
     def _share[T](self, requests: list[T]) -> list[T]:
         """Return the requests of this rank and those with the same."""
@@ -212,7 +237,7 @@ class VllmWorker(RankWorker):
             results = list(map(result_of, own))
         if self._shares == 1:
             return results
-        shares = gathered(results)[:: self._width]
+        shares = gathered_messages(results, dist.group.WORLD)[:: self._width]
         return [shares[i % self._shares][i // self._shares] for i in range(sum(map(len, shares)))]
 
     def _run(
