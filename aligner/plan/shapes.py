@@ -431,17 +431,19 @@ def kv_bytes(m: ModelConfig, element: int, tensor: int = 1) -> float:
     return len(m.layers_of("attention")) * width * element
 
 
-def decode_weight_bytes(m: ModelConfig, rows: float, element: int, tensor: int = 1, matrix: float = 0.0) -> float:
+def decode_weight_bytes(
+    m: ModelConfig, rows: float, element: int, tensor: int = 1, matrix: float = 0.0, shares: int = 1
+) -> float:
     """Return the bytes that one of an engine's `tensor` ranks reads in one decode step over `rows` rows. Of E experts,
     rows that choose evenly touch E (1 - (1 - k/E)^rows), and of the rank that has most a few more: its number is about
-    normal. The embedding and the table of inputs are look-ups. `matrix`: see `Engine`."""
-    count, moe = rank_parameters(m, engine_grid(m, tensor), 0), m.moe
+    normal. The embedding and the table of inputs are look-ups. `matrix`, `shares`: see `Engine`."""
+    count, moe = rank_parameters(m, engine_grid(m, tensor, shares), 0), m.moe
     untouched = 0.0
     if moe.num_experts:
         share = (1 - moe.top_k / moe.num_experts) ** rows
         ahead = sqrt(2 * log(tensor) * share * (1 - share) * tensor / moe.num_experts)
         untouched = count.experts * max(0.0, share - ahead)
     looked_up = (0 if m.tie_embeddings else m.hidden_size) + inputs_width(m)
-    words = -(-m.vocab_size // tensor)
+    words = -(-m.vocab_size * shares // tensor)
     head, body = words * m.hidden_size, count.total - untouched - words * (looked_up + m.hidden_size)
     return element * head + (matrix or element) * body

@@ -375,15 +375,16 @@ def refit_phase(job: PlanJob, machine: Machine) -> PhaseTime:
 
 def decode_step(job: PlanJob, machine: Machine, rows: float, context: float) -> tuple[float, float]:
     """Return (seconds of one decode step of an engine with `rows` rows at `context` tokens, seconds of its
-    collectives). A step takes the larger of bytes (weights once, each row's cache) over bandwidth and operations over
-    rate, then samples; at least the host's time to launch."""
+    collectives). A step takes the larger of bytes (weights once, the cache of each of a rank's rows) over bandwidth and
+    operations over rate, then samples; at least the host's time to launch."""
     engine, m = job.engine, job.policy.shape
     assert engine is not None
-    tp, assumed = engine.tensor, machine.assumed
+    tp, width, assumed = engine.tensor, engine.tensor // engine.shares, machine.assumed
+    own = max(1.0, rows / engine.shares)
     passes = 4 if job.package and not m.traits.mamba else assumed.state_passes  # the kernel's states are copied back
-    cached = kv_bytes(m, engine.element, tp) * m.num_layers / (m.num_layers - m.attention.kv_shared_layers)
-    kept = context * cached + passes * row_bytes(m) / tp
-    moved = decode_weight_bytes(m, rows, engine.element, tp, engine.matrix) + rows * kept
+    cached = kv_bytes(m, engine.element, width) * m.num_layers / (m.num_layers - m.attention.kv_shared_layers)
+    kept = context * cached + passes * row_bytes(m) / width
+    moved = decode_weight_bytes(m, rows, engine.element, tp, engine.matrix, engine.shares) + own * kept
     products = head_operations(m, rows) / machine.rate + m.num_layers * machine.layer_products(m, rows)
     products += m.num_layers * (index_operations(m, rows) / machine.rate + machine.attention(m, rows, context))
     busy = max(moved / machine.device.bandwidth / assumed.decode, products / tp)
@@ -392,15 +393,21 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float) -> 
     if engine.launches:
         busy = max(busy, m.num_layers * assumed.layer_kernels * assumed.launch_s + assumed.sampler_s)
     busy += assumed.engine_s * engine.reserved
-    if tp == 1:
-        return busy, 0.0
-    call = CollectiveCalls(
-        "tp", "all_reduce", 2 * m.num_layers * rows * m.hidden_size * engine.element, 2 * m.num_layers
-    )
-    # latency of a small all-reduce by NVLink: engines have kernels of their own for it, for up to 8 ranks
-    near = tp <= min(8, job.gpus_per_node)
-    wire = machine.seconds(replace(call, count=call.count / 2 if near else call.count), Grid(tp, data=job.gpus // tp))
+    # tokens of all shares meet at experts: gathered before, summed and scattered behind, which is an all-reduce's bytes
+    met = len(m.layers_of("sparse")) if engine.shares > 1 else 0
+    calls = (width, 2 * m.num_layers - met, own), (tp, met, rows)
+    wire = sum(_decode_wire(job, machine, *call) for call in calls if call[0] > 1)
     return busy + wire, wire
+
+
+def _decode_wire(job: PlanJob, machine: Machine, ranks: int, count: int, rows: float) -> float:
+    """Return the seconds of all-reduces of a decode step's tokens over `ranks` of an engine."""
+    assert job.engine is not None
+    # latency of a small all-reduce by NVLink: engines have kernels of their own for it, for up to 8 ranks
+    messages = count / 2 if ranks <= min(8, job.gpus_per_node) else count
+    size = count * rows * job.policy.shape.hidden_size * job.engine.element
+    call = CollectiveCalls("tp", "all_reduce", size, messages)
+    return machine.seconds(call, Grid(ranks, data=job.gpus // ranks))
 
 
 def prefill_seconds(m: ModelConfig, tokens: float, context: float, machine: Machine, package: bool) -> float:

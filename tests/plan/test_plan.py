@@ -680,6 +680,27 @@ def test_decode_is_bound_by_bytes_then_by_operations():
     assert decode_weight_bytes(experts, 1e6, 2) == pytest.approx(2 * parameters(experts), rel=0.03)
 
 
+def test_a_decode_step_of_an_engine_whose_shares_have_rows_of_their_own():
+    """8 ranks, 4 shares of 2: a rank has half of what is dense, 16 of 128 experts and the cache of a quarter of the
+    rows."""
+    m, rows = shape("qwen3_30b_a3b"), 1024
+    heads = (2 * 32 + 2 * 4) * 128 * m.hidden_size // 2  # queries, keys, values and output
+    experts = 16 * 3 * 768 * 2048
+    layer = heads + experts + 128 * 2048 + 2 * 2048 + 2 * 128  # with its router and norms
+    weights = 2 * (48 * layer + 2048 + 2048 * 151936 // 2)
+    assert decode_weight_bytes(m, rows, 2, 8, shares=4) == weights  # every expert has tokens
+    machine = Machine(H100, Assumptions(decode=1.0, layer_kernels=0, sampled_bytes=0, message_s=0, link=1.0), 8)
+    job = grpo(m, Grid(data=8), Engine(tensor=8, shares=4, launches=False))
+    seconds, wire = decode_step(job, machine, rows, 4096)
+    cache = rows // 4 * 4096 * 48 * 2 * 2 * 128 * 2  # 2 of 4 heads of keys and values
+    assert seconds - wire == pytest.approx((weights + cache) / H100.bandwidth, rel=1e-6)
+    token = 48 * m.hidden_size * 2  # summed over 2 ranks behind attention, over 8 behind experts
+    sent = 2 * token * (rows // 4 * 1 / 2 + rows * 7 / 8)
+    assert wire == pytest.approx(sent / H100.nvlink, rel=1e-6)
+    alone = decode_step(replace(job, engine=replace(job.engine, shares=1)), machine, rows, 4096)
+    assert alone[1] == pytest.approx(2 * 2 * token * rows * 7 / 8 / H100.nvlink, rel=1e-6)
+
+
 @pytest.mark.parametrize(("mean", "longest"), [(100, 1000), (500, 1000), (900, 1000), (1000, 1000)])
 def test_lengths_have_the_mean_that_was_asked_for(mean, longest):
     lengths, n = Lengths(mean, longest), 10000
