@@ -116,8 +116,9 @@ def _layers_out(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     if cfg.rope_scaling.type == "longrope":  # Phi-3's class assumes another number without it
         out["original_max_position_embeddings"] = cfg.rope_scaling.original_max_position
     if family.shares_indexer:
-        full = map(cfg.indexer.is_full, range(cfg.num_layers))
+        full = [cfg.indexer.is_full(layer) for layer in range(cfg.num_layers)]
         out["indexer_types"] = ["full" if own else "shared" for own in full]
+        out["index_topk_pattern"] = "".join("F" if own else "S" for own in full)  # which vLLM reads
     if family.lists_dense:
         dense = cfg.moe.dense_layers
         out["mlp_layer_types"] = ["dense" if layer in dense else "sparse" for layer in range(cfg.num_layers)]

@@ -106,5 +106,7 @@ FAMILIES = (
         predicts_ahead="num_nextn_predict_layers",
         defaults=(("max_position_embeddings", 202752), ("rms_norm_eps", 1e-5)),
         lists_dense=True,
+        served_by=("vllm",),
+        vllm_fixed=(("tie_embeddings", False),),
     ),
 )

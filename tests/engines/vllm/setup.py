@@ -51,7 +51,7 @@ LINEAR = {
     for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 }
 # what its CPU build lacks is in stand_ins.py
-LACKING = ("nemotron_h", "deepseek_v32")
+LACKING = ("nemotron_h", "deepseek_v32", "glm_moe_dsa")
 MAMBA = LinearConfig(2, 4, 16, 32, 4, rule="mamba2")
 # its kernels on a CPU know no heads narrower than 32, its Qwen 2 none but the hidden size's share
 FURTHER = {
@@ -62,7 +62,7 @@ FURTHER = {
 for name in ("gemma4-experts", "gemma4-inputs"):
     attention = replace(FURTHER[name].attention, global_head_dim=64)
     FURTHER[name] = replace(FURTHER[name], attention=attention)
-for name in ("deepseek_v3", "glm4_moe_lite", "deepseek_v32"):
+for name in ("deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"):
     latent, indexer = LatentConfig(512, 20, plain_dim=12, rotary_dim=64, value_dim=10), FURTHER[name].indexer
     if indexer.heads:  # which choose all tokens of the tests' rows
         indexer = replace(indexer, head_dim=128, top_k=64)

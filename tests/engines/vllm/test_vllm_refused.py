@@ -225,6 +225,8 @@ def test_on_a_gpu_an_indexer_has_the_matrices_that_it_has_in_the_tests():
     assert own == attributes(DEEP, "DeepseekV2MLAAttention") - {"kv_a_proj_with_mqa", "q_proj", "kv_b_proj", "mla_attn"}
     joined = [joins("models/deepseek_v32/nvidia/model.py", "DeepseekV32Model"), joins(DEEP, "DeepseekV2Model")]
     assert joined[0] < joined[1] and ("wk_weights_proj", "wk", 0) in joined[0]
+    for file in ("models/deepseek_v32/attention.py", DEEP):  # of GLM-5, whose layers may share a choice
+        assert "index_topk_pattern[layer_id] == 'S'" in ast.unparse(tree(file))
 
 
 DEEP = "model_executor/models/deepseek_v2.py"
@@ -261,6 +263,8 @@ def test_pages_of_latent_attention_and_of_heads_of_two_kinds():
     most, and layers without attention need none."""
     indexed = Pages.of(MODELS["deepseek_v32"], torch.bfloat16, 2, 64, states=1)
     assert indexed.bytes == 3 * 64 * ((512 + 64) * 2 + 132)
+    shared = Pages.of(MODELS["glm_moe_dsa"], torch.bfloat16, 2, 64, states=1)  # by two of four layers
+    assert shared.bytes == 4 * 64 * (512 + 64) * 2 + 2 * 64 * 132
     mamba = Pages.of(MODELS["nemotron_h-dense"], torch.float32, 1, 32, states=1)  # two layers beside one, and an MLP
     assert (mamba.groups, mamba.kept) == (1, 3)
     assert Pages.of(MODELS["deepseek_v3"], torch.bfloat16, 2, 64, states=1).bytes == 3 * 64 * (512 + 64) * 2
