@@ -107,6 +107,7 @@ class Family:
     # engines that serve it besides native and trtllm: vllm, if its logprobs were compared with transformers';
     # trtllm_engine, if the class in TensorRT-LLM was read parameter by parameter
     served_by: tuple[str, ...] = ()
+    vllm_refused: str = "It was not compared with vLLM."  # why that is no engine for it
     vllm_fixed: tuple[tuple[str, Any], ...] = ()  # values of `model` that vLLM's class takes for granted
     vllm_divides_hidden: bool = False  # vLLM ignores head_dim: a head is hidden_size / num_attention_heads
 

@@ -136,8 +136,8 @@ LAYERS = {"num_hidden_layers": 12, "mlp_layer_types": ["dense", *["sparse"] * 11
 )
 def test_shared_choices_are_those_of_transformers(keys, shared, tmp_path):
     raw = written(tmp_path, MORE["glm_moe_dsa"]) | LAYERS | keys
-    if "indexer_types" not in keys:
-        del raw["indexer_types"]
+    for key in {"indexer_types", "index_topk_pattern"} - keys.keys():
+        del raw[key]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     ours, theirs = config_from_hf(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
     assert ours.indexer.shared_layers == shared

@@ -63,8 +63,8 @@ def check_model(cfg: Config, model: ModelConfig) -> None:
         hint = "Lower engine.tensor_parallel instead: then there are more replicas."
         raise ConfigError(SHARES, shares, "1 for a model without experts", hint)
     if "vllm" not in traits.served_by:
-        expected = f"one of {', '.join(served_by('vllm'))} with engine.name=vllm: others were not compared with it"
-        raise ConfigError("model.family", model.family, expected, "engine=native serves it.")
+        expected = f"one of {', '.join(served_by('vllm'))} with engine.name=vllm"
+        raise ConfigError("model.family", model.family, expected, f"{traits.vllm_refused} engine=native serves it.")
     # where config.json must switch windows on, vLLM gives all layers the same window
     if traits.window_switch and len({attention.is_local(layer) for layer in range(model.num_layers)}) > 1:
         expected = f"0, or all layers local, with engine.name=vllm and model.family={model.family}"

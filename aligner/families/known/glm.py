@@ -22,6 +22,13 @@ _NORMS = rows.norms(
     behind_mlp="post_mlp_layernorm",
 )
 FAMILIES = (
-    Family("glm", "Glm", rows.COMMON + rows.MLP + rows.QKV_BIAS, models="GLM-4, dense", **_BOTH),
+    Family(
+        "glm",
+        "Glm",
+        rows.COMMON + rows.MLP + rows.QKV_BIAS,
+        models="GLM-4, dense",
+        **_BOTH,
+        vllm_refused="vLLM's class takes no single matrices in a refit.",
+    ),
     Family("glm4", "Glm4", _NORMS + rows.MLP + rows.QKV_BIAS, models="GLM-4-0414, dense", **_BOTH, served_by=("vllm",)),
 )

@@ -177,7 +177,7 @@ def test_models_that_it_does_not_serve():
     cfg = compose(["stage=grpo", "engine=vllm"])
     model = replace(LLAMA, max_position=4096)
     validate_model(cfg, model)
-    with pytest.raises(ConfigError, match=r"model.family='glm': expected one of .*llama.*engine=native serves it"):
+    with pytest.raises(ConfigError, match=r"model.family='glm': .*llama.*no single matrices.*engine=native serves it"):
         validate_model(cfg, replace(model, family="glm", qkv_bias=True))
     some = AttentionConfig(window=6, global_layers=[0])
     with pytest.raises(ConfigError, match=r"model.attention.window=6: expected 0, or all layers local.*qwen3"):
@@ -229,7 +229,22 @@ def test_on_a_gpu_an_indexer_has_the_matrices_that_it_has_in_the_tests():
         assert "index_topk_pattern[layer_id] == 'S'" in ast.unparse(tree(file))
 
 
-DEEP = "model_executor/models/deepseek_v2.py"
+@needs_vllm
+def test_the_faults_for_which_deepseek_v4_is_refused():
+    """In a refit parameters have no data until a layer is whole, and weights are loaded bucket by bucket."""
+    classes = {node.name: node for node in tree(V4).body if isinstance(node, ast.ClassDef)}
+    assert "params_dict[name][:n].copy_(narrow_weight)" in ast.unparse(classes["DeepseekV4Model"])
+    assert "layer.hc_attn_fn_broadcast.copy_(broadcast)" in ast.unparse(classes["DeepseekV4Model"])
+    bodies = {node.name: ast.unparse(node) for node in classes["DeepseekV4ForCausalLM"].body if hasattr(node, "name")}
+    assert "self.process_weights_after_loading()" in bodies["load_weights"]
+    assert "self.model.finalize_mhc_broadcast_weights()" in bodies["process_weights_after_loading"]
+    assert "use_fp8_ds_mla_layout: ClassVar[bool] = True" in ast.unparse(tree("models/deepseek_v4/attention.py"))
+    kernel = "ComputeSWAIndicesAndLensKernel"
+    assert f"class {kernel}" in ast.unparse(tree("v1/attention/backends/mla/sparse_swa.py"))
+    assert kernel not in ast.unparse(tree("platforms/cpu.py"))  # which has those that do without Triton
+
+
+V4, DEEP = "models/deepseek_v4/nvidia/model.py", "model_executor/models/deepseek_v2.py"
 
 
 def attributes(file: str, name: str) -> set[str]:
