@@ -96,21 +96,22 @@ def plan(case: Case) -> dict[str, Any]:
     return {"step_s": data["step_s"], "gib": memory[phase], "phase": phase, "fits": data["fits"], "seconds": seconds}
 
 
-def rehearse(case: Case) -> dict[str, Any]:
-    """Rehearse the first rank and the last stage's."""
+def rehearse(case: Case) -> dict[str, Any] | None:
+    """Rehearse the first rank and the last stage's. None: this machine could not, and the command has said why."""
     last = case.gpus - case.gpus // case.pipeline
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "aligner", "rehearse", "--json", str(report), "--ranks", f"0,{last}"]
         subprocess.run([*command, *case.arguments()], stdout=subprocess.DEVNULL, check=False)  # 1: it has faults
+        if not report.exists():
+            return None
         data = json.loads(report.read_text())
     phases = [rank["phases"] for rank in data["ranks"].values()]
     gib = {
         name: max(p[name]["peak_bytes"] for p in phases if name in p) / GIB for name in ("refit", "generate", "update")
     }
-    faults = data["faults"] + data["mismatches"]
-    print(*faults, sep="\n", end="\n" if faults else "", file=sys.stderr)
-    return {"faults": faults, "gib": gib, "update_s": data["update_s"]}
+    print(*data["faults"], sep="\n", end="\n" if data["faults"] else "", file=sys.stderr)
+    return {"faults": data["faults"], "gib": gib, "update_s": data["update_s"]}
 
 
 def line(case: Case, planned: dict[str, Any], rehearsed: dict[str, Any] | None) -> str:

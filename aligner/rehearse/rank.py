@@ -10,10 +10,12 @@ import logging
 import os
 import re
 import resource
+import signal
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,9 @@ from aligner.rehearse.device import RehearsedDevice
 from aligner.rehearse.kernels import LOCAL_RANK
 from aligner.rehearse.record import RehearsalRecord
 from aligner.run.chain import code
+
+# said of a process that was killed
+KILLED = "Linux does that where memory is short. Free some, or rehearse a rank at a time: taskset -c 0 aligner rehearse"
 
 
 def main(path: str) -> None:
@@ -59,21 +64,29 @@ def main(path: str) -> None:
         byte_tokenizer(folder)
     gc.collect()
     gc.freeze()  # existing objects are not scanned again in each process, and their pages stay shared
-    running: dict[int, dict[str, Any]] = {}
-    waiting = list(asked["cases"])
-    for case in waiting:
+    for case in asked["cases"]:
         Path(case["out"]).with_suffix(SUFFIX).touch()
+    fork(asked["cases"], asked["processes"], lambda case: rehearse(case, device, collectives))
+
+
+def fork(cases: Sequence[dict[str, Any]], processes: int, work: Callable[[dict[str, Any]], None]) -> None:
+    """Run `work`, which does not return, on each case in a process of its own. Exits where one was killed: no program
+    does that to itself, so it says nothing about the job."""
+    running: dict[int, dict[str, Any]] = {}
+    waiting = list(cases)
     while waiting or running:
-        while waiting and len(running) < asked["processes"]:
+        while waiting and len(running) < processes:
             case = waiting.pop(0)
             child = os.fork()
             if child == 0:
-                rehearse(case, device, collectives)
+                work(case)
             running[child] = case
         child, status = os.wait()
         case = running.pop(child)
         if not Path(case["out"]).is_file():
-            _ended(case, os.waitstatus_to_exitcode(status))
+            if (ended := os.waitstatus_to_exitcode(status)) == -signal.SIGKILL:
+                sys.exit(f"the process of rank {case['rank']} was killed: {KILLED}")
+            _ended(case, ended)
         _send(1, rank=case["rank"], ended=True)
 
 

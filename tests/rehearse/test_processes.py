@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from aligner.rehearse import command
 from aligner.rehearse.progress import Progress, follow
 
 COMMAND = [sys.executable, "-m", "aligner", "rehearse", "--gpus", "4", "stage=sft", "model=tiny"]
@@ -52,6 +53,29 @@ def test_no_process_outlives_the_command(number, tmp_path):
     wait_until(lambda: not started(mark))
     if number != signal.SIGKILL:
         assert not list(tmp_path.iterdir())  # its temporary folder
+
+
+# the loop of a rehearsal's processes around ranks that end themselves
+ENDS = """
+import json, os, sys
+from aligner.rehearse import rank
+rank.fork(json.load(open(sys.argv[1]))["cases"], 1, lambda case: os.kill(os.getpid(), case["signal"]))
+"""
+
+
+def test_a_rank_that_aborts_is_a_fault_and_one_that_was_killed_is_not(tmp_path, monkeypatch):
+    numbers = {1: signal.SIGABRT, 3: signal.SIGKILL}
+    outs = {rank: tmp_path / f"rank-{rank}.json" for rank in numbers}
+    for rank in numbers:
+        (tmp_path / f"rank-{rank}.log").touch()
+    (tmp_path / "ends.py").write_text(ENDS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(command, "PROGRAM", "ends")
+    with pytest.raises(command.RehearsalError, match=r"without a result: the process of rank 3 was killed: Linux .*"):
+        cases = [{"rank": rank, "out": str(outs[rank]), "signal": number} for rank, number in numbers.items()]
+        command.run(cases, "h100", tmp_path)
+    (error,) = json.loads(outs[1].read_text())["errors"]
+    assert "the process ended with -6" in error["text"] and not outs[3].exists()
 
 
 class Stream(io.StringIO):
