@@ -33,9 +33,14 @@ def page_rows() -> dict[str, dict[str, str]]:
 
 def planned(recipe: Recipe) -> dict[str, str]:
     cfg = recipe.config
-    plan = plan_of(cfg)
+    plan = plan_of(cfg, recipe.device)
     gib = f"{plan.memory.peak_bytes / GIB:.1f} in {plan.memory.peak}{'' if plan.memory.fits else ', too much'}"
-    return {"recipe": f"`{recipe.name}`", "GPUs": str(cfg.cluster.gpus), PLAN[0]: f"{plan.step_s:.1f}", PLAN[1]: gib}
+    return {
+        "recipe": f"`{recipe.name}`",
+        "GPUs": f"{cfg.cluster.gpus} {recipe.device.upper()}",
+        PLAN[0]: f"{plan.step_s:.1f}",
+        PLAN[1]: gib,
+    }
 
 
 def rehearsed(recipe: Recipe) -> dict[str, str]:
@@ -46,12 +51,12 @@ def rehearsed(recipe: Recipe) -> dict[str, str]:
         report = Path(folder) / "report.json"
         ranks = f"0,{last}" if last else "0"
         command = [sys.executable, "-m", "aligner", "rehearse", "--json", str(report), "--ranks", ranks]
-        done = subprocess.run([*command, f"experiment={recipe.name}"], capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, *recipe.arguments], capture_output=True, text=True, check=False)
         if not report.exists():
             return {REHEARSED[0]: done.stderr.strip().splitlines()[-1]}
         data = json.loads(report.read_text())
     phases = [phase["peak_bytes"] for rank in data["ranks"].values() for phase in rank["phases"].values()]
-    faults = str(len(data["faults"] + data["mismatches"]))
+    faults = str(len(data["faults"]))
     return dict(zip(REHEARSED, (f"{max(phases) / GIB:.1f}", f"{data['update_s']:.1f}", faults), strict=True))
 
 

@@ -154,9 +154,14 @@ def complete_recipes() -> str:
     for name, each in complete.recipes().items():
         cfg = each.config
         published = re.sub(r" ?\((https://[^)]+)\)", r" ([source](\1))", each.published)
-        cells = (f"`{name}`", f"`{cfg.stage.name}`", f"`{complete.data_name(cfg)}`", str(cfg.cluster.gpus))
+        cells = (
+            f"`{name}`",
+            f"`{cfg.stage.name}`",
+            f"`{complete.data_name(cfg)}`",
+            f"{cfg.cluster.gpus} {each.device.upper()}",
+        )
         rows.append((*cells, PAPER.sub(r"[\1](https://arxiv.org/abs/\1)", each.meaning), published, each.status))
-    return table(("recipe", "stage", "data", "H100", "meaning", "published", "status"), rows)
+    return table(("recipe", "stage", "data", "GPUs", "meaning", "published", "status"), rows)
 
 
 def whole_runs() -> str:

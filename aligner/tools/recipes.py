@@ -18,7 +18,8 @@ from aligner.plan.devices import GIB
 from aligner.plan.prediction import Prediction
 
 DEVICE, GPUS_PER_NODE = "h100", 8
-_GPUS = re.compile(r"_(\d+)$")  # at the end of a recipe's name
+NODES = {DEVICE: GPUS_PER_NODE, "gb200": 4}  # device: GPUs per node
+_GPUS = re.compile(r"_(gb200_)?\d+$")  # at the end of a recipe's name
 _COMMENT = re.compile(r"(?:#.*\n)+")
 REHEARSED, PUBLISHED_BY = "Rehearsed.", "Published: "
 
@@ -38,11 +39,21 @@ class Recipe:
     def config(self) -> Config:
         return compose([f"experiment={self.name}"])
 
+    @property
+    def device(self) -> str:
+        return next((name for name in NODES if f"_{name}_" in self.name), DEVICE)
 
-def plan_of(cfg: Config) -> Prediction:
-    """Return what `plan` predicts for the config's GPUs."""
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of `plan` and `rehearse`."""
+        machine = ["--device", self.device, "--gpus-per-node", str(NODES[self.device])]
+        return machine * (self.device != DEVICE) + [f"experiment={self.name}"]
+
+
+def plan_of(cfg: Config, device: str = DEVICE) -> Prediction:
+    """Return what `plan` predicts for the config's number of these GPUs."""
     means = {"prompt_tokens": 0, "response_tokens": 0, "lengths": "", "engine_tensor_parallel": 0}
-    asked = {"gpus": cfg.cluster.gpus, "gpus_per_node": GPUS_PER_NODE, "device": DEVICE}
+    asked = {"gpus": cfg.cluster.gpus, "gpus_per_node": NODES[device], "device": device}
     return predicted(SimpleNamespace(**asked, **means), cfg)
 
 
@@ -69,10 +80,10 @@ def main(args: argparse.Namespace) -> int:
     """Run `aligner recipes`. Raises ConfigError for an unknown name."""
     known = recipes()
     if not args.names:
-        print(f"{'recipe':<38}{'stage':<9}{'GPUs':>5}{'step s':>9}{'GiB':>7}  {'data':<15}status")
+        print(f"{'recipe':<41}{'stage':<9}{'GPUs':>10}{'step s':>9}{'GiB':>7}  {'data':<15}status")
         for recipe in known.values():
             print(_line(recipe), flush=True)
-        print(f"Step and memory by `plan` on {DEVICE}. None has run on a GPU.")
+        print("Step and memory by `plan`. None has run on a GPU.")
         return 0
     for name in args.names:
         if name not in known:
@@ -83,10 +94,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _line(recipe: Recipe) -> str:
     cfg = recipe.config
-    prediction = plan_of(cfg)
+    prediction = plan_of(cfg, recipe.device)
     gib = prediction.memory.peak_bytes / GIB
-    sizes = f"{cfg.cluster.gpus:>5}{prediction.step_s:>9.1f}{gib:>7.1f}"
-    return f"{recipe.name:<38}{cfg.stage.name:<9}{sizes}  {data_name(cfg):<15}{recipe.status}"
+    sizes = f"{cfg.cluster.gpus:>4} {recipe.device:<5}{prediction.step_s:>9.1f}{gib:>7.1f}"
+    return f"{recipe.name:<41}{cfg.stage.name:<9}{sizes}  {data_name(cfg):<15}{recipe.status}"
 
 
 def _described(recipe: Recipe) -> str:
@@ -104,5 +115,6 @@ def _described(recipe: Recipe) -> str:
     repository = PUBLISHED[data].repository
     out += [f"hf download --repo-type dataset {repository} --local-dir downloads/{data}"]
     out += [f"aligner data {data} downloads/{data}"]
-    out += [f"aligner {command} experiment={recipe.name}" for command in ("plan", "rehearse", "submit")]
+    out += [" ".join(["aligner", command, *recipe.arguments]) for command in ("plan", "rehearse")]
+    out += [f"aligner submit experiment={recipe.name}"]
     return "\n".join([*out, ""])

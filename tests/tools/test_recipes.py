@@ -35,7 +35,8 @@ def test_a_recipe_fits_its_gpus_as_the_page_says(name):
     assert cfg.run.name == name and name.rpartition("_")[2] == str(cfg.cluster.gpus)
     assert cfg.data.train == f"data/{data_name(cfg)}/train.jsonl" and data_name(cfg) in PUBLISHED
     assert cfg.data.eval == f"data/{data_name(cfg)}/eval.jsonl" and cfg.model.init.startswith("models/")
-    prediction = plan_of(cfg)
+    prediction = plan_of(cfg, recipe.device)
+    assert on_page["GPUs"] == f"{cfg.cluster.gpus} {'GB200' if 'gb200' in name else 'H100'}"
     assert prediction.memory.fits and recipe.rehearsed == (on_page["faults"] == "0")
     assert float(on_page["plan step s"]) == pytest.approx(prediction.step_s, rel=0.1, abs=0.1)
     assert float(on_page["plan GiB"].split()[0]) == pytest.approx(prediction.memory.peak_bytes / GIB, rel=0.1)
@@ -45,7 +46,7 @@ def test_the_page_has_all_recipes_and_they_share_parts():
     assert list(page_rows()) == list(RECIPES) and 15 <= len(RECIPES) <= 25
     configs = [config(name) for name in RECIPES]
     assert {data_name(cfg) for cfg in configs} == set(PUBLISHED)
-    assert {cfg.cluster.gpus for cfg in configs} == {1, 8, 64, 512}
+    assert {cfg.cluster.gpus for cfg in configs} == {1, 8, 32, 64, 128, 256, 512}
     assert {cfg.stage.name for cfg in configs} == {"sft", "rm", "dpo", "grpo", "ppo", "distill"}
     assert all("https://" in recipe.published for recipe in RECIPES.values() if recipe.published)
 
@@ -222,6 +223,10 @@ def test_recipes_are_listed_and_described(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "GSM8K 0.762" in out and "aligner data tulu3 downloads/tulu3" in out
     assert "hf download meta-llama/Llama-3.1-8B --local-dir models/meta-llama/Llama-3.1-8B" in out
+    monkeypatch.setattr("aligner.tools.recipes.recipes", lambda: RECIPES)
+    assert main(["recipes", "llama3_70b_tulu3_sft_gb200_32"]) == 0
+    machine = "--device gb200 --gpus-per-node 4 experiment=llama3_70b_tulu3_sft_gb200_32"
+    assert f"plan {machine}\n" in (out := capsys.readouterr().out) and f"rehearse {machine}\n" in out
     assert main(["recipes", "llama4"]) == 2 and "NAME='llama4': expected one of" in capsys.readouterr().err
 
 
