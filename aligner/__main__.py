@@ -39,7 +39,7 @@ COMMANDS = {
     "sample": "sample answers to prompts, and write training files of them: run stage=sample",
     "eval": "evaluate a trained model on held-out rows",
     "chat": "talk to a trained model",
-    "serve": "serve a trained model to this machine, by OpenAI's API",
+    "serve": "serve a trained model by OpenAI's API, to this machine or a cluster",
     "serve-rm": "serve a trained reward model over HTTP, for reward `http`",
     "replay": "execute a recorded step of a run again, and compare the results",
     "bisect": "find the first step, sample, token and tensor at which two runs differ",
@@ -74,8 +74,7 @@ def parser() -> argparse.ArgumentParser:
     own |= dict.fromkeys(("recipes", "data"), recipe_options.add_parser)
     own |= dict.fromkeys(("board", "keys"), show_options.add_parser)
     own |= {"convert-config": translate_options.add_parser, "shakedown": shakedown_options.add_parser}
-    further = {"submit": submit_options.add_arguments, "plan": plan_options.add_arguments}
-    further |= {"rehearse": rehearse_options.add_arguments, "check": check_options.add_arguments}
+    further = {"submit": submit_options, "plan": plan_options, "rehearse": rehearse_options, "check": check_options}
     top = argparse.ArgumentParser(
         prog="aligner",
         description="Align language models on Megatron-Core.",
@@ -105,12 +104,9 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine alone")
             sub.add_argument("--port", type=int, default=5000, help="0: any that is free; default 5000")
         if name == "serve":
-            sub.add_argument(
-                "--port", type=int, default=8000, help="on the loopback; 0: any that is free; default 8000"
-            )
-            sub.add_argument("--socket", default="", metavar="PATH", help="a unix socket to listen on instead")
+            convert_options.add_serve(sub)
         if name in further:
-            further[name](sub)
+            further[name].add_arguments(sub)
     return top
 
 
@@ -402,10 +398,15 @@ def _chat(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     cfg = _config(args)
+    if args.ranks:
+        from aligner.cluster import convert_options, launch
+
+        folder, argv = Path(cfg.run.dir), convert_options.serve_again(args)
+        return launch.launch(folder, args.ranks, folder, threads=cfg.cluster.threads, argv=argv)
     with for_good():
         from aligner.tools import serve
 
-    return serve.main(cfg, args.port, args.socket)
+    return serve.main(cfg, args.port, args.socket, args.host)
 
 
 def _take_folder(args: argparse.Namespace) -> str:

@@ -120,6 +120,10 @@ class EngineError(AlignerError):
     transient = True
 
 
+class SuiteError(AlignerError):
+    """A suite that evaluates the run (`eval.tasks`) failed; names its log."""
+
+
 class MismatchError(AlignerError):
     """The engine's logprobs of a rollout differ from the trainer's by more than the gate `mismatch.stop_above`."""
 

@@ -9,10 +9,11 @@ import torch
 
 from aligner.builders.data import make_prompts, make_sampling
 from aligner.builders.job import POLICY, Job
-from aligner.config.derived import evaluation_functions
+from aligner.config.derived import evaluation_functions, evaluation_tasks
 from aligner.config.engines import ENGINES
 from aligner.config.on_demand import imported, on_demand
 from aligner.config.quantization import describe, emulated, of_package, quantized
+from aligner.config.schema import Config
 from aligner.config.sections.model.config import ModelConfig
 from aligner.data.dataset import PromptDataset
 from aligner.data.mixture import PromptMixture
@@ -33,6 +34,7 @@ from aligner.roles.reward_model import RewardModel
 from aligner.rollout.evaluate import Evaluator
 from aligner.rollout.references import check_rows
 from aligner.rollout.sample_generator import SampleGenerator
+from aligner.run.loop import Evaluate
 from aligner.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -95,9 +97,14 @@ def policy_engine(job: Job, model: ModelConfig) -> FleetEngine:
     return engine
 
 
+def child_tokens(cfg: Config) -> int:
+    """Return the tokens of the longest row of an engine in a child process."""
+    response = max(cfg.sampling.max_response_tokens, cfg.eval.max_response_tokens)
+    return max(cfg.data.max_prompt_tokens, SENTINEL_TOKENS) + response + 1
+
+
 def child_engine[E: ChildEngine](job: Job, model: ModelConfig, kind: type[E]) -> E:
     cfg, tokenizer = job.cfg, job.tokenizer
-    response = max(cfg.sampling.max_response_tokens, cfg.eval.max_response_tokens)
     with raised_together(EngineError):
         engine = kind(
             model,
@@ -105,7 +112,7 @@ def child_engine[E: ChildEngine](job: Job, model: ModelConfig, kind: type[E]) ->
             device=job.device,
             dtype=engine_dtype(job),
             pad_id=tokenizer.pad_token_id,
-            max_seq_len=max(cfg.data.max_prompt_tokens, SENTINEL_TOKENS) + response + 1,
+            max_seq_len=child_tokens(cfg),
             bucket_bytes=cfg.refit.bucket_bytes,
             checksums=cfg.refit.verify == "checksum",
             decode=tokenizer.decode,
@@ -139,9 +146,15 @@ def make_verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset
     return Verifier(refit, tokens, lengths, trainer, power=power, decoded=decoded)
 
 
-def make_answer_evaluator(job: Job, model: ShardedModel, refit: Refit | None) -> Evaluator | None:
-    """Make the evaluator of a stage that learns from answers, with its own `refit` or none yet."""
-    return make_evaluator(job, refit or make_refit(job, model))
+def make_answer_evaluators(job: Job, model: ShardedModel, refit: Refit | None) -> tuple[Evaluate | None, ...]:
+    """Make the evaluators of a stage that learns from answers, which ask its engine. It has its own `refit` or none
+    yet."""
+    refit = refit or make_refit(job, model)
+    return make_evaluator(job, refit), make_suite(job, refit)
+
+
+def make_suite(job: Job, refit: Refit) -> Evaluate | None:
+    return on_demand("eval.tasks")(job, refit) if evaluation_tasks(job.cfg) else None
 
 
 def make_evaluator(

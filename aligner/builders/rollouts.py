@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from aligner.builders.data import make_prompts, make_sampling, make_stream, make_training_set, settle_steps
-from aligner.builders.engines import make_evaluator, make_refit, make_verifier
+from aligner.builders.engines import make_evaluator, make_refit, make_suite, make_verifier
 from aligner.builders.job import Job, digest
 from aligner.builders.rewards import make_rewards
+from aligner.builders.runs import together
 from aligner.config.derived import counts_outcomes, recorded_steps
 from aligner.config.freeze import rollout_key
 from aligner.config.on_demand import on_demand
@@ -22,7 +23,6 @@ from aligner.ops.agree import by_rank_0
 from aligner.roles.policy import Policy
 from aligner.roles.process_reward import ProcessRewardModel
 from aligner.roles.reward_model import RewardModel
-from aligner.rollout.evaluate import Evaluator
 from aligner.rollout.references import check_rows
 from aligner.rollout.requests import Requests
 from aligner.rollout.sample_generator import SampleGenerator
@@ -32,6 +32,7 @@ from aligner.rollout.sharing import share
 from aligner.rollout.source import HashedRollouts, Rollouts, RolloutSource, Weights
 from aligner.rollout.store import FOLDER, Store
 from aligner.run.checkpoints import Stateful
+from aligner.run.loop import Evaluate
 
 
 def find_prompts(job: Job) -> PromptDataset | PromptMixture | None:
@@ -52,7 +53,7 @@ def make_rollouts(
     policy: Policy,
     reward_model: RewardModel | ProcessRewardModel | None,
     prompts: PromptDataset | PromptMixture | None,
-) -> tuple[Rollouts, dict[str, Stateful], Evaluator | None]:
+) -> tuple[Rollouts, dict[str, Stateful], Evaluate | None]:
     """Make the source of rollouts, its state for checkpoints, and the evaluator that runs between them."""
     cfg = job.cfg
     if prompts is None:
@@ -82,7 +83,8 @@ def make_rollouts(
     state = {"data": stream, "rewards": rewards, "sentinel": verifier, "clock": schedule}
     if cfg.debug.replay:
         source = on_demand("debug.replay")(job, source, policy.model)
-    return _watched(job, source), state, make_evaluator(job, refit, reward_model, generator)
+    evaluation = together(make_evaluator(job, refit, reward_model, generator), make_suite(job, refit))
+    return _watched(job, source), state, evaluation
 
 
 def _watched(job: Job, source: Rollouts) -> Rollouts:

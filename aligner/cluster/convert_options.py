@@ -1,5 +1,5 @@
-"""Options of `aligner import` and `aligner export`, separate from their code, so that `--help` does not wait for
-torch."""
+"""Options of `aligner import`, `export` and `serve`, which `--ranks` starts as ranks on this machine. They are separate
+from their code, so that `--help` does not wait for torch."""
 
 from __future__ import annotations
 
@@ -45,3 +45,21 @@ def again(args: argparse.Namespace) -> list[str]:
         ["--tensor", str(args.tensor)] if args.command == "import" else ["--part", args.part, *["--merge"] * args.merge]
     )
     return [sys.executable, "-m", "aligner", args.command, args.source, args.target, *options]
+
+
+def add_serve(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--port", type=int, default=8000, help="0: any that is free; default 8000")
+    sub.add_argument("--socket", default="", metavar="PATH", help="a unix socket to listen on instead")
+    sub.add_argument(
+        "--host", default="", metavar="ADDRESS", help="listen there instead of on the loopback, for clients with a key"
+    )
+    sub.add_argument("--ranks", type=int, default=0, metavar="N", help="processes to start on this machine")
+
+
+def serve_again(args: argparse.Namespace) -> list[str]:
+    """Do the same for `serve`."""
+    options = ["--port", str(args.port)]
+    for name in ("socket", "host", "frozen", "config_dir"):
+        if value := getattr(args, name):
+            options += [f"--{name.replace('_', '-')}", value]
+    return [sys.executable, "-m", "aligner", "serve", *args.overrides, *options]

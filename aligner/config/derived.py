@@ -22,7 +22,7 @@ def undecided(cfg: Config) -> bool:
 def generates(cfg: Config) -> bool:
     """Return whether the run has an engine."""
     rollouts = STAGES[cfg.stage.name].rollouts and not cfg.debug.train_only
-    return rollouts or cfg.algorithm.distill.on_policy > 0 or bool(evaluation_functions(cfg))
+    return rollouts or cfg.algorithm.distill.on_policy > 0 or evaluates(cfg)
 
 
 def learns_from_rollouts(cfg: Config) -> bool:
@@ -73,6 +73,15 @@ def evaluation_functions(cfg: Config) -> list[RewardFunctionConfig]:
     """Return the functions that score generated answers to the rows of data.eval; [] if none are generated."""
     wanted = cfg.eval.generate and cfg.data.eval and STAGES[cfg.stage.name].answers
     return (cfg.eval.functions or cfg.reward.functions) if wanted else []
+
+
+def evaluates(cfg: Config) -> bool:
+    """Return whether the run's engine answers in its evaluations."""
+    return bool(evaluation_functions(cfg) or evaluation_tasks(cfg))
+
+
+def evaluation_tasks(cfg: Config) -> list[str]:
+    return cfg.eval.tasks if STAGES[cfg.stage.name].answers else []
 
 
 def recorded_steps(cfg: Config) -> int:

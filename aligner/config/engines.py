@@ -30,6 +30,7 @@ class Capabilities:
     serves: bool = _can("takes the next turn of a trajectory between decode steps; else turns go in rounds")
     tells_finished: bool = _can("tells of finished samples while it generates others: `reward.overlap`")
     any_prompt: bool = _can("prompts longer than the data's: `reward.judges` without a model of their own")
+    scores: bool = _can("scores given tokens, and names the likeliest: tasks by likelihood in `eval.tasks`")
     routing: bool = _can("tells the experts of its tokens: `mismatch.replay_routing`")
     merges_adapters: bool = _can("merges adapters itself: `refit.adapters=factors`")
     tensor_parallel: bool = _can("several ranks for a replica, also on several nodes: `engine.tensor_parallel`")
@@ -68,6 +69,7 @@ ENGINES = {
             serves=True,
             tells_finished=True,
             any_prompt=True,
+            scores=True,
             routing=True,
             merges_adapters=True,
             tensor_parallel=True,

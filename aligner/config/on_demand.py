@@ -9,7 +9,8 @@ from typing import Any
 
 from aligner.config.derived import (
     counts_outcomes,
-    evaluation_functions,
+    evaluates,
+    evaluation_tasks,
     generates,
     learns_from_rollouts,
     recorded_steps,
@@ -47,7 +48,8 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
         lambda cfg: "muon" in (cfg.optim.name, cfg.critic.optim.name),
     ),
     "refit.adapters=factors": ("aligner.refit.factors:FactorExchange", lambda cfg: cfg.refit.adapters == "factors"),
-    "eval.generate": ("aligner.builders.engines:make_answer_evaluator", lambda cfg: bool(evaluation_functions(cfg))),
+    "eval.generate": ("aligner.builders.engines:make_answer_evaluators", evaluates),
+    "eval.tasks": ("aligner.builders.suites:make_suite", lambda cfg: bool(evaluation_tasks(cfg))),
     "environment": ("aligner.builders.environments:find_tools", lambda cfg: cfg.environment.on),
     "environment, to generate": ("aligner.builders.environments:make_trajectories", lambda cfg: cfg.environment.on),
     "environment.agent": ("aligner.rollout.agents:agent_generator", lambda cfg: bool(cfg.environment.agent)),

@@ -7,7 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.config.derived import asks_old_logprobs, data_parallel, evaluation_functions, minibatch_samples
+from aligner.config.derived import (
+    asks_old_logprobs,
+    data_parallel,
+    evaluation_functions,
+    evaluation_tasks,
+    minibatch_samples,
+)
 from aligner.config.engines import able
 from aligner.config.identity import uses
 from aligner.config.options import nearest
@@ -50,6 +56,7 @@ stage.its.scores or !stage.its.trains => ema.decay, ptx.coef =0
 model.lora.rank stage.its.rollouts => model.lora.dropout =0
     | for stage {stage.name}: updates would drop values that the engine's samples used
 model.lora.rank => optim.name, critic.optim.name =adam | with model.lora: adapters are trained by AdamW
+debug.train_only => eval.tasks = | with debug.train_only: no engine runs that could answer them
 debug.train_only evaluates => eval.generate =false | with debug.train_only: no engine runs that could answer data.eval
 """),
     "engines": rules(
@@ -319,7 +326,7 @@ FACTS: dict[str, Callable[[RuleContext], Any]] = {  # values derived from severa
     "generates": lambda s: s.generates,
     "evaluates": lambda s: evaluation_functions(s.cfg),
     "responds": lambda s: s.generates or (evaluation_functions(s.cfg) and not s.cfg.eval.max_response_tokens),
-    "holds_out": lambda s: s.cfg.data.eval and s.cfg.run.eval_every,
+    "holds_out": lambda s: (s.cfg.data.eval or evaluation_tasks(s.cfg)) and s.cfg.run.eval_every,
     "learns": lambda s: s.stage.trains and not s.cfg.debug.rollout_only,
     "half": lambda s: s.cfg.model.dtype != "float32",
     "asks_old_logprobs": lambda s: asks_old_logprobs(s.cfg),

@@ -54,6 +54,7 @@ def _paths(cfg: Config) -> None:
     optional = {
         "data.train": cfg.data.train,
         "data.eval": cfg.data.eval,
+        "eval.tasks_folder": cfg.eval.tasks_folder,
         "model.lora.init": cfg.model.lora.init,
         "model.init": "" if cfg.model.init == "random" else cfg.model.init,
         "critic.init": cfg.critic.init if reads(cfg.stage.name, "critic.init") else "",

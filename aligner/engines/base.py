@@ -91,6 +91,12 @@ class RolloutEngine:
         """Return `count` greedy tokens after each row, and their logprobs. Needs `own_process`."""
         raise NotImplementedError
 
+    def top_logprobs(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log p(tokens[:, t] | tokens[:, :t]) for t >= 1, float32 [B, T - 1], and of the `count` likeliest
+        tokens there their logprobs and ids, [B, T - 1, count] in descending order. tokens int64 [B, T]
+        right-padded. By this rank's replica alone, or the first of those on other ranks. Needs `scores`."""
+        raise NotImplementedError
+
     def take_sums(self) -> Sums:
         """Return sums of generations since the last call, for metrics: the same names on every rank."""
         return {}
@@ -168,7 +174,7 @@ class EngineWrapper(RolloutEngine):
 
 
 _INNER = ("generate", "logprobs", "begin_update", "update_weights", "finish_update", "checksums", "sleep", "wake")
-_INNER += ("close", "decoded", "held_bytes", "take_sums")
+_INNER += ("close", "decoded", "held_bytes", "take_sums", "top_logprobs")
 
 
 class UpdateLedger:

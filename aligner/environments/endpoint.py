@@ -1,7 +1,7 @@
-"""OpenAI's chat completions over HTTP, behind a secret path, only on the loopback or a unix socket.
+"""OpenAI's chat completions over HTTP, behind a secret path on the loopback or a unix socket, or behind a key.
 
 POST /<secret>/v1/chat/completions, GET /<secret>/v1/models; of `aligner serve` also POST /<secret>/v1/completions.
-Other paths return 404.
+Other paths return 404. With a key there is no secret in the path.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +32,7 @@ from aligner.errors import DataError
 from aligner.foreign import parse_json
 
 MAX_BYTES = 64 << 20  # of a request
+END_S = 5  # for clients that are still connected at the end
 
 
 Say = Callable[[str, str], None]  # (id of the answer, its next text)
@@ -53,10 +56,14 @@ def new_secret() -> str:
     return secrets.token_urlsafe(32)
 
 
-def make_app(backend: Backend, max_bytes: int = MAX_BYTES, continue_text: ContinueText | None = None) -> Starlette:
+def make_app(
+    backend: Backend, max_bytes: int = MAX_BYTES, continue_text: ContinueText | None = None, by_key: bool = False
+) -> Starlette:
+    """Return the server. `by_key`: the secret is the key of a client (Authorization: Bearer), not in the path."""
+    entered = partial(_by_key if by_key else _by_path, backend)
+
     async def complete(request: Request) -> Response:
-        secret = request.path_params["secret"]
-        backend.model(secret)
+        secret, _ = entered(request)
         asked = read_request(await _body(request, max_bytes))
         asked.again = request.headers.get("x-stainless-retry-count", "0") != "0"  # of OpenAI's clients
         texts: asyncio.Queue[tuple[str, str] | None] = asyncio.Queue()
@@ -71,12 +78,12 @@ def make_app(backend: Backend, max_bytes: int = MAX_BYTES, continue_text: Contin
         return StreamingResponse(_events(asked, first, texts, answer), media_type="text/event-stream")
 
     async def continued(request: Request) -> Response:
-        backend.model(request.path_params["secret"])
+        entered(request)
         body = await _guarded(continue_text(await _body(request, max_bytes)))
         return JSONResponse(body | {"created": int(time.time())})
 
     async def models(request: Request) -> Response:
-        name = backend.model(request.path_params["secret"])
+        _, name = entered(request)
         model = {"id": name, "object": "model", "created": 0, "owned_by": "aligner"}
         return JSONResponse({"object": "list", "data": [model]})
 
@@ -84,19 +91,36 @@ def make_app(backend: Backend, max_bytes: int = MAX_BYTES, continue_text: Contin
         shown = error if isinstance(error, ApiError) else nowhere()
         return JSONResponse(shown.body, shown.status)
 
+    base = "/v1" if by_key else "/{secret}/v1"
     routes = [
-        Route("/{secret}/v1/chat/completions", complete, methods=["POST"]),
-        Route("/{secret}/v1/models", models, methods=["GET"]),
+        Route(f"{base}/chat/completions", complete, methods=["POST"]),
+        Route(f"{base}/models", models, methods=["GET"]),
     ]
 
     if continue_text is not None:
-        routes.append(Route("/{secret}/v1/completions", continued, methods=["POST"]))
+        routes.append(Route(f"{base}/completions", continued, methods=["POST"]))
 
     def left(request: Request, error: Exception) -> Response:
         return Response(status_code=400)  # its client has disconnected
 
     handlers = {ApiError: refused, HTTPException: refused, ClientDisconnect: left}
     return Starlette(routes=routes, exception_handlers=handlers)
+
+
+def _by_path(backend: Backend, request: Request) -> tuple[str, str]:
+    """Return the secret, and the name of the model behind it. Raises ApiError."""
+    secret = request.path_params["secret"]
+    return secret, backend.model(secret)
+
+
+def _by_key(backend: Backend, request: Request) -> tuple[str, str]:
+    """Do the same with a client's key."""
+    kind, _, secret = request.headers.get("authorization", "").partition(" ")
+    try:
+        return secret, backend.model(secret if kind.lower() == "bearer" else "")
+    except ApiError:
+        text = "Authorization: expected Bearer and the server's key"
+        raise ApiError(text, code="invalid_api_key", status=401) from None
 
 
 async def _guarded(answer: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
@@ -176,3 +200,16 @@ class Listener(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+@contextmanager
+def listening(app: Starlette, listener: socket.socket) -> Iterator[None]:
+    """Serve at a socket, in a thread."""
+    server = Listener(app, END_S)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), name="server", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 
 from aligner.config.adapters import shares_weights
-from aligner.config.derived import evaluation_functions, minibatch_samples, old_logprobs_in_update, response_limit
+from aligner.config.derived import evaluates, minibatch_samples, old_logprobs_in_update, response_limit
 from aligner.config.engines import empties
 from aligner.config.quantization import matrix_bytes
 from aligner.config.rules import RuleContext
@@ -289,7 +289,7 @@ def job_of(
     element = 4 if cfg.model.dtype == "float32" else 2
     rows = _rows(cfg, prompt_tokens, response_tokens, lengths)
     engine = None
-    if not cfg.debug.train_only and (rollout or stage.generates(cfg) or evaluation_functions(cfg)):
+    if not cfg.debug.train_only and (rollout or stage.generates(cfg) or evaluates(cfg)):
         engine = _engine(cfg, shape, engine_tensor, element, gpus)
     return PlanJob(
         stage=cfg.stage.name,
@@ -322,7 +322,7 @@ def job_of(
         ptx_rows=cfg.ptx.sequences if cfg.ptx.coef else 0,
         ptx_longest=cfg.ptx.data.max_tokens,
         judges=_judges(cfg, shape, rows, engine) if rollout and engine is not None else (),
-        evaluated=_evaluated(cfg, rows, gpus) if engine is not None and evaluation_functions(cfg) else None,
+        evaluated=_evaluated(cfg, rows, gpus) if engine is not None and evaluates(cfg) else None,
         pretrain_steps=cfg.critic.pretrain_steps if "critic" in stage.other_models(cfg) else 0,
         passes=stage.passes(cfg),
     )

@@ -54,6 +54,7 @@ class OrderServer:
             "plan": self._plan,
             "refit": self._refit,
             "logprobs": self._logprobs,
+            "top_logprobs": lambda tokens, count: self._verify(lambda: self.engine.top_logprobs(tokens, count)),
             "decoded": self._decoded,
             "checksums": self._checksums,
             "generate": self._generate,

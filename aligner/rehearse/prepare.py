@@ -52,7 +52,7 @@ def prepared(cfg: Config, folder: Path) -> Config:
             cfg.engine, name="native", window=0, cuda_graphs=False
         ),  # windows run as their lag does, nothing is launched
         run=replace(cfg.run, steps=STEPS, epochs=0.0, resume="never", eval_every=0, samples_every=0, stop=StopConfig()),
-        eval=replace(cfg.eval, functions=[]),
+        eval=replace(cfg.eval, functions=[], tasks=[], tasks_folder="", tasks_chat=False),
         checkpoint=CheckpointConfig(
             every=min(STEPS, cfg.checkpoint.every), rollouts=cfg.engine.lag > 0, async_save=cfg.checkpoint.async_save
         ),

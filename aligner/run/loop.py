@@ -20,6 +20,7 @@ from aligner.errors import (
     MemoryLimitError,
     MismatchError,
     RewardError,
+    SuiteError,
 )
 from aligner.run.alarms import FILE as ALARMS
 from aligner.run.alarms import Alarms
@@ -40,7 +41,7 @@ from aligner.types import ScalarMetrics, TrainBatch
 Evaluate = Callable[[], ScalarMetrics]
 EVALUATION_SHOWN = 6  # numbers of the last one, on the terminal
 # failures that all ranks see together, and that leave the models intact
-SHARED = (RewardError, MismatchError, MemoryLimitError, EngineError, EnvironmentFailedError)
+SHARED = (RewardError, MismatchError, MemoryLimitError, EngineError, EnvironmentFailedError, SuiteError)
 
 
 class Run:

@@ -59,8 +59,9 @@ class Answerer:
     tokenizer: Any
 
     @classmethod
-    def load(cls, folder: Path, config: EngineConfig, dtype: str = "auto") -> Answerer:
-        """Load a model. `dtype` (model.dtype) counts where engine.dtype=auto."""
+    def load(cls, folder: Path, config: EngineConfig, dtype: str = "auto", **ranks: Any) -> Answerer:
+        """Load a model. `dtype` (model.dtype) counts where engine.dtype=auto. `ranks`: `kind` and `group` of an engine
+        on several ranks."""
         if is_scorer(folder):
             raise ConfigError("run.dir", str(folder), "a model that answers; this one is a reward model, which scores")
         tokenizer = load_tokenizer(str(folder))
@@ -72,6 +73,7 @@ class Answerer:
             dtype=resolve_dtype(dtype if config.dtype == "auto" else config.dtype),
             pad_id=tokenizer.pad_token_id,
             decode=tokenizer.decode,
+            **ranks,
         )
         return cls(engine, tokenizer)
 

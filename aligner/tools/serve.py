@@ -1,4 +1,4 @@
-"""`aligner serve RUN`: a trained model with OpenAI's chat and completions API, on this machine alone.
+"""`aligner serve RUN`: a trained model with OpenAI's chat and completions API, on this machine alone, or with a key.
 
 python -m aligner serve runs/sft --port 8000
 
@@ -9,79 +9,45 @@ and their prompts are not too long for its room. Otherwise the next one waits un
 from __future__ import annotations
 
 import asyncio
-import hmac
+import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from socket import create_server
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aligner.awaited import AwaitedThread
+from aligner.cluster.mpi import host_address, join
 from aligner.cluster.threads import use
+from aligner.config.on_demand import imported
 from aligner.config.schema import Config
-from aligner.config.sections.sampling import SamplingConfig
-from aligner.data.dialogue import Dialogue
 from aligner.data.shipped_templates import use_chat_template
 from aligner.data.tokenizer import sampled_with
-from aligner.engines.native.engine import NativeEngine
 from aligner.engines.native.schedule import PromptPool, PromptRequest
-from aligner.environments.openai_api import SAMPLED, ApiError, ChatRequest, Reply, check_model, nowhere, require_server
+from aligner.environments.openai_api import ApiError, require_server
 from aligner.errors import AlignerError, ConfigError
-from aligner.rollout.agents import Dialogues, message_of, parse_answer
-from aligner.tools.completions import CompletionRequest, ScoredTokens, continued_text, read_completion
+from aligner.rollout.agents import Dialogues
+from aligner.rollout.served import PendingRequest, RequestDesk, ScoringRequest, Served, scored_tokens
 from aligner.tools.generate import Answerer, dialogue_of, model_folder, sampling_of
-from aligner.types import SamplingParams
 
 if TYPE_CHECKING:
     from socket import socket as Socket
 
-    from aligner.environments.endpoint import Listener, Say
+    from aligner.environments.endpoint import Listener
 
 AT_A_TIME = 32  # requests
 PERIOD = 1024  # requests whose answers the engine holds together
-END_S = 5  # for clients that are still connected when the engine has ended
+KEY, KEY_LENGTH = "ALIGNER_SERVE_KEY", 16  # environment variable, and its characters at least
+FILES = ("serve.address", "serve.key")  # in the run's folder
 ROOM = 256  # tokens of a prompt, or the next power of two behind it
-
-Generated = tuple[list[int], list[float], bool]  # tokens, their logprobs, whether the model came to its end
-
-
-@dataclass
-class PendingRequest:
-    tokens: tuple[int, ...]
-    seed: int
-    sampling: SamplingParams
-    answer: Future[Generated] = field(default_factory=Future)
-    hear: Callable[[int], None] | None = None  # called with each token but the last, as it comes
-
-
-@dataclass
-class ScoringRequest:
-    """Sequences whose tokens are scored, each with the `top` likeliest tokens at its positions."""
-
-    tokens: list[list[int]]
-    top: int
-    answer: Future[list[ScoredTokens]] = field(default_factory=Future)
-    sampling: None = None
-
-    def score(self, engine: NativeEngine) -> list[ScoredTokens]:
-        longest = max(map(len, self.tokens))
-        if longest == 1:  # a first token has no logprob
-            return [ScoredTokens([], [])] * len(self.tokens)
-        padded = [[*row, *[engine.pad_id] * (longest - len(row))] for row in self.tokens]
-        own, values, ids = (column.tolist() for column in engine.top_logprobs(torch.tensor(padded), self.top))
-        scored = []
-        for i, row in enumerate(self.tokens):
-            n = len(row) - 1
-            top = [list(zip(*pair, strict=True)) for pair in zip(ids[i][:n], values[i][:n], strict=True)]
-            scored.append(ScoredTokens(own[i][:n], top))
-        return scored
 
 
 class RequestQueue:
@@ -94,10 +60,11 @@ class RequestQueue:
         self.thread = AwaitedThread("engine", self._generate)
         self.thread.start()
 
-    def put(self, ask: PendingRequest | ScoringRequest) -> None:
-        self.thread.owe(ask.answer)
+    def put(self, asks: Sequence[PendingRequest | ScoringRequest]) -> None:
+        for ask in asks:
+            self.thread.owe(ask.answer)
         with self.changed:
-            self.waiting.append(ask)
+            self.waiting += asks
             self.changed.notify()
 
     def take(self) -> Any:
@@ -115,7 +82,8 @@ class RequestQueue:
             asks, error = [first], "the engine gave no answer"
             try:
                 if isinstance(first, ScoringRequest):
-                    first.answer.set_result(first.score(self.model.engine))
+                    engine = self.model.engine
+                    first.answer.set_result(scored_tokens(engine, first.tokens, first.top, engine.pad_id))
                     continue
                 together = RequestBatch(self, first)
                 asks = together.asks
@@ -170,176 +138,86 @@ class RequestBatch(PromptPool):
             future.set_result((tokens, logprobs, stopped))
 
 
-@dataclass
-class TextStream:
-    """Text of tokens as they come, as far as later tokens cannot change it: whole characters, without the last `held`,
-    with which a stop string may begin."""
-
-    decode: Callable[[Sequence[int]], str]
-    held: int
-    _tokens: list[int] = field(default_factory=list)
-    _decoded: tuple[int, int] = 0, 0  # tokens from the first on are decoded again; those before the second were sent
-    _text: str = ""
-    _sent: int = 0
-
-    def add(self, token: int) -> str:
-        """Return the text that can be sent now."""
-        self._tokens.append(token)
-        first, upto = self._decoded
-        before, now = self.decode(self._tokens[first:upto]), self.decode(self._tokens[first:])
-        if now.endswith("\ufffd"):  # bytes of a character
-            return ""
-        self._text += now[len(before) :]
-        self._decoded = upto, len(self._tokens)
-        sent, self._sent = self._sent, max(self._sent, len(self._text) - self.held)
-        return self._text[sent : self._sent]
+def open_model(cfg: Config, key: str = "") -> Served:
+    model = Answerer.load(model_folder(cfg), cfg.engine, cfg.model.dtype)
+    return served_model(cfg, model, RequestQueue(model, cfg.cluster.threads), key)
 
 
-@dataclass
-class Served:
-    """A served model; see `Backend`."""
-
-    secret: str
-    name: str
-    desk: RequestQueue
-    sampling: SamplingParams
-    dialogues: Dialogues
-    _answers: int = 0
-
-    def model(self, secret: str) -> str:
-        if not hmac.compare_digest(secret.encode(), self.secret.encode()):
-            raise nowhere()
-        return self.name
-
-    async def complete(self, secret: str, request: ChatRequest, say: Say) -> dict[str, Any]:
-        check_model(request.model, self.name)
-        dialogue, tokens = self._prompt(request)
-        seed = secrets.randbits(63) if request.seed is None else request.seed
-        ask = PendingRequest(tokens, seed, self._sampling(request, len(tokens)))
-        self._answers += 1
-        number, name = self._answers, f"chatcmpl-{self._answers}"
-        calls = dialogue.calls and request.calls  # a text is known to be a call only at its end
-        if request.stream and not (calls or request.return_token_ids):  # logprobs come with the last message
-            ask.hear = _writer(dialogue, request, partial(say, name))
-        ((words, logprobs, stopped),) = await self._answered([ask])
-        tokenizer = self.desk.model.tokenizer
-        answer = parse_answer(dialogue, request, words, stopped, set(self.sampling.stop_token_ids))
-        pieces = [tokenizer.decode([token]) for token in answer.tokens]
-        shown_logprobs = logprobs[: len(answer.tokens)]
-        message = message_of(answer, number * 100 % 100_000)  # ids of calls are not those of the answer before
-        reply = Reply(message, answer.reason, tokens, answer.tokens, shown_logprobs, pieces)
-        return reply.body(request, name)
-
-    def _prompt(self, request: ChatRequest) -> tuple[Dialogue, tuple[int, ...]]:
-        """Return the request's dialogue and prompt. Raises ApiError."""
-        try:
-            dialogue = self.dialogues.of(request.tools)
-        except ConfigError as error:
-            raise ApiError(str(error), "tools", "unsupported_parameter") from None
-        prompt = dialogue.try_begin(request.messages)
-        if prompt is None:
-            roles = ", ".join(message["role"] for message in request.messages)
-            raise ApiError(f"messages: the model's chat template refuses the roles {roles}", "messages")
-        if not prompt.tokens:
-            raise ApiError("messages: the model's chat template makes no token of them", "messages")
-        return dialogue, prompt.tokens
-
-    async def continue_text(self, body: Any) -> dict[str, Any]:
-        """Return the body of an answer of completions: its prompts in their order. Raises ApiError."""
-        request, tokenizer = read_completion(body), self.desk.model.tokenizer
-        check_model(request.model, self.name)
-        prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts]
-        if any(not prompt or max(prompt) >= self.desk.model.engine.model.cfg.vocab_size for prompt in prompts):
-            raise ApiError("prompt: expected at least one token, and only tokens of the model", "prompt")
-        sampling = [self._sampling(request, len(prompt), "prompt") for prompt in prompts]
-        asks = []
-        if request.max_tokens:
-            seeds = [secrets.randbits(63) if request.seed is None else request.seed for _ in prompts]
-            asks = [PendingRequest(tuple(p), *own) for p, *own in zip(prompts, seeds, sampling, strict=True)]
-        generated = await self._answered(asks) or [([], [], False)] * len(prompts)
-        rows = [[*prompt, *words] for prompt, (words, *_) in zip(prompts, generated, strict=True)]
-        scored: list[ScoredTokens | None] = [None] * len(rows)
-        if request.logprobs is not None:
-            (scored,) = await self._answered([ScoringRequest(rows, request.logprobs)])
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
-        choices = []
-        for i, (prompt, (words, _, stopped)) in enumerate(zip(prompts, generated, strict=True)):
-            text, cut = continued_text(words, sampling[i].stop, decode)
-            asked = request.prompts[i]  # a tokenizer may put a first token before a text
-            echoed = "" if not request.echo else asked if isinstance(asked, str) else tokenizer.decode(prompt)
-            logprobs = scored[i] and scored[i].body(rows[i], 0 if request.echo else len(prompt), tokenizer.decode)
-            reason = "stop" if cut or stopped else "length"
-            choices.append({"index": i, "text": echoed + text, "logprobs": logprobs, "finish_reason": reason})
-        sizes = sum(map(len, prompts)), sum(len(words) for words, *_ in generated)
-        usage = {"prompt_tokens": sizes[0], "completion_tokens": sizes[1], "total_tokens": sum(sizes)}
-        self._answers += 1
-        name = f"cmpl-{self._answers}"
-        return {"id": name, "object": "text_completion", "model": self.name, "choices": choices, "usage": usage}
-
-    async def _answered(self, asks: Sequence[PendingRequest | ScoringRequest]) -> list[Any]:
-        """Put requests, and return their answers. Raises ApiError."""
-        for ask in asks:
-            self.desk.put(ask)
-        try:
-            return await asyncio.gather(*(asyncio.wrap_future(ask.answer) for ask in asks))
-        except RuntimeError as error:  # of a thread that has ended
-            raise ApiError(str(error), code="engine", status=503) from None
-
-    def _sampling(
-        self, request: ChatRequest | CompletionRequest, prompt: int, param: str = "messages"
-    ) -> SamplingParams:
-        """Return the sampling parameters of a request whose prompt, the parameter `param`, has this many tokens.
-        Raises ApiError."""
-        limit = self.desk.model.engine.model.cfg.max_position
-        room, wanted = limit - prompt, request.max_tokens
-        if wanted is None:
-            wanted = max(1, min(self.sampling.max_response_tokens, room))
-        if wanted > room:
-            requested = f"{prompt} tokens of the {param} and max_tokens={request.max_tokens}"
-            text = f"{requested}: expected at most {limit} in all, which the model reads"
-            raise ApiError(text, param, "context_length_exceeded")
-        own = self.sampling
-        cut = {name: getattr(own, name) for name in SAMPLED} | request.sampled
-        try:
-            checked = SamplingConfig(cut["temperature"], cut["top_p"], int(cut["top_k"]), cut["min_p"])
-        except ConfigError as error:
-            raise ApiError(str(error)) from None
-        cut = {name: getattr(checked, name) for name in SAMPLED}
-        return replace(own, max_response_tokens=wanted, stop=(*own.stop, *request.stop), **cut)
-
-
-def _writer(dialogue: Dialogue, request: ChatRequest, say: Callable[[str], None]) -> Callable[[int], None]:
-    """Return a function that takes tokens on any thread and sends their text in this loop."""
-    loop, written = asyncio.get_running_loop(), TextStream(dialogue.decode, max(map(len, request.stop), default=1) - 1)
-
-    def tell(token: int) -> None:
-        if text := written.add(token):
-            say(text)
-
-    def hear(token: int) -> None:
-        with suppress(RuntimeError):  # the loop has ended, with all clients
-            loop.call_soon_threadsafe(tell, token)
-
-    return hear
-
-
-def open_model(cfg: Config) -> Served:
+def served_model(cfg: Config, model: Answerer, desk: RequestDesk, key: str = "") -> Served:
+    """Return the served model; `key`: its secret, a new one if empty."""
     folder = model_folder(cfg)
-    model = Answerer.load(folder, cfg.engine, cfg.model.dtype)
     use_chat_template(model.tokenizer, cfg.data)
     dialogues = Dialogues(partial(dialogue_of, cfg, model.tokenizer))
     dialogues.of([])  # a model without a chat template has none
     sampling = replace(sampling_of(cfg), **sampled_with(model.tokenizer))
     name = folder.parent.name if folder.name == "hf" else folder.name
-    return Served(secrets.token_urlsafe(32), name, RequestQueue(model, cfg.cluster.threads), sampling, dialogues)
+    secret, vocabulary = key or secrets.token_urlsafe(32), model.engine.model.cfg.vocab_size
+    return Served(secret, name, desk, model.tokenizer, vocabulary, model.engine.longest_row, sampling, dialogues)
 
 
-def main(cfg: Config, port: int, socket: str) -> int:
-    """Serve until interrupted. Raises AlignerError if the engine has ended."""
+def read_key() -> str:
+    """Return the key that the user has set; "" if none. Raises ConfigError for one that can be guessed."""
+    key = os.environ.get(KEY, "")
+    if key and (len(key) < KEY_LENGTH or not key.isascii() or not key.isprintable()):
+        raise ConfigError(KEY, "...", f"at least {KEY_LENGTH} printable ASCII characters", "Unset it for a random one.")
+    return key
+
+
+def opened(host: str, port: int) -> Socket:
+    """Return a socket at an address. Raises ConfigError."""
+    try:
+        return create_server((host or "127.0.0.1", port))
+    except OSError as error:
+        name, value = ("--host", host) if host else ("--port", port)
+        raise ConfigError(name, value, f"an address to listen at, with {port=}", str(error)) from error
+
+
+@contextmanager
+def announced(cfg: Config, served: Served, listener: Socket) -> Iterator[None]:
+    """Write address and key into the run's folder, for clients elsewhere; the key can be read by this user only."""
+    host, port = listener.getsockname()[:2]
+    address = f"{host_address() if host == '0.0.0.0' else host}:{port}"
+    places = [Path(cfg.run.dir) / name for name in FILES]
+    try:
+        for path, text in zip(places, (address, served.secret), strict=True):
+            path.unlink(missing_ok=True)
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+                file.write(f"{text}\n")
+    except OSError as error:
+        raise ConfigError("run.dir", cfg.run.dir, "a folder that can be written", str(error)) from error
+    print(f"http://{address}/v1: model {served.name!r}, key in {places[1]}", flush=True)
+    try:
+        yield
+    finally:
+        for path in places:
+            path.unlink(missing_ok=True)
+
+
+def main(cfg: Config, port: int, socket: str, host: str = "") -> int:
+    """Serve until interrupted, on all ranks of a job. Raises AlignerError if the engine has ended."""
     require_server("aligner serve")
-    from aligner.environments.endpoint import Listener, loopback, make_app, unix_socket  # needs the extra `serve`
+    from aligner.environments.endpoint import (  # needs the extra `serve`
+        END_S,
+        Listener,
+        loopback,
+        make_app,
+        unix_socket,
+    )
 
-    served = open_model(cfg)
+    world = join()
+    if world.env.world_size > 1:
+        if socket:
+            raise ConfigError("--socket", socket, "none with several ranks, which clients reach by --host and --port")
+        code = imported("aligner.tools.serve_ranks:main")(cfg, world.env, host, port)
+        world.leave(code == 0)
+        return code
+    served = open_model(cfg, read_key() if host else "")
+    if host:
+        listening = opened(host, port)
+        with announced(cfg, served, listening):
+            app = make_app(served, continue_text=served.continue_text, by_key=True)
+            serve_while(served.desk, Listener(app, END_S), [listening])
+        return 0
     try:
         listening = unix_socket(Path(socket)) if socket else loopback(port)
     except OSError as error:

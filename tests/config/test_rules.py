@@ -222,6 +222,7 @@ grpo ; debug.rollout_only=true ; ptx={coef: 0.1, data: {train: .}} => ptx.coef
 sample ; model.lora={rank: 2, init: .} => model.lora.init
 grpo ; model.lora={rank: 2, dropout: 0.1} => model.lora.dropout
 grpo ; debug.train_only=conf ; data.eval=. => eval.generate
+grpo ; debug.train_only=conf ; eval.tasks=[gsm8k] => eval.tasks
 sft ; mismatch.replay_routing=true => mismatch.replay_routing
 grpo ; mismatch.replay_routing=true => mismatch.replay_routing
 grpo ; model=tiny_moe ; engine.name=trtllm ; mismatch.replay_routing=true => mismatch.replay_routing
@@ -418,6 +419,8 @@ sft ; ptx.data.eval=x => ptx.data.eval
 sft ; ptx.data.chat_template=chatml => ptx.data.chat_template
 sft ; ptx.data.template_arguments={a: 1} => ptx.data.template_arguments
 sft ; eval.samples=2 => eval.temperature
+sft ; eval.tasks_folder=. => eval.tasks_folder
+sft ; eval.tasks_chat=true => eval.tasks_chat
 """
 SHORT = {"$pairs": "algorithm.preference", "$kd": "algorithm.distill"}
 

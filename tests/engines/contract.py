@@ -138,6 +138,7 @@ class EngineContract:
         assert isinstance(engine, RolloutEngine)
         assert engine.can.in_place == does("weight_view") and engine.can.serves == does("serve")
         assert engine.can.own_process == does("decoded") and engine.can.computes_here == does("held_bytes")
+        assert engine.can.scores == does("top_logprobs")
         assert not engine.can.tells_finished or engine.finished is None
 
     # ---- weights

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 from aligner.config.resolve import compose
 from aligner.data.tokenizer import stop_token_ids
 from aligner.errors import AlignerError, ConfigError
+from aligner.rollout.served import PendingRequest, TextStream
 from aligner.tools.generate import Answerer, model_folder
-from aligner.tools.serve import PendingRequest, RequestQueue, TextStream, open_model, serve_while
+from aligner.tools.serve import RequestQueue, open_model, serve_while
 from aligner.types import SamplingParams
 
 pytest.importorskip("uvicorn")
@@ -211,7 +212,7 @@ def test_an_engine_that_cannot_go_on_ends_the_server_and_all_who_wait_hear_of_it
     server.join(120)
     assert type(error).__name__ in str(ended[0])
     late = PendingRequest((1,), 0, served.sampling)
-    desk.put(late)
+    desk.put([late])
     with pytest.raises(RuntimeError, match="has ended"):
         late.answer.result(120)
 

@@ -105,7 +105,12 @@ class RewardConfig(Section, key="reward"):
 
 @dataclass
 class EvalConfig(Section, key="eval"):
-    prompts: int = key(512, "Maximum held-out rows per evaluation. 0: all.", least=0, read_for=("training",))
+    prompts: int = key(
+        512,
+        "Maximum held-out rows per evaluation, and rows of each of `tasks`. 0: all.",
+        least=0,
+        read_for=("training",),
+    )
     generate: bool = key(True, "Generate answers and score them by the reward functions, in stages with some.")
     temperature: float = key(0.0, "Sampling temperature of the answers. 0: greedy.", least=0)
     samples: int = key(1, "Answers per row. More than 1 give pass@k.", least=1)
@@ -117,4 +122,16 @@ class EvalConfig(Section, key="eval"):
     full_score: float = key(1.0, "Least score of a function that counts as full.")
     max_response_tokens: int = key(0, "Maximum tokens of an answer. 0: sampling.max_response_tokens.", least=0)
 
-    RULES = rules("samples>1 => temperature >0 | with eval.samples={samples}: greedy answers are equal")
+    tasks: list[str] = key(
+        [],
+        "Tasks and groups of lm-evaluation-harness that evaluate the policy, by the run's engine. Their data must be "
+        "on this machine (docs/how-to/evaluate.md).",
+    )
+    tasks_folder: str = key("", "Folder with tasks of your own.", resume=IGNORE)
+    tasks_chat: bool = key(False, "Put the tasks' prompts into the chat template.")
+
+    RULES = rules("""
+!tasks => tasks_folder = | without eval.tasks
+!tasks => tasks_chat =false | without eval.tasks
+samples>1 => temperature >0 | with eval.samples={samples}: greedy answers are equal
+""")

@@ -154,6 +154,13 @@ class NativeEngine(RolloutEngine):
     def weight_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.model.kit.weights)
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens of a prompt with its response that the model and the cache take whatever their shares."""
+        room = self.config.cache_bytes // self.cache.token_bytes
+        spare = -(-self.cache.row_bytes // self.cache.token_bytes) + self.config.page_tokens
+        return min(self.model.cfg.max_position, room // 2 - spare)
+
     def sleep(self, weights: bool = False) -> None:
         self._asleep = True
         if weights:
@@ -394,9 +401,7 @@ class NativeEngine(RolloutEngine):
         return out * ahead  # not an inference tensor: `out` was made outside
 
     def top_logprobs(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log p(tokens[:, t] | tokens[:, :t]) for t >= 1, float32 [B, T - 1], and of the `count` likeliest
-        tokens there their logprobs and ids, [B, T - 1, count] in descending order. tokens int64 [B, T]
-        right-padded."""
+        """See `RolloutEngine.top_logprobs`."""
         self._ledger.require()
         rows = max(1, _SCORED_TOKENS // tokens.shape[1])
         with torch.inference_mode():

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.sections.engine import EngineConfig
@@ -25,10 +26,13 @@ def engine_from_folder(
     dtype: torch.dtype,
     pad_id: int,
     decode: Decode | None = None,
+    kind: type[NativeEngine] = NativeEngine,
+    group: dist.ProcessGroup | None = None,
 ) -> NativeEngine:
-    """Return an engine with weight version 0. Raises CheckpointError or ConfigError if the folder holds no model of
-    a known family."""
-    engine = NativeEngine(config_from_hf(folder), config, device=device, dtype=dtype, pad_id=pad_id, decode=decode)
+    """Return an engine with weight version 0; with a `group`, one of its ranks. Raises CheckpointError or ConfigError
+    if the folder holds no model of a known family."""
+    shape, how = config_from_hf(folder), {"pad_id": pad_id, "decode": decode, "group": group}
+    engine = kind(shape, config, device=device, dtype=dtype, **how)
     fill(engine, folder)
     return engine
 

@@ -124,6 +124,11 @@ class RemoteEngine(RolloutEngine):
         self._order("logprobs", tokens, lengths, temperature)
         return [answer.value for answer in self._answers()[:: self.tensor_parallel]]
 
+    def top_logprobs(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See `RolloutEngine.top_logprobs`: of the same rows on every rank."""
+        self._order("top_logprobs", tokens, count)
+        return self._answers()[0].value
+
     def decoded_of_replicas(self, tokens: Tensor, lengths: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
         """See `ChildEngine.decoded`: of each replica."""
         self._order("decoded", tokens, lengths, count)
