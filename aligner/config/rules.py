@@ -175,7 +175,10 @@ model.attention.global_kv_heads model.attention.global_kv_heads<engine.tensor_pa
 model.dense => model.ffn_hidden_size %engine.tensor_parallel
 => model.moe.shared_ffn_hidden_size %engine.tensor_parallel
 model.moe.num_experts => model.moe.num_experts >=engine.tensor_parallel
-!engine.can.computes_here model.moe.num_experts => model.expert_ffn %engine.tensor_parallel
+!engine.can.computes_here engine.name!=vllm model.moe.num_experts => model.expert_ffn %engine.tensor_parallel
+engine.name=vllm !engine.vllm.args.enable_expert_parallel model.moe.num_experts
+    => model.expert_ffn %engine.tensor_parallel
+    | | engine.vllm.args.enable_expert_parallel=true gives each rank whole experts.
 """),
     "lengths": rules("""
 @data.max_tokens => data.max_tokens <=model.longest

@@ -249,6 +249,8 @@ grpo@2 ; model=qwen3_next_80b_a3b ; model.moe.shared_ffn_hidden_size=21 ; engine
 grpo@2 ; model=tiny_moe ; model.moe={num_experts: 1, top_k: 1} ; engine.tensor_parallel=2 => model.moe.num_experts
 grpo@2 ; model=tiny_moe ; model.moe.ffn_hidden_size=33 ; engine={name: vllm, tensor_parallel: 2}
     => model.moe.ffn_hidden_size
+grpo@2 ; model=tiny_moe ; model.moe.ffn_hidden_size=33 ; engine={name: trtllm, tensor_parallel: 2}
+    => model.moe.ffn_hidden_size
 grpo ; data.eval=. ; eval.max_response_tokens=4096 => eval.max_response_tokens
 sample ; environment.agent=a:b => environment.agent
 sample ; environment.tools=[a:b] => environment.tools

@@ -157,6 +157,15 @@ def test_ranks_that_cannot_share_its_heads():
         validate_model(cfg, replace(LLAMA, num_heads=12, num_kv_heads=3, head_dim=16, max_position=4096))
 
 
+def test_experts_that_no_ranks_share_have_any_width():
+    model = replace(MODELS["qwen3_moe"], max_position=4096, num_kv_heads=4)
+    model, options = replace(model, moe=replace(model.moe, ffn_hidden_size=25)), ["stage=grpo", "engine=vllm"]
+    with pytest.raises(ConfigError, match=r"ffn_hidden_size=25: .*tensor_parallel=4.*enable_expert_parallel=true"):
+        validate_model(compose([*options, "engine.tensor_parallel=4"]), model)
+    whole = "engine.vllm.args.enable_expert_parallel=true"
+    validate_model(compose([*options, "engine.tensor_parallel=4", whole]), model)
+
+
 @pytest.mark.parametrize(
     ("shares", "name", "expected"),
     [
