@@ -120,8 +120,10 @@ def expert_axes() -> dict[str, LayoutCase]:
     cases = {f"experts, {name}": LayoutCase(*layout, model=EXPERTS) for name, layout in layouts.items()}
     two = BatchConfig(micro_batch_samples=2)
     cases["experts, auxiliary loss, ep2, micro-batch 2"] = LayoutCase(*layouts["ep2"], batch=two, model=BALANCED)
-    for name in ("ep2+tp2, sequence", "ep2+pp2", "ep2+cp2"):
+    for name in ("ep2+tp2, sequence", "ep2+tp2+pp2, sequence", "ep2+pp2", "ep2+cp2"):
         cases[f"experts, replayed routing, {name}"] = replace(cases[f"experts, {name}"], replay=True)
+    padded = BatchConfig(micro_batch_samples=2, packing=False)
+    cases["experts, replayed routing, padded, micro-batch 2"] = LayoutCase(batch=padded, model=EXPERTS, replay=True)
     cases["experts, replayed routing, shared prompts"] = LayoutCase(
         batch=BatchConfig(micro_batch_samples=16), model=BALANCED, replay=True
     )

@@ -44,6 +44,7 @@ import torch
 
 import aligner.builders.runs
 import aligner.builders.stage
+import aligner.data.dialogue
 import aligner.run.candidates
 import aligner.run.checkpoints
 import aligner.run.retention
@@ -56,6 +57,7 @@ from aligner.config.resolve import compose
 from aligner.config.schema import Config
 from aligner.config.validate import validate
 from aligner.data.stream import IndexStream
+from aligner.data.tool_calls import Call
 from aligner.engines.child.process import ChildChannel
 from aligner.engines.native.engine import NativeEngine
 from aligner.megatron.checkpoint import ModelSave
@@ -96,6 +98,9 @@ STAGED = ["parallel.pipeline=4", "parallel.virtual_stages=2", "parallel.stage_la
 MIXTURE = ["model.init=random", "model=tiny_moe", "model.num_layers=61", "parallel.expert=2"]
 LAYOUTS[DEEP] = (10, [*MIXTURE, *STAGED, *TWO, "engine.tensor_parallel=2", "engine.lag=1"])
 LAYOUTS["lag-windows-two"] = (4, [*TWO, *LAYOUTS["lag-windows"][1][1:]])
+# experts whose choice the trainer repeats; the model is random, so an answer that ends is a call (`attempt`)
+ROUTED = ["model.init=random", "model=tiny_moe", "model.init_std=0.3", "mismatch.replay_routing=true"]
+LAYOUTS["lag-windows-routing"] = (2, [*LAYOUTS["lag-windows"][1], *ROUTED])
 ASYNC = [name for name in LAYOUTS if name.startswith("lag")]
 COMMON = [f"run.steps={TOTAL}", "checkpoint.every=2", "run.eval_every=3", "logging.progress=false"]
 COMMON += ["optim.schedule=cosine", "optim.warmup_steps=2", "batch.micro_batch_samples=4"]
@@ -238,6 +243,8 @@ def attempt(cfg: Config, world: int, log: Path, kill: Kill | None, late: bool = 
                 install(kill, rank)
             if late:
                 see_late(rank)
+            if cfg.mismatch.replay_routing:
+                aligner.data.dialogue.read_calls = lambda text, *_: (text, [Call("roll", {})])
             with RunLock(Path(cfg.run.dir)) if rank == 0 else nullcontext():  # of a killed process: no reason to wait
                 aligner.builders.stage.run_stage(cfg, RankEnv(rank, rank, world, world, master_port=port))
 
@@ -348,7 +355,8 @@ class Soak:
     def _turns(self, world: int, run: Path, *overrides: str) -> Config:
         """Stage grpo with an environment whose answers are others each time, and late."""
         dice = self.folder / "dice"
-        overrides = (*COMMON, *stages.DICE, f"model.init={dice / 'sft'}", "run.eval_every=0", *overrides)
+        ends = [f"sampling.stop=[{','.join(stages.LETTERS[:26])}]"] if "model.init=random" in overrides else []
+        overrides = (*COMMON, *stages.DICE, f"model.init={dice / 'sft'}", "run.eval_every=0", *overrides, *ends)
         return frozen(stages.overrides("grpo", dice, run, *overrides), world)
 
     def _reread(self, stage: str, layout: str, run: Path) -> Path:

@@ -22,6 +22,7 @@ EXPERT_AXES = [
     "experts, ep2+tp2+pp2, sequence",
     "experts, auxiliary loss, ep2, micro-batch 2",
     *(f"experts, replayed routing, {name}" for name in ("ep2+tp2, sequence", "ep2+pp2", "ep2+cp2", "shared prompts")),
+    *(f"experts, replayed routing, {name}" for name in ("ep2+tp2+pp2, sequence", "padded, micro-batch 2")),
 ]
 
 

@@ -125,8 +125,10 @@ def without_routing(state: SampleState) -> SampleState:
 def with_routing(state: SampleState, before: SampleState) -> SampleState:
     """Return a sample that continued as `without_routing(before)`, with all routing."""
     new = state.all_turns[len(before.turns) :]
-    if new and before.begun is not None and before.begun.routing is not None:
-        new[0] = replace(new[0], routing=_continued(before.begun.routing, new[0].routing))
+    kept = before.begun and before.begun.routing
+    if new and kept is not None:
+        routing = new[0].routing
+        new[0] = replace(new[0], routing=kept if routing is None else _continued(kept, routing))
     turns = [*before.turns, *new]
     return replace(state, turns=turns[: len(state.turns)], begun=state.begun and turns[-1])
 

@@ -84,6 +84,22 @@ def test_rows_pause_where_pages_are_short_and_a_rerun_has_the_same_bits(name):
         assert torch.equal(outputs[0].routing.sort(-1).values, wanted.routing.sort(-1).values)
 
 
+def test_rows_of_a_window_have_the_routing_of_their_tokens():
+    """Also those that wait for pages when it ends."""
+    cfg, seeds = FAMILIES["mixtral"], seeds_for(PROMPTS, 4)
+    whole = make(cfg, reports=True)
+    wanted = whole.generate(PROMPTS, seeds, SAMPLING)
+    budget = whole.cache.token_bytes * 120
+    engine = make(cfg, reports=True, page_tokens=4, kv_cache_bytes=budget, window=14)
+    out = engine._generated(PROMPTS, seeds, SAMPLING, begun=[0] * len(PROMPTS))
+    assert engine.stats.paused_rows and not out.lengths.equal(wanted.lengths)
+    prompts = [prompt for prompt in PROMPTS for _ in range(4)]
+    for row, (prompt, length) in enumerate(zip(prompts, out.lengths.tolist(), strict=True)):
+        fed = len(prompt) + length - 1 if length else 0
+        assert torch.equal(out.routing[row, :fed].sort(-1).values, wanted.routing[row, :fed].sort(-1).values)
+        assert not out.routing[row, fed:].any()
+
+
 def test_a_paused_row_keeps_its_logprobs_and_the_oldest_never_pauses(monkeypatch):
     engine, seen = make(LLAMA, page_tokens=4, kv_cache_bytes=100 * 256), []
     from aligner.engines.native.schedule import Batch
