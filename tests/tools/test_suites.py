@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from aligner.builders import suites
 from aligner.config.resolve import compose
 from aligner.environments.endpoint import loopback
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, SuiteError
 from aligner.rollout.suites import HarnessProcess
 from aligner.tools.serve import open_model
 from tests import stages
@@ -191,6 +191,30 @@ def test_a_stage_is_evaluated_by_tasks_and_trains_as_without(harness, tiny_data,
     assert steps[0] == steps[1] and len(steps[0][1]) > 20 and stages.same_weights(plain, run)
     assert [[name in record for name in METRICS] for record in stages.records(run)] == [[True, True]] * 3
     assert [stages.records(run)[-1][name] for name in METRICS] == scores_of(run / "hf")
+
+
+def test_a_suite_that_fails_ends_the_run_which_measures_again_only_what_it_lacks(
+    harness, tiny_data, tmp_path, monkeypatch
+):
+    """The step is saved first; a start of the finished run measures nothing."""
+    monkeypatch.setattr(suites, "HarnessProcess", harness)
+    begin, addresses = HarnessProcess.begin, []
+
+    def counted(self, url, over):
+        addresses.append(url)
+        begin(self, "http://127.0.0.1:9/nobody" if len(addresses) == 2 else url, over)
+
+    monkeypatch.setattr(HarnessProcess, "begin", counted)
+    settings = [f"eval.tasks_folder={write_tasks(tmp_path)}", f"eval.tasks=[{TASKS[1]}]", "run.eval_every=1"]
+    settings += ["run.steps=2", "checkpoint.every=9"]
+    with pytest.raises(
+        SuiteError, match=r"^eval.tasks: lm-evaluation-harness failed: Client\w*Error|^eval.tasks: .*refused"
+    ):
+        stages.stage("grpo", tiny_data, tmp_path / "run", *settings)
+    assert stages.checkpoints(tmp_path / "run") == [1] and len(addresses) == 2
+    for _ in range(2):
+        run = stages.stage("grpo", tiny_data, tmp_path / "run", *settings)
+        assert [METRICS[1] in record for record in stages.records(run)] == [True] * 3 and len(addresses) == 4
 
 
 @pytest.mark.multirank
