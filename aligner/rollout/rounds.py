@@ -61,7 +61,7 @@ class EngineRounds:
                 if what:
                     with self.around():
                         answers = self._scored(*what) if isinstance(what[1], int) else self._generated(*what)
-                    for ask, answer in zip(self._taken, answers, strict=False):  # only rank 0 has some
+                    for ask, answer in zip(self._taken, answers, strict=True) if self._taken else ():  # on rank 0
                         ask.answer.set_result(answer)
                     self._taken = []
         except EngineError as error:

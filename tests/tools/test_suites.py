@@ -207,9 +207,7 @@ def test_a_suite_that_fails_ends_the_run_which_measures_again_only_what_it_lacks
     monkeypatch.setattr(HarnessProcess, "begin", counted)
     settings = [f"eval.tasks_folder={write_tasks(tmp_path)}", f"eval.tasks=[{TASKS[1]}]", "run.eval_every=1"]
     settings += ["run.steps=2", "checkpoint.every=9"]
-    with pytest.raises(
-        SuiteError, match=r"^eval.tasks: lm-evaluation-harness failed: Client\w*Error|^eval.tasks: .*refused"
-    ):
+    with pytest.raises(SuiteError, match=r"^eval.tasks: lm-evaluation-harness failed: .*log\.txt\)$"):
         stages.stage("grpo", tiny_data, tmp_path / "run", *settings)
     assert stages.checkpoints(tmp_path / "run") == [1] and len(addresses) == 2
     for _ in range(2):
