@@ -177,6 +177,7 @@ class RolloutBatch(TensorBatch):
     sampled_logprobs: Tensor | None = None  # float32 [B, T] by the engine, as sampled from, if top-p/top-k/min-p cut
     token_weights: Tensor | None = None  # float32 [B, T] factors of the policy loss (`mismatch.correction`)
     positive: Tensor | None = None  # float32 [B] 1: its likelihood is in the policy loss (`algorithm.positive`)
+    observed: Tensor | None = None  # float32 [B, T] 1: likewise, what tools or environment wrote (`observation_coef`)
     rejected: Tensor | None = None  # bool [B] made invalid by `mismatch.correction`
     greedy_rewards: Tensor | None = None  # float32 [B] shaped reward of the prompt's greedy response (remax)
     routing: Tensor | None = None  # [B, T, layers, top_k] the engine's experts (`mismatch.replay_routing`)
@@ -196,6 +197,7 @@ class PolicyTargets(TensorBatch):
     response_mask: Tensor | None = None  # set where old_logprobs are None: the update computes and compares them
     chosen: Tensor | None = None  # 1 on tokens chosen by covariance (clip_cov, kl_cov)
     positive: Tensor | None = None  # [B], 1: its likelihood is in the loss (`algorithm.positive`)
+    observed: Tensor | None = None  # 1: likewise, tokens of others than the policy (`algorithm.observation_coef`)
     row_keys: Tensor | None = None  # int64 [B] >= 0, a hash of rollout, epoch and sample, for random choices
     versions: Tensor | None = None  # int64 [B, T] of the engine's weights (`algorithm.old_logprobs=proxy`)
 

@@ -35,6 +35,7 @@ POLICY = {
     "reinforce+maxrl": AlgorithmConfig("maxrl", policy_loss="reinforce"),
     "own": AlgorithmConfig("examples/own_loss.py:over_median", policy_loss="examples/own_loss.py:capped_sequence"),
     "ppo+gae": AlgorithmConfig("gae", whiten=True, dual_clip=3.0),
+    "echo": AlgorithmConfig("rloo", observation_coef=0.3),  # with every third response token another's
     "vapo": AlgorithmConfig("gae", lam_alpha=0.2, clip_high=0.28, positive=PositiveConfig(0.1, above=0.2)),
 }
 # what "dpo" and "dpo_by_rank" leave, added up; and a reference that follows after every second of three steps
@@ -62,6 +63,8 @@ def with_advantages(
     second = (before.returns[:, 1] * 3).round()  # a component of its own, that some samples lack
     components = {"a": rewards.tolist(), "b": [None if i % 5 == 3 else float(x) for i, x in enumerate(second)]}
     whole = replace(rollout, rewards=rewards, old_logprobs=rows.of(PolicyTargets).old_logprobs, values=before.values)
+    if cfg.algorithm.observation_coef:
+        whole.response_mask = whole.response_mask * (torch.arange(whole.tokens.shape[1]) % 3 > 0)
     whole.greedy_rewards = rewards.view(-1, 4)[:, 0].repeat_interleave(4) - 0.1  # one number for a prompt
     own_rows = whole.select(torch.tensor(at))
     total = own_rows.rewards.tolist()
@@ -77,6 +80,7 @@ def with_advantages(
     own = {
         "advantages": advantages,
         "positive": own_rows.positive,
+        "observed": own_rows.observed,
         "rollout_logprobs": targets.old_logprobs,
         "row_keys": keys(rollout, at),
     }

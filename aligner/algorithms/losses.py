@@ -45,7 +45,8 @@ def policy_loss(
     if cfg.policy_loss in ("clip_cov", "kl_cov"):
         minibatch.of(PolicyTargets).chosen = _choose(minibatch, cfg, group)
     total = denominator(minibatch.loss_mask, cfg.aggregation, response_limit, group)
-    positives = _positive_tokens(minibatch, group)
+    positives, observations = _positive_tokens(minibatch, group), minibatch.of(PolicyTargets).observed
+    others = None if observations is None else denominator(observations, cfg.aggregation, response_limit, group)
     compute = (
         on_demand("algorithm.policy_loss")(cfg) if is_function(cfg.policy_loss) else POLICY_LOSSES[cfg.policy_loss]
     )
@@ -73,6 +74,10 @@ def policy_loss(
             chosen = mask * targets.positive[:, None]
             value = value + cfg.positive.coef * aggregate(-out.logprobs, chosen, "token_mean", positives)
             means["policy/positive_nll"] = -(out.logprobs.detach() * chosen).sum(), chosen.sum()
+        if others is not None:
+            unlikely = aggregate(-out.logprobs, targets.observed, cfg.aggregation, others)
+            value = value + cfg.observation_coef * unlikely
+            means["policy/observation_nll"] = -(out.logprobs.detach() * targets.observed).sum(), targets.observed.sum()
         if cfg.entropy_coef:
             value = value - cfg.entropy_coef * mean(out.entropy, mask)
         maxima |= {"policy/ratio_max": (term.ratio * mask).max()}

@@ -221,6 +221,8 @@ reward.pairwise => batch.group >=2 | with a pairwise judge, which compares the s
     "trajectories": rules("""
 !@environment => environment.agent, environment.path, environment.tools =
     | for stage {stage.name}: {stages.environment} have trajectories
+!environment.on => algorithm.observation_coef =0
+    | without environment.path, .tools or .agent: responses of one turn read nothing that others wrote
 environment.on => environment.max_tokens >=sampling.max_response_tokens | : a first answer has to fit
 environment.on => reward.model = | with {environment.key}: it supports only answers of one turn
 environment.on => reward.local_judges = | with {environment.key}: it supports only answers of one turn

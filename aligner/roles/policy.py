@@ -94,7 +94,10 @@ class Policy:
 
         targets = minibatch.find(PolicyTargets)
         compared = None if targets is None else targets.response_mask
-        minibatch = replace(minibatch, wanted=predicting(minibatch.loss_mask if compared is None else compared))
+        read = minibatch.loss_mask if compared is None else compared
+        if targets is not None and targets.observed is not None:
+            read = read + targets.observed
+        minibatch = replace(minibatch, wanted=predicting(read))
         parts = micro_batches(minibatch, self.batch, unit, self.model.layout.pgs.dp)
         if ptx is not None:
             parts += micro_batches(ptx.next(), self.batch, group=self.model.layout.pgs.dp)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aligner.config.sections.algorithm import AlgorithmConfig, KLConfig
 from aligner.config.sections.batch import BatchConfig
+from aligner.ops.packing.documents import observed
 from aligner.ops.packing.minibatches import minibatch_rows, places
 from aligner.ops.rl.kl import adapt_kl_coef, kl_estimator
 from aligner.ops.rl.shaping import shaped_rewards
@@ -57,8 +58,8 @@ class KLController:
 
 
 def set_token_rewards(rollout: RolloutBatch, cfg: AlgorithmConfig, kl_coef: float, response_limit: int) -> None:
-    """Fill `token_rewards`, `loss_mask` and, where configured, `positive`. The rewards are those of the last response
-    token, shaped, and the KL per token where it belongs in the reward. The mask has the response tokens
+    """Fill `token_rewards`, `loss_mask` and, where configured, `positive` and `observed`. The rewards are those of the
+    last response token, shaped, and the KL per token where it belongs in the reward. The mask has the response tokens
     of valid samples, less truncated ones where configured."""
     lengths = rollout.response_mask.sum(1)
     scores = shaped_rewards(rollout.rewards.nan_to_num(), lengths, rollout.finished, cfg, response_limit)
@@ -72,6 +73,8 @@ def set_token_rewards(rollout: RolloutBatch, cfg: AlgorithmConfig, kl_coef: floa
     rollout.loss_mask = rollout.response_mask * keep[:, None]
     if cfg.positive.coef:
         rollout.positive = (rollout.rewards > cfg.positive.above).float()
+    if cfg.observation_coef:
+        rollout.observed = observed(rollout.response_mask, rollout.lengths, rollout.forks) * keep[:, None]
 
 
 def shuffle_within_groups(rollout: RolloutBatch, scores: Scores, seed: int) -> None:
@@ -114,6 +117,7 @@ def _payloads(rows: RolloutBatch, keys: Tensor) -> list[TensorBatch]:
             ref_logprobs=rows.ref_logprobs,
             token_weights=rows.token_weights,
             positive=rows.positive,
+            observed=rows.observed,
             rollout_logprobs=rows.rollout_logprobs,
             response_mask=rows.response_mask if rows.old_logprobs is None else None,
             row_keys=keys,

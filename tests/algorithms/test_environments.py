@@ -1,6 +1,7 @@
 """GRPO over trajectories: the same bits for one turn as without, and after kills although the world is not the same."""
 
 import json
+import re
 import shutil
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
@@ -9,13 +10,16 @@ from unittest.mock import patch
 
 import pytest
 
+from aligner.algorithms.losses import policy_loss
 from aligner.config.freeze import load_frozen
 from aligner.config.resolve import compose_over
+from aligner.data.tokenizer import load_tokenizer
 from aligner.engines.native.engine import NativeEngine
 from aligner.errors import ConfigError
 from aligner.rollout.turn_pool import TurnPool
 from aligner.tools.chat import main as chat
 from aligner.tools.evaluate import evaluate
+from aligner.types import PolicyTargets
 from examples.calculator import make_data
 from tests import stages
 from tests.stages import PowerCut
@@ -58,6 +62,28 @@ def test_trajectories_of_one_turn_are_trained_on_as_samples_are(train, talker, s
     assert stages.same_weights(plain, turns)
     by_name = {name for _, name, _, _ in stages.differences(plain, turns)}
     assert all(name.startswith(("stop/", "environment/", "reward/environment", "engine/prefix")) for name in by_name)
+
+
+@pytest.mark.slow
+def test_what_an_environment_answers_is_learned_too(grpo, talker):
+    """All that stands between the policy's turns is, and nothing else; with a coefficient its likelihood grows."""
+    tokenizer, texts = load_tokenizer(str(talker / "tokenizer")), set()
+
+    def watched(minibatch, *rest):
+        on, other = minibatch.of(PolicyTargets).observed.bool(), minibatch.loss_mask.bool()
+        assert not (on & other).any()
+        for tokens, read, begun in zip(minibatch.tokens, on, other.cumsum(1) > 0, strict=True):
+            texts.add(tokenizer.decode(tokens[read]) if (read & begun).equal(read) else "before a response")
+        return policy_loss(minibatch, *rest)
+
+    own = [*stages.DICE, "environment.path=tests/assets/environments.py:Clock", "run.steps=8", "optim.lr=1e-2"]
+    with patch("aligner.stages.grpo.policy_loss", watched):
+        learned = stages.records(grpo("learned", *own, "algorithm.observation_coef=1.0"))
+    turns = texts - {""}
+    assert all(re.fullmatch(r"(<\|system\|>.*<\|assistant\|>)+", text, re.S) for text in turns), turns
+    assert any(re.fullmatch(r"(<\|system\|>[1-6]<\|assistant\|>)+", text) for text in turns), turns
+    likely = [record["policy/observation_nll"] for record in learned]
+    assert likely[-1] < 0.7 * likely[0]
 
 
 def rolled(run):

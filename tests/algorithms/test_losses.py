@@ -108,6 +108,19 @@ def looped(batch: TrainBatch, cfg: AlgorithmConfig, logprobs, entropy, kl_coef: 
             rows.append(terms)
     tokens = list(itertools.chain.from_iterable(rows))
     good = cfg.positive.coef * sum(likely) / len(likely)
+    if cfg.observation_coef:
+        read = [[-logprobs[i, t] for t in range(T) if OBSERVED[i, t]] for i in range(B)]
+        every, some = list(itertools.chain.from_iterable(read)), [row for row in read if row]
+        good = (
+            good
+            + cfg.observation_coef
+            * {
+                "token_mean": lambda: sum(every) / len(every),
+                "seq_mean_token_mean": lambda: sum(sum(row) / len(row) for row in some) / len(some),
+                "seq_mean_token_sum": lambda: sum(every) / len(some),
+                "seq_mean_token_sum_norm": lambda: sum(every) / len(some) / LIMIT,
+            }[cfg.aggregation]()
+        )
     if cfg.aggregation == "token_mean":
         return good + sum(tokens) / len(tokens)
     if cfg.aggregation == "seq_mean_token_mean":
@@ -123,11 +136,13 @@ CASES = {
     "kl in the reward stays out of the loss": AlgorithmConfig(kl=KLConfig(0.5, "k3", "reward")),
     **{f"kl {kind}": AlgorithmConfig(kl=KLConfig(0.5, kind, "loss")) for kind in ("k1", "k2", "k3", "abs", "k3+")},
     "positive": AlgorithmConfig(positive=PositiveConfig(0.1)),
+    "observations": AlgorithmConfig(observation_coef=0.3),
     "kl weighted": AlgorithmConfig(kl=KLConfig(0.5, "k3", "loss", importance_weighted=True), entropy_coef=0.1),
 }
 
 
 POSITIVE = (0, 3, 4)  # rows; of row 3 no token counts
+OBSERVED = torch.rand(B, T, generator=torch.Generator().manual_seed(6)) * (torch.arange(B) != 1)[:, None] > 0.7
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -137,6 +152,8 @@ def test_policy_loss_is_the_loop(name, aggregation):
     cfg.aggregation = aggregation
     if cfg.positive.coef:
         batch.of(PolicyTargets).positive = torch.tensor([float(i in POSITIVE) for i in range(B)])
+    if cfg.observation_coef:
+        batch.of(PolicyTargets).observed = OBSERVED.float()
     logprobs, entropy = outputs(batch)
     out = policy_loss(batch, cfg, 0.5, LIMIT, dist.group.WORLD)(TokenOutputs(logprobs, entropy, None), batch)
     exact = [x.detach().double().requires_grad_() for x in (logprobs, entropy)]

@@ -31,6 +31,7 @@ RECIPES = {
     "kl_cov": {"policy_loss": "kl_cov", "cov.fraction": 2e-4},
     "gdpo": {"advantage": "gdpo"},
     "maxrl": {"advantage": "maxrl", "aggregation": "token_mean"},
+    "echo": {"advantage": "grpo", "aggregation": "seq_mean_token_mean", "observation_coef": 0.05},
     "vapo": {"advantage": "gae", "lam": 1.0, "lam_alpha": 0.05, "clip_high": 0.28, "positive.coef": 0.1},
 }
 

@@ -111,6 +111,7 @@ grpo ; environment.path=a.py:B ; reward.model=. => reward.model
 grpo ; environment.path=a.py:B ; reward.judges=[{question: '{response}'}] => reward.judges
 grpo ; environment.tools=['a.py:b'] ; algorithm.advantage=remax => algorithm.advantage
 grpo ; environment.tools=['a.py:b'] ; environment.max_tokens=63 => environment.max_tokens
+grpo ; algorithm.observation_coef=0.05 => algorithm.observation_coef
 grpo ; environment.tools=['a.py:b'] ; environment.max_tokens=3999 => environment.max_tokens
 sft@3 ; parallel.tensor=3 => model.num_heads
 sft@2 ; parallel.tensor=2 ; model.num_kv_heads=1 => model.num_kv_heads

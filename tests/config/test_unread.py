@@ -36,7 +36,12 @@ IN_VAIN = (
 # numbers in place of auto, for which a start replaces the sections and reckons what any stage could need
 SIZES = ["batch.micro_batch_samples=8", "batch.logprob_tokens=4096", "engine.kv_cache_bytes=1073741824"]
 IN_VAIN_OF = {
-    "online_dpo": ("algorithm.advantage", "algorithm.kl.placement", "algorithm.positive.coef"),
+    "online_dpo": (
+        "algorithm.advantage",
+        "algorithm.kl.placement",
+        "algorithm.positive.coef",
+        "algorithm.observation_coef",
+    ),
     "sample": ("batch.micro_batch_samples",),
 }
 

@@ -178,6 +178,12 @@ class AlgorithmConfig(Section, key="algorithm"):
         least=0,
     )
     positive: PositiveConfig = section(PositiveConfig)
+    observation_coef: float = key(
+        0.0,
+        "Factor of the negative log-likelihood of what tools and the environment answered, in the policy's loss. "
+        "ECHO: 0.05. 0: off.",
+        least=0,
+    )
     whiten: bool = key(False, "Whiten advantages over the rollout.")
     whiten_shift: bool = key(True, "Subtract the mean when whitening.")
     whiten_ddof: int = key(0, "1: whiten by the unbiased variance.", choices=(0, 1))

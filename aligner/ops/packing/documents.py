@@ -61,6 +61,19 @@ def join_documents(values: Tensor, batch: TrainBatch) -> Tensor:
     return values if batch.documents is None else _taken(values, _back(batch, values.shape[1]))
 
 
+def observed(made: Tensor, lengths: Tensor, forks: Tensor | None) -> Tensor:
+    """Return float32 [B, T], 1 on the tokens that a policy read between its responses or behind the last.
+
+    made float32 [B, T]: 1 where the policy generated the token. lengths int64 [B]. forks int64 [B, T]: the segment of a
+    trajectory that a token is in. Tokens before a segment's first response are its prompt.
+    """
+    begun = torch.zeros_like(made)
+    for number in [0] if forks is None else forks.unique().tolist():
+        inside = torch.ones_like(made) if forks is None else (forks == number).float()
+        begun += inside * ((made * inside).cumsum(1) > 0)
+    return begun * (1 - made) * (torch.arange(made.shape[1]) < lengths[:, None])
+
+
 def _begins(batch: TrainBatch) -> tuple[Tensor, Tensor]:
     """Return two bool [B, T]: the first tokens of documents, and all tokens that are no padding."""
     assert batch.documents is not None

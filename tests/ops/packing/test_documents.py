@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aligner.ops.packing.documents import join_documents, split_documents
+from aligner.ops.packing.documents import join_documents, observed, split_documents
 from aligner.types import TrainBatch
 
 ROWS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=5), min_size=1, max_size=5)  # lengths of documents
@@ -31,3 +31,30 @@ def test_split_documents_are_those_of_a_loop_and_join_back(rows):
     back = join_documents(split.tokens, batch)
     real = torch.arange(width) < lengths[:, None]
     assert torch.equal(back[real], tokens[real]) and not back[~real].any()
+
+
+@given(
+    rows=st.lists(st.lists(st.tuples(st.integers(0, 3), st.text("rt", max_size=6)), min_size=1, max_size=3), min_size=1)
+)
+def test_what_a_policy_observed_is_between_and_behind_its_responses(rows):
+    """Of segments (tokens of the prompt, then r: of a response, t: of a tool); against a loop."""
+    made, forks, expected = [], [], []
+    for segments in rows:
+        made.append([])
+        forks.append([])
+        expected.append([])
+        for number, (prompt, rest) in enumerate(segments):
+            answered = False
+            for kind in "p" * prompt + rest:
+                answered |= kind == "r"
+                made[-1].append(kind == "r")
+                forks[-1].append(number)
+                expected[-1].append(answered and kind != "r")
+    lengths = [max(1, len(row)) for row in made]
+    width = max(lengths) + 2
+    made, forks, expected = (
+        torch.tensor([row + [0] * (width - len(row)) for row in each]) for each in (made, forks, expected)
+    )
+    assert torch.equal(observed(made.float(), torch.tensor(lengths), forks), expected.float())
+    if not forks.any():
+        assert torch.equal(observed(made.float(), torch.tensor(lengths), None), expected.float())
