@@ -36,7 +36,8 @@ class BatchSource:
 
     def next(self) -> TrainBatch:
         rows = self.stream.next()
-        self._truncated = float(np.isin(rows, self.dataset.report.cut).mean())
+        cut = np.asarray(self.dataset.report.cut, np.int64)
+        self._truncated = float((np.searchsorted(cut, rows, "right") > np.searchsorted(cut, rows)).mean())
         own: Sequence[int] = range(len(rows))
         if self.ranks > 1:
             costs = self.cost(torch.from_numpy(self.dataset.lengths[rows])).tolist()
