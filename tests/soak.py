@@ -83,6 +83,7 @@ STAGES = ("sft", "rm", "dpo", "kto", "distill", "online_dpo", "sample", "grpo", 
 ASKING = ("turns", "outside")  # whom nobody answers the same again
 LAYOUTS: dict[str, tuple[int, list[str]]] = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"])}
 LAYOUTS["pages"] = (1, ["engine.page_tokens=4", "engine.kv_cache_bytes=35840", "sampling.max_response_tokens=10"])
+LAYOUTS["drafts"] = (1, ["engine.draft_tokens=3", "sampling.temperature=0.3", "sampling.max_response_tokens=10"])
 LAYOUTS["tp2-lora"] = (2, ["parallel.tensor=2", "model.lora.rank=2", "model.lora.dora=true"])
 LAYOUTS |= {f"lag{lag}": (2, ["engine.ranks=1", f"engine.lag={lag}"]) for lag in (1, 2)}
 VLLM = "vllm"  # needs an environment of its own, and seconds to start

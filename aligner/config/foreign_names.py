@@ -154,6 +154,7 @@ _BY_OURS: dict[str, str] = {
     "engine.kv_cache_bytes": "gpu_memory_utilization vllm_gpu_memory_utilization",
     "engine.max_batch": "max_num_seqs",
     "engine.page_tokens": "block_size page_size tokens_per_block",
+    "engine.draft_tokens": "num_speculative_tokens speculative_num_draft_tokens prompt_lookup_num_tokens",
     "engine.cuda_graphs": "enforce_eager",
     "memory.sleep": "vllm_enable_sleep free_cache_engine",
     "run.dir": "output_dir save_path ckpt_path default_local_dir checkpoint_dir",

@@ -163,6 +163,10 @@ generates !engine.can.repeats => run.deterministic =false
     | with {engine.name=}{engine.why.repeats} | engine.name=native repeats bit-for-bit.
 engine.can.computes_here engine.cuda_graphs=true model.moe.num_experts => engine.cuda_graphs =false
     | with experts: how many rows one gets is not known ahead
+model.traits.linear => engine.draft_tokens =0
+    | with {model.family=}, whose states cannot go back to the last token that was kept
+model.traits.entries => engine.draft_tokens =0
+    | with {model.family=}, whose states cannot go back to the last token that was kept
 """),
     "shares": rules("""
 => model.num_heads, model.linear.key_heads %engine.tensor_parallel

@@ -24,6 +24,7 @@ from aligner.plan.prediction import Prediction, predict, shares_text
 from aligner.plan.sizing import Room, sized
 from aligner.plan.split import splits
 from aligner.plan.sweep import Sweep, widths
+from aligner.plan.times import decode_step
 
 FASTER = 0.9  # of the native engine's seconds: a step with vLLM that is worth a line
 
@@ -46,7 +47,7 @@ def main(args: argparse.Namespace, cfg: Config) -> int:
         print(json.dumps(prediction.data() | split, indent=1), flush=True)
     else:
         lines = [prediction.text(), *_split_lines(prediction, predictions), *_engine_lines(args, cfg, prediction)]
-        print("\n".join([*lines, *_package_lines(prediction)]), flush=True)
+        print("\n".join([*lines, *_draft_lines(prediction), *_package_lines(prediction)]), flush=True)
     refuse(prediction.job, prediction.device, prediction.memory)
     return 0
 
@@ -109,6 +110,25 @@ def _engine_lines(args: argparse.Namespace, cfg: Config, here: Prediction) -> li
     return []
 
 
+def _draft_lines(here: Prediction) -> list[str]:
+    """Return the report's line about how many tokens of a row pay for a step with drafts: those that it takes longer
+    than one without."""
+    job, engine = here.job, here.job.engine
+    if engine is None or not engine.drafts:
+        return []
+    width, seen = 1 + engine.drafts, job.rows.prompt_mean + job.rows.response_mean / 2
+
+    def longer(rows: int) -> float:
+        many, one = (decode_step(job, here.machine, rows, seen, fed)[0] for fed in (width, 1))
+        return many / one
+
+    most = max(1, min(job.slots()[0], engine.max_batch // width))
+    text = " and ".join(f"{longer(rows):.2f} with {rows} rows" for rows in (1, most)).replace(
+        "with 1 rows", "with 1 row"
+    )
+    return [f"engine.draft_tokens={engine.drafts} pays above engine/mean_acceptance_length {text}"]
+
+
 def _package_lines(here: Prediction) -> list[str]:
     """Return the report's line about the package that computes linear attention, where it is not installed."""
     job = here.job
@@ -123,6 +143,9 @@ def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, 
     if args.gpus < 1 or args.gpus_per_node < 1:
         raise ConfigError("--gpus", min(args.gpus, args.gpus_per_node), "a number >= 1")
     validate_engines(cfg, args.gpus)
+    if args.acceptance_length and not 1 <= args.acceptance_length <= 1 + cfg.engine.draft_tokens:
+        expected = f"1 to {1 + cfg.engine.draft_tokens}, with engine.draft_tokens={cfg.engine.draft_tokens}"
+        raise ConfigError("--acceptance-length", args.acceptance_length, expected)
     device, shape = find_device(args.device), known_shape(cfg, "a plan")
     sizes = partial(sized, ranks=args.gpus, room=Room.of(device), engine_tensor=args.engine_tensor_parallel)
     plain = partial(
@@ -134,7 +157,12 @@ def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, 
         lengths=read_lengths(args.lengths) if args.lengths else (),
         engine_tensor=args.engine_tensor_parallel,
     )
-    return device, shape, lambda one: plain(sizes(one))
+
+    def job_for(one: Config) -> PlanJob:
+        job = plain(sizes(one))
+        return replace(job, engine=job.engine and replace(job.engine, accepted=args.acceptance_length))
+
+    return device, shape, job_for
 
 
 def _table(predictions: list[Prediction], top: int) -> str:

@@ -75,6 +75,8 @@ class Engine:
     shares: int = 1  # of its GPUs, each with rows, attention and dense layers of its own; experts are on all
     in_flight: bool = False  # not of this project yet: it takes weights while rows run on, and keeps their cache
     page: int = 0  # tokens of a page of the cache, which rows take as they grow; 0: rows are whole
+    drafts: int = 0  # tokens drafted for a row, at most `max_batch` tokens of a step
+    accepted: float = 0.0  # tokens that a row gets from a step with drafts; 0: drafts are not counted
 
 
 @dataclass(frozen=True)
@@ -247,6 +249,7 @@ class PlanJob:
         if engine.window and self.turns:  # what pauses is read again
             longest = positions
         again = positions if page else longest  # what paused for lack of pages is read again
+        positions += engine.drafts + bool(engine.drafts and engine.window)
         positions = ceil(positions / page) * page if page else positions
         state_positions = ceil(row_bytes(shape) / engine.tensor / token)  # in positions
         each = longest + state_positions
@@ -307,7 +310,7 @@ def job_of(
         unit=pairs,
         packing=b.packing,
         balanced=b.balance,
-        share=_shares(cfg),
+        share=b.share_prompts and b.packing and not (cfg.parallel.context > 1 or cfg.mismatch.replay_routing),
         recompute=shape.recomputed,
         logprob_tokens=b.logprob_budget,
         logits_bytes=b.logits_bytes,
@@ -386,6 +389,7 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
         lag=e.lag,
         window=e.window,
         page=e.page_tokens,
+        drafts=e.draft_tokens,
         pauses=e.can.windows and (not cfg.environment.on or in_turns),
     )
 
@@ -465,12 +469,6 @@ def _judges(cfg: Config, shape: ModelConfig, rows: PlannedRows, engine: Engine) 
         by = replace(engine, ranks=0, factors=False, **_decoding(native, judges)) if judge.model else engine
         planned.append(PlannedJudge(judges, asked, by, judge.model))
     return tuple(planned)
-
-
-def _shares(cfg: Config) -> bool:
-    """Return whether rows may share prompts."""
-    whole = cfg.parallel.context > 1 or cfg.mismatch.replay_routing
-    return cfg.batch.share_prompts and cfg.batch.packing and not whole
 
 
 def known_shape(cfg: Config, reader: str) -> ModelConfig:

@@ -19,6 +19,13 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--engine-tensor-parallel", type=int, default=0, metavar="N", help="instead of engine.tensor_parallel: what if"
     )
+    sub.add_argument(
+        "--acceptance-length",
+        type=float,
+        default=0,
+        metavar="N",
+        help="tokens of a row and step with engine.draft_tokens",
+    )
     sub.add_argument("--sweep", action="store_true", help="all layouts that fit, the fastest first")
     sub.add_argument("--top", type=int, default=20, metavar="N", help="rows that --sweep shows (default 20)")
     sub.add_argument("--json", action="store_true", help="print JSON")

@@ -204,7 +204,7 @@ def _engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:
     heads = [m.of_kinds(kinds) for kinds in m.head_kinds()]
     wide = max((each.num_heads + 2 * max(each.num_kv_heads, engine.tensor)) * each.kv_channels for each in heads)
     wide += (1 + m.mlp_parts) * widest_mlp(m, engine.tensor) + 2 * engine.tensor * inputs_width(m)
-    logits = slots * m.vocab_size
+    logits = max(slots, min(slots * (1 + engine.drafts), engine.max_batch)) * m.vocab_size
     weights = engine_bytes(m, engine.tensor, engine.element, engine.matrix, engine.shares)
     weights += kept_bytes(m, job.element, engine.tensor) if engine.factors else 0
     return {"engine weights": weights, "kv cache": cache}, {

@@ -373,10 +373,10 @@ def refit_phase(job: PlanJob, machine: Machine) -> PhaseTime:
     return phase
 
 
-def decode_step(job: PlanJob, machine: Machine, rows: float, context: float) -> tuple[float, float]:
+def decode_step(job: PlanJob, machine: Machine, rows: float, context: float, fed: int = 1) -> tuple[float, float]:
     """Return (seconds of one decode step of an engine with `rows` rows at `context` tokens, seconds of its
     collectives). A step takes the larger of bytes (weights once, the cache of each of a rank's rows) over bandwidth and
-    operations over rate, then samples; at least the host's time to launch."""
+    operations over rate, then samples; at least the host's time to launch. `fed`: tokens of each row."""
     engine, m = job.engine, job.policy.shape
     assert engine is not None
     tp, width, assumed = engine.tensor, engine.tensor // engine.shares, machine.assumed
@@ -384,7 +384,8 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float) -> 
     passes = 4 if job.package and not m.traits.mamba else assumed.state_passes  # the kernel's states are copied back
     cached = kv_bytes(m, engine.element, width) * m.num_layers / (m.num_layers - m.attention.kv_shared_layers)
     kept = context * cached + passes * row_bytes(m) / width
-    moved = decode_weight_bytes(m, rows, engine.element, tp, engine.matrix, engine.shares) + own * kept
+    cache, rows, own = own * kept, rows * fed, own * fed
+    moved = decode_weight_bytes(m, rows, engine.element, tp, engine.matrix, engine.shares) + cache
     products = head_operations(m, rows) / machine.rate + m.num_layers * machine.layer_products(m, rows)
     products += m.num_layers * (index_operations(m, rows) / machine.rate + machine.attention(m, rows, context))
     busy = max(moved / machine.device.bandwidth / assumed.decode, products / tp)
@@ -433,7 +434,10 @@ def generate_phase(job: PlanJob, machine: Machine) -> PhaseTime:
 
     def run(active: float, steps: float, t: float) -> None:
         reach = rows.prompt_longest + t if engine.padded else rows.prompt_mean + t
-        busy, wire = decode_step(job, machine, max(1.0, active), reach)
+        active, fed = max(1.0, active), 1
+        if engine.drafts and engine.accepted and active * (1 + engine.drafts) <= engine.max_batch:
+            fed, steps = 1 + engine.drafts, steps / engine.accepted
+        busy, wire = decode_step(job, machine, active, reach, fed)
         phase.parts["decode"] += steps * (busy - wire)
         if wire:
             phase.parts["tp communication"] += steps * wire

@@ -116,15 +116,15 @@ def _engine(device: RehearsedDevice) -> None:
 
     def ended(flags: Tensor, inside: dict[str, Any]) -> Tensor:
         """End the first row two steps before the others, so that the last one moves. With the second end the last
-        quarter of the rows, so that others get their slots."""
+        quarter of the rows, so that others get their slots. All have drafts, and keep one token of a step."""
         batch = inside["self"]
         batch.rehearsed = getattr(batch, "rehearsed", 0) + 1
         last = min(DECODED, batch._limit)
-        step, rows = batch.rehearsed % last, len(flags)
+        step, rows = batch.rehearsed % last, flags.shape[-1]
         ends = torch.full((rows,), step == 0)
         ends[:1] |= step >= last - 2
         ends[3 * rows // 4 :] |= step == last - 1
-        return ends
+        return ends if flags.dim() == 1 else torch.stack([ends, *torch.ones(2, rows, dtype=torch.bool)])
 
     def own(source: Tensor, inside: dict[str, Any]) -> Tensor:
         return torch.tensor(inside["values"])
@@ -143,7 +143,7 @@ def _engine(device: RehearsedDevice) -> None:
 
     mlp.sort_own_pairs, mlp.grouped_linear = sorted_evenly, multiplied
     NativeEngine.step = stepped
-    device.answers["engines/native/schedule.py", "settle"] = ended
+    device.answers["engines/native/batch.py", "settle"] = ended
     device.answers["refit/transfer.py", "largest"] = own  # else a refit that fails here would continue
 
 

@@ -127,10 +127,10 @@ class RequestBatch(PromptPool):
         good = ask is not None and ask.sampling == self.first.sampling and len(ask.tokens) <= self.longest
         return ask if good and len(self.asks) < PERIOD else None
 
-    def heard(self, read_tokens: Callable[[], tuple[list[int], list[int]]]) -> None:
+    def heard(self, read_tokens: Callable[[], list[tuple[int, list[int]]]]) -> None:
         if any(ask.hear is not None and not ask.answer.done() for ask in self.asks):
-            for row, token in zip(*read_tokens(), strict=True):
-                if (hear := self.asks[row].hear) is not None:
+            for row, tokens in read_tokens():
+                for token in tokens if (hear := self.asks[row].hear) is not None else ():
                     hear(token)
 
     def finished(self, number: int, index: int, tokens: list[int], logprobs: list[float], stopped: bool) -> None:

@@ -14,8 +14,8 @@ import torch
 from aligner.cluster.threads import use
 from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native import engine as native
+from aligner.engines.native.batch import COUNT, ROW
 from aligner.engines.native.load import engine_from_folder
-from aligner.engines.native.schedule import COUNT, ROW
 from aligner.types import SamplingParams
 from benchmarks.versus.gate import Gate, Over
 from benchmarks.versus.workload import EOS, PAD, Work, force_lengths, response_lengths

@@ -408,6 +408,10 @@ grpo ; engine={name: trtllm_engine, sleep_weights: true} => engine.sleep_weights
 grpo ; engine={name: trtllm_engine, trtllm: {prefix_reuse: true}} => engine.trtllm.prefix_reuse
 grpo ; engine={name: vllm, sleep: false, sleep_weights: true} => engine.sleep_weights
 grpo ; engine={name: vllm, page_tokens: 16} => engine.page_tokens
+grpo ; engine={name: vllm, draft_tokens: 4} => engine.draft_tokens
+grpo ; engine={max_batch: 4, draft_tokens: 4} => engine.draft_tokens
+grpo ; model=qwen3_next_80b_a3b ; engine.draft_tokens=4 => engine.draft_tokens
+grpo ; model=deepseek_v4_flash ; engine.draft_tokens=4 => engine.draft_tokens
 grpo ; engine={name: trtllm_engine, trtllm: {args: {backend: x}}} => engine.trtllm.args
 grpo ; reward.model_attributes={a: 1} => reward.model_attributes
 grpo ; reward.judges=[{kind: pairwise, question: '{first}{second}', parse: yesno}] => reward.judges[].parse

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from aligner.config.sections.engine import EngineConfig
+from aligner.engines.native.batch import Batch
 from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.native.graphs import DecodeGraphs
 from aligner.engines.native.prefixes import BLOCK, Prefixes
-from aligner.engines.native.schedule import Batch, CacheUse, PromptPool, PromptRequest, plan_generation
+from aligner.engines.native.schedule import CacheUse, PromptPool, PromptRequest, plan_generation
 from aligner.types import SamplingParams
 from tests.engines.contract import LLAMA, fill, reference
 from tests.engines.graph_recorder import CpuRecorder

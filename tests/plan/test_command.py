@@ -1,6 +1,7 @@
 """`aligner plan` and the check of `aligner submit`, as they are called."""
 
 import json
+import re
 
 import pytest
 
@@ -282,3 +283,20 @@ def test_a_plan_names_vllm_where_it_would_be_faster(model, faster, capsys):
     long = ["--response-tokens", "2000", "sampling.max_response_tokens=8192", "parallel.sequence=true"]
     main(["plan", "--gpus", "64", "stage=grpo", *model, *long, "batch.prompts=128", "batch.group=16"])
     assert ("engine=vllm would be faster: step " in capsys.readouterr().out) == faster
+
+
+def test_a_plan_names_the_acceptance_from_which_drafts_pay(capsys):
+    """A step of few rows reads weights, whatever they are multiplied with."""
+    job = ["plan", "--gpus", "8", "stage=grpo", "model=qwen3_1.7b", "sampling.max_response_tokens=2048"]
+    job += ["engine.draft_tokens=7", "engine.max_batch=512", "batch.prompts=128", "batch.group=8"]
+    seconds = []
+    for length in ("0", "1", "3"):
+        assert main([*job, "--acceptance-length", length, "--json"]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["step_s"])
+    main(job)
+    text = r"engine.draft_tokens=7 pays above engine/mean_acceptance_length (\S+) with 1 row and (\S+) with 64 rows"
+    one, many = map(float, re.search(text, capsys.readouterr().out).groups())
+    assert 1 <= one < 1.2 and one < many < 8
+    assert seconds[2] < seconds[0] < seconds[1]
+    assert main([*job, "--acceptance-length", "9"]) == 2
+    assert "--acceptance-length=9.0: expected 1 to 8, with engine.draft_tokens=7" in capsys.readouterr().err

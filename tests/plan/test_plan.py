@@ -281,8 +281,8 @@ def test_an_average_and_other_rows_cost_what_they_are():
     assert seconds[1] / seconds[0] == pytest.approx(tokens / job.rows.tokens, rel=0.1)
 
 
-@pytest.mark.parametrize("page", [0, 48])
-def test_the_kv_cache_is_cut_as_the_engine_cuts_it(page):
+@pytest.mark.parametrize("page, drafts", [(0, 0), (48, 0), (48, 4), (0, 4)])
+def test_the_kv_cache_is_cut_as_the_engine_cuts_it(page, drafts):
     from aligner.config.sections.engine import EngineConfig
     from aligner.engines.native.schedule import CacheUse, PromptRequest, plan_generation
     from aligner.plan.shapes import kv_bytes
@@ -290,9 +290,9 @@ def test_the_kv_cache_is_cut_as_the_engine_cuts_it(page):
 
     model = shape("qwen3_0.6b")
     for budget, most in ((1 << 30, 512), (4 << 30, 24), (1 << 33, 512)):
-        job = grpo(model, Grid(data=8), Engine(kv_bytes=float(budget), max_batch=most, page=page))
+        job = grpo(model, Grid(data=8), Engine(kv_bytes=float(budget), max_batch=most, page=page, drafts=drafts))
         wanted = [PromptRequest([1] * 256, [0] * 16)] * 8
-        config = EngineConfig(kv_cache_bytes=budget, max_batch=most, page_tokens=page)
+        config = EngineConfig(kv_cache_bytes=budget, max_batch=most, page_tokens=page, draft_tokens=drafts)
         token = kv_bytes(model, 2)
         plan = plan_generation(wanted, SamplingParams(2048), config, CacheUse(token))
         slots, held = job.slots()

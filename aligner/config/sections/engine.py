@@ -61,6 +61,13 @@ class EngineConfig(Section, key="engine"):
         rollouts=False,
     )
     max_batch: int = key(512, "Maximum rows decoded together.", least=1)
+    draft_tokens: int = key(
+        0,
+        "Tokens that the native engine drafts for each row from what the row repeats (prompt lookup). Samples stay the "
+        "same: drafts that are sampled as well save decode steps. Only while rows x (1 + draft_tokens) <= max_batch.",
+        least=0,
+        rollouts=False,
+    )
     dtype: str = key("auto", "Data type of the weights. auto: the trainer's.", choices=("auto", "float32", "bfloat16"))
     quantization: str = key(
         "none", "Type to which refits round the layers' matrices. Emulated: it saves no memory or time.", choices=KINDS
@@ -146,6 +153,8 @@ captures can.computes_here tensor_parallel!=1 => cuda_graphs =false | unless eng
 section=trtllm !can.arguments => trtllm.args = | with engine.name={name}{why.arguments}
 section=trtllm !can.prefix_reuse => trtllm.prefix_reuse =false | with engine.name={name}{why.prefix_reuse}
 !can.computes_here => page_tokens =0 | with engine.name={name}: only native takes the key
+!can.computes_here => draft_tokens =0 | with engine.name={name}: only native takes the key
+draft_tokens => draft_tokens <max_batch | : a step with drafts has at most so many tokens
 !sleeps => sleep_weights =false|auto | with engine.sleep={sleep}
 """)
 

@@ -1,4 +1,4 @@
-"""Attention of the native engine: causal over whole prompts, and of one new token per row against the cache."""
+"""Attention of the native engine: causal over whole prompts, and of the new tokens of rows against the cache."""
 
 from __future__ import annotations
 
@@ -54,27 +54,40 @@ def rotate(x: Tensor, rope: Tensor, neighbours: bool) -> None:
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scratch: Scratch, scores: ScoreRule) -> Tensor:
-    """Return attention of one new token per row: q [n, heads, d], k and v [n, kv_heads, T, d], mask float32 [n, 1,
-    1, T] (0 or -inf) -> [n, heads * d]."""
-    (n, heads, d), (scale, softcap, sinks) = q.shape, scores
-    groups, length = k.shape[1], k.shape[2]
-    q, scale = q.unflatten(1, (groups, heads // groups)), scale or d**-0.5
+    """Return attention of w new tokens per row, one row's behind the other's: q [n * w, heads, d], k and v [n,
+    kv_heads, T, d], mask float32 [n * w, 1, 1, T] (0 or -inf) -> [n * w, heads * d]."""
+    (tokens, heads, d), (n, groups) = q.shape, k.shape[:2]
+    w, share = tokens // n, heads // groups
+    if w == 1:
+        return _attention(q.unflatten(1, (groups, share)), k, v, mask, scratch, scores).view(n, heads * d)
+    # a row's tokens and the query heads of a group alike read the group's keys
+    q = q.view(n, w, groups, share, d).transpose(1, 2).reshape(n, groups, w * share, d)
+    mask = mask.view(n, 1, w, 1, -1).expand(n, 1, w, share, -1).flatten(2, 3)
+    if scores.sinks is not None:
+        scores = scores._replace(sinks=scores.sinks.view(groups, 1, share).expand(groups, w, share).flatten())
+    out = _attention(q, k, v, mask, scratch, scores).view(n, groups, w, share, d)
+    return out.transpose(1, 2).reshape(tokens, heads * d)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scratch: Scratch, scores: ScoreRule) -> Tensor:
+    """Return q [n, kv_heads, s, d], k and v [n, kv_heads, T, d], mask [n, 1, 1 or s, T] -> [n, kv_heads, s, d]."""
+    (n, groups, share, d), (scale, softcap, sinks) = q.shape, scores
+    length, scale = k.shape[2], scale or d**-0.5
     on_cpu, half = q.device.type == "cpu", q.dtype is torch.bfloat16
     if softcap:
         changed = capped(torch.matmul(q, k.transpose(2, 3)).float() * scale, softcap) + mask
-        return torch.matmul(changed.softmax(-1).to(v.dtype), v).view(n, heads * d)
+        return torch.matmul(changed.softmax(-1).to(v.dtype), v)
     if sinks is not None:
         products = torch.add(mask, torch.matmul(q, k.transpose(2, 3)).float(), alpha=scale)
-        own = sinks.float().view(groups, -1, 1).expand(n, groups, heads // groups, 1)
+        own = sinks.float().view(groups, -1, 1).expand(n, groups, share, 1)
         weights = torch.cat([products, own], 3).softmax(-1)[..., :-1]
-        return torch.matmul(weights.to(v.dtype), v).view(n, heads * d)
+        return torch.matmul(weights.to(v.dtype), v)
     if on_cpu and length < (_SHORT_BF16 if half else _SHORT):
         return _by_products(q, k, v, mask, scale, scratch)
     if on_cpu and half:  # tiny products in bfloat16 are slow: the query heads of a group are its positions instead
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype), scale=scale)
-        return out.reshape(n, heads * d)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype), scale=scale).contiguous()
     products = torch.add(mask, torch.matmul(q, k.transpose(2, 3)).float(), alpha=scale)
-    return torch.matmul(products.softmax(-1).to(v.dtype), v).view(n, heads * d)
+    return torch.matmul(products.softmax(-1).to(v.dtype), v)
 
 
 def _by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, scratch: Scratch) -> Tensor:
@@ -90,4 +103,4 @@ def _by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sc
         weights = scores.softmax(-1).to(v.dtype)
         torch.mul(weights[..., None], v[a:b, :, None], out=product)
         torch.sum(product, dim=3, out=out[a:b])
-    return out.view(n, groups * share * d)
+    return out

@@ -53,12 +53,13 @@ class PrefillInputs(NamedTuple):
 
 @dataclass
 class DecodeStep:
-    """The inputs of a decode step of slots [0, n), at positions below `longest`. A mask is made when a layer first
-    asks for it."""
+    """The inputs of a decode step of slots [0, rows), at positions below `longest`, of w tokens each, one row's behind
+    the other's. A mask is made when a layer first asks for it."""
 
+    rows: int
     longest: int
     window: int  # of layers with a local window; 0: there are none
-    positions: Tensor  # int64 [n]
+    positions: Tensor  # int64 [rows * w]
     fused: bool  # attention of plain heads is one kernel (`ops/kernels/cuda/decode.py`), if it takes their width
     cache: SlotCache
     places: tuple[Tensor, ...]  # of each kind of heads, of `cache.places`
@@ -69,8 +70,8 @@ class DecodeStep:
     lines: dict[int, Tensor | None] = field(default_factory=dict)  # of each kind of heads, of `cache.lines`
 
     def kept(self, layer: int, kind: int = 0) -> Tensor:
-        """Return [plane, n, kv_head, longest, head_dim] of a layer of the cache, until the next call."""
-        cache, rows = self.cache.kinds[kind], slice(len(self.positions))
+        """Return [plane, rows, kv_head, longest, head_dim] of a layer of the cache, until the next call."""
+        cache, rows = self.cache.kinds[kind], slice(self.rows)
         if kind not in self.lines:
             self.lines[kind] = cache.lines(rows, self.longest)
         return cache.read(layer, rows, self.longest, self.lines[kind], self.scratch)
@@ -83,7 +84,7 @@ class DecodeStep:
 
     @cached_property
     def mask(self) -> Tensor:
-        """The causal mask, float32 [n, 1, 1, longest], 0 or -inf."""
+        """The causal mask, float32 [rows * w, 1, 1, longest], 0 or -inf."""
         return self._hidden(torch.arange(self.longest, device=self.positions.device) > self.positions[:, None])
 
     @cached_property

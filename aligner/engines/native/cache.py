@@ -108,17 +108,18 @@ class SlotCache:
             self.memories.admit(prompt, first, count)
 
     def places(self, positions: Tensor) -> Tensor:
-        """Return the indices of the next keys and values of slots [0, n) for `write`: int64 [n * planes * kv_head].
-        They are the same for every layer, so they are computed once per step."""
+        """Return the indices of the next keys and values of slots [0, n), at positions [n] or [n, w], for `write`:
+        int64 [tokens * planes * kv_head]. They are the same for every layer, so they are computed once per step."""
         pages, groups, length = self.kv.shape[2:5]
         planes = torch.arange(self.planes, device=positions.device)[:, None] * (pages * groups * length)
         heads = planes + torch.arange(groups, device=positions.device) * length  # [planes, kv_head]
-        page = self.table.pages[: len(positions)].gather(1, (positions // length)[:, None]).squeeze(1)
-        rows = page * (groups * length) + positions % length
+        positions = positions.view(len(positions), -1)
+        page = self.table.pages[: len(positions)].gather(1, positions // length)
+        rows = (page * (groups * length) + positions % length).flatten()
         return (rows[:, None] + heads.flatten()).flatten()
 
     def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
-        """Write kv [n, planes * kv_head, head_dim]: keys, then values, of one new token per slot [0, n)."""
+        """Write kv [n, planes * kv_head, head_dim]: keys, then values, of new tokens."""
         self.kv[layer].view(-1, self.head_dim).index_copy_(0, places, kv.reshape(-1, self.head_dim))
 
     def lines(self, slots: slice | Tensor, longest: int) -> Tensor | None:

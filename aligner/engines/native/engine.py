@@ -11,7 +11,7 @@ Slots that no running row needs hold ended rows that may continue (`prefixes.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,13 @@ from aligner.config.engines import ENGINES
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import Finished, RolloutEngine, UpdateLedger, require_finite
+from aligner.engines.native.batch import Batch
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.graphs import REACH, CudaRecorder, DecodeGraphs
 from aligner.engines.native.model import NativeModel
 from aligner.engines.native.peers import EngineRanks
 from aligner.engines.native.routes import Routes
-from aligner.engines.native.schedule import Batch, CacheUse, GenerationPlan, PromptPool, PromptRequest, plan_generation
+from aligner.engines.native.schedule import CacheUse, GenerationPlan, PromptPool, PromptRequest, plan_generation
 from aligner.engines.native.states import RowStates
 from aligner.errors import ConfigError, RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
@@ -50,6 +51,15 @@ class EngineStats:
     decoded_rows: int = 0  # rows summed over decode steps: response tokens less one per sample, if none is wasted
     paused_rows: int = 0  # for lack of pages: read again later
     cache_usage: float = 0.0  # greatest share of the cache's pages that rows had
+    drafted_rows: int = 0  # rows with a draft summed over decode steps
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of these: sampled as well
+
+    def with_later(self, later: EngineStats) -> EngineStats:
+        """Return the counts of both."""
+        names = [field.name for field in fields(self)]
+        both = {name: getattr(self, name) + getattr(later, name) for name in names}
+        return EngineStats(**both | {"cache_usage": max(self.cache_usage, later.cache_usage)})
 
 
 class NativeEngine(RolloutEngine):
@@ -81,6 +91,9 @@ class NativeEngine(RolloutEngine):
         self.peers = EngineRanks(group)
         self.model = NativeModel(model, self.device, dtype, self.peers)
         memories = RowStates(self.model.row_states, self.device) if self.model.row_states else None
+        if memories is not None and config.draft_tokens:
+            expected = f"0 with family {model.family}: its states cannot go back to the last token that was kept"
+            raise ConfigError("engine.draft_tokens", config.draft_tokens, expected)
         (*sizes, planes), *others = self.model.cached
         beside = [SlotCache(*each[:3], self.device, dtype) for each in others]
         self.routes = None
@@ -94,10 +107,10 @@ class NativeEngine(RolloutEngine):
         if config.cuda_graphs is True and not on_gpu:
             raise ConfigError("engine.cuda_graphs", True, f"false on device {self.device.type}")
         captures = on_gpu and config.captures_of(model.moe.num_experts)
-        self.graphs = DecodeGraphs(self.model, CudaRecorder()) if captures else None
+        self.graphs = DecodeGraphs(self.model, CudaRecorder(), config.max_batch) if captures else None
         self.keeps_rows = memories is None  # earlier ones are not kept
         self.stats = EngineStats()
-        self._paging = 0.0, 0  # greatest usage of the cache, and paused rows, since `take_sums`
+        self._totals = EngineStats()  # since `take_sums`
         self._ledger = UpdateLedger(self.model.shapes)
         self._asleep = False
         self._staged_logits = torch.empty(0, device=self.device)  # float32 [staged prompts, V] of their first token
@@ -251,30 +264,39 @@ class NativeEngine(RolloutEngine):
         with torch.inference_mode():
             self.model.packs.pack()
             self.cache.resize(plan.shape, plan.staged_tokens, self.config.cache_bytes, plan.chunk_prompts)
-            while (not plan.window or self.stats.steps < plan.window) and self._unfinished(plan, batch):
+            while (not plan.window or batch.steps < plan.window) and self._unfinished(plan, batch):
                 before = batch.finished
                 moves = self.step(plan, batch, sampling)
                 if plan.pool is not None:
-                    plan.pool.heard(batch.last_tokens)
+                    plan.pool.heard(batch.new_tokens)
                 if batch.finished != before:
                     if progress:
                         progress(batch.finished, plan.rows)
                     self._leave(plan, batch, asked, moves)
-        usage, paused = self._paging
-        self._paging = max(usage, self.stats.cache_usage), paused + self.stats.paused_rows
+        self.stats.drafted_rows, self.stats.drafted_tokens = batch.drafted_rows, batch.drafted_tokens
+        self.stats.accepted_tokens = batch.accepted_tokens
+        self._totals = self._totals.with_later(self.stats)
         return batch.result(self.weight_version)
 
     def take_sums(self) -> Sums:
         """See `RolloutEngine.take_sums`."""
-        (usage, paused), self._paging = self._paging, (0.0, 0)
-        sums = {"engine/cache_usage": (usage, 1.0), "engine/preempted_rows": (float(paused), 1.0)}
-        return sums if self.config.page_tokens else {}
+        totals, self._totals, sums = self._totals, EngineStats(), Sums()
+        if self.config.page_tokens:
+            sums["engine/cache_usage"] = totals.cache_usage, 1.0
+            sums["engine/preempted_rows"] = float(totals.paused_rows), 1.0
+        if self.config.draft_tokens:
+            accepted, rows = float(totals.accepted_tokens), float(totals.drafted_rows)
+            sums["engine/decode_passes"] = float(totals.steps), 1.0
+            sums["engine/draft_acceptance_rate"] = accepted, float(totals.drafted_tokens)
+            sums["engine/mean_acceptance_length"] = accepted + rows, rows
+        return sums
 
     def _unfinished(self, plan: GenerationPlan, batch: Batch) -> bool:
         with torch.inference_mode(False):
             plan.refill(batch.active)
             batch.make_room(plan.rows)
-        return batch.finished < plan.rows
+        waits = batch.waits and not plan.wants_rows(batch.active, self.cache.table)
+        return batch.finished < plan.rows and not waits
 
     def step(self, plan: GenerationPlan, batch: Batch, sampling: SamplingParams) -> list[tuple[int, int]]:
         """Decode one token for every running row; see the top of this file. Return the slots to move, (from, to)."""
@@ -296,6 +318,8 @@ class NativeEngine(RolloutEngine):
         table = self.cache.table
         plan.tidy(batch.active, table)
         while not table.grow(batch.next_positions()):
+            if batch.forget_drafts():
+                continue
             if not plan.forget_kept(batch.active, table):
                 paused, moves = batch.pause()
                 plan.waiting.appendleft(paused)
@@ -374,8 +398,8 @@ class NativeEngine(RolloutEngine):
         self.stats.held_tokens += sum(held)
 
     def _stop_strings(self, batch: Batch, sampling: SamplingParams) -> Tensor | None:
-        """Return bool [active]: the text of the last tokens holds a stop string. Python over rows, so only where asked
-        for.
+        """Return bool [active, width]: the text up to each new token holds a stop string. Python over rows, so only
+        where asked for.
 
         A token is at least one byte of text: this bounds the number of tokens that can hold a stop string. The spare
         ones absorb the changes that decoders make to the first token of a text.
@@ -383,8 +407,11 @@ class NativeEngine(RolloutEngine):
         if not sampling.stop:
             return None
         tail = max(len(s.encode()) for s in sampling.stop) + 8
-        texts = (self._decode(tokens) for tokens in batch.tails(tail))
-        return torch.tensor([any(s in text for s in sampling.stop) for text in texts], device=self.device)
+        stopped = torch.zeros(batch.active, batch.width, dtype=torch.bool)
+        for row, tails in zip(stopped, batch.tails(tail), strict=True):
+            for ahead, text in enumerate(map(self._decode, tails)):
+                row[ahead] = any(s in text for s in sampling.stop)
+        return stopped.to(self.device)
 
     # ---- scoring
 

@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: the hundreds of small kernels of a step are launched at once (`engine.cuda_graphs`).
 
-A graph replays the same kernels on the same addresses. So it is made for one number of rows and one reach (positions
-that attention looks at), both rounded up, and one cache in memory. Its first step runs directly, the second is
-recorded. Both have the rounded shapes, so that a resumed run, whose graphs are new, computes the same.
+A graph replays the same kernels on the same addresses. So it is made for one number of rows, one of tokens for each,
+one reach (positions that attention looks at) and one cache in memory. Rows and reach are rounded up. Its first step
+runs directly, the second is recorded. Both have the rounded shapes, so that a resumed run, whose graphs are new,
+computes the same.
 """
 
 from __future__ import annotations
@@ -63,19 +64,19 @@ class CudaRecorder:
 
 class DecodeGraphs:
     """`NativeModel.decode` as graphs, for rows in slots [0, n). The cache needs free slots behind them: those are
-    written to."""
+    written to. `drafted`: most tokens of a step whose rows have several."""
 
-    def __init__(self, model: NativeModel, record: GraphRecorder):
-        self.model, self._record = model, record
-        self._graphs: dict[tuple[int, int], Callable[[], None] | None] = {}  # None: ran once
+    def __init__(self, model: NativeModel, record: GraphRecorder, drafted: int = 1 << 62):
+        self.model, self._record, self._drafted = model, record, drafted
+        self._graphs: dict[tuple[int, int, int], Callable[[], None] | None] = {}  # None: ran once
         self._memory: tuple = ()
-        self._inputs = torch.empty(0, dtype=torch.int64)
-        self._logits = torch.empty(0)  # float32 [slots, V], of the last step
+        # by tokens of a row: inputs int64 [2, rows, tokens], and float32 logits [rows * tokens, V] of the last step
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def held_bytes(self) -> int:
         """The bytes of inputs and logits; the device's allocator counts the graphs' intermediates."""
-        return self._inputs.nbytes + self._logits.nbytes
+        return sum(tensor.nbytes for buffers in self._buffers.values() for tensor in buffers)
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache, longest: int) -> Tensor:
         """See `NativeModel.decode`; the result lives until the next call."""
@@ -85,29 +86,36 @@ class DecodeGraphs:
         memory = places, cache.table.pages.data_ptr(), cache.table.shape, self.model.rotations_at
         if self._memory != memory:
             self.clear()
-            self._memory, device = memory, tokens.device
-            self._inputs = torch.zeros(2, slots, dtype=torch.int64, device=device)
-            self._logits = torch.empty(slots, self.model.cfg.vocab_size, device=device)
-        n, rows = len(tokens), rounded_rows(len(tokens), slots)
-        self._inputs[0, :n].copy_(tokens)
-        self._inputs[1, :n].copy_(positions)
-        self._inputs[0, n:rows] = 0
-        self._inputs[1, n:rows] = capacity - 1  # in a slot without a running row: no row that continues reaches so far
+            self._memory = memory
+        (n, width), rows = tokens.shape, rounded_rows(len(tokens), slots)
+        inputs, result = self._own(width, slots, tokens.device)
+        inputs[0, :n].copy_(tokens)
+        inputs[1, :n].copy_(positions)
+        inputs[0, n:rows] = 0
+        # in a slot without a running row: no row that continues reaches so far
+        inputs[1, n:rows] = torch.arange(capacity - width, capacity, device=tokens.device)
         reach = rounded_reach(longest, capacity)
 
         def step() -> None:
-            asked = self._inputs[0, :rows], self._inputs[1, :rows], cache, reach
-            logits = self.model.decode(*asked, fused=tokens.is_cuda)
-            self._logits[:rows].copy_(logits)
+            logits = self.model.decode(inputs[0, :rows], inputs[1, :rows], cache, reach, fused=tokens.is_cuda)
+            result[: rows * width].copy_(logits)
 
-        key = rows, reach
+        key = rows, width, reach
         if key not in self._graphs:
             self._graphs[key] = None
             step()
         else:
             replay = self._graphs[key] = self._graphs[key] or self._recorded(step)
             replay()
-        return self._logits[:n]
+        return result[: n * width]
+
+    def _own(self, width: int, slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the buffers of steps of rows with so many tokens."""
+        if width not in self._buffers:
+            rows = slots if width == 1 else rounded_rows(min(slots, self._drafted // width), slots)
+            inputs = torch.zeros(2, rows, width, dtype=torch.int64, device=device)
+            self._buffers[width] = inputs, torch.empty(rows * width, self.model.cfg.vocab_size, device=device)
+        return self._buffers[width]
 
     def _recorded(self, step: Callable[[], None]) -> Callable[[], None]:
         """Record with intermediates in the graphs' own memory: those of other calls are replaced when they must
@@ -122,4 +130,5 @@ class DecodeGraphs:
         """Forget all graphs: afterwards the cache and the weights may be released."""
         self._graphs.clear()
         self._record.forget()
-        self._memory, self._inputs, self._logits = (), self._inputs.new_empty(0), self._logits.new_empty(0)
+        self._memory = ()
+        self._buffers.clear()

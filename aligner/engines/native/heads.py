@@ -130,7 +130,7 @@ class PlainHeads:
         return _gated(prefill_attention(q, k, v, seen, self._scores(index)), gates).flatten(0, 1)
 
     def decode(self, layer: int, y: Tensor, step: DecodeStep) -> Tensor:
-        """Return y [n, hidden] -> [n, heads * d]; keys and values are written to the cache."""
+        """Return y [M, hidden] -> [M, heads * d]; keys and values are written to the cache."""
         heads, index = self._heads(layer, y, step.rope), self.cache_index[layer]
         cache, places = step.cache.kinds[self.cached_as], step.places[self.cached_as]
         if self.made:
@@ -139,7 +139,7 @@ class PlainHeads:
         return _gated(self._attended(layer, heads[:, : self.heads], step), gates)
 
     def _attended(self, layer: int, queries: Tensor, step: DecodeStep) -> Tensor:
-        """Return queries [n, heads, d] -> [n, heads * d]."""
+        """Return queries [M, heads, d] -> [M, heads * d]."""
         index, local, cached = self.index[layer], self.local[layer], self.cache_index[layer]
         scores = self._scores(index)
         if step.fused and self.head_dim <= WIDEST:
@@ -147,7 +147,7 @@ class PlainHeads:
 
             window, cache = self.cfg.attention.window if local else 0, step.cache.kinds[self.cached_as]
             rows = step.positions, cache.table.pages, step.longest
-            return attend(queries, *cache.kv[cached], *rows, scores, window).flatten(1)
+            return attend(queries, *cache.kv[cached], *rows, scores, window, len(queries) // step.rows).flatten(1)
         keys, values = step.kept(cached, self.cached_as)
         seen = step.near if local and step.near is not None else step.mask
         return decode_attention(queries, keys, values, seen, self.kit.scratch, scores)

@@ -101,11 +101,11 @@ class LatentHeads:
         return prefill_attention(q, k, v, seen, ScoreRule(self.scale), index).flatten(0, 1)
 
     def decode(self, layer: int, y: Tensor, step: DecodeStep) -> Tensor:
-        """Return y [n, hidden] -> [n, heads * value_dim]; kept numbers are written to the cache."""
+        """Return y [M, hidden] -> [M, heads * value_dim]; kept numbers are written to the cache."""
         rope, vector = step.rope[0], self._query_vector(layer, y)
         query = self._absorbed(layer, vector, rope)
         step.cache.write(layer, step.places[0], self._kept(layer, y, rope)[:, None])
-        seen, mask = step.kept(layer)[0, :, 0], step.mask[:, 0]
+        seen, mask = step.kept(layer)[0, :, 0], step.mask.view(step.rows, -1, step.longest)
         kept, index_key = seen.split([self.width, self.kept_width - self.width], 2)
         if self.indexer and step.longest > self.indexer.shape.top_k:
             mask = self.indexer.mask(layer, y, vector, step, index_key)
@@ -119,10 +119,13 @@ class LatentHeads:
         return torch.cat([query, rotated], 2)
 
     def _attended(self, layer: int, query: Tensor, kept: Tensor, mask: Tensor) -> Tensor:
-        """Return query [n, heads, width], kept [n, T, width], mask float32 [n, 1, T] (0 or -inf) -> [n, heads *
-        value_dim]."""
+        """Return query [n * w, heads, width], kept [n, T, width], mask float32 [n, w, T] (0 or -inf) -> [n * w, heads
+        * value_dim]."""
+        query = query.view(len(kept), -1, query.shape[2])  # all read the same
+        mask = mask if mask.shape[1] == 1 else mask[:, :, None].expand(-1, -1, self.heads, -1).flatten(1, 2)
         scores = torch.add(mask, torch.matmul(query, kept.transpose(1, 2)).float(), alpha=self.scale)
         mixed = torch.matmul(scores.softmax(-1).to(kept.dtype), kept[..., : self.shape.kv_rank])
+        mixed = mixed.view(-1, self.heads, self.shape.kv_rank)
         _, values = self._ups(layer)
         return torch.bmm(mixed.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1).flatten(1)
 
@@ -193,10 +196,10 @@ class NativeIndexer:
         return index
 
     def mask(self, layer: int, y: Tensor, vector: Tensor, step: DecodeStep, key: Tensor) -> Tensor:
-        """Return the mask [n, 1, T] of a step without the keys [n, T, head_dim] that are not chosen."""
+        """Return the mask [n, w, T] of a step without the keys [n, T, head_dim] that are not chosen."""
         if self.shape.is_full(layer):
-            query, weight = self._asked(layer, y, vector, step.rope[0])
-            index, mask = Index(query[:, None], weight[:, None], key, self.shape.top_k), step.mask[:, 0]
+            asked = (x.unflatten(0, (step.rows, -1)) for x in self._asked(layer, y, vector, step.rope[0]))
+            index, mask = Index(*asked, key, self.shape.top_k), step.mask.view(step.rows, -1, step.longest)
             mask = mask.masked_fill(~chosen(index, mask == 0), -torch.inf)
         else:
             mask = step.masks[layer - 1]

@@ -307,18 +307,19 @@ class NativeModel:
         routes: Routes | None = None,
         fused: bool = False,
     ) -> Tensor:
-        """Return float32 logits [n, V] of one token per slot [0, n): tokens, positions int64 [n], all positions <
-        longest. `fused`: attention by one kernel, which is for a GPU; its launch alone costs the host more than
-        torch's few."""
-        n = len(tokens)
+        """Return float32 logits [M, V] of the M tokens int64 [n, w], or [n], that follow in slots [0, n), at positions
+        of this shape, all < longest. `fused`: attention by one kernel, which is for a GPU; its launch alone costs the
+        host more than torch's few."""
+        rows = len(tokens)
         places, window = tuple(each.places(positions) for each in cache.kinds), self.cfg.attention.window
+        tokens, positions = tokens.flatten(), positions.flatten()
         rope = self.rotations(positions, longest)
-        step = DecodeStep(longest, window, positions, fused, cache, places, self.scratch, rope)
+        step = DecodeStep(rows, longest, window, positions, fused, cache, places, self.scratch, rope)
 
         def mix(mixer: Mixer, layer: int, y: Tensor) -> Tensor:
             return mixer.decode(layer, y, step)
 
-        routing = None if routes is None else routes.empty(n)
+        routing = None if routes is None else routes.empty(len(tokens))
         hidden = self._forward(tokens, mix, routing)
         if routes is not None:
             cache.kinds[-1].write(0, places[-1], routing.flatten(1)[:, None])

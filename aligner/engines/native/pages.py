@@ -84,13 +84,14 @@ class PageTable:
         table is on the device afterwards."""
         if not self.whole:
             numbers = (positions // self.shape.tokens).tolist()
-            lacking = [slot for slot, number in enumerate(numbers) if number == len(self._rows[slot])]
-            if len(lacking) > self.free:
+            lacking = {slot: n for slot, last in enumerate(numbers) if (n := last + 1 - len(self._rows[slot])) > 0}
+            if sum(lacking.values()) > self.free:
                 return False
-            for slot in lacking:
-                page = self._free.pop()
-                self._users[page] = 1
-                self._assign(slot, [*self._rows[slot], page])
+            for slot, count in lacking.items():
+                pages = [self._free.pop() for _ in range(count)]
+                for page in pages:
+                    self._users[page] = 1
+                self._assign(slot, self._rows[slot] + pages)
             self._upload()
         return True
 

@@ -39,7 +39,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingP
     information. Ids from `sampling.vocabulary` on are never sampled. Without cuts the logprobs still are those of
     the distribution over all ids, which is the trainer's: the two stay comparable. Where logits are not finite (NaN,
     or all infinite) the token means nothing and its logprob is NaN. Checking that here would wait for the device in
-    every step. `schedule.Batch` ends the row with the flags that it copies anyway; `engines.base.require_finite`
+    every step. `batch.Batch` ends the row with the flags that it copies anyway; `engines.base.require_finite`
     refuses the samples.
     """
     rows = max(1, _LOGIT_ELEMENTS // logits.shape[1])

@@ -1,29 +1,22 @@
-"""Admission of prompts to slots (`GenerationPlan`, on the host) and state of the running rows (`Batch`, on the
-device)."""
+"""Admission of prompts to slots, on the host."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from aligner.config.sections.engine import EngineConfig
 from aligner.engines.native.pages import PageTable, PoolShape
 from aligner.engines.native.prefixes import Prefix, Prefixes
-from aligner.engines.native.routes import Routes
-from aligner.engines.native.sampler import sample
 from aligner.errors import ConfigError
 from aligner.ops.kernels.checksum import signed64
-from aligner.types import LENGTH, STOP, Generations, SamplingParams
+from aligner.types import SamplingParams
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill
-ROW, SEED, POSITION, COUNT, TOKEN = range(5)  # the rows of Batch.state
 
 
 class PromptRequest(NamedTuple):
@@ -87,8 +80,8 @@ class PromptPool(ABC):
         """Return the row to forget where there is no room for all; `rows` are in the order in which they ended."""
         return rows[0]
 
-    def heard(self, last_tokens: Callable[[], tuple[list[int], list[int]]]) -> None:  # noqa: B027 (most need not hear)
-        """Hear of a step. `last_tokens` copies from the device the rows that continue, and the token of each."""
+    def heard(self, new_tokens: Callable[[], list[tuple[int, list[int]]]]) -> None:  # noqa: B027 (most need not hear)
+        """Hear of a step. `new_tokens` copies from the device the rows that continue, and the new tokens of each."""
 
 
 @dataclass
@@ -106,6 +99,8 @@ class GenerationPlan:
     chunk_prompts: int = 1 << 62  # at most in a chunk, beside its tokens
     window: int = 0  # decode steps after which rows pause; 0: they do not
     staged_tokens: int = 0  # that may be staged: more than of a chunk of new prompts where long rows are read again
+    drafts: int = 0  # tokens drafted for a row
+    step_tokens: int = 0  # most of a step with drafts
 
     def refill(self, active: int) -> None:
         """Take prompts from the pool while it offers some."""
@@ -199,7 +194,9 @@ def plan_generation(
     whole = positions = prompt + sampling.max_response_tokens - 1
     page = config.page_tokens if config.page_tokens < whole else 0  # 0: rows are whole
     unit = page or 1
-    needed = _rounded(whole, unit) + page + (whole if config.window or page else longest)
+    # behind a row's last token: drafts, and what waits for the end of a window is fed again
+    spare = config.draft_tokens + bool(config.draft_tokens and config.window)
+    needed = _rounded(whole + spare, unit) + page + (whole if config.window or page else longest)
     if config.window:  # paused rows are read again, even if they lack a token only: required before there are any
         longest = whole if pool is not None else max((w.length for w in waiting), default=1)
         most = (w.length + min(config.window, sampling.max_response_tokens - w.begun) for w in waiting)
@@ -216,7 +213,7 @@ def plan_generation(
     budget -= page  # of no row
     again = whole if page else longest  # tokens of a row that paused
     row, largest = positions + 1, budget - again - 2 * extra
-    positions = min(_rounded(positions, _rounded(room.unit, unit)), largest // unit * unit)
+    positions = min(_rounded(positions + spare, _rounded(room.unit, unit)), largest // unit * unit)
     each = longest + extra  # of a prompt, padded
     chunk = max(each, min(_PREFILL_TOKENS * each // longest, budget // 4, budget - positions - extra, each * count))
     budget -= max(chunk, again + extra)
@@ -233,6 +230,7 @@ def plan_generation(
     queue = _in_order(waiting, config.window)
     plan = GenerationPlan(rows, slots, row, shape, chunk, queue, deque(), prefixes, pool, window=config.window)
     plan.staged_tokens = max(chunk, again + extra)
+    plan.drafts, plan.step_tokens = config.draft_tokens, config.max_batch
     if extra:
         plan.chunk_prompts = chunk // each
         plan.chunk_tokens = plan.chunk_prompts * longest
@@ -257,194 +255,3 @@ def _queue(wanted: Sequence[PromptRequest], first_row: int = 0) -> tuple[list[Wa
 
 def _in_order(waiting: Sequence[WaitingPrompt], window: int) -> deque[WaitingPrompt]:
     return deque(waiting if window else sorted(waiting, key=lambda w: -w.length))
-
-
-class EndedRow(NamedTuple):
-    row: int
-    slot: int  # after it swaps slots with the row that moves into its own
-    tokens: list[int]
-    logprobs: list[float]  # of these
-    stopped: bool  # by a stop token or stop string
-
-
-class Batch:
-    """The running rows, in slot order, and the output. `state` int64 [5, slots] holds a column per slot."""
-
-    def __init__(
-        self, plan: GenerationPlan, sampling: SamplingParams, device: torch.device, routes: Routes | None = None
-    ):
-        shape = (plan.rows, sampling.max_response_tokens)
-        self.active = self.finished = 0
-        self._rows = plan.rows  # of the output; there may be room for more
-        self.state = torch.zeros(5, plan.slots, dtype=torch.int64, device=device)
-        # the position of every row's next token, and its number among those that came, without asking the device
-        self._host = torch.zeros(2, plan.slots, dtype=torch.int64)
-        self._positions, self._arrived = self._host
-        self._came = 0
-        self._prompts: dict[int, WaitingPrompt] = {}  # of rows
-        self._limit = sampling.max_response_tokens
-        self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
-        self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
-        self._full = torch.zeros_like(self._logprobs) if sampling.truncates else None
-        self._lengths = torch.zeros(plan.rows, dtype=torch.int64, device=device)
-        self._reasons = torch.full_like(self._lengths, LENGTH)
-        self._broken = torch.zeros(0, dtype=torch.bool, device=device)  # of the active rows: the last logits are NaN
-        self._ended = self._lengths[:0]  # rows that left in the last `settle`
-        self._ended_at: list[int] = []  # their slots, after swapping with the rows that move there
-        self._routes = routes
-        self._routing: list[tuple[Tensor, Tensor]] = []  # (rows that have left, theirs), on the CPU
-
-    def add(self, prompt: WaitingPrompt, first: int, count: int) -> range:
-        """Give samples [first, first + count) of the prompt the next slots; their first token is sampled next.
-        Return their rows."""
-        new = slice(self.active, self.active + count)
-        row = prompt.first_row + first
-        seeds = prompt.seeds[first : first + count]
-        column = torch.tensor([range(row, row + count), seeds, [prompt.length - 1] * count])
-        self.state[:COUNT, new] = column.to(self.state.device, non_blocking=True)
-        self.state[COUNT, new] = prompt.begun
-        if prompt.begun:
-            there = torch.tensor(prompt.tokens[-prompt.begun :], device=self.state.device)
-            self._tokens[row, : prompt.begun] = there
-        self._positions[new] = prompt.length - 1
-        self._arrived[new] = torch.arange(self._came, self._came + count)
-        self._came += count
-        self._prompts |= dict.fromkeys(range(row, row + count), prompt)
-        self.active += count
-        return range(row, row + count)
-
-    def pause(self) -> tuple[WaitingPrompt, list[tuple[int, int]]]:
-        """Let the row that came last leave before it has ended. Return what is to be prefilled for its next token, and
-        the move of the last active row into its slot, (from, to)."""
-        slot, last = int(self._arrived[: self.active].argmax()), self.active - 1
-        self._take_routes(torch.tensor([slot]))
-        row, count = self.state[[ROW, COUNT], slot].tolist()
-        prompt = self._prompts[row]
-        tokens = [*prompt.tokens[: prompt.length - prompt.begun], *self._tokens[row, :count].tolist()]
-        self.active = last
-        self._host[:, slot] = self._host[:, last]
-        self.state[:, slot] = self.state[:, last]
-        again = WaitingPrompt(tokens, [prompt.seeds[row - prompt.first_row]], row, begun=count)
-        return again, [(last, slot)] if slot < last else []
-
-    def make_room(self, rows: int) -> None:
-        """Make room for the output of `rows` samples in all, and for half as many again, where they come one by one."""
-        self._rows = rows
-        if rows <= len(self._lengths):
-            return
-        missing = rows + rows // 2 - len(self._lengths)
-
-        def longer(t: Tensor, value: int = 0) -> Tensor:
-            return torch.cat([t, t.new_full((missing, *t.shape[1:]), value)])
-
-        self._tokens, self._logprobs, self._lengths = (longer(t) for t in (self._tokens, self._logprobs, self._lengths))
-        self._full = None if self._full is None else longer(self._full)
-        self._reasons = longer(self._reasons, LENGTH)
-
-    def inputs(self, running: int) -> tuple[Tensor, Tensor]:
-        return self.state[TOKEN, :running], self.state[POSITION, :running]
-
-    def next_positions(self) -> Tensor:
-        """Return the positions of the active rows' next tokens, int64 on the CPU."""
-        return self._positions[: self.active]
-
-    def longest(self, rows: int) -> int:
-        """Return one more than the largest position among slots [0, rows)."""
-        return int(self._positions[:rows].max()) + 1 if rows else 0
-
-    def sample(self, logits: Tensor, sampling: SamplingParams) -> None:
-        """Sample a token for every active row from logits [active, V]; write it to state and output."""
-        state = self.state[:, : self.active]
-        row, count = state[ROW], state[COUNT]
-        picked = sample(logits, state[SEED], count, sampling)
-        state[TOKEN] = picked.tokens
-        self._tokens[row, count] = picked.tokens
-        self._logprobs[row, count] = picked.logprobs
-        self._broken = picked.logprobs.isnan()
-        if self._full is not None:
-            self._full[row, count] = picked.full_logprobs
-        state[POSITION : COUNT + 1] += 1
-        self._positions[: self.active] += 1
-
-    def tails(self, width: int) -> Iterator[list[int]]:
-        """Yield the last `width` response tokens of every active row, on the host."""
-        rows, counts = self.state[ROW, : self.active], self.state[COUNT, : self.active].tolist()
-        for tokens, count in zip(self._tokens[rows].tolist(), counts, strict=True):
-            yield tokens[max(0, count - width) : count]
-
-    def last_tokens(self) -> tuple[list[int], list[int]]:
-        """Return the active rows and their last tokens, on the host."""
-        rows, tokens = self.state[[ROW, TOKEN], : self.active].tolist()
-        return rows, tokens
-
-    def settle(self, stopped: Tensor | None) -> list[tuple[int, int]]:
-        """Let finished rows leave; move the last active rows into their slots. Return these moves (from, to).
-
-        Copying the flags to the host is the step's one synchronisation with the device: how many rows remain decides
-        the shapes of the next step, and whether there is one.
-        """
-        state = self.state[:, : self.active]
-        stop = torch.isin(state[TOKEN], self._stops) if len(self._stops) else None
-        if stopped is not None:
-            stop = stopped if stop is None else stop | stopped
-        done = (state[COUNT] >= self._limit) | self._broken
-        if stop is not None:
-            done = done | stop
-            self._reasons[state[ROW]] = torch.where(stop, STOP, LENGTH)
-        self._lengths[state[ROW]] = state[COUNT]
-        flags = done.cpu()
-        left = self.active - int(flags.sum())
-        if left == self.active:
-            self._ended, self._ended_at = self._ended[:0], []
-            return []
-        slots = flags.nonzero().squeeze(1)
-        self._ended = state[ROW, slots.to(state.device)]  # `done` as index would synchronise again
-        self._take_routes(slots)
-        self.finished += self.active - left
-        gaps = flags[:left].nonzero().squeeze(1)
-        movers = (~flags[left:]).nonzero().squeeze(1) + left
-        self.active = left
-        moves = list(zip(movers.tolist(), gaps.tolist(), strict=True))
-        self._ended_at = [source for source, _ in moves] + slots[len(moves) :].tolist()
-        if moves:
-            self._host[:, gaps] = self._host[:, movers]
-            gaps, movers = gaps.to(self.state.device), movers.to(self.state.device)
-            self.state[:, gaps] = self.state[:, movers]
-        return moves
-
-    def _take_routes(self, slots: Tensor) -> None:
-        """Copy the routes of rows that leave their `slots`, int64 [m] on the CPU: of tokens that were fed, not of the
-        last ones, which stand at the rows' positions."""
-        if self._routes is not None and len(slots):
-            rows = self.state[ROW, slots.to(self.state.device)].cpu()
-            self._routing.append((rows, self._routes.take(slots, self._positions[slots])))
-
-    def ended(self) -> Iterator[EndedRow]:
-        """Yield the rows that left in the last `settle`, on the host."""
-        columns = self._tokens, self._logprobs, self._lengths, self._reasons
-        lists = (column[self._ended].tolist() for column in columns)
-        for row, slot, tokens, logprobs, length, reason in zip(
-            self._ended.tolist(), self._ended_at, *lists, strict=True
-        ):
-            yield EndedRow(row, slot, tokens[:length], logprobs[:length], reason == STOP)
-
-    def result(self, version: int) -> Generations:
-        """Return CPU tensors, rows cut to the longest response."""
-        with torch.inference_mode():
-            self._take_routes(torch.arange(self.active))  # of a window, which has passed
-        rows = self._rows
-        width = int(self._lengths[:rows].max()) if rows else 0
-
-        def cut(columns: Tensor) -> Tensor:
-            return columns[:rows, :width].cpu().contiguous()
-
-        return Generations(
-            tokens=cut(self._tokens),
-            lengths=self._lengths[:rows].cpu(),
-            logprobs=cut(self._logprobs),
-            finish_reason=self._reasons[:rows].cpu(),
-            weight_version=version,
-            full_logprobs=None if self._full is None else cut(self._full),
-            routing=None if self._routes is None else self._routes.joined(self._routing, rows),
-        )

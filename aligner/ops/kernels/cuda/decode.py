@@ -1,4 +1,4 @@
-"""Attention of one new token per row against the cache, as one kernel. Each row reads only its own positions.
+"""Attention of the new tokens of rows against the cache, as one kernel. Each row reads only its own positions.
 
 Flash decoding (Dao et al. 2023): where rows and heads are too few to fill the GPU, several programs share a row's
 positions, and a second kernel adds up their results.
@@ -44,6 +44,7 @@ def _attend(
     value_row,
     value_head,
     value_step,
+    TOKENS: tl.constexpr,  # queries of a row, one behind the other
     SHARE: tl.constexpr,  # heads of queries for one of keys
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -53,23 +54,26 @@ def _attend(
     PAGED: tl.constexpr,  # else row i is page i
     EXACT: tl.constexpr,
     PARTS: tl.constexpr,
-    HEADS: tl.constexpr,  # powers of two from here on, at least SHARE, WIDTH, VALUE_WIDTH
+    HEADS: tl.constexpr,  # powers of two from here on, at least TOKENS * SHARE, WIDTH, VALUE_WIDTH
     WIDE: tl.constexpr,
     VALUE_WIDE: tl.constexpr,
     STEP: tl.constexpr,
 ):
     row, group, program = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    end = tl.minimum(tl.load(positions + row) + 1, length)
-    begin = tl.maximum(end - WINDOW, 0) if WINDOW else end * 0
+    # the heads of all tokens of a row read the same
+    each, column, value_column = tl.arange(0, HEADS), tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
+    real, inside, value_inside = each < TOKENS * SHARE, column < WIDTH, value_column < VALUE_WIDTH
+    token, heads = row * TOKENS + each // SHARE, group * SHARE + each % SHARE
+    ends = tl.minimum(tl.load(positions + token, mask=real, other=0) + 1, length)
+    end = tl.max(ends, 0)
+    ends = tl.where(real, ends, end)
+    begin = tl.maximum(tl.min(ends, 0) - WINDOW, 0) if WINDOW else end * 0
     span = tl.cdiv(tl.cdiv(end - begin, PARTS), STEP) * STEP
     low = begin + program * span
     high = tl.minimum(end, low + span)
 
-    head, column, value_column = tl.arange(0, HEADS), tl.arange(0, WIDE), tl.arange(0, VALUE_WIDE)
-    real, inside, value_inside = head < SHARE, column < WIDTH, value_column < VALUE_WIDTH
-    heads = group * SHARE + head
     queries = tl.load(
-        query + row * query_row + heads[:, None] * query_head + column[None, :],
+        query + token[:, None] * query_row + heads[:, None] * query_head + column[None, :],
         mask=real[:, None] & inside[None, :],
         other=0.0,
     )
@@ -91,10 +95,16 @@ def _attend(
         scores = tl.dot(queries, keys, input_precision="ieee" if EXACT else "tf32") * scale
         if CAPPED:
             scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        visible = seen[None, :]
+        if TOKENS > 1:
+            visible = visible & (position[None, :] < ends[:, None])
+            if WINDOW:
+                visible = visible & (position[None, :] >= ends[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp(scores - higher[:, None])
-        kept = tl.exp(top - higher)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a token may see none of these
+        weights = tl.exp(scores - base[:, None])
+        kept = tl.exp(top - base)
         from_values = value + (number * value_row + offset * value_step)[:, None]
         values = tl.load(from_values + value_column[None, :], mask=seen[:, None] & value_inside[None, :], other=0.0)
         total = total * kept + tl.sum(weights, 1)
@@ -102,7 +112,7 @@ def _attend(
         mixed = mixed * kept[:, None] + product
         top = higher
     both = real[:, None] & value_inside[None, :]
-    cell = row * SHARE * tl.num_programs(1) + heads
+    cell = token * SHARE * tl.num_programs(1) + heads
     if PARTS == 1:
         if SINKS:
             sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32)
@@ -164,32 +174,30 @@ def attend(
     length: int,
     scores: ScoreRule,
     window: int = 0,
+    tokens: int = 1,
 ) -> Tensor:
-    """Compute query [n, heads, d], key [pages, kv_heads, page, d], value [pages, kv_heads, page, e] -> [n, heads, e] in
-    the dtype of `query`. The last dimension of each is dense. Row i has the pages `table` [i] (int64 on the device, at
-    least n rows), or page i if all have one. With its new token at `positions` [i] (int64 [n] on the device) it sees
-    the positions up to it, with `window` only the last `window`, and none from `length` on."""
+    """Compute query [n, heads, d] of rows of `tokens` new ones, key [pages, kv_heads, page, d], value [pages,
+    kv_heads, page, e] -> [n, heads, e]. The last dimension of each is dense. Row i has the pages `table` [i] (int64
+    on the device), or page i if all have one. A token at `positions` [i] (int64 [n] there) sees those up to it,
+    with `window` only the last `window`, and none from `length` on."""
     (n, heads, width), (groups, page), value_width = query.shape, key.shape[1:3], value.shape[3]
-    columns = max(16, triton.next_power_of_2(width))
-    share, parts = heads // groups, parts_for(n * groups, min(length, window or length))
-    out = query.new_empty(n, heads, value_width)
-    mixed, tops, sums = out, out, out  # the last two are not used by one part
+    columns, share, rows = max(16, triton.next_power_of_2(width)), heads // groups, n // tokens
+    parts = parts_for(rows * groups, min(length, window or length))
+    mixed = tops = sums = out = query.new_empty(n, heads, value_width)  # one part needs neither tops nor sums
     if parts > 1:
         mixed = query.new_empty(n, heads, parts, value_width, dtype=torch.float32)
         tops, sums = (query.new_empty(n, heads, parts, dtype=torch.float32) for _ in range(2))
     wide: dict[str, Any] = {"SINKS": scores.sinks is not None, "PARTS": parts, "VALUE_WIDTH": value_width}
     wide["VALUE_WIDE"] = max(16, triton.next_power_of_2(value_width))
     scale, sinks = scores.scale or width**-0.5, out if scores.sinks is None else scores.sinks  # some tensor has to be
-    _attend[n, groups, parts](
+    _attend[rows, groups, parts](
         query,
         key,
         value,
         positions,
         table,
         sinks,
-        mixed,
-        tops,
-        sums,
+        *(mixed, tops, sums),
         length,
         page,
         scale,
@@ -198,13 +206,14 @@ def attend(
         *query.stride()[:2],
         *key.stride()[:3],
         *value.stride()[:3],
+        TOKENS=tokens,
         SHARE=share,
         WIDTH=width,
         WINDOW=window,
         CAPPED=scores.softcap > 0,
         PAGED=table.shape[1] > 1,
         EXACT=query.dtype == torch.float32,
-        HEADS=max(16, triton.next_power_of_2(share)),
+        HEADS=max(16, triton.next_power_of_2(share * tokens)),
         WIDE=columns,
         STEP=BLOCK * 256 // (query.element_size() * max(128, columns)),  # as many bytes for any head
         **wide,

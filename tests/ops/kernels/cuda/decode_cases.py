@@ -27,7 +27,8 @@ def wanted(query, key, value, positions, scale, softcap, sinks, window):
     for row, position in enumerate(positions.tolist()):
         end = min(position + 1, key.shape[2])
         seen = slice(max(0, end - window) if window else 0, end)
-        q, k, v = query[row].double(), key[row, :, seen].double(), value[row, :, seen].double()
+        own = row * len(key) // len(query)
+        q, k, v = query[row].double(), key[own, :, seen].double(), value[own, :, seen].double()
         k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
         scores = torch.einsum("hd,htd->ht", q, k) * scale
         if softcap:
@@ -47,10 +48,11 @@ def cases(count: int, seed: int = 0):
         n, groups, share = r.randint(1, 3), r.randint(1, 3), r.choice([1, 2, 3, 5, 8, 17])
         width, length = r.choice([6, 16, 40, 64, 128, 256]), r.choice([1, 7, 64, 129, 2 * LEAST, 5 * LEAST])
         value_width = r.choice([width, width, 10])
-        query = torch.randn(n, 2 * groups * share, width, generator=g)[:, : groups * share]
+        tokens = r.choice([1, 1, 3])
+        query = torch.randn(n * tokens, 2 * groups * share, width, generator=g)[:, : groups * share]
         key = torch.randn(n, groups, length, width, generator=g)
         value = torch.randn(n, groups, length, value_width, generator=g)
-        positions = torch.randint(0, length, (n,), generator=g)
+        positions = torch.randint(0, length, (n * tokens,), generator=g)
         positions[0] = r.choice([0, length - 1, length + 5])  # beyond the reach, as a free slot of a graph
         sinks = torch.randn(groups * share, generator=g).to(dtype) if has_sinks else None
         yield *(x.to(dtype) for x in (query, key, value)), positions, width**-0.5, softcap, sinks, window
@@ -75,10 +77,10 @@ def differences(first: int = 0, last: int = 48, device: str = "cpu") -> list[tup
         length = k.shape[2]
         page = length + 9 if len(results) % 3 == 0 else (5, 64)[len(results) % 2]  # whole rows, or shorter pages
         row_pages = -(-length // page)
-        table = 1 + torch.randperm(len(q) * row_pages).view(len(q), row_pages)
-        table = table if row_pages > 1 else torch.arange(len(q))[:, None]
+        table = 1 + torch.randperm(len(k) * row_pages).view(len(k), row_pages)
+        table = table if row_pages > 1 else torch.arange(len(k))[:, None]
         pool = (x.to(device) for x in (q, paged(k, page, table), paged(v, page, table), case[3], table))
-        off = attend(*pool, length, scores, window).cpu().double() - wanted(*case)
+        off = attend(*pool, length, scores, window, len(q) // len(k)).cpu().double() - wanted(*case)
         parts = parts_for(len(q) * k.shape[1], k.shape[2])
         text = f"{[*q.shape]} {[*k.shape]} {[*v.shape]} {q.dtype} {softcap=} sinks={sinks is not None} {window=}"
         results.append((float(off.abs().max()), DTYPES[q.dtype], f"{text} {parts=} {page=}"))

@@ -11,6 +11,7 @@ from aligner.ops.kernels.cuda.decode import PROGRAMS, STAGES, WARPS, _attend, pa
 from tests.ops.kernels.cuda.triton_compiled import CAPABILITIES, compiled, lines_of_cases  # noqa: E402
 
 BASE = {
+    "TOKENS": 1,
     "SHARE": 4,
     "WIDTH": 128,
     "VALUE_WIDTH": 128,
@@ -22,7 +23,7 @@ BASE = {
 }
 BASE |= {"PARTS": 1, "HEADS": 16, "WIDE": 128, "VALUE_WIDE": 128, "STEP": 64}
 LARGE = {"SHARE": 17, "HEADS": 32, "WIDE": 256, "WIDTH": 256, "VALUE_WIDE": 256, "VALUE_WIDTH": 256}
-WILD = {"PARTS": 4, "WINDOW": 300, "CAPPED": True, "SINKS": True, "PAGED": True}
+WILD = {"TOKENS": 5, "PARTS": 4, "WINDOW": 300, "CAPPED": True, "SINKS": True, "PAGED": True}
 
 
 def test_it_equals_a_loop_in_float64():
