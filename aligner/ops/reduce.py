@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 
 def sum_over(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -99,21 +100,25 @@ class _MessageReader(pickle.Unpickler):
 
 
 def packed(value: Any) -> Tensor:
-    """Return a message as uint8 [n]: the sizes of its parts, a pickle, and the bytes of its CPU tensors."""
-    file = io.BytesIO()
+    """Return a message as uint8 [n]: the sizes of its parts, a pickle, and the bytes of its CPU tensors. The ranks of a
+    job sign the pickle as torch's objects (`cluster.handshake.seal_objects`)."""
+    file, signed = io.BytesIO(), io.BytesIO()
     pickler = _MessageWriter(file)
     pickler.dump(value)
-    parts = [torch.frombuffer(file.getbuffer(), dtype=torch.uint8), *pickler.tensors]
+    distributed_c10d._pickler(signed).dump(file.getvalue())
+    parts = [torch.frombuffer(signed.getbuffer(), dtype=torch.uint8), *pickler.tensors]
     sizes = torch.tensor([len(parts), *map(len, parts)])
     return torch.cat([sizes.view(torch.uint8), *parts])
 
 
 def unpacked(message: Tensor) -> Any:
-    """Return the value of a message of `packed`."""
+    """Return the value of a message of `packed`. Raises PeerError, before it is unpickled, for one from outside the
+    job."""
     count = 8 * (1 + int(message[:8].clone().view(torch.int64)))
     sizes = message[8:count].clone().view(torch.int64).tolist()
-    pickled, *tensors = message[count:].split(sizes)
-    return _MessageReader(io.BytesIO(pickled.numpy().tobytes()), tensors).load()
+    signed, *tensors = message[count:].split(sizes)
+    pickled = distributed_c10d._unpickler(io.BytesIO(signed.numpy().tobytes())).load()
+    return _MessageReader(io.BytesIO(pickled), tensors).load()
 
 
 def first_cause(cause: str, group: dist.ProcessGroup | None = None) -> tuple[int, str] | None:

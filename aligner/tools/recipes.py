@@ -7,7 +7,6 @@ import argparse
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 from aligner.config.resolve import compose
 from aligner.config.schema import Config
@@ -15,6 +14,7 @@ from aligner.errors import ConfigError
 from aligner.files import conf_dir
 from aligner.plan.command import predicted
 from aligner.plan.devices import GIB
+from aligner.plan.options import add_arguments
 from aligner.plan.prediction import Prediction
 
 DEVICE, GPUS_PER_NODE = "h100", 8
@@ -52,9 +52,9 @@ class Recipe:
 
 def plan_of(cfg: Config, device: str = DEVICE) -> Prediction:
     """Return what `plan` predicts for the config's number of these GPUs."""
-    means = {"prompt_tokens": 0, "response_tokens": 0, "lengths": "", "engine_tensor_parallel": 0}
-    asked = {"gpus": cfg.cluster.gpus, "gpus_per_node": NODES[device], "device": device}
-    return predicted(SimpleNamespace(**asked, **means), cfg)
+    parser, machine = argparse.ArgumentParser(), ["--device", device, "--gpus-per-node", str(NODES[device])]
+    add_arguments(parser)
+    return predicted(parser.parse_args(["--gpus", str(cfg.cluster.gpus), *machine]), cfg)
 
 
 def recipes() -> dict[str, Recipe]:

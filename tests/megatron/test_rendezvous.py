@@ -23,6 +23,7 @@ from aligner.engines import order_barrier
 from aligner.engines.bridge import Bridge
 from aligner.errors import EngineError, PeerError
 from aligner.megatron.groups import split_world
+from aligner.ops.reduce import dealt, gathered_messages
 from tests.ranks import on_ranks
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
@@ -203,15 +204,23 @@ def test_a_rank_of_another_job_at_the_same_port_does_not_disturb(tmp_path):
             rank.communicate()
 
 
+SENDS = {
+    "objects": lambda value: dist.all_gather_object([None] * 3, value),
+    "messages": lambda value: gathered_messages(value, dist.group.WORLD),
+    "dealt": lambda value: dealt([value] * 3, dist.group.WORLD),
+}
+
+
+@pytest.mark.parametrize("send", SENDS)
 @on_ranks(3)
-def test_a_pickle_from_somebody_else_is_not_read(tmp_path):
+def test_a_pickle_from_somebody_else_is_not_read(tmp_path, send):
     """The last rank's connections are somebody else's, who sends a pickle without a signature."""
     mark, impostor = tmp_path / "executed", dist.get_rank() == 2
     if impostor:
         distributed_c10d._pickler = pickle.Pickler
     refused = "^object: refused a message that no rank of this job has signed: others reach its ports$"
     with pytest.raises(PeerError, match=refused):
-        dist.all_gather_object([None] * 3, Touch(str(mark)) if impostor else "hello")
+        SENDS[send](Touch(str(mark)) if impostor else "hello")
     assert not mark.exists()
 
 

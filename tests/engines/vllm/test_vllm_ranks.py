@@ -117,7 +117,8 @@ def test_shares_have_requests_of_their_own_and_get_all_results(monkeypatch):
     for requests in (list(range(5)), [0], []):
         own = [each._share(requests) for each in workers]
         assert own == [requests[::2]] * 2 + [requests[1::2]] * 2
-        monkeypatch.setattr(worker, "gathered", lambda results, own=own: [[10 * one for one in each] for each in own])
+        results = [[10 * one for one in each] for each in own]
+        monkeypatch.setattr(worker, "gathered_messages", lambda _, group, results=results: results)
         for each in workers:
             assert each._joined(lambda one: 10 * one, each._share(requests)) == [10 * one for one in requests]
     with pytest.raises(ConfigError, match=r"data_parallel_size=2: expected 1 on a CPU"):
