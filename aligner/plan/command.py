@@ -123,9 +123,7 @@ def _draft_lines(here: Prediction) -> list[str]:
         return many / one
 
     most = max(1, min(job.slots()[0], engine.max_batch // width))
-    text = " and ".join(f"{longer(rows):.2f} with {rows} rows" for rows in (1, most)).replace(
-        "with 1 rows", "with 1 row"
-    )
+    text = " and ".join(f"{longer(rows):.2f} with {rows} row{'s' * (rows > 1)}" for rows in (1, most))
     return [f"engine.draft_tokens={engine.drafts} pays above engine/mean_acceptance_length {text}"]
 
 
