@@ -130,7 +130,8 @@ def flat(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}={str(value).lower() if isinstance(value, bool) else str(value).replace("'", '')}"
+            text = str(value).lower() if isinstance(value, bool) else str(value).replace("'", "")
+            yield f"{prefix}{key}={text.replace('\n', r'\n')}"
 
 
 def recipes(whole: bool) -> Iterator[list[str]]:
