@@ -69,5 +69,5 @@ class ProcessRewardModel:
         parts = micro_batches(minibatch, self.batch, group=self.model.layout.pgs.dp)
         stats = self.model.step(parts, lambda output, batch: loss(self._logits(output, batch), batch))
         return {f"rm/{name}" if name in ("loss", "grad_norm", "lr") else name: v for name, v in stats.items()} | (
-            batch_metrics(parts, self.batch)
+            batch_metrics(parts, self.batch, self.model.layout.context)
         )
