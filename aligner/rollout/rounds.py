@@ -77,17 +77,18 @@ class EngineRounds:
             if not self.waiting:
                 return None if over() else ()
             first = self.waiting[0]
-            alike = [first] if isinstance(first, ScoringRequest) else self._alike(first)
+            alike: list[PendingRequest | ScoringRequest] = []
+            left: deque[PendingRequest | ScoringRequest] = deque()
+            for ask in self.waiting:
+                together = ask is first if isinstance(first, ScoringRequest) else ask.sampling == first.sampling
+                (alike if together else left).append(ask)
             self._taken = [ask for ask in alike if ask.answer.set_running_or_notify_cancel()]
-            self.waiting = deque(ask for ask in self.waiting if ask not in alike)
+            self.waiting = left
         if not self._taken:  # their clients have left
             return ()
         if isinstance(first, ScoringRequest):
             return first.tokens, first.top
         return [(ask.tokens, ask.seed) for ask in self._taken], first.sampling
-
-    def _alike(self, first: PendingRequest) -> list[PendingRequest]:
-        return [ask for ask in self.waiting if ask.sampling == first.sampling]
 
     def _generated(self, prompts: Prompts, sampling: SamplingParams) -> list[Generated]:
         """Return rank 0's samples: the others ask for none, and their engines take a share."""
