@@ -7,6 +7,7 @@ k r numbers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -93,10 +94,11 @@ def adapter_parameters(m: ModelConfig, grid: Grid, stage: int) -> Count:
     """Count the adapter parameters of one rank. Magnitudes, which are float32 like a score head, count as one, except
     those of experts."""
     total = Count()
-    for matrix in (x for layer in _layers(m, grid, stage) for x in layer):
-        size, rows = sum(factor_sizes(matrix, m, grid)), sum(magnitudes(matrix, m, grid))
-        near = matrix.experts // grid.expert
-        total += Count(experts=near * size, magnitudes=near * rows) if near else Count(size, score=rows)
+    for kinds, layers in Counter(stage_layers(m, grid, stage)).items():
+        for matrix in matrices(m, kinds):
+            size, rows = layers * sum(factor_sizes(matrix, m, grid)), layers * sum(magnitudes(matrix, m, grid))
+            near = matrix.experts // grid.expert
+            total += Count(experts=near * size, magnitudes=near * rows) if near else Count(size, score=rows)
     return total
 
 

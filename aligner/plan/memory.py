@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from aligner.config.stages import STAGES
@@ -133,7 +133,7 @@ def _building(job: PlanJob, stage: int) -> dict[str, float]:
         weights += model_bytes(job, model, stage)
         if model.trained:
             count = trained_parameters(model, job.grid, stage)
-            for own in (replace(count, experts=0), Count(experts=count.experts)):  # buffers, one after the other
+            for own in (count._replace(experts=0), Count(experts=count.experts)):  # buffers, one after the other
                 gradients += gradient_bytes(own, model.gradient)
                 beside = model.distributed * weight_bytes(own, job.element)
                 moments.append((weights + beside, gradients, optimizer, engine))

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from math import log, prod, sqrt
+from operator import add
+from typing import NamedTuple
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.families.matrices import is_matrix
@@ -66,8 +68,7 @@ class Grid:
         return f"{text} dp{self.data}{' seq' if self.sequence else ''}".strip()
 
 
-@dataclass(frozen=True)
-class Count:
+class Count(NamedTuple):
     """Parameters by who shares them: `dense` over the data- and context-parallel ranks, `experts` over the expert
     data-parallel ones; `score` is a scalar head, or other trained numbers that are float32 in every dtype; `fixed`,
     float32 too, and `frozen` and `integers` no gradient changes; `magnitudes`, float32 too, are shared as `experts`,
@@ -81,13 +82,12 @@ class Count:
     frozen: int = 0
     integers: int = 0
 
-    def __add__(self, other: Count) -> Count:
-        both = zip(astuple(self), astuple(other), strict=True)
-        return Count(*(a + b for a, b in both))
+    def __add__(self, other: Count) -> Count:  # type: ignore[override]
+        return Count(*map(add, self, other))
 
     @property
     def total(self) -> int:
-        return sum(astuple(self))
+        return sum(self)
 
     @property
     def alike(self) -> int:
