@@ -22,8 +22,7 @@ def vowels(text: str) -> float:
 @pytest.mark.slow
 def test_steerlm_steers(tiny_data, tmp_path):
     """Answers are random letters, the attribute is how many of them are vowels. Asked for few (for fewer still there
-    are not enough rows to learn from) and for many, the policy answered with a share of 0.26 and 0.80; seeds 1 and 2:
-    0.30 and 0.84, 0.22 and 0.80."""
+    are not enough rows to learn from) and for many, the policy answered with a share of 0.26 and 0.69."""
     draw = random.Random(0)
     words = ["".join(draw.choice("aeioubcdfg") for _ in range(4)) for _ in range(64)]
     data = [
@@ -43,7 +42,7 @@ def test_steerlm_steers(tiny_data, tmp_path):
     sampled = stages.stage("sample", tiny_data, tmp_path / "sampled", train, QUESTION, *sampling) / "sampled/best.jsonl"
 
     reports = ["data.prompt_template='{scores[model]:+.0f} {question}'", f"data.train={sampled}"]
-    overrides = [f"model.init={sft}", "run.steps=500", whole]
+    overrides = [f"model.init={sft}", "run.steps=320", "optim.lr=1e-2", whole]
     steered = stages.stage("sft", tiny_data, tmp_path / "steered", *reports, *overrides)
     results = {}
     for wanted in ("-1", "+2"):
