@@ -8,6 +8,7 @@ from typing import Any
 
 FILE = "alarms.jsonl"
 FAR = -100.0  # of the explained variance: an error ten times as large as the returns' spread, also in the warm-up
+LONG_S = 10.0  # generation whose end is worth an alarm
 STREAK = 3  # noisy metrics must be bad this many records in a row
 
 TEXTS = {
@@ -37,6 +38,8 @@ TEXTS = {
     " engine.window={window:.0f} is too small. About {fits:.0f} fits",
     "window_large": "no sample pauses: all samples in flight end before their window, and engines idle. At"
     " most the longest response, {fits:.0f}, fits engine.window={window:.0f}, or a larger engine.lag",
+    "idle": "engine/idle_fraction={value:.3g}: engines spend this share of generation waiting for the longest responses"
+    " of others. Set engine.window, with which long samples pause, or raise engine.tensor_parallel: fewer, faster ones",
     "hacking": "reward/mean rose from {reward_then:.3g} to {reward:.3g} while eval/accuracy fell from {best:.3g} to"
     " {value:.3g}: the policy may exploit the reward. Raise algorithm.kl.coef, or repair the reward",
 }
@@ -119,6 +122,8 @@ class Alarms:
         idle = paused == 0 and window > known.get("response/tokens_max", math.inf)
         fits["fits"] = known.get("response/tokens_max", 0.0)
         sign("window_large", "window/samples_paused", idle, STREAK, **fits)
+        waits = known.get("engine/idle_fraction", 0) > 0.3 and known.get("time/generate_s", 0) > LONG_S
+        sign("idle", "engine/idle_fraction", waits, STREAK)
         return raised + self._hacking(known)
 
     def _hacking(self, known: dict[str, float]) -> list[tuple[str, dict[str, float]]]:

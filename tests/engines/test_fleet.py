@@ -87,6 +87,7 @@ def generate(
             "scored": engine.logprobs(*scored),
             "checksums": engine.checksums(),
             "stolen": engine.stolen,
+            "idle": engine.take_sums().get("engine/idle_fraction"),
             "rows": engine.stats.decoded_rows,
             "bytes": sum(view.nbytes for view in engine.model.views.values()),
             "token_bytes": engine.cache.token_bytes,
@@ -249,6 +250,9 @@ def test_a_replica_that_runs_dry_takes_work(ranks, scored):
         assert stolen[0] == 0 and (stolen[1] >= 2) == steal
         if steal:
             assert results[1]["llama"]["rows"] > 1.5 * results[0]["llama"]["rows"]
+        else:
+            (waited, _), (idle_s, seconds) = (result["llama"]["idle"] for result in results)
+            assert 3 * waited < idle_s < seconds
 
 
 @settings(deadline=None)

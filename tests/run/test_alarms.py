@@ -26,6 +26,8 @@ HEALTHY = {
     "window/waited_for": 0.0,
     "window/samples_paused": 7.0,
     "response/tokens_max": 40.0,
+    "engine/idle_fraction": 0.1,
+    "time/generate_s": 60.0,
 }
 BAD = {
     "entropy": {"policy/entropy": 0.1},
@@ -41,6 +43,7 @@ BAD = {
     "length": {"response/tokens_mean": 64.0},
     "window_small": {"window/waited_for": 3.0},
     "window_large": {"window/samples_paused": 0.0},
+    "idle": {"engine/idle_fraction": 0.5},
 }
 WORDS = {
     "entropy": "entropy collapsed to 0.1 nats from 2",
@@ -56,6 +59,7 @@ WORDS = {
     "length": "sampling.max_response_tokens=64",
     "window_small": "engine.window=100 is too small. About 400 fits",
     "window_large": "the longest response, 40, fits engine.window=100",
+    "idle": "engine/idle_fraction=0.5: engines spend this share",
 }
 
 
@@ -98,6 +102,10 @@ def test_fires_once_with_the_cause_in_one_line(name):
     assert "\n" not in lines[0]
 
 
+def test_short_generations_may_wait():
+    assert run([{**HEALTHY, **BAD["idle"], "time/generate_s": 2.0}] * 20) == []
+
+
 def test_equal_rewards_leave_a_gradient_where_there_is_a_critic():
     alone = {"reward/degenerate_groups": 1.0}
     for variance in (0.5, 0.0, math.nan, None):
@@ -107,7 +115,7 @@ def test_equal_rewards_leave_a_gradient_where_there_is_a_critic():
     assert "so there is no gradient" in line and "critic" not in line
 
 
-@pytest.mark.parametrize("name", ["entropy", "explained_variance", "window_small", "window_large"])
+@pytest.mark.parametrize("name", ["entropy", "explained_variance", "window_small", "window_large", "idle"])
 def test_noisy_signs_must_last(name):
     bad = {**HEALTHY, **BAD[name]}
     assert run([HEALTHY] * 5 + ([bad] * (STREAK - 1) + [HEALTHY]) * 5) == []

@@ -12,6 +12,7 @@ sizes. Either every rank has an engine and asks, or the last ranks of a job have
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from aligner.ops.agree import raised_together
 from aligner.ops.packing.balance import balance, row_costs
 from aligner.ops.packing.routing import widened
 from aligner.ops.reduce import gathered
-from aligner.types import Generations, Progress, SamplingParams, SeedLists, TokenLists
+from aligner.types import Generations, Progress, SamplingParams, SeedLists, Sums, TokenLists
 
 ENOUGH = 0.98  # evenness of the replicas' costs (mean over largest) from which requests stay with their rank's replica
 
@@ -203,6 +204,7 @@ class Replicated:
 
     tensor_parallel: int
     cfg: ModelConfig
+    _idle_s = _generating_s = 0.0  # since `take_sums`
 
     def generate(
         self, prompts: TokenLists, seeds: SeedLists, sampling: SamplingParams, progress: Progress | None = None
@@ -213,9 +215,21 @@ class Replicated:
             return super().generate(prompts, seeds, sampling, progress)  # type: ignore[misc]
         fleet = Fleet(self.tensor_parallel)
         requests = fleet.gather(prompts, seeds)
+        start = time.perf_counter()
         with raised_together(EngineError):  # the others wait for this replica's samples
             served, generations, moved = self.work(fleet, requests, sampling, progress)
+            end = time.perf_counter()
+        self._idle_s += time.perf_counter() - end
+        self._generating_s += time.perf_counter() - start
         return require_finite(fleet.deliver(served, generations, [len(s) for s in seeds], sampling.truncates, moved))
+
+    def take_sums(self) -> Sums:
+        """See `RolloutEngine.take_sums`."""
+        sums = dict(super().take_sums())  # type: ignore[misc]
+        if self._generating_s:
+            sums["engine/idle_fraction"] = self._idle_s, self._generating_s
+        self._idle_s = self._generating_s = 0.0
+        return sums
 
     def work(
         self, fleet: Fleet, requests: list[SeededPrompt], sampling: SamplingParams, progress: Progress | None = None
