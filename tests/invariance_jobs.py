@@ -26,9 +26,11 @@ from aligner.config.sections.parallel import ParallelConfig
 from aligner.config.sections.preference import PreferenceConfig
 from aligner.data.teacher_prompts import behind
 from aligner.megatron import moe
+from aligner.megatron.ema import Ema
 from aligner.megatron.model import Head
 from aligner.ops.rl import advantages
 from aligner.ops.rl.kto import mismatched
+from aligner.roles.own_teacher import OwnTeacher
 from aligner.roles.policy import Policy, Reference
 from aligner.roles.ptx import Ptx
 from aligner.roles.teacher import Student, Teacher, add_targets
@@ -82,6 +84,8 @@ DISTILL = {
     "distill": DistillConfig(kind="jsd", beta=0.3, temperature=1.5, sft_coef=0.2),
     "distill_top_k": DistillConfig(kind="mixed", beta=0.4, top_k=3, sft_coef=0.2),
     "opsd": DistillConfig(kind="jsd", on_policy=1.0, teacher_prompt="{prompt}"),  # behind its beginning, reversed
+    # likewise, by the average of its own weights; of rows without a right answer it learns nothing
+    "sdpo": DistillConfig("self", kind="reverse_kl", on_policy=1.0, teacher_prompt="{prompt}{right_answer}"),
 }
 TEACHER = {"num_layers": 4, "hidden_size": 48, "tie_embeddings": False, "moe": MoeConfig(), "family": "qwen3"}
 NEAR = 1e-6  # of probability: what rounding may turn around
@@ -224,6 +228,8 @@ def share(rows: TrainBatch, stage: str, ranks: int, rank: int) -> TrainBatch:
 
 def learner(cfg: DistillConfig, sharded, own: TrainBatch, batch: BatchConfig) -> tuple[Student, TrainBatch]:
     """A student, and the rows with what its teacher says of them."""
+    if cfg.own_teacher:
+        return own_learner(cfg, sharded, own, batch)
     model, layout = sharded.cfg, sharded.layout
     shape = replace(model, **TEACHER, vocab_size=model.vocab_size + 3, recompute="none")
     teacher = Teacher(
@@ -241,9 +247,23 @@ def learner(cfg: DistillConfig, sharded, own: TrainBatch, batch: BatchConfig) ->
     student = Student(sharded, batch, cfg=cfg, vocab_size=model.vocab_size)
     student.heads = [] if cfg.top_k else [teacher.head(sharded)]
     if cfg.teacher_prompt:
-        beginnings = [tokens[: 1 + int(n) // 3].flip(0) for tokens, n in zip(own.tokens, own.lengths, strict=True)]
-        own = own.with_payloads(behind(beginnings, own, 0))
+        own = own.with_payloads(behind(beginnings(own), own, 0))
     return student, add_targets([teacher], own)
+
+
+def beginnings(rows: TrainBatch) -> list[torch.Tensor]:
+    return [tokens[: 1 + int(n) // 3].flip(0) for tokens, n in zip(rows.tokens, rows.lengths, strict=True)]
+
+
+def own_learner(cfg: DistillConfig, sharded, own: TrainBatch, batch: BatchConfig) -> tuple[Student, TrainBatch]:
+    """A student that is its own teacher, and its rows: those of an odd length have no right answer."""
+    sharded.ema = sharded.ema or Ema(sharded, 0.5)
+    student = Student(sharded, batch, cfg=cfg, vocab_size=sharded.cfg.vocab_size)
+    teacher = OwnTeacher(sharded, batch, cfg, student.vocab_size, pupil=student)
+    taught = (own.lengths % 2 == 0)[:, None]
+    assert dist.get_world_size() > 1 or 0 < taught.sum() < len(taught)
+    own = replace(own, loss_mask=own.loss_mask * taught)
+    return student, add_targets([teacher], own.with_payloads(behind(beginnings(own), own, 0)))
 
 
 def frozen(sharded, batch: BatchConfig) -> Reference:

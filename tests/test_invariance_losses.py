@@ -14,7 +14,7 @@ def missing(registered, covered):
 
 
 def test_every_row_is_of_the_command():
-    assert set(invariance.LOSSES) == {*invariance_losses.POLICY, *invariance_losses.PAIRS, "sft_dft", "opsd"}
+    assert set(invariance.LOSSES) == {*invariance_losses.POLICY, *invariance_losses.PAIRS, "sft_dft", "opsd", "sdpo"}
     assert set(invariance.STAGES) == {*invariance.PLAIN, *invariance.LOSSES}
 
 

@@ -89,15 +89,17 @@ def make_prompts(
     return dataset
 
 
-def settle_steps(job: Job, dataset: Sequence, key: str) -> None:
-    """Set run.steps by run.epochs and the number of kept rows, of which a step takes the number under `key`. Note how
-    many rows there are."""
-    run, rows, taken = job.cfg.run, len(dataset), getattr(job.cfg.batch, key)
-    job.built.rows[key] = rows
+def settle_steps(job: Job, dataset: Sequence, key: str, each: int = 1) -> None:
+    """Set run.steps by run.epochs and the number of kept rows. A step has the number under `key`, `each` of a row. Note
+    how many rows there are."""
+    run, rows, taken = job.cfg.run, len(dataset), getattr(job.cfg.batch, key) // each
+    job.built.rows[key] = rows, each
     if run.epochs:
         run.steps = ceil(Fraction(repr(run.epochs)) * rows / taken)
     if taken > rows:
-        job.say(f"WARNING: batch.{key}={taken}: a step takes each of the {rows} rows about {taken / rows:.3g} times")
+        job.say(
+            f"WARNING: batch.{key}={taken * each}: a step takes each of the {rows} rows about {taken / rows:.3g} times"
+        )
 
 
 def in_shares(job: Job, dataset: Mixture, count: int) -> list:

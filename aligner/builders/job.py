@@ -73,7 +73,8 @@ class BuildRecord:
     on_commit: list[Callable[[int], None]] = field(default_factory=list)  # called with the step of a whole checkpoint
     frozen: list[str] = field(default_factory=list)  # of each model with adapters: the identity of its other weights
     contents: dict[str, str] = field(default_factory=dict)  # key of a path -> hash of its content in this run
-    rows: dict[str, int] = field(default_factory=dict)  # key of `batch` with the rows of a step -> number of rows
+    # key of `batch` with the rows of a step -> number of rows, and how many of a step each of them makes
+    rows: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class JobOutput:

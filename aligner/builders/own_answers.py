@@ -1,4 +1,4 @@
-"""Unscored answers of the model that learns, from a job."""
+"""Answers of the model that learns, from a job."""
 
 from __future__ import annotations
 
@@ -30,24 +30,28 @@ def make_own_answers(
     count: int,
     teachers: Sequence[Teacher] = (),
 ) -> tuple[OwnAnswers, dict[str, Stateful]]:
-    """Make the source of the policy's answers, to `count` rows of the training set at a time, and its state for
-    checkpoints."""
-    cfg, layout, teacher_prompts = job.cfg, job.layout, None
+    """Make the source of the policy's answers, `count` of them at a time, and its state for checkpoints."""
+    cfg, layout, teacher_prompts, right = job.cfg, job.layout, None, None
+    of_group, limit = cfg.algorithm.distill.of_group, cfg.sampling.max_response_tokens
     verifier, stream = make_verifier(job, refit, policy, prompts), make_stream(job, prompts, count)
-    sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
+    sampling = make_sampling(job, cfg.sampling.temperature, limit)
     if cfg.algorithm.distill.teacher_prompt:
         longest = min(longest_row(t.model.cfg.rope_scaling, t.model.cfg.max_position) for t in teachers)
         make = on_demand("algorithm.distill.teacher_prompt")
         teacher_prompts = make(
-            prompts, job.tokenizer, cfg.data.template_arguments, longest - cfg.sampling.max_response_tokens
+            prompts, job.tokenizer, cfg.data.template_arguments, longest - limit, limit if of_group else 0
         )
+    if of_group:
+        right = on_demand("algorithm.distill.teacher_prompt, of groups")(job, prompts)
+    count //= cfg.batch.group
     own_slots = range(count)[share(count, layout.data, layout.dp_rank)]
     answers = OwnAnswers(
         Weights(refit, verifier, job.timers),
-        Requests(prompts, stream, 1, count, own_slots, cfg.seed),
+        Requests(prompts, stream, cfg.batch.group, count, own_slots, cfg.seed),
         SampleGenerator(refit.engine, job.tokenizer, sampling, layout.peers, job.timers),
         layout.pgs.dp,
         cfg.algorithm.distill.teacher_of,
         teacher_prompts,
+        right,
     )
     return answers, {"prompts": stream, "sentinel": verifier}

@@ -63,12 +63,12 @@ def _length(job: Job) -> str:
     text = f"{run.steps} step{'s' * (run.steps != 1)}"
     if not job.built.rows:
         return text
-    ((key, rows),) = job.built.rows.items()
+    ((key, (rows, each)),) = job.built.rows.items()
     taken = getattr(job.cfg.batch, key)
     what = "prompts" if job.cfg.stage.its.rollouts else "rows"
-    epochs = f"{run.steps * taken / rows:.3g}"
+    epochs = f"{run.steps * taken / each / rows:.3g}"
     text += f" of {taken} {what}: {epochs} epoch{'s' * (epochs != '1')}"
-    return f"{text} ({rows / taken:.4g} steps an epoch of {rows})"
+    return f"{text} ({rows * each / taken:.4g} steps an epoch of {rows})"
 
 
 def _files(cfg: Config, ranks: int) -> Iterable[str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from aligner.builders.job import Job
 from aligner.builders.models import make_model, make_policy
+from aligner.config.on_demand import on_demand
 from aligner.config.sections.distill import KEY
 from aligner.config.sections.model.config import beside
 from aligner.config.validate_model import validate_model, validate_on_gpu
@@ -20,12 +20,18 @@ from aligner.roles.model_init import InitialModel, resolve
 from aligner.roles.teacher import Student, Teacher
 
 
-def make_student(job: Job, vocab_size: int, teachers: Sequence[Teacher]) -> Student:
-    """Make the student of teachers, or of stored logprobs, which cover the first `vocab_size` tokens."""
-    cfg, policy = job.cfg.algorithm.distill, make_policy(job, job.cfg.run.steps)
+def make_models(job: Job, stored: int) -> tuple[Student, list[Teacher]]:
+    """Make the student, and its teachers unless there are stored logprobs, which cover the first `stored` tokens."""
+    cfg = job.cfg.algorithm.distill
+    teachers: list[Teacher] = [] if stored or cfg.own_teacher else make_teachers(job)
+    vocab_size = stored or (teachers[0].vocab_size if teachers else job.initial.config.vocab_size)
+    policy = make_policy(job, job.cfg.run.steps)
     student = Student(policy.model, policy.batch, ptx=policy.ptx, cfg=cfg, vocab_size=vocab_size)
     student.heads = [] if cfg.top_k else [teacher.head(student.model) for teacher in teachers]
-    return student
+    if cfg.own_teacher:
+        make = on_demand("algorithm.distill.teacher=self")
+        teachers = [make(student.model, student.batch, cfg, vocab_size, pupil=student, phase=job.timers)]
+    return student, teachers
 
 
 def make_teachers(job: Job) -> list[Teacher]:

@@ -82,6 +82,14 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
         "aligner.data.teacher_prompts:TeacherPrompts",
         lambda cfg: bool(cfg.algorithm.distill.teacher_prompt),
     ),
+    "algorithm.distill.teacher_prompt, of groups": (
+        "aligner.builders.right_answers:make_right_answers",
+        lambda cfg: cfg.algorithm.distill.of_group,
+    ),
+    "algorithm.distill.teacher=self": (
+        "aligner.roles.own_teacher:OwnTeacher",
+        lambda cfg: cfg.algorithm.distill.own_teacher,
+    ),
     "outcomes": ("aligner.rollout.outcomes:Outcomes", counts_outcomes),
     "reward.judges": ("aligner.builders.judges:make_judges", lambda cfg: bool(cfg.reward.judges)),
     "debug.train_only": ("aligner.builders.recordings:make_recorded", lambda cfg: bool(cfg.debug.train_only)),

@@ -241,6 +241,7 @@ stage.its.trains !stage.its.pairs batch.minibatch_samples stage.its.rollouts
     => batch.minibatch_samples /batch.samples | , or 0 for all of them
 stage.its.trains !stage.its.pairs batch.minibatch_samples stage.its.rollouts => batch.minibatch_samples %ranks.data
 stage.its.trains !stage.its.rollouts => batch.sequences %ranks.data
+algorithm.distill.of_group => batch.sequences %ranks.groups
 stage.its.trains !batch.sizes_itself !batch.micro_batch_tokens batch.micro_batch_rows<batch.share
     => batch.micro_batch_samples /batch.share
 """),
@@ -355,6 +356,7 @@ FACTS: dict[str, Callable[[RuleContext], Any]] = {  # values derived from severa
         (s.shape.num_layers - len(s.shape.indexer.shared_layers)) // s.cfg.parallel.virtual_stages
     ),
     "ranks.data": lambda s: data_parallel(s.cfg, s.ranks),
+    "ranks.groups": lambda s: data_parallel(s.cfg, s.ranks) * s.cfg.batch.group,
     "ranks.rows": lambda s: 8,  # CUDA's product of all experts, in bfloat16, needs rows of multiples of 16 bytes
     "ranks.fp8": lambda s: s.shape.fp8_step,
     "ranks.fp8_tensor": lambda s: s.shape.fp8_step * s.cfg.parallel.tensor,
@@ -376,6 +378,7 @@ WORDS = {  # the names in messages of numbers that are no keys
     "ranks.heads": "parallel.tensor*context={parallel.tensor}*{parallel.context}",
     "ranks.experts": "the {ranks.experts} ranks of a pipeline stage",
     "ranks.data": "the {ranks.data} data-parallel ranks",
+    "ranks.groups": "the {ranks.data} data-parallel ranks x {batch.group=}",
     "ranks.begins": "{ranks.begins}",
     "ranks.rows": "8",
     "ranks.fp8": "{ranks.fp8} with {model.megatron.fp8=}",

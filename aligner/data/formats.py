@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, overload
 
 from aligner.config.sections.data import DataConfig
+from aligner.config.sections.distill import RIGHT_ANSWER
 from aligner.data.alpaca_sharegpt import converted, recognised
 from aligner.data.columns import columns_of, filled, lookup
 from aligner.data.messages import Messages, Text, Tools, check_learned, read_messages, read_text, read_tools
@@ -332,9 +333,15 @@ def _prompt_row(
 
 
 def _built_anew(prompt: Text, template: str, fields: Mapping[str, Any], where: str) -> Text:
-    """Return the prompt with its text, or that of its last message, made of the columns and of itself, `{prompt}`."""
+    """Return the prompt with its text, or that of its last message, made of the columns and of itself, `{prompt}`.
+    RIGHT_ANSWER stays in it, to be replaced."""
     last = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    text = filled(template, f"algorithm.distill.{TEACHER_PROMPT}", {**fields, "prompt": last}, where)
+    own = {"prompt": last} | ({RIGHT_ANSWER[1:-1]: RIGHT_ANSWER} if RIGHT_ANSWER in template else {})
+    return with_last(prompt, filled(template, f"algorithm.distill.{TEACHER_PROMPT}", {**fields, **own}, where))
+
+
+def with_last(prompt: Text, text: str) -> Text:
+    """Return the prompt with this text, or with this as the text of its last message."""
     return text if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": text}]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from aligner.config.sections.distill import RIGHT_ANSWER
 from aligner.data.dataset import PromptDataset
-from aligner.data.formats import TEACHER_PROMPT
+from aligner.data.formats import TEACHER_PROMPT, with_last
 from aligner.data.messages import read_tools
 from aligner.data.mixture import PromptMixture
 from aligner.data.ragged import FlatRows
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 class TeacherPrompts:
     """The tokens of the teacher's prompts.
 
-    Raises DataError for one of more than `limit` tokens: a row, with its answer, must fit the teacher.
+    Raises DataError for one of more than `limit` tokens: a row, with its answer, must fit the teacher. Of prompts with
+    a right answer, `room` of these are the answer's.
     """
 
     def __init__(
@@ -36,17 +39,18 @@ class TeacherPrompts:
         tokenizer: PreTrainedTokenizerBase,
         arguments: Mapping[str, Any],
         limit: int,
+        room: int = 0,
     ):
         self._tokens, self._row, self._pad_id = FlatRows(np.int32), {}, tokenizer.pad_token_id
+        self._tokenizer, self._arguments, self._limit = tokenizer, arguments, limit
         for start in range(0, len(prompts), CHUNK):
             chunk = [prompts[i] for i in range(start, min(start + CHUNK, len(prompts)))]
-            texts, where = [prompt.fields[TEACHER_PROMPT] for prompt in chunk], [f"prompt {p.id}" for p in chunk]
-            tools = [read_tools(p.fields, *about) for p, *about in zip(chunk, texts, where, strict=True)]
-            for prompt, tokens in zip(chunk, encode_prompts(tokenizer, texts, where, tools, arguments), strict=True):
-                if not 0 < len(tokens) <= limit:
+            for prompt, tokens in zip(chunk, self._encoded(chunk, [""] * len(chunk)), strict=True):
+                if not 0 < len(tokens) <= limit - room:
+                    less = "sampling.max_response_tokens" + ", twice: one is the right answer" * bool(room)
                     raise DataError(
-                        f"{prompts.where(len(self._row))}: expected 1 to {limit} tokens in the teacher's prompt, found "
-                        f"{len(tokens)}: its model.max_position less sampling.max_response_tokens. Change "
+                        f"{prompts.where(len(self._row))}: expected 1 to {limit - room} tokens in the teacher's "
+                        f"prompt, found {len(tokens)}: its model.max_position less {less}. Change "
                         f"algorithm.distill.{TEACHER_PROMPT}, or leave out the row"
                     )
                 self._row[prompt.id] = len(self._row)
@@ -56,6 +60,28 @@ class TeacherPrompts:
         """Return the teacher's rows of the answers to these prompts."""
         own = [torch.from_numpy(self._tokens[self._row[prompt.id]].astype(np.int64)) for prompt in prompts]
         return behind(own, answers, self._pad_id)
+
+    def with_right_answers(
+        self, prompts: Sequence[Prompt], answers: TrainBatch, right: Sequence[str | None]
+    ) -> TrainBatch:
+        """Return the answers with the teacher's rows, whose prompts have these right answers. A row without one, or
+        with one that does not fit the teacher, leaves the loss mask; the teacher then reads one token."""
+        asked = [i for i, answer in enumerate(right) if answer is not None]
+        encoded = self._encoded([prompts[i] for i in asked], [right[i] or "" for i in asked])
+        own = {i: tokens for i, tokens in zip(asked, encoded, strict=True) if len(tokens) <= self._limit}
+        taught = torch.tensor([i in own for i in range(len(prompts))])
+        answers = replace(answers, loss_mask=answers.loss_mask * taught[:, None])
+        tokens = [torch.tensor(own.get(i, prompt.tokens[:1])) for i, prompt in enumerate(prompts)]
+        return answers.with_payloads(behind(tokens, answers, self._pad_id))
+
+    def _encoded(self, prompts: Sequence[Prompt], right: Sequence[str]) -> list[list[int]]:
+        texts, where = [], [f"prompt {prompt.id}" for prompt in prompts]
+        for prompt, answer in zip(prompts, right, strict=True):
+            text = prompt.fields[TEACHER_PROMPT]
+            last = text if isinstance(text, str) else text[-1]["content"]
+            texts.append(with_last(text, last.replace(RIGHT_ANSWER, answer)))
+        tools = [read_tools(p.fields, *about) for p, *about in zip(prompts, texts, where, strict=True)]
+        return encode_prompts(self._tokenizer, texts, where, tools, self._arguments)
 
 
 def behind(prompts: Sequence[Tensor], answers: TrainBatch, pad_id: int) -> TeacherRows:

@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 
 from aligner.config.adapters import shares_weights
-from aligner.config.derived import evaluates, minibatch_samples, old_logprobs_in_update, response_limit
+from aligner.config.derived import evaluates, minibatch_samples, old_logprobs_in_update
 from aligner.config.engines import empties
 from aligner.config.quantization import matrix_bytes
 from aligner.config.rules import RuleContext
@@ -19,9 +19,9 @@ from aligner.config.sections.vllm import request_shares
 from aligner.config.stages import STAGES
 from aligner.errors import ConfigError
 from aligner.families.hf_config import config_from_hf
-from aligner.plan.lengths import Lengths
 from aligner.plan.linear import package_installed, row_bytes
 from aligner.plan.presets import preset_of
+from aligner.plan.rows import CHARACTERS, PlannedRows, evaluated_rows, step_rows, teacher_rows
 from aligner.plan.shapes import Grid, kv_bytes, routing_bytes
 
 PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill of the native engine
@@ -80,42 +80,6 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class PlannedRows:
-    """Rows of one step over all ranks. Means and `longest` are in tokens."""
-
-    count: int
-    prompts: int  # distinct ones, each prefilled once
-    prompt_mean: float
-    prompt_longest: int
-    response_mean: float
-    response_longest: int
-    seen: float = 0.0  # tokens that a token sees on average; 0: half of a row of mean length
-    read_seen: float = 0.0  # likewise a token whose output is read; 0: as of a row of mean length
-    length_counts: tuple[tuple[int, int], ...] = ()  # lengths of responses, see `lengths`
-
-    @property
-    def mean(self) -> float:
-        return self.prompt_mean + self.response_mean
-
-    @property
-    def lengths(self) -> Lengths:
-        """Lengths of the responses."""
-        return Lengths(self.response_mean, self.response_longest, self.length_counts)
-
-    @property
-    def context(self) -> float:
-        return self.seen or self.mean / 2
-
-    @property
-    def longest(self) -> int:
-        return self.prompt_longest + self.response_longest
-
-    @property
-    def tokens(self) -> float:
-        return self.count * self.mean
-
-
-@dataclass(frozen=True)
 class PlannedJudge:
     """A judge of `reward.judges`: its model and rows as those of a job that only generates, and the engine that
     answers."""
@@ -157,6 +121,7 @@ class PlanJob:
     ptx_rows: int = 0  # `ptx.data` in each of the policy's optimizer steps, over all ranks
     ptx_longest: int = 0  # their limit in tokens
     judges: tuple[PlannedJudge, ...] = ()
+    teacher_rows: PlannedRows | None = None  # the step's, behind prompts that only teachers read
     evaluated: PlannedRows | None = None  # answers of an evaluation, if any are generated
     pretrain_steps: int = 0  # of the critic, once
     # of a stage without rollouts: `config.stage.Stage.passes`
@@ -199,6 +164,11 @@ class PlanJob:
             return tuple(model for model in self.models if self.passes.get(model.role))
         own = (model for model in self.models if model.name != "reward")
         return tuple(model for model in own if not (model is self.policy and self.old_in_update))
+
+    @property
+    def taught(self) -> PlanJob:
+        """The job with the rows that its teachers read."""
+        return replace(self, rows=self.teacher_rows) if self.teacher_rows else self
 
     @property
     def learned(self) -> float:
@@ -288,9 +258,10 @@ def job_of(
     """Return the job of a config on so many GPUs, in bfloat16 unless the config says float32. Mean lengths that are not
     given are half of the longest. `lengths` of responses bring their own mean."""
     shape, stage, b = shape_at(cfg.model, cfg.model.init), STAGES[cfg.stage.name], cfg.batch
+    distill = cfg.algorithm.distill
     rollout, pairs = stage.rollouts, stage.rows(cfg)
     element = 4 if cfg.model.dtype == "float32" else 2
-    rows = _rows(cfg, prompt_tokens, response_tokens, lengths)
+    rows = step_rows(cfg, prompt_tokens, response_tokens, lengths)
     engine = None
     if not cfg.debug.train_only and (rollout or stage.generates(cfg) or evaluates(cfg)):
         engine = _engine(cfg, shape, engine_tensor, element, gpus)
@@ -317,50 +288,19 @@ def job_of(
         bucket_bytes=cfg.refit.bucket_bytes,
         offload=tuple(cfg.memory.offload),
         old_in_update=old_logprobs_in_update(cfg),
-        compares="teacher" in stage.other_models(cfg) and not cfg.algorithm.distill.top_k,
+        compares=("teacher" in stage.other_models(cfg) or distill.own_teacher) and not distill.top_k,
         log_squares=cfg.algorithm.preference.wpo,
         sleeps=cfg.memory.sleep != "never" and cfg.engine.sleeps,
         routing=routing_bytes(shape) if cfg.mismatch.replay_routing else 0,
         turns=cfg.environment.max_tokens - cfg.sampling.max_response_tokens if cfg.environment.on else 0,
         ptx_rows=cfg.ptx.sequences if cfg.ptx.coef else 0,
         ptx_longest=cfg.ptx.data.max_tokens,
+        teacher_rows=teacher_rows(cfg, rows) if distill.teacher_prompt else None,
         judges=_judges(cfg, shape, rows, engine) if rollout and engine is not None else (),
-        evaluated=_evaluated(cfg, rows, gpus) if engine is not None and evaluates(cfg) else None,
+        evaluated=evaluated_rows(cfg, rows, gpus) if engine is not None and evaluates(cfg) else None,
         pretrain_steps=cfg.critic.pretrain_steps if "critic" in stage.other_models(cfg) else 0,
         passes=stage.passes(cfg),
     )
-
-
-def _rows(
-    cfg: Config, prompt_tokens: float, response_tokens: float, lengths: tuple[tuple[int, int], ...]
-) -> PlannedRows:
-    """Return the rows of a step with their lengths. Raises ConfigError for lengths that the config does not allow."""
-    stage, b = STAGES[cfg.stage.name], cfg.batch
-    longest, limit = cfg.data.max_prompt_tokens, response_limit(cfg)
-    if not stage.rollouts and (own := stage.passes(cfg).get("generate", 0.0)) < 1:
-        longest = max(1, min(longest, cfg.data.max_tokens - 1))
-        limit = max(limit if own else 1, cfg.data.max_tokens - longest)
-    if lengths:
-        response_tokens = sum(length * count for length, count in lengths) / sum(count for _, count in lengths)
-        if lengths[-1][0] > limit:
-            raise ConfigError("--lengths", lengths[-1][0], f"at most the longest, {limit}")
-    counts = (b.prompts * b.group, b.prompts) if stage.rollouts else (stage.rows(cfg) * b.sequences, b.sequences)
-    tokens = prompt_tokens or longest / 2, longest, response_tokens or limit / 2, limit
-    rows = PlannedRows(*counts, *tokens, length_counts=lengths)
-    means = ("--prompt-tokens", rows.prompt_mean, longest), ("--response-tokens", rows.response_mean, limit)
-    for key, mean, most in means:
-        if not 0 < mean <= most:
-            raise ConfigError(key, mean, f"a mean above 0, at most the longest, {most}")
-    return rows
-
-
-def _evaluated(cfg: Config, rows: PlannedRows, gpus: int) -> PlannedRows:
-    """Return the answers of an evaluation. Of all rows of data.eval, whose number is not known here, engines decode as
-    many as they can together."""
-    prompts = cfg.eval.prompts or cfg.engine.max_batch * gpus
-    longest, limit = cfg.data.max_prompt_tokens, cfg.eval.max_response_tokens or response_limit(cfg)
-    lengths = min(rows.prompt_mean, longest), longest, min(rows.response_mean, limit), limit
-    return PlannedRows(prompts * cfg.eval.samples, prompts, *lengths)
 
 
 def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: int) -> Engine:
@@ -441,9 +381,6 @@ def _decoding(engine: EngineConfig, shape: ModelConfig) -> dict[str, bool]:
     """Return how decode steps of an engine of this model run on a GPU, as fields of `Engine`."""
     here, captures = engine.can.computes_here, engine.captures_of(shape.moe.num_experts)
     return {"padded": here and not (captures and not shape.latent.kv_rank), "launches": here and not captures}
-
-
-CHARACTERS = 4  # of a question's own text in a token
 
 
 def _judges(cfg: Config, shape: ModelConfig, rows: PlannedRows, engine: Engine) -> tuple[PlannedJudge, ...]:

@@ -246,7 +246,7 @@ def stage_phases(job: PlanJob, stage: int) -> dict[str, dict[str, float]]:
     if job.asked:
         asked = job.learned if STAGES[job.stage].pairs else job.rows.count
         there = ("policy", "critic", "reference", "teacher", "teachers")
-        phases["logprobs"] = _read(job, stage, job.asked, there, asked / job.grid.data) | stays
+        phases["logprobs"] = _read(job.taught, stage, job.asked, there, asked / job.grid.data) | stays
     trained = [model for model in job.models if model.trained]
     if trained:
         _, tokens = job.micro_batches(worst=True)
@@ -284,7 +284,8 @@ def _read(
     logits += job.element * tokens * job.policy.shape.hidden_size
     forward = max(forward_bytes(job, model, stage, tokens) for model in models)
     work = {"forward": forward} if forward > logits else {"logits": logits}
-    return _models(job, stage, there) | work
+    averages = job.compares and job.policy.averaged and job.policy in models  # in place of the weights
+    return _models(job, stage, there, averages) | work
 
 
 def _verification(job: PlanJob, trainer: bool, engine: bool) -> dict[str, float]:

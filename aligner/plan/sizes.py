@@ -166,7 +166,7 @@ def forward_bytes(job: PlanJob, model: PlannedModel, stage: int, tokens: float) 
 def teacher_heads(job: PlanJob) -> list[float]:
     """Return the bytes of each teacher's output matrix, the student's share of the vocabulary. Every stage has them."""
     rows = -(-job.policy.shape.vocab_size // job.grid.tensor)
-    teachers = [model for model in job.models if model.role in ("teacher", "teachers")] if job.compares else []
+    teachers = [model for model in job.models if job.passes.get(model.role)] if job.compares else []
     return [float(job.element * rows * model.shape.hidden_size) for model in teachers]
 
 

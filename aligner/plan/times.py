@@ -480,7 +480,7 @@ def plan_times(job: PlanJob, device: Device, assumed: Assumptions) -> dict[str, 
             _add(phases.setdefault(name, PhaseTime()), whole, share)
     if job.asked:
         learned = job.learned * job.minibatches / job.rows.count
-        phases["logprobs"] = forward_phase(job, job.asked, machine, learned)
+        phases["logprobs"] = forward_phase(job.taught, job.asked, machine, learned)
     if any(model.trained for model in job.models):
         phases["update"] = update_phase(job, machine)
     return phases

@@ -13,6 +13,7 @@ from aligner.config.sections.checkpoint import CheckpointConfig
 from aligner.config.sections.cluster import SCALE
 from aligner.config.sections.data import DataConfig
 from aligner.config.sections.debug import DebugConfig
+from aligner.config.sections.distill import RIGHT_ANSWER
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.config.sections.judge import FIELDS, JudgeConfig
 from aligner.config.sections.logging import LoggingConfig
@@ -20,8 +21,9 @@ from aligner.config.sections.model.config import ModelConfig, for_run
 from aligner.config.sections.rewards import RewardFunctionConfig
 from aligner.config.sections.run import StopConfig
 from aligner.families.hf_config import hf_config
-from aligner.plan.job import CHARACTERS, known_shape
+from aligner.plan.job import known_shape
 from aligner.plan.presets import preset_of
+from aligner.plan.rows import CHARACTERS
 
 ROWS, STEPS = 16, 2
 REWARD = "aligner.rehearse.program:reward"
@@ -76,8 +78,18 @@ def prepared(cfg: Config, folder: Path) -> Config:
     distill = cfg.algorithm.distill
     teachers = {name: there(path) for name, path in distill.teachers.items()}
     single = there(distill.teacher) if cfg.stage.name == "distill" and not teachers else ""
-    ready.algorithm = replace(cfg.algorithm, distill=replace(distill, teacher=single, teachers=teachers, store=""))
+    single = distill.teacher if distill.own_teacher else single
+    own = {"teacher": single, "teachers": teachers, "store": "", "teacher_prompt": _teacher_prompt(cfg)}
+    ready.algorithm = replace(cfg.algorithm, distill=replace(distill, **own))
     return ready
+
+
+def _teacher_prompt(cfg: Config) -> str:
+    """Return a prompt for teachers as long as `plan` takes the config's to be; rows of a rehearsal lack its columns."""
+    written, fields = cfg.algorithm.distill.pieces
+    there = ("prompt", RIGHT_ANSWER[1:-1])
+    columns = sum(name not in there for name in fields) * response_limit(cfg)
+    return "?" * (written // CHARACTERS + columns) + "".join(f"{{{name}}}" for name in fields if name in there)
 
 
 def _published(run: ModelConfig, preset: ModelConfig, folder: Path) -> Path:

@@ -1,4 +1,5 @@
-"""Minibatches of the model's own answers, one to each prompt, unscored: weights -> prompts -> answers -> batch."""
+"""Minibatches of the model's own answers, scored only where a teacher reads right ones: weights -> prompts -> answers
+-> batch."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from aligner.types import ScalarMetrics, TeacherNumbers, TrainBatch
 
 if TYPE_CHECKING:
     from aligner.data.teacher_prompts import TeacherPrompts
+    from aligner.rollout.right_answers import RightAnswers
 
 
 @dataclass
@@ -31,26 +33,31 @@ class OwnAnswers:
     ranks: dist.ProcessGroup  # data-parallel
     teacher_of: TeacherOf  # number of a prompt's teacher, by the prompt's columns
     teacher_prompts: TeacherPrompts | None = None  # None: teachers read the student's
+    right_answers: RightAnswers | None = None  # None: teachers read no other answers
 
     def next(self, step: int) -> tuple[TrainBatch, ScalarMetrics]:
         """Return this rank's rows, their answers in the loss mask."""
         metrics = self.weights()
         self.requests.begin(step)
-        groups = self.generator(self.requests.take(range(self.requests.slots)))
-        rows = collate(
-            groups.samples, groups.generations, torch.tensor(groups.slots), self.generator.tokenizer.pad_token_id
-        )
+        early = self.right_answers.begin(step) if self.right_answers else None
+        groups = self.generator(self.requests.take(range(self.requests.slots)), score=early)
+        slots = torch.tensor(groups.slots).repeat_interleave(groups.size)
+        rows = collate(groups.samples, groups.generations, slots, self.generator.tokenizer.pad_token_id)
         count = float(len(rows.lengths))
         means = {
             "response/tokens_mean": (float(rows.response_mask.sum()), count),
             "response/finished": (float(rows.finished.sum()), count),
         }
-        metrics |= reduce_metrics(means, {}, self.ranks) | self.requests.stream.metrics()
         minibatch = TrainBatch(rows.tokens, rows.lengths, loss_mask=rows.response_mask)
         numbers = [self.teacher_of(sample.prompt.fields, f"prompt {sample.prompt.id}") for sample in rows.samples]
         if None not in numbers:
             minibatch = minibatch.with_payloads(TeacherNumbers(torch.tensor(numbers)))
-        if self.teacher_prompts is not None:
-            prompts = [sample.prompt for sample in rows.samples]
+        prompts = [sample.prompt for sample in rows.samples]
+        if self.right_answers is not None and self.teacher_prompts is not None:
+            right, sums = self.right_answers(groups)
+            minibatch = self.teacher_prompts.with_right_answers(prompts, minibatch, right)
+            means |= sums | {"distill/taught": (float(minibatch.loss_mask.any(1).sum()), count)}
+        elif self.teacher_prompts is not None:
             minibatch = minibatch.with_payloads(self.teacher_prompts.rows(prompts, minibatch))
+        metrics |= reduce_metrics(means, {}, self.ranks) | self.requests.stream.metrics()
         return minibatch, metrics

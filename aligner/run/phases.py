@@ -50,6 +50,7 @@ RULES = {
     "generate": PhaseNeeds(after=("refit", "verify", "generate", "score"), engine="awake"),
     "score": PhaseNeeds(after=("generate", "score"), weights=("reward", "judge"), engine="", keeps_state=True),
     "logprobs": PhaseNeeds(weights=SCORED, engine="empty"),
+    "average": PhaseNeeds(weights=SCORED, optimizer=True, engine="empty", within=("logprobs",)),
     "update": PhaseNeeds(weights=TRAINED, gradients=True, optimizer=True, engine="empty", within=("",)),
     "eval": PhaseNeeds(weights=("policy",), within=("",)),
     "save": PhaseNeeds(weights=TRAINED, optimizer=True, keeps_state=True, within=("",)),

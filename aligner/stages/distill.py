@@ -26,7 +26,7 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.builders.own_answers import make_own_answers
     from aligner.builders.runs import finish, make_run, saved_first
     from aligner.builders.stored_targets import store_targets
-    from aligner.builders.teachers import make_student, make_teachers
+    from aligner.builders.teachers import make_models
     from aligner.config.schema import Config
     from aligner.data.batches import BatchSource
     from aligner.data.collate import collate_sft
@@ -38,7 +38,7 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
 
 
 def other_models(cfg: Config) -> tuple[str, ...]:
-    return () if cfg.algorithm.distill.store else ("teacher",)
+    return () if cfg.algorithm.distill.store or cfg.algorithm.distill.own_teacher else ("teacher",)
 
 
 RULES = rules("""
@@ -46,6 +46,12 @@ RULES = rules("""
     | a folder with the model to learn from, for stage distill
 algorithm.distill.on_policy => sampling.temperature >0
     | with algorithm.distill.on_policy: answers to learn from are sampled
+algorithm.distill.of_group => batch.group >=2
+    | with right_answer in algorithm.distill.teacher_prompt: it is another one to the same prompt
+!algorithm.distill.of_group => batch.group =1
+    | without right_answer in algorithm.distill.teacher_prompt: other answers to the prompt have no use
+algorithm.distill.of_group !reward.functions => reward.functions
+    | a function that gives right answers eval.full_score, with right_answer in algorithm.distill.teacher_prompt
 algorithm.distill.teachers data.formats~text => data.format
     | rows with answers, with algorithm.distill.teachers: documents continue from row to row
 """)
@@ -65,7 +71,8 @@ def passes(cfg: Config) -> dict[str, float]:
     """Return the passes of each model, and the share of steps that generate. Each of several teachers reads an equal
     share of the rows."""
     distill = cfg.algorithm.distill
-    return {"teacher": 1.0, "teachers": 1 / max(1, len(distill.teachers)), "generate": distill.on_policy}
+    teacher = "policy" if distill.own_teacher else "teacher"
+    return {teacher: 1.0, "teachers": 1 / max(1, len(distill.teachers)), "generate": distill.on_policy}
 
 
 def generates(cfg: Config) -> bool:
@@ -84,8 +91,8 @@ STAGE = Stage(
 
 
 def main(job: Job) -> None:
-    cfg, teachers, batches, answers, refit = job.cfg, [], None, None, None
-    own, state, train, prompts = cfg.algorithm.distill, {}, None, None
+    cfg, batches, answers, refit = job.cfg, None, None, None
+    own, state, train, prompts, stored = cfg.algorithm.distill, {}, None, None, 0
     if own.on_policy < 1:
         train = make_training_set(job, partial(make_answers, job, teacher_of=own.teacher_of))
     if own.on_policy:
@@ -93,24 +100,22 @@ def main(job: Job) -> None:
             job, partial(make_prompts, job, teacher_of=own.teacher_of, teacher_prompt=own.teacher_prompt)
         )
     if own.store:
-        train, vocab_size = store_targets(job, train)
+        train, stored = store_targets(job, train)
     if train is None:
-        settle_steps(job, prompts, "sequences")
+        settle_steps(job, prompts, "sequences", cfg.batch.group)
     else:
         batches = make_batches(job, train, collate_sft)
         state["data"] = batches.stream
     if own.store and not cfg.run.steps:  # only the files were needed
         return
-    if not own.store:
-        teachers = make_teachers(job)
-        vocab_size = teachers[0].vocab_size
-    student = make_student(job, vocab_size, teachers)
+    student, teachers = make_models(job, stored)
     if own.on_policy:
         refit = make_refit(job, student.model)
         answers, answer_state = make_own_answers(job, student, refit, prompts, cfg.batch.sequences, teachers)
         state |= answer_state
     run = make_run(job, {"policy": student.model}, state, make_answer_evaluation(job, student, refit))
-    same = bool(teachers) and all(job.built.contents[f"{KEY}.{name}"] == job.initial.content for name in own.models())
+    known = {job.built.contents[f"{KEY}.{name}"] for name in own.models()} if teachers else set()
+    same = known == {job.initial.content}
     # its own k tokens are more to learn, and so is what a prompt of its own says
     nothing_to_learn = same and own.outside != "zero" and not own.teacher_prompt
     checks = FirstStepChecks(cfg.debug.first_step_checks and nothing_to_learn)

@@ -295,3 +295,52 @@ def test_a_student_learns_what_only_its_teacher_reads(tiny_data, teacher, tmp_pa
     stages.stage("distill", tiny_data, tmp_path / "run", *own, "run.steps=15")
     resumed = stages.stage("distill", tiny_data, tmp_path / "run", *own, "run.steps=30")
     assert stages.differences(resumed, straight) == [] and stages.same_weights(resumed, straight)
+
+
+def test_right_answers_of_its_group_teach_the_others(tiny_data, teacher, tmp_path, monkeypatch):
+    """The student's average says of each answer what it would say behind the next right one of its group; the others
+    are not learned. Stopped and resumed it is the same run."""
+    from aligner.data.tokenizer import decode_responses, load_tokenizer
+    from aligner.stages import distill
+    from aligner.types import TeacherRows
+
+    tokenizer, ask, batches = load_tokenizer(str(tiny_data / "tokenizer")), distill.add_targets, []
+
+    def watched(teachers, rows):
+        batches.append(rows)
+        return ask(teachers, rows)
+
+    monkeypatch.setattr(distill, "add_targets", watched)
+    prompts = stages.write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"{i % 10}?"} for i in range(16)])
+    own = [*OWN, *WIDER, f"model.init={teacher}", f"data.train={prompts}", "ema.decay=0.5", "batch.group=4"]
+    own += ["algorithm.distill.teacher=self", "algorithm.distill.teacher_prompt='like {right_answer}:'"]
+    own += ["reward.functions=[{path: tests/assets/tiny_rewards.py:even_first}]", "optim.schedule=constant"]
+    own += ["checkpoint.every=2"]
+    straight = stages.stage("distill", tiny_data, tmp_path / "straight", *own, "run.steps=4")
+    for rows, record in zip(list(batches), stages.records(straight), strict=True):
+        begin, theirs = len(tokenizer("0?")["input_ids"]), rows.of(TeacherRows)
+        replies = decode_responses(tokenizer, rows.tokens[:, begin:], rows.lengths - begin)
+        right = [reply != "" and ord(reply[0]) % 2 == 0 for reply in replies]
+        for at, mask in enumerate(rows.loss_mask):
+            others = [at - at % 4 + (at + step) % 4 for step in (1, 2, 3)]
+            other = next((replies[j] for j in others if right[j]), None)
+            assert bool(mask.any()) == (other is not None)
+            if other is not None:
+                line = tokenizer.decode(theirs.teacher_tokens[at, : theirs.teacher_lengths[at]])
+                assert line == f"like {other}:" + tokenizer.decode(rows.tokens[at, begin : rows.lengths[at]])
+        assert record["distill/right"] == pytest.approx(sum(right) / 16)
+        assert record["distill/taught"] == pytest.approx(float(rows.loss_mask.any(1).float().mean()))
+    assert 0 < sum(record["distill/taught"] for record in stages.records(straight)) < 4
+    stages.stage("distill", tiny_data, tmp_path / "run", *own, "run.steps=2")
+    resumed = stages.stage("distill", tiny_data, tmp_path / "run", *own, "run.steps=4", "memory.offload=[optimizer]")
+    assert stages.differences(resumed, straight) == [] and stages.same_weights(resumed, straight)
+
+
+def test_a_step_without_a_right_answer_learns_nothing(tiny_data, teacher, tmp_path):
+    """Also without an average, which is then the student as it is."""
+    own = [*OWN, "algorithm.distill.teacher=self", "algorithm.distill.teacher_prompt='{prompt} {right_answer}'"]
+    own += ["batch.group=2", "eval.full_score=2", "reward.functions=[{path: tests/assets/tiny_rewards.py:even_first}]"]
+    records = run("self", tiny_data, tmp_path / "run", *own, "optim.weight_decay=0")
+    assert [record["distill/taught"] for record in records] == [0, 0, 0]
+    assert all(record["policy/grad_norm"] == record["policy/loss"] == 0 for record in records)
+    assert all(record["distill/loss"] is None for record in records)

@@ -58,3 +58,8 @@ def hangs_on(samples, rank: int, at: int, counter: str):
     if os.environ.get("RANK") == str(rank) and not probe(samples) and _count(counter) == at:
         time.sleep(600)
     return vowels(samples)
+
+
+def even_first(samples):
+    """1 for an answer whose first character has an even code, else 0."""
+    return [float(bool(s.response) and ord(s.response[0]) % 2 == 0) for s in samples]

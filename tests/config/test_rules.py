@@ -168,6 +168,14 @@ distill ; $kd.outside=renormalise => $kd.outside
 distill ; $kd.on_policy=0.5 ; $kd.store=x ; $kd.top_k=4 => $kd.store
 distill ; $kd.on_policy=1 ; $kd.sft_coef=0.1 => $kd.sft_coef
 distill ; $kd.on_policy=0.5 ; $kd.teacher_prompt=x => $kd.on_policy
+distill ; $kd.teacher=self => $kd.teacher_prompt
+distill ; $kd={teacher: self, teacher_prompt: x, on_policy: 1, tensor: 2} => $kd.tensor
+distill ; $kd={teacher: self, teacher_prompt: x, on_policy: 1, pipeline: 2} => $kd.pipeline
+distill ; $kd={teacher: self, teacher_prompt: x, on_policy: 1} ; batch.group=2 => batch.group
+distill ; $kd={teacher: self, teacher_prompt: '{right_answer}', on_policy: 1} => batch.group
+distill ; $kd={teacher: self, teacher_prompt: '{right_answer}', on_policy: 1} ; batch.group=2 => reward.functions
+distill@2 ; $kd={teacher: self, teacher_prompt: '{right_answer}', on_policy: 1} ; batch.group=3 ; batch.sequences=8
+    ; reward.functions=[{path: math}] => batch.sequences
 distill ; $kd.teacher=x ; $kd.teachers={a: y} => $kd.teacher
 distill ; $kd.teachers={a: y} ; $kd.top_k=4 ; $kd.store=x => $kd.teacher
 distill ; $kd.store=x => $kd.top_k

@@ -12,7 +12,7 @@ from aligner.data.teacher_prompts import TeacherPrompts
 from aligner.data.templates import encode_prompts
 from aligner.data.tokenizer import byte_tokenizer
 from aligner.errors import DataError
-from aligner.types import TrainBatch
+from aligner.types import TeacherRows, TrainBatch
 
 TEMPLATE = "{prompt} It is {solution[text]}."
 
@@ -87,3 +87,37 @@ def test_a_prompt_that_does_not_fit_the_teacher_is_refused(chat):
     prompts = prompts_of([row("q"), row("q", "x" * 40)], chat)
     with pytest.raises(DataError, match=r"row 2: expected 1 to 30 tokens in the teacher's prompt, found 49"):
         TeacherPrompts(prompts, chat, {}, 30)
+
+
+def test_a_right_answer_is_read_where_there_is_one_that_fits(chat):
+    """Behind the same prompt as without; the other rows leave the loss, and the teacher reads one token of them."""
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    rows = [row("1 + 1?"), row(talk), row("x"), row("y"), row("{right_answer}")]
+    whole = prompts_of(rows, chat, "{prompt} Right: {right_answer}. {solution[text]}")
+    theirs = TeacherPrompts(whole, chat, {}, 110, room=20)
+    lengths = torch.tensor([len(prompt.tokens) + 2 for prompt in whole])
+    tokens = torch.zeros(5, int(lengths.max()), dtype=torch.int64)
+    mask = torch.zeros(tokens.shape)
+    for i, n in enumerate(lengths.tolist()):
+        tokens[i, n - 2 : n], mask[i, n - 2 : n] = torch.tensor([5 + i, 6]), 1
+    right = ["two {prompt}", "4", None, "z" * 110, "a"]
+    result = theirs.with_right_answers(list(whole), TrainBatch(tokens, lengths, mask), right)
+    taught = [True, True, False, False, True]
+    assert torch.equal(result.loss_mask, mask * torch.tensor(taught)[:, None])
+    longer = [talk[0], {"role": "user", "content": "2 + 2? Right: 4. x"}]
+    texts = ["1 + 1? Right: two {prompt}. x", longer, "a Right: a. x"]
+    expected = iter(encode_prompts(chat, texts, [""] * 3))
+    own = result.of(TeacherRows)
+    for i, prompt in enumerate(whole):
+        wanted = [*next(expected), 5 + i, 6] if taught[i] else list(prompt.tokens[:1])
+        n = int(own.teacher_lengths[i])
+        assert own.teacher_tokens[i, :n].tolist() == wanted
+        assert own.teacher_mask[i].nonzero().flatten().tolist() == (list(range(n - 2, n)) if taught[i] else [])
+
+
+def test_a_prompt_without_room_for_a_right_answer_is_refused(chat):
+    prompts = prompts_of([row("q", "x" * 30)], chat, "{prompt} {right_answer} {solution[text]}")
+    TeacherPrompts(prompts, chat, {}, 60)
+    message = r"expected 1 to 30 tokens in the teacher's prompt, found \d+: .*max_response_tokens, twice: one is the"
+    with pytest.raises(DataError, match=message):
+        TeacherPrompts(prompts, chat, {}, 60, room=30)

@@ -845,6 +845,35 @@ def test_a_student_that_answers_itself_generates_as_often_as_it_does():
     assert [round(parameters(model.shape) / 1e9, 1) for model in always.models] == [8.2, 32.8]
 
 
+def test_a_teacher_also_reads_the_prompts_of_its_own():
+    """400 characters are 100 tokens, and a column is as long as a response. Without a second model the student reads
+    them."""
+    rows = ["model=qwen3_8b", "data.max_prompt_tokens=512", "sampling.max_response_tokens=2048", "batch.sequences=64"]
+    line = ["stage=distill", *rows, "algorithm.distill.on_policy=1"]
+    prompt = f"algorithm.distill.teacher_prompt='{{prompt}}{'x' * 400}{{%s}}'"
+    alone = "algorithm.distill.teacher=self", "batch.group=8", "ema.decay=0.9", "memory.offload=[optimizer]"
+    alone += ("reward.functions=[{path: math}]",)
+    same, other, own = (
+        job_of(compose([*line, *each]), 8, prompt_tokens=300, response_tokens=600)
+        for each in (
+            ["algorithm.distill.teacher=/nowhere"],
+            ["algorithm.distill.teacher=/nowhere", prompt % "hint"],
+            [*alone, prompt % "right_answer"],
+        )
+    )
+    for job in (other, own):
+        assert (job.taught.rows.prompt_mean, job.taught.rows.prompt_longest) == (1000, 512 + 100 + 2048)
+        assert (job.rows.prompt_mean, job.rows.prompts) == (300, 64 if job is other else 8)
+    times = [plan_times(job, H100, Assumptions()) for job in (same, other, own)]
+    products = [each["logprobs"].parts["kernels"] for each in times]
+    assert 1.7 < products[1] / products[0] < 2 and products[2] == pytest.approx(products[1])  # 1600 tokens of 900
+    assert times[1]["update"].seconds == times[0]["update"].seconds
+    phases = [plan_memory(job, H100, Assumptions()).phases for job in (other, own)]
+    assert phases[1]["logprobs"]["weights"] == phases[0]["logprobs"]["weights"] / 2
+    assert phases[1]["logprobs"]["heads"] == phases[0]["logprobs"]["heads"]
+    assert phases[1]["logprobs"]["optimizer"] == phases[1]["update"]["optimizer"] > 0
+
+
 def test_a_student_keeps_its_teachers_matrices_and_a_tied_embedding_has_three_gradients():
     """Of 256,000 words as in a rehearsal of it, within half a hundredth."""
     line = ["stage=distill", "model=gemma2_2b", "model.num_layers=4", "batch.sequences=8", "parallel.context=2"]

@@ -11,7 +11,9 @@ from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.distill import DistillConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.data.teacher_prompts import behind
+from aligner.megatron.ema import Ema
 from aligner.roles.batching import forward_rows
+from aligner.roles.own_teacher import OwnTeacher
 from aligner.roles.teacher import Student, Teacher, add_targets
 from aligner.stages.distill import distill_loss
 from aligner.types import TeacherNumbers, TeacherRows, TeacherTargets, TrainBatch
@@ -149,9 +151,34 @@ def hidden(model, tokens: torch.Tensor) -> torch.Tensor:
     return forward_rows(model, row, none, model.over_hidden, beyond=shape, dtype=torch.float32)[0]
 
 
+def its_own_average(top_k: int) -> None:
+    """A student's targets behind prompts of its own, after a step: of weights that are averaged by hand."""
+    answer = DistillConfig("self", kind="jsd", top_k=top_k, on_policy=1.0, teacher_prompt="{prompt}")
+    cfg, numbers = MODELS["qwen3"], BatchConfig()
+    model, rows = build(cfg, ONE, optim=SGD), batch(cfg, rows=5)
+    rows = rows.with_payloads(behind([torch.arange(1, 4 + i) for i in range(5)], rows, 0))
+    before, model.ema = [p.detach().clone() for p in model.module.parameters()], Ema(model, 0.75)
+    student = Student(model, numbers, cfg=answer, vocab_size=cfg.vocab_size)
+    teacher = OwnTeacher(model, numbers, answer, cfg.vocab_size, pupil=student)
+    student.update(add_targets([teacher], rows), distill_loss(rows, answer, model.layout.pgs.dp))
+    after = [p.detach().clone() for p in model.module.parameters()]
+    assert any(not torch.equal(*both) for both in zip(before, after, strict=True))
+    targets = add_targets([teacher], rows)
+    assert all(torch.equal(p, last) for p, last in zip(model.module.parameters(), after, strict=True))
+    with torch.no_grad():
+        for p, first, last in zip(model.module.parameters(), before, after, strict=True):
+            p.copy_(0.75 * first + 0.25 * last)
+    plain = Teacher(model, numbers, answer, cfg.vocab_size)
+    expected = add_targets([plain], rows).of(TeacherTargets)
+    torch.testing.assert_close(targets.of(TeacherTargets).teacher, expected.teacher)
+    if not top_k:
+        torch.testing.assert_close(student.heads[0].weight, model.head_weight)
+
+
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_the_student_learns_what_the_teacher_says_behind_its_own_prompt(ranks, top_k):
     """Against a loop in float64; and in other layouts of either."""
+    ranks.run(its_own_average, world=1, top_k=top_k)
     base = ranks.run(behind_own_prompts, world=1, own=ONE, theirs=ONE, top_k=top_k)[0]
     assert top_k or base["loss"] == pytest.approx(base["oracle"], rel=1e-5)
     for own, theirs in ((ONE, ONE), (TP2, ONE)):

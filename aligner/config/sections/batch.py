@@ -13,7 +13,7 @@ ROWS, LOGPROB_TOKENS = 8, 16384  # for `auto`, if nothing is known about a machi
 @dataclass
 class BatchConfig(Section, key="batch"):
     prompts: int = key(32, "Prompts per rollout.", least=1, read_for=("samples",))
-    group: int = key(1, "Samples per prompt.", least=1, read_for=("samples",))
+    group: int = key(1, "Samples per prompt.", least=1, read_for=("samples", "distill"))
     minibatch_samples: int = key(0, "Samples per optimizer step. 0: the whole rollout.", least=0, read_for=("policy",))
     micro_batch_samples: Auto = key(
         AUTO,

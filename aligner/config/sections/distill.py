@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import floor
+from string import Formatter
 from typing import Any
 
 from aligner.config.key import IGNORE, REPORT, Section, key
@@ -14,6 +15,8 @@ from aligner.errors import DataError
 
 KINDS = ("forward_kl", "reverse_kl", "mixed", "jsd")  # ops/kernels/divergence.py
 KEY = "algorithm.distill"
+SELF = "self"  # as `teacher`: the student
+RIGHT_ANSWER = "{right_answer}"  # in `teacher_prompt`: a right answer of the same group, by the student
 _BETA = "a number between 0 and 1, without them: forward_kl and reverse_kl are kinds of their own"
 
 
@@ -24,7 +27,10 @@ def _inside(beta: float) -> bool:
 @dataclass
 class DistillConfig(Section, key=KEY):
     teacher: str = key(
-        "", "Teacher: a Hugging Face folder, run folder or checkpoint with the student's tokenizer.", resume=IGNORE
+        "",
+        "Teacher: a Hugging Face folder, run folder or checkpoint with the student's tokenizer. self: the student, "
+        "with its averaged weights where `ema.decay` is set.",
+        resume=IGNORE,
     )
     teachers: dict[str, str] = key({}, "Map of names to folders, for rows that name their teacher.", resume=IGNORE)
     teacher_column: str = key("teacher", "Column with the name of the row's teacher, with `teachers`.")
@@ -54,7 +60,8 @@ class DistillConfig(Section, key=KEY):
     teacher_prompt: str = key(
         "",
         "Python format string over the row's columns that builds the teacher's prompt; {prompt} is the student's, of a "
-        "conversation its last message. Empty: the student's.",
+        "conversation its last message, {right_answer} another response of its batch.group that has eval.full_score. "
+        "Empty: the student's.",
     )
     sft_coef: float = key(0.0, "Factor of the answers' negative log-likelihood, added to the divergence.", least=0)
 
@@ -69,13 +76,32 @@ teachers => store =
 on_policy => store = | with algorithm.distill.on_policy: answers are new in each step
 teacher_prompt => on_policy =1
     | with algorithm.distill.teacher_prompt: the teacher reads answers that the student has just generated
+own_teacher !teacher_prompt => teacher_prompt
+    | a prompt of the teacher's own with algorithm.distill.teacher=self, which learns nothing behind the same prompts
+own_teacher => tensor, pipeline =0 | with algorithm.distill.teacher=self: the student has its layout already
 on_policy=1 => sft_coef =0 | with algorithm.distill.on_policy=1: a student does not learn its own answers
 """)
 
+    @property
+    def own_teacher(self) -> bool:
+        """Whether the student is its own teacher."""
+        return self.teacher == SELF
+
+    @property
+    def of_group(self) -> bool:
+        """Whether the teacher reads another answer of the student."""
+        return RIGHT_ANSWER in self.teacher_prompt
+
+    @property
+    def pieces(self) -> tuple[int, list[str]]:
+        """The number of characters of `teacher_prompt` between its columns, and these."""
+        parts = list(Formatter().parse(self.teacher_prompt))
+        return sum(len(text) for text, *_ in parts), [name for _, name, *_ in parts if name]
+
     def models(self) -> dict[str, str]:
-        """Return `teacher` or `teachers.<name>` -> folder."""
+        """Return `teacher` or `teachers.<name>` -> folder, without the student itself."""
         several = {f"teachers.{name}": path for name, path in self.teachers.items()}
-        return several or ({"teacher": self.teacher} if self.teacher else {})
+        return several or ({"teacher": self.teacher} if self.teacher and not self.own_teacher else {})
 
     def teacher_of(self, row: Mapping[str, Any], where: str) -> int | None:
         """Return the index in `teachers` of the one that a row names; None without. Raises DataError."""
