@@ -75,6 +75,11 @@ if TYPE_CHECKING:  # `homes` reads these lines; their comments are the sections 
     from aligner.types import TrainBatch as TrainBatch
     from aligner.types import ValueTargets as ValueTargets
 
+    # Model families
+    from aligner.families.family import Family as Family
+    from aligner.families.family import MoeKeys as MoeKeys
+    from aligner.families import rows as rows
+
 
 @cache
 def homes() -> dict[str, str]:

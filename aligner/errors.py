@@ -77,6 +77,12 @@ class TrackerCodeError(AlignerError):
     exit_code = 2
 
 
+class FamilyCodeError(AlignerError):
+    """A user's model family cannot be imported, or has what nothing here computes: bad input."""
+
+    exit_code = 2
+
+
 class StageCodeError(AlignerError):
     """A user's file with a stage cannot be imported, or has no STAGE or main(job): bad input."""
 

@@ -21,17 +21,41 @@ from aligner.errors import AlignerError
 from aligner.files import conf_dir
 
 
+def is_path(value: str) -> bool:
+    """Return whether a key's value is the path of something of the user's own, `module:name`."""
+    source, _, name = value.rpartition(":")
+    return bool(source) and name.isidentifier()
+
+
 def load(path: str, key: str, expected: str, error: type[AlignerError], others: str = "") -> Callable[..., Any]:
     """Import the callable at `path`, the value of `key` in the config. The message names `expected`, and in `others`
     other accepted forms. Raises `error` if it cannot be imported, for any error of the import."""
+    kind = inspect.isclass if expected == "Class" else inspect.isfunction
+    return _named(path, key, expected, error, callable, kind, others)
+
+
+def load_instance[T](path: str, key: str, kind: type[T], error: type[AlignerError]) -> T:
+    """Import the object of this class at `path`, as `load` does."""
+    is_one = lambda value: isinstance(value, kind)  # noqa: E731
+    return _named(path, key, kind.__name__, error, is_one, is_one)
+
+
+def _named(
+    path: str,
+    key: str,
+    expected: str,
+    error: type[AlignerError],
+    fits: Callable[[Any], bool],
+    shown: Callable[[Any], bool],
+    others: str = "",
+) -> Any:
     source, colon, name = path.rpartition(":")
     if not colon or not source or not name:
         raise error(f"{key}={path!r}: expected module:{expected}, path.py:{expected}{others}")
     module = _imported(source, f"{key}={path!r}: expected an importable {expected}", error)
     target = getattr(module, name, None)
-    if not callable(target):
-        kind = inspect.isclass if expected == "Class" else inspect.isfunction
-        names = ", ".join(n for n, v in vars(module).items() if kind(v) and not n.startswith("_"))
+    if not fits(target):
+        names = ", ".join(n for n, v in vars(module).items() if shown(v) and not n.startswith("_"))
         raise error(f"{key}={path!r}: expected a {expected} `{name}` in {source}, which has {names or 'none'}")
     return target
 

@@ -313,8 +313,9 @@ def field_lines(node: ast.ClassDef, lines: list[str]) -> Iterator[str]:
     """Yield the lines of a class's fields, with the comment above."""
     for each in node.body:
         if isinstance(each, ast.AnnAssign) and not ast.unparse(each.target).startswith("_"):
-            above = each.lineno - 2
-            first = above if lines[above].strip().startswith("#") else above + 1
+            first = each.lineno - 1
+            while lines[first - 1].strip().startswith("#"):
+                first -= 1
             yield from (f"{line}\n" for line in lines[first : each.end_lineno])
 
 
@@ -341,7 +342,13 @@ def api_names() -> str:
         if heading:
             entries.append(f"## {heading}\n\n")
             continue
-        text = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+        path = ROOT / module.replace(".", "/")
+        if path.is_dir():
+            tree = ast.parse((path / f"{name}.py").read_text())
+            names = re.findall(r"^(?:def )?([a-zA-Z]\w*)(?: = |\()", ast.unparse(tree), re.M)
+            entries.append(f"`{name}`\n:   {meaning(tree)} {', '.join(f'`{name}.{each}`' for each in names)}.\n\n")
+            continue
+        text = path.with_suffix(".py").read_text()
         entries += api_rows(name, definitions(ast.parse(text))[name], text)
     return "".join(entries)
 

@@ -20,7 +20,7 @@ from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.config.sections.optim import OptimConfig
-from aligner.families import FAMILIES
+from aligner.families import SAME, find
 from aligner.families.hf_config import config_from_hf, hf_config
 from aligner.models.fused import joined, parts_of
 from aligner.models.safetensors_io import open_hf, write_hf
@@ -162,6 +162,7 @@ MORE |= {
         ),
     ),
     "glm": replace(LLAMA, family="glm", qkv_bias=True, attention=AttentionConfig(rotary_fraction=0.5)),
+    "seed_oss": replace(LLAMA, family="examples/own_family.py:SEED_OSS", qkv_bias=True, head_dim=16),
     "glm4": replace(LLAMA, family="glm4", attention=AttentionConfig(rotary_fraction=0.25), head_dim=16),
 }
 LATENT = LatentConfig(kv_rank=24, query_rank=20, plain_dim=12, rotary_dim=6, value_dim=10)
@@ -340,7 +341,7 @@ def layer_scalars(model) -> list[torch.Tensor]:
 def hf_weights(model) -> dict[str, torch.Tensor]:
     """A transformers model's tensors by their names in files, those of fused ones by their parts' names."""
     # in memory all experts of a layer are one tensor
-    family = FAMILIES[model.config.model_type]
+    family = find(SAME.get(kind := model.config.model_type, kind))
     if family.moe or family.fused:
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)

@@ -8,7 +8,6 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.config.key import is_function
 from aligner.config.on_demand import on_demand
 from aligner.config.schema import Config
 from aligner.config.sections.algorithm import WHITENED, AlgorithmConfig
@@ -19,6 +18,7 @@ from aligner.ops.rl.token_advantages import broadcast, gae, length_adaptive_lamb
 from aligner.rewards.composite import Component, Scores
 from aligner.rollout.statistics import compared
 from aligner.types import RolloutBatch
+from aligner.user_code import is_path
 
 
 def group_advantages(rollout: RolloutBatch, scores: Scores, cfg: Config, ranks: dist.ProcessGroup) -> Tensor:
@@ -26,7 +26,7 @@ def group_advantages(rollout: RolloutBatch, scores: Scores, cfg: Config, ranks: 
     samples of a prompt are compared, of groups without gradient, also after whitening. Needs token_rewards.
     Collective over the data-parallel `ranks`."""
     algorithm, mask = cfg.algorithm, _valid_tokens(rollout)
-    if is_function(algorithm.advantage):
+    if is_path(algorithm.advantage):
         tokens, learns = on_demand("algorithm.advantage")(rollout, mask, algorithm), rollout.valid
     elif algorithm.advantage == "reinforce_pp":
         tokens, learns = return_to_go(rollout.token_rewards, mask, algorithm.gamma), rollout.valid

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.algorithms.anchor import Anchor
-from aligner.config.key import is_function
 from aligner.config.on_demand import on_demand
 from aligner.config.sections.algorithm import AlgorithmConfig
 from aligner.ops.rl.aggregate import aggregate, denominator
@@ -22,6 +21,7 @@ from aligner.ops.rl.policy_term import PolicyTerm
 from aligner.roles.policy import TokenOutputs
 from aligner.rollout.statistics import trainer_sums
 from aligner.types import LossOutput, PolicyTargets, TrainBatch
+from aligner.user_code import is_path
 
 
 def policy_loss(
@@ -47,9 +47,7 @@ def policy_loss(
     total = denominator(minibatch.loss_mask, cfg.aggregation, response_limit, group)
     positives, observations = _positive_tokens(minibatch, group), minibatch.of(PolicyTargets).observed
     others = None if observations is None else denominator(observations, cfg.aggregation, response_limit, group)
-    compute = (
-        on_demand("algorithm.policy_loss")(cfg) if is_function(cfg.policy_loss) else POLICY_LOSSES[cfg.policy_loss]
-    )
+    compute = on_demand("algorithm.policy_loss")(cfg) if is_path(cfg.policy_loss) else POLICY_LOSSES[cfg.policy_loss]
     mean, noise = partial(aggregate, kind=cfg.aggregation, denominator=total), NOISE[dtype]
     estimate = kl_estimator(cfg, noise)
 

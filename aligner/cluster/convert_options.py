@@ -35,12 +35,13 @@ def add_parser(subs: argparse._SubParsersAction, name: str, text: str) -> None:
         help_text = "of a run with model.lora: the whole model, with its adapters merged, instead of a peft folder"
         sub.add_argument("--merge", action="store_true", help=help_text)
         sub.add_argument("--part", default="", metavar="NAME", help="of the checkpoint: policy, critic, model")
+    sub.add_argument("--family", default="", metavar="PATH.py:NAME", help="a model family of yours: model.family")
     sub.set_defaults(overrides=[], frozen=None, cfg=False, config_dir=None)
 
 
 def again(args: argparse.Namespace) -> list[str]:
     """Return the command line of each of the ranks that `--ranks` starts."""
-    options = ["--file-bytes", str(args.file_bytes), *(["--fresh"] if args.fresh else [])]
+    options = ["--file-bytes", str(args.file_bytes), "--family", args.family, *["--fresh"] * args.fresh]
     options += (
         ["--tensor", str(args.tensor)] if args.command == "import" else ["--part", args.part, *["--merge"] * args.merge]
     )

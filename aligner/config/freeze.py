@@ -19,6 +19,7 @@ from aligner.config.options import from_plain, leaves
 from aligner.config.schema import Config
 from aligner.config.stage import is_file
 from aligner.errors import ConfigError
+from aligner.families import refuse_foreign
 from aligner.foreign import MAX_DEPTH
 from aligner.user_code import source_files
 
@@ -129,8 +130,8 @@ def refuse(folder: Path | str) -> None:
     (Path(folder) / PENDING_NAME).unlink(missing_ok=True)
 
 
-def load_frozen(path: Path | str) -> Config:
-    """Read what `freeze` wrote; a folder means the file in it.
+def load_frozen(path: Path | str, foreign: bool = False) -> Config:
+    """Read what `freeze` wrote; a folder means the file in it. `foreign`: it may not name a family to import.
 
     Raises ConfigError if it cannot be read or a value has another type, UnknownKeyError for keys that do not exist.
     """
@@ -145,6 +146,8 @@ def load_frozen(path: Path | str) -> Config:
         raise ConfigError("--frozen", str(path), "a config.yaml written by aligner", reason) from None
     if not isinstance(data, dict):
         raise ConfigError("--frozen", str(path), "a config.yaml written by aligner")
+    if foreign:
+        refuse_foreign((data.get("model") or {}).get("family"), path)
     return from_plain(Config, data)
 
 
@@ -180,8 +183,9 @@ def environment_code(cfg: Config) -> bytes:
 
 
 def outside_code(cfg: Config) -> dict[str, bytes]:
-    """Return key -> the file that it names: of a stage, and of functions of `algorithm`, of the user's."""
-    named = cfg.algorithm.own_functions(partial(reads, cfg.stage.name))
+    """Return key -> the file that it names: of a stage, a family, an engine, and functions of `algorithm`, of the
+    user's."""
+    named = cfg.algorithm.own_functions(partial(reads, cfg.stage.name)) | {"model.family": cfg.model.family}
     if is_file(cfg.stage.name):
         named["stage.name"] = f"{cfg.stage.name}:main"
     return {key: code for key, path in named.items() if (code := _code([path]))}

@@ -17,6 +17,7 @@ from typing import Any
 from aligner.config.checks import AUTO
 from aligner.config.rule import Rule, value_of
 from aligner.errors import ConfigError
+from aligner.user_code import is_path
 
 # what a new value means for a run that resumes from a checkpoint
 REFUSE = "refuse"  # unless run.accept_changes
@@ -27,12 +28,6 @@ IGNORE = "ignore"  # taken over, unmentioned
 FUNCTION = "module:function, path.py:function"
 
 
-def is_function(value: str) -> bool:
-    """Return whether a key's value is the path of a function (`user_code.load`)."""
-    source, _, name = value.rpartition(":")
-    return bool(source) and name.isidentifier()
-
-
 @dataclass(frozen=True)
 class Facts:
     """Facts of a key, or of a section for all its keys. None and "" mean: as the section around it."""
@@ -40,6 +35,7 @@ class Facts:
     meaning: str = ""
     choices: tuple[Any, ...] = ()  # of a text, or of each element of a list
     function: bool = False  # besides the choices, the path of a function
+    named: str = ""  # besides the choices, the path of an object of this class
     file: bool = False  # besides the choices, the path of a Python file
     joined: str = ""  # separator of several choices in one text
     least: float | None = None  # of a number, or of each element of a list
@@ -79,6 +75,7 @@ class Facts:
         """Expected form of a single value."""
         if self.choices:
             others = ["or " + FUNCTION] * self.function + ["or path.py"] * self.file
+            others += [f"or module:{self.named}, path.py:{self.named}"] * bool(self.named)
             return ", ".join(["one of " + ", ".join(map(str, self.choices)), *others])
         if self.auto:
             return f"auto, or an integer {self.range}" if self.range else "auto, true or false"
@@ -101,7 +98,7 @@ class Facts:
 
     def _fits(self, value: Any) -> bool:
         if self.choices:
-            by_path = (self.function and is_function(value)) or (self.file and value.endswith(".py"))
+            by_path = ((self.function or self.named) and is_path(value)) or (self.file and value.endswith(".py"))
             return value in self.choices or by_path
         if self.auto and type(value) is not (int if self.range else bool):  # True is no count
             return value == AUTO

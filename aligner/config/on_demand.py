@@ -17,9 +17,9 @@ from aligner.config.derived import (
     undecided,
 )
 from aligner.config.engines import ENGINES
-from aligner.config.key import is_function
 from aligner.config.quantization import emulated
 from aligner.config.schema import Config
+from aligner.user_code import is_path
 
 # feature -> module:name, and whether the ranks of a run with this configuration need it
 ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
@@ -55,17 +55,17 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "environment.agent": ("aligner.rollout.agents:agent_generator", lambda cfg: bool(cfg.environment.agent)),
     "algorithm.policy_loss": (
         "aligner.algorithms.outside:user_loss",
-        lambda cfg: is_function(cfg.algorithm.policy_loss),
+        lambda cfg: is_path(cfg.algorithm.policy_loss),
     ),
     "algorithm.advantage": (
         "aligner.algorithms.outside:user_advantages",
-        lambda cfg: is_function(cfg.algorithm.advantage),
+        lambda cfg: is_path(cfg.algorithm.advantage),
     ),
     "algorithm.kl.estimator": (
         "aligner.algorithms.outside:user_kl",
-        lambda cfg: is_function(cfg.algorithm.kl.estimator),
+        lambda cfg: is_path(cfg.algorithm.kl.estimator),
     ),
-    "algorithm.shaping": ("aligner.algorithms.outside:user_shaping", lambda cfg: is_function(cfg.algorithm.shaping)),
+    "algorithm.shaping": ("aligner.algorithms.outside:user_shaping", lambda cfg: is_path(cfg.algorithm.shaping)),
     "algorithm.args": (
         "aligner.algorithms.outside:check",
         lambda cfg: bool(cfg.algorithm.args or cfg.algorithm.own_functions()),

@@ -16,7 +16,7 @@ from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.errors import CheckpointError, ConfigError
-from aligner.families import FAMILIES
+from aligner.families import FAMILIES, OUTSIDE, find
 from aligner.families.family import DEFAULTS, Family
 from aligner.families.hf_entries import entries_out, heavy_layers_in
 from aligner.families.hf_rope import NOTHING, rope_in, rotary_fraction_in, scaling_out
@@ -194,7 +194,7 @@ def config_from_hf(folder: str | Path) -> ModelConfig:
     latent, hyper = LatentConfig(**sections["latent"]), HyperConfig(**sections["hyper"])
     moe = MoeConfig() if pattern and "E" not in pattern else _experts_in(raw, family, sections["moe"])
     return ModelConfig(
-        family=family.model_type,
+        family=raw.text("model_type"),
         num_layers=raw.integer("num_hidden_layers", low=1, high=MOST_LAYERS),
         pattern=pattern,
         hidden_size=raw.integer("hidden_size", low=1, high=MOST_CHANNELS),
@@ -371,7 +371,7 @@ def is_known(folder: Path) -> bool:
         kind = language_model(read_config(folder)).text("model_type")
     except CheckpointError:
         return True
-    return kind in FAMILIES
+    return find(kind) is not None
 
 
 def _experts_in(raw: JsonObject, family: Family, fields: dict[str, Any]) -> MoeConfig:
@@ -413,16 +413,15 @@ def _first_dense(raw: JsonObject, key: str, lists: bool) -> int:
 
 
 def _family_of(raw: JsonObject, whole: JsonObject, path: Path) -> Family:
-    known = ", ".join(FAMILIES)
     kind = raw.text("model_type", None)
-    if kind in FAMILIES and INNER in whole and whole.text("model_type", None) != FAMILIES[kind].within[0]:
-        outer = FAMILIES[kind].within[0] or "of a family"  # Kimi-K2.5's is none
+    family = find(kind or "")
+    if family and INNER in whole and whole.text("model_type", None) != family.within[0]:
+        outer = family.within[0] or "of a family"  # Kimi-K2.5's is none
         expected = f"model_type {outer} around {INNER}.model_type {kind}"
         raise ConfigError("model.init", str(path.parent), expected, f"It is {whole.fields.get('model_type')!r}.")
-    if kind not in FAMILIES:
+    if family is None:
         hint = f"Its model_type is {kind!r}; `aligner import` converts others where Megatron-Bridge is installed."
-        raise ConfigError("model.init", str(path.parent), f"model_type {known}", hint)
-    family = FAMILIES[kind]
+        raise ConfigError("model.init", str(path.parent), f"model_type {', '.join(FAMILIES | OUTSIDE)}", hint)
     wrong: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
     for key in (*(theirs for _, theirs, _ in family.keys), *(["use_sliding_window"] if family.window_switch else [])):
         wrong.pop(key, None)
@@ -475,5 +474,5 @@ def is_mxfp4(raw: JsonObject) -> bool:
     """Return whether config.json says that experts are packed in MXFP4."""
     quantisation = raw.record("quantization_config", None)
     packed = quantisation is not None and quantisation.text("quant_method", "") == "mxfp4"
-    family = FAMILIES.get(raw.text("model_type", ""))
+    family = find(raw.text("model_type", ""))
     return packed and family is not None and bool(family.stacked)

@@ -13,14 +13,14 @@ from operator import attrgetter
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import ConfigError
-from aligner.families import FAMILIES, rows
+from aligner.families import rows
 from aligner.families.family import Family
 from aligner.families.rows import ParamSpec
 
 
 def check_family(cfg: ModelConfig) -> Family:
     """Return the family of `cfg`. Raises ConfigError for a flag that the family's checkpoints cannot hold."""
-    family = FAMILIES[cfg.family]
+    family = cfg.traits
     for flag in ("qkv_bias", "qk_norm"):
         if flag not in family.varies and getattr(cfg, flag) != getattr(family, flag):
             raise ConfigError(

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.errors import CheckpointError
-from aligner.families import FAMILIES
+from aligner.families import find
 from aligner.families.family import Names
 from aligner.families.hf_config import config_from_hf, float8_block, is_mxfp4
 from aligner.families.hf_rope import NOTHING
@@ -283,7 +283,7 @@ def open_hf(folder: str | Path) -> HfTensors:
         raw = language_model(whole)
         beside = {"announced": _announced(whole, raw), "within": INNER in whole}
         block, packed = float8_block(raw), is_mxfp4(raw)
-        family = FAMILIES.get(raw.text("model_type", ""))
+        family = find(raw.text("model_type", ""))
         beside["published"] = published = family.published if family else ()
         if family is not None and family.joined:
             parts = parts_of(config_from_hf(folder))

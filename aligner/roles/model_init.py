@@ -27,6 +27,7 @@ from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.data.tokenizer import check_vocab, load_tokenizer
 from aligner.errors import CheckpointError, ConfigError
+from aligner.families import refuse_foreign
 from aligner.families.hf_config import config_from_hf
 from aligner.megatron.checkpoint_files import find_checkpoint, read_checked, view
 from aligner.megatron.model import Head
@@ -137,7 +138,9 @@ def _find(path: Path, key: str) -> tuple[Path, dict[str, Any] | None]:
     except CheckpointError:
         expected = "random, a Hugging Face folder (config.json), a run folder or a checkpoint"
         raise ConfigError(key, str(path), expected) from None
-    return checkpoint, read_checked(checkpoint)
+    state = read_checked(checkpoint)
+    refuse_foreign((state["identity"].get("model") or {}).get("family"), checkpoint / "state.json")
+    return checkpoint, state
 
 
 def _from_checkpoint(cfg: ModelConfig, checkpoint: Path, state: dict[str, Any], seed: int) -> InitialModel:
@@ -148,7 +151,7 @@ def _from_checkpoint(cfg: ModelConfig, checkpoint: Path, state: dict[str, Any], 
         config = for_run(from_plain(ModelConfig, identity.get("model"), "model"), cfg)
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint / 'state.json'}: identity.{error}") from None
-    run_config = load_frozen(checkpoint.parent.parent / "config.yaml")
+    run_config = load_frozen(checkpoint.parent.parent / "config.yaml", foreign=True)
     role = "model" if identity["stage"] == "rm" else "policy"
     if identity.get("lora"):
         return _merged(

@@ -133,7 +133,7 @@ def export_adapter(checkpoint: Path, initial: InitialModel, head: Head, out: Pat
     """Write the newest of the checkpoint's adapters into an existing folder. Raises ConfigError, OSError."""
     if head.kind == "score":
         raise ConfigError("--merge", False, "given for a reward model, whose head was trained beside its adapters")
-    run = load_frozen(checkpoint.parent.parent / "config.yaml").model
+    run = load_frozen(checkpoint.parent.parent / "config.yaml", foreign=True).model
     cfg = replace(initial.config, lora=run.lora)
     write_adapter(out, cfg, Adapter(initial.adapters[-1][0], cfg).factors, adapter_config(cfg, run.init))
     base = read_checked(checkpoint)["identity"]["lora"]["frozen weights"][0]

@@ -29,8 +29,8 @@ def overrides(what: str, others: list[str]) -> list[str]:
 
 
 def _subject(what: str) -> str:
-    from aligner.config.key import is_function
+    from aligner.user_code import is_path
 
-    if what != LAYOUTS and not is_function(what):
+    if what != LAYOUTS and not is_path(what):
         raise argparse.ArgumentTypeError(f"{what!r}: expected {LAYOUTS}, or the path of a policy loss, my_loss.py:name")
     return what

@@ -25,6 +25,7 @@ from aligner.config.resolve import compose
 from aligner.config.sections.model.config import ModelConfig
 from aligner.data.tokenizer import check_vocab, load_tokenizer, stop_token_ids
 from aligner.errors import CheckpointError, ConfigError
+from aligner.families import load_family
 from aligner.families.hf_config import config_from_hf, is_known
 from aligner.families.table import family_table
 from aligner.families.within import stored_name
@@ -312,6 +313,8 @@ def main(args: argparse.Namespace, env: RankEnv) -> int:
         raise ConfigError("--file-bytes", args.file_bytes, "a number >= 1")
     if args.command == "import" and args.tensor < 1:
         raise ConfigError("--tensor", args.tensor, "a number >= 1")
+    if args.family:
+        load_family(args.family)
     if args.command == "import" and not (source / "config.json").is_file():
         raise ConfigError("FOLDER", args.source, "a Hugging Face folder, which has a config.json")
     if args.command == "import" and not is_known(source) and bridge.has_bridge():

@@ -67,7 +67,7 @@ def reference(cfg, head="lm", num_labels=1):
     raw = hf_config(cfg, head=head, num_labels=num_labels, **ids)
     kind = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForSequenceClassification
     torch.manual_seed(0)
-    model = kind.from_config(transformers.AutoConfig.for_model(**raw))
+    model = kind.from_config(transformers.AutoConfig.for_model(**raw)).eval()
     with torch.no_grad():  # norms and biases start as constants, which would hide a mix-up
         for p in (*model.parameters(), *choice_biases(model), *layer_scalars(model)):
             p.normal_()

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.config.key import REPORT, Section, is_function, key, section
+from aligner.config.key import REPORT, Section, key, section
 from aligner.config.rule import rules, value_of
 from aligner.config.sections.distill import DistillConfig
 from aligner.config.sections.kto import KtoConfig
 from aligner.config.sections.preference import PreferenceConfig
+from aligner.user_code import is_path
 
 # `algorithm.advantage` of stage grpo that compare the samples of a prompt, and that do not
 GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "gdpo", "pass_at_k", "maxrl")
@@ -226,7 +227,7 @@ advantage=gdpo => overlong.penalty, overlong.soft_fraction =0
         """Return key -> path of each function of the user's own. `reads` says which keys the stage has."""
         keys = (f"algorithm.{name}" for name in OWN_FUNCTIONS)
         values = {key: value_of(self, key.removeprefix("algorithm.")) for key in keys if reads(key)}
-        return {key: path for key, path in values.items() if is_function(path)}
+        return {key: path for key, path in values.items() if is_path(path)}
 
     @property
     def ratio_to_engine(self) -> bool:

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from aligner.config.key import is_function
 from aligner.config.on_demand import on_demand
 from aligner.config.sections.algorithm import AlgorithmConfig
+from aligner.user_code import is_path
 
 LOG_RATIO_LIMIT = 20.0  # |log ratio| before exp; e^20 is still far from the limits of float32
 K3_LIMIT = 10.0
@@ -37,7 +37,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, noise: f
 
 def kl_estimator(cfg: AlgorithmConfig, noise: float = NOISE[torch.float32]) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the estimator of `kl.estimator`, f(logprobs, ref_logprobs): `kl_estimate`, or a function of the user's."""
-    if is_function(cfg.kl.estimator):
+    if is_path(cfg.kl.estimator):
         return on_demand("algorithm.kl.estimator")(cfg)
     return partial(kl_estimate, estimator=cfg.kl.estimator, noise=noise)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from aligner.config.key import is_function
 from aligner.config.on_demand import on_demand
 from aligner.config.sections.algorithm import AlgorithmConfig
+from aligner.user_code import is_path
 
 
 def soft_overlong(lengths: Tensor, limit: float, cache: float) -> Tensor:
@@ -24,4 +24,4 @@ def shaped_rewards(rewards: Tensor, lengths: Tensor, finished: Tensor, cfg: Algo
     shaped = rewards - cfg.overlong.penalty * (~finished).float()
     if cfg.overlong.soft_fraction:
         shaped = shaped + soft_overlong(lengths, limit, cfg.overlong.soft_fraction * limit)
-    return on_demand("algorithm.shaping")(shaped, lengths, finished, limit, cfg) if is_function(cfg.shaping) else shaped
+    return on_demand("algorithm.shaping")(shaped, lengths, finished, limit, cfg) if is_path(cfg.shaping) else shaped

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from aligner.config.key import is_function
 from aligner.config.on_demand import on_demand
 from aligner.config.sections.logging import TRACKERS, LoggingConfig
 from aligner.errors import AlignerError, ConfigError, MissingExtraError, TrackerCodeError
@@ -20,7 +19,7 @@ from aligner.files import write_whole
 from aligner.foreign import parse_json, record
 from aligner.run.metrics import unwritable
 from aligner.run.trackers.tracker import Row, TrackedRun, Tracker
-from aligner.user_code import load
+from aligner.user_code import is_path, load
 
 FILE = "trackers.json"
 KEY = "logging.trackers"
@@ -165,7 +164,7 @@ def _short(name: str) -> str:
 
 def _kind(name: str) -> type:
     """Return the class of a tracker."""
-    if is_function(name):
+    if is_path(name):
         kind = load(name, KEY, "Class", TrackerCodeError)
         if not inspect.isclass(kind):
             raise TrackerCodeError(f"{KEY}={name!r}: expected a class")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.families import FAMILIES
 from aligner.models.params import ParamSpec
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 def norm_middle(cfg: ModelConfig, name: str) -> float:
     """Return the weight with which the norm, or the scalar, of that name, in Megatron or in files, multiplies by 1."""
     of_linear_attention = "out_norm" in name or "linear_attn.norm" in name
-    return 0.0 if FAMILIES[cfg.family].offset_norms and not of_linear_attention else 1.0
+    return 0.0 if cfg.traits.offset_norms and not of_linear_attention else 1.0
 
 
 def wild_source(cfg: ModelConfig, seed: int = 0) -> WeightSource:

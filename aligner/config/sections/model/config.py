@@ -25,7 +25,7 @@ from aligner.config.sections.model.moe import MoeConfig, check_dense_layers
 from aligner.config.sections.model.rope import RopeScalingConfig, check_rope
 from aligner.config.sections.model.stages import LayoutSizes, cut
 from aligner.errors import ConfigError
-from aligner.families import FAMILIES
+from aligner.families import FAMILIES, load_family
 from aligner.families.family import LAYERS, Family
 
 # keys that the run decides, whatever folder the weights come from
@@ -43,7 +43,10 @@ def _counts_layers(recompute: str) -> bool:
 @dataclass
 class ModelConfig(Section, key="model"):
     family: str = key(
-        "llama", "Model family: `model_type` of config.json (docs/how-to/models.md).", choices=tuple(FAMILIES)
+        "llama",
+        "Model family: `model_type` of config.json (docs/how-to/models.md).",
+        choices=tuple(FAMILIES),
+        named="Family",
     )
     num_layers: int = key(4, "Decoder layers.", least=1)
     pattern: str = key(
@@ -188,8 +191,12 @@ megatron.tp_comm_overlap megatron.fp8 => megatron.fp8_recipe =tensorwise|mxfp8
 
     @property
     def traits(self) -> Family:
-        """Properties of all models of its family."""
-        return FAMILIES[self.family]
+        """Properties of all models of its family. Until the folder of `init` is read, whose shape is not here, a
+        family of the user's counts as llama, the default."""
+        if self.family in FAMILIES:
+            return FAMILIES[self.family]
+        family = load_family(self.family)
+        return family if self.init == "random" or self.vocab_size else FAMILIES["llama"]
 
     @property
     def kv_channels(self) -> int:
